@@ -113,7 +113,7 @@ class Chip:
         return self.cores * self.valus * self.sublanes * self.lanes * self.clock
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of the chip for matrix products of `dtype`: a numpy name ("bfloat16", "float8_e4m3fn") or bf16, f32, fp8.
+        """FLOP/s of the chip for matrix products of `dtype`: a name ("bfloat16", "float8_e4m3fn") or bf16/f32/fp8.
 
         A type without a unit of its own gets the rate of what the work is done in: bfloat16.
 
