@@ -37,4 +37,6 @@ def _relinked(address: str, path: Path) -> str:
             return f"[{text}]({up}{there.relative_to(ROOT / 'docs')}{anchor})"
         return text if text.startswith("`") else f"`{text}`"
 
-    return re.sub(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>(?![a-z]+:)[^)#\s]+)(?P<anchor>#[^)]*)?\)", link, path.read_text())
+    return re.sub(
+        r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>(?![a-z]+:)[^)#\s]+)(?P<anchor>#[^)]*)?\)", link, path.read_text()
+    )
