@@ -48,6 +48,8 @@ class Chip:
     """The smallest topology that libtpu gives without further options; its first device is the compilation target."""
     topology_options: tuple[tuple[str, str], ...] = ()
     """Keyword options of `jax.experimental.topologies.get_topology_desc` that belong to the topology."""
+    pod_chips: int
+    """Chips of the largest slice that is sold."""
     cores: int
     """TensorCores per chip."""
     devices: int
@@ -158,6 +160,7 @@ _V4 = Chip(
     generation=4,
     topology="v4:2x2x1",
     topology_options=(("chip_config_name", "megacore"),),  # [L] without it libtpu shows two one-core devices a chip
+    pod_chips=4096,  # [C]
     cores=2,  # [J]
     devices=1,  # megacore, [J]
     mxu_size=128,  # [J]
@@ -179,6 +182,7 @@ _V5E = Chip(
     device_kinds=("TPU v5 lite", "TPU v5e"),  # [L], [J]
     generation=5,
     topology="v5e:2x2",
+    pod_chips=256,  # [C]
     cores=1,  # [J]
     devices=1,
     mxu_size=128,  # [J]
@@ -200,6 +204,7 @@ _V5P = Chip(
     device_kinds=("TPU v5", "TPU v5p"),  # [L], [J]
     generation=5,
     topology="v5p:2x2x1",
+    pod_chips=8960,  # [C]
     cores=2,  # [J]
     devices=1,  # megacore, [J]
     mxu_size=128,  # [J]
@@ -221,6 +226,7 @@ _V6E = Chip(
     device_kinds=("TPU v6 lite", "TPU v6e"),  # [L], [J]
     generation=6,
     topology="v6e:2x2",
+    pod_chips=256,  # [C]
     cores=1,  # [J]
     devices=1,
     mxu_size=256,  # [J]
@@ -243,6 +249,7 @@ _TPU7X = Chip(
     device_kinds=("TPU7x",),  # [L], [J]
     generation=7,
     topology="tpu7x:2x2x1",
+    pod_chips=9216,  # [C]
     cores=2,  # [J]
     devices=2,  # [L] two one-core devices a chip
     mxu_size=256,  # [J]

@@ -1,0 +1,338 @@
+"""What the TPU compiler refused, in words: which allocation, how many bytes against how many, what to change.
+
+The compiler reports by text only. The patterns below were collected from libtpu 0.0.51 with jax 0.10.2 by provoking each failure on every
+generation; a text that matches none is passed on as it is, under the name of the compiler's own error code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+from vishwamai.core.errors import DeviceError, KernelError, UnsupportedError, VishwamaiError
+from vishwamai.core.hardware import Chip
+
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing that keeps a program from its chip.
+
+    Attributes:
+        kind: "vmem", "scoped vmem", "smem", "hbm", "mosaic", "pallas", "sharding" or "compiler".
+        what: what went wrong, with names and sizes.
+        mend: what to change.
+        kernel: name of the kernel, where the compiler gave one.
+        used: bytes asked for; `limit`: bytes there are (both None where it is not about memory).
+        allocations: the largest allocations, in words, largest first.
+        where: file:line of the kernel source, where the compiler gave it.
+    """
+
+    kind: str
+    what: str
+    mend: str
+    kernel: str | None = None
+    used: int | None = None
+    limit: int | None = None
+    allocations: tuple[str, ...] = ()
+    where: str | None = None
+
+    def __str__(self) -> str:
+        lines = [self.what, *(f"  - {a}" for a in self.allocations)]
+        if self.where:
+            lines.append(f"at {self.where}")
+        return "\n".join([*lines, f"What to change: {self.mend}"])
+
+
+def human(size: float) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> human(20 << 20), human(1536), human(447.18 * 2**30)
+        ('20.0 MiB', '1.5 KiB', '447.2 GiB')
+    """
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([\d.]+)([BKMGT]?)", text)
+    assert match, text
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _where(message: str) -> str | None:
+    """The first source position that the compiler gives: loc("..."("/path/file.py":41:26 ...))."""
+    match = re.search(r'"([^"\s]+\.py)":(\d+):\d+', message)
+    return f"{match[1]}:{match[2]}" if match else None
+
+
+def _allocations(message: str) -> tuple[str, ...]:
+    """The "Largest program allocations" list: size, tag and shape of each."""
+    found = []
+    for part in re.split(r"\n\s*\d+\. Size: ", message)[1:]:
+        size = part.split()[0]
+        tag = re.search(r"Tag: ([^\n]*?)\.? ?(?:The u8 shape[^\n]*)?(?:\n|$)", part)
+        buffers = re.search(r"This allocation has (\d+) buffering levels", part)
+        name = re.search(r'op_name="([^"]*)"', part)
+        shape = re.search(r"Shape: (\S+)", part)
+        words = tag[1].strip() if tag else (shape[1] if shape else "unnamed")
+        note = f" (buffered {buffers[1]} times)" if buffers else ""
+        found.append(f"{human(_bytes(size))}: {words}{note}" + (f", of {name[1]}" if name else ""))
+    return tuple(found[:5])
+
+
+def _vmem_mend(chip: Chip) -> str:
+    if chip.vmem_scoped_bytes >= chip.vmem_bytes:
+        return "use smaller blocks (block shapes or block_size), fewer buffers, or scratch in a narrower dtype."
+    return (
+        "use smaller blocks, or let the kernel have more by pltpu.CompilerParams(vmem_limit_bytes=...): "
+        f"{chip.name} has {human(chip.vmem_bytes)} per core, "
+        f"of which a kernel gets {human(chip.vmem_scoped_bytes)} unless it asks."
+    )
+
+
+def _one_allocation(message: str, chip: Chip) -> Problem | None:
+    pattern = r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) :: (.*?) :: (\S+)"
+    match = re.search(pattern, message, re.S)
+    if not match:
+        return None
+    used, limit, inside, kernel = int(match[1]), int(match[2]), match[3], match[4]
+    space = re.search(r"space=(\w+)", inside)
+    tag = re.search(r"tag = '(.*?)(?: The u8 shape.*)?'", inside, re.S)
+    shape = re.search(r"shape = '([^'{]*)", inside)
+    kind = space[1] if space else "memory"
+    if kind == "smem":
+        mend = (
+            "prefetch less: split the grid over several calls, pack the integers, or leave the array in HBM and copy "
+        )
+        mend += "the part that a step needs."
+    else:
+        mend = f"use a smaller block or scratch: {chip.name} has {human(chip.vmem_bytes)} of VMEM per core, "
+        mend += "and no option raises that."
+    return Problem(
+        kind=kind,
+        what=f"kernel {kernel!r}: {tag[1].strip() if tag else 'one allocation'} "
+        f"({shape[1] if shape else 'no shape'}) takes {human(used)}, "
+        f"but {chip.name} has {human(limit)} of {kind.upper()} per core.",
+        mend=mend,
+        kernel=kernel,
+        used=used,
+        limit=limit,
+    )
+
+
+def _scoped(message: str, chip: Chip) -> Problem | None:
+    match = re.search(r"Scoped allocation with size ([\d.]+[KMG]?) and limit ([\d.]+[KMG]?) exceeded", message)
+    if not match:
+        return None
+    name = re.search(r"while allocating on stack for %?([\w.\-]+)", message)
+    kernel = name[1] if name else None
+    used, limit = _bytes(match[1]), _bytes(match[2])
+    return Problem(
+        kind="scoped vmem",
+        what=f"kernel {kernel!r} needs {human(used)} of VMEM for its blocks and scratch, "
+        f"but may take {human(limit)} on {chip.name}.",
+        mend=_vmem_mend(chip),
+        kernel=kernel,
+        used=used,
+        limit=limit,
+        allocations=_allocations(message),
+    )
+
+
+def _program_memory(message: str, chip: Chip) -> Problem | None:
+    match = re.search(r"Ran out of memory in memory space (\w+)[^\n]*?Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?)", message)
+    if not match:
+        return None
+    kind, used, limit = match[1], _bytes(match[2]), _bytes(match[3])
+    label = re.search(r"XLA label: %?([\w.\-]+) =", message)
+    if kind == "hbm":
+        return _hbm(used, limit, chip, _allocations(message))
+    return Problem(
+        kind=kind,
+        what=f"the program needs {human(used)} of {kind.upper()} at once, but {chip.name} has {human(limit)} per core.",
+        mend="use smaller blocks or fewer buffers."
+        if kind == "vmem"
+        else "keep fewer scalars: prefetch less, or leave arrays in HBM.",
+        kernel=label[1] if label else None,
+        used=used,
+        limit=limit,
+        allocations=_allocations(message),
+    )
+
+
+def _hbm(used: int, limit: int, chip: Chip, allocations: tuple[str, ...] = ()) -> Problem:
+    return Problem(
+        kind="hbm",
+        what=f"the program needs {human(used)} of HBM, but one {chip.name} device has {human(limit)}.",
+        mend="make the batch or the sequence smaller, recompute instead of keeping (jax.checkpoint), "
+        "donate arguments that are overwritten, use a narrower dtype, or shard over more chips "
+        f'(target="{chip.name}:{"4x4" if len(chip.topology.split("x")) == 2 else "2x2x2"}" with shardings).',
+        used=used,
+        limit=limit,
+        allocations=allocations,
+    )
+
+
+def _hbm_temporaries(message: str, chip: Chip) -> Problem | None:
+    size = r"\(([\d.]+[KMGT]?)\)"
+    match = re.search(rf"total memory required for (.*?) {size} exceeds available HBM {size}", message)
+    return _hbm(_bytes(match[2]), _bytes(match[3]), chip) if match else None
+
+
+def _mosaic(message: str, chip: Chip) -> Problem | None:
+    match = re.search(
+        r"Mosaic failed to compile TPU kernel with MLIR module name `(.*?)` HLO name `(.*?)`: (.*?)(?:\n|$)",
+        message,
+        re.S,
+    )
+    if not match:
+        return None
+    kernel, reason = match[2], re.sub(r"^E\d+: (?:CompileTime\w+: )?", "", match[3].strip())
+    operation = re.search(r"The MLIR operation involved:\s*\n\s*(.*?)\n", message + "\n")
+    if "Unsupported matmul" in reason or "UnsupportedRhsType" in reason or "UnsupportedLhsType" in reason:
+        mend = f"{chip.name} multiplies bfloat16 and float32"
+        mend += " and int8" if chip.has_int8 else ""
+        mend += f" and {', '.join(chip.fp8_formats)}" if chip.fp8_formats else ""
+        mend += "; convert the operands to one of these inside the kernel."
+    elif "float16" in message or re.search(r"x2?xf16\b|xf16[,>]", message):
+        mend = "TPUs have no float16: store bfloat16 or float32."
+    elif "shape cast" in reason or "reshape" in reason:
+        mend = (
+            "reshape outside the kernel, or keep the last axis (128 lanes) as it is and reshape only the leading axes."
+        )
+    else:
+        mend = "write the operation in another form; its operands as the compiler sees them are named above."
+    return Problem(
+        kind="mosaic",
+        what=f"kernel {kernel!r} does not compile for {chip.name}: {reason}"
+        + (f"\n  operation: {operation[1].strip()[:200]}" if operation else ""),
+        mend=mend,
+        kernel=kernel,
+        where=_where(message),
+    )
+
+
+def _primitive(message: str, chip: Chip) -> Problem | None:
+    match = re.search(r"Unimplemented primitive in Pallas TPU lowering for (\w+): (\S+?)\.", message)
+    if not match:
+        return None
+    return Problem(
+        kind="pallas",
+        what=f"Pallas has no `{match[2]}` inside a TPU kernel.",
+        mend=f"move `{match[2]}` out of the kernel, or build it from operations that the vector unit has.",
+    )
+
+
+def _partition(message: str, chip: Chip) -> Problem | None:
+    if "Mosaic kernels cannot be automatically partitioned" not in message:
+        return None
+    return Problem(
+        kind="sharding",
+        what="a Pallas kernel was given sharded operands; the compiler does not know how to split a kernel over devices.",
+        mend="wrap the call in jax.shard_map with the specs of its operands "
+        "(vishwamai's own operations do this for themselves).",
+    )
+
+
+def _block_shape(message: str, chip: Chip) -> Problem | None:
+    if "last two dimensions of your block shape" not in message:
+        return None
+    match = re.search(r"in pallas_call (\S+) at (\S+) has block shape (\(.*?\)), array shape (\(.*?\))", message)
+    sizes = ", ".join(re.findall(r"block_size=(\d+)", match[3])) if match else ""
+    return Problem(
+        kind="pallas",
+        what=f"kernel {match[1]!r}: a block of ({sizes}) over an array of {match[4]} cannot be tiled."
+        if match
+        else message.splitlines()[0],
+        mend="make the last block axis a multiple of 128 and the one before it a multiple of 8, "
+        "or equal to the array's own size.",
+        kernel=match[1] if match else None,
+        where=match[2].rstrip(".") if match else None,
+    )
+
+
+def _other(message: str, chip: Chip) -> Problem | None:
+    first = message.strip().splitlines()[0]
+    return Problem(
+        kind="compiler",
+        what=f"the compiler for {chip.name} refused the program: {first[:500]}",
+        mend="the text is the compiler's own; https://openxla.org/xla/errors explains its codes (E....).",
+        where=_where(message),
+    )
+
+
+_READERS: tuple[Callable[[str, Chip], Problem | None], ...] = (
+    _one_allocation,
+    _scoped,
+    _program_memory,
+    _hbm_temporaries,
+    _mosaic,
+    _primitive,
+    _partition,
+    _block_shape,
+    _other,
+)
+
+
+def diagnose(message: str, chip: Chip) -> Problem:
+    """Reads the text of a compiler error.
+
+    Example:
+        >>> from vishwamai.core.hardware import chip
+        >>> text = "Scoped allocation with size 20.00M and limit 16.00M exceeded scoped vmem limit by 4.00M."
+        >>> problem = diagnose(text, chip("v5e"))
+        >>> problem.kind, problem.used >> 20, problem.limit >> 20
+        ('scoped vmem', 20, 16)
+    """
+    return next(problem for reader in _READERS if (problem := reader(message, chip)))
+
+
+def from_compiler(error: BaseException) -> bool:
+    """Whether an exception speaks for the TPU compiler (XLA, Mosaic, Pallas' lowering), not for the traced function."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & {"JaxRuntimeError", "XlaRuntimeError", "MosaicError"}:
+        return True
+    text = str(error)
+    return isinstance(error, (NotImplementedError, ValueError)) and (
+        "Pallas TPU lowering" in text or "Mosaic kernels" in text
+    )
+
+
+def translate(error: Exception, chip: Chip) -> VishwamaiError:
+    """The vishwamai error that says what `error` means: DeviceError for memory, UnsupportedError for a missing operation.
+
+    `problem_of` of the result gives the `Problem`.
+    """
+    problem = diagnose(str(error), chip)
+    if problem.kind in ("vmem", "scoped vmem", "smem", "hbm", "memory"):
+        result: VishwamaiError = DeviceError(str(problem))
+    elif problem.kind in ("mosaic", "pallas", "sharding"):
+        result = UnsupportedError(str(problem))
+    else:
+        result = KernelError(str(problem))
+    result.problem = problem  # type: ignore[attr-defined]
+    return result
+
+
+def problem_of(error: BaseException) -> Problem:
+    """The `Problem` that a translated error carries.
+
+    Raises:
+        KeyError: the error does not come from `translate`.
+    """
+    problem = find_problem(error)
+    if problem is None:
+        raise KeyError(f"{error!r} does not come from the compiler")
+    return problem
+
+
+def find_problem(error: BaseException) -> Problem | None:
+    """The `Problem` that an error carries, None for errors that do not come from `translate`."""
+    return getattr(error, "problem", None)

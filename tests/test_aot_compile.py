@@ -1,0 +1,252 @@
+"""Compiling for chips that are not here: every generation, topologies, and every refusal in words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from vishwamai import aot
+from vishwamai.aot import diagnose, libtpu
+from vishwamai.core.config import current_config
+from vishwamai.core.errors import DeviceError, KernelError, ShapeError, UnsupportedError
+from vishwamai.core.hardware import CHIPS, chip, chip_for
+
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+
+
+def shape(dims, dtype=jnp.float32, sharding=None):
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+
+def double(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+
+def blocks_of(mib, chip_limit=None):
+    """A copy kernel whose double-buffered blocks take `mib` MiB."""
+    rows, steps = (mib << 20) // 2048, 64
+    block = pl.BlockSpec((rows, 128), lambda i: (i, 0))
+    call = pl.pallas_call(
+        double,
+        out_shape=shape((rows * steps, 128)),
+        grid=(steps,),
+        in_specs=[block],
+        out_specs=block,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=chip_limit),
+        name="doubler",
+    )
+    return call, shape((rows * steps, 128))
+
+
+@needs_libtpu
+@pytest.mark.parametrize("target", CHIPS)
+def test_every_chip_compiles_and_counts(target):
+    x = shape((1024, 1024), jnp.bfloat16)
+    program = aot.compile_for(lambda a, b: a @ b, x, x, target=target)
+    assert program.chip is CHIPS[target]
+    assert program.memory.arguments == 2 * 1024 * 1024 * 2
+    assert program.memory.outputs == 1024 * 1024 * 2
+    assert program.memory.fits
+    assert program.cost.flops == 2 * 1024**3
+    assert "dot" in program.text or "convolution" in program.text
+    assert libtpu.describe_device(target).device_kind in CHIPS[target].device_kinds
+
+
+@needs_libtpu
+@pytest.mark.parametrize("target", CHIPS)
+def test_hbm_table_is_what_the_compiler_says(target):
+    with pytest.raises(DeviceError, match="of HBM") as caught:
+        aot.compile_for(lambda a: a @ a, shape((400_000, 400_000)), target=target)
+    # the compiler prints two decimals of a GiB
+    assert diagnose.problem_of(caught.value).limit == pytest.approx(CHIPS[target].hbm_usable_bytes, abs=0.01 * 2**30)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("target", CHIPS)
+def test_scoped_vmem_table_is_what_the_compiler_says(target):
+    limit = CHIPS[target].vmem_scoped_bytes >> 20
+    fn, x = blocks_of(limit - 4)
+    kernels = {k.name: k for k in aot.compile_for(fn, x, target=target).kernels}
+    assert kernels["doubler.1"].pallas
+    assert kernels["doubler.1"].vmem == (limit - 4) << 20
+    fn, x = blocks_of(limit + 4)
+    report = aot.check(fn, x, target=target)
+    assert not report.compiles
+    (problem,) = report.problems
+    assert problem.kind == ("vmem" if target == "v4" else "scoped vmem")  # v4: a kernel's share is all there is
+    assert problem.used == (limit + 4) << 20
+    assert problem.limit == limit << 20
+    assert "doubler" in str(report)
+    assert f"{limit + 4}.0 MiB" in str(report)
+    assert "smaller blocks" in str(report)
+
+
+@needs_libtpu
+def test_vmem_limit_bytes_is_the_mend_that_it_says():
+    fn, x = blocks_of(20)
+    assert "vmem_limit_bytes" in str(aot.check(fn, x, target="v5e"))
+    fn, x = blocks_of(20, chip_limit=24 << 20)
+    assert aot.check(fn, x, target="v5e").fits
+
+
+@needs_libtpu
+def test_one_block_larger_than_the_chip():
+    fn, x = blocks_of(300)
+    with pytest.raises(DeviceError, match=r"input window allocation.*takes 150\.0 MiB, but v5p has 64\.0 MiB of VMEM"):
+        aot.compile_for(fn, x, target="v5p")
+
+
+@needs_libtpu
+def test_smem_exhaustion_names_the_operand():
+    def body(table_ref, x_ref, o_ref):
+        o_ref[...] = x_ref[...] + table_ref[0].astype(jnp.float32)
+
+    block = pl.BlockSpec((8, 128), lambda i, table: (0, 0))
+    grid = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(1,), in_specs=[block], out_specs=block)
+    call = pl.pallas_call(body, out_shape=shape((8, 128)), grid_spec=grid, name="prefetcher")
+    with pytest.raises(DeviceError, match=r"prefetched SMEM operand 0.*16\.0 MiB.*1\.0 MiB of SMEM") as caught:
+        aot.compile_for(call, shape((4 << 20,), jnp.int32), shape((8, 128)))
+    assert diagnose.problem_of(caught.value).kernel == "prefetcher.1"
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("target", "dtype", "mend"),
+    [
+        ("v4", jnp.int8, "v4 multiplies bfloat16 and float32; convert"),
+        ("v4", jnp.float8_e4m3fn, "v4 multiplies bfloat16 and float32; convert"),
+        ("v5e", jnp.float16, "no float16"),
+    ],
+)
+def test_mosaic_refusals_name_kernel_operation_and_line(target, dtype, mend):
+    out = jnp.int32 if dtype == jnp.int8 else jnp.float32
+
+    def product(x_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], x_ref[...], preferred_element_type=o_ref.dtype)
+
+    call = pl.pallas_call(product, out_shape=shape((256, 256), out), name="product")
+    with pytest.raises(UnsupportedError, match=mend) as caught:
+        aot.compile_for(call, shape((256, 256), dtype), target=target)
+    assert diagnose.problem_of(caught.value).kernel == "product.1"
+    assert "test_aot_compile.py:" in diagnose.problem_of(caught.value).where
+    assert "tpu." in str(caught.value)
+
+
+@needs_libtpu
+def test_pallas_refusals():
+    def sorts(x_ref, o_ref):
+        o_ref[...] = jnp.sort(x_ref[...], axis=0)
+
+    with pytest.raises(UnsupportedError, match="no `sort` inside a TPU kernel"):
+        aot.compile_for(pl.pallas_call(sorts, out_shape=shape((8, 128))), shape((8, 128)))
+    odd = pl.BlockSpec((7, 100), lambda i: (i, 0))
+    call = pl.pallas_call(double, grid=(2,), in_specs=[odd], out_specs=odd, out_shape=shape((70, 300)), name="odd")
+    with pytest.raises(UnsupportedError, match=r"a block of \(7, 100\) over an array of \(70, 300\) cannot be tiled"):
+        aot.compile_for(call, shape((70, 300)))
+
+
+@needs_libtpu
+def test_topology_with_shardings():
+    mesh = aot.mesh_for("v5e:4x4", {"data": 4, "model": 4})
+    a = shape((1024, 512), jnp.bfloat16, NamedSharding(mesh, PartitionSpec("data", None)))
+    b = shape((512, 1024), jnp.bfloat16, NamedSharding(mesh, PartitionSpec(None, "model")))
+    program = aot.compile_for(lambda a, b: a @ b, a, b, target="v5e:4x4")
+    assert program.devices == 16
+    assert program.memory.arguments == 2 * (1024 * 512 * 2 // 4)
+    assert program.memory.outputs == 1024 * 1024 * 2 // 16
+    # a mesh of anything else is carried over, and unsharded arguments are replicated
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    a = shape((1024, 512), jnp.bfloat16, NamedSharding(mesh, PartitionSpec("x", "y")))
+    program = aot.compile_for(lambda a, b: a @ b, a, np.ones((512, 64), jnp.bfloat16), target="v6e:2x4")
+    assert program.memory.arguments == 1024 * 512 * 2 // 8 + 512 * 64 * 2
+    with pytest.raises(ShapeError, match=r"sharded over 8 devices .* has 1; name a topology"):
+        aot.compile_for(jnp.sum, a, target="v6e")
+    report = aot.check(pl.pallas_call(double, out_shape=shape((1024, 512), jnp.bfloat16)), a, target="v6e:2x4")
+    assert report.problems[0].kind == "sharding"
+    assert "shard_map" in str(report)
+    with pytest.raises(ShapeError, match="hold 8 devices, but 'v5e:4x4' has 16"):
+        aot.mesh_for("v5e:4x4", {"data": 8})
+
+
+@needs_libtpu
+def test_the_target_is_ambient_while_tracing():
+    seen = []
+
+    def fn(x):
+        seen.append(current_config().target)
+        return x + 1
+
+    aot.compile_for(fn, shape((8,)), target="v6e")
+    aot.compile_for(jax.jit(fn), shape((8,)), target="v5p")
+    assert seen == ["v6e", "v5p"]
+    assert current_config().target is None
+
+
+@needs_libtpu
+def test_functions_without_arrays_and_with_static_arguments():
+    assert aot.check(lambda: jnp.ones((8, 128)) + 3, target="v5e").fits
+    power = jax.jit(lambda x, n: x**n, static_argnums=1)
+    assert aot.compile_for(power, shape((8, 128)), 3).memory.outputs == 8 * 128 * 4
+
+
+@needs_libtpu
+def test_the_functions_own_errors_pass_through():
+    with pytest.raises(TypeError):
+        aot.check(lambda x: x + "text", shape((8,)))
+
+
+@needs_libtpu
+def test_topologies_that_do_not_exist():
+    with pytest.raises(DeviceError, match="v4, v5e, v5p, v6e, tpu7x"):
+        aot.check(jnp.sin, shape((8,)), target="v9")
+    with pytest.raises(DeviceError, match='such as "v5e:2x2"'):
+        aot.check(jnp.sin, shape((8,)), target="v5e:many")
+    with pytest.raises(DeviceError, match="multiples of a host"):
+        aot.check(jnp.sin, shape((8,)), target="v5e:3x5")
+    for impossible in ("v5e:32x8", "v6e:64x64", "v5p:64x64x64"):  # libtpu ends the process on the first of these
+        with pytest.raises(DeviceError, match="pod has at most"):
+            aot.check(jnp.sin, shape((8,)), target=impossible)
+
+
+def test_missing_libtpu_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(libtpu, "has_libtpu", lambda: False)
+    libtpu._describe.cache_clear()
+    with pytest.raises(DeviceError, match="pip install"):
+        aot.compile_for(jnp.sin, shape((8,)))
+    libtpu._describe.cache_clear()
+
+
+def test_unknown_compiler_texts_are_passed_on():
+    problem = diagnose.diagnose("INTERNAL: E9999: SomethingNew: the moon is in the way\nmore", chip("v6e"))
+    assert problem.kind == "compiler"
+    assert "the moon is in the way" in str(problem)
+    error = diagnose.translate(RuntimeError("INTERNAL: unheard of"), chip("v6e"))
+    assert type(error) is KernelError
+
+
+def test_only_the_compilers_exceptions_are_translated():
+    assert not diagnose.from_compiler(ValueError("my own"))
+    assert not diagnose.from_compiler(KeyError("x"))
+    assert diagnose.from_compiler(NotImplementedError("Mosaic kernels cannot be automatically partitioned."))
+    assert diagnose.from_compiler(jax.errors.JaxRuntimeError("INTERNAL"))
+
+
+def test_chip_table():
+    assert list(CHIPS) == ["v4", "v5e", "v5p", "v6e", "tpu7x"]
+    assert chip_for("TPU v5 lite") is CHIPS["v5e"]
+    assert chip_for("NVIDIA H200") is None
+    for one in CHIPS.values():
+        # the peak follows from the arrays and the clock: one row a cycle up to v5, two from v6e on (within rounding)
+        rows = 1 if one.generation < 6 else 2
+        derived = one.cores * one.mxus * one.mxu_size**2 * 2 * rows * one.clock
+        assert derived == pytest.approx(one.peak_bf16, rel=0.01), one.name
+        assert one.vmem_scoped_bytes <= one.vmem_bytes
+        assert one.hbm_usable_bytes * one.devices <= one.hbm_bytes * 1.01
+        assert one.peak("float32") < one.peak("bfloat16") <= one.peak("int8")
+        assert one.cores_per_device * one.devices == one.cores
+    assert [c.name for c in CHIPS.values() if c.megacore] == ["v4", "v5p"]
+    assert [c.name for c in CHIPS.values() if c.has_int8] == ["v5e", "v5p", "v6e"]
+    assert [c.name for c in CHIPS.values() if c.has_fp8] == ["v6e", "tpu7x"]
