@@ -1,0 +1,44 @@
+// Reading the operands of an XLA FFI call.  An operand or result that is absent is a buffer with no elements.
+#pragma once
+
+#include "parallel.h"
+#include "storage.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace vishwamai {
+
+namespace ffi = xla::ffi;
+
+// XLA's intra-op pool as our Threads; `pool` must outlive it (it is an argument of the handler).
+inline Threads threads_of(ffi::ThreadPool& pool) {
+  Threads threads;
+  threads.pool = &pool;
+  threads.schedule = [](void* p, void (*run)(void*), void* task) {
+    static_cast<ffi::ThreadPool*>(p)->Schedule([run, task] { run(task); });
+  };
+  const int available = static_cast<int>(pool.num_threads());
+  const int limit = thread_limit();
+  threads.count = available < 1 ? 1 : available < limit ? available : limit;
+  return threads;
+}
+
+template <class T>
+inline const T* optional(const ffi::AnyBuffer& buffer) {
+  return buffer.element_count() == 0 ? nullptr : static_cast<const T*>(buffer.untyped_data());
+}
+inline const void* optional(const ffi::AnyBuffer& buffer) { return optional<void>(buffer); }
+
+inline bool storage_of(const ffi::AnyBuffer& buffer, Storage* storage) {
+  switch (buffer.element_type()) {
+    case ffi::F32: *storage = Storage::f32; return true;
+    case ffi::BF16: *storage = Storage::bf16; return true;
+    case ffi::F64: *storage = Storage::f64; return true;
+    case ffi::S8: *storage = Storage::s8; return true;
+    case ffi::S32: *storage = Storage::s32; return true;
+    default: return false;
+  }
+}
+
+inline ffi::Error invalid(const char* message) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, message); }
+
+}  // namespace vishwamai

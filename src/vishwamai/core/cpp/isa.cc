@@ -1,0 +1,90 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+namespace vishwamai {
+namespace {
+
+#if defined(__x86_64__)
+// The AMX bits are read from cpuid directly: the compiler's __builtin_cpu_supports does not know them before GCC 14.
+bool cpu_has_amx() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool tile = d & (1u << 24), bf16 = d & (1u << 22), int8 = d & (1u << 25);
+  return tile && bf16 && int8;
+}
+
+// Linux gives a process its tile registers only when asked: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA).
+bool amx_permitted() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+Isa detect() {
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && cpu_has_amx() && amx_permitted()) return Isa::amx;
+  return avx512 ? Isa::avx512 : avx2 ? Isa::avx2 : Isa::generic;
+}
+#else
+Isa detect() { return Isa::generic; }
+#endif
+
+struct Choice {
+  Isa isa;
+  const char* complaint;
+};
+
+const Choice& choice() {
+  static const Choice chosen = [] {
+    const char* wanted = std::getenv("VISHWAMAI_CPU_ISA");
+    const Isa best = best_isa();
+    if (wanted == nullptr || *wanted == 0) return Choice{best, nullptr};
+    for (int i = 0; i <= static_cast<int>(Isa::amx); ++i) {
+      if (std::strcmp(wanted, isa_name(static_cast<Isa>(i))) != 0) continue;
+      if (i > static_cast<int>(best)) {
+        return Choice{best, "VISHWAMAI_CPU_ISA asks for an instruction set that this machine or build does not have"};
+      }
+      return Choice{static_cast<Isa>(i), nullptr};
+    }
+    return Choice{best, "VISHWAMAI_CPU_ISA is none of generic, avx2, avx512, amx"};
+  }();
+  return chosen;
+}
+
+}  // namespace
+
+Isa best_isa() {
+  static const Isa best = detect();
+  return best;
+}
+
+Isa isa() { return choice().isa; }
+
+const char* isa_complaint() { return choice().complaint; }
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::amx: return "amx";
+    case Isa::avx512: return "avx512";
+    case Isa::avx2: return "avx2";
+    default: return "generic";
+  }
+}
+
+}  // namespace vishwamai

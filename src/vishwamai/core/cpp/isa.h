@@ -1,0 +1,46 @@
+// Which instruction sets this build contains, which one this machine can run, and the one that is used.
+//
+// Kernel sources named *.isa.cc are compiled once per instruction set into a namespace of that name; VISHWAMAI_DISPATCH
+// calls the chosen one.  Those sources must not instantiate non-inlined standard library templates: the linker keeps one
+// copy of such a function, and it may be the one compiled for a machine that this is not.
+#pragma once
+
+namespace vishwamai {
+
+enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, amx = 3 };
+
+// The best instruction set of this machine, or the lesser one that VISHWAMAI_CPU_ISA asks for; settled at the first call.
+Isa isa();
+
+// The best instruction set that this machine and this build both have.
+Isa best_isa();
+
+const char* isa_name(Isa isa);
+
+// nullptr, or what was wrong with VISHWAMAI_CPU_ISA (then the best one is used).
+const char* isa_complaint();
+
+}  // namespace vishwamai
+
+// Declares `result function parameters` in the namespace of every instruction set.
+#define VISHWAMAI_DECLARE(result, function, ...)                                \
+  namespace generic { result function(__VA_ARGS__); }                          \
+  namespace avx2 { result function(__VA_ARGS__); }                             \
+  namespace avx512 { result function(__VA_ARGS__); }                           \
+  namespace amx { result function(__VA_ARGS__); }
+
+#if defined(__x86_64__)
+#define VISHWAMAI_DISPATCH(function, ...)                      \
+  switch (::vishwamai::isa()) {                                \
+    case ::vishwamai::Isa::amx:                                \
+      return ::vishwamai::amx::function(__VA_ARGS__);          \
+    case ::vishwamai::Isa::avx512:                             \
+      return ::vishwamai::avx512::function(__VA_ARGS__);       \
+    case ::vishwamai::Isa::avx2:                               \
+      return ::vishwamai::avx2::function(__VA_ARGS__);         \
+    default:                                                   \
+      return ::vishwamai::generic::function(__VA_ARGS__);      \
+  }
+#else
+#define VISHWAMAI_DISPATCH(function, ...) return ::vishwamai::generic::function(__VA_ARGS__);
+#endif

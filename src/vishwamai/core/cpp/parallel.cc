@@ -1,0 +1,167 @@
+#include "parallel.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace vishwamai {
+namespace {
+
+// Shared by the caller and its helpers; a helper that starts late finds no index left and never touches `body`.
+struct Job {
+  void (*body)(void*, int64_t);
+  void* context;
+  int64_t n;
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> done{0};
+
+  void work() {
+    int64_t mine = 0;
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n; ++mine) body(context, i);
+    if (mine != 0 && done.fetch_add(mine, std::memory_order_acq_rel) + mine == n) done.notify_all();
+  }
+};
+
+void run_helper(void* task) {
+  std::unique_ptr<std::shared_ptr<Job>> job(static_cast<std::shared_ptr<Job>*>(task));
+  (*job)->work();
+}
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
+
+}  // namespace
+
+void run_parallel(const Threads& threads, int64_t n, void (*body)(void*, int64_t), void* context) {
+  auto job = std::make_shared<Job>();
+  job->body = body;
+  job->context = context;
+  job->n = n;
+  const int64_t helpers = (n < threads.count ? n : threads.count) - 1;
+  for (int64_t i = 0; i < helpers; ++i) threads.schedule(threads.pool, run_helper, new std::shared_ptr<Job>(job));
+  job->work();
+  // The last index of a helper is usually a few microseconds away: spin for about that long before sleeping.
+  int64_t done = job->done.load(std::memory_order_acquire);
+  for (int spin = 0; done < n && spin < 4000; ++spin) {
+    pause();
+    done = job->done.load(std::memory_order_acquire);
+  }
+  while (done < n) {
+    job->done.wait(done, std::memory_order_acquire);
+    done = job->done.load(std::memory_order_acquire);
+  }
+}
+
+int thread_limit() {
+  static const int limit = [] {
+    const char* text = std::getenv("VISHWAMAI_CPU_THREADS");
+    const int value = text ? std::atoi(text) : 0;
+    return value > 0 ? value : 1 << 20;
+  }();
+  return limit;
+}
+
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int kKept = 0;  // every Scratch its own allocation: an overrun is seen
+#else
+constexpr int kKept = 6;
+#endif
+constexpr size_t kKeptBytes = size_t{64} << 20;  // a larger block goes back to the system
+constexpr size_t kHugePage = size_t{2} << 20;
+
+struct Block {
+  char* data = nullptr;
+  size_t bytes = 0;
+};
+
+char* allocate(size_t bytes) {
+  const size_t alignment = bytes >= kHugePage ? kHugePage : 64;
+  void* data = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  if (data == nullptr) throw std::bad_alloc();
+#if defined(__linux__)
+  if (bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
+#endif
+  return static_cast<char*>(data);
+}
+
+// The blocks that this thread has used and may use again.
+struct Cache {
+  Block blocks[kKept + 1];
+  ~Cache() {
+    for (Block& block : blocks) std::free(block.data);
+  }
+  // The smallest kept block of at least `bytes`, or an empty one.
+  Block get(size_t bytes) {
+    Block* best = nullptr;
+    for (Block& block : blocks) {
+      if (block.data && block.bytes >= bytes && (best == nullptr || block.bytes < best->bytes)) best = &block;
+    }
+    Block found;
+    if (best) {
+      found = *best;
+      *best = Block();
+    }
+    return found;
+  }
+  // Keeps the larger blocks; true when `block` was taken over (or freed).
+  void put(Block block) {
+    Block* least = nullptr;
+    for (int i = 0; i < kKept; ++i) {
+      if (least == nullptr || blocks[i].bytes < least->bytes) least = &blocks[i];
+    }
+    if (least != nullptr && block.bytes <= kKeptBytes && block.bytes > least->bytes) {
+      const Block old = *least;
+      *least = block;
+      block = old;
+    }
+    std::free(block.data);
+  }
+};
+
+Cache& cache() {
+  static thread_local Cache blocks;
+  return blocks;
+}
+
+bool poisoned() {
+  static const bool on = [] {
+    const char* text = std::getenv("VISHWAMAI_CPU_POISON");
+    return text != nullptr && *text == '1';
+  }();
+  return on;
+}
+
+}  // namespace
+
+Scratch::Scratch(size_t bytes) {
+  // Powers of two above a page, so that calls of like size share blocks.
+  size_t rounded = round(bytes ? bytes : 1);
+  if (kKept > 0) {
+    size_t power = 4096;
+    while (power < rounded && power < kKeptBytes) power *= 2;
+    if (power >= rounded) rounded = power;
+  }
+  Block block = cache().get(rounded);
+  if (block.data == nullptr) block = Block{allocate(rounded), rounded};
+  data_ = block.data;
+  bytes_ = block.bytes;
+  if (poisoned()) std::memset(data_, 0xff, bytes_);
+}
+
+Scratch::~Scratch() { cache().put(Block{data_, bytes_}); }
+
+}  // namespace vishwamai

@@ -1,0 +1,338 @@
+// Vectors of the instruction set that this file is compiled for, with the compiler's own vector types.
+//
+// V<float> holds 16, 8 or 4 numbers (AVX-512, AVX2, SSE2 or NEON).  Arithmetic is written with operators; the few things
+// that operators cannot say (bfloat16 conversion, partial loads, 2^x) are functions here, with an intrinsic where that
+// is faster and a portable form everywhere.  A `count` argument below `lanes` means the first lanes only: the rest read
+// as zero and are not written.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#ifndef VISHWAMAI_ISA
+#error "compile kernel sources with -DVISHWAMAI_ISA=generic|avx2|avx512|amx"
+#endif
+#define VISHWAMAI_INLINE inline __attribute__((always_inline))
+
+namespace vishwamai {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+namespace VISHWAMAI_ISA {
+
+#if defined(__AVX512F__)
+#define VISHWAMAI_AVX512 1
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+typedef float f32v __attribute__((vector_size(kVectorBytes)));
+typedef double f64v __attribute__((vector_size(kVectorBytes)));
+typedef int32_t i32v __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t u32v __attribute__((vector_size(kVectorBytes)));
+typedef int64_t i64v __attribute__((vector_size(kVectorBytes)));
+typedef uint64_t u64v __attribute__((vector_size(kVectorBytes)));
+typedef int16_t i16v __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t u16half __attribute__((vector_size(kVectorBytes / 2)));
+
+namespace detail {
+template <class T> struct VectorOf;
+template <> struct VectorOf<float> { using type = f32v; using mask = i32v; using bits = u32v; };
+template <> struct VectorOf<double> { using type = f64v; using mask = i64v; using bits = u64v; };
+template <> struct VectorOf<int32_t> { using type = i32v; using mask = i32v; using bits = u32v; };
+}  // namespace detail
+template <class T> using V = typename detail::VectorOf<T>::type;
+template <class T> using Mask = typename detail::VectorOf<T>::mask;  // -1 true, 0 false in each lane
+template <class T> constexpr int lanes = kVectorBytes / static_cast<int>(sizeof(T));
+
+// The number type in which values of a storage type are computed.
+namespace detail {
+template <class S> struct Compute { using type = float; };
+template <> struct Compute<double> { using type = double; };
+}  // namespace detail
+template <class S> using compute_t = typename detail::Compute<S>::type;
+
+template <class T> VISHWAMAI_INLINE V<T> splat(T x) {
+  V<T> zero = {};
+  return zero + x;
+}
+
+template <class T> VISHWAMAI_INLINE V<T> iota() {
+  V<T> v = {};
+  for (int i = 0; i < lanes<T>; ++i) v[i] = static_cast<T>(i);
+  return v;
+}
+
+template <class To, class From> VISHWAMAI_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// ---- memory -----------------------------------------------------------------------------------------------------
+template <class T> VISHWAMAI_INLINE V<T> load(const T* p) {
+  V<T> v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
+}
+VISHWAMAI_INLINE f32v load(const bf16* p) {
+  u16half half;
+  __builtin_memcpy(&half, p, sizeof(half));
+  return bit_cast<f32v>(__builtin_convertvector(half, u32v) << 16);
+}
+template <class T> VISHWAMAI_INLINE void store(T* p, V<T> v) { __builtin_memcpy(p, &v, sizeof(v)); }
+
+// Round to nearest even, as XLA does; a NaN stays a (quiet) NaN.
+VISHWAMAI_INLINE u16half to_bf16(f32v v) {
+#if defined(__AVX512BF16__)
+  return (u16half)_mm512_cvtneps_pbh(v);
+#else
+  const u32v x = bit_cast<u32v>(v);
+  const u32v rounded = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
+  const u32v nan = (x >> 16) | 0x40;
+  const i32v is_nan = v != v;
+  return __builtin_convertvector(is_nan ? nan : rounded, u16half);
+#endif
+}
+VISHWAMAI_INLINE void store(bf16* p, f32v v) {
+  const u16half half = to_bf16(v);
+  __builtin_memcpy(p, &half, sizeof(half));
+}
+
+#ifdef VISHWAMAI_AVX512
+VISHWAMAI_INLINE __mmask16 first(int count) {
+  return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
+}
+VISHWAMAI_INLINE f32v load(const float* p, int count) { return _mm512_maskz_loadu_ps(first(count), p); }
+VISHWAMAI_INLINE f64v load(const double* p, int count) {
+  return _mm512_maskz_loadu_pd(static_cast<__mmask8>(first(count)), p);
+}
+VISHWAMAI_INLINE f32v load(const bf16* p, int count) {
+  return bit_cast<f32v>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(count), p)), 16));
+}
+VISHWAMAI_INLINE void store(float* p, f32v v, int count) { _mm512_mask_storeu_ps(p, first(count), v); }
+VISHWAMAI_INLINE void store(double* p, f64v v, int count) {
+  _mm512_mask_storeu_pd(p, static_cast<__mmask8>(first(count)), v);
+}
+VISHWAMAI_INLINE void store(bf16* p, f32v v, int count) {
+  _mm256_mask_storeu_epi16(p, first(count), bit_cast<__m256i>(to_bf16(v)));
+}
+#else
+template <class S> VISHWAMAI_INLINE V<compute_t<S>> load(const S* p, int count) {
+  constexpr int W = lanes<compute_t<S>>;
+  if (count >= W) return load(p);
+  S some[W] = {};
+  for (int i = 0; i < count; ++i) some[i] = p[i];
+  return load(some);
+}
+template <class S> VISHWAMAI_INLINE void store(S* p, V<compute_t<S>> v, int count) {
+  constexpr int W = lanes<compute_t<S>>;
+  if (count >= W) return store(p, v);
+  S some[W];
+  store(some, v);
+  for (int i = 0; i < count; ++i) p[i] = some[i];
+}
+#endif
+
+// A store that does not read the line first, for results that nobody reads soon; p is aligned to the vector's storage.
+template <class S> VISHWAMAI_INLINE void stream(S* p, V<compute_t<S>> v) {
+#ifdef VISHWAMAI_AVX512
+  if constexpr (std::is_same_v<S, float>) return _mm512_stream_ps(p, v);
+  if constexpr (std::is_same_v<S, bf16>) return _mm256_stream_si256((__m256i*)p, bit_cast<__m256i>(to_bf16(v)));
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<S, float>) return _mm256_stream_ps(p, v);
+#endif
+  store(p, v);
+}
+VISHWAMAI_INLINE void stream_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// ---- across and between lanes -----------------------------------------------------------------------------------
+VISHWAMAI_INLINE f32v maximum(f32v a, f32v b) {  // b where a is NaN
+#ifdef VISHWAMAI_AVX512
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#elif defined(__x86_64__)
+  return _mm_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+VISHWAMAI_INLINE f64v maximum(f64v a, f64v b) { return a > b ? a : b; }
+template <class T> VISHWAMAI_INLINE V<T> minimum(V<T> a, V<T> b) { return a < b ? a : b; }
+
+template <class T> VISHWAMAI_INLINE T sum_lanes(V<T> v) {
+#ifdef VISHWAMAI_AVX512
+  if constexpr (std::is_same_v<T, float>) return _mm512_reduce_add_ps(v);
+#endif
+  T x[lanes<T>];
+  store(x, v);
+  for (int half = lanes<T> / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  return x[0];
+}
+template <class T> VISHWAMAI_INLINE T max_lanes(V<T> v) {
+#ifdef VISHWAMAI_AVX512
+  if constexpr (std::is_same_v<T, float>) return _mm512_reduce_max_ps(v);
+#endif
+  T x[lanes<T>];
+  store(x, v);
+  for (int half = lanes<T> / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+  return x[0];
+}
+template <class T> VISHWAMAI_INLINE bool any_above(V<T> v, T bound) {
+#ifdef VISHWAMAI_AVX512
+  if constexpr (std::is_same_v<T, float>) return _mm512_cmp_ps_mask(v, _mm512_set1_ps(bound), _CMP_GT_OQ) != 0;
+#endif
+  return max_lanes<T>(v) > bound;
+}
+
+// ---- functions --------------------------------------------------------------------------------------------------
+// 2^x to about one unit in the last place; exactly 0 for -infinity, infinity for large x, NaN for NaN.
+VISHWAMAI_INLINE f32v exp2_polynomial(f32v f) {  // |f| <= 1/2; minimax polynomial
+  f32v p = splat(1.5403530e-4f);
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 0.24022651f;
+  p = p * f + 0.69314718f;
+  return p * f + 1.0f;
+}
+VISHWAMAI_INLINE f32v exp2(f32v x) {
+#ifdef VISHWAMAI_AVX512
+  const f32v n = _mm512_roundscale_ps(x, 0x08);
+  // -inf - -inf is NaN; the scale by 2^-inf below would keep it, so the fraction is taken of a bounded number.
+  const f32v f = _mm512_sub_ps(_mm512_max_ps(x, _mm512_set1_ps(-300.f)), _mm512_max_ps(n, _mm512_set1_ps(-300.f)));
+  return _mm512_scalef_ps(exp2_polynomial(f), n);
+#else
+  const f32v bounded = minimum<float>(maximum(x, splat(-126.5f)), splat(128.5f));
+  const f32v shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const f32v n = (bounded + shifter) - shifter;
+  const i32v exponent = __builtin_convertvector(n, i32v);
+  const i32v half = exponent >> 1;  // in two steps, since 2^128 and 2^-127 are out of range
+  f32v r = exp2_polynomial(bounded - n);
+  r *= bit_cast<f32v>((half + 127) << 23);
+  r *= bit_cast<f32v>((exponent - half + 127) << 23);
+  r = x < -126.5f ? f32v{} : r;
+  return x != x ? x : r;
+#endif
+}
+// 2^x for x <= about 100, relative error 2e-4: enough where the result is rounded to bfloat16 (2^-9).
+VISHWAMAI_INLINE f32v exp2_rough(f32v x) {
+#ifdef VISHWAMAI_AVX512
+  const f32v f = _mm512_reduce_ps(x, 0x09);
+  f32v p = f * 0.0790204f + 0.2241221f;
+  p = p * f + 0.6967472f;
+  p = p * f + 0.9998106f;
+  return _mm512_scalef_ps(p, x);
+#else
+  return exp2(x);
+#endif
+}
+VISHWAMAI_INLINE f64v exp2(f64v x) {
+  // Taylor of exp at |f ln 2| <= 0.347: the first term left out, 0.347^14/14!, is 4e-18.
+  const f64v bounded = minimum<double>(maximum(x, splat(-1022.0)), splat(1024.0));
+  const f64v shifter = splat(6755399441055744.0);  // 1.5 * 2^52
+  const f64v n = (bounded + shifter) - shifter;
+  const f64v f = (bounded - n) * 0.693147180559945309417;
+  f64v p = splat(1.0 / 6227020800.0);
+  constexpr double c[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
+                          1.0 / 720,       1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0, 1.0};
+  for (double a : c) p = p * f + a;
+  const i64v exponent = bit_cast<i64v>(n + shifter) - bit_cast<i64v>(shifter);
+  const i64v half = exponent >> 1;
+  p *= bit_cast<f64v>((half + 1023) << 52);
+  p *= bit_cast<f64v>((exponent - half + 1023) << 52);
+  p = x < -1022.0 ? f64v{} : p;
+  return x != x ? x : p;
+}
+
+constexpr double kLog2E = 1.44269504088896340736, kLn2 = 0.693147180559945309417;
+
+template <class T> VISHWAMAI_INLINE V<T> exp(V<T> x) {
+  if constexpr (std::is_same_v<T, float>) {
+    // x log2(e) in two pieces: the rounding of one product would cost up to 64 units in the last place at x = 88.
+    const V<T> high = x * static_cast<float>(kLog2E);
+    V<T> n = high;
+    n = n < -150.f ? splat(-150.f) : n;
+    n = n > 150.f ? splat(150.f) : n;
+    const V<T> shifter = splat(12582912.0f);
+    n = (n + shifter) - shifter;
+    V<T> r = x - n * 0.693145751953125f;          // ln 2 in two pieces (Cody and Waite)
+    r = (r - n * 1.42860677e-6f) * static_cast<float>(kLog2E);
+    const V<T> inside = exp2_polynomial(r);
+    const V<T> scaled = inside * exp2(n * 0.5f) * exp2(n - n * 0.5f);
+    V<T> result = high < -150.f ? V<T>{} : scaled;
+    result = high > 129.f ? splat(__builtin_inff()) : result;
+    return x != x ? x : result;
+  } else {
+    return exp2(x * kLog2E);
+  }
+}
+
+// tanh: odd series near 0 (the quotient would cancel there), the exponential elsewhere.
+template <class T> VISHWAMAI_INLINE V<T> tanh(V<T> x) {
+  if constexpr (std::is_same_v<T, double>) {
+    V<T> r = {};
+    for (int i = 0; i < lanes<T>; ++i) r[i] = __builtin_tanh(x[i]);
+    return r;
+  } else {
+    const V<T> s = x * x;
+    V<T> p = splat(T(-1382.0 / 155925));
+    p = p * s + T(62.0 / 2835);
+    p = p * s + T(-17.0 / 315);
+    p = p * s + T(2.0 / 15);
+    p = p * s + T(-1.0 / 3);
+    const V<T> near_zero = x + x * s * p;
+    const V<T> magnitude = x < T(0) ? -x : x;
+    const V<T> e = exp2(magnitude * T(-2 * kLog2E));
+    const V<T> far = (T(1) - e) / (T(1) + e);
+    return magnitude < T(0.35) ? near_zero : (x < T(0) ? -far : far);
+  }
+}
+
+// erf by the rational approximation that XLA and Eigen use (their generic_fast_erf_float): 1e-7 absolute.
+template <class T> VISHWAMAI_INLINE V<T> erf(V<T> x) {
+  if constexpr (std::is_same_v<T, double>) {
+    V<T> r = {};
+    for (int i = 0; i < lanes<T>; ++i) r[i] = __builtin_erf(x[i]);
+    return r;
+  } else {
+    V<T> c = x > T(4) ? splat(T(4)) : x;
+    c = c < T(-4) ? splat(T(-4)) : c;
+    const V<T> s = c * c;
+    V<T> p = splat(T(-2.72614225801306e-10));
+    constexpr T numerator[] = {T(2.77068142495902e-08),  T(-2.10102402082508e-06), T(-5.69250639462346e-05),
+                               T(-7.34990630326855e-04), T(-2.95459980854025e-03), T(-1.60960333262415e-02)};
+    for (T a : numerator) p = p * s + a;
+    V<T> q = splat(T(-1.45660718464996e-05));
+    constexpr T denominator[] = {T(-2.13374055278905e-04), T(-1.68282697438203e-03), T(-7.37332916720468e-03),
+                                 T(-1.42647390514189e-02)};
+    for (T a : denominator) q = q * s + a;
+    return c * p / q;
+  }
+}
+
+template <class T> VISHWAMAI_INLINE T ceil_div(T a, T b) { return (a + b - 1) / b; }
+template <class T> VISHWAMAI_INLINE T round_up(T a, T b) { return (a + b - 1) / b * b; }
+template <class T> VISHWAMAI_INLINE T least(T a, T b) { return a < b ? a : b; }
+template <class T> VISHWAMAI_INLINE T greatest(T a, T b) { return a > b ? a : b; }
+
+}  // namespace VISHWAMAI_ISA
+}  // namespace vishwamai

@@ -1,0 +1,8 @@
+// How the numbers of an array lie in memory.
+#pragma once
+
+namespace vishwamai {
+
+enum class Storage : int { f32, bf16, f64, s8, s32 };
+
+}  // namespace vishwamai

@@ -1,0 +1,90 @@
+"""The compiled CPU kernels: loading them, registering them with XLA, and saying how to get them where they are missing.
+
+The extension module `vishwamai.core._cpu` is built by `pip install` when a C++ compiler is there. It is loaded at the first question about it, never
+at import. An operand or a result that is absent travels as an array with no elements, since an FFI call has a fixed number of both.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core import sharding
+from vishwamai.core.errors import DeviceError
+
+BUILD_HINT = "install a C++20 compiler (`apt-get install g++`) and run `pip install --force-reinstall --no-deps vishwamai`; in a checkout, `pip install -e .`"
+
+
+@functools.cache
+def _load() -> tuple[ModuleType | None, str | None]:
+    """(module, None), or (None, why it cannot be loaded)."""
+    try:
+        module = importlib.import_module("vishwamai.core._cpu")
+    except ImportError as error:
+        if getattr(error, "name", None) == "vishwamai.core._cpu" and isinstance(error, ModuleNotFoundError):
+            return None, f"the native CPU kernels are not built: {BUILD_HINT}."
+        return None, f"the native CPU kernels cannot be loaded ({error}): {BUILD_HINT}."
+    for name, handler in module.registrations().items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    complaint = module.isa_complaint()
+    if complaint is not None:
+        warnings.warn(f"{complaint}; using {module.isa()}.", stacklevel=3)
+    return module, None
+
+
+def why_not() -> str | None:
+    """None where the native CPU kernels can run, else the reason and its mend."""
+    return _load()[1]
+
+
+def native() -> ModuleType:
+    """The extension module.
+
+    Raises:
+      DeviceError: it is not built or cannot be loaded; the text says how to mend that.
+    """
+    module, reason = _load()
+    if module is None:
+        raise DeviceError(reason)
+    return module
+
+
+def isa() -> str:
+    """The instruction set that the kernels use here: "amx", "avx512", "avx2" or "generic"; `VISHWAMAI_CPU_ISA` forces a lesser one."""
+    return native().isa()
+
+
+def absent(dtype: Any = jnp.float32) -> jax.Array:
+    """The array that stands for an operand that is not there."""
+    return jnp.zeros((0,), dtype)
+
+
+def result(shape: Sequence[int] | None, dtype: Any) -> jax.ShapeDtypeStruct:
+    """A result of the call; `shape` None stands for one that is not wanted."""
+    return jax.ShapeDtypeStruct((0,) if shape is None else tuple(shape), jnp.dtype(dtype))
+
+
+def call(name: str, results: Sequence[jax.ShapeDtypeStruct], *operands: Any, **attributes: Any) -> list[Any]:
+    """Calls a native kernel inside a JAX program.
+
+    Args:
+      name: the handler, such as "vishwamai_norm_forward".
+      results: shapes and dtypes, see `result`.
+      *operands: arrays; None stands for an absent one.
+      **attributes: NumPy scalars or bools, of the exact types that the handler declares.
+
+    Returns:
+      the results in order, None for each that was not wanted.
+    """
+    native()
+    given = [absent() if operand is None else operand for operand in operands]
+    structs = tuple(sharding.out_struct(r.shape, r.dtype, given) for r in results)
+    values = jax.ffi.ffi_call(name, structs)(*given, **attributes)
+    return [None if r.shape == (0,) else value for r, value in zip(results, values, strict=True)]

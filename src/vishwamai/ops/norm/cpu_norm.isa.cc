@@ -1,0 +1,221 @@
+// Layer and root-mean-square normalization over rows, one read of memory per pass.
+//
+// A row is read from memory once; the further walks over it (variance, scaling) find it in the first cache levels, which
+// is why the variance is taken from the centred values and not from the cancelling difference of moments.
+#include "cpu_norm.h"
+#include "vishwamai/core/cpp/simd.h"
+
+namespace vishwamai::VISHWAMAI_ISA {
+namespace {
+
+constexpr int64_t kTaskBytes = 1 << 16;    // enough work to be worth a hand-over between threads
+constexpr int64_t kStreamBytes = 8 << 20;  // above this a result leaves the cache before anyone reads it
+
+// Calls f(i, count) for vectors of T at offsets i: whole ones with count == lanes, and the rest.
+template <class T, class F>
+VISHWAMAI_INLINE void for_vectors(int64_t n, F&& f) {
+  constexpr int W = lanes<T>;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) f(i, std::integral_constant<int, W>());
+  if (i < n) f(i, static_cast<int>(n - i));
+}
+template <class S, class C>
+VISHWAMAI_INLINE V<compute_t<S>> get(const S* p, C count) {
+  if constexpr (std::is_same_v<C, int>) return load(p, count);
+  else return load(p);
+}
+template <class S, class C>
+VISHWAMAI_INLINE void put(S* p, V<compute_t<S>> v, C count) {
+  if constexpr (std::is_same_v<C, int>) store(p, v, count);
+  else store(p, v);
+}
+template <class T, class C>
+VISHWAMAI_INLINE V<T> only(V<T> v, C count) {  // zero beyond count
+  if constexpr (std::is_same_v<C, int>) {
+    Mask<T> index;
+    for (int i = 0; i < lanes<T>; ++i) index[i] = i;
+    return index < static_cast<decltype(index[0] + 0)>(count) ? v : V<T>{};
+  } else {
+    return v;
+  }
+}
+
+template <class T>
+struct Moments {
+  T mean, rstd;
+};
+
+// Sums f(vector) over the row in two chains, so that one addition does not wait for the other.
+template <class S, class F, class T = compute_t<S>>
+VISHWAMAI_INLINE T sum_row(const S* x, int64_t n, F&& f) {
+  constexpr int W = lanes<T>;
+  V<T> a = {}, b = {};
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    a += f(load(x + i));
+    b += f(load(x + i + W));
+  }
+  for (; i < n; i += W) {
+    const int count = static_cast<int>(least<int64_t>(W, n - i));
+    a += only<T>(f(load(x + i, count)), count);
+  }
+  return sum_lanes<T>(a + b);
+}
+
+template <class S, class T = compute_t<S>>
+VISHWAMAI_INLINE Moments<T> moments(const S* x, int64_t n, bool layer, double eps) {
+  const T inverse = T(1) / static_cast<T>(n);
+  const T mean = layer ? sum_row(x, n, [](V<T> v) { return v; }) * inverse : T(0);
+  const V<T> m = splat(mean);
+  T root = sum_row(x, n, [&](V<T> v) { return (v - m) * (v - m); }) * inverse + static_cast<T>(eps);
+  if constexpr (std::is_same_v<T, float>) root = __builtin_sqrtf(root);
+  else root = __builtin_sqrt(root);
+  return {mean, 1 / root};
+}
+
+template <class S, bool kStream>
+void forward_rows(const NormForwardArgs& a, int64_t group, int64_t first, int64_t last) {
+  using T = compute_t<S>;
+  const int64_t n = a.features;
+  const T* scale = a.scale ? static_cast<const T*>(a.scale) + group * a.scale_stride : nullptr;
+  const T* offset = a.offset ? static_cast<const T*>(a.offset) + group * a.offset_stride : nullptr;
+  for (int64_t row = group * a.rows + first; row < group * a.rows + last; ++row) {
+    const S* x = static_cast<const S*>(a.x) + row * n;
+    S* y = static_cast<S*>(a.y) + row * n;
+    if (a.residual) {
+      const S* residual = static_cast<const S*>(a.residual) + row * n;
+      S* total = static_cast<S*>(a.total) + row * n;
+      for_vectors<T>(n, [&](int64_t i, auto count) { put(total + i, get(x + i, count) + get(residual + i, count), count); });
+      x = total;
+    }
+    const Moments<T> m = moments(x, n, a.layer, a.eps);
+    const V<T> mean = splat(m.mean), rstd = splat(m.rstd);
+    auto finish = [&](auto has_scale, auto has_offset) __attribute__((always_inline)) {
+      for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) {
+        V<T> v = (get(x + i, count) - mean) * rstd;
+        if constexpr (has_scale) v *= get(scale + i, count);
+        if constexpr (has_offset) v += get(offset + i, count);
+        if constexpr (kStream) stream(y + i, v);
+        else put(y + i, v, count);
+      });
+    };
+    if (scale && offset) finish(std::true_type(), std::true_type());
+    else if (scale) finish(std::true_type(), std::false_type());
+    else if (offset) finish(std::false_type(), std::true_type());
+    else finish(std::false_type(), std::false_type());
+  }
+  if constexpr (kStream) stream_fence();
+}
+
+int64_t rows_per_task(int64_t rows, int64_t row_bytes) {
+  return greatest<int64_t>(1, least(rows, kTaskBytes / greatest<int64_t>(1, row_bytes)));
+}
+
+template <class S>
+void forward(const NormForwardArgs& a, const Threads& threads) {
+  const int64_t row_bytes = a.features * static_cast<int64_t>(sizeof(S));
+  const int64_t per = rows_per_task(a.rows, 2 * row_bytes), parts = ceil_div(a.rows, per);
+  const bool streamed = row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(a.y) % 64 == 0 &&
+                        a.groups * a.rows * row_bytes >= kStreamBytes;
+  parallel_for(threads, a.groups * parts, [&](int64_t task) {
+    const int64_t group = task / parts, first = task % parts * per, last = least(a.rows, first + per);
+    if (streamed) forward_rows<S, true>(a, group, first, last);
+    else forward_rows<S, false>(a, group, first, last);
+  });
+}
+
+// ds = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * scale; the parameters' sums go to `dscale` and `doffset`.
+template <class S, class T = compute_t<S>>
+void backward_row(const NormBackwardArgs& a, int64_t row, const T* scale, T* dscale, T* doffset) {
+  const int64_t n = a.features;
+  const S *s = static_cast<const S*>(a.s) + row * n, *dy = static_cast<const S*>(a.dy) + row * n;
+  const S* dtotal = a.dtotal ? static_cast<const S*>(a.dtotal) + row * n : nullptr;
+  S* dx = static_cast<S*>(a.dx) + row * n;
+  const Moments<T> m = moments(s, n, a.layer, a.eps);
+  const V<T> mean = splat(m.mean), rstd = splat(m.rstd);
+  V<T> sum_g = {}, sum_gx = {};
+  for_vectors<T>(n, [&](int64_t i, auto count) {
+    const V<T> xhat = (get(s + i, count) - mean) * rstd;
+    V<T> g = get(dy + i, count);
+    if (dscale) put(dscale + i, get(dscale + i, count) + g * xhat, count);
+    if (doffset) put(doffset + i, get(doffset + i, count) + g, count);
+    if (scale) g *= get(scale + i, count);
+    sum_g += g;
+    sum_gx += g * xhat;
+  });
+  const T inverse = T(1) / static_cast<T>(n);
+  const V<T> mean_g = splat(a.layer ? sum_lanes<T>(sum_g) * inverse : T(0)), mean_gx = splat(sum_lanes<T>(sum_gx) * inverse);
+  for_vectors<T>(n, [&](int64_t i, auto count) {
+    const V<T> xhat = (get(s + i, count) - mean) * rstd;
+    V<T> g = get(dy + i, count);
+    if (scale) g *= get(scale + i, count);
+    V<T> d = rstd * (g - mean_g - xhat * mean_gx);
+    if (dtotal) d += get(dtotal + i, count);
+    put(dx + i, d, count);
+  });
+}
+
+// out[group or 0] = sum over the parts (and the groups, when shared) of partial[group][part], always in the same order.
+template <class T>
+void sum_parts(const T* partial, int64_t groups, int64_t parts, int64_t n, bool shared, T* out) {
+  for (int64_t g = 0; g < groups; ++g) {
+    T* target = shared ? out : out + g * n;
+    for (int64_t p = 0; p < parts; ++p) {
+      const T* source = partial + (g * parts + p) * n;
+      const bool begin = p == 0 && (g == 0 || !shared);
+      for_vectors<T>(n, [&](int64_t i, auto count) {
+        const V<T> v = get(source + i, count);
+        put(target + i, begin ? v : get(target + i, count) + v, count);
+      });
+    }
+  }
+}
+
+template <class S>
+void backward(const NormBackwardArgs& a, const Threads& threads) {
+  using T = compute_t<S>;
+  const int64_t n = a.features;
+  // The parts depend on the shape alone, so the parameters' gradients do not depend on the number of threads.
+  const int64_t least_rows = rows_per_task(a.rows, 3 * n * static_cast<int64_t>(sizeof(S)));
+  const int64_t parts = least<int64_t>(64, ceil_div(greatest<int64_t>(a.rows, 1), least_rows));
+  const int64_t per = ceil_div(a.rows, parts);
+  const size_t cells = static_cast<size_t>(a.groups * parts * n);
+  Scratch scratch((a.dscale ? Scratch::size<T>(cells) : 0) + (a.doffset ? Scratch::size<T>(cells) : 0));
+  T* dscale = a.dscale ? scratch.take<T>(cells) : nullptr;
+  T* doffset = a.doffset ? scratch.take<T>(cells) : nullptr;
+  parallel_for(threads, a.groups * parts, [&](int64_t task) {
+    const int64_t group = task / parts, part = task % parts;
+    T* my_scale = dscale ? dscale + task * n : nullptr;
+    T* my_offset = doffset ? doffset + task * n : nullptr;
+    if (my_scale) memset(my_scale, 0, sizeof(T) * static_cast<size_t>(n));
+    if (my_offset) memset(my_offset, 0, sizeof(T) * static_cast<size_t>(n));
+    const T* scale = a.scale ? static_cast<const T*>(a.scale) + group * a.scale_stride : nullptr;
+    for (int64_t r = part * per; r < least(a.rows, (part + 1) * per); ++r) {
+      backward_row<S>(a, group * a.rows + r, scale, my_scale, my_offset);
+    }
+  });
+  if (dscale) sum_parts(dscale, a.groups, parts, n, a.dscale_shared, static_cast<T*>(a.dscale));
+  if (doffset) sum_parts(doffset, a.groups, parts, n, a.doffset_shared, static_cast<T*>(a.doffset));
+}
+
+}  // namespace
+
+void norm_forward(const NormForwardArgs& a, const Threads& threads) {
+  switch (a.storage) {
+    case Storage::f32: return forward<float>(a, threads);
+    case Storage::bf16: return forward<bf16>(a, threads);
+    case Storage::f64: return forward<double>(a, threads);
+    default: return;  // the handler has refused it
+  }
+}
+
+void norm_backward(const NormBackwardArgs& a, const Threads& threads) {
+  switch (a.storage) {
+    case Storage::f32: return backward<float>(a, threads);
+    case Storage::bf16: return backward<bf16>(a, threads);
+    case Storage::f64: return backward<double>(a, threads);
+    default: return;
+  }
+}
+
+}  // namespace vishwamai::VISHWAMAI_ISA
