@@ -60,7 +60,9 @@ def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -
     return Outputs(y.astype(x.dtype), total if total is not None else summed), None
 
 
-def backward(spec: NormSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs) -> Operands:
+def backward(
+    spec: NormSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
+) -> Operands:
     del config, residuals
     x, residual, scale, offset = operands
     s = x if outputs.total is None else outputs.total

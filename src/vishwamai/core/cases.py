@@ -1,0 +1,95 @@
+"""Cases: named calls of public operations, shared by the contract suite, the ahead-of-time checks, the tuner and the benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInit:
+    """How one array of a case is made.
+
+    Attributes:
+      shape: its shape.
+      dtype: its dtype's name.
+      kind: "normal" (mean 0), "positive" (around 1, for scales), "integers" (the dtype's whole range for int8, small numbers for fp8), "mask" (bool,
+        about four in five True), "segments" (sorted int32 ids along the last axis), "key" (raw data of a random key).
+      scale: standard deviation of "normal".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    kind: Literal["normal", "positive", "integers", "mask", "segments", "key"] = "normal"
+    scale: float = 1.0
+
+    def make(self, rng: np.random.Generator) -> np.ndarray:
+        """The array's values, drawn from `rng`."""
+        dtype = jnp.dtype(self.dtype)
+        if self.kind == "normal":
+            return (rng.standard_normal(self.shape) * self.scale).astype(dtype)
+        if self.kind == "positive":
+            return (1.0 + 0.2 * rng.standard_normal(self.shape)).astype(dtype)
+        if self.kind == "integers":
+            return (
+                rng.integers(-127, 128, self.shape).astype(dtype)
+                if dtype == np.int8
+                else rng.integers(-8, 9, self.shape).astype(dtype)
+            )
+        if self.kind == "mask":
+            return rng.random(self.shape) < 0.8
+        if self.kind == "segments":
+            return np.sort(rng.integers(0, 3, self.shape), axis=-1).astype(np.int32)
+        return np.array([rng.integers(2**32), rng.integers(2**32)], np.uint32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One call of an operation.
+
+    Attributes:
+      name: unique within the op; says what is special about it.
+      op: name of the op.
+      call: `call(**arrays, **options, implementation=..., config=...)` runs the public function.
+      arrays: how each array argument is made. Floating ones are differentiated.
+      options: the call's other arguments.
+      tags: "contract" (small, every implementation runs it), "model" (a real model's shape, for benchmarks), "long".
+    """
+
+    name: str
+    op: str
+    call: Callable[..., Any]
+    arrays: Mapping[str, ArrayInit]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tags: frozenset[str] = frozenset({"contract"})
+
+    def make(self) -> dict[str, np.ndarray]:
+        """The arrays' values: the same in every process."""
+        rng = np.random.default_rng(zlib.crc32(f"{self.op}/{self.name}".encode()))
+        return {name: init.make(rng) for name, init in self.arrays.items()}
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays' shapes and dtypes, for tracing without values."""
+        return {
+            name: jax.ShapeDtypeStruct(init.shape, jnp.dtype(init.dtype) if init.kind != "mask" else jnp.bool_)
+            for name, init in self.arrays.items()
+        }
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Names of the arrays that have gradients."""
+        return tuple(
+            name
+            for name, init in self.arrays.items()
+            if jnp.issubdtype(jnp.dtype(init.dtype), jnp.floating) and init.kind != "mask"
+        )
+
+    def run(self, arrays: Mapping[str, Any], **how: Any) -> Any:
+        """Calls the operation on `arrays`; `how` is `implementation=` and `config=`."""
+        return self.call(**arrays, **self.options, **how)

@@ -1,0 +1,108 @@
+"""`explain`: which kernel runs for every op in a function, with which tiles, and why the others do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from vishwamai.core.config import ambient_chip, ambient_platform, current_config, kernel_config
+from vishwamai.core.op import Plan, record_plans
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What becomes of one implementation in one call of an op.
+
+    Attributes:
+      implementation: its name.
+      platform: the platform it is written for, or "any".
+      runs: it is the one that runs.
+      reason: why it does not run; or, of the one that runs, its config and notes.
+    """
+
+    implementation: str
+    platform: str
+    runs: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CallExplanation:
+    """One call of an op: its spec and a verdict on every implementation."""
+
+    op: str
+    spec: Any
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def runs(self) -> str:
+        """Name of the implementation that runs."""
+        return next(v.implementation for v in self.verdicts if v.runs)
+
+    def __str__(self) -> str:
+        width = max(len(v.implementation) for v in self.verdicts)
+        lines = [f"{self.op}: {self.spec}"]
+        lines += [f"  {'->' if v.runs else '  '} {v.implementation:{width}}  {v.reason}" for v in self.verdicts]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Every op call in a function, in order, for one platform (and chip). Printing it gives the table."""
+
+    platform: str
+    chip: str | None
+    calls: tuple[CallExplanation, ...]
+
+    def __str__(self) -> str:
+        where = f"{self.platform} ({self.chip})" if self.chip else self.platform
+        if not self.calls:
+            return f"On {where}: the function calls no vishwamai operation."
+        return "\n".join([f"On {where}:", *map(str, self.calls)])
+
+
+def explain(function: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> Explanation:
+    """Lists every implementation of every op in `function`, which one runs and why the others do not. Nothing is computed.
+
+    Args:
+      function: any traceable function, jitted or not, gradients included.
+      *args: arrays or `jax.ShapeDtypeStruct`s.
+      target: chip to explain for ("v5e" ...); None means the ambient target, else the default backend.
+
+    >>> import jax, jax.numpy as jnp, vishwamai
+    >>> x = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
+    >>> explain(vishwamai.rms_norm, x, target="v5e").calls[0].runs
+    'pallas_tpu'
+    """
+    overrides = {} if target is None else {"target": target}
+    with kernel_config(current_config(), **overrides):
+        # A fallback is what the caller asks about here, so strict mode must not stop the answer.
+        with kernel_config(strict=False):
+            plans = record_plans(function, *args, **kwargs)
+        platform, chip = ambient_platform(), ambient_chip()
+        calls = tuple(_explain_call(plan, platform) for plan in plans)
+    return Explanation(platform, chip.name if chip else None, calls)
+
+
+def _explain_call(plan: Plan, platform: str) -> CallExplanation:
+    chip = ambient_chip()
+    choice = next((c for c in plan.choices if c.platform == platform), plan.choices[-1])
+    verdicts = []
+    for impl in plan.op.implementations:
+        runs = impl is choice.implementation
+        if runs:
+            notes = [] if choice.config is None else [str(choice.config)]
+            reason = "; ".join(["runs", *notes, *impl.notes(plan.spec, chip)])
+        else:
+            declined = impl.why_not(plan.spec, chip)
+            if impl.platform not in (platform, None):
+                reason = f"is for {impl.platform}" + (f"; there: {declined}" if declined else "")
+            elif declined is not None:
+                reason = f"declines: {declined}"
+            elif plan.implementation is not None:
+                reason = f"could serve, but {plan.implementation!r} was asked for"
+            else:
+                reason = f"could serve, but {choice.implementation.name!r} is preferred"
+        verdicts.append(Verdict(impl.name, impl.platform or "any", runs, reason))
+    return CallExplanation(plan.op.name, plan.spec, tuple(verdicts))

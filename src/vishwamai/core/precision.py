@@ -1,0 +1,67 @@
+"""Precision of products and accumulation: one vocabulary for every operation and platform.
+
+A float32 product on a bfloat16 unit is built from splits: x = hi + mid + lo, each bfloat16. Keeping the products whose magnitude is above the
+float32 rounding error takes six passes ("highest"); three passes ("high") keep about 16 bits; one pass ("default" for bfloat16 operands) is the
+hardware's own product. See Henry, Tang, Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations"
+(ARITH 2019).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.errors import KernelError
+
+PRECISIONS = ("default", "high", "highest")
+FP8_DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """Precision of float32 products.
+
+    Attributes:
+      products: "highest" (six bfloat16 products, or native float32: float32 accuracy; the default for float32 operands), "high" (three bfloat16
+        products, about 16 bits) or "default" (the operands' own dtype for 16- and 8-bit operands; "highest" for float32 operands). It has no
+        effect on operands narrower than float32, whose products are exact in float32.
+    """
+
+    products: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.products not in PRECISIONS:
+            raise KernelError(f"PrecisionConfig: `products` is {self.products!r}; pass one of {', '.join(PRECISIONS)}.")
+
+
+def resolve_precision(
+    precision: str | PrecisionConfig | jax.lax.Precision | None, ambient: PrecisionConfig, *dtypes: jnp.dtype
+) -> str:
+    """The precision that a product of operands of `dtypes` runs at: "default" unless one of them is float32, then "high" or "highest"."""
+    if isinstance(precision, jax.lax.Precision):
+        precision = precision.name.lower()
+    if isinstance(precision, str):
+        precision = PrecisionConfig(precision)
+    products = (precision or ambient).products
+    if not any(jnp.dtype(dtype) == jnp.float32 for dtype in dtypes):
+        return "default"
+    return "highest" if products == "default" else products
+
+
+def lax_precision(products: str) -> jax.lax.Precision:
+    """The `jax.lax.Precision` of the same name."""
+    return {"default": jax.lax.Precision.DEFAULT, "high": jax.lax.Precision.HIGH, "highest": jax.lax.Precision.HIGHEST}[
+        products
+    ]
+
+
+def accumulator_dtype(*dtypes: jnp.dtype) -> jnp.dtype:
+    """The dtype that products of `dtypes` are summed in: float64 for float64, int32 for integers, float32 for everything else."""
+    kinds = [jnp.dtype(dtype) for dtype in dtypes]
+    if any(kind == jnp.float64 for kind in kinds):
+        return jnp.dtype(jnp.float64)
+    if all(jnp.issubdtype(kind, jnp.integer) for kind in kinds):
+        return jnp.dtype(jnp.int32)
+    return jnp.dtype(jnp.float32)

@@ -1,0 +1,263 @@
+"""Sharding by factors: each dimension of each operand and result carries the name of a factor, and an op says which factors may be split.
+
+From the operands' shardings we read which mesh axes split which factor; every operand and result is then made to follow (an operand split along a
+factor that must stay whole, a sequence say, is gathered). A result that lacks a split factor is a sum over it and is reduced over those mesh axes.
+So a kernel only ever sees whole problems, and a sharding can change the speed but never the answer. The rule reaches XLA's partitioner through
+`custom_partitioning`; explicit mesh axes (sharding in types) are made automatic around the op.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.sharding import ManualAxisType, Mesh, NamedSharding, PartitionSpec
+
+Dims = tuple[str | None, ...]
+Assignment = dict[str, tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The factor of every dimension of an op's operands and results.
+
+    Attributes:
+      arguments: pytree like the arguments, a tuple of factor names in place of each array; None for a dimension of its own.
+      results: the same for the results.
+      splittable: the factors that may be split over mesh axes. A factor may stand for dimensions of different sizes (query heads and kv heads);
+        it is split only where every one of them divides evenly.
+    """
+
+    arguments: Any
+    results: Any
+    splittable: frozenset[str]
+
+
+def varying_axes(*trees: Any) -> frozenset[str]:
+    """The mesh axes that any of the arrays varies over inside `shard_map` (empty outside, and under `check_vma=False`)."""
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(trees)))
+
+
+def out_struct(shape: Sequence[int], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
+    """The shape of a kernel's output, varying over every mesh axis that an operand varies over."""
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=ManualAxisType(varying=varying_axes(operands)))
+
+
+def match_varying(operands: Any) -> Any:
+    """Inside a `shard_map`, marks every operand as varying over the axes that any of them varies over.
+
+    The transpose of that mark is the sum over shards, which is the gradient of an operand that is shared between them.
+    """
+    varying = varying_axes(operands)
+
+    def mark(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(varying - varying_axes(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, operands) if varying else operands
+
+
+def _is_dims(node: Any) -> bool:
+    return (
+        isinstance(node, tuple)
+        and not hasattr(node, "_fields")
+        and all(item is None or isinstance(item, str) for item in node)
+    )
+
+
+def _leaves(tree: Any) -> list[Dims]:
+    return jax.tree.leaves(tree, is_leaf=_is_dims)
+
+
+def _mesh_axes(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def assign(
+    dims: Sequence[Dims],
+    splittable: frozenset[str],
+    shapes: Sequence[tuple[int, ...]],
+    specs: Sequence[Sequence[Any]],
+    sizes: Mapping[str, int],
+) -> Assignment:
+    """Which mesh axes split which factor: the first operand that says so decides, if every dimension of the factor divides evenly.
+
+    Args:
+      dims: factors of each operand's dimensions.
+      splittable: factors that may be split.
+      shapes: global shapes of the operands.
+      specs: partition specs of the operands.
+      sizes: size of each mesh axis.
+    """
+    assignment: Assignment = {}
+    used: set[str] = set()
+    for names, spec in zip(dims, specs, strict=True):
+        for name, entry in zip(names, tuple(spec), strict=False):
+            axes = tuple(axis for axis in _mesh_axes(entry) if axis not in used)
+            if name not in splittable or name in assignment or not axes:
+                continue
+            ways = 1
+            for axis in axes:
+                ways *= sizes[axis]
+            extents = [
+                shape[i]
+                for other, shape in zip(dims, shapes, strict=True)
+                for i, n in enumerate(other)
+                if n == name and shape[i] != 1
+            ]
+            if extents and all(extent % ways == 0 for extent in extents):
+                assignment[name] = axes
+                used.update(axes)
+    return assignment
+
+
+def _spec(names: Dims, shape: tuple[int, ...], assignment: Assignment) -> PartitionSpec:
+    """Partition spec of one array; a broadcast dimension of size 1 stays whole."""
+    return PartitionSpec(
+        *(
+            assignment.get(name) if name is not None and extent != 1 else None
+            for name, extent in zip(names, shape, strict=True)
+        )
+    )
+
+
+def _reduce_missing(results: Any, axes: Axes, assignment: Assignment) -> Any:
+    """Sums each result over the mesh axes whose factor it does not carry."""
+    leaves, treedef = jax.tree.flatten(results)
+    reduced = []
+    for value, names in zip(leaves, _leaves(axes.results), strict=True):
+        carried = {name for name, extent in zip(names, value.shape, strict=True) if extent != 1}
+        missing = tuple(axis for name, split in assignment.items() if name not in carried for axis in split)
+        reduced.append(jax.lax.psum(value, missing) if missing else value)
+    return jax.tree.unflatten(treedef, reduced)
+
+
+def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
+    """Wraps `function` so that XLA's automatic partitioner follows `axes`; on one device it is `function` itself."""
+
+    wrapped = custom_partitioning(function)
+    argument_dims = _leaves(axes.arguments)
+
+    def partition(mesh: Mesh, argument_shapes: Any, result_shapes: Any) -> Any:
+        shapes, treedef = jax.tree.flatten(argument_shapes)
+        specs = [shape.sharding.spec for shape in shapes]
+        assignment = assign(argument_dims, axes.splittable, [shape.shape for shape in shapes], specs, dict(mesh.shape))
+        arguments = [
+            NamedSharding(mesh, _spec(names, shape.shape, assignment))
+            for names, shape in zip(argument_dims, shapes, strict=True)
+        ]
+        outs, out_treedef = jax.tree.flatten(result_shapes)
+        results = [
+            NamedSharding(mesh, _spec(names, shape.shape, assignment))
+            for names, shape in zip(_leaves(axes.results), outs, strict=True)
+        ]
+
+        def local(*operands: Any) -> Any:
+            return _reduce_missing(function(*operands), axes, assignment)
+
+        return mesh, local, jax.tree.unflatten(out_treedef, results), jax.tree.unflatten(treedef, arguments)
+
+    def rule(mesh: Mesh, argument_types: Sequence[Any], result_types: Sequence[Any]) -> SdyShardingRule:
+        return _shardy_rule(axes, [tuple(t.shape) for t in argument_types], [tuple(t.shape) for t in result_types])
+
+    wrapped.def_partition(partition=partition, sharding_rule=rule)
+    return wrapped
+
+
+def _shardy_rule(
+    axes: Axes, argument_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tuple[int, ...]]
+) -> SdyShardingRule:
+    """The same rule in Shardy's form, so that shardings propagate through the op before it is partitioned.
+
+    A factor that stands for several sizes becomes a major factor of the smallest size and, in the larger dimensions, a compound with the rest.
+    """
+    dims = [*_leaves(axes.arguments), *_leaves(axes.results)]
+    shapes = [*argument_shapes, *result_shapes]
+    smallest: dict[str, int] = {}
+    for names, shape in zip(dims, shapes, strict=True):
+        for name, extent in zip(names, shape, strict=True):
+            if name is not None and extent != 1:
+                smallest[name] = min(extent, smallest.get(name, extent))
+    sizes: dict[str, int] = {}
+    whole: list[str] = []
+    fresh = 0
+
+    def private(extent: int) -> str:
+        nonlocal fresh
+        fresh += 1
+        name = f"p{fresh}"
+        whole.append(name)
+        return name
+
+    mappings = []
+    for names, shape in zip(dims, shapes, strict=True):
+        mapping: list[Any] = []
+        for name, extent in zip(names, shape, strict=True):
+            if name is None or extent == 1:
+                mapping.append(private(extent))
+            elif extent == smallest[name]:
+                mapping.append(f"f{name}")
+                if name not in axes.splittable and f"f{name}" not in whole:
+                    whole.append(f"f{name}")
+            else:
+                rest = private(extent)
+                sizes[rest] = extent // smallest[name]
+                sizes[f"f{name}"] = smallest[name]
+                mapping.append(CompoundFactor(f"f{name}", rest))
+        mappings.append(ArrayMapping(*mapping))
+    count = len(argument_shapes)
+    present = {
+        factor for mapping in mappings for dim in mapping for factor in ((dim,) if isinstance(dim, str) else dim)
+    }
+    inferred = {dim for mapping in mappings for dim in mapping if isinstance(dim, str)}
+    reduced = tuple(
+        f"f{name}"
+        for name in sorted(axes.splittable)
+        if f"f{name}" in present and not any(f"f{name}" in _flat(m) for m in mappings[count:])
+    )
+    return SdyShardingRule(
+        tuple(mappings[:count]),
+        tuple(mappings[count:]),
+        reduction_factors=reduced,
+        need_replication_factors=tuple(name for name in whole if name in present),
+        **{name: size for name, size in sizes.items() if name not in inferred},
+    )
+
+
+def _flat(mapping: Any) -> set[str]:
+    return {factor for dim in mapping for factor in ((dim,) if isinstance(dim, str) else dim)}
+
+
+def _explicit_mesh(arrays: Any) -> Any | None:
+    """The mesh of the arrays if some of its axes are explicit (sharding in types), else None."""
+    for leaf in jax.tree.leaves(arrays):
+        mesh = jax.typeof(leaf).sharding.mesh
+        if not mesh.empty and mesh.explicit_axes:
+            return mesh
+    return None
+
+
+def automatic(function: Callable[..., Any], axes: Axes, *arrays: Any) -> Any:
+    """Runs `function(*arrays)` with the mesh's explicit axes made automatic, so that its ops are partitioned by their own rules.
+
+    Args:
+      axes: factors of the caller's own arrays and results; the results come back split as the operands were, along `axes.splittable`.
+    """
+    mesh = _explicit_mesh(arrays)
+    if mesh is None:
+        return function(*arrays)
+    leaves = jax.tree.leaves(arrays)
+    specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
+    assignment = assign(
+        _leaves(axes.arguments), axes.splittable, [leaf.shape for leaf in leaves], specs, dict(mesh.shape)
+    )
+
+    def split(names: Dims) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(None if name is None else assignment.get(name) for name in names)))
+
+    return jax.sharding.auto_axes(function, out_sharding=jax.tree.map(split, axes.results, is_leaf=_is_dims))(*arrays)

@@ -1,0 +1,60 @@
+"""The static side of an operand: its shape and dtype, read from anything that has both (JAX, NumPy or torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+Self = TypeVar("Self", bound="OpSpec")
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of one operand."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the array takes, unpadded."""
+        return self.size * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}{list(self.shape)}".replace(" ", "")
+
+
+def array_spec(x: Any) -> ArraySpec:
+    """The `ArraySpec` of an array."""
+    dtype = x.dtype if not type(x).__module__.startswith("torch") else str(x.dtype).removeprefix("torch.")
+    return ArraySpec(tuple(x.shape), jnp.dtype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSpec:
+    """Base of every op's spec: what its operands look like (a named tuple of `ArraySpec`, None for an absent one), then the op's options."""
+
+    operands: Any
+
+    def localize(self: Self, operands: Any) -> Self:
+        """The same computation for operands of other sizes (a shard, or a folded vmap axis)."""
+        return dataclasses.replace(
+            self, operands=type(self.operands)(*(None if x is None else array_spec(x) for x in operands))
+        )
+
+    def __str__(self) -> str:
+        arrays = [
+            f"{name}={value}"
+            for name, value in zip(self.operands._fields, self.operands, strict=True)
+            if value is not None
+        ]
+        fields = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name != "operands"]
+        return ", ".join([*arrays, *(f"{name}={value}" for name, value, default in fields if value != default)])

@@ -1,0 +1,282 @@
+"""Normalization on TPU: one pass over HBM, forward and backward (Pallas).
+
+A grid step holds whole rows in VMEM, so the statistics, the residual sum and the result come from one read. Inside a step the rows are walked in
+chunks of a few vector registers' height: what a chunk needs stays in registers between the reduction and the scaling. The backward pass recomputes the
+statistics from its input, which it reads anyway, instead of storing them; parameter gradients are kept as eight partial rows per part of the grid and
+summed outside, so the parts may run on different cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.core.pallas import TPU_DTYPES, compiler_params, round_up, sublanes, tiled_bytes, vmem_budget
+from vishwamai.core.sharding import out_struct
+from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
+
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """Tiles of the TPU kernel.
+
+    Attributes:
+      block_rows: rows that one grid step holds in VMEM.
+      chunk_rows: rows that are normalized together in registers; divides `block_rows`.
+      vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
+    """
+
+    block_rows: int
+    chunk_rows: int
+    vmem_bytes: int = 0
+
+    def with_block_size(self, block_size: int) -> NormConfig:
+        """The same with about `block_size` rows a step."""
+        rows = round_up(block_size, self.chunk_rows)
+        return dataclasses.replace(self, block_rows=rows, vmem_bytes=self.vmem_bytes * rows // self.block_rows)
+
+
+def _row_bytes(spec: NormSpec) -> int:
+    """VMEM that one row takes in the worse of the two passes: x, dy, dtotal in and dx out, double buffered."""
+    arrays = 4 if spec.operands.residual is not None else 3
+    return arrays * 2 * round_up(spec.features, LANES) * spec.operands.x.dtype.itemsize
+
+
+def why_not(spec: NormSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None."""
+    for name, operand in zip(spec.operands._fields, spec.operands, strict=True):
+        if operand is not None and operand.dtype not in TPU_DTYPES:
+            return f"`{name}` is {operand.dtype.name}, and the TPU's vector unit computes in float32 and bfloat16."
+    if spec.groups * spec.rows == 0:
+        return "the array is empty."
+    need = _row_bytes(spec) * _chunk(spec) + _fixed_bytes(spec)
+    if need > vmem_budget(chip):
+        return f"{_chunk(spec)} rows of {spec.features} features take {need:,} bytes of VMEM, more than the {vmem_budget(chip):,} there are to plan with."
+    return None
+
+
+def _chunk(spec: NormSpec) -> int:
+    return max(sublanes(operand.dtype) for operand in spec.operands if operand is not None and len(operand.shape) == 3)
+
+
+def _fixed_bytes(spec: NormSpec) -> int:
+    """Parameters and their gradients, and a chunk's float32 temporaries."""
+    return 8 * tiled_bytes((8, spec.features), jnp.float32) + 6 * tiled_bytes(
+        (_chunk(spec), spec.features), jnp.float32
+    )
+
+
+def heuristic(spec: NormSpec, chip: Chip | None) -> NormConfig:
+    """As many rows as make a transfer of about 2 MiB an array, if they fit, and at least eight steps where there are rows enough."""
+    chunk = _chunk(spec)
+    row = round_up(spec.features, LANES) * spec.operands.x.dtype.itemsize
+    by_transfer = (2 << 20) // row
+    by_memory = (vmem_budget(chip) - _fixed_bytes(spec)) // _row_bytes(spec)
+    by_steps = -(-spec.rows // 8)
+    rows = max(
+        chunk, min(by_transfer, by_memory, round_up(by_steps, chunk), round_up(spec.rows, chunk)) // chunk * chunk
+    )
+    return NormConfig(rows, chunk, rows * _row_bytes(spec) + _fixed_bytes(spec))
+
+
+# --- Kernel bodies ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def _standardize(spec: NormSpec, s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(xhat, rstd) of float32 rows `[chunk, features]`."""
+    inverse = 1.0 / spec.features
+    if spec.kind == "layer":
+        s = s - jnp.sum(s, axis=-1, keepdims=True) * inverse
+    rstd = lax.rsqrt(jnp.sum(s * s, axis=-1, keepdims=True) * inverse + spec.eps)  # [chunk, 1]
+    return s * rstd, rstd
+
+
+def _for_chunks(config: NormConfig, body: Any) -> None:
+    def step(i: jax.Array, carry: None) -> None:
+        body(pl.ds(pl.multiple_of(i * config.chunk_rows, config.chunk_rows), config.chunk_rows))
+        return carry
+
+    count = config.block_rows // config.chunk_rows
+    lax.fori_loop(0, count, step, None, unroll=2 if count % 2 == 0 else 1)
+
+
+def _forward_kernel(refs: Any, *, spec: NormSpec, config: NormConfig) -> None:
+    x_ref, residual_ref, scale_ref, offset_ref, y_ref, total_ref = refs
+
+    def chunk(rows: Any) -> None:
+        total = x_ref[rows, :]
+        if residual_ref is not None:
+            # Added in float32 and rounded once, which is what adding in the array's own dtype gives.
+            total = (total.astype(jnp.float32) + residual_ref[rows, :].astype(jnp.float32)).astype(total_ref.dtype)
+            total_ref[rows, :] = total
+        y, _ = _standardize(spec, total.astype(jnp.float32))
+        if scale_ref is not None:
+            y = y * scale_ref[...].astype(jnp.float32)
+        if offset_ref is not None:
+            y = y + offset_ref[...].astype(jnp.float32)
+        y_ref[rows, :] = y.astype(y_ref.dtype)
+
+    _for_chunks(config, chunk)
+
+
+def _backward_kernel(refs: Any, *, spec: NormSpec, config: NormConfig, steps: int) -> None:
+    s_ref, dy_ref, dtotal_ref, scale_ref, dx_ref, dscale_ref, doffset_ref = refs
+    part, step = pl.program_id(1), pl.program_id(2)
+    first_row = (part * steps + step) * config.block_rows
+
+    @pl.when(step == 0)
+    def _() -> None:
+        for ref in (dscale_ref, doffset_ref):
+            if ref is not None:
+                ref[...] = jnp.zeros_like(ref)
+
+    def partial_rows(values: jax.Array, rows: Any) -> jax.Array:
+        """Sums `[chunk, features]` to eight rows; rows past the end of the array hold anything and count as zero."""
+        if spec.rows % config.block_rows:
+            index = first_row + rows.start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
+            values = jnp.where(index < spec.rows, values, 0.0)
+        return jnp.sum(values.reshape(config.chunk_rows // 8, 8, spec.features), axis=0)
+
+    def chunk(rows: Any) -> None:
+        xhat, rstd = _standardize(spec, s_ref[rows, :].astype(jnp.float32))
+        dy = dy_ref[rows, :].astype(jnp.float32)
+        if dscale_ref is not None:
+            dscale_ref[...] += partial_rows(dy * xhat, rows)
+        if doffset_ref is not None:
+            doffset_ref[...] += partial_rows(dy, rows)
+        g = dy if scale_ref is None else dy * scale_ref[...].astype(jnp.float32)
+        inverse = 1.0 / spec.features
+        dx = g - xhat * (jnp.sum(g * xhat, axis=-1, keepdims=True) * inverse)
+        if spec.kind == "layer":
+            dx = dx - jnp.sum(g, axis=-1, keepdims=True) * inverse
+        dx = dx * rstd
+        if dtotal_ref is not None:
+            dx = dx + dtotal_ref[rows, :].astype(jnp.float32)
+        dx_ref[rows, :] = dx.astype(dx_ref.dtype)
+
+    _for_chunks(config, chunk)
+
+
+# --- Calls -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _call(
+    body: Any,
+    operands: tuple[Any, ...],
+    specs: tuple[Any, ...],
+    outs: tuple[Any, ...],
+    out_specs: tuple[Any, ...],
+    **kwargs: Any,
+) -> list[Any]:
+    """`pallas_call` with optional operands and outputs: absent ones are None in every tuple, and arrive as None refs."""
+    present = [x is not None for x in (*operands, *outs)]
+
+    def kernel(*refs: Any) -> None:
+        remaining = iter(refs)
+        body([next(remaining) if here else None for here in present])
+
+    def given(values: tuple[Any, ...], mask: tuple[Any, ...]) -> list[Any]:
+        return [value for value, operand in zip(values, mask, strict=True) if operand is not None]
+
+    results = iter(
+        pl.pallas_call(
+            kernel,
+            in_specs=given(specs, operands),
+            out_specs=given(out_specs, outs),
+            out_shape=given(outs, outs),
+            **kwargs,
+        )(*given(operands, operands))
+    )
+    return [None if out is None else next(results) for out in outs]
+
+
+def _parameter_rows(p: Any) -> Any:
+    """A parameter `[G or 1, F]` as `[G or 1, 1, F]`, so that a block of one row is a whole axis."""
+    return None if p is None else p[:, None, :]
+
+
+def forward(spec: NormSpec, config: NormConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    del residuals  # the backward pass needs none
+    x, residual, scale, offset = operands
+    rows = pl.BlockSpec((None, config.block_rows, spec.features), lambda g, i: (g, i, 0))
+
+    def parameter(p: Any) -> pl.BlockSpec | None:
+        return (
+            None
+            if p is None
+            else pl.BlockSpec(
+                (None, 1, spec.features), (lambda g, i: (g, 0, 0)) if p.shape[0] > 1 else (lambda g, i: (0, 0, 0))
+            )
+        )
+
+    like_x = out_struct(x.shape, x.dtype, operands)
+    y, total = _call(
+        functools.partial(_forward_kernel, spec=spec, config=config),
+        (x, residual, _parameter_rows(scale), _parameter_rows(offset)),
+        (rows, rows, parameter(scale), parameter(offset)),
+        (like_x, None if residual is None else like_x),
+        (rows, rows),
+        grid=(spec.groups, pl.cdiv(spec.rows, config.block_rows)),
+        compiler_params=compiler_params(("parallel", "parallel"), None, config.vmem_bytes),
+        cost_estimate=pl.CostEstimate(
+            flops=spec.flops, bytes_accessed=spec.bytes_moved, transcendentals=spec.groups * spec.rows
+        ),
+        name=f"{spec.kind}_norm_forward",
+    )
+    return Outputs(y, total), None
+
+
+def backward(
+    spec: NormSpec, config: NormConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
+) -> Operands:
+    del residuals
+    x, residual, scale, offset = operands
+    s = x if outputs.total is None else outputs.total
+    blocks = pl.cdiv(spec.rows, config.block_rows)
+    parts = 2 if blocks % 2 == 0 else 1  # one for each core of a megacore chip
+    steps = blocks // parts
+    rows = pl.BlockSpec((None, config.block_rows, spec.features), lambda g, p, i: (g, p * steps + i, 0))
+    partial = pl.BlockSpec((None, None, 8, spec.features), lambda g, p, i: (g, p, 0, 0))
+    partial_struct = out_struct((spec.groups, parts, 8, spec.features), jnp.float32, operands, cotangents)
+    scale_spec = None
+    if scale is not None:
+        scale_spec = pl.BlockSpec(
+            (None, 1, spec.features), (lambda g, p, i: (g, 0, 0)) if scale.shape[0] > 1 else (lambda g, p, i: (0, 0, 0))
+        )
+    dx, dscale, doffset = _call(
+        functools.partial(_backward_kernel, spec=spec, config=config, steps=steps),
+        (s, cotangents.y, cotangents.total, _parameter_rows(scale)),
+        (rows, rows, rows, scale_spec),
+        (
+            out_struct(x.shape, x.dtype, operands, cotangents),
+            None if scale is None else partial_struct,
+            None if offset is None else partial_struct,
+        ),
+        (rows, partial, partial),
+        grid=(spec.groups, parts, steps),
+        compiler_params=compiler_params(("parallel", "parallel", "arbitrary"), None, config.vmem_bytes),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * spec.flops, bytes_accessed=3 * x.nbytes, transcendentals=spec.groups * spec.rows
+        ),
+        name=f"{spec.kind}_norm_backward",
+    )
+
+    def total_of(parts_of: Any, p: Any) -> Any:
+        if p is None:
+            return None
+        return jnp.sum(parts_of, axis=(1, 2) if p.shape[0] > 1 else (0, 1, 2)).reshape(p.shape).astype(p.dtype)
+
+    return Operands(dx, None if residual is None else dx, total_of(dscale, scale), total_of(doffset, offset))
+
+
+PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, NormConfig)
