@@ -6,7 +6,7 @@
    `lax.platform_dependent` the residuals of *every* branch, the reference's score matrix among them, would leak into the program.
 2. `custom_vmap`: a mapped axis is folded into the leading batch axis that every operand has (size B, or 1 where it is shared).
 3. `lax.platform_dependent`: the branch is picked while lowering, so the same traced function lowers for tpu, cuda and cpu.
-4. `core.sharding.partitioned`: XLA's partitioner is made to follow the op's factor rule (kernels only; XLA splits its own operations itself).
+4. `core.sharding.partitioned`: XLA's partitioner is made to follow the op's factor rule (CPU and GPU kernels; see `core.sharding`).
 """
 
 from __future__ import annotations
@@ -389,11 +389,9 @@ def _branch(plan: Plan, choice: Choice, direction: str, arguments: tuple[Any, ..
             return impl.backward(spec, choice.config, *shard)
         return impl.forward(spec, choice.config, shard[0], direction == "forward_with_residuals")
 
-    if impl.platform is None:
-        return run
-    jaxpr, results = jax.make_jaxpr(run, return_shape=True)(*arguments)
-    if jaxpr.effects:
-        return run  # Pallas' interpreter, which works by ordered callbacks; the partitioner cannot carry effects
+    if impl.platform in (None, "tpu"):
+        return run  # XLA splits its own operations itself, and libtpu has no hook for ours
+    results = jax.eval_shape(run, *arguments)
     return sharding.partitioned(run, plan.op.axes(plan.spec, arguments, results))
 
 

@@ -1,9 +1,15 @@
 """Sharding by factors: each dimension of each operand and result carries the name of a factor, and an op says which factors may be split.
 
-From the operands' shardings we read which mesh axes split which factor; every operand and result is then made to follow (an operand split along a
-factor that must stay whole, a sequence say, is gathered). A result that lacks a split factor is a sum over it and is reduced over those mesh axes.
-So a kernel only ever sees whole problems, and a sharding can change the speed but never the answer. The rule reaches XLA's partitioner through
-`custom_partitioning`; explicit mesh axes (sharding in types) are made automatic around the op.
+From the operands' shardings we read which mesh axes split which factor; every operand and result is then made to follow
+(an operand split along a factor that must stay whole, a sequence say, is gathered). A result that lacks a split factor
+is a sum over it and is reduced over those mesh axes. So a kernel only ever sees whole problems, and a sharding can
+change the speed but never the answer. How the rule is enforced depends on the mesh axes:
+
+- explicit (sharding in types): the public function becomes a `shard_map`, on every platform (`follow_explicit_axes`);
+- automatic: XLA's partitioner asks us through `custom_partitioning` (`partitioned`), for CPU and GPU kernels. libtpu has
+  no such hook, so there a kernel under automatic axes is an error that names `shard_map`; XLA's own operations
+  are split by XLA on every platform;
+- manual: inside the caller's own `shard_map` there is nothing to do.
 """
 
 from __future__ import annotations
@@ -242,22 +248,33 @@ def _explicit_mesh(arrays: Any) -> Any | None:
     return None
 
 
-def automatic(function: Callable[..., Any], axes: Axes, *arrays: Any) -> Any:
-    """Runs `function(*arrays)` with the mesh's explicit axes made automatic, so that its ops are partitioned by their own rules.
+def follow_explicit_axes(function: Callable[..., Any], axes: Axes, *arrays: Any) -> Any:
+    """Runs `function(*arrays)`, as a `shard_map` where the arrays live on explicit mesh axes (sharding in types).
 
     Args:
-      axes: factors of the caller's own arrays and results; the results come back split as the operands were, along `axes.splittable`.
+      function: works on arrays of any size, and is called on the local shards.
+      axes: factors of the caller's own arrays and results.
     """
     mesh = _explicit_mesh(arrays)
     if mesh is None:
         return function(*arrays)
-    leaves = jax.tree.leaves(arrays)
+    leaves, treedef = jax.tree.flatten(arrays)
+    dims = _leaves(axes.arguments)
     specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
-    assignment = assign(
-        _leaves(axes.arguments), axes.splittable, [leaf.shape for leaf in leaves], specs, dict(mesh.shape)
+    assignment = assign(dims, axes.splittable, [leaf.shape for leaf in leaves], specs, dict(mesh.shape))
+    in_specs = [_spec(names, leaf.shape, assignment) for names, leaf in zip(dims, leaves, strict=True)]
+    leaves = [
+        jax.sharding.reshard(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, in_specs, strict=True)
+    ]
+
+    def out_spec(names: Dims) -> PartitionSpec:
+        return PartitionSpec(*(None if name is None else assignment.get(name) for name in names))
+
+    def local(*shards: Any) -> Any:
+        return _reduce_missing(function(*jax.tree.unflatten(treedef, shards)), axes, assignment)
+
+    out_specs = jax.tree.map(out_spec, axes.results, is_leaf=_is_dims)
+    axis_names = frozenset(mesh.explicit_axes)
+    return jax.shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=axis_names)(
+        *leaves
     )
-
-    def split(names: Dims) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(None if name is None else assignment.get(name) for name in names)))
-
-    return jax.sharding.auto_axes(function, out_sharding=jax.tree.map(split, axes.results, is_leaf=_is_dims))(*arrays)

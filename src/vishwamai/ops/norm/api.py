@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from vishwamai.core.op import Op
-from vishwamai.core.sharding import Axes, automatic
+from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.ops.norm.reference import XLA
 from vishwamai.ops.norm.spec import Kind, NormSpec, Operands, make_spec, norm_axes
 from vishwamai.ops.norm.tpu import PALLAS_TPU
@@ -92,9 +92,13 @@ def _norm(
     implementation: str | None,
 ) -> Any:
     x, residual, scale, offset = (None if a is None else jnp.asarray(a) for a in (x, residual, scale, offset))
-    spec = make_spec(name, kind, x, residual, scale, offset, eps)
+    make_spec(
+        name, kind, x, residual, scale, offset, eps
+    )  # the caller's own shapes are checked before anything is split
 
     def run(x: Any, residual: Any, scale: Any, offset: Any) -> Any:
+        spec = make_spec(name, kind, x, residual, scale, offset, eps)
+
         def rows(a: Any) -> Any:
             return None if a is None else a.reshape(spec.operands.x.shape)
 
@@ -111,4 +115,4 @@ def _norm(
         None if a is None else ((*leading, "f") if a.ndim == x.ndim else ("f",)) for a in (x, residual, scale, offset)
     )
     axes = Axes(dims, dims[0] if residual is None else (dims[0], dims[0]), frozenset(leading))
-    return automatic(run, axes, x, residual, scale, offset)
+    return follow_explicit_axes(run, axes, x, residual, scale, offset)
