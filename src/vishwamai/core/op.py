@@ -1,12 +1,7 @@
-"""An operation and its implementations: one meaning, one gradient, several kernels, chosen while lowering.
+"""An operation and its implementations: one meaning, several kernels, and the choice between them.
 
-`Op.__call__` builds a `Plan` (the spec, and for every platform the implementation and its config) and runs it through four layers, outermost first:
-
-1. `jax.custom_vjp`: any forward pairs with any backward, because the residuals belong to the op. It must be outermost: inside
-   `lax.platform_dependent` the residuals of *every* branch, the reference's score matrix among them, would leak into the program.
-2. `custom_vmap`: a mapped axis is folded into the leading batch axis that every operand has (size B, or 1 where it is shared).
-3. `lax.platform_dependent`: the branch is picked while lowering, so the same traced function lowers for tpu, cuda and cpu.
-4. `core.sharding.partitioned`: XLA's partitioner is made to follow the op's factor rule (CPU and GPU kernels; see `core.sharding`).
+`Op.__call__` builds a `Plan` (the spec, and for every platform the implementation and its config), which `core.execute`
+runs. The choice asks each implementation in order for its `why_not`, so no exception drives control flow.
 """
 
 from __future__ import annotations
@@ -18,11 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
 
-from vishwamai.core import sharding, tuning
+from vishwamai.core import execute, sharding, tuning
 from vishwamai.core.config import KernelConfig, ambient_chip, ambient_platform, current_config
 from vishwamai.core.errors import FallbackWarning, KernelError, UnsupportedError
+from vishwamai.core.gradients import autodiff_backward as autodiff_backward
 from vishwamai.core.hardware import Chip
 
 PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
@@ -64,31 +59,6 @@ class Implementation(Generic[S]):
     config_type: type | None = None
     notes: Callable[[S, Chip | None], Iterable[str]] = lambda spec, chip: ()
     autodiff: bool = False
-
-
-def autodiff_backward(forward: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
-    """The backward of a pure-JAX `forward`, by JAX's own differentiation."""
-
-    def backward(spec: Any, config: Any, operands: Any, outputs: Any, residuals: Any, cotangents: Any) -> Any:
-        del outputs, residuals
-        differentiable = _map_fields(lambda x: x if _is_float(x) else None, operands)
-        rest = _map_fields(lambda x: None if _is_float(x) else x, operands)
-
-        def run(chosen: Any) -> Any:
-            merged = type(operands)(*(r if c is None else c for c, r in zip(chosen, rest, strict=True)))
-            return forward(spec, config, merged, False)[0]
-
-        return jax.vjp(run, differentiable)[1](cotangents)[0]
-
-    return backward
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _map_fields(function: Callable[[Any], Any], operands: Any) -> Any:
-    return type(operands)(*(None if x is None else function(x) for x in operands))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +114,7 @@ class Op(Generic[S]):
         """Runs the op on operands that the spec has already checked; returns its outputs."""
         plan = self.plan(spec, config=config, implementation=implementation)
         _record(plan)
-        return _execute(plan, sharding.match_varying(operands))
+        return execute.run(plan, sharding.match_varying(operands))
 
     def plan(self, spec: S, *, config: Any = None, implementation: str | None = None) -> Plan:
         """Chooses an implementation for every platform.
@@ -238,161 +208,6 @@ class Op(Generic[S]):
 @functools.cache
 def _warn_once(text: str) -> None:
     warnings.warn(text, FallbackWarning, stacklevel=5)
-
-
-def _replan(plan: Plan, operands: Any) -> Plan:
-    """The plan for operands of other sizes, under the same wishes of the caller."""
-    return plan.op.plan(plan.spec.localize(operands), config=plan.config, implementation=plan.implementation)
-
-
-# --- Layer 1: the gradient -------------------------------------------------------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _execute(plan: Plan, operands: Any) -> Any:
-    only = plan.choices[-1].implementation
-    if plan.implementation is not None and only.autodiff:
-        return only.forward(plan.spec, plan.choices[-1].config, operands, False)[0]
-    return _differentiable(plan, False, operands)[0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(plan: Plan, residuals: bool, operands: Any) -> tuple[Any, Any]:
-    """(outputs, residuals or None). Residuals only ever reach `_backward`, whose own gradient recomputes them, so they carry no cotangent."""
-    return _batched(plan, "forward_with_residuals" if residuals else "forward", (operands,))
-
-
-def _differentiable_fwd(plan: Plan, residuals: bool, operands: Any) -> tuple[Any, Any]:
-    outputs, saved = _differentiable(plan, True, operands)
-    return (outputs, saved if residuals else None), (operands, outputs, saved)
-
-
-def _differentiable_bwd(plan: Plan, residuals: bool, saved: Any, cotangents: Any) -> tuple[Any]:
-    return (_backward(plan, (*saved, cotangents[0])),)
-
-
-_differentiable.defvjp(_differentiable_fwd, _differentiable_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward(plan: Plan, arguments: tuple[Any, ...]) -> Any:
-    """The backward pass; differentiable itself (reverse over reverse) through the reference implementation."""
-    return _batched(plan, "backward", arguments)
-
-
-def _backward_fwd(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    return _backward(plan, arguments), arguments
-
-
-def _backward_bwd(plan: Plan, arguments: tuple[Any, ...], cotangents: Any) -> tuple[Any]:
-    reference = plan.op.implementations[-1]
-    config = plan.op.plan(plan.spec, implementation=reference.name).choices[-1].config
-    operands, outputs, residuals, dout = arguments
-    floats = _map_fields(lambda x: x if _is_float(x) else None, operands)
-
-    def gradients(floats: Any, dout: Any) -> Any:
-        merged = type(operands)(*(o if f is None else f for f, o in zip(floats, operands, strict=True)))
-        return autodiff_backward(reference.forward)(plan.spec, config, merged, None, None, dout)
-
-    d_operands, d_dout = jax.vjp(gradients, floats, dout)[1](cotangents)
-    # Outputs and residuals are functions of the operands, and the reference recomputes them from there: their own share is zero.
-    return ((d_operands, *jax.tree.map(jnp.zeros_like, (outputs, residuals)), d_dout),)
-
-
-_backward.defvjp(_backward_fwd, _backward_bwd)
-
-
-# --- Layer 2: vmap ---------------------------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _batchable(plan: Plan, direction: str) -> Callable[..., Any]:
-    mapped = jax.custom_batching.custom_vmap(functools.partial(_dispatch, plan, direction))
-
-    @mapped.def_vmap
-    def rule(size: int, in_batched: list[Any], *arguments: Any) -> tuple[Any, Any]:
-        return _fold(plan, direction, size, tuple(in_batched), arguments)
-
-    return mapped
-
-
-def _batched(plan: Plan, direction: str, arguments: tuple[Any, ...]) -> Any:
-    return _batchable(plan, direction)(*arguments)
-
-
-def _fold(
-    plan: Plan, direction: str, size: int, in_batched: tuple[Any, ...], arguments: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    """Folds a mapped axis of `size` into the leading batch axis of every argument, runs, and unfolds the results."""
-    backward = direction == "backward"
-    operands, flags = arguments[0], in_batched[0]
-    groups = max(
-        x.shape[1 if flag else 0] for x, flag in zip(jax.tree.leaves(operands), jax.tree.leaves(flags), strict=True)
-    )
-
-    def fold(x: jax.Array, batched: bool, may_share: bool) -> jax.Array:
-        if not batched and may_share and x.shape[0] == 1:
-            return x
-        x = x if batched else jnp.broadcast_to(x[None], (size, *x.shape))
-        x = jnp.broadcast_to(x, (size, groups, *x.shape[2:]))
-        return x.reshape(size * groups, *x.shape[2:])
-
-    def fold_operand(name: str, x: Any, batched: Any) -> Any:
-        if x is None:
-            return None
-        # In the backward pass a shared float operand needs one gradient for every mapped element, so it stops being shared.
-        return fold(x, batched, name in plan.op.shareable and not (backward and _is_float(x)))
-
-    folded = type(operands)(
-        *(fold_operand(name, x, flag) for name, x, flag in zip(operands._fields, operands, flags, strict=True))
-    )
-    rest = jax.tree.map(lambda x, batched: fold(x, batched, False), arguments[1:], in_batched[1:])
-    results = _batched(_replan(plan, folded), direction, (folded, *rest))
-
-    def unfold(y: jax.Array) -> jax.Array:
-        return y.reshape(size, groups, *y.shape[1:])
-
-    if backward:
-
-        def unfold_gradient(gradient: Any, operand: Any, batched: Any) -> Any:
-            if gradient is None:
-                return None
-            gradient = unfold(gradient)
-            shared = operand.shape[1 if batched else 0] == 1 and groups > 1
-            return gradient.sum(axis=1, keepdims=True).astype(gradient.dtype) if shared else gradient
-
-        results = type(operands)(*map(unfold_gradient, results, operands, flags))
-    else:
-        results = jax.tree.map(unfold, results)
-    return results, jax.tree.map(lambda _: True, results)
-
-
-# --- Layers 3 and 4: the platform, the partitioner -------------------------------------------------------------------------------------------------
-
-
-def _dispatch(plan: Plan, direction: str, *arguments: Any) -> Any:
-    branches = {choice.platform: _branch(plan, choice, direction, arguments) for choice in plan.choices}
-    default = branches.pop(None)
-    branches = {platform: branch for platform, branch in branches.items() if platform is not None}
-    if not branches:
-        return default(*arguments)
-    return jax.lax.platform_dependent(*arguments, default=default, **branches)
-
-
-def _branch(plan: Plan, choice: Choice, direction: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    impl = choice.implementation
-
-    @functools.partial(jax.jit, inline=True)  # traced once, for the shapes below and for the call
-    def run(*shard: Any) -> Any:
-        spec = plan.spec.localize(shard[0])
-        if direction == "backward":
-            return impl.backward(spec, choice.config, *shard)
-        return impl.forward(spec, choice.config, shard[0], direction == "forward_with_residuals")
-
-    if impl.platform in (None, "tpu"):
-        return run  # XLA splits its own operations itself, and libtpu has no hook for ours
-    results = jax.eval_shape(run, *arguments)
-    return sharding.partitioned(run, plan.op.axes(plan.spec, arguments, results))
 
 
 # --- What ran, and why -----------------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from vishwamai.core.op import Implementation, autodiff_backward
+from vishwamai.core.gradients import autodiff_backward
+from vishwamai.core.op import Implementation
 from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
 
 

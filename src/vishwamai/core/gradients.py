@@ -1,0 +1,36 @@
+"""Gradients of pure-JAX functions over an op's operands, some of which are absent or integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def is_float(x: Any) -> bool:
+    """Whether an array has a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def map_fields(function: Callable[[Any], Any], operands: Any) -> Any:
+    """Applies `function` to every operand that is there."""
+    return type(operands)(*(None if x is None else function(x) for x in operands))
+
+
+def autodiff_backward(forward: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+    """The backward of a pure-JAX `forward`, by JAX's own differentiation."""
+
+    def backward(spec: Any, config: Any, operands: Any, outputs: Any, residuals: Any, cotangents: Any) -> Any:
+        del outputs, residuals
+        differentiable = map_fields(lambda x: x if is_float(x) else None, operands)
+        rest = map_fields(lambda x: None if is_float(x) else x, operands)
+
+        def run(chosen: Any) -> Any:
+            merged = type(operands)(*(r if c is None else c for c, r in zip(chosen, rest, strict=True)))
+            return forward(spec, config, merged, False)[0]
+
+        return jax.vjp(run, differentiable)[1](cotangents)[0]
+
+    return backward
