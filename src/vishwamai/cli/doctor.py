@@ -1,0 +1,52 @@
+"""Says what this machine has, what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import argparse
+
+from vishwamai.core.hardware import CHIPS, chip_for
+
+SUMMARY = "what this machine has, what is missing, and the command that mends it"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    del parser  # no options
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plain text, so that it works where nothing else is installed; 1 where jax finds no device."""
+    del arguments
+    from vishwamai.aot import libtpu
+    from vishwamai.bench import machine
+
+    print("Versions")
+    for name, version in machine.versions().items():
+        print(f"  {name:22}{version or 'not installed'}")
+
+    cpu = machine.cpu()
+    print("\nCPU")
+    memory = f", {cpu.memory / 2**30:.0f} GiB of memory" if cpu.memory else ""
+    print(f"  {cpu.name} ({cpu.architecture}), {cpu.cores} cores for this process{memory}")
+    print(f"  instruction sets      {' '.join(cpu.flags) or 'none that the kernels ask for'}")
+    isa, reason = machine.native()
+    print(f"  native kernels        {f'built, using {isa}' if isa else reason}")
+
+    print("\nDevices of jax")
+    try:
+        devices = machine.devices()
+    except RuntimeError as error:  # jax's own, when the platform in JAX_PLATFORMS cannot be initialised
+        print(f"  none: {error}")
+        devices = []
+    for device in devices:
+        chip = chip_for(device.device_kind)
+        known = f"  (TPU generation {chip.name})" if chip else ""
+        print(f"  {device.id:3}  {device.platform}  {device.device_kind}{known}")
+
+    print("\nTPUs that programs can be compiled for here")
+    print(f"  {', '.join(CHIPS)}" if libtpu.has_libtpu() else f"  none: {libtpu.INSTALL}")
+
+    lacking = machine.missing()
+    print("\nMissing" if lacking else "\nNothing is missing.")
+    for item in lacking:
+        print(f"  {item.what}: would bring {item.brings}\n      {item.command}")
+    return 0 if devices else 1

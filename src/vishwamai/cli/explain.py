@@ -1,0 +1,31 @@
+"""Says for every operation in a function which implementation runs, with which tiles, and why the others do not. Nothing is computed.
+
+vishwamai explain vishwamai:rms_norm --args 'f16[8,4096]' --target v5e
+vishwamai explain path/to/model.py:forward
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+from vishwamai.cli import function
+from vishwamai.core.errors import FallbackWarning
+from vishwamai.core.explain import explain
+
+SUMMARY = "which implementation runs for every operation in a function, and why not the others"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    function.add_arguments(parser)
+    parser.add_argument(
+        "--target", metavar="CHIP", help='TPU to explain for: "v5e" ... (default: the machine\'s own device)'
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    call = function.load_call(arguments.function, arguments.args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # the table below says the same, with every reason
+        print(explain(call.function, *call.args, target=arguments.target, **call.kwargs))
+    return 0

@@ -1,0 +1,45 @@
+"""Prints which implementation serves which dtype and feature, as the implementations themselves say over the contract's cases.
+
+"partly" means that some of the cases with the feature are declined; the numbered reasons stand under the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+SUMMARY = "the support matrix: which implementation serves which dtype and feature"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ops", metavar="A,B", help="these operations only")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from vishwamai.bench import catalogue, matrix
+
+    names = [operation.name for operation in catalogue.chosen(arguments.ops.split(",") if arguments.ops else None)]
+    rows = matrix.matrix(names)
+    if arguments.markdown:
+        print(matrix.markdown(rows))
+        return 0
+    for op in names:
+        mine = [row for row in rows if row.op == op]
+        _print_table(op, mine)
+    return 0
+
+
+def _print_table(op: str, rows: list) -> None:
+    from vishwamai.cli.console import console, table
+
+    names = list(rows[0].cells)
+    out = table(op, [op, *names])
+    style = {"yes": "green", "no": "red", "partly": "yellow"}
+    reasons: dict[str, None] = {}
+    for row in rows:
+        out.add_row(row.feature, *(f"[{style[row.cells[name].mark]}]{row.cells[name].mark}[/]" for name in names))
+        for name in names:
+            reasons |= dict.fromkeys(f"{name}: {reason}" for reason in row.cells[name].reasons)
+    console().print(out)
+    for reason in reasons:
+        console().print(f"  {reason}", markup=False, highlight=False)
