@@ -1,0 +1,249 @@
+"""A whole executable, core by core: the top-level program calls kernels and fusions, each is run, and the cycles are counted per program."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from vishwamai.aot.bundles import UNITS, parse, parse_utilisation
+from vishwamai.aot.interpret import Known, Program, run
+from vishwamai.aot.machine import Machine, Model
+from vishwamai.aot.mxu import RESERVATIONS
+from vishwamai.core.hardware import Chip
+
+TOP = "TLP"
+"""libtpu's name for the top-level program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The dumped text of one program: its final bundles, and the compiler's count of units (may be empty)."""
+
+    bundles: str
+    utilisation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A basic block of a program. `length` bundles, entered `passes` times; `stall`: cycles a pass waits for the matrix units.
+
+    `units` are the instructions of one pass by unit; `matrix` and `crosslane` the busy cycles of one pass of the busiest matrix unit and of the
+    cross-lane units.
+    """
+
+    address: int
+    length: int
+    passes: int
+    stall: float
+    matrix: float
+    crosslane: float
+    units: Mapping[str, int]
+
+    @property
+    def cycles(self) -> float:
+        """All passes together, waiting for copies excluded."""
+        return (self.length + self.stall) * self.passes
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramTime:
+    """What one program took on one core, all its calls together; times in cycles.
+
+    Attributes:
+        name: libtpu's name, that of the HLO instruction.
+        calls: how often it was called; `bundles`: issued, `static_bundles`: in the code.
+        dma_wait: waiting for copies; `matrix_stall`: waiting for the matrix units.
+        matrix: busy cycles of the busiest matrix unit; `crosslane`: of the cross-lane units.
+        units: instructions issued by unit; `capacity`: how many of each one bundle can hold.
+        spills, fills: registers written to and read back from VMEM, in the code.
+        hbm_bytes: copied to and from HBM.
+        blocks: hottest first.
+    """
+
+    name: str
+    calls: int
+    cycles: float
+    bundles: int
+    static_bundles: int
+    dma_wait: float
+    matrix_stall: float
+    matrix: float
+    crosslane: float
+    units: Mapping[str, int]
+    capacity: Mapping[str, int]
+    spills: int
+    fills: int
+    hbm_bytes: int
+    blocks: tuple[Block, ...]
+
+    def utilisation(self, unit: str) -> float:
+        """Share of the cycles in which `unit` is busy: "MXU", "XLU" by reservation, the others by slots filled."""
+        if not self.cycles:
+            return 0.0
+        if unit == "MXU":
+            return self.matrix / self.cycles
+        if unit == "XLU":
+            return self.crosslane / self.cycles
+        return self.units[unit] / (self.cycles * max(1, self.capacity[unit]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a whole executable took on its slowest core. `core_cycles`: each core's total; `unknown`: what had to be guessed, with counts."""
+
+    chip: Chip
+    cycles: float
+    core_cycles: tuple[float, ...]
+    dma_wait: float
+    matrix_stall: float
+    matrix: float
+    hbm_bytes: int
+    programs: tuple[ProgramTime, ...]
+    unknown: Mapping[str, int]
+
+    @property
+    def seconds(self) -> float:
+        """The cycles at the chip's clock."""
+        return self.cycles / self.chip.clock
+
+
+class _Tally:
+    """Sums over the calls of one program."""
+
+    def __init__(self) -> None:
+        self.calls = self.hbm_bytes = 0
+        self.cycles = self.dma_wait = self.matrix_stall = 0.0
+        self.passes: collections.Counter[int] = collections.Counter()
+
+
+class Simulator:
+    """Parses the programs of one executable once and runs them core by core.
+
+    Args:
+        sources: the dumped programs by name.
+        chip: the chip that they were compiled for.
+        known: contents of operands by program name (or its beginning, as Pallas names kernels; "*" for any) and operand index.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        chip: Chip,
+        known: Mapping[str, Known] | None = None,
+        model: Model | None = None,
+    ):
+        self.sources, self.chip, self.known, self.model = sources, chip, known or {}, model or Model()
+        self._parsed: dict[str, Program] = {}
+
+    def program(self, name: str) -> Program:
+        """The parsed program of that name."""
+        if name not in self._parsed:
+            source = self.sources[name]
+            bundles = parse(source.bundles)
+            units = parse_utilisation(source.utilisation, len(bundles))
+            self._parsed[name] = Program(name, bundles, units, RESERVATIONS[self.chip.name])
+        return self._parsed[name]
+
+    def _known(self, name: str) -> Known:
+        found: Known = self.known.get("*", {})
+        for prefix, values in self.known.items():
+            if prefix != "*" and name.startswith(re.sub(r"[^\w.\-]", "_", prefix)):
+                found = values
+        return found
+
+    def _core(self, core: int) -> tuple[Machine, dict[str, _Tally]]:
+        machine = Machine(self.chip, core, self.model)
+        tallies: dict[str, _Tally] = {}
+
+        def call(name: str | None) -> None:
+            if name is None or name not in self.sources:
+                if not str(name).startswith("<late"):
+                    machine.unknown[f"program {name} is not in the dump"] += 1
+                return
+            if name.startswith("<late"):
+                return
+            tally = tallies.setdefault(name, _Tally())
+            before = machine.now, machine.dma_wait, machine.mxu_stall, machine.hbm_bytes
+            passes = run(self.program(name), machine, self._known(name), call)
+            tally.calls += 1
+            tally.cycles += machine.now - before[0]
+            tally.dma_wait += machine.dma_wait - before[1]
+            tally.matrix_stall += machine.mxu_stall - before[2]
+            tally.hbm_bytes += machine.hbm_bytes - before[3]
+            tally.passes.update(passes)
+
+        if TOP in self.sources:
+            top = tallies.setdefault(TOP, _Tally())
+            top.calls = 1
+            top.passes = run(self.program(TOP), machine, {}, call)
+            others = [tally for name, tally in tallies.items() if name != TOP]
+            top.cycles = machine.now - sum(tally.cycles for tally in others)
+            top.dma_wait = machine.dma_wait - sum(tally.dma_wait for tally in others)
+            top.matrix_stall = machine.mxu_stall - sum(tally.matrix_stall for tally in others)
+            top.hbm_bytes = machine.hbm_bytes - sum(tally.hbm_bytes for tally in others)
+        else:
+            for name in self.sources:
+                call(name)
+        return machine, tallies
+
+    def simulate(self) -> Simulation:
+        """Runs every core of one jax device; the slowest counts."""
+        results = [self._core(core) for core in range(self.chip.cores_per_device)]
+        machine, tallies = max(results, key=lambda result: result[0].now)
+        programs = tuple(self._report(name, tally) for name, tally in tallies.items())
+        return Simulation(
+            chip=self.chip,
+            cycles=machine.now,
+            core_cycles=tuple(result[0].now for result in results),
+            dma_wait=machine.dma_wait,
+            matrix_stall=machine.mxu_stall,
+            matrix=sum(program.matrix for program in programs),
+            hbm_bytes=sum(result[0].hbm_bytes for result in results),
+            programs=programs,
+            unknown=dict(machine.unknown),
+        )
+
+    def _report(self, name: str, tally: _Tally) -> ProgramTime:
+        program = self.program(name)
+        blocks = [
+            Block(
+                address=start,
+                length=program.ends[start] - start,
+                passes=passes,
+                stall=program.matrix[start].stall,
+                matrix=program.matrix[start].busy,
+                crosslane=program.crosslane[start],
+                units=dict(zip(UNITS, program.units[start])),
+            )
+            for start, passes in tally.passes.items()
+        ]
+        blocks.sort(key=lambda block: (-block.cycles, block.address))
+        rows = program.utilisation.rows
+        return ProgramTime(
+            name=name,
+            calls=tally.calls,
+            cycles=tally.cycles,
+            bundles=sum(block.length * block.passes for block in blocks),
+            static_bundles=len(program.bundles),
+            dma_wait=tally.dma_wait,
+            matrix_stall=tally.matrix_stall,
+            matrix=sum(block.matrix * block.passes for block in blocks),
+            crosslane=sum(block.crosslane * block.passes for block in blocks),
+            units={unit: sum(block.units[unit] * block.passes for block in blocks) for unit in UNITS},
+            capacity=dict(zip(UNITS, program.utilisation.capacity)),
+            spills=sum(row[UNITS.index("VSTORE:SPILL")] for row in rows),
+            fills=sum(row[UNITS.index("VLOAD:FILL")] for row in rows),
+            hbm_bytes=tally.hbm_bytes,
+            blocks=tuple(blocks),
+        )
+
+
+def simulate(
+    sources: Mapping[str, Source], chip: Chip, known: Mapping[str, Mapping[int, np.ndarray]] | None = None
+) -> Simulation:
+    """Runs an executable whose programs were dumped; see `Simulator`."""
+    return Simulator(sources, chip, known).simulate()
