@@ -1,7 +1,6 @@
 """What an install promises: few imports, no device taken, one version, and archives that hold what they must."""
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -66,15 +65,14 @@ def test_hard_dependencies_are_jax_and_numpy():
     assert sorted(re.split(r"[^\w-]", r)[0] for r in requirements) == ["jax", "numpy"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vishwamai.cli") is None, reason="the command line is not written yet")
 def test_command_names_the_missing_package():
     """Without rich the command ends with the line that installs it, not with a traceback."""
     code = "import sys; sys.modules['rich'] = None; from vishwamai.cli import main; sys.exit(main())"
     done = subprocess.run(
-        [sys.executable, "-c", code, "doctor"], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code, "matrix"], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode not in (0, None)
-    assert "pip install 'vishwamai[cli]'" in done.stderr
+    assert re.search(r"pip install .vishwamai\[cli\]", done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -120,6 +118,7 @@ def test_sdist_holds_what_builds_and_proves_it(sdist: Path):
 
 
 def wheel_from(sdist: Path, target: Path, **environment: str) -> Path:
+    shutil.rmtree(sdist / "build", ignore_errors=True)  # CMake would remember the compiler of an earlier build
     command = [
         sys.executable,
         "-m",
