@@ -11,6 +11,8 @@ from vishwamai.core.errors import (
 )
 from vishwamai.core.explain import explain
 from vishwamai.core.precision import PrecisionConfig
+from vishwamai.ops.attention import flash_attention
+from vishwamai.ops.matmul import gemm
 from vishwamai.ops.norm import layer_norm, rms_norm
 
 __version__ = "0.1.0"
@@ -26,6 +28,8 @@ __all__ = [
     "VishwamaiError",
     "current_config",
     "explain",
+    "gemm",
+    "flash_attention",
     "kernel_config",
     "layer_norm",
     "rms_norm",

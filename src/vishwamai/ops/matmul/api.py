@@ -1,0 +1,115 @@
+"""The public matrix product: `gemm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.config import current_config
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.op import Op
+from vishwamai.core.precision import PrecisionConfig
+from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.ops.matmul.layout import Layout, make_spec
+from vishwamai.ops.matmul.reference import XLA
+from vishwamai.ops.matmul.spec import MatmulSpec, Operands, matmul_axes
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Num
+
+MATMUL: Op[MatmulSpec] = Op("matmul", (XLA,), matmul_axes, shareable=Operands._fields)
+
+
+def gemm(
+    a: Num[Array, "*batch M K"],
+    b: Num[Array, "*batch K N"],
+    *,
+    bias: Any = None,
+    activation: str | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    precision: str | PrecisionConfig | jax.lax.Precision | None = None,
+    out_dtype: Any = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    block_size: int | None = None,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Num[Array, "*batch M N"]:
+    """Matrix product with its epilogue: `activation(scale_a[:, None] * scale_b[None, :] * (a @ b) + bias)`, rounded once.
+
+    Batch axes broadcast as in `jnp.matmul`; an operand that is shared between them is not copied. Sums are float32 (int32 for int8 with int8, float64
+    for float64), and scales, bias and activation are applied to them before the result is rounded.
+
+    Args:
+      a: `[..., M, K]`, or `[..., K, M]` with `transpose_a`: bfloat16, float16, float32, float64, int8, float8_e4m3fn or float8_e5m2.
+      b: `[..., K, N]`, or `[..., N, K]` with `transpose_b`. Floats of different width promote as in JAX; an 8-bit operand beside a wider float is
+        brought to the wider dtype, exactly; int8 with an 8-bit float is an error.
+      bias: `[N]`, or `[..., N]` with batch axes; added to the scaled sum.
+      activation: "relu", "relu2" (its square), "silu", "gelu" (exact), "gelu_tanh", "sigmoid", "tanh", or None.
+      transpose_a: a is stored with its contracted axis first. No copy is made.
+      transpose_b: b is stored with its contracted axis last. No copy is made.
+      precision: of float32 products: "highest" (the default: float32 accuracy) or "high" (three bfloat16 products, about 16 bits); None takes the
+        ambient one. It has no effect on other dtypes, whose products are exact.
+      out_dtype: dtype of the result; by default the dtype of the products, bfloat16 for 8-bit floats, int32 for int8 (float32 with an epilogue).
+      scale_a: what a quantized `a` is to be multiplied by: a scalar, `[M]`, or `[..., M]` with batch axes.
+      scale_b: the same for `b`: a scalar, `[N]`, or `[..., N]`.
+      block_size: about how many rows and columns a tile has; None lets the library choose.
+      config: tiles (a `MatmulConfig`), a block size, or None.
+      implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
+
+    Returns:
+      `[..., M, N]` in `out_dtype`. Gradients exist for `a`, `b` (the 8-bit floats' are rounded to the same 8 bits and saturate), `bias` and the scales;
+      int8 operands have none.
+
+    Raises:
+      ShapeError: the arguments contradict one another.
+      UnsupportedError: the implementation asked for cannot serve the call.
+
+    >>> import jax.numpy as jnp
+    >>> gemm(jnp.array([[1.0, 2.0]]), jnp.array([[3.0], [-4.0]]), bias=jnp.array([1.0]), activation="relu")
+    Array([[0.]], dtype=float32)
+    >>> gemm(jnp.ones((5, 2, 8), jnp.int8), jnp.ones((8, 3), jnp.int8), scale_b=0.5).shape
+    (5, 2, 3)
+    """
+    if block_size is not None:
+        if config is not None:
+            raise ShapeError(f"gemm: both `block_size` ({block_size}) and `config` ({config}) are given; pass one.")
+        config = block_size
+    arrays = tuple(None if x is None else jnp.asarray(x) for x in (a, b, bias, scale_a, scale_b))
+
+    def describe(*arrays: Any) -> tuple[MatmulSpec, Layout]:
+        products = current_config().precision if precision is None else precision
+        return make_spec(*arrays, activation, transpose_a, transpose_b, products, out_dtype)
+
+    def run(*arrays: Any) -> Any:
+        spec, layout = describe(*arrays)
+        operands = layout.operands(*arrays, scale_dtype=spec.epilogue_dtype)
+        return layout.result(MATMUL(spec, operands, config=config, implementation=implementation).out)
+
+    _, layout = describe(*arrays)  # the caller's own shapes are checked before anything is split
+    return follow_explicit_axes(run, _caller_axes(layout, activation, transpose_a, transpose_b, *arrays), *arrays)
+
+
+def _caller_axes(layout: Layout, activation: str | None, transpose_a: bool, transpose_b: bool, *arrays: Any) -> Axes:
+    """The factors of the caller's own arrays: one for each batch axis, then m, n and k."""
+    names = tuple(f"b{i}" for i in range(len(layout.batch)))
+    core = (
+        ("k", "m") if transpose_a else ("m", "k"),
+        ("n", "k") if transpose_b else ("k", "n"),
+        ("n",),
+        ("m",),
+        ("n",),
+    )
+
+    def dims(x: Any, own: tuple[str, ...]) -> Any:
+        if x is None:
+            return None
+        return (*names[len(names) - (x.ndim - len(own)) :], *own) if x.ndim else ()
+
+    whole_sum = arrays[2] is not None or activation is not None
+    splittable = frozenset({*names, "m", "n"} if whole_sum else {*names, "m", "n", "k"})
+    return Axes(tuple(map(dims, arrays, core)), (*names, "m", "n"), splittable)

@@ -1,0 +1,91 @@
+"""The matrix product by XLA's own dot: the definition, and the fallback on every platform."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vishwamai.core.op import Implementation
+from vishwamai.core.precision import FP8_DTYPES, lax_precision
+from vishwamai.ops.matmul import gradient
+from vishwamai.ops.matmul.epilogue import activate, columns, rows
+from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, joint_groups
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _from_fp8(x: jax.Array, stored: str, dtype: str) -> jax.Array:
+    """An 8-bit float in a wider dtype; its gradient saturates instead of overflowing."""
+    return x.astype(dtype)
+
+
+_from_fp8.defvjp(
+    lambda x, stored, dtype: (x.astype(dtype), None),
+    lambda stored, dtype, _, g: (gradient.saturate(g, jnp.dtype(stored)),),
+)
+
+
+def _widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return _from_fp8(x, x.dtype.name, dtype.name) if x.dtype in FP8_DTYPES else x.astype(dtype)
+
+
+def product(
+    spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
+) -> jax.Array:
+    """`[groups, lhs's free axis, rhs's free axis]`; see `gradient.Product`."""
+    dtype, total = spec.compute_dtype, spec.accumulator_dtype
+    lhs, rhs = _widen(lhs, dtype), _widen(rhs, dtype)
+    dot = functools.partial(lax.dot_general, precision=lax_precision(spec.precision), preferred_element_type=total)
+    both = lhs.shape[0] == rhs.shape[0]
+    if both and groups == lhs.shape[0]:
+        out = dot(lhs, rhs, (((lhs_axis,), (rhs_axis,)), ((0,), (0,))))
+    elif both:  # summed over the groups: they are contracted too
+        out = dot(lhs, rhs, (((0, lhs_axis), (0, rhs_axis)), ((), ())))[None]
+    elif groups == 1:  # one operand is shared, and the sum is over the other's groups
+        each = product(spec, lhs, rhs, lhs_axis, rhs_axis, joint_groups(lhs, rhs), total)
+        out = jnp.sum(each, axis=0, keepdims=True)
+    elif rhs.shape[0] == 1:
+        out = dot(lhs, rhs[0], (((lhs_axis,), (rhs_axis - 1,)), ((), ())))
+    else:
+        out = dot(rhs, lhs[0], (((rhs_axis,), (lhs_axis - 1,)), ((), ()))).swapaxes(1, 2)
+    return out.astype(out_dtype)
+
+
+def forward(spec: MatmulSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+    """activation(scale_a * scale_b * (a @ b) + bias), the sum and all that follows in the accumulation dtype."""
+    del config
+    a, b, bias, scale_a, scale_b = operands
+    z = product(
+        spec,
+        a,
+        b,
+        1 if spec.transpose_a else 2,
+        2 if spec.transpose_b else 1,
+        joint_groups(a, b),
+        spec.accumulator_dtype,
+    )
+    if not spec.integer:
+        wide = spec.epilogue_dtype
+        z = z.astype(wide)
+        if scale_a is not None:
+            z = z * rows(scale_a, wide)
+        if scale_b is not None:
+            z = z * columns(scale_b, wide)
+        if bias is not None:
+            z = z + columns(bias, wide)
+    z = jnp.broadcast_to(z, (spec.groups, spec.m, spec.n))
+    out = activate(spec.activation, z).astype(spec.out_dtype)
+    return Outputs(out), z.astype(spec.out_dtype) if residuals and spec.keeps_preactivation else None
+
+
+def backward(
+    spec: MatmulSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
+) -> Operands:
+    del config
+    return gradient.backward(spec, functools.partial(product, spec), operands, outputs, residuals, cotangents.out)
+
+
+XLA = Implementation("xla", None, forward, backward, autodiff=True)

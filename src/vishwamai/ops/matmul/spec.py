@@ -1,0 +1,273 @@
+"""What a matrix product with its epilogue computes: operands, options, and the checks that all platforms share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
+from vishwamai.core.sharding import Axes
+from vishwamai.core.spec import ArraySpec, OpSpec
+
+ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh")
+"""relu2 is relu squared, gelu the exact one (erf), gelu_tanh its approximation by tanh, silu x * sigmoid(x)."""
+
+_FLOATS = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
+_INT8 = jnp.dtype(jnp.int8)
+
+
+class Operands(NamedTuple):
+    """Operands in the op's own layout; G counts the groups (batch axes and folded vmap axes), 1 where a group axis is shared."""
+
+    a: Any  # [G or 1, M, K], or [G or 1, K, M] if transpose_a
+    b: Any  # [G or 1, K, N], or [G or 1, N, K] if transpose_b
+    bias: Any  # [G or 1, N] floating, or None
+    scale_a: Any  # [G or 1, M or 1] in the epilogue's dtype, or None
+    scale_b: Any  # [G or 1, N or 1] in the epilogue's dtype, or None
+
+
+class Outputs(NamedTuple):
+    """`out` is the product after its epilogue."""
+
+    out: Any  # [G, M, N] in out_dtype
+
+
+def compute_dtype(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype | None:
+    """The dtype that both operands are brought to before they are multiplied, exactly; None where there is no such product.
+
+    int8 with int8 stays int8. Two 8-bit floats multiply as bfloat16, which holds both formats exactly (a unit that takes them as they are gives the
+    same products). An 8-bit operand beside a wider float takes the wider dtype. Floats promote as in JAX: bfloat16 with float32 gives float32.
+    """
+    if a == b == _INT8:
+        return _INT8
+    narrow_a, narrow_b = a in (_INT8, *FP8_DTYPES), b in (_INT8, *FP8_DTYPES)
+    if narrow_a and narrow_b:
+        return None if _INT8 in (a, b) else jnp.dtype(jnp.bfloat16)
+    if narrow_a or narrow_b:
+        return b if narrow_a else a
+    return jnp.dtype(jnp.promote_types(a, b))
+
+
+def joint_groups(*operands: Any) -> int:
+    """The group axis of what is computed from operands with G groups or 1 each; absent ones are None."""
+    sizes = {operand.shape[0] for operand in operands if operand is not None}
+    return 0 if 0 in sizes else max(sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulSpec(OpSpec):
+    """`out = activation(scale_a[:, None] * scale_b[None, :] * (a @ b) + bias)`, rounded once to `out_dtype`.
+
+    Attributes:
+      transpose_a: a is stored [K, M].
+      transpose_b: b is stored [N, K].
+      activation: one of `ACTIVATIONS`, or None.
+      precision: of float32 products: "highest" or "high"; "default" for every other dtype, whose products are exact.
+      out_dtype: dtype of the result and of the pre-activation that the backward pass keeps.
+    """
+
+    transpose_a: bool = False
+    transpose_b: bool = False
+    activation: str | None = None
+    precision: str = "default"
+    out_dtype: jnp.dtype = jnp.dtype(jnp.float32)
+
+    @property
+    def groups(self) -> int:
+        """G: the largest leading axis of any operand (0 where one is empty)."""
+        return joint_groups(*self.operands)
+
+    @property
+    def m(self) -> int:
+        return self.operands.a.shape[2 if self.transpose_a else 1]
+
+    @property
+    def k(self) -> int:
+        return self.operands.a.shape[1 if self.transpose_a else 2]
+
+    @property
+    def n(self) -> int:
+        return self.operands.b.shape[1 if self.transpose_b else 2]
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """The dtype that both operands are brought to, exactly, before they are multiplied."""
+        dtype = compute_dtype(self.operands.a.dtype, self.operands.b.dtype)
+        assert dtype is not None
+        return dtype
+
+    @property
+    def accumulator_dtype(self) -> jnp.dtype:
+        """int32 for int8 with int8, float64 for float64, float32 for everything else."""
+        return accumulator_dtype(self.compute_dtype)
+
+    @property
+    def epilogue_dtype(self) -> jnp.dtype:
+        """The dtype that scales, bias and activation are computed in: float64 for float64, else float32."""
+        return jnp.dtype(jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32)
+
+    @property
+    def integer(self) -> bool:
+        """The result is the int32 sum itself: nothing is scaled, nothing has a gradient."""
+        return jnp.issubdtype(self.out_dtype, jnp.integer)
+
+    @property
+    def keeps_preactivation(self) -> bool:
+        """Whether the residual is the pre-activation `[G, M, N]` rounded to `out_dtype`; else there is none.
+
+        relu needs none: its derivative is 1 where the output is positive.
+        """
+        return self.activation not in (None, "relu")
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the product in the forward pass (a multiply-add is two)."""
+        return 2 * self.groups * self.m * self.n * self.k
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that the forward pass must move between HBM and the chip at least."""
+        result = self.groups * self.m * self.n * self.out_dtype.itemsize
+        return result + sum(operand.nbytes for operand in self.operands if operand is not None)
+
+    def tuning_key(self) -> str:
+        a, b = self.operands.a, self.operands.b
+        dtypes = a.dtype.name if a.dtype == b.dtype else f"{a.dtype.name}*{b.dtype.name}"
+        layout = f"{'t' if self.transpose_a else 'n'}{'t' if self.transpose_b else 'n'}"
+        shared = "".join(name for name, x in (("a", a), ("b", b)) if x.shape[0] != self.groups)
+        extras = [layout, self.out_dtype.name, *([self.activation] if self.activation else [])]
+        extras += [self.precision] if self.precision != "default" else []
+        extras += [f"shared-{shared}"] if shared else []
+        return f"{dtypes} {self.groups}x{self.m}x{self.n}x{self.k} {' '.join(extras)}"
+
+
+def matmul_axes(spec: MatmulSpec, arguments: tuple[Any, ...], results: Any) -> Axes:
+    """Groups, rows and columns may be split; the contracted axis only where nothing follows the sum that is not linear in it.
+
+    A bias would be added once for each part, and an activation needs the whole sum; in the backward pass only the bias' own gradient, which does not
+    contract over it, stands against the split. Parts are added in the dtype of the result.
+    """
+    backward = isinstance(results, Operands)
+    operands = Operands(
+        ("g", "k", "m") if spec.transpose_a else ("g", "m", "k"),
+        ("g", "n", "k") if spec.transpose_b else ("g", "k", "n"),
+        ("g", "n"),
+        ("g", "m"),
+        ("g", "n"),
+    )
+    out = ("g", "m", "n")
+
+    def named(node: Any) -> Any:
+        if isinstance(node, Operands):
+            return Operands(*(None if x is None else dims for x, dims in zip(node, operands, strict=True)))
+        return jax.tree.map(lambda _: out, node)
+
+    dims = jax.tree.map(named, (arguments, results), is_leaf=lambda node: isinstance(node, Operands))
+    whole_sum = spec.operands.bias is not None or (spec.activation is not None and not backward)
+    return Axes(*dims, frozenset("gmn") if whole_sum else frozenset("gmnk"))
+
+
+# --- Checks of the caller's arguments --------------------------------------------------------------------------------------------------------------
+
+
+def check(
+    a: ArraySpec,
+    b: ArraySpec,
+    bias: ArraySpec | None,
+    activation: str | None,
+    transpose_a: bool,
+    transpose_b: bool,
+    scale_a: ArraySpec | None,
+    scale_b: ArraySpec | None,
+) -> tuple[int, ...]:
+    """Checks the caller's arguments, of any rank, against one another; returns the batch axes of the result.
+
+    Raises:
+      ShapeError: two arguments contradict each other or the operation; the text names them, their values and the mend.
+    """
+    for name, x, axes in (("a", a, "[..., M, K]"), ("b", b, "[..., K, N]")):
+        if len(x.shape) < 2:
+            raise ShapeError(
+                f"gemm: `{name}` has shape {x.shape}; pass at least two axes, {axes} (a vector as one row, `{name}[None, :]`, or one column, `{name}[:, None]`)."
+            )
+        if x.dtype not in (*_FLOATS, _INT8, *FP8_DTYPES):
+            raise ShapeError(
+                f"gemm: `{name}` has dtype {x.dtype.name}; pass bfloat16, float16, float32, float64, int8, float8_e4m3fn or float8_e5m2."
+            )
+    if compute_dtype(a.dtype, b.dtype) is None:
+        raise ShapeError(
+            f"gemm: `a` has dtype {a.dtype.name} and `b` has dtype {b.dtype.name}, which no unit multiplies; convert one of them, for instance `b.astype({a.dtype.name})`."
+        )
+    k_a, k_b = a.shape[-2 if transpose_a else -1], b.shape[-1 if transpose_b else -2]
+    if k_a != k_b:
+        other = b.shape[-2 if transpose_b else -1]
+        hint = f"pass `transpose_b={not transpose_b}`" if other == k_a else "make the contracted axes equal"
+        raise ShapeError(
+            f"gemm: `a` of shape {a.shape} contracts {k_a} elements (transpose_a={transpose_a}), but `b` of shape {b.shape} contracts {k_b} (transpose_b={transpose_b}); {hint}."
+        )
+    batch = _broadcast(a.shape[:-2], b.shape[:-2])
+    if batch is None:
+        raise ShapeError(
+            f"gemm: the batch axes {a.shape[:-2]} of `a` and {b.shape[:-2]} of `b` do not broadcast; make them equal, or 1 where one is shared."
+        )
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ShapeError(f"gemm: `activation` is {activation!r}; pass one of {', '.join(ACTIVATIONS)}, or None.")
+    m, n = a.shape[-1 if transpose_a else -2], b.shape[-2 if transpose_b else -1]
+    if bias is not None:
+        _check_vector("bias", bias, batch, n, "one for each of the {} columns", scalar=False)
+    if scale_a is not None:
+        _check_vector("scale_a", scale_a, batch, m, "a scalar, or one for each of the {} rows", scalar=True)
+    if scale_b is not None:
+        _check_vector("scale_b", scale_b, batch, n, "a scalar, or one for each of the {} columns", scalar=True)
+    return batch
+
+
+def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+    rank = max(map(len, shapes))
+    result = []
+    for sizes in zip(*((1,) * (rank - len(shape)) + shape for shape in shapes)):
+        wide = {size for size in sizes if size != 1}
+        if len(wide) > 1:
+            return None
+        result.append(wide.pop() if wide else 1)
+    return tuple(result)
+
+
+def _check_vector(name: str, x: ArraySpec, batch: tuple[int, ...], size: int, wanted: str, *, scalar: bool) -> None:
+    wanted = wanted.format(size)
+    if x.dtype not in _FLOATS:
+        raise ShapeError(f"gemm: `{name}` has dtype {x.dtype.name}; pass a floating-point array: {wanted}.")
+    fits = (not x.shape and scalar) or (bool(x.shape) and (x.shape[-1] == size or (scalar and x.shape[-1] == 1)))
+    if not fits or _broadcast(x.shape[:-1], batch) != batch:
+        raise ShapeError(
+            f"gemm: `{name}` has shape {x.shape}, but the result has shape {(*batch, '...', size) if name != 'scale_a' else (*batch, size, '...')}; pass {wanted}, of shape ({size},), with batch axes in front that broadcast to {batch} if it differs between them."
+        )
+
+
+def resolve_out_dtype(out_dtype: Any, a: jnp.dtype, b: jnp.dtype, *, float_epilogue: bool) -> jnp.dtype:
+    """The dtype of the result: the caller's, or the operands' own; int8 gives int32 (float32 after a float epilogue), fp8 gives bfloat16.
+
+    Raises:
+      ShapeError: the caller's is not one that the product has.
+    """
+    compute = compute_dtype(a, b)
+    integer_sum = compute == _INT8 and not float_epilogue
+    if out_dtype is None:
+        if compute == _INT8:
+            return jnp.dtype(jnp.int32 if integer_sum else jnp.float32)
+        assert compute is not None
+        return compute
+    wanted = jnp.dtype(out_dtype)
+    if wanted == jnp.int32 and not integer_sum:
+        raise ShapeError(
+            f"gemm: `out_dtype` is int32, but `a` is {a.name}, `b` is {b.name} and the epilogue is {'floating' if float_epilogue else 'empty'}; pass a floating dtype, or int8 operands without bias, scales and activation."
+        )
+    if wanted not in (*_FLOATS, jnp.dtype(jnp.int32)):
+        raise ShapeError(
+            f"gemm: `out_dtype` is {wanted.name}; pass bfloat16, float16, float32, float64, or int32 for int8 operands."
+        )
+    return wanted
