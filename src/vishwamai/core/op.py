@@ -111,10 +111,23 @@ class Op(Generic[S]):
         return f"Op({self.name!r})"
 
     def __call__(self, spec: S, operands: Any, *, config: Any = None, implementation: str | None = None) -> Any:
-        """Runs the op on operands that the spec has already checked; returns its outputs."""
+        """Runs the op on operands that the spec has already checked; returns its outputs.
+
+        Raises:
+          UnsupportedError: what `plan` raises; or forward-mode differentiation of an implementation that has a gradient only.
+        """
         plan = self.plan(spec, config=config, implementation=implementation)
         _record(plan)
-        return execute.run(plan, sharding.match_varying(operands))
+        try:
+            return execute.run(plan, sharding.match_varying(operands))
+        except TypeError as error:
+            if "forward-mode autodiff" not in str(error):
+                raise
+            able = [repr(impl.name) for impl in self.implementations if impl.autodiff]
+            raise UnsupportedError(
+                f"{self.name}: its kernels have a gradient (jax.grad, jax.vjp) but no forward mode (jax.jvp, jax.jacfwd, jax.hessian); "
+                f"for that pass implementation={' or '.join(able)}, which JAX differentiates itself."
+            ) from error
 
     def plan(self, spec: S, *, config: Any = None, implementation: str | None = None) -> Plan:
         """Chooses an implementation for every platform.
