@@ -8,6 +8,8 @@ VENV   ?= .venv
 JOBS   ?= 2
 BENCH  ?=
 
+MAKEFLAGS += --no-print-directory
+
 BIN := $(VENV)/bin
 PY  := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check
