@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+import oracle
 import vishwamai.ops
 from vishwamai.core import ffi
 from vishwamai.core.cases import Case

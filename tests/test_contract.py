@@ -2,11 +2,11 @@
 
 import re
 
-import contract
 import jax
 import numpy as np
 import pytest
 
+import contract
 from vishwamai.core import ffi
 
 # Why an implementation declines contract cases. A refusal that is not here, or is no longer one, fails the test.

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 
+import toy
 from vishwamai import aot
 from vishwamai.core.errors import UnsupportedError
 

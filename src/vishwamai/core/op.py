@@ -157,7 +157,8 @@ class Op(Generic[S]):
             )
         platforms = [p for p in PLATFORMS if any(impl.platform == p for impl in self.implementations)]
         choices = tuple(self._choose(spec, platform, config, chip, ambient) for platform in (*platforms, None))
-        self._report_fallback(choices, ambient)
+        if _RECORDING.value is None:  # who asks what would run is told by the answer, and the warning is kept for the run
+            self._report_fallback(choices, ambient)
         return Plan(self, spec, choices, config, implementation)
 
     def _named(self, name: str) -> Implementation[S]:

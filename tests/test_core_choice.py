@@ -1,0 +1,297 @@
+"""How an implementation and its config are chosen: fallbacks, strict mode, explain, the ambient config, tuning tables, errors."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import toy
+import vishwamai
+from vishwamai.core import op as op_module
+from vishwamai.core import tuning
+from vishwamai.core.config import KernelConfig, current_config, kernel_config
+from vishwamai.core.errors import (
+    DeviceError,
+    FallbackWarning,
+    KernelError,
+    ShapeError,
+    UnsupportedError,
+    VishwamaiError,
+)
+from vishwamai.core.explain import explain
+from vishwamai.core.hardware import chip
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Each test sees its own warnings, traces and tuning tables."""
+    op_module._warn_once.cache_clear()
+    jax.clear_caches()
+    toy.SEEN.clear()
+    tuning.reload()
+    yield
+    tuning.reload()
+
+
+# --- Fallbacks -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_fallback_warns_once_with_its_reason():
+    args = toy.inputs(length=7)
+    with pytest.warns(FallbackWarning, match=r"toy: 'rows_cpu' declined, so 'matrix' runs on cpu: `q` has 7 positions"):
+        got = toy.toy(*args, even_only=True)
+    np.testing.assert_allclose(got, toy.truth(*args), rtol=1e-5, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        toy.toy(*args, even_only=True)
+        jax.grad(lambda *a: toy.toy(*a, even_only=True).sum())(*args)
+        toy.toy(*toy.inputs(length=8), even_only=True)  # served, nothing to warn about
+    with pytest.warns(FallbackWarning, match="9 positions"):  # another reason is another warning
+        toy.toy(*toy.inputs(length=9), even_only=True)
+
+
+def test_strict_raises():
+    args = toy.inputs(length=7)
+    with kernel_config(strict=True):
+        with pytest.raises(UnsupportedError, match=r"toy: 'rows_cpu' declined.*7 positions.*strict"):
+            toy.toy(*args, even_only=True)
+        toy.toy(*toy.inputs(length=8), even_only=True)
+        # What was asked for by name is no fallback.
+        toy.toy(*args, even_only=True, implementation="matrix")
+
+
+def test_strict_is_seen_through_jit():
+    """A program traced while falling back was allowed does not answer for one where it is not."""
+    args = toy.inputs(length=7)
+    jitted = jax.jit(lambda *a: toy.toy(*a, even_only=True))
+    with pytest.warns(FallbackWarning):
+        jitted(*args)
+    with kernel_config(strict=True), pytest.raises(UnsupportedError, match="strict"):
+        jitted(*args)
+    jitted(*args)
+
+
+def test_another_platforms_refusal_is_no_fallback():
+    """On the CPU nobody is warned of what a TPU kernel declines."""
+    only_tpu = op_module.Op("toy", (toy.implementation("rows_tpu", "tpu"), toy.MATRIX), toy.axes)
+    spec = toy.ToySpec(toy.Operands(*(jax.ShapeDtypeStruct((1, 1, 7), "float32"),) * 3), True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = only_tpu.plan(spec)
+    assert plan.choices[0].refused == (("rows_tpu", "`q` has 7 positions, an odd number."),)
+    with kernel_config(target="v5e"), pytest.warns(FallbackWarning, match="runs on tpu"):
+        only_tpu.plan(spec)
+
+
+def test_by_name():
+    args = toy.inputs(length=7)
+    for name in ("rows_cpu", "matrix"):
+        np.testing.assert_allclose(toy.toy(*args, implementation=name), toy.truth(*args), rtol=1e-5, atol=1e-5)
+    with pytest.raises(
+        UnsupportedError, match="no implementation 'rows'; choose one of 'rows_cpu', 'rows_tpu', 'matrix'"
+    ):
+        toy.toy(*args, implementation="rows")
+    with pytest.raises(UnsupportedError, match=r"'rows_cpu' cannot serve this call: `q` has 7.*These can: 'matrix'"):
+        toy.toy(*args, even_only=True, implementation="rows_cpu")
+
+
+# --- Explain ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_explain_lists_every_implementation():
+    args = toy.inputs(length=8)
+
+    def both(q, k, weight):
+        y = toy.toy(q, k, weight)
+        return toy.toy(y, k, weight, implementation="matrix").sum()
+
+    for function in (both, jax.jit(both), jax.grad(both)):
+        found = explain(function, *args)
+        assert found.platform == "cpu" and len(found.calls) == 2
+        assert [call.runs for call in found.calls] == ["rows_cpu", "matrix"]
+        for call in found.calls:
+            assert [v.implementation for v in call.verdicts] == ["rows_cpu", "rows_tpu", "matrix"]
+            assert [v.platform for v in call.verdicts] == ["cpu", "tpu", "any"]
+            assert all(v.reason for v in call.verdicts)
+    text = str(explain(both, *args))
+    assert "'rows_cpu' is preferred" in text and "'matrix' was asked for" in text and "is for tpu" in text
+
+
+def test_explain_tells_refusals_and_targets():
+    args = toy.inputs(length=7)
+    found = explain(lambda *a: toy.toy(*a, even_only=True), *args, target="v5p")
+    assert (found.platform, found.chip) == ("tpu", "v5p")
+    (call,) = found.calls
+    assert call.runs == "matrix"
+    reasons = {v.implementation: v.reason for v in call.verdicts}
+    assert reasons["rows_tpu"] == "declines: `q` has 7 positions, an odd number."
+    assert reasons["rows_cpu"].startswith("is for cpu")
+    assert "calls no vishwamai operation" in str(explain(jnp.sin, args[0]))
+
+
+def test_explain_answers_in_strict_mode_and_does_not_warn():
+    """Who asks is told by the answer; the one warning is kept for the run."""
+    args = toy.inputs(length=7)
+    with kernel_config(strict=True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = explain(lambda *a: toy.toy(*a, even_only=True), *args)
+    assert found.calls[0].runs == "matrix"
+    with pytest.warns(FallbackWarning):
+        toy.toy(*args, even_only=True)
+
+
+# --- The ambient config ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_config_changes_retrace():
+    """A function jitted under one ambient config runs under the next with that one's tiles, and comes back."""
+    args = toy.inputs(length=8)
+    jitted = jax.jit(toy.toy)
+
+    def rows_of_a_trace():
+        toy.SEEN.clear()
+        jitted(*args)
+        return {config.rows for _, _, config in toy.SEEN}
+
+    assert rows_of_a_trace() == {1}
+    assert rows_of_a_trace() == set()  # cached
+    with kernel_config(block_size=4):
+        assert rows_of_a_trace() == {4}
+        with kernel_config(block_size=2):
+            assert rows_of_a_trace() == {2}
+        assert rows_of_a_trace() == set()
+    assert rows_of_a_trace() == set()
+
+
+def test_ambient_implementation():
+    args = toy.inputs(length=8)
+    jitted = jax.jit(toy.toy)
+    jitted(*args)
+    toy.SEEN.clear()
+    with kernel_config(implementation="matrix"):
+        jitted(*args)
+        assert not toy.SEEN
+        assert explain(toy.toy, *args).calls[0].runs == "matrix"
+        toy.toy(*args, implementation="rows_cpu")  # the call itself has the last word
+        assert toy.SEEN
+    with kernel_config(implementation="pallas_of_another_op"):
+        assert explain(toy.toy, *args).calls[0].runs == "rows_cpu"
+
+
+def test_config_of_the_backward_pass_is_the_forwards():
+    """The gradient runs under the config in force where the function was called."""
+    args = toy.inputs(length=8)
+    with kernel_config(block_size=4):
+        _, pull = jax.vjp(toy.toy, *args)
+    toy.SEEN.clear()
+    pull(jnp.ones((2, 4, 8)))
+    assert {config.rows for _, _, config in toy.SEEN} == {4}
+
+
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        ({"block_size": 0}, "`block_size` is 0"),
+        ({"block_size": "big"}, "`block_size` is 'big'"),
+        ({"precision": "exact"}, "`products` is 'exact'.*default, high, highest"),
+        ({"block_sizes": 128}, "unknown field 'block_sizes'; the fields are .*block_size"),
+    ],
+)
+def test_illegal_configs(fields, text):
+    with pytest.raises(KernelError, match=text), kernel_config(**fields):
+        pass
+    assert current_config() == KernelConfig()
+
+
+def test_unknown_target():
+    with pytest.raises(DeviceError, match="v5e"), kernel_config(target="v99"):
+        pass
+
+
+def test_wrong_config_type():
+    with pytest.raises(KernelError, match="toy: `config` is a str; pass one of ToyConfig, a block size, or None"):
+        toy.toy(*toy.inputs(), config="fast")
+
+
+# --- Tuning ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def config_of(**how):
+    """The config that the TPU kernel of the toy gets on v5e."""
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 4, 8), (2, 4, 8), (1, 4))]
+    plan = toy.TOY.plan(toy.ToySpec(toy.Operands(*arrays)), **how)
+    return next(choice.config for choice in plan.choices if choice.platform == "tpu")
+
+
+def write(folder, rows, key="2x4x8", implementation="rows_tpu"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "toy.json").write_text(json.dumps({implementation: {key: {"config": {"rows": rows}, "us": 3.5}}}))
+    tuning.reload()
+
+
+def test_tuning_order(tmp_path, monkeypatch):
+    """explicit > ambient > user > shipped > heuristic."""
+    user, package = tmp_path / "user", tmp_path / "package"
+    monkeypatch.setenv("VISHWAMAI_TUNING_DIR", str(user))
+    monkeypatch.setattr(tuning.resources, "files", lambda name: package)
+    with kernel_config(target="v5e"):
+        assert config_of() == toy.ToyConfig(1)
+        write(package / "data" / "tuning" / "v5e", 2)
+        assert config_of() == toy.ToyConfig(2)
+        write(user / "v5e", 3)
+        assert config_of() == toy.ToyConfig(3)
+        with kernel_config(block_size=4):
+            assert config_of() == toy.ToyConfig(4)
+            assert config_of(config=5) == toy.ToyConfig(5)
+            assert config_of(config=toy.ToyConfig(6)) == toy.ToyConfig(6)
+        with kernel_config(auto_optimize=False):
+            assert config_of() == toy.ToyConfig(1)
+        write(user / "v5e", 3, key="another spec")
+        assert config_of() == toy.ToyConfig(2)
+        write(user / "v5e", 3, implementation="another implementation")
+        assert config_of() == toy.ToyConfig(2)
+    with kernel_config(target="v6e"):
+        assert config_of() == toy.ToyConfig(1)
+    assert config_of() == toy.ToyConfig(1)  # no chip known
+
+
+def test_damaged_tables_are_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("VISHWAMAI_TUNING_DIR", str(tmp_path))
+    (tmp_path / "v5e").mkdir()
+    (tmp_path / "v5e" / "toy.json").write_text("{")
+    with kernel_config(target="v5e"):
+        with pytest.raises(KernelError, match=r"toy\.json is not JSON"):
+            config_of()
+        (tmp_path / "v5e" / "toy.json").write_text('{"rows_tpu": {"2x4x8": {"config": {"columns": 1}}}}')
+        tuning.reload()
+        with pytest.raises(KernelError, match="entry '2x4x8' does not fit ToyConfig.*columns"):
+            config_of()
+
+
+def test_user_directory(monkeypatch, tmp_path):
+    monkeypatch.delenv("VISHWAMAI_TUNING_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning.user_directory() == tmp_path / "vishwamai" / "tuning"
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_error_hierarchy():
+    """A caller can catch kernel and device errors in turn, and the built-in kinds that they stand for."""
+    assert issubclass(KernelError, VishwamaiError) and issubclass(DeviceError, VishwamaiError)
+    assert not issubclass(DeviceError, KernelError) and not issubclass(KernelError, DeviceError)
+    assert issubclass(ShapeError, KernelError) and issubclass(ShapeError, ValueError)
+    assert issubclass(UnsupportedError, KernelError) and issubclass(UnsupportedError, NotImplementedError)
+    assert issubclass(DeviceError, RuntimeError)
+    for name in ("VishwamaiError", "KernelError", "ShapeError", "UnsupportedError", "DeviceError", "FallbackWarning"):
+        assert getattr(vishwamai, name).__name__ == name
+
+
+def test_chips_by_name():
+    assert chip("v5e").name == "v5e"
+    with pytest.raises(DeviceError, match="v4.*v5e.*v5p.*v6e.*tpu7x"):
+        chip("v3")
