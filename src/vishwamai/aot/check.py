@@ -8,7 +8,7 @@ from typing import Any
 
 from vishwamai.aot.compile import Compiled, compile_for
 from vishwamai.aot.diagnose import Problem, find_problem, human
-from vishwamai.core.errors import VishwamaiError
+from vishwamai.core.errors import KernelError, VishwamaiError
 from vishwamai.core.hardware import Chip, chip
 
 __all__ = ["Report", "check"]
@@ -45,7 +45,11 @@ class Report:
         ]
         if self.program is not None:
             lines.append(f"  memory   {self.program.memory}")
-            kernels = self.program.kernels
+            try:
+                kernels = self.program.kernels
+            except KernelError as error:
+                kernels = ()
+                lines.append(f"  VMEM     {error}")
             if kernels:
                 most, usual = human(self.chip.vmem_bytes), human(self.chip.vmem_scoped_bytes)
                 lines.append(f"  VMEM     of {most} per core, {usual} unless a kernel asks:")

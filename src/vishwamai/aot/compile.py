@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from vishwamai.aot import diagnose, libtpu
 from vishwamai.aot.diagnose import human
 from vishwamai.core.config import kernel_config
-from vishwamai.core.errors import ShapeError
+from vishwamai.core.errors import KernelError, ShapeError
 from vishwamai.core.hardware import Chip
 
 __all__ = ["Compiled", "Cost", "Memory", "compile_for", "place"]
@@ -101,8 +101,16 @@ class Compiled:
 
     @functools.cached_property
     def text(self) -> str:
-        """The optimised HLO."""
-        return self.compiled.as_text() or ""
+        """The optimised HLO.
+
+        Raises:
+            KernelError: libtpu put asynchronous SparseCore copies into the program, which jaxlib cannot read back.
+        """
+        try:
+            return self.compiled.as_text() or ""
+        except jax.errors.JaxRuntimeError as error:
+            first = str(error).splitlines()[0][:200]
+            raise KernelError(f"the program compiled, but jaxlib cannot read its text back: {first}") from error
 
     @functools.cached_property
     def kernels(self) -> tuple[KernelMemory, ...]:
@@ -178,6 +186,19 @@ def _lower(fn: Callable[..., Any], target: str, args: tuple[Any, ...], kwargs: d
 
 
 @contextlib.contextmanager
+def tracing_for(target: str) -> Iterator[None]:
+    """Traces the block for `target`: our kernels see it as the ambient target, others through Pallas' `get_tpu_info()`."""
+    found, topology = libtpu.parse_target(target)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kernel_config(target=found.name))
+        if topology is None and jax.sharding.get_abstract_mesh().empty:
+            device = jax.sharding.AbstractDevice(found.device_kinds[0], found.cores_per_device, "tpu")
+            mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        yield
+
+
+@contextlib.contextmanager
 def _in_words(chip: Chip) -> Iterator[None]:
     try:
         yield
@@ -217,7 +238,7 @@ def compile_for(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwarg
     """
     found, _ = libtpu.parse_target(target)
     devices = len(libtpu.devices_for(target))
-    with kernel_config(target=found.name), _in_words(found):
+    with tracing_for(target), _in_words(found):
         compiled = _lower(fn, target, args, kwargs).compile()
     return Compiled(found, devices, _memory(compiled, found), _cost(compiled), compiled)
 

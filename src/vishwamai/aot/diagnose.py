@@ -305,20 +305,23 @@ def from_compiler(error: BaseException) -> bool:
     )
 
 
-def translate(error: Exception, chip: Chip) -> VishwamaiError:
-    """The vishwamai error that says what `error` means: DeviceError for memory, UnsupportedError for a missing operation.
-
-    `problem_of` of the result gives the `Problem`.
-    """
-    problem = diagnose(str(error), chip)
-    if problem.kind in ("vmem", "scoped vmem", "smem", "hbm", "memory"):
-        result: VishwamaiError = DeviceError(str(problem))
-    elif problem.kind in ("mosaic", "pallas", "sharding"):
-        result = UnsupportedError(str(problem))
+def as_error(problem: Problem | None, text: str) -> VishwamaiError:
+    """The error for a problem: DeviceError for memory, UnsupportedError for a missing operation, else KernelError."""
+    kind = problem.kind if problem else ""
+    if kind in ("vmem", "scoped vmem", "smem", "hbm", "memory"):
+        result: VishwamaiError = DeviceError(text)
+    elif kind in ("mosaic", "pallas", "sharding"):
+        result = UnsupportedError(text)
     else:
-        result = KernelError(str(problem))
+        result = KernelError(text)
     result.problem = problem  # type: ignore[attr-defined]
     return result
+
+
+def translate(error: Exception, chip: Chip) -> VishwamaiError:
+    """The vishwamai error that says what `error` means; `problem_of` of it gives the `Problem`."""
+    problem = diagnose(str(error), chip)
+    return as_error(problem, str(problem))
 
 
 def problem_of(error: BaseException) -> Problem:

@@ -15,7 +15,7 @@ import numpy as np
 
 from vishwamai.aot.bundles import BRANCH_DELAY, Bundle, Operand, Scalar, Utilisation, block_starts
 from vishwamai.aot.machine import MASK32, POINTER, Machine
-from vishwamai.aot.mxu import Occupancy, Reservation, occupancy
+from vishwamai.aot.mxu import Occupancy, Reservation, occupancy, product_rows
 
 Value = int | bool | None
 Known = Mapping[int, np.ndarray]
@@ -33,11 +33,13 @@ class Program:
         self.matrix: dict[int, Occupancy] = {}
         self.crosslane: dict[int, float] = {}
         self.units: dict[int, tuple[int, ...]] = {}
+        self.rows: dict[int, dict[str, int]] = {}
         for start, end in zip(starts, ends):
             self.matrix[start] = occupancy(bundles[start:end], reservation)
             issued = sum(bundle.crosslane for bundle in bundles[start:end])
             self.crosslane[start] = issued * reservation.crosslane / reservation.crosslane_units
             self.units[start] = tuple(map(sum, zip(*utilisation.rows[start:end])))
+            self.rows[start] = product_rows(bundles[start:end])
         # From each bundle, the next one at which anything but time passes.
         self.next_event = [len(bundles)] * (len(bundles) + 1)
         event = len(bundles)
@@ -252,7 +254,8 @@ class Run:
         return self.program.region_at[region]
 
     def _dma(self, pc: int, scalar: Scalar, holds: Value) -> None:
-        machine, operands = self.machine, scalar.operands
+        machine = self.machine
+        operands: list[Operand] = list(scalar.operands)
         if holds is None:
             machine.unknown[f"{self.program.name}: copy at {pc:#x} depends on data"] += 1
         elif not holds:
@@ -286,12 +289,14 @@ class Run:
         return address
 
     def _arithmetic(self, pc: int, one: _Instruction) -> Value:
-        op, head, operands = one.op, one.head, one.operands
+        op, head = one.op, one.head
+        operands: list[Operand] = list(one.operands)
+        count = len(operands)
         if head in ("smov", "int_to_ptr", "pmov"):
             return self.evaluate(operands[0])
         if head in ("sadd", "scalar_lea"):
             first = self.evaluate(operands[0])
-            return _add(first, self.evaluate(operands[1])) if len(operands) > 1 else first
+            return _add(first, self.evaluate(operands[1])) if count > 1 else first
         if head == "scalar_parameter_address":
             return self.machine.symbol(f"parameter:{self.evaluate(operands[0])}")
         if head == "reloc":
@@ -305,14 +310,14 @@ class Run:
         if head == "spop":
             return None  # from the vector unit
         a = self.evaluate(operands[0])
-        b = self.evaluate(operands[1]) if len(operands) > 1 else None
+        b = self.evaluate(operands[1]) if count > 1 else None
         if head == "pneg":
             return None if a is None else not a
         if head in ("por", "pand", "pnor", "pnand"):
             return _logic(head, a, b)
         if head == "pxor":
             return None if a is None or b is None else bool(a) != bool(b)
-        if a is None or (len(operands) > 1 and b is None):
+        if a is None or (count > 1 and b is None):
             return 0 if head == "sand" and (a == 0 or b == 0) else None
         if head == "sclz":
             return 32 - a.bit_length()

@@ -71,6 +71,17 @@ def _shortest_latency(block: Sequence[Bundle], pops_per_product: int) -> int:
     return max(shortest or 0, 0)
 
 
+def product_rows(block: Sequence[Bundle]) -> dict[str, int]:
+    """Rows that one pass sends through the matrix units, by kind of operand: "f32", "bf16", "int8", "fp8"."""
+    rows: collections.Counter[str] = collections.Counter()
+    for bundle in block:
+        for matrix in bundle.matrices:
+            if not matrix.pop:
+                eight = "fp8" if matrix.floating8 else "int8"
+                rows[{32: "f32", 16: "bf16", 8: eight}[matrix.bits]] += 8 * 32 // matrix.bits
+    return dict(rows)
+
+
 def occupancy(block: Sequence[Bundle], reservation: Reservation) -> Occupancy:
     """Runs one pass over a block against the matrix units."""
     everything = [matrix for bundle in block for matrix in bundle.matrices]

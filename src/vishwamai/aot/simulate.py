@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -61,6 +61,7 @@ class ProgramTime:
         units: instructions issued by unit; `capacity`: how many of each one bundle can hold.
         spills, fills: registers written to and read back from VMEM, in the code.
         hbm_bytes: copied to and from HBM.
+        flops: multiply-adds x 2 that went through the matrix units, padding included, by kind of operand.
         blocks: hottest first.
     """
 
@@ -78,6 +79,7 @@ class ProgramTime:
     spills: int
     fills: int
     hbm_bytes: int
+    flops: Mapping[str, float]
     blocks: tuple[Block, ...]
 
     def utilisation(self, unit: str) -> float:
@@ -93,7 +95,11 @@ class ProgramTime:
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a whole executable took on its slowest core. `core_cycles`: each core's total; `unknown`: what had to be guessed, with counts."""
+    """What a whole executable took on its slowest core.
+
+    `core_cycles`: each core's total; `hbm_bytes`: of all cores; `flops`: through the matrix units of all cores, by kind of operand;
+    `unknown`: what had to be guessed, with counts.
+    """
 
     chip: Chip
     cycles: float
@@ -102,6 +108,7 @@ class Simulation:
     matrix_stall: float
     matrix: float
     hbm_bytes: int
+    flops: Mapping[str, float]
     programs: tuple[ProgramTime, ...]
     unknown: Mapping[str, int]
 
@@ -109,6 +116,13 @@ class Simulation:
     def seconds(self) -> float:
         """The cycles at the chip's clock."""
         return self.cycles / self.chip.clock
+
+
+def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: collections.Counter[str] = collections.Counter()
+    for count in counts:
+        total.update(count)  # type: ignore[arg-type]
+    return dict(total)
 
 
 class _Tally:
@@ -203,8 +217,17 @@ class Simulator:
             matrix_stall=machine.mxu_stall,
             matrix=sum(program.matrix for program in programs),
             hbm_bytes=sum(result[0].hbm_bytes for result in results),
+            flops=_total(self._flops(name, tally) for _, found in results for name, tally in found.items()),
             programs=programs,
             unknown=dict(machine.unknown),
+        )
+
+    def _flops(self, name: str, tally: _Tally) -> dict[str, float]:
+        per_row = 2.0 * self.chip.mxu_size**2
+        rows = self.program(name).rows
+        return _total(
+            {kind: count * passes * per_row for kind, count in rows[start].items()}
+            for start, passes in tally.passes.items()
         )
 
     def _report(self, name: str, tally: _Tally) -> ProgramTime:
@@ -238,6 +261,7 @@ class Simulator:
             spills=sum(row[UNITS.index("VSTORE:SPILL")] for row in rows),
             fills=sum(row[UNITS.index("VLOAD:FILL")] for row in rows),
             hbm_bytes=tally.hbm_bytes,
+            flops=self._flops(name, tally),
             blocks=tuple(blocks),
         )
 

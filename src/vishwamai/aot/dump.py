@@ -1,0 +1,295 @@
+"""Gets the final bundles of a program out of libtpu, and keeps them on disk.
+
+The function is traced and exported here, compiled in a process of its own (`vishwamai.aot.worker`), and what the analysis needs of the dump is
+kept under the fingerprint of program, target and versions, compressed; the next call with the same program reads it from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from vishwamai.aot import known, libtpu
+from vishwamai.aot.compile import place, tracing_for
+from vishwamai.aot.diagnose import Problem, as_error
+from vishwamai.aot.simulate import Source
+from vishwamai.core.errors import DeviceError, KernelError, VishwamaiError
+from vishwamai.core.hardware import Chip
+
+FORMAT = 1
+"""Counts up when the layout of the cache changes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A traced program, ready to be compiled.
+
+    Attributes:
+        blob: the serialised export of the function over flat arguments; `target`: what for.
+        known: scalar operands of kernels that are known ahead, by kernel and operand.
+        io_bytes: bytes of arguments and results together, on one device.
+        fingerprint: of program, target and versions.
+    """
+
+    blob: bytes
+    target: str
+    known: Mapping[str, Mapping[int, np.ndarray]]
+    io_bytes: int
+    fingerprint: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """What the compiler made of a job: the text of every program, and what the executable takes (as `Compiled` names it)."""
+
+    chip: Chip
+    sources: Mapping[str, Source]
+    memory: Mapping[str, int]
+    cost: Mapping[str, float | None]
+    kernels: Sequence[Mapping[str, Any]]
+    warning: str | None
+
+
+def cache_directory() -> pathlib.Path:
+    """Where dumps are kept: `VISHWAMAI_AOT_CACHE`, or `vishwamai/aot` in the user's cache directory."""
+    named = os.environ.get("VISHWAMAI_AOT_CACHE")
+    if named:
+        return pathlib.Path(named)
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "vishwamai" / "aot"
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+_EXPORTING = threading.Lock()
+
+
+@contextmanager
+def _exact_export() -> Iterator[None]:
+    """Exports the program as jit would lower it: without the older forms that an export otherwise keeps to for older compilers."""
+    with _EXPORTING:
+        before = jax.config.jax_export_ignore_forward_compatibility  # type: ignore[attr-defined]
+        jax.config.update("jax_export_ignore_forward_compatibility", True)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_export_ignore_forward_compatibility", before)
+
+
+def _bytes(shape: Any, sharding: Any) -> int:
+    dims = sharding.shard_shape(shape.shape) if sharding is not None else shape.shape
+    return int(np.prod(dims)) * getattr(shape.dtype, "itemsize", 4)
+
+
+def prepare(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], target: str) -> Job:
+    """Traces `fn(*args, **kwargs)` for `target` and exports it.
+
+    Raises:
+        whatever `fn` raises while it is traced; DeviceError where libtpu or flatbuffers is missing.
+    """
+    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def flat(*values: Any) -> tuple[Any, ...]:
+        filled = list(leaves)
+        for index, value in zip(arrays, values):
+            filled[index] = value
+        positional, named = jax.tree.unflatten(tree, filled)
+        return tuple(jax.tree.leaves(fn(*positional, **named)))
+
+    flat.__name__ = getattr(fn, "__name__", "program").replace("<lambda>", "program")
+    placed = place([leaves[i] for i in arrays], target)
+    many = len(libtpu.devices_for(target)) > 1
+    shapes = placed if many else [jax.ShapeDtypeStruct(s.shape, s.dtype, weak_type=s.weak_type) for s in placed]
+    versions = libtpu.versions()
+    with tracing_for(target):
+        traced = jax.jit(flat).trace(*shapes)
+        values = {
+            position: np.asarray(leaves[index])
+            for position, index in enumerate(arrays)
+            if isinstance(leaves[index], (np.ndarray, jax.Array)) and np.issubdtype(leaves[index].dtype, np.integer)
+        }
+        scalars = known.scalar_operands(traced.jaxpr, values)
+        with _exact_export():
+            exported = export.export(jax.jit(flat), platforms=["tpu"])(*shapes)
+    try:
+        blob = bytes(exported.serialize())
+    except ImportError as error:
+        raise DeviceError(
+            f'inspecting a schedule needs flatbuffers: pip install "vishwamai[aot]" ({error}).'
+        ) from error
+    total = sum(_bytes(s, s.sharding) for s in placed) + sum(_bytes(s, None) for s in exported.out_avals)
+    digest = hashlib.sha256(exported.mlir_module_serialized)
+    digest.update(json.dumps([FORMAT, target, versions], sort_keys=True).encode())
+    return Job(blob, target, scalars, total, digest.hexdigest()[:32])
+
+
+def _flags(directory: pathlib.Path) -> str:
+    return " ".join(
+        (
+            f"--xla_jf_dump_to={directory}",
+            "--xla_jf_dump_hlo_text=true",
+            "--xla_jf_dump_llo_text=true",
+            "--xla_jf_dump_llo_html=false",
+            "--xla_jf_emit_annotations=true",
+            "--xla_jf_dump_llo_pass_label_regex=.*final.*",
+        )
+    )
+
+
+_BUNDLES = re.compile(r"(\d+)-(.*)-\d+-final_bundles\.txt")
+
+
+def read_sources(directory: pathlib.Path) -> dict[str, Source]:
+    """The programs of a dump directory; of programs that were compiled twice, the last."""
+    found: dict[str, Source] = {}
+    for file in sorted(directory.glob("*final_bundles.txt*")):
+        match = _BUNDLES.match(file.name)
+        if match is None or "schedule-analysis" in file.name:
+            continue
+        stamp, name = match[1], match[2]
+        units = [
+            f
+            for f in directory.iterdir()
+            if f.name.startswith(f"{stamp}-{name}-") and "per-bundle-utilization" in f.name
+        ]
+        found[name] = Source(_text(file), _text(units[0]) if units else "")
+    return found
+
+
+def _text(file: pathlib.Path) -> str:
+    data = file.read_bytes()
+    return (gzip.decompress(data) if file.suffix == ".gz" else data).decode(errors="replace")
+
+
+def _keep(work: pathlib.Path, entry: pathlib.Path) -> None:
+    """Moves what the analysis reads of a finished job into the cache, compressed, all at once."""
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=entry.parent) as temporary:
+        fresh = pathlib.Path(temporary) / "entry"
+        fresh.mkdir()
+        for file in work.iterdir():
+            wanted = _BUNDLES.match(file.name) or "per-bundle-utilization" in file.name
+            if wanted and "schedule-analysis" not in file.name:
+                (fresh / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), 5))
+        shutil.copy(work / "result.json", fresh)
+        if not entry.exists():
+            fresh.rename(entry)
+
+
+def _load(entry: pathlib.Path, job: Job) -> Dump:
+    found, _ = libtpu.parse_target(job.target)
+    result = json.loads((entry / "result.json").read_text())
+    if "crashed" in result:
+        raise KernelError(f"compiling for {job.target} failed: {result['crashed']}")
+    if "refused" in result:
+        problem = result["problem"] and Problem(
+            **result["problem"] | {"allocations": tuple(result["problem"]["allocations"])}
+        )
+        raise as_error(problem, result["refused"])
+    sources = read_sources(entry)
+    if not sources:
+        raise DeviceError(
+            f"libtpu {libtpu.versions()['libtpu']} wrote no bundles for {job.target}; 0.0.51 is known to."
+        )
+    return Dump(
+        found,
+        sources,
+        result.get("memory", {}),
+        result.get("cost", {}),
+        result.get("kernels", ()),
+        result.get("warning"),
+    )
+
+
+def _compile(jobs: Sequence[Job], entries_at: Sequence[pathlib.Path], timeout: float) -> None:
+    """Compiles jobs in one worker; where libtpu ends the process, the job that it was at is recorded and a new worker goes on."""
+    with tempfile.TemporaryDirectory(prefix="vishwamai-aot-") as temporary:
+        root = pathlib.Path(temporary)
+        (root / "dump").mkdir()
+        pending = list(range(len(jobs)))
+        for index in pending:
+            (root / f"job{index}").mkdir()
+            (root / f"job{index}.blob").write_bytes(jobs[index].blob)
+        while pending:
+            entries = [
+                {"blob": str(root / f"job{i}.blob"), "target": jobs[i].target, "out": str(root / f"job{i}")}
+                for i in pending
+            ]
+            (root / "jobs.json").write_text(json.dumps({"dump": str(root / "dump"), "jobs": entries}))
+            said = _run_worker(root, timeout)
+            done = [i for i in pending if (root / f"job{i}" / "result.json").exists()]
+            pending = [i for i in pending if i not in done]
+            if pending:  # the first one left is what the worker died of
+                lost = pending.pop(0)
+                (root / f"job{lost}" / "result.json").write_text(json.dumps({"crashed": said}))
+                done.append(lost)
+            for index in done:
+                _keep(root / f"job{index}", entries_at[index])
+
+
+def _run_worker(root: pathlib.Path, timeout: float) -> str:
+    source = str(pathlib.Path(__file__).parents[2])
+    environment = (
+        os.environ
+        | libtpu.environment()
+        | {
+            "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_flags(root / 'dump')}".strip(),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+    )
+    command = [sys.executable, "-m", "vishwamai.aot.worker", str(root / "jobs.json")]
+    try:
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return f"the compiler took longer than {timeout:.0f} s"
+    telling = [line for line in ended.stderr.splitlines() if re.search(r"Check fail|F\d{4}|Error|error|SIG", line)]
+    return (
+        f"the compiler's process ended with {ended.returncode}: "
+        + "\n".join(telling or ended.stderr.splitlines())[-1500:]
+    )
+
+
+def dump_many(jobs: Sequence[Job], timeout: float = 900.0) -> Iterator[Dump | VishwamaiError]:
+    """The dumps of several jobs, in order; a job that the compiler refuses gives its exception instead."""
+    kept = [cache_directory() / job.fingerprint for job in jobs]
+    missing = [i for i, entry in enumerate(kept) if not (entry / "result.json").exists()]
+    if missing:
+        _compile([jobs[i] for i in missing], [kept[i] for i in missing], timeout)
+    for job, entry in zip(jobs, kept):
+        try:
+            yield _load(entry, job)
+        except VishwamaiError as error:
+            yield error
+
+
+def dump(job: Job, timeout: float = 900.0) -> Dump:
+    """The dump of one job.
+
+    Raises:
+        DeviceError, UnsupportedError, KernelError: the compiler refuses, in the words of `compile_for`.
+    """
+    (result,) = dump_many([job], timeout)
+    if isinstance(result, Exception):
+        raise result
+    return result

@@ -1,0 +1,99 @@
+"""What a Pallas kernel's scalar operands hold, as far as it is known before the program runs.
+
+Grid bounds and scalar-prefetch tables steer a kernel's control flow. Where they come from constants (a mask turned into block tables) or from
+arguments whose values were given (page tables, group sizes), walking the jaxpr and folding what is known gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+
+LARGEST = 1 << 22
+"""Elements beyond which a value is not folded."""
+
+
+class _Unknown:
+    """A value that only the device will know."""
+
+
+UNKNOWN = _Unknown()
+_LOOPS = frozenset(("scan", "while", "while_loop", "cond"))
+_NOT_CALLS = _LOOPS | {"reduce", "scatter", "sort", "reduce_window"}
+
+
+def scalar_operands(closed: jex.ClosedJaxpr, known: Mapping[int, np.ndarray]) -> dict[str, dict[int, np.ndarray]]:
+    """The integer operands of every pallas_call that can be worked out.
+
+    Args:
+        closed: the traced function.
+        known: values of its flat arguments, by position.
+
+    Returns:
+        by kernel name ("*" for a kernel without one), values by operand position.
+    """
+    found: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in _walk(
+        closed.jaxpr, closed.consts, [known.get(i, UNKNOWN) for i in range(len(closed.jaxpr.invars))], []
+    ):
+        integers = {i: v for i, v in values.items() if np.issubdtype(v.dtype, np.integer) or v.dtype == bool}
+        if integers:
+            found.setdefault(name, {}).update(integers)
+    return found
+
+
+def _inner(equation: Any) -> Iterator[tuple[str, Any, Sequence[Any]]]:
+    for key, value in equation.params.items():
+        if hasattr(value, "jaxpr") and hasattr(value, "consts"):
+            yield key, value.jaxpr, value.consts
+        elif isinstance(value, jex.Jaxpr):
+            yield key, value, ()
+
+
+def _size(equation: Any) -> int:
+    return sum(int(np.prod(v.aval.shape)) for v in equation.outvars if hasattr(v.aval, "shape"))
+
+
+def _walk(
+    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], outputs: list[Any]
+) -> list[tuple[str, dict[int, np.ndarray]]]:
+    """Folds one jaxpr; fills `outputs` with what its results are and returns the kernels met."""
+    environment: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
+    kernels: list[tuple[str, dict[int, np.ndarray]]] = []
+
+    def read(variable: Any) -> Any:
+        return variable.val if isinstance(variable, jex.Literal) else environment.get(variable, UNKNOWN)
+
+    for equation in jaxpr.eqns:
+        values = [read(variable) for variable in equation.invars]
+        name = equation.primitive.name
+        results: list[Any] = [UNKNOWN] * len(equation.outvars)
+        inner = list(_inner(equation))
+        complete = all(value is not UNKNOWN for value in values)
+        if name == "pallas_call":
+            info = equation.params.get("name_and_src_info") or equation.params.get("name")
+            operands = {
+                i: np.asarray(v) for i, v in enumerate(values) if v is not UNKNOWN and np.size(v) < LARGEST // 4
+            }
+            kernels.append((getattr(info, "name", None) or "*", operands))
+        elif name in _LOOPS and not complete:
+            for key, body, constants in inner:
+                arguments: list[Any] = [UNKNOWN] * len(body.invars)
+                if name == "scan" and key == "jaxpr":  # a scan's constants are the same in every turn
+                    count = equation.params["num_consts"]
+                    arguments[:count] = values[:count]
+                kernels += _walk(body, constants, arguments, [])
+        elif inner and name not in _NOT_CALLS and len(inner[0][1].invars) == len(values):
+            results = []
+            kernels += _walk(inner[0][1], inner[0][2], values, results)
+        elif complete and _size(equation) < LARGEST and not equation.effects:
+            bound = equation.primitive.bind(*values, **equation.params)
+            results = list(bound) if equation.primitive.multiple_results else [bound]
+        elif name == "select_n" and values[0] is not UNKNOWN and np.size(values[0]) == 1:
+            results = [values[1 + int(np.asarray(values[0]).reshape(()))]]
+        environment.update(zip(equation.outvars, results))
+    outputs.extend(read(variable) for variable in jaxpr.outvars)
+    return kernels
