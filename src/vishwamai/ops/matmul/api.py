@@ -15,12 +15,13 @@ from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.ops.matmul.layout import Layout, make_spec
 from vishwamai.ops.matmul.reference import XLA
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, matmul_axes
+from vishwamai.ops.matmul.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Num
 
-MATMUL: Op[MatmulSpec] = Op("matmul", (XLA,), matmul_axes, shareable=Operands._fields)
+MATMUL: Op[MatmulSpec] = Op("matmul", (PALLAS_TPU, XLA), matmul_axes, shareable=Operands._fields)
 
 
 def gemm(

@@ -23,9 +23,9 @@ from vishwamai.ops.matmul.epilogue import columns, derivative, rows
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, joint_groups
 
 Product = Callable[..., jax.Array]
-"""`(lhs, rhs, lhs_axis, rhs_axis, groups, out_dtype) -> [groups, lhs's free axis, rhs's free axis]`.
+"""`(which, lhs, rhs, lhs_axis, rhs_axis, groups, out_dtype) -> [groups, lhs's free axis, rhs's free axis]`.
 
-lhs and rhs are `[G or 1, ., .]` and contract the axis given (1 or 2). With `groups` 1 and several in an operand, the products are summed over them.
+`which` is "grad_a", "grad_b" or "forward" (a @ b once more), for an implementation that chooses tiles by it; lhs and rhs are `[G or 1, ., .]` and contract the axis given (1 or 2). With `groups` 1 and several in an operand, the products are summed over them.
 """
 
 
@@ -62,9 +62,9 @@ def backward(
         # A shared operand's gradient is summed inside the product, unless each group scales it differently.
         groups = joint_groups(a, scale_a)
         if spec.transpose_a:
-            da = product(b, dz_b.astype(factor), n_of_b, 2, groups, exact)  # [G, K, M]
+            da = product("grad_a", b, dz_b.astype(factor), n_of_b, 2, groups, exact)  # [G, K, M]
         else:
-            da = product(dz_b.astype(factor), b, 2, n_of_b, groups, exact)  # [G, M, K]
+            da = product("grad_a", dz_b.astype(factor), b, 2, n_of_b, groups, exact)  # [G, M, K]
         if scale_a is not None:
             k_axis = 1 if spec.transpose_a else 2
             dscale_a = jnp.sum(da * a.astype(wide), axis=k_axis)  # [G, M]
@@ -76,9 +76,9 @@ def backward(
         m_of_a = 2 if spec.transpose_a else 1
         groups = joint_groups(b, scale_b)
         if spec.transpose_b:
-            db = product(dz_a.astype(factor), a, 1, m_of_a, groups, exact)  # [G, N, K]
+            db = product("grad_b", dz_a.astype(factor), a, 1, m_of_a, groups, exact)  # [G, N, K]
         else:
-            db = product(a, dz_a.astype(factor), m_of_a, 1, groups, exact)  # [G, K, N]
+            db = product("grad_b", a, dz_a.astype(factor), m_of_a, 1, groups, exact)  # [G, K, N]
         if scale_b is not None:
             k_axis = 2 if spec.transpose_b else 1
             dscale_b = jnp.sum(db * b.astype(wide), axis=k_axis)  # [G, N]
@@ -88,7 +88,9 @@ def backward(
     wants_sum = (scale_a is not None and dscale_a is None) or (scale_b is not None and dscale_b is None)
     if wants_sum:
         k_of_a, k_of_b = 1 if spec.transpose_a else 2, 2 if spec.transpose_b else 1
-        total = product(a, b, k_of_a, k_of_b, joint_groups(a, b), spec.accumulator_dtype).astype(wide)  # [G, M, N]
+        total = product("forward", a, b, k_of_a, k_of_b, joint_groups(a, b), spec.accumulator_dtype).astype(
+            wide
+        )  # [G, M, N]
         if scale_a is not None and dscale_a is None:
             dscale_a = jnp.sum(dz_b * total, axis=2)
         if scale_b is not None and dscale_b is None:

@@ -85,7 +85,11 @@ def backward(
     spec: MatmulSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
 ) -> Operands:
     del config
-    return gradient.backward(spec, functools.partial(product, spec), operands, outputs, residuals, cotangents.out)
+
+    def dot(which: str, *arguments: Any) -> jax.Array:
+        return product(spec, *arguments)
+
+    return gradient.backward(spec, dot, operands, outputs, residuals, cotangents.out)
 
 
 XLA = Implementation("xla", None, forward, backward, autodiff=True)

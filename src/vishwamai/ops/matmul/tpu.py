@@ -1,0 +1,347 @@
+"""The matrix product on TPU: tiles with the contracted axis innermost, a float32 sum in VMEM, the epilogue in its last step (Pallas).
+
+One kernel serves the forward product and both products of the gradient: which axis of each operand is contracted is a matter of the matrix unit's
+dimension numbers and of the index maps, so nothing is transposed or copied in HBM, and a shared operand is read through an index map that ignores the
+group. Rows and columns past the end of a ragged array compute what nobody stores; past the end of the contracted axis both operands are zeroed, because
+what the memory holds there may be NaN.
+
+float32 products are built from bfloat16 ones (see `core.precision`); int8 and fp8 use the chip's own units where it has them, and are widened to
+bfloat16, which holds them exactly, where it has not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.core.pallas import TPU_DTYPES
+from vishwamai.core.precision import FP8_DTYPES
+from vishwamai.core.sharding import out_struct
+from vishwamai.ops.matmul import gradient
+from vishwamai.ops.matmul.epilogue import activate
+from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, joint_groups
+from vishwamai.ops.matmul.tiles import MatmulConfig, fit, heuristic
+
+_INT8 = jnp.dtype(jnp.int8)
+_EXACT_INT8_TERMS = 1024
+"""Products of int8 numbers that float32 sums exactly: 1024 * 128 * 128 = 2^24."""
+
+
+def why_not(spec: MatmulSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None."""
+    for name, operand in zip(spec.operands._fields, spec.operands, strict=True):
+        if operand is not None and operand.dtype not in (*TPU_DTYPES, _INT8, *FP8_DTYPES):
+            return f"`{name}` is {operand.dtype.name}, and the TPU computes in float32, bfloat16 and 8-bit numbers."
+    if spec.out_dtype not in (*TPU_DTYPES, jnp.dtype(jnp.int32)):
+        return f"`out_dtype` is {spec.out_dtype.name}, and the TPU computes in float32 and bfloat16."
+    if 0 in (spec.groups, spec.m, spec.n, spec.k):
+        return "an array is empty."
+    return None
+
+
+# --- Products of tiles -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _dot(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], total: Any, **kwargs: Any) -> jax.Array:
+    return lax.dot_general(lhs, rhs, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=total, **kwargs)
+
+
+def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x as the sum of two bfloat16 numbers, to about 16 bits."""
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def tile_product(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], precision: str, native: bool) -> jax.Array:
+    """The product of two tiles, `[bm, bn]`, float32 or, for int8 with int8, int32.
+
+    Args:
+      axes: the contracted axis of each.
+      precision: of float32 products.
+      native: the chip multiplies these 8-bit types itself.
+    """
+    if lhs.dtype == rhs.dtype == _INT8:
+        if native:
+            return _dot(lhs, rhs, axes, jnp.int32)
+        widened = _dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), axes, jnp.float32)
+        return widened.astype(jnp.int32)  # exact: a tile is no deeper than _EXACT_INT8_TERMS
+    if lhs.dtype in FP8_DTYPES and rhs.dtype in FP8_DTYPES and native:
+        return _dot(lhs, rhs, axes, jnp.float32)
+    wide = jnp.float32 if jnp.float32 in (lhs.dtype, rhs.dtype) else jnp.bfloat16
+    lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+    if wide == jnp.bfloat16:
+        return _dot(lhs, rhs, axes, jnp.float32)
+    if precision == "highest":
+        return _dot(lhs, rhs, axes, jnp.float32, precision=lax.Precision.HIGHEST)
+    (lhs_high, lhs_low), (rhs_high, rhs_low) = _split(lhs), _split(rhs)
+    small = _dot(lhs_low, rhs_high, axes, jnp.float32) + _dot(lhs_high, rhs_low, axes, jnp.float32)
+    return small + _dot(lhs_high, rhs_high, axes, jnp.float32)
+
+
+def _zero_past(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """x with everything from index `size` of `axis` on set to zero."""
+    keep = lax.broadcasted_iota(jnp.int32, x.shape, axis) < size
+    return jnp.where(keep, x, jnp.zeros_like(x))
+
+
+# --- The kernel ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _kernel(
+    refs: Any,
+    *,
+    axes: tuple[int, int],
+    depth: int,
+    block_k: int,
+    steps: int,
+    precision: str,
+    native: bool,
+    activation: str | None,
+) -> None:
+    """One step: a tile of the sum grows by one product; the last step applies the epilogue and stores.
+
+    Args:
+      refs: lhs, rhs, bias, scale_a, scale_b, out, preactivation, sum (a scratch; None where one step is all there is).
+      axes: the contracted axis of lhs and of rhs.
+      depth: length of the contracted axis.
+      steps: steps that one tile takes: tiles of the contracted axis, times the groups that are summed.
+    """
+    lhs_ref, rhs_ref, bias_ref, scale_a_ref, scale_b_ref, out_ref, z_ref, sum_ref = refs
+    step = pl.program_id(3)
+    tiles = pl.cdiv(depth, block_k)
+    tail = depth - (tiles - 1) * block_k
+
+    def tile(ref: Any, axis: int, size: int) -> jax.Array:
+        return ref[...] if size == block_k else ref[:, :size] if axis == 1 else ref[:size, :]
+
+    def product(ragged: bool) -> jax.Array:
+        size = block_k
+        if ragged:  # whole tiles of lanes, of which the last is zeroed past the end
+            size = min(pl.cdiv(tail, 128) * 128, block_k)
+        lhs, rhs = tile(lhs_ref, axes[0], size), tile(rhs_ref, axes[1], size)
+        if ragged and size != tail:
+            lhs, rhs = _zero_past(lhs, axes[0], tail), _zero_past(rhs, axes[1], tail)
+        return tile_product(lhs, rhs, axes, precision, native)
+
+    def store(total: jax.Array) -> None:
+        z = total
+        if out_ref.dtype != jnp.int32:
+            z = z.astype(jnp.float32)
+        for scale in (scale_a_ref, scale_b_ref):
+            if scale is not None:
+                z = z * scale[...]
+        if bias_ref is not None:
+            z = z + bias_ref[...].astype(jnp.float32)
+        if z_ref is not None:
+            z_ref[...] = z.astype(z_ref.dtype)
+        out_ref[...] = activate(activation, z).astype(out_ref.dtype)
+
+    if sum_ref is None:
+        store(product(tail != block_k))
+        return
+
+    @pl.when(step == 0)
+    def _() -> None:
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    if tail == block_k:
+        sum_ref[...] += product(False)
+    else:
+        last_tile = lax.rem(step, tiles) == tiles - 1
+
+        @pl.when(jnp.logical_not(last_tile))
+        def _() -> None:
+            sum_ref[...] += product(False)
+
+        @pl.when(last_tile)
+        def _() -> None:
+            sum_ref[...] += product(True)
+
+    @pl.when(step == steps - 1)
+    def _() -> None:
+        store(sum_ref[...])
+
+
+def product(
+    spec: MatmulSpec,
+    config: MatmulConfig,
+    which: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_axis: int,
+    rhs_axis: int,
+    groups: int,
+    out_dtype: Any,
+    *,
+    bias: Any = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    activation: str | None = None,
+    keep_preactivation: bool = False,
+) -> tuple[jax.Array, Any]:
+    """`(activation(scale * (lhs @ rhs) + bias), preactivation or None)`, `[groups, lhs's free axis, rhs's free axis]`; see `gradient.Product`."""
+    m, n, k = lhs.shape[3 - lhs_axis], rhs.shape[3 - rhs_axis], lhs.shape[lhs_axis]
+    native = config.native_8bit
+    bm, bn, bk = fit(config.tiles(which), m, n, k, lhs_axis, rhs_axis)
+    if lhs.dtype == rhs.dtype == _INT8 and not native:
+        bk = min(bk, _EXACT_INT8_TERMS)
+    k_tiles = pl.cdiv(k, bk)
+    summed = joint_groups(lhs, rhs) if groups == 1 else 1
+    steps = summed * k_tiles
+
+    def group(x: Any, g: Any, r: Any) -> Any:
+        if x.shape[0] == 1:
+            return 0
+        return lax.div(r, k_tiles) if summed > 1 else g
+
+    def depth(r: Any) -> Any:
+        return r if summed == 1 else lax.rem(r, k_tiles)
+
+    def lhs_index(g: Any, i: Any, j: Any, r: Any) -> Any:
+        rest = (depth(r), i) if lhs_axis == 1 else (i, depth(r))
+        return (group(lhs, g, r), *rest)
+
+    def rhs_index(g: Any, i: Any, j: Any, r: Any) -> Any:
+        rest = (depth(r), j) if rhs_axis == 1 else (j, depth(r))
+        return (group(rhs, g, r), *rest)
+
+    def per_column(x: Any) -> Any:  # [G or 1, 1, N or 1]
+        if x is None:
+            return None
+        whole = x.shape[2] == 1
+        return pl.BlockSpec(
+            (None, 1, 1 if whole else bn),
+            lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0, 0 if whole else j),
+        )
+
+    def per_row(x: Any) -> Any:  # [G or 1, M or 1, 1]
+        if x is None:
+            return None
+        whole = x.shape[1] == 1
+        return pl.BlockSpec(
+            (None, 1 if whole else bm, 1),
+            lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0 if whole else i, 0),
+        )
+
+    bias, scale_b = (None if x is None else x[:, None, :] for x in (bias, scale_b))
+    scale_a = None if scale_a is None else scale_a[:, :, None]
+    operands = (lhs, rhs, bias, scale_a, scale_b)
+    lhs_spec = pl.BlockSpec((None, bk, bm) if lhs_axis == 1 else (None, bm, bk), lhs_index)
+    rhs_spec = pl.BlockSpec((None, bk, bn) if rhs_axis == 1 else (None, bn, bk), rhs_index)
+    in_specs = (lhs_spec, rhs_spec, per_column(bias), per_row(scale_a), per_column(scale_b))
+    out = out_struct((groups, m, n), out_dtype, *(x for x in operands if x is not None))
+    outs = (out, out if keep_preactivation else None)
+    out_spec = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, i, j))
+    total = jnp.int32 if lhs.dtype == rhs.dtype == _INT8 else jnp.float32
+    scratch = [pltpu.VMEM((bm, bn), total)] if steps > 1 else []
+    present = [x is not None for x in (*operands, *outs)]
+
+    def body(*refs: Any) -> None:
+        remaining = iter(refs)
+        given = [next(remaining) if here else None for here in present]
+        _kernel(
+            (*given, next(remaining, None)),
+            axes=(lhs_axis - 1, rhs_axis - 1),
+            depth=k,
+            block_k=bk,
+            steps=steps,
+            precision=spec.precision,
+            native=native,
+            activation=activation,
+        )
+
+    results = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=0,
+            grid=(groups, pl.cdiv(m, bm), pl.cdiv(n, bn), steps),
+            in_specs=[s for s in in_specs if s is not None],
+            out_specs=[out_spec for o in outs if o is not None],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[o for o in outs if o is not None],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=config.vmem_limit_bytes,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * max(groups, summed) * m * n * k,
+            bytes_accessed=sum(x.nbytes for x in operands if x is not None)
+            + len([o for o in outs if o is not None]) * groups * m * n * jnp.dtype(out_dtype).itemsize,
+            transcendentals=0 if activation in (None, "relu", "relu2") else groups * m * n,
+        ),
+        name=f"matmul_{which}",
+    )(*(x for x in operands if x is not None))
+    return results[0], results[1] if keep_preactivation else None
+
+
+# --- Forward and backward --------------------------------------------------------------------------------------------------------------------------
+
+
+def forward(spec: MatmulSpec, config: MatmulConfig, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+    a, b, bias, scale_a, scale_b = operands
+    out, z = product(
+        spec,
+        config,
+        "forward",
+        a,
+        b,
+        1 if spec.transpose_a else 2,
+        2 if spec.transpose_b else 1,
+        spec.groups,
+        spec.out_dtype,
+        bias=bias,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        activation=spec.activation,
+        keep_preactivation=residuals and spec.keeps_preactivation,
+    )
+    return Outputs(out), z
+
+
+def backward(
+    spec: MatmulSpec, config: MatmulConfig, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
+) -> Operands:
+    def run(which: str, *args: Any) -> jax.Array:
+        return product(spec, config, which, *args)[0]
+
+    return gradient.backward(spec, run, operands, outputs, residuals, cotangents.out)
+
+
+def notes(spec: MatmulSpec, chip: Chip | None) -> tuple[str, ...]:
+    """What `explain` adds: where the operands are widened, how float32 is multiplied."""
+    a, b = spec.operands.a.dtype, spec.operands.b.dtype
+    where = f"{chip.name} has" if chip else "some chips have"
+    if spec.compute_dtype == _INT8:
+        return (
+            ()
+            if chip and chip.has_int8
+            else (f"int8 is multiplied as bfloat16 in exact pieces, for {where} no int8 unit",)
+        )
+    if a in FP8_DTYPES and b in FP8_DTYPES:
+        missing = [d.name for d in dict.fromkeys((a, b)) if chip is None or d.name not in chip.fp8_formats]
+        return (
+            (f"8-bit floats are multiplied as bfloat16, exactly, for {where} no unit for {' and '.join(missing)}",)
+            if missing
+            else ()
+        )
+    narrow = [
+        f"`{name}` is widened from {d.name} to {spec.compute_dtype.name} tile by tile"
+        for name, d in (("a", a), ("b", b))
+        if d != spec.compute_dtype
+    ]
+    if spec.precision != "default":
+        narrow.append(
+            f"float32 products are {'six' if spec.precision == 'highest' else 'three'} bfloat16 products each"
+        )
+    return tuple(narrow)
+
+
+PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, MatmulConfig, notes)
