@@ -132,13 +132,12 @@ def _spec(names: Dims, shape: tuple[int, ...], assignment: Assignment) -> Partit
     )
 
 
-def _reduce_missing(results: Any, axes: Axes, assignment: Assignment) -> Any:
+def _reduce_missing(results: Any, carried: Sequence[set[str | None]], assignment: Assignment) -> Any:
     """Sums each result over the mesh axes whose factor it does not carry."""
     leaves, treedef = jax.tree.flatten(results)
     reduced = []
-    for value, names in zip(leaves, _leaves(axes.results), strict=True):
-        carried = {name for name, extent in zip(names, value.shape, strict=True) if extent != 1}
-        missing = tuple(axis for name, split in assignment.items() if name not in carried for axis in split)
+    for value, names in zip(leaves, carried, strict=True):
+        missing = tuple(axis for name, split in assignment.items() if name not in names for axis in split)
         reduced.append(jax.lax.psum(value, missing) if missing else value)
     return jax.tree.unflatten(treedef, reduced)
 
@@ -151,20 +150,31 @@ def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
 
     def partition(mesh: Mesh, argument_shapes: Any, result_shapes: Any) -> Any:
         shapes, treedef = jax.tree.flatten(argument_shapes)
-        specs = [shape.sharding.spec for shape in shapes]
+        if mesh.empty:
+            # The program has no mesh to name axes by (arrays with XLA's own shardings only): every device computes the whole.
+            mesh = Mesh(sorted(shapes[0].sharding.device_set, key=lambda device: device.id), ("devices",))
+            specs = [PartitionSpec()] * len(shapes)
+        else:
+            specs = [shape.sharding.spec for shape in shapes]
         assignment = assign(argument_dims, axes.splittable, [shape.shape for shape in shapes], specs, dict(mesh.shape))
         arguments = [
             NamedSharding(mesh, _spec(names, shape.shape, assignment))
             for names, shape in zip(argument_dims, shapes, strict=True)
         ]
         outs, out_treedef = jax.tree.flatten(result_shapes)
+        result_dims = _leaves(axes.results)
         results = [
             NamedSharding(mesh, _spec(names, shape.shape, assignment))
-            for names, shape in zip(_leaves(axes.results), outs, strict=True)
+            for names, shape in zip(result_dims, outs, strict=True)
+        ]
+        # By the global extents: a local extent of 1 may be a share of many.
+        carried = [
+            {name for name, extent in zip(names, shape.shape, strict=True) if extent != 1}
+            for names, shape in zip(result_dims, outs, strict=True)
         ]
 
         def local(*operands: Any) -> Any:
-            return _reduce_missing(function(*operands), axes, assignment)
+            return _reduce_missing(function(*operands), carried, assignment)
 
         return mesh, local, jax.tree.unflatten(out_treedef, results), jax.tree.unflatten(treedef, arguments)
 
@@ -271,7 +281,8 @@ def follow_explicit_axes(function: Callable[..., Any], axes: Axes, *arrays: Any)
         return PartitionSpec(*(None if name is None else assignment.get(name) for name in names))
 
     def local(*shards: Any) -> Any:
-        return _reduce_missing(function(*jax.tree.unflatten(treedef, shards)), axes, assignment)
+        results = function(*jax.tree.unflatten(treedef, shards))
+        return _reduce_missing(results, [set(names) for names in _leaves(axes.results)], assignment)
 
     out_specs = jax.tree.map(out_spec, axes.results, is_leaf=_is_dims)
     axis_names = frozenset(mesh.explicit_axes)
