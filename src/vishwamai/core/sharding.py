@@ -285,7 +285,8 @@ def follow_explicit_axes(function: Callable[..., Any], axes: Axes, *arrays: Any)
         return _reduce_missing(results, [set(names) for names in _leaves(axes.results)], assignment)
 
     out_specs = jax.tree.map(out_spec, axes.results, is_leaf=_is_dims)
-    axis_names = frozenset(mesh.explicit_axes)
+    # Empty stands for all axes but those that an enclosing vmap already maps over, which only JAX knows.
+    axis_names = frozenset() if len(mesh.explicit_axes) == len(mesh.axis_names) else frozenset(mesh.explicit_axes)
     return jax.shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=axis_names)(
         *leaves
     )
