@@ -1,0 +1,124 @@
+"""What the benchmark must know of an operation besides its cases: whom to compare with, which part of a big result to check, how to make it smaller.
+
+The defaults serve any operation: no peers, the whole result is checked, nothing is made smaller. `bench/norm.py`, `matmul.py` and `attention.py` know
+more of theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from vishwamai.core.cases import Case
+
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """The framework's own way to compute a case.
+
+    Attributes:
+      name: what is called: "jax.nn.dot_product_attention", "torch layer_norm".
+      framework: "jax" or "torch".
+      prepare: the case's arrays (NumPy) to this peer's arguments, in its own layout; not timed.
+      call: the arguments to the result. Jitted for "jax".
+      restore: the result (of NumPy arrays) to the layout of ours; not timed.
+    """
+
+    name: str
+    framework: str
+    prepare: Callable[[Arrays], tuple[Any, ...]]
+    call: Callable[..., Any]
+    restore: Callable[[Any], Any] = lambda result: result
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A part of a case that can be computed by itself.
+
+    Attributes:
+      case: a smaller case whose result is that part.
+      arrays: its arrays.
+      pick: takes the part out of the whole result, a tuple of NumPy arrays.
+      words: what it is: "64 of 4096 rows".
+    """
+
+    case: Case
+    arrays: Arrays
+    pick: Callable[[tuple[np.ndarray, ...]], tuple[np.ndarray, ...]]
+    words: str
+
+
+class Subject:
+    """What the benchmark knows of one operation."""
+
+    def peers(self, case: Case) -> list[Peer]:
+        """The framework's own ways to compute exactly this; those that mean something else are left out."""
+        del case
+        return []
+
+    def sample(self, case: Case, arrays: Arrays) -> Sample:
+        """The part of the result that is checked against the float64 reference; the whole where that is affordable."""
+        return Sample(case, arrays, lambda outputs: outputs, "the whole result")
+
+    def smaller(self, case: Case, share: float) -> Case | None:
+        """The same for fewer tokens, so that it costs about `share` of the work, or the least that still means the same; None where nothing gets less."""
+        del case, share
+        return None
+
+
+def subject(op: str) -> Subject:
+    """The subject for an op by name."""
+    name = f"vishwamai.bench.{op}"
+    return importlib.import_module(name).SUBJECT if importlib.util.find_spec(name) else Subject()
+
+
+def resized(case: Case, axes: Mapping[str, Mapping[int, int]], note: str) -> Case:
+    """The case with other sizes: for each array, axis -> new size.
+
+    >>> from vishwamai.bench.catalogue import operations
+    >>> llama = next(c for c in operations()["norm"].cases if c.name == "Llama 3 8B")
+    >>> resized(llama, {"x": {0: 64}, "residual": {0: 64}}, "64 of 4096 tokens").arrays["x"].shape
+    (64, 4096)
+    """
+
+    def shape(name: str, old: tuple[int, ...]) -> tuple[int, ...]:
+        new = list(old)
+        for axis, size in axes.get(name, {}).items():
+            new[axis] = size
+        return tuple(new)
+
+    arrays = {name: dataclasses.replace(init, shape=shape(name, init.shape)) for name, init in case.arrays.items()}
+    return dataclasses.replace(case, name=f"{case.name}, {note}", arrays=arrays)
+
+
+def halvings(size: int, share: float, floor: int, power: float = 1.0) -> int:
+    """`size` halved until its `power` is at most `share` of what it was, but not below `floor`.
+
+    >>> halvings(4096, 0.3, floor=128), halvings(4096, 0.3, floor=128, power=2), halvings(4096, 0.001, floor=128)
+    (1024, 2048, 128)
+    """
+    new = size
+    while (new / size) ** power > share and new // 2 >= floor:
+        new //= 2
+    return new
+
+
+def to_torch(x: np.ndarray) -> Any:
+    """A NumPy array (bfloat16 included) as a torch tensor that shares its memory."""
+    import torch
+
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def from_torch(x: Any) -> np.ndarray:
+    """A torch tensor as a NumPy array; bfloat16 becomes float32, exactly."""
+    return (x.float() if x.dtype.itemsize == 2 else x).numpy()
