@@ -13,6 +13,8 @@ import dataclasses
 from vishwamai.core.hardware import Chip
 
 MASK32 = 0xFFFFFFFF
+GRANULES = {"v4": 512}
+"""Bytes that `size_in_granules` of a copy counts in, 32 where not named: what a copy of 4 MiB is given as on each generation (libtpu 0.0.51)."""
 SYMBOL_BITS = 100
 """Symbols are odd multiples of 2**100."""
 POINTER = 1 << 40
@@ -45,6 +47,7 @@ class Machine:
     def __init__(self, chip: Chip, core: int = 0, model: Model | None = None):
         self.chip, self.core, self.model = chip, core, model or Model()
         self.bytes_per_cycle = chip.hbm_bandwidth / chip.cores * self.model.hbm_efficiency / chip.clock
+        self.granule = GRANULES.get(chip.name, 32)
         self.latency = self.model.dma_latency * chip.clock
         self.now = 0.0
         self.dma_wait = 0.0
@@ -73,8 +76,8 @@ class Machine:
         return next((name for name, symbol in self._symbols.items() if symbol >> SYMBOL_BITS == base), None)
 
     def copy(self, op: str, granules: int | None, semaphore: object) -> None:
-        """Starts a DMA `dma.<source>_to_<target>` of `granules` x 32 bytes that adds to `semaphore` when it lands."""
-        size = (granules or 0) * 32
+        """Starts a DMA `dma.<source>_to_<target>` of `granules` that adds to `semaphore` when it lands."""
+        size = (granules or 0) * self.granule
         source, _, target = op[4:].partition("_to_")
         if {"hbm", "any"} & {source, target}:
             # One pipe per core: copies queue for bandwidth and overlap in latency. Within HBM the data passes twice.
