@@ -53,6 +53,10 @@ template <> struct VectorOf<int32_t> { using type = i32v; using mask = i32v; usi
 }  // namespace detail
 template <class T> using V = typename detail::VectorOf<T>::type;
 template <class T> using Mask = typename detail::VectorOf<T>::mask;  // -1 true, 0 false in each lane
+namespace detail {
+typedef uint8_t bytes32 __attribute__((vector_size(kVectorBytes / 4)));
+typedef uint8_t bytes64 __attribute__((vector_size(kVectorBytes / 8)));
+}  // namespace detail
 template <class T> constexpr int lanes = kVectorBytes / static_cast<int>(sizeof(T));
 
 // The number type in which values of a storage type are computed.
@@ -90,6 +94,12 @@ VISHWAMAI_INLINE f32v load(const bf16* p) {
   u16half half;
   __builtin_memcpy(&half, p, sizeof(half));
   return bit_cast<f32v>(__builtin_convertvector(half, u32v) << 16);
+}
+// A lane is true where the byte is not zero.
+template <class T> VISHWAMAI_INLINE Mask<T> load_bools(const uint8_t* p) {
+  std::conditional_t<sizeof(T) == 8, detail::bytes64, detail::bytes32> bytes;
+  __builtin_memcpy(&bytes, p, sizeof(bytes));
+  return __builtin_convertvector(bytes, Mask<T>) != 0;
 }
 template <class T> VISHWAMAI_INLINE void store(T* p, V<T> v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
@@ -205,13 +215,13 @@ template <class T> VISHWAMAI_INLINE bool any_above(V<T> v, T bound) {
 
 // ---- functions --------------------------------------------------------------------------------------------------
 // 2^x to about one unit in the last place; exactly 0 for -infinity, infinity for large x, NaN for NaN.
-VISHWAMAI_INLINE f32v exp2_polynomial(f32v f) {  // |f| <= 1/2; minimax polynomial
-  f32v p = splat(1.5403530e-4f);
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 0.24022651f;
-  p = p * f + 0.69314718f;
+VISHWAMAI_INLINE f32v exp2_polynomial(f32v f) {  // |f| <= 1/2, relative error 2e-9 before rounding (Lawson's fit)
+  f32v p = splat(1.53458132e-4f);
+  p = p * f + 1.33999317e-3f;
+  p = p * f + 9.61849316e-3f;
+  p = p * f + 5.55032878e-2f;
+  p = p * f + 0.240226469f;
+  p = p * f + 0.693147206f;
   return p * f + 1.0f;
 }
 VISHWAMAI_INLINE f32v exp2(f32v x) {
@@ -233,13 +243,14 @@ VISHWAMAI_INLINE f32v exp2(f32v x) {
   return x != x ? x : r;
 #endif
 }
-// 2^x for x <= about 100, relative error 2e-4: enough where the result is rounded to bfloat16 (2^-9).
+// 2^x for x <= about 100, relative error 3e-6: enough where the result is rounded to bfloat16 (2^-9).
 VISHWAMAI_INLINE f32v exp2_rough(f32v x) {
 #ifdef VISHWAMAI_AVX512
   const f32v f = _mm512_reduce_ps(x, 0x09);
-  f32v p = f * 0.0790204f + 0.2241221f;
-  p = p * f + 0.6967472f;
-  p = p * f + 0.9998106f;
+  f32v p = f * 0.00957010383f + 0.055917866f;
+  p = p * f + 0.240247448f;
+  p = p * f + 0.693121814f;
+  p = p * f + 0.999999261f;
   return _mm512_scalef_ps(p, x);
 #else
   return exp2(x);
@@ -329,10 +340,10 @@ template <class T> VISHWAMAI_INLINE V<T> erf(V<T> x) {
   }
 }
 
-template <class T> VISHWAMAI_INLINE T ceil_div(T a, T b) { return (a + b - 1) / b; }
-template <class T> VISHWAMAI_INLINE T round_up(T a, T b) { return (a + b - 1) / b * b; }
-template <class T> VISHWAMAI_INLINE T least(T a, T b) { return a < b ? a : b; }
-template <class T> VISHWAMAI_INLINE T greatest(T a, T b) { return a > b ? a : b; }
+template <class T> constexpr VISHWAMAI_INLINE T ceil_div(T a, T b) { return (a + b - 1) / b; }
+template <class T> constexpr VISHWAMAI_INLINE T round_up(T a, T b) { return (a + b - 1) / b * b; }
+template <class T> constexpr VISHWAMAI_INLINE T least(T a, T b) { return a < b ? a : b; }
+template <class T> constexpr VISHWAMAI_INLINE T greatest(T a, T b) { return a > b ? a : b; }
 
 }  // namespace VISHWAMAI_ISA
 }  // namespace vishwamai

@@ -1,0 +1,281 @@
+// Small matrix products on packed operands, the step that every product of the library is made of.
+//
+// An engine computes C[32, kCols] (+)= A[32, k] B[k, kCols] from a packed panel of A (32 rows) and one of B (kCols
+// columns).  Packing converts the numbers, pads with zeros and lays them out in the order of use; it takes any strides,
+// so transposed operands cost no copy of their own.  The engines:
+//   FmaEngine<float>, FmaEngine<double>   vector multiply-add; bfloat16 operands are widened while packing
+//   PairEngine                            int8 as pairs of int16 into int32 (vpmaddwd and its like)
+//   AmxEngine<parts>, AmxInt8Engine       tiles of AMX, in engine_amx.h
+#pragma once
+
+#include "simd.h"
+
+namespace vishwamai::VISHWAMAI_ISA {
+
+constexpr int kPanelRows = 32;
+
+template <class To, class From>
+VISHWAMAI_INLINE To convert(From x) {
+  if constexpr (std::is_same_v<From, bf16>) return static_cast<To>(bit_cast<float>(static_cast<uint32_t>(x.bits) << 16));
+  else return static_cast<To>(x);
+}
+
+#ifdef VISHWAMAI_AVX512
+// Transposes a 16 x 16 matrix of 32-bit elements.
+VISHWAMAI_INLINE void transpose16(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[8 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);
+    r[4 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88);
+    r[12 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
+  }
+}
+#endif
+
+// out[j * ldo + i] = in[i * ldi + j] for i < rows, j < columns, converted to T.
+template <class T, class S>
+inline void transpose_into(const S* in, int64_t ldi, int rows, int columns, T* out, int64_t ldo) {
+  int j = 0;
+#ifdef VISHWAMAI_AVX512
+  if constexpr (std::is_same_v<T, float>) {
+    for (; j + 16 <= columns; j += 16) {
+      for (int i = 0; i < rows; i += 16) {
+        __m512i block[16];
+        const int count = least(16, rows - i);
+        for (int r = 0; r < 16; ++r) {
+          block[r] = r < count ? bit_cast<__m512i>(load(in + (i + r) * ldi + j)) : _mm512_setzero_si512();
+        }
+        transpose16(block);
+        for (int c = 0; c < 16; ++c) store(out + (j + c) * ldo + i, bit_cast<f32v>(block[c]), count);
+      }
+    }
+  }
+#endif
+  for (; j < columns; ++j)
+    for (int i = 0; i < rows; ++i) out[j * ldo + i] = convert<T>(in[i * ldi + j]);
+}
+
+template <class T>
+struct FmaEngine {
+  using Element = T;
+  using Acc = T;
+  static constexpr int kCols = 2 * lanes<T>;
+  static constexpr int kStep = 1;  // k is padded to a multiple of this
+#if defined(VISHWAMAI_AVX512)
+  static constexpr int kMicroRows = 14;  // 28 sums, 2 vectors of B, 2 to spare
+#elif defined(__AVX2__)
+  static constexpr int kMicroRows = 6;
+#elif defined(__aarch64__)
+  static constexpr int kMicroRows = 8;
+#else
+  static constexpr int kMicroRows = 4;
+#endif
+  struct Scope {};  // what a thread must hold while it multiplies
+
+  // A panel: row major, the rows `a_stride` apart (an odd number of cache lines, so that the rows do not share a set).
+  static constexpr int64_t a_stride(int64_t k) { return round_up<int64_t>(k, 64 / sizeof(T)) | (64 / sizeof(T)); }
+  static constexpr int64_t a_elements(int64_t k) { return kPanelRows * a_stride(k); }
+  static constexpr int64_t a_offset(int64_t k) { return k; }  // of column k in a panel, k a multiple of 32
+  // B panel: [k][kCols]; b_elements(k) is also the offset of row k in a panel.
+  static constexpr int64_t b_elements(int64_t k) { return k * kCols; }
+
+  template <class S>
+  static void pack_a(const S* in, int64_t row_stride, int64_t k_stride, int rows, int64_t k, T* out) {
+    const int64_t ld = a_stride(k);
+    if (k_stride == 1) {
+      for (int r = 0; r < rows; ++r) {
+        int64_t i = 0;
+        for (; i + lanes<T> <= k; i += lanes<T>) store(out + r * ld + i, load(in + r * row_stride + i));
+        if (i < k) store(out + r * ld + i, load(in + r * row_stride + i, static_cast<int>(k - i)));
+      }
+    } else if (row_stride == 1) {
+      for (int64_t i = 0; i < k; i += 64) {
+        transpose_into(in + i * k_stride, k_stride, static_cast<int>(least<int64_t>(64, k - i)), rows, out + i, ld);
+      }
+    } else {
+      for (int r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < k; ++i) out[r * ld + i] = convert<T>(in[r * row_stride + i * k_stride]);
+    }
+    for (int r = rows; r < kPanelRows; ++r) memset(out + r * ld, 0, sizeof(T) * static_cast<size_t>(k));
+  }
+
+  // Rows of B beyond `k`, up to `padded`, and columns beyond `cols` become zero.
+  template <class S>
+  static void pack_b(const S* in, int64_t k_stride, int64_t col_stride, int64_t k, int64_t padded, int cols, T* out) {
+    if (col_stride == 1) {
+      for (int64_t i = 0; i < k; ++i) {
+        const S* row = in + i * k_stride;
+        if (cols >= kCols) {
+          store(out + i * kCols, load(row));
+          store(out + i * kCols + lanes<T>, load(row + lanes<T>));
+        } else {
+          store(out + i * kCols, load(row, cols));
+          store(out + i * kCols + lanes<T>,
+                cols > lanes<T> ? load(row + lanes<T>, cols - lanes<T>) : V<T>{});
+        }
+      }
+    } else {
+      if (cols < kCols) memset(out, 0, sizeof(T) * static_cast<size_t>(b_elements(k)));
+      if (k_stride == 1) {
+        for (int64_t i = 0; i < k; i += 64) {
+          transpose_into(in + i, col_stride, cols, static_cast<int>(least<int64_t>(64, k - i)), out + i * kCols, kCols);
+        }
+      } else {
+        for (int64_t i = 0; i < k; ++i)
+          for (int c = 0; c < cols; ++c) out[i * kCols + c] = convert<T>(in[i * k_stride + c * col_stride]);
+      }
+    }
+    if (padded > k) memset(out + b_elements(k), 0, sizeof(T) * static_cast<size_t>(b_elements(padded - k)));
+  }
+
+  // Writes two vectors of row `row` of an A panel, at columns `col` onwards (col a multiple of kCols).
+  static VISHWAMAI_INLINE void put(T* panel, int64_t stride, int row, int64_t col, V<T> x, V<T> y) {
+    store(panel + row * stride + col, x);
+    store(panel + row * stride + col + lanes<T>, y);
+  }
+
+  template <int R>
+  static VISHWAMAI_INLINE void micro(const T* a, int64_t lda, const T* b, int64_t k, T* c, int64_t ldc, bool accumulate) {
+    V<T> sum[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      sum[r][0] = accumulate ? load(c + r * ldc) : V<T>{};
+      sum[r][1] = accumulate ? load(c + r * ldc + lanes<T>) : V<T>{};
+    }
+    for (int64_t i = 0; i < k; ++i) {
+      const V<T> b0 = load(b + i * kCols), b1 = load(b + i * kCols + lanes<T>);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const V<T> x = splat(a[r * lda + i]);
+        sum[r][0] += x * b0;
+        sum[r][1] += x * b1;
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      store(c + r * ldc, sum[r][0]);
+      store(c + r * ldc + lanes<T>, sum[r][1]);
+    }
+  }
+
+  // C[rows, kCols] (+)= A B for the first `rows` rows of the panel.
+  static void product(const T* a, int64_t lda, const T* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate) {
+    int r = 0;
+    for (; r + kMicroRows <= rows; r += kMicroRows) micro<kMicroRows>(a + r * lda, lda, b, k, c + r * ldc, ldc, accumulate);
+    for (; r + 4 <= rows; r += 4) micro<4>(a + r * lda, lda, b, k, c + r * ldc, ldc, accumulate);
+    for (; r < rows; ++r) micro<1>(a + r * lda, lda, b, k, c + r * ldc, ldc, accumulate);
+  }
+};
+
+// int8 x int8 -> int32.  Pairs along k are widened to int16, so that one instruction multiplies and adds both exactly.
+struct PairEngine {
+  using Element = int16_t;
+  using Acc = int32_t;
+  static constexpr int kCols = 2 * lanes<int32_t>;
+  static constexpr int kStep = 2;
+#if defined(VISHWAMAI_AVX512)
+  static constexpr int kMicroRows = 8;
+#else
+  static constexpr int kMicroRows = 4;
+#endif
+  struct Scope {};
+
+  static constexpr int64_t a_stride(int64_t k) { return round_up<int64_t>(k, 32) | 32; }
+  static constexpr int64_t a_elements(int64_t k) { return kPanelRows * a_stride(k); }
+  static constexpr int64_t b_elements(int64_t k) { return k * kCols; }  // [k / 2][kCols][2]
+
+  static void pack_a(const int8_t* in, int64_t row_stride, int64_t k_stride, int rows, int64_t k, int16_t* out) {
+    const int64_t ld = a_stride(k), padded = round_up<int64_t>(k, kStep);
+    for (int r = 0; r < kPanelRows; ++r) {
+      int16_t* row = out + r * ld;
+      if (r >= rows) {
+        memset(row, 0, sizeof(int16_t) * static_cast<size_t>(padded));
+        continue;
+      }
+      const int8_t* from = in + r * row_stride;
+      if (k_stride == 1) for (int64_t i = 0; i < k; ++i) row[i] = from[i];
+      else for (int64_t i = 0; i < k; ++i) row[i] = from[i * k_stride];
+      if (padded > k) row[k] = 0;
+    }
+  }
+  static void pack_b(const int8_t* in, int64_t k_stride, int64_t col_stride, int64_t k, int64_t padded, int cols, int16_t* out) {
+    if (cols < kCols || padded > k || k % 2) memset(out, 0, sizeof(int16_t) * static_cast<size_t>(b_elements(round_up<int64_t>(padded, 2))));
+    for (int64_t i = 0; i < k; ++i) {
+      int16_t* row = out + (i / 2) * 2 * kCols + i % 2;
+      const int8_t* from = in + i * k_stride;
+      if (col_stride == 1) for (int c = 0; c < cols; ++c) row[2 * c] = from[c];
+      else for (int c = 0; c < cols; ++c) row[2 * c] = from[c * col_stride];
+    }
+  }
+
+  static VISHWAMAI_INLINE i32v multiply_add(i32v sum, i32v a, i32v b) {  // a, b: pairs of int16
+#if defined(__AVX512VNNI__)
+    return (i32v)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(VISHWAMAI_AVX512)
+    return sum + (i32v)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return sum + (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__x86_64__)
+    return sum + (i32v)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    const i32v low = ((a << 16) >> 16) * ((b << 16) >> 16);
+    return sum + low + (a >> 16) * (b >> 16);
+#endif
+  }
+  template <int R>
+  static VISHWAMAI_INLINE void micro(const int16_t* a, int64_t lda, const int16_t* b, int64_t k, int32_t* c, int64_t ldc, bool accumulate) {
+    i32v sum[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      sum[r][0] = accumulate ? load(c + r * ldc) : i32v{};
+      sum[r][1] = accumulate ? load(c + r * ldc + lanes<int32_t>) : i32v{};
+    }
+    for (int64_t i = 0; i < k; i += 2) {
+      i32v b0, b1;
+      memcpy(&b0, b + i * kCols, sizeof(b0));
+      memcpy(&b1, b + i * kCols + kCols, sizeof(b1));
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        int32_t pair;
+        memcpy(&pair, a + r * lda + i, sizeof(pair));
+        const i32v x = splat(pair);
+        sum[r][0] = multiply_add(sum[r][0], x, b0);
+        sum[r][1] = multiply_add(sum[r][1], x, b1);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      store(c + r * ldc, sum[r][0]);
+      store(c + r * ldc + lanes<int32_t>, sum[r][1]);
+    }
+  }
+  static void product(const int16_t* a, int64_t lda, const int16_t* b, int64_t k, int rows, int32_t* c, int64_t ldc, bool accumulate) {
+    const int64_t even = round_up<int64_t>(k, 2);
+    int r = 0;
+    for (; r + kMicroRows <= rows; r += kMicroRows) micro<kMicroRows>(a + r * lda, lda, b, even, c + r * ldc, ldc, accumulate);
+    for (; r < rows; ++r) micro<1>(a + r * lda, lda, b, even, c + r * ldc, ldc, accumulate);
+  }
+};
+
+}  // namespace vishwamai::VISHWAMAI_ISA
+
+#if defined(__AMX_BF16__)
+#include "engine_amx.h"
+#endif

@@ -1,0 +1,127 @@
+"""Attention on the CPU: the native kernels of `cpu_forward.isa.cc`, `cpu_backward.isa.cc` and, for a few queries over a cache, `cpu_decode.isa.cc`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.core import dropout, ffi
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
+
+_NATIVE = ("float32", "bfloat16", "float64")
+_UNBOUNDED = 1 << 40  # beyond every length, and far from overflowing an int64 sum
+_DECODE_ROWS = 16  # query rows of one kv head up to which reading the cache, not arithmetic, takes the time
+
+
+def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None."""
+    del chip
+    o = spec.operands
+    for name in ("query", "key", "value"):
+        if getattr(o, name).dtype.name not in (*_NATIVE, "float16"):
+            return f"`{name}` is {getattr(o, name).dtype.name}; the CPU kernel takes {', '.join(_NATIVE)} and float16."
+    if min(spec.qk_dim, spec.v_dim, spec.kv_len, spec.q_len, spec.batch, spec.q_heads) == 0:
+        return "an axis is empty."
+    return ffi.why_not()
+
+
+def notes(spec: AttentionSpec, chip: Chip | None) -> tuple[str, ...]:
+    del chip
+    return ("float16 is computed through float32 copies",) if spec.operands.query.dtype == jnp.float16 else ()
+
+
+def _storage(spec: AttentionSpec) -> Any:
+    """The dtype that the kernel works on: the widest of query, key and value, float16 as float32."""
+    o = spec.operands
+    dtype = jnp.result_type(o.query.dtype, o.key.dtype, o.value.dtype)
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    return None if x is None else x.astype(dtype)
+
+
+def _native_operands(spec: AttentionSpec, operands: Operands) -> Operands:
+    storage = _storage(spec)
+    accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
+    cast = {name: _cast(getattr(operands, name), storage) for name in ("query", "key", "value")}
+    cast |= {name: _cast(getattr(operands, name), accumulator) for name in ("bias", "sinks")}
+    return operands._replace(**cast)
+
+
+def _attributes(spec: AttentionSpec) -> dict[str, Any]:
+    low, high = spec.band
+    return {
+        "scale": np.float64(spec.scale),
+        "softcap": np.float64(spec.softcap or 0.0),
+        "low": np.int64(-_UNBOUNDED if low is None else low),
+        "high": np.int64(_UNBOUNDED if high is None else high),
+        "dropout_threshold": np.int64(dropout.threshold(spec.dropout_rate)),
+        "keep_scale": np.float64(1.0 / (1.0 - spec.dropout_rate)),
+        "parts": np.int64({"high": 2}.get(spec.precision, 3)),
+    }
+
+
+def forward(spec: AttentionSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+    del config  # nothing to configure: the block sizes follow from the type
+    q = operands.query
+    native = _native_operands(spec, operands)
+    accumulator = jnp.float64 if native.query.dtype == jnp.float64 else jnp.float32
+    rows = spec.group * spec.q_len
+    out, logsumexp = ffi.call(
+        "vishwamai_attention_forward",
+        (
+            ffi.result((*q.shape[:3], spec.v_dim), native.query.dtype),
+            ffi.result(q.shape[:3] if residuals or spec.return_lse else None, accumulator),
+        ),
+        *native,
+        **_attributes(spec),
+        decode=rows <= _DECODE_ROWS,
+    )
+    logsumexp = _cast(logsumexp, spec.accumulator)
+    return Outputs(out.astype(q.dtype), logsumexp if spec.return_lse else None), logsumexp if residuals else None
+
+
+def backward(spec: AttentionSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs) -> Operands:
+    del config
+    native = _native_operands(spec, operands)
+    storage = native.query.dtype
+    accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
+    arguments = (*native, outputs.out.astype(storage), residuals.astype(accumulator), cotangents.out.astype(storage), _cast(cotangents.logsumexp, accumulator))
+    attributes = _attributes(spec)
+    dquery, dkey, dvalue = ffi.call(
+        "vishwamai_attention_backward",
+        [ffi.result(x.shape, storage) for x in (native.query, native.key, native.value)],
+        *arguments,
+        **attributes,
+    )
+    dbias = dsinks = None
+    if operands.bias is not None:
+        # A call of its own, so that XLA drops it where the bias is a constant mask and nobody asks for its gradient.
+        (dbias,) = ffi.call("vishwamai_attention_bias_gradient", [ffi.result(operands.bias.shape, accumulator)], *arguments, **attributes)
+        dbias = dbias.astype(operands.bias.dtype)
+    if operands.sinks is not None:
+        dsinks = _sink_gradient(operands, outputs, residuals, cotangents).astype(operands.sinks.dtype)
+    return Operands(
+        dquery.astype(operands.query.dtype), dkey.astype(operands.key.dtype), dvalue.astype(operands.value.dtype), bias=dbias, sinks=dsinks
+    )
+
+
+def _sink_gradient(operands: Operands, outputs: Outputs, logsumexp: Any, cotangents: Outputs) -> Any:
+    """A sink is a key whose value is zero: d sink = sum over queries of p_sink * (dlogsumexp - rowsum(dO * O))."""
+    accumulator = logsumexp.dtype
+    sinks = operands.sinks.astype(accumulator)[:, :, None]  # [B|1, Hq, 1]
+    alive = logsumexp > -jnp.inf
+    p = jnp.where(alive, jnp.exp(sinks - jnp.where(alive, logsumexp, 0.0)), 0.0)
+    delta = -jnp.sum(outputs.out.astype(accumulator) * cotangents.out.astype(accumulator), axis=-1)
+    if cotangents.logsumexp is not None:
+        delta = delta + cotangents.logsumexp.astype(accumulator)
+    gradient = jnp.sum(p * delta, axis=-1)  # [B, Hq]
+    return gradient if operands.sinks.shape[0] > 1 else jnp.sum(gradient, axis=0, keepdims=True)
+
+
+NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)

@@ -1,0 +1,228 @@
+// Attention of a few queries over a long cache: bound by reading keys and values once.
+//
+// All query rows that share a kv head are computed together, straight from the arrays (packing would double the traffic),
+// and the keys are split between tasks; the parts are joined by their maxima and sums (Flash-Decoding; Dao et al., 2023).
+#include "cpu_scores.h"
+
+namespace vishwamai::VISHWAMAI_ISA {
+namespace {
+
+constexpr int kBlock = 64;  // keys at a time: their scores stay in registers and the first cache level
+
+// products[g * kBlock + j] = query row g . key j, for kRows rows and n keys; query rows are `dim` padded to whole vectors.
+template <class S, int kRows, class T = compute_t<S>>
+VISHWAMAI_INLINE void score_rows(const S* keys, int64_t dim, int n, const T* query, int64_t query_stride, T* products) {
+  constexpr int W = lanes<T>;
+  const int64_t whole = dim / W * W;
+  const int rest = static_cast<int>(dim - whole);
+  alignas(64) T partial[kRows][W][W];
+  for (int j0 = 0; j0 < n; j0 += W) {
+    const int count = least(W, n - j0);
+    for (int j = 0; j < count; ++j) {
+      const S* key = keys + (j0 + j) * dim;
+      V<T> sum[kRows] = {};
+      for (int64_t d = 0; d < whole; d += W) {
+        const V<T> x = load(key + d);
+#pragma GCC unroll 8
+        for (int g = 0; g < kRows; ++g) sum[g] += x * load(query + g * query_stride + d);
+      }
+      if (rest) {
+        const V<T> x = load(key + whole, rest);
+#pragma GCC unroll 8
+        for (int g = 0; g < kRows; ++g) sum[g] += x * load(query + g * query_stride + whole);
+      }
+#pragma GCC unroll 8
+      for (int g = 0; g < kRows; ++g) store(partial[g][j], sum[g]);
+    }
+    for (int g = 0; g < kRows; ++g) {
+#ifdef VISHWAMAI_AVX512
+      if constexpr (std::is_same_v<T, float>) {
+        __m512i rows[16];
+        for (int j = 0; j < 16; ++j) rows[j] = j < count ? bit_cast<__m512i>(load(partial[g][j])) : _mm512_setzero_si512();
+        transpose16(rows);
+        f32v x = {}, y = {};
+        for (int j = 0; j < 16; j += 2) {
+          x += bit_cast<f32v>(rows[j]);
+          y += bit_cast<f32v>(rows[j + 1]);
+        }
+        store(products + g * kBlock + j0, x + y);
+        continue;
+      }
+#endif
+      for (int j = 0; j < count; ++j) products[g * kBlock + j0 + j] = sum_lanes<T>(load(partial[g][j]));
+    }
+  }
+}
+
+// out[g] += sum over j of p[g * kBlock + j] * value j
+template <class S, int kRows, class T = compute_t<S>>
+VISHWAMAI_INLINE void add_values(const S* values, int64_t dim, int n, const T* p, T* out, int64_t out_stride) {
+  constexpr int W = lanes<T>;
+  for (int64_t d = 0; d < dim; d += W) {
+    const int count = static_cast<int>(least<int64_t>(W, dim - d));
+    V<T> sum[kRows];
+#pragma GCC unroll 8
+    for (int g = 0; g < kRows; ++g) sum[g] = load(out + g * out_stride + d);
+    if (count == W) {
+      for (int j = 0; j < n; ++j) {
+        const V<T> x = load(values + j * dim + d);
+#pragma GCC unroll 8
+        for (int g = 0; g < kRows; ++g) sum[g] += x * p[g * kBlock + j];
+      }
+    } else {
+      for (int j = 0; j < n; ++j) {
+        const V<T> x = load(values + j * dim + d, count);
+#pragma GCC unroll 8
+        for (int g = 0; g < kRows; ++g) sum[g] += x * p[g * kBlock + j];
+      }
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < kRows; ++g) store(out + g * out_stride + d, sum[g]);
+  }
+}
+
+template <class S>
+struct Decode {
+  using T = compute_t<S>;
+  static constexpr int W = lanes<T>;
+
+  const AttentionArgs& a;
+  const int64_t group = a.q_heads / a.kv_heads;
+  const int64_t rows = group * a.q_len;  // query rows of one kv head
+  const int64_t q_stride = round_up<int64_t>(a.qk_dim, W), out_stride = round_up<int64_t>(a.v_dim, W);
+  const int64_t part_stride = out_stride + 16;  // a part: output sums, then m and l
+  const bool modified = Scores<T>::needed(a);
+
+  // Keys [begin, end) for every row of kv head (b, h); writes rows x part_stride sums.
+  void part(int64_t b, int64_t h, int64_t begin, int64_t end, T* result) const {
+    const bool dropped = a.dropout_seed != nullptr;
+    Scratch scratch(Scratch::size<T>(rows * q_stride) + Scratch::size<T>(rows * kBlock) + Scratch::size<T>(kBlock) +
+                    Scratch::size<uint32_t>(kBlock));
+    T* query = scratch.take<T>(rows * q_stride);
+    T* p = scratch.take<T>(rows * kBlock);
+    T* keep = scratch.take<T>(kBlock);
+    uint32_t* hashes = scratch.take<uint32_t>(kBlock);
+    const S* q = static_cast<const S*>(a.query) + (b * a.q_heads + h * group) * a.q_len * a.qk_dim;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t d = 0; d < a.qk_dim; d += W)
+        store(query + r * q_stride + d, load(q + r * a.qk_dim + d, static_cast<int>(least<int64_t>(W, a.qk_dim - d))));
+    for (int64_t r = 0; r < rows; ++r) {
+      memset(result + r * part_stride, 0, sizeof(T) * static_cast<size_t>(part_stride));
+      result[r * part_stride + out_stride] = static_cast<T>(-kInfinity);
+    }
+    const S* key = static_cast<const S*>(a.key) + (b * a.kv_heads + h) * a.kv_len * a.qk_dim;
+    const S* value = static_cast<const S*>(a.value) + (b * a.kv_heads + h) * a.kv_len * a.v_dim;
+    const T log2_scale = static_cast<T>(modified ? kLog2E : kLog2E * a.scale);
+
+    for (int64_t k0 = begin; k0 < end; k0 += kBlock) {
+      const int n = static_cast<int>(least<int64_t>(kBlock, end - k0));
+      int64_t r = 0;
+      for (; r + 4 <= rows; r += 4) score_rows<S, 4>(key + k0 * a.qk_dim, a.qk_dim, n, query + r * q_stride, q_stride, p + r * kBlock);
+      for (; r + 2 <= rows; r += 2) score_rows<S, 2>(key + k0 * a.qk_dim, a.qk_dim, n, query + r * q_stride, q_stride, p + r * kBlock);
+      for (; r < rows; ++r) score_rows<S, 1>(key + k0 * a.qk_dim, a.qk_dim, n, query + r * q_stride, q_stride, p + r * kBlock);
+      for (r = 0; r < rows; ++r) {
+        const int64_t head = h * group + r / a.q_len, row = r % a.q_len;
+        const Range own = keys_of(a, row, row);
+        const int seen_begin = static_cast<int>(least<int64_t>(n, greatest<int64_t>(own.begin - k0, 0)));
+        const int seen_end = static_cast<int>(least<int64_t>(own.end - k0, n));
+        T* s = p + r * kBlock;
+        if (seen_begin >= seen_end) {
+          fill(s, 0, kBlock, T(0));
+          continue;
+        }
+        if (modified) Scores<T>(a, b, head, false).apply(s + seen_begin, row, k0 + seen_begin, seen_end - seen_begin);
+        fill(s, 0, seen_begin, static_cast<T>(-kInfinity));
+        fill(s, seen_end, kBlock, static_cast<T>(-kInfinity));
+        if (dropped) {
+          const uint32_t* seed = a.dropout_seed + (b * a.q_heads + head) * 2;
+          for (int j = 0; j < n; ++j) hashes[j] = column_hash(seed[1], k0 + j);
+          keep_factors(row_hash(seed[0], row), hashes, n, a.dropout_threshold, static_cast<T>(a.keep_scale), keep);
+          fill(keep, n, kBlock, T(0));
+        }
+        soften(s, log2_scale, dropped ? keep : nullptr, result + r * part_stride);
+      }
+      r = 0;
+      for (; r + 4 <= rows; r += 4) add_values<S, 4>(value + k0 * a.v_dim, a.v_dim, n, p + r * kBlock, result + r * part_stride, part_stride);
+      for (; r + 2 <= rows; r += 2) add_values<S, 2>(value + k0 * a.v_dim, a.v_dim, n, p + r * kBlock, result + r * part_stride, part_stride);
+      for (; r < rows; ++r) add_values<S, 1>(value + k0 * a.v_dim, a.v_dim, n, p + r * kBlock, result + r * part_stride, part_stride);
+    }
+  }
+
+  // Scores to probabilities relative to the row's running maximum; rescales what was summed before.
+  void soften(T* s, T log2_scale, const T* keep, T* state) const {
+    T &m = state[out_stride], &l = state[out_stride + 1];
+    V<T> top = splat(static_cast<T>(-kInfinity));
+    for (int i = 0; i < kBlock; i += W) top = maximum(top, load(s + i));
+    const T highest = max_lanes<T>(top) * log2_scale;
+    if (highest > m) {
+      const T shrink = m == static_cast<T>(-kInfinity) ? T(0) : exp2(splat(m - highest))[0];
+      for (int64_t d = 0; d < out_stride; d += W) store(state + d, load(state + d) * shrink);
+      l *= shrink;
+      m = highest;
+    }
+    const V<T> shift = splat(m == static_cast<T>(-kInfinity) ? T(0) : m), scale = splat(log2_scale);
+    V<T> sum = {};
+    for (int i = 0; i < kBlock; i += W) {
+      V<T> x = exp2(load(s + i) * scale - shift);
+      sum += x;
+      if (keep) x *= load(keep + i);
+      store(s + i, x);
+    }
+    l += sum_lanes<T>(sum);
+  }
+
+  // Joins the parts of query row r of kv head (b, h), and the sink.
+  void join(int64_t b, int64_t h, int64_t r, int64_t parts, const T* first, int64_t stride) const {
+    const int64_t head = h * group + r / a.q_len;
+    const T none = static_cast<T>(-kInfinity);
+    T m = none, l = 0;
+    for (int64_t i = 0; i < parts; ++i) m = greatest(m, first[i * stride + out_stride]);
+    const T* sinks = static_cast<const T*>(a.sinks);
+    const T sink = sinks ? sinks[b * a.sinks_stride + head] * static_cast<T>(kLog2E) : none;
+    m = greatest(m, sink);
+    auto weight = [&](T part_m) { return part_m == none ? T(0) : exp2(splat(part_m - m))[0]; };
+    l = weight(sink);
+    for (int64_t i = 0; i < parts; ++i) l += weight(first[i * stride + out_stride]) * first[i * stride + out_stride + 1];
+    const T inverse = l == 0 ? T(0) : 1 / l;
+    const int64_t row = (b * a.q_heads + h * group) * a.q_len + r;
+    S* out = static_cast<S*>(a.out) + row * a.v_dim;
+    for (int64_t d = 0; d < a.v_dim; d += W) {
+      V<T> sum = {};
+      for (int64_t i = 0; i < parts; ++i) sum += load(first + i * stride + d) * weight(first[i * stride + out_stride]);
+      store(out + d, sum * inverse, static_cast<int>(least<int64_t>(W, a.v_dim - d)));
+    }
+    if (a.logsumexp) {
+      static_cast<T*>(a.logsumexp)[row] = l == 0 ? none : m * static_cast<T>(kLn2) + static_cast<T>(__builtin_log(l));
+    }
+  }
+
+  void run(const Threads& threads) const {
+    const Range all = keys_of(a, 0, a.q_len - 1);
+    const int64_t heads = a.batch * a.kv_heads, keys = greatest<int64_t>(0, all.end - all.begin);
+    const int64_t wanted = ceil_div<int64_t>(4 * threads.count, heads);
+    const int64_t each = round_up<int64_t>(greatest<int64_t>(ceil_div(keys, wanted), 4 * kBlock), kBlock);
+    const int64_t parts = greatest<int64_t>(1, ceil_div(keys, each));
+    Scratch scratch(Scratch::size<T>(heads * parts * rows * part_stride));
+    T* results = scratch.take<T>(heads * parts * rows * part_stride);
+    parallel_for(threads, heads * parts, [&](int64_t i) {
+      const int64_t g = i / parts, k = all.begin + i % parts * each;
+      part(g / a.kv_heads, g % a.kv_heads, k, least(all.end, k + each), results + i * rows * part_stride);
+    });
+    for (int64_t g = 0; g < heads; ++g)
+      for (int64_t r = 0; r < rows; ++r)
+        join(g / a.kv_heads, g % a.kv_heads, r, parts, results + (g * parts * rows + r) * part_stride, rows * part_stride);
+  }
+};
+
+}  // namespace
+
+void attention_decode(const AttentionArgs& a, const Threads& threads) {
+  switch (a.storage) {
+    case Storage::f32: return Decode<float>{a}.run(threads);
+    case Storage::bf16: return Decode<bf16>{a}.run(threads);
+    case Storage::f64: return Decode<double>{a}.run(threads);
+    default: return;
+  }
+}
+
+}  // namespace vishwamai::VISHWAMAI_ISA

@@ -1,0 +1,263 @@
+// Attention forward: blocks of queries against blocks of keys with a running softmax (FlashAttention; Dao et al., 2022).
+//
+// Keys and values are packed once per kv head, in the order in which the products read them.  A task then takes a block
+// of queries of one head and walks over the key blocks that the masks leave, 32 queries at a time: S = Q K^T, the rows'
+// softmax, O += P V.  The running maximum is only renewed when a score exceeds it by 2^8: p stays far inside float32 and
+// the sums are rescaled in the few blocks that need it instead of in all (the idea of FlashAttention-4).
+#include "cpu_scores.h"
+
+namespace vishwamai::VISHWAMAI_ISA {
+namespace {
+
+constexpr int64_t kPackedBytes = 48 << 20;  // packed keys and values held at a time
+
+template <class S, class E>
+struct Forward {
+  using T = typename E::Acc;
+  using Packed = typename E::Element;
+  static constexpr int W = lanes<T>, C = E::kCols;
+  static constexpr int kBlockKeys = std::is_same_v<S, bf16> ? 256 : 128;
+  static constexpr int64_t kScoreStride = kBlockKeys + 16;  // keeps the rows of a tile out of one cache set
+
+  const AttentionArgs& a;
+  const int64_t padded_keys = round_up<int64_t>(a.kv_len, C);
+  const int64_t v_panels = ceil_div<int64_t>(a.v_dim, C);
+  const int64_t out_stride = v_panels * C + 16;
+  const int64_t key_elements = padded_keys / C * E::b_elements(a.qk_dim);
+  const int64_t value_elements = v_panels * E::b_elements(padded_keys);
+  const int64_t key_blocks = ceil_div<int64_t>(a.kv_len, kBlockKeys);
+  const bool modified = Scores<T>::needed(a);
+
+  // Packs one block of keys of kv head g = b * kv_heads + h.
+  void pack(int64_t g, int64_t block, Packed* keys, Packed* values) const {
+    const int64_t begin = block * kBlockKeys, end = least(padded_keys, begin + kBlockKeys), valid = least(a.kv_len, end);
+    const S* key = static_cast<const S*>(a.key) + g * a.kv_len * a.qk_dim;
+    const S* value = static_cast<const S*>(a.value) + g * a.kv_len * a.v_dim;
+    for (int64_t k = begin; k < end; k += C) {
+      E::pack_b(key + k * a.qk_dim, 1, a.qk_dim, a.qk_dim, a.qk_dim, static_cast<int>(least<int64_t>(C, valid - k)),
+                keys + k / C * E::b_elements(a.qk_dim));
+    }
+    for (int64_t v = 0; v < v_panels; ++v) {
+      E::pack_b(value + begin * a.v_dim + v * C, a.v_dim, 1, valid - begin, end - begin,
+                static_cast<int>(least<int64_t>(C, a.v_dim - v * C)),
+                values + v * E::b_elements(padded_keys) + E::b_elements(begin));
+    }
+  }
+
+  // The state of 32 query rows while key blocks go by; m in units of log2.
+  struct Rows {
+    T *m, *l, *out;  // [32], [32][W] partial sums, [32][out_stride]
+    bool started;
+  };
+
+  // Softmax of one row's scores s[begin, end), of which [seen.begin, seen.end) are visible; writes P from column 0 on.
+  template <bool kDropout>
+  VISHWAMAI_INLINE void soften(T* s, int begin, int end, int seen_begin, int seen_end, T log2_scale, const T* keep, Packed* p,
+                    int row, Rows& state) const {
+    const T none = static_cast<T>(-kInfinity);
+    if (seen_begin >= seen_end) seen_begin = seen_end = begin;
+    fill(s, begin, seen_begin, none);
+    fill(s, seen_end, end, none);
+    T m = state.m[row], shrink = 1;
+    auto greatest_score = [&] {
+      V<T> x = splat(none), y = x;
+      for (int i = begin; i < end; i += C) {
+        x = maximum(x, load(s + i));
+        y = maximum(y, load(s + i + W));
+      }
+      return max_lanes<T>(maximum(x, y)) * log2_scale;
+    };
+    if (m == none && seen_begin < seen_end) m = greatest_score();
+    V<T> sum_x, sum_y, top;
+    auto exponentials = [&]() __attribute__((always_inline)) {
+      const V<T> shift = splat(m == none ? T(0) : m), scale = splat(log2_scale);
+      V<T> top_x = splat(none), top_y = top_x;
+      sum_x = sum_y = V<T>{};
+      for (int i = begin; i < end; i += C) {
+        V<T> x = load(s + i) * scale - shift, y = load(s + i + W) * scale - shift;
+        top_x = maximum(top_x, x);
+        top_y = maximum(top_y, y);
+        x = exp2_for<S, T>(x);
+        y = exp2_for<S, T>(y);
+        sum_x += x;
+        sum_y += y;
+        if constexpr (kDropout) {
+          x *= load(keep + i);
+          y *= load(keep + i + W);
+        }
+        E::put(p, E::a_stride(kBlockKeys), row, i - begin, x, y);
+      }
+      top = maximum(top_x, top_y);
+    };
+    exponentials();
+    if (__builtin_expect(any_above<T>(top, T(8)), 0)) {
+      const T renewed = greatest_score();
+      shrink = lane0(exp2(splat(m - renewed)));
+      m = renewed;
+      exponentials();
+      if (state.started) {
+        T* out = state.out + row * out_stride;
+        for (int64_t d = 0; d < v_panels * C; d += W) store(out + d, load(out + d) * shrink);
+      }
+    }
+    state.m[row] = m;
+    store(state.l + row * W, load(state.l + row * W) * shrink + sum_x + sum_y);
+  }
+  static VISHWAMAI_INLINE T lane0(V<T> v) { return v[0]; }
+
+  void finish(int64_t b, int64_t h, int64_t first_row, int rows, const Rows& state) const {
+    const T* sinks = static_cast<const T*>(a.sinks);
+    for (int r = 0; r < rows; ++r) {
+      const int64_t row = (b * a.q_heads + h) * a.q_len + first_row + r;
+      T l = sum_lanes<T>(load(state.l + r * W)), m = state.m[r], weight = 1;
+      if (m == static_cast<T>(-kInfinity)) m = l = 0;
+      if (sinks) {
+        const T sink = sinks[b * a.sinks_stride + h] * static_cast<T>(kLog2E);
+        const T joint = l > 0 || l != l ? greatest(m, sink) : sink;
+        const T own = l == 0 ? T(0) : lane0(exp2(splat(m - joint)));
+        const T sink_weight = joint == static_cast<T>(-kInfinity) ? T(0) : lane0(exp2(splat(sink - joint)));
+        l = l * own + sink_weight;
+        weight = own;
+        m = joint;
+      }
+      const V<T> inverse = splat(l == 0 ? T(0) : weight / l);  // a NaN goes through
+      S* out = static_cast<S*>(a.out) + row * a.v_dim;
+      for (int64_t d = 0; d < a.v_dim; d += W) {
+        const V<T> o = state.started ? load(state.out + r * out_stride + d) : V<T>{};
+        store(out + d, o * inverse, static_cast<int>(least<int64_t>(W, a.v_dim - d)));
+      }
+      if (a.logsumexp) {
+        T value = l == 0 ? static_cast<T>(-kInfinity) : m * static_cast<T>(kLn2) + static_cast<T>(__builtin_log(l));
+        static_cast<T*>(a.logsumexp)[row] = value;
+      }
+    }
+  }
+
+  void task(int64_t b, int64_t h, int64_t q_begin, int64_t q_end, const Packed* keys, const Packed* values) const {
+    const int64_t panels = ceil_div<int64_t>(q_end - q_begin, kPanelRows);
+    const bool dropped = a.dropout_seed != nullptr;
+    Scratch scratch(Scratch::size<Packed>(panels * E::a_elements(a.qk_dim)) + Scratch::size<T>(panels * kPanelRows * out_stride) +
+                    Scratch::size<T>(panels * kPanelRows) + Scratch::size<T>(panels * kPanelRows * W) +
+                    Scratch::size<T>(kPanelRows * kScoreStride) + Scratch::size<Packed>(E::a_elements(kBlockKeys)) +
+                    Scratch::size<T>(kBlockKeys) + Scratch::size<uint32_t>(kBlockKeys));
+    Packed* query = scratch.take<Packed>(panels * E::a_elements(a.qk_dim));
+    T* out = scratch.take<T>(panels * kPanelRows * out_stride);
+    T* m = scratch.take<T>(panels * kPanelRows);
+    T* l = scratch.take<T>(panels * kPanelRows * W);
+    T* s = scratch.take<T>(kPanelRows * kScoreStride);
+    Packed* p = scratch.take<Packed>(E::a_elements(kBlockKeys));
+    T* keep = scratch.take<T>(kBlockKeys);
+    uint32_t* column_hashes = scratch.take<uint32_t>(kBlockKeys);
+
+    const S* q = static_cast<const S*>(a.query) + ((b * a.q_heads + h) * a.q_len + q_begin) * a.qk_dim;
+    for (int64_t i = 0; i < panels; ++i) {
+      E::pack_a(q + i * kPanelRows * a.qk_dim, a.qk_dim, 1, static_cast<int>(least<int64_t>(kPanelRows, q_end - q_begin - i * kPanelRows)),
+                a.qk_dim, query + i * E::a_elements(a.qk_dim));
+    }
+    for (int64_t i = 0; i < panels * kPanelRows; ++i) m[i] = static_cast<T>(-kInfinity);
+    memset(l, 0, sizeof(T) * static_cast<size_t>(panels * kPanelRows * W));
+    uint64_t started = 0;  // one bit for each panel; a block of queries has at most 8
+
+    const Scores<T> scores(a, b, h, false);
+    const T log2_scale = static_cast<T>(modified ? kLog2E : kLog2E * a.scale);
+    const uint32_t* seed = dropped ? a.dropout_seed + (b * a.q_heads + h) * 2 : nullptr;
+    const int32_t* q_segments = a.q_segments ? a.q_segments + b * a.q_segments_stride : nullptr;
+    const int32_t* kv_segments = a.kv_segments ? a.kv_segments + b * a.kv_segments_stride : nullptr;
+
+    const Range all = keys_of(a, q_begin, q_end - 1);
+    for (int64_t k0 = all.begin / kBlockKeys * kBlockKeys; k0 < all.end; k0 += kBlockKeys) {
+      const int64_t k1 = least(a.kv_len, k0 + kBlockKeys);
+      if (dropped) for (int64_t k = k0; k < k1; ++k) column_hashes[k - k0] = column_hash(seed[1], k);
+      const SegmentSpan key_span = kv_segments ? span_of(kv_segments, k0, k1) : SegmentSpan{0, 0};
+      for (int64_t i = 0; i < panels; ++i) {
+        const int64_t first = q_begin + i * kPanelRows;
+        const int rows = static_cast<int>(least<int64_t>(kPanelRows, q_end - first));
+        Range range = keys_of(a, first, first + rows - 1);
+        range = {greatest(range.begin, k0), least(range.end, k1)};
+        if (range.empty()) continue;
+        if (q_segments && span_of(q_segments, first, first + rows).disjoint(key_span)) continue;
+        const int begin = static_cast<int>((range.begin - k0) / C * C), end = static_cast<int>(round_up<int64_t>(range.end - k0, C));
+        for (int c = begin; c < end; c += C) {
+          E::product(query + i * E::a_elements(a.qk_dim), E::a_stride(a.qk_dim), keys + (k0 + c) / C * E::b_elements(a.qk_dim),
+                     a.qk_dim, rows, s + c, kScoreStride, false);
+        }
+        Rows state{m + i * kPanelRows, l + i * kPanelRows * W, out + i * kPanelRows * out_stride, ((started >> i) & 1) != 0};
+        for (int r = 0; r < rows; ++r) {
+          T* row = s + r * kScoreStride;
+          const Range own = keys_of(a, first + r, first + r);
+          const int seen_begin = static_cast<int>(greatest<int64_t>(own.begin - k0, begin));
+          const int seen_end = static_cast<int>(least<int64_t>(own.end - k0, least<int64_t>(end, k1 - k0)));
+          if (modified && seen_begin < seen_end) scores.apply(row + seen_begin, first + r, k0 + seen_begin, seen_end - seen_begin);
+          if (dropped) {
+            keep_factors(row_hash(seed[0], first + r), column_hashes, static_cast<int>(k1 - k0), a.dropout_threshold,
+                         static_cast<T>(a.keep_scale), keep);
+            fill(keep, static_cast<int>(k1 - k0), kBlockKeys, T(0));
+            soften<true>(row, begin, end, seen_begin, seen_end, log2_scale, keep, p, r, state);
+          } else {
+            soften<false>(row, begin, end, seen_begin, seen_end, log2_scale, nullptr, p, r, state);
+          }
+        }
+        for (int64_t v = 0; v < v_panels; ++v) {
+          E::product(p, E::a_stride(kBlockKeys), values + v * E::b_elements(padded_keys) + E::b_elements(k0 + begin), end - begin,
+                     rows, state.out + v * C, out_stride, state.started);
+        }
+        started |= uint64_t{1} << i;
+      }
+    }
+    for (int64_t i = 0; i < panels; ++i) {
+      const int64_t first = q_begin + i * kPanelRows;
+      finish(b, h, first, static_cast<int>(least<int64_t>(kPanelRows, q_end - first)),
+             Rows{m + i * kPanelRows, l + i * kPanelRows * W, out + i * kPanelRows * out_stride, ((started >> i) & 1) != 0});
+    }
+  }
+
+  void run(const Threads& threads) const {
+    const int64_t kv_heads = a.batch * a.kv_heads, group = a.q_heads / a.kv_heads;
+    int64_t block_queries = 256;  // fewer where there would not be enough tasks to share out
+    while (block_queries > kPanelRows && a.batch * a.q_heads * ceil_div(a.q_len, block_queries) < 4 * threads.count) block_queries /= 2;
+    const int64_t q_blocks = ceil_div(a.q_len, block_queries);
+    const int64_t bytes = (key_elements + value_elements) * static_cast<int64_t>(sizeof(Packed));
+    const int64_t wave = greatest<int64_t>(greatest<int64_t>(1, kPackedBytes / greatest<int64_t>(1, bytes)), ceil_div<int64_t>(2 * threads.count, group * q_blocks));
+    Scratch scratch(least(wave, kv_heads) * (Scratch::size<Packed>(key_elements) + Scratch::size<Packed>(value_elements)));
+    Packed* memory = scratch.take<Packed>(0);
+    const int64_t key_room = static_cast<int64_t>(Scratch::size<Packed>(key_elements) / sizeof(Packed));
+    const int64_t room = key_room + static_cast<int64_t>(Scratch::size<Packed>(value_elements) / sizeof(Packed));
+    for (int64_t g0 = 0; g0 < kv_heads; g0 += wave) {
+      const int64_t heads = least(wave, kv_heads - g0);
+      parallel_for(threads, heads * key_blocks, [&](int64_t i) {
+        Packed* keys = memory + i / key_blocks * room;
+        pack(g0 + i / key_blocks, i % key_blocks, keys, keys + key_room);
+      });
+      parallel_for(threads, heads * group * q_blocks, [&](int64_t i) {
+        typename E::Scope scope;
+        (void)scope;
+        // The last query blocks first: under a causal mask they are the longest.
+        const int64_t block = q_blocks - 1 - i / (heads * group), head = i % (heads * group), g = g0 + head / group;
+        const Packed* keys = memory + head / group * room;
+        task(g / a.kv_heads, g % a.kv_heads * group + head % group, block * block_queries,
+             least(a.q_len, (block + 1) * block_queries), keys, keys + key_room);
+      });
+    }
+  }
+};
+
+template <class S, class E>
+void run(const AttentionArgs& a, const Threads& threads) {
+  Forward<S, E>{a}.run(threads);
+}
+
+}  // namespace
+
+void attention_forward(const AttentionArgs& a, const Threads& threads) {
+  if (a.storage == Storage::f64) return run<double, FmaEngine<double>>(a, threads);
+#if defined(__AMX_BF16__)
+  if (a.storage == Storage::bf16) return run<bf16, AmxEngine<1>>(a, threads);
+  if (a.parts == 2) return run<float, AmxEngine<2>>(a, threads);
+  return run<float, AmxEngine<3>>(a, threads);
+#else
+  if (a.storage == Storage::bf16) return run<bf16, FmaEngine<float>>(a, threads);
+  return run<float, FmaEngine<float>>(a, threads);
+#endif
+}
+
+}  // namespace vishwamai::VISHWAMAI_ISA

@@ -1,0 +1,142 @@
+// From raw products q.k to logits: scale, bias, soft-cap, masks and dropout, for a run of scores that share one index.
+//
+// The forward pass walks along keys for one query, the backward pass along queries for one key.  Both call the index that
+// stays "major" and the one that runs "minor"; the strides of bias and mask are swapped to match.
+#pragma once
+
+#include "cpu_attention.h"
+#include "vishwamai/core/cpp/engine.h"
+
+namespace vishwamai::VISHWAMAI_ISA {
+
+constexpr float kInfinity = __builtin_inff();
+
+// ---- dropout: core/dropout.py, bit for bit -----------------------------------------------------------------------
+VISHWAMAI_INLINE uint32_t row_hash(uint32_t seed, int64_t row) {
+  uint32_t r = static_cast<uint32_t>(row) * 0x9E3779B1u + seed;
+  r = (r ^ (r >> 16)) * 0x85EBCA6Bu;
+  return r ^ (r >> 13);
+}
+VISHWAMAI_INLINE uint32_t column_hash(uint32_t seed, int64_t column) {
+  uint32_t c = static_cast<uint32_t>(column) * 0xC2B2AE35u + seed;
+  c = (c ^ (c >> 16)) * 0x27D4EB2Fu;
+  return c ^ (c >> 15);
+}
+// keep[i] = scale where the position is kept, else 0; `minor` holds the hashes of the running index.
+template <class T>
+VISHWAMAI_INLINE void keep_factors(uint32_t major, const uint32_t* minor, int n, uint32_t threshold, T scale, T* keep) {
+  for (int i = 0; i < n; ++i) {
+    uint32_t z = major + minor[i];
+    z = (z ^ (z >> 16)) * 0x7FEB352Du;
+    z = (z ^ (z >> 15)) * 0x846CA68Bu;
+    z ^= z >> 16;
+    keep[i] = (z >> 8) >= threshold ? scale : T(0);
+  }
+}
+
+// ---- logits -----------------------------------------------------------------------------------------------------
+template <class T>
+struct Scores {
+  T scale, softcap;
+  const T* bias;
+  int64_t bias_major, bias_minor;
+  const uint8_t* mask;
+  int64_t mask_major, mask_minor;
+  const int32_t *major_segments, *minor_segments;
+
+  // Of one (batch, query head); `transposed`: the major index is the key.
+  Scores(const AttentionArgs& a, int64_t b, int64_t h, bool transposed) {
+    scale = static_cast<T>(a.scale), softcap = static_cast<T>(a.softcap);
+    bias = a.bias ? static_cast<const T*>(a.bias) + b * a.bias_strides[0] + h * a.bias_strides[1] : nullptr;
+    mask = a.mask ? a.mask + b * a.mask_strides[0] + h * a.mask_strides[1] : nullptr;
+    const int major = transposed ? 3 : 2, minor = transposed ? 2 : 3;
+    bias_major = a.bias_strides[major], bias_minor = a.bias_strides[minor];
+    mask_major = a.mask_strides[major], mask_minor = a.mask_strides[minor];
+    const int32_t* q = a.q_segments ? a.q_segments + b * a.q_segments_stride : nullptr;
+    const int32_t* kv = a.kv_segments ? a.kv_segments + b * a.kv_segments_stride : nullptr;
+    major_segments = transposed ? kv : q, minor_segments = transposed ? q : kv;
+  }
+
+  // Whether anything but a positive scale and the band stands between products and logits.
+  static bool needed(const AttentionArgs& a) {
+    return a.bias || a.mask || a.q_segments || a.softcap != 0 || !(a.scale > 0);
+  }
+
+  // s[i] = logit of (major, minor + i) from the product q.k in s[i], -infinity where masked, for i < n.
+  void apply(T* s, int64_t major, int64_t minor, int n) const {
+    constexpr int W = lanes<T>;
+    const T* bias_row = bias ? bias + major * bias_major + minor * bias_minor : nullptr;
+    const uint8_t* mask_row = mask ? mask + major * mask_major + minor * mask_minor : nullptr;
+    const V<T> none = splat(static_cast<T>(-kInfinity));
+    for (int i = 0; i < n; i += W) {
+      const int count = least(W, n - i);
+      V<T> x = load(s + i, count) * scale;
+      if (bias_row) x += strided(bias_row + i * bias_minor, bias_minor, count);
+      if (softcap != 0) x = tanh<T>(x / softcap) * softcap;
+      if (mask_row) {
+        uint8_t some[W] = {};
+        const uint8_t* bytes = mask_row + i;
+        if (mask_minor != 1 || count < W) {
+          for (int j = 0; j < count; ++j) some[j] = mask_row[(i + j) * mask_minor];
+          bytes = some;
+        }
+        x = load_bools<T>(bytes) ? x : none;
+      }
+      if (minor_segments) {
+        const int32_t own = major_segments[major], *other = minor_segments + minor + i;
+        uint8_t same[W];
+        for (int j = 0; j < W; ++j) same[j] = j < count && other[j] == own;
+        x = load_bools<T>(same) ? x : none;
+      }
+      store(s + i, x, count);
+    }
+  }
+
+ private:
+  static VISHWAMAI_INLINE V<T> strided(const T* p, int64_t stride, int count) {
+    if (stride == 1) return load(p, count);
+    if (stride == 0) return splat(*p);
+    T some[lanes<T>] = {};
+    for (int i = 0; i < count; ++i) some[i] = p[i * stride];
+    return load(some);
+  }
+};
+
+template <class T>
+VISHWAMAI_INLINE void fill(T* p, int from, int to, T value) {
+  for (int i = from; i < to; ++i) p[i] = value;
+}
+
+// ---- what is visible --------------------------------------------------------------------------------------------
+struct Range {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+VISHWAMAI_INLINE Range keys_of(const AttentionArgs& a, int64_t first_row, int64_t last_row) {
+  return {greatest<int64_t>(0, first_row + a.low), least(a.kv_len, last_row + a.high + 1)};
+}
+VISHWAMAI_INLINE Range queries_of(const AttentionArgs& a, int64_t first_key, int64_t last_key) {
+  return {greatest<int64_t>(0, first_key - a.high), least(a.q_len, last_key - a.low + 1)};
+}
+
+struct SegmentSpan {
+  int32_t least_id, greatest_id;
+  bool disjoint(const SegmentSpan& other) const { return greatest_id < other.least_id || other.greatest_id < least_id; }
+};
+inline SegmentSpan span_of(const int32_t* ids, int64_t begin, int64_t end) {
+  SegmentSpan span{ids[begin], ids[begin]};
+  for (int64_t i = begin + 1; i < end; ++i) {
+    span.least_id = least(span.least_id, ids[i]);
+    span.greatest_id = greatest(span.greatest_id, ids[i]);
+  }
+  return span;
+}
+
+// exp2 to the accuracy that the result's type can show: bfloat16 outputs (2^-9) take the cheaper polynomial (4e-6).
+template <class S, class T>
+VISHWAMAI_INLINE V<T> exp2_for(V<T> x) {
+  if constexpr (std::is_same_v<S, bf16>) return exp2_rough(x);
+  else return exp2(x);
+}
+
+}  // namespace vishwamai::VISHWAMAI_ISA
