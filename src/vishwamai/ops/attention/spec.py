@@ -201,8 +201,12 @@ def attention_axes(spec: AttentionSpec, arguments: tuple[Any, ...], results: Any
             return Outputs(("b", "h", "q", "v"), None if node.logsumexp is None else _LSE)
         return _LSE  # the residual
 
-    dims = jax.tree.map(named, (arguments, results), is_leaf=lambda node: isinstance(node, (Operands, Outputs)))
-    return Axes(*dims, frozenset("bh"))
+    def leaf(node: Any) -> bool:
+        return isinstance(node, (Operands, Outputs))
+
+    return Axes(
+        jax.tree.map(named, arguments, is_leaf=leaf), jax.tree.map(named, results, is_leaf=leaf), frozenset("bh")
+    )
 
 
 def caller_dims(layout: str) -> Operands:

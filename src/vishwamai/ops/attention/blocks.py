@@ -1,0 +1,206 @@
+"""The blocks of a blocked attention in plain JAX: which there are, how operands are cut to them, and what is computed in each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from vishwamai.core import dropout
+from vishwamai.core.precision import lax_precision
+from vishwamai.ops.attention.masks import grouped, static_mask
+from vishwamai.ops.attention.spec import AttentionSpec, Operands
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedConfig:
+    """Tiles of the blocked walk.
+
+    Attributes:
+      block_q: query rows of a block.
+      block_kv: keys of a block.
+      problems: (batch, kv head) pairs that one step computes together, about; the others wait their turn. None = all of them.
+    """
+
+    block_q: int
+    block_kv: int
+    problems: int | None = None
+
+    def with_block_size(self, block_size: int) -> ChunkedConfig:
+        """The same with square blocks of `block_size`."""
+        return dataclasses.replace(self, block_q=block_size, block_kv=block_size)
+
+
+class At(NamedTuple):
+    """Where a step stands: the first batch element and kv head of its problems, and its query and key block."""
+
+    batch: Any
+    head: Any
+    i: Any
+    j: Any
+
+
+class Blocks:
+    """One call cut into blocks.
+
+    Heads are kept as [Hkv, G], G query heads to a kv head, so that keys and values are never repeated. Lengths are padded to whole blocks. Arrays are
+    cut by the names of their axes: b and h (kv heads) to the problems of a step, q and k to a block; other axes, and those of extent 1, stay whole.
+    """
+
+    def __init__(self, spec: AttentionSpec, config: ChunkedConfig, operands: Operands):
+        self.spec = spec
+        block_q, block_kv = max(1, min(config.block_q, spec.q_len)), max(1, min(config.block_kv, spec.kv_len))
+        batch_step, head_step = _problem_steps(spec, config.problems)
+        self.sizes = {"b": batch_step, "h": head_step, "q": block_q, "k": block_kv}
+        self.q_blocks, self.kv_blocks = -(-spec.q_len // block_q), -(-spec.kv_len // block_kv)
+
+        def heads(x: Any) -> Any:
+            return None if x is None else grouped(x, spec.kv_heads)
+
+        q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
+        self.query = self.pad("bhgqd", heads(operands.query))
+        self.key = self.pad("bhkd", operands.key)
+        self.value = self.pad("bhkd", operands.value)
+        self.bias = self.pad("bhgqk", heads(operands.bias))
+        self.mask = self.pad("bhgqk", heads(operands.mask))
+        # Padding repeats the last id, so that it does not widen a block's range of ids.
+        self.q_ids: Any = None if q_ids is None else self.pad("bhgqk", q_ids[:, None, None, :, None], "edge")
+        self.kv_ids: Any = None if kv_ids is None else self.pad("bhgqk", kv_ids[:, None, None, None, :], "edge")
+        self.seed: Any = heads(operands.dropout_seed)  # [B, Hkv, G, 2]
+
+    def pad(self, axes: str, x: Any, mode: Any = "constant") -> Any:
+        """Pads the query and key axes to whole blocks, with zeros or with the `edge`; broadcast axes stay 1."""
+        if x is None:
+            return None
+        widths = [
+            (0, -extent % self.sizes[name] if name in "qk" and extent > 1 else 0)
+            for name, extent in zip(axes, x.shape, strict=True)
+        ]
+        return jnp.pad(x, widths, mode=mode) if any(after for _, after in widths) else x
+
+    # --- The list of blocks ------------------------------------------------------------------------------------------------------------------------
+
+    def pairs(self, by_key: bool) -> np.ndarray:
+        """The (query block, key block) pairs that the static mask leaves, int32 `[pairs, 2]`; keys run fastest, or queries if `by_key`."""
+        block_q, block_kv = self.sizes["q"], self.sizes["k"]
+        found = [np.zeros((0, 2), np.int32)]
+        for i in range(self.q_blocks):
+            start, stop = self.spec.key_range(i * block_q, min((i + 1) * block_q, self.spec.q_len) - 1)
+            js = np.arange(start // block_kv, -(-stop // block_kv) if stop > start else 0, dtype=np.int32)
+            found.append(np.stack([np.full_like(js, i), js], axis=1))
+        pairs = np.concatenate(found)
+        return pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))] if by_key else pairs
+
+    def each_problem(self, function: Callable[[Any, Any, Any], Any], carry: Any) -> tuple[Any, Any]:
+        """`carry, results = scan` of `function(carry, batch, head)`; results `[b, h, ...]` come back joined as `[B, Hkv, ...]`."""
+        spec = self.spec
+        batch_steps, head_steps = spec.batch // self.sizes["b"], spec.kv_heads // self.sizes["h"]
+
+        def body(carry: Any, n: Any) -> Any:
+            return function(carry, n // head_steps * self.sizes["b"], n % head_steps * self.sizes["h"])
+
+        if batch_steps * head_steps == 1:
+            return body(carry, 0)
+        carry, results = lax.scan(body, carry, jnp.arange(batch_steps * head_steps, dtype=jnp.int32))
+        # Either a step holds all heads of its batch elements or one batch element, so joining is a reshape.
+        return carry, jax.tree.map(lambda x: x.reshape(spec.batch, spec.kv_heads, *x.shape[3:]), results)
+
+    def walk(
+        self, compute: Callable[[Any, At], Any], carry: Any, axes: Any, batch: Any, head: Any, by_key: bool = False
+    ) -> Any:
+        """Folds `block = compute(block, at)` over the pairs, where `block` is `carry` cut by `axes` (upper-case axes are already cut).
+
+        Where no segment of the query block can occur in the key block, `compute` is passed over.
+        """
+
+        def body(carry: Any, pair: jax.Array) -> tuple[Any, None]:
+            at = At(batch, head, pair[0], pair[1])
+            block = jax.tree.map(lambda x, names: self.cut(names, x, at), carry, axes)
+            if self.q_ids is None:
+                block = compute(block, at)
+            else:
+                block = lax.cond(self._segments_meet(at), lambda b: compute(b, at), lambda b: b, block)
+            return jax.tree.map(
+                lambda x, b, names: lax.dynamic_update_slice(x, b, self._starts(names, x, at)), carry, block, axes
+            ), None
+
+        return lax.scan(body, carry, jnp.asarray(self.pairs(by_key)))[0]
+
+    # --- Cutting -----------------------------------------------------------------------------------------------------------------------------------
+
+    def _starts(self, axes: str, x: jax.Array, at: At) -> tuple[Any, ...]:
+        start = {"b": at.batch, "h": at.head, "q": at.i * self.sizes["q"], "k": at.j * self.sizes["k"]}
+        named = (start.get(name, 0) if extent > 1 else 0 for name, extent in zip(axes, x.shape, strict=True))
+        return tuple(jnp.asarray(n, jnp.int32) for n in named)  # of one dtype, also under 64-bit integers
+
+    def cut(self, axes: str, x: jax.Array, at: At) -> jax.Array:
+        """The part of `x` that belongs to a step."""
+        sizes = [self.sizes.get(name, n) if n > 1 else 1 for name, n in zip(axes, x.shape, strict=True)]
+        return lax.dynamic_slice(x, self._starts(axes, x, at), sizes)
+
+    def _segments_meet(self, at: At) -> jax.Array:
+        q, k = self.cut("bhgqk", self.q_ids, at), self.cut("bhgqk", self.kv_ids, at)
+        axes = (1, 2, 3, 4)
+        return jnp.any((q.min(axes) <= k.max(axes)) & (k.min(axes) <= q.max(axes)))
+
+    # --- Inside a block: [b, h, G, block_q, block_kv] --------------------------------------------------------------------------------------------------
+
+    def product(self, formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """A product of operands in their own dtype, summed and returned in the accumulation dtype."""
+        precision = lax_precision(self.spec.precision)
+        return jnp.einsum(formula, x, y, precision=precision, preferred_element_type=self.spec.accumulator)
+
+    def logits(self, q: jax.Array, k: jax.Array, at: At) -> jax.Array:
+        """Capped logits, not yet masked."""
+        s = self.spec.scale * self.product("bhgqd,bhkd->bhgqk", q, k)
+        if self.bias is not None:
+            s = s + self.cut("bhgqk", self.bias, at).astype(s.dtype)
+        return s if self.spec.softcap is None else self.spec.softcap * jnp.tanh(s / self.spec.softcap)
+
+    def _positions(self, at: At) -> tuple[jax.Array, jax.Array]:
+        block_q, block_kv = self.sizes["q"], self.sizes["k"]
+        return at.i * block_q + jnp.arange(block_q), at.j * block_kv + jnp.arange(block_kv)
+
+    def visible(self, at: At) -> jax.Array | None:
+        """Every mask together, padding included; True = attend, None where nothing is masked."""
+        rows, columns = self._positions(at)
+        terms = [static_mask(self.spec, rows, columns)]
+        if self.spec.q_len % self.sizes["q"]:
+            terms.append((rows < self.spec.q_len)[:, None])
+        if self.spec.kv_len % self.sizes["k"]:
+            terms.append((columns < self.spec.kv_len)[None, :])
+        if self.mask is not None:
+            terms.append(self.cut("bhgqk", self.mask, at))
+        if self.q_ids is not None:
+            terms.append(self.cut("bhgqk", self.q_ids, at) == self.cut("bhgqk", self.kv_ids, at))
+        terms = [term for term in terms if term is not None]
+        return functools.reduce(jnp.logical_and, terms) if terms else None
+
+    def dropped(self, p: jax.Array, at: At) -> jax.Array:
+        """`p` with the dropped positions 0 and the kept ones scaled up."""
+        if self.seed is None:
+            return p
+        rows, columns = self._positions(at)
+        seed = self.cut("bhgs", self.seed, at)[..., None, None]  # [b, h, G, 2, 1, 1]
+        keep = dropout.keep_mask(
+            seed[..., 0, :, :], seed[..., 1, :, :], rows[:, None], columns[None, :], self.spec.dropout_rate
+        )
+        return jnp.where(keep, p / (1.0 - self.spec.dropout_rate), 0.0)
+
+
+def _problem_steps(spec: AttentionSpec, problems: int | None) -> tuple[int, int]:
+    """(batch elements, kv heads) of one step: the largest divisors whose product is `problems` at most; all heads, or one batch element."""
+
+    def divisor(n: int, most: int) -> int:
+        return max(d for d in range(1, max(1, min(n, most)) + 1) if n % d == 0)
+
+    if problems is None:
+        return spec.batch, spec.kv_heads
+    heads = divisor(spec.kv_heads, problems)
+    return (divisor(spec.batch, problems // heads) if heads == spec.kv_heads else 1), heads

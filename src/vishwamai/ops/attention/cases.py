@@ -1,0 +1,250 @@
+"""Cases of attention: small ones for the contract suite, every feature alone and with others, and the layers of real models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.ops.attention.api import flash_attention
+
+
+def _case(
+    name: str,
+    *,
+    batch: int = 1,
+    heads: int | tuple[int, int] = 2,
+    length: int | tuple[int, int] = 100,
+    dim: int | tuple[int, int] = 64,
+    dtype: str = "float32",
+    bias: tuple[int, ...] | None = None,
+    mask: tuple[int, ...] | None = None,
+    segments: tuple[Any, Any] | None = None,
+    sinks: bool = False,
+    dropout: float = 0.0,
+    tags: tuple[str, ...] = ("contract",),
+    **options: Any,
+) -> Case:
+    """One call; pairs are (query heads, kv heads), (q_len, kv_len), (d_qk, d_v); `bias` and `mask` are shapes, `segments` lengths of segments."""
+    (hq, hkv), (tq, tk), (d, dv) = (x if isinstance(x, tuple) else (x, x) for x in (heads, length, dim))
+
+    def array(*shape: int) -> ArrayInit:
+        if options.get("layout") == "bshd":
+            shape = (shape[0], shape[2], shape[1], shape[3])
+        return ArrayInit(shape, dtype)
+
+    arrays = {"query": array(batch, hq, tq, d), "key": array(batch, hkv, tk, d), "value": array(batch, hkv, tk, dv)}
+    if bias is not None:
+        arrays["bias"] = ArrayInit(bias, dtype)
+    if mask is not None:
+        arrays["mask"] = ArrayInit(mask, "bool", "mask")
+    if sinks:
+        arrays["sinks"] = ArrayInit((hq,), dtype)
+    if dropout:
+        arrays["dropout_key"] = ArrayInit((2,), "uint32", "key")
+        options["dropout_rate"] = dropout
+    if segments is not None:
+        options["segment_ids"] = tuple(map(_ids, segments))
+    return Case(name, "attention", flash_attention, arrays, options, frozenset(tags))
+
+
+def _ids(lengths: Any) -> np.ndarray:
+    """Segment ids of consecutive segments: `[(30, 70)] -> [[0] * 30 + [1] * 70]`, one row a batch element; negative lengths count down from 99."""
+    rows = []
+    for row in lengths:
+        ids = [99 - i if n < 0 else i for i, n in enumerate(row)]
+        rows.append(np.repeat(ids, np.abs(row)))
+    return np.array(rows, np.int32)
+
+
+_SELF = ([(30, 45, 25)], [(30, 45, 25)])
+
+CASES = (
+    # dtypes, lengths, head dimensions
+    _case("full f32", batch=2),
+    _case("full bf16", batch=2, dtype="bfloat16"),
+    _case("full f16", length=80, dtype="float16"),
+    _case("full f64", length=63, dim=16, dtype="float64", return_lse=True),
+    _case("one by one", length=1, dim=1),
+    _case("length 63 head dim 1", length=63, dim=1),
+    _case("length 300 head dim 63", heads=1, length=300, dim=63),
+    _case("length 192 head dim 80 bf16", length=192, dim=80, dtype="bfloat16"),
+    _case("head dim 100", length=(63, 80), dim=100),
+    _case("head dim 192 bf16", heads=1, length=(80, 63), dim=192, dtype="bfloat16"),
+    _case("head dim 256", heads=1, length=63, dim=256),
+    _case("head dim 2000", heads=1, length=(16, 24), dim=2000),
+    _case("value dim 128 of 192 bf16", length=80, dim=(192, 128), dtype="bfloat16"),
+    _case("value dim 100 of 64", length=(63, 100), dim=(64, 100)),
+    _case("bshd", batch=2, heads=(4, 2), length=(63, 80), dim=32, layout="bshd"),
+    _case("scale", length=63, dim=32, scale=0.3),
+    _case("no keys", length=(5, 0), dim=16, return_lse=True, sinks=True),
+    # causal, window
+    _case("causal f32", length=192, dim=128, causal=True),
+    _case("causal bf16", batch=2, length=192, dim=128, dtype="bfloat16", causal=True),
+    _case("causal top-left 63x100", length=(63, 100), causal=True),
+    _case("causal bottom-right 80x192", length=(80, 192), causal=True, causal_align="bottom_right"),
+    _case(
+        "causal bottom-right, rows without keys",
+        length=(100, 63),
+        causal=True,
+        causal_align="bottom_right",
+        return_lse=True,
+    ),
+    _case("decode", batch=2, heads=(4, 1), length=(1, 300), causal=True, causal_align="bottom_right", dtype="bfloat16"),
+    _case("window", length=192, window=(20, 5)),
+    _case("window left of causal bf16", length=300, heads=1, window=(40, None), causal=True, dtype="bfloat16"),
+    _case("window right bottom-right", length=(63, 192), window=(None, 7), causal_align="bottom_right"),
+    _case("window beyond the keys", length=(192, 63), window=(9, 0), return_lse=True),
+    # grouped heads
+    _case("GQA causal", batch=2, heads=(4, 2), length=80, causal=True),
+    _case("GQA 6/2 bf16", heads=(6, 2), length=(63, 100), dtype="bfloat16"),
+    _case("MQA", heads=(4, 1), length=80, dim=32, return_lse=True),
+    # segments
+    _case("segments", segments=_SELF),
+    _case("segments causal GQA bf16", heads=(2, 1), segments=_SELF, causal=True, dtype="bfloat16"),
+    _case(
+        "segments by batch, some alone",
+        batch=2,
+        length=(80, 100),
+        segments=([(40, 40), (50, -30)], [(60, 40), (100,)]),
+        return_lse=True,
+    ),
+    _case("segments window", length=192, heads=1, segments=([(100, 92)], [(100, 92)]), window=(30, 0)),
+    # softcap, sinks, dropout
+    _case("softcap", softcap=3.0, scale=0.5),
+    _case("softcap causal bf16", softcap=5.0, causal=True, dtype="bfloat16"),
+    _case("sinks", sinks=True, return_lse=True),
+    _case("sinks window bf16", sinks=True, window=(15, 0), causal=True, dtype="bfloat16"),
+    _case("sinks and rows without keys", length=(63, 30), sinks=True, window=(5, 0), return_lse=True),
+    _case("dropout", batch=2, dropout=0.3),
+    _case("dropout causal GQA bf16", heads=(4, 2), length=63, dropout=0.1, causal=True, dtype="bfloat16"),
+    # bias
+    _case("bias full", batch=2, length=(63, 80), bias=(2, 2, 63, 80)),
+    _case("bias by head bf16", batch=2, length=80, bias=(1, 2, 80, 80), causal=True, dtype="bfloat16"),
+    _case("bias by batch", batch=2, length=(63, 80), bias=(2, 1, 63, 80)),
+    _case("bias by key", batch=2, length=80, bias=(2, 1, 1, 80), softcap=4.0),
+    _case("bias by query and head", heads=(4, 2), length=63, bias=(4, 63, 1), sinks=True),
+    _case("bias of two axes", batch=2, length=(63, 80), bias=(63, 80), dropout=0.2),
+    _case("bias of one number", length=63, dim=32, bias=(1,), softcap=3.0),
+    # masks
+    _case("mask full", batch=2, length=(63, 80), mask=(2, 2, 63, 80)),
+    _case("mask by key bf16", batch=2, length=80, mask=(2, 1, 1, 80), dtype="bfloat16"),
+    _case("mask by query", batch=2, length=63, mask=(2, 1, 63, 1), return_lse=True),
+    _case("mask by head", heads=(4, 2), length=80, mask=(1, 4, 1, 80), causal=True),
+    _case("mask of two axes", batch=2, length=(63, 80), mask=(63, 80), bias=(1, 2, 1, 80)),
+    # everything
+    *(
+        _case(
+            f"everything {dtype}",
+            batch=2,
+            heads=(4, 2),
+            length=(80, 100),
+            dim=(64, 32),
+            dtype=dtype,
+            bias=(1, 4, 80, 100),
+            mask=(2, 1, 1, 100),
+            segments=([(50, 30), (80,)], [(60, 40), (100,)]),
+            sinks=True,
+            dropout=0.1,
+            causal=True,
+            causal_align="bottom_right",
+            window=(60, 10),
+            softcap=8.0,
+            scale=0.2,
+            return_lse=True,
+        )
+        for dtype in ("float32", "bfloat16")
+    ),
+    # Layers of real models, over the lengths that a laptop can time, and over whole contexts ("long").
+    _case(
+        "Llama 3 8B, 1024 tokens", heads=(32, 8), length=1024, dim=128, dtype="bfloat16", causal=True, tags=("model",)
+    ),
+    _case(
+        "Llama 3 8B, 4096 tokens",
+        heads=(32, 8),
+        length=4096,
+        dim=128,
+        dtype="bfloat16",
+        causal=True,
+        tags=("model", "long"),
+    ),
+    _case(
+        "Llama 3 8B, decoding at 4096",
+        batch=4,
+        heads=(32, 8),
+        length=(1, 4096),
+        dim=128,
+        dtype="bfloat16",
+        tags=("model",),
+    ),
+    _case(
+        "Qwen 3 30B-A3B, 1024 tokens",
+        heads=(32, 4),
+        length=1024,
+        dim=128,
+        dtype="bfloat16",
+        causal=True,
+        tags=("model",),
+    ),
+    _case(
+        "Gemma 2 9B, 1024 tokens, softcap",
+        heads=(16, 8),
+        length=1024,
+        dim=256,
+        dtype="bfloat16",
+        causal=True,
+        window=(4095, 0),
+        softcap=50.0,
+        scale=256**-0.5,
+        tags=("model",),
+    ),
+    _case(
+        "Gemma 3 12B, 2048 tokens, window 1024",
+        heads=(16, 8),
+        length=2048,
+        dim=256,
+        dtype="bfloat16",
+        causal=True,
+        window=(1023, 0),
+        tags=("model",),
+    ),
+    _case(
+        "Mixtral 8x7B, 2 x 512 tokens",
+        batch=2,
+        heads=(32, 8),
+        length=512,
+        dim=128,
+        dtype="bfloat16",
+        causal=True,
+        tags=("model",),
+    ),
+    _case(
+        "DeepSeek-V3 MLA, 512 tokens",
+        heads=128,
+        length=512,
+        dim=(192, 128),
+        dtype="bfloat16",
+        causal=True,
+        tags=("model",),
+    ),
+    _case(
+        "BERT base, 8 x 512 tokens, padding",
+        batch=8,
+        heads=12,
+        length=512,
+        dim=64,
+        dtype="bfloat16",
+        mask=(8, 1, 1, 512),
+        tags=("model",),
+    ),
+    _case(
+        "BERT base, 8 x 512 tokens, padding, f32",
+        batch=8,
+        heads=12,
+        length=512,
+        dim=64,
+        mask=(8, 1, 1, 512),
+        tags=("model",),
+    ),
+)

@@ -1,0 +1,170 @@
+"""Attention in plain JAX, block by block: memory linear in the sequences on every platform, forward and backward.
+
+One scan walks the list of (query block, key block) pairs that the static mask leaves; pairs whose segments cannot meet are passed over while it
+runs. The forward pass keeps the running maximum, sum and output of Milakov and Gimelshein (2018) and Rabe and Staats (2021). The backward pass
+recomputes the probabilities from the logsumexp and adds up dQ, dK and dV in one walk, by the formulas of Dao, "FlashAttention-2" (2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.config import ambient_platform
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.core.sharding import match_varying
+from vishwamai.ops.attention.blocks import At, Blocks, ChunkedConfig
+from vishwamai.ops.attention.masks import grouped
+from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
+
+
+def heuristic(spec: AttentionSpec, chip: Chip | None) -> ChunkedConfig:
+    """On the CPU as many problems a step as keep its scores within a core's cache; elsewhere all, so that the device is filled."""
+    del chip
+    block_q, block_kv = min(512, max(1, spec.q_len)), min(512, max(1, spec.kv_len))
+    if ambient_platform() != "cpu":
+        return ChunkedConfig(block_q, block_kv)
+    return ChunkedConfig(block_q, block_kv, max(1, (1 << 19) // (spec.group * block_q * block_kv)))
+
+
+def _finite(m: jax.Array) -> jax.Array:
+    """A maximum, or logsumexp, to subtract: 0 where it is -inf, so that exp(-inf - 0) is 0 and never exp(-inf + inf)."""
+    return jnp.where(m == -jnp.inf, 0.0, m)
+
+
+def forward(
+    spec: AttentionSpec, config: ChunkedConfig, operands: Operands, residuals: bool
+) -> tuple[Outputs, jax.Array | None]:
+    """The blocked forward pass; the residual is the logsumexp."""
+    if spec.batch * spec.live_pairs == 0:
+        return _without_scores(spec, operands, residuals)
+    blocks = Blocks(spec, config, operands)
+    acc, rows = spec.accumulator, blocks.query.shape[3]
+    sinks = None if operands.sinks is None else grouped(operands.sinks.astype(acc), spec.kv_heads)[..., None]
+
+    def block(running: Any, at: At) -> Any:
+        m, l, out = running  # [b, h, G, block_q], the last with [Dv]
+        q, k = blocks.cut("bhgqd", blocks.query, at), blocks.cut("bhkd", blocks.key, at)
+        v = blocks.cut("bhkd", blocks.value, at)
+        s = blocks.logits(q, k, at)
+        seen = blocks.visible(at)
+        if seen is not None:
+            s = jnp.where(seen, s, -jnp.inf)
+        m_new = jnp.maximum(m, jnp.max(s, axis=-1))
+        p = jnp.exp(s - _finite(m_new)[..., None])
+        correction = jnp.exp(m - _finite(m_new))
+        l = correction * l + jnp.sum(p, axis=-1)
+        pv = blocks.product("bhgqk,bhkd->bhgqd", blocks.dropped(p, at).astype(v.dtype), v)
+        return m_new, l, correction[..., None] * out + pv
+
+    def problem(carry: None, batch: Any, head: Any) -> Any:
+        shape = (blocks.sizes["b"], blocks.sizes["h"], spec.group, rows)
+        start = jnp.full(shape, -jnp.inf, acc), jnp.zeros(shape, acc), jnp.zeros((*shape, spec.v_dim), acc)
+        if sinks is not None:  # one more logit, without a value
+            sink = jnp.broadcast_to(blocks.cut("bhgq", sinks, At(batch, head, 0, 0)), shape)
+            start = sink, jnp.where(sink == -jnp.inf, 0.0, jnp.ones_like(sink)), start[2]
+        start, _ = match_varying((start, operands))
+        m, l, out = blocks.walk(block, start, ("BHgq", "BHgq", "BHgqd"), batch, head)
+        safe = jnp.where(l > 0, l, 1.0)
+        return carry, ((out / safe[..., None]).astype(operands.query.dtype), jnp.where(l > 0, m + jnp.log(safe), m))
+
+    _, (out, logsumexp) = blocks.each_problem(problem, None)
+
+    def heads(x: jax.Array) -> jax.Array:
+        return x[:, :, :, : spec.q_len].reshape(spec.batch, spec.q_heads, spec.q_len, *x.shape[4:])
+
+    logsumexp = heads(logsumexp)
+    return Outputs(heads(out), logsumexp if spec.return_lse else None), logsumexp if residuals else None
+
+
+def _without_scores(spec: AttentionSpec, operands: Operands, residuals: bool) -> tuple[Outputs, jax.Array | None]:
+    """The result where no query sees any key: there are none, or the static mask hides them all."""
+    shape = operands.query.shape[:3]
+    out = jnp.zeros((*shape, spec.v_dim), operands.query.dtype)
+    logsumexp = jnp.full(shape, -jnp.inf, spec.accumulator)
+    if operands.sinks is not None:
+        logsumexp = jnp.broadcast_to(operands.sinks[..., None].astype(spec.accumulator), shape)
+    (out, logsumexp), _ = match_varying(((out, logsumexp), operands))
+    return Outputs(out, logsumexp if spec.return_lse else None), logsumexp if residuals else None
+
+
+def backward(
+    spec: AttentionSpec,
+    config: ChunkedConfig,
+    operands: Operands,
+    outputs: Outputs,
+    residuals: jax.Array,
+    cotangents: Outputs,
+) -> Operands:
+    """The blocked backward pass: every block of probabilities is computed once more, and once only."""
+    acc, logsumexp, (dout, dlse) = spec.accumulator, residuals, cotangents
+    # With o = p v / l, dS = p * (dP - delta): delta is what the softmax's normalization takes back, less the logsumexp's own cotangent.
+    delta = jnp.sum(dout.astype(acc) * outputs.out.astype(acc), axis=-1)
+    if dlse is not None:
+        delta = delta - jnp.where(logsumexp == -jnp.inf, 0.0, dlse)
+    dsinks = None
+    if operands.sinks is not None:
+        probability = jnp.exp(operands.sinks[..., None].astype(acc) - _finite(logsumexp))
+        dsinks = -jnp.sum(probability * delta, axis=-1)  # [B, Hq]
+        if operands.sinks.shape[0] == 1:
+            dsinks = jnp.sum(dsinks, axis=0, keepdims=True)
+        dsinks = dsinks.astype(operands.sinks.dtype)
+    zeros = Operands(
+        *(jnp.zeros_like(x) for x in operands[:3]),
+        bias=None if operands.bias is None else jnp.zeros_like(operands.bias),
+        sinks=dsinks,
+    )
+    if spec.batch * spec.live_pairs == 0:
+        return match_varying((zeros, operands))[0]
+
+    blocks = Blocks(spec, config, operands)
+    padded_dout = blocks.pad("bhgqd", grouped(dout, spec.kv_heads))
+    padded_lse, padded_delta = (blocks.pad("bhgq", grouped(x, spec.kv_heads)) for x in (_finite(logsumexp), delta))
+
+    def block(sums: Any, at: At) -> Any:
+        dq, dk, dv, dbias = sums
+        q, do = blocks.cut("bhgqd", blocks.query, at), blocks.cut("bhgqd", padded_dout, at)
+        k, v = blocks.cut("bhkd", blocks.key, at), blocks.cut("bhkd", blocks.value, at)
+        s, seen = blocks.logits(q, k, at), blocks.visible(at)
+        p = jnp.exp(s - blocks.cut("bhgq", padded_lse, at)[..., None])
+        if seen is not None:
+            p = jnp.where(seen, p, 0.0)
+        dv = dv + blocks.product("bhgqk,bhgqd->bhkd", blocks.dropped(p, at).astype(do.dtype), do)
+        dp = blocks.dropped(blocks.product("bhgqd,bhkd->bhgqk", do, v), at)
+        ds = p * (dp - blocks.cut("bhgq", padded_delta, at)[..., None])
+        if spec.softcap is not None:
+            ds = ds * (1.0 - jnp.square(s / spec.softcap))
+        if dbias is not None:
+            shared = tuple(axis for axis, extent in enumerate(dbias.shape) if extent < ds.shape[axis])
+            dbias = dbias + jnp.sum(ds, axis=shared, keepdims=True)
+        ds = (spec.scale * ds).astype(q.dtype)
+        dq = dq + blocks.product("bhgqk,bhkd->bhgqd", ds, k)
+        return dq, dk + blocks.product("bhgqk,bhgqd->bhkd", ds, q), dv, dbias
+
+    def problem(dbias: Any, batch: Any, head: Any) -> Any:
+        b, h = blocks.sizes["b"], blocks.sizes["h"]
+        like = blocks.query.shape[2:], blocks.key.shape[2:], blocks.value.shape[2:]
+        start = (*(jnp.zeros((b, h, *shape), acc) for shape in like), dbias)
+        start, _ = match_varying((start, (operands, cotangents)))
+        axes = ("BHgqd", "BHkd", "BHkd", None if dbias is None else "bhgqk")
+        *gradients, dbias = blocks.walk(block, start, axes, batch, head, by_key=True)
+        return dbias, tuple(g.astype(x.dtype) for g, x in zip(gradients, operands[:3], strict=True))
+
+    dbias = None if blocks.bias is None else jnp.zeros(blocks.bias.shape, acc)
+    dbias, _ = match_varying((dbias, (operands, cotangents)))
+    dbias, (dq, dk, dv) = blocks.each_problem(problem, dbias)
+    if operands.bias is not None:
+        q_len, kv_len = operands.bias.shape[2:]
+        dbias = dbias[:, :, :, :q_len, :kv_len].reshape(operands.bias.shape).astype(operands.bias.dtype)
+    return zeros._replace(
+        query=dq[:, :, :, : spec.q_len].reshape(operands.query.shape),
+        key=dk[:, :, : spec.kv_len],
+        value=dv[:, :, : spec.kv_len],
+        bias=dbias,
+    )
+
+
+XLA_CHUNKED = Implementation("xla_chunked", None, forward, backward, heuristic=heuristic, config_type=ChunkedConfig)
