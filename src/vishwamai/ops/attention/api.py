@@ -14,6 +14,7 @@ from vishwamai.core.precision import resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.ops.attention.checks import make_spec
 from vishwamai.ops.attention.chunked import XLA_CHUNKED
+from vishwamai.ops.attention.cpu import NATIVE
 from vishwamai.ops.attention.reference import XLA
 from vishwamai.ops.attention.spec import SHAREABLE, AttentionSpec, Operands, attention_axes, caller_dims
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Bool, Float, Int, Key
 
-ATTENTION: Op[AttentionSpec] = Op("attention", (XLA_CHUNKED, XLA), attention_axes, shareable=SHAREABLE)
+ATTENTION: Op[AttentionSpec] = Op("attention", (NATIVE, XLA_CHUNKED, XLA), attention_axes, shareable=SHAREABLE)
 
 
 def flash_attention(
