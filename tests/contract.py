@@ -74,11 +74,15 @@ def pairs() -> Iterator[tuple[Op, Implementation]]:
 
 
 def triples() -> list[Any]:
-    """op x implementation x contract case, as pytest parameters."""
+    """op x implementation x contract case, as pytest parameters: all implementations of a case in a row, the reference first.
+
+    So a case's oracle and reference are computed once, and remembered while its other implementations are compared with them.
+    """
     return [
-        pytest.param(op, impl, case, id=f"{op.name}-{impl.name}-{label(case)}")
-        for op, impl in pairs()
-        for case in OPERATIONS[op.name].cases
+        pytest.param(op.op, impl, case, id=f"{op.op.name}-{label(case)}-{impl.name}")
+        for op in OPERATIONS.values()
+        for case in op.cases
+        for impl in reversed([impl for of, impl in pairs() if of is op.op])
     ]
 
 

@@ -1,14 +1,14 @@
 """Sharded operands on eight devices: a sharding may change the speed, never the answer, whoever partitions the program."""
 
-import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import contract
+import toy
 from vishwamai.core.sharding import assign
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -75,7 +75,9 @@ def test_any_sharding_gives_the_same_answer(mesh, layout):
 def test_the_kernel_is_wrong_on_half_a_sequence():
     """The test above can fail: were the sequence split, the answer would differ."""
     q, k, weight = toy.inputs(1, 1, 24)
-    halves = np.concatenate([toy.truth(q[..., :12], k[..., :12], weight), toy.truth(q[..., 12:], k[..., 12:], weight)], -1)
+    halves = np.concatenate(
+        [toy.truth(q[..., :12], k[..., :12], weight), toy.truth(q[..., 12:], k[..., 12:], weight)], -1
+    )
     assert np.abs(halves - toy.truth(q, k, weight)).max() > 0.1
 
 
@@ -118,9 +120,7 @@ def test_shard_map(check_vma, implementation):
     def run(q, k, weight):
         return toy.toy(q, k, weight, implementation=implementation)
 
-    sharded = jax.shard_map(
-        run, mesh=mesh, in_specs=(P("x"), P("x"), P()), out_specs=P("x"), check_vma=check_vma
-    )
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(P("x"), P("x"), P()), out_specs=P("x"), check_vma=check_vma)
 
     def loss(function, *args):
         return jnp.sum(jnp.sin(function(*args)))

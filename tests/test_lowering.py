@@ -1,0 +1,132 @@
+"""Every case compiles ahead of time for every TPU generation, forward and backward, with the kernel in the program: no device needed.
+
+By default each case is compiled for one chip, in rotation, so that every case and every chip has its share; the whole cross product is `long`.
+"""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import contract
+import vishwamai
+from vishwamai import aot
+from vishwamai.aot.libtpu import mesh_for
+from vishwamai.core.errors import FallbackWarning, UnsupportedError
+from vishwamai.core.hardware import CHIPS, chip
+
+pytestmark = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+
+CASES = [(op, case) for op in contract.OPERATIONS.values() for case in op.cases]
+TARGETS = tuple(CHIPS)
+
+
+def rotation():
+    """(op, case, chip): one chip a case."""
+    return [(op, case, TARGETS[i % len(TARGETS)]) for i, (op, case) in enumerate(CASES)]
+
+
+def everything():
+    """(op, case, chip): all that `rotation` leaves out."""
+    once = {(id(case), target) for _, case, target in rotation()}
+    return [(op, case, target) for op, case in CASES for target in TARGETS if (id(case), target) not in once]
+
+
+def parameters(triples):
+    return [pytest.param(*t, id=f"{t[0].op.name}-{contract.label(t[1])}-{t[2]}") for t in triples]
+
+
+def compile_and_check(operation, case, target):
+    """Compiles outputs and gradients as the library chooses for the chip; the kernel is there unless it says why not."""
+    kernels = [impl for impl in operation.op.implementations if impl.platform == "tpu"]
+    assert kernels, f"{operation.op.name} has no TPU kernel"
+    reasons = [contract.declines(impl, case, chip(target)) for impl in kernels]
+    cotangents = contract.cotangents_for(case, contract.output_shapes(case))
+    run = contract.value_and_gradients(case)
+    with contract.x64(case), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        # The cotangents are constants: those of integer outputs have a type (float0) that no argument can have.
+        program = aot.compile_for(lambda arrays: run(arrays, cotangents), case.shapes(), target=target)
+    in_program = [kernel for kernel in program.kernels if kernel.pallas]
+    assert bool(in_program) == (None in reasons), reasons
+    assert program.memory.fits
+    return in_program
+
+
+@pytest.mark.parametrize("operation, case, target", parameters(rotation()))
+def test_case_compiles(operation, case, target):
+    compile_and_check(operation, case, target)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("operation, case, target", parameters(everything()))
+def test_case_compiles_everywhere(operation, case, target):
+    compile_and_check(operation, case, target)
+
+
+# --- Several chips ---------------------------------------------------------------------------------------------------------------------------------
+
+TOPOLOGY = "v5e:2x2"
+
+
+def attention_structs(kind, spec):
+    """query, key, value of batch 4, heads 8 (kv 4), length 256, head_dim 128 on a mesh of 2 x 2."""
+    mesh = mesh_for(TOPOLOGY, {"x": 2, "y": 2})
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * 2)
+    shapes = ((4, 8, 256, 128), (4, 4, 256, 128), (4, 4, 256, 128))
+    return [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for s in shapes]
+
+
+def attention_and_gradients(query, key, value):
+    out, pull = jax.vjp(lambda *a: vishwamai.flash_attention(*a, causal=True), query, key, value)
+    return out, pull(out)
+
+
+def kernel_shapes(program):
+    """Shapes of the 4-dimensional bfloat16 operands of every Pallas call in the program."""
+    lines = [line for line in program.text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    assert lines
+    return {
+        tuple(map(int, dims.split(","))) for line in lines for dims in re.findall(r"bf16\[(\d+(?:,\d+){3})\]", line)
+    }
+
+
+@pytest.mark.parametrize(
+    "spec, batch, heads",
+    [
+        (P("x", "y"), 2, (4, 2)),
+        (P(("x", "y")), 1, (8, 4)),
+        (P("x", None, "y"), 2, (8, 4)),
+        (P(None, None, "x"), 4, (8, 4)),
+    ],
+    ids=str,
+)
+def test_explicit_axes_split_batch_and_heads_never_the_sequence(spec, batch, heads):
+    """On a slice, a kernel gets its share of batch and heads and the whole sequence, whatever is sharded."""
+    structs = attention_structs(AxisType.Explicit, spec)
+    with jax.set_mesh(structs[0].sharding.mesh):
+        program = aot.compile_for(attention_and_gradients, *structs, target=TOPOLOGY)
+    shapes = kernel_shapes(program)
+    assert {(batch, heads[0], 256, 128), (batch, heads[1], 256, 128)} <= shapes
+    assert all(shape[0] == batch and shape[1] in heads for shape in shapes)
+    assert ("all-gather" in program.text) == (spec[-1] is not None and len(spec) == 3)
+
+
+def test_shard_map_on_a_slice():
+    structs = attention_structs(AxisType.Auto, P("x", "y"))
+    specs = (P("x", "y"),) * 3
+    sharded = jax.shard_map(
+        attention_and_gradients, mesh=structs[0].sharding.mesh, in_specs=specs, out_specs=(P("x", "y"), specs)
+    )
+    assert (2, 4, 256, 128) in kernel_shapes(aot.compile_for(sharded, *structs, target=TOPOLOGY))
+
+
+def test_automatic_axes_are_refused_in_words():
+    """libtpu cannot be taught how to split a kernel: the error says what to write instead."""
+    structs = attention_structs(AxisType.Auto, P("x"))
+    with pytest.raises(UnsupportedError, match="shard_map"):
+        aot.compile_for(attention_and_gradients, *structs, target=TOPOLOGY)
