@@ -120,6 +120,7 @@ def _compiled(function: Callable[..., Any], arguments: Any) -> tuple[Callable[[]
         warnings.simplefilter("ignore", FallbackWarning)
         program = jax.jit(function).lower(*arguments).compile()
     plan = program.memory_analysis()
+    assert plan is not None  # every backend of ours gives it
     memory = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
     if ambient_platform() == "cpu" and memory > _memory_limit():
         raise _TooLarge(f"needs {memory / 2**30:.1f} GiB, more than half of the memory that is free")

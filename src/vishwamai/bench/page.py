@@ -1,0 +1,235 @@
+"""The report as one HTML file that needs nothing else: tables, and plotly's figures with plotly itself inside."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from vishwamai.bench import plots, report
+from vishwamai.bench.model import NAME
+from vishwamai.bench.report import Report
+from vishwamai.bench.runner import Measurement
+
+_STYLE = """
+:root { --ink: #1c2733; --soft: #5b6b7b; --line: #e3e8ee; --paper: #ffffff; --ground: #f5f7fa; --good: #0b7a53; --bad: #c0271d; --warn: #94640a; }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
+h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 0 0 6px; } h3 { font-size: 15px; margin: 18px 0 4px; }
+p { margin: 4px 0 10px; } .soft { color: var(--soft); }
+section { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: 20px 22px; margin: 18px 0; }
+.facts { display: flex; flex-wrap: wrap; gap: 10px; margin-top: 14px; }
+.fact { border: 1px solid var(--line); border-radius: 8px; padding: 8px 14px; background: var(--paper); }
+.fact b { display: block; font-size: 19px; font-variant-numeric: tabular-nums; } .fact span { color: var(--soft); font-size: 13px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
+th { text-align: left; font-weight: 600; color: var(--soft); border-bottom: 2px solid var(--line); padding: 6px 10px; white-space: nowrap; }
+td { border-bottom: 1px solid var(--line); padding: 5px 10px; vertical-align: top; }
+td.n, th.n { text-align: right; white-space: nowrap; }
+tr.case td { border-top: 2px solid var(--line); } tr.peer td { color: var(--soft); } tr.default td.who { font-weight: 600; }
+.good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; } .warn { color: var(--warn); }
+ul { margin: 6px 0; padding-left: 20px; } code { font-size: 13px; }
+"""
+
+
+def write(made: Report, path: Path) -> None:
+    """Writes the page.
+
+    Args:
+      made: the report.
+      path: the file to write, about 5 MB, nearly all of it plotly.
+    """
+    path.write_text(render(made), encoding="utf-8")
+
+
+def render(made: Report) -> str:
+    """The page's text."""
+    from plotly.offline import get_plotlyjs
+
+    sections = [_head(made), _operations(made), _model(made), _targets(made), _machine(made)]
+    body = "\n".join(section for section in sections if section)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>vishwamai bench</title>'
+        f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head>\n<body><main>\n{body}\n</main></body></html>\n"
+    )
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _table(columns: Sequence[str], rows: Iterable[str], numbers: frozenset[str] = frozenset()) -> str:
+    head = "".join(f'<th class="{"n" if c in numbers else ""}">{_text(c)}</th>' for c in columns)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _row(cells: Sequence[tuple[str, str]], kind: str = "") -> str:
+    """A row of (text, class) cells."""
+    return f'<tr class="{kind}">' + "".join(f'<td class="{c}">{_text(t)}</td>' for t, c in cells) + "</tr>"
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    items = "".join(
+        f'<div class="fact"><b>{_text(value)}</b><span>{_text(label)}</span></div>' for value, label in facts
+    )
+    return f'<div class="facts">{items}</div>'
+
+
+def _head(made: Report) -> str:
+    checked = sum(1 for m in made.measurements if m.framework == "vishwamai" and m.numbers)
+    if made.right:
+        verdict = (
+            f'<p class="good">All {checked} results of ours are right; speeds are told for right numbers only.</p>'
+        )
+    else:
+        wrong = "".join(
+            f"<li>{_text(m.op)}, {_text(m.case)}, {_text(m.candidate)}: {_text(m.numbers.what if m.numbers else '')}</li>"
+            for m in made.wrong
+        )
+        verdict = f'<p class="bad">Some numbers are wrong; their speeds are withheld.</p><ul class="bad">{wrong}</ul>'
+    peaks = [(f"{report.rate(made.peaks.peak(d))} GFLOP/s", f"peak measured here, {d}") for d in made.peaks.flops]
+    facts = [*peaks, (f"{report.rate(made.peaks.best_bandwidth)} GB/s", "memory, measured here")]
+    where = f"{made.cpu.name}, {made.cpu.cores} cores; jax on {', '.join(made.devices)}"
+    return (
+        f"<h1>vishwamai bench</h1><p class='soft'>{_text(where)}<br>{_text(made.created)} · "
+        f"<code>{_text(made.command)}</code></p>{verdict}{_facts(facts)}"
+    )
+
+
+def _operations(made: Report) -> str:
+    parts = []
+    timed = [m for m in made.measurements if m.timing is not None]
+    if timed:
+        parts.append(
+            "<section><h2>Roofline</h2><p class='soft'>Every timed result against what this machine was measured to reach: "
+            "the slope is its memory, the flat lines are its arithmetic for each dtype. Filled marks are ours, open ones the "
+            f"frameworks' own.</p>{plots.figure(plots.roofline(timed, made.peaks))}</section>"
+        )
+    for op in dict.fromkeys(m.op for m in made.measurements):
+        mine = [m for m in made.measurements if m.op == op]
+        bars = plots.bars([m for m in timed if m.op == op])
+        figure = plots.figure(bars) if bars is not None else ""
+        parts.append(f"<section><h2>{_text(op)}</h2>{figure}{_measurements(mine)}</section>")
+    return "\n".join(parts)
+
+
+_COLUMNS = (
+    "case",
+    "candidate",
+    "numbers",
+    "median",
+    "spread",
+    "GFLOP/s",
+    "GB/s",
+    "of peak",
+    "vs jax",
+    "vs torch",
+    "memory",
+)
+
+
+def _measurements(measurements: Sequence[Measurement]) -> str:
+    rows = []
+    for (_, case), found in report.groups(measurements).items():
+        for i, m in enumerate(found):
+            kind = " ".join(
+                [
+                    *(["case"] if i == 0 else []),
+                    "default" if m.default else "ours" if m.framework == "vishwamai" else "peer",
+                ]
+            )
+            rows.append(_row(_cells(m, found, case if i == 0 else ""), kind))
+    return _table(_COLUMNS, rows, frozenset(_COLUMNS[3:]))
+
+
+def _cells(m: Measurement, found: Sequence[Measurement], case: str) -> list[tuple[str, str]]:
+    numbers = ("", "") if m.numbers is None else ("right", "good") if m.numbers.right else ("WRONG", "bad")
+    first = [(case, ""), (m.candidate, "who"), numbers]
+    if m.timing is None:
+        why = m.note or (m.numbers.what if m.numbers else "")
+        return [*first, ("", "n"), (f"not timed: {why}", "soft"), *([("", "n")] * 6)]
+    values = (
+        report.seconds(m.timing.median),
+        f"{m.timing.spread:.0%}",
+        report.rate(m.flops_per_second),
+        report.rate(m.bytes_per_second),
+        f"{m.share:.0%}",
+        report.ratio(m, "jax", found),
+        report.ratio(m, "torch", found),
+        report.size(m.memory),
+    )
+    return [*first, *((value, "n") for value in values)]
+
+
+def _model(made: Report) -> str:
+    if made.model is None:
+        return ""
+    columns = ("other", "sentences", "least cosine", "max abs error", "numbers")
+    rows = [
+        _row(
+            [
+                (a.other, ""),
+                (str(a.sentences), "n"),
+                (f"{a.cosine:.7f}", "n"),
+                (f"{a.error:.2e}", "n"),
+                ("right", "good") if a.right else ("WRONG", "bad"),
+            ]
+        )
+        for a in made.model.agreements
+    ]
+    agreement = _table(columns, rows, frozenset(columns[1:4]))
+    speed = plots.figure(plots.model_bars(made.model)) if made.model.speeds else ""
+    return (
+        f"<section><h2>A real model: {NAME}</h2><p class='soft'>Real sentences, embedded by the encoder on our operations and by "
+        f"other programs; then the speed of the same encoder on ours and on plain jax.nn.</p>{agreement}{speed}</section>"
+    )
+
+
+def _targets(made: Report) -> str:
+    if not made.targets:
+        return ""
+    chips = list(dict.fromkeys(r.target for r in made.targets))
+    rows = []
+    for op, case in dict.fromkeys((r.op, r.case) for r in made.targets):
+        cells = [(f"{op}: {case}", "")]
+        for chip in chips:
+            row = next(r for r in made.targets if (r.op, r.case, r.target) == (op, case, chip))
+            text, colour = report.target_words(row)
+            cells.append((text, {"green": "good", "red": "bad", "yellow": "warn"}[colour]))
+        rows.append(_row(cells))
+    problems = "".join(
+        f"<li>{_text(r.op)}: {_text(r.case)}, {_text(r.target)}: {_text(r.problem)}</li>"
+        for r in made.targets
+        if r.problem
+    )
+    return (
+        "<section><h2>TPUs that are not here</h2><p class='soft'>Each case in its full size, compiled by the TPU's own compiler: VMEM "
+        "of the largest kernel per core, and the compiler's estimate of its time (in brackets, the roofline's share by the chip's "
+        "data sheet). Without a kernel: which implementation runs, and its HBM. Nothing here was run on a TPU.</p>"
+        f"{_table(['case', *chips], rows)}<ul class='bad'>{problems}</ul></section>"
+    )
+
+
+def _machine(made: Report) -> str:
+    rows = [
+        _row([(f"product, {dtype}", ""), (who, ""), (f"{report.rate(value)} GFLOP/s", "n")])
+        for dtype, found in made.peaks.flops.items()
+        for who, value in found.items()
+    ]
+    rows += [
+        _row([("memory, read and write", ""), (who, ""), (f"{report.rate(value)} GB/s", "n")])
+        for who, value in made.peaks.bandwidth.items()
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in made.versions.items() if version)
+    load = "" if made.load is None else f" Load average over the last minute of the run: {made.load:.1f}."
+    notes = "".join(f"<li>{_text(note)}</li>" for note in made.notes)
+    return (
+        f"<section><h2>The machine and the method</h2><p class='soft'>{_text(versions)}.<br>Instruction sets: "
+        f"{_text(' '.join(made.cpu.flags) or 'none known')}.{load}</p><p>Peaks: {_text(made.peaks.how)}. Candidates of a case take "
+        "turns in rotating order; a time is the median of its samples, its spread the distance between the quartiles as a share of it, "
+        "and a ratio the median of the ratios within each turn. Numbers are checked first, against the reference in float64: twice the "
+        "error of the reference in the same dtype is allowed, plus two units in the last place.</p>"
+        f"{_table(['what', 'by', 'best sample'], rows, frozenset({'best sample'}))}<ul>{notes}</ul></section>"
+    )
