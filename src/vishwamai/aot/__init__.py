@@ -8,16 +8,21 @@ from vishwamai.aot.check import Report, check
 from vishwamai.aot.compile import Compiled, Cost, Memory, compile_for, place
 from vishwamai.aot.diagnose import Problem
 from vishwamai.aot.libtpu import has_libtpu, mesh_for, versions
+from vishwamai.aot.schedule import Case, Schedule, inspect, inspect_many
 
 __all__ = [
+    "Case",
     "Compiled",
     "Cost",
     "Memory",
     "Problem",
     "Report",
+    "Schedule",
     "check",
     "compile_for",
     "has_libtpu",
+    "inspect",
+    "inspect_many",
     "mesh_for",
     "place",
     "versions",

@@ -33,7 +33,7 @@ from vishwamai.aot.simulate import Source
 from vishwamai.core.errors import DeviceError, KernelError, VishwamaiError
 from vishwamai.core.hardware import Chip
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when the layout of the cache changes."""
 
 
@@ -57,13 +57,17 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """What the compiler made of a job: the text of every program, and what the executable takes (as `Compiled` names it)."""
+    """What the compiler made of a job: the text of every program, and what the executable takes (as `Compiled` names it).
+
+    `twins`: a fingerprint by instruction; those with the same one share one program's code.
+    """
 
     chip: Chip
     sources: Mapping[str, Source]
     memory: Mapping[str, int]
     cost: Mapping[str, float | None]
     kernels: Sequence[Mapping[str, Any]]
+    twins: Mapping[str, str]
     warning: str | None
 
 
@@ -84,14 +88,21 @@ _EXPORTING = threading.Lock()
 
 @contextmanager
 def _exact_export() -> Iterator[None]:
-    """Exports the program as jit would lower it: without the older forms that an export otherwise keeps to for older compilers."""
+    """Exports the program as jit would lower it, and the same program always as the same bytes.
+
+    An export otherwise keeps to older forms for older compilers; and the places in the source that every operation carries hold the whole stack
+    of callers, of which only the innermost says anything here.
+    """
+    wanted = {"jax_export_ignore_forward_compatibility": True, "jax_traceback_in_locations_limit": 1}
     with _EXPORTING:
-        before = jax.config.jax_export_ignore_forward_compatibility  # type: ignore[attr-defined]
-        jax.config.update("jax_export_ignore_forward_compatibility", True)
+        before = {name: getattr(jax.config, name) for name in wanted}
         try:
+            for name, value in wanted.items():
+                jax.config.update(name, value)
             yield
         finally:
-            jax.config.update("jax_export_ignore_forward_compatibility", before)
+            for name, value in before.items():
+                jax.config.update(name, value)
 
 
 def _bytes(shape: Any, sharding: Any) -> int:
@@ -216,6 +227,7 @@ def _load(entry: pathlib.Path, job: Job) -> Dump:
         result.get("memory", {}),
         result.get("cost", {}),
         result.get("kernels", ()),
+        result.get("twins", {}),
         result.get("warning"),
     )
 

@@ -36,6 +36,8 @@ def scalar_operands(closed: jex.ClosedJaxpr, known: Mapping[int, np.ndarray]) ->
         by kernel name ("*" for a kernel without one), values by operand position.
     """
     found: dict[str, dict[int, np.ndarray]] = {}
+    if not _steered(closed.jaxpr):  # folding runs every operation that it can, so not without need
+        return found
     for name, values in _walk(
         closed.jaxpr, closed.consts, [known.get(i, UNKNOWN) for i in range(len(closed.jaxpr.invars))], []
     ):
@@ -43,6 +45,17 @@ def scalar_operands(closed: jex.ClosedJaxpr, known: Mapping[int, np.ndarray]) ->
         if integers:
             found.setdefault(name, {}).update(integers)
     return found
+
+
+def _steered(jaxpr: Any) -> bool:
+    """Whether any pallas_call takes an integer operand."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            if any(np.issubdtype(v.aval.dtype, np.integer) for v in equation.invars if hasattr(v.aval, "dtype")):
+                return True
+        elif any(_steered(body) for _, body, _ in _inner(equation)):
+            return True
+    return False
 
 
 def _inner(equation: Any) -> Iterator[tuple[str, Any, Sequence[Any]]]:

@@ -216,7 +216,7 @@ class Case:
 
 
 def _schedule(case: Case, job: Job, found: Dump) -> Schedule:
-    simulation = simulate(found.sources, found.chip, job.known)
+    simulation = simulate(found.sources, found.chip, job.known, found.twins)
     issued = sum(simulation.flops.values())
     counted = found.cost.get("flops") or 0.0
     if case.flops is not None:

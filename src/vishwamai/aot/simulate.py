@@ -141,6 +141,7 @@ class Simulator:
         sources: the dumped programs by name.
         chip: the chip that they were compiled for.
         known: contents of operands by program name (or its beginning, as Pallas names kernels; "*" for any) and operand index.
+        twins: a fingerprint by instruction; one that has no program of its own runs that of another with the same (see `twins`).
     """
 
     def __init__(
@@ -148,10 +149,13 @@ class Simulator:
         sources: Mapping[str, Source],
         chip: Chip,
         known: Mapping[str, Known] | None = None,
+        twins: Mapping[str, str] | None = None,
         model: Model | None = None,
     ):
         self.sources, self.chip, self.known, self.model = sources, chip, known or {}, model or Model()
         self._parsed: dict[str, Program] = {}
+        self._twins = twins or {}
+        self._emitted = {mark: name for name, mark in self._twins.items() if name in sources}
 
     def program(self, name: str) -> Program:
         """The parsed program of that name."""
@@ -161,6 +165,12 @@ class Simulator:
             units = parse_utilisation(source.utilisation, len(bundles))
             self._parsed[name] = Program(name, bundles, units, RESERVATIONS[self.chip.name])
         return self._parsed[name]
+
+    def _program_of(self, name: str | None) -> str | None:
+        """The program that an instruction runs: its own, or that of the twin under whose name the code was emitted."""
+        if name is None or name in self.sources:
+            return name
+        return self._emitted.get(self._twins.get(name, ""), name)
 
     def _known(self, name: str) -> Known:
         found: Known = self.known.get("*", {})
@@ -174,6 +184,7 @@ class Simulator:
         tallies: dict[str, _Tally] = {}
 
         def call(name: str | None) -> None:
+            name = self._program_of(name)
             if name is None or name not in self.sources:
                 if not str(name).startswith("<late"):
                     machine.unknown[f"program {name} is not in the dump"] += 1
@@ -267,7 +278,10 @@ class Simulator:
 
 
 def simulate(
-    sources: Mapping[str, Source], chip: Chip, known: Mapping[str, Mapping[int, np.ndarray]] | None = None
+    sources: Mapping[str, Source],
+    chip: Chip,
+    known: Mapping[str, Mapping[int, np.ndarray]] | None = None,
+    twins: Mapping[str, str] | None = None,
 ) -> Simulation:
     """Runs an executable whose programs were dumped; see `Simulator`."""
-    return Simulator(sources, chip, known).simulate()
+    return Simulator(sources, chip, known, twins).simulate()

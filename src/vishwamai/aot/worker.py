@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from vishwamai.aot import libtpu
 from vishwamai.aot.compile import compile_for
 from vishwamai.aot.diagnose import find_problem
+from vishwamai.aot.twins import twins
 from vishwamai.core.errors import KernelError, VishwamaiError
 
 UNREADABLE = "async-update"
@@ -38,7 +39,10 @@ def compile_job(blob: bytes, target: str) -> dict[str, Any]:
     program = compile_for(exported.call, *shapes, target=target)
     result = {"memory": dataclasses.asdict(program.memory), "cost": dataclasses.asdict(program.cost)}
     try:
-        return result | {"kernels": [dataclasses.asdict(kernel) for kernel in program.kernels]}
+        return result | {
+            "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+            "twins": twins(program.text),
+        }
     except KernelError as error:
         return result | {"warning": str(error)}
 

@@ -1,0 +1,88 @@
+"""Small programs whose schedule can be worked out by hand, and the recording of their dumps.
+
+`python tests/aot_programs.py` compiles them (needs libtpu) and writes tests/data/aot; the tests read those, so that they need no compiler.
+"""
+
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+RECORDED = pathlib.Path(__file__).parent / "data" / "aot"
+TABLE = np.array([0, 0, 3, 3, 3, 1], np.int32)
+BF16 = jnp.bfloat16
+
+
+def matmul_kernel(x_ref, y_ref, o_ref, acc_ref):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    acc_ref[...] += jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+
+    @pl.when(pl.program_id(2) == 3)
+    def _():
+        o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+
+def matmul(x, y):
+    """[512, 1024] x [1024, 256] in blocks of 256 x 256 x 256: grid (2, 1, 4)."""
+    block = lambda index: pl.BlockSpec((256, 256), index)  # noqa: E731
+    return pl.pallas_call(
+        matmul_kernel,
+        grid=(2, 1, 4),
+        in_specs=[block(lambda i, j, k: (i, k)), block(lambda i, j, k: (k, j))],
+        out_specs=block(lambda i, j, k: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((512, 256), BF16),
+        scratch_shapes=[pltpu.VMEM((256, 256), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        name="matmul",
+    )(x, y)
+
+
+def gather_kernel(table_ref, x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+
+def gather(table, x):
+    """Copies the blocks that a scalar-prefetch table names: a block that comes twice in a row is fetched once."""
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(TABLE.size,),
+        in_specs=[pl.BlockSpec((64, 128), lambda i, table: (table[i], 0))],
+        out_specs=pl.BlockSpec((64, 128), lambda i, table: (i, 0)),
+    )
+    out = jax.ShapeDtypeStruct((64 * TABLE.size, 128), jnp.float32)
+    return pl.pallas_call(gather_kernel, grid_spec=grid, out_shape=out, name="gather")(table, x)
+
+
+PROGRAMS = {
+    "matmul": (matmul, (jax.ShapeDtypeStruct((512, 1024), BF16), jax.ShapeDtypeStruct((1024, 256), BF16))),
+    "gather": (gather, (TABLE, jax.ShapeDtypeStruct((64 * 4, 128), jnp.float32))),
+}
+RECORDINGS = [("matmul", "v4"), ("matmul", "v5e"), ("matmul", "v6e"), ("matmul", "tpu7x"), ("gather", "v5e")]
+
+
+def record():
+    """Compiles every program anew and keeps the dumps of the named chips."""
+    from vishwamai.aot import dump
+
+    for name, target in RECORDINGS:
+        fn, args = PROGRAMS[name]
+        job = dump.prepare(fn, args, {}, target)
+        dump.dump(job)
+        place = RECORDED / f"{name}-{target}"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        for file in (dump.cache_directory() / job.fingerprint).glob("*.gz"):
+            if "<late" not in file.name:
+                shutil.copy(file, place / file.name)
+        print(place, sum(file.stat().st_size for file in place.iterdir()), "bytes")
+
+
+if __name__ == "__main__":
+    record()
