@@ -1,0 +1,225 @@
+"""Attention on TPU (Pallas): the tiles, what the kernels decline, and the implementation. The kernels stand in `tpu_forward.py` and `tpu_backward.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.core.pallas import TPU_DTYPES, round_up, tiled_bytes, vmem_budget
+from vishwamai.ops.attention import tpu_backward, tpu_forward
+from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
+from vishwamai.ops.attention.tpu_masks import LANES, needs_mask_everywhere
+from vishwamai.ops.attention.tpu_schedule import Tiling
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Tiles of the two passes.
+
+    Attributes:
+      block_q, block_kv: queries and keys of a tile; multiples of 128.
+      panel_q, panel_kv: tiles that a grid step holds along the queries and along the keys.
+      unroll: tiles that one iteration of the loop without masks walks; even.
+      vmem_bytes: what a grid step plans to use.
+      backward_...: the same for the backward pass.
+    """
+
+    block_q: int
+    block_kv: int
+    panel_q: int
+    panel_kv: int
+    unroll: int
+    vmem_bytes: int
+    backward_block_q: int
+    backward_block_kv: int
+    backward_panel_q: int
+    backward_panel_kv: int
+    backward_unroll: int
+    backward_vmem_bytes: int
+
+    @property
+    def forward(self) -> Tiling:
+        """The forward pass's tiling."""
+        return Tiling(self.block_q, self.block_kv, self.panel_q, self.panel_kv, self.unroll)
+
+    @property
+    def backward(self) -> Tiling:
+        """The backward pass's tiling."""
+        return Tiling(
+            self.backward_block_q,
+            self.backward_block_kv,
+            self.backward_panel_q,
+            self.backward_panel_kv,
+            self.backward_unroll,
+        )
+
+    def with_block_size(self, block_size: int) -> AttentionConfig:
+        """The same with tiles of `block_size`, rounded up to 128 and no larger than these, and one tile to a panel."""
+        size = round_up(block_size, LANES)
+        return dataclasses.replace(
+            self,
+            block_q=min(size, self.block_q),
+            block_kv=min(size, self.block_kv),
+            panel_q=1,
+            panel_kv=1,
+            backward_block_q=min(size, self.backward_block_q),
+            backward_block_kv=min(size, self.backward_block_kv),
+            backward_panel_q=1,
+            backward_panel_kv=1,
+        )
+
+
+def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
+    """The reason why these kernels cannot serve `spec`, or None."""
+    o = spec.operands
+    for name in ("query", "key", "value"):
+        dtype = getattr(o, name).dtype
+        if dtype not in TPU_DTYPES:
+            return f"`{name}` is {dtype.name}, and the kernel computes in float32 and bfloat16."
+        if dtype != o.query.dtype:
+            return f"`{name}` is {dtype.name} and `query` {o.query.dtype.name}; the kernel wants one dtype for query, key and value."
+    if 0 in (*o.query.shape, *o.key.shape, *o.value.shape):
+        return "an operand is empty."
+    for direction, tiling, need in (
+        ("forward", _smallest(spec), forward_bytes(spec, _smallest(spec))),
+        ("backward", _smallest(spec), backward_bytes(spec, _smallest(spec))),
+    ):
+        if need > vmem_budget(chip):
+            return (
+                f"the smallest {direction} tile, {tiling.block_q} x {tiling.block_kv} at head dimensions {spec.qk_dim} and {spec.v_dim}, takes {need:,} "
+                f"bytes of VMEM, more than the {vmem_budget(chip):,} there are to plan with."
+            )
+    return None
+
+
+def _smallest(spec: AttentionSpec) -> Tiling:
+    return Tiling(LANES, LANES, 1, 1, 2)
+
+
+# --- Memory ------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _dense_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
+    """Double buffers of the operands that have a value for every position, and a transposed tile of each."""
+    total = 0
+    for x in (spec.operands.bias, spec.operands.mask):
+        if x is not None and x.shape[2] > 1 and x.shape[3] > 1:
+            dtype = jnp.int8 if x.dtype == jnp.bool_ else x.dtype if x.dtype in TPU_DTYPES else jnp.float32
+            total += 2 * tiled_bytes((tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv), dtype)
+            total += tiled_bytes((tiling.block_q, tiling.block_kv), jnp.float32)
+    return total
+
+
+def forward_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
+    """VMEM of one step of the forward pass."""
+    dtype = spec.operands.query.dtype
+    q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
+    buffers = 2 * (
+        tiled_bytes((q_rows, spec.qk_dim), dtype)
+        + tiled_bytes((q_rows, spec.v_dim), dtype)
+        + tiled_bytes((kv_rows, spec.qk_dim), dtype)
+        + tiled_bytes((kv_rows, spec.v_dim), dtype)
+    )
+    scratch = (
+        tiled_bytes((q_rows, spec.qk_dim), dtype)
+        + tiling.panel_kv * tiled_bytes((spec.v_dim, tiling.block_kv), dtype)
+        + tiling.panel_q * tiled_bytes((spec.v_dim + 24, tiling.block_q), jnp.float32)
+    )
+    tiles = 3 * tiled_bytes((tiling.block_kv, tiling.block_q), jnp.float32)
+    return buffers + scratch + tiles + _dense_bytes(spec, tiling)
+
+
+def backward_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
+    """VMEM of one step of the backward pass."""
+    dtype = spec.operands.query.dtype
+    q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
+    dims = (spec.qk_dim, spec.v_dim)
+    buffers = 2 * sum(tiled_bytes((rows, dim), dtype) for rows in (q_rows, kv_rows) for dim in dims)
+    results = 2 * (
+        tiled_bytes((q_rows, spec.qk_dim), jnp.float32) + sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)
+    )
+    scratch = (
+        tiled_bytes((q_rows, spec.qk_dim), dtype)
+        + tiling.panel_q * sum(tiled_bytes((dim, tiling.block_q), dtype) for dim in dims)
+        + tiling.panel_q * tiled_bytes((spec.qk_dim, tiling.block_q), jnp.float32)
+        + tiling.panel_kv * tiled_bytes((spec.qk_dim, tiling.block_kv), dtype)
+        + tiling.panel_kv * sum(tiled_bytes((dim, tiling.block_kv), jnp.float32) for dim in dims)
+    )
+    tiles = 6 * tiled_bytes((tiling.block_kv, tiling.block_q), jnp.float32)
+    return buffers + results + scratch + tiles + _dense_bytes(spec, tiling)
+
+
+# --- Heuristic ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _block(length: int, most: int) -> int:
+    """The block, a multiple of 128 up to `most`, that pads `length` least; the larger of equals."""
+    return min(range(LANES, most + 1, LANES), key=lambda size: (round_up(length, size), -size))
+
+
+def _tiling(spec: AttentionSpec, chip: Chip | None, need: Any, most: int, unroll: int) -> Tiling:
+    """Tiles of up to `most`, and panels as large as the memory allows: all the keys first, because what is kept for them is made once."""
+    budget = vmem_budget(chip)
+    for size in range(most, LANES - 1, -LANES):
+        tiling = Tiling(_block(spec.q_len, size), _block(spec.kv_len, size), 1, 1, unroll)
+        if need(spec, tiling) <= budget:
+            break
+    else:
+        tiling = _smallest(spec)
+    for axis in ("panel_kv", "panel_q"):
+        block = tiling.block_kv if axis == "panel_kv" else tiling.block_q
+        blocks = -(-(spec.kv_len if axis == "panel_kv" else spec.q_len) // block)
+        for panel in range(min(blocks, max(1, 8192 // block)), 0, -1):
+            wider = dataclasses.replace(tiling, **{axis: panel})
+            if blocks % panel == 0 and need(spec, wider) <= budget:
+                tiling = wider
+                break
+    return tiling
+
+
+def heuristic(spec: AttentionSpec, chip: Chip | None) -> AttentionConfig:
+    """Tiles of 512 x 512 where they fit, panels of whole heads where they fit."""
+    exact = spec.operands.query.dtype == jnp.float32
+    everywhere = needs_mask_everywhere(spec)
+    # Full precision takes six products of the compiler's own, whose code grows with the tile.
+    widest = max(spec.qk_dim, spec.v_dim)
+    most = max(LANES, min(256 if exact else 512, (1 << 16 if exact else 1 << 18) // widest // LANES * LANES))
+    forward = _tiling(spec, chip, forward_bytes, most, 2 if exact or everywhere else 4)
+    backward = _tiling(spec, chip, backward_bytes, most, 2)
+    return AttentionConfig(
+        **dataclasses.asdict(forward),
+        vmem_bytes=forward_bytes(spec, forward),
+        **{f"backward_{name}": value for name, value in dataclasses.asdict(backward).items()},
+        backward_vmem_bytes=backward_bytes(spec, backward),
+    )
+
+
+# --- The implementation ------------------------------------------------------------------------------------------------------------------------------
+
+
+def forward(
+    spec: AttentionSpec, config: AttentionConfig, operands: Operands, residuals: bool
+) -> tuple[Outputs, jax.Array | None]:
+    out, logsumexp = tpu_forward.forward(spec, config.forward, config.vmem_bytes, operands)
+    return Outputs(out, logsumexp if spec.return_lse else None), logsumexp if residuals else None
+
+
+def backward(
+    spec: AttentionSpec,
+    config: AttentionConfig,
+    operands: Operands,
+    outputs: Outputs,
+    residuals: jax.Array,
+    cotangents: Outputs,
+) -> Operands:
+    return tpu_backward.backward(
+        spec, config.backward, config.backward_vmem_bytes, operands, outputs, residuals, cotangents
+    )
+
+
+PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, AttentionConfig)

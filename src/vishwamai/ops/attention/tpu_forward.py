@@ -1,0 +1,250 @@
+"""Attention's forward pass on TPU: the online softmax over transposed scores (Milakov & Gimelshein 2018; Dao 2023).
+
+A grid step holds a panel of queries and a panel of keys and values, whole heads where they fit. Scores are computed as K Q^T, `[block_kv, block_q]`:
+maxima and sums then run over sublanes and registers, which the vector unit does, and never over lanes. The product with the values is
+V^T P^T, where the probabilities are the matrix unit's stationary operand, so that a head dimension below the unit's width wastes none of it. The
+scores of the next tile are computed together with the exponentials of this one.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from vishwamai.core.sharding import out_struct
+from vishwamai.ops.attention.spec import AttentionSpec, Operands
+from vishwamai.ops.attention.tpu_masks import (
+    LN2,
+    Tile,
+    array_operands,
+    base2_logits,
+    call,
+    dot,
+    kept,
+    kernel_params,
+    needs_mask_everywhere,
+    pad_axis,
+    scalar_operands,
+    scaled_query,
+    tile_at,
+    transposed,
+)
+from vishwamai.ops.attention.tpu_schedule import PANEL_WORDS, Schedule, Tiling, live_tiles, make_schedule, walk
+
+
+def tile_reader(
+    spec: AttentionSpec,
+    tiling: Tiling,
+    schedule: Schedule,
+    refs: SimpleNamespace,
+    batch: Any,
+    q_panel: Any,
+    kv_panel: Any,
+    number: Any,
+) -> tuple[Any, tuple[Any, Any]]:
+    """(tile by position, (unmasked tiles, all tiles)) of the current panel, after the segments have had their say."""
+    start = number * schedule.length
+    counts = refs.counts[2 * number], refs.counts[2 * number + 1]
+
+    def static(t: Any) -> Any:
+        return refs.tiles[start + t]
+
+    if spec.operands.q_segment_ids is None:
+        return static, counts
+    q_blocks, kv_blocks = tiling.blocks(spec)
+
+    def ranges(ref: Any, shape: tuple[int, ...], blocks: int, first: Any) -> Any:
+        offset = (batch if shape[0] > 1 else 0) * blocks + first
+        return lambda n: (ref[2 * (offset + n)], ref[2 * (offset + n) + 1])
+
+    counts = live_tiles(
+        static,
+        counts,
+        ranges(refs.q_ids_range, spec.operands.q_segment_ids.shape, q_blocks, q_panel * tiling.panel_q),
+        ranges(refs.kv_ids_range, spec.operands.kv_segment_ids.shape, kv_blocks, kv_panel * tiling.panel_kv),
+        refs.live,
+        refs.spare,
+        tiling.unroll,
+    )
+    return (lambda t: refs.live[t]), counts
+
+
+def for_blocks(count: int, body: Any) -> None:
+    """Runs `body(n)` for every block of a panel."""
+
+    def step(n: Any, carry: None) -> None:
+        body(n)
+        return carry
+
+    lax.fori_loop(0, count, step, None)
+
+
+def rows_of(n: Any, size: int) -> Any:
+    """Rows of block `n`."""
+    return pl.ds(pl.multiple_of(n * size, 128), size)
+
+
+def _body(refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedule: Schedule, kv_panels: int) -> None:
+    batch, kv_head, g, step = (pl.program_id(axis) for axis in range(4))
+    q_panel, kv_panel, _, number, begins, ends = (refs.panels[step * PANEL_WORDS + n] for n in range(PANEL_WORDS))
+    head = kv_head * spec.group + g
+    block_q, block_kv = tiling.block_q, tiling.block_kv
+
+    @pl.when(begins == 1)
+    def _() -> None:
+        def start(i: Any) -> None:
+            rows = rows_of(i, block_q)
+            refs.q_scaled[rows, :] = scaled_query(spec, refs.query[rows, :])
+            refs.acc[i] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
+            if spec.operands.sinks is None:
+                refs.m[i] = jnp.full((1, block_q), -jnp.inf, jnp.float32)
+                refs.l[i] = jnp.zeros((8, block_q), jnp.float32)
+            else:
+                sink = refs.sinks[(batch if spec.operands.sinks.shape[0] > 1 else 0) * spec.q_heads + head]
+                refs.m[i] = jnp.full((1, block_q), sink, jnp.float32)
+                first = lax.broadcasted_iota(jnp.int32, (8, block_q), 0) == 0
+                refs.l[i] = jnp.where(first & jnp.full(first.shape, sink > -jnp.inf), 1.0, 0.0)
+
+        for_blocks(tiling.panel_q, start)
+
+    # Within a group the keys and values stay where they are, unless they pass by in several panels.
+    @pl.when((g == 0) & (step == 0) if kv_panels == 1 else step >= 0)
+    def _() -> None:
+        def start(j: Any) -> None:
+            refs.v_t[j] = transposed(refs.value[rows_of(j, block_kv), :])
+
+        for_blocks(tiling.panel_kv, start)
+
+    slots = (refs.scores_0, refs.scores_1)
+
+    def tile_of(word: Any) -> Tile:
+        return tile_at(word, tiling, q_panel, kv_panel)
+
+    def produce(word: Any, slot: int) -> None:
+        tile = tile_of(word)
+        slots[slot][...] = dot(
+            refs.key[rows_of(tile.j, block_kv), :], refs.q_scaled[rows_of(tile.i, block_q), :], (1, 1)
+        )
+
+    def consume(word: Any, slot: int, masked: bool) -> None:
+        tile = tile_of(word)
+        s, _ = base2_logits(spec, tiling, refs, tile, slots[slot][...], masked)  # [block_kv, block_q]
+        m_before = refs.m[tile.i]  # [1, block_q]
+        m = jnp.maximum(m_before, jnp.max(jnp.max(s.reshape(-1, 8, block_q), axis=0), axis=0, keepdims=True))
+        # Subtracted from -inf, a maximum of -inf would give NaN where it has to give a probability of 0.
+        shift = jnp.where(m == -jnp.inf, 0.0, m)
+        alpha = jnp.exp2(m_before - shift)
+        p = jnp.exp2(s - shift)
+        refs.m[tile.i] = m
+        refs.l[tile.i] = refs.l[tile.i] * alpha + jnp.sum(p.reshape(-1, 8, block_q), axis=0)
+        if spec.dropout_rate > 0:
+            p = jnp.where(kept(spec, tiling, refs, tile, batch * spec.q_heads + head), p, 0.0)
+        refs.acc[tile.i] = refs.acc[tile.i] * alpha + dot(refs.v_t[tile.j], p.astype(refs.v_t.dtype), (1, 0))
+
+    read, counts = tile_reader(spec, tiling, schedule, refs, batch, q_panel, kv_panel, number)
+    walk(read, counts, produce, consume, tiling.unroll)
+
+    @pl.when(ends == 1)
+    def _() -> None:
+        def finish(i: Any) -> None:
+            l = jnp.sum(refs.l[i], axis=0, keepdims=True)  # [1, block_q]
+            empty = l == 0.0
+            inverse = jnp.where(empty, 0.0, (1.0 / (1.0 - spec.dropout_rate)) / l)
+            refs.out[rows_of(i, block_q), :] = (refs.acc[i] * inverse).T.astype(refs.out.dtype)
+            refs.logsumexp[i] = jnp.where(empty, -jnp.inf, refs.m[i] * LN2 + jnp.log(l))
+
+        for_blocks(tiling.panel_q, finish)
+
+
+def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """(out `[B, Hq, Tq, Dv]` in the query's dtype, logsumexp `[B, Hq, Tq]` float32)."""
+    query, key, value = operands.query, operands.key, operands.value
+    q_blocks, kv_blocks = tiling.blocks(spec)
+    kv_panels = kv_blocks // tiling.panel_kv
+    schedule = make_schedule(spec, tiling, masked=needs_mask_everywhere(spec), kv_major=False)
+    q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
+
+    def place(index: Any) -> Any:
+        def index_map(b: Any, h: Any, g: Any, step: Any, panels: Any, *_: Any) -> Any:
+            return index(b, h * spec.group + g, panels[step * PANEL_WORDS], panels[step * PANEL_WORDS + 1])
+
+        return index_map
+
+    def of_queries(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return b, h, q, 0
+
+    def of_keys(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return b, lax.div(h, np.int32(spec.group)), kv, 0
+
+    scalars = {
+        "panels": schedule.panels.reshape(-1),
+        "tiles": schedule.tiles.reshape(-1),
+        "counts": schedule.counts.reshape(-1),
+        **scalar_operands(spec, tiling, operands),
+    }
+    inputs = {
+        "query": (
+            pad_axis(query, 2, q_blocks * tiling.block_q),
+            pl.BlockSpec((None, None, q_rows, spec.qk_dim), place(of_queries)),
+        ),
+        "key": (
+            pad_axis(key, 2, kv_blocks * tiling.block_kv),
+            pl.BlockSpec((None, None, kv_rows, spec.qk_dim), place(of_keys)),
+        ),
+        "value": (
+            pad_axis(value, 2, kv_blocks * tiling.block_kv),
+            pl.BlockSpec((None, None, kv_rows, spec.v_dim), place(of_keys)),
+        ),
+        **array_operands(spec, tiling, operands, place),
+    }
+    heads = (spec.batch, spec.q_heads)
+    outputs = {
+        "out": (
+            out_struct((*heads, q_blocks * tiling.block_q, spec.v_dim), query.dtype, operands),
+            pl.BlockSpec((None, None, q_rows, spec.v_dim), place(of_queries)),
+        ),
+        "logsumexp": (
+            out_struct((*heads, q_blocks, 1, tiling.block_q), jnp.float32, operands),
+            pl.BlockSpec((None, None, tiling.panel_q, 1, tiling.block_q), place(lambda b, h, q, kv: (b, h, q, 0, 0))),
+        ),
+    }
+    tile = (tiling.block_kv, tiling.block_q)
+    scratch = {
+        "q_scaled": pltpu.VMEM((q_rows, spec.qk_dim), query.dtype),
+        "v_t": pltpu.VMEM((tiling.panel_kv, spec.v_dim, tiling.block_kv), value.dtype),
+        "acc": pltpu.VMEM((tiling.panel_q, spec.v_dim, tiling.block_q), jnp.float32),
+        "m": pltpu.VMEM((tiling.panel_q, 1, tiling.block_q), jnp.float32),
+        "l": pltpu.VMEM((tiling.panel_q, 8, tiling.block_q), jnp.float32),
+        "scores_0": pltpu.VMEM(tile, jnp.float32),
+        "scores_1": pltpu.VMEM(tile, jnp.float32),
+    }
+    if operands.q_segment_ids is not None:
+        scratch |= {name: pltpu.SMEM((schedule.length,), jnp.int32) for name in ("live", "spare")}
+
+    def body(refs: SimpleNamespace) -> None:
+        _body(refs, spec=spec, tiling=tiling, schedule=schedule, kv_panels=kv_panels)
+
+    results = call(
+        body,
+        scalars=scalars,
+        inputs=inputs,
+        outputs=outputs,
+        scratch=scratch,
+        grid=(spec.batch, spec.kv_heads, spec.group, len(schedule.panels)),
+        compiler_params=kernel_params(vmem_bytes),
+        cost_estimate=pl.CostEstimate(
+            flops=spec.flops,
+            bytes_accessed=spec.bytes_moved,
+            transcendentals=spec.batch * spec.q_heads * spec.live_pairs,
+        ),
+        name="attention_forward",
+    )
+    out = results["out"][:, :, : spec.q_len]
+    return out, results["logsumexp"].reshape(*heads, -1)[:, :, : spec.q_len]

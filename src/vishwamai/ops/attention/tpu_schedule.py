@@ -1,0 +1,207 @@
+"""Which tiles of the score matrix a TPU kernel visits, in which order, and the software pipeline that walks them.
+
+The score matrix of one head is cut into tiles of `block_kv` keys by `block_q` queries. Tiles are gathered into panels: what one grid step holds in
+VMEM. Everything that the static mask (lengths, causal, window) decides is decided here with numpy: panels without a visible position are not in the
+grid, tiles without one are not in their panel's list, and tiles that are visible throughout stand first in the list, because the code that walks them
+does no mask arithmetic. Segment ids are known on the device only: there a kernel reads the smallest and the largest id of every block from scalar memory
+and rewrites the panel's list before it starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from vishwamai.ops.attention.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The cut of one pass.
+
+    Attributes:
+      block_q: queries of a tile (its lanes); `block_kv`: keys of a tile (its sublanes). Multiples of 128.
+      panel_q: tiles of a panel along the queries; `panel_kv`: along the keys.
+      unroll: tiles that one iteration of the unmasked loop walks; even, because scores alternate between two buffers.
+    """
+
+    block_q: int
+    block_kv: int
+    panel_q: int
+    panel_kv: int
+    unroll: int
+
+    def blocks(self, spec: AttentionSpec) -> tuple[int, int]:
+        """Tiles along the queries and the keys, rounded up to whole panels."""
+        q, kv = pl.cdiv(spec.q_len, self.block_q), pl.cdiv(spec.kv_len, self.block_kv)
+        return pl.cdiv(q, self.panel_q) * self.panel_q, pl.cdiv(kv, self.panel_kv) * self.panel_kv
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """The panels of one pass and the tiles of each, as the scalar arrays that the kernel prefetches.
+
+    Attributes:
+      panels: int32 `[count, 6]`: q panel, kv panel, query head within its group, number of its tile list, whether it begins and whether it ends the
+        accumulation.
+      tiles: int32 `[lists, length]`: local q block + 65536 * local kv block; unmasked ones first, one entry of 0 after the last.
+      counts: int32 `[lists, 2]`: tiles that need no mask (a multiple of `unroll`), all tiles.
+    """
+
+    panels: np.ndarray
+    tiles: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return self.tiles.shape[1]
+
+
+PANEL_WORDS = 6
+
+
+def _tiles(
+    spec: AttentionSpec, tiling: Tiling, q_panel: int, kv_panel: int, masked: bool
+) -> tuple[tuple[int, ...], int]:
+    """(packed tiles of a panel, how many of them need no mask)."""
+    i = np.arange(tiling.panel_q)[:, None]
+    j = np.arange(tiling.panel_kv)[None, :]
+    row, column = (q_panel * tiling.panel_q + i) * tiling.block_q, (kv_panel * tiling.panel_kv + j) * tiling.block_kv
+    last_row = np.minimum(row + tiling.block_q, spec.q_len) - 1
+    last_column = np.minimum(column + tiling.block_kv, spec.kv_len) - 1
+    low, high = spec.band
+    live = (row < spec.q_len) & (column < spec.kv_len)
+    full = live & (column + tiling.block_kv <= spec.kv_len) & (not masked)
+    if high is not None:
+        live &= column - last_row <= high
+        full &= last_column - row <= high
+    if low is not None:
+        live &= last_column - row >= low
+        full &= column - last_row >= low
+    packed = i + (j << 16)
+    plain, rest = packed[live & full], packed[live & ~full]
+    return (*plain.tolist(), *rest.tolist()), len(plain) // tiling.unroll * tiling.unroll
+
+
+def make_schedule(spec: AttentionSpec, tiling: Tiling, *, masked: bool, kv_major: bool) -> Schedule:
+    """The schedule of one pass.
+
+    Args:
+      masked: every tile needs the mask's code (there is a bias, a dense mask or dropout).
+      kv_major: accumulate over queries and the heads of a group for one kv panel (the backward pass), instead of over keys for one q panel.
+    """
+    q_blocks, kv_blocks = tiling.blocks(spec)
+    q_panels, kv_panels = q_blocks // tiling.panel_q, kv_blocks // tiling.panel_kv
+    lists: dict[tuple[tuple[int, ...], int], int] = {}
+    panels = []
+    for outer in range(kv_panels if kv_major else q_panels):
+        found = []
+        for inner in range(q_panels if kv_major else kv_panels):
+            q, kv = (inner, outer) if kv_major else (outer, inner)
+            tiles = _tiles(spec, tiling, q, kv, masked)
+            # With one kv panel the backward pass writes every q panel once, also where there is nothing to sum.
+            if tiles[0] or (kv_major and kv_panels == 1):
+                found.append((q, kv, tiles))
+        if not found:  # nothing to see, yet the zeros have to be written
+            found = [(0, outer, ((), 0)) if kv_major else (outer, 0, ((), 0))]
+        visits = [(q, kv, g, tiles) for g in range(spec.group if kv_major else 1) for q, kv, tiles in found]
+        for n, (q, kv, g, tiles) in enumerate(visits):
+            panels.append((q, kv, g, lists.setdefault(tiles, len(lists)), n == 0, n == len(visits) - 1))
+    length = max(len(tiles) for tiles, _ in lists) + 1
+    return Schedule(
+        np.array(panels, np.int32),
+        np.array([(*tiles, *[0] * (length - len(tiles))) for tiles, _ in lists], np.int32),
+        np.array([(plain, len(tiles)) for tiles, plain in lists], np.int32),
+    )
+
+
+def id_ranges(ids: jax.Array, block: int) -> jax.Array:
+    """Smallest and largest segment id of every block: `[B or 1, blocks * block]` to flat int32 `[B or 1 * blocks * 2]`."""
+    cut = ids.reshape(ids.shape[0], -1, block)
+    return jnp.stack([cut.min(-1), cut.max(-1)], axis=-1).reshape(-1)
+
+
+def live_tiles(
+    read: Callable[[Any], Any],
+    counts: tuple[Any, Any],
+    q_range: Callable[[Any], tuple[Any, Any]],
+    kv_range: Callable[[Any], tuple[Any, Any]],
+    out_ref: Any,
+    spare_ref: Any,
+    unroll: int,
+) -> tuple[Any, Any]:
+    """Writes to `out_ref` the tiles whose segments can meet, the unmasked first; returns the new counts.
+
+    Args:
+      read: tile by position in the static list; `counts`: (those that need no static mask, all).
+      q_range, kv_range: (smallest, largest) id of a local block.
+      out_ref, spare_ref: int32 refs in scalar memory, of the static list's length.
+    """
+    plain, count = counts
+
+    def visit(t: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
+        n_plain, n_rest = found
+        tile = read(t)
+        q_min, q_max = q_range(tile & 0xFFFF)
+        kv_min, kv_max = kv_range(tile >> 16)
+        meet = (q_min <= kv_max) & (kv_min <= q_max)
+        uniform = (t < plain) & (q_min == q_max) & (kv_min == kv_max)
+        # Written where it would go in either case; only the counters say whether it stays.
+        out_ref[n_plain] = tile
+        spare_ref[n_rest] = tile
+        return n_plain + (meet & uniform).astype(jnp.int32), n_rest + (meet & ~uniform).astype(jnp.int32)
+
+    n_plain, n_rest = lax.fori_loop(0, count, visit, (jnp.int32(0), jnp.int32(0)))
+
+    def move(t: Any, carry: None) -> None:
+        out_ref[n_plain + t] = spare_ref[t]
+        return carry
+
+    lax.fori_loop(0, n_rest, move, None)
+    out_ref[n_plain + n_rest] = 0
+    return n_plain - lax.rem(n_plain, np.int32(unroll)), n_plain + n_rest
+
+
+def walk(
+    read: Callable[[Any], Any],
+    counts: tuple[Any, Any],
+    produce: Callable[[Any, int], None],
+    consume: Callable[[Any, int, bool], None],
+    unroll: int,
+) -> None:
+    """Walks a list of tiles: the products that make the next tile's scores are issued together with the work on this one's.
+
+    Args:
+      read: tile by position; one position past the end is read.
+      counts: (tiles that need no mask, all tiles).
+      produce: `(tile, slot)`: computes a tile's scores into buffer `slot`.
+      consume: `(tile, slot, masked)`: uses them.
+    """
+    plain, count = counts
+    produce(read(0), 0)
+
+    def step(t: Any, slot: int, masked: bool) -> None:
+        produce(read(t + 1), 1 - slot)
+        consume(read(t), slot, masked)
+
+    def unmasked(n: Any, carry: None) -> None:
+        for u in range(unroll):
+            step(n * unroll + u, u % 2, False)
+        return carry
+
+    lax.fori_loop(0, lax.div(plain, np.int32(unroll)), unmasked, None)
+
+    def masked_pair(n: Any, carry: None) -> None:
+        t = plain + 2 * n
+        step(t, 0, True)
+        pl.when(t + 1 < count)(lambda: step(t + 1, 1, True))
+        return carry
+
+    lax.fori_loop(0, lax.div(count - plain + 1, np.int32(2)), masked_pair, None)
