@@ -17,12 +17,15 @@ from vishwamai.ops.attention.chunked import XLA_CHUNKED
 from vishwamai.ops.attention.cpu import NATIVE
 from vishwamai.ops.attention.reference import XLA
 from vishwamai.ops.attention.spec import SHAREABLE, AttentionSpec, Operands, attention_axes, caller_dims
+from vishwamai.ops.attention.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Bool, Float, Int, Key
 
-ATTENTION: Op[AttentionSpec] = Op("attention", (NATIVE, XLA_CHUNKED, XLA), attention_axes, shareable=SHAREABLE)
+ATTENTION: Op[AttentionSpec] = Op(
+    "attention", (PALLAS_TPU, NATIVE, XLA_CHUNKED, XLA), attention_axes, shareable=SHAREABLE
+)
 
 
 def flash_attention(

@@ -22,12 +22,17 @@ from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 
 def heuristic(spec: AttentionSpec, chip: Chip | None) -> ChunkedConfig:
-    """On the CPU as many problems a step as keep its scores within a core's cache; elsewhere all, so that the device is filled."""
+    """Blocks of about half a million bytes of scores on the CPU, which stay in a core's own cache; elsewhere enough to fill the device."""
     del chip
-    block_q, block_kv = min(512, max(1, spec.q_len)), min(512, max(1, spec.kv_len))
     if ambient_platform() != "cpu":
-        return ChunkedConfig(block_q, block_kv)
-    return ChunkedConfig(block_q, block_kv, max(1, (1 << 19) // (spec.group * block_q * block_kv)))
+        block_q, block_kv, scores = 512, 512, 1 << 26
+    else:
+        scores = 1 << 17
+        block_q = max(64, min(256, 1024 // spec.group))
+        rows = spec.group * min(block_q, max(1, spec.q_len))
+        block_kv = min(8192, max(256, scores // rows))
+    block_q, block_kv = min(block_q, max(1, spec.q_len)), min(block_kv, max(1, spec.kv_len))
+    return ChunkedConfig(block_q, block_kv, max(1, scores // (spec.group * block_q * block_kv)))
 
 
 def _finite(m: jax.Array) -> jax.Array:
