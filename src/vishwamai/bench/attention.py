@@ -123,7 +123,7 @@ class _Attention(Subject):
             return None
         seq = 3 - _heads_axis(case)
         axes = {name: {seq: new} for name in ("query", "key", "value")}
-        return resized(case, axes, f"{new} of {q_len} tokens")
+        return resized(case, axes, f"cut to {new} of {q_len}")
 
 
 def _jax_peer(case: Case) -> Peer:

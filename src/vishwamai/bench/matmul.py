@@ -132,7 +132,7 @@ class _Matmul(Subject):
             if "scale_a" in case.arrays and case.arrays["scale_a"].shape[-1:] == (tokens,):
                 axes["scale_a"] = {len(case.arrays["scale_a"].shape) - 1: new}
             notes.append(f"{new} of {tokens} tokens")
-        return resized(case, axes, ", ".join(notes)) if notes else None
+        return resized(case, axes, "cut to " + ", ".join(notes)) if notes else None
 
 
 SUBJECT = _Matmul()

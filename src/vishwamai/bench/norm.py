@@ -86,7 +86,7 @@ class _Norm(Subject):
         if new == tokens:
             return None
         axes = {name: {0: new} for name in ("x", "residual") if name in case.arrays}
-        return resized(case, axes, f"{new} of {tokens} tokens")
+        return resized(case, axes, f"cut to {new} of {tokens} tokens")
 
 
 SUBJECT = _Norm()

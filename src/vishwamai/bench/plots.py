@@ -21,7 +21,7 @@ _CEILINGS = {"float32": "dot", "bfloat16": "dash", "int8": "dashdot"}
 
 def figure(made: go.Figure) -> str:
     """A figure as a piece of HTML; the page holds plotly itself."""
-    return made.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    return made.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
 
 
 def _layout(made: go.Figure, height: int, **more: Any) -> go.Figure:
@@ -151,7 +151,7 @@ def bars(measurements: Sequence[Measurement]) -> go.Figure | None:
                 hovertemplate="%{customdata}<extra></extra>",
             )
         )
-    made.add_vline(x=1, line=dict(color=_PEERS["jax"], width=2))
+    made.add_vline(x=1, line=dict(color=_PEERS["jax"], width=2), layer="below")
     widest = max(
         (m.ratios[base[m.case]] for m in measurements if m.case in base and base[m.case] in m.ratios), default=1.0
     )

@@ -1,0 +1,215 @@
+"""The `vishwamai` command: what each subcommand prints and returns, and what it says when it cannot."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from vishwamai.bench import machine
+from vishwamai.cli import COMMANDS, function, main
+from vishwamai.core.hardware import CHIPS
+
+MODULE = '''
+import jax, jax.numpy as jnp
+import vishwamai
+
+def block(x, scale, *, eps=1e-6):
+    """Doubles and normalizes."""
+    return vishwamai.rms_norm(2 * x, scale, eps=eps)
+
+def block_example_args():
+    return jax.ShapeDtypeStruct((64, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512,), jnp.bfloat16)
+
+@jax.jit
+def huge(x):
+    return x @ x.T
+
+def huge_example_args():
+    return (jax.ShapeDtypeStruct((200_000, 200_000), jnp.float32),)
+
+def lonely(x):
+    return x
+'''
+
+
+@pytest.fixture
+def module(tmp_path):
+    path = tmp_path / "user_module.py"
+    path.write_text(MODULE)
+    return str(path)
+
+
+def run(capsys, *arguments):
+    """(exit status, standard output, standard error)."""
+    status = main(arguments)
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_help_names_every_command():
+    said = subprocess.run([sys.executable, "-m", "vishwamai.cli", "--help"], capture_output=True, text=True, check=True)
+    assert all(f"    {name} " in said.stdout for name in COMMANDS)
+
+
+def test_without_a_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2 and "COMMAND" in capsys.readouterr().err
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_is_here(capsys):
+    status, out, _ = run(capsys, "doctor")
+    found = machine.versions()
+    assert status == 0
+    assert f"jax                   {found['jax']}" in out and "cpu  cpu" in out
+    assert (f"built, using {machine.native()[0]}" in out) == (machine.native()[0] is not None)
+
+
+def test_doctor_names_the_mend_of_what_is_missing(capsys, monkeypatch):
+    lacking = machine.versions() | {"rich": None, "torch": None}
+    monkeypatch.setattr(machine, "versions", lambda: lacking)
+    monkeypatch.setattr(machine.ffi, "why_not", lambda: "the native CPU kernels are not built: run the builder.")
+    _, out, _ = run(capsys, "doctor")
+    assert 'pip install "vishwamai[cli]"' in out and 'pip install "vishwamai[torch]"' in out
+    assert "run the builder" in out and "rich                  not installed" in out
+
+
+def test_cpu_is_what_the_system_says():
+    cpu = machine.cpu()
+    assert cpu.cores >= 1 and cpu.memory is not None and cpu.memory > 1 << 28
+
+
+# --- check -----------------------------------------------------------------------------------------------------------------------------------------
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+@needs_libtpu
+def test_check_of_a_file_with_its_own_example(capsys, module):
+    status, out, _ = run(capsys, "check", f"{module}:block", "--target", "v5e", "--target", "v6e")
+    assert status == 0
+    assert "v5e: compiles and fits" in out and "v6e: compiles and fits" in out and "rms_norm_forward" in out
+
+
+@needs_libtpu
+def test_check_with_arguments_on_the_command_line(capsys):
+    status, out, _ = run(
+        capsys, "check", "vishwamai:layer_norm", "--args", "f32[8,256], f32[256], eps=1e-3", "--target", "v4"
+    )
+    assert status == 0 and "v4: compiles and fits" in out
+
+
+@needs_libtpu
+def test_check_says_what_does_not_fit(capsys, module):
+    status, out, _ = run(capsys, "check", f"{module}:huge")
+    assert status == 1
+    assert "v5e: does not compile" in out and "HBM" in out and "What to change" in out
+
+
+def test_check_of_an_unknown_chip_names_the_known(capsys, module):
+    status, _, err = run(capsys, "check", f"{module}:block", "--target", "v9")
+    assert status == 2 and "'v9'" in err and all(name in err for name in CHIPS)
+
+
+# --- the function and its arguments ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("vishwamai", "MODULE:FUNCTION"),
+        ("vishwamai:no_such", "has no function 'no_such'"),
+        ("no_such_module:f", "there is no module 'no_such_module'"),
+        ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
+    ],
+)
+def test_a_function_that_is_not_there(capsys, reference, said):
+    status, _, err = run(capsys, "explain", reference)
+    assert status == 2 and said in err
+
+
+def test_a_function_without_arguments_says_how_to_give_them(capsys, module):
+    status, _, err = run(capsys, "explain", f"{module}:lonely")
+    assert status == 2 and "--args" in err and "lonely_example_args()" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bf17[8]", "no dtype 'bf17'"),
+        ("scale=f32[8], f32[8]", "stands after a keyword"),
+        ("f32[8], what", "neither an array"),
+    ],
+)
+def test_arguments_that_cannot_be_read(text, said):
+    with pytest.raises(function.CommandError, match=said):
+        function.parse_arguments(text)
+
+
+def test_arguments_nest():
+    args, kwargs = function.parse_arguments("f32[1, 2], window=(128, None), segment_ids=(s32[1,5], s32[1,7]), s='a, b'")
+    assert args[0].shape == (1, 2) and kwargs["window"] == (128, None) and kwargs["s"] == "a, b"
+    assert [x.shape for x in kwargs["segment_ids"]] == [(1, 5), (1, 7)]
+
+
+# --- explain and matrix ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_explain_says_why_the_kernel_declines(capsys):
+    status, out, _ = run(capsys, "explain", "vishwamai:rms_norm", "--args", "f16[8,4096]", "--target", "v5e")
+    assert status == 0
+    assert "-> xla" in out and "pallas_tpu  declines: `x` is float16" in out
+
+
+def test_matrix_is_what_the_implementations_say(capsys):
+    status, out, _ = run(capsys, "matrix", "--markdown", "--ops", "norm")
+    assert status == 0
+    lines = {line.split("|")[1].strip(): line for line in out.splitlines() if line.startswith("|")}
+    names = [name.strip() for name in lines["norm"].split("|")[2:-1]]
+    kernel, reference = names.index("pallas_tpu"), names.index("xla")
+
+    def cells(row):
+        return [cell.strip() for cell in lines[row].split("|")[2:-1]]
+
+    assert cells("bfloat16")[kernel] == "yes" and cells("float16")[kernel].startswith("no [")
+    assert all(cells(row)[reference] == "yes" for row in lines if row not in ("norm", "---"))
+    assert "float16, and the TPU's vector unit" in out
+
+
+def test_matrix_of_an_unknown_operation_names_the_known(capsys):
+    status, _, err = run(capsys, "matrix", "--ops", "nothing")
+    assert status == 2 and "'nothing'" in err and "norm" in err
+
+
+# --- what is not installed -------------------------------------------------------------------------------------------------------------------------
+
+
+def _without(monkeypatch, package):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name.partition(".")[0] == package else real(name, *rest),
+    )
+
+
+def test_without_rich_the_command_that_installs_it_is_named(capsys, monkeypatch):
+    _without(monkeypatch, "rich")
+    status, _, err = run(capsys, "bench")
+    assert status == 2 and 'pip install "vishwamai[cli]"' in err
+
+
+def test_without_plotly_a_page_that_was_asked_for_is_an_error(capsys, monkeypatch, tmp_path):
+    _without(monkeypatch, "plotly")
+    status, _, err = run(capsys, "bench", "--report", str(tmp_path / "x.html"), "--targets", "none")
+    assert status == 2 and 'pip install "vishwamai[report]"' in err
+
+
+def test_without_libtpu_targets_that_were_asked_for_are_an_error(capsys, monkeypatch):
+    _without(monkeypatch, "libtpu")
+    status, _, err = run(capsys, "bench", "--targets", "v5e")
+    assert status == 2 and "libtpu" in err and "pip install" in err
