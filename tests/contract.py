@@ -251,43 +251,62 @@ def magnitude(true: np.ndarray) -> Errors:
     return errors(np.where(np.isfinite(true), 0.0, true), true)
 
 
-FLOOR = Errors(largest=2.0, rms=0.5)
-"""In units of the dtype's eps, times the array's own magnitude: two units in the last place of the largest entry, and the root mean square of
-roundings to the nearest (0.29) with some room."""
-CEILING = Errors(largest=32.0, rms=8.0)
+FLOOR = {2: Errors(2.0, 0.5), 4: Errors(8.0, 2.0), 8: Errors(8.0, 2.0)}
+"""By the bytes of the dtype, in units of its eps times the array's own magnitude. In 16 bits the result's own rounding rules: two units in the last
+place of the largest entry, and the root mean square of roundings to the nearest (0.29) with some room. In 32 and 64 bits it is the rounding of sums,
+which grows with their length and differs with their order."""
+CEILING = {2: Errors(8.0, 2.0), 4: Errors(64.0, 16.0), 8: Errors(64.0, 16.0)}
 """The same for the reference itself, which has no other to be compared with."""
+FLOOR[1], CEILING[1] = FLOOR[2], CEILING[2]
 
 
-def bound(dtype: Any, true: np.ndarray, reference: np.ndarray | None) -> Errors:
+CANCELLATION = 1 / 4
+"""The magnitude of a gradient counts as at least this share of the largest gradient of its case: where a sum cancels (the gradient of one sink, or of a
+query with one key, which is 0), rounding is as large as the terms, not as the sum."""
+
+
+def at_least(size: Errors, group: Errors) -> Errors:
+    return Errors(max(size.largest, CANCELLATION * group.largest), max(size.rms, CANCELLATION * group.largest))
+
+
+def bound(dtype: Any, true: np.ndarray, reference: np.ndarray | None, group: Errors, unit: float) -> Errors:
     """The errors that are allowed: twice the reference's and a floor; for the reference itself (None) a ceiling."""
-    unit, size = float(jnp.finfo(dtype).eps), magnitude(true)
-    if reference is None:
-        return Errors(CEILING.largest * unit * size.largest, CEILING.rms * unit * size.rms)
-    theirs = errors(reference, true)
+    unit, size = max(unit, float(jnp.finfo(dtype).eps)), at_least(magnitude(true), group)
+    units = (CEILING if reference is None else FLOOR)[np.dtype(dtype).itemsize]
+    theirs = Errors(0.0, 0.0) if reference is None else errors(reference, true)
     return Errors(
-        2 * theirs.largest + FLOOR.largest * unit * size.largest, 2 * theirs.rms + FLOOR.rms * unit * size.rms
+        2 * theirs.largest + units.largest * unit * size.largest, 2 * theirs.rms + units.rms * unit * size.rms
     )
 
 
-def check(name: str, got: np.ndarray, true: np.ndarray, reference: np.ndarray | None) -> None:
+def check(
+    name: str, got: np.ndarray, true: np.ndarray, reference: np.ndarray | None, group: Errors, unit: float = 0.0
+) -> None:
     """Asserts that an array is as near the truth as the contract demands; integers must be equal."""
     if not jnp.issubdtype(got.dtype, jnp.floating):
         np.testing.assert_array_equal(got, true, err_msg=name)
         return
     assert not np.isnan(got.astype(np.float64)).any(), f"{name}: NaN"
-    allowed, ours = bound(got.dtype, true, reference), errors(got, true)
+    allowed, ours = bound(got.dtype, true, reference, group, unit), errors(got, true)
     assert ours.largest <= allowed.largest, f"{name}: largest error {ours.largest:.3g}, allowed {allowed.largest:.3g}"
     assert ours.rms <= allowed.rms, f"{name}: root-mean-square error {ours.rms:.3g}, allowed {allowed.rms:.3g}"
 
 
-def check_all(got: Any, true: Any, reference: Any) -> None:
-    """`check` of every output and gradient: `got`, `true` and `reference` are pairs (outputs, gradients by name)."""
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(got)]
-    leaves = [jax.tree.leaves(tree) for tree in (got, true)]
-    theirs = [None] * len(names) if reference is None else jax.tree.leaves(reference)
-    assert len(names) == len(leaves[1]) == len(theirs)
-    for name, ours, right, other in zip(names, *leaves, theirs, strict=True):
-        check(name.replace("[0]", "output", 1).replace("[1]", "gradient of ", 1), ours, right, other)
+def check_all(got: Any, true: Any, reference: Any, unit: float = 0.0) -> None:
+    """`check` of every output and gradient: `got`, `true` and `reference` are pairs (outputs, gradients by name).
+
+    Args:
+      unit: least relative rounding unit to allow for, where an implementation has a reason to be coarser than its dtypes.
+    """
+    for part, what in enumerate(("output", "gradient of ")):
+        paths = jax.tree_util.tree_leaves_with_path(got[part])
+        trues = jax.tree.leaves(true[part])
+        theirs = [None] * len(paths) if reference is None else jax.tree.leaves(reference[part])
+        assert len(paths) == len(trues) == len(theirs)
+        sizes = [magnitude(x) for x in trues] if what != "output" else []
+        group = Errors(max((s.largest for s in sizes), default=0.0), max((s.rms for s in sizes), default=0.0))
+        for (path, ours), right, other in zip(paths, trues, theirs, strict=True):
+            check(what + jax.tree_util.keystr(path), ours, right, other, group, unit)
 
 
 def close(got: Any, expected: Any, tolerance: float = 1e-4) -> None:

@@ -11,11 +11,33 @@ from vishwamai.core import ffi
 
 # Why an implementation declines contract cases. A refusal that is not here, or is no longer one, fails the test.
 EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
+    ("attention", "native_cpu"): {"no keys": "an axis is empty"},
+    ("attention", "pallas_tpu"): {
+        "full f16": "float16",
+        "full f64": "float64",
+        "no keys": "empty",
+    },
+    ("matmul", "pallas_tpu"): {
+        "float16": "`a` is float16",
+        "float64": "`a` is float64",
+        "no depth": "an array is empty",
+        "no rows": "an array is empty",
+        "no batch": "an array is empty",
+    },
     ("norm", "pallas_tpu"): {
         "rms float16": "`x` is float16",
         "layer float64": "`x` is float64",
         "rms empty": "the array is empty",
     },
+}
+
+
+# Where an implementation is coarser than the dtypes of its results, and why: the relative rounding unit to allow for.
+COARSER: dict[tuple[str, str, str], float] = {
+    # Three bfloat16 products for one of float32 keep 16 bits; the reference on a CPU keeps 24.
+    ("matmul", "pallas_tpu", "high"): 2.0**-16,
+    # The backward product takes the float32 cotangent in bfloat16, beside operands of 8 bits; the scale's gradient is float32.
+    ("matmul", "pallas_tpu", "float8_e4m3fn"): 2.0**-8,
 }
 
 
@@ -44,7 +66,8 @@ def test_numbers(op, impl, case):
     if impl is contract.OPERATIONS[op.name].reference:
         contract.check_all(contract.by_reference(case), contract.truth(case), None)
     else:
-        contract.check_all(contract.evaluate(case, impl), contract.truth(case), contract.by_reference(case))
+        unit = COARSER.get((op.name, impl.name, case.name), 0.0)
+        contract.check_all(contract.evaluate(case, impl), contract.truth(case), contract.by_reference(case), unit)
 
 
 @pytest.mark.parametrize("op, impl", list(contract.pairs()), ids=lambda x: x.name)
