@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from vishwamai.bench.catalogue import Operation, operations, specs_of
+from vishwamai.bench import catalogue
+from vishwamai.bench.catalogue import Operation, specs_of
 from vishwamai.core.cases import Case
 from vishwamai.core.hardware import CHIPS
 from vishwamai.core.op import Implementation
@@ -108,7 +109,7 @@ def matrix(names: Sequence[str] | None = None) -> list[Row]:
     """The rows of every op, or of those named."""
     return [
         row
-        for operation in operations().values()
+        for operation in catalogue.operations().values()
         if names is None or operation.name in names
         for row in rows_of(operation)
     ]

@@ -1,0 +1,341 @@
+"""The benchmark: wrong numbers are never timed, samples are parts of the whole, peers mean the same, the report says what was found."""
+
+import dataclasses
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plotly.offline import get_plotlyjs
+
+import vishwamai
+from vishwamai.bench import catalogue, matrix, model, numbers, page, peaks, report, runner, targets, timing
+from vishwamai.bench.subject import resized, subject
+from vishwamai.cli import main
+from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.core.op import Implementation, Op
+from vishwamai.ops.norm.reference import XLA
+from vishwamai.ops.norm.spec import Operands, make_spec, norm_axes
+
+PEAKS = peaks.Peaks({"float32": {"jax": 1e11}, "bfloat16": {"jax": 1e11}}, {"jax": 1e10}, "made up for a test")
+SETTINGS = runner.Settings(seconds=0.1)
+
+
+def case_named(op, name):
+    return next(c for c in catalogue.operations()[op].cases if c.name == name)
+
+
+# --- timing ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_slower_is_found_slower():
+    found = timing.side_by_side({"fast": lambda: time.sleep(0.002), "slow": lambda: time.sleep(0.02)}, 0.3)
+    assert found["fast"].median < found["slow"].median
+    assert found["fast"].ratio(found["slow"]) > 2 and found["slow"].ratio(found["fast"]) < 0.5
+
+
+def test_three_rounds_whatever_they_cost():
+    found = timing.side_by_side({"a": lambda: time.sleep(0.01)}, budget=0.0)
+    assert len(found["a"].samples) == 3
+
+
+def test_short_calls_are_repeated():
+    calls = [0]
+
+    def call():
+        calls[0] += 1
+
+    found = timing.side_by_side({"a": call}, budget=0.05, rounds=4)
+    assert found["a"].calls_per_sample > 10
+    assert calls[0] == 1 + len(found["a"].samples) * found["a"].calls_per_sample
+
+
+def test_spread_is_the_quartiles_distance():
+    assert timing.Timing((1.0, 2.0, 3.0, 4.0, 5.0), 1).spread == pytest.approx(2 / 3)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------------------------------------
+
+SAMPLED = [
+    ("norm", "layer residual bfloat16"),
+    ("norm", "rms large mean"),
+    ("matmul", "int8 scaled"),
+    ("matmul", "several tiles bfloat16"),
+    ("matmul", "whole epilogue"),
+    ("matmul", "float8 mixed"),
+    ("matmul", "transposed ab bfloat16"),
+    ("attention", "causal top-left 63x100"),
+    ("attention", "causal bottom-right 80x192"),
+    ("attention", "window left of causal bf16"),
+    ("attention", "GQA 6/2 bf16"),
+    ("attention", "bshd"),
+    ("attention", "segments causal GQA bf16"),
+    ("attention", "bias by key"),
+    ("attention", "mask by head"),
+    ("attention", "sinks window bf16"),
+]
+
+
+@pytest.mark.parametrize(("op", "name"), SAMPLED)
+def test_a_sample_is_a_part_of_the_whole(op, name):
+    case = case_named(op, name)
+    arrays = case.make()
+    sample = subject(op).sample(case, arrays)
+    right = numbers.truth(sample)
+    whole = numbers.as_tuple(jax.jit(lambda a: case.run(a, implementation="xla"))(arrays))
+    found = numbers.check(whole, sample, right)
+    assert found.right, found.what
+    # One unit in the last place of every element is within the contract, a hundredth of the largest is not (and integers are exact).
+    for i, out in enumerate(whole):
+        scale = np.abs(out.astype(np.float64)[np.isfinite(out.astype(np.float64))]).max()
+        spoiled = (*whole[:i], (out.astype(np.float64) + 0.1 * scale).astype(out.dtype), *whole[i + 1 :])
+        assert not numbers.check(spoiled, sample, right).right
+
+
+def test_big_results_are_sampled():
+    llama = case_named("attention", "Llama 3 8B, 1024 tokens")
+    sample = subject("attention").sample(llama, llama.make())
+    assert sample.arrays["query"].shape == (1, 4, 64, 128) and sample.arrays["key"].shape == (1, 1, 1024, 128)
+    assert sample.arrays["mask"].shape == (1, 1, 64, 1024) and sample.words == "64 of 1024 query rows of 4 of 32 heads"
+
+
+def test_a_mask_that_is_one_off_is_wrong():
+    case = case_named("attention", "window")
+    arrays = case.make()
+    sample = subject("attention").sample(case, arrays)
+    right = numbers.truth(sample)
+    other = dataclasses.replace(case, options={"window": (20, 6)})
+    assert not numbers.check(numbers.as_tuple(other.run(arrays)), sample, right).right
+
+
+def test_a_nan_is_wrong():
+    case = case_named("norm", "rms plain")
+    sample = subject("norm").sample(case, case.make())
+    right = numbers.truth(sample)
+    y = np.array(right.outputs[0])
+    assert numbers.check((y,), sample, right).right
+    y[3, 5] = np.nan
+    found = numbers.check((y,), sample, right)
+    assert not found.right and found.error == np.inf
+    assert not numbers.check((y, y), sample, right).right
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------------------------------------
+
+PEERED = [
+    ("norm", "layer residual float32", {"jax.numpy", "torch layer_norm"}),
+    ("norm", "rms residual bfloat16", {"jax.numpy", "torch rms_norm"}),
+    ("matmul", "gelu float32", {"jnp.matmul", "torch matmul"}),
+    ("matmul", "silu bfloat16", {"jnp.matmul", "torch matmul"}),
+    ("matmul", "transposed ab float32", {"jnp.matmul", "torch matmul"}),
+    ("matmul", "int8 scaled", {"jnp.matmul"}),
+    ("matmul", "float8_e4m3fn", {"jnp.matmul"}),
+    ("attention", "causal f32", {"jax.nn.dot_product_attention", "torch scaled_dot_product_attention"}),
+    ("attention", "window", {"jax.nn.dot_product_attention", "torch scaled_dot_product_attention"}),
+    ("attention", "bshd", {"jax.nn.dot_product_attention", "torch scaled_dot_product_attention"}),
+    ("attention", "mask by key bf16", {"jax.nn.dot_product_attention", "torch scaled_dot_product_attention"}),
+    ("attention", "GQA 6/2 bf16", {"jax.nn.dot_product_attention", "torch scaled_dot_product_attention"}),
+    ("attention", "value dim 128 of 192 bf16", {"torch scaled_dot_product_attention"}),
+    ("attention", "softcap", set()),
+    ("attention", "sinks", set()),
+    ("attention", "causal bottom-right 80x192", set()),
+]
+
+
+@pytest.mark.parametrize(("op", "name", "expected"), PEERED)
+def test_peers_mean_the_same(op, name, expected):
+    if any(peer.startswith("torch") for peer in expected):
+        pytest.importorskip("torch")
+    operation, case = catalogue.operations()[op], case_named(op, name)
+    found = list(runner.run_case(operation, case, PEAKS, SETTINGS, 0.0))
+    peers = {m.candidate: m for m in found if m.framework != "vishwamai"}
+    assert set(peers) == expected
+    for m in found:
+        if m.numbers is not None:
+            assert m.numbers.right, (m.candidate, m.numbers.what)
+            assert m.timing is not None and m.timing.median > 0
+    ours = next(m for m in found if m.default)
+    assert set(ours.ratios) == expected
+
+
+def test_a_peer_that_means_something_else_gets_no_speed():
+    """Here the mask and the causal mask leave a row without keys, where jax.nn gives the mean of the values and we give 0."""
+    operation, case = catalogue.operations()["attention"], case_named("attention", "mask by head")
+    found = list(runner.run_case(operation, case, PEAKS, SETTINGS, 0.0))
+    other = next(m for m in found if m.framework == "jax")
+    assert other.numbers is not None and not other.numbers.right and other.timing is None
+    ours = next(m for m in found if m.default)
+    assert ours.timing is not None and other.candidate not in ours.ratios
+
+
+# --- a wrong implementation ------------------------------------------------------------------------------------------------------------------------
+
+
+def _wrong_forward(spec, config, operands, residuals):
+    outputs, saved = XLA.forward(spec, config, operands, residuals)
+    return outputs._replace(y=outputs.y.at[0, 0, 0].add(0.1)), saved
+
+
+BROKEN = Implementation("broken_cpu", "cpu", _wrong_forward, XLA.backward)
+SHY = Implementation("shy_cpu", "cpu", XLA.forward, XLA.backward, lambda spec, chip: "it never wants to.")
+TOY = Op("toy", (SHY, BROKEN, XLA), norm_axes)
+
+
+def toy(x, *, config=None, implementation=None):
+    spec = make_spec("toy", "rms", x, None, None, None, 1e-6)
+    return TOY(spec, Operands(x[None], None, None, None), config=config, implementation=implementation).y[0]
+
+
+TOY_CASES = (Case("a toy", "toy", toy, {"x": ArrayInit((16, 64))}, tags=frozenset({"model", "contract"})),)
+
+
+@pytest.fixture
+def toy_only(monkeypatch):
+    found = {"toy": catalogue.Operation(TOY, TOY_CASES)}
+    monkeypatch.setattr(catalogue, "operations", lambda: found)
+    monkeypatch.setattr(peaks, "measure", lambda quick: PEAKS)
+    return found["toy"]
+
+
+def test_wrong_numbers_get_no_speed(toy_only):
+    found = {m.implementation: m for m in runner.run([toy_only], PEAKS, SETTINGS)}
+    broken, shy, right = found["broken_cpu"], found["shy_cpu"], found["xla"]
+    assert broken.numbers is not None and not broken.numbers.right and broken.timing is None and broken.default
+    assert "output 0, the whole result: largest error 0.1" in broken.numbers.what
+    assert shy.numbers is None and shy.timing is None and shy.note == "it never wants to."
+    assert right.numbers is not None and right.numbers.right and right.timing is not None
+
+
+def test_the_command_refuses_a_speed_and_fails(toy_only, capsys, tmp_path):
+    where = ["--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "r.html")]
+    status = main(["bench", "--no-model", "--targets", "none", *where])
+    said = capsys.readouterr()
+    assert status == 1
+    assert "WRONG: toy, a toy, vishwamai broken_cpu: output 0" in said.err and "not timed" in said.out
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert saved["schema"] == report.SCHEMA and saved["right"] is False
+    rows = {m["implementation"]: m for m in saved["measurements"]}
+    assert rows["broken_cpu"]["timing"] is None and rows["broken_cpu"]["flops_per_second"] is None
+    assert rows["xla"]["timing"]["median"] > 0 and len(rows["xla"]["timing"]["samples"]) >= 3
+    html = (tmp_path / "r.html").read_text()
+    assert "Some numbers are wrong" in html and "withheld" in html and "a toy" in html
+
+
+def test_the_matrix_shows_a_refusal(toy_only):
+    rows = {row.feature: row.cells for row in matrix.matrix()}
+    assert rows["float32"]["shy_cpu"].mark == "no" and rows["float32"]["xla"].mark == "yes"
+    assert rows["float32"]["shy_cpu"].reasons == ("it never wants to.",)
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_case_is_cut_to_what_the_machine_can_do():
+    slow = peaks.Peaks({"float32": {"jax": 1e9}, "bfloat16": {"jax": 1e9}}, {"jax": 1e10}, "made up")
+    for op, name, array, axis in (("norm", "Llama 3 8B", "x", 0), ("matmul", "Llama 3 8B qkv", "a", 0)):
+        operation, case = catalogue.operations()[op], case_named(op, name)
+        small = runner.fitted(operation, case, subject(op), slow, runner.Settings(call_seconds=0.001))
+        assert small.arrays[array].shape[axis] < case.arrays[array].shape[axis] and "cut to" in small.name
+        assert runner.fitted(operation, case, subject(op), slow, runner.Settings(call_seconds=1e9)) is case
+    gemma = case_named("attention", "Gemma 3 12B, 2048 tokens, window 1024")
+    small = subject("attention").smaller(gemma, 1e-9)
+    assert small is None or small.arrays["query"].shape[2] >= 2 * 1023
+
+
+def test_experts_are_cut_too():
+    mixtral = case_named("matmul", "Mixtral 8x7B experts")
+    small = subject("matmul").smaller(mixtral, 0.01)
+    assert small is not None and small.arrays["a"].shape == (2, 64, 4096) and small.arrays["b"].shape[0] == 2
+    assert "2 of 8 experts, 64 of 512 tokens" in small.name
+
+
+def test_an_operation_that_nobody_knows_is_served():
+    assert subject("no_such_op").peers(TOY_CASES[0]) == []
+    assert resized(TOY_CASES[0], {"x": {0: 4}}, "cut").arrays["x"].shape == (4, 64)
+
+
+# --- targets, peaks, the page ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_case_compiles_for_a_tpu_that_is_not_here():
+    pytest.importorskip("libtpu")
+    operation, case = catalogue.operations()["norm"], case_named("norm", "BERT base")
+    row = targets.compile_case(operation, case, "v6e")
+    assert row.compiles and row.fits and row.implementation == "pallas_tpu"
+    assert row.vmem and row.hbm and row.hbm > 3 * 4096 * 768 * 2 and row.seconds and row.seconds >= 0.9 * row.roofline
+    assert "MiB" in report.target_words(row)[0]
+
+
+def test_what_the_compiler_refuses_is_told(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise vishwamai.DeviceError("no room for it.")
+
+    monkeypatch.setattr(targets, "compile_for", refuse)
+    row = targets.compile_case(catalogue.operations()["norm"], case_named("norm", "BERT base"), "v6e")
+    assert not row.compiles and row.problem == "no room for it." and report.target_words(row)[0] == "does not compile"
+
+
+def test_peaks_are_the_best_of_what_was_measured(monkeypatch):
+    monkeypatch.setattr(peaks, "_QUICK_SIZE", 128)
+    monkeypatch.setattr(peaks, "_QUICK_BYTES", 1 << 20)
+    found = peaks.measure(quick=True, dtypes=("float32",))
+    assert found.peak("float32") == max(found.flops["float32"].values()) > 1e7
+    assert found.best_bandwidth == max(found.bandwidth.values()) > 1e7
+    assert found.seconds("float32", found.peak("float32"), 0.0) == pytest.approx(1.0)
+    assert PEAKS.peak("float8_e5m2") == PEAKS.peak("bfloat16") and PEAKS.peak("float64") == PEAKS.peak("float32")
+
+
+def test_the_page_holds_everything(tmp_path):
+    operation, case = catalogue.operations()["norm"], case_named("norm", "layer residual float32")
+    speed = model.Speed(1, 32, {"vishwamai": timing.Timing((0.1, 0.1, 0.1), 1), "jax.nn": timing.Timing((0.2,) * 3, 1)})
+    made = report.Report(
+        created=report.now(),
+        command="vishwamai bench <test>",
+        versions={"jax": jax.__version__},
+        cpu=report.machine.cpu(),
+        devices=("cpu: cpu",),
+        load=0.5,
+        peaks=PEAKS,
+        measurements=tuple(runner.run_case(operation, case, PEAKS, SETTINGS, 0.0)),
+        targets=(
+            targets.TargetRow("norm", case.name, "v5e", "pallas_tpu", True, 1 << 20, 1 << 30, True, 1e-3, 9e-4, 1.0),
+            targets.TargetRow("norm", case.name, "v6e", "xla", False, None, None, False, None, 9e-4, 1.0, "no <room>."),
+        ),
+        model=model.ModelResult((model.Agreement("someone", 3, 0.99999, 1e-7),), (speed,)),
+        notes=("a note",),
+    )
+    text = page.render(made)
+    own = text.replace(get_plotlyjs(), "")
+    assert len(own) < 200_000 < len(text)
+    assert own.count("Plotly.newPlot(") == 3 and "<script src" not in own and "http" not in own
+    for said in (
+        case.name,
+        "1.0 MiB, 1 ms (90%)",
+        "no &lt;room&gt;.",
+        "0.9999900",
+        "a note",
+        "vishwamai bench &lt;test&gt;",
+    ):
+        assert said in text
+    report.write_json(made, tmp_path / "r.json")
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert saved["right"] is True and saved["model"]["speeds"][0]["timings"]["vishwamai"]["median"] == 0.1
+    assert saved["peaks"]["flops"]["float32"] == {"jax": 1e11}
+
+
+def test_a_model_that_differs_is_wrong():
+    ours = np.eye(4, dtype=np.float32)
+    near = model._agreement("x", ours, ours + 1e-6)
+    far = model._agreement("x", ours, np.roll(ours, 1, axis=0))
+    assert near.right and near.error == pytest.approx(1e-6, rel=0.1) and not far.right
+    assert not model.ModelResult((near, far), ()).right
+
+
+def test_every_operation_is_found():
+    found = catalogue.operations()
+    assert {"attention", "matmul", "norm"} <= set(found)
+    for operation in found.values():
+        assert any("model" in case.tags for case in operation.cases)
+        assert jnp.dtype(next(iter(operation.cases[0].arrays.values())).dtype)
