@@ -332,6 +332,7 @@ ERRORS: list[tuple[dict[str, Any], list[str]]] = [
     (dict(mask=np.ones((63, 81), bool)), ["`mask`", "(63, 81)", "[2, 4, 63, 80]"]),
     (dict(bias=np.ones((63, 80), bool)), ["`bias`", "bool", "`mask`"]),
     (dict(bias=np.ones((3, 63, 80), np.float32)), ["`bias`", "(3, 63, 80)", "[2, 4, 63, 80]"]),
+    (dict(causal=1), ["`causal`", "1", "True or False"]),
     (dict(causal_align="middle"), ["`causal_align`", "'middle'", "'bottom_right'"]),
     (dict(window=5), ["`window`", "5", "(left, right)"]),
     (dict(window=(-1, 0)), ["`window`", "(-1, 0)", "left", "zero or more"]),

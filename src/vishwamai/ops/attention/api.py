@@ -70,7 +70,8 @@ def flash_attention(
       softcap: bounds the logits: softcap * tanh(logits / softcap).
       sinks: `[heads]`, one logit a head that enters the softmax's denominator only.
       dropout_rate: share of the probabilities to drop, in [0, 1).
-      dropout_key: the random key of the dropout; the same key drops the same positions on every platform.
+      dropout_key: the random key of the dropout; the same key drops the same positions on every platform. Batch elements and heads count from 0
+        in the arrays given: inside your own `shard_map`, fold the shard's index into the key.
       scale: multiplies query.key; None for 1/sqrt(qk_dim).
       return_lse: return the logsumexp of the logits too, for merging with attention over other keys.
       block_size: edge of the tiles, in elements.

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import ArraySpec, array_spec
@@ -51,7 +52,7 @@ def make_spec(
     q, k, v = check_arrays(query, key, value, layout)
     batch, heads, q_len, qk_dim = q.shape
     kv_len = k.shape[2]
-    if causal not in (True, False):
+    if not isinstance(causal, (bool, np.bool_)):
         _fail(f"`causal` is {causal!r}; pass True or False.")
     if causal_align not in ALIGNMENTS:
         _fail(f"`causal_align` is {causal_align!r}; pass 'top_left' or 'bottom_right'.")

@@ -22,16 +22,19 @@ from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 
 def heuristic(spec: AttentionSpec, chip: Chip | None) -> ChunkedConfig:
-    """Blocks of about half a million bytes of scores on the CPU, which stay in a core's own cache; elsewhere enough to fill the device."""
+    """On the CPU, blocks of about half a million bytes of scores, which stay in a core's own cache; elsewhere, all problems at once.
+
+    Elsewhere the problems may also be spread over devices, and a step that took some of them would have to fetch them; so where they are many, the
+    blocks shrink instead, from 512 to 128, to keep a step's scores within a gigabyte.
+    """
     del chip
+    rows, keys = max(1, spec.q_len), max(1, spec.kv_len)
     if ambient_platform() != "cpu":
-        block_q, block_kv, scores = 512, 512, 1 << 26
-    else:
-        scores = 1 << 17
-        block_q = max(64, min(256, 1024 // spec.group))
-        rows = spec.group * min(block_q, max(1, spec.q_len))
-        block_kv = min(8192, max(256, scores // rows))
-    block_q, block_kv = min(block_q, max(1, spec.q_len)), min(block_kv, max(1, spec.kv_len))
+        side = next((side for side in (512, 256) if spec.batch * spec.q_heads * side * side <= 1 << 28), 128)
+        return ChunkedConfig(min(side, rows), min(side, keys))
+    scores = 1 << 17
+    block_q = min(max(64, min(256, 1024 // spec.group)), rows)
+    block_kv = min(8192, max(256, scores // (spec.group * block_q)), keys)
     return ChunkedConfig(block_q, block_kv, max(1, scores // (spec.group * block_q * block_kv)))
 
 
