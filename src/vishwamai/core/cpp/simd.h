@@ -184,7 +184,8 @@ VISHWAMAI_INLINE f32v maximum(f32v a, f32v b) {  // b where a is NaN
 #endif
 }
 VISHWAMAI_INLINE f64v maximum(f64v a, f64v b) { return a > b ? a : b; }
-template <class T> VISHWAMAI_INLINE V<T> minimum(V<T> a, V<T> b) { return a < b ? a : b; }
+// a where it is less than b; keeps a NaN in a.
+template <class T> VISHWAMAI_INLINE V<T> minimum(V<T> a, V<T> b) { return a > b ? b : a; }
 
 template <class T> VISHWAMAI_INLINE T sum_lanes(V<T> v) {
 #ifdef VISHWAMAI_AVX512
@@ -214,89 +215,85 @@ template <class T> VISHWAMAI_INLINE bool any_above(V<T> v, T bound) {
 }
 
 // ---- functions --------------------------------------------------------------------------------------------------
-// 2^x to about one unit in the last place; exactly 0 for -infinity, infinity for large x, NaN for NaN.
-VISHWAMAI_INLINE f32v exp2_polynomial(f32v f) {  // |f| <= 1/2, relative error 2e-9 before rounding (Lawson's fit)
-  f32v p = splat(1.53458132e-4f);
-  p = p * f + 1.33999317e-3f;
-  p = p * f + 9.61849316e-3f;
-  p = p * f + 5.55032878e-2f;
-  p = p * f + 0.240226469f;
-  p = p * f + 0.693147206f;
-  return p * f + 1.0f;
-}
-VISHWAMAI_INLINE f32v exp2(f32v x) {
-#ifdef VISHWAMAI_AVX512
-  const f32v n = _mm512_roundscale_ps(x, 0x08);
-  // -inf - -inf is NaN; the scale by 2^-inf below would keep it, so the fraction is taken of a bounded number.
-  const f32v f = _mm512_sub_ps(_mm512_max_ps(x, _mm512_set1_ps(-300.f)), _mm512_max_ps(n, _mm512_set1_ps(-300.f)));
-  return _mm512_scalef_ps(exp2_polynomial(f), n);
-#else
-  const f32v bounded = minimum<float>(maximum(x, splat(-126.5f)), splat(128.5f));
-  const f32v shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const f32v n = (bounded + shifter) - shifter;
-  const i32v exponent = __builtin_convertvector(n, i32v);
-  const i32v half = exponent >> 1;  // in two steps, since 2^128 and 2^-127 are out of range
-  f32v r = exp2_polynomial(bounded - n);
-  r *= bit_cast<f32v>((half + 127) << 23);
-  r *= bit_cast<f32v>((exponent - half + 127) << 23);
-  r = x < -126.5f ? f32v{} : r;
-  return x != x ? x : r;
-#endif
-}
-// 2^x for x <= about 100, relative error 3e-6: enough where the result is rounded to bfloat16 (2^-9).
-VISHWAMAI_INLINE f32v exp2_rough(f32v x) {
-#ifdef VISHWAMAI_AVX512
-  const f32v f = _mm512_reduce_ps(x, 0x09);
-  f32v p = f * 0.00957010383f + 0.055917866f;
-  p = p * f + 0.240247448f;
-  p = p * f + 0.693121814f;
-  p = p * f + 0.999999261f;
-  return _mm512_scalef_ps(p, x);
-#else
-  return exp2(x);
-#endif
-}
-VISHWAMAI_INLINE f64v exp2(f64v x) {
-  // Taylor of exp at |f ln 2| <= 0.347: the first term left out, 0.347^14/14!, is 4e-18.
-  const f64v bounded = minimum<double>(maximum(x, splat(-1022.0)), splat(1024.0));
-  const f64v shifter = splat(6755399441055744.0);  // 1.5 * 2^52
-  const f64v n = (bounded + shifter) - shifter;
-  const f64v f = (bounded - n) * 0.693147180559945309417;
-  f64v p = splat(1.0 / 6227020800.0);
-  constexpr double c[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
-                          1.0 / 720,       1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0, 1.0};
-  for (double a : c) p = p * f + a;
-  const i64v exponent = bit_cast<i64v>(n + shifter) - bit_cast<i64v>(shifter);
-  const i64v half = exponent >> 1;
-  p *= bit_cast<f64v>((half + 1023) << 52);
-  p *= bit_cast<f64v>((exponent - half + 1023) << 52);
-  p = x < -1022.0 ? f64v{} : p;
-  return x != x ? x : p;
-}
-
 constexpr double kLog2E = 1.44269504088896340736, kLn2 = 0.693147180559945309417;
 
-template <class T> VISHWAMAI_INLINE V<T> exp(V<T> x) {
-  if constexpr (std::is_same_v<T, float>) {
-    // x log2(e) in two pieces: the rounding of one product would cost up to 64 units in the last place at x = 88.
-    const V<T> high = x * static_cast<float>(kLog2E);
-    V<T> n = high;
-    n = n < -150.f ? splat(-150.f) : n;
-    n = n > 150.f ? splat(150.f) : n;
-    const V<T> shifter = splat(12582912.0f);
-    n = (n + shifter) - shifter;
-    V<T> r = x - n * 0.693145751953125f;          // ln 2 in two pieces (Cody and Waite)
-    r = (r - n * 1.42860677e-6f) * static_cast<float>(kLog2E);
-    const V<T> inside = exp2_polynomial(r);
-    const V<T> scaled = inside * exp2(n * 0.5f) * exp2(n - n * 0.5f);
-    V<T> result = high < -150.f ? V<T>{} : scaled;
-    result = high > 129.f ? splat(__builtin_inff()) : result;
-    return x != x ? x : result;
-  } else {
-    return exp2(x * kLog2E);
-  }
+// The nearest integer of |x| < 2^22.
+VISHWAMAI_INLINE f32v nearest(f32v x) {
+#ifdef VISHWAMAI_AVX512
+  return _mm512_roundscale_ps(x, 0x08);
+#else
+  const f32v shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves no bits for a fraction
+  return (x + shifter) - shifter;
+#endif
+}
+VISHWAMAI_INLINE f64v nearest(f64v x) {
+  const f64v shifter = splat(6755399441055744.0);  // 1.5 * 2^52
+  return (x + shifter) - shifter;
 }
 
+// p * 2^n for integers n of at most 1000 (float: 250) either way: in two steps, since 2^n itself may be out of range.
+VISHWAMAI_INLINE f32v times_power_of_two(f32v p, f32v n) {
+#ifdef VISHWAMAI_AVX512
+  return _mm512_scalef_ps(p, n);
+#else
+  const i32v exponent = __builtin_convertvector(n, i32v), half = exponent >> 1;
+  p *= bit_cast<f32v>((half + 127) << 23);
+  return p * bit_cast<f32v>((exponent - half + 127) << 23);
+#endif
+}
+VISHWAMAI_INLINE f64v times_power_of_two(f64v p, f64v n) {
+  const f64v shifter = splat(6755399441055744.0);
+  const i64v exponent = bit_cast<i64v>(n + shifter) - bit_cast<i64v>(shifter), half = exponent >> 1;
+  p *= bit_cast<f64v>((half + 1023) << 52);
+  return p * bit_cast<f64v>((exponent - half + 1023) << 52);
+}
+
+// e^x within about one unit in the last place; 0 for -infinity, NaN for NaN.  x - n ln 2 is taken with ln 2 in two pieces
+// (Cody and Waite), so that nothing is lost for large |x|.
+VISHWAMAI_INLINE f32v exp(f32v x) {
+  const f32v bounded = minimum<float>(maximum(splat(-110.0f), x), splat(90.0f));  // a NaN stays
+  const f32v n = nearest(bounded * static_cast<float>(kLog2E));
+  const f32v r = (bounded - n * 0.693145751953125f) - n * 1.42860677e-6f;
+  f32v p = splat(1.38368471e-3f);  // minimax on |r| <= ln 2 / 2, relative error 2e-9 (Lawson's fit)
+  p = p * r + 8.37481609e-3f;
+  p = p * r + 4.16682256e-2f;
+  p = p * r + 0.166664202f;
+  p = p * r + 0.499999921f;
+  p = p * r + 1.0f;
+  return times_power_of_two(p * r + 1.0f, n);
+}
+VISHWAMAI_INLINE f64v exp(f64v x) {
+  const f64v bounded = minimum<double>(maximum(splat(-750.0), x), splat(710.0));
+  const f64v n = nearest(bounded * kLog2E);
+  const f64v r = (bounded - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  f64v p = splat(1.0 / 6227020800.0);  // Taylor: the first term left out, 0.347^14 / 14!, is 4e-18
+  constexpr double c[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
+                          1.0 / 720,       1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0, 1.0};
+  for (double a : c) p = p * r + a;
+  return times_power_of_two(p, n);
+}
+
+// 2^x, relative error 1e-7 before rounding, in the fewest steps: no care for x above 127.
+VISHWAMAI_INLINE f32v exp2_rough(f32v x) {
+#ifdef VISHWAMAI_AVX512
+  const f32v f = _mm512_reduce_ps(x, 0x09);  // x - floor(x), in [0, 1)
+  f32v p = f * 0.0018775769f + 0.0089893403f;
+  p = p * f + 0.0558263171f;
+  p = p * f + 0.240153618f;
+  p = p * f + 0.693153073f;
+  p = p * f + 0.999999925f;
+  return _mm512_scalef_ps(p, x);
+#else
+  const f32v bounded = minimum<float>(maximum(splat(-160.0f), x), splat(130.0f));
+  const f32v n = nearest(bounded);
+  const f32v f = bounded - n;
+  f32v p = f * 0.00132764736f + 0.00967554188f;
+  p = p * f + 0.0555071327f;
+  p = p * f + 0.240221197f;
+  p = p * f + 0.693146967f;
+  return times_power_of_two(p * f + 1.00000007f, n);
+#endif
+}
 // tanh: odd series near 0 (the quotient would cancel there), the exponential elsewhere.
 template <class T> VISHWAMAI_INLINE V<T> tanh(V<T> x) {
   if constexpr (std::is_same_v<T, double>) {
@@ -312,7 +309,7 @@ template <class T> VISHWAMAI_INLINE V<T> tanh(V<T> x) {
     p = p * s + T(-1.0 / 3);
     const V<T> near_zero = x + x * s * p;
     const V<T> magnitude = x < T(0) ? -x : x;
-    const V<T> e = exp2(magnitude * T(-2 * kLog2E));
+    const V<T> e = exp(magnitude * T(-2));
     const V<T> far = (T(1) - e) / (T(1) + e);
     return magnitude < T(0.35) ? near_zero : (x < T(0) ? -far : far);
   }

@@ -15,6 +15,7 @@ template <class S, class E>
 struct Backward {
   using T = typename E::Acc;
   using Packed = typename E::Element;
+  using Exp = Exponent<S>;
   static constexpr int W = lanes<T>, C = E::kCols;
   static constexpr int kKeys = std::is_same_v<S, bf16> ? 256 : 128, kQueries = kKeys;
   static constexpr int64_t kStride = kQueries + 16;  // of score rows: not a multiple of a cache way
@@ -32,7 +33,7 @@ struct Backward {
   struct Head {
     Packed *queries_by_feature, *douts_by_feature;  // Q^T, dO^T: panels of C queries
     Packed *queries, *douts;                        // Q, dO: panels of C features
-    T *log2_sums, *delta;                           // [padded_queries]
+    T *sums, *delta;                           // [padded_queries]
   };
   struct Room {
     int64_t by_qk = 0, by_v = 0, qk = 0, v = 0, statistics = 0, elements = 0;
@@ -53,7 +54,7 @@ struct Backward {
     head.douts_by_feature = p += r.by_qk;
     head.queries = p += r.by_v;
     head.douts = p += r.qk;
-    head.log2_sums = reinterpret_cast<T*>(p += r.v);
+    head.sums = reinterpret_cast<T*>(p += r.v);
     head.delta = reinterpret_cast<T*>(p += r.statistics);
     return head;
   }
@@ -62,13 +63,13 @@ struct Backward {
     return static_cast<const S*>(base) + (b * a.q_heads + h) * a.q_len * dim;
   }
 
-  // delta = rowsum(dO * O) - dlogsumexp, and log2 e * logsumexp, with +infinity where a row attends to nothing, so that P = 0.
-  void statistics(int64_t b, int64_t h, int64_t begin, int64_t end, T* log2_sums, T* delta) const {
+  // delta = rowsum(dO * O) - dlogsumexp, and the logsumexp in the unit of Exp, with +infinity where a row attends to nothing, so that P = 0.
+  void statistics(int64_t b, int64_t h, int64_t begin, int64_t end, T* sums, T* delta) const {
     const S *out = rows_of(a.out, b, h, a.v_dim), *dout = rows_of(a.dout, b, h, a.v_dim);
     const int64_t first = (b * a.q_heads + h) * a.q_len;
     for (int64_t i = begin; i < end; ++i) {
       if (i >= a.q_len) {
-        log2_sums[i - begin] = static_cast<T>(kInfinity), delta[i - begin] = 0;
+        sums[i - begin] = static_cast<T>(kInfinity), delta[i - begin] = 0;
         continue;
       }
       V<T> sum = {};
@@ -79,7 +80,7 @@ struct Backward {
       delta[i - begin] = sum_lanes<T>(sum) - (a.dlogsumexp ? static_cast<const T*>(a.dlogsumexp)[first + i] : T(0));
       const T lse = static_cast<const T*>(a.logsumexp)[first + i];
       const bool nothing = lse == static_cast<T>(-kInfinity);
-      log2_sums[i - begin] = nothing ? static_cast<T>(kInfinity) : lse * static_cast<T>(kLog2E);
+      sums[i - begin] = nothing ? static_cast<T>(kInfinity) : lse * Exp::kPerNat;
       if (nothing) delta[i - begin] = 0;
     }
   }
@@ -165,7 +166,7 @@ struct Backward {
   // `p` and `ds` of w are written from column 0 on, dscores (the panel's rows) in place.
   template <bool kOperands>
   Columns panel(const Scores<T>& scores, const uint32_t* seed, int64_t key, int rows, int64_t q0, const Packed* keys, const Packed* values,
-                const Packed* queries_by_feature, const Packed* douts_by_feature, const T* log2_sums, const T* delta, const Work& w,
+                const Packed* queries_by_feature, const Packed* douts_by_feature, const T* sums, const T* delta, const Work& w,
                 T* dscores) const {
     Range range = queries_of(a, key, key + rows - 1);
     range = {greatest(range.begin, q0), least(range.end, q0 + kQueries)};
@@ -175,7 +176,7 @@ struct Backward {
       E::product(keys, E::a_stride(a.qk_dim), queries_by_feature + c / C * E::b_elements(a.qk_dim), a.qk_dim, rows, w.products + c, kStride, false);
       E::product(values, E::a_stride(a.v_dim), douts_by_feature + c / C * E::b_elements(a.v_dim), a.v_dim, rows, w.dprobabilities + c, kStride, false);
     }
-    const V<T> log2_scale = splat(static_cast<T>(modified ? kLog2E : kLog2E * a.scale));
+    const V<T> unit_scale = splat(Exp::kPerNat * static_cast<T>(modified ? 1.0 : a.scale));
     const T inverse_cap = a.softcap != 0 ? static_cast<T>(1 / a.softcap) : T(0);
     for (int r = 0; r < rows; ++r) {
       T *s = w.products + r * kStride, *dp = w.dprobabilities + r * kStride, *ds = dscores + r * kStride;
@@ -189,7 +190,7 @@ struct Backward {
       if (seed) keep_factors(column_hash(seed[1], key + r), w.row_hashes, kQueries, a.dropout_threshold, static_cast<T>(a.keep_scale), w.keep);
       auto gradients = [&](int i, V<T>& p, V<T>& g) __attribute__((always_inline)) {
         const V<T> logit = load(s + i);
-        p = exp2_for<S, T>(logit * log2_scale - load(log2_sums + i));
+        p = Exp::power(logit * unit_scale - load(sums + i));
         V<T> d = load(dp + i);
         V<T> kept = p;
         if (seed) {
@@ -247,7 +248,7 @@ struct Backward {
             const int rows = static_cast<int>(least<int64_t>(kPanelRows, k1 - k));
             const Columns columns = panel<true>(scores, seed, k, rows, q0, w.keys + i * E::a_elements(a.qk_dim), w.values + i * E::a_elements(a.v_dim),
                                                 head.queries_by_feature + q0 / C * E::b_elements(a.qk_dim), head.douts_by_feature + q0 / C * E::b_elements(a.v_dim),
-                                                head.log2_sums + q0, head.delta + q0, w, w.dscores + i * kPanelRows * kStride);
+                                                head.sums + q0, head.delta + q0, w, w.dscores + i * kPanelRows * kStride);
             const int64_t depth = columns.end - columns.begin;
             if (depth == 0) continue;
             for (int64_t v = 0; v < v_panels; ++v) {
@@ -316,7 +317,7 @@ struct Backward {
         const int64_t index = i / q_blocks, block = i % q_blocks, g = g0 + index / group, b = g / a.kv_heads;
         const int64_t q_head = g % a.kv_heads * group + index % group, begin = block * kQueries;
         const Head head = place(packed + index * r.elements, r);
-        statistics(b, q_head, begin, begin + kQueries, head.log2_sums + begin, head.delta + begin);
+        statistics(b, q_head, begin, begin + kQueries, head.sums + begin, head.delta + begin);
         pack_by_feature(b, q_head, block, head.queries_by_feature + begin / C * E::b_elements(a.qk_dim), head.douts_by_feature + begin / C * E::b_elements(a.v_dim));
         pack_by_query(b, q_head, block, head);
       });
@@ -341,7 +342,7 @@ struct Backward {
     const Work w = take_work(scratch);
     Packed* queries = scratch.take<Packed>(kQueries / C * E::b_elements(a.qk_dim));
     Packed* douts = scratch.take<Packed>(kQueries / C * E::b_elements(a.v_dim));
-    T *log2_sums = scratch.take<T>(kQueries), *delta = scratch.take<T>(kQueries);
+    T *sums = scratch.take<T>(kQueries), *delta = scratch.take<T>(kQueries);
     const int64_t *shape = a.dbias_shape, k0 = block * kKeys, k1 = least(a.kv_len, k0 + kKeys);
     T* dbias = static_cast<T*>(a.dbias) + (bb * shape[1] + bh) * shape[2] * shape[3];
     const int64_t q_stride = shape[2] == 1 ? 0 : shape[3], k_stride = shape[3] == 1 ? 0 : 1;
@@ -354,17 +355,25 @@ struct Backward {
         const uint32_t* seed = a.dropout_seed ? a.dropout_seed + (b * a.q_heads + h) * 2 : nullptr;
         for (int64_t q_block = range.begin / kQueries; q_block * kQueries < range.end; ++q_block) {
           const int64_t q0 = q_block * kQueries, q1 = least(a.q_len, q0 + kQueries);
-          statistics(b, h, q0, q0 + kQueries, log2_sums, delta);
+          statistics(b, h, q0, q0 + kQueries, sums, delta);
           pack_by_feature(b, h, q_block, queries, douts);
           if (seed) for (int64_t i = 0; i < kQueries; ++i) w.row_hashes[i] = row_hash(seed[0], q0 + i);
           for (int64_t k = k0; k < k1; k += kPanelRows) {
             const int64_t i = (k - k0) / kPanelRows;
             const int rows = static_cast<int>(least<int64_t>(kPanelRows, k1 - k));
             const Columns columns = panel<false>(scores, seed, k, rows, q0, w.keys + i * E::a_elements(a.qk_dim), w.values + i * E::a_elements(a.v_dim),
-                                                 queries, douts, log2_sums, delta, w, w.dscores);
-            for (int r = 0; r < rows; ++r)
-              for (int64_t c = columns.begin; c < least<int64_t>(columns.end, q1 - q0); ++c)
-                dbias[(q0 + c) * q_stride + (k + r) * k_stride] += w.dscores[r * kStride + c];
+                                                 queries, douts, sums, delta, w, w.dscores);
+            for (int r = 0; r < rows && columns.begin < columns.end; ++r) {
+              const T* ds = w.dscores + r * kStride;  // zero beyond q1
+              T* target = dbias + q0 * q_stride + (k + r) * k_stride;
+              if (q_stride != 0) {
+                for (int64_t c = columns.begin; c < least<int64_t>(columns.end, q1 - q0); ++c) target[c * q_stride] += ds[c];
+              } else {
+                V<T> sum = {};
+                for (int c = columns.begin; c < columns.end; c += W) sum += load(ds + c);
+                *target += sum_lanes<T>(sum);
+              }
+            }
           }
         }
       }

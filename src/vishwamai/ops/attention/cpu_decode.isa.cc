@@ -84,6 +84,7 @@ VISHWAMAI_INLINE void add_values(const S* values, int64_t dim, int n, const T* p
 template <class S>
 struct Decode {
   using T = compute_t<S>;
+  using Exp = Exponent<S>;
   static constexpr int W = lanes<T>;
 
   const AttentionArgs& a;
@@ -112,7 +113,7 @@ struct Decode {
     }
     const S* key = static_cast<const S*>(a.key) + (b * a.kv_heads + h) * a.kv_len * a.qk_dim;
     const S* value = static_cast<const S*>(a.value) + (b * a.kv_heads + h) * a.kv_len * a.v_dim;
-    const T log2_scale = static_cast<T>(modified ? kLog2E : kLog2E * a.scale);
+    const T unit_scale = Exp::kPerNat * static_cast<T>(modified ? 1.0 : a.scale);
 
     for (int64_t k0 = begin; k0 < end; k0 += kBlock) {
       const int n = static_cast<int>(least<int64_t>(kBlock, end - k0));
@@ -139,7 +140,7 @@ struct Decode {
           keep_factors(row_hash(seed[0], row), hashes, n, a.dropout_threshold, static_cast<T>(a.keep_scale), keep);
           fill(keep, n, kBlock, T(0));
         }
-        soften(s, log2_scale, dropped ? keep : nullptr, result + r * part_stride);
+        soften(s, unit_scale, dropped ? keep : nullptr, result + r * part_stride);
       }
       r = 0;
       for (; r + 4 <= rows; r += 4) add_values<S, 4>(value + k0 * a.v_dim, a.v_dim, n, p + r * kBlock, result + r * part_stride, part_stride);
@@ -149,21 +150,21 @@ struct Decode {
   }
 
   // Scores to probabilities relative to the row's running maximum; rescales what was summed before.
-  void soften(T* s, T log2_scale, const T* keep, T* state) const {
+  void soften(T* s, T unit_scale, const T* keep, T* state) const {
     T &m = state[out_stride], &l = state[out_stride + 1];
     V<T> top = splat(static_cast<T>(-kInfinity));
     for (int i = 0; i < kBlock; i += W) top = maximum(top, load(s + i));
-    const T highest = max_lanes<T>(top) * log2_scale;
+    const T highest = max_lanes<T>(top) * unit_scale;
     if (highest > m) {
-      const T shrink = m == static_cast<T>(-kInfinity) ? T(0) : exp2(splat(m - highest))[0];
+      const T shrink = m == static_cast<T>(-kInfinity) ? T(0) : Exp::power(m - highest);
       for (int64_t d = 0; d < out_stride; d += W) store(state + d, load(state + d) * shrink);
       l *= shrink;
       m = highest;
     }
-    const V<T> shift = splat(m == static_cast<T>(-kInfinity) ? T(0) : m), scale = splat(log2_scale);
+    const V<T> shift = splat(m == static_cast<T>(-kInfinity) ? T(0) : m), scale = splat(unit_scale);
     V<T> sum = {};
     for (int i = 0; i < kBlock; i += W) {
-      V<T> x = exp2(load(s + i) * scale - shift);
+      V<T> x = Exp::power(load(s + i) * scale - shift);
       sum += x;
       if (keep) x *= load(keep + i);
       store(s + i, x);
@@ -178,9 +179,9 @@ struct Decode {
     T m = none, l = 0;
     for (int64_t i = 0; i < parts; ++i) m = greatest(m, first[i * stride + out_stride]);
     const T* sinks = static_cast<const T*>(a.sinks);
-    const T sink = sinks ? sinks[b * a.sinks_stride + head] * static_cast<T>(kLog2E) : none;
+    const T sink = sinks ? sinks[b * a.sinks_stride + head] * Exp::kPerNat : none;
     m = greatest(m, sink);
-    auto weight = [&](T part_m) { return part_m == none ? T(0) : exp2(splat(part_m - m))[0]; };
+    auto weight = [&](T part_m) { return part_m == none ? T(0) : Exp::power(part_m - m); };
     l = weight(sink);
     for (int64_t i = 0; i < parts; ++i) l += weight(first[i * stride + out_stride]) * first[i * stride + out_stride + 1];
     const T inverse = l == 0 ? T(0) : 1 / l;
@@ -192,7 +193,7 @@ struct Decode {
       store(out + d, sum * inverse, static_cast<int>(least<int64_t>(W, a.v_dim - d)));
     }
     if (a.logsumexp) {
-      static_cast<T*>(a.logsumexp)[row] = l == 0 ? none : m * static_cast<T>(kLn2) + static_cast<T>(__builtin_log(l));
+      static_cast<T*>(a.logsumexp)[row] = l == 0 ? none : m * Exp::kNats + static_cast<T>(__builtin_log(l));
     }
   }
 

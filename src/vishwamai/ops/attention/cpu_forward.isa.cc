@@ -2,7 +2,7 @@
 //
 // Keys and values are packed once per kv head, in the order in which the products read them.  A task then takes a block
 // of queries of one head and walks over the key blocks that the masks leave, 32 queries at a time: S = Q K^T, the rows'
-// softmax, O += P V.  The running maximum is only renewed when a score exceeds it by 2^8: p stays far inside float32 and
+// softmax, O += P V.  The running maximum is only renewed when a score exceeds it by a factor of 2^8: p stays far inside float32 and
 // the sums are rescaled in the few blocks that need it instead of in all (the idea of FlashAttention-4).
 #include "cpu_scores.h"
 
@@ -15,6 +15,7 @@ template <class S, class E>
 struct Forward {
   using T = typename E::Acc;
   using Packed = typename E::Element;
+  using Exp = Exponent<S>;
   static constexpr int W = lanes<T>, C = E::kCols;
   static constexpr int kBlockKeys = std::is_same_v<S, bf16> ? 256 : 128;
   static constexpr int64_t kScoreStride = kBlockKeys + 16;  // keeps the rows of a tile out of one cache set
@@ -44,7 +45,7 @@ struct Forward {
     }
   }
 
-  // The state of 32 query rows while key blocks go by; m in units of log2.
+  // The state of 32 query rows while key blocks go by; m in the unit of Exp.
   struct Rows {
     T *m, *l, *out;  // [32], [32][W] partial sums, [32][out_stride]
     bool started;
@@ -52,7 +53,7 @@ struct Forward {
 
   // Softmax of one row's scores s[begin, end), of which [seen.begin, seen.end) are visible; writes P from column 0 on.
   template <bool kDropout>
-  VISHWAMAI_INLINE void soften(T* s, int begin, int end, int seen_begin, int seen_end, T log2_scale, const T* keep, Packed* p,
+  VISHWAMAI_INLINE void soften(T* s, int begin, int end, int seen_begin, int seen_end, T unit_scale, const T* keep, Packed* p,
                     int row, Rows& state) const {
     const T none = static_cast<T>(-kInfinity);
     if (seen_begin >= seen_end) seen_begin = seen_end = begin;
@@ -65,20 +66,20 @@ struct Forward {
         x = maximum(x, load(s + i));
         y = maximum(y, load(s + i + W));
       }
-      return max_lanes<T>(maximum(x, y)) * log2_scale;
+      return max_lanes<T>(maximum(x, y)) * unit_scale;
     };
     if (m == none && seen_begin < seen_end) m = greatest_score();
     V<T> sum_x, sum_y, top;
     auto exponentials = [&]() __attribute__((always_inline)) {
-      const V<T> shift = splat(m == none ? T(0) : m), scale = splat(log2_scale);
+      const V<T> shift = splat(m == none ? T(0) : m), scale = splat(unit_scale);
       V<T> top_x = splat(none), top_y = top_x;
       sum_x = sum_y = V<T>{};
       for (int i = begin; i < end; i += C) {
         V<T> x = load(s + i) * scale - shift, y = load(s + i + W) * scale - shift;
         top_x = maximum(top_x, x);
         top_y = maximum(top_y, y);
-        x = exp2_for<S, T>(x);
-        y = exp2_for<S, T>(y);
+        x = Exp::power(x);
+        y = Exp::power(y);
         sum_x += x;
         sum_y += y;
         if constexpr (kDropout) {
@@ -90,9 +91,9 @@ struct Forward {
       top = maximum(top_x, top_y);
     };
     exponentials();
-    if (__builtin_expect(any_above<T>(top, T(8)), 0)) {
+    if (__builtin_expect(any_above<T>(top, Exp::kSlack), 0)) {
       const T renewed = greatest_score();
-      shrink = lane0(exp2(splat(m - renewed)));
+      shrink = Exp::power(m - renewed);
       m = renewed;
       exponentials();
       if (state.started) {
@@ -103,7 +104,6 @@ struct Forward {
     state.m[row] = m;
     store(state.l + row * W, load(state.l + row * W) * shrink + sum_x + sum_y);
   }
-  static VISHWAMAI_INLINE T lane0(V<T> v) { return v[0]; }
 
   void finish(int64_t b, int64_t h, int64_t first_row, int rows, const Rows& state) const {
     const T* sinks = static_cast<const T*>(a.sinks);
@@ -112,10 +112,10 @@ struct Forward {
       T l = sum_lanes<T>(load(state.l + r * W)), m = state.m[r], weight = 1;
       if (m == static_cast<T>(-kInfinity)) m = l = 0;
       if (sinks) {
-        const T sink = sinks[b * a.sinks_stride + h] * static_cast<T>(kLog2E);
+        const T sink = sinks[b * a.sinks_stride + h] * Exp::kPerNat;
         const T joint = l > 0 || l != l ? greatest(m, sink) : sink;
-        const T own = l == 0 ? T(0) : lane0(exp2(splat(m - joint)));
-        const T sink_weight = joint == static_cast<T>(-kInfinity) ? T(0) : lane0(exp2(splat(sink - joint)));
+        const T own = l == 0 ? T(0) : Exp::power(m - joint);
+        const T sink_weight = joint == static_cast<T>(-kInfinity) ? T(0) : Exp::power(sink - joint);
         l = l * own + sink_weight;
         weight = own;
         m = joint;
@@ -127,7 +127,7 @@ struct Forward {
         store(out + d, o * inverse, static_cast<int>(least<int64_t>(W, a.v_dim - d)));
       }
       if (a.logsumexp) {
-        T value = l == 0 ? static_cast<T>(-kInfinity) : m * static_cast<T>(kLn2) + static_cast<T>(__builtin_log(l));
+        T value = l == 0 ? static_cast<T>(-kInfinity) : m * Exp::kNats + static_cast<T>(__builtin_log(l));
         static_cast<T*>(a.logsumexp)[row] = value;
       }
     }
@@ -159,7 +159,7 @@ struct Forward {
     uint64_t started = 0;  // one bit for each panel; a block of queries has at most 8
 
     const Scores<T> scores(a, b, h, false);
-    const T log2_scale = static_cast<T>(modified ? kLog2E : kLog2E * a.scale);
+    const T unit_scale = Exp::kPerNat * static_cast<T>(modified ? 1.0 : a.scale);
     const uint32_t* seed = dropped ? a.dropout_seed + (b * a.q_heads + h) * 2 : nullptr;
     const int32_t* q_segments = a.q_segments ? a.q_segments + b * a.q_segments_stride : nullptr;
     const int32_t* kv_segments = a.kv_segments ? a.kv_segments + b * a.kv_segments_stride : nullptr;
@@ -192,9 +192,9 @@ struct Forward {
             keep_factors(row_hash(seed[0], first + r), column_hashes, static_cast<int>(k1 - k0), a.dropout_threshold,
                          static_cast<T>(a.keep_scale), keep);
             fill(keep, static_cast<int>(k1 - k0), kBlockKeys, T(0));
-            soften<true>(row, begin, end, seen_begin, seen_end, log2_scale, keep, p, r, state);
+            soften<true>(row, begin, end, seen_begin, seen_end, unit_scale, keep, p, r, state);
           } else {
-            soften<false>(row, begin, end, seen_begin, seen_end, log2_scale, nullptr, p, r, state);
+            soften<false>(row, begin, end, seen_begin, seen_end, unit_scale, nullptr, p, r, state);
           }
         }
         for (int64_t v = 0; v < v_panels; ++v) {

@@ -132,11 +132,20 @@ inline SegmentSpan span_of(const int32_t* ids, int64_t begin, int64_t end) {
   return span;
 }
 
-// exp2 to the accuracy that the result's type can show: bfloat16 outputs (2^-9) take the cheaper polynomial (4e-6).
-template <class S, class T>
-VISHWAMAI_INLINE V<T> exp2_for(V<T> x) {
-  if constexpr (std::is_same_v<S, bf16>) return exp2_rough(x);
-  else return exp2(x);
-}
+// The unit in which exponents are held.  bfloat16 takes log2, which saves a product per score; the wider types take the
+// natural logarithm, where the difference to the maximum is rounded once and the factor log2(e) only scales what is left.
+template <class S, class T = compute_t<S>>
+struct Exponent {
+  static constexpr bool kBinary = std::is_same_v<S, bf16>;
+  static constexpr T kPerNat = static_cast<T>(kBinary ? kLog2E : 1.0);  // this unit from natural logarithms
+  static constexpr T kNats = static_cast<T>(kBinary ? kLn2 : 1.0);
+  static constexpr T kSlack = static_cast<T>(kBinary ? 8.0 : 5.5);  // by how much a score may exceed the running maximum
+
+  static VISHWAMAI_INLINE V<T> power(V<T> x) {
+    if constexpr (kBinary) return exp2_rough(x);
+    else return exp(x);
+  }
+  static VISHWAMAI_INLINE T power(T x) { return power(splat(x))[0]; }
+};
 
 }  // namespace vishwamai::VISHWAMAI_ISA

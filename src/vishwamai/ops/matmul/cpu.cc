@@ -1,0 +1,62 @@
+// FFI handler of the matrix product.
+#include "cpu_matmul.h"
+#include "vishwamai/core/cpp/ffi.h"
+#include "vishwamai/core/cpp/registry.h"
+
+namespace vishwamai {
+namespace {
+
+void run_matmul(const MatmulArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH(matmul, args, threads) }
+
+// Stride over the groups of a buffer [groups or 1, ...]; 0 where they share it.
+int64_t group_stride(const ffi::AnyBuffer& buffer) {
+  const auto dims = buffer.dimensions();
+  return dims[0] == 1 || dims[0] == 0 ? 0 : static_cast<int64_t>(buffer.element_count()) / dims[0];
+}
+
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer bias, ffi::AnyBuffer scale_a,
+                   ffi::AnyBuffer scale_b, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> preactivation,
+                   bool transpose_a, bool transpose_b, int64_t activation, int64_t parts) {
+  MatmulArgs g{};
+  const auto da = a.dimensions(), db = b.dimensions(), dc = out->dimensions();
+  if (da.size() != 3 || db.size() != 3 || dc.size() != 3 || !storage_of(a, &g.storage) || !storage_of(*out, &g.result)) {
+    return invalid("matmul: a, b and the result must be [groups, rows, columns] of a type that the kernel has");
+  }
+  g.groups = dc[0], g.m = dc[1], g.n = dc[2], g.k = da[transpose_a ? 1 : 2];
+  g.a = a.untyped_data(), g.b = b.untyped_data();
+  g.a_group = group_stride(a), g.b_group = group_stride(b);
+  g.a_row = transpose_a ? 1 : g.k, g.a_k = transpose_a ? g.m : 1;
+  g.b_k = transpose_b ? 1 : g.n, g.b_col = transpose_b ? g.k : 1;
+  if ((g.bias = optional(bias)) != nullptr) g.bias_group = group_stride(bias);
+  if ((g.scale_a = optional(scale_a)) != nullptr) {
+    g.scale_a_group = group_stride(scale_a), g.scale_a_row = scale_a.dimensions()[1] == 1 ? 0 : 1;
+  }
+  if ((g.scale_b = optional(scale_b)) != nullptr) {
+    g.scale_b_group = group_stride(scale_b), g.scale_b_col = scale_b.dimensions()[1] == 1 ? 0 : 1;
+  }
+  g.activation = static_cast<Activation>(activation), g.parts = static_cast<int>(parts);
+  g.out = out->untyped_data();
+  g.preactivation = preactivation->element_count() ? preactivation->untyped_data() : nullptr;
+  if (out->element_count() != 0) run_matmul(g, threads_of(pool));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_matmul, product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // a
+                                  .Arg<ffi::AnyBuffer>()  // b
+                                  .Arg<ffi::AnyBuffer>()  // bias
+                                  .Arg<ffi::AnyBuffer>()  // scale_a
+                                  .Arg<ffi::AnyBuffer>()  // scale_b
+                                  .Ret<ffi::AnyBuffer>()  // out
+                                  .Ret<ffi::AnyBuffer>()  // preactivation
+                                  .Attr<bool>("transpose_a")
+                                  .Attr<bool>("transpose_b")
+                                  .Attr<int64_t>("activation")
+                                  .Attr<int64_t>("parts"));
+VISHWAMAI_REGISTER(vishwamai_matmul)
+
+}  // namespace vishwamai

@@ -1,0 +1,116 @@
+"""The matrix product on the CPU: the native kernel of `cpu_matmul.isa.cc`, with its epilogue, and the shared gradient on top of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.core import ffi
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.ops.matmul import gradient
+from vishwamai.ops.matmul.spec import ACTIVATIONS, MatmulSpec, Operands, Outputs, joint_groups
+
+_COMPUTED = ("float32", "bfloat16", "float64", "float16", "int8")
+
+
+def why_not(spec: MatmulSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None."""
+    del chip
+    if spec.compute_dtype.name not in _COMPUTED:
+        return f"the operands multiply as {spec.compute_dtype.name}; the CPU kernel takes {', '.join(_COMPUTED)}."
+    return ffi.why_not()
+
+
+def notes(spec: MatmulSpec, chip: Chip | None) -> tuple[str, ...]:
+    del chip
+    return ("float16 is computed through float32 copies",) if spec.compute_dtype == jnp.float16 else ()
+
+
+def _native(dtype: Any) -> Any:
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
+
+
+def _result(storage: Any, wanted: Any) -> Any:
+    """The dtype in which the kernel writes what is wanted as `wanted`: the same where it can, else the one it computed in."""
+    if storage == jnp.float64:
+        return jnp.dtype(jnp.float64)
+    if storage == jnp.int8 and wanted == jnp.int32:
+        return jnp.dtype(jnp.int32)
+    return jnp.dtype(jnp.bfloat16 if wanted == jnp.bfloat16 else jnp.float32)
+
+
+def _matmul(
+    spec: MatmulSpec,
+    a: Any,
+    b: Any,
+    transpose_a: bool,
+    transpose_b: bool,
+    out_dtype: Any,
+    vectors: tuple[Any, ...],
+    activation: str | None,
+    keep: bool,
+) -> tuple[Any, Any]:
+    """(activation(scales * (a @ b) + bias), the pre-activation if `keep`), both in out_dtype; `vectors` is (bias, scale_a, scale_b)."""
+    storage = _native(spec.compute_dtype)
+    groups = joint_groups(a, b, *vectors)
+    shape = (groups, a.shape[2 if transpose_a else 1], b.shape[1 if transpose_b else 2])
+    result = _result(storage, out_dtype)
+    wide = jnp.float64 if storage == jnp.float64 else jnp.float32
+    out, preactivation = ffi.call(
+        "vishwamai_matmul",
+        (ffi.result(shape, result), ffi.result(shape if keep else None, result)),
+        a.astype(storage),
+        b.astype(storage),
+        *(None if v is None else v.astype(wide) for v in vectors),
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        activation=np.int64(0 if activation is None else 1 + ACTIVATIONS.index(activation)),
+        parts=np.int64(2 if spec.precision == "high" else 3),
+    )
+    return out.astype(out_dtype), None if preactivation is None else preactivation.astype(out_dtype)
+
+
+def forward(spec: MatmulSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+    del config  # nothing to configure: the blocks follow from the shape
+    a, b, *vectors = operands
+    keep = residuals and spec.keeps_preactivation
+    out, preactivation = _matmul(
+        spec, a, b, spec.transpose_a, spec.transpose_b, spec.out_dtype, tuple(vectors), spec.activation, keep
+    )
+    return Outputs(out), preactivation
+
+
+def product(
+    spec: MatmulSpec,
+    which: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_axis: int,
+    rhs_axis: int,
+    groups: int,
+    out_dtype: Any,
+) -> jax.Array:
+    """See `gradient.Product`."""
+    del which
+    both = lhs.shape[0] == rhs.shape[0]
+    if groups == 1 and both and lhs.shape[0] > 1 and lhs_axis == rhs_axis == 1:
+        lhs, rhs = (x.reshape(1, -1, x.shape[2]) for x in (lhs, rhs))  # the groups are contracted too
+    summed = groups == 1 and max(lhs.shape[0], rhs.shape[0]) > 1
+    total = spec.accumulator_dtype if summed else out_dtype
+    out, _ = _matmul(spec, lhs, rhs, lhs_axis == 1, rhs_axis == 2, total, (None, None, None), None, False)
+    return jnp.sum(out, axis=0, keepdims=True).astype(out_dtype) if summed else out
+
+
+def backward(
+    spec: MatmulSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
+) -> Operands:
+    del config
+    return gradient.backward(spec, functools.partial(product, spec), operands, outputs, residuals, cotangents.out)
+
+
+NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)
