@@ -12,6 +12,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.ops.matmul.cpu import NATIVE
 from vishwamai.ops.matmul.layout import Layout, make_spec
 from vishwamai.ops.matmul.reference import XLA
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, matmul_axes
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Num
 
-MATMUL: Op[MatmulSpec] = Op("matmul", (PALLAS_TPU, XLA), matmul_axes, shareable=Operands._fields)
+MATMUL: Op[MatmulSpec] = Op("matmul", (PALLAS_TPU, NATIVE, XLA), matmul_axes, shareable=Operands._fields)
 
 
 def gemm(
