@@ -4,7 +4,7 @@ The times are those of the tuning tables of openxla/tokamax, copied into aot_mea
 configurations, whole operations with their layout changes. None of them was used to set a constant of the model. Needs the kernels that were
 measured: `pip install tokamax==0.0.12` (not a dependency of vishwamai). Prints one line a case, then the distribution of estimate / measured.
 
-    python benchmarks/aot_accuracy.py [--chips v5e,v5p] [--json OUT]
+    python benchmarks/aot_accuracy.py [--chips v5e,v5p] [--every 2] [--json OUT]
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def shape(dims: Sequence[int]) -> jax.ShapeDtypeStruct:
 
 def attention(row: dict[str, Any]) -> Case:
     """tokamax's splash attention as its public operation calls it: scale, transpose, kernel, transpose."""
-    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernel
-    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernel  # type: ignore
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks  # type: ignore
 
     layout = kernel.QKVLayout
     config = {key: layout(value) if key.endswith("layout") else value for key, value in row["config"].items()}
@@ -55,7 +55,7 @@ def attention(row: dict[str, Any]) -> Case:
 
 def ragged_dot(row: dict[str, Any]) -> Case:
     """tokamax's grouped matrix product; where only the number of groups was published, they are equal, as tokamax makes them."""
-    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu as kernel
+    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu as kernel  # type: ignore
 
     groups = row["groups"]
     if isinstance(groups, dict):
@@ -115,10 +115,15 @@ def main() -> None:
     """Inspects every published case and prints the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", help="only these, comma-separated")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th case of an operation")
     parser.add_argument("--json", help="also write the figures here")
     options = parser.parse_args()
     rows = json.loads(MEASURED.read_text())["measured"]
     rows = [row for row in rows if not options.chips or row["chip"] in options.chips.split(",")]
+    counts: dict[tuple[str, str], itertools.count[int]] = {}
+    rows = [
+        row for row in rows if next(counts.setdefault((row["chip"], row["op"]), itertools.count())) % options.every == 0
+    ]
     done = []
     for row in rows:
         (found,) = inspect_many([BUILD[row["op"]](row)])

@@ -228,9 +228,14 @@ def test_inspect_many_targets_and_refusals(cache):
 def test_repeated_code_is_counted_every_time(cache):
     """libtpu emits equal transposes once; both calls must be counted."""
 
-    once = schedule.inspect(lambda a: jnp.sin(a).T, [jax.ShapeDtypeStruct((2048, 1024), jnp.float32)], "v5e")
-    args = [jax.ShapeDtypeStruct((2048, 1024), jnp.float32)] * 3
-    thrice = schedule.inspect(lambda a, b, c: (jnp.sin(a).T, jnp.sin(b).T, jnp.sin(c).T), args, "v5e")
+    one = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
+    cases = [
+        schedule.Case(lambda a: jnp.sin(a).T, [one], target="v5e"),
+        schedule.Case(lambda a, b, c: (jnp.sin(a).T, jnp.sin(b).T, jnp.sin(c).T), [one] * 3, target="v5e"),
+    ]
+    once, thrice = schedule.inspect_many(cases)
+    assert isinstance(once, schedule.Schedule)
+    assert isinstance(thrice, schedule.Schedule)
     assert not thrice.guessed
     assert thrice.seconds == pytest.approx(3 * once.seconds, rel=0.2)
 
@@ -272,6 +277,15 @@ def test_kernel_refusals_keep_their_words(cache):
     def product(x_ref, o_ref):
         o_ref[...] = jnp.dot(x_ref[...], x_ref[...], preferred_element_type=jnp.int32)
 
+    def copy(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    odd = pl.BlockSpec((7, 100), lambda i: (i, 0))
+    untiled = pl.pallas_call(
+        copy, grid=(2,), in_specs=[odd], out_specs=odd, out_shape=jax.ShapeDtypeStruct((70, 300), jnp.int32)
+    )
+    with pytest.raises(UnsupportedError, match="a block of"):
+        schedule.inspect(untiled, [jax.ShapeDtypeStruct((70, 300), jnp.int32)], "v4")
     call = pl.pallas_call(product, out_shape=jax.ShapeDtypeStruct((256, 256), jnp.int32), name="product")
     with pytest.raises(UnsupportedError, match="v4 multiplies bfloat16 and float32"):
         schedule.inspect(call, [jax.ShapeDtypeStruct((256, 256), jnp.int8)], "v4")

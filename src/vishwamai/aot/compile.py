@@ -199,7 +199,8 @@ def tracing_for(target: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_words(chip: Chip) -> Iterator[None]:
+def in_words(chip: Chip) -> Iterator[None]:
+    """Raises what the compiler says inside the block in our own words; other errors pass."""
     try:
         yield
     except Exception as error:
@@ -238,7 +239,7 @@ def compile_for(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwarg
     """
     found, _ = libtpu.parse_target(target)
     devices = len(libtpu.devices_for(target))
-    with tracing_for(target), _in_words(found):
+    with tracing_for(target), in_words(found):
         compiled = _lower(fn, target, args, kwargs).compile()
     return Compiled(found, devices, _memory(compiled, found), _cost(compiled), compiled)
 

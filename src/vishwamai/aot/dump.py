@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 from jax import export
 
 from vishwamai.aot import known, libtpu
-from vishwamai.aot.compile import place, tracing_for
+from vishwamai.aot.compile import in_words, place, tracing_for
 from vishwamai.aot.diagnose import Problem, as_error
 from vishwamai.aot.simulate import Source
 from vishwamai.core.errors import DeviceError, KernelError, VishwamaiError
@@ -114,7 +115,8 @@ def prepare(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     """Traces `fn(*args, **kwargs)` for `target` and exports it.
 
     Raises:
-        whatever `fn` raises while it is traced; DeviceError where libtpu or flatbuffers is missing.
+        whatever `fn` raises while it is traced; DeviceError where libtpu or flatbuffers is missing; UnsupportedError where Pallas cannot lower a
+        kernel.
     """
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -131,7 +133,7 @@ def prepare(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     many = len(libtpu.devices_for(target)) > 1
     shapes = placed if many else [jax.ShapeDtypeStruct(s.shape, s.dtype, weak_type=s.weak_type) for s in placed]
     versions = libtpu.versions()
-    with tracing_for(target):
+    with tracing_for(target), in_words(libtpu.parse_target(target)[0]):
         traced = jax.jit(flat).trace(*shapes)
         values = {
             position: np.asarray(leaves[index])
@@ -282,12 +284,15 @@ def _run_worker(root: pathlib.Path, timeout: float) -> str:
     )
 
 
-def dump_many(jobs: Sequence[Job], timeout: float = 900.0) -> Iterator[Dump | VishwamaiError]:
-    """The dumps of several jobs, in order; a job that the compiler refuses gives its exception instead."""
+def dump_many(jobs: Sequence[Job], timeout: float = 900.0, workers: int = 1) -> Iterator[Dump | VishwamaiError]:
+    """The dumps of several jobs, in order, by up to `workers` compiler processes; a job that is refused gives its exception instead."""
     kept = [cache_directory() / job.fingerprint for job in jobs]
     missing = [i for i, entry in enumerate(kept) if not (entry / "result.json").exists()]
-    if missing:
-        _compile([jobs[i] for i in missing], [kept[i] for i in missing], timeout)
+    parts = [part for part in (missing[start::workers] for start in range(workers)) if part]
+    with ThreadPoolExecutor(max(1, len(parts))) as pool:
+        compiling = [pool.submit(_compile, [jobs[i] for i in part], [kept[i] for i in part], timeout) for part in parts]
+    for done in compiling:
+        done.result()  # raises what the thread raised
     for job, entry in zip(jobs, kept):
         try:
             yield _load(entry, job)

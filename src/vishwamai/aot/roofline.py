@@ -21,7 +21,7 @@ class Roofline:
         >>> from vishwamai.core.hardware import chip
         >>> bound = roofline(chip("v5e"), flops=197e9, nbytes=819e3)
         >>> bound.by, round(bound.seconds * 1e3, 3), round(bound.intensity)
-        ('compute', 1.0, 240535)
+        ('compute', 1.0, 240537)
     """
 
     flops: float

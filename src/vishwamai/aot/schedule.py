@@ -280,21 +280,33 @@ def inspect(
     return _schedule(case, job, dump(job))
 
 
-def inspect_many(cases: Sequence[Case], timeout: float = 900.0) -> list[Schedule | VishwamaiError]:
-    """`inspect` for several cases of one or more targets, with one compiler process for all that are not in the cache.
+def inspect_many(cases: Sequence[Case], timeout: float = 900.0, workers: int = 1) -> list[Schedule | VishwamaiError]:
+    """`inspect` for several cases of one or more targets, with up to `workers` compiler processes for all that are not in the cache.
 
-    A case that the compiler refuses gives its error in place of a schedule.
+    A case that the compiler refuses gives its error in place of a schedule. `timeout`: seconds for each process.
 
     Raises:
         ShapeError: there are no cases.
     """
     if not cases:
         raise ShapeError("inspect_many: `cases` is empty; pass at least one Case.")
-    jobs = [prepare(case.fn, case.args, case.kwargs, case.target) for case in cases]
+    jobs = [_prepared(case) for case in cases]
+    found = dump_many([job for job in jobs if isinstance(job, Job)], timeout, workers)
     results: list[Schedule | VishwamaiError] = []
-    for case, job, found in zip(cases, jobs, dump_many(jobs, timeout)):
-        results.append(found if isinstance(found, VishwamaiError) else _schedule(case, job, found))
+    for case, job in zip(cases, jobs):
+        if isinstance(job, Job):
+            one = next(found)
+            results.append(one if isinstance(one, VishwamaiError) else _schedule(case, job, one))
+        else:
+            results.append(job)
     return results
+
+
+def _prepared(case: Case) -> Job | VishwamaiError:
+    try:
+        return prepare(case.fn, case.args, case.kwargs, case.target)
+    except VishwamaiError as error:
+        return error
 
 
 def to_json(schedule: Schedule) -> str:

@@ -1,0 +1,362 @@
+"""Searches the tiles of an operation by the compiler's own schedule, for chips that need not be here.
+
+A hill climb from the heuristic's config: every tile doubled and halved, all neighbours compiled together, the fastest taken, until nothing is
+faster or the budget of compilations is spent. What the compiler refuses (VMEM, mostly) is out; what comes within `ENOUGH` of the roofline is good
+enough. The winner is written where `core.tuning` looks it up, with the evidence; cases that a table has already, for the same versions, are passed
+over, so that an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from vishwamai.aot import libtpu, schedule
+from vishwamai.aot.compile import tracing_for
+from vishwamai.core import tuning
+from vishwamai.core.cases import Case
+from vishwamai.core.config import kernel_config
+from vishwamai.core.errors import KernelError, VishwamaiError
+from vishwamai.core.hardware import Chip, chip
+from vishwamai.core.op import Plan, record_plans
+
+__all__ = ["Outcome", "neighbours", "tune", "tune_case"]
+
+ENOUGH = 0.95
+"""Efficiency from which the search stops."""
+MARGIN = 0.99
+"""A config has to take less than this share of the best one's time to replace it: less is within what the estimate can tell."""
+_BACKWARD = "backward_"
+_VMEM = "vmem_bytes"
+_UNLIMITED = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the search found for one case on one chip.
+
+    Attributes:
+        op, implementation, key: where the table keeps it; `case`: its name; `target`: the chip.
+        config: the best config as a dictionary; `changed`: whether it differs from the heuristic's.
+        seconds, heuristic_seconds: estimates of forward and backward together; `efficiency`: of the best.
+        compilations: how many programs were compiled; `refused`: configs that the compiler refused, with its reason.
+    """
+
+    op: str
+    implementation: str
+    key: str
+    case: str
+    target: str
+    config: dict[str, Any]
+    changed: bool
+    seconds: float
+    heuristic_seconds: float
+    efficiency: float
+    compilations: int
+    refused: tuple[str, ...]
+
+    def entry(self) -> dict[str, Any]:
+        """What the table holds."""
+        return {
+            "config": self.config,
+            "estimate_us": round(self.seconds * 1e6, 2),
+            "heuristic_us": round(self.heuristic_seconds * 1e6, 2),
+            "efficiency": round(self.efficiency, 3),
+            "case": self.case,
+            "versions": libtpu.versions(),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    config: Any
+    seconds: float
+    efficiency: float
+
+
+class _Search:
+    """The search for one case on one chip."""
+
+    def __init__(self, case: Case, target: str, budget: int, workers: int):
+        self.case, self.target, self.budget, self.workers = case, target, budget, workers
+        self.chip: Chip = chip(target)
+        self.compilations = 0
+        self.refused: list[str] = []
+        self.plan = _plan(case, target)
+        self.choice = next(choice for choice in self.plan.choices if choice.platform in ("tpu", None))
+        self.split = any(f.name.startswith(_BACKWARD) for f in dataclasses.fields(self.choice.config))
+
+    def _program(self, config: Any, backward: bool) -> schedule.Case:
+        case, name = self.case, self.choice.implementation.name
+        arrays = case.shapes()
+        moved = case.differentiable
+
+        def forward(**values: Any) -> Any:
+            return case.run(values, implementation=name, config=config)
+
+        def both(values: dict[str, Any], fixed: dict[str, Any]) -> Any:
+            out, pull = jax.vjp(lambda v: forward(**v, **fixed), values)
+            return pull(jax.tree.map(jax.numpy.ones_like, out))
+
+        if not backward:
+            return schedule.Case(forward, kwargs=arrays, target=self.target, name=case.name)
+        values = {key: arrays[key] for key in moved}
+        fixed = {key: array for key, array in arrays.items() if key not in moved}
+        return schedule.Case(both, (values, fixed), target=self.target, name=f"{case.name} backward")
+
+    def _illegal(self, program: schedule.Case) -> str | None:
+        """Why the kernel cannot be traced with these tiles: each kernel knows its own rules, and tracing asks it."""
+        try:
+            with tracing_for(self.target):
+                jax.eval_shape(program.fn, *program.args, **program.kwargs)
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        return None
+
+    def evaluate(self, configs: Sequence[Any], backward: bool) -> list[_Trial]:
+        """The trials of those configs that compile; the others are noted in `refused`."""
+        programs, tried = [], []
+        for config in configs:
+            if len(programs) == self.budget - self.compilations:
+                break
+            program = self._program(config, backward)
+            reason = self._illegal(program)
+            if reason is None:
+                programs.append(program)
+                tried.append(config)
+            else:
+                self.refused.append(f"{_short(config)}: {reason}")
+        if not programs:
+            return []
+        self.compilations += len(programs)
+        trials = []
+        for config, found in zip(tried, schedule.inspect_many(programs, workers=self.workers)):
+            if isinstance(found, VishwamaiError):
+                self.refused.append(f"{_short(config)}: {str(found).splitlines()[0][:200]}")
+            else:
+                trials.append(_Trial(config, found.seconds, found.efficiency))
+        return trials
+
+    def climb(self, start: Any, fields: Sequence[str], backward: bool) -> tuple[_Trial, _Trial]:
+        """The best trial and the heuristic's own, over the named fields.
+
+        Raises:
+            KernelError: the heuristic's own config does not compile.
+        """
+        first = self.evaluate([start], backward)
+        if not first:
+            raise KernelError(
+                f"tune: {self.case.op} {self.case.name!r} does not compile for {self.target}: {self.refused[-1:]}"
+            )
+        best = heuristic = first[0]
+        seen = {start}
+        while best.efficiency < ENOUGH and self.compilations < self.budget:
+            fresh = [config for config in neighbours(best.config, fields, self.chip) if config not in seen]
+            seen.update(fresh)
+            if not fresh:
+                break
+            trials = self.evaluate(fresh, backward)
+            fastest = min(trials, key=lambda trial: trial.seconds, default=best)
+            if fastest.seconds >= MARGIN * best.seconds:
+                break
+            best = fastest
+        return best, heuristic
+
+    def run(self) -> Outcome:
+        """Forward and backward in turn where the config has fields for each, else both by one program."""
+        config = self.choice.config
+        names = [
+            f.name
+            for f in dataclasses.fields(config)
+            if isinstance(getattr(config, f.name), int) and _VMEM not in f.name
+        ]
+        passes = [False, True] if self.split and self.case.differentiable else [bool(self.case.differentiable)]
+        spent = wanted = bound = 0.0
+        for backward in passes:
+            fields = [n for n in names if n.startswith(_BACKWARD) == backward] if self.split else names
+            best, heuristic = self.climb(config, fields, backward)
+            config = best.config
+            spent, wanted = spent + best.seconds, wanted + heuristic.seconds
+            bound += best.seconds * best.efficiency
+        return Outcome(
+            op=self.plan.op.name,
+            implementation=self.choice.implementation.name,
+            key=self.plan.spec.tuning_key(),
+            case=self.case.name,
+            target=self.target,
+            config=dataclasses.asdict(config),
+            changed=config != self.choice.config,
+            seconds=spent,
+            heuristic_seconds=wanted,
+            efficiency=bound / spent if spent else 0.0,
+            compilations=self.compilations,
+            refused=tuple(self.refused),
+        )
+
+
+def _short(config: Any) -> str:
+    return " ".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config))
+
+
+def _plan(case: Case, target: str) -> Plan:
+    """The plan of the case's first op call, as the heuristic alone would choose it."""
+    with tracing_for(target), kernel_config(target=target, auto_optimize=False):
+        plans = record_plans(case.run, case.shapes())
+    plan = next((plan for plan in plans if plan.op.name == case.op), None)
+    if plan is None:
+        raise KernelError(f"tune: case {case.name!r} calls no {case.op}.")
+    served = next(choice for choice in plan.choices if choice.platform in ("tpu", None))
+    if served.config is None or not dataclasses.is_dataclass(served.config):
+        raise KernelError(
+            f"tune: {case.op} {case.name!r} runs {served.implementation.name!r} on {target}, which has no tiles."
+        )
+    return plan
+
+
+def tiles(config: Any) -> dict[str, int]:
+    """The tile sizes of a config by field; those in a tuple as `field.index`. Not a tile: flags, memory plans, and what stands for "no limit"."""
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, tuple):
+            found |= {f"{field.name}.{index}": part for index, part in enumerate(value)}
+        elif isinstance(value, int) and not isinstance(value, bool) and _VMEM not in field.name and value < _UNLIMITED:
+            found[field.name] = value
+    return found
+
+
+def _resized(config: Any, sizes: dict[str, int], one: Chip) -> Any:
+    """The config with other tiles, and memory planned for them: no buffer grows faster than a tile does."""
+    before = tiles(config)
+    values: dict[str, Any] = {}
+    for name, size in sizes.items():
+        field, _, index = name.partition(".")
+        if index:
+            old = values.get(field, getattr(config, field))
+            values[field] = tuple(size if i == int(index) else part for i, part in enumerate(old))
+        else:
+            values[field] = size
+    for field in dataclasses.fields(config):
+        if _VMEM in field.name:
+            mine = [n for n in sizes if n.startswith(_BACKWARD) == field.name.startswith(_BACKWARD)]
+            growth = math.prod(max(1.0, sizes[name] / before[name]) for name in mine)
+            values[field.name] = min(
+                int(getattr(config, field.name) * growth), max(one.vmem_bytes * 3 // 4, getattr(config, field.name))
+            )
+    return dataclasses.replace(config, **values)
+
+
+def neighbours(config: Any, fields: Iterable[str], one: Chip) -> Iterator[Any]:
+    """Configs that differ from `config` by a factor of two in one of `fields` (as `tiles` names them), or in two against one another.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Tiles:
+        ...     block: int
+        ...     unroll: int
+        >>> sorted((t.block, t.unroll) for t in neighbours(Tiles(256, 1), ["block", "unroll"], chip("v5e")))
+        [(128, 1), (128, 2), (256, 2), (512, 1)]
+    """
+    now, names = tiles(config), list(fields)
+    steps = [{name: now[name] * 2} for name in names] + [{name: now[name] // 2} for name in names]
+    steps += [{a: now[a] * 2, b: now[b] // 2} for a in names for b in names if a != b]
+    yield from (_resized(config, step, one) for step in steps if all(step.values()))
+
+
+def tune_case(case: Case, target: str, budget: int = 24, workers: int = 1) -> Outcome:
+    """Searches the tiles of one case for one chip.
+
+    Args:
+        case: the call to tune for, forward and backward.
+        target: "v4", "v5e", "v5p", "v6e" or "tpu7x".
+        budget: programs to compile at most.
+        workers: compiler processes at a time.
+
+    Raises:
+        DeviceError: libtpu is missing.
+        KernelError: the case has nothing to tune on this chip, or its heuristic config does not compile.
+    """
+    return _Search(case, target, budget, workers).run()
+
+
+def table_path(directory: pathlib.Path, target: str, op: str) -> pathlib.Path:
+    """Where the table of an op and a chip lies: `<directory>/<chip>/<op>.json`."""
+    return directory / target / f"{op}.json"
+
+
+def _write(directory: pathlib.Path, outcome: Outcome) -> None:
+    path = table_path(directory, outcome.target, outcome.op)
+    table = json.loads(path.read_text()) if path.exists() else {}
+    table.setdefault(outcome.implementation, {})[outcome.key] = outcome.entry()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".fresh")
+    fresh.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    fresh.replace(path)
+
+
+def _known(directory: pathlib.Path, case: Case, target: str) -> bool:
+    """Whether a table has this case already, found with the same compiler."""
+    path = table_path(directory, target, case.op)
+    if not path.exists():
+        return False
+    entries = [entry for table in json.loads(path.read_text()).values() for entry in table.values()]
+    return any(entry.get("case") == case.name and entry.get("versions") == libtpu.versions() for entry in entries)
+
+
+def tune(
+    cases: Iterable[Case],
+    targets: Sequence[str],
+    *,
+    directory: pathlib.Path | None = None,
+    budget: int = 24,
+    workers: int = 1,
+    again: bool = False,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+) -> list[Outcome | KernelError]:
+    """Tunes cases for chips and writes the tables.
+
+    Args:
+        cases: the calls to tune for, such as those of an op that are tagged "model".
+        targets: the chips.
+        directory: where the tables go; default: the user's own, `vishwamai.core.tuning.user_directory()`.
+        budget: programs to compile for each case and chip at most.
+        workers: compiler processes at a time.
+        again: search also what the tables have.
+        progress: called with (done, total, what was just done).
+
+    Returns:
+        one outcome for each case and chip that was searched; an error where there was nothing to tune or nothing compiled.
+
+    Raises:
+        DeviceError: libtpu is missing.
+    """
+    place = directory or tuning.user_directory()
+    work = [(case, target) for target in targets for case in cases]
+    found: list[Outcome | KernelError] = []
+    for done, (case, target) in enumerate(work, start=1):
+        if not again and _known(place, case, target):
+            progress(done, len(work), f"{target} {case.op} {case.name}: in the table")
+            continue
+        try:
+            outcome = tune_case(case, target, budget, workers)
+        except KernelError as error:
+            found.append(error)
+            progress(done, len(work), f"{target} {case.op} {case.name}: {error}")
+            continue
+        _write(place, outcome)
+        tuning.reload()
+        found.append(outcome)
+        gain = outcome.heuristic_seconds / outcome.seconds if outcome.seconds else 1.0
+        progress(
+            done,
+            len(work),
+            f"{target} {case.op} {case.name}: {outcome.seconds * 1e6:.1f} us (estimate), {gain:.2f} x the heuristic, "
+            f"{outcome.efficiency:.0%} of the roofline, {outcome.compilations} compiled",
+        )
+    return found

@@ -1,0 +1,139 @@
+"""The offline tuner: its steps, its climb on made-up times, its tables, and one search by the real compiler."""
+
+import dataclasses
+import json
+
+import pytest
+
+from vishwamai import aot
+from vishwamai.aot import tuner
+from vishwamai.aot.compile import tracing_for
+from vishwamai.core import tuning
+from vishwamai.core.errors import KernelError
+from vishwamai.core.hardware import chip
+from vishwamai.core.op import record_plans
+from vishwamai.ops.norm.cases import CASES
+
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+CASE = next(case for case in CASES if case.name == "Llama 3 8B")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    block: int = 256
+    grad: tuple[int, int] | None = (128, 512)
+    whole: int = 1 << 30
+    native: bool = True
+    vmem_bytes: int = 10 << 20
+    backward_block: int = 128
+    backward_vmem_bytes: int = 4 << 20
+
+
+def test_tiles_are_sizes_and_nothing_else():
+    assert tuner.tiles(Tiles()) == {"block": 256, "grad.0": 128, "grad.1": 512, "backward_block": 128}
+    assert tuner.tiles(Tiles(grad=None)) == {"block": 256, "backward_block": 128}
+
+
+def test_neighbours_change_one_tile_or_two_against_one_another():
+    found = list(tuner.neighbours(Tiles(), ["block", "grad.1"], chip("v5e")))
+    assert {(t.block, t.grad) for t in found} == {
+        (512, (128, 512)),
+        (128, (128, 512)),
+        (256, (128, 1024)),
+        (256, (128, 256)),
+        (512, (128, 256)),
+        (128, (128, 1024)),
+    }
+    assert all(t.whole == 1 << 30 and t.native and t.backward_block == 128 for t in found)
+    # a tile never falls to nothing
+    assert all(t.block > 0 for t in tuner.neighbours(Tiles(block=1), ["block"], chip("v5e")))
+
+
+def test_memory_is_planned_for_the_larger_tile_of_its_own_pass():
+    doubled = next(t for t in tuner.neighbours(Tiles(), ["block"], chip("v5e")) if t.block == 512)
+    assert doubled.vmem_bytes == 20 << 20
+    assert doubled.backward_vmem_bytes == 4 << 20
+    halved = next(t for t in tuner.neighbours(Tiles(), ["block"], chip("v5e")) if t.block == 128)
+    assert halved.vmem_bytes == 10 << 20
+    backward = next(t for t in tuner.neighbours(Tiles(), ["backward_block"], chip("v5e")) if t.backward_block == 256)
+    assert (backward.vmem_bytes, backward.backward_vmem_bytes) == (10 << 20, 8 << 20)
+    small = next(t for t in tuner.neighbours(Tiles(), ["block"], chip("v4")) if t.block == 512)
+    assert small.vmem_bytes == 12 << 20  # three quarters of all there is
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Times without a compiler: fastest where a block has 1024 rows in chunks of 32; larger blocks are refused."""
+    counted = []
+
+    def evaluate(search, configs, backward):
+        allowed = configs[: search.budget - search.compilations]
+        search.compilations += len(allowed)
+        counted.extend(allowed)
+        trials = []
+        for config in allowed:
+            if config.block_rows > 1024:
+                search.refused.append("too large")
+                continue
+            seconds = 1e-4 * (1 + abs(config.block_rows - 1024) / 1024 + abs(config.chunk_rows - 32) / 32)
+            trials.append(tuner._Trial(config, seconds, 5e-5 / seconds))
+        return trials
+
+    monkeypatch.setattr(tuner._Search, "evaluate", evaluate)
+    return counted
+
+
+@needs_libtpu
+def test_the_climb_finds_the_fastest_and_keeps_to_its_budget(made_up):
+    outcome = tuner.tune_case(CASE, "v5e", budget=40)
+    assert (outcome.config["block_rows"], outcome.config["chunk_rows"]) == (1024, 32)
+    assert outcome.changed
+    assert outcome.seconds == pytest.approx(1e-4)
+    assert outcome.heuristic_seconds > outcome.seconds
+    assert "too large" in outcome.refused
+    assert len(made_up) == len(set(made_up)) == outcome.compilations <= 40
+    made_up.clear()
+    assert tuner.tune_case(CASE, "v5e", budget=3).compilations == 3 == len(made_up)
+
+
+@needs_libtpu
+def test_tables_are_written_found_again_and_used(made_up, tmp_path, monkeypatch):
+    told = []
+    first = tuner.tune([CASE], ["v5e", "v6e"], directory=tmp_path, progress=lambda *what: told.append(what))
+    assert [outcome.target for outcome in first if isinstance(outcome, tuner.Outcome)] == ["v5e", "v6e"]
+    assert [what[:2] for what in told] == [(1, 2), (2, 2)]
+    table = json.loads((tmp_path / "v5e" / "norm.json").read_text())
+    (entry,) = table["pallas_tpu"].values()
+    assert entry["config"]["block_rows"] == 1024
+    assert entry["versions"] == aot.versions()
+    assert tuner.tune([CASE], ["v5e", "v6e"], directory=tmp_path) == []  # an interrupted run goes on where it was
+    assert len(tuner.tune([CASE], ["v5e"], directory=tmp_path, again=True)) == 1
+    entry["versions"]["libtpu"] = "0.0.1"
+    (tmp_path / "v5e" / "norm.json").write_text(json.dumps(table))
+    assert len(tuner.tune([CASE], ["v5e"], directory=tmp_path)) == 1  # found by another compiler: search again
+    monkeypatch.setenv("VISHWAMAI_TUNING_DIR", str(tmp_path))
+    tuning.reload()
+    with tracing_for("v5e"):
+        (plan,) = record_plans(CASE.run, CASE.shapes())
+    assert plan.choices[0].config.block_rows == 1024
+    tuning.reload()
+
+
+@needs_libtpu
+def test_what_cannot_be_tuned_says_so(tmp_path):
+    other = dataclasses.replace(CASE, call=lambda x, **_: x + 1, options={})
+    (error,) = tuner.tune([other], ["v5e"], directory=tmp_path)
+    assert isinstance(error, KernelError)
+    assert "calls no norm" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_libtpu
+@pytest.mark.long
+def test_search_by_the_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path / "cache"))
+    (outcome,) = tuner.tune([CASE], ["v5e"], directory=tmp_path, budget=6, workers=2)
+    assert isinstance(outcome, tuner.Outcome)
+    assert outcome.seconds <= outcome.heuristic_seconds
+    assert outcome.compilations <= 6
+    assert 0 < outcome.efficiency < 1
