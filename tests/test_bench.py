@@ -268,6 +268,16 @@ def test_a_case_compiles_for_a_tpu_that_is_not_here():
     assert "MiB" in report.target_words(row)[0]
 
 
+@pytest.mark.long
+def test_the_schedule_times_a_kernel():
+    pytest.importorskip("libtpu")
+    cases = [(catalogue.operations()["norm"], case_named("norm", "BERT base"))]
+    rows = list(targets.run(cases, ["v5e"]))
+    (found,) = targets.scheduled(rows, cases)
+    assert rows[0].estimate == "cost model" and found.estimate == "schedule"
+    assert found.seconds and found.seconds >= 0.5 * found.roofline and found.vmem == rows[0].vmem
+
+
 def test_what_the_compiler_refuses_is_told(monkeypatch):
     def refuse(*args, **kwargs):
         raise vishwamai.DeviceError("no room for it.")
@@ -300,8 +310,10 @@ def test_the_page_holds_everything(tmp_path):
         peaks=PEAKS,
         measurements=tuple(runner.run_case(operation, case, PEAKS, SETTINGS, 0.0)),
         targets=(
-            targets.TargetRow("norm", case.name, "v5e", "pallas_tpu", True, 1 << 20, 1 << 30, True, 1e-3, 9e-4, 1.0),
-            targets.TargetRow("norm", case.name, "v6e", "xla", False, None, None, False, None, 9e-4, 1.0, "no <room>."),
+            targets.TargetRow(
+                "norm", case.name, "v5e", "pallas_tpu", 9e-4, 1.0, True, 1 << 20, 1 << 30, True, 1e-3, "schedule"
+            ),
+            targets.TargetRow("norm", case.name, "v6e", "xla", 9e-4, 1.0, problem="no <room>."),
         ),
         model=model.ModelResult((model.Agreement("someone", 3, 0.99999, 1e-7),), (speed,)),
         notes=("a note",),

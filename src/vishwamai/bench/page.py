@@ -206,8 +206,8 @@ def _targets(made: Report) -> str:
     )
     return (
         "<section><h2>TPUs that are not here</h2><p class='soft'>Each case in its full size, compiled by the TPU's own compiler: VMEM "
-        "of the largest kernel per core, and the compiler's estimate of its time (in brackets, the roofline's share by the chip's "
-        "data sheet). Without a kernel: which implementation runs, and its HBM. Nothing here was run on a TPU.</p>"
+        f"of the largest kernel per core, and an estimate of its time by {_text(report.estimates(made.targets))} (in brackets, the share "
+        "of the roofline by the chip's data sheet). Without a kernel: which implementation runs, and its HBM. Nothing here was run on a TPU.</p>"
         f"{_table(['case', *chips], rows)}<ul class='bad'>{problems}</ul></section>"
     )
 

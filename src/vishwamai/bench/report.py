@@ -147,6 +147,12 @@ def groups(measurements: Sequence[Measurement]) -> dict[tuple[str, str], list[Me
     return found
 
 
+def estimates(rows: Sequence[TargetRow]) -> str:
+    """Where the estimates of the rows come from: "the compiler's cost model", "the compiler's schedule" or both."""
+    kinds = dict.fromkeys(row.estimate for row in rows if row.estimate)
+    return "the compiler's " + " or ".join(kinds) if kinds else "nothing"
+
+
 def target_words(row: TargetRow) -> tuple[str, str]:
     """(what a cell says, its colour)."""
     if not row.compiles:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from vishwamai.aot import compile_for
+from vishwamai.aot import compile_for, schedule
 from vishwamai.bench.catalogue import Operation
 from vishwamai.core.cases import Case
 from vishwamai.core.errors import FallbackWarning, VishwamaiError
@@ -23,27 +23,27 @@ class TargetRow:
 
     Attributes:
       implementation: which one runs there.
-      compiles: whether the compiler made a program; `problem` says why not.
-      vmem: scoped VMEM of the largest kernel, bytes per core; None without a kernel.
-      hbm: arguments, outputs, temporaries and code, bytes of one device.
-      fits: whether that is within what the device has.
-      seconds: the compiler's own estimate of a kernel's run time; None where it gives none, and for programs of XLA's own operations, whose loops
-        it counts as one pass.
       roofline: seconds that the chip's data-sheet peaks allow at the best.
       compile_seconds: what the compilation took here.
+      compiles: whether the compiler made a program; `problem` says why not.
+      vmem: scoped VMEM of the largest kernel, bytes per core; None without a kernel.
+      hbm: arguments, outputs, temporaries and code, bytes of one device; `fits`: whether the device has them.
+      seconds: an estimate of a kernel's run time; None where there is none, and for programs of XLA's own operations, whose loops it would count as
+        one pass. By `estimate`: XLA's "cost model", which knows a kernel's own cost estimate only, or the compiler's final "schedule".
     """
 
     op: str
     case: str
     target: str
     implementation: str
-    compiles: bool
-    vmem: int | None
-    hbm: int | None
-    fits: bool
-    seconds: float | None
     roofline: float
     compile_seconds: float
+    compiles: bool = False
+    vmem: int | None = None
+    hbm: int | None = None
+    fits: bool = False
+    seconds: float | None = None
+    estimate: str = ""
     problem: str = ""
 
 
@@ -67,35 +67,45 @@ def compile_case(operation: Operation, case: Case, target: str) -> TargetRow:
     found, spec = chip(target), explained.spec
     dtype = next(iter(case.arrays.values())).dtype
     roofline = max(spec.flops / found.peak_per_device(dtype), spec.bytes_moved / found.hbm_bandwidth_per_device)
+    row = TargetRow(operation.name, case.name, target, explained.runs, roofline, seconds)
     if program is None:
-        return TargetRow(
-            operation.name,
-            case.name,
-            target,
-            explained.runs,
-            False,
-            None,
-            None,
-            False,
-            None,
-            roofline,
-            seconds,
-            problem,
-        )
+        return dataclasses.replace(row, problem=problem)
     kernels = [k.vmem for k in program.kernels if k.pallas]
-    return TargetRow(
-        op=operation.name,
-        case=case.name,
-        target=target,
-        implementation=explained.runs,
+    estimate = program.cost.seconds if kernels and (program.cost.seconds or 0) > 0 else None
+    return dataclasses.replace(
+        row,
         compiles=True,
         vmem=max(kernels, default=None),
         hbm=program.memory.total,
         fits=program.memory.fits,
-        seconds=program.cost.seconds if kernels and (program.cost.seconds or 0) > 0 else None,
-        roofline=roofline,
-        compile_seconds=seconds,
+        seconds=estimate,
+        estimate="" if estimate is None else "cost model",
     )
+
+
+def scheduled(rows: Sequence[TargetRow], cases: Sequence[tuple[Operation, Case]], workers: int = 2) -> list[TargetRow]:
+    """The rows, those with kernels timed by the compiler's final schedule (`vishwamai.aot.inspect`) in place of its cost model.
+
+    Takes seconds for each program that is not in its cache yet.
+    """
+    by_name = {(operation.name, case.name): case for operation, case in cases}
+    wanted = [row for row in rows if row.vmem is not None]
+    if not wanted:
+        return list(rows)
+
+    def program(row: TargetRow) -> schedule.Case:
+        case = by_name[row.op, row.case]
+        return schedule.Case(lambda arrays: case.run(arrays), (case.shapes(),), target=row.target)
+
+    found = dict(zip(wanted, schedule.inspect_many([program(row) for row in wanted], workers=workers), strict=True))
+
+    def timed(row: TargetRow) -> TargetRow:
+        made = found.get(row)
+        if not isinstance(made, schedule.Schedule):
+            return row
+        return dataclasses.replace(row, seconds=made.seconds, estimate="schedule")
+
+    return [timed(row) for row in rows]
 
 
 def run(

@@ -41,6 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="CHIPS",
         help=f"TPUs to compile for: {','.join(CHIPS)} (the default where libtpu is installed; v5e with --quick), or none",
     )
+    parser.add_argument(
+        "--schedule",
+        action="store_true",
+        help="estimate the kernels' time on those TPUs from the compiler's final schedule: seconds a program, kept in a cache",
+    )
     parser.add_argument("--no-model", action="store_true", help="leave the real model out")
 
 
@@ -96,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = None if arguments.no_model else _model(arguments.quick, steps, notes)
         if model is not None:
             out.print(*tables.model_tables(model), sep="\n")
-        rows = _compile(operations, settings, arguments.long, targets, steps) if targets else []
+        rows = _compile(operations, settings, arguments, targets, steps) if targets else []
         if rows:
             out.print(tables.target_table(rows, targets))
     made = report.Report(
@@ -137,12 +142,18 @@ def _model(quick: bool, steps: Any, notes: list[str]) -> Any:
     return model.run(seconds=4.0 if quick else 20.0)
 
 
-def _compile(operations: Any, settings: Any, long: bool, targets: list[str], steps: Any) -> list[Any]:
+def _compile(
+    operations: Any, settings: Any, arguments: argparse.Namespace, targets: list[str], steps: Any
+) -> list[Any]:
     from vishwamai.bench import runner
     from vishwamai.bench import targets as compiling
 
-    cases = runner.planned(operations, settings, long)
-    return list(compiling.run(cases, targets, steps.on_case("compiling for")))
+    cases = runner.planned(operations, settings, arguments.long)
+    rows = list(compiling.run(cases, targets, steps.on_case("compiling for")))
+    if not arguments.schedule:
+        return rows
+    steps.start("following the compiler's schedules")
+    return compiling.scheduled(rows, cases)
 
 
 def _verdict(made: Any) -> int:

@@ -156,11 +156,11 @@ def model_tables(result: ModelResult) -> list[Any]:
 
 
 def target_table(rows: Sequence[TargetRow], targets: Sequence[str]) -> Table:
-    """One line for each case: on every chip the kernel's VMEM and the compiler's estimate, or what stands in the way."""
+    """One line for each case: on every chip the kernel's VMEM and estimated time, or what stands in the way."""
     from rich.text import Text
 
     out = table(
-        "TPUs that are not here: VMEM of the largest kernel, the compiler's estimate (share of the chip's roofline)",
+        f"TPUs that are not here: VMEM of the largest kernel, its time by {report.estimates(rows)} (share of the chip's roofline)",
         ["case", *targets],
     )
     cases = dict.fromkeys((r.op, r.case) for r in rows)
