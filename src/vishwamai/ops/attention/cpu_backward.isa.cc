@@ -263,8 +263,9 @@ struct Backward {
           T* dq_block = dq + (g * q_blocks + q_block) * dq_rows * kStride;
           for (int64_t c = 0; c < kQueries && q0 + c < a.q_len; c += C) {
             Range keys = keys_of(a, q0 + c, least(a.q_len, q0 + c + C) - 1);
-            keys = {greatest(keys.begin, k0) / kPanelRows * kPanelRows, least(round_up<int64_t>(keys.end, kPanelRows), k1)};
-            if (keys.empty()) continue;
+            keys = {greatest(keys.begin, k0), least(keys.end, k1)};
+            if (keys.empty()) continue;  // before rounding to panels: rounded, it could hold scores that nobody computed
+            keys = {keys.begin / kPanelRows * kPanelRows, least(round_up<int64_t>(keys.end, kPanelRows), k1)};
             const int64_t depth = keys.end - keys.begin;
             E::pack_b(w.dscores + (keys.begin - k0) * kStride + c, kStride, 1, depth, round_up<int64_t>(depth, kPanelRows), C, ds_panel);
             for (int64_t d = 0; d < dq_rows; d += kPanelRows) {
