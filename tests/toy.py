@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from vishwamai.core.op import Implementation, Op, autodiff_backward
-from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.core.sharding import Axes, follow_explicit_axes, name_axes
 from vishwamai.core.spec import OpSpec, array_spec
 
 
@@ -97,11 +97,8 @@ def reference_forward(spec: Any, config: Any, operands: Operands, residuals: boo
 
 
 def axes(spec: Any, arguments: tuple[Any, ...], results: Any) -> Axes:
-    dims = {Operands: Operands(("b", "h", "t"), ("b", "h", "t"), ("b", "h")), Outputs: Outputs(("b", "h", "t"))}
-    named = jax.tree.map(
-        lambda node: dims[type(node)], (arguments, results), is_leaf=lambda n: isinstance(n, (Operands, Outputs))
-    )
-    return Axes(*named, frozenset("bh"))
+    dims = (Operands(("b", "h", "t"), ("b", "h", "t"), ("b", "h")), Outputs(("b", "h", "t")))
+    return name_axes(arguments, results, dims, "bh")
 
 
 def implementation(name: str, platform: str | None) -> Implementation[ToySpec]:

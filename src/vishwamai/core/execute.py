@@ -37,7 +37,8 @@ def run(plan: Plan, operands: Any) -> Any:
     only = plan.choices[-1].implementation
     if plan.implementation is not None and only.autodiff:
         return only.forward(plan.spec, plan.choices[-1].config, operands, False)[0]
-    return _differentiable(plan, False, operands)[0]
+    outputs: Any = _differentiable(plan, False, operands)
+    return outputs[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -47,7 +48,8 @@ def _differentiable(plan: Plan, residuals: bool, operands: Any) -> tuple[Any, An
 
 
 def _differentiable_fwd(plan: Plan, residuals: bool, operands: Any) -> tuple[Any, Any]:
-    outputs, saved = _differentiable(plan, True, operands)
+    results: Any = _differentiable(plan, True, operands)
+    outputs, saved = results
     return (outputs, saved if residuals else None), (operands, outputs, saved)
 
 

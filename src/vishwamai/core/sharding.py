@@ -66,6 +66,32 @@ def match_varying(operands: Any) -> Any:
     return jax.tree.map(mark, operands) if varying else operands
 
 
+def name_axes(arguments: Any, results: Any, dims: Sequence[Any], splittable: str, other: Dims | None = None) -> Axes:
+    """The `Axes` of arguments and results made of an op's own named tuples.
+
+    Args:
+      dims: one named tuple of each type, which holds the factors of its fields; an absent operand has none.
+      splittable: the factors that may be split, a letter each.
+      other: factors of every array outside those tuples (a residual).
+    """
+    by_type = {type(named): named for named in dims}
+
+    def name(node: Any) -> Any:
+        named = by_type.get(type(node))
+        if named is None:
+            return other
+        return type(node)(*(None if x is None else d for x, d in zip(node, named, strict=True)))
+
+    def is_named(node: Any) -> bool:
+        return type(node) in by_type
+
+    return Axes(
+        jax.tree.map(name, arguments, is_leaf=is_named),
+        jax.tree.map(name, results, is_leaf=is_named),
+        frozenset(splittable),
+    )
+
+
 def _is_dims(node: Any) -> bool:
     return (
         isinstance(node, tuple)
@@ -153,7 +179,7 @@ def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         if mesh.empty:
             # The program has no mesh to name axes by (arrays with XLA's own shardings only): every device computes the whole.
             mesh = Mesh(sorted(shapes[0].sharding.device_set, key=lambda device: device.id), ("devices",))
-            specs = [PartitionSpec()] * len(shapes)
+            specs: list[Any] = [PartitionSpec()] * len(shapes)
         else:
             specs = [shape.sharding.spec for shape in shapes]
         assignment = assign(argument_dims, axes.splittable, [shape.shape for shape in shapes], specs, dict(mesh.shape))
@@ -236,12 +262,13 @@ def _shardy_rule(
         for name in sorted(axes.splittable)
         if f"f{name}" in present and not any(f"f{name}" in _flat(m) for m in mappings[count:])
     )
+    factor_sizes: dict[str, Any] = {name: size for name, size in sizes.items() if name not in inferred}
     return SdyShardingRule(
         tuple(mappings[:count]),
         tuple(mappings[count:]),
         reduction_factors=reduced,
         need_replication_factors=tuple(name for name in whole if name in present),
-        **{name: size for name, size in sizes.items() if name not in inferred},
+        **factor_sizes,
     )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.precision import accumulator_dtype
-from vishwamai.core.sharding import Axes
+from vishwamai.core.sharding import Axes, name_axes
 from vishwamai.core.spec import OpSpec
 
 
@@ -193,20 +192,7 @@ _LSE = ("b", "h", "q")
 def attention_axes(spec: AttentionSpec, arguments: tuple[Any, ...], results: Any) -> Axes:
     """Batch and heads may be split, query and kv heads together; sequences and head dimensions stay whole."""
     del spec
-
-    def named(node: Any) -> Any:
-        if isinstance(node, Operands):
-            return Operands(*(None if x is None else d for d, x in zip(_DIMS, node, strict=True)))
-        if isinstance(node, Outputs):
-            return Outputs(("b", "h", "q", "v"), None if node.logsumexp is None else _LSE)
-        return _LSE  # the residual
-
-    def leaf(node: Any) -> bool:
-        return isinstance(node, (Operands, Outputs))
-
-    return Axes(
-        jax.tree.map(named, arguments, is_leaf=leaf), jax.tree.map(named, results, is_leaf=leaf), frozenset("bh")
-    )
+    return name_axes(arguments, results, (_DIMS, Outputs(("b", "h", "q", "v"), _LSE)), "bh", other=_LSE)
 
 
 def caller_dims(layout: str) -> Operands:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
-from vishwamai.core.sharding import Axes
+from vishwamai.core.sharding import Axes, name_axes
 from vishwamai.core.spec import ArraySpec, OpSpec
 
 ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh")
@@ -160,15 +159,8 @@ def matmul_axes(spec: MatmulSpec, arguments: tuple[Any, ...], results: Any) -> A
         ("g", "n"),
     )
     out = ("g", "m", "n")
-
-    def named(node: Any) -> Any:
-        if isinstance(node, Operands):
-            return Operands(*(None if x is None else dims for x, dims in zip(node, operands, strict=True)))
-        return jax.tree.map(lambda _: out, node)
-
-    dims = jax.tree.map(named, (arguments, results), is_leaf=lambda node: isinstance(node, Operands))
     whole_sum = spec.operands.bias is not None or (spec.activation is not None and not backward)
-    return Axes(*dims, frozenset("gmn") if whole_sum else frozenset("gmnk"))
+    return name_axes(arguments, results, (operands, Outputs(out)), "gmn" if whole_sum else "gmnk", other=out)
 
 
 # --- Checks of the caller's arguments --------------------------------------------------------------------------------------------------------------

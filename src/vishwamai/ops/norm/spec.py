@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import accumulator_dtype
-from vishwamai.core.sharding import Axes
+from vishwamai.core.sharding import Axes, name_axes
 from vishwamai.core.spec import OpSpec, array_spec
 
 Kind = Literal["layer", "rms"]
@@ -84,18 +83,8 @@ class NormSpec(OpSpec):
 def norm_axes(spec: NormSpec, arguments: tuple[Any, ...], results: Any) -> Axes:
     """Rows and groups may be split; features stay whole. The backward pass keeps no residuals: it recomputes the statistics from its input."""
     rows, parameters = ("g", "r", "f"), ("g", "f")
-
-    def present(values: Any) -> Any:
-        dims = Operands(rows, rows, parameters, parameters) if isinstance(values, Operands) else Outputs(rows, rows)
-        return type(values)(*(None if value is None else d for d, value in zip(dims, values, strict=True)))
-
-    tuples = (Operands, Outputs)
-    named = jax.tree.map(
-        lambda node: present(node) if isinstance(node, tuples) else None,
-        (arguments, results),
-        is_leaf=lambda n: isinstance(n, tuples),
-    )
-    return Axes(*named, frozenset("gr"))
+    dims = (Operands(rows, rows, parameters, parameters), Outputs(rows, rows))
+    return name_axes(arguments, results, dims, "gr")
 
 
 def make_spec(name: str, kind: Kind, x: Any, residual: Any, scale: Any, offset: Any, eps: float) -> NormSpec:
