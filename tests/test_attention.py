@@ -308,6 +308,20 @@ def test_two_halves_merge_by_their_logsumexp(implementation: str) -> None:
     close(pull(jnp.cos(want)), pull_want(jnp.cos(want)))
 
 
+@pytest.mark.filterwarnings("ignore:.*an axis is empty")  # the native kernels leave it to the blocked ones
+@pytest.mark.parametrize("axis, extent", [(0, 0), (2, 0)])
+@pytest.mark.parametrize("implementation", (None, *JAX_IMPLEMENTATIONS))
+def test_empty_axes(axis: int, extent: int, implementation: str | None) -> None:
+    """No batch, or no queries: results of that shape, and gradients of the keys that are 0."""
+    q, k, v = qkv()
+    q = jax.lax.slice_in_dim(q, 0, extent, axis=axis)
+    k, v = (jax.lax.slice_in_dim(x, 0, extent if axis == 0 else x.shape[0], axis=0) for x in (k, v))
+    out, pull = jax.vjp(functools.partial(flash_attention, implementation=implementation), q, k, v)
+    assert out.shape == q.shape
+    for gradient, x in zip(pull(out), (q, k, v), strict=True):
+        assert gradient.shape == x.shape and not np.any(gradient)
+
+
 def test_layouts_agree() -> None:
     q, k, v = qkv(4, 2)
     out, lse = flash_attention(q, k, v, causal=True, return_lse=True, implementation="xla")
