@@ -139,6 +139,15 @@ def test_table_names_every_program_and_says_that_it_is_an_estimate():
         assert word in text
 
 
+def test_kernels_are_known_where_the_program_cannot_be_read():
+    sources = dump.read_sources(programs.RECORDED / "matmul-v5e")
+    found = dump.Dump(chip("v5e"), sources, {}, {}, (), {}, "copies run on the SparseCore")
+    case = schedule.Case(programs.matmul, target="v5e")
+    made = schedule._schedule(case, dump.Job(b"", "v5e", {}, 1 << 20, ""), found)
+    assert made.pallas == {"matmul.1"}
+    assert "note: copies run on the SparseCore" in made.table()
+
+
 def test_advice_names_what_bounds():
     simulation = recorded("matmul", "v5e")
     kernel = next(program for program in simulation.programs if program.name == "matmul.1")

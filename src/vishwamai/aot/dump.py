@@ -34,7 +34,7 @@ from vishwamai.aot.simulate import Source
 from vishwamai.core.errors import DeviceError, KernelError, VishwamaiError
 from vishwamai.core.hardware import Chip
 
-FORMAT = 2
+FORMAT = 3
 """Counts up when the layout of the cache changes."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -215,6 +216,12 @@ class Case:
     name: str | None = None
 
 
+def _custom_calls(found: Dump) -> frozenset[str]:
+    """Names of the kernels by the top-level program's own remarks, for executables whose text cannot be read."""
+    top = found.sources.get(TOP)
+    return frozenset(re.findall(r"/\* %([\w.\-]+) = custom-call\(", top.bundles)) if top else frozenset()
+
+
 def _schedule(case: Case, job: Job, found: Dump) -> Schedule:
     simulation = simulate(found.sources, found.chip, job.known, found.twins)
     issued = sum(simulation.flops.values())
@@ -236,7 +243,7 @@ def _schedule(case: Case, job: Job, found: Dump) -> Schedule:
         roofline=roofline(found.chip, flops, nbytes, dtype),
         flops_source=source,
         vmem={kernel["name"]: kernel["vmem"] for kernel in found.kernels},
-        pallas=frozenset(kernel["name"] for kernel in found.kernels if kernel["pallas"]),
+        pallas=frozenset(kernel["name"] for kernel in found.kernels if kernel["pallas"]) or _custom_calls(found),
         warning=found.warning,
     )
 

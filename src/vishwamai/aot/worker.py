@@ -26,6 +26,9 @@ from vishwamai.core.errors import KernelError, VishwamaiError
 
 UNREADABLE = "async-update"
 """In jaxlib's error when libtpu put asynchronous SparseCore copies into a program that jaxlib cannot read back: compiled, and dumped, it is."""
+OFFLOADED = (
+    "copies run on the SparseCore, whose time is not counted here (and jaxlib cannot read the program's text back)"
+)
 
 
 def compile_job(blob: bytes, target: str) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def compile_job(blob: bytes, target: str) -> dict[str, Any]:
             "twins": twins(program.text),
         }
     except KernelError as error:
-        return result | {"warning": str(error)}
+        return result | {"warning": OFFLOADED if UNREADABLE in str(error) else str(error)}
 
 
 def _report(error: VishwamaiError) -> dict[str, Any]:
