@@ -16,7 +16,7 @@ import vishwamai
 from vishwamai.aot import libtpu
 from vishwamai.core.errors import VishwamaiError
 
-COMMANDS = ("bench", "doctor", "check", "explain", "matrix")
+COMMANDS = ("bench", "doctor", "check", "inspect", "tune", "explain", "matrix")
 
 
 def parser() -> argparse.ArgumentParser:

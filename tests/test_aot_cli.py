@@ -1,0 +1,68 @@
+"""`vishwamai inspect` and `vishwamai tune`."""
+
+import json
+
+import pytest
+
+from vishwamai import aot
+from vishwamai.aot import tuner
+from vishwamai.cli import main
+
+pytest.importorskip("rich")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("VISHWAMAI_TUNING_DIR", str(tmp_path / "tables"))
+
+
+@needs_libtpu
+def test_inspect_prints_the_table_and_writes_what_was_asked(capsys, tmp_path):
+    pytest.importorskip("plotly")
+    page, figures = tmp_path / "page.html", tmp_path / "figures.json"
+    words = ["inspect", "jax.numpy:matmul", "--args", "bf16[256,256], bf16[256,256]", "--flops", "33554432"]
+    assert main([*words, "--report", str(page), "--json", str(figures)]) == 0
+    said = capsys.readouterr().out
+    assert "matmul on v5e (estimate" in said
+    assert "TLP" in said
+    assert "matmul on v5e" in page.read_text()
+    (found,) = json.loads(figures.read_text())
+    assert found["roofline"]["flops"] == 33554432
+    assert found["estimate_seconds"] > found["roofline"]["seconds"] > 0
+
+
+@needs_libtpu
+def test_inspect_of_what_does_not_fit_says_why_and_fails(capsys):
+    assert main(["inspect", "jax.numpy:matmul", "--args", "f32[400000,400000], f32[400000,400000]"]) == 1
+    assert "of HBM" in capsys.readouterr().out
+
+
+@needs_libtpu
+def test_tune_quick(capsys, tmp_path, monkeypatch):
+    seen = []
+
+    def evaluate(search, configs, backward):
+        seen.append((search.case.op, search.target, search.budget))
+        search.compilations += len(configs)
+        return [tuner._Trial(config, 1e-3, 0.5) for config in configs]
+
+    monkeypatch.setattr(tuner._Search, "evaluate", evaluate)
+    assert main(["tune", "--quick", "--ops", "norm"]) == 0
+    assert set(seen) == {("norm", "v5e", 3)}
+    assert "1 searched, 0 better than the heuristic" in capsys.readouterr().out
+    assert (tmp_path / "tables" / "v5e" / "norm.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--ops", "norms"], "no operation 'norms'; there are attention, matmul, norm"),
+        (["--targets", "v9"], "v4, v5e, v5p, v6e, tpu7x"),
+        (["--cases", "nothing like it"], "no case of attention,matmul,norm has 'nothing like it'"),
+    ],
+)
+def test_tune_says_what_it_does_not_know(capsys, words, expected):
+    assert main(["tune", *words]) == 2
+    assert expected in capsys.readouterr().err
