@@ -1,8 +1,8 @@
 // The matrix product in blocks (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
 //
 // B is packed once into panels; a task takes a block of C, packs its rows of A for one stretch of k after another, and
-// adds up the block in memory that stays in the second cache level.  With few rows (decoding) B is not worth a pass of
-// its own: each task packs the stretch that it is about to use.
+// adds up the block in memory that stays in the second cache level.  With few rows B is not worth a pass of its own: each
+// task packs the stretch that it is about to use, and with very few (decoding) B is read as it lies.
 #include "cpu_matmul.h"
 #include "vishwamai/core/cpp/engine.h"
 
@@ -85,7 +85,7 @@ struct Matmul {
   int64_t rows, cols;  // of a task's block of C, multiples of 32 and C
 
   void choose_blocks(const Threads& threads) {
-    rows = least<int64_t>(round_up<int64_t>(g.m, kPanelRows), 512);
+    rows = least<int64_t>(round_up<int64_t>(g.m, kPanelRows), 256);
     cols = least<int64_t>(round_up<int64_t>(g.n, C), 512);
     while (g.groups * ceil_div(g.m, rows) * ceil_div(g.n, cols) < 2 * threads.count && (rows > 64 || cols > 2 * C)) {
       if ((cols >= rows && cols > 2 * C) || rows <= 64) cols = round_up<int64_t>(cols / 2, C);
@@ -93,10 +93,19 @@ struct Matmul {
     }
   }
 
-  // Packs columns [col, col + C) of B for k in [k0, k0 + depth).
-  void pack_b(int64_t group, int64_t k0, int64_t depth, int64_t col, Packed* out) const {
-    const S* b = static_cast<const S*>(g.b) + group * g.b_group + k0 * g.b_k + col * g.b_col;
-    E::pack_b(b, g.b_k, g.b_col, depth, round_up<int64_t>(depth, E::kStep), static_cast<int>(least<int64_t>(C, g.n - col)), out);
+  // Packs `panels` panels of B, from column `col` on, for k in [k0, k0 + depth); `out` is where the first one's row k0 goes.
+  // Where rows of B are contiguous, few rows are taken at a time and all their columns, so that memory is read in runs.
+  void pack_b(int64_t group, int64_t k0, int64_t depth, int64_t col, int64_t panels, Packed* out, int64_t panel_stride) const {
+    const int64_t step = g.b_col == 1 ? round_up<int64_t>(32, E::kStep) : depth;
+    const S* b = static_cast<const S*>(g.b) + group * g.b_group;
+    for (int64_t k = 0; k < depth; k += step) {
+      const int64_t kn = least(step, depth - k);
+      for (int64_t j = 0; j < panels; ++j) {
+        const int64_t first_col = col + j * C;
+        E::pack_b(b + (k0 + k) * g.b_k + first_col * g.b_col, g.b_k, g.b_col, kn, round_up<int64_t>(kn, E::kStep),
+                  static_cast<int>(least<int64_t>(C, g.n - first_col)), out + j * panel_stride + E::b_elements(k));
+      }
+    }
   }
 
   // The block of C at (row0, col0); `packed` is B's panels of this group, or null to pack them here.
@@ -104,10 +113,11 @@ struct Matmul {
     const int64_t m = least(rows, g.m - row0), n = least(cols, g.n - col0), depth = least(kDepth, round_up<int64_t>(g.k, E::kStep));
     const int64_t a_panels = ceil_div<int64_t>(m, kPanelRows), b_panels = ceil_div<int64_t>(n, C);
     const int64_t padded_k = round_up<int64_t>(g.k, E::kStep), stride = b_panels * C + 16;
-    Scratch scratch(Scratch::size<Packed>(a_panels * E::a_elements(depth)) + Scratch::size<Packed>(E::b_elements(depth)) +
+    const int64_t own_panels = packed ? 0 : b_panels;
+    Scratch scratch(Scratch::size<Packed>(a_panels * E::a_elements(depth)) + Scratch::size<Packed>(own_panels * E::b_elements(depth)) +
                     Scratch::size<T>(a_panels * kPanelRows * stride));
     Packed* a = scratch.take<Packed>(a_panels * E::a_elements(depth));
-    Packed* own = scratch.take<Packed>(E::b_elements(depth));
+    Packed* own = scratch.take<Packed>(own_panels * E::b_elements(depth));
     T* c = scratch.take<T>(a_panels * kPanelRows * stride);
     if (g.k == 0) memset(c, 0, sizeof(T) * static_cast<size_t>(a_panels * kPanelRows * stride));
     for (int64_t k0 = 0; k0 < g.k; k0 += kDepth) {
@@ -117,10 +127,9 @@ struct Matmul {
         E::pack_a(static_cast<const S*>(g.a) + group * g.a_group + row * g.a_row + k0 * g.a_k, g.a_row, g.a_k,
                   static_cast<int>(least<int64_t>(kPanelRows, g.m - row)), kn, a + i * E::a_elements(depth));
       }
+      if (own_panels) pack_b(group, k0, kn, col0, b_panels, own, E::b_elements(depth));
       for (int64_t j = 0; j < b_panels; ++j) {
-        const Packed* b = own;
-        if (packed) b = packed + (col0 / C + j) * E::b_elements(padded_k) + E::b_elements(k0);
-        else pack_b(group, k0, kn, col0 + j * C, own);
+        const Packed* b = packed ? packed + (col0 / C + j) * E::b_elements(padded_k) + E::b_elements(k0) : own + j * E::b_elements(depth);
         for (int64_t i = 0; i < a_panels; ++i) {
           E::product(a + i * E::a_elements(depth), E::a_stride(kn), b, kn, static_cast<int>(least<int64_t>(kPanelRows, m - i * kPanelRows)),
                      c + i * kPanelRows * stride + j * C, stride, k0 > 0);
@@ -151,9 +160,12 @@ struct Matmul {
     const int64_t stretches = ceil_div<int64_t>(greatest<int64_t>(1, g.k), kDepth);
     for (int64_t g0 = 0; g0 < b_groups; g0 += wave) {
       const int64_t count = least(wave, b_groups - g0);
-      parallel_for(threads, count * panels * stretches, [&](int64_t i) {
-        const int64_t group = i / (panels * stretches), panel = i / stretches % panels, k0 = i % stretches * kDepth;
-        pack_b(g0 + group, k0, least(kDepth, g.k - k0), panel * C, packed + group * elements + panel * E::b_elements(padded_k) + E::b_elements(k0));
+      constexpr int64_t kRun = 16;  // panels that one task packs
+      const int64_t runs = ceil_div(panels, kRun);
+      parallel_for(threads, count * runs * stretches, [&](int64_t i) {
+        const int64_t group = i / (runs * stretches), panel = i / stretches % runs * kRun, k0 = i % stretches * kDepth;
+        pack_b(g0 + group, k0, least(kDepth, g.k - k0), panel * C, least(kRun, panels - panel),
+               packed + group * elements + panel * E::b_elements(padded_k) + E::b_elements(k0), E::b_elements(padded_k));
       });
       const int64_t groups = shared ? g.groups : count;
       parallel_for(threads, groups * blocks, [&](int64_t i) {
@@ -165,6 +177,66 @@ struct Matmul {
     }
   }
 };
+
+// Up to kSkinnyRows rows of A times a B whose rows are contiguous: bound by reading B once, so it is used where it lies.
+constexpr int64_t kSkinnyRows = 4;
+
+template <class S, int kRows>
+void skinny_columns(const MatmulArgs& g, int64_t group, int64_t col0, int64_t n) {
+  using T = compute_t<S>;
+  constexpr int W = lanes<T>, kUnroll = 8;
+  const S* a = static_cast<const S*>(g.a) + group * g.a_group;
+  const S* b = static_cast<const S*>(g.b) + group * g.b_group + col0;
+  const int64_t stride = round_up<int64_t>(n, W);
+  Scratch scratch(Scratch::size<T>(kRows * stride));
+  T* c = scratch.take<T>(kRows * stride);
+  memset(c, 0, sizeof(T) * static_cast<size_t>(kRows * stride));
+  for (int64_t k = 0; k < g.k; k += kUnroll) {
+    const int depth = static_cast<int>(least<int64_t>(kUnroll, g.k - k));
+    T x[kRows][kUnroll] = {};
+    for (int r = 0; r < kRows; ++r)
+      for (int i = 0; i < depth; ++i) x[r][i] = convert<T>(a[r * g.a_row + (k + i) * g.a_k]);
+    const S* rows = b + k * g.b_k;
+    for (int64_t j = 0; j < n; j += W) {
+      const int count = static_cast<int>(least<int64_t>(W, n - j));
+      V<T> sum[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sum[r] = load(c + r * stride + j);
+      if (depth == kUnroll && count == W) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kUnroll; ++i) {
+          const V<T> y = load(rows + i * g.b_k + j);
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) sum[r] += y * x[r][i];
+        }
+      } else {
+        for (int i = 0; i < depth; ++i) {
+          const V<T> y = load(rows + i * g.b_k + j, count);
+          for (int r = 0; r < kRows; ++r) sum[r] += y * x[r][i];
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) store(c + r * stride + j, sum[r]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) finish_row(g, c + r * stride, group, r, col0, n);
+}
+
+template <class S>
+void skinny(const MatmulArgs& g, const Threads& threads) {
+  const int64_t wide = 4096 / static_cast<int64_t>(sizeof(S));  // a page of a row
+  const int64_t cols = least(wide, greatest<int64_t>(64, round_up<int64_t>(ceil_div<int64_t>(g.n, 2 * threads.count), 64)));
+  const int64_t blocks = ceil_div(g.n, cols);
+  parallel_for(threads, g.groups * blocks, [&](int64_t i) {
+    const int64_t group = i / blocks, col0 = i % blocks * cols, n = least(cols, g.n - col0);
+    switch (g.m) {
+      case 1: return skinny_columns<S, 1>(g, group, col0, n);
+      case 2: return skinny_columns<S, 2>(g, group, col0, n);
+      case 3: return skinny_columns<S, 3>(g, group, col0, n);
+      default: return skinny_columns<S, 4>(g, group, col0, n);
+    }
+  });
+}
 
 #if defined(__AMX_BF16__)
 // The largest magnitude of a matrix; NaN if it holds one.
@@ -206,6 +278,9 @@ void run(const MatmulArgs& g, const Threads& threads) {
 void matmul(const MatmulArgs& g, const Threads& all) {
   Threads threads = all;
   if (g.groups * g.m * g.n * greatest<int64_t>(1, g.k) < 64 * 64 * 64) threads.count = 1;  // a hand-over costs more than the product
+  const bool few_rows = g.m <= kSkinnyRows && g.b_col == 1 && g.k > 0;
+  if (few_rows && g.storage == Storage::f32) return skinny<float>(g, threads);
+  if (few_rows && g.storage == Storage::bf16) return skinny<bf16>(g, threads);
   if (g.storage == Storage::f64) return run<double, FmaEngine<double>>(g, threads);
 #if defined(__AMX_BF16__)
   if (g.storage == Storage::s8) return run<int8_t, AmxInt8Engine>(g, threads);

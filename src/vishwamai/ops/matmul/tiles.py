@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
 
 import jax.numpy as jnp
 
 from vishwamai.core.hardware import Chip
-from vishwamai.core.pallas import round_up
+from vishwamai.core.pallas import planning_chip, round_up, vmem_budget
 from vishwamai.core.precision import FP8_DTYPES
-from vishwamai.ops.matmul.spec import MatmulSpec
+from vishwamai.ops.matmul.spec import MatmulSpec, joint_groups
 
 Tile = tuple[int, int, int]
 """(rows, columns, depth) of one step."""
@@ -32,6 +35,7 @@ class MatmulConfig:
     block_k: int
     grad_a: Tile | None = None
     grad_b: Tile | None = None
+    chunk_k: int = 1 << 30
     native_8bit: bool = False
     vmem_bytes: int = 0
 
@@ -54,7 +58,7 @@ class MatmulConfig:
     @property
     def vmem_limit_bytes(self) -> int | None:
         """The limit to ask of the compiler: None where the default of every chip, 16 MiB, is enough."""
-        wanted = round_up(self.vmem_bytes, 1 << 20)
+        wanted = round_up(self.vmem_bytes * 5 // 4, 1 << 20)
         return wanted if wanted > 16 << 20 else None
 
 
@@ -82,5 +86,200 @@ def native_8bit(spec: MatmulSpec, chip: Chip | None) -> bool:
     return all(d in FP8_DTYPES and d.name in chip.fp8_formats for d in (a, b))
 
 
+# --- A model of the time that a tile takes ---------------------------------------------------------------------------------------------------------
+
+_HBM_SHARE = 0.9
+"""Of the peak bandwidth, that large transfers reach."""
+_LATENCY = 0.6e-6
+"""Seconds from the start of a transfer until its data is visible."""
+_STEP_CYCLES = 300
+"""Of a grid step outside its products: transfers started and awaited, the matrix unit filled and drained."""
+_CHUNK_CYCLES = 180
+"""Of one more chunk."""
+_CHUNK_WORK = 8192
+"""Cycles of products that are unrolled at once: more is more program, less is more filling and draining."""
+_SUM_CYCLES = 270 / (1 << 20)
+"""For each element of the sum that a chunk reads and writes, where the matrix unit does not hide it."""
+
+
+def _accumulates(chip: Chip) -> bool:
+    """Whether the matrix unit adds up a deep product itself (TPU7x), so that a deep chunk touches the sum in VMEM once."""
+    return chip.generation >= 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One product `[m, k] x [k, n]`, as the model sees it.
+
+    Attributes:
+      groups: products that are stored; summed: products that are added up in each.
+      lhs_axis, rhs_axis: the contracted axis of each operand (1 or 2).
+      lhs_bytes, rhs_bytes, out_bytes: bytes of an element; out_bytes of all results together.
+      sum_bytes: bytes of an element of a separate sum, 0 where the result is the sum.
+      rate: multiply-adds a second of one core. bandwidth: bytes a second of one core.
+    """
+
+    groups: int
+    m: int
+    n: int
+    k: int
+    summed: int
+    lhs_axis: int
+    rhs_axis: int
+    lhs_bytes: int
+    rhs_bytes: int
+    out_bytes: int
+    sum_bytes: int
+    scaled_rows: bool
+    rate: float
+    chip: Chip
+
+    def vmem(self, tile: Tile) -> int:
+        """Bytes of VMEM: blocks twice, for a transfer runs beside the computation, and the sum once."""
+        bm, bn, bk = tile
+
+        def block(rows: int, columns: int, itemsize: int) -> int:
+            return round_up(rows, 32 // itemsize) * round_up(columns, 128) * itemsize
+
+        lhs = block(bk, bm, self.lhs_bytes) if self.lhs_axis == 1 else block(bm, bk, self.lhs_bytes)
+        rhs = block(bk, bn, self.rhs_bytes) if self.rhs_axis == 1 else block(bn, bk, self.rhs_bytes)
+        result = round_up(bm, 32) * round_up(bn, 128)
+        vectors = (block(bm, 1, 4) if self.scaled_rows else 0) + 2 * block(8, bn, 4)
+        return 2 * (lhs + rhs + vectors + result * self.out_bytes) + result * self.sum_bytes
+
+    def seconds(self, tile: Tile) -> float:
+        """About how long the product takes with this tile: every step hides the transfers of the next one, or waits for them."""
+        bm, bn, bk = tile
+        chip = self.chip
+        rows, columns, depths = -(-self.m // bm), -(-self.n // bn), -(-self.k // bk)
+        side = chip.mxu_size
+        chunk_k = chunk(self, tile)
+        chunks = -(-bk // chunk_k)
+        # The last tile of a ragged depth multiplies only what is there.
+        depth = round_up(chunk_k, side) * chunks if self.k % bk == 0 else round_up(self.k, side) / depths
+        work = round_up(bm, 8) * round_up(bn, side) * depth / self.rate
+        overhead = _STEP_CYCLES + (chunks - 1) * _CHUNK_CYCLES
+        if _accumulates(chip):
+            overhead += chunks * bm * bn * _SUM_CYCLES
+        work += overhead / chip.clock
+        bandwidth = _HBM_SHARE * chip.hbm_bandwidth / chip.cores
+        steps = depths * self.summed
+        # A block whose index does not change is not read again: lhs stays for a whole row of tiles if one step is all its depth.
+        lhs = bm * bk * self.lhs_bytes / (columns if steps == 1 else 1)
+        rhs = bk * bn * self.rhs_bytes * (0 if steps == 1 and columns == 1 else 1)
+        load = max((lhs + rhs) / bandwidth, _LATENCY if steps * rows * columns > 1 else 0)
+        store = bm * bn * self.out_bytes / bandwidth
+        one = (steps - 1) * max(work, load) + max(work, load + store)
+        tiles = [self.groups, rows, columns]
+        split = next((i for i, size in enumerate(tiles) if size > 1), 0)
+        tiles[split] = -(-tiles[split] // chip.cores_per_device)
+        first = (bm * self.lhs_bytes + bn * self.rhs_bytes) * bk / bandwidth + _LATENCY
+        return first + math.prod(tiles) * one + store
+
+
+def chunk(problem: Problem, tile: Tile) -> int:
+    """Depth of what is multiplied at once: a divisor of the tile's depth with about `_CHUNK_WORK` cycles of work."""
+    bm, bn, bk = tile
+    side = max(128, problem.chip.mxu_size)
+    limit = (2 if _accumulates(problem.chip) else 1.5) * _CHUNK_WORK
+    depth = bk
+    while depth % (2 * side) == 0 and bm * bn * depth / problem.rate * problem.chip.clock > limit:
+        depth //= 2
+    return depth
+
+
+def _candidates(size: int, multiple: int, largest: int) -> list[int]:
+    """Whole, or in equal parts of whole tiles, or powers of two."""
+    parts = {min(size, round_up(-(-size // p), multiple)) for p in range(1, 9)}
+    powers = {1 << i for i in range(7, 13) if 1 << i < size}
+    return sorted(c for c in parts | powers if c <= largest and (c == size or c % multiple == 0))
+
+
+def _depths(size: int) -> list[int]:
+    """Divisors in whole tiles, so that no step is ragged; equal parts, of which the last is ragged, where there are none."""
+    divisors = [d for d in range(128, 8192 + 1, 128) if size % d == 0]
+    return divisors if len(divisors) > 1 or divisors == [size] else _candidates(size, 128, 8192) or [1024]
+
+
+@functools.lru_cache(maxsize=1024)
+def best_tile(problem: Problem) -> Tile:
+    """The tile that the model finds fastest among those that fit three quarters of VMEM."""
+    budget = vmem_budget(problem.chip)
+    # M lies along lanes where lhs is transposed, else along sublanes, of which an 8-bit tile has 32.
+    rows = _candidates(problem.m, 128 if problem.lhs_axis == 1 else 32, 2048) or [min(problem.m, 128)]
+    columns = _candidates(problem.n, 128, 2048) or [min(problem.n, 128)]
+    depths = _depths(problem.k)
+    cycles = problem.chip.clock / problem.rate
+    found = [
+        tile
+        for tile in itertools.product(rows, columns, depths)
+        if problem.vmem(tile) <= budget and tile[0] * tile[1] * chunk(problem, tile) * cycles <= 3 * _CHUNK_WORK
+    ]
+    if not found:
+        return min(rows[0], problem.m), columns[0], depths[0]
+    return min(found, key=lambda tile: (problem.seconds(tile), problem.vmem(tile)))
+
+
+def problem_of(spec: MatmulSpec, which: str, chip: Chip | None) -> Problem:
+    """The product "forward", "grad_a" or "grad_b" of a spec."""
+    planned = planning_chip(chip)
+    o = spec.operands
+    a, b = o.a.dtype.itemsize, o.b.dtype.itemsize
+    wide = spec.compute_dtype.itemsize
+    out = spec.out_dtype.itemsize
+    scaled = any(x is not None for x in (o.bias, o.scale_a, o.scale_b)) or spec.activation is not None
+    m, n, k, groups = spec.m, spec.n, spec.k, spec.groups
+
+    rate = _rate(spec, planned, forward=which == "forward")
+
+    def problem(
+        groups: int, m: int, n: int, k: int, axes: tuple[int, int], sizes: tuple[int, int, int], sum_bytes: int
+    ) -> Problem:
+        summed = max(1, spec.groups // groups) if which != "forward" else 1
+        rows = which == "forward" and o.scale_a is not None
+        return Problem(groups, m, n, k, summed, *axes, *sizes, sum_bytes, rows, rate, planned)
+
+    if which == "forward":
+        axes = (1 if spec.transpose_a else 2, 2 if spec.transpose_b else 1)
+        result = out * (2 if spec.keeps_preactivation else 1)
+        plain = not scaled and spec.out_dtype == spec.accumulator_dtype
+        return problem(groups, m, n, k, axes, (a, b, result), 0 if plain else 4)
+    if which == "grad_a":
+        n_of_b = 1 if spec.transpose_b else 2
+        g = joint_groups(o.a, o.scale_a)
+        sizes = (wide, b, 4 if o.scale_a is not None else a)
+        if spec.transpose_a:
+            return problem(g, k, m, n, (n_of_b, 2), (b, wide, sizes[2]), 4)
+        return problem(g, m, k, n, (2, n_of_b), sizes, 4)
+    m_of_a = 2 if spec.transpose_a else 1
+    g = joint_groups(o.b, o.scale_b)
+    size = 4 if o.scale_b is not None else b
+
+    if spec.transpose_b:
+        return problem(g, n, k, m, (1, m_of_a), (wide, a, size), 4)
+    return problem(g, k, n, m, (m_of_a, 1), (a, wide, size), 4)
+
+
+def _rate(spec: MatmulSpec, chip: Chip, *, forward: bool) -> float:
+    """Multiply-adds a second of one core, in the dtype that the products run in."""
+    peak = chip.peak_bf16
+    if spec.precision != "default":
+        peak = chip.peak_bf16 / (6 if spec.precision == "highest" else 3)
+    elif forward and native_8bit(spec, chip):
+        peak = chip.peak(spec.operands.a.dtype.name)
+    return peak / chip.cores / 2
+
+
 def heuristic(spec: MatmulSpec, chip: Chip | None) -> MatmulConfig:
-    return MatmulConfig(512, 512, 512, native_8bit=native_8bit(spec, chip), vmem_bytes=0)
+    """The tiles that the model of this module finds fastest, for the product and for those of its gradient."""
+    problems = {which: problem_of(spec, which, chip) for which in ("forward", "grad_a", "grad_b")}
+    tiles = {which: best_tile(problem) for which, problem in problems.items()}
+    forward = tiles["forward"]
+    return MatmulConfig(
+        *forward,
+        tiles["grad_a"],
+        tiles["grad_b"],
+        chunk(problems["forward"], forward),
+        native_8bit(spec, chip),
+        max(problem.vmem(tiles[which]) for which, problem in problems.items()),
+    )

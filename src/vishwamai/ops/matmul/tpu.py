@@ -100,6 +100,7 @@ def _kernel(
     axes: tuple[int, int],
     depth: int,
     block_k: int,
+    chunk_k: int,
     steps: int,
     precision: str,
     native: bool,
@@ -108,9 +109,10 @@ def _kernel(
     """One step: a tile of the sum grows by one product; the last step applies the epilogue and stores.
 
     Args:
-      refs: lhs, rhs, bias, scale_a, scale_b, out, preactivation, sum (a scratch; None where one step is all there is).
+      refs: lhs, rhs, bias, scale_a, scale_b, out, preactivation, sum (a scratch; None where the sum is out itself).
       axes: the contracted axis of lhs and of rhs.
       depth: length of the contracted axis.
+      block_k: depth of the tiles; chunk_k: depth of what is multiplied at once, which divides it.
       steps: steps that one tile takes: tiles of the contracted axis, times the groups that are summed.
     """
     lhs_ref, rhs_ref, bias_ref, scale_a_ref, scale_b_ref, out_ref, z_ref, sum_ref = refs
@@ -118,16 +120,15 @@ def _kernel(
     tiles = pl.cdiv(depth, block_k)
     tail = depth - (tiles - 1) * block_k
 
-    def tile(ref: Any, axis: int, size: int) -> jax.Array:
-        return ref[...] if size == block_k else ref[:, :size] if axis == 1 else ref[:size, :]
+    def tile(ref: Any, axis: int, start: Any, size: int) -> jax.Array:
+        if size == block_k:
+            return ref[...]
+        return ref[:, pl.ds(start, size)] if axis == 1 else ref[pl.ds(start, size), :]
 
-    def product(ragged: bool) -> jax.Array:
-        size = block_k
-        if ragged:  # whole tiles of lanes, of which the last is zeroed past the end
-            size = min(pl.cdiv(tail, 128) * 128, block_k)
-        lhs, rhs = tile(lhs_ref, axes[0], size), tile(rhs_ref, axes[1], size)
-        if ragged and size != tail:
-            lhs, rhs = _zero_past(lhs, axes[0], tail), _zero_past(rhs, axes[1], tail)
+    def chunk_product(start: Any, size: int, valid: int) -> jax.Array:
+        lhs, rhs = tile(lhs_ref, axes[0], start, size), tile(rhs_ref, axes[1], start, size)
+        if valid != size:
+            lhs, rhs = _zero_past(lhs, axes[0], valid), _zero_past(rhs, axes[1], valid)
         return tile_product(lhs, rhs, axes, precision, native)
 
     def store(total: jax.Array) -> None:
@@ -143,30 +144,50 @@ def _kernel(
             z_ref[...] = z.astype(z_ref.dtype)
         out_ref[...] = activate(activation, z).astype(out_ref.dtype)
 
-    if sum_ref is None:
-        store(product(tail != block_k))
+    if steps == 1 and chunk_k == block_k:
+        store(chunk_product(0, block_k, tail))
         return
 
-    @pl.when(step == 0)
-    def _() -> None:
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+    # An epilogue of a few operations hides behind the matrix unit in every step, which is cheaper than a pass of its own in the last one.
+    light = activation is None
+    separate = sum_ref is not None
+    if not separate:
+        sum_ref = out_ref
+
+    def grow(first: Any, start: Any, size: int, valid: int) -> None:
+        before = sum_ref[...]
+        total = jnp.where(first, jnp.zeros_like(before), before) + chunk_product(start, size, valid)
+        sum_ref[...] = total
+        if separate and light:
+            store(total)
+
+    def whole_tile() -> None:
+        chunks = block_k // chunk_k
+
+        def one(c: jax.Array, carry: None) -> None:
+            first = (step == 0) & (c == 0)
+            grow(first, pl.multiple_of(c * chunk_k, chunk_k), chunk_k, chunk_k)
+
+        if chunks == 1:
+            grow(step == 0, 0, block_k, block_k)
+        else:
+            lax.fori_loop(0, chunks, one, None)
 
     if tail == block_k:
-        sum_ref[...] += product(False)
+        whole_tile()
     else:
         last_tile = lax.rem(step, tiles) == tiles - 1
-
-        @pl.when(jnp.logical_not(last_tile))
-        def _() -> None:
-            sum_ref[...] += product(False)
+        pl.when(jnp.logical_not(last_tile))(whole_tile)
 
         @pl.when(last_tile)
         def _() -> None:
-            sum_ref[...] += product(True)
+            grow(step == 0, 0, min(pl.cdiv(tail, 128) * 128, block_k), tail)
 
-    @pl.when(step == steps - 1)
-    def _() -> None:
-        store(sum_ref[...])
+    if not light:
+
+        @pl.when(step == steps - 1)
+        def _() -> None:
+            store(sum_ref[...])
 
 
 def product(
@@ -240,7 +261,9 @@ def product(
     outs = (out, out if keep_preactivation else None)
     out_spec = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, i, j))
     total = jnp.int32 if lhs.dtype == rhs.dtype == _INT8 else jnp.float32
-    scratch = [pltpu.VMEM((bm, bn), total)] if steps > 1 else []
+    chunk_k = bk if bk % config.chunk_k else config.chunk_k
+    plain = all(x is None for x in (bias, scale_a, scale_b, activation)) and out_dtype == total
+    scratch = [pltpu.VMEM((bm, bn), total)] if (steps > 1 or chunk_k < bk) and not plain else []
     present = [x is not None for x in (*operands, *outs)]
 
     def body(*refs: Any) -> None:
@@ -251,6 +274,7 @@ def product(
             axes=(lhs_axis - 1, rhs_axis - 1),
             depth=k,
             block_k=bk,
+            chunk_k=chunk_k,
             steps=steps,
             precision=spec.precision,
             native=native,
