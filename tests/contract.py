@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import importlib
@@ -151,9 +152,26 @@ def simulated_tpu(**params: Any) -> Iterator[None]:
     assert not any(state.races_found for state in races)
 
 
+@contextlib.contextmanager
+def garbage_memory() -> Iterator[None]:
+    """Fills memory that the C library hands out with 0x7f, huge numbers in every floating dtype, so that a native kernel reads none of it unseen."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):  # not glibc
+        yield
+        return
+    perturb = -6  # M_PERTURB of malloc.h; malloc fills with the complement
+    libc.mallopt(perturb, 0x80)
+    try:
+        yield
+    finally:
+        libc.mallopt(perturb, 0)
+
+
 def running(impl: Implementation, **params: Any) -> Any:
-    """The context in which an implementation runs on this machine."""
-    return simulated_tpu(**params) if impl.platform == "tpu" else contextlib.nullcontext()
+    """The context in which an implementation runs on this machine, its unused memory full of what must not be read."""
+    if impl.platform == "tpu":
+        return simulated_tpu(**params)
+    return garbage_memory() if impl.platform == "cpu" else contextlib.nullcontext()
 
 
 def cotangents_for(case: Case, outputs: Any) -> Any:

@@ -49,7 +49,12 @@ def varying_axes(*trees: Any) -> frozenset[str]:
 
 def out_struct(shape: Sequence[int], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
     """The shape of a kernel's output, varying over every mesh axis that an operand varies over."""
-    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=ManualAxisType(varying=varying_axes(operands)))
+    varying = varying_axes(operands)
+    # A type that varies names the mesh whose axes it varies over.
+    sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec()) if varying else None
+    return jax.ShapeDtypeStruct(
+        tuple(shape), dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying)
+    )
 
 
 def match_varying(operands: Any) -> Any:
