@@ -170,6 +170,36 @@ def test_a_peer_that_means_something_else_gets_no_speed():
     assert ours.timing is not None and other.candidate not in ours.ratios
 
 
+GRADIENTS = [
+    ("norm", "layer residual float32"),
+    ("norm", "rms residual bfloat16"),
+    ("matmul", "gelu float32"),
+    ("matmul", "transposed ab float32"),
+    ("attention", "GQA 6/2 bf16"),
+    ("attention", "bshd"),
+    ("attention", "mask by key bf16"),
+    ("attention", "bias full"),
+]
+
+
+@pytest.mark.parametrize(("op", "name"), GRADIENTS)
+def test_gradients_are_checked_and_timed(op, name):
+    operation, case = catalogue.operations()[op], case_named(op, name)
+    found = list(runner.run_case(operation, case, PEAKS, SETTINGS, 0.0, gradients=True))
+    assert {"vishwamai", "jax"} <= {m.framework for m in found}
+    for m in found:
+        if m.numbers is not None:
+            assert m.numbers.right, (m.candidate, m.numbers.what)
+            assert m.timing is not None and m.gradients and m.case.endswith("forward and backward")
+    forward = next(iter(runner.run_case(operation, case, PEAKS, SETTINGS, 0.0)))
+    assert found[0].flops >= 3 * forward.flops and found[0].bytes_moved > 2 * forward.bytes_moved
+
+
+def test_a_case_without_gradients_is_left_out():
+    operation, case = catalogue.operations()["matmul"], case_named("matmul", "int8")
+    assert list(runner.run_case(operation, case, PEAKS, SETTINGS, 0.0, gradients=True)) == []
+
+
 # --- a wrong implementation ------------------------------------------------------------------------------------------------------------------------
 
 

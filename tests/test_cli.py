@@ -1,6 +1,8 @@
 """The `vishwamai` command: what each subcommand prints and returns, and what it says when it cannot."""
 
+import importlib
 import importlib.util
+import pathlib
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 from vishwamai.bench import machine
 from vishwamai.cli import COMMANDS, function, main
 from vishwamai.core.hardware import CHIPS
+from vishwamai.models import minilm
 
 MODULE = '''
 import jax, jax.numpy as jnp
@@ -213,3 +216,33 @@ def test_without_libtpu_targets_that_were_asked_for_are_an_error(capsys, monkeyp
     _without(monkeypatch, "libtpu")
     status, _, err = run(capsys, "bench", "--targets", "v5e")
     assert status == 2 and "libtpu" in err and "pip install" in err
+
+
+# --- examples --------------------------------------------------------------------------------------------------------------------------------------
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+@needs_libtpu
+def test_the_block_example_fits(capsys):
+    status, out, _ = run(capsys, "check", f"{EXAMPLES / 'transformer_block.py'}:block", "--target", "v5e")
+    assert status == 0 and "v5e: compiles and fits" in out
+
+
+def test_the_block_example_is_explained(capsys):
+    status, out, _ = run(capsys, "explain", f"{EXAMPLES / 'transformer_block.py'}:block", "--target", "v5e")
+    assert status == 0
+    lines = out.splitlines()
+    assert [line.split(":")[0] for line in lines if "operands" not in line and line[0] != " "][1:] == [
+        *("norm", "matmul", "attention", "matmul"),
+        *("norm", "matmul", "matmul", "matmul"),
+    ]
+
+
+@pytest.mark.skipif(minilm.why_not() is not None, reason=str(minilm.why_not()))
+def test_the_embedding_example_finds_the_rabbit(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    nearest = importlib.import_module("embed_sentences").nearest
+    found = nearest("A rabbit that owns a watch")
+    assert len(found) == 3 and found[0][0] >= found[1][0] >= found[2][0]
+    assert "Rabbit actually took a watch out of its waistcoat-pocket" in found[0][1]

@@ -17,6 +17,7 @@ from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, halvings, res
 from vishwamai.core.cases import ArrayInit, Case
 
 _ROWS = 64
+_LAID_OUT = frozenset({"query", "key", "value"})
 _GEOMETRY = ("causal", "causal_align", "window")
 
 
@@ -111,6 +112,31 @@ class _Attention(Subject):
             f"{len(rows)} of {q_len} query rows of {group} of {arrays['query'].shape[axis]} heads",
         )
 
+    def gradient_sample(self, case: Case, arrays: Arrays) -> Sample:
+        options = {"segment_ids", "dropout_rate", "return_lse"} & set(case.options)
+        if options or {"bias", "sinks"} & set(arrays):  # gradients of their own, summed over heads
+            return super().gradient_sample(case, arrays)
+        axis = _heads_axis(case)
+        heads, kv_heads = arrays["query"].shape[axis], arrays["key"].shape[axis]
+        group = heads // kv_heads
+
+        def take(x: np.ndarray, count: int) -> np.ndarray:
+            return np.take(x[:1], range(count), axis)
+
+        counts = {"query": group, "key": 1, "value": 1, "cotangent_0": group}
+        chosen = {name: take(arrays[name], count) for name, count in counts.items()}
+        if "mask" in arrays:
+            x = arrays["mask"]
+            x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+            chosen["mask"] = x[:1, : group if x.shape[1] > 1 else 1]
+        inits = {name: dataclasses.replace(case.arrays[name], shape=x.shape) for name, x in chosen.items()}
+        return Sample(
+            dataclasses.replace(case, arrays=inits),
+            chosen,
+            lambda outputs: tuple(take(x, count) for x, count in zip(outputs, (group, 1, 1), strict=True)),
+            f"all gradients of {group} of {heads} heads",
+        )
+
     def smaller(self, case: Case, share: float) -> Case | None:
         q_len, k_len = _length(case, "query"), _length(case, "key")
         if q_len != k_len or {"bias", "mask", "segment_ids"} & {*case.arrays, *case.options}:
@@ -148,7 +174,8 @@ def _jax_peer(case: Case) -> Peer:
             local_window_size=window,
         )
 
-    return Peer("jax.nn.dot_product_attention", "jax", prepare, attention, swap)
+    names = ("query", "key", "value", "bias", "mask")
+    return Peer("jax.nn.dot_product_attention", "jax", prepare, attention, swap, names, _LAID_OUT)
 
 
 def _torch_peer(case: Case) -> Peer:
@@ -181,7 +208,8 @@ def _torch_peer(case: Case) -> Peer:
     def restore(out: Any) -> Any:
         return np.swapaxes(out, 1, 2) if swapped else out
 
-    return Peer("torch scaled_dot_product_attention", "torch", prepare, attention, restore)
+    names = ("query", "key", "value", "mask")
+    return Peer("torch scaled_dot_product_attention", "torch", prepare, attention, restore, names, _LAID_OUT)
 
 
 SUBJECT = _Attention()

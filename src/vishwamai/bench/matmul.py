@@ -83,7 +83,7 @@ def _torch_gemm(case: Case) -> Callable[..., Any]:
 
 class _Matmul(Subject):
     def peers(self, case: Case) -> list[Peer]:
-        found = [Peer("jnp.matmul", "jax", _prepare, _jax_gemm(case))]
+        found = [Peer("jnp.matmul", "jax", _prepare, _jax_gemm(case), arguments=_NAMES)]
         dtypes = {case.arrays[name].dtype for name in ("a", "b")}
         plain = not {"scale_a", "scale_b"} & set(case.arrays) and "out_dtype" not in case.options
         if plain and dtypes in ({"float32"}, {"bfloat16"}):
@@ -91,7 +91,9 @@ class _Matmul(Subject):
             def prepare(arrays: Arrays) -> tuple[Any, ...]:
                 return tuple(None if x is None else to_torch(x) for x in _prepare(arrays))
 
-            found.append(Peer("torch matmul", "torch", prepare, lambda *args: _torch_gemm(case)(*args)))
+            found.append(
+                Peer("torch matmul", "torch", prepare, lambda *args: _torch_gemm(case)(*args), arguments=_NAMES)
+            )
         return found
 
     def sample(self, case: Case, arrays: Arrays) -> Sample:

@@ -28,7 +28,9 @@ class Peer:
       framework: "jax" or "torch".
       prepare: the case's arrays (NumPy) to this peer's arguments, in its own layout; not timed.
       call: the arguments to the result. Jitted for "jax".
-      restore: the result (of NumPy arrays) to the layout of ours; not timed.
+      restore: the result, as a NumPy array, to the layout of ours; its own inverse; not timed.
+      arguments: names of the case's arrays behind the peer's arguments, in order.
+      laid_out: those of them that `restore` applies to.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Peer:
     prepare: Callable[[Arrays], tuple[Any, ...]]
     call: Callable[..., Any]
     restore: Callable[[Any], Any] = lambda result: result
+    arguments: tuple[str, ...] = ()
+    laid_out: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +70,10 @@ class Subject:
     def sample(self, case: Case, arrays: Arrays) -> Sample:
         """The part of the result that is checked against the float64 reference; the whole where that is affordable."""
         return Sample(case, arrays, lambda outputs: outputs, "the whole result")
+
+    def gradient_sample(self, case: Case, arrays: Arrays) -> Sample:
+        """The same of a case of `bench.gradient`, whose results are the gradients of its arrays."""
+        return Sample(case, arrays, lambda outputs: outputs, "all gradients")
 
     def smaller(self, case: Case, share: float) -> Case | None:
         """The same for fewer tokens, so that it costs about `share` of the work, or the least that still means the same; None where nothing gets less."""

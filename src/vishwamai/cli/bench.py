@@ -28,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A,B", help="these operations only, such as attention,norm")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases: about a minute")
     parser.add_argument("--long", action="store_true", help="the longest cases too")
+    parser.add_argument("--gradients", action="store_true", help="the backward passes too")
     parser.add_argument(
         "--json",
         metavar="PATH",
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         limits = peaks.measure(arguments.quick)
         out.print(tables.machine_text(cpu, devices, limits))
         measurements: list[runner.Measurement] = []
-        for m in runner.run(operations, limits, settings, arguments.long, steps.on_case("timing")):
+        for m in runner.run(operations, limits, settings, arguments.long, arguments.gradients, steps.on_case("timing")):
             measurements.append(m)
         out.print(*tables.measurement_tables(measurements), sep="\n")
         model = None if arguments.no_model else _model(arguments.quick, steps, notes)

@@ -1,0 +1,123 @@
+"""What can compute a case here: our implementations that take it, and the frameworks' own ways, each built into a call that can be timed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from vishwamai.bench import numbers
+from vishwamai.bench.catalogue import Operation, specs_of
+from vishwamai.bench.gradient import gradient_case, gradient_peer, restored
+from vishwamai.bench.subject import Arrays, Peer, Subject, from_torch
+from vishwamai.core.cases import Case
+from vishwamai.core.config import ambient_chip, ambient_platform
+from vishwamai.core.errors import FallbackWarning
+from vishwamai.core.op import Implementation
+
+
+@dataclasses.dataclass
+class Candidate:
+    """One way to compute a case.
+
+    Attributes:
+      name, framework, implementation, default: as of `runner.Measurement`.
+      build: the case's arrays to (the call, the call's result to our outputs as NumPy arrays, bytes that it takes or None).
+    """
+
+    name: str
+    framework: str
+    implementation: str | None
+    default: bool
+    build: Callable[[Arrays], tuple[Callable[[], Any], Callable[[Any], Any], int | None]]
+
+
+def _memory_limit() -> int:
+    """Half of the memory that is free now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+class TooLarge(Exception):
+    """A program's own plan says that it would not fit."""
+
+
+def _compiled(function: Callable[..., Any], arguments: Any) -> tuple[Callable[[], Any], int]:
+    """(the call, bytes that it takes) of a program compiled for the default device, arguments in place."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        program = jax.jit(function).lower(*arguments).compile()
+    plan = program.memory_analysis()
+    assert plan is not None  # every backend of ours gives it
+    memory = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+    if ambient_platform() == "cpu" and memory > _memory_limit():
+        raise TooLarge(f"needs {memory / 2**30:.1f} GiB, more than half of the memory that is free")
+    placed = jax.device_put(arguments)
+    return lambda: jax.block_until_ready(program(*placed)), memory
+
+
+def _ours(case: Case, impl: Implementation, default: bool) -> Candidate:
+    def build(arrays: Arrays) -> Any:
+        call, memory = _compiled(lambda arrays: case.run(arrays, implementation=impl.name), (arrays,))
+        return call, numbers.as_tuple, memory
+
+    return Candidate(f"vishwamai {impl.name}", "vishwamai", impl.name, default, build)
+
+
+def _theirs(peer: Peer, case: Case, gradients: bool) -> Candidate:
+    run = gradient_peer(peer, case) if gradients else peer
+
+    def restore(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return restored(peer, case, outputs) if gradients else (peer.restore(outputs[0]), *outputs[1:])
+
+    def build(arrays: Arrays) -> Any:
+        arguments = run.prepare(arrays)
+        if peer.framework == "jax":
+            call, memory = _compiled(run.call, arguments)
+            return call, lambda result: restore(numbers.as_tuple(result)), memory
+        return _torch_call(run, arguments, gradients), lambda result: restore(_torch_arrays(result)), None
+
+    return Candidate(peer.name, peer.framework, None, False, build)
+
+
+def _torch_call(peer: Peer, arguments: tuple[Any, ...], gradients: bool) -> Callable[[], Any]:
+    import torch
+
+    def call() -> Any:
+        with contextlib.nullcontext() if gradients else torch.inference_mode():
+            return peer.call(*arguments)
+
+    return call
+
+
+def _torch_arrays(result: Any) -> tuple[Any, ...]:
+    return tuple(from_torch(x) for x in (result if isinstance(result, tuple) else (result,)))
+
+
+def candidates(
+    operation: Operation, case: Case, about: Subject, gradients: bool = False
+) -> tuple[list[Candidate], list[tuple[str, str]]]:
+    """(what can compute the case, or its gradients, here; (implementation, why it cannot) for the others)."""
+    spec = specs_of(operation, case)[0]
+    platform, chip = ambient_platform(), ambient_chip()
+    run = gradient_case(case) if gradients else case
+    if run is None:
+        return [], []
+    found: list[Candidate] = []
+    refused: list[tuple[str, str]] = []
+    for impl in operation.op.implementations:
+        if impl.platform not in (platform, None):
+            continue
+        reason = impl.why_not(spec, chip)
+        if reason is None:
+            found.append(_ours(run, impl, default=not found))
+        else:
+            refused.append((impl.name, reason))
+    with_torch = importlib.util.find_spec("torch") is not None and platform == "cpu"
+    found += [_theirs(p, case, gradients) for p in about.peers(case) if p.framework != "torch" or with_torch]
+    return found, refused

@@ -1,0 +1,113 @@
+"""The same benchmark for gradients: a case becomes one whose results are the gradients of its arrays, a peer likewise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.bench.subject import Arrays, Peer
+from vishwamai.core.cases import ArrayInit, Case
+
+_COTANGENT = "cotangent_"
+
+
+def gradient_case(case: Case) -> Case | None:
+    """A case whose call takes a cotangent for every result besides, and gives the gradients of its floating arrays in their order.
+
+    None where the operation's first array has no gradient (int8, 8-bit floats).
+
+    >>> from vishwamai.bench.catalogue import operations
+    >>> case = gradient_case(operations()["norm"].cases[0])
+    >>> list(case.arrays), [g.shape for g in jax.tree.leaves(case.run(case.make()))]
+    (['x', 'scale', 'offset', 'cotangent_0'], [(4, 16, 256), (256,), (256,)])
+    """
+    first = next(iter(case.arrays))
+    if first not in case.differentiable or case.arrays[first].dtype.startswith("float8"):
+        return None
+    results = jax.tree.leaves(jax.eval_shape(lambda arrays: case.run(arrays), case.shapes()))
+    cotangents = {f"{_COTANGENT}{i}": ArrayInit(x.shape, x.dtype.name) for i, x in enumerate(results)}
+    wanted = case.differentiable
+
+    def call(**given: Any) -> tuple[Any, ...]:
+        outer = {name: given.pop(name) for name in cotangents}
+        arrays = {name: jnp.asarray(given.pop(name)) for name in case.arrays}
+
+        def leaves(floats: Mapping[str, Any]) -> list[Any]:
+            return jax.tree.leaves(case.call(**{**arrays, **floats}, **given))
+
+        outputs, pull = jax.vjp(leaves, {name: arrays[name] for name in wanted})
+        (gradients,) = pull([g.astype(y.dtype) for g, y in zip(outer.values(), outputs, strict=True)])
+        return tuple(gradients[name] for name in wanted)
+
+    name = f"{case.name}, forward and backward"
+    return dataclasses.replace(case, name=name, call=call, arrays={**case.arrays, **cotangents})
+
+
+def work(case: Case, spec: Any) -> tuple[int, int]:
+    """(FLOP, bytes) of forward and backward pass together, of a case from `gradient_case`.
+
+    A backward pass is twice the forward's arithmetic unless the spec says otherwise; it reads the arrays and the cotangents again and writes the
+    gradients.
+    """
+    backward = getattr(spec, "backward_flops", 2 * spec.flops)
+    sizes = {name: int(np.prod(s.shape)) * s.dtype.itemsize for name, s in case.shapes().items()}
+    gradients = sum(sizes[name] for name in case.differentiable if not name.startswith(_COTANGENT))
+    return spec.flops + backward, spec.bytes_moved + sum(sizes.values()) + gradients
+
+
+def gradient_peer(peer: Peer, case: Case) -> Peer:
+    """The peer's own gradients, by the framework's own differentiation; `case` is the one that `gradient_case` was given."""
+    wanted = [peer.arguments.index(name) for name in case.differentiable]
+    count = len(jax.tree.leaves(jax.eval_shape(lambda arrays: case.run(arrays), case.shapes())))
+
+    def prepare(arrays: Arrays) -> tuple[Any, ...]:
+        cotangents = [peer.restore(arrays[f"{_COTANGENT}{i}"]) for i in range(count)]
+        if peer.framework == "torch":
+            from vishwamai.bench.subject import to_torch
+
+            cotangents = [to_torch(np.ascontiguousarray(x)) for x in cotangents]
+        return (*peer.prepare(arrays), tuple(cotangents))
+
+    differentiate = _torch(peer, wanted) if peer.framework == "torch" else _jax(peer, wanted)
+    # Cases list their arrays in the order of the peers' arguments, so the gradients come in the order of `case.differentiable`.
+    return dataclasses.replace(peer, prepare=prepare, call=differentiate)
+
+
+def restored(peer: Peer, case: Case, gradients: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """A peer's gradients in our layout."""
+    pairs = zip(case.differentiable, gradients, strict=True)
+    return tuple(peer.restore(x) if name in peer.laid_out else x for name, x in pairs)
+
+
+def _jax(peer: Peer, wanted: list[int]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> tuple[Any, ...]:
+        *inputs, cotangents = arguments
+
+        def leaves(floats: list[Any]) -> list[Any]:
+            given = list(inputs)
+            for i, x in zip(wanted, floats, strict=True):
+                given[i] = x
+            return jax.tree.leaves(peer.call(*given))
+
+        outputs, pull = jax.vjp(leaves, [inputs[i] for i in wanted])
+        return tuple(pull([g.astype(y.dtype) for g, y in zip(cotangents, outputs, strict=True)])[0])
+
+    return call
+
+
+def _torch(peer: Peer, wanted: list[int]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> tuple[Any, ...]:
+        import torch
+
+        *inputs, cotangents = arguments
+        leaves = {i: inputs[i].detach().requires_grad_() for i in wanted}
+        outputs = peer.call(*(leaves.get(i, x) for i, x in enumerate(inputs)))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return torch.autograd.grad(outputs, [leaves[i] for i in wanted], cotangents)
+
+    return call
