@@ -211,8 +211,6 @@ def _keep(work: pathlib.Path, entry: pathlib.Path) -> None:
 def _load(entry: pathlib.Path, job: Job) -> Dump:
     found, _ = libtpu.parse_target(job.target)
     result = json.loads((entry / "result.json").read_text())
-    if "crashed" in result:
-        raise KernelError(f"compiling for {job.target} failed: {result['crashed']}")
     if "refused" in result:
         problem = result["problem"] and Problem(
             **result["problem"] | {"allocations": tuple(result["problem"]["allocations"])}
@@ -234,33 +232,43 @@ def _load(entry: pathlib.Path, job: Job) -> Dump:
     )
 
 
-def _compile(jobs: Sequence[Job], entries_at: Sequence[pathlib.Path], timeout: float) -> None:
-    """Compiles jobs in one worker; where libtpu ends the process, the job that it was at is recorded and a new worker goes on."""
+def _compile(jobs: Sequence[Job], entries_at: Sequence[pathlib.Path], timeout: float) -> dict[str, str]:
+    """Compiles jobs in one worker, and goes on in a new one where libtpu ends the process.
+
+    Returns:
+        by fingerprint, what a job's process said before it ended. That is not kept: it need not happen again.
+    """
+    crashed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="vishwamai-aot-") as temporary:
         root = pathlib.Path(temporary)
-        (root / "dump").mkdir()
         pending = list(range(len(jobs)))
         for index in pending:
             (root / f"job{index}").mkdir()
             (root / f"job{index}.blob").write_bytes(jobs[index].blob)
         while pending:
-            entries = [
-                {"blob": str(root / f"job{i}.blob"), "target": jobs[i].target, "out": str(root / f"job{i}")}
-                for i in pending
-            ]
-            (root / "jobs.json").write_text(json.dumps({"dump": str(root / "dump"), "jobs": entries}))
-            said = _run_worker(root, timeout)
-            done = [i for i in pending if (root / f"job{i}" / "result.json").exists()]
+            said = _run_worker(root, [(i, jobs[i].target) for i in pending], timeout)
+            results = {i: root / f"job{i}" / "result.json" for i in pending}
+            done = [i for i in pending if results[i].exists()]
+            for index in done:
+                result = json.loads(results[index].read_text())
+                if "crashed" in result:
+                    crashed[jobs[index].fingerprint] = result["crashed"]
+                else:
+                    _keep(root / f"job{index}", entries_at[index])
             pending = [i for i in pending if i not in done]
             if pending:  # the first one left is what the worker died of
-                lost = pending.pop(0)
-                (root / f"job{lost}" / "result.json").write_text(json.dumps({"crashed": said}))
-                done.append(lost)
-            for index in done:
-                _keep(root / f"job{index}", entries_at[index])
+                crashed[jobs[pending.pop(0)].fingerprint] = said
+    return crashed
 
 
-def _run_worker(root: pathlib.Path, timeout: float) -> str:
+def _run_worker(root: pathlib.Path, jobs: Sequence[tuple[int, str]], timeout: float) -> str:
+    dump_directory = root / "dump"
+    shutil.rmtree(dump_directory, ignore_errors=True)
+    dump_directory.mkdir()
+    entries = [
+        {"blob": str(root / f"job{i}.blob"), "target": target, "out": str(root / f"job{i}")} for i, target in jobs
+    ]
+    (root / "jobs.json").write_text(json.dumps({"dump": str(dump_directory), "jobs": entries}))
     source = str(pathlib.Path(__file__).parents[2])
     environment = (
         os.environ
@@ -291,9 +299,13 @@ def dump_many(jobs: Sequence[Job], timeout: float = 900.0, workers: int = 1) -> 
     parts = [part for part in (missing[start::workers] for start in range(workers)) if part]
     with ThreadPoolExecutor(max(1, len(parts))) as pool:
         compiling = [pool.submit(_compile, [jobs[i] for i in part], [kept[i] for i in part], timeout) for part in parts]
+    crashed: dict[str, str] = {}
     for done in compiling:
-        done.result()  # raises what the thread raised
+        crashed |= done.result()  # raises what the thread raised
     for job, entry in zip(jobs, kept):
+        if job.fingerprint in crashed:
+            yield KernelError(f"compiling for {job.target} failed: {crashed[job.fingerprint]}")
+            continue
         try:
             yield _load(entry, job)
         except VishwamaiError as error:
