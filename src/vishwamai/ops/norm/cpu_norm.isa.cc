@@ -9,7 +9,9 @@ namespace vishwamai::VISHWAMAI_ISA {
 namespace {
 
 constexpr int64_t kTaskBytes = 1 << 16;    // enough work to be worth a hand-over between threads
-constexpr int64_t kStreamBytes = 8 << 20;  // above this a result leaves the cache before anyone reads it
+// A result of this size leaves the cache before anyone reads it, so it is written past the cache.  Above the upper bound the
+// allocator hands out fresh pages, whose lines the kernel has just put into the cache by clearing them.
+constexpr int64_t kStreamFrom = 8 << 20, kStreamTo = 32 << 20;
 
 // Calls f(i, count) for vectors of T at offsets i: whole ones with count == lanes, and the rest.
 template <class T, class F>
@@ -116,7 +118,7 @@ void forward(const NormForwardArgs& a, const Threads& threads) {
   const int64_t row_bytes = a.features * static_cast<int64_t>(sizeof(S));
   const int64_t per = rows_per_task(a.rows, 2 * row_bytes), parts = ceil_div(a.rows, per);
   const bool streamed = row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(a.y) % 64 == 0 &&
-                        a.groups * a.rows * row_bytes >= kStreamBytes;
+                        a.groups * a.rows * row_bytes >= kStreamFrom && a.groups * a.rows * row_bytes < kStreamTo;
   parallel_for(threads, a.groups * parts, [&](int64_t task) {
     const int64_t group = task / parts, first = task % parts * per, last = least(a.rows, first + per);
     if (streamed) forward_rows<S, true>(a, group, first, last);

@@ -1,0 +1,273 @@
+"""The native CPU kernels side by side with torch and XLA, in one process.
+
+Every round calls the contestants in a new random order; the result is the ratio of the best times and the median of the rounds' ratios. Before anything
+is timed, each contestant's numbers are compared with float64, and one whose error is beyond four times the best peer's is not timed at all.
+
+    python benchmarks/cpu_peers.py --suite attention,gemm
+    taskset -c 1 python benchmarks/cpu_peers.py --clock cpu     # on a busy machine: one core, and the CPU time that the process itself used
+
+Inputs are random normal: AMX runs at a higher clock on zeros. torch gets its own preferred layouts; XLA is asked for a float32 sum of bfloat16 products,
+which is the form that it runs fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import vishwamai
+from vishwamai.core import ffi
+
+OURS = {"implementation": "native_cpu"}
+
+
+@dataclasses.dataclass
+class Case:
+    """One comparison: contestants by name (each a call without arguments), the work of a call, and the truth to check `probe(result)` against."""
+
+    name: str
+    work: float  # floating-point operations or bytes
+    unit: str  # of work per nanosecond
+    contestants: dict[str, Callable[[], Any]]
+    truth: np.ndarray | None = None
+    probe: Callable[[Any], Any] = lambda result: result
+
+
+def jitted(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    compiled = jax.jit(function)
+    return lambda: jax.block_until_ready(compiled(*args))
+
+
+def host(x: Any) -> np.ndarray:
+    """A jax or torch result as float64."""
+    if isinstance(x, (tuple, list)):
+        x = x[0]
+    if hasattr(x, "detach"):
+        return x.detach().float().numpy().astype(np.float64)
+    return np.asarray(jnp.asarray(x, jnp.float32), np.float64)
+
+
+class Suites:
+    """The cases. Arrays are drawn from one generator, so every run compares on the same numbers."""
+
+    def __init__(self, options: argparse.Namespace):
+        import torch
+
+        self.torch = torch
+        torch.set_num_threads(options.threads)
+        self.options = options
+        self.rng = np.random.default_rng(0)
+
+    def arrays(self, dtype: str, *shapes: tuple[int, ...]) -> tuple[list[jax.Array], list[Any]]:
+        """Random arrays as jax and as torch arrays of the same values."""
+        ours = [jnp.asarray(self.rng.standard_normal(shape, np.float32), dtype) for shape in shapes]
+        theirs = [self.torch.tensor(np.asarray(x, np.float32)).to(getattr(self.torch, dtype)) for x in ours]
+        return ours, theirs
+
+    def attention(self, gradient: bool = False) -> Iterator[Case]:
+        functional = self.torch.nn.functional
+        for dtype in self.options.dtypes:
+            for length in self.options.lengths:
+                for dim in (64, 128):
+                    for causal in (False, True):
+                        shape = (1, 8, length, dim)
+                        (q, k, v, w), (tq, tk, tv, tw) = self.arrays(dtype, shape, shape, shape, shape)
+
+                        def ours(q: Any, k: Any, v: Any, causal: bool = causal) -> Any:
+                            return vishwamai.flash_attention(q, k, v, causal=causal, **OURS)
+
+                        def xla(q: Any, k: Any, v: Any, causal: bool = causal) -> Any:
+                            q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+                            return jax.nn.dot_product_attention(q, k, v, is_causal=causal).swapaxes(1, 2)
+
+                        flops = 4.0 * 8 * length * length * dim * (0.5 if causal else 1.0)
+                        name = f"{dtype} 8x{length}x{dim} {'causal' if causal else 'full'}"
+                        if gradient:
+                            leaves = [x.clone().requires_grad_() for x in (tq, tk, tv)]
+
+                            def torch_grad(leaves: Any = leaves, tw: Any = tw, causal: bool = causal) -> Any:
+                                out = functional.scaled_dot_product_attention(*leaves, is_causal=causal)
+                                return self.torch.autograd.grad(out, leaves, tw)
+
+                            def pull(f: Any) -> Any:
+                                return lambda q, k, v, w: jax.vjp(f, q, k, v)[1](w)
+
+                            contestants = {"ours": jitted(pull(ours), q, k, v, w), "torch": torch_grad}
+                            if length <= self.options.xla_length:
+                                contestants["xla"] = jitted(pull(xla), q, k, v, w)
+                            yield Case(f"attention_grad {name}", 3.5 * flops, "GFLOP/s", contestants)
+                            continue
+
+                        def torch_forward(tq: Any = tq, tk: Any = tk, tv: Any = tv, causal: bool = causal) -> Any:
+                            return functional.scaled_dot_product_attention(tq, tk, tv, is_causal=causal)
+
+                        contestants = {"ours": jitted(ours, q, k, v), "torch": torch_forward}
+                        if length <= self.options.xla_length:
+                            contestants["xla"] = jitted(xla, q, k, v)
+                        rows = min(32, length)
+                        logits = np.asarray(q, np.float64)[0, 0, -rows:] @ np.asarray(k, np.float64)[0, 0].T / math.sqrt(dim)
+                        if causal:
+                            logits = np.where(np.arange(length) <= np.arange(length - rows, length)[:, None], logits, -np.inf)
+                        p = np.exp(logits - logits.max(-1, keepdims=True))
+                        truth = p / p.sum(-1, keepdims=True) @ np.asarray(v, np.float64)[0, 0]
+                        yield Case(f"attention {name}", flops, "GFLOP/s", contestants, truth, lambda y, rows=rows: y[0, 0, -rows:])
+
+    def attention_grad(self) -> Iterator[Case]:
+        yield from self.attention(gradient=True)
+
+    def decode(self) -> Iterator[Case]:
+        functional = self.torch.nn.functional
+        for dtype in self.options.dtypes:
+            for batch, length, heads, kv_heads, dim in ((1, 8192, 8, 8, 64), (1, 8192, 32, 8, 128), (8, 2048, 32, 8, 128)):
+                cache = (batch, kv_heads, length, dim)
+                (q, k, v), (tq, tk, tv) = self.arrays(dtype, (batch, heads, 1, dim), cache, cache)
+
+                def torch_forward(tq: Any = tq, tk: Any = tk, tv: Any = tv, heads: int = heads, kv_heads: int = kv_heads) -> Any:
+                    return functional.scaled_dot_product_attention(tq, tk, tv, enable_gqa=heads != kv_heads)
+
+                contestants = {"ours": jitted(lambda q, k, v: vishwamai.flash_attention(q, k, v, **OURS), q, k, v), "torch": torch_forward}
+                logits = np.asarray(q, np.float64)[0, 0] @ np.asarray(k, np.float64)[0, 0].T / math.sqrt(dim)
+                p = np.exp(logits - logits.max())
+                truth = p / p.sum() @ np.asarray(v, np.float64)[0, 0]
+                name = f"decode {dtype} {batch}x{heads}/{kv_heads}x{length}x{dim}"
+                yield Case(name, k.nbytes + v.nbytes, "GB/s", contestants, truth, lambda y: y[0, 0])
+
+    def gemm(self) -> Iterator[Case]:
+        shapes = [(512, 512, 512), (1024, 1024, 1024), (2048, 2048, 2048), (1, 4096, 4096), (16, 4096, 4096), (128, 4096, 4096)]
+        for dtype in self.options.dtypes:
+            for m, n, k in shapes:
+                (a, b), (ta, tb) = self.arrays(dtype, (m, k), (k, n))
+                contestants = {
+                    "ours": jitted(lambda a, b: vishwamai.gemm(a, b, **OURS), a, b),
+                    "torch": lambda ta=ta, tb=tb: ta @ tb,
+                    "xla": jitted(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32).astype(a.dtype), a, b),
+                }
+                truth = np.asarray(a, np.float64)[:8] @ np.asarray(b, np.float64)
+                yield Case(f"gemm {dtype} {m}x{n}x{k}", 2.0 * m * n * k, "GFLOP/s", contestants, truth, lambda y: y[:8])
+
+    def int8(self) -> Iterator[Case]:
+        for m, n, k in ((256, 256, 256), (1024, 1024, 1024), (32, 4096, 4096)):
+            a, b = (self.rng.integers(-127, 128, shape).astype(np.int8) for shape in ((m, k), (k, n)))
+            ja, jb, ta, tb = jnp.asarray(a), jnp.asarray(b), self.torch.tensor(a), self.torch.tensor(b)
+            contestants = {
+                "ours": jitted(lambda a, b: vishwamai.gemm(a, b, **OURS), ja, jb),
+                "torch": lambda ta=ta, tb=tb: self.torch._int_mm(ta, tb),
+                "xla": jitted(lambda a, b: jax.lax.dot(a, b, preferred_element_type=jnp.int32), ja, jb),
+            }
+            yield Case(f"int8 {m}x{n}x{k}", 2.0 * m * n * k, "GOP/s", contestants, a[:8].astype(np.float64) @ b, lambda y: y[:8])
+
+    def norm(self) -> Iterator[Case]:
+        functional = self.torch.nn.functional
+        for dtype in self.options.dtypes:
+            for rows, features in ((256, 1024), (4096, 1024), (8192, 4096)):
+                (x, scale, offset), (tx, ts, to) = self.arrays(dtype, (rows, features), (features,), (features,))
+
+                def xla_layer(x: Any, scale: Any, offset: Any) -> Any:
+                    y = x.astype(jnp.float32)
+                    y = y - y.mean(-1, keepdims=True)
+                    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5)
+                    return (y * scale + offset).astype(x.dtype)
+
+                contestants = {
+                    "ours": jitted(lambda x, s, o: vishwamai.layer_norm(x, s, o, eps=1e-5, **OURS), x, scale, offset),
+                    "torch": lambda tx=tx, ts=ts, to=to, n=features: functional.layer_norm(tx, (n,), ts, to, 1e-5),
+                    "xla": jitted(xla_layer, x, scale, offset),
+                }
+                wide = np.asarray(x, np.float64)[:8]
+                wide = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+                truth = wide * np.asarray(scale, np.float64) + np.asarray(offset, np.float64)
+                yield Case(f"layer_norm {dtype} {rows}x{features}", 2.0 * x.nbytes, "GB/s", contestants, truth, lambda y: y[:8])
+
+
+def verify(case: Case) -> dict[str, float]:
+    """The largest error of each contestant, relative to the truth's largest entry; contestants that are wrong are taken out."""
+    if case.truth is None:
+        return {}
+    size = np.abs(case.truth).max()
+    found = {name: float(np.abs(host(case.probe(call())) - case.truth).max() / size) for name, call in case.contestants.items()}
+    best = max(min(found.values()), 1e-7)
+    for name, error in found.items():
+        if not error <= 4 * best + 1e-6:
+            print(f"  {case.name}: {name} is wrong (error {error:.2g}, the best {best:.2g}) and is not timed", file=sys.stderr)
+            del case.contestants[name]
+    return found
+
+
+def measure(case: Case, rounds: int, seconds: float, clock: Callable[[], float]) -> dict[str, np.ndarray]:
+    """Time of a call of each contestant in every round, in seconds."""
+    repeats = {}
+    for name, call in case.contestants.items():
+        call()
+        start = clock()
+        call()
+        repeats[name] = max(1, int(seconds / max(clock() - start, 1e-6)))
+    times: dict[str, list[float]] = {name: [] for name in case.contestants}
+    order, rng = list(case.contestants), np.random.default_rng(1)
+    for _ in range(rounds):
+        rng.shuffle(order)  # in a fixed order one contestant would always pay for the same predecessor's caches
+        for name in order:
+            call = case.contestants[name]
+            call()
+            start = clock()
+            for _ in range(repeats[name]):
+                call()
+            times[name].append((clock() - start) / repeats[name])
+    return {name: np.array(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--suite", default="attention,attention_grad,decode,gemm,int8,norm", help="comma-separated suites")
+    parser.add_argument("--dtypes", default=["float32", "bfloat16"], type=lambda text: text.split(","))
+    parser.add_argument("--lengths", default=[512, 1024, 2048], type=lambda text: [int(x) for x in text.split(",")], help="of attention")
+    parser.add_argument("--xla-length", default=1024, type=int, help="longest attention that XLA runs, which is slow")
+    parser.add_argument("--rounds", default=7, type=int)
+    parser.add_argument("--seconds", default=0.05, type=float, help="of each contestant in each round")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: the CPU time of this process; pin it to one core")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as this process may use")
+    parser.add_argument("--json", help="append one line per case to this file")
+    options = parser.parse_args()
+    options.threads = options.threads or vishwamai_threads()
+    clock = time.perf_counter if options.clock == "wall" else time.process_time
+    suites = Suites(options)
+    print(f"# isa {ffi.isa()}, jax {jax.__version__}, torch {suites.torch.__version__}, {options.threads} threads, clock {options.clock}")
+    ratios: dict[str, list[float]] = {}
+    for suite in options.suite.split(","):
+        for case in getattr(suites, suite)():
+            found = verify(case)
+            times = measure(case, options.rounds, options.seconds, clock)
+            rates = {name: case.work / values.min() / 1e9 for name, values in times.items()}
+            line = [f"{name} {rate:.4g}" for name, rate in rates.items()]
+            for peer in times:
+                if peer != "ours" and "ours" in times:
+                    best, median = times[peer].min() / times["ours"].min(), float(np.median(times[peer] / times["ours"]))
+                    line.append(f"| x {peer} {best:.2f} ({median:.2f})")
+                    ratios.setdefault(f"{suite} {case.name.split()[1] if suite != 'int8' else ''} / {peer}", []).append(best)
+            print(f"{case.name:42} {case.unit}: {' '.join(line)}", flush=True)
+            if options.json:
+                with open(options.json, "a") as file:
+                    file.write(json.dumps({"case": case.name, "unit": case.unit, "rates": rates, "errors": found}) + "\n")
+    print("# geometric means of the ratios of best times")
+    for name, values in ratios.items():
+        print(f"#   {name:40} {math.exp(np.mean(np.log(values))):.2f} (least {min(values):.2f}, of {len(values)})")
+
+
+def vishwamai_threads() -> int:
+    """The threads that XLA's pool has: the cores this process may use."""
+    import os
+
+    return len(os.sched_getaffinity(0))
+
+
+if __name__ == "__main__":
+    main()
