@@ -209,8 +209,15 @@ def _wrong_forward(spec, config, operands, residuals):
 
 
 BROKEN = Implementation("broken_cpu", "cpu", _wrong_forward, XLA.backward)
+
+
+def _raising_forward(spec, config, operands, residuals):
+    raise RuntimeError("the kernel has a fault\nand more")
+
+
+RAISING = Implementation("raising_cpu", "cpu", _raising_forward, XLA.backward)
 SHY = Implementation("shy_cpu", "cpu", XLA.forward, XLA.backward, lambda spec, chip: "it never wants to.")
-TOY = Op("toy", (SHY, BROKEN, XLA), norm_axes)
+TOY = Op("toy", (SHY, BROKEN, RAISING, XLA), norm_axes)
 
 
 def toy(x, *, config=None, implementation=None):
@@ -236,6 +243,9 @@ def test_wrong_numbers_get_no_speed(toy_only):
     assert "output 0, the whole result: largest error 0.1" in broken.numbers.what
     assert shy.numbers is None and shy.timing is None and shy.note == "it never wants to."
     assert right.numbers is not None and right.numbers.right and right.timing is not None
+    fault = found["raising_cpu"]
+    assert fault.timing is None and fault.numbers is not None and not fault.numbers.right
+    assert fault.numbers.what == "it raised RuntimeError: the kernel has a fault"
 
 
 def test_the_command_refuses_a_speed_and_fails(toy_only, capsys, tmp_path):

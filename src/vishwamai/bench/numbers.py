@@ -101,6 +101,12 @@ def truth(sample: Sample) -> Truth:
     return Truth(exact, bounds, sample.words)
 
 
+def raised(error: Exception) -> Numbers:
+    """What is said of a candidate that raised instead of giving a result."""
+    first = (str(error).strip() or "nothing said").splitlines()[0]
+    return Numbers(False, np.inf, 0.0, f"it raised {type(error).__name__}: {first[:300]}")
+
+
 def check(outputs: tuple[np.ndarray, ...], sample: Sample, right: Truth) -> Numbers:
     """Compares the sample's part of a whole result with the truth."""
     part = sample.pick(outputs)

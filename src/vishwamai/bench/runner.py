@@ -138,12 +138,15 @@ def run_case(
     calls, checked, memories = {}, {}, {}
     blank = {c.name: untimed(c.name, c.framework, c.implementation, c.default) for c in able}
     for candidate in able:
+        memory = None
         try:
             call, outputs, memory = candidate.build(arrays)
+            found = numbers.check(outputs(call()), sample, right)
         except TooLarge as reason:
             yield dataclasses.replace(blank[candidate.name], note=str(reason))
             continue
-        found = numbers.check(outputs(call()), sample, right)
+        except Exception as error:  # it is told as wrong, with what it raised, and the others still get their turn
+            found = numbers.raised(error)
         if found.right:
             calls[candidate.name] = call
             checked[candidate.name], memories[candidate.name] = found, memory
