@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,10 @@ from vishwamai.core.pallas import TPU_DTYPES, round_up, tiled_bytes, vmem_budget
 from vishwamai.ops.attention import tpu_backward, tpu_forward
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.tpu_masks import LANES, needs_mask_everywhere
-from vishwamai.ops.attention.tpu_schedule import Tiling
+from vishwamai.ops.attention.tpu_schedule import Tiling, panel_bound
+
+SCHEDULE_WORDS = 160 * 1024
+"""32-bit words of scalar memory (1 MiB on every generation) that a schedule's panels may take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +29,10 @@ class AttentionConfig:
       block_q, block_kv: queries and keys of a tile; multiples of 128.
       panel_q, panel_kv: tiles that a grid step holds along the queries and along the keys.
       unroll: tiles that one iteration of the loop without masks walks; even.
+      buffers: buffers of every block that moves between HBM and VMEM, 2 or 1.
       vmem_bytes: what a grid step plans to use.
       backward_...: the same for the backward pass.
+      backward_split: compute dq, and dk with dv, in two walks, each of which needs less memory than one for both.
     """
 
     block_q: int
@@ -34,18 +40,21 @@ class AttentionConfig:
     panel_q: int
     panel_kv: int
     unroll: int
+    buffers: int
     vmem_bytes: int
     backward_block_q: int
     backward_block_kv: int
     backward_panel_q: int
     backward_panel_kv: int
     backward_unroll: int
+    backward_buffers: int
     backward_vmem_bytes: int
+    backward_split: bool
 
     @property
     def forward(self) -> Tiling:
         """The forward pass's tiling."""
-        return Tiling(self.block_q, self.block_kv, self.panel_q, self.panel_kv, self.unroll)
+        return Tiling(self.block_q, self.block_kv, self.panel_q, self.panel_kv, self.unroll, self.buffers)
 
     @property
     def backward(self) -> Tiling:
@@ -56,6 +65,7 @@ class AttentionConfig:
             self.backward_panel_q,
             self.backward_panel_kv,
             self.backward_unroll,
+            self.backward_buffers,
         )
 
     def with_block_size(self, block_size: int) -> AttentionConfig:
@@ -87,18 +97,25 @@ def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
         return "an operand is empty."
     for direction, tiling, need in (
         ("forward", _smallest(spec), forward_bytes(spec, _smallest(spec))),
-        ("backward", _smallest(spec), backward_bytes(spec, _smallest(spec))),
+        ("backward", _smallest(spec), backward_bytes(spec, _smallest(spec), True)),
     ):
         if need > vmem_budget(chip):
             return (
-                f"the smallest {direction} tile, {tiling.block_q} x {tiling.block_kv} at head dimensions {spec.qk_dim} and {spec.v_dim}, takes {need:,} "
-                f"bytes of VMEM, more than the {vmem_budget(chip):,} there are to plan with."
+                f"the smallest {direction} tile, {tiling.block_q} x {tiling.block_kv} at head dimensions {spec.qk_dim} and "
+                f"{spec.v_dim}, takes {need:,} bytes of VMEM, more than the {vmem_budget(chip):,} there are to plan with."
             )
+    config = heuristic(spec, chip)
+    words = 2 * max(panel_bound(spec, config.forward), panel_bound(spec, config.backward))
+    if words > SCHEDULE_WORDS:
+        return (
+            f"{spec.q_len} queries and {spec.kv_len} keys take up to {words:,} words of schedule, and scalar memory has {SCHEDULE_WORDS:,} "
+            f"for it; narrow the `window`, or split the sequence."
+        )
     return None
 
 
 def _smallest(spec: AttentionSpec) -> Tiling:
-    return Tiling(LANES, LANES, 1, 1, 2)
+    return Tiling(LANES, LANES, 1, 1, 2, 1)
 
 
 # --- Memory ------------------------------------------------------------------------------------------------------------------------------------------
@@ -119,7 +136,7 @@ def forward_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
     """VMEM of one step of the forward pass."""
     dtype = spec.operands.query.dtype
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
-    buffers = 2 * (
+    buffers = tiling.buffers * (
         tiled_bytes((q_rows, spec.qk_dim), dtype)
         + tiled_bytes((q_rows, spec.v_dim), dtype)
         + tiled_bytes((kv_rows, spec.qk_dim), dtype)
@@ -134,24 +151,23 @@ def forward_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
     return buffers + scratch + tiles + _dense_bytes(spec, tiling)
 
 
-def backward_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
-    """VMEM of one step of the backward pass."""
+def backward_bytes(spec: AttentionSpec, tiling: Tiling, split: bool = False) -> int:
+    """VMEM of one step of the backward pass; of the larger of its walks if it is split."""
     dtype = spec.operands.query.dtype
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
     dims = (spec.qk_dim, spec.v_dim)
-    buffers = 2 * sum(tiled_bytes((rows, dim), dtype) for rows in (q_rows, kv_rows) for dim in dims)
-    results = 2 * (
-        tiled_bytes((q_rows, spec.qk_dim), jnp.float32) + sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)
-    )
-    scratch = (
-        tiled_bytes((q_rows, spec.qk_dim), dtype)
-        + tiling.panel_q * sum(tiled_bytes((dim, tiling.block_q), dtype) for dim in dims)
+    blocks = tiling.buffers * sum(tiled_bytes((rows, dim), dtype) for rows in (q_rows, kv_rows) for dim in dims)
+    shared = blocks + tiled_bytes((q_rows, spec.qk_dim), dtype) + _dense_bytes(spec, tiling)
+    shared += 6 * tiled_bytes((tiling.block_kv, tiling.block_q), jnp.float32)
+    for_dq = (
+        tiling.buffers * tiled_bytes((q_rows, spec.qk_dim), jnp.float32)
         + tiling.panel_q * tiled_bytes((spec.qk_dim, tiling.block_q), jnp.float32)
         + tiling.panel_kv * tiled_bytes((spec.qk_dim, tiling.block_kv), dtype)
-        + tiling.panel_kv * sum(tiled_bytes((dim, tiling.block_kv), jnp.float32) for dim in dims)
     )
-    tiles = 6 * tiled_bytes((tiling.block_kv, tiling.block_q), jnp.float32)
-    return buffers + results + scratch + tiles + _dense_bytes(spec, tiling)
+    for_dkv = tiling.buffers * sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)
+    for_dkv += tiling.panel_q * sum(tiled_bytes((dim, tiling.block_q), dtype) for dim in dims)
+    for_dkv += tiling.panel_kv * sum(tiled_bytes((dim, tiling.block_kv), jnp.float32) for dim in dims)
+    return shared + (max(for_dq, for_dkv) if split else for_dq + for_dkv)
 
 
 # --- Heuristic ---------------------------------------------------------------------------------------------------------------------------------------
@@ -190,12 +206,14 @@ def heuristic(spec: AttentionSpec, chip: Chip | None) -> AttentionConfig:
     widest = max(spec.qk_dim, spec.v_dim)
     most = max(LANES, min(256 if exact else 512, (1 << 16 if exact else 1 << 18) // widest // LANES * LANES))
     forward = _tiling(spec, chip, forward_bytes, most, 2 if exact or everywhere else 4)
-    backward = _tiling(spec, chip, backward_bytes, most, 2)
+    split = backward_bytes(spec, Tiling(LANES, LANES, 1, 1, 2)) > vmem_budget(chip)
+    backward = _tiling(spec, chip, functools.partial(backward_bytes, split=split), most, 2)
     return AttentionConfig(
         **dataclasses.asdict(forward),
         vmem_bytes=forward_bytes(spec, forward),
         **{f"backward_{name}": value for name, value in dataclasses.asdict(backward).items()},
-        backward_vmem_bytes=backward_bytes(spec, backward),
+        backward_vmem_bytes=backward_bytes(spec, backward, split),
+        backward_split=split,
     )
 
 
@@ -218,7 +236,14 @@ def backward(
     cotangents: Outputs,
 ) -> Operands:
     return tpu_backward.backward(
-        spec, config.backward, config.backward_vmem_bytes, operands, outputs, residuals, cotangents
+        spec,
+        config.backward,
+        config.backward_split,
+        config.backward_vmem_bytes,
+        operands,
+        outputs,
+        residuals,
+        cotangents,
     )
 
 

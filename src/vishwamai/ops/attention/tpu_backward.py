@@ -10,6 +10,7 @@ panel, the queries' sums travel to HBM and back between them.
 
 from __future__ import annotations
 
+import enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,37 +40,61 @@ from vishwamai.ops.attention.tpu_masks import (
     tile_at,
     transposed,
 )
-from vishwamai.ops.attention.tpu_schedule import PANEL_WORDS, Schedule, Tiling, make_schedule, walk
+from vishwamai.ops.attention.tpu_schedule import Panel, Schedule, Tiling, make_schedule, walk
 
 
-def _body(refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedule: Schedule, kv_panels: int) -> None:
+class Pass(enum.Enum):
+    """Which gradients one walk computes. Both together recompute the probabilities once; apart, each needs less memory."""
+
+    BOTH = "attention_backward"
+    QUERIES = "attention_backward_dq"
+    KEYS = "attention_backward_dkv"
+
+    @property
+    def dq(self) -> bool:
+        return self is not Pass.KEYS
+
+    @property
+    def dkv(self) -> bool:
+        return self is not Pass.QUERIES
+
+
+def _body(
+    refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedule: Schedule, kv_panels: int, which: Pass
+) -> None:
     batch, kv_head, step = (pl.program_id(axis) for axis in range(3))
-    q_panel, kv_panel, g, number, begins, ends = (refs.panels[step * PANEL_WORDS + n] for n in range(PANEL_WORDS))
-    head = batch * spec.q_heads + kv_head * spec.group + g
+    panel = Panel(refs.panels, step)
+    q_head = kv_head * spec.group + panel.g
     block_q, block_kv = tiling.block_q, tiling.block_kv
 
-    @pl.when(begins == 1)
-    def _() -> None:
-        def start(j: Any) -> None:
+    def start_keys(j: Any) -> None:
+        if which.dq:
             refs.k_t[j] = transposed(refs.key[rows_of(j, block_kv), :])
+        if which.dkv:
             refs.dk_t[j] = jnp.zeros(refs.dk_t.shape[1:], jnp.float32)
             refs.dv_t[j] = jnp.zeros(refs.dv_t.shape[1:], jnp.float32)
 
-        for_blocks(tiling.panel_kv, start)
-
-    def start(i: Any) -> None:
+    def start_queries(i: Any) -> None:
         rows = rows_of(i, block_q)
         query = refs.query[rows, :]
         refs.q_scaled[rows, :] = scaled_query(spec, query)
-        refs.q_t[i] = transposed(query)
-        refs.do_t[i] = transposed(refs.do[rows, :])
-        refs.dq_t[i] = jnp.zeros(refs.dq_t.shape[1:], jnp.float32)
+        if which.dkv:
+            refs.q_t[i] = transposed(query)
+            refs.do_t[i] = transposed(refs.do[rows, :])
+        if which.dq:
+            refs.dq_t[i] = jnp.zeros(refs.dq_t.shape[1:], jnp.float32)
 
-    for_blocks(tiling.panel_q, start)
+    # What stays for the whole accumulation is prepared when it begins, what passes by at every step.
+    if which.dkv:
+        pl.when(panel.begins)(lambda: for_blocks(tiling.panel_kv, start_keys))
+        for_blocks(tiling.panel_q, start_queries)
+    else:
+        pl.when(panel.begins)(lambda: for_blocks(tiling.panel_q, start_queries))
+        for_blocks(tiling.panel_kv, start_keys)
     slots = ((refs.scores_0, refs.dp_0), (refs.scores_1, refs.dp_1))
 
     def tile_of(word: Any) -> Tile:
-        return tile_at(word, tiling, q_panel, kv_panel)
+        return tile_at(word, tiling, panel.q, panel.kv)
 
     def produce(word: Any, slot: int) -> None:
         tile = tile_of(word)
@@ -81,32 +106,34 @@ def _body(refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedul
     def consume(word: Any, slot: int, masked: bool) -> None:
         tile = tile_of(word)
         scores, dp = slots[slot]
+        head = batch * spec.q_heads + q_head
         p, ds = probabilities(spec, tiling, refs, tile, scores[...], dp[...], head, masked)
-        p, ds = p.astype(refs.q_t.dtype), ds.astype(refs.q_t.dtype)
-        refs.dv_t[tile.j] += dot(refs.do_t[tile.i], p, (1, 1))
-        refs.dk_t[tile.j] += dot(refs.q_t[tile.i], ds, (1, 1))
-        refs.dq_t[tile.i] += dot(refs.k_t[tile.j], ds, (1, 0))
+        ds = ds.astype(refs.query.dtype)
+        if which.dkv:
+            refs.dv_t[tile.j] += dot(refs.do_t[tile.i], p.astype(refs.do.dtype), (1, 1))
+            refs.dk_t[tile.j] += dot(refs.q_t[tile.i], ds, (1, 1))
+        if which.dq:
+            refs.dq_t[tile.i] += dot(refs.k_t[tile.j], ds, (1, 0))
 
-    read, counts = tile_reader(spec, tiling, schedule, refs, batch, q_panel, kv_panel, number)
+    read, counts = tile_reader(spec, tiling, schedule, refs, batch, panel)
     walk(read, counts, produce, consume, tiling.unroll)
 
-    if kv_panels > 1:
-        _add_queries(refs, spec, tiling, batch, kv_head * spec.group + g, q_panel)
-    else:
+    def finish_queries(i: Any) -> None:
+        refs.dq[rows_of(i, block_q), :] = (refs.dq_t[i] * spec.scale).T.astype(refs.dq.dtype)
 
-        def finish_queries(i: Any) -> None:
-            refs.dq[rows_of(i, block_q), :] = (refs.dq_t[i] * spec.scale).T.astype(refs.dq.dtype)
+    def finish_keys(j: Any) -> None:
+        rows = rows_of(j, block_kv)
+        refs.dk[rows, :] = (refs.dk_t[j] * spec.scale).T.astype(refs.dk.dtype)
+        refs.dv[rows, :] = refs.dv_t[j].T.astype(refs.dv.dtype)
 
+    if which is Pass.QUERIES:
+        pl.when(panel.ends)(lambda: for_blocks(tiling.panel_q, finish_queries))
+    elif which is Pass.BOTH and kv_panels == 1:
         for_blocks(tiling.panel_q, finish_queries)
-
-    @pl.when(ends == 1)
-    def _() -> None:
-        def finish(j: Any) -> None:
-            rows = rows_of(j, block_kv)
-            refs.dk[rows, :] = (refs.dk_t[j] * spec.scale).T.astype(refs.dk.dtype)
-            refs.dv[rows, :] = refs.dv_t[j].T.astype(refs.dv.dtype)
-
-        for_blocks(tiling.panel_kv, finish)
+    elif which is Pass.BOTH:
+        _add_queries(refs, spec, tiling, batch, q_head, panel.q)
+    if which.dkv:
+        pl.when(panel.ends)(lambda: for_blocks(tiling.panel_kv, finish_keys))
 
 
 def _add_queries(
@@ -132,23 +159,26 @@ def _add_queries(
 def backward(
     spec: AttentionSpec,
     tiling: Tiling,
+    split: bool,
     vmem_bytes: int,
     operands: Operands,
     outputs: Outputs,
     logsumexp: jax.Array,
     cotangents: Outputs,
 ) -> Operands:
-    """Gradients of every floating operand."""
+    """Gradients of every floating operand; dq, and dk with dv, in one walk or `split` into two."""
     query, key, value = operands.query, operands.key, operands.value
     out, dout = outputs.out, cotangents.out
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     if cotangents.logsumexp is not None:
         delta = delta - cotangents.logsumexp.astype(jnp.float32)
-    dq, dk, dv = _products(spec, tiling, vmem_bytes, operands, logsumexp, delta, dout)
+    found: dict[str, jax.Array] = {}
+    for which in (Pass.QUERIES, Pass.KEYS) if split else (Pass.BOTH,):
+        found |= _products(spec, tiling, vmem_bytes, operands, logsumexp, delta, dout, which)
     return Operands(
-        dq.astype(query.dtype),
-        dk.astype(key.dtype),
-        dv.astype(value.dtype),
+        found["dq"].astype(query.dtype),
+        found["dk"].astype(key.dtype),
+        found["dv"].astype(value.dtype),
         bias=None if operands.bias is None else bias_gradient(spec, operands, logsumexp, delta, dout),
         sinks=_sinks_gradient(operands, logsumexp, delta),
     )
@@ -173,24 +203,25 @@ def _products(
     logsumexp: jax.Array,
     delta: jax.Array,
     dout: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk, dv; dq in float32 where it was summed in HBM."""
+    which: Pass,
+) -> dict[str, jax.Array]:
+    """dq, or dk and dv, or all three; dq in float32 where it was summed in HBM."""
     query, key, value = operands.query, operands.key, operands.value
     q_blocks, kv_blocks = tiling.blocks(spec)
     kv_panels = kv_blocks // tiling.panel_kv
-    schedule = make_schedule(spec, tiling, masked=needs_mask_everywhere(spec), kv_major=True)
+    schedule = make_schedule(spec, tiling, masked=needs_mask_everywhere(spec), kv_major=which.dkv, heads=spec.group)
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
     q_size, kv_size = q_blocks * tiling.block_q, kv_blocks * tiling.block_kv
 
     def place(index: Any) -> Any:
         def index_map(b: Any, h: Any, step: Any, panels: Any, *_: Any) -> Any:
-            q, kv, g = (panels[step * PANEL_WORDS + n] for n in range(3))
-            return index(b, h * spec.group + g, q, kv)
+            panel = Panel(panels, step)
+            return index(b, h * spec.group + panel.g, panel.q, panel.kv)
 
         return index_map
 
     def queries(dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, q_rows, dim), place(lambda b, h, q, kv: (b, h, q, 0)))
+        return tiling.block_spec((None, None, q_rows, dim), place(lambda b, h, q, kv: (b, h, q, 0)))
 
     def keys(dim: int) -> pl.BlockSpec:
         return pl.BlockSpec(
@@ -214,26 +245,37 @@ def _products(
     shape = (spec.batch, spec.q_heads, q_size, spec.qk_dim)
     kv_shape = (spec.batch, spec.kv_heads, kv_size)
     tile = (tiling.block_kv, tiling.block_q)
+
+    def transposes(panel: int, dim: int, block: int, dtype: Any) -> Any:
+        return pltpu.VMEM((panel, dim, block), dtype)
+
     scratch = {
         "q_scaled": pltpu.VMEM((q_rows, spec.qk_dim), query.dtype),
-        "q_t": pltpu.VMEM((tiling.panel_q, spec.qk_dim, tiling.block_q), query.dtype),
-        "do_t": pltpu.VMEM((tiling.panel_q, spec.v_dim, tiling.block_q), query.dtype),
-        "dq_t": pltpu.VMEM((tiling.panel_q, spec.qk_dim, tiling.block_q), jnp.float32),
-        "k_t": pltpu.VMEM((tiling.panel_kv, spec.qk_dim, tiling.block_kv), query.dtype),
-        "dk_t": pltpu.VMEM((tiling.panel_kv, spec.qk_dim, tiling.block_kv), jnp.float32),
-        "dv_t": pltpu.VMEM((tiling.panel_kv, spec.v_dim, tiling.block_kv), jnp.float32),
         **{name: pltpu.VMEM(tile, jnp.float32) for name in ("scores_0", "scores_1", "dp_0", "dp_1")},
     }
     if operands.q_segment_ids is not None:
         scratch |= {name: pltpu.SMEM((schedule.length,), jnp.int32) for name in ("live", "spare")}
-    outputs = {
-        "dk": (out_struct((*kv_shape, spec.qk_dim), key.dtype, operands, dout), keys(spec.qk_dim)),
-        "dv": (out_struct((*kv_shape, spec.v_dim), value.dtype, operands, dout), keys(spec.v_dim)),
-    }
+    outputs: dict[str, Any] = {}
+    if which.dkv:
+        outputs |= {
+            "dk": (out_struct((*kv_shape, spec.qk_dim), key.dtype, operands, dout), keys(spec.qk_dim)),
+            "dv": (out_struct((*kv_shape, spec.v_dim), value.dtype, operands, dout), keys(spec.v_dim)),
+        }
+        scratch |= {
+            "q_t": transposes(tiling.panel_q, spec.qk_dim, tiling.block_q, query.dtype),
+            "do_t": transposes(tiling.panel_q, spec.v_dim, tiling.block_q, query.dtype),
+            "dk_t": transposes(tiling.panel_kv, spec.qk_dim, tiling.block_kv, jnp.float32),
+            "dv_t": transposes(tiling.panel_kv, spec.v_dim, tiling.block_kv, jnp.float32),
+        }
     aliases = {}
-    if kv_panels == 1:
+    if which.dq:
+        scratch |= {
+            "k_t": transposes(tiling.panel_kv, spec.qk_dim, tiling.block_kv, query.dtype),
+            "dq_t": transposes(tiling.panel_q, spec.qk_dim, tiling.block_q, jnp.float32),
+        }
+    if which.dq and (kv_panels == 1 or not which.dkv):
         outputs["dq"] = (out_struct(shape, query.dtype, operands, dout), queries(spec.qk_dim))
-    else:
+    elif which.dq:
         in_hbm = pl.BlockSpec(memory_space=pl.ANY)
         inputs["dq_zeros"] = (jnp.zeros(shape, jnp.float32), in_hbm)
         outputs["dq_sum"] = (out_struct(shape, jnp.float32, operands, dout), in_hbm)
@@ -241,7 +283,7 @@ def _products(
         scratch |= {"dq": pltpu.VMEM((q_rows, spec.qk_dim), jnp.float32), "copied": pltpu.SemaphoreType.DMA}
 
     def body(refs: SimpleNamespace) -> None:
-        _body(refs, spec=spec, tiling=tiling, schedule=schedule, kv_panels=kv_panels)
+        _body(refs, spec=spec, tiling=tiling, schedule=schedule, kv_panels=kv_panels, which=which)
 
     results = call(
         body,
@@ -253,11 +295,11 @@ def _products(
         input_output_aliases=aliases,
         compiler_params=kernel_params(vmem_bytes, ("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=spec.backward_flops,
+            flops=spec.backward_flops * {Pass.BOTH: 5, Pass.QUERIES: 3, Pass.KEYS: 4}[which] // 5,
             bytes_accessed=3 * spec.bytes_moved,
             transcendentals=spec.batch * spec.q_heads * spec.live_pairs,
         ),
-        name="attention_backward",
+        name=which.value,
     )
-    dq = results["dq"] if kv_panels == 1 else results["dq_sum"]
-    return dq[:, :, : spec.q_len], results["dk"][:, :, : spec.kv_len], results["dv"][:, :, : spec.kv_len]
+    lengths = {"dq": spec.q_len, "dq_sum": spec.q_len, "dk": spec.kv_len, "dv": spec.kv_len}
+    return {name.removesuffix("_sum"): x[:, :, : lengths[name]] for name, x in results.items()}

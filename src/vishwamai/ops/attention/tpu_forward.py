@@ -36,7 +36,7 @@ from vishwamai.ops.attention.tpu_masks import (
     tile_at,
     transposed,
 )
-from vishwamai.ops.attention.tpu_schedule import PANEL_WORDS, Schedule, Tiling, live_tiles, make_schedule, walk
+from vishwamai.ops.attention.tpu_schedule import Panel, Schedule, Tiling, live_tiles, make_schedule, walk
 
 
 def tile_reader(
@@ -45,11 +45,10 @@ def tile_reader(
     schedule: Schedule,
     refs: SimpleNamespace,
     batch: Any,
-    q_panel: Any,
-    kv_panel: Any,
-    number: Any,
+    panel: Panel,
 ) -> tuple[Any, tuple[Any, Any]]:
     """(tile by position, (unmasked tiles, all tiles)) of the current panel, after the segments have had their say."""
+    number = panel.tiles
     start = number * schedule.length
     counts = refs.counts[2 * number], refs.counts[2 * number + 1]
 
@@ -67,8 +66,8 @@ def tile_reader(
     counts = live_tiles(
         static,
         counts,
-        ranges(refs.q_ids_range, spec.operands.q_segment_ids.shape, q_blocks, q_panel * tiling.panel_q),
-        ranges(refs.kv_ids_range, spec.operands.kv_segment_ids.shape, kv_blocks, kv_panel * tiling.panel_kv),
+        ranges(refs.q_ids_range, spec.operands.q_segment_ids.shape, q_blocks, panel.q * tiling.panel_q),
+        ranges(refs.kv_ids_range, spec.operands.kv_segment_ids.shape, kv_blocks, panel.kv * tiling.panel_kv),
         refs.live,
         refs.spare,
         tiling.unroll,
@@ -93,11 +92,11 @@ def rows_of(n: Any, size: int) -> Any:
 
 def _body(refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedule: Schedule, kv_panels: int) -> None:
     batch, kv_head, g, step = (pl.program_id(axis) for axis in range(4))
-    q_panel, kv_panel, _, number, begins, ends = (refs.panels[step * PANEL_WORDS + n] for n in range(PANEL_WORDS))
+    panel = Panel(refs.panels, step)
     head = kv_head * spec.group + g
     block_q, block_kv = tiling.block_q, tiling.block_kv
 
-    @pl.when(begins == 1)
+    @pl.when(panel.begins)
     def _() -> None:
         def start(i: Any) -> None:
             rows = rows_of(i, block_q)
@@ -125,7 +124,7 @@ def _body(refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedul
     slots = (refs.scores_0, refs.scores_1)
 
     def tile_of(word: Any) -> Tile:
-        return tile_at(word, tiling, q_panel, kv_panel)
+        return tile_at(word, tiling, panel.q, panel.kv)
 
     def produce(word: Any, slot: int) -> None:
         tile = tile_of(word)
@@ -148,10 +147,10 @@ def _body(refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedul
             p = jnp.where(kept(spec, tiling, refs, tile, batch * spec.q_heads + head), p, 0.0)
         refs.acc[tile.i] = refs.acc[tile.i] * alpha + dot(refs.v_t[tile.j], p.astype(refs.v_t.dtype), (1, 0))
 
-    read, counts = tile_reader(spec, tiling, schedule, refs, batch, q_panel, kv_panel, number)
+    read, counts = tile_reader(spec, tiling, schedule, refs, batch, panel)
     walk(read, counts, produce, consume, tiling.unroll)
 
-    @pl.when(ends == 1)
+    @pl.when(panel.ends)
     def _() -> None:
         def finish(i: Any) -> None:
             l = jnp.sum(refs.l[i], axis=0, keepdims=True)  # [1, block_q]
@@ -173,7 +172,8 @@ def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Oper
 
     def place(index: Any) -> Any:
         def index_map(b: Any, h: Any, g: Any, step: Any, panels: Any, *_: Any) -> Any:
-            return index(b, h * spec.group + g, panels[step * PANEL_WORDS], panels[step * PANEL_WORDS + 1])
+            panel = Panel(panels, step)
+            return index(b, h * spec.group + g, panel.q, panel.kv)
 
         return index_map
 
@@ -192,15 +192,15 @@ def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Oper
     inputs = {
         "query": (
             pad_axis(query, 2, q_blocks * tiling.block_q),
-            pl.BlockSpec((None, None, q_rows, spec.qk_dim), place(of_queries)),
+            tiling.block_spec((None, None, q_rows, spec.qk_dim), place(of_queries)),
         ),
         "key": (
             pad_axis(key, 2, kv_blocks * tiling.block_kv),
-            pl.BlockSpec((None, None, kv_rows, spec.qk_dim), place(of_keys)),
+            tiling.block_spec((None, None, kv_rows, spec.qk_dim), place(of_keys)),
         ),
         "value": (
             pad_axis(value, 2, kv_blocks * tiling.block_kv),
-            pl.BlockSpec((None, None, kv_rows, spec.v_dim), place(of_keys)),
+            tiling.block_spec((None, None, kv_rows, spec.v_dim), place(of_keys)),
         ),
         **array_operands(spec, tiling, operands, place),
     }
@@ -208,11 +208,13 @@ def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Oper
     outputs = {
         "out": (
             out_struct((*heads, q_blocks * tiling.block_q, spec.v_dim), query.dtype, operands),
-            pl.BlockSpec((None, None, q_rows, spec.v_dim), place(of_queries)),
+            tiling.block_spec((None, None, q_rows, spec.v_dim), place(of_queries)),
         ),
         "logsumexp": (
             out_struct((*heads, q_blocks, 1, tiling.block_q), jnp.float32, operands),
-            pl.BlockSpec((None, None, tiling.panel_q, 1, tiling.block_q), place(lambda b, h, q, kv: (b, h, q, 0, 0))),
+            tiling.block_spec(
+                (None, None, tiling.panel_q, 1, tiling.block_q), place(lambda b, h, q, kv: (b, h, q, 0, 0))
+            ),
         ),
     }
     tile = (tiling.block_kv, tiling.block_q)

@@ -145,7 +145,9 @@ def statistics(
     padding = [(0, 0), (0, 0), (0, size - spec.q_len)]
     base2 = jnp.where(logsumexp == -jnp.inf, jnp.inf, logsumexp.astype(jnp.float32) * LOG2E)
     arrays = {"logsumexp": jnp.pad(base2, padding, constant_values=jnp.inf), "delta": jnp.pad(delta, padding)}
-    block = pl.BlockSpec((None, None, tiling.panel_q, 1, tiling.block_q), place(lambda b, h, q, kv: (b, h, q, 0, 0)))
+    block = tiling.block_spec(
+        (None, None, tiling.panel_q, 1, tiling.block_q), place(lambda b, h, q, kv: (b, h, q, 0, 0))
+    )
     return {
         name: (x.reshape(spec.batch, spec.q_heads, q_blocks, 1, tiling.block_q), block) for name, x in arrays.items()
     }
@@ -165,15 +167,15 @@ def _broadcast_operand(spec: AttentionSpec, tiling: Tiling, x: jax.Array, place:
 
     if _is_dense(x):
         block = (None, None, tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv)
-        return x, pl.BlockSpec(block, place(lambda b, h, q, kv: index(b, h, q, kv)))
+        return x, tiling.block_spec(block, place(lambda b, h, q, kv: index(b, h, q, kv)))
     if rows > 1:
         x = pad_axis(x, 2, q_blocks * tiling.block_q).reshape(batch, heads, q_blocks, 1, tiling.block_q)
         block = (None, None, tiling.panel_q, 1, tiling.block_q)
-        return x, pl.BlockSpec(block, place(lambda b, h, q, kv: index(b, h, q, 0, 0)))
+        return x, tiling.block_spec(block, place(lambda b, h, q, kv: index(b, h, q, 0, 0)))
     if columns > 1:
         x = pad_axis(x, 3, kv_blocks * tiling.block_kv).reshape(batch, heads, kv_blocks, 1, tiling.block_kv)
         block = (None, None, tiling.panel_kv, 1, tiling.block_kv)
-        return x, pl.BlockSpec(block, place(lambda b, h, q, kv: index(b, h, kv, 0, 0)))
+        return x, tiling.block_spec(block, place(lambda b, h, q, kv: index(b, h, kv, 0, 0)))
     return x, pl.BlockSpec((None, None, 1, 1), place(lambda b, h, q, kv: index(b, h, 0, 0)))
 
 

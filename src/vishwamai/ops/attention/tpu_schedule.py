@@ -30,6 +30,7 @@ class Tiling:
       block_q: queries of a tile (its lanes); `block_kv`: keys of a tile (its sublanes). Multiples of 128.
       panel_q: tiles of a panel along the queries; `panel_kv`: along the keys.
       unroll: tiles that one iteration of the unmasked loop walks; even, because scores alternate between two buffers.
+      buffers: buffers of every block that moves between HBM and VMEM: 2, or 1 where a head is so wide that two do not fit.
     """
 
     block_q: int
@@ -37,6 +38,11 @@ class Tiling:
     panel_q: int
     panel_kv: int
     unroll: int
+    buffers: int = 2
+
+    def block_spec(self, block: tuple[int | None, ...], index_map: Callable[..., Any]) -> pl.BlockSpec:
+        """A block spec with this many buffers."""
+        return pl.BlockSpec(block, index_map, pipeline_mode=None if self.buffers == 2 else pl.Buffered(self.buffers))
 
     def blocks(self, spec: AttentionSpec) -> tuple[int, int]:
         """Tiles along the queries and the keys, rounded up to whole panels."""
@@ -49,8 +55,8 @@ class Schedule:
     """The panels of one pass and the tiles of each, as the scalar arrays that the kernel prefetches.
 
     Attributes:
-      panels: int32 `[count, 6]`: q panel, kv panel, query head within its group, number of its tile list, whether it begins and whether it ends the
-        accumulation.
+      panels: int32 `[count, 2]`: q panel and kv panel, 16 bits each; query head within its group (14 bits), whether the panel begins and whether
+        it ends the accumulation, number of its tile list (15 bits). `Panel` unpacks them.
       tiles: int32 `[lists, length]`: local q block + 65536 * local kv block; unmasked ones first, one entry of 0 after the last.
       counts: int32 `[lists, 2]`: tiles that need no mask (a multiple of `unroll`), all tiles.
     """
@@ -64,7 +70,47 @@ class Schedule:
         return self.tiles.shape[1]
 
 
-PANEL_WORDS = 6
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One step of the grid, unpacked from `Schedule.panels` (flat)."""
+
+    words: Any
+    step: Any
+
+    @property
+    def q(self) -> Any:
+        return self.words[2 * self.step] & 0xFFFF
+
+    @property
+    def kv(self) -> Any:
+        return self.words[2 * self.step] >> 16
+
+    @property
+    def g(self) -> Any:
+        return self.words[2 * self.step + 1] & 0x3FFF
+
+    @property
+    def begins(self) -> Any:
+        return (self.words[2 * self.step + 1] & 0x4000) != 0
+
+    @property
+    def ends(self) -> Any:
+        return (self.words[2 * self.step + 1] & 0x8000) != 0
+
+    @property
+    def tiles(self) -> Any:
+        return self.words[2 * self.step + 1] >> 16
+
+
+def panel_bound(spec: AttentionSpec, tiling: Tiling) -> int:
+    """No schedule of `tiling` has more panels than this."""
+    q_blocks, kv_blocks = tiling.blocks(spec)
+    rows, columns = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
+    total = 0
+    for first in range(0, q_blocks * tiling.block_q, rows):
+        start, stop = spec.key_range(first, min(first + rows, spec.q_len) - 1)
+        total += 1 + max(0, (stop - 1) // columns - start // columns + 1)
+    return (total + kv_blocks // tiling.panel_kv) * spec.group
 
 
 def _tiles(
@@ -90,12 +136,13 @@ def _tiles(
     return (*plain.tolist(), *rest.tolist()), len(plain) // tiling.unroll * tiling.unroll
 
 
-def make_schedule(spec: AttentionSpec, tiling: Tiling, *, masked: bool, kv_major: bool) -> Schedule:
+def make_schedule(spec: AttentionSpec, tiling: Tiling, *, masked: bool, kv_major: bool, heads: int = 1) -> Schedule:
     """The schedule of one pass.
 
     Args:
       masked: every tile needs the mask's code (there is a bias, a dense mask or dropout).
-      kv_major: accumulate over queries and the heads of a group for one kv panel (the backward pass), instead of over keys for one q panel.
+      kv_major: accumulate over queries and heads for one kv panel (dk and dv), instead of over keys for one q panel and head.
+      heads: query heads of a group that the schedule walks itself; 1 where the grid does.
     """
     q_blocks, kv_blocks = tiling.blocks(spec)
     q_panels, kv_panels = q_blocks // tiling.panel_q, kv_blocks // tiling.panel_kv
@@ -111,9 +158,12 @@ def make_schedule(spec: AttentionSpec, tiling: Tiling, *, masked: bool, kv_major
                 found.append((q, kv, tiles))
         if not found:  # nothing to see, yet the zeros have to be written
             found = [(0, outer, ((), 0)) if kv_major else (outer, 0, ((), 0))]
-        visits = [(q, kv, g, tiles) for g in range(spec.group if kv_major else 1) for q, kv, tiles in found]
-        for n, (q, kv, g, tiles) in enumerate(visits):
-            panels.append((q, kv, g, lists.setdefault(tiles, len(lists)), n == 0, n == len(visits) - 1))
+        for group in [range(heads)] if kv_major else [range(g, g + 1) for g in range(heads)]:
+            visits = [(q, kv, g, tiles) for g in group for q, kv, tiles in found]
+            for n, (q, kv, g, tiles) in enumerate(visits):
+                number = lists.setdefault(tiles, len(lists))
+                begins, ends = n == 0, n == len(visits) - 1
+                panels.append((q | kv << 16, g | begins << 14 | ends << 15 | number << 16))
     length = max(len(tiles) for tiles, _ in lists) + 1
     return Schedule(
         np.array(panels, np.int32),
