@@ -29,7 +29,7 @@ class AttentionConfig:
       block_q, block_kv: queries and keys of a tile; multiples of 128.
       panel_q, panel_kv: tiles that a grid step holds along the queries and along the keys.
       unroll: tiles that one iteration of the loop without masks walks; even.
-      buffers: buffers of every block that moves between HBM and VMEM, 2 or 1.
+      buffers, kv_buffers: buffers of every block of the queries' and of the keys' side that moves between HBM and VMEM, 2 or 1.
       vmem_bytes: what a grid step plans to use.
       backward_...: the same for the backward pass.
       backward_split: compute dq, and dk with dv, in two walks, each of which needs less memory than one for both.
@@ -41,6 +41,7 @@ class AttentionConfig:
     panel_kv: int
     unroll: int
     buffers: int
+    kv_buffers: int
     vmem_bytes: int
     backward_block_q: int
     backward_block_kv: int
@@ -48,13 +49,16 @@ class AttentionConfig:
     backward_panel_kv: int
     backward_unroll: int
     backward_buffers: int
+    backward_kv_buffers: int
     backward_vmem_bytes: int
     backward_split: bool
 
     @property
     def forward(self) -> Tiling:
         """The forward pass's tiling."""
-        return Tiling(self.block_q, self.block_kv, self.panel_q, self.panel_kv, self.unroll, self.buffers)
+        return Tiling(
+            self.block_q, self.block_kv, self.panel_q, self.panel_kv, self.unroll, self.buffers, self.kv_buffers
+        )
 
     @property
     def backward(self) -> Tiling:
@@ -66,6 +70,7 @@ class AttentionConfig:
             self.backward_panel_kv,
             self.backward_unroll,
             self.backward_buffers,
+            self.backward_kv_buffers,
         )
 
     def with_block_size(self, block_size: int) -> AttentionConfig:
@@ -115,7 +120,7 @@ def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
 
 
 def _smallest(spec: AttentionSpec) -> Tiling:
-    return Tiling(LANES, LANES, 1, 1, 2, 1)
+    return Tiling(LANES, LANES, 1, 1, 2, 1, 1)
 
 
 # --- Memory ------------------------------------------------------------------------------------------------------------------------------------------
@@ -136,12 +141,9 @@ def forward_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
     """VMEM of one step of the forward pass."""
     dtype = spec.operands.query.dtype
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
-    buffers = tiling.buffers * (
-        tiled_bytes((q_rows, spec.qk_dim), dtype)
-        + tiled_bytes((q_rows, spec.v_dim), dtype)
-        + tiled_bytes((kv_rows, spec.qk_dim), dtype)
-        + tiled_bytes((kv_rows, spec.v_dim), dtype)
-    )
+    dims = (spec.qk_dim, spec.v_dim)
+    buffers = tiling.buffers * sum(tiled_bytes((q_rows, dim), dtype) for dim in dims)
+    buffers += tiling.kv_buffers * sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)
     scratch = (
         tiled_bytes((q_rows, spec.qk_dim), dtype)
         + tiling.panel_kv * tiled_bytes((spec.v_dim, tiling.block_kv), dtype)
@@ -156,7 +158,8 @@ def backward_bytes(spec: AttentionSpec, tiling: Tiling, split: bool = False) -> 
     dtype = spec.operands.query.dtype
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
     dims = (spec.qk_dim, spec.v_dim)
-    blocks = tiling.buffers * sum(tiled_bytes((rows, dim), dtype) for rows in (q_rows, kv_rows) for dim in dims)
+    blocks = tiling.buffers * sum(tiled_bytes((q_rows, dim), dtype) for dim in dims)
+    blocks += tiling.kv_buffers * sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)
     shared = blocks + tiled_bytes((q_rows, spec.qk_dim), dtype) + _dense_bytes(spec, tiling)
     shared += 6 * tiled_bytes((tiling.block_kv, tiling.block_q), jnp.float32)
     for_dq = (
@@ -164,7 +167,7 @@ def backward_bytes(spec: AttentionSpec, tiling: Tiling, split: bool = False) -> 
         + tiling.panel_q * tiled_bytes((spec.qk_dim, tiling.block_q), jnp.float32)
         + tiling.panel_kv * tiled_bytes((spec.qk_dim, tiling.block_kv), dtype)
     )
-    for_dkv = tiling.buffers * sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)
+    for_dkv = tiling.kv_buffers * sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)
     for_dkv += tiling.panel_q * sum(tiled_bytes((dim, tiling.block_q), dtype) for dim in dims)
     for_dkv += tiling.panel_kv * sum(tiled_bytes((dim, tiling.block_kv), jnp.float32) for dim in dims)
     return shared + (max(for_dq, for_dkv) if split else for_dq + for_dkv)

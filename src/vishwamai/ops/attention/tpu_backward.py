@@ -224,8 +224,9 @@ def _products(
         return tiling.block_spec((None, None, q_rows, dim), place(lambda b, h, q, kv: (b, h, q, 0)))
 
     def keys(dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, kv_rows, dim), place(lambda b, h, q, kv: (b, lax.div(h, np.int32(spec.group)), kv, 0))
+        block = (None, None, kv_rows, dim)
+        return tiling.block_spec(
+            block, place(lambda b, h, q, kv: (b, lax.div(h, np.int32(spec.group)), kv, 0)), keys=True
         )
 
     scalars = {

@@ -77,8 +77,10 @@ def bias_gradient(
     """The gradient of `operands.bias`, of its shape and dtype."""
     bias = operands.bias
 
+    most = BLOCK if max(spec.qk_dim, spec.v_dim) <= 512 else 128
+
     def block(length: int) -> int:
-        return min(BLOCK, pl.cdiv(length, 128) * 128)
+        return min(most, pl.cdiv(length, 128) * 128)
 
     tiling = Tiling(block(spec.q_len), block(spec.kv_len), 1, 1, 2)
     q_blocks, kv_blocks = tiling.blocks(spec)

@@ -196,11 +196,11 @@ def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Oper
         ),
         "key": (
             pad_axis(key, 2, kv_blocks * tiling.block_kv),
-            tiling.block_spec((None, None, kv_rows, spec.qk_dim), place(of_keys)),
+            tiling.block_spec((None, None, kv_rows, spec.qk_dim), place(of_keys), keys=True),
         ),
         "value": (
             pad_axis(value, 2, kv_blocks * tiling.block_kv),
-            tiling.block_spec((None, None, kv_rows, spec.v_dim), place(of_keys)),
+            tiling.block_spec((None, None, kv_rows, spec.v_dim), place(of_keys), keys=True),
         ),
         **array_operands(spec, tiling, operands, place),
     }

@@ -30,7 +30,8 @@ class Tiling:
       block_q: queries of a tile (its lanes); `block_kv`: keys of a tile (its sublanes). Multiples of 128.
       panel_q: tiles of a panel along the queries; `panel_kv`: along the keys.
       unroll: tiles that one iteration of the unmasked loop walks; even, because scores alternate between two buffers.
-      buffers: buffers of every block that moves between HBM and VMEM: 2, or 1 where a head is so wide that two do not fit.
+      buffers: buffers of every block of the queries' side that moves between HBM and VMEM, 2 or 1; `kv_buffers`: of the keys' side. With one, the
+        walk waits for the copy.
     """
 
     block_q: int
@@ -39,10 +40,14 @@ class Tiling:
     panel_kv: int
     unroll: int
     buffers: int = 2
+    kv_buffers: int = 2
 
-    def block_spec(self, block: tuple[int | None, ...], index_map: Callable[..., Any]) -> pl.BlockSpec:
-        """A block spec with this many buffers."""
-        return pl.BlockSpec(block, index_map, pipeline_mode=None if self.buffers == 2 else pl.Buffered(self.buffers))
+    def block_spec(
+        self, block: tuple[int | None, ...], index_map: Callable[..., Any], keys: bool = False
+    ) -> pl.BlockSpec:
+        """A block spec of the queries' side, or of the keys', with its number of buffers."""
+        buffers = self.kv_buffers if keys else self.buffers
+        return pl.BlockSpec(block, index_map, pipeline_mode=None if buffers == 2 else pl.Buffered(buffers))
 
     def blocks(self, spec: AttentionSpec) -> tuple[int, int]:
         """Tiles along the queries and the keys, rounded up to whole panels."""
