@@ -213,7 +213,7 @@ def test_chunks_and_a_sum_kept_in_the_result():
         ("tpu7x", jnp.float8_e4m3fn, None),
         ("v6e", jnp.float8_e5m2, None),
         ("v6e", jnp.float8_e4m3fn, "v6e has no unit for float8_e4m3fn"),
-        ("v5p", jnp.float32, "six bfloat16 products"),
+        ("v5p", jnp.float32, "by six bfloat16 products"),
     ],
 )
 def test_explain_says_how_narrow_numbers_are_multiplied(target, dtype, words):
@@ -221,7 +221,14 @@ def test_explain_says_how_narrow_numbers_are_multiplied(target, dtype, words):
     (call,) = explain(gemm, x, x, target=target).calls
     assert call.runs == "pallas_tpu"
     text = next(v.reason for v in call.verdicts if v.runs)
-    assert words in text if words else "multiplied as bfloat16" not in text
+    assert words in text if words else "bfloat16" not in text
+
+
+def test_explain_says_where_memory_bounds_the_product():
+    weights = jax.ShapeDtypeStruct((4096, 14336), jnp.bfloat16)
+    for rows, bounded in ((1, True), (4096, False)):
+        text = str(explain(gemm, jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16), weights, target="v5e"))
+        assert ("memory bounds this product" in text) == bounded
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)

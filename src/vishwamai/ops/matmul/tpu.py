@@ -340,32 +340,28 @@ def backward(
 
 
 def notes(spec: MatmulSpec, chip: Chip | None) -> tuple[str, ...]:
-    """What `explain` adds: where the operands are widened, how float32 is multiplied."""
+    """What `explain` adds: where the operands are widened, how float32 is multiplied, where the kernel gains nothing."""
     a, b = spec.operands.a.dtype, spec.operands.b.dtype
-    where = f"{chip.name} has" if chip else "some chips have"
+    said = []
+    without = f"{chip.name} has" if chip else "some chips have"
     if spec.compute_dtype == _INT8:
-        return (
-            ()
-            if chip and chip.has_int8
-            else (f"int8 is multiplied as bfloat16 in exact pieces, for {where} no int8 unit",)
-        )
-    if a in FP8_DTYPES and b in FP8_DTYPES:
+        if chip is None or not chip.has_int8:
+            said.append(f"int8 is multiplied as bfloat16 in exact pieces, for {without} no int8 unit")
+    elif a in FP8_DTYPES and b in FP8_DTYPES:
         missing = [d.name for d in dict.fromkeys((a, b)) if chip is None or d.name not in chip.fp8_formats]
-        return (
-            (f"8-bit floats are multiplied as bfloat16, exactly, for {where} no unit for {' and '.join(missing)}",)
-            if missing
-            else ()
-        )
-    narrow = [
-        f"`{name}` is widened from {d.name} to {spec.compute_dtype.name} tile by tile"
-        for name, d in (("a", a), ("b", b))
-        if d != spec.compute_dtype
-    ]
+        if missing:
+            said.append(f"8-bit floats are widened to bfloat16, for {without} no unit for {' and '.join(missing)}")
+    else:
+        said += [
+            f"`{name}` is widened from {dtype.name} to {spec.compute_dtype.name} tile by tile"
+            for name, dtype in (("a", a), ("b", b))
+            if dtype != spec.compute_dtype
+        ]
     if spec.precision != "default":
-        narrow.append(
-            f"float32 products are {'six' if spec.precision == 'highest' else 'three'} bfloat16 products each"
-        )
-    return tuple(narrow)
+        said.append(f"float32 is multiplied by {'six' if spec.precision == 'highest' else 'three'} bfloat16 products")
+    if chip and spec.bytes_moved / chip.hbm_bandwidth > spec.flops / chip.peak(spec.compute_dtype.name):
+        said.append("memory bounds this product: XLA's own is as fast")
+    return tuple(said)
 
 
 PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, MatmulConfig, notes)
