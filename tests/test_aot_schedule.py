@@ -13,7 +13,7 @@ from vishwamai import aot
 from vishwamai.aot import dump, schedule
 from vishwamai.aot.known import scalar_operands
 from vishwamai.aot.roofline import roofline
-from vishwamai.aot.simulate import Source, simulate
+from vishwamai.aot.simulate import Simulator, Source, simulate
 from vishwamai.core.errors import DeviceError, KernelError, ShapeError, UnsupportedError
 from vishwamai.core.hardware import chip
 
@@ -66,7 +66,7 @@ def test_megacore_runs_both_cores():
 
 
 def test_known_tables_are_followed():
-    found = recorded("gather", "v5e", {"gather": {0: programs.TABLE}})
+    found = recorded("gather", "v5e", {"gather": [{0: programs.TABLE}]})
     block = 64 * 128 * 4
     runs = 1 + np.count_nonzero(np.diff(programs.TABLE))
     assert found.hbm_bytes == (runs + programs.TABLE.size) * block + 512  # and the table itself, padded
@@ -82,6 +82,25 @@ def test_a_missing_program_is_said():
     assert simulate({"empty": Source("0 : {}", "")}, chip("v5e")).cycles == 1
 
 
+def test_calls_are_told_apart_by_their_numbers():
+    one, other = {0: np.array([1])}, {0: np.array([2])}
+    top = Source(
+        "0 : { %1 = inlined_call /* %k.10 = custom-call(%x) */ }\n0x1 : { %2 = inlined_call /* %k.9 = custom-call(%x) */ }",
+        "",
+    )
+
+    def told(known):
+        simulator = Simulator({"TLP": top}, chip("v5e"), {"k": known})
+        return [simulator._known(f"k.{number}") for number in (9, 10)]
+
+    assert told([one, other]) == [one, other]
+    assert told([one, one]) == [one, one]
+    assert told([one]) == [one, one]
+    assert told([one, one, other]) == [one, other]  # equal calls were merged
+    assert told([one, other, {0: np.array([3])}]) == [{}, {}]  # it is not clear which
+    assert Simulator({"TLP": top}, chip("v5e"), {"k": [one]})._known("kernel.9") == {}
+
+
 def test_equal_instructions_run_the_code_of_one():
     sources = dict(dump.read_sources(programs.RECORDED / "gather-v5e"))
     top = sources["TLP"].bundles.replace("%gather.1 = ", "%gather.2 = ")
@@ -89,10 +108,10 @@ def test_equal_instructions_run_the_code_of_one():
     sources["TLP"] = Source(top, sources["TLP"].utilisation)
     lost = simulate(sources, chip("v5e"))
     found = simulate(
-        sources, chip("v5e"), {"gather": {0: programs.TABLE}}, twins={"gather.1": "same", "gather.2": "same"}
+        sources, chip("v5e"), {"gather": [{0: programs.TABLE}]}, twins={"gather.1": "same", "gather.2": "same"}
     )
     assert list(lost.unknown) == ["program gather.2 is not in the dump"]
-    assert found.cycles == recorded("gather", "v5e", {"gather": {0: programs.TABLE}}).cycles
+    assert found.cycles == recorded("gather", "v5e", {"gather": [{0: programs.TABLE}]}).cycles
 
 
 def test_known_operands_are_folded_through_calls():
@@ -105,9 +124,34 @@ def test_known_operands_are_folded_through_calls():
 
     traced = jax.make_jaxpr(outer)(programs.TABLE, jax.ShapeDtypeStruct((256, 128), jnp.float32))
     found = scalar_operands(traced, {0: programs.TABLE})
-    (values,) = found.values()
+    ((values,),) = found.values()
+    assert list(found) == ["gather"]
     np.testing.assert_array_equal(values[0], np.sort(programs.TABLE)[::-1])
     assert scalar_operands(traced, {}) == {}
+
+
+def test_known_operands_are_folded_through_branches_and_loops():
+    x = jax.ShapeDtypeStruct((256, 128), jnp.float32)
+
+    def call(x):
+        return programs.gather(programs.TABLE * 1, x)[:256]
+
+    def branches(flag, x):
+        return jax.lax.cond(flag, call, lambda x: x, x)
+
+    def platforms(x):
+        return jax.lax.platform_dependent(x, tpu=call, default=lambda x: x)
+
+    def scanned(x):
+        return jax.lax.scan(lambda carry, _: (call(carry), None), x, length=3)[0]
+
+    def looped(x):
+        return jax.lax.while_loop(lambda carry: carry[0, 0] < 3, call, x)
+
+    flag = jax.ShapeDtypeStruct((), jnp.bool_)
+    for fn, args in ((branches, (flag, x)), (platforms, (x,)), (scanned, (x,)), (looped, (x,))):
+        (calls,) = scalar_operands(jax.make_jaxpr(fn)(*args), {}).values()
+        np.testing.assert_array_equal(calls[0][0], programs.TABLE)
 
 
 # -- roofline
@@ -231,6 +275,21 @@ def test_inspect_many_targets_and_refusals(cache):
     # with the same versions, what is compiled now is what was recorded
     if aot.versions()["libtpu"] == "0.0.51" and aot.versions()["jax"] == "0.10.2":
         assert first.simulation.cycles == recorded("matmul", "v5e").cycles
+
+
+@needs_libtpu
+def test_two_calls_of_a_kernel_keep_their_own_tables(cache):
+    x = jax.ShapeDtypeStruct((256, 128), jnp.float32)
+    block, same = 64 * 128 * 4, np.zeros_like(programs.TABLE)
+
+    def fn(x):
+        return programs.gather(programs.TABLE, x), programs.gather(same, x)
+
+    found = schedule.inspect(fn, [x], "v5e")
+    assert not found.guessed
+    runs = 1 + np.count_nonzero(np.diff(programs.TABLE))
+    moved = sum(p.hbm_bytes for p in found.programs if p.name.startswith("gather"))
+    assert moved == (runs + 1 + 2 * same.size) * block
 
 
 @needs_libtpu

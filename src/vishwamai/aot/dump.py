@@ -44,14 +44,14 @@ class Job:
 
     Attributes:
         blob: the serialised export of the function over flat arguments; `target`: what for.
-        known: scalar operands of kernels that are known ahead, by kernel and operand.
+        known: scalar operands of kernels that are known ahead, by kernel, call and operand.
         io_bytes: bytes of arguments and results together, on one device.
         fingerprint: of program, target and versions.
     """
 
     blob: bytes
     target: str
-    known: Mapping[str, Mapping[int, np.ndarray]]
+    known: Mapping[str, Sequence[Mapping[int, np.ndarray]]]
     io_bytes: int
     fingerprint: str
 

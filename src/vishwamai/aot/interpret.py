@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from vishwamai.aot.bundles import BRANCH_DELAY, Bundle, Operand, Scalar, Utilisation, block_starts
-from vishwamai.aot.machine import MASK32, POINTER, Machine
+from vishwamai.aot.machine import MASK32, Machine
 from vishwamai.aot.mxu import Occupancy, Reservation, occupancy, product_rows
+from vishwamai.aot.scalar import ARITHMETIC, COMPARE, Value, add, logic, signed
 
-Value = int | bool | None
 Known = Mapping[int, np.ndarray]
 """Contents of operands, by operand index of the program."""
 
@@ -49,60 +49,6 @@ class Program:
             self.next_event[index] = event
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 32) if value < 1 << 32 and value & 0x80000000 else value
-
-
-def _add(a: Value, b: Value) -> Value:
-    if a is None or b is None:
-        return None
-    if a >= POINTER or b >= POINTER:
-        return (a if a >= POINTER else _signed(a)) + (b if b >= POINTER else _signed(b))
-    return (a + b) & MASK32
-
-
-def _subtract(a: int, b: int) -> Value:
-    if a >= POINTER or b >= POINTER:
-        return a - b if a >= b else None
-    return (a - b) & MASK32
-
-
-_ARITHMETIC: dict[str, Callable[[int, int], Value]] = {
-    "ssub": _subtract,
-    "smul": lambda a, b: (a * b) & MASK32,
-    "sshll": lambda a, b: a << b if a >= POINTER else (a << b) & MASK32,
-    "sshrl": lambda a, b: a >> b,
-    "sshra": lambda a, b: (_signed(a) >> b) & MASK32 if a < POINTER else a >> b,
-    "sand": lambda a, b: a & b,
-    "sor": lambda a, b: a | b,
-    "sxor": lambda a, b: a ^ b,
-    "sdivrem": lambda a, b: (a // b) & MASK32 if b else 0,
-    "sdiv": lambda a, b: (a // b) & MASK32 if b else 0,
-    "srem": lambda a, b: (a % b) & MASK32 if b else 0,
-    "sc": lambda a, b: (a + b) >> 32 != 0 if a < POINTER and b < POINTER else None,  # carry of an unsigned sum
-}
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
-
-
-def _logic(op: str, a: Value, b: Value) -> Value:
-    """Predicate logic, where one known input may decide."""
-    decided = {"por": True, "pnor": True, "pand": False, "pnand": False}[op]
-    either = op in ("por", "pnor")
-    negate = op in ("pnor", "pnand")
-    if (a is not None and bool(a) == decided) or (b is not None and bool(b) == decided):
-        return decided != negate
-    if a is None or b is None:
-        return None
-    return (bool(a) or bool(b) if either else bool(a) and bool(b)) != negate
-
-
 class Run:
     """One execution of a program on a machine. `call` runs the program that an `inlined_call` names."""
 
@@ -131,7 +77,7 @@ class Run:
         if kind == "sum":
             total: Value = 0
             for part in value:  # type: ignore[union-attr]
-                total = _add(total, self.evaluate(part))
+                total = add(total, self.evaluate(part))
             return total
         if kind == "symbol":
             # allocations belong to their program, everything else is told apart by the program's name as well
@@ -296,7 +242,7 @@ class Run:
             return self.evaluate(operands[0])
         if head in ("sadd", "scalar_lea"):
             first = self.evaluate(operands[0])
-            return _add(first, self.evaluate(operands[1])) if count > 1 else first
+            return add(first, self.evaluate(operands[1])) if count > 1 else first
         if head == "scalar_parameter_address":
             return self.machine.symbol(f"parameter:{self.evaluate(operands[0])}")
         if head == "reloc":
@@ -314,7 +260,7 @@ class Run:
         if head == "pneg":
             return None if a is None else not a
         if head in ("por", "pand", "pnor", "pnand"):
-            return _logic(head, a, b)
+            return logic(head, a, b)
         if head == "pxor":
             return None if a is None or b is None else bool(a) != bool(b)
         if a is None or (count > 1 and b is None):
@@ -326,10 +272,10 @@ class Run:
             return None
         if head in ("smin", "smax"):
             pick = min if head == "smin" else max
-            return pick(_signed(a), _signed(b)) & MASK32 if ".s32" in op else pick(a, b)
+            return pick(signed(a), signed(b)) & MASK32 if ".s32" in op else pick(a, b)
         if head == "scmp":
-            return _COMPARE[op.split(".")[1]](*((_signed(a), _signed(b)) if ".s32" in op else (a, b)))
-        compute = _ARITHMETIC.get(head)
+            return COMPARE[op.split(".")[1]](*((signed(a), signed(b)) if ".s32" in op else (a, b)))
+        compute = ARITHMETIC.get(head)
         if compute is None:
             self.machine.unknown[f"opcode {op}"] += 1
             return None

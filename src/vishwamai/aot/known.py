@@ -25,7 +25,7 @@ _LOOPS = frozenset(("scan", "while", "while_loop", "cond"))
 _NOT_CALLS = _LOOPS | {"reduce", "scatter", "sort", "reduce_window"}
 
 
-def scalar_operands(closed: jex.ClosedJaxpr, known: Mapping[int, np.ndarray]) -> dict[str, dict[int, np.ndarray]]:
+def scalar_operands(closed: jex.ClosedJaxpr, known: Mapping[int, np.ndarray]) -> dict[str, list[dict[int, np.ndarray]]]:
     """The integer operands of every pallas_call that can be worked out.
 
     Args:
@@ -33,18 +33,16 @@ def scalar_operands(closed: jex.ClosedJaxpr, known: Mapping[int, np.ndarray]) ->
         known: values of its flat arguments, by position.
 
     Returns:
-        by kernel name ("*" for a kernel without one), values by operand position.
+        by kernel name ("*" for a kernel without one), one dictionary for each call in the order of the program: values by operand position.
     """
-    found: dict[str, dict[int, np.ndarray]] = {}
+    found: dict[str, list[dict[int, np.ndarray]]] = {}
     if not _steered(closed.jaxpr):  # folding runs every operation that it can, so not without need
         return found
-    for name, values in _walk(
-        closed.jaxpr, closed.consts, [known.get(i, UNKNOWN) for i in range(len(closed.jaxpr.invars))], []
-    ):
+    arguments = [known.get(i, UNKNOWN) for i in range(len(closed.jaxpr.invars))]
+    for name, values in _walk(closed.jaxpr, closed.consts, arguments, []):
         integers = {i: v for i, v in values.items() if np.issubdtype(v.dtype, np.integer) or v.dtype == bool}
-        if integers:
-            found.setdefault(name, {}).update(integers)
-    return found
+        found.setdefault(name, []).append(integers)
+    return found if any(values for calls in found.values() for values in calls) else {}
 
 
 def _steered(jaxpr: Any) -> bool:
@@ -60,10 +58,27 @@ def _steered(jaxpr: Any) -> bool:
 
 def _inner(equation: Any) -> Iterator[tuple[str, Any, Sequence[Any]]]:
     for key, value in equation.params.items():
-        if hasattr(value, "jaxpr") and hasattr(value, "consts"):
-            yield key, value.jaxpr, value.consts
-        elif isinstance(value, jex.Jaxpr):
-            yield key, value, ()
+        for part in value if isinstance(value, tuple) else (value,):  # a cond has a tuple of branches
+            if hasattr(part, "jaxpr") and hasattr(part, "consts"):
+                yield key, part.jaxpr, part.consts
+            elif isinstance(part, jex.Jaxpr):
+                yield key, part, ()
+
+
+def _inside(equation: Any, key: str, values: Sequence[Any], count: int) -> list[Any]:
+    """What is known inside a loop or a branch: what is the same in every turn, and all operands of a branch."""
+    arguments: list[Any] = [UNKNOWN] * count
+    if equation.primitive.name == "cond":
+        arguments[:] = values[1:]
+    elif key == "jaxpr":  # scan: constants, carry, slices
+        constants = equation.params["num_consts"]
+        arguments[:constants] = values[:constants]
+    elif key in ("cond_jaxpr", "body_jaxpr"):  # while: constants of the condition, of the body, carry
+        first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+        arguments[: first if key == "cond_jaxpr" else second] = (
+            values[:first] if key == "cond_jaxpr" else values[first : first + second]
+        )
+    return arguments
 
 
 def _size(equation: Any) -> int:
@@ -91,14 +106,10 @@ def _walk(
             operands = {
                 i: np.asarray(v) for i, v in enumerate(values) if v is not UNKNOWN and np.size(v) < LARGEST // 4
             }
-            kernels.append((getattr(info, "name", None) or "*", operands))
+            kernels.append((info if isinstance(info, str) else getattr(info, "name", None) or "*", operands))
         elif name in _LOOPS and not complete:
             for key, body, constants in inner:
-                arguments: list[Any] = [UNKNOWN] * len(body.invars)
-                if name == "scan" and key == "jaxpr":  # a scan's constants are the same in every turn
-                    count = equation.params["num_consts"]
-                    arguments[:count] = values[:count]
-                kernels += _walk(body, constants, arguments, [])
+                kernels += _walk(body, constants, _inside(equation, key, values, len(body.invars)), [])
         elif inner and name not in _NOT_CALLS and len(inner[0][1].invars) == len(values):
             results = []
             kernels += _walk(inner[0][1], inner[0][2], values, results)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -125,6 +125,29 @@ def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return dict(total)
 
 
+def _one_each(known: Sequence[Known], calls: int) -> Sequence[Known]:
+    """What is known of each of `calls` calls: one entry each, or one for all; nothing where equal calls were merged and it is not clear which."""
+    distinct: list[Known] = []
+    for one in known:
+        if not any(
+            one.keys() == other.keys() and all(np.array_equal(one[i], other[i]) for i in one) for other in distinct
+        ):
+            distinct.append(one)
+    if len(distinct) == 1:
+        return distinct * calls
+    return known if len(known) == calls else distinct if len(distinct) == calls else ()
+
+
+def _calls(sources: Mapping[str, Source]) -> dict[str, list[str]]:
+    """The custom calls of the top-level program by kernel, in the order of their numbers."""
+    found: dict[str, set[str]] = collections.defaultdict(set)
+    top = sources.get(TOP)
+    for name in re.findall(r"/\* %([\w.\-]+) = custom-call\(", top.bundles) if top else ():
+        base, _, number = name.rpartition(".")
+        found[base if number.isdigit() else name].add(name)
+    return {base: sorted(names, key=lambda name: (len(name), name)) for base, names in found.items()}
+
+
 class _Tally:
     """Sums over the calls of one program."""
 
@@ -140,7 +163,7 @@ class Simulator:
     Args:
         sources: the dumped programs by name.
         chip: the chip that they were compiled for.
-        known: contents of operands by program name (or its beginning, as Pallas names kernels; "*" for any) and operand index.
+        known: contents of operands by kernel name ("*" for one without), one mapping of operand index to array for each call, in order.
         twins: a fingerprint by instruction; one that has no program of its own runs that of another with the same (see `twins`).
     """
 
@@ -148,13 +171,14 @@ class Simulator:
         self,
         sources: Mapping[str, Source],
         chip: Chip,
-        known: Mapping[str, Known] | None = None,
+        known: Mapping[str, Sequence[Known]] | None = None,
         twins: Mapping[str, str] | None = None,
         model: Model | None = None,
     ):
         self.sources, self.chip, self.known, self.model = sources, chip, known or {}, model or Model()
         self._parsed: dict[str, Program] = {}
         self._twins = twins or {}
+        self._calls = _calls(sources)
         self._emitted = {mark: name for name, mark in self._twins.items() if name in sources}
 
     def program(self, name: str) -> Program:
@@ -172,19 +196,24 @@ class Simulator:
             return name
         return self._emitted.get(self._twins.get(name, ""), name)
 
-    def _known(self, name: str) -> Known:
-        found: Known = self.known.get("*", {})
-        for prefix, values in self.known.items():
-            if prefix != "*" and name.startswith(re.sub(r"[^\w.\-]", "_", prefix)):
-                found = values
-        return found
+    def _known(self, called: str) -> Known:
+        """What is known of the operands of a call: XLA numbers the calls of a kernel in the order of the program."""
+        base, _, number = called.rpartition(".")
+        base = base if number.isdigit() else called
+        same = self._calls.get(base, [called])
+        for kernel, calls in self.known.items():
+            if re.sub(r"[^\w.\-]", "_", kernel) == base and called in same:
+                found = _one_each(calls, len(same))
+                return found[same.index(called)] if found else {}
+        unnamed = self.known.get("*", ())
+        return unnamed[0] if len(unnamed) == 1 else {}
 
     def _core(self, core: int) -> tuple[Machine, dict[str, _Tally]]:
         machine = Machine(self.chip, core, self.model)
         tallies: dict[str, _Tally] = {}
 
         def call(name: str | None) -> None:
-            name = self._program_of(name)
+            called, name = name or "", self._program_of(name)
             if name is None or name not in self.sources:
                 if not str(name).startswith("<late"):
                     machine.unknown[f"program {name} is not in the dump"] += 1
@@ -193,7 +222,7 @@ class Simulator:
                 return
             tally = tallies.setdefault(name, _Tally())
             before = machine.now, machine.dma_wait, machine.mxu_stall, machine.hbm_bytes
-            passes = run(self.program(name), machine, self._known(name), call)
+            passes = run(self.program(name), machine, self._known(called), call)
             tally.calls += 1
             tally.cycles += machine.now - before[0]
             tally.dma_wait += machine.dma_wait - before[1]
@@ -280,7 +309,7 @@ class Simulator:
 def simulate(
     sources: Mapping[str, Source],
     chip: Chip,
-    known: Mapping[str, Mapping[int, np.ndarray]] | None = None,
+    known: Mapping[str, Sequence[Known]] | None = None,
     twins: Mapping[str, str] | None = None,
 ) -> Simulation:
     """Runs an executable whose programs were dumped; see `Simulator`."""
