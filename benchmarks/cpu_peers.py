@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +47,11 @@ class Case:
 def jitted(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     compiled = jax.jit(function)
     return lambda: jax.block_until_ready(compiled(*args))
+
+
+def pull(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradients of `function` of three arrays, for the cotangent that comes fourth."""
+    return lambda a, b, c, cotangent: jax.vjp(function, a, b, c)[1](cotangent)
 
 
 def host(x: Any) -> np.ndarray:
@@ -99,9 +105,6 @@ class Suites:
                                 out = functional.scaled_dot_product_attention(*leaves, is_causal=causal)
                                 return self.torch.autograd.grad(out, leaves, tw)
 
-                            def pull(f: Any) -> Any:
-                                return lambda q, k, v, w: jax.vjp(f, q, k, v)[1](w)
-
                             contestants = {"ours": jitted(pull(ours), q, k, v, w), "torch": torch_grad}
                             if length <= self.options.xla_length:
                                 contestants["xla"] = jitted(pull(xla), q, k, v, w)
@@ -115,12 +118,23 @@ class Suites:
                         if length <= self.options.xla_length:
                             contestants["xla"] = jitted(xla, q, k, v)
                         rows = min(32, length)
-                        logits = np.asarray(q, np.float64)[0, 0, -rows:] @ np.asarray(k, np.float64)[0, 0].T / math.sqrt(dim)
+                        logits = (
+                            np.asarray(q, np.float64)[0, 0, -rows:] @ np.asarray(k, np.float64)[0, 0].T / math.sqrt(dim)
+                        )
                         if causal:
-                            logits = np.where(np.arange(length) <= np.arange(length - rows, length)[:, None], logits, -np.inf)
+                            logits = np.where(
+                                np.arange(length) <= np.arange(length - rows, length)[:, None], logits, -np.inf
+                            )
                         p = np.exp(logits - logits.max(-1, keepdims=True))
                         truth = p / p.sum(-1, keepdims=True) @ np.asarray(v, np.float64)[0, 0]
-                        yield Case(f"attention {name}", flops, "GFLOP/s", contestants, truth, lambda y, rows=rows: y[0, 0, -rows:])
+                        yield Case(
+                            f"attention {name}",
+                            flops,
+                            "GFLOP/s",
+                            contestants,
+                            truth,
+                            lambda y, rows=rows: y[0, 0, -rows:],
+                        )
 
     def attention_grad(self) -> Iterator[Case]:
         yield from self.attention(gradient=True)
@@ -128,14 +142,23 @@ class Suites:
     def decode(self) -> Iterator[Case]:
         functional = self.torch.nn.functional
         for dtype in self.options.dtypes:
-            for batch, length, heads, kv_heads, dim in ((1, 8192, 8, 8, 64), (1, 8192, 32, 8, 128), (8, 2048, 32, 8, 128)):
+            for batch, length, heads, kv_heads, dim in (
+                (1, 8192, 8, 8, 64),
+                (1, 8192, 32, 8, 128),
+                (8, 2048, 32, 8, 128),
+            ):
                 cache = (batch, kv_heads, length, dim)
                 (q, k, v), (tq, tk, tv) = self.arrays(dtype, (batch, heads, 1, dim), cache, cache)
 
-                def torch_forward(tq: Any = tq, tk: Any = tk, tv: Any = tv, heads: int = heads, kv_heads: int = kv_heads) -> Any:
+                def torch_forward(
+                    tq: Any = tq, tk: Any = tk, tv: Any = tv, heads: int = heads, kv_heads: int = kv_heads
+                ) -> Any:
                     return functional.scaled_dot_product_attention(tq, tk, tv, enable_gqa=heads != kv_heads)
 
-                contestants = {"ours": jitted(lambda q, k, v: vishwamai.flash_attention(q, k, v, **OURS), q, k, v), "torch": torch_forward}
+                contestants = {
+                    "ours": jitted(lambda q, k, v: vishwamai.flash_attention(q, k, v, **OURS), q, k, v),
+                    "torch": torch_forward,
+                }
                 logits = np.asarray(q, np.float64)[0, 0] @ np.asarray(k, np.float64)[0, 0].T / math.sqrt(dim)
                 p = np.exp(logits - logits.max())
                 truth = p / p.sum() @ np.asarray(v, np.float64)[0, 0]
@@ -143,7 +166,14 @@ class Suites:
                 yield Case(name, k.nbytes + v.nbytes, "GB/s", contestants, truth, lambda y: y[0, 0])
 
     def gemm(self) -> Iterator[Case]:
-        shapes = [(512, 512, 512), (1024, 1024, 1024), (2048, 2048, 2048), (1, 4096, 4096), (16, 4096, 4096), (128, 4096, 4096)]
+        shapes = [
+            (512, 512, 512),
+            (1024, 1024, 1024),
+            (2048, 2048, 2048),
+            (1, 4096, 4096),
+            (16, 4096, 4096),
+            (128, 4096, 4096),
+        ]
         for dtype in self.options.dtypes:
             for m, n, k in shapes:
                 (a, b), (ta, tb) = self.arrays(dtype, (m, k), (k, n))
@@ -164,7 +194,14 @@ class Suites:
                 "torch": lambda ta=ta, tb=tb: self.torch._int_mm(ta, tb),
                 "xla": jitted(lambda a, b: jax.lax.dot(a, b, preferred_element_type=jnp.int32), ja, jb),
             }
-            yield Case(f"int8 {m}x{n}x{k}", 2.0 * m * n * k, "GOP/s", contestants, a[:8].astype(np.float64) @ b, lambda y: y[:8])
+            yield Case(
+                f"int8 {m}x{n}x{k}",
+                2.0 * m * n * k,
+                "GOP/s",
+                contestants,
+                a[:8].astype(np.float64) @ b,
+                lambda y: y[:8],
+            )
 
     def norm(self) -> Iterator[Case]:
         functional = self.torch.nn.functional
@@ -186,7 +223,9 @@ class Suites:
                 wide = np.asarray(x, np.float64)[:8]
                 wide = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
                 truth = wide * np.asarray(scale, np.float64) + np.asarray(offset, np.float64)
-                yield Case(f"layer_norm {dtype} {rows}x{features}", 2.0 * x.nbytes, "GB/s", contestants, truth, lambda y: y[:8])
+                yield Case(
+                    f"layer_norm {dtype} {rows}x{features}", 2.0 * x.nbytes, "GB/s", contestants, truth, lambda y: y[:8]
+                )
 
 
 def verify(case: Case) -> dict[str, float]:
@@ -194,11 +233,17 @@ def verify(case: Case) -> dict[str, float]:
     if case.truth is None:
         return {}
     size = np.abs(case.truth).max()
-    found = {name: float(np.abs(host(case.probe(call())) - case.truth).max() / size) for name, call in case.contestants.items()}
+    found = {
+        name: float(np.abs(host(case.probe(call())) - case.truth).max() / size)
+        for name, call in case.contestants.items()
+    }
     best = max(min(found.values()), 1e-7)
     for name, error in found.items():
         if not error <= 4 * best + 1e-6:
-            print(f"  {case.name}: {name} is wrong (error {error:.2g}, the best {best:.2g}) and is not timed", file=sys.stderr)
+            print(
+                f"  {case.name}: {name} is wrong (error {error:.2g}, the best {best:.2g}) and is not timed",
+                file=sys.stderr,
+            )
             del case.contestants[name]
     return found
 
@@ -227,20 +272,28 @@ def measure(case: Case, rounds: int, seconds: float, clock: Callable[[], float])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--suite", default="attention,attention_grad,decode,gemm,int8,norm", help="comma-separated suites")
+    parser.add_argument(
+        "--suite", default="attention,attention_grad,decode,gemm,int8,norm", help="comma-separated suites"
+    )
     parser.add_argument("--dtypes", default=["float32", "bfloat16"], type=lambda text: text.split(","))
-    parser.add_argument("--lengths", default=[512, 1024, 2048], type=lambda text: [int(x) for x in text.split(",")], help="of attention")
+    parser.add_argument(
+        "--lengths", default=[512, 1024, 2048], type=lambda text: [int(x) for x in text.split(",")], help="of attention"
+    )
     parser.add_argument("--xla-length", default=1024, type=int, help="longest attention that XLA runs, which is slow")
     parser.add_argument("--rounds", default=7, type=int)
     parser.add_argument("--seconds", default=0.05, type=float, help="of each contestant in each round")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: the CPU time of this process; pin it to one core")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: the CPU time of this process; pin it to one core"
+    )
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as this process may use")
     parser.add_argument("--json", help="append one line per case to this file")
     options = parser.parse_args()
-    options.threads = options.threads or vishwamai_threads()
+    options.threads = options.threads or len(os.sched_getaffinity(0))
     clock = time.perf_counter if options.clock == "wall" else time.process_time
     suites = Suites(options)
-    print(f"# isa {ffi.isa()}, jax {jax.__version__}, torch {suites.torch.__version__}, {options.threads} threads, clock {options.clock}")
+    print(
+        f"# isa {ffi.isa()}, jax {jax.__version__}, torch {suites.torch.__version__}, {options.threads} threads, clock {options.clock}"
+    )
     ratios: dict[str, list[float]] = {}
     for suite in options.suite.split(","):
         for case in getattr(suites, suite)():
@@ -250,23 +303,23 @@ def main() -> None:
             line = [f"{name} {rate:.4g}" for name, rate in rates.items()]
             for peer in times:
                 if peer != "ours" and "ours" in times:
-                    best, median = times[peer].min() / times["ours"].min(), float(np.median(times[peer] / times["ours"]))
+                    best, median = (
+                        times[peer].min() / times["ours"].min(),
+                        float(np.median(times[peer] / times["ours"])),
+                    )
                     line.append(f"| x {peer} {best:.2f} ({median:.2f})")
-                    ratios.setdefault(f"{suite} {case.name.split()[1] if suite != 'int8' else ''} / {peer}", []).append(best)
+                    ratios.setdefault(f"{suite} {case.name.split()[1] if suite != 'int8' else ''} / {peer}", []).append(
+                        best
+                    )
             print(f"{case.name:42} {case.unit}: {' '.join(line)}", flush=True)
             if options.json:
                 with open(options.json, "a") as file:
-                    file.write(json.dumps({"case": case.name, "unit": case.unit, "rates": rates, "errors": found}) + "\n")
+                    file.write(
+                        json.dumps({"case": case.name, "unit": case.unit, "rates": rates, "errors": found}) + "\n"
+                    )
     print("# geometric means of the ratios of best times")
     for name, values in ratios.items():
         print(f"#   {name:40} {math.exp(np.mean(np.log(values))):.2f} (least {min(values):.2f}, of {len(values)})")
-
-
-def vishwamai_threads() -> int:
-    """The threads that XLA's pool has: the cores this process may use."""
-    import os
-
-    return len(os.sched_getaffinity(0))
 
 
 if __name__ == "__main__":

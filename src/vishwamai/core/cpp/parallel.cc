@@ -52,9 +52,10 @@ void run_parallel(const Threads& threads, int64_t n, void (*body)(void*, int64_t
   const int64_t helpers = (n < threads.count ? n : threads.count) - 1;
   for (int64_t i = 0; i < helpers; ++i) threads.schedule(threads.pool, run_helper, new std::shared_ptr<Job>(job));
   job->work();
-  // The last index of a helper is usually a few microseconds away: spin for about that long before sleeping.
+  // The last index of a helper is usually a few microseconds away: spin for about that long (a pause is some 140 cycles)
+  // before sleeping.
   int64_t done = job->done.load(std::memory_order_acquire);
-  for (int spin = 0; done < n && spin < 4000; ++spin) {
+  for (int spin = 0; done < n && spin < 256; ++spin) {
     pause();
     done = job->done.load(std::memory_order_acquire);
   }

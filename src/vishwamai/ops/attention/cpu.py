@@ -86,12 +86,20 @@ def forward(spec: AttentionSpec, config: None, operands: Operands, residuals: bo
     return Outputs(out.astype(q.dtype), logsumexp if spec.return_lse else None), logsumexp if residuals else None
 
 
-def backward(spec: AttentionSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs) -> Operands:
+def backward(
+    spec: AttentionSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
+) -> Operands:
     del config
     native = _native_operands(spec, operands)
     storage = native.query.dtype
     accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
-    arguments = (*native, outputs.out.astype(storage), residuals.astype(accumulator), cotangents.out.astype(storage), _cast(cotangents.logsumexp, accumulator))
+    arguments = (
+        *native,
+        outputs.out.astype(storage),
+        residuals.astype(accumulator),
+        cotangents.out.astype(storage),
+        _cast(cotangents.logsumexp, accumulator),
+    )
     attributes = _attributes(spec)
     dquery, dkey, dvalue = ffi.call(
         "vishwamai_attention_backward",
@@ -102,12 +110,21 @@ def backward(spec: AttentionSpec, config: None, operands: Operands, outputs: Out
     dbias = dsinks = None
     if operands.bias is not None:
         # A call of its own, so that XLA drops it where the bias is a constant mask and nobody asks for its gradient.
-        (dbias,) = ffi.call("vishwamai_attention_bias_gradient", [ffi.result(operands.bias.shape, accumulator)], *arguments, **attributes)
+        (dbias,) = ffi.call(
+            "vishwamai_attention_bias_gradient",
+            [ffi.result(operands.bias.shape, accumulator)],
+            *arguments,
+            **attributes,
+        )
         dbias = dbias.astype(operands.bias.dtype)
     if operands.sinks is not None:
         dsinks = _sink_gradient(operands, outputs, residuals, cotangents).astype(operands.sinks.dtype)
     return Operands(
-        dquery.astype(operands.query.dtype), dkey.astype(operands.key.dtype), dvalue.astype(operands.value.dtype), bias=dbias, sinks=dsinks
+        dquery.astype(operands.query.dtype),
+        dkey.astype(operands.key.dtype),
+        dvalue.astype(operands.value.dtype),
+        bias=dbias,
+        sinks=dsinks,
     )
 
 

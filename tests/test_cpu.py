@@ -1,0 +1,214 @@
+"""The native CPU kernels beyond the contract suite: every instruction set, threads, edges of the numbers, and a machine without the module."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vishwamai
+from vishwamai.core import ffi
+from vishwamai.core.errors import DeviceError
+
+ISAS = ("generic", "avx2", "avx512", "amx")  # each contains those before it
+NATIVE = {"implementation": "native_cpu"}
+
+needs_native = pytest.mark.skipif(ffi.why_not() is not None, reason=str(ffi.why_not()))
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs code in a fresh process."""
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=540)
+
+
+# One call of each kernel, ragged and with every feature, against the reference in float64.
+EVERY_KERNEL = """
+import jax, jax.numpy as jnp, numpy as np, vishwamai
+from vishwamai.core import ffi
+jax.config.update("jax_enable_x64", True)
+print("isa", ffi.isa())
+rng = np.random.default_rng(0)
+def near(got, true, tolerance):
+    got, true = (np.asarray(x, np.float64) for x in (got, true))
+    error = np.abs(got - true).max() / np.abs(true).max()
+    assert error <= tolerance, error
+for dtype, tolerance in (("float32", 3e-6), ("bfloat16", 2e-2), ("float16", 2e-3), ("float64", 1e-13)):
+    def array(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+    q, k, v = array(2, 4, 63, 80), array(2, 2, 100, 80), array(2, 2, 100, 33)
+    bias, sinks, mask = array(1, 4, 63, 100), array(4), jnp.asarray(rng.random((2, 1, 1, 100)) < 0.8)
+    def attention(arrays, how):
+        q, k, v, bias, sinks = arrays
+        return vishwamai.flash_attention(q, k, v, bias, mask, sinks=sinks, window=(40, 30), softcap=9.0, implementation=how,
+            dropout_rate=0.2, dropout_key=jax.random.key(1))
+    def norm(arrays, how):
+        return vishwamai.layer_norm(*arrays, implementation=how)
+    def gemm(arrays, how):
+        return vishwamai.gemm(*arrays[:2], bias=arrays[2], activation="gelu", transpose_b=True, implementation=how)
+    def decode(arrays, how):
+        return vishwamai.flash_attention(*arrays, causal=True, causal_align="bottom_right", implementation=how)
+    cases = ((attention, (q, k, v, bias, sinks)), (norm, (array(7, 100), array(100), array(100))),
+             (gemm, (array(33, 100), array(65, 100), array(65))), (decode, (array(2, 4, 2, 80), k, v)))
+    for function, arrays in cases:
+        wide = [x.astype(jnp.float64) for x in arrays]
+        shape = jax.eval_shape(lambda a: function(a, "native_cpu"), arrays)
+        w = jnp.asarray(rng.standard_normal(shape.shape), dtype)
+        got, pull = jax.vjp(lambda a: function(a, "native_cpu"), arrays)
+        true, true_pull = jax.vjp(lambda a: function(a, "xla"), tuple(wide))
+        near(got, true, tolerance)
+        for a, b in zip(pull(w)[0], true_pull(w.astype(jnp.float64))[0]):
+            near(a, b, 4 * tolerance)
+a, b = (jnp.asarray(rng.integers(-127, 128, shape), jnp.int8) for shape in ((33, 130), (130, 65)))
+np.testing.assert_array_equal(vishwamai.gemm(a, b, implementation="native_cpu"), np.asarray(a, int) @ np.asarray(b, int))
+print("passed")
+"""
+
+
+@pytest.mark.long
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_instruction_set(isa):
+    """Each path that this machine has gives right values and gradients, and scratch memory that starts as NaN never shows."""
+    if ISAS.index(isa) > ISAS.index(ffi.native().best_isa()):
+        pytest.skip(f"this machine has no {isa}")
+    result = python(EVERY_KERNEL, VISHWAMAI_CPU_ISA=isa, VISHWAMAI_CPU_POISON="1")
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["isa", isa, "passed"]
+
+
+@needs_native
+def test_an_unknown_instruction_set_is_said():
+    code = "import warnings; warnings.simplefilter('error')\nfrom vishwamai.core import ffi; ffi.isa()"
+    result = python(code, VISHWAMAI_CPU_ISA="sse9")
+    assert result.returncode != 0 and "none of generic, avx2, avx512, amx" in result.stderr
+
+
+def test_a_missing_module_names_the_mend(monkeypatch):
+    """Without the module every native kernel declines with the command that builds it, and asking for it is an error."""
+    monkeypatch.setitem(sys.modules, "vishwamai.core._cpu", None)
+    ffi._load.cache_clear()
+    try:
+        assert "pip install" in (ffi.why_not() or "")
+        with pytest.raises(DeviceError, match="pip install"):
+            ffi.isa()
+        with pytest.raises(vishwamai.UnsupportedError, match="native CPU kernels"):
+            vishwamai.rms_norm(jnp.ones((2, 8)), **NATIVE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            np.testing.assert_allclose(vishwamai.rms_norm(jnp.ones((2, 8)), eps=0.0), 1.0, rtol=1e-6)
+    finally:
+        monkeypatch.undo()
+        ffi._load.cache_clear()
+
+
+@needs_native
+def test_calls_within_calls_finish():
+    """Many calls at once, from many devices of one process, share one small pool: nobody waits for a thread that never comes."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 300, 260)), jnp.float32)
+
+    def step(x):
+        return vishwamai.rms_norm(vishwamai.gemm(x, x.T, **NATIVE), **NATIVE)
+
+    expected = np.asarray(jax.vmap(lambda x: vishwamai.rms_norm(x @ x.T, implementation="xla"))(x))
+    devices = jax.devices()
+    pending = [jax.jit(step)(jax.device_put(x[i % 8], devices[i % len(devices)])) for i in range(32)]
+    for i, y in enumerate(pending):
+        np.testing.assert_allclose(np.asarray(y), expected[i % 8], rtol=2e-4, atol=2e-5)
+
+
+@needs_native
+def test_thread_limit_changes_no_bit_of_a_product():
+    code = """
+import numpy as np, jax.numpy as jnp, vishwamai, hashlib
+rng = np.random.default_rng(0)
+a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((300, 700), (700, 200)))
+print(hashlib.sha256(np.asarray(vishwamai.gemm(a, b, implementation="native_cpu")).tobytes()).hexdigest())
+"""
+    digests = {python(code, VISHWAMAI_CPU_THREADS=n).stdout for n in ("1", "2")}
+    assert len(digests) == 1 and digests != {""}
+
+
+@needs_native
+@pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan, 3.4e38])
+def test_numbers_that_do_not_split(special):
+    """A float32 product with infinities, NaN or numbers at the limit is float32's own: only the entry's row sees it."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
+    a[5, 7] = special
+    b[7] = np.abs(b[7]) * 0.01 + 0.001
+    with np.errstate(all="ignore"):
+        true = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+    got = np.asarray(vishwamai.gemm(a, b, **NATIVE))
+    np.testing.assert_allclose(got, true, rtol=1e-4, atol=1e-4 * np.abs(np.delete(true, 5, 0)).max())
+
+
+@needs_native
+def test_small_numbers_keep_their_digits():
+    """Splitting a tiny float32 would lose its lower parts to underflow; such products take the plain path."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
+    plain = np.asarray(vishwamai.gemm(a, b, **NATIVE), np.float64)
+    scaled = np.asarray(vishwamai.gemm(a * np.float32(2.0**-100), b, **NATIVE), np.float64) * 2.0**100
+    np.testing.assert_allclose(scaled, plain, atol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("activation", ["relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"])
+def test_activations_over_their_whole_range(activation):
+    """The epilogue's functions, from the most negative numbers through zero to the largest, with NaN passed on."""
+    z = np.concatenate([-np.geomspace(1e30, 1e-30, 200), [0.0], np.geomspace(1e-30, 1e15, 200), [np.nan]]).astype(
+        np.float32
+    )
+    got = np.asarray(vishwamai.gemm(z[:, None], jnp.ones((1, 1)), activation=activation, **NATIVE))[:, 0]
+    with jax.enable_x64(True):
+        wide = jnp.asarray(z, jnp.float64)[:, None]
+        true = np.asarray(
+            vishwamai.gemm(wide, jnp.ones((1, 1), jnp.float64), activation=activation, implementation="xla")
+        )[:, 0]
+    assert np.isnan(got[-1])
+    np.testing.assert_allclose(got[:-1], true[:-1], rtol=3e-6, atol=4e-7)
+
+
+@needs_native
+@pytest.mark.parametrize("q_len", [1, 3, 16, 17])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_queries_over_a_cache(q_len, dtype):
+    """The decode kernel (to 16 rows of a kv head) and the block kernel agree with the reference over a long, masked cache."""
+    rng = np.random.default_rng(q_len)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape in ((2, 4, q_len, 64), (2, 4, 1100, 64), (2, 4, 1100, 40))
+    )
+    mask = jnp.asarray(np.arange(1100) < np.array([700, 1100])[:, None])[:, None, None]
+
+    def run(implementation, *arrays):
+        return vishwamai.flash_attention(
+            *arrays, mask=mask, causal=True, causal_align="bottom_right", return_lse=True, implementation=implementation
+        )
+
+    got, true = run("native_cpu", q, k, v), run("xla", *(x.astype(jnp.float32) for x in (q, k, v)))
+    for a, b in zip(got, true, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(
+            a, b, atol=(2e-2 if dtype == "bfloat16" else 3e-6) * max(1.0, float(np.abs(b).max()))
+        )
+
+
+@needs_native
+def test_padding_of_ours_never_shows():
+    """NaN in the caller's masked-out tail of the cache stays there: probabilities of masked keys are exactly zero in the gradient."""
+    rng = np.random.default_rng(0)
+    q, k, v, w = (jnp.asarray(rng.standard_normal((1, 2, 70, 32)), jnp.float32) for _ in range(4))
+    mask = jnp.arange(70) < 50
+
+    def loss(k, v):
+        return jnp.sum(vishwamai.flash_attention(q, k, v, mask=mask[None, None, None], **NATIVE) * w)
+
+    dk, dv = jax.grad(loss, argnums=(0, 1))(k, v)
+    assert np.all(np.asarray(dk)[:, :, 50:] == 0) and np.all(np.asarray(dv)[:, :, 50:] == 0)
+    assert np.all(np.any(np.asarray(dv)[:, :, :50] != 0, axis=-1))
