@@ -82,6 +82,8 @@ def _torch_gemm(case: Case) -> Callable[..., Any]:
 
 
 class _Matmul(Subject):
+    slack = 1.2
+
     def peers(self, case: Case) -> list[Peer]:
         found = [Peer("jnp.matmul", "jax", _prepare, _jax_gemm(case), arguments=_NAMES)]
         dtypes = {case.arrays[name].dtype for name in ("a", "b")}

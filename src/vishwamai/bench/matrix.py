@@ -40,11 +40,18 @@ class Row:
     cells: dict[str, Cell]
 
 
+EMPTY = "an empty axis"
+
+
+def basics(case: Case) -> list[str]:
+    """What an implementation may refuse whatever the options are: the case's dtype, and arrays with nothing in them."""
+    found = [next(iter(case.arrays.values())).dtype]
+    return [*found, EMPTY] if any(0 in init.shape for init in case.arrays.values()) else found
+
+
 def features(case: Case, optional: frozenset[str]) -> list[str]:
-    """What is special about a case: its dtype first, then the optional arrays and the options that it uses."""
-    first = next(iter(case.arrays.values()))
-    found = [first.dtype]
-    found += [name for name in case.arrays if name in optional]
+    """What is special about a case besides: the optional arrays and the options that it uses."""
+    found = [name for name in case.arrays if name in optional]
     for name, value in case.options.items():
         if isinstance(value, str):
             found.append(f'{name}="{value}"')
@@ -72,37 +79,36 @@ def rows_of(operation: Operation) -> list[Row]:
     cases = [case for case in operation.cases if "contract" in case.tags]
     common = frozenset.intersection(*(frozenset(case.arrays) for case in cases))
     optional = frozenset().union(*(case.arrays for case in cases)) - common
-    marks = {case.name: features(case, optional) for case in cases}
-    dtypes = list(dict.fromkeys(found[0] for found in marks.values()))
-    others = list(dict.fromkeys(feature for found in marks.values() for feature in found[1:]))
+    plain = {case.name: basics(case) for case in cases}
+    special = {case.name: features(case, optional) for case in cases}
     implementations = operation.op.implementations
     refused = {}
     for case in cases:
         specs = specs_of(operation, case)
         refused[case.name] = {impl.name: _refusals(impl, specs) for impl in implementations}
+    lost: dict[str, set[str]] = {impl.name: set() for impl in implementations}
 
-    def cell(impl: Implementation, wanted: list[Case]) -> Cell:
+    def cell(impl: Implementation, feature: str, having: list[Case]) -> Cell:
+        # What is refused altogether, a dtype or an empty axis, is said in its own row and is no fault of another feature.
+        wanted = [case for case in having if not lost[impl.name] & (set(plain[case.name]) - {feature})] or having
         reasons = [refused[case.name][impl.name] for case in wanted]
         texts = dict.fromkeys(reason for some in reasons for reason in some)
         return Cell(sum(not some for some in reasons), len(wanted), tuple(texts))
 
-    rows = []
-    lost: dict[str, set[str]] = {impl.name: set() for impl in implementations}
-    for dtype in dtypes:
-        cells = {impl.name: cell(impl, [c for c in cases if marks[c.name][0] == dtype]) for impl in implementations}
-        rows.append(Row(operation.name, dtype, cells))
+    def row(feature: str, marks: dict[str, list[str]]) -> Row:
+        having = [case for case in cases if feature in marks[case.name]]
+        cells = {impl.name: cell(impl, feature, having) for impl in implementations}
         for name, found in cells.items():
-            if found.mark == "no":
-                lost[name].add(dtype)
-    for feature in others:
-        having = [case for case in cases if feature in marks[case.name][1:]]
-        cells = {}
-        for impl in implementations:
-            # A dtype that is refused altogether is said in its own row, and is no fault of the feature.
-            wanted = [case for case in having if marks[case.name][0] not in lost[impl.name]]
-            cells[impl.name] = cell(impl, wanted or having)
-        rows.append(Row(operation.name, feature, cells))
-    return rows
+            if marks is plain and found.mark == "no":
+                lost[name].add(feature)
+        return Row(operation.name, feature, cells)
+
+    names = [dict.fromkeys(feature for found in marks.values() for feature in found) for marks in (plain, special)]
+    # Emptiness first: a case of an odd dtype is never the empty one, so no dtype hides it.
+    ordered = sorted(names[0], key=lambda feature: feature != EMPTY)
+    rows = [row(feature, plain) for feature in ordered]
+    rows = [r for r in rows if r.feature != EMPTY] + [row(feature, special) for feature in names[1]]
+    return rows + ([row(EMPTY, plain)] if EMPTY in names[0] else [])
 
 
 def matrix(names: Sequence[str] | None = None) -> list[Row]:

@@ -230,6 +230,7 @@ def _machine(made: Report) -> str:
         f"{_text(' '.join(made.cpu.flags) or 'none known')}.{load}</p><p>Peaks: {_text(made.peaks.how)}. Candidates of a case take "
         "turns in rotating order; a time is the median of its samples, its spread the distance between the quartiles as a share of it, "
         "and a ratio the median of the ratios within each turn. Numbers are checked first, against the reference in float64: twice the "
-        "error of the reference in the same dtype is allowed, plus two units in the last place.</p>"
+        "error of the reference in the same dtype is allowed, plus two units in the last place. A share above 100 % says that the machine was "
+        "busier while its peaks were measured than later.</p>"
         f"{_table(['what', 'by', 'best sample'], rows, frozenset({'best sample'}))}<ul>{notes}</ul></section>"
     )

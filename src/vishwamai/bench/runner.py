@@ -16,9 +16,6 @@ from vishwamai.bench.subject import Subject, subject
 from vishwamai.bench.timing import Timing, side_by_side
 from vishwamai.core.cases import Case
 
-_SLACK = 3.0
-"""How much slower than its rate in a plain product a candidate is reckoned to be, when deciding how big a case to run."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -31,7 +28,7 @@ class Settings:
     """
 
     seconds: float = 120.0
-    call_seconds: float = 0.5
+    call_seconds: float = 0.7
     cases_per_op: int | None = None
 
     @classmethod
@@ -99,7 +96,7 @@ def fitted(
     dtype = next(iter(case.arrays.values())).dtype
     slowest = min(peaks.rate(dtype, who) for who in ("jax", "torch"))
     passes = 3 if gradients else 1
-    seconds = passes * max(_SLACK * spec.flops / slowest, spec.bytes_moved / peaks.best_bandwidth)
+    seconds = passes * max(about.slack * spec.flops / slowest, spec.bytes_moved / peaks.best_bandwidth)
     if seconds <= settings.call_seconds:
         return case
     return about.smaller(case, settings.call_seconds / seconds) or case

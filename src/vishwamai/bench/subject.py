@@ -60,7 +60,13 @@ class Sample:
 
 
 class Subject:
-    """What the benchmark knows of one operation."""
+    """What the benchmark knows of one operation.
+
+    Attributes:
+      slack: how much slower than its own rate in a plain matrix product the slowest candidate is reckoned to be, in deciding how big a case to run.
+    """
+
+    slack = 3.0
 
     def peers(self, case: Case) -> list[Peer]:
         """The framework's own ways to compute exactly this; those that mean something else are left out."""

@@ -1,7 +1,10 @@
 """Compiles a function for a TPU that is not here and says in words whether it fits.
 
 vishwamai check mymodel.layers:block --target v5e
-vishwamai check vishwamai:rms_norm --args 'bf16[8192,4096]' --target v6e --target v5e:2x4
+vishwamai check vishwamai:rms_norm --args 'bf16[8192,4096]' --target v6e --target v5p
+
+On a topology such as v5e:2x4, arguments without a sharding lie on every device, and XLA does not split kernels by itself there: give the function's
+module an `example_args()` with shardings over a mesh of explicit axes, or wrap the kernels in jax.shard_map.
 """
 
 from __future__ import annotations
