@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
-from vishwamai.core.pallas import TPU_DTYPES, round_up, tiled_bytes, vmem_budget
+from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, tiled_bytes, vmem_budget
 from vishwamai.ops.attention import tpu_backward, tpu_forward
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.tpu_masks import LANES, needs_mask_everywhere
 from vishwamai.ops.attention.tpu_schedule import Tiling, panel_bound
+
+PANEL_ROWS = 16384
+"""The most queries or keys of a panel, so that a panel's list of tiles stays short."""
 
 SCHEDULE_WORDS = 160 * 1024
 """32-bit words of scalar memory (1 MiB on every generation) that a schedule's panels may take."""
@@ -181,19 +184,11 @@ def _block(length: int, most: int) -> int:
     return min(range(LANES, most + 1, LANES), key=lambda size: (round_up(length, size), -size))
 
 
-def _tiling(spec: AttentionSpec, chip: Chip | None, need: Any, most: int, unroll: int) -> Tiling:
-    """Tiles of up to `most`, and panels as large as the memory allows: all the keys first, because what is kept for them is made once."""
-    budget = vmem_budget(chip)
-    for size in range(most, LANES - 1, -LANES):
-        tiling = Tiling(_block(spec.q_len, size), _block(spec.kv_len, size), 1, 1, unroll)
-        if need(spec, tiling) <= budget:
-            break
-    else:
-        tiling = _smallest(spec)
-    for axis in ("panel_kv", "panel_q"):
-        block = tiling.block_kv if axis == "panel_kv" else tiling.block_q
-        blocks = -(-(spec.kv_len if axis == "panel_kv" else spec.q_len) // block)
-        for panel in range(min(blocks, max(1, 8192 // block)), 0, -1):
+def _fitted(spec: AttentionSpec, tiling: Tiling, need: Callable[..., int], budget: int) -> Tiling:
+    """`tiling` with panels as large as the budget allows: all the keys first, because what is kept for them is made once."""
+    for axis, length, block in (("panel_kv", spec.kv_len, tiling.block_kv), ("panel_q", spec.q_len, tiling.block_q)):
+        blocks = -(-length // block)
+        for panel in range(min(blocks, max(1, PANEL_ROWS // block)), 0, -1):
             wider = dataclasses.replace(tiling, **{axis: panel})
             if blocks % panel == 0 and need(spec, wider) <= budget:
                 tiling = wider
@@ -201,16 +196,49 @@ def _tiling(spec: AttentionSpec, chip: Chip | None, need: Any, most: int, unroll
     return tiling
 
 
+def _forward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, unroll: int) -> Tiling:
+    budget = vmem_budget(chip)
+    shapes = [(size, size) for size in range(most, LANES - 1, -LANES)]
+    few_alus = planning_chip(chip).valus < 4
+    if few_alus:
+        unroll = 2  # longer straight-line code only spills there
+    if most == 512 and spec.band == (None, None):
+        shapes.insert(0, (256 if few_alus else 512, 1024))  # with nothing to skip along the keys, fewer rescalings
+    for rows, columns in shapes:
+        tiling = Tiling(_block(spec.q_len, rows), _block(spec.kv_len, columns), 1, 1, unroll)
+        if forward_bytes(spec, tiling) <= budget:
+            return _fitted(spec, tiling, forward_bytes, budget)
+    return _smallest(spec)
+
+
+def _backward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, split: bool) -> Tiling:
+    """The first tiles that hold all the keys in one panel, so that no sum travels; else those with the largest panels."""
+    # The plan counts the tiles that the code works on, so the compiler needs less beside it than `vmem_budget` leaves.
+    budget = vmem_budget(chip) if split else planning_chip(chip).vmem_bytes * 7 // 8
+    need = functools.partial(backward_bytes, split=split)
+    found = []
+    for size in range(most, LANES - 1, -LANES):
+        for rows, kv_buffers in ((size, 2), (max(LANES, size // 2), 1)):
+            tiling = Tiling(_block(spec.q_len, rows), _block(spec.kv_len, size), 1, 1, 2, 2, kv_buffers)
+            if need(spec, tiling) > budget:
+                continue
+            tiling = _fitted(spec, tiling, need, budget)
+            if tiling.panel_kv * tiling.block_kv >= spec.kv_len:
+                return tiling
+            found.append(tiling)
+    largest = max(found, key=lambda x: x.panel_q * x.block_q * x.panel_kv * x.block_kv, default=None)
+    return largest or _smallest(spec)
+
+
 def heuristic(spec: AttentionSpec, chip: Chip | None) -> AttentionConfig:
     """Tiles of 512 x 512 where they fit, panels of whole heads where they fit."""
     exact = spec.operands.query.dtype == jnp.float32
-    everywhere = needs_mask_everywhere(spec)
     # Full precision takes six products of the compiler's own, whose code grows with the tile.
     widest = max(spec.qk_dim, spec.v_dim)
     most = max(LANES, min(256 if exact else 512, (1 << 16 if exact else 1 << 18) // widest // LANES * LANES))
-    forward = _tiling(spec, chip, forward_bytes, most, 2 if exact or everywhere else 4)
+    forward = _forward_tiling(spec, chip, most, 2 if exact or needs_mask_everywhere(spec) else 4)
     split = backward_bytes(spec, Tiling(LANES, LANES, 1, 1, 2)) > vmem_budget(chip)
-    backward = _tiling(spec, chip, functools.partial(backward_bytes, split=split), most, 2)
+    backward = _backward_tiling(spec, chip, most, split)
     return AttentionConfig(
         **dataclasses.asdict(forward),
         vmem_bytes=forward_bytes(spec, forward),
