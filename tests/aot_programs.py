@@ -64,7 +64,7 @@ PROGRAMS = {
     "matmul": (matmul, (jax.ShapeDtypeStruct((512, 1024), BF16), jax.ShapeDtypeStruct((1024, 256), BF16))),
     "gather": (gather, (TABLE, jax.ShapeDtypeStruct((64 * 4, 128), jnp.float32))),
 }
-RECORDINGS = [("matmul", "v4"), ("matmul", "v5e"), ("matmul", "v6e"), ("matmul", "tpu7x"), ("gather", "v5e")]
+RECORDINGS = [*(("matmul", target) for target in ("v4", "v5e", "v5p", "v6e", "tpu7x")), ("gather", "v5e")]
 
 
 def record():

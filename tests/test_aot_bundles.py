@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+import aot_programs as programs
 from vishwamai.aot import bundles
 from vishwamai.aot.bundles import UNITS, Bundle, Matrix, Operand, Utilisation, parse
+from vishwamai.aot.dump import read_sources
 from vishwamai.aot.interpret import Program, run, smem_words
 from vishwamai.aot.machine import Machine, Model
 from vishwamai.aot.mxu import RESERVATIONS, occupancy, product_rows
@@ -55,7 +57,8 @@ LH: loop header
     call, core = parsed[4].scalars
     assert (call.op, call.target) == ("inlined_call", "fusion.2")
     assert core.op == "core id"
-    assert bundles.block_starts(parsed) == ([0, 2], {7: 0, 9: 2})
+    assert bundles.block_starts(parsed, 4) == ([0, 2], {7: 0, 9: 2})
+    assert bundles.block_starts(parsed, 1) == ([0, 2, 4], {7: 0, 9: 2})
 
 
 def test_parse_predicates_and_addresses():
@@ -209,6 +212,32 @@ def test_loops_run_as_often_as_they_should_and_branches_are_delayed():
     assert dict(passes) == {0: 1, 1: 5, 9: 1}
     assert machine.now == 1 + 5 * 8 + 1  # the four bundles after the branch issue every time
     assert not machine.unknown
+
+
+def test_a_branch_in_the_delay_slots_of_a_taken_one_does_not_count():
+    text = """
+0   : { %1 = sbr.rel target = $region1 }
+0x1 : { %2 = sbr.rel target = $region2 }
+0x2 : {}
+0x3 : {}
+0x4 : {}
+0x5 : { %s1_s0 = smov 1 }
+0x6 : { %s2_s0 = smov 2 } /* Start region 1 */
+0x7 : { %s3_s0 = smov 3 } /* Start region 2 */
+"""
+    machine, passes = finish(text)
+    assert dict(passes) == {0: 1, 6: 1, 7: 1}
+    assert machine.now == 5 + 2
+
+
+@pytest.mark.parametrize("target", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_delay_slots_are_those_that_the_compiler_leaves(target):
+    """The last branch of a kernel closes its grid loop; the loop ends with the slots after it, which the dump marks."""
+    (source,) = (s for name, s in read_sources(programs.RECORDED / f"matmul-{target}").items() if name != "TLP")
+    lines = source.bundles.splitlines()
+    branch = max(i for i, line in enumerate(lines) if "sbr.rel" in line)
+    end = next(i for i in range(branch, len(lines)) if "End region" in lines[i] and i > branch)
+    assert end - branch == RESERVATIONS[target].branch_delay
 
 
 def test_instructions_of_a_bundle_read_before_any_of_them_writes():

@@ -35,7 +35,7 @@ def cache(tmp_path, monkeypatch):
 # -- recorded dumps
 
 
-@pytest.mark.parametrize("target", ["v4", "v5e", "v6e", "tpu7x"])
+@pytest.mark.parametrize("target", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
 def test_matmul_counts_are_those_of_its_grid(target):
     found = recorded("matmul", target)
     assert found.flops == {"bf16": FLOPS}

@@ -5,7 +5,7 @@ A bundle is what one TensorCore issues in one cycle; a line of the dump is one b
     0x16   :  { %322 = sbr.rel (%p483_p0) target = $region114  ;;  %s324_s8 = sld [smem:[#allocation12]] /* core id */ }
 
 Names carry two parts: `s324` is the value, `s8` the register it lies in. Branches name a region, whose first bundle is marked by a comment
-`Start region 114`; they take effect `BRANCH_DELAY` bundles later. Only the scalar unit, the matrix units and the cross-lane units are kept
+`Start region 114`; they take effect some bundles later, as many as the generation has delay slots. Only the scalar unit, the matrix units and the cross-lane units are kept
 as instructions; how busy the other units are, the compiler says itself in a second file, one row a bundle.
 """
 
@@ -14,9 +14,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-
-BRANCH_DELAY = 4
-"""Bundles that still issue after a branch."""
 
 UNITS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
 """Columns of the utilisation file, in its order."""
@@ -282,8 +279,11 @@ def parse_utilisation(text: str, bundles: int) -> Utilisation:
     return Utilisation(capacity, tuple(rows))
 
 
-def block_starts(bundles: Sequence[Bundle]) -> tuple[list[int], dict[int, int]]:
-    """Where basic blocks begin, in ascending order, and the bundle at which each region begins."""
+def block_starts(bundles: Sequence[Bundle], branch_delay: int) -> tuple[list[int], dict[int, int]]:
+    """Where basic blocks begin, in ascending order, and the bundle at which each region begins.
+
+    `branch_delay` bundles after a branch still issue.
+    """
     region_at: dict[int, int] = {}
     for index, bundle in enumerate(bundles):
         for region in bundle.regions:
@@ -292,7 +292,7 @@ def block_starts(bundles: Sequence[Bundle]) -> tuple[list[int], dict[int, int]]:
     for index, bundle in enumerate(bundles):
         for scalar in bundle.scalars:
             if scalar.op == "sbr.rel":
-                starts.add(index + 1 + BRANCH_DELAY)
+                starts.add(index + 1 + branch_delay)
                 if isinstance(scalar.target, int) and scalar.target in region_at:
                     starts.add(region_at[scalar.target])
     return sorted(start for start in starts if start < len(bundles)), region_at

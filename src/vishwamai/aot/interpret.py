@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vishwamai.aot.bundles import BRANCH_DELAY, Bundle, Operand, Scalar, Utilisation, block_starts
+from vishwamai.aot.bundles import Bundle, Operand, Scalar, Utilisation, block_starts
 from vishwamai.aot.machine import MASK32, Machine
 from vishwamai.aot.mxu import Occupancy, Reservation, occupancy, product_rows
 from vishwamai.aot.scalar import ARITHMETIC, COMPARE, Value, add, logic, signed
@@ -27,7 +27,8 @@ class Program:
 
     def __init__(self, name: str, bundles: Sequence[Bundle], utilisation: Utilisation, reservation: Reservation):
         self.name, self.bundles, self.utilisation = name, bundles, utilisation
-        starts, self.region_at = block_starts(bundles)
+        self.branch_delay = reservation.branch_delay
+        starts, self.region_at = block_starts(bundles, reservation.branch_delay)
         ends = [*starts[1:], len(bundles)]
         self.ends = dict(zip(starts, ends))
         self.matrix: dict[int, Occupancy] = {}
@@ -116,8 +117,8 @@ class Run:
                 machine.unknown[f"{program.name}: stopped after {steps} steps"] += 1
                 break
             target = self._issue(pc, code)
-            if target is not None:
-                jump_after, jump_to = pc + BRANCH_DELAY, target
+            if target is not None and jump_to < 0:  # a branch in the delay slots of a taken one does not count
+                jump_after, jump_to = pc + program.branch_delay, target
             if jump_to >= 0 and pc >= jump_after:
                 pc, jump_to = jump_to, -1
             else:

@@ -20,7 +20,8 @@ QUEUE = 8
 class Reservation:
     """Cycles that one instruction keeps its unit, from libtpu's `TLP-*-hlo-static-bundle-profile.txt` (bundles / capacity of the unit).
 
-    A product moves one register: 8 rows of 32 bits, 16 of 16 bits or 32 of 8 bits.
+    A product moves one register: 8 rows of 32 bits, 16 of 16 bits or 32 of 8 bits. `branch_delay` is the number of bundles that still issue after a
+    branch: those that libtpu 0.0.51 leaves between a loop's last branch and what follows the loop.
     """
 
     f32: int
@@ -28,6 +29,7 @@ class Reservation:
     byte: int
     crosslane: int
     crosslane_units: int
+    branch_delay: int
     float8_as_half: bool = False
     """8-bit floats run at the rate of bfloat16, so a register of twice the rows takes twice the time."""
 
@@ -41,11 +43,11 @@ class Reservation:
 
 
 RESERVATIONS = {
-    "v4": Reservation(8, 16, 16, 8, 2, float8_as_half=True),
-    "v5e": Reservation(8, 16, 16, 9, 3, float8_as_half=True),
-    "v5p": Reservation(8, 16, 16, 9, 3, float8_as_half=True),
-    "v6e": Reservation(4, 8, 8, 4, 2, float8_as_half=True),
-    "tpu7x": Reservation(4, 8, 8, 4, 2),
+    "v4": Reservation(8, 16, 16, 8, 2, 1, float8_as_half=True),
+    "v5e": Reservation(8, 16, 16, 9, 3, 4, float8_as_half=True),
+    "v5p": Reservation(8, 16, 16, 9, 3, 4, float8_as_half=True),
+    "v6e": Reservation(4, 8, 8, 4, 2, 4, float8_as_half=True),
+    "tpu7x": Reservation(4, 8, 8, 4, 2, 6),
 }
 
 
