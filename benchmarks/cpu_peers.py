@@ -29,7 +29,7 @@ import numpy as np
 import vishwamai
 from vishwamai.core import ffi
 
-OURS = {"implementation": "native_cpu"}
+OURS: dict[str, Any] = {"implementation": "native_cpu"}
 
 
 @dataclasses.dataclass
@@ -191,7 +191,7 @@ class Suites:
             ja, jb, ta, tb = jnp.asarray(a), jnp.asarray(b), self.torch.tensor(a), self.torch.tensor(b)
             contestants = {
                 "ours": jitted(lambda a, b: vishwamai.gemm(a, b, **OURS), ja, jb),
-                "torch": lambda ta=ta, tb=tb: self.torch._int_mm(ta, tb),
+                "torch": lambda ta=ta, tb=tb: self.torch.ops.aten._int_mm(ta, tb),
                 "xla": jitted(lambda a, b: jax.lax.dot(a, b, preferred_element_type=jnp.int32), ja, jb),
             }
             yield Case(
@@ -271,7 +271,7 @@ def measure(case: Case, rounds: int, seconds: float, clock: Callable[[], float])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--suite", default="attention,attention_grad,decode,gemm,int8,norm", help="comma-separated suites"
     )

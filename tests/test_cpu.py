@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from vishwamai.core import ffi
 from vishwamai.core.errors import DeviceError
 
 ISAS = ("generic", "avx2", "avx512", "amx")  # each contains those before it
-NATIVE = {"implementation": "native_cpu"}
+NATIVE: dict[str, Any] = {"implementation": "native_cpu"}
 
 needs_native = pytest.mark.skipif(ffi.why_not() is not None, reason=str(ffi.why_not()))
 
@@ -24,6 +25,11 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs code in a fresh process."""
     env = {**os.environ, **environment}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=540)
+
+
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b by the native kernel."""
+    return np.asarray(vishwamai.gemm(jnp.asarray(a), jnp.asarray(b), **NATIVE))
 
 
 # One call of each kernel, ragged and with every feature, against the reference in float64.
@@ -143,7 +149,7 @@ def test_numbers_that_do_not_split(special):
     b[7] = np.abs(b[7]) * 0.01 + 0.001
     with np.errstate(all="ignore"):
         true = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
-    got = np.asarray(vishwamai.gemm(a, b, **NATIVE))
+    got = product(a, b)
     np.testing.assert_allclose(got, true, rtol=1e-4, atol=1e-4 * np.abs(np.delete(true, 5, 0)).max())
 
 
@@ -152,8 +158,8 @@ def test_small_numbers_keep_their_digits():
     """Splitting a tiny float32 would lose its lower parts to underflow; such products take the plain path."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
-    plain = np.asarray(vishwamai.gemm(a, b, **NATIVE), np.float64)
-    scaled = np.asarray(vishwamai.gemm(a * np.float32(2.0**-100), b, **NATIVE), np.float64) * 2.0**100
+    plain = product(a, b).astype(np.float64)
+    scaled = product(a * np.float32(2.0**-100), b).astype(np.float64) * 2.0**100
     np.testing.assert_allclose(scaled, plain, atol=1e-5)
 
 
@@ -164,7 +170,7 @@ def test_activations_over_their_whole_range(activation):
     z = np.concatenate([-np.geomspace(1e30, 1e-30, 200), [0.0], np.geomspace(1e-30, 1e15, 200), [np.nan]]).astype(
         np.float32
     )
-    got = np.asarray(vishwamai.gemm(z[:, None], jnp.ones((1, 1)), activation=activation, **NATIVE))[:, 0]
+    got = np.asarray(vishwamai.gemm(jnp.asarray(z)[:, None], jnp.ones((1, 1)), activation=activation, **NATIVE))[:, 0]
     with jax.enable_x64(True):
         wide = jnp.asarray(z, jnp.float64)[:, None]
         true = np.asarray(

@@ -58,26 +58,34 @@ VISHWAMAI_INLINE void score_rows(const S* keys, int64_t dim, int n, const T* que
 template <class S, int kRows, class T = compute_t<S>>
 VISHWAMAI_INLINE void add_values(const S* values, int64_t dim, int n, const T* p, T* out, int64_t out_stride) {
   constexpr int W = lanes<T>;
+  constexpr int kChains = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;  // so that four multiply-adds are under way at a time
   for (int64_t d = 0; d < dim; d += W) {
     const int count = static_cast<int>(least<int64_t>(W, dim - d));
-    V<T> sum[kRows];
-#pragma GCC unroll 8
-    for (int g = 0; g < kRows; ++g) sum[g] = load(out + g * out_stride + d);
+    V<T> sum[kRows][kChains] = {};
+#pragma GCC unroll 4
+    for (int g = 0; g < kRows; ++g) sum[g][0] = load(out + g * out_stride + d);
+    int j = 0;
     if (count == W) {
-      for (int j = 0; j < n; ++j) {
-        const V<T> x = load(values + j * dim + d);
-#pragma GCC unroll 8
-        for (int g = 0; g < kRows; ++g) sum[g] += x * p[g * kBlock + j];
-      }
-    } else {
-      for (int j = 0; j < n; ++j) {
-        const V<T> x = load(values + j * dim + d, count);
-#pragma GCC unroll 8
-        for (int g = 0; g < kRows; ++g) sum[g] += x * p[g * kBlock + j];
+      for (; j + kChains <= n; j += kChains) {
+#pragma GCC unroll 4
+        for (int c = 0; c < kChains; ++c) {
+          const V<T> x = load(values + (j + c) * dim + d);
+#pragma GCC unroll 4
+          for (int g = 0; g < kRows; ++g) sum[g][c] += x * p[g * kBlock + j + c];
+        }
       }
     }
-#pragma GCC unroll 8
-    for (int g = 0; g < kRows; ++g) store(out + g * out_stride + d, sum[g]);
+    for (; j < n; ++j) {
+      const V<T> x = load(values + j * dim + d, count);
+#pragma GCC unroll 4
+      for (int g = 0; g < kRows; ++g) sum[g][0] += x * p[g * kBlock + j];
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < kRows; ++g) {
+#pragma GCC unroll 4
+      for (int c = 1; c < kChains; ++c) sum[g][0] += sum[g][c];
+      store(out + g * out_stride + d, sum[g][0]);
+    }
   }
 }
 
