@@ -52,7 +52,13 @@ class MatmulConfig:
     def with_block_size(self, block_size: int) -> MatmulConfig:
         """The same with tiles of about `block_size` in every direction."""
         return dataclasses.replace(
-            self, block_m=block_size, block_n=block_size, block_k=block_size, grad_a=None, grad_b=None
+            self,
+            block_m=block_size,
+            block_n=block_size,
+            block_k=block_size,
+            grad_a=None,
+            grad_b=None,
+            vmem_bytes=max(self.vmem_bytes, 14 * block_size**2),  # bfloat16 blocks twice, a float32 sum
         )
 
     @property
@@ -116,6 +122,8 @@ class Problem:
       lhs_axis, rhs_axis: the contracted axis of each operand (1 or 2).
       lhs_bytes, rhs_bytes, out_bytes: bytes of an element; out_bytes of all results together.
       sum_bytes: bytes of an element of a separate sum, 0 where the result is the sum.
+      widened_bytes: of the copy in the products' dtype that each operand's element gets in VMEM, 0 where there is none.
+      epilogue_bytes: of what the compiler keeps for each element of the result while it computes an activation.
       rate: multiply-adds a second of one core. bandwidth: bytes a second of one core.
     """
 
@@ -131,6 +139,8 @@ class Problem:
     out_bytes: int
     sum_bytes: int
     scaled_rows: bool
+    widened_bytes: int
+    epilogue_bytes: int
     rate: float
     chip: Chip
 
@@ -145,7 +155,8 @@ class Problem:
         rhs = block(bk, bn, self.rhs_bytes) if self.rhs_axis == 1 else block(bn, bk, self.rhs_bytes)
         result = round_up(bm, 32) * round_up(bn, 128)
         vectors = (block(bm, 1, 4) if self.scaled_rows else 0) + 2 * block(8, bn, 4)
-        return 2 * (lhs + rhs + vectors + result * self.out_bytes) + result * self.sum_bytes
+        copies = (bm + bn) * bk * self.widened_bytes + result * self.epilogue_bytes
+        return 2 * (lhs + rhs + vectors + result * self.out_bytes) + result * self.sum_bytes + copies
 
     def seconds(self, tile: Tile) -> float:
         """About how long the product takes with this tile: every step hides the transfers of the next one, or waits for them."""
@@ -230,6 +241,11 @@ def problem_of(spec: MatmulSpec, which: str, chip: Chip | None) -> Problem:
     scaled = any(x is not None for x in (o.bias, o.scale_a, o.scale_b)) or spec.activation is not None
     m, n, k, groups = spec.m, spec.n, spec.k, spec.groups
 
+    mixed = a != wide or b != wide
+    widened = wide if mixed else 0
+    widened = 4 if spec.precision == "high" else max(widened, 2 if spec.compute_dtype == jnp.int8 else 0)
+    if which == "forward" and native_8bit(spec, planned):
+        widened = 0
     rate = _rate(spec, planned, forward=which == "forward")
 
     def problem(
@@ -237,7 +253,8 @@ def problem_of(spec: MatmulSpec, which: str, chip: Chip | None) -> Problem:
     ) -> Problem:
         summed = max(1, spec.groups // groups) if which != "forward" else 1
         rows = which == "forward" and o.scale_a is not None
-        return Problem(groups, m, n, k, summed, *axes, *sizes, sum_bytes, rows, rate, planned)
+        epilogue = 16 if which == "forward" and spec.activation is not None else 0
+        return Problem(groups, m, n, k, summed, *axes, *sizes, sum_bytes, rows, widened, epilogue, rate, planned)
 
     if which == "forward":
         axes = (1 if spec.transpose_a else 2, 2 if spec.transpose_b else 1)
