@@ -1,0 +1,226 @@
+"""Attention on TPUs that are not here, beside its peers: the compiler's own schedule of each kernel, followed by the same simulator.
+
+Peers are the Pallas kernels that come with jax, `flash_attention` and `splash_attention`, each at the best of a few block sizes, and Tokamax's splash
+attention where the package is installed (`pip install tokamax`). Every time is an estimate (docs/aot.md says how far to trust it; differences below 4 %
+are not worth reading); the last lines give the geometric mean of ours / best peer. "backward" is the program of forward and backward less the forward.
+
+    python benchmarks/tpu_peers.py --targets v4,v5e,v5p,v6e,tpu7x --cases causal-128,full-128 --directions forward,backward
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai import flash_attention
+from vishwamai.aot.schedule import Case, inspect_many
+from vishwamai.core.errors import VishwamaiError
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One attention problem, bfloat16."""
+
+    causal: bool
+    dim: int
+    kv_heads: int = 16
+    heads: int = 16
+    window: int | None = None
+    batch: int = 4
+    length: int = 4096
+
+    def arrays(self) -> list[jax.ShapeDtypeStruct]:
+        def of(heads: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self.batch, heads, self.length, self.dim), jnp.bfloat16)
+
+        return [of(self.heads), of(self.kv_heads), of(self.kv_heads)]
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass, over the positions that the mask leaves."""
+        if self.window is not None:
+            live = sum(min(row, self.window) + 1 for row in range(self.length))
+        else:
+            live = self.length * (self.length + 1) // 2 if self.causal else self.length**2
+        return 4.0 * self.batch * self.heads * live * self.dim
+
+
+SHAPES = {
+    **{
+        f"{'causal' if causal else 'full'}-{dim}": Shape(causal, dim)
+        for causal in (True, False)
+        for dim in (128, 64, 256)
+    },
+    "window-128": Shape(True, 128, window=1024),
+    "gqa-128": Shape(True, 128, heads=32, kv_heads=8),
+}
+
+
+def ours(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
+    window = None if shape.window is None else (shape.window, None)
+    yield "vishwamai", lambda q, k, v: flash_attention(q, k, v, causal=shape.causal, window=window)
+
+
+def jax_flash(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """jax.experimental.pallas.ops.tpu.flash_attention; it has neither windows nor grouped heads."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as kernel
+
+    if shape.window is not None or shape.kv_heads != shape.heads:
+        return
+    for block in (512, 1024):
+        sizes = kernel.BlockSizes(
+            block_q=block,
+            block_k_major=block,
+            block_k=block,
+            block_b=1,
+            block_q_major_dkv=block,
+            block_k_major_dkv=block,
+            block_k_dkv=block,
+            block_q_dkv=block,
+            block_k_major_dq=block,
+            block_k_dq=block,
+            block_q_dq=block,
+        )
+
+        def call(q: Any, k: Any, v: Any, sizes: Any = sizes) -> Any:
+            scale = 1 / math.sqrt(shape.dim)
+            return kernel.flash_attention(q, k, v, causal=shape.causal, sm_scale=scale, block_sizes=sizes)
+
+        yield f"jax flash {block}", call
+
+
+def _masked(shape: Shape, masks: Any) -> Any:
+    size = (shape.length, shape.length)
+    if shape.window is not None:
+        return masks.LocalMask(size, (shape.window, 0), 0)
+    return masks.CausalMask(size) if shape.causal else masks.FullMask(size)
+
+
+def jax_splash(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """jax.experimental.pallas.ops.tpu.splash_attention, with its fused backward kernel; the scale is the caller's to apply."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    for block_q, block_kv, compute in ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512)):
+        sizes = kernel.BlockSizes(
+            block_q=block_q,
+            block_kv=block_kv,
+            block_kv_compute=compute,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_kv_dkv_compute=compute,
+            use_fused_bwd_kernel=True,
+        )
+
+        def call(q: Any, k: Any, v: Any, sizes: Any = sizes) -> Any:
+            many = masks.MultiHeadMask([_masked(shape, masks)] * shape.heads)
+            attend = kernel.make_splash_mha(many, head_shards=1, q_seq_shards=1, block_sizes=sizes)
+            return jax.vmap(attend)(q * jnp.asarray(1 / math.sqrt(shape.dim), q.dtype), k, v)
+
+        yield f"jax splash {block_q}/{block_kv}/{compute}", call
+
+
+def tokamax_splash(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Tokamax's splash attention; nothing where the package is not installed."""
+    try:
+        from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernel  # type: ignore
+        from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks  # type: ignore
+    except ImportError:
+        return
+    for block_q, block_kv, compute in ((1024, 1024, 256), (1024, 1024, 512), (2048, 2048, 512)):
+        config = kernel.SplashConfig(
+            block_q=block_q,
+            block_kv=block_kv,
+            block_kv_compute=compute,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_kv_dkv_compute=compute,
+            use_base2_exp=True,
+        )
+
+        def call(q: Any, k: Any, v: Any, config: Any = config) -> Any:
+            attend = kernel.make_splash_mha(mask=_masked(shape, masks), config=config, q_seq_shards=1)
+            return jax.vmap(attend)(q * jnp.asarray(1 / math.sqrt(shape.dim), q.dtype), k, v)
+
+        yield f"tokamax splash {block_q}/{block_kv}/{compute}", call
+
+
+PEERS = (jax_flash, jax_splash, tokamax_splash)
+
+
+def with_gradient(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The program of forward and backward; the cotangent is an argument."""
+
+    def run(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
+        return jax.vjp(call, q, k, v)[1](cotangent)
+
+    return run
+
+
+def seconds(
+    calls: list[tuple[str, Callable[..., Any]]], shape: Shape, target: str, backward: bool
+) -> dict[str, float | str]:
+    """Estimated seconds by name, or the compiler's refusal in a few words."""
+    arrays = shape.arrays()
+    programs = [Case(call, arrays, target=target, flops=shape.flops, name=name) for name, call in calls]
+    if backward:
+        both = [*arrays, arrays[0]]
+        programs += [
+            Case(with_gradient(call), both, target=target, flops=3.5 * shape.flops, name=name) for name, call in calls
+        ]
+    results = inspect_many(programs)
+    found: dict[str, float | str] = {}
+    for n, (name, _) in enumerate(calls):
+        mine = [results[n], results[n + len(calls)]] if backward else [results[n]]
+        refusal = next((str(x) for x in mine if isinstance(x, VishwamaiError)), None)
+        if refusal is not None:
+            found[name] = refusal.splitlines()[0][:60]
+        else:
+            found[name] = mine[-1].seconds - (mine[0].seconds if backward else 0.0)  # type: ignore[union-attr]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="v4,v5e,v5p,v6e,tpu7x")
+    parser.add_argument("--cases", default=",".join(SHAPES))
+    parser.add_argument("--directions", default="forward,backward")
+    options = parser.parse_args()
+    ratios: dict[str, list[float]] = {}
+    print(f"{'case':<12}{'target':<7}{'direction':<10}{'ours, ms':>9}{'best peer, ms':>15}{'ratio':>7}  best peer")
+    for direction in options.directions.split(","):
+        for name in options.cases.split(","):
+            shape = SHAPES[name]
+            for target in options.targets.split(","):
+                calls = [*ours(shape), *(call for peer in PEERS for call in peer(shape))]
+                found = seconds(calls, shape, target, direction == "backward")
+                mine = found.pop("vishwamai")
+                peers = {peer: time for peer, time in found.items() if isinstance(time, float)}
+                if isinstance(mine, str) or not peers:
+                    print(
+                        f"{name:<12}{target:<7}{direction:<10} {mine if isinstance(mine, str) else found}", flush=True
+                    )
+                    continue
+                best = min(peers, key=lambda peer: peers[peer])
+                ratio = mine / peers[best]
+                ratios.setdefault(direction, []).append(ratio)
+                print(
+                    f"{name:<12}{target:<7}{direction:<10}{mine * 1e3:>9.3f}{peers[best] * 1e3:>15.3f}{ratio:>7.3f}  {best}",
+                    flush=True,
+                )
+    for direction, values in ratios.items():
+        mean, worst = statistics.geometric_mean(values), max(values)
+        print(
+            f"{direction}: ours / best peer, geometric mean {mean:.3f}, worst {worst:.3f}, {len(values)} cases (estimates)"
+        )
+
+
+if __name__ == "__main__":
+    main()
