@@ -78,6 +78,17 @@ def test_parse_predicates_and_addresses():
     assert copy.operands[3].kind == "sum"
 
 
+def test_general_copies_are_known_by_their_comment():
+    (bundle,) = parse(
+        "0 : { %1 = dma.general (!%p2_p0), /*src=*/%s1_s0, /*size_in_granules=*/64, /*dst=*/%s2_s1, /*dst_syncflagno=*/%s3_s2 /* hbm-to-vmem */ }"
+    )
+    (copy,) = bundle.scalars
+    assert copy.op == "dma.hbm_to_vmem"
+    assert [operand.value for operand in copy.operands] == ["s1_s0", 64, "s2_s1", "s3_s2"]
+    (bundle,) = parse("0 : { %1 = dma.general %s1_s0, 64, %s2_s1, %s3_s2 }")
+    assert bundle.scalars[0].op == "dma.general"
+
+
 def test_parse_matrix_and_crosslane_instructions():
     (bundle,) = parse(
         "0 : { %1 = vmatmul.mubr.bf16.gmra.mxu2 %v1_v0 ;; %v2_v1 = vpop.f32.mrf.mxu2 ;; %3 = vxpose.xlu0.b32.start %v1_v0 ;; "

@@ -100,6 +100,9 @@ def _fold_comment(match: re.Match[str]) -> str:
     marks = [f"\x01region {number}\x02" for number in _REGION.findall(text)]
     if "core id" in text:
         marks.append("\x01core id\x02")
+    copied = re.fullmatch(r"\s*(\w+)-to-(\w+)\s*", text)
+    if copied:
+        marks.append(f"\x01copy dma.{copied[1]}_to_{copied[2]}\x02")
     called = re.match(r"\s*%(\S+) = ", text)
     if called:
         marks.append(f"\x01call {called[1]}\x02")
@@ -165,6 +168,8 @@ def _matrix(op: str, text: str) -> Matrix:
 def _scalar(op: str, result: str | None, rest: str, marks: Sequence[str]) -> Scalar:
     predicate, rest = _predicate(rest)
     called = next((mark.split(maxsplit=1)[1] for mark in marks if mark.startswith("call")), None)
+    if op == "dma.general":  # strided; between which memories, only the comment says
+        op = next((mark.split()[1] for mark in marks if mark.startswith("copy")), op)
     if op == "sbr.rel":
         region = re.search(r"region(\d+)", rest)
         return Scalar(op, None, predicate, target=int(region[1]) if region else None)
