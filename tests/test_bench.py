@@ -308,6 +308,14 @@ def test_a_case_compiles_for_a_tpu_that_is_not_here():
     assert "MiB" in report.target_words(row)[0]
 
 
+def test_compiling_ends_with_its_time(monkeypatch):
+    made = []
+    monkeypatch.setattr(targets, "compile_case", lambda operation, case, target: made.append(target) or target)
+    cases = [(catalogue.operations()["norm"], case_named("norm", "BERT base"))] * 3
+    assert list(targets.run(cases, ["v5e", "v6e"], seconds=1e9)) == ["v5e", "v6e"] * 3
+    assert list(targets.run(cases, ["v5e", "v6e"], seconds=-1.0)) == []
+
+
 @pytest.mark.long
 def test_the_schedule_times_a_kernel():
     pytest.importorskip("libtpu")

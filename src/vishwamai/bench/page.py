@@ -192,7 +192,7 @@ def _targets(made: Report) -> str:
         return ""
     chips = list(dict.fromkeys(r.target for r in made.targets))
     rows = []
-    for op, case in dict.fromkeys((r.op, r.case) for r in made.targets):
+    for op, case in sorted(dict.fromkeys((r.op, r.case) for r in made.targets), key=lambda key: key[0]):
         cells = [(f"{op}: {case}", "")]
         for chip in chips:
             row = next(r for r in made.targets if (r.op, r.case, r.target) == (op, case, chip))

@@ -25,15 +25,17 @@ class Settings:
       seconds: for timing all cases together, compiling and checking not included.
       call_seconds: a case is made smaller until its slowest candidate should need no more than this for a call.
       cases_per_op: at most so many cases of each operation.
+      compile_seconds: after so long, no further case is compiled for TPUs that are not here; None = no bound.
     """
 
     seconds: float = 120.0
     call_seconds: float = 0.7
     cases_per_op: int | None = None
+    compile_seconds: float | None = 150.0
 
     @classmethod
     def quick(cls) -> Settings:
-        return cls(seconds=12.0, call_seconds=0.06, cases_per_op=3)
+        return cls(seconds=12.0, call_seconds=0.06, cases_per_op=3, compile_seconds=25.0)
 
 
 @dataclasses.dataclass(frozen=True)

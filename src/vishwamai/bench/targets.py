@@ -108,14 +108,28 @@ def scheduled(rows: Sequence[TargetRow], cases: Sequence[tuple[Operation, Case]]
     return [timed(row) for row in rows]
 
 
+def _by_turns(cases: Sequence[tuple[Operation, Case]]) -> list[tuple[Operation, Case]]:
+    """The first case of every operation, then the second of each, so that a bound on the time leaves no operation out."""
+    turns: dict[str, int] = {}
+    numbered = []
+    for operation, case in cases:
+        turns[operation.name] = turns.get(operation.name, 0) + 1
+        numbered.append((turns[operation.name], operation, case))
+    return [(operation, case) for _, operation, case in sorted(numbered, key=lambda entry: entry[0])]
+
+
 def run(
     cases: Sequence[tuple[Operation, Case]],
     targets: Sequence[str],
     on_case: Callable[[int, int, str], None] = lambda done, total, name: None,
+    seconds: float | None = None,
 ) -> Iterator[TargetRow]:
-    """A row for every case on every target."""
+    """A row for every case on every target; after `seconds` (None = no bound) no further case is begun, and its rows are missing."""
     total = len(cases) * len(targets)
-    for i, (operation, case) in enumerate(cases):
+    start = time.perf_counter()
+    for i, (operation, case) in enumerate(_by_turns(cases)):
+        if seconds is not None and time.perf_counter() - start > seconds:
+            break
         for j, target in enumerate(targets):
             on_case(i * len(targets) + j, total, f"{target}: {operation.name}: {case.name}")
             yield compile_case(operation, case, target)

@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = None if arguments.no_model else _model(arguments.quick, steps, notes)
         if model is not None:
             out.print(*tables.model_tables(model), sep="\n")
-        rows = _compile(operations, settings, arguments, targets, steps) if targets else []
+        rows = _compile(operations, settings, arguments, targets, steps, notes) if targets else []
         if rows:
             out.print(tables.target_table(rows, targets))
     made = report.Report(
@@ -144,13 +144,20 @@ def _model(quick: bool, steps: Any, notes: list[str]) -> Any:
 
 
 def _compile(
-    operations: Any, settings: Any, arguments: argparse.Namespace, targets: list[str], steps: Any
+    operations: Any, settings: Any, arguments: argparse.Namespace, targets: list[str], steps: Any, notes: list[str]
 ) -> list[Any]:
     from vishwamai.bench import runner
     from vishwamai.bench import targets as compiling
 
     cases = runner.planned(operations, settings, arguments.long)
-    rows = list(compiling.run(cases, targets, steps.on_case("compiling for")))
+    bound = None if arguments.long else settings.compile_seconds
+    rows = list(compiling.run(cases, targets, steps.on_case("compiling for"), bound))
+    left = len(cases) - len(rows) // len(targets)
+    if left:
+        notes.append(
+            f"{left} of {len(cases)} cases were not compiled for {', '.join(targets)}: that had taken {bound:.0f} seconds; "
+            "--long compiles all, --targets with fewer chips more of them."
+        )
     if not arguments.schedule:
         return rows
     steps.start("following the compiler's schedules")

@@ -163,7 +163,7 @@ def target_table(rows: Sequence[TargetRow], targets: Sequence[str]) -> Table:
         f"TPUs that are not here: VMEM of the largest kernel, its time by {report.estimates(rows)} (share of the chip's roofline)",
         ["case", *targets],
     )
-    cases = dict.fromkeys((r.op, r.case) for r in rows)
+    cases = sorted(dict.fromkeys((r.op, r.case) for r in rows), key=lambda key: key[0])
     for op, case in cases:
         cells = []
         for target in targets:
