@@ -45,11 +45,11 @@ def test_no_square_residual_on_cpu():
     memory = program.memory_analysis()
     assert memory.output_size_in_bytes < MATRIX_BYTES / 16
     assert memory.temp_size_in_bytes < MATRIX_BYTES / 16
-    assert f"{LENGTH},{LENGTH}" not in program.as_text()
+    assert f"{LENGTH},{LENGTH}" not in (program.as_text() or "")
     # The measure can see it: the reference alone does keep it.
     reference = gradient_in_two_programs(implementation="matrix").lower(*structs()).compile()
     assert reference.memory_analysis().output_size_in_bytes > MATRIX_BYTES
-    assert f"{LENGTH},{LENGTH}" in reference.as_text()
+    assert f"{LENGTH},{LENGTH}" in (reference.as_text() or "")
 
 
 @pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")

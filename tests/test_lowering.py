@@ -5,6 +5,7 @@ By default each case is compiled for one chip, in rotation, so that every case a
 
 import re
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ TOPOLOGY = "v5e:2x2"
 
 def attention_structs(kind, spec):
     """query, key, value of batch 4, heads 8 (kv 4), length 256, head_dim 128 on a mesh of 2 x 2."""
-    mesh = mesh_for(TOPOLOGY, {"x": 2, "y": 2})
+    mesh: Any = mesh_for(TOPOLOGY, {"x": 2, "y": 2})
     mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * 2)
     shapes = ((4, 8, 256, 128), (4, 4, 256, 128), (4, 4, 256, 128))
     return [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for s in shapes]
@@ -108,7 +109,8 @@ def kernel_shapes(program):
 def test_explicit_axes_split_batch_and_heads_never_the_sequence(spec, batch, heads):
     """On a slice, a kernel gets its share of batch and heads and the whole sequence, whatever is sharded."""
     structs = attention_structs(AxisType.Explicit, spec)
-    with jax.set_mesh(structs[0].sharding.mesh):
+    mesh: Any = structs[0].sharding.mesh
+    with jax.set_mesh(mesh):
         program = aot.compile_for(attention_and_gradients, *structs, target=TOPOLOGY)
     shapes = kernel_shapes(program)
     assert {(batch, heads[0], 256, 128), (batch, heads[1], 256, 128)} <= shapes

@@ -1,5 +1,7 @@
 """Where a framework's own function means the same, it gives the same: torch and jax.nn, over random shapes and options, values and gradients."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,10 +58,10 @@ def test_torch_scaled_dot_product_attention(name):
     (cotangent,) = arrays(2, (2, heads, length, 40))
     rng = np.random.default_rng(3)
     kind = options.pop("mask", None)
-    mask = rng.random((2, 1, length, keys)) < 0.7 if kind == "bool" else None
+    mask: Any = rng.random((2, 1, length, keys)) < 0.7 if kind == "bool" else None
     if mask is not None:
         mask[..., 0] = True  # where a row sees nothing torch's kernels do not agree among themselves
-    bias = arrays(4, (1, heads, length, keys))[0] if kind == "float" else None
+    bias: Any = arrays(4, (1, heads, length, keys))[0] if kind == "float" else None
     given = mask if bias is None else bias
     theirs = torch_and_gradients(
         lambda q, k, v: functional.scaled_dot_product_attention(

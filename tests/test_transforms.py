@@ -4,6 +4,7 @@ One small call of every op, with every kind of array it takes; what each transfo
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +117,7 @@ def test_vmap(op, impl, mapped):
         x = arrays[name]
         return x, (rng.permutation(x.reshape(-1)).reshape(x.shape))
 
-    axes = {name: None if name not in chosen else (i % 2 if arrays[name].ndim else 0) for i, name in enumerate(names)}
+    axes: dict[str, Any] = {n: (i % min(2, arrays[n].ndim) if n in chosen else None) for i, n in enumerate(names)}
     stacked = {n: x if axes[n] is None else np.stack(copies(n), axes[n]) for n, x in arrays.items()}
     run = contract.value_and_gradients(case, implementation=impl.name)
     with contract.running(impl):
