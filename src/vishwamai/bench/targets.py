@@ -29,7 +29,7 @@ class TargetRow:
       vmem: scoped VMEM of the largest kernel, bytes per core; None without a kernel.
       hbm: arguments, outputs, temporaries and code, bytes of one device; `fits`: whether the device has them.
       seconds: an estimate of a kernel's run time; None where there is none, and for programs of XLA's own operations, whose loops it would count as
-        one pass. By `estimate`: XLA's "cost model", which knows a kernel's own cost estimate only, or the compiler's final "schedule".
+        one pass, or where the model says less than the roofline. By `estimate`: XLA's "cost model", which knows a kernel's own cost estimate only, or the compiler's final "schedule".
     """
 
     op: str
@@ -71,7 +71,9 @@ def compile_case(operation: Operation, case: Case, target: str) -> TargetRow:
     if program is None:
         return dataclasses.replace(row, problem=problem)
     kernels = [k.vmem for k in program.kernels if k.pallas]
-    estimate = program.cost.seconds if kernels and (program.cost.seconds or 0) > 0 else None
+    estimate = program.cost.seconds if kernels else None
+    # Less than the roofline allows cannot be: XLA's model counts a float32 product as one pass, and marks what it does not know by negative times.
+    estimate = None if estimate is None or estimate < 0.9 * roofline else estimate
     return dataclasses.replace(
         row,
         compiles=True,
