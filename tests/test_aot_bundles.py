@@ -247,7 +247,8 @@ def test_delay_slots_are_those_that_the_compiler_leaves(target):
     (source,) = (s for name, s in read_sources(programs.RECORDED / f"matmul-{target}").items() if name != "TLP")
     lines = source.bundles.splitlines()
     branch = max(i for i, line in enumerate(lines) if "sbr.rel" in line)
-    end = next(i for i in range(branch, len(lines)) if "End region" in lines[i] and i > branch)
+    after = next(i for i in range(branch, len(lines)) if "vsyncpa" in lines[i])
+    end = max(i for i in range(branch + 1, after) if "End region" in lines[i])
     assert end - branch == RESERVATIONS[target].branch_delay
 
 
