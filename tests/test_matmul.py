@@ -12,6 +12,10 @@ from vishwamai.ops.matmul import tiles
 from vishwamai.ops.matmul.cases import CASES
 
 
+def _exact(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
 def _normal(shape, dtype=jnp.float32, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
@@ -82,7 +86,7 @@ def test_int8_sums_are_exact():
     rng = np.random.default_rng(0)
     a, b = rng.integers(-128, 128, (3, 5000), dtype=np.int8), rng.integers(-128, 128, (5000, 4), dtype=np.int8)
     a[0], b[:, 0] = -128, -128  # the largest sum there is: 5000 * 2^14, beyond float32's 24 bits
-    out = gemm(a, b)
+    out = gemm(jnp.asarray(a), jnp.asarray(b))
     assert out.dtype == jnp.int32
     np.testing.assert_array_equal(out, a.astype(np.int64) @ b.astype(np.int64))
 
@@ -105,7 +109,7 @@ def test_scales_dequantize():
 def test_fp8_products_are_exact_and_their_gradients_saturate(dtype):
     a, b = _normal((8, 32), dtype), _normal((32, 8), dtype, seed=1)
     out = gemm(a, b, out_dtype=jnp.float32)
-    np.testing.assert_allclose(out, np.float64(a) @ np.float64(b), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(out, _exact(a) @ _exact(b), rtol=1e-6, atol=1e-6)
     gradient = jax.grad(lambda a: gemm(a, b, scale_a=1e9, out_dtype=jnp.float32).sum())(a)
     assert gradient.dtype == dtype
     assert jnp.abs(gradient.astype(jnp.float32)).max() == float(jnp.finfo(dtype).max)  # neither NaN nor infinity
@@ -118,7 +122,7 @@ def test_mixed_dtypes_promote():
         out = gemm(a, b)
         assert out.dtype == wanted
         np.testing.assert_allclose(
-            np.float64(out), np.float64(a) @ np.float64(b), rtol=1e-2 if wanted == jnp.bfloat16 else 1e-6, atol=1e-2
+            _exact(out), _exact(a) @ _exact(b), rtol=1e-2 if wanted == jnp.bfloat16 else 1e-6, atol=1e-2
         )
 
 
@@ -168,12 +172,10 @@ def _interpreted(*args, **kwargs):
 def test_precision_of_float32_products(precision, bound):
     """ "high" keeps 16 bits of each factor: about 2^-16 of the product of the magnitudes, where one bfloat16 product keeps 2^-8."""
     a, b = np.asarray(_normal((16, 256))), np.asarray(_normal((256, 128), seed=1))
-    error = np.abs(_interpreted(a, b, precision=precision) - np.float64(a) @ np.float64(b))
+    error = np.abs(_interpreted(a, b, precision=precision) - _exact(a) @ _exact(b))
     magnitude = np.abs(a).astype(np.float64) @ np.abs(b)
     assert np.max(error / magnitude) < bound
-    rough = np.abs(
-        np.float64(a.astype(jnp.bfloat16)) @ np.float64(b.astype(jnp.bfloat16)) - np.float64(a) @ np.float64(b)
-    )
+    rough = np.abs(_exact(a.astype(jnp.bfloat16)) @ _exact(b.astype(jnp.bfloat16)) - _exact(a) @ _exact(b))
     assert np.max(rough / magnitude) > 2 * bound  # so the bound tells the precisions apart
 
 
@@ -190,13 +192,13 @@ def test_nan_past_the_end_of_a_ragged_axis_does_not_leak():
     out = _interpreted(
         a, b, config=tiles.MatmulConfig(32, 128, 128)
     )  # ragged in every direction, in memory that starts as NaN
-    np.testing.assert_allclose(out, np.float64(a) @ np.float64(b), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(out, _exact(a) @ _exact(b), rtol=1e-5, atol=1e-4)
 
 
 def test_chunks_and_a_sum_kept_in_the_result():
     a, b = _normal((32, 512)), _normal((512, 128), seed=1)
     config = tiles.MatmulConfig(32, 128, 256, chunk_k=128)
-    want = np.float64(a) @ np.float64(b)
+    want = _exact(a) @ _exact(b)
     np.testing.assert_allclose(_interpreted(a, b, config=config), want, rtol=1e-5, atol=1e-4)
     biased = _interpreted(a, b, bias=jnp.ones(128), activation="relu", config=config)
     np.testing.assert_allclose(biased, np.maximum(want + 1, 0), rtol=1e-5, atol=1e-4)

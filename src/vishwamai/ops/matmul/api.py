@@ -85,7 +85,7 @@ def gemm(
 
     def describe(*arrays: Any) -> tuple[MatmulSpec, Layout]:
         products = current_config().precision if precision is None else precision
-        return make_spec(*arrays, activation, transpose_a, transpose_b, products, out_dtype)
+        return make_spec(arrays, activation, transpose_a, transpose_b, products, out_dtype)
 
     def run(*arrays: Any) -> Any:
         spec, layout = describe(*arrays)

@@ -41,7 +41,7 @@ def _case(
     return Case(name, "matmul", gemm, arrays, options, frozenset(tags))
 
 
-_T = {"transpose_b": True}
+_T: dict[str, Any] = {"transpose_b": True}
 
 _CONTRACT = (
     # Sizes that no tile divides.

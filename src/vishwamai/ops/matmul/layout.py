@@ -129,22 +129,22 @@ def plan_layout(
 
 
 def make_spec(
-    a: Any,
-    b: Any,
-    bias: Any,
-    scale_a: Any,
-    scale_b: Any,
+    arrays: tuple[Any, ...],
     activation: str | None,
     transpose_a: bool,
     transpose_b: bool,
     precision: str | PrecisionConfig | jax.lax.Precision,
     out_dtype: Any,
 ) -> tuple[MatmulSpec, Layout]:
-    """Checks the caller's arguments (arrays of any rank) and describes them in the op's own layout.
+    """Checks the caller's arguments and describes them in the op's own layout.
+
+    Args:
+      arrays: a, b, bias, scale_a, scale_b of any rank; None for what is absent.
 
     Raises:
       ShapeError: the arguments contradict one another or the operation.
     """
+    a, b, bias, scale_a, scale_b = arrays
     x, y = array_spec(a), array_spec(b)
     vectors = [None if v is None else array_spec(v) for v in (bias, scale_a, scale_b)]
     batch = check(x, y, vectors[0], activation, transpose_a, transpose_b, vectors[1], vectors[2])
@@ -155,9 +155,7 @@ def make_spec(
     products = resolve_precision(precision, PrecisionConfig(), product)
     layout = plan_layout(batch, x, y, vectors[0], vectors[2], transpose_a, transpose_b)
     scale_dtype = jnp.float64 if product == jnp.float64 else jnp.float32
-    operands = jax.eval_shape(
-        functools.partial(layout.operands, scale_dtype=scale_dtype), *map(_struct, (a, b, bias, scale_a, scale_b))
-    )
+    operands = jax.eval_shape(functools.partial(layout.operands, scale_dtype=scale_dtype), *map(_struct, arrays))
     shapes = Operands(*(None if o is None else array_spec(o) for o in operands))
     return MatmulSpec(shapes, transpose_a, transpose_b, activation, products, result), layout
 
