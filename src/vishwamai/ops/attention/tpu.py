@@ -198,14 +198,13 @@ def _fitted(spec: AttentionSpec, tiling: Tiling, need: Callable[..., int], budge
 
 def _forward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, unroll: int) -> Tiling:
     budget = vmem_budget(chip)
-    shapes = [(size, size) for size in range(most, LANES - 1, -LANES)]
     few_alus = planning_chip(chip).valus < 4
-    if few_alus:
-        unroll = 2  # longer straight-line code only spills there
+    # Longer straight-line code only spills where the vector unit is the bottleneck.
+    shapes = [(size, size, 2 if few_alus else unroll) for size in range(most, LANES - 1, -LANES)]
     if most == 512 and spec.band == (None, None):
-        shapes.insert(0, (256 if few_alus else 512, 1024))  # with nothing to skip along the keys, fewer rescalings
-    for rows, columns in shapes:
-        tiling = Tiling(_block(spec.q_len, rows), _block(spec.kv_len, columns), 1, 1, unroll)
+        shapes.insert(0, (256 if few_alus else 512, 1024, unroll))  # nothing to skip along the keys: fewer rescalings
+    for rows, columns, tiles in shapes:
+        tiling = Tiling(_block(spec.q_len, rows), _block(spec.kv_len, columns), 1, 1, tiles)
         if forward_bytes(spec, tiling) <= budget:
             return _fitted(spec, tiling, forward_bytes, budget)
     return _smallest(spec)
