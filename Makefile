@@ -22,7 +22,7 @@ EDITABLE := $(PIP) install -q --no-build-isolation -e
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-long check lint types layers examples readme readme-check docs native clean
+.PHONY: help bench test test-long test-cpu check lint types layers examples readme readme-check docs native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,10 @@ test: $(VENV)/.dev ## the tests, all but the long ones
 
 test-long: $(VENV)/.dev ## the long tests
 	$(PY) -m pytest -n $(JOBS) -m long tests
+
+test-cpu: $(VENV)/.dev ## the contract of the native CPU kernels; VISHWAMAI_CPU_ISA=generic|avx2|avx512 forces an instruction set
+	$(PY) -m pytest -n $(JOBS) -m "not long" -k native_cpu tests/test_contract.py
+	$(PY) -m pytest -n $(JOBS) -m "not long" tests/test_cpu.py
 
 check: lint types layers examples readme-check ## everything but the tests
 

@@ -17,7 +17,6 @@ import jax
 from vishwamai.core import execute, sharding, tuning
 from vishwamai.core.config import KernelConfig, ambient_chip, ambient_platform, current_config
 from vishwamai.core.errors import FallbackWarning, KernelError, UnsupportedError
-from vishwamai.core.gradients import autodiff_backward as autodiff_backward
 from vishwamai.core.hardware import Chip
 
 PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
@@ -157,7 +156,7 @@ class Op(Generic[S]):
             )
         platforms = [p for p in PLATFORMS if any(impl.platform == p for impl in self.implementations)]
         choices = tuple(self._choose(spec, platform, config, chip, ambient) for platform in (*platforms, None))
-        if _RECORDING.value is None:  # who asks what would run is told by the answer, and the warning is kept for the run
+        if _RECORDING.value is None:  # whoever asks what would run is told so by the answer; the warning is for the run
             self._report_fallback(choices, ambient)
         return Plan(self, spec, choices, config, implementation)
 
