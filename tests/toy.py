@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from vishwamai.core.op import Implementation, Op, autodiff_backward
+from vishwamai.core.gradients import autodiff_backward
+from vishwamai.core.op import Implementation, Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes, name_axes
 from vishwamai.core.spec import OpSpec, array_spec
 
