@@ -182,7 +182,9 @@ def test_a_nan_stays_in_its_row(op, impl):
     arrays, others = _poisoned(case)
     clean, _ = contract.evaluate(case, impl)
     got, _ = contract.evaluate(case, impl, arrays)
-    np.testing.assert_array_equal(others(got), others(clean))
+    # Not bit by bit: a kernel may take another path, as exact, for operands that are not all finite.
+    assert np.isfinite(others(got)).all()
+    contract.close(others(got), others(clean), 1e-5)
     assert np.isnan(got.astype(np.float64)).any()
 
 
