@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax._src.sharding import IndivisibleError
+from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import ManualAxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -173,6 +175,17 @@ def _reduce_missing(results: Any, carried: Sequence[set[str | None]], assignment
     return jax.tree.unflatten(treedef, reduced)
 
 
+def _decoded(sharding: Any, mesh: Mesh) -> PartitionSpec:
+    """The partition spec of XLA's own form of a sharding; whole where it splits by a part of a mesh axis, which no spec can say.
+
+    Such a part comes from a factor with fewer elements than devices: two kv heads beside four query heads on an axis of four.
+    """
+    try:
+        return parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(0), mesh)[0]
+    except IndivisibleError:
+        return PartitionSpec()
+
+
 def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
     """Wraps `function` so that XLA's automatic partitioner follows `axes`; on one device it is `function` itself."""
 
@@ -186,7 +199,7 @@ def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
             mesh = Mesh(sorted(shapes[0].sharding.device_set, key=lambda device: device.id), ("devices",))
             specs: list[Any] = [PartitionSpec()] * len(shapes)
         else:
-            specs = [shape.sharding.spec for shape in shapes]
+            specs = [_decoded(shape.sharding, mesh) for shape in shapes]
         assignment = assign(argument_dims, axes.splittable, [shape.shape for shape in shapes], specs, dict(mesh.shape))
         arguments = [
             NamedSharding(mesh, _spec(names, shape.shape, assignment))
@@ -212,7 +225,7 @@ def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
     def rule(mesh: Mesh, argument_types: Sequence[Any], result_types: Sequence[Any]) -> SdyShardingRule:
         return _shardy_rule(axes, [tuple(t.shape) for t in argument_types], [tuple(t.shape) for t in result_types])
 
-    wrapped.def_partition(partition=partition, sharding_rule=rule)
+    wrapped.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
     return wrapped
 
 
