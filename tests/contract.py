@@ -273,7 +273,7 @@ FLOOR = {2: Errors(2.0, 0.5), 4: Errors(8.0, 2.0), 8: Errors(8.0, 2.0)}
 """By the bytes of the dtype, in units of its eps times the array's own magnitude. In 16 bits the result's own rounding rules: two units in the last
 place of the largest entry, and the root mean square of roundings to the nearest (0.29) with some room. In 32 and 64 bits it is the rounding of sums,
 which grows with their length and differs with their order."""
-CEILING = {2: Errors(8.0, 2.0), 4: Errors(64.0, 16.0), 8: Errors(64.0, 16.0)}
+CEILING = {2: Errors(8.0, 2.0), 4: Errors(128.0, 32.0), 8: Errors(128.0, 32.0)}
 """The same for the reference itself, which has no other to be compared with."""
 FLOOR[1], CEILING[1] = FLOOR[2], CEILING[2]
 
