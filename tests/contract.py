@@ -307,7 +307,8 @@ def check(
     assert not np.isnan(got.astype(np.float64)).any(), f"{name}: NaN"
     allowed, ours = bound(got.dtype, true, reference, group, unit), errors(got, true)
     assert ours.largest <= allowed.largest, f"{name}: largest error {ours.largest:.3g}, allowed {allowed.largest:.3g}"
-    assert ours.rms <= allowed.rms, f"{name}: root-mean-square error {ours.rms:.3g}, allowed {allowed.rms:.3g}"
+    if true.size >= 16:  # the mean of fewer errors is no steadier than the largest of them
+        assert ours.rms <= allowed.rms, f"{name}: root-mean-square error {ours.rms:.3g}, allowed {allowed.rms:.3g}"
 
 
 def check_all(got: Any, true: Any, reference: Any, unit: float = 0.0) -> None:
