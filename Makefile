@@ -84,6 +84,7 @@ ifneq ($(NATIVE),no)
 	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/native -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(abspath $(PY))" \
 	  -Dnanobind_DIR="$$($(PY) -m nanobind --cmake_dir)" $(CMAKE_FLAGS)
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/native -j $(JOBS)
+	rm -f src/vishwamai/core/_cpu*.so # a new file: one rewritten in place would crash the processes that have it loaded
 	PATH="$(abspath $(BIN)):$$PATH" cmake --install build/native --prefix src
 endif
 	@touch $@

@@ -64,7 +64,8 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS, ids=lambda name: name.replace(" ", "_"))
 def test_schedule_visits_what_the_mask_shows_and_nothing_else(mask, panels, kv_major):
     spec = spec_of(900, 1000, heads=(4, 2), **MASKS[mask])
-    tiling = Tiling(128, 128, *panels, 2)
+    panel_q, panel_kv = panels
+    tiling = Tiling(128, 128, panel_q, panel_kv, 2)
     schedule = make_schedule(spec, tiling, masked=False, kv_major=kv_major, heads=2)
     seen = visible(spec)
     visits: dict[tuple[int, int, int], bool] = {}
@@ -135,12 +136,13 @@ def test_segments_rewrite_the_list():
 
 
 def run(spec: AttentionSpec, operands: Operands, cotangents: Outputs, tiling: tuple[int, ...]):
-    *tiling, split = tiling
-    fields = {**dataclasses.asdict(Tiling(*tiling)), "vmem_bytes": 0}
+    *sizes, split = tiling
+    fields: dict[str, int] = {**dataclasses.asdict(Tiling(*sizes)), "vmem_bytes": 0}
     backward = {f"backward_{name}": value for name, value in fields.items()}
-    config = tpu.AttentionConfig(**fields, **backward, backward_split=split)
+    config = tpu.AttentionConfig(**fields, **backward, backward_split=bool(split))
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)):
         outputs, logsumexp = tpu.forward(spec, config, operands, True)
+        assert logsumexp is not None
         gradients = tpu.backward(spec, config, operands, outputs, logsumexp, cotangents)
         return jax.tree.map(np.asarray, (outputs, tuple(gradients[:3])))
 

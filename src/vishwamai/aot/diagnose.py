@@ -236,8 +236,8 @@ def _partition(message: str, chip: Chip) -> Problem | None:
     return Problem(
         kind="sharding",
         what="a Pallas kernel was given sharded operands; the compiler does not know how to split a kernel over devices.",
-        mend="wrap the call in jax.shard_map with the specs of its operands "
-        "(vishwamai's own operations do this for themselves).",
+        mend="wrap the call in jax.shard_map with the specs of its operands, or make the mesh axes explicit "
+        "(there vishwamai's own operations wrap themselves).",
     )
 
 

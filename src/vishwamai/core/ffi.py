@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from vishwamai.core import sharding
 from vishwamai.core.errors import DeviceError
 
-BUILD_HINT = "install a C++20 compiler (`apt-get install g++`) and run `pip install --force-reinstall --no-deps vishwamai`; in a checkout, `pip install -e .`"
+BUILD_HINT = "install a C++20 compiler (`apt-get install g++`) and run `pip install --force-reinstall --no-deps vishwamai`; in a checkout, run `make native`"
 
 
 @functools.cache
