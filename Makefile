@@ -53,7 +53,7 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache --no-logo
 
 examples: $(VENV)/.dev ## doctests of src, and the code blocks of every Markdown page
-	$(PY) -m pytest -n $(JOBS) --doctest-modules src docs $(wildcard *.md)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --doctest-modules src docs $(wildcard *.md)
 
 readme: $(VENV)/.dev ## write README.md's support matrix again
 	$(PY) tools/readme_matrix.py
