@@ -18,6 +18,10 @@ def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -
     x = operands.x
     total = x if operands.residual is None else x + operands.residual  # rounded to x.dtype, as the caller will read it
     s = total.astype(spec.statistics_dtype)
+    if operands.residual is not None:
+        # XLA may keep the sum in float32 between the two lines above; the caller's `total` is rounded, so `s` is too.
+        rounded = jnp.finfo(x.dtype)
+        s = lax.reduce_precision(s, rounded.nexp, rounded.nmant)
     mean = jnp.mean(s, axis=-1, keepdims=True) if spec.kind == "layer" else None
     centred = s if mean is None else s - mean
     rstd = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + spec.eps)
