@@ -211,7 +211,7 @@ def test_chunks_and_a_sum_kept_in_the_result():
     "target, dtype, words",
     [
         ("v5e", jnp.int8, None),
-        ("v4", jnp.int8, "int8 is multiplied as bfloat16 in exact pieces, for v4 has no int8 unit"),
+        ("tpu7x", jnp.int8, "int8 is multiplied as bfloat16 in exact pieces, for tpu7x has no int8 unit"),
         ("tpu7x", jnp.float8_e4m3fn, None),
         ("v6e", jnp.float8_e5m2, None),
         ("v6e", jnp.float8_e4m3fn, "v6e has no unit for float8_e4m3fn"),
@@ -224,6 +224,13 @@ def test_explain_says_how_narrow_numbers_are_multiplied(target, dtype, words):
     assert call.runs == "pallas_tpu"
     text = next(v.reason for v in call.verdicts if v.runs)
     assert words in text if words else "bfloat16" not in text
+
+
+def test_int8_on_v4_is_left_to_xla():
+    x = jax.ShapeDtypeStruct((256, 256), jnp.int8)
+    (call,) = explain(gemm, x, x, target="v4").calls
+    assert call.runs == "xla"
+    assert "no int8 unit" in next(v.reason for v in call.verdicts if v.implementation == "pallas_tpu")
 
 
 def test_explain_says_where_memory_bounds_the_product():

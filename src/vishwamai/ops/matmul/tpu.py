@@ -43,6 +43,9 @@ def why_not(spec: MatmulSpec, chip: Chip | None) -> str | None:
         return f"`out_dtype` is {spec.out_dtype.name}, and the TPU computes in float32 and bfloat16."
     if 0 in (spec.groups, spec.m, spec.n, spec.k):
         return "an array is empty."
+    if spec.compute_dtype == _INT8 and chip is not None and chip.name == "v4":
+        # Without an int8 unit the operands are widened by the vector unit, of which v4 has half as much as later chips (docs/performance.md).
+        return "v4 has no int8 unit, and by the compiler's schedule XLA's own product is more than twice as fast."
     return None
 
 
