@@ -115,7 +115,7 @@ def _operations(made: Report) -> str:
     return "\n".join(parts)
 
 
-_COLUMNS = (
+COLUMNS = (
     "case",
     "candidate",
     "numbers",
@@ -128,6 +128,7 @@ _COLUMNS = (
     "vs torch",
     "memory",
 )
+"""Columns of the table of measurements, here and on the terminal."""
 
 
 def _measurements(measurements: Sequence[Measurement]) -> str:
@@ -141,7 +142,7 @@ def _measurements(measurements: Sequence[Measurement]) -> str:
                 ]
             )
             rows.append(_row(_cells(m, found, case if i == 0 else ""), kind))
-    return _table(_COLUMNS, rows, frozenset(_COLUMNS[3:]))
+    return _table(COLUMNS, rows, frozenset(COLUMNS[3:]))
 
 
 def _cells(m: Measurement, found: Sequence[Measurement], case: str) -> list[tuple[str, str]]:

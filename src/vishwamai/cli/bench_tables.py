@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vishwamai.bench import report
 from vishwamai.bench.machine import Cpu
 from vishwamai.bench.model import NAME, ModelResult
+from vishwamai.bench.page import COLUMNS
 from vishwamai.bench.peaks import Peaks
 from vishwamai.bench.runner import Measurement
 from vishwamai.bench.targets import TargetRow
@@ -80,22 +81,9 @@ def measurement_tables(measurements: Sequence[Measurement]) -> list[Table]:
     from rich.text import Text
 
     made = []
-    columns = [
-        "case",
-        "candidate",
-        "numbers",
-        "median",
-        "spread",
-        "GFLOP/s",
-        "GB/s",
-        "of peak",
-        "vs jax",
-        "vs torch",
-        "memory",
-    ]
-    right = frozenset(columns[3:])
+    right = frozenset(COLUMNS[3:])
     for op in dict.fromkeys(m.op for m in measurements):
-        out = table(op, columns, right)
+        out = table(op, COLUMNS, right)
         mine = [m for m in measurements if m.op == op]
         for (_, case), rows in report.groups(mine).items():
             shown = case

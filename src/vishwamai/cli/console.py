@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vishwamai.cli.function import CommandError
@@ -30,7 +31,7 @@ def console() -> Console:
     return found if found.is_terminal else Console(width=160)
 
 
-def table(title: str, columns: list[str], right: frozenset[str] = frozenset()) -> Table:
+def table(title: str, columns: Sequence[str], right: frozenset[str] = frozenset()) -> Table:
     """An empty table; the columns in `right` hold numbers."""
     require_rich()
     from rich import box
