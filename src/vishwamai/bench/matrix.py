@@ -17,7 +17,7 @@ class Cell:
     """What one implementation says to the cases with one feature.
 
     Attributes:
-      served, asked: how many of the cases it serves, on every chip of its platform.
+      served, asked: how many of the cases it serves, each counted once for every chip of its platform.
       reasons: its different reasons for the others, each with the chips that it holds for (none named = all).
     """
 
@@ -60,18 +60,21 @@ def features(case: Case, optional: frozenset[str]) -> list[str]:
     return found
 
 
-def _refusals(impl: Implementation, specs: Sequence[object]) -> list[str]:
-    """Why `impl` declines the specs; for a TPU kernel asked for every generation."""
-    if impl.platform != "tpu":
-        return [reason for spec in specs if (reason := impl.why_not(spec, None)) is not None]
-    by_reason: dict[str, list[str]] = {}
-    for chip in CHIPS.values():
-        for spec in specs:
-            reason = impl.why_not(spec, chip)
-            if reason is not None:
-                by_reason.setdefault(reason, []).append(chip.name)
-    everywhere = len(CHIPS)
-    return [r if len(chips) >= everywhere else f"on {', '.join(chips)}: {r}" for r, chips in by_reason.items()]
+def _ask(impl: Implementation, specs: Sequence[object]) -> Cell:
+    """What `impl` says to the specs of one case; a TPU kernel is asked for every generation."""
+    chips = tuple(CHIPS.values()) if impl.platform == "tpu" else (None,)
+    served = 0
+    by_reason: dict[str, set[str]] = {}
+    for chip in chips:
+        reasons = {reason for spec in specs if (reason := impl.why_not(spec, chip)) is not None}
+        served += not reasons
+        for reason in reasons:
+            by_reason.setdefault(reason, set()).add(chip.name if chip else "")
+    texts = (
+        reason if len(names) == len(chips) else f"on {', '.join(name for name in CHIPS if name in names)}: {reason}"
+        for reason, names in by_reason.items()
+    )
+    return Cell(served, len(chips), tuple(texts))
 
 
 def rows_of(operation: Operation) -> list[Row]:
@@ -82,18 +85,18 @@ def rows_of(operation: Operation) -> list[Row]:
     plain = {case.name: basics(case) for case in cases}
     special = {case.name: features(case, optional) for case in cases}
     implementations = operation.op.implementations
-    refused = {}
+    answers = {}
     for case in cases:
         specs = specs_of(operation, case)
-        refused[case.name] = {impl.name: _refusals(impl, specs) for impl in implementations}
+        answers[case.name] = {impl.name: _ask(impl, specs) for impl in implementations}
     lost: dict[str, set[str]] = {impl.name: set() for impl in implementations}
 
     def cell(impl: Implementation, feature: str, having: list[Case]) -> Cell:
         # What is refused altogether, a dtype or an empty axis, is said in its own row and is no fault of another feature.
         wanted = [case for case in having if not lost[impl.name] & (set(plain[case.name]) - {feature})] or having
-        reasons = [refused[case.name][impl.name] for case in wanted]
-        texts = dict.fromkeys(reason for some in reasons for reason in some)
-        return Cell(sum(not some for some in reasons), len(wanted), tuple(texts))
+        cells = [answers[case.name][impl.name] for case in wanted]
+        texts = dict.fromkeys(reason for cell in cells for reason in cell.reasons)
+        return Cell(sum(cell.served for cell in cells), sum(cell.asked for cell in cells), tuple(texts))
 
     def row(feature: str, marks: dict[str, list[str]]) -> Row:
         having = [case for case in cases if feature in marks[case.name]]
