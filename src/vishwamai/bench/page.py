@@ -115,22 +115,6 @@ def _operations(made: Report) -> str:
     return "\n".join(parts)
 
 
-COLUMNS = (
-    "case",
-    "candidate",
-    "numbers",
-    "median",
-    "spread",
-    "GFLOP/s",
-    "GB/s",
-    "of peak",
-    "vs jax",
-    "vs torch",
-    "memory",
-)
-"""Columns of the table of measurements, here and on the terminal."""
-
-
 def _measurements(measurements: Sequence[Measurement]) -> str:
     rows = []
     for (_, case), found in report.groups(measurements).items():
@@ -142,7 +126,7 @@ def _measurements(measurements: Sequence[Measurement]) -> str:
                 ]
             )
             rows.append(_row(_cells(m, found, case if i == 0 else ""), kind))
-    return _table(COLUMNS, rows, frozenset(COLUMNS[3:]))
+    return _table(report.COLUMNS, rows, frozenset(report.COLUMNS[3:]))
 
 
 def _cells(m: Measurement, found: Sequence[Measurement], case: str) -> list[tuple[str, str]]:
@@ -151,17 +135,7 @@ def _cells(m: Measurement, found: Sequence[Measurement], case: str) -> list[tupl
     if m.timing is None:
         why = m.note or (m.numbers.what if m.numbers else "")
         return [*first, ("", "n"), (f"not timed: {why}", "soft"), *([("", "n")] * 6)]
-    values = (
-        report.seconds(m.timing.median),
-        f"{m.timing.spread:.0%}",
-        report.rate(m.flops_per_second),
-        report.rate(m.bytes_per_second),
-        f"{m.share:.0%}",
-        report.ratio(m, "jax", found),
-        report.ratio(m, "torch", found),
-        report.size(m.memory),
-    )
-    return [*first, *((value, "n") for value in values)]
+    return [*first, *((value, "n") for value in report.figures(m, m.timing, found))]
 
 
 def _model(made: Report) -> str:

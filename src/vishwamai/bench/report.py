@@ -22,6 +22,21 @@ from vishwamai.bench.timing import Timing
 
 SCHEMA = "vishwamai-bench/1"
 
+COLUMNS = (
+    "case",
+    "candidate",
+    "numbers",
+    "median",
+    "spread",
+    "GFLOP/s",
+    "GB/s",
+    "of peak",
+    "vs jax",
+    "vs torch",
+    "memory",
+)
+"""Columns of the table of measurements, on the page and on the terminal."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -137,6 +152,20 @@ def ratio(measurement: Measurement, framework: str, peers: Sequence[Measurement]
     """How many times as fast as the framework's own, "1.7x"; empty where that cannot be said."""
     names = [p.candidate for p in peers if p.framework == framework and p.candidate in measurement.ratios]
     return f"{measurement.ratios[names[0]]:.2f}x" if names else ""
+
+
+def figures(m: Measurement, timing: Timing, peers: Sequence[Measurement]) -> tuple[str, ...]:
+    """A timed measurement's cells from "median" on; `peers` are the measurements of its case."""
+    return (
+        seconds(timing.median),
+        f"{timing.spread:.0%}",
+        rate(m.flops_per_second),
+        rate(m.bytes_per_second),
+        f"{m.share:.0%}",
+        ratio(m, "jax", peers),
+        ratio(m, "torch", peers),
+        size(m.memory),
+    )
 
 
 def groups(measurements: Sequence[Measurement]) -> dict[tuple[str, str], list[Measurement]]:

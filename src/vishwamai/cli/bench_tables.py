@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from vishwamai.bench import report
 from vishwamai.bench.machine import Cpu
 from vishwamai.bench.model import NAME, ModelResult
-from vishwamai.bench.page import COLUMNS
 from vishwamai.bench.peaks import Peaks
 from vishwamai.bench.runner import Measurement
 from vishwamai.bench.targets import TargetRow
@@ -81,9 +80,9 @@ def measurement_tables(measurements: Sequence[Measurement]) -> list[Table]:
     from rich.text import Text
 
     made = []
-    right = frozenset(COLUMNS[3:])
+    right = frozenset(report.COLUMNS[3:])
     for op in dict.fromkeys(m.op for m in measurements):
-        out = table(op, COLUMNS, right)
+        out = table(op, report.COLUMNS, right)
         mine = [m for m in measurements if m.op == op]
         for (_, case), rows in report.groups(mine).items():
             shown = case
@@ -97,14 +96,7 @@ def measurement_tables(measurements: Sequence[Measurement]) -> list[Table]:
                         Text(shown),
                         Text(m.candidate, style),
                         _numbers(m),
-                        report.seconds(m.timing.median),
-                        f"{m.timing.spread:.0%}",
-                        report.rate(m.flops_per_second),
-                        report.rate(m.bytes_per_second),
-                        f"{m.share:.0%}",
-                        report.ratio(m, "jax", rows),
-                        report.ratio(m, "torch", rows),
-                        report.size(m.memory),
+                        *report.figures(m, m.timing, rows),
                     )
                 shown = ""
             out.add_section()

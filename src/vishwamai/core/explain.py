@@ -87,7 +87,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
 
 def _explain_call(plan: Plan, platform: str) -> CallExplanation:
     chip = ambient_chip()
-    choice = next((c for c in plan.choices if c.platform == platform), plan.choices[-1])
+    choice = plan.choice(platform)
     verdicts = []
     for impl in plan.op.implementations:
         runs = impl is choice.implementation

@@ -77,10 +77,13 @@ class Plan:
     op: Op
     spec: Any
     choices: tuple[Choice, ...]  # the last one has platform None and serves every platform that is not named before it
-    config: Any = (
-        None  # what the caller asked for, kept so that a folded or sharded call chooses again under the same wishes
-    )
+    # What the caller asked for, kept so that a folded or sharded call chooses again under the same wishes.
+    config: Any = None
     implementation: str | None = None
+
+    def choice(self, platform: str) -> Choice:
+        """What runs on `platform`."""
+        return next((choice for choice in self.choices if choice.platform == platform), self.choices[-1])
 
 
 class Op(Generic[S]):
@@ -89,8 +92,8 @@ class Op(Generic[S]):
     Args:
       name: the operation's name, as `explain` and the tuning tables call it.
       implementations: in order of preference. The last one must serve every legal spec on every platform.
-      axes: `(spec, backward) -> Axes`: the factor rule of the forward (arguments: operands) or the backward pass (arguments: operands, outputs,
-        residuals, cotangents; results: gradients).
+      axes: `(spec, arguments, results) -> Axes`: the factor rule of the forward (arguments: operands) or the backward pass (arguments: operands,
+        outputs, residuals, cotangents; results: gradients).
       shareable: operands whose leading axis may be 1 while the batch is larger.
     """
 
@@ -156,9 +159,10 @@ class Op(Generic[S]):
             )
         platforms = [p for p in PLATFORMS if any(impl.platform == p for impl in self.implementations)]
         choices = tuple(self._choose(spec, platform, config, chip, ambient) for platform in (*platforms, None))
+        plan = Plan(self, spec, choices, config, implementation)
         if _RECORDING.value is None:  # whoever asks what would run is told so by the answer; the warning is for the run
-            self._report_fallback(choices, ambient)
-        return Plan(self, spec, choices, config, implementation)
+            self._report_fallback(plan, ambient)
+        return plan
 
     def _named(self, name: str) -> Implementation[S]:
         for impl in self.implementations:
@@ -205,10 +209,10 @@ class Op(Generic[S]):
             f"{self.name}: no implementation serves {spec} on {platform}; the last one must serve everything. Refused: {refused}"
         )
 
-    def _report_fallback(self, choices: tuple[Choice, ...], ambient: KernelConfig) -> None:
+    def _report_fallback(self, plan: Plan, ambient: KernelConfig) -> None:
         """Warns once, or raises in strict mode, if a kernel written for the ambient platform declined."""
         platform = ambient_platform()
-        choice = next((c for c in choices if c.platform == platform), choices[-1])
+        choice = plan.choice(platform)
         for name, reason in choice.refused:
             if self._named(name).platform != platform:
                 continue

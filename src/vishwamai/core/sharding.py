@@ -271,9 +271,7 @@ def _shardy_rule(
                 mapping.append(CompoundFactor(f"f{name}", rest))
         mappings.append(ArrayMapping(*mapping))
     count = len(argument_shapes)
-    present = {
-        factor for mapping in mappings for dim in mapping for factor in ((dim,) if isinstance(dim, str) else dim)
-    }
+    present = set().union(*map(_flat, mappings))
     inferred = {dim for mapping in mappings for dim in mapping if isinstance(dim, str)}
     reduced = tuple(
         f"f{name}"
