@@ -100,15 +100,18 @@ class _Search:
         def forward(**values: Any) -> Any:
             return case.run(values, implementation=name, config=config)
 
-        def both(values: dict[str, Any], fixed: dict[str, Any]) -> Any:
+        def both(values: dict[str, Any], fixed: dict[str, Any], cotangents: Any) -> Any:
             out, pull = jax.vjp(lambda v: forward(**v, **fixed), values)
-            return pull(jax.tree.map(jax.numpy.ones_like, out))
+            return out, pull(cotangents)
 
         if not backward:
             return schedule.Case(forward, kwargs=arrays, target=self.target, name=case.name)
         values = {key: arrays[key] for key in moved}
         fixed = {key: array for key, array in arrays.items() if key not in moved}
-        return schedule.Case(both, (values, fixed), target=self.target, name=f"{case.name} backward")
+        # Cotangents come from outside, as in training: made here they would cost a pass over HBM of their own.
+        with tracing_for(self.target):
+            cotangents = jax.eval_shape(lambda v, f: forward(**v, **f), values, fixed)
+        return schedule.Case(both, (values, fixed, cotangents), target=self.target, name=f"{case.name} backward")
 
     def _illegal(self, program: schedule.Case) -> str | None:
         """Why the kernel cannot be traced with these tiles: each kernel knows its own rules, and tracing asks it."""
@@ -169,7 +172,7 @@ class _Search:
         return best, heuristic
 
     def run(self) -> Outcome:
-        """Forward and backward in turn where the config has fields for each, else both by one program."""
+        """Forward first and backward next where the config has fields for each, else both at once. The last program holds both passes."""
         config = self.choice.config
         names = [
             f.name
@@ -177,13 +180,12 @@ class _Search:
             if isinstance(getattr(config, f.name), int) and _VMEM not in f.name
         ]
         passes = [False, True] if self.split and self.case.differentiable else [bool(self.case.differentiable)]
-        spent = wanted = bound = 0.0
+        saved = 0.0
         for backward in passes:
             fields = [n for n in names if n.startswith(_BACKWARD) == backward] if self.split else names
             best, heuristic = self.climb(config, fields, backward)
             config = best.config
-            spent, wanted = spent + best.seconds, wanted + heuristic.seconds
-            bound += best.seconds * best.efficiency
+            saved += heuristic.seconds - best.seconds
         return Outcome(
             op=self.plan.op.name,
             implementation=self.choice.implementation.name,
@@ -192,9 +194,9 @@ class _Search:
             target=self.target,
             config=dataclasses.asdict(config),
             changed=config != self.choice.config,
-            seconds=spent,
-            heuristic_seconds=wanted,
-            efficiency=bound / spent if spent else 0.0,
+            seconds=best.seconds,
+            heuristic_seconds=best.seconds + saved,
+            efficiency=best.efficiency,
             compilations=self.compilations,
             refused=tuple(self.refused),
         )
