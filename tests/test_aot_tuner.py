@@ -1,6 +1,7 @@
 """The offline tuner: its steps, its climb on made-up times, its tables, and one search by the real compiler."""
 
 import dataclasses
+import importlib
 import json
 
 import pytest
@@ -16,6 +17,10 @@ from vishwamai.ops.norm.cases import CASES
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
 CASE = next(case for case in CASES if case.name == "Llama 3 8B")
+
+
+def case_module(op):
+    return importlib.import_module(f"vishwamai.ops.{op}.cases")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +122,31 @@ def test_tables_are_written_found_again_and_used(made_up, tmp_path, monkeypatch)
         (plan,) = record_plans(CASE.run, CASE.shapes())
     assert plan.choices[0].config.block_rows == 1024
     tuning.reload()
+
+
+@needs_libtpu
+@pytest.mark.parametrize("op", ["matmul", "attention"])
+def test_every_operation_has_tiles_that_a_table_gives_back(op, monkeypatch, tmp_path):
+    """Tuples, flags and both passes go through the table and come back as the config they were."""
+    case = next(case for case in case_module(op).CASES if "model" in case.tags)
+    tried = []
+
+    def evaluate(search, configs, backward):
+        search.compilations += len(configs)
+        tried.extend(configs)
+        return [tuner._Trial(config, 1.0 / len(tried), 0.5) for config in configs]
+
+    monkeypatch.setattr(tuner._Search, "evaluate", evaluate)
+    (outcome,) = tuner.tune([case], ["v5p"], directory=tmp_path, budget=20)
+    assert isinstance(outcome, tuner.Outcome)
+    assert outcome.changed
+    monkeypatch.setenv("VISHWAMAI_TUNING_DIR", str(tmp_path))
+    tuning.reload()
+    with tracing_for("v5p"):
+        (plan,) = record_plans(case.run, case.shapes())
+    tuning.reload()
+    assert dataclasses.asdict(plan.choices[0].config) == outcome.config
+    assert hash(plan.choices[0].config) in {hash(config) for config in tried}
 
 
 @needs_libtpu

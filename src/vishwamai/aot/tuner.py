@@ -90,7 +90,7 @@ class _Search:
         self.refused: list[str] = []
         self.plan = _plan(case, target)
         self.choice = next(choice for choice in self.plan.choices if choice.platform in ("tpu", None))
-        self.split = any(f.name.startswith(_BACKWARD) for f in dataclasses.fields(self.choice.config))
+        self.split = any(name.startswith(_BACKWARD) for name in tiles(self.choice.config))
 
     def _program(self, config: Any, backward: bool) -> schedule.Case:
         case, name = self.case, self.choice.implementation.name
@@ -174,11 +174,7 @@ class _Search:
     def run(self) -> Outcome:
         """Forward first and backward next where the config has fields for each, else both at once. The last program holds both passes."""
         config = self.choice.config
-        names = [
-            f.name
-            for f in dataclasses.fields(config)
-            if isinstance(getattr(config, f.name), int) and _VMEM not in f.name
-        ]
+        names = list(tiles(config))
         passes = [False, True] if self.split and self.case.differentiable else [bool(self.case.differentiable)]
         saved = 0.0
         for backward in passes:

@@ -64,7 +64,8 @@ def lookup(op: str, implementation: str, chip: Chip | None, spec: Any, config_ty
         entry = table.get(implementation, {}).get(key)
         if entry is not None:
             try:
-                return config_type(**entry["config"])
+                fields = {k: tuple(v) if isinstance(v, list) else v for k, v in entry["config"].items()}
+                return config_type(**fields)
             except (TypeError, KeyError) as error:
                 raise KernelError(
                     f"tuning table of {op} on {chip.name}: entry {key!r} does not fit {config_type.__name__} ({error}); tune it again."
