@@ -9,24 +9,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from vishwamai.core import hardware
-from vishwamai.core.errors import KernelError
+from vishwamai.core.errors import KernelError, UnsupportedError
 from vishwamai.core.precision import PrecisionConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """How operations run; every field may change speed only, except `precision`, which says so itself.
+    """How operations run; every field may change speed only, except `precision` and the `use_...` fields about dtypes, which change rounding.
+
+    A field that can have no effect on a platform is named by `without_effect`, which `explain` prints.
 
     Attributes:
       block_size: edge of the tiles, in elements; None lets the tuning table or the heuristic decide. A kernel rounds it to what its chip can tile.
-      precision: accumulation and product precision; see `PrecisionConfig`.
+      precision: accumulation and product precision: a `PrecisionConfig`, its name ("high"), or a `jax.lax.Precision`.
+      use_bfloat16: float32 operands of `gemm` and `flash_attention` are rounded to bfloat16 before they are multiplied; sums and results stay float32.
+        Operations that multiply no matrices keep their dtype.
+      use_fp16: the same with float16; an error on TPUs, which have no float16 unit.
+      use_tensor_cores: GPUs only. True lets float32 products run on the tensor cores as TF32 (`precision="high"`), unless `precision` says otherwise;
+        None and False keep float32 accuracy. 16- and 8-bit products run on tensor cores always.
       implementation: name of the implementation to use wherever an operation offers it (`"xla"`, `"pallas_tpu"` ...); operations without it
         choose as usual.
       use_flash: False replaces blocked attention by the plain reference that holds the score matrix.
+      use_efficient_attention: another name of `use_flash`; None follows it, and a contradiction is an error.
       auto_optimize: consult the tuning tables; False takes the heuristic alone.
       strict: raise `UnsupportedError` instead of falling back to a slower implementation with a warning.
       target: chip to choose for (`"v5e"` ...) when compiling for a chip that is not here; None means the default backend.
@@ -34,15 +44,29 @@ class KernelConfig:
 
     block_size: int | None = None
     precision: PrecisionConfig = PrecisionConfig()
+    use_bfloat16: bool = False
+    use_fp16: bool = False
+    use_tensor_cores: bool | None = None
     implementation: str | None = None
     use_flash: bool = True
+    use_efficient_attention: bool | None = None
     auto_optimize: bool = True
     strict: bool = False
     target: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.precision, str):
+        if isinstance(self.precision, jax.lax.Precision):
+            object.__setattr__(self, "precision", PrecisionConfig(self.precision.name.lower()))
+        elif not isinstance(self.precision, PrecisionConfig):
             object.__setattr__(self, "precision", PrecisionConfig(self.precision))
+        if self.use_bfloat16 and self.use_fp16:
+            raise KernelError("KernelConfig: `use_bfloat16` and `use_fp16` are both True; pass one of them.")
+        if self.use_efficient_attention is not None:
+            if self.use_efficient_attention and not self.use_flash:
+                raise KernelError(
+                    "KernelConfig: `use_efficient_attention` is True and `use_flash` is False, but they are one option; pass one of them."
+                )
+            object.__setattr__(self, "use_flash", self.use_efficient_attention)
         if self.block_size is not None and (not isinstance(self.block_size, int) or self.block_size < 1):
             raise KernelError(
                 f"KernelConfig: `block_size` is {self.block_size!r}; pass a positive number of elements, such as 128, or None."
@@ -57,7 +81,10 @@ _DEFAULT = KernelConfig()
 
 def current_config() -> KernelConfig:
     """Returns the configuration in force at this point of the program."""
-    return _AMBIENT.value or _DEFAULT
+    config = _AMBIENT.value or _DEFAULT
+    if config.use_tensor_cores and config.precision.products == "default" and ambient_platform() in ("cuda", "rocm"):
+        return dataclasses.replace(config, precision=PrecisionConfig("high"))
+    return config
 
 
 @contextlib.contextmanager
@@ -77,6 +104,11 @@ def kernel_config(config: KernelConfig | None = None, **overrides: object) -> It
     unknown = sorted(set(overrides) - fields)
     if unknown:
         raise KernelError(f"kernel_config: unknown field {unknown[0]!r}; the fields are {', '.join(sorted(fields))}.")
+    # Two names of one option: whichever is given now decides over what was said before by the other.
+    if "use_flash" in overrides and "use_efficient_attention" not in overrides:
+        overrides["use_efficient_attention"] = None
+    elif overrides.get("use_efficient_attention") is not None and "use_flash" not in overrides:
+        overrides["use_flash"] = overrides["use_efficient_attention"]
     value = dataclasses.replace(base, **overrides)  # type: ignore[arg-type]
     with _AMBIENT(value):
         yield value
@@ -84,12 +116,44 @@ def kernel_config(config: KernelConfig | None = None, **overrides: object) -> It
 
 def ambient_platform() -> str:
     """The platform that the program being traced will most likely run on: "tpu", "cpu", "cuda" or "rocm"."""
-    if current_config().target is not None:
+    if (_AMBIENT.value or _DEFAULT).target is not None:
         return "tpu"
     backend = jax.default_backend()
     if backend == "gpu":
         return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
     return backend
+
+
+def narrowed(*arrays: Any) -> tuple[Any, ...]:
+    """The operands of a matrix product as `use_bfloat16` or `use_fp16` want them: float32 ones rounded, all others as they are.
+
+    Raises:
+      UnsupportedError: `use_fp16` on a TPU.
+    """
+    config = current_config()
+    if not (config.use_bfloat16 or config.use_fp16):
+        return arrays
+    if config.use_fp16 and ambient_platform() == "tpu":
+        raise UnsupportedError(
+            "KernelConfig: `use_fp16` is True, but no TPU multiplies float16; pass `use_bfloat16=True` instead."
+        )
+    dtype = jnp.bfloat16 if config.use_bfloat16 else jnp.float16
+    return tuple(x.astype(dtype) if x.dtype == jnp.float32 else x for x in arrays)
+
+
+def without_effect(config: KernelConfig, platform: str) -> tuple[str, ...]:
+    """A sentence for every field of `config` that was set and can change nothing on `platform` ("tpu", "cuda", "rocm" or "cpu").
+
+    >>> without_effect(KernelConfig(use_tensor_cores=True), "cpu")
+    ('use_tensor_cores has no effect: a cpu has no tensor cores.',)
+    """
+    found = []
+    if config.use_tensor_cores is not None and platform in ("tpu", "cpu"):
+        what = "matrix units, which run every product," if platform == "tpu" else "no tensor cores"
+        found.append(f"use_tensor_cores has no effect: a {platform} has {what}.".replace(",.", "."))
+    if config.use_tensor_cores and platform not in ("tpu", "cpu") and config.precision.products != "default":
+        found.append(f'use_tensor_cores has no effect: `precision` is "{config.precision.products}", which decides.')
+    return tuple(found)
 
 
 def ambient_chip() -> hardware.Chip | None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from vishwamai.core.config import ambient_chip, ambient_platform, current_config, kernel_config
+from vishwamai.core.config import ambient_chip, ambient_platform, current_config, kernel_config, without_effect
 from vishwamai.core.op import Plan, record_plans
 
 
@@ -49,17 +49,21 @@ class CallExplanation:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Every op call in a function, in order, for one platform (and chip). Printing it gives the table."""
+    """Every op call in a function, in order, for one platform (and chip). Printing it gives the table.
+
+    `notes` are sentences about the ambient config: what in it can have no effect here.
+    """
 
     platform: str
     chip: str | None
     calls: tuple[CallExplanation, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = f"{self.platform} ({self.chip})" if self.chip else self.platform
         if not self.calls:
             return f"On {where}: the function calls no vishwamai operation."
-        return "\n".join([f"On {where}:", *map(str, self.calls)])
+        return "\n".join([f"On {where}:", *map(str, self.calls), *(f"note: {note}" for note in self.notes)])
 
 
 def explain(function: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> Explanation:
@@ -82,7 +86,16 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
             plans = record_plans(function, *args, **kwargs)
         platform, chip = ambient_platform(), ambient_chip()
         calls = tuple(_explain_call(plan, platform) for plan in plans)
-    return Explanation(platform, chip.name if chip else None, calls)
+        notes = without_effect(current_config(), platform)
+    return Explanation(platform, chip.name if chip else None, calls, notes)
+
+
+def _kept_wide(plan: Plan) -> tuple[str, ...]:
+    """Says so where `use_bfloat16` or `use_fp16` was set and the op keeps float32 nevertheless."""
+    wish = next((name for name in ("use_bfloat16", "use_fp16") if getattr(current_config(), name)), None)
+    operands = zip(plan.spec.operands._fields, plan.spec.operands, strict=True)
+    wide = [name for name, x in operands if x is not None and x.dtype.name == "float32"]
+    return (f"{wish} leaves {', '.join(wide)} in float32",) if wish and wide else ()
 
 
 def _explain_call(plan: Plan, platform: str) -> CallExplanation:
@@ -93,7 +106,7 @@ def _explain_call(plan: Plan, platform: str) -> CallExplanation:
         runs = impl is choice.implementation
         if runs:
             notes = [] if choice.config is None else [str(choice.config)]
-            reason = "; ".join(["runs", *notes, *impl.notes(plan.spec, chip)])
+            reason = "; ".join(["runs", *notes, *impl.notes(plan.spec, chip), *_kept_wide(plan)])
         else:
             declined = impl.why_not(plan.spec, chip)
             if impl.platform not in (platform, None):

@@ -9,6 +9,7 @@ hardware's own product. See Henry, Tang, Heinecke, "Leveraging the bfloat16 Arti
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,22 @@ class PrecisionConfig:
       products: "highest" (six bfloat16 products, or native float32: float32 accuracy; the default for float32 operands), "high" (three bfloat16
         products, about 16 bits) or "default" (the operands' own dtype for 16- and 8-bit operands; "highest" for float32 operands). It has no
         effect on operands narrower than float32, whose products are exact in float32.
+
+    >>> PrecisionConfig.HIGH
+    PrecisionConfig(products='high')
     """
 
     products: str = "default"
+    DEFAULT: ClassVar[PrecisionConfig]
+    HIGH: ClassVar[PrecisionConfig]
+    HIGHEST: ClassVar[PrecisionConfig]
 
     def __post_init__(self) -> None:
         if self.products not in PRECISIONS:
             raise KernelError(f"PrecisionConfig: `products` is {self.products!r}; pass one of {', '.join(PRECISIONS)}.")
+
+
+PrecisionConfig.DEFAULT, PrecisionConfig.HIGH, PrecisionConfig.HIGHEST = map(PrecisionConfig, PRECISIONS)
 
 
 def resolve_precision(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.core.config import current_config
+from vishwamai.core.config import current_config, narrowed
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig
@@ -15,7 +15,7 @@ from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.ops.matmul.cpu import NATIVE
 from vishwamai.ops.matmul.layout import Layout, make_spec
 from vishwamai.ops.matmul.reference import XLA
-from vishwamai.ops.matmul.spec import MatmulSpec, Operands, matmul_axes
+from vishwamai.ops.matmul.spec import MatmulSpec, Operands, compute_dtype, matmul_axes
 from vishwamai.ops.matmul.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
@@ -81,7 +81,10 @@ def gemm(
         if config is not None:
             raise ShapeError(f"gemm: both `block_size` ({block_size}) and `config` ({config}) are given; pass one.")
         config = block_size
-    arrays = tuple(None if x is None else jnp.asarray(x) for x in (a, b, bias, scale_a, scale_b))
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    if out_dtype is None and compute_dtype(a.dtype, b.dtype) == jnp.float32:
+        out_dtype = jnp.float32  # whatever the ambient `use_bfloat16` makes of the operands
+    arrays = (*narrowed(a, b), *(None if x is None else jnp.asarray(x) for x in (bias, scale_a, scale_b)))
 
     def describe(*arrays: Any) -> tuple[MatmulSpec, Layout]:
         products = current_config().precision if precision is None else precision
