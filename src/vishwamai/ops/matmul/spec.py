@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from vishwamai.core.activations import ACTIVATIONS
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
 from vishwamai.core.sharding import Axes, name_axes
 from vishwamai.core.spec import ArraySpec, OpSpec
-
-ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh")
-"""relu2 is relu squared, gelu the exact one (erf), gelu_tanh its approximation by tanh, silu x * sigmoid(x)."""
 
 _FLOATS = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 _INT8 = jnp.dtype(jnp.int8)
