@@ -22,7 +22,7 @@ EDITABLE := $(PIP) install -q --no-build-isolation -e
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-long test-cpu check lint types layers examples readme readme-check docs native clean
+.PHONY: help bench test test-gpu test-long test-cpu check lint types layers examples readme readme-check docs native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -31,7 +31,11 @@ bench: $(VENV)/.run ## check and time every operation on this machine's CPU; BEN
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/vishwamai bench $(BENCH)
 
 test: $(VENV)/.dev ## the tests, all but the long ones
+	$(MAKE) test-gpu
 	$(PY) -m pytest -n $(JOBS) -m "not long" tests
+
+test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interpreter: no GPU needed
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(JOBS) -m "not long" tests/test_contract.py tests/test_gpu_numbers.py
 
 test-long: $(VENV)/.dev ## the long tests
 	$(PY) -m pytest -n $(JOBS) -m long tests

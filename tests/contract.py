@@ -66,11 +66,16 @@ def label(case: Case) -> str:
     return re.sub(r"[^\w.+=-]+", "_", case.name).strip("_")
 
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter is chosen for a whole process: one that was started with it tests the Triton kernels and nothing else (`make test-gpu`)."""
+
+
 def pairs() -> Iterator[tuple[Op, Implementation]]:
     """Every op with every implementation that runs or is simulated on a CPU."""
+    platforms = ("cuda",) if INTERPRETED else (None, "cpu", "tpu")
     for operation in OPERATIONS.values():
         for impl in operation.op.implementations:
-            if impl.platform in (None, "cpu", "tpu"):
+            if impl.platform in platforms:
                 yield operation.op, impl
 
 
@@ -171,6 +176,10 @@ def running(impl: Implementation, **params: Any) -> Any:
     """The context in which an implementation runs on this machine, its unused memory full of what must not be read."""
     if impl.platform == "tpu":
         return simulated_tpu(**params)
+    if impl.platform == "cuda":
+        from vishwamai.torch.interpret import interpreted
+
+        return interpreted()
     return garbage_memory() if impl.platform == "cpu" else contextlib.nullcontext()
 
 

@@ -29,6 +29,10 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
         "no rows": "an array is empty",
         "no batch": "an array is empty",
     },
+    ("norm", "triton"): {
+        "layer float64": "`x` is float64",
+        "rms empty": "the array is empty",
+    },
     ("norm", "pallas_tpu"): {
         "rms float16": "`x` is float16",
         "layer float64": "`x` is float64",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.ops.norm.cpu import NATIVE
+from vishwamai.ops.norm.gpu import TRITON
 from vishwamai.ops.norm.reference import XLA
 from vishwamai.ops.norm.spec import Kind, NormSpec, Operands, make_spec, norm_axes
 from vishwamai.ops.norm.tpu import PALLAS_TPU
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
 
-NORM: Op[NormSpec] = Op("norm", (PALLAS_TPU, NATIVE, XLA), norm_axes, shareable=("scale", "offset"))
+NORM: Op[NormSpec] = Op("norm", (PALLAS_TPU, TRITON, NATIVE, XLA), norm_axes, shareable=("scale", "offset"))
 
 
 def layer_norm(

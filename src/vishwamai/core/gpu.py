@@ -1,0 +1,148 @@
+"""What every Triton implementation launches its kernels through, whatever the arrays are: JAX's, or torch's.
+
+An operation's `gpu.py` calls `launch` for each kernel and nothing else touches an array there, so one forward and one backward serve both frameworks.
+JAX arrays go through `core.triton_call`; `vishwamai.torch` registers the launcher of torch tensors, and `vishwamai.torch.interpret` one for both that
+runs Triton's interpreter on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core import sharding, triton_call
+from vishwamai.core.errors import DeviceError
+from vishwamai.core.triton_call import Kernel, Launch
+
+__all__ = [
+    "SMS",
+    "Result",
+    "Kernel",
+    "Launch",
+    "Launcher",
+    "cdiv",
+    "launch",
+    "next_power_of_2",
+    "register_launcher",
+    "result",
+    "why_not",
+]
+
+SMS = 132
+"""Multiprocessors of an H100 SXM or H200. A kernel whose sums depend on how many programs share the work takes it from its Config, never from the
+device, so that the bits do not change with the machine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Shape and dtype of a kernel's output; `zeroed` memory starts as zeros, other memory holds anything."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    zeroed: bool = False
+
+    @property
+    def empty(self) -> bool:
+        return math.prod(self.shape) == 0
+
+
+def result(shape: Any, dtype: Any, *, zeroed: bool = False) -> Result:
+    """An output of `launch`."""
+    return Result(tuple(int(n) for n in shape), jnp.dtype(dtype), zeroed)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is `n` or more.
+
+    >>> next_power_of_2(80), next_power_of_2(128)
+    (128, 128)
+    """
+    return 1 << max(0, n - 1).bit_length()
+
+
+def why_not() -> str | None:
+    """None where triton is installed, else the reason and its mend."""
+    return triton_call.why_not()
+
+
+Launcher = Callable[[Launch, dict[str, Any], dict[str, Result]], list[Any]]
+"""`(launch, inputs, outputs) -> results`; absent buffers are already left out of both."""
+
+
+def _launch_jax(how: Launch, inputs: dict[str, Any], outputs: dict[str, Result]) -> list[Any]:
+    arrays = tuple(inputs.values())
+    aliases = {name: f"{name}_init" for name, out in outputs.items() if out.zeroed}
+    for name, source in aliases.items():
+        inputs = {
+            **inputs,
+            source: sharding.match_varying((jnp.zeros(outputs[name].shape, outputs[name].dtype), *arrays))[0],
+        }
+    structs: dict[str, jax.ShapeDtypeStruct] = {
+        name: sharding.out_struct(out.shape, out.dtype, arrays) for name, out in outputs.items()
+    }
+    return triton_call.triton_call(how, inputs, structs, aliases)
+
+
+_LAUNCHERS: dict[str, Launcher] = {"jax": _launch_jax}
+
+
+def register_launcher(framework: str, launcher: Launcher) -> Launcher | None:
+    """Makes `launcher` serve the arrays of `framework` ("jax", "torch"); returns the one that did before."""
+    previous = _LAUNCHERS.get(framework)
+    _LAUNCHERS[framework] = launcher
+    return previous
+
+
+def framework(array: Any) -> str:
+    """ "torch" for a torch tensor, else "jax" (its tracers are of many types)."""
+    return "torch" if type(array).__module__.split(".")[0] == "torch" else "jax"
+
+
+def launch(
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Result | None],
+    *,
+    warps: int = 4,
+    stages: int = 3,
+    **constants: Any,
+) -> list[Any]:
+    """Runs a Triton kernel on arrays of JAX or torch.
+
+    Args:
+      kernel: the kernel. Its parameters are the inputs, then the outputs, then the constants, by these names.
+      grid: programs along each of up to three axes, at least one in all.
+      inputs: contiguous arrays, all of one framework; None for an absent one, which the kernel sees as None.
+      outputs: what it writes, see `result`; None for an output that is not wanted. One that is `zeroed` has beside it, last among the inputs, a
+        parameter `<name>_init`, which the kernel ignores: the same memory under another name, by which XLA knows what it starts from.
+      warps: warps of a program.
+      stages: buffers of the compiler's software pipeline.
+      **constants: the kernel's other parameters: integers, floats, bools.
+
+    Returns:
+      the outputs in order, None for each that was not wanted.
+
+    Raises:
+      DeviceError: the arrays are torch's and `vishwamai.torch` was never imported, or triton is missing.
+    """
+    assert all(n > 0 for n in grid), grid
+    given = {name: x for name, x in inputs.items() if x is not None}
+    wanted = {name: out for name, out in outputs.items() if out is not None}
+    how = Launch(kernel, tuple(grid), tuple(constants.items()), warps, stages)
+    name = framework(next(iter(given.values())))
+    launcher = _LAUNCHERS.get(name)
+    if launcher is None:
+        raise DeviceError(f"a kernel was given tensors of {name}: import vishwamai.{name} first.")
+    results = iter(launcher(how, given, wanted))
+    return [None if out is None else next(results) for out in outputs.values()]

@@ -1,0 +1,3 @@
+"""The operations for torch tensors: on GPUs the Triton kernels, on the CPU the native ones."""
+
+from vishwamai.torch import launch as launch

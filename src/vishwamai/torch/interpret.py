@@ -1,0 +1,145 @@
+"""Triton kernels on a machine without a GPU, by Triton's interpreter: for tests and for debugging, thousands of times slower than a GPU.
+
+The interpreter is chosen when a kernel is decorated, so `TRITON_INTERPRET=1` must be in the environment before a kernel's module is loaded; a process
+that was started with it cannot compile kernels. What the interpreter of Triton 3.6 to 3.9 does otherwise than a GPU is mended here: `tl.dot` of bfloat16
+multiplies the bit patterns as integers, float32 to bfloat16 truncates, a tensor descriptor has no atomic addition, and with NumPy 2.4 a loop bound that
+the kernel computed is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch import Tensor
+
+from vishwamai.core import gpu, sharding
+from vishwamai.core.errors import DeviceError
+from vishwamai.torch.launch import allocate, arguments, torch_dtype
+
+_ONE_AT_A_TIME = threading.Lock()
+"""The interpreter keeps the program's place in the grid in global state."""
+
+
+@functools.cache
+def _mend() -> None:
+    """Mends the interpreter, once."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
+    dot, truncate = builder.create_dot, builder.create_fp_trunc
+
+    def wide(h: Any) -> Any:
+        if h.dtype.scalar != tl.bfloat16:
+            return h
+        return handle((h.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        return dot(self, wide(a), wide(b), d, *rest)
+
+    def create_fp_trunc(self: Any, source: Any, dst_type: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return truncate(self, source, dst_type)
+        bits = source.data.astype(np.float32).view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
+        rounded = np.where(np.isnan(source.data), (bits >> 16) | 0x40, nearest).astype(np.uint16)
+        return handle(rounded, tl.bfloat16)
+
+    def create_descriptor_reduce(self: Any, kind: Any, desc: Any, value: Any, indices: Any) -> Any:
+        del kind  # addition is the only one that our kernels use
+
+        def rest(method: Any, given: int) -> list[None]:
+            return [None] * (len(inspect.signature(method).parameters) - given)
+
+        old = self.create_descriptor_load(desc, indices, *rest(self.create_descriptor_load, 2))
+        total = handle(old.data + value.data, value.dtype)
+        return self.create_descriptor_store(desc, total, indices, *rest(self.create_descriptor_store, 3))
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
+    builder.create_dot, builder.create_fp_trunc = create_dot, create_fp_trunc
+    if not hasattr(builder, "create_descriptor_reduce"):
+        builder.create_descriptor_reduce = create_descriptor_reduce
+
+
+def _poison(results: dict[str, Tensor], outputs: dict[str, gpu.Result]) -> None:
+    """Fills fresh memory with NaN (integers: the largest), so that what a kernel leaves unwritten shows."""
+    for name, out in outputs.items():
+        if not out.zeroed:
+            results[name].fill_(
+                float("nan") if results[name].is_floating_point() else torch.iinfo(results[name].dtype).max
+            )
+
+
+def launch_torch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Result]) -> list[Tensor]:
+    """Interprets a kernel on torch tensors on the CPU."""
+    function = how.kernel.load()
+    if hasattr(function, "cache_key"):
+        raise DeviceError(f"{how.kernel.name} was loaded to be compiled; set TRITON_INTERPRET=1 before Python starts.")
+    _mend()
+    first = next(iter(inputs.values()))
+    results = allocate(outputs, first.device)
+    _poison(results, outputs)
+    with _ONE_AT_A_TIME:
+        function[how.grid](
+            **arguments(how, function, inputs, outputs, results), num_warps=how.warps, num_stages=how.stages
+        )
+    return list(results.values())
+
+
+def from_numpy(x: np.ndarray) -> Tensor:
+    """A tensor with a copy of the array's values, of any dtype that JAX has."""
+    bits = np.array(x, copy=True, order="C").view(f"u{x.dtype.itemsize}")
+    return torch.from_numpy(bits).view(torch_dtype(x.dtype)).reshape(x.shape)
+
+
+def to_numpy(x: Tensor, dtype: Any) -> np.ndarray:
+    """The tensor's values as a NumPy array of the same dtype."""
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[x.element_size()]
+    return x.contiguous().view(unsigned).numpy().view(dtype)
+
+
+def launch_jax(how: gpu.Launch, inputs: dict[str, Any], outputs: dict[str, gpu.Result]) -> list[Any]:
+    """Interprets a kernel on JAX arrays, inside any JAX program for the CPU."""
+
+    def on_host(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        tensors = dict(zip(inputs, map(from_numpy, map(np.asarray, arrays)), strict=True))
+        results = launch_torch(how, tensors, outputs)
+        return tuple(to_numpy(y, out.dtype) for y, out in zip(results, outputs.values(), strict=True))
+
+    arrays = tuple(inputs.values())
+    structs = tuple(sharding.out_struct(out.shape, out.dtype, arrays) for out in outputs.values())
+    return list(jax.pure_callback(on_host, structs, *arrays))
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Within the block, Triton kernels run in the interpreter, on the CPU, for torch tensors and in JAX programs alike.
+
+    Raises:
+      DeviceError: `TRITON_INTERPRET=1` is not set.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise DeviceError("Triton's interpreter must be chosen before Python starts: set TRITON_INTERPRET=1.")
+    before = {name: gpu.register_launcher(name, f) for name, f in (("torch", launch_torch), ("jax", launch_jax))}
+    try:
+        yield
+    finally:
+        for name, launcher in before.items():
+            assert launcher is not None
+            gpu.register_launcher(name, launcher)

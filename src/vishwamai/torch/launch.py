@@ -1,0 +1,71 @@
+"""Launches Triton kernels on torch tensors: the launcher that `core.gpu.launch` uses for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vishwamai.core import gpu
+from vishwamai.core.errors import DeviceError
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """torch's dtype of the same name as NumPy's or JAX's."""
+    return getattr(torch, "bool" if str(dtype) == "bool" else str(dtype))
+
+
+def allocate(outputs: dict[str, gpu.Result], device: torch.device) -> dict[str, Tensor]:
+    """Memory for a kernel's outputs."""
+    return {
+        name: (torch.zeros if out.zeroed else torch.empty)(out.shape, dtype=torch_dtype(out.dtype), device=device)
+        for name, out in outputs.items()
+    }
+
+
+def arguments(
+    how: gpu.Launch,
+    function: Any,
+    inputs: dict[str, Tensor],
+    outputs: dict[str, gpu.Result],
+    results: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Every parameter of the kernel by name; buffers that are absent are None."""
+    starts = {f"{name}_init": results[name] for name, out in outputs.items() if out.zeroed}
+    given = {**dict(how.constants), **inputs, **results, **starts}
+    strangers = sorted(set(given) - set(function.arg_names))
+    assert not strangers, f"{how.kernel.name} has no parameters {strangers}"
+    return {name: given.get(name) for name in function.arg_names}
+
+
+def launch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Result]) -> list[Tensor]:
+    """Runs the kernel on the tensors' own device, on its current stream.
+
+    Raises:
+      DeviceError: triton is not installed, or the tensors are not on a GPU.
+    """
+    reason = gpu.why_not()
+    if reason is not None:
+        raise DeviceError(reason)
+    first = next(iter(inputs.values()))
+    if not first.is_cuda:
+        raise DeviceError(f"{how.kernel.name}: the tensors are on {first.device}; a Triton kernel needs a GPU.")
+    import triton
+
+    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+        del alignment, stream  # torch aligns to 512 bytes, and allocates for the current stream
+        return torch.empty(size, dtype=torch.int8, device=first.device)
+
+    function = how.kernel.load()
+    with torch.cuda.device(first.device):
+        # At every launch: the allocator is kept in a context variable, and autograd's backward runs in threads of its own.
+        triton.set_allocator(scratch)
+        results = allocate(outputs, first.device)
+        function[how.grid](
+            **arguments(how, function, inputs, outputs, results), num_warps=how.warps, num_stages=how.stages
+        )
+    return list(results.values())
+
+
+gpu.register_launcher("torch", launch)
