@@ -21,7 +21,15 @@ from vishwamai.core.pallas import planning_chip, vmem_budget
 from vishwamai.core.spec import ArraySpec, array_spec
 from vishwamai.ops.attention import reference, tpu
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
-from vishwamai.ops.attention.tpu_schedule import Panel, Tiling, live_tiles, make_schedule, panel_bound
+from vishwamai.ops.attention.tpu_schedule import (
+    Panel,
+    Tiling,
+    live_tiles,
+    make_schedule,
+    pack_tile,
+    panel_bound,
+    unpack_tile,
+)
 
 
 def spec_of(
@@ -69,11 +77,12 @@ def test_schedule_visits_what_the_mask_shows_and_nothing_else(mask, panels, kv_m
     schedule = make_schedule(spec, tiling, masked=False, kv_major=kv_major, heads=2)
     seen = visible(spec)
     visits: dict[tuple[int, int, int], bool] = {}
-    steps = [Panel(schedule.panels.reshape(-1), step) for step in range(len(schedule.panels))]
+    steps = [Panel(schedule.panels.reshape(-1), step) for step in range(schedule.steps)]
     for panel in steps:
-        plain, count = schedule.counts[panel.tiles]
-        for n, word in enumerate(schedule.tiles[panel.tiles][:count]):
-            at = panel.q * panels[0] + (word & 0xFFFF), panel.kv * panels[1] + (word >> 16), panel.g
+        words, plain = schedule.tiles_of(panel.tiles)
+        for n, word in enumerate(words):
+            i, j, _ = unpack_tile(word)
+            at = panel.q * panels[0] + i, panel.kv * panels[1] + j, panel.g
             assert at not in visits
             visits[at] = n < plain
     for g in range(spec.group):
@@ -94,13 +103,13 @@ def test_schedule_visits_what_the_mask_shows_and_nothing_else(mask, panels, kv_m
 def test_causal_work_is_half():
     spec = spec_of(4096, 4096, causal=True)
     schedule = make_schedule(spec, Tiling(512, 512, 8, 8, 4), masked=False, kv_major=False)
-    assert schedule.counts.tolist() == [[28, 36]]  # of 64: the tiles below the diagonal, and the eight on it
+    assert schedule.counts.tolist() == [[28, 36, 0]]  # of 64: the tiles below the diagonal, and the eight on it
 
 
 def test_segments_rewrite_the_list():
     """Tiles whose ids cannot meet go, tiles of one segment need no mask, and the rest comes last."""
     q_ids, kv_ids = np.array([[0, 0], [0, 1], [2, 2]]), np.array([[0, 0], [1, 2], [3, 3]])
-    tiles = [i + (j << 16) for j in range(3) for i in range(3)]
+    tiles = [pack_tile(i, j) for j in range(3) for i in range(3)]
 
     def kernel(tiles_ref, q_ref, kv_ref, out_ref, count_ref):
         def run(spare_ref):
@@ -126,7 +135,7 @@ def test_segments_rewrite_the_list():
             out_shape=[jax.ShapeDtypeStruct((10,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)],
         )(*(jnp.asarray(x, jnp.int32).reshape(-1) for x in ([*tiles, 0], q_ids, kv_ids)))
     plain, count = counts.tolist()
-    found = [(word & 0xFFFF, word >> 16) for word in out.tolist()[:count]]
+    found = [unpack_tile(word)[:2] for word in out.tolist()[:count]]
     assert found[:plain] == [(0, 0)]
     assert found[plain:] == [(1, 0), (1, 1), (2, 1)]
     assert out[count] == 0
@@ -191,7 +200,7 @@ def test_heuristic_fits_the_chip(chip, length, dim):
             assert tiling.unroll % 2 == 0 and tiling.block_q % 128 == 0 and tiling.block_kv % 128 == 0
         # The schedule has to fit the scalar memory beside everything else.
         schedule = make_schedule(spec, config.backward, masked=False, kv_major=True, heads=4)
-        assert schedule.panels.size + schedule.tiles.size + schedule.counts.size < tpu.SCHEDULE_WORDS
+        assert schedule.words < tpu.SCHEDULE_WORDS
 
 
 def test_block_size_bounds_the_tiles():

@@ -1,5 +1,6 @@
-"""Attention: exact, in memory linear in the sequences, forward and backward."""
+"""Attention: exact, in memory linear in the sequences, forward and backward; over all keys or over blocks of them."""
 
-from vishwamai.ops.attention.api import ATTENTION, flash_attention
+from vishwamai.ops.attention.api import ATTENTION, block_sparse_attention, flash_attention
+from vishwamai.ops.attention.block_mask import BlockMask
 
-__all__ = ["ATTENTION", "flash_attention"]
+__all__ = ["ATTENTION", "BlockMask", "block_sparse_attention", "flash_attention"]

@@ -1,22 +1,25 @@
-"""The public attention: `flash_attention`."""
+"""The public attention: `flash_attention` and `block_sparse_attention`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 
 from vishwamai.core import dropout
-from vishwamai.core.config import current_config
+from vishwamai.core.config import current_config, narrowed
 from vishwamai.core.errors import KernelError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.ops.attention.block_mask import BlockMask
 from vishwamai.ops.attention.checks import make_spec
 from vishwamai.ops.attention.chunked import XLA_CHUNKED
 from vishwamai.ops.attention.cpu import NATIVE
 from vishwamai.ops.attention.reference import XLA
-from vishwamai.ops.attention.spec import SHAREABLE, AttentionSpec, Operands, attention_axes, caller_dims
+from vishwamai.ops.attention.spec import SHAREABLE, AttentionSpec, Operands, attention_axes, caller_dims, splittable
 from vishwamai.ops.attention.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
@@ -93,11 +96,101 @@ def flash_attention(
     >>> flash_attention(q, k[:, :2], v[:, :2], causal=True, window=(15, 0)).shape
     (1, 4, 100, 64)
     """
+    return _attend(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        causal=causal,
+        causal_align=causal_align,
+        window=window,
+        segment_ids=segment_ids,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        scale=scale,
+        return_lse=return_lse,
+        config=_config(block_size, config),
+        layout=layout,
+        implementation=implementation,
+    )
+
+
+def block_sparse_attention(
+    query: Float[Array, "batch heads q_len qk_dim"],
+    key: Float[Array, "batch kv_heads kv_len qk_dim"],
+    value: Float[Array, "batch kv_heads kv_len v_dim"],
+    block_mask: np.ndarray | BlockMask | Callable[[Any, Any], Any] | None = None,
+    *,
+    block_size: int | tuple[int, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Attention over the blocks of the score matrix that `block_mask` keeps; memory and time are those of the blocks that are kept.
+
+    The mask is a constant of the compiled program: no kernel visits a tile that it leaves empty, forward or backward. Child et al., "Generating Long
+    Sequences with Sparse Transformers" (2019); Zaheer et al., "Big Bird" (2020). Common masks are in `vishwamai.ops.sparse.patterns`.
+
+    Args:
+      query, key, value: as in `flash_attention`.
+      block_mask: which key blocks each query block sees. Bool `[q_blocks, kv_blocks]`, or `[heads, q_blocks, kv_blocks]` for a mask to every head,
+        True = attend, with q_blocks = ceil(q_len / block_size). Or a function `(q_index, kv_index) -> bool` of absolute positions, arrays
+        `[rows, 1]` and `[1, columns]`, which is evaluated on the host at every trace: blocks may then be full, empty or partly visible. Or a
+        `BlockMask`, which keeps what a function gave. None keeps everything.
+      block_size: positions of a block, or (queries, keys); 128 unless the `BlockMask` says otherwise. It need not be the size of a kernel's tiles,
+        but blocks of 128 or its multiples leave the least to mask.
+      options: every other keyword of `flash_attention`, with the same meaning (`block_size` there is `config` here): a key is seen where the block
+        mask and all the others let it be. Where heads have masks of their own, a sharding over heads is gathered.
+
+    Returns:
+      What `flash_attention` returns.
+
+    Raises:
+      ShapeError: an argument is not legal or does not fit the others.
+      UnsupportedError: the implementation asked for cannot serve the call.
+
+    >>> import jax, numpy as np
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2, 256, 32))
+    >>> local = np.abs(np.subtract.outer(range(8), range(8))) <= 1
+    >>> block_sparse_attention(q, k, v, local, block_size=32, causal=True).shape
+    (1, 2, 256, 32)
+    >>> dilated = lambda i, j: (i - j) % 4 == 0
+    >>> block_sparse_attention(q, k, v, dilated, block_size=64).shape
+    (1, 2, 256, 32)
+    """
+    return _attend(query, key, value, block_mask=block_mask, mask_block_size=block_size, **options)
+
+
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    causal: bool = False,
+    causal_align: str = "top_left",
+    window: Any = None,
+    segment_ids: Any = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Any = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    config: Any = None,
+    layout: str | None = None,
+    implementation: str | None = None,
+    block_mask: Any = None,
+    mask_block_size: Any = None,
+) -> Any:
     query, key, value = map(jnp.asarray, (query, key, value))
+    out_dtype = query.dtype
+    query, key, value = narrowed(query, key, value)
     bias, mask, sinks = (None if x is None else jnp.asarray(x) for x in (bias, mask, sinks))
     dropout_key = None if dropout_key is None else jnp.asarray(dropout_key)
     q_ids, kv_ids = segments = _segments(segment_ids)
-    config = _config(block_size, config)
     spec = make_spec(
         query,
         key,
@@ -116,6 +209,8 @@ def flash_attention(
         return_lse=return_lse,
         layout=layout,
         precision=resolve_precision(None, current_config().precision, query.dtype),
+        block_mask=block_mask,
+        block_size=mask_block_size,
     )
     if implementation is None and not current_config().use_flash:
         implementation = XLA.name
@@ -146,7 +241,7 @@ def flash_attention(
         )
         local = spec.localize(operands)  # of a shard, where the arrays live on explicit mesh axes
         outputs = ATTENTION(local, operands, config=config, implementation=implementation)
-        out = inner(outputs.out)
+        out = inner(outputs.out).astype(out_dtype)
         return (out, outputs.logsumexp) if return_lse else out
 
     arrays = Operands(query, key, value, bias, mask, q_ids, kv_ids, sinks, seed)
@@ -154,7 +249,7 @@ def flash_attention(
     given = Operands(*(None if x is None else d[len(d) - x.ndim :] for d, x in zip(dims, arrays, strict=True)))
     out_dims = (*dims.query[:3], "v")
     results = (out_dims, ("b", "h", "q")) if return_lse else out_dims
-    return follow_explicit_axes(run, Axes((given,), results, frozenset("bh")), arrays)
+    return follow_explicit_axes(run, Axes((given,), results, frozenset(splittable(spec))), arrays)
 
 
 def _segments(segment_ids: Any) -> tuple[Any, Any]:

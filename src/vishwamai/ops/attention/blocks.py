@@ -44,6 +44,9 @@ class At(NamedTuple):
     head: Any
     i: Any
     j: Any
+    pictures: Any = (
+        None  # of the static block mask, one for each query head of the group or one for all: int32 [G or 1]
+    )
 
 
 class Blocks:
@@ -56,9 +59,11 @@ class Blocks:
     def __init__(self, spec: AttentionSpec, config: ChunkedConfig, operands: Operands):
         self.spec = spec
         block_q, block_kv = max(1, min(config.block_q, spec.q_len)), max(1, min(config.block_kv, spec.kv_len))
-        batch_step, head_step = _problem_steps(spec, config.problems)
-        self.sizes = {"b": batch_step, "h": head_step, "q": block_q, "k": block_kv}
         self.q_blocks, self.kv_blocks = -(-spec.q_len // block_q), -(-spec.kv_len // block_kv)
+        self.tiles = spec.tile_masks(block_q, block_kv, self.q_blocks, self.kv_blocks)
+        self.by_head = self.tiles is not None and len(self.tiles.ids) > 1  # every kv head has a list of its own
+        batch_step, head_step = (spec.batch, 1) if self.by_head else _problem_steps(spec, config.problems)
+        self.sizes = {"b": batch_step, "h": head_step, "q": block_q, "k": block_kv}
 
         def heads(x: Any) -> Any:
             return None if x is None else grouped(x, spec.kv_heads)
@@ -87,7 +92,7 @@ class Blocks:
     # --- The list of blocks ------------------------------------------------------------------------------------------------------------------------
 
     def pairs(self, by_key: bool) -> np.ndarray:
-        """The (query block, key block) pairs that the static mask leaves, int32 `[pairs, 2]`; keys run fastest, or queries if `by_key`."""
+        """The (query block, key block) pairs that causal mask and window leave, int32 `[pairs, 2]`; keys run fastest, or queries if `by_key`."""
         block_q, block_kv = self.sizes["q"], self.sizes["k"]
         found = [np.zeros((0, 2), np.int32)]
         for i in range(self.q_blocks):
@@ -96,6 +101,31 @@ class Blocks:
             found.append(np.stack([np.full_like(js, i), js], axis=1))
         pairs = np.concatenate(found)
         return pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))] if by_key else pairs
+
+    def lists(self, by_key: bool) -> tuple[np.ndarray, np.ndarray]:
+        """For every kv head, or one for all: its pairs, followed by the pictures of the block mask in each, and how many there are.
+
+        Returns:
+          int32 `[kv heads or 1, pairs, 2 + G or 1 or 0]`, padded to the longest, and int32 `[kv heads or 1]`. A picture is an index to `pictures`.
+        """
+        pairs = self.pairs(by_key)
+        if self.tiles is None:
+            return pairs[None], np.array([len(pairs)], np.int32)
+        ids = self.tiles.ids.reshape(-1, self.spec.group if self.by_head else 1, *self.tiles.ids.shape[1:])
+        found = []
+        for group in ids:  # [G or 1, q_blocks, kv_blocks]
+            own = group[:, pairs[:, 0], pairs[:, 1]].T
+            found.append(np.concatenate([pairs, own + 1], axis=1)[(own >= 0).any(1)])
+        most = max(map(len, found))
+        counts = np.array([len(rows) for rows in found], np.int32)
+        return np.stack([np.pad(rows, ((0, most - len(rows)), (0, 0))) for rows in found]).astype(np.int32), counts
+
+    @functools.cached_property
+    def pictures(self) -> np.ndarray | None:
+        """What blocks of the static mask look like, bool `[count, block_q, block_kv]`, the empty one first; None where all of them are whole."""
+        if self.tiles is None or not (self.tiles.partial or (self.by_head and self.spec.group > 1)):
+            return None
+        return np.concatenate([np.zeros_like(self.tiles.patterns[:1]), self.tiles.patterns])
 
     def each_problem(self, function: Callable[[Any, Any, Any], Any], carry: Any) -> tuple[Any, Any]:
         """`carry, results = scan` of `function(carry, batch, head)`; results `[b, h, ...]` come back joined as `[B, Hkv, ...]`."""
@@ -108,6 +138,8 @@ class Blocks:
         if batch_steps * head_steps == 1:
             return body(carry, 0)
         carry, results = lax.scan(body, carry, jnp.arange(batch_steps * head_steps, dtype=jnp.int32))
+        if self.by_head:  # [Hkv, B, 1, ...]
+            return carry, jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), results)
         # Either a step holds all heads of its batch elements or one batch element, so joining is a reshape.
         return carry, jax.tree.map(lambda x: x.reshape(spec.batch, spec.kv_heads, *x.shape[3:]), results)
 
@@ -119,8 +151,10 @@ class Blocks:
         Where no segment of the query block can occur in the key block, `compute` is passed over.
         """
 
+        lists, counts = self.lists(by_key)
+
         def body(carry: Any, pair: jax.Array) -> tuple[Any, None]:
-            at = At(batch, head, pair[0], pair[1])
+            at = At(batch, head, pair[0], pair[1], pair[2:])
             block = jax.tree.map(lambda x, names: self.cut(names, x, at), carry, axes)
             if self.q_ids is None:
                 block = compute(block, at)
@@ -130,7 +164,10 @@ class Blocks:
                 lambda x, b, names: lax.dynamic_update_slice(x, b, self._starts(names, x, at)), carry, block, axes
             ), None
 
-        return lax.scan(body, carry, jnp.asarray(self.pairs(by_key)))[0]
+        if not self.by_head:
+            return lax.scan(body, carry, jnp.asarray(lists[0]))[0]
+        own, count = jnp.asarray(lists)[head], jnp.asarray(counts)[head]
+        return lax.fori_loop(0, count, lambda n, carry: body(carry, own[n])[0], carry)
 
     # --- Cutting -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -175,6 +212,8 @@ class Blocks:
             terms.append((rows < self.spec.q_len)[:, None])
         if self.spec.kv_len % self.sizes["k"]:
             terms.append((columns < self.spec.kv_len)[None, :])
+        if self.pictures is not None:
+            terms.append(jnp.asarray(self.pictures)[at.pictures])  # [G or 1, block_q, block_kv]
         if self.mask is not None:
             terms.append(self.cut("bhgqk", self.mask, at))
         if self.q_ids is not None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import ArraySpec, array_spec
+from vishwamai.ops.attention.block_mask import BlockMask
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
 NAME = "flash_attention"
@@ -43,6 +44,8 @@ def make_spec(
     return_lse: bool = False,
     layout: str | None = None,
     precision: str = "default",
+    block_mask: Any = None,
+    block_size: Any = None,
 ) -> AttentionSpec:
     """Checks the caller's arguments (arrays of any framework, in the caller's layout) and describes them in the op's own layout.
 
@@ -84,6 +87,7 @@ def make_spec(
         float(dropout_rate),
         bool(return_lse),
         precision,
+        check_blocks(block_mask, block_size, heads, q_len, kv_len),
     )
 
 
@@ -224,6 +228,61 @@ def check_segments(segment_ids: Any, batch: int, q_len: int, kv_len: int) -> tup
             )
         specs.append(ArraySpec(shape, jnp.dtype(jnp.int32)))
     return specs[0], specs[1]
+
+
+def check_blocks(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_len: int) -> BlockMask | None:
+    """The static block mask, from an array, a function or a `BlockMask`; None where there is none or nothing to mask."""
+    if block_mask is None:
+        return None
+    sizes = (block_size, block_size) if block_size is None or isinstance(block_size, numbers.Integral) else block_size
+    legal = isinstance(sizes, Sequence) and not isinstance(sizes, str) and len(sizes) == 2
+    if not legal or any(
+        n is not None and (isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1) for n in sizes
+    ):
+        _fail(
+            f"`block_size` is {block_size!r}; pass a positive number of positions, or a pair (queries, keys) of them."
+        )
+    if isinstance(block_mask, BlockMask):
+        if block_size is not None and tuple(sizes) != block_mask.block_size:
+            _fail(
+                f"`block_size` is {block_size}, but `block_mask` has blocks of {block_mask.block_size}; leave it out."
+            )
+        shape, mask, size = block_mask.codes.shape, block_mask, block_mask.block_size
+    else:
+        rows, columns = (128 if n is None else int(n) for n in sizes)
+        size = rows, columns
+        if isinstance(block_mask, jax.core.Tracer):
+            _fail(
+                "`block_mask` is traced, and the blocks are part of the compiled program; pass a NumPy array or a function, or use "
+                "flash_attention's `mask`."
+            )
+        if callable(block_mask):
+            if 0 in (q_len, kv_len):
+                return None
+            with jax.ensure_compile_time_eval():  # so that the function may use jax.numpy, also inside jit
+                mask = BlockMask.from_function(block_mask, q_len, kv_len, size)
+            shape = mask.codes.shape
+        else:
+            array = np.asarray(block_mask)
+            if array.dtype != np.bool_ or array.ndim not in (2, 3):
+                _fail(
+                    f"`block_mask` has dtype {array.dtype} and shape {array.shape}; pass bool [q_blocks, kv_blocks] or [heads, q_blocks, kv_blocks], "
+                    "or a function of the indices."
+                )
+            shape, mask = (1, *array.shape)[-3:], None
+            if 0 not in array.shape:
+                mask = BlockMask.from_blocks(array, size)
+    wanted = -(-q_len // size[0]), -(-kv_len // size[1])
+    if tuple(shape[1:]) != wanted:
+        _fail(
+            f"`block_mask` has {shape[1]} x {shape[2]} blocks, but {q_len} queries and {kv_len} keys have {wanted[0]} x {wanted[1]} of `block_size` "
+            f"{size}; pass one entry for each block."
+        )
+    if shape[0] not in (1, heads):
+        _fail(
+            f"`block_mask` has {shape[0]} heads, but `query` has {heads}; pass one mask for each head, or one for all."
+        )
+    return None if 0 in (q_len, kv_len) else mask
 
 
 def _check_sinks(sinks: Any, heads: int) -> ArraySpec | None:

@@ -16,6 +16,7 @@ from vishwamai.core.config import ambient_platform
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.sharding import match_varying
+from vishwamai.ops.attention.block_mask import live_tiles
 from vishwamai.ops.attention.blocks import At, Blocks, ChunkedConfig
 from vishwamai.ops.attention.masks import grouped
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
@@ -29,6 +30,8 @@ def heuristic(spec: AttentionSpec, chip: Chip | None) -> ChunkedConfig:
     """
     del chip
     rows, keys = max(1, spec.q_len), max(1, spec.kv_len)
+    if spec.blocks is not None:
+        return _sparse(spec)
     if ambient_platform() != "cpu":
         side = next((side for side in (512, 256) if spec.batch * spec.q_heads * side * side <= 1 << 28), 128)
         return ChunkedConfig(min(side, rows), min(side, keys))
@@ -36,6 +39,21 @@ def heuristic(spec: AttentionSpec, chip: Chip | None) -> ChunkedConfig:
     block_q = min(max(64, min(256, 1024 // spec.group)), rows)
     block_kv = min(8192, max(256, scores // (spec.group * block_q)), keys)
     return ChunkedConfig(block_q, block_kv, max(1, scores // (spec.group * block_q * block_kv)))
+
+
+def _sparse(spec: AttentionSpec) -> ChunkedConfig:
+    """The blocks that cover the block mask at the least cost, where a step costs about as much as 8192 scores by itself."""
+    assert spec.blocks is not None
+
+    def cost(sides: tuple[int, int]) -> int:
+        live = live_tiles(spec.blocks, *sides, -(-spec.q_len // sides[0]), -(-spec.kv_len // sides[1]))
+        return int(live.sum()) * (sides[0] * sides[1] + 8192)
+
+    on_cpu = ambient_platform() == "cpu"
+    rows, keys = ((64, 128, 256), (128, 256, 512, 1024)) if on_cpu else ((128, 256, 512),) * 2
+    sides = {(min(q, max(1, spec.q_len)), min(k, max(1, spec.kv_len))) for q in rows for k in keys}
+    block_q, block_kv = min(sorted(sides, reverse=True), key=cost)
+    return ChunkedConfig(block_q, block_kv, max(1, (1 << 17) // (spec.group * block_q * block_kv)) if on_cpu else None)
 
 
 def _finite(m: jax.Array) -> jax.Array:

@@ -26,6 +26,8 @@ def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
             return f"`{name}` is {getattr(o, name).dtype.name}; the CPU kernel takes {', '.join(_NATIVE)} and float16."
     if min(spec.qk_dim, spec.v_dim, spec.kv_len, spec.q_len, spec.batch, spec.q_heads) == 0:
         return "an axis is empty."
+    if spec.blocks is not None:
+        return "there is a static block mask, and the CPU kernel would visit its empty blocks."
     return ffi.why_not()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
@@ -24,13 +25,16 @@ def static_mask(spec: AttentionSpec, rows: jax.Array, columns: jax.Array) -> jax
 
 
 def visible(spec: AttentionSpec, operands: Operands, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
-    """All masks together, for operands (or blocks of them) whose rows and columns are at the given absolute positions.
+    """All masks together, for whole operands whose `rows` and `columns` are their absolute positions.
 
     Returns:
       bool, broadcastable to `[B, Hq, Tq, Tk]`, True = attend; None if nothing is masked.
     """
     seen: Any = static_mask(spec, rows, columns)
     seen = None if seen is None else seen[None, None]
+    if spec.blocks is not None:  # of the whole score matrix
+        blocks = jnp.asarray(spec.blocks.positions(spec.q_len, spec.kv_len)[None])
+        seen = blocks if seen is None else seen & blocks
     if operands.mask is not None:
         seen = operands.mask if seen is None else seen & operands.mask
     if operands.q_segment_ids is not None:

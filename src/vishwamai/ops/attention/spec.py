@@ -11,6 +11,7 @@ import numpy as np
 from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.sharding import Axes, name_axes
 from vishwamai.core.spec import OpSpec
+from vishwamai.ops.attention.block_mask import BlockMask, TileMasks, tile_masks, visible_pairs
 
 
 class Operands(NamedTuple):
@@ -51,6 +52,7 @@ class AttentionSpec(OpSpec):
       dropout_rate: share of the probabilities that are dropped, in [0, 1).
       return_lse: the caller wants `Outputs.logsumexp`. The residual of the backward pass is the logsumexp either way.
       precision: of float32 products, "default", "high" or "highest"; see `core.precision`.
+      blocks: which blocks of the score matrix exist, beside the causal mask and the window; None for all.
     """
 
     causal: bool = False
@@ -61,6 +63,7 @@ class AttentionSpec(OpSpec):
     dropout_rate: float = 0.0
     return_lse: bool = False
     precision: str = "default"
+    blocks: BlockMask | None = None
 
     @property
     def batch(self) -> int:
@@ -123,10 +126,16 @@ class AttentionSpec(OpSpec):
         stop = self.q_len if low is None else min(self.q_len, last_column - low + 1)
         return start, max(start, stop)
 
+    def tile_masks(self, block_q: int, block_kv: int, q_tiles: int, kv_tiles: int) -> TileMasks | None:
+        """`blocks` as tiles of that size see it; None without one."""
+        return None if self.blocks is None else tile_masks(self.blocks, block_q, block_kv, q_tiles, kv_tiles)
+
     @property
     def live_pairs(self) -> int:
-        """(query, key) pairs that the static mask (causal, window) leaves, for one head."""
+        """(query, key) pairs that the static mask (causal, window, blocks) leaves, for one head; their mean, rounded up, where heads differ."""
         low, high = self.band
+        if self.blocks is not None:
+            return -(-visible_pairs(self.blocks, self.q_len, self.kv_len, low, high) // self.blocks.heads)
         rows = np.arange(self.q_len, dtype=np.int64)
         start = np.zeros_like(rows) if low is None else np.maximum(0, rows + low)
         stop = np.full_like(rows, self.kv_len) if high is None else np.minimum(self.kv_len, rows + high + 1)
@@ -162,6 +171,8 @@ class AttentionSpec(OpSpec):
         low, high = self.band
         if (low, high) != (None, None):
             parts.append(f"band{low}:{high}")
+        if self.blocks is not None:
+            parts.append("blocks{}x{}-{}".format(*self.blocks.block_size, self.blocks.digest[:12]))
         if self.softcap is not None:
             parts.append("softcap")
         if self.dropout_rate:
@@ -191,8 +202,12 @@ _LSE = ("b", "h", "q")
 
 def attention_axes(spec: AttentionSpec, arguments: tuple[Any, ...], results: Any) -> Axes:
     """Batch and heads may be split, query and kv heads together; sequences and head dimensions stay whole."""
-    del spec
-    return name_axes(arguments, results, (_DIMS, Outputs(("b", "h", "q", "v"), _LSE)), "bh", other=_LSE)
+    return name_axes(arguments, results, (_DIMS, Outputs(("b", "h", "q", "v"), _LSE)), splittable(spec), other=_LSE)
+
+
+def splittable(spec: AttentionSpec) -> str:
+    """The factors that may be split: not the heads where each has a block mask of its own, which is a constant of the program."""
+    return "b" if spec.blocks is not None and spec.blocks.heads > 1 else "bh"
 
 
 def caller_dims(layout: str) -> Operands:

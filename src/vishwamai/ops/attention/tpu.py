@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -12,10 +13,10 @@ import jax.numpy as jnp
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, tiled_bytes, vmem_budget
-from vishwamai.ops.attention import tpu_backward, tpu_forward
+from vishwamai.ops.attention import tpu_backward, tpu_dbias, tpu_forward
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.tpu_masks import LANES, needs_mask_everywhere
-from vishwamai.ops.attention.tpu_schedule import Tiling, panel_bound
+from vishwamai.ops.attention.tpu_schedule import MOST_PATTERNS, Tiling, make_schedule, panel_bound
 
 PANEL_ROWS = 16384
 """The most queries or keys of a panel, so that a panel's list of tiles stays short."""
@@ -114,12 +115,40 @@ def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
             )
     config = heuristic(spec, chip)
     words = 2 * max(panel_bound(spec, config.forward), panel_bound(spec, config.backward))
+    if spec.blocks is not None:
+        if spec.blocks.heads not in (1, spec.q_heads):
+            return f"the block mask has {spec.blocks.heads} heads, and there are {spec.q_heads} here."
+        for tiling in (config.forward, config.backward):
+            tiles = spec.tile_masks(tiling.block_q, tiling.block_kv, *tiling.blocks(spec))
+            if tiles is not None and len(tiles.patterns) > MOST_PATTERNS:
+                return (
+                    f"the block mask has {len(tiles.patterns):,} different tiles that are visible in part, and the schedule can name "
+                    f"{MOST_PATTERNS:,}; use blocks of 128 or a multiple."
+                )
+        words = _schedule_words(spec, config)
     if words > SCHEDULE_WORDS:
         return (
             f"{spec.q_len} queries and {spec.kv_len} keys take up to {words:,} words of schedule, and scalar memory has {SCHEDULE_WORDS:,} "
             f"for it; narrow the `window`, or split the sequence."
         )
     return None
+
+
+def _schedule_words(spec: AttentionSpec, config: AttentionConfig) -> int:
+    """Words of the longest schedule of a call with a block mask, and of what else lives in scalar memory because of it."""
+    masked = needs_mask_everywhere(spec)
+    schedules = [
+        make_schedule(spec, config.forward, masked=masked, kv_major=False),
+        make_schedule(spec, config.backward, masked=masked, kv_major=True, heads=spec.group),
+    ]
+    if config.backward_split:
+        schedules.append(make_schedule(spec, config.backward, masked=masked, kv_major=False, heads=spec.group))
+    segments = 2 if spec.operands.q_segment_ids is not None else 0
+    words = max(schedule.words + segments * schedule.length for schedule in schedules)
+    if spec.operands.bias is not None:
+        tiling = tpu_dbias.tiling_for(spec)
+        words = max(words, math.prod(tiling.blocks(spec)) * (spec.blocks.heads if spec.blocks else 1))
+    return words
 
 
 def _smallest(spec: AttentionSpec) -> Tiling:
@@ -140,6 +169,14 @@ def _dense_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
     return total
 
 
+def _pattern_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
+    """The partly visible tiles of the block mask, 32 or 16 positions to a word."""
+    tiles = spec.tile_masks(tiling.block_q, tiling.block_kv, *tiling.blocks(spec))
+    if tiles is None or not tiles.partial:
+        return 0
+    return len(tiles.patterns) * tiling.block_q * tiling.block_kv // (32 if tiling.block_kv % 256 == 0 else 16) * 4
+
+
 def forward_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
     """VMEM of one step of the forward pass."""
     dtype = spec.operands.query.dtype
@@ -153,7 +190,7 @@ def forward_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
         + tiling.panel_q * tiled_bytes((spec.v_dim + 24, tiling.block_q), jnp.float32)
     )
     tiles = 3 * tiled_bytes((tiling.block_kv, tiling.block_q), jnp.float32)
-    return buffers + scratch + tiles + _dense_bytes(spec, tiling)
+    return buffers + scratch + tiles + _dense_bytes(spec, tiling) + _pattern_bytes(spec, tiling)
 
 
 def backward_bytes(spec: AttentionSpec, tiling: Tiling, split: bool = False) -> int:
@@ -163,7 +200,9 @@ def backward_bytes(spec: AttentionSpec, tiling: Tiling, split: bool = False) -> 
     dims = (spec.qk_dim, spec.v_dim)
     blocks = tiling.buffers * sum(tiled_bytes((q_rows, dim), dtype) for dim in dims)
     blocks += tiling.kv_buffers * sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)
-    shared = blocks + tiled_bytes((q_rows, spec.qk_dim), dtype) + _dense_bytes(spec, tiling)
+    shared = (
+        blocks + tiled_bytes((q_rows, spec.qk_dim), dtype) + _dense_bytes(spec, tiling) + _pattern_bytes(spec, tiling)
+    )
     shared += 6 * tiled_bytes((tiling.block_kv, tiling.block_q), jnp.float32)
     for_dq = (
         tiling.buffers * tiled_bytes((q_rows, spec.qk_dim), jnp.float32)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core.sharding import out_struct
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.tpu_dbias import bias_gradient
-from vishwamai.ops.attention.tpu_forward import for_blocks, rows_of, tile_reader
+from vishwamai.ops.attention.tpu_forward import for_blocks, rows_of, tile_reader, unless_idle
 from vishwamai.ops.attention.tpu_masks import (
     Tile,
     array_operands,
@@ -62,8 +62,21 @@ class Pass(enum.Enum):
 def _body(
     refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedule: Schedule, kv_panels: int, which: Pass
 ) -> None:
-    batch, kv_head, step = (pl.program_id(axis) for axis in range(3))
-    panel = Panel(refs.panels, step)
+    kv_head, step = pl.program_id(1), pl.program_id(2)
+    panel = Panel(refs.panels, schedule.first_step(kv_head) + step)
+    unless_idle(panel, schedule, lambda: _step(refs, panel, spec, tiling, schedule, kv_panels, which))
+
+
+def _step(
+    refs: SimpleNamespace,
+    panel: Panel,
+    spec: AttentionSpec,
+    tiling: Tiling,
+    schedule: Schedule,
+    kv_panels: int,
+    which: Pass,
+) -> None:
+    batch, kv_head = pl.program_id(0), pl.program_id(1)
     q_head = kv_head * spec.group + panel.g
     block_q, block_kv = tiling.block_q, tiling.block_kv
 
@@ -215,7 +228,7 @@ def _products(
 
     def place(index: Any) -> Any:
         def index_map(b: Any, h: Any, step: Any, panels: Any, *_: Any) -> Any:
-            panel = Panel(panels, step)
+            panel = Panel(panels, schedule.first_step(h) + step)
             return index(b, h * spec.group + panel.g, panel.q, panel.kv)
 
         return index_map
@@ -292,7 +305,7 @@ def _products(
         inputs=inputs,
         outputs=outputs,
         scratch=scratch,
-        grid=(spec.batch, spec.kv_heads, len(schedule.panels)),
+        grid=(spec.batch, spec.kv_heads, schedule.steps),
         input_output_aliases=aliases,
         compiler_params=kernel_params(vmem_bytes, ("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(

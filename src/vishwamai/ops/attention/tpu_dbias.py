@@ -48,9 +48,14 @@ def _body(
     def _() -> None:
         refs.dbias[...] = jnp.zeros(refs.dbias.shape, jnp.float32)
 
-    tile = Tile(0, 0, q * tiling.block_q, kv * tiling.block_kv)
     low, high = spec.band
-    live = jnp.bool_(True)
+    live, pattern = jnp.bool_(True), 0
+    if spec.blocks is not None:
+        q_blocks, kv_blocks = tiling.blocks(spec)
+        own = head if spec.blocks.heads > 1 else 0
+        pattern = refs.tile_ids[(own * q_blocks + q) * kv_blocks + kv]
+        live &= pattern >= 0
+    tile = Tile(0, 0, q * tiling.block_q, kv * tiling.block_kv, pattern)
     if high is not None:
         live &= tile.column - (tile.row + tiling.block_q - 1) <= high
     if low is not None:
@@ -71,18 +76,22 @@ def _body(
         refs.dbias[...] += ds
 
 
-def bias_gradient(
-    spec: AttentionSpec, operands: Operands, logsumexp: jax.Array, delta: jax.Array, dout: jax.Array
-) -> jax.Array:
-    """The gradient of `operands.bias`, of its shape and dtype."""
-    bias = operands.bias
-
+def tiling_for(spec: AttentionSpec) -> Tiling:
+    """The cut of this pass."""
     most = BLOCK if max(spec.qk_dim, spec.v_dim) <= 512 else 128
 
     def block(length: int) -> int:
         return min(most, pl.cdiv(length, 128) * 128)
 
-    tiling = Tiling(block(spec.q_len), block(spec.kv_len), 1, 1, 2)
+    return Tiling(block(spec.q_len), block(spec.kv_len), 1, 1, 2)
+
+
+def bias_gradient(
+    spec: AttentionSpec, operands: Operands, logsumexp: jax.Array, delta: jax.Array, dout: jax.Array
+) -> jax.Array:
+    """The gradient of `operands.bias`, of its shape and dtype."""
+    bias = operands.bias
+    tiling = tiling_for(spec)
     q_blocks, kv_blocks = tiling.blocks(spec)
     q_size, kv_size = q_blocks * tiling.block_q, kv_blocks * tiling.block_kv
     sizes = (spec.batch, spec.q_heads, q_blocks, kv_blocks)
@@ -111,6 +120,10 @@ def bias_gradient(
         **statistics(spec, tiling, logsumexp, delta, place),
         **array_operands(spec, tiling, operands, place),
     }
+    scalars = scalar_operands(spec, tiling, operands)
+    masks = spec.tile_masks(tiling.block_q, tiling.block_kv, q_blocks, kv_blocks)
+    if masks is not None:
+        scalars["tile_ids"] = jnp.asarray(masks.ids.reshape(-1))
     batch, heads, q_len, kv_len = bias.shape
 
     def index(b: Any, h: Any, *rest: Any) -> tuple[Any, ...]:
@@ -135,7 +148,7 @@ def bias_gradient(
 
     gradient = call(
         body,
-        scalars=scalar_operands(spec, tiling, operands),
+        scalars=scalars,
         inputs=inputs,
         outputs={
             "dbias": (

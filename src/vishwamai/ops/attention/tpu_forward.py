@@ -48,9 +48,8 @@ def tile_reader(
     panel: Panel,
 ) -> tuple[Any, tuple[Any, Any]]:
     """(tile by position, (unmasked tiles, all tiles)) of the current panel, after the segments have had their say."""
-    number = panel.tiles
-    start = number * schedule.length
-    counts = refs.counts[2 * number], refs.counts[2 * number + 1]
+    number = 3 * panel.tiles
+    counts, start = (refs.counts[number], refs.counts[number + 1]), refs.counts[number + 2]
 
     def static(t: Any) -> Any:
         return refs.tiles[start + t]
@@ -90,10 +89,18 @@ def rows_of(n: Any, size: int) -> Any:
     return pl.ds(pl.multiple_of(n * size, 128), size)
 
 
+def unless_idle(panel: Panel, schedule: Schedule, body: Any) -> None:
+    """Runs `body()`, but in the idle steps that only walks of different lengths have."""
+    if len(schedule.panels) == 1:
+        body()
+    else:
+        pl.when(jnp.logical_not(panel.idle))(body)
+
+
 def _body(refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedule: Schedule, kv_panels: int) -> None:
     batch, kv_head, g, step = (pl.program_id(axis) for axis in range(4))
-    panel = Panel(refs.panels, step)
     head = kv_head * spec.group + g
+    panel = Panel(refs.panels, schedule.first_step(head) + step)
     block_q, block_kv = tiling.block_q, tiling.block_kv
 
     @pl.when(panel.begins)
@@ -147,8 +154,11 @@ def _body(refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedul
             p = jnp.where(kept(spec, tiling, refs, tile, batch * spec.q_heads + head), p, 0.0)
         refs.acc[tile.i] = refs.acc[tile.i] * alpha + dot(refs.v_t[tile.j], p.astype(refs.v_t.dtype), (1, 0))
 
-    read, counts = tile_reader(spec, tiling, schedule, refs, batch, panel)
-    walk(read, counts, produce, consume, tiling.unroll)
+    def visit() -> None:
+        read, counts = tile_reader(spec, tiling, schedule, refs, batch, panel)
+        walk(read, counts, produce, consume, tiling.unroll)
+
+    unless_idle(panel, schedule, visit)
 
     @pl.when(panel.ends)
     def _() -> None:
@@ -172,8 +182,9 @@ def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Oper
 
     def place(index: Any) -> Any:
         def index_map(b: Any, h: Any, g: Any, step: Any, panels: Any, *_: Any) -> Any:
-            panel = Panel(panels, step)
-            return index(b, h * spec.group + g, panel.q, panel.kv)
+            head = h * spec.group + g
+            panel = Panel(panels, schedule.first_step(head) + step)
+            return index(b, head, panel.q, panel.kv)
 
         return index_map
 
@@ -239,7 +250,7 @@ def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Oper
         inputs=inputs,
         outputs=outputs,
         scratch=scratch,
-        grid=(spec.batch, spec.kv_heads, spec.group, len(schedule.panels)),
+        grid=(spec.batch, spec.kv_heads, spec.group, schedule.steps),
         compiler_params=kernel_params(vmem_bytes),
         cost_estimate=pl.CostEstimate(
             flops=spec.flops,

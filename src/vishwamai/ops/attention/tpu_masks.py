@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -19,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core import dropout
 from vishwamai.core.pallas import TPU_DTYPES, round_up
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
-from vishwamai.ops.attention.tpu_schedule import Tiling, id_ranges
+from vishwamai.ops.attention.tpu_schedule import Tiling, id_ranges, unpack_tile
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -68,19 +69,20 @@ def pad_axis(x: Any, axis: int, size: int, mode: str = "constant") -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Where a tile stands: block indices within the panel, and absolute position of its first query and key."""
+    """Where a tile stands: block indices within the panel, absolute position of its first query and key, its pattern in the block mask."""
 
     i: Any
     j: Any
     row: Any
     column: Any
+    pattern: Any
 
 
 def tile_at(word: Any, tiling: Tiling, q_panel: Any, kv_panel: Any) -> Tile:
     """Unpacks a word of the schedule."""
-    i, j = word & 0xFFFF, word >> 16
+    i, j, pattern = unpack_tile(word)
     row = (q_panel * tiling.panel_q + i) * tiling.block_q
-    return Tile(i, j, row, (kv_panel * tiling.panel_kv + j) * tiling.block_kv)
+    return Tile(i, j, row, (kv_panel * tiling.panel_kv + j) * tiling.block_kv, pattern)
 
 
 # --- What the kernels are given beside query, key and value ------------------------------------------------------------------------------------------
@@ -129,11 +131,37 @@ def array_operands(
         elif not _is_dense(x) or x.dtype not in TPU_DTYPES:
             x = x.astype(jnp.float32)
         found[name] = _broadcast_operand(spec, tiling, x, place)
+    words = pattern_words(spec, tiling)
+    if words is not None:
+        block = pl.BlockSpec(words.shape, place(lambda b, h, q, kv: (0, 0, 0)), pipeline_mode=pl.Buffered(1))
+        found["patterns"] = (jnp.asarray(words), block)
     if operands.q_segment_ids is not None:
         q_ids, kv_ids = _padded_ids(spec, tiling, operands)
         found["q_ids"] = _broadcast_operand(spec, tiling, q_ids[:, None, :, None], place)
         found["kv_ids"] = _broadcast_operand(spec, tiling, kv_ids[:, None, None, :], place)
     return found
+
+
+def pattern_words(spec: AttentionSpec, tiling: Tiling) -> np.ndarray | None:
+    """The partly visible tiles of the block mask, transposed and a bit to a position; None where every tile of it is whole or empty.
+
+    Returns:
+      int32 `[patterns, rows, block_q]`: bit n of row r is key n * rows + r, so that a tile is unpacked by shifts and never across sublanes. There are
+      as many bits to a word as leave whole registers of 8 rows.
+    """
+    tiles = spec.tile_masks(tiling.block_q, tiling.block_kv, *tiling.blocks(spec))
+    if tiles is None or not tiles.partial:
+        return None
+    bits = 32 if tiling.block_kv % 256 == 0 else 16
+    cut = tiles.patterns.swapaxes(1, 2).reshape(len(tiles.patterns), bits, tiling.block_kv // bits, tiling.block_q)
+    words = (cut.astype(np.uint32) << np.arange(bits, dtype=np.uint32)[None, :, None, None]).sum(1, dtype=np.uint32)
+    return words.view(np.int32)
+
+
+def _unpacked(words: jax.Array, tiling: Tiling) -> jax.Array:
+    """A pattern's words `[rows, block_q]` as bool `[block_kv, block_q]`."""
+    bits = tiling.block_kv // words.shape[0]
+    return jnp.concatenate([(words & np.array(1 << n, np.uint32).view(np.int32)) != 0 for n in range(bits)], axis=0)
 
 
 def statistics(
@@ -235,6 +263,8 @@ def visible(spec: AttentionSpec, tiling: Tiling, refs: SimpleNamespace, tile: Ti
             terms.append(distance >= low - ahead)
     if tiling.blocks(spec)[1] * tiling.block_kv > spec.kv_len:
         terms.append(key < spec.kv_len - tile.column)
+    if hasattr(refs, "patterns"):
+        terms.append(_unpacked(refs.patterns[tile.pattern], tiling))
     if spec.operands.mask is not None:
         terms.append(_spread(spec, tiling, spec.operands.mask.shape, refs.mask, tile) > 0.5)
     if spec.operands.q_segment_ids is not None:

@@ -1,15 +1,16 @@
 """Which tiles of the score matrix a TPU kernel visits, in which order, and the software pipeline that walks them.
 
 The score matrix of one head is cut into tiles of `block_kv` keys by `block_q` queries. Tiles are gathered into panels: what one grid step holds in
-VMEM. Everything that the static mask (lengths, causal, window) decides is decided here with numpy: panels without a visible position are not in the
+VMEM. Everything that the static mask decides is decided here with numpy: panels without a visible position are not in the
 grid, tiles without one are not in their panel's list, and tiles that are visible throughout stand first in the list, because the code that walks them
-does no mask arithmetic. Segment ids are known on the device only: there a kernel reads the smallest and the largest id of every block from scalar memory
+does no mask arithmetic. The static mask is lengths, causal, window and blocks; where heads have block masks of their own, each has its own panels. Segment ids are known on the device only: there a kernel reads the smallest and the largest id of every block from scalar memory
 and rewrites the panel's list before it starts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,15 +56,32 @@ class Tiling:
         return pl.cdiv(q, self.panel_q) * self.panel_q, pl.cdiv(kv, self.panel_kv) * self.panel_kv
 
 
+MOST_BLOCKS = 1 << 10
+"""The most tiles of a panel along one side that a word of the schedule can name."""
+MOST_PATTERNS = 1 << 11
+"""The most patterns of partly visible tiles, the whole one included."""
+
+
+def pack_tile(i: Any, j: Any, pattern: Any = 0) -> Any:
+    """A tile as one word: local q block, local kv block, number of its pattern in the block mask."""
+    return i + (j << 10) + (pattern << 20)
+
+
+def unpack_tile(word: Any) -> tuple[Any, Any, Any]:
+    """(local q block, local kv block, pattern) of a word."""
+    return word & 0x3FF, (word >> 10) & 0x3FF, word >> 20
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
     """The panels of one pass and the tiles of each, as the scalar arrays that the kernel prefetches.
 
     Attributes:
-      panels: int32 `[count, 2]`: q panel and kv panel, 16 bits each; query head within its group (14 bits), whether the panel begins and whether
-        it ends the accumulation, number of its tile list (15 bits). `Panel` unpacks them.
-      tiles: int32 `[lists, length]`: local q block + 65536 * local kv block; unmasked ones first, one entry of 0 after the last.
-      counts: int32 `[lists, 2]`: tiles that need no mask (a multiple of `unroll`), all tiles.
+      panels: int32 `[walks, steps, 2]`: q panel and kv panel, 16 bits each; query head within its walk (13 bits), whether the step is idle, whether
+        it begins and whether it ends the accumulation, number of its tile list (15 bits). `Panel` unpacks them. One walk serves all heads, unless
+        heads have block masks of their own; shorter walks end in idle steps.
+      tiles: int32, the lists one after another; of each the unmasked tiles first, and one entry of 0 after the last.
+      counts: int32 `[lists, 3]`: tiles that need no mask (a multiple of `unroll`), all tiles, where the list starts.
     """
 
     panels: np.ndarray
@@ -71,8 +89,27 @@ class Schedule:
     counts: np.ndarray
 
     @property
+    def steps(self) -> int:
+        return self.panels.shape[1]
+
+    @property
     def length(self) -> int:
-        return self.tiles.shape[1]
+        """Words of the longest list."""
+        return int(self.counts[:, 1].max()) + 1
+
+    @property
+    def words(self) -> int:
+        """Words of scalar memory."""
+        return self.panels.size + self.tiles.size + self.counts.size
+
+    def first_step(self, walk: Any) -> Any:
+        """Where the steps of a walk start; 0 where one walk serves all heads."""
+        return 0 if len(self.panels) == 1 else walk * self.steps
+
+    def tiles_of(self, number: int) -> tuple[np.ndarray, int]:
+        """(words of a list, how many of them need no mask)."""
+        plain, count, start = self.counts[number]
+        return self.tiles[start : start + count], int(plain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +129,11 @@ class Panel:
 
     @property
     def g(self) -> Any:
-        return self.words[2 * self.step + 1] & 0x3FFF
+        return self.words[2 * self.step + 1] & 0x1FFF
+
+    @property
+    def idle(self) -> Any:
+        return (self.words[2 * self.step + 1] & 0x2000) != 0
 
     @property
     def begins(self) -> Any:
@@ -119,9 +160,9 @@ def panel_bound(spec: AttentionSpec, tiling: Tiling) -> int:
 
 
 def _tiles(
-    spec: AttentionSpec, tiling: Tiling, q_panel: int, kv_panel: int, masked: bool
+    spec: AttentionSpec, tiling: Tiling, q_panel: int, kv_panel: int, masked: bool, ids: np.ndarray | None
 ) -> tuple[tuple[int, ...], int]:
-    """(packed tiles of a panel, how many of them need no mask)."""
+    """(packed tiles of a panel, how many of them need no mask). `ids` of the block mask: int32 `[q_blocks, kv_blocks]` as in `TileMasks`, or None."""
     i = np.arange(tiling.panel_q)[:, None]
     j = np.arange(tiling.panel_kv)[None, :]
     row, column = (q_panel * tiling.panel_q + i) * tiling.block_q, (kv_panel * tiling.panel_kv + j) * tiling.block_kv
@@ -136,11 +177,18 @@ def _tiles(
     if low is not None:
         live &= last_column - row >= low
         full &= column - last_row >= low
-    packed = i + (j << 16)
+    pattern = np.zeros(live.shape, np.int32)
+    if ids is not None:
+        rows, columns = q_panel * tiling.panel_q, kv_panel * tiling.panel_kv
+        pattern = ids[rows : rows + tiling.panel_q, columns : columns + tiling.panel_kv]
+        live &= pattern >= 0
+        full &= pattern == 0
+    packed = pack_tile(i, j, np.maximum(pattern, 0))
     plain, rest = packed[live & full], packed[live & ~full]
     return (*plain.tolist(), *rest.tolist()), len(plain) // tiling.unroll * tiling.unroll
 
 
+@functools.lru_cache(maxsize=64)
 def make_schedule(spec: AttentionSpec, tiling: Tiling, *, masked: bool, kv_major: bool, heads: int = 1) -> Schedule:
     """The schedule of one pass.
 
@@ -151,29 +199,50 @@ def make_schedule(spec: AttentionSpec, tiling: Tiling, *, masked: bool, kv_major
     """
     q_blocks, kv_blocks = tiling.blocks(spec)
     q_panels, kv_panels = q_blocks // tiling.panel_q, kv_blocks // tiling.panel_kv
+    assert max(tiling.panel_q, tiling.panel_kv) <= MOST_BLOCKS
+    blocks = spec.tile_masks(tiling.block_q, tiling.block_kv, q_blocks, kv_blocks)
+    ids = [None] if blocks is None else list(blocks.ids)
     lists: dict[tuple[tuple[int, ...], int], int] = {}
-    panels = []
-    for outer in range(kv_panels if kv_major else q_panels):
+
+    @functools.cache
+    def visible(mask: int, outer: int) -> list[tuple[int, int, Any]]:
+        """(q panel, kv panel, tiles) of the panels that a head visits, of those that share `outer`."""
         found = []
         for inner in range(q_panels if kv_major else kv_panels):
             q, kv = (inner, outer) if kv_major else (outer, inner)
-            tiles = _tiles(spec, tiling, q, kv, masked)
+            tiles = _tiles(spec, tiling, q, kv, masked, ids[mask])
             # With one kv panel the backward pass writes every q panel once, also where there is nothing to sum.
             if tiles[0] or (kv_major and kv_panels == 1):
                 found.append((q, kv, tiles))
-        if not found:  # nothing to see, yet the zeros have to be written
-            found = [(0, outer, ((), 0)) if kv_major else (outer, 0, ((), 0))]
-        for group in [range(heads)] if kv_major else [range(g, g + 1) for g in range(heads)]:
-            visits = [(q, kv, g, tiles) for g in group for q, kv, tiles in found]
-            for n, (q, kv, g, tiles) in enumerate(visits):
-                number = lists.setdefault(tiles, len(lists))
-                begins, ends = n == 0, n == len(visits) - 1
-                panels.append((q | kv << 16, g | begins << 14 | ends << 15 | number << 16))
-    length = max(len(tiles) for tiles, _ in lists) + 1
+        return found
+
+    def walk_of(masks: list[int]) -> list[tuple[int, int]]:
+        """The panels of one walk over `heads` heads, whose masks are these."""
+        panels = []
+        for outer in range(kv_panels if kv_major else q_panels):
+            for group in [range(heads)] if kv_major else [range(g, g + 1) for g in range(heads)]:
+                visits = [(q, kv, g, tiles) for g in group for q, kv, tiles in visible(masks[g], outer)]
+                if not visits:  # nothing to see, yet the zeros have to be written
+                    visits = [(0, outer, group[0], ((), 0)) if kv_major else (outer, 0, group[0], ((), 0))]
+                for n, (q, kv, g, tiles) in enumerate(visits):
+                    number = lists.setdefault(tiles, len(lists))
+                    begins, ends = n == 0, n == len(visits) - 1
+                    panels.append((q | kv << 16, g | begins << 14 | ends << 15 | number << 16))
+        return panels
+
+    if len(ids) == 1:
+        walks = [walk_of([0] * heads)]
+    else:
+        walks = [walk_of(list(range(first, first + heads))) for first in range(0, spec.q_heads, heads)]
+    steps = max(map(len, walks))
+    for panels in walks:  # an idle step stays where the last one was, so that nothing is copied
+        place, word = panels[-1]
+        panels += [(place, word & 0x1FFF | 1 << 13)] * (steps - len(panels))
+    starts = np.cumsum([0, *(len(tiles) + 1 for tiles, _ in lists)])
     return Schedule(
-        np.array(panels, np.int32),
-        np.array([(*tiles, *[0] * (length - len(tiles))) for tiles, _ in lists], np.int32),
-        np.array([(plain, len(tiles)) for tiles, plain in lists], np.int32),
+        np.array(walks, np.int64).astype(np.int32),
+        np.concatenate([np.array((*tiles, 0), np.int32) for tiles, _ in lists]),
+        np.array([(plain, len(tiles), start) for (tiles, plain), start in zip(lists, starts, strict=False)], np.int32),
     )
 
 
@@ -204,8 +273,9 @@ def live_tiles(
     def visit(t: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
         n_plain, n_rest = found
         tile = read(t)
-        q_min, q_max = q_range(tile & 0xFFFF)
-        kv_min, kv_max = kv_range(tile >> 16)
+        i, j, _ = unpack_tile(tile)
+        q_min, q_max = q_range(i)
+        kv_min, kv_max = kv_range(j)
         meet = (q_min <= kv_max) & (kv_min <= q_max)
         uniform = (t < plain) & (q_min == q_max) & (kv_min == kv_max)
         # Written where it would go in either case; only the counters say whether it stays.
