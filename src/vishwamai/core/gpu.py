@@ -103,6 +103,11 @@ def register_launcher(framework: str, launcher: Launcher) -> Launcher | None:
     return previous
 
 
+def launcher(framework: str) -> Launcher | None:
+    """What serves the arrays of `framework`, or None."""
+    return _LAUNCHERS.get(framework)
+
+
 def framework(array: Any) -> str:
     """ "torch" for a torch tensor, else "jax" (its tracers are of many types)."""
     return "torch" if type(array).__module__.split(".")[0] == "torch" else "jax"

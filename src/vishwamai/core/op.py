@@ -164,6 +164,30 @@ class Op(Generic[S]):
             self._report_fallback(plan, ambient)
         return plan
 
+    def choose(self, spec: S, platform: str, *, config: Any = None, implementation: str | None = None) -> Choice:
+        """What runs on `platform`, whatever this machine's own is: for arrays that bring their device with them, as torch's do.
+
+        Raises:
+          UnsupportedError: the implementation asked for does not exist, is for another platform, or declines the spec.
+        """
+        ambient, chip = current_config(), ambient_chip() if platform == "tpu" else None
+        self._check_config(config)
+        implementation = implementation or ambient.implementation
+        if implementation is None or (implementation == ambient.implementation and not self._has(implementation)):
+            return self._choose(spec, platform, config, chip, ambient)
+        chosen = self._named(implementation)
+        if chosen.platform not in (platform, None):
+            raise UnsupportedError(
+                f"{self.name}: {implementation!r} is for {chosen.platform}, and the arrays are on {platform}."
+            )
+        reason = chosen.why_not(spec, chip)
+        if reason is not None:
+            raise UnsupportedError(f"{self.name}: implementation {implementation!r} cannot serve this call: {reason}")
+        return Choice(platform, chosen, self._config(chosen, spec, config, chip, ambient))
+
+    def _has(self, name: str) -> bool:
+        return any(impl.name == name for impl in self.implementations)
+
     def _named(self, name: str) -> Implementation[S]:
         for impl in self.implementations:
             if impl.name == name:

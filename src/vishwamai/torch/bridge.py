@@ -1,0 +1,109 @@
+"""Runs an `Op` on torch tensors: on a GPU its Triton kernels, on the CPU what serves JAX there (the native kernels), on the same memory by DLPack."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import Tensor
+
+from vishwamai.core import gpu
+from vishwamai.core.config import current_config
+from vishwamai.core.errors import DeviceError, UnsupportedError
+from vishwamai.core.op import Choice, Op
+from vishwamai.torch.launch import launch, torch_dtype
+
+
+def platform_of(tensor: Tensor) -> str:
+    """ "cuda" for a tensor on a GPU (AMD's too), "cpu" for one on the CPU; within `interpret.interpreted()` the kernels for GPUs serve the CPU.
+
+    Raises:
+      DeviceError: the tensor is somewhere else.
+    """
+    if tensor.is_cuda or (tensor.device.type == "cpu" and gpu.launcher("torch") is not launch):
+        return "cuda"
+    if tensor.device.type == "cpu":
+        return "cpu"
+    raise DeviceError(f"a tensor is on {tensor.device}; move it to a GPU or to the CPU, for instance `x.cpu()`.")
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(op: Op, spec: Any, platform: str, config: Any, implementation: str | None, ambient: Any) -> Choice:
+    del ambient  # only part of the key: what is chosen depends on it
+    choice = op.choose(spec, platform, config=config, implementation=implementation)
+    if platform == "cuda" and choice.implementation.platform is None:
+        reasons = "; ".join(f"{name!r} declines: {reason}" for name, reason in choice.refused)
+        raise UnsupportedError(f"{op.name}: no kernel serves torch tensors on a GPU here: {reasons or 'there is none'}")
+    return choice
+
+
+def choose(op: Op, spec: Any, tensor: Tensor, *, config: Any = None, implementation: str | None = None) -> Choice:
+    """What runs for tensors on the device of `tensor`.
+
+    Raises:
+      UnsupportedError: nothing serves the spec there.
+    """
+    return _choose(op, spec, platform_of(tensor), config, implementation, current_config())
+
+
+def forward(choice: Choice, spec: Any, operands: Any, residuals: bool = False) -> tuple[Any, Any]:
+    """(outputs, residuals or None) of contiguous tensors in the op's own layout."""
+    if choice.platform == "cuda":
+        return choice.implementation.forward(spec, choice.config, operands, residuals)
+    return _on_cpu(_cpu_forward(choice, spec, residuals), operands)
+
+
+def backward(choice: Choice, spec: Any, operands: Any, outputs: Any, residuals: Any, cotangents: Any) -> Any:
+    """Gradients of the operands, None for those that have none."""
+    if choice.platform == "cuda":
+        return choice.implementation.backward(spec, choice.config, operands, outputs, residuals, cotangents)
+    return _on_cpu(_cpu_backward(choice, spec), operands, outputs, residuals, cotangents)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cpu_forward(choice: Choice, spec: Any, residuals: bool) -> Callable[..., Any]:
+    return jax.jit(lambda operands: choice.implementation.forward(spec, choice.config, operands, residuals))
+
+
+@functools.lru_cache(maxsize=1024)
+def _cpu_backward(choice: Choice, spec: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(choice.implementation.backward, spec, choice.config))
+
+
+def _on_cpu(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a JAX function on torch tensors on the CPU; nothing is copied, and it has finished when this returns."""
+    tensors = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, Tensor)]
+    wide = any(t.dtype in (torch.float64, torch.int64) for t in tensors)
+    with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        results = function(*jax.tree.map(to_jax, arguments))
+        # Before torch may write to the operands' memory, or read the results'.
+        return jax.tree.map(to_torch, jax.block_until_ready(results))
+
+
+_BITS = {torch.bool: torch.uint8, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+
+
+def to_jax(tensor: Tensor) -> jax.Array:
+    """A JAX array on the memory of a contiguous CPU tensor."""
+    tensor = tensor.detach().contiguous()
+    if tensor.numel() == 0:
+        return jnp.zeros(tensor.shape, str(tensor.dtype).removeprefix("torch."))
+    if tensor.dtype in _BITS:
+        bits = jax.dlpack.from_dlpack(tensor.view(_BITS[tensor.dtype]))
+        return bits.view(str(tensor.dtype).removeprefix("torch."))
+    return jax.dlpack.from_dlpack(tensor)
+
+
+def to_torch(array: jax.Array) -> Tensor:
+    """A CPU tensor on the memory of a JAX array that nothing else holds."""
+    dtype = torch_dtype(array.dtype)
+    if array.size == 0:
+        return torch.zeros(array.shape, dtype=dtype)
+    if dtype in _BITS:
+        return torch.from_dlpack(array.view(jnp.uint8)).view(dtype)
+    return torch.from_dlpack(array)
