@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.core import sharding
+from vishwamai.core import profiling, sharding
 from vishwamai.core.gradients import autodiff_backward, is_float, map_fields
 
 if TYPE_CHECKING:
@@ -157,6 +157,12 @@ def _fold(
 
 
 def _dispatch(plan: Plan, direction: str, *arguments: Any) -> Any:
+    if profiling.active() is not None:
+        return profiling.operation(plan, direction, functools.partial(_dispatch_now, plan, direction), arguments)
+    return _dispatch_now(plan, direction, *arguments)
+
+
+def _dispatch_now(plan: Plan, direction: str, *arguments: Any) -> Any:
     branches = {choice.platform: _branch(plan, choice, direction, arguments) for choice in plan.choices}
     default = branches.pop(None)
     branches = {platform: branch for platform, branch in branches.items() if platform is not None}

@@ -1,0 +1,38 @@
+"""Faces: decorators that make a kernel of a function, their configuration and errors, and the profile; `tpu`, `gpu`, `cpu` hold the operations.
+
+Faces rename and fill in defaults; everything is computed by `vishwamai`'s operations.
+"""
+
+from vishwamai.core.config import KernelConfig, current_config, kernel_config
+from vishwamai.core.errors import (
+    DeviceError,
+    FallbackWarning,
+    KernelError,
+    ShapeError,
+    UnsupportedError,
+    VishwamaiError,
+)
+from vishwamai.core.precision import PrecisionConfig
+from vishwamai.core.profiling import Profile
+from vishwamai.kernels.decorators import Kernel, cpu_kernel, gpu_kernel, sparse_kernel, tpu_kernel
+from vishwamai.kernels.profile import profile_kernel
+
+__all__ = [
+    "DeviceError",
+    "FallbackWarning",
+    "Kernel",
+    "KernelConfig",
+    "KernelError",
+    "PrecisionConfig",
+    "Profile",
+    "ShapeError",
+    "UnsupportedError",
+    "VishwamaiError",
+    "cpu_kernel",
+    "current_config",
+    "gpu_kernel",
+    "kernel_config",
+    "profile_kernel",
+    "sparse_kernel",
+    "tpu_kernel",
+]

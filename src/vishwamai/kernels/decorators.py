@@ -1,0 +1,322 @@
+"""Decorators that make a kernel of a JAX function: jitted, configured, asked before it is run, with errors that name their cause.
+
+A decorated function is one program. Its vishwamai operations read the configuration of the decorator; what it raises arrives as a `KernelError` or a
+`DeviceError` that keeps the cause. The platform is a wish: where there is no such device the function runs on what is there, and a warning says so
+once (`strict=True` makes it an error).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from vishwamai.core import explain as core_explain
+from vishwamai.core import profiling
+from vishwamai.core.config import KernelConfig, kernel_config
+from vishwamai.core.errors import (
+    DeviceError,
+    FallbackWarning,
+    KernelError,
+    ShapeError,
+    UnsupportedError,
+    VishwamaiError,
+)
+
+_JAX_PLATFORMS = {"tpu": ("tpu",), "gpu": ("gpu", "cuda", "rocm"), "cpu": ("cpu",)}
+_MENDS = {
+    "tpu": 'on a TPU machine `pip install "vishwamai[tpu]"`; to compile for one that is not here, use `.check(target, ...)`',
+    "gpu": "install a jaxlib with GPU support on a machine that has one",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static side of one call: the arguments' structure with every value that is no array."""
+
+    treedef: Any
+    static: tuple[Any, ...]  # one entry per leaf; `_ARRAY` where an array stands
+
+    def arguments(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rest = iter(arrays)
+        leaves = [next(rest) if value is _ARRAY else value for value in self.static]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+_ARRAY = object()
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) or (
+        hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+    )
+
+
+def _torch_tensor(leaf: Any) -> bool:
+    return type(leaf).__module__.partition(".")[0] == "torch" and hasattr(leaf, "device")
+
+
+class Kernel:
+    """A decorated function; call it as the function itself.
+
+    Arrays are traced. Everything else among its arguments (numbers, strings, functions) is static: a new value compiles anew, so hand numbers that
+    change with every call over as arrays.
+
+    Attributes:
+      function: the function as it was written.
+      platform: "tpu", "gpu" or "cpu".
+      config: the `KernelConfig` that its operations read; None leaves them the ambient one.
+    """
+
+    def __init__(self, function: Callable[..., Any], platform: str, overrides: dict[str, Any], config: Any = None):
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.platform = platform
+        self._overrides = overrides
+        self._base: KernelConfig | None = config
+        with self._name_errors(), self.configured():
+            pass  # a keyword that is wrong is told where it stands, not at the first call
+
+        def program(call: _Call, *arrays: Any) -> Any:
+            return self._run(call, *arrays)
+
+        program.__name__ = program.__qualname__ = self.name  # what the compiled program is called
+        self._program = jax.jit(program, static_argnums=0)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __repr__(self) -> str:
+        return f"<{self.platform}_kernel {self.name}>"
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    @property
+    def config(self) -> KernelConfig:
+        with self.configured() as config:
+            return config
+
+    @contextlib.contextmanager
+    def configured(self) -> Iterator[KernelConfig]:
+        """Puts the kernel's configuration in force for the block: its keywords over its `config`, or over the ambient one."""
+        with kernel_config(self._base, **self._overrides) as config:
+            yield config
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._name_errors(), self.configured() as config:
+            call, arrays = self._split(args, kwargs)
+            traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+            if not traced:
+                arrays = self._placed(arrays, config)
+            profile = profiling.active()
+            if profile is None or profile.inside_kernel or traced:
+                return self._program(call, *arrays)
+            program = jax.jit(functools.partial(self._run, call))
+            return profiling.run_kernel(profile, self.name, program, arrays)
+
+    def explain(self, *args: Any, target: str | None = None, **kwargs: Any) -> core_explain.Explanation:
+        """Which implementation of every operation in the function runs for these arguments, and why not the others; see `vishwamai.explain`."""
+        with self._name_errors(), self.configured():
+            call, arrays = self._split(args, kwargs)
+            return core_explain.explain(functools.partial(self._run, call), *arrays, target=target)
+
+    def check(self, target: str, *args: Any, **kwargs: Any) -> Any:
+        """Whether the function compiles for a TPU that need not be here, and fits it; see `vishwamai.aot.check`.
+
+        Args:
+          target: "v5e", or a topology "v5e:4x4".
+          *args: arrays, `jax.ShapeDtypeStruct`s, and static values.
+        """
+        from vishwamai import aot
+
+        with self._name_errors(), self.configured():
+            call, arrays = self._split(args, kwargs)
+            return aot.check(functools.partial(self._run, call), *arrays, target=target)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The lowered program, as `jax.jit(...).lower` gives it; `.compile()` is called with the arrays alone."""
+        with self._name_errors(), self.configured():
+            call, arrays = self._split(args, kwargs)
+            return self._program.lower(call, *arrays)
+
+    def _run(self, call: _Call, *arrays: Any) -> Any:
+        args, kwargs = call.arguments(arrays)
+        return self.function(*args, **kwargs)
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, tuple[Any, ...]]:
+        inspect.signature(self.function).bind(*args, **kwargs)  # a missing argument is told before anything is traced
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        for leaf in leaves:
+            if _torch_tensor(leaf):
+                raise KernelError(
+                    f"{self.name}: an argument is a torch tensor of shape {tuple(leaf.shape)}, and the function is traced by JAX; "
+                    "pass `jnp.asarray(tensor)`."
+                )
+        static = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
+        return _Call(treedef, static), tuple(leaf for leaf in leaves if _is_array(leaf))
+
+    def _placed(self, arrays: tuple[Any, ...], config: KernelConfig) -> tuple[Any, ...]:
+        """The arrays on a device of the kernel's platform; as they are where there is none."""
+        default = jax.devices()[0].platform
+        if default in _JAX_PLATFORMS[self.platform]:
+            return arrays
+        if self.platform == "cpu":
+            return tuple(jax.device_put(x, jax.devices("cpu")[0]) for x in arrays)
+        # JAX would have made an accelerator its default, had it found one (or been let to by JAX_PLATFORMS).
+        text = f"{self.name}: JAX has no {self.platform.upper()} here, so it runs on {default}"
+        if config.strict:
+            raise DeviceError(f"{text}, which `strict=True` forbids; {_MENDS[self.platform]}.")
+        _warn_once(text)
+        return arrays
+
+    @contextlib.contextmanager
+    def _name_errors(self) -> Iterator[None]:
+        """What the block raises, as a `KernelError` or `DeviceError` with its cause."""
+        try:
+            yield
+        except VishwamaiError:
+            raise
+        except Exception as error:
+            raise translated(self.name, error) from error
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, FallbackWarning, stacklevel=4)
+
+
+def translated(name: str, error: Exception) -> VishwamaiError:
+    """The library's error for what a kernel raised: `DeviceError` for the runtime's complaints, `KernelError` and its kinds for all others."""
+    first = (str(error).strip() or "no message").splitlines()[0][:500]
+    text = f"{name}: {type(error).__name__}: {first}"
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return DeviceError(f"{text} Out of memory: make the batch smaller, or wrap layers in `jax.checkpoint`.")
+        return DeviceError(text)
+    if isinstance(error, MemoryError):
+        return DeviceError(f"{text} Out of memory on the host.")
+    if isinstance(error, NotImplementedError):
+        return UnsupportedError(text)
+    return ShapeError(text) if isinstance(error, ValueError) else KernelError(text)
+
+
+def decorator(
+    platform: str, function: Callable[..., Any] | None, config: KernelConfig | None, overrides: dict[str, Any]
+) -> Any:
+    """`@name`, `@name(...)` and `name(function, ...)` alike."""
+    if platform not in _JAX_PLATFORMS:
+        raise KernelError(f"kernel decorator: `platform` is {platform!r}; pass one of {', '.join(_JAX_PLATFORMS)}.")
+    if function is not None and not callable(function):
+        raise KernelError(f"{platform}_kernel: {function!r} is no function; pass options by name.")
+    if config is not None and not isinstance(config, KernelConfig):
+        raise KernelError(f"{platform}_kernel: `config` is a {type(config).__name__}; pass a KernelConfig.")
+    if function is None:
+        return lambda wrapped: Kernel(wrapped, platform, overrides, config)
+    return Kernel(function, platform, overrides, config)
+
+
+def tpu_kernel(
+    function: Callable[..., Any] | None = None, *, config: KernelConfig | None = None, **options: Any
+) -> Any:
+    """Makes a kernel for TPUs of a JAX function: bare, with fields of `KernelConfig` as keywords, or with `config=`.
+
+    The kernel is called as the function, and has `.explain(*args)`, `.check(target, *args)` and `.lower(*args)`; see `Kernel`.
+
+    Raises:
+      KernelError: a keyword is no field of `KernelConfig` or its value is not legal (`use_fp16`, `use_tensor_cores`: a TPU has neither).
+
+    >>> import jax.numpy as jnp, vishwamai
+    >>> @tpu_kernel(use_bfloat16=True)
+    ... def project(x, w):
+    ...     return vishwamai.gemm(vishwamai.rms_norm(x), w)
+    >>> project(jnp.ones((8, 64)), jnp.ones((64, 16))).dtype
+    dtype('float32')
+    >>> project.explain(jnp.ones((8, 64)), jnp.ones((64, 16)), target="v5e").calls[1].runs
+    'pallas_tpu'
+    """
+    for name in ("use_fp16", "use_tensor_cores"):
+        if options.get(name) or (config is not None and getattr(config, name)):
+            raise KernelError(
+                f"tpu_kernel: `{name}` is set, but a TPU has neither float16 nor tensor cores: its matrix units run every product; "
+                "pass `use_bfloat16=True`, or nothing."
+            )
+    return decorator("tpu", function, config, options)
+
+
+def gpu_kernel(
+    function: Callable[..., Any] | None = None, *, config: KernelConfig | None = None, **options: Any
+) -> Any:
+    """Makes a kernel for GPUs of a JAX function; see `tpu_kernel` for the forms and `KernelConfig` for the options.
+
+    >>> import jax.numpy as jnp, vishwamai
+    >>> @gpu_kernel(use_tensor_cores=True)
+    ... def product(a, b):
+    ...     return vishwamai.gemm(a, b)
+    >>> product(jnp.ones((8, 64)), jnp.ones((64, 16))).shape
+    (8, 16)
+    """
+    return decorator("gpu", function, config, options)
+
+
+def cpu_kernel(
+    function: Callable[..., Any] | None = None, *, config: KernelConfig | None = None, **options: Any
+) -> Any:
+    """Makes a kernel for the CPU of a JAX function, which runs there even beside an accelerator; see `tpu_kernel` for the forms.
+
+    >>> import jax.numpy as jnp, vishwamai
+    >>> @cpu_kernel
+    ... def normed(x):
+    ...     return vishwamai.layer_norm(x)
+    >>> normed(jnp.ones((8, 64))).devices().pop().platform
+    'cpu'
+    """
+    return decorator("cpu", function, config, options)
+
+
+def sparse_kernel(
+    function: Callable[..., Any] | None = None,
+    *,
+    platform: str = "tpu",
+    block_size: int | None = None,
+    config: KernelConfig | None = None,
+    **options: Any,
+) -> Any:
+    """Makes a kernel of a JAX function of block-sparse operations: `platform`'s decorator with a `block_size`.
+
+    Args:
+      platform: "tpu", "gpu" or "cpu".
+      block_size: edge of the blocks, in elements; a function that takes a parameter `block_size` is given it, unless the call passes its own.
+    """
+    if block_size is not None:
+        options["block_size"] = block_size
+        if function is None:
+            return lambda wrapped: decorator(
+                platform, _with_default(wrapped, "block_size", block_size), config, options
+            )
+        function = _with_default(function, "block_size", block_size)
+    return decorator(platform, function, config, options)
+
+
+def _with_default(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any]:
+    """The function with `value` for its parameter `name` where a call does not pass it; the function itself if it has no such parameter."""
+    if name not in inspect.signature(function).parameters:
+        return function
+
+    @functools.wraps(function)
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(function).bind_partial(*args, **kwargs)
+        if name not in bound.arguments:
+            kwargs[name] = value
+        return function(*args, **kwargs)
+
+    return filled

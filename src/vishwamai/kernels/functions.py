@@ -1,0 +1,81 @@
+"""The operations under the names and keywords of the kernel modules; `tpu`, `gpu` and `cpu` offer them.
+
+Each takes the options of the operation it names, too: `**options` goes there as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vishwamai
+from vishwamai.core.config import kernel_config
+
+
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    *,
+    block_size: int | None = None,
+    use_flash: bool = True,
+    **options: Any,
+) -> Any:
+    """Attention in linear memory; `vishwamai.flash_attention` with the mask in fourth place.
+
+    Args:
+      query: `[batch, heads, q_len, head_dim]`.
+      key: `[batch, kv_heads, kv_len, head_dim]`.
+      value: `[batch, kv_heads, kv_len, v_dim]`.
+      mask: bool, True = attend; broadcasts to `[batch, heads, q_len, kv_len]`.
+      block_size: edge of the tiles, in elements; None takes the tuned ones, which are seldom slower.
+      use_flash: False computes by the plain reference that holds the score matrix.
+      **options: `causal`, `window`, `bias`, `softcap` and the others of `vishwamai.flash_attention`.
+
+    Returns:
+      `[batch, heads, q_len, v_dim]` in the query's dtype.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((1, 4, 100, 64))
+    >>> flash_attention(x, x, x, block_size=128, causal=True).shape
+    (1, 4, 100, 64)
+    """
+    with kernel_config(use_flash=use_flash) if not use_flash else kernel_config():
+        return vishwamai.flash_attention(query, key, value, mask=mask, block_size=block_size, **options)
+
+
+def gemm(a: Any, b: Any, *, block_size: int | None = None, use_bfloat16: bool | None = None, **options: Any) -> Any:
+    """Matrix product; `vishwamai.gemm` with a choice of the products' dtype.
+
+    Args:
+      a: `[..., M, K]`.
+      b: `[..., K, N]`.
+      block_size: about how many rows and columns a tile has; None takes the tuned ones.
+      use_bfloat16: True rounds float32 operands to bfloat16 before they are multiplied; sums and the result stay float32. None takes the ambient wish.
+      **options: `bias`, `activation`, `transpose_a`, `out_dtype` and the others of `vishwamai.gemm`.
+
+    >>> import jax.numpy as jnp
+    >>> gemm(jnp.ones((5, 300)), jnp.ones((300, 7)), use_bfloat16=True, activation="relu").dtype
+    dtype('float32')
+    """
+    with kernel_config() if use_bfloat16 is None else kernel_config(use_bfloat16=use_bfloat16):
+        return vishwamai.gemm(a, b, block_size=block_size, **options)
+
+
+def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, use_fused_ops: bool = True, **options: Any) -> Any:
+    """Layer normalization over the last axis; `vishwamai.layer_norm` with its offset called `bias`.
+
+    Args:
+      x: `[..., features]`.
+      scale: `[features]`, or None for 1.
+      bias: `[features]`, or None for 0.
+      use_fused_ops: False leaves the operation to XLA instead of a kernel that reads memory once.
+      **options: `eps`, `residual` and the others of `vishwamai.layer_norm`.
+
+    >>> import jax.numpy as jnp
+    >>> layer_norm(jnp.ones((4, 256)), jnp.ones(256), jnp.zeros(256)).shape
+    (4, 256)
+    """
+    if not use_fused_ops:
+        options.setdefault("implementation", "xla")
+    return vishwamai.layer_norm(x, scale, bias, **options)

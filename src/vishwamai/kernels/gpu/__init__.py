@@ -1,0 +1,7 @@
+"""The operations and the decorator for GPUs, under one roof; see `vishwamai.kernels`."""
+
+from vishwamai.core.precision import PrecisionConfig
+from vishwamai.kernels.decorators import gpu_kernel
+from vishwamai.kernels.functions import flash_attention, gemm, layer_norm
+
+__all__ = ["PrecisionConfig", "gpu_kernel", "flash_attention", "gemm", "layer_norm"]

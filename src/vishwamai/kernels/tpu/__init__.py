@@ -1,0 +1,24 @@
+"""The operations, the decorator and the layouts for TPUs, under one roof; see `vishwamai.kernels`.
+
+`tpu_custom_call` is a module of its own: `from vishwamai.kernels.tpu.tpu_custom_call import compile_tpu_kernel`.
+"""
+
+from vishwamai.core.precision import PrecisionConfig
+from vishwamai.kernels.decorators import tpu_kernel
+from vishwamai.kernels.functions import flash_attention, gemm, layer_norm
+from vishwamai.kernels.tpu.classes import TPUAttentionKernel, TPUGEMMKernel, TPULayerNormKernel
+from vishwamai.kernels.tpu.layout import from_tiled_layout, to_tiled_layout, validate_sharding
+
+__all__ = [
+    "PrecisionConfig",
+    "TPUAttentionKernel",
+    "TPUGEMMKernel",
+    "TPULayerNormKernel",
+    "flash_attention",
+    "from_tiled_layout",
+    "gemm",
+    "layer_norm",
+    "to_tiled_layout",
+    "tpu_kernel",
+    "validate_sharding",
+]

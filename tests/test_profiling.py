@@ -1,0 +1,123 @@
+"""What `profile_kernel` tells: every call of every operation in every kind of program, real times, and no figure above a peak."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import toy
+import vishwamai
+from vishwamai.core import profiling
+from vishwamai.core.errors import KernelError
+from vishwamai.core.hardware import chip
+from vishwamai.kernels import profile_kernel, tpu_kernel
+
+
+def names(profile):
+    return [(row.name, row.calls) for row in profile.operations]
+
+
+def square(n=32, seed=0):
+    return jax.random.normal(jax.random.key(seed), (n, n))
+
+
+def test_loops_gradients_and_vmap_are_counted():
+    """A scan of three steps is three calls; the backward pass has rows of its own; a mapped call is one call of the folded size."""
+
+    def function(x):
+        step = lambda c, _: (vishwamai.rms_norm(vishwamai.gemm(c, x)), None)  # noqa: E731
+        return jax.checkpoint(lambda c: jax.lax.scan(step, c, None, length=3)[0])(x).sum()
+
+    x = square()
+    wanted = jax.jit(jax.grad(function))(x)
+    with profiling.profile_kernel(repeats=1) as prof:
+        got = jax.jit(jax.grad(function))(x)
+        jax.vmap(lambda y: vishwamai.gemm(y, x))(jnp.stack([x, x]))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    counted = dict(names(prof))
+    assert counted["matmul backward"] == counted["norm backward"] == 3
+    assert counted["matmul forward (for a gradient)"] == 6  # `jax.checkpoint` runs the forward pass again
+    mapped = prof.operations[-1]
+    assert (mapped.name, mapped.calls, mapped.flops) == ("matmul forward", 1, 2 * 2 * 32**3)
+
+
+def test_times_are_those_of_the_operation(monkeypatch):
+    """An operation that sleeps for 20 ms takes 20 ms, and is told to."""
+
+    def slow(plan, direction, *arguments):
+        def wait(x):
+            time.sleep(0.02)
+            return x
+
+        result = dispatch(plan, direction, *arguments)
+        return jax.tree.map(lambda y: jax.pure_callback(wait, jax.ShapeDtypeStruct(y.shape, y.dtype), y), result)
+
+    dispatch = vishwamai.core.execute._dispatch_now
+    monkeypatch.setattr(vishwamai.core.execute, "_dispatch_now", slow)
+    with profiling.profile_kernel(repeats=3) as prof:
+        toy.toy(*toy.inputs(length=8))
+        toy.toy(*toy.inputs(length=8))
+    (row,) = prof.operations
+    assert row.calls == 2 and all(0.02 <= seconds < 0.2 for seconds in row.times)
+    assert f"{row.seconds * 1e3:.3f}" in prof.summary()
+
+
+def test_a_kernel_is_timed_whole_and_taken_apart():
+    @tpu_kernel
+    def kernel(x):
+        return vishwamai.layer_norm(vishwamai.gemm(x, x) + 1)
+
+    x = square(64)
+    wanted = kernel(x)
+    with profile_kernel(repeats=2) as prof:
+        got = kernel(x)
+        kernel(x)
+    assert (np.asarray(got) == np.asarray(wanted)).all()  # the compiled program's own result
+    assert names(prof) == [("matmul forward", 2), ("norm forward", 2)]
+    (whole,) = prof.kernels
+    assert whole.name == "kernel" and whole.calls == 2 and whole.flops == 2 * 64**3 + 8 * 64**2
+    text = prof.summary()
+    assert "whole kernel" in text and "cpu" in text and "GFLOP/s" in text
+    for row in prof.operations:
+        assert row.memory >= 2 * 64 * 64 * 4
+        assert 0 < prof.share(row)
+
+
+def test_what_cannot_be_taken_apart_is_named():
+    mesh = jax.make_mesh((2,), ("x",))
+    spec = jax.P("x")
+    x = jax.device_put(square(), jax.NamedSharding(mesh, spec))
+    with profiling.profile_kernel(repeats=1) as prof:
+        jax.shard_map(lambda a: vishwamai.rms_norm(a), mesh=mesh, in_specs=spec, out_specs=spec)(x)
+    assert prof.untimed == {"norm": 1} and not prof.operations
+    assert "not timed: norm" in prof.summary()
+
+
+def test_after_the_block_nothing_is_profiled():
+    x = square()
+    jitted = jax.jit(lambda x: vishwamai.gemm(x, x))
+    with profiling.profile_kernel(repeats=1) as prof:
+        jitted(x)
+    jitted(x)
+    vishwamai.gemm(x, x)
+    assert names(prof) == [("matmul forward", 1)]
+    assert "vishwamai_operation" not in str(jax.make_jaxpr(jitted)(x))
+
+
+def test_a_figure_above_the_published_peak_is_an_error():
+    with profiling.profile_kernel(repeats=1, peaks=lambda: profiling.ChipPeaks(chip("v5e"))) as prof:
+        vishwamai.gemm(square(), square())
+    (row,) = prof.operations
+    assert "v5e" in prof.summary() and 0 < prof.share(row) < 1
+    row.times[:] = [1e-12]
+    with pytest.raises(KernelError, match="matmul forward.*times the peak.*v5e.*not told"):
+        prof.summary()
+
+
+def test_unknown_peaks_are_a_dash():
+    with profiling.profile_kernel(repeats=1) as prof:
+        vishwamai.gemm(square(), square())
+    assert prof.share(prof.operations[0]) is None
+    assert prof.summary().splitlines()[1].split()[6] == "-"
