@@ -1,13 +1,15 @@
 """The compiled CPU kernels: loading them, registering them with XLA, and saying how to get them where they are missing.
 
 The extension module `vishwamai.core._cpu` is built by `pip install` when a C++ compiler is there. It is loaded at the first question about it, never
-at import. An operand or a result that is absent travels as an array with no elements, since an FFI call has a fixed number of both.
+at import; `VISHWAMAI_CPU_MODULE` names another build of it, such as the one with sanitizers. An operand or a result that is absent travels as an array with no elements, since an FFI call has a fixed number of both.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import os
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -22,11 +24,23 @@ from vishwamai.core.errors import DeviceError
 BUILD_HINT = "install a C++20 compiler (`apt-get install g++`) and run `pip install --force-reinstall --no-deps vishwamai`; in a checkout, run `make native`"
 
 
+def _module() -> ModuleType:
+    path = os.environ.get("VISHWAMAI_CPU_MODULE")
+    if path is None:
+        return importlib.import_module("vishwamai.core._cpu")
+    spec = importlib.util.spec_from_file_location("vishwamai.core._cpu", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"VISHWAMAI_CPU_MODULE={path} is not an extension module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @functools.cache
 def _load() -> tuple[ModuleType | None, str | None]:
     """(module, None), or (None, why it cannot be loaded)."""
     try:
-        module = importlib.import_module("vishwamai.core._cpu")
+        module = _module()
     except ImportError as error:
         if getattr(error, "name", None) == "vishwamai.core._cpu" and isinstance(error, ModuleNotFoundError):
             return None, f"the native CPU kernels are not built: {BUILD_HINT}."

@@ -1,0 +1,188 @@
+// The generic kernels against plain loops in double, without Python or XLA: what `make arm64` runs under an emulator.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "pool.h"
+#include "vishwamai/ops/attention/cpu_attention.h"
+#include "vishwamai/ops/matmul/cpu_matmul.h"
+#include "vishwamai/ops/norm/cpu_norm.h"
+
+using namespace vishwamai;
+
+namespace {
+
+std::mt19937 random_bits(0);
+
+using Values = std::vector<double>;
+using Bytes = std::vector<char>;
+
+Values normal(size_t n) {
+  std::normal_distribution<double> draw;
+  Values x(n);
+  for (double& v : x) v = draw(random_bits);
+  return x;
+}
+
+// `x` as the bytes of an array of that storage; `x` becomes what those bytes hold.
+Bytes stored(Values& x, Storage storage) {
+  const size_t size = storage == Storage::f64 ? 8 : storage == Storage::f32 ? 4 : 2;
+  Bytes bytes(x.size() * size);
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (storage == Storage::f64) {
+      std::memcpy(&bytes[i * 8], &x[i], 8);
+      continue;
+    }
+    const float f = static_cast<float>(x[i]);
+    uint32_t word;
+    std::memcpy(&word, &f, 4);
+    if (storage == Storage::bf16) {
+      word = (word + 0x7fff + ((word >> 16) & 1)) & 0xffff0000u;
+      const uint16_t half = static_cast<uint16_t>(word >> 16);
+      std::memcpy(&bytes[i * 2], &half, 2);
+    } else {
+      std::memcpy(&bytes[i * 4], &f, 4);
+    }
+    float back;
+    std::memcpy(&back, &word, 4);
+    x[i] = back;
+  }
+  return bytes;
+}
+
+double read(const Bytes& bytes, size_t i, Storage storage) {
+  if (storage == Storage::f64) {
+    double v;
+    std::memcpy(&v, &bytes[i * 8], 8);
+    return v;
+  }
+  uint32_t word = 0;
+  if (storage == Storage::bf16) {
+    uint16_t half;
+    std::memcpy(&half, &bytes[i * 2], 2);
+    word = static_cast<uint32_t>(half) << 16;
+  } else {
+    std::memcpy(&word, &bytes[i * 4], 4);
+  }
+  float v;
+  std::memcpy(&v, &word, 4);
+  return v;
+}
+
+void compare(const char* what, const Bytes& got, Storage storage, const Values& want, double tolerance) {
+  double worst = 0, largest = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double error = std::fabs(read(got, i, storage) - want[i]);
+    worst = error > worst || error != error ? error : worst;
+    largest = std::fmax(largest, std::fabs(want[i]));
+  }
+  const bool good = worst <= tolerance * largest;
+  std::printf("%-28s error %.2e of %.2e  %s\n", what, worst, largest, good ? "ok" : "WRONG");
+  if (!good) std::exit(1);
+}
+
+struct Kind {
+  const char* name;
+  Storage storage;
+  size_t size;
+  double tolerance;
+};
+const Kind kKinds[] = {{"float32", Storage::f32, 4, 3e-6}, {"bfloat16", Storage::bf16, 2, 1e-2}, {"float64", Storage::f64, 8, 1e-13}};
+
+void check_matmul(const Kind& kind, const Threads& threads) {
+  const int64_t m = 37, n = 53, k = 129;
+  Values a = normal(m * k), b = normal(k * n), want(m * n);
+  Bytes a_bytes = stored(a, kind.storage), b_bytes = stored(b, kind.storage), out(m * n * kind.size);
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < n; ++j) {
+      double sum = 0;
+      for (int64_t l = 0; l < k; ++l) sum += a[i * k + l] * b[l * n + j];
+      want[i * n + j] = sum > 0 ? sum : 0;
+    }
+  MatmulArgs args{};
+  args.storage = args.result = kind.storage;
+  args.parts = 3;
+  args.groups = 1, args.m = m, args.n = n, args.k = k;
+  args.a = a_bytes.data(), args.b = b_bytes.data(), args.out = out.data();
+  args.a_row = k, args.a_k = 1, args.b_k = n, args.b_col = 1;
+  args.activation = Activation::relu;
+  generic::matmul(args, threads);
+  compare((std::string("matmul ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+}
+
+void check_norm(const Kind& kind, const Threads& threads) {
+  const int64_t rows = 21, features = 131;
+  Values x = normal(rows * features), want(rows * features);
+  Bytes bytes = stored(x, kind.storage), y(x.size() * kind.size);
+  for (int64_t i = 0; i < rows; ++i) {
+    double mean = 0, square = 0;
+    for (int64_t j = 0; j < features; ++j) mean += x[i * features + j] / features;
+    for (int64_t j = 0; j < features; ++j) square += std::pow(x[i * features + j] - mean, 2) / features;
+    for (int64_t j = 0; j < features; ++j) want[i * features + j] = (x[i * features + j] - mean) / std::sqrt(square + 1e-5);
+  }
+  NormForwardArgs args{};
+  args.storage = kind.storage;
+  args.layer = true;
+  args.groups = 1, args.rows = rows, args.features = features;
+  args.eps = 1e-5;
+  args.x = bytes.data(), args.y = y.data();
+  generic::norm_forward(args, threads);
+  compare((std::string("layer norm ") + kind.name).c_str(), y, kind.storage, want, kind.tolerance);
+}
+
+// Causal, two query heads to a key head; a prefill and, with one query, the decoding kernel.
+void check_attention(const Kind& kind, int64_t q_len, const Threads& threads) {
+  const int64_t heads = 4, kv_heads = 2, kv_len = 75, dim = 40, offset = kv_len - q_len;
+  Values q = normal(heads * q_len * dim), k = normal(kv_heads * kv_len * dim), v = normal(kv_heads * kv_len * dim);
+  Bytes qb = stored(q, kind.storage), kb = stored(k, kind.storage), vb = stored(v, kind.storage);
+  Values want(q.size()), lse_want(heads * q_len);
+  const double scale = 1 / std::sqrt(double(dim));
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t i = 0; i < q_len; ++i) {
+      const int64_t g = h / (heads / kv_heads), row = h * q_len + i;
+      double sum = 0;
+      for (int64_t j = 0; j <= i + offset; ++j) {
+        double score = 0;
+        for (int64_t d = 0; d < dim; ++d) score += q[row * dim + d] * k[(g * kv_len + j) * dim + d];
+        const double p = std::exp(scale * score);
+        sum += p;
+        for (int64_t d = 0; d < dim; ++d) want[row * dim + d] += p * v[(g * kv_len + j) * dim + d];
+      }
+      for (int64_t d = 0; d < dim; ++d) want[row * dim + d] /= sum;
+      lse_want[row] = std::log(sum);
+    }
+  const Storage statistics = kind.storage == Storage::f64 ? Storage::f64 : Storage::f32;
+  Bytes out(q.size() * kind.size), lse(lse_want.size() * (statistics == Storage::f64 ? 8 : 4));
+  AttentionArgs args{};
+  args.storage = kind.storage;
+  args.parts = kind.storage == Storage::f32 ? 3 : 1;
+  args.batch = 1, args.q_heads = heads, args.kv_heads = kv_heads, args.q_len = q_len, args.kv_len = kv_len;
+  args.qk_dim = args.v_dim = dim;
+  args.scale = scale;
+  args.low = -(int64_t{1} << 40), args.high = offset;
+  args.query = qb.data(), args.key = kb.data(), args.value = vb.data();
+  args.keep_scale = 1;
+  args.out = out.data(), args.logsumexp = lse.data();
+  (q_len == 1 ? generic::attention_decode : generic::attention_forward)(args, threads);
+  const std::string name = std::string(q_len == 1 ? "decode " : "attention ") + kind.name;
+  compare(name.c_str(), out, kind.storage, want, kind.tolerance);
+  compare((name + " lse").c_str(), lse, statistics, lse_want, kind.tolerance);
+}
+
+}  // namespace
+
+int main() {
+  Pool pool(2);
+  const Threads threads = pool.threads(3);
+  for (const Kind& kind : kKinds) {
+    check_matmul(kind, threads);
+    check_norm(kind, threads);
+    check_attention(kind, 63, threads);
+    check_attention(kind, 1, threads);
+  }
+  std::puts("kernels_check: ok");
+  return 0;
+}
