@@ -24,7 +24,7 @@ EDITABLE := $(PIP) install -q --no-build-isolation -e
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-gpu test-long test-cpu check lint types layers examples readme readme-check docs native clean
+.PHONY: help bench test test-gpu test-long test-cpu sanitize arm64 check lint types layers examples readme readme-check docs native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
