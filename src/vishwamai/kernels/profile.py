@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +14,36 @@ from vishwamai.core import hardware, profiling
 from vishwamai.core.profiling import ChipPeaks, Peaks, Profile
 
 
-@dataclasses.dataclass(frozen=True)
 class MeasuredPeaks:
     """The best that this machine was seen to do: products by every library at hand, and copies of as many bytes as the job moves.
 
     A job that fits the caches is held against a copy that fits them too, so its share does not flatter it.
     """
 
-    products: dict[str, float]  # FLOP/s by dtype
-    copies: float  # bytes/s of copies larger than the caches
-    how: str
-    published: bool = False
+    published = False
+
+    @property
+    def how(self) -> str:
+        return f"{_measured('float32').how}; or of a copy of as many bytes"
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s; 8-bit floats are multiplied as bfloat16, and what was not measured counts as float32."""
+        """FLOP/s; 8-bit floats are multiplied as bfloat16, and what is no dtype of products counts as float32."""
         unit = "bfloat16" if dtype.startswith("float8") else dtype
-        return self.products.get(unit, self.products["float32"])
+        unit = unit if unit in ("bfloat16", "float16", "int8") else "float32"
+        return max(_measured(unit).flops[unit].values())
 
     def bandwidth(self, nbytes: int) -> float:
         """Bytes/s."""
-        return max(self.copies, _copy_rate(max(4096, 1 << (nbytes - 1).bit_length())))
+        return max(_measured("float32").best_bandwidth, _copy_rate(max(4096, 1 << (nbytes - 1).bit_length())))
+
+
+@functools.cache
+def _measured(dtype: str) -> Any:
+    """`vishwamai.bench`'s measurement of one dtype's products and of copies larger than the caches; about a second."""
+    from vishwamai.bench.peaks import measure
+
+    with profiling.undisturbed():
+        return measure(quick=True, dtypes=(dtype,))
 
 
 @functools.cache
@@ -44,18 +54,10 @@ def _copy_rate(nbytes: int) -> float:
     return nbytes / found.seconds
 
 
-@functools.cache
 def peaks() -> Peaks:
-    """The peaks of the default device: published for a TPU, measured (about two seconds, once a process) for any other."""
+    """The peaks of the default device: published for a TPU, measured (about a second for each dtype, once a process) for any other."""
     chip = hardware.chip_for(jax.devices()[0].device_kind)
-    if chip is not None:
-        return ChipPeaks(chip)
-    from vishwamai.bench.peaks import measure
-
-    with profiling.undisturbed():
-        found = measure(quick=True)
-    products = {dtype: max(rates.values()) for dtype, rates in found.flops.items()}
-    return MeasuredPeaks(products, found.best_bandwidth, f"{found.how}; or of a copy of as many bytes")
+    return MeasuredPeaks() if chip is None else ChipPeaks(chip)
 
 
 @contextlib.contextmanager

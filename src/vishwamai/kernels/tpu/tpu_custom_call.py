@@ -1,0 +1,224 @@
+"""Kernels and operations of one's own: `compile_tpu_kernel`, `tpu_custom_call`, `register_tpu_op`.
+
+A TPU runs a custom call when XLA meets a Pallas kernel in a program; no other custom call can be given to it. So a kernel here is a function of
+jax.numpy, which XLA compiles, or a Pallas body, which Mosaic compiles; it is known by a name, and `tpu_custom_call` calls it by that name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from vishwamai.core.errors import DeviceError, KernelError, ShapeError, VishwamaiError
+from vishwamai.kernels.decorators import translated
+from vishwamai.kernels.tpu.register import RegisteredOp, register_tpu_op
+
+__all__ = ["TPUKernel", "compile_tpu_kernel", "register_tpu_op", "registered", "tpu_custom_call"]
+
+_REGISTRY: dict[str, TPUKernel | RegisteredOp] = {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TPUKernel:
+    """A compiled kernel; call it with arrays of the declared shapes and dtypes.
+
+    Attributes:
+      name: what `tpu_custom_call` knows it by.
+      function: the traceable function behind it; on a platform without Mosaic a Pallas body runs in the interpreter.
+      inputs, outputs: the declared shapes and dtypes.
+      target: the chip it was compiled for, None for the local device.
+      program: the `jax.stages.Compiled` of the local device; for a target the `vishwamai.aot.Compiled`, with its memory and cost.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    target: str | None
+    program: Any
+
+    def __call__(self, *operands: Any) -> Any:
+        """The result: an array, or a tuple of them where several outputs were declared.
+
+        Raises:
+          ShapeError: the operands are not as declared.
+          DeviceError: it was compiled for a TPU that is not here.
+        """
+        operands = tuple(jnp.asarray(x) for x in operands)
+        _compare(
+            self.name, "operand", operands, self.inputs, "pass arrays as declared, or compile the kernel for these"
+        )
+        if any(isinstance(x, jax.core.Tracer) for x in operands):
+            return _one_or_all(self.function(*operands))
+        if self.target is not None:
+            raise DeviceError(
+                f"{self.name}: it was compiled for {self.target}, which is not here; compile it without `target` to run it on this machine."
+            )
+        return _one_or_all(self.program(*operands))
+
+
+def compile_tpu_kernel(
+    name: str,
+    fn: Callable[..., Any],
+    input_shapes: Sequence[Sequence[int]],
+    output_shapes: Sequence[Sequence[int]],
+    input_dtypes: Sequence[Any],
+    output_dtypes: Sequence[Any],
+    *,
+    target: str | None = None,
+    pallas: bool | None = None,
+    **pallas_options: Any,
+) -> TPUKernel:
+    """Compiles a function of jax.numpy or a Pallas body for declared shapes and dtypes, which are checked.
+
+    Args:
+      name: what the kernel is called, in the program and by `tpu_custom_call`.
+      fn: `fn(*arrays) -> array or tuple`; or a Pallas body `fn(*input_refs, *output_refs)`, which writes its outputs.
+      input_shapes: a shape for every input; `input_dtypes`: their dtypes.
+      output_shapes: a shape for every output; `output_dtypes`: their dtypes.
+      target: a TPU to compile for that need not be here ("v5e"; needs libtpu); None for the local device.
+      pallas: whether `fn` is a Pallas body; None reads it from the number of its parameters (inputs, or inputs and outputs).
+      **pallas_options: `grid`, `in_specs`, `out_specs`, `scratch_shapes`, `compiler_params` ... of `pl.pallas_call`.
+
+    Returns:
+      the kernel. Where there is no TPU, a Pallas body runs in Pallas' interpreter: right, and slow.
+
+    Raises:
+      ShapeError: the declared shapes and dtypes are not those of `fn`.
+      KernelError: `fn` cannot be traced or compiled, or `pallas_options` were given for a function of jax.numpy.
+      DeviceError: the target is unknown, libtpu is missing, or the kernel does not fit the chip.
+
+    >>> def add_one(x_ref, y_ref):
+    ...     y_ref[...] = x_ref[...] + 1
+    >>> kernel = compile_tpu_kernel("add_one", add_one, [(8, 128)], [(8, 128)], [jnp.float32], [jnp.float32])
+    >>> float(kernel(jnp.ones((8, 128)))[0, 0])
+    2.0
+    >>> compile_tpu_kernel("product", jnp.matmul, [(8, 4), (4, 2)], [(8, 3)], ["float32"] * 2, ["float32"])
+    Traceback (most recent call last):
+    vishwamai.core.errors.ShapeError: product: output 0 is float32[8,2], but float32[8,3] is declared; declare what the function returns.
+    """
+    for what, shapes, dtypes in (("input", input_shapes, input_dtypes), ("output", output_shapes, output_dtypes)):
+        if len(shapes) != len(dtypes):
+            raise ShapeError(
+                f"compile_tpu_kernel: {name}: {len(shapes)} {what}_shapes and {len(dtypes)} {what}_dtypes are given; pass one dtype a shape."
+            )
+    inputs = tuple(jax.ShapeDtypeStruct(tuple(s), jnp.dtype(d)) for s, d in zip(input_shapes, input_dtypes))
+    outputs = tuple(jax.ShapeDtypeStruct(tuple(s), jnp.dtype(d)) for s, d in zip(output_shapes, output_dtypes))
+    if not outputs:
+        raise ShapeError(f"compile_tpu_kernel: {name}: `output_shapes` is empty; declare at least one output.")
+    if pallas is None:
+        pallas = _is_body(name, fn, len(inputs), len(outputs))
+    if pallas_options and not pallas:
+        raise KernelError(
+            f"compile_tpu_kernel: {name}: {', '.join(pallas_options)} are options of Pallas, but `fn` is a function of jax.numpy; "
+            "write it as a body (*input_refs, *output_refs), or leave them out."
+        )
+    function = _named(name, _from_body(name, fn, outputs, pallas_options) if pallas else fn)
+    try:
+        found = jax.tree.leaves(jax.eval_shape(function, *inputs))
+        _compare(name, "output", found, outputs, "declare what the function returns")
+        if target is None:
+            program: Any = jax.jit(function).lower(*inputs).compile()
+        else:
+            from vishwamai import aot
+
+            program = aot.compile_for(function, *inputs, target=target)
+    except VishwamaiError:
+        raise
+    except Exception as error:
+        raise translated(name, error) from error
+    kernel = _REGISTRY[name] = TPUKernel(name, function, inputs, outputs, target, program)
+    return kernel
+
+
+def tpu_custom_call(call_target_name: str, out_avals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Calls a kernel or an operation by its name.
+
+    Args:
+      call_target_name: the name given to `compile_tpu_kernel` or `register_tpu_op`.
+      out_avals: what the caller expects: anything with a shape and a dtype (`jax.ShapeDtypeStruct`) for each result.
+      operands: the arrays.
+
+    Returns:
+      the results, a list.
+
+    Raises:
+      KernelError: nothing has this name; the text lists what has one.
+      ShapeError: the results are not what `out_avals` expects, or the operands not what the kernel takes.
+
+    >>> kernel = compile_tpu_kernel("double", lambda x: 2 * x, [(4,)], [(4,)], ["float32"], ["float32"])
+    >>> tpu_custom_call("double", [jax.ShapeDtypeStruct((4,), "float32")], [jnp.ones(4)])
+    [Array([2., 2., 2., 2.], dtype=float32)]
+    """
+    found = registered().get(call_target_name)
+    if found is None:
+        names = ", ".join(registered()) or "none yet"
+        raise KernelError(
+            f"tpu_custom_call: nothing is called {call_target_name!r}; make it by compile_tpu_kernel or register_tpu_op. There are: {names}."
+        )
+    expected = tuple(jax.ShapeDtypeStruct(tuple(x.shape), jnp.dtype(x.dtype)) for x in out_avals)
+    shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in operands]
+    promised = found.outputs if isinstance(found, TPUKernel) else jax.tree.leaves(jax.eval_shape(found, *shapes))
+    _compare(call_target_name, "result", promised, expected, "expect what the kernel returns in `out_avals`")
+    return list(jax.tree.leaves(found(*operands)))
+
+
+def registered() -> dict[str, TPUKernel | RegisteredOp]:
+    """Everything that `tpu_custom_call` can call, by name."""
+    from vishwamai.kernels.tpu import register
+
+    return {**_REGISTRY, **register.OPERATIONS}
+
+
+def _is_body(name: str, fn: Callable[..., Any], inputs: int, outputs: int) -> bool:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(fn).parameters.values()
+    required = sum(p.kind in kinds and p.default is p.empty for p in parameters)
+    if required == inputs and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return False
+    if required == inputs + outputs:
+        return True
+    raise KernelError(
+        f"compile_tpu_kernel: {name}: `fn` takes {required} positional parameters, which is neither {inputs} (arrays) nor {inputs + outputs} "
+        "(the refs of a Pallas body); pass `pallas=True` or `pallas=False`."
+    )
+
+
+def _from_body(name: str, body: Callable[..., Any], outputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A function of arrays that runs the body: compiled by Mosaic on a TPU, by Pallas' interpreter elsewhere."""
+    shape = outputs[0] if len(outputs) == 1 else outputs
+    compiled = pl.pallas_call(body, out_shape=shape, name=name, **options)
+    interpreted = pl.pallas_call(body, out_shape=shape, name=name, interpret=True, **options)
+    return lambda *arrays: jax.lax.platform_dependent(*arrays, tpu=compiled, default=interpreted)
+
+
+def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*arrays: Any) -> Any:
+        return function(*arrays)
+
+    kernel.__name__ = kernel.__qualname__ = name
+    return kernel
+
+
+def _one_or_all(results: Any) -> Any:
+    leaves = jax.tree.leaves(results)
+    return leaves[0] if len(leaves) == 1 else tuple(leaves)
+
+
+def _text(x: Any) -> str:
+    return f"{jnp.dtype(x.dtype).name}{list(x.shape)}".replace(" ", "")
+
+
+def _compare(name: str, what: str, found: Sequence[Any], declared: Sequence[Any], mend: str) -> None:
+    if len(found) != len(declared):
+        raise ShapeError(f"{name}: there are {len(found)} {what}s, but {len(declared)} are declared; {mend}.")
+    for i, (x, wanted) in enumerate(zip(found, declared)):
+        if tuple(x.shape) != tuple(wanted.shape) or jnp.dtype(x.dtype) != jnp.dtype(wanted.dtype):
+            raise ShapeError(f"{name}: {what} {i} is {_text(x)}, but {_text(wanted)} is declared; {mend}.")
