@@ -23,6 +23,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 import oracle
+import ref_views
 import vishwamai.ops
 from vishwamai.core import ffi
 from vishwamai.core.cases import Case
@@ -146,7 +147,7 @@ def simulated_tpu(**params: Any) -> Iterator[None]:
     original = interpret_pallas_call.RaceDetectionState
     interpret_pallas_call.RaceDetectionState = Recorded  # type: ignore[misc]
     try:
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**strict)):
+        with ref_views.readable_views(), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**strict)):
             yield
     except BaseException:
         pltpu.reset_tpu_interpret_mode_state()

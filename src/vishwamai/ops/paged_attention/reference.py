@@ -1,0 +1,141 @@
+"""Paged attention in plain jax.numpy: the definition, and the fallback on every platform.
+
+Blocks of queries (see `schedule`) walk their sequence's pages a few hundred keys at a time with an online softmax (Milakov, Gimelshein 2018), a group
+of blocks together. What is held at once is one such step: it grows with neither the number of pages nor the length of the sequences.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vishwamai.core.gradients import autodiff_backward
+from vishwamai.core.op import Implementation
+from vishwamai.core.precision import lax_precision
+from vishwamai.ops.paged_attention.schedule import items, runs
+from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
+
+_KEYS = 256
+"""Keys of one step, or a page where that is more."""
+_STEP_BYTES = 32 << 20
+"""Bytes of widened keys and values that one step may gather."""
+_LOWEST = -1e30
+
+
+def _queries_per_block(spec: PagedSpec) -> int:
+    return min(spec.max_q_len, max(1, 64 // spec.group), 16)
+
+
+def keys_and_values(spec: PagedSpec, operands: Operands, pages: Any) -> tuple[Any, Any]:
+    """Keys and values of the pages named, `[..., keys, Hkv, D]`, in the accumulator's dtype; pages: int `[..., n]`."""
+
+    def rows(pool: Any) -> Any:
+        found = pool[pages]  # [..., n, page, rows, D]
+        return found.reshape(*pages.shape[:-1], -1, *found.shape[pages.ndim + 1 :]).astype(spec.accumulator)
+
+    found = rows(operands.k_pages)
+    if spec.form == "latent":
+        key = found[..., None, :]
+        value = key[..., : spec.value_dim]
+    elif spec.form == "combined":
+        key, value = found[..., 0::2, :], found[..., 1::2, :]
+    else:
+        key, value = found, rows(operands.v_pages)
+    if operands.k_scale is not None:
+        key = key * operands.k_scale.astype(spec.accumulator)[:, None]
+    if operands.v_scale is not None:
+        value = value * operands.v_scale.astype(spec.accumulator)[:, None]
+    return key, value
+
+
+def _one(spec: PagedSpec, operands: Operands) -> Any:
+    """The output `[T, Hq, Dv]` of operands without their batch axis."""
+    wide = spec.accumulator
+    precision = lax_precision("highest") if spec.compute_dtype != jnp.bfloat16 else None
+    block = _queries_per_block(spec)
+    of = runs(operands.kv_lens, operands.cu_q_lens, operands.num_seqs[0])
+    blocks = items(spec, of, block, 1, spec.max_q_len)
+    page, kv_heads, group = spec.page_size, spec.kv_heads, spec.group
+    ahead = max(1, min(_KEYS // page, spec.pages_per_sequence))
+    steps = -(-spec.pages_per_sequence // ahead)
+    if spec.window is not None:  # a block sees at most so many pages from its first one on
+        steps = min(steps, -(-(-(-(spec.window + block) // page) + 1) // ahead))
+
+    def attend(item: Any) -> Any:
+        """One block of queries, `[block, Hkv, group, Dv]`."""
+        sequence, token, position, first_page, end = item
+        rows = position + jnp.arange(block)
+        query = operands.query[jnp.clip(token + jnp.arange(block), 0, spec.tokens - 1)]
+        query = query.reshape(block, kv_heads, group, spec.head_dim).astype(wide)
+        table = operands.page_indices[sequence]
+
+        def step(carry: Any, j: Any) -> Any:
+            m, l, acc = carry
+            entries = first_page + j * ahead + jnp.arange(ahead)
+            live = entries * page < end
+            pages = jnp.where(live, table[jnp.clip(entries, 0, spec.pages_per_sequence - 1)], 0)
+            key, value = keys_and_values(spec, operands, pages)
+            columns = (entries[:, None] * page + jnp.arange(page)).reshape(-1)
+            # What is not live may hold anything, NaN included: it is replaced, not multiplied by 0.
+            inside = (columns < end)[:, None, None]
+            key, value = jnp.where(inside, key, 0), jnp.where(inside, value, 0)
+            s = jnp.einsum("qhgd,khd->hgqk", query, key, precision=precision) * spec.scale
+            if spec.softcap is not None:
+                s = spec.softcap * jnp.tanh(s / spec.softcap)
+            see = (columns <= rows[:, None]) & (columns < end)
+            if spec.window is not None:
+                see &= columns >= rows[:, None] - spec.window
+            new = jnp.maximum(m, jnp.max(jnp.where(see, s, _LOWEST), axis=-1))
+            new = lax.stop_gradient(new)
+            p = jnp.where(see, jnp.exp(jnp.where(see, s - new[..., None], 0)), 0)
+            shrink = jnp.exp(m - new)
+            weighted = jnp.einsum("hgqk,khd->hgqd", p, value, precision=precision)
+            return (new, l * shrink + p.sum(-1), acc * shrink[..., None] + weighted), None
+
+        m = jnp.full((kv_heads, group, block), _LOWEST, wide)
+        l = jnp.zeros_like(m)
+        if operands.sinks is not None:
+            sinks = operands.sinks.astype(wide).reshape(kv_heads, group, 1)
+            m = lax.stop_gradient(jnp.maximum(m, sinks))
+            l = jnp.exp(sinks - m)
+        acc = jnp.zeros((*m.shape, spec.value_dim), wide)
+        (_, l, acc), _ = lax.scan(jax.checkpoint(step), (m, l, acc), jnp.arange(steps))
+        out = acc / jnp.where(l > 0, l, 1)[..., None]
+        return jnp.transpose(out, (2, 0, 1, 3)).reshape(block, spec.heads, spec.value_dim)
+
+    number = blocks.sequence.shape[0]
+    bytes_each = ahead * page * kv_heads * (spec.head_dim + spec.value_dim) * jnp.dtype(wide).itemsize
+    together = max(1, min(number, _STEP_BYTES // max(1, bytes_each)))
+    out = lax.map(attend, tuple(blocks[:5]), batch_size=together)  # [items, block, Hq, Dv]
+    into = blocks.token[:, None] + jnp.arange(block)
+    last = of.start[blocks.sequence] + of.length[blocks.sequence]
+    written = (jnp.arange(number) < blocks.count)[:, None] & (into < last[:, None])
+    into = jnp.where(written, into, spec.tokens)  # out of range: dropped
+    result = jnp.zeros((spec.tokens, spec.heads, spec.value_dim), wide)
+    return result.at[into].set(out, mode="drop").astype(spec.compute_dtype)
+
+
+def each(function: Any, spec: PagedSpec, operands: Operands) -> Any:
+    """Runs `function(operands without batch axis)` for every folded batch entry, one after the other; shared operands are not copied."""
+
+    def entry(b: Any) -> Operands:
+        return type(operands)(*(None if x is None else x[b if x.shape[0] > 1 else 0] for x in operands))
+
+    if spec.batch == 1:
+        return function(entry(0))[None]
+    return lax.map(lambda b: function(entry(b)), jnp.arange(spec.batch))
+
+
+def forward(spec: PagedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    """Online softmax over pages; `residuals` are the operands themselves."""
+    del config, residuals
+    if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
+        return Outputs(jnp.zeros((spec.batch, spec.tokens, spec.heads, spec.value_dim), spec.compute_dtype)), None
+    return Outputs(each(functools.partial(_one, spec), spec, operands)), None
+
+
+XLA = Implementation("xla", None, forward, autodiff_backward(forward), autodiff=True)

@@ -1,0 +1,62 @@
+"""Reads through reshaped and bitcast references, which jax 0.10.2's TPU simulator does not know; Mosaic compiles them.
+
+A kernel that takes 32-bit words out of packed rows reads `ref.reshape(...).bitcast(uint32)[start::stride]`. Here such a read becomes the simulator's own
+read of the part before the first change of view, with its checks for races and bounds, and the rest is done to the value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+from jax._src.pallas.mosaic.interpret import utils
+from jax._src.state.indexing import NDIndexer
+from jax._src.state.types import BitcastTransform, ReshapeTransform
+
+
+def _bitcast(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """Rows of narrow elements become rows of wide ones: the first row is the low part."""
+    wide, narrow = np.dtype(dtype).itemsize, x.dtype.itemsize
+    assert wide >= narrow, "only widening views are read"
+    each = wide // narrow
+    rows, dim = x.shape[-2:]
+    parts = x.reshape(*x.shape[:-2], rows // each, each, dim)
+    return np.ascontiguousarray(np.moveaxis(parts, -2, -1)).view(dtype)[..., 0]
+
+
+def _apply(x: np.ndarray, transform: Any) -> np.ndarray:
+    if isinstance(transform, ReshapeTransform):
+        return x.reshape(transform.shape)
+    if isinstance(transform, BitcastTransform):
+        return _bitcast(x, jnp.dtype(transform.dtype))
+    ranges = utils.to_range((transform,))
+    for size, part in zip(x.shape, ranges, strict=True):
+        last = part if isinstance(part, int) else part.start + (len(range(part.start, part.stop, part.step)) - 1) * part.step
+        assert 0 <= last < size, f"read of {ranges} from a view of shape {x.shape}"
+    return x[ranges]
+
+
+@contextlib.contextmanager
+def readable_views() -> Iterator[None]:
+    """Lets the simulator read through views."""
+    original = simulator.get
+
+    def get(token: Any, device: Any, core: Any, space: Any, buffer: Any, transforms: Any, *rest: Any, **named: Any) -> Any:
+        views = [n for n, t in enumerate(transforms) if not isinstance(t, NDIndexer)]
+        if not views:
+            return original(token, device, core, space, buffer, transforms, *rest, **named)
+        token, value = original(token, device, core, space, buffer, tuple(transforms[: views[0]]), *rest, **named)
+        for transform in transforms[views[0] :]:
+            value = _apply(np.asarray(value), transform)
+        return token, value
+
+    get.__wrapped__ = original.__wrapped__  # type: ignore[attr-defined]  # copies between memories read through it
+    simulator.get = get  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        simulator.get = original
