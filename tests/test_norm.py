@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from vishwamai import ShapeError, UnsupportedError, explain, kernel_config, layer_norm, rms_norm
-from vishwamai.core.hardware import CHIPS
+from vishwamai.aot.tuner import neighbours
+from vishwamai.core.errors import KernelError
+from vishwamai.core.hardware import CHIPS, chip
 from vishwamai.core.op import record_plans
 from vishwamai.ops.norm import tpu
+from vishwamai.ops.norm.tpu import NormConfig
 
 
 def _exact(x) -> np.ndarray:
@@ -105,3 +108,15 @@ def test_several_steps_and_a_ragged_one(rows):
         got = gradients(implementation="pallas_tpu", config=tpu.NormConfig(16, 8))
     for g, w in zip(got, gradients(implementation="xla")):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_that_would_leave_rows_out_are_an_error():
+    with pytest.raises(KernelError, match=r"chunk_rows is 64 and block_rows 32"):
+        NormConfig(32, 64)
+    with pytest.raises(KernelError, match=r"multiple of 8"):
+        NormConfig(32, 4)
+
+
+def test_the_tuner_leaves_them_out():
+    found = list(neighbours(NormConfig(32, 32), ["block_rows", "chunk_rows"], chip("v5e")))
+    assert {(t.block_rows, t.chunk_rows) for t in found} == {(64, 32), (32, 16), (64, 16)}

@@ -253,6 +253,8 @@ def _resized(config: Any, sizes: dict[str, int], one: Chip) -> Any:
 def neighbours(config: Any, fields: Iterable[str], one: Chip) -> Iterator[Any]:
     """Configs that differ from `config` by a factor of two in one of `fields` (as `tiles` names them), or in two against one another.
 
+    Those that the config's own rules refuse (a `KernelError` of its constructor) are left out.
+
     Example:
         >>> @dataclasses.dataclass(frozen=True)
         ... class Tiles:
@@ -264,7 +266,12 @@ def neighbours(config: Any, fields: Iterable[str], one: Chip) -> Iterator[Any]:
     now, names = tiles(config), list(fields)
     steps = [{name: now[name] * 2} for name in names] + [{name: now[name] // 2} for name in names]
     steps += [{a: now[a] * 2, b: now[b] // 2} for a in names for b in names if a != b]
-    yield from (_resized(config, step, one) for step in steps if all(step.values()))
+    for step in steps:
+        if all(step.values()):
+            try:
+                yield _resized(config, step, one)
+            except KernelError:
+                continue
 
 
 def tune_case(case: Case, target: str, budget: int = 24, workers: int = 1) -> Outcome:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import (
@@ -32,6 +33,7 @@ from vishwamai.core.sharding import out_struct
 from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
 
 LANES = 128
+_CHUNK_ELEMENTS, _MOST_CHUNK_ROWS = 32 << 10, 64
 _STEPS = 32
 """Steps of each core to aim at: the first load and the last store are then about two parts in fifty."""
 _SMALLEST_TRANSFER, _LARGEST_TRANSFER = 512 << 10, 2 << 20
@@ -44,13 +46,23 @@ class NormConfig:
 
     Attributes:
       block_rows: rows that one grid step holds in VMEM.
-      chunk_rows: rows that are normalized together in registers; divides `block_rows`.
+      chunk_rows: rows that are normalized together in registers, a multiple of 8; divides `block_rows`.
       vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
+
+    Raises:
+      KernelError: rows of a block would be left over.
     """
 
     block_rows: int
     chunk_rows: int
     vmem_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_rows < 1 or self.chunk_rows < 1 or self.chunk_rows % 8 or self.block_rows % self.chunk_rows:
+            raise KernelError(
+                f"NormConfig: chunk_rows is {self.chunk_rows} and block_rows {self.block_rows}; "
+                "chunk_rows must be a multiple of 8, and block_rows one of chunk_rows."
+            )
 
     def with_block_size(self, block_size: int) -> NormConfig:
         """The same with about `block_size` rows a step."""
@@ -77,8 +89,15 @@ def why_not(spec: NormSpec, chip: Chip | None) -> str | None:
     return None
 
 
-def _chunk(spec: NormSpec) -> int:
+def _tile_rows(spec: NormSpec) -> int:
+    """Rows of a memory tile: the fewest that a chunk can have."""
     return max(sublanes(operand.dtype) for operand in spec.operands if operand is not None and len(operand.shape) == 3)
+
+
+def _chunk(spec: NormSpec) -> int:
+    """Enough rows to hide the latency of their reductions, few enough to stay in registers: by the schedule, 64 of 128 features, 32 of 768, 16 of 4096."""
+    rows = min(_CHUNK_ELEMENTS // round_up(spec.features, LANES), _MOST_CHUNK_ROWS, spec.rows)
+    return max(_tile_rows(spec), 1 << max(0, rows.bit_length() - 1))
 
 
 def _fixed_bytes(spec: NormSpec) -> int:
