@@ -12,10 +12,25 @@ from vishwamai.core.errors import (
 from vishwamai.core.explain import explain
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.core.qtensor import QTensor
+from vishwamai.ops.activation import fused_gelu_dropout, gelu, relu2, silu
 from vishwamai.ops.attention import BlockMask, block_sparse_attention, flash_attention
+from vishwamai.ops.gated import gated_linear_unit
+from vishwamai.ops.loss import linear_cross_entropy
 from vishwamai.ops.matmul import gemm
+from vishwamai.ops.moe import grouped_gemm, moe_combine, moe_dispatch, moe_layer, moe_routing
 from vishwamai.ops.norm import layer_norm, rms_norm
 from vishwamai.ops.quantization import dequantize, fake_quantize, quantize
+from vishwamai.ops.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    MRopeScaling,
+    NtkScaling,
+    RotaryCache,
+    YarnScaling,
+    apply_rope,
+)
+from vishwamai.ops.softmax import log_softmax, softmax
 
 __version__ = "0.1.0"
 
@@ -25,20 +40,41 @@ __all__ = [
     "FallbackWarning",
     "KernelConfig",
     "KernelError",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "MRopeScaling",
+    "NtkScaling",
     "PrecisionConfig",
     "QTensor",
+    "RotaryCache",
     "ShapeError",
     "UnsupportedError",
     "VishwamaiError",
+    "YarnScaling",
+    "apply_rope",
     "block_sparse_attention",
     "current_config",
     "dequantize",
     "explain",
     "fake_quantize",
-    "gemm",
     "flash_attention",
+    "fused_gelu_dropout",
+    "gated_linear_unit",
+    "gelu",
+    "gemm",
+    "grouped_gemm",
     "kernel_config",
     "layer_norm",
+    "linear_cross_entropy",
+    "log_softmax",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_layer",
+    "moe_routing",
     "quantize",
+    "relu2",
     "rms_norm",
+    "silu",
+    "softmax",
 ]

@@ -11,9 +11,12 @@ from vishwamai.core.config import current_config, narrowed
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig
+from vishwamai.core.qtensor import QTensor
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.ops.matmul.cpu import NATIVE
-from vishwamai.ops.matmul.layout import Layout, make_spec
+from vishwamai.ops.matmul.gpu import TRITON
+from vishwamai.ops.matmul.layout import Blocks, Layout, make_spec
+from vishwamai.ops.matmul.quantized import unpack
 from vishwamai.ops.matmul.reference import XLA
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, compute_dtype, matmul_axes
 from vishwamai.ops.matmul.tpu import PALLAS_TPU
@@ -22,12 +25,12 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Num
 
-MATMUL: Op[MatmulSpec] = Op("matmul", (PALLAS_TPU, NATIVE, XLA), matmul_axes, shareable=Operands._fields)
+MATMUL: Op[MatmulSpec] = Op("matmul", (PALLAS_TPU, TRITON, NATIVE, XLA), matmul_axes, shareable=Operands._fields)
 
 
 def gemm(
-    a: Num[Array, "*batch M K"],
-    b: Num[Array, "*batch K N"],
+    a: Num[Array, "*batch M K"] | QTensor,
+    b: Num[Array, "*batch K N"] | QTensor,
     *,
     bias: Any = None,
     activation: str | None = None,
@@ -47,16 +50,19 @@ def gemm(
     for float64), and scales, bias and activation are applied to them before the result is rounded.
 
     Args:
-      a: `[..., M, K]`, or `[..., K, M]` with `transpose_a`: bfloat16, float16, float32, float64, int8, float8_e4m3fn or float8_e5m2.
-      b: `[..., K, N]`, or `[..., N, K]` with `transpose_b`. Floats of different width promote as in JAX; an 8-bit operand beside a wider float is
-        brought to the wider dtype, exactly; int8 with an 8-bit float is an error.
+      a: `[..., M, K]`, or `[..., K, M]` with `transpose_a`: bfloat16, float16, float32, float64, int8, int4, float8_e4m3fn, float8_e5m2 or
+        float4_e2m1fn; or a `QTensor` of that shape whose scales are shared along K, all of it or blocks of it. One scale for a row is applied to the
+        sum; with one for each block the operand is dequantized tile by tile, to the dtype of the products, and never stored so.
+      b: `[..., K, N]`, or `[..., N, K]` with `transpose_b`, or a `QTensor`. Floats of different width promote as in JAX; a narrow operand beside a wider
+        float is brought to the wider dtype, exactly; an integer with a narrow float is an error.
       bias: `[N]`, or `[..., N]` with batch axes; added to the scaled sum.
       activation: "relu", "relu2" (its square), "silu", "gelu" (exact), "gelu_tanh", "sigmoid", "tanh", or None.
       transpose_a: a is stored with its contracted axis first. No copy is made.
       transpose_b: b is stored with its contracted axis last. No copy is made.
       precision: of float32 products: "highest" (the default: float32 accuracy) or "high" (three bfloat16 products, about 16 bits); None takes the
         ambient one. It has no effect on other dtypes, whose products are exact.
-      out_dtype: dtype of the result; by default the dtype of the products, bfloat16 for 8-bit floats, int32 for int8 (float32 with an epilogue).
+      out_dtype: dtype of the result; by default the dtype of the products, bfloat16 for narrow floats and for two narrow operands with block scales,
+        int32 for int8 (float32 with an epilogue).
       scale_a: what a quantized `a` is to be multiplied by: a scalar, `[M]`, or `[..., M]` with batch axes.
       scale_b: the same for `b`: a scalar, `[N]`, or `[..., N]`.
       block_size: about how many rows and columns a tile has; None lets the library choose.
@@ -65,22 +71,27 @@ def gemm(
 
     Returns:
       `[..., M, N]` in `out_dtype`. Gradients exist for `a`, `b` (the 8-bit floats' are rounded to the same 8 bits and saturate), `bias` and the scales;
-      int8 operands have none.
+      integers have none, and asking for a QTensor's is an error (`fake_quantize` trains through one).
 
     Raises:
       ShapeError: the arguments contradict one another.
-      UnsupportedError: the implementation asked for cannot serve the call.
+      UnsupportedError: the implementation asked for cannot serve the call; or the gradient of a QTensor is asked for.
 
     >>> import jax.numpy as jnp
+    >>> from vishwamai import quantize
     >>> gemm(jnp.array([[1.0, 2.0]]), jnp.array([[3.0], [-4.0]]), bias=jnp.array([1.0]), activation="relu")
     Array([[0.]], dtype=float32)
     >>> gemm(jnp.ones((5, 2, 8), jnp.int8), jnp.ones((8, 3), jnp.int8), scale_b=0.5).shape
     (5, 2, 3)
+    >>> weight = quantize(jnp.ones((256, 3)), "int4", axis=-2, block_size=128)
+    >>> gemm(jnp.ones((1, 256), jnp.bfloat16), weight)
+    Array([[256, 256, 256]], dtype=bfloat16)
     """
     if block_size is not None:
         if config is not None:
             raise ShapeError(f"gemm: both `block_size` ({block_size}) and `config` ({config}) are given; pass one.")
         config = block_size
+    a, b, scale_a, scale_b, blocks = unpack(a, b, transpose_a, transpose_b, scale_a, scale_b)
     a, b = jnp.asarray(a), jnp.asarray(b)
     if out_dtype is None and compute_dtype(a.dtype, b.dtype) == jnp.float32:
         out_dtype = jnp.float32  # whatever the ambient `use_bfloat16` makes of the operands
@@ -88,33 +99,32 @@ def gemm(
 
     def describe(*arrays: Any) -> tuple[MatmulSpec, Layout]:
         products = current_config().precision if precision is None else precision
-        return make_spec(arrays, activation, transpose_a, transpose_b, products, out_dtype)
+        return make_spec(arrays, activation, transpose_a, transpose_b, products, out_dtype, blocks)
 
     def run(*arrays: Any) -> Any:
         spec, layout = describe(*arrays)
-        operands = layout.operands(*arrays, scale_dtype=spec.epilogue_dtype)
+        operands = layout.operands(*arrays, scale_dtype=spec.epilogue_dtype, blocks=blocks)
         return layout.result(MATMUL(spec, operands, config=config, implementation=implementation).out)
 
     _, layout = describe(*arrays)  # the caller's own shapes are checked before anything is split
-    return follow_explicit_axes(run, _caller_axes(layout, activation, transpose_a, transpose_b, *arrays), *arrays)
+    axes = _caller_axes(layout, activation, transpose_a, transpose_b, blocks, *arrays)
+    return follow_explicit_axes(run, axes, *arrays)
 
 
-def _caller_axes(layout: Layout, activation: str | None, transpose_a: bool, transpose_b: bool, *arrays: Any) -> Axes:
+def _caller_axes(
+    layout: Layout, activation: str | None, transpose_a: bool, transpose_b: bool, blocks: Blocks, *arrays: Any
+) -> Axes:
     """The factors of the caller's own arrays: one for each batch axis, then m, n and k."""
     names = tuple(f"b{i}" for i in range(len(layout.batch)))
-    core = (
-        ("k", "m") if transpose_a else ("m", "k"),
-        ("n", "k") if transpose_b else ("k", "n"),
-        ("n",),
-        ("m",),
-        ("n",),
-    )
+    of_a, of_b = ("k", "m") if transpose_a else ("m", "k"), ("n", "k") if transpose_b else ("k", "n")
+    core = (of_a, of_b, ("n",), of_a if blocks.a else ("m",), of_b if blocks.b else ("n",))
 
     def dims(x: Any, own: tuple[str, ...]) -> Any:
         if x is None:
             return None
         return (*names[len(names) - (x.ndim - len(own)) :], *own) if x.ndim else ()
 
-    whole_sum = arrays[2] is not None or activation is not None
+    depth = arrays[0].shape[-2 if transpose_a else -1]
+    whole_sum = arrays[2] is not None or activation is not None or bool(blocks.size and depth % blocks.size)
     splittable = frozenset({*names, "m", "n"} if whole_sum else {*names, "m", "n", "k"})
     return Axes(tuple(map(dims, arrays, core)), (*names, "m", "n"), splittable)

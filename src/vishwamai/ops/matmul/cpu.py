@@ -23,6 +23,8 @@ def why_not(spec: MatmulSpec, chip: Chip | None) -> str | None:
     del chip
     if spec.compute_dtype.name not in _COMPUTED:
         return f"the operands multiply as {spec.compute_dtype.name}; the CPU kernel takes {', '.join(_COMPUTED)}."
+    if any(spec.blocked):
+        return "an operand has scales for blocks of K; the CPU kernel takes one for each row or column."
     return ffi.why_not()
 
 

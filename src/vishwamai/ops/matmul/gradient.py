@@ -7,7 +7,8 @@ With z = sa * sb * (a @ b) + bias and y = act(z)::
     db' = a^T @ (dz * sa)        db = sb * db'        dsb = sum_k b * db'
 
 so the scales' gradients need no further product where their operand is floating. An integer operand has no gradient, and there the sum `a @ b` is
-formed again: dsa = sum_n dz * sb * (a @ b).
+formed again: dsa = sum_n dz * sb * (a @ b). An operand with a scale for every block of K, and those scales, have no gradient (`gemm` refuses to
+differentiate a QTensor): zeros stand for it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import jax.numpy as jnp
 
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.ops.matmul.epilogue import columns, derivative, rows
-from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, joint_groups
+from vishwamai.ops.matmul.spec import Blocked, MatmulSpec, Operands, Outputs, joint_groups
 
 Product = Callable[..., jax.Array]
 """`(which, lhs, rhs, lhs_axis, rhs_axis, groups, out_dtype) -> [groups, lhs's free axis, rhs's free axis]`.
 
-`which` is "grad_a", "grad_b" or "forward" (a @ b once more), for an implementation that chooses tiles by it; lhs and rhs are `[G or 1, ., .]` and contract the axis given (1 or 2). With `groups` 1 and several in an operand, the products are summed over them.
+`which` is "grad_a", "grad_b" or "forward" (a @ b once more), for an implementation that chooses tiles by it; lhs and rhs are `[G or 1, ., .]` (or `Blocked`) and contract the axis given (1 or 2). With `groups` 1 and several in an operand, the products are summed over them.
 """
 
 
@@ -44,7 +45,8 @@ def backward(
       preactivation: `[G, M, N]` in out_dtype where `spec.keeps_preactivation`, else None.
       dout: `[G, M, N]`, cotangent of the result.
     """
-    a, b, bias, scale_a, scale_b = operands
+    a, b, scale_a, scale_b = spec.factors(operands)
+    bias = operands.bias
     wide = spec.epilogue_dtype
     dz = dout.astype(wide)
     if spec.activation == "relu":
@@ -56,7 +58,7 @@ def backward(
     dz_a = dz if scale_a is None else dz * rows(scale_a, wide)
     factor = spec.compute_dtype
     da, dscale_a = None, None
-    if jnp.issubdtype(a.dtype, jnp.floating):
+    if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.floating):
         exact = wide if scale_a is not None or a.dtype in FP8_DTYPES else a.dtype
         n_of_b = 1 if spec.transpose_b else 2
         # A shared operand's gradient is summed inside the product, unless each group scales it differently.
@@ -71,7 +73,7 @@ def backward(
             da = da * jnp.expand_dims(scale_a.astype(wide), k_axis)
         da = saturate(_sum_to(da, a.shape), a.dtype)
     db, dscale_b = None, None
-    if jnp.issubdtype(b.dtype, jnp.floating):
+    if isinstance(b, jax.Array) and jnp.issubdtype(b.dtype, jnp.floating):
         exact = wide if scale_b is not None or b.dtype in FP8_DTYPES else b.dtype
         m_of_a = 2 if spec.transpose_a else 1
         groups = joint_groups(b, scale_b)
@@ -99,12 +101,15 @@ def backward(
     def vector(gradient: Any, operand: Any) -> Any:
         return None if operand is None else _sum_to(gradient, operand.shape).astype(operand.dtype)
 
+    def blocked(x: Any) -> Any:
+        return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None
+
     return Operands(
-        da,
-        db,
+        blocked(a.values) if isinstance(a, Blocked) else da,
+        blocked(b.values) if isinstance(b, Blocked) else db,
         vector(None if bias is None else jnp.sum(dz, axis=1), bias),
-        vector(dscale_a, scale_a),
-        vector(dscale_b, scale_b),
+        blocked(a.scales) if isinstance(a, Blocked) else vector(dscale_a, scale_a),
+        blocked(b.scales) if isinstance(b, Blocked) else vector(dscale_b, scale_b),
     )
 
 

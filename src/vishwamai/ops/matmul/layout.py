@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,17 @@ import jax.numpy as jnp
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.core.spec import ArraySpec, array_spec
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, check, compute_dtype, resolve_out_dtype
+
+
+class Blocks(NamedTuple):
+    """Which operands have a scale for every block of K, and how long a block is."""
+
+    size: int = 0
+    a: bool = False
+    b: bool = False
+
+
+NO_BLOCKS = Blocks()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +93,23 @@ class Layout:
         x, outer, _ = self._lead(x[None] if x.ndim == 0 else x, 1)
         return self._groups(x.reshape(*outer, x.shape[-1]), outer)
 
-    def operands(self, a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, *, scale_dtype: Any) -> Operands:
-        """The caller's arrays in the op's own layout, the scales in `scale_dtype`."""
+    def operands(
+        self, a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, *, scale_dtype: Any, blocks: Blocks = NO_BLOCKS
+    ) -> Operands:
+        """The caller's arrays in the op's own layout, the scales in `scale_dtype` (those of e8m0 as they are)."""
+
+        def scale(x: Any, blocked: bool, vector: Any) -> Any:
+            if x is None:
+                return None
+            x = x if x.dtype == jnp.uint8 else x.astype(scale_dtype)
+            return self.matrix(x) if blocked else vector(x)
+
         return Operands(
             self.matrix(a),
             self.matrix(b),
             None if bias is None else self.per_column(bias),
-            None if scale_a is None else self.per_row(scale_a.astype(scale_dtype)),
-            None if scale_b is None else self.per_column(scale_b.astype(scale_dtype)),
+            scale(scale_a, blocks.a, self.per_row),
+            scale(scale_b, blocks.b, self.per_column),
         )
 
     def result(self, out: Any) -> Any:
@@ -105,6 +125,7 @@ def plan_layout(
     scale_b: ArraySpec | None,
     transpose_a: bool,
     transpose_b: bool,
+    blocks: Blocks = NO_BLOCKS,
 ) -> Layout:
     """Decides how many batch axes are folded into M: those, from the last, that `b` and everything along N share.
 
@@ -118,7 +139,7 @@ def plan_layout(
     folded = 0
     while folded < len(batch) and not transpose_a:
         at = folded + 1
-        if any(size(x, at, core) != 1 for x, core in ((b, 2), (bias, 1), (scale_b, 1))):
+        if any(size(x, at, core) != 1 for x, core in ((b, 2), (bias, 1), (scale_b, 2 if blocks.b else 1))):
             break
         if size(a, at, 2) != batch[-at]:
             break
@@ -135,6 +156,7 @@ def make_spec(
     transpose_b: bool,
     precision: str | PrecisionConfig | jax.lax.Precision,
     out_dtype: Any,
+    blocks: Blocks = NO_BLOCKS,
 ) -> tuple[MatmulSpec, Layout]:
     """Checks the caller's arguments and describes them in the op's own layout.
 
@@ -147,17 +169,19 @@ def make_spec(
     a, b, bias, scale_a, scale_b = arrays
     x, y = array_spec(a), array_spec(b)
     vectors = [None if v is None else array_spec(v) for v in (bias, scale_a, scale_b)]
-    batch = check(x, y, vectors[0], activation, transpose_a, transpose_b, vectors[1], vectors[2])
-    product = compute_dtype(x.dtype, y.dtype)
+    batch = check(x, y, vectors[0], activation, transpose_a, transpose_b, vectors[1], vectors[2], (blocks.a, blocks.b))
+    blocked = blocks.a or blocks.b
+    product = compute_dtype(x.dtype, y.dtype, blocked=blocked)
     assert product is not None
     float_epilogue = activation is not None or any(v is not None for v in vectors)
-    result = resolve_out_dtype(out_dtype, x.dtype, y.dtype, float_epilogue=float_epilogue)
+    result = resolve_out_dtype(out_dtype, x.dtype, y.dtype, float_epilogue=float_epilogue, blocked=blocked)
     products = resolve_precision(precision, PrecisionConfig(), product)
-    layout = plan_layout(batch, x, y, vectors[0], vectors[2], transpose_a, transpose_b)
+    layout = plan_layout(batch, x, y, vectors[0], vectors[2], transpose_a, transpose_b, blocks)
     scale_dtype = jnp.float64 if product == jnp.float64 else jnp.float32
-    operands = jax.eval_shape(functools.partial(layout.operands, scale_dtype=scale_dtype), *map(_struct, arrays))
+    lay_out = functools.partial(layout.operands, scale_dtype=scale_dtype, blocks=blocks)
+    operands = jax.eval_shape(lay_out, *map(_struct, arrays))
     shapes = Operands(*(None if o is None else array_spec(o) for o in operands))
-    return MatmulSpec(shapes, transpose_a, transpose_b, activation, products, result), layout
+    return MatmulSpec(shapes, transpose_a, transpose_b, activation, products, result, blocks.size), layout
 
 
 def _struct(x: Any) -> Any:

@@ -11,9 +11,10 @@ from jax import lax
 
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import FP8_DTYPES, lax_precision
+from vishwamai.core.qtensor import expand, scale_values
 from vishwamai.ops.matmul import gradient
 from vishwamai.ops.matmul.epilogue import activate, columns, rows
-from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, joint_groups
+from vishwamai.ops.matmul.spec import Blocked, MatmulSpec, Operands, Outputs, joint_groups
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -28,12 +29,17 @@ _from_fp8.defvjp(
 )
 
 
-def _widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _widen(x: Any, dtype: jnp.dtype) -> jax.Array:
+    if isinstance(x, Blocked):
+        wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+        scales = expand(scale_values(x.scales, wide), x.axis, x.size, x.shape[x.axis])
+        # No gradient, as in `gradient.backward`: a QTensor has none.
+        return lax.stop_gradient((x.values.astype(wide) * scales).astype(dtype))
     return _from_fp8(x, x.dtype.name, dtype.name) if x.dtype in FP8_DTYPES else x.astype(dtype)
 
 
 def product(
-    spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
+    spec: MatmulSpec, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
 ) -> jax.Array:
     """`[groups, lhs's free axis, rhs's free axis]`; see `gradient.Product`."""
     dtype, total = spec.compute_dtype, spec.accumulator_dtype
@@ -57,7 +63,8 @@ def product(
 def forward(spec: MatmulSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
     """activation(scale_a * scale_b * (a @ b) + bias), the sum and all that follows in the accumulation dtype."""
     del config
-    a, b, bias, scale_a, scale_b = operands
+    a, b, scale_a, scale_b = spec.factors(operands)
+    bias = operands.bias
     z = product(
         spec,
         a,

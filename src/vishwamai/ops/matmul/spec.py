@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from vishwamai.core.activations import ACTIVATIONS
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
+from vishwamai.core.qtensor import FP4, INT4, bits
 from vishwamai.core.sharding import Axes, name_axes
 from vishwamai.core.spec import ArraySpec, OpSpec
 
 _FLOATS = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 _INT8 = jnp.dtype(jnp.int8)
+INTEGERS = (_INT8, INT4)
+SMALL_FLOATS = (*FP8_DTYPES, FP4)
 
 
 class Operands(NamedTuple):
@@ -23,8 +26,32 @@ class Operands(NamedTuple):
     a: Any  # [G or 1, M, K], or [G or 1, K, M] if transpose_a
     b: Any  # [G or 1, K, N], or [G or 1, N, K] if transpose_b
     bias: Any  # [G or 1, N] floating, or None
-    scale_a: Any  # [G or 1, M or 1] in the epilogue's dtype, or None
-    scale_b: Any  # [G or 1, N or 1] in the epilogue's dtype, or None
+    scale_a: (
+        Any  # [G or 1, M or 1] in the epilogue's dtype, or None; in blocks of K: as `a`, with K / block_k in place of K
+    )
+    scale_b: (
+        Any  # [G or 1, N or 1] in the epilogue's dtype, or None; in blocks of K: as `b`, with K / block_k in place of K
+    )
+
+
+class Blocked(NamedTuple):
+    """A factor of a product that is dequantized where it is multiplied: `values * scales`, rounded to the dtype of the products.
+
+    It has the shape and dtype of its values, so that whoever asks an array for them need not know.
+    """
+
+    values: Any  # [G or 1, ., .]
+    scales: Any  # the same with ceil(K / size) in place of K; float, or uint8: the bits of e8m0
+    size: int  # of a block
+    axis: int  # 1 or 2: where K lies
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.values.dtype
 
 
 class Outputs(NamedTuple):
@@ -33,17 +60,18 @@ class Outputs(NamedTuple):
     out: Any  # [G, M, N] in out_dtype
 
 
-def compute_dtype(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype | None:
-    """The dtype that both operands are brought to before they are multiplied, exactly; None where there is no such product.
+def compute_dtype(a: jnp.dtype, b: jnp.dtype, *, blocked: bool = False) -> jnp.dtype | None:
+    """The dtype that both operands are brought to before they are multiplied; None where there is no such product.
 
-    int8 with int8 stays int8. Two 8-bit floats multiply as bfloat16, which holds both formats exactly (a unit that takes them as they are gives the
-    same products). An 8-bit operand beside a wider float takes the wider dtype. Floats promote as in JAX: bfloat16 with float32 gives float32.
+    int8 and int4 among themselves multiply as int8. Two small floats multiply as bfloat16, which holds their formats exactly (a unit that takes them as
+    they are gives the same products). A narrow operand beside a wider float takes the wider dtype. Floats promote as in JAX: bfloat16 with float32 gives
+    float32. Where one of two narrow operands has a scale for every block of K, it is no longer an 8-bit number, and both multiply as bfloat16.
     """
-    if a == b == _INT8:
-        return _INT8
-    narrow_a, narrow_b = a in (_INT8, *FP8_DTYPES), b in (_INT8, *FP8_DTYPES)
+    narrow_a, narrow_b = a in (*INTEGERS, *SMALL_FLOATS), b in (*INTEGERS, *SMALL_FLOATS)
     if narrow_a and narrow_b:
-        return None if _INT8 in (a, b) else jnp.dtype(jnp.bfloat16)
+        if (a in INTEGERS) != (b in INTEGERS):
+            return None
+        return _INT8 if a in INTEGERS and not blocked else jnp.dtype(jnp.bfloat16)
     if narrow_a or narrow_b:
         return b if narrow_a else a
     return jnp.dtype(jnp.promote_types(a, b))
@@ -65,6 +93,7 @@ class MatmulSpec(OpSpec):
       activation: one of `ACTIVATIONS`, or None.
       precision: of float32 products: "highest" or "high"; "default" for every other dtype, whose products are exact.
       out_dtype: dtype of the result and of the pre-activation that the backward pass keeps.
+      block_k: numbers along K that share a scale, in an operand whose scale has three axes; 0 where none has.
     """
 
     transpose_a: bool = False
@@ -72,6 +101,23 @@ class MatmulSpec(OpSpec):
     activation: str | None = None
     precision: str = "default"
     out_dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    block_k: int = 0
+
+    @property
+    def blocked(self) -> tuple[bool, bool]:
+        """Whether a, and whether b, has a scale for every block of K."""
+        a, b = self.operands.scale_a, self.operands.scale_b
+        return a is not None and len(a.shape) == 3, b is not None and len(b.shape) == 3
+
+    def factors(self, operands: Operands) -> tuple[Any, Any, Any, Any]:
+        """(a, b, scale_a, scale_b) as the products take them: a blocked operand with its scales, and no vector of scales after it."""
+        a, b, _, scale_a, scale_b = operands
+        blocked_a, blocked_b = self.blocked
+        if blocked_a:
+            a, scale_a = Blocked(a, scale_a, self.block_k, 1 if self.transpose_a else 2), None
+        if blocked_b:
+            b, scale_b = Blocked(b, scale_b, self.block_k, 2 if self.transpose_b else 1), None
+        return a, b, scale_a, scale_b
 
     @property
     def groups(self) -> int:
@@ -92,8 +138,8 @@ class MatmulSpec(OpSpec):
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """The dtype that both operands are brought to, exactly, before they are multiplied."""
-        dtype = compute_dtype(self.operands.a.dtype, self.operands.b.dtype)
+        """The dtype that both operands are brought to before they are multiplied: exactly, unless a scale of a block is not a power of two."""
+        dtype = compute_dtype(self.operands.a.dtype, self.operands.b.dtype, blocked=any(self.blocked))
         assert dtype is not None
         return dtype
 
@@ -129,7 +175,7 @@ class MatmulSpec(OpSpec):
     def bytes_moved(self) -> int:
         """Bytes that the forward pass must move between HBM and the chip at least."""
         result = self.groups * self.m * self.n * self.out_dtype.itemsize
-        return result + sum(operand.nbytes for operand in self.operands if operand is not None)
+        return result + sum(-(-o.size * bits(o.dtype) // 8) for o in self.operands if o is not None)
 
     def tuning_key(self) -> str:
         a, b = self.operands.a, self.operands.b
@@ -139,6 +185,8 @@ class MatmulSpec(OpSpec):
         extras = [layout, self.out_dtype.name, *([self.activation] if self.activation else [])]
         extras += [self.precision] if self.precision != "default" else []
         extras += [f"shared-{shared}"] if shared else []
+        for name, blocked, scale in zip("ab", self.blocked, self.operands[3:], strict=True):
+            extras += [f"blocks-{name}-{self.block_k}-{scale.dtype.name}"] if blocked else []
         return f"{dtypes} {self.groups}x{self.m}x{self.n}x{self.k} {' '.join(extras)}"
 
 
@@ -153,11 +201,12 @@ def matmul_axes(spec: MatmulSpec, arguments: tuple[Any, ...], results: Any) -> A
         ("g", "k", "m") if spec.transpose_a else ("g", "m", "k"),
         ("g", "n", "k") if spec.transpose_b else ("g", "k", "n"),
         ("g", "n"),
-        ("g", "m"),
-        ("g", "n"),
+        (("g", "k", "m") if spec.transpose_a else ("g", "m", "k")) if spec.blocked[0] else ("g", "m"),
+        (("g", "n", "k") if spec.transpose_b else ("g", "k", "n")) if spec.blocked[1] else ("g", "n"),
     )
     out = ("g", "m", "n")
     whole_sum = spec.operands.bias is not None or (spec.activation is not None and not backward)
+    whole_sum = whole_sum or bool(spec.block_k and spec.k % spec.block_k)  # parts of K would not be parts of its blocks
     return name_axes(arguments, results, (operands, Outputs(out)), "gmn" if whole_sum else "gmnk", other=out)
 
 
@@ -173,6 +222,7 @@ def check(
     transpose_b: bool,
     scale_a: ArraySpec | None,
     scale_b: ArraySpec | None,
+    blocked: tuple[bool, bool] = (False, False),
 ) -> tuple[int, ...]:
     """Checks the caller's arguments, of any rank, against one another; returns the batch axes of the result.
 
@@ -184,9 +234,9 @@ def check(
             raise ShapeError(
                 f"gemm: `{name}` has shape {x.shape}; pass at least two axes, {axes} (a vector as one row, `{name}[None, :]`, or one column, `{name}[:, None]`)."
             )
-        if x.dtype not in (*_FLOATS, _INT8, *FP8_DTYPES):
+        if x.dtype not in (*_FLOATS, *INTEGERS, *SMALL_FLOATS):
             raise ShapeError(
-                f"gemm: `{name}` has dtype {x.dtype.name}; pass bfloat16, float16, float32, float64, int8, float8_e4m3fn or float8_e5m2."
+                f"gemm: `{name}` has dtype {x.dtype.name}; pass bfloat16, float16, float32, float64, int8, int4, float8_e4m3fn, float8_e5m2 or float4_e2m1fn."
             )
     if compute_dtype(a.dtype, b.dtype) is None:
         raise ShapeError(
@@ -209,9 +259,9 @@ def check(
     m, n = a.shape[-1 if transpose_a else -2], b.shape[-2 if transpose_b else -1]
     if bias is not None:
         _check_vector("bias", bias, batch, n, "one for each of the {} columns", scalar=False)
-    if scale_a is not None:
+    if scale_a is not None and not blocked[0]:
         _check_vector("scale_a", scale_a, batch, m, "a scalar, or one for each of the {} rows", scalar=True)
-    if scale_b is not None:
+    if scale_b is not None and not blocked[1]:
         _check_vector("scale_b", scale_b, batch, n, "a scalar, or one for each of the {} columns", scalar=True)
     return batch
 
@@ -238,13 +288,15 @@ def _check_vector(name: str, x: ArraySpec, batch: tuple[int, ...], size: int, wa
         )
 
 
-def resolve_out_dtype(out_dtype: Any, a: jnp.dtype, b: jnp.dtype, *, float_epilogue: bool) -> jnp.dtype:
+def resolve_out_dtype(
+    out_dtype: Any, a: jnp.dtype, b: jnp.dtype, *, float_epilogue: bool, blocked: bool = False
+) -> jnp.dtype:
     """The dtype of the result: the caller's, or the operands' own; int8 gives int32 (float32 after a float epilogue), fp8 gives bfloat16.
 
     Raises:
       ShapeError: the caller's is not one that the product has.
     """
-    compute = compute_dtype(a, b)
+    compute = compute_dtype(a, b, blocked=blocked)
     integer_sum = compute == _INT8 and not float_epilogue
     if out_dtype is None:
         if compute == _INT8:

@@ -6,7 +6,8 @@ group. Rows and columns past the end of a ragged array compute what nobody store
 what the memory holds there may be NaN.
 
 float32 products are built from bfloat16 ones (see `core.precision`); int8 and fp8 use the chip's own units where it has them, and are widened to
-bfloat16, which holds them exactly, where it has not.
+bfloat16, which holds them exactly, where it has not. Narrower operands, and those with a scale for every block of K, are dequantized tile by tile
+(`tpu_dequantize`), so HBM holds them only as they are stored. A product of few rows reads `b` through a ring of buffers of its own (`tpu_stream`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.sharding import out_struct
 from vishwamai.ops.matmul import gradient
 from vishwamai.ops.matmul.epilogue import activate
-from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, joint_groups
+from vishwamai.ops.matmul.spec import INTEGERS, SMALL_FLOATS, Blocked, MatmulSpec, Operands, Outputs, joint_groups
 from vishwamai.ops.matmul.tiles import MatmulConfig, fit, heuristic
+from vishwamai.ops.matmul.tpu_dequantize import Operand, array_bytes, describe, stored
 
 _INT8 = jnp.dtype(jnp.int8)
 _EXACT_INT8_TERMS = 1024
@@ -37,7 +39,8 @@ _EXACT_INT8_TERMS = 1024
 def why_not(spec: MatmulSpec, chip: Chip | None) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
     for name, operand in zip(spec.operands._fields, spec.operands, strict=True):
-        if operand is not None and operand.dtype not in (*TPU_DTYPES, _INT8, *FP8_DTYPES):
+        scale_bits = name.startswith("scale") and operand is not None and operand.dtype == jnp.uint8
+        if operand is not None and not scale_bits and operand.dtype not in (*TPU_DTYPES, *INTEGERS, *SMALL_FLOATS):
             return f"`{name}` is {operand.dtype.name}, and the TPU computes in float32, bfloat16 and 8-bit numbers."
     if spec.out_dtype not in (*TPU_DTYPES, jnp.dtype(jnp.int32)):
         return f"`out_dtype` is {spec.out_dtype.name}, and the TPU computes in float32 and bfloat16."
@@ -70,9 +73,9 @@ def tile_product(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], precisio
       precision: of float32 products.
       native: the chip multiplies these 8-bit types itself.
     """
-    if lhs.dtype == rhs.dtype == _INT8:
+    if lhs.dtype in INTEGERS and rhs.dtype in INTEGERS:
         if native:
-            return _dot(lhs, rhs, axes, jnp.int32)
+            return _dot(lhs.astype(_INT8), rhs.astype(_INT8), axes, jnp.int32)
         widened = _dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), axes, jnp.float32)
         return widened.astype(jnp.int32)  # exact: a tile is no deeper than _EXACT_INT8_TERMS
     if lhs.dtype in FP8_DTYPES and rhs.dtype in FP8_DTYPES and native:
@@ -101,10 +104,14 @@ def _kernel(
     refs: Any,
     *,
     axes: tuple[int, int],
+    operands: tuple[Operand, Operand],
+    wide: Any,
     depth: int,
     block_k: int,
     chunk_k: int,
     steps: int,
+    step: Any,
+    offsets: tuple[Any, Any],
     precision: str,
     native: bool,
     activation: str | None,
@@ -112,24 +119,21 @@ def _kernel(
     """One step: a tile of the sum grows by one product; the last step applies the epilogue and stores.
 
     Args:
-      refs: lhs, rhs, bias, scale_a, scale_b, out, preactivation, sum (a scratch; None where the sum is out itself).
+      refs: lhs, rhs, bias, scale_a, scale_b, block scales of lhs and of rhs, out, preactivation, sum (a scratch; None where the sum is out itself).
       axes: the contracted axis of lhs and of rhs.
+      operands: how lhs and rhs are read; wide: the dtype that narrow ones are dequantized to.
       depth: length of the contracted axis.
       block_k: depth of the tiles; chunk_k: depth of what is multiplied at once, which divides it.
-      steps: steps that one tile takes: tiles of the contracted axis, times the groups that are summed.
+      steps: steps that one tile takes: tiles of the contracted axis, times the groups that are summed; step: which of them this is.
+      offsets: where the blocks of lhs and of rhs begin along K, for those with block scales.
     """
-    lhs_ref, rhs_ref, bias_ref, scale_a_ref, scale_b_ref, out_ref, z_ref, sum_ref = refs
-    step = pl.program_id(3)
+    lhs_ref, rhs_ref, bias_ref, scale_a_ref, scale_b_ref, lhs_scales, rhs_scales, out_ref, z_ref, sum_ref = refs
     tiles = pl.cdiv(depth, block_k)
     tail = depth - (tiles - 1) * block_k
 
-    def tile(ref: Any, axis: int, start: Any, size: int) -> jax.Array:
-        if size == block_k:
-            return ref[...]
-        return ref[:, pl.ds(start, size)] if axis == 1 else ref[pl.ds(start, size), :]
-
     def chunk_product(start: Any, size: int, valid: int) -> jax.Array:
-        lhs, rhs = tile(lhs_ref, axes[0], start, size), tile(rhs_ref, axes[1], start, size)
+        lhs = operands[0].tile(lhs_ref, lhs_scales, axes[0], start, size, offsets[0], wide)
+        rhs = operands[1].tile(rhs_ref, rhs_scales, axes[1], start, size, offsets[1], wide)
         if valid != size:
             lhs, rhs = _zero_past(lhs, axes[0], valid), _zero_past(rhs, axes[1], valid)
         return tile_product(lhs, rhs, axes, precision, native)
@@ -197,8 +201,8 @@ def product(
     spec: MatmulSpec,
     config: MatmulConfig,
     which: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Any,
+    rhs: Any,
     lhs_axis: int,
     rhs_axis: int,
     groups: int,
@@ -214,7 +218,8 @@ def product(
     m, n, k = lhs.shape[3 - lhs_axis], rhs.shape[3 - rhs_axis], lhs.shape[lhs_axis]
     native = config.native_8bit
     bm, bn, bk = fit(config.tiles(which), m, n, k, lhs_axis, rhs_axis)
-    if lhs.dtype == rhs.dtype == _INT8 and not native:
+    integers = spec.compute_dtype == _INT8 and lhs.dtype in INTEGERS and rhs.dtype in INTEGERS
+    if integers and not native:
         bk = min(bk, _EXACT_INT8_TERMS)
     k_tiles = pl.cdiv(k, bk)
     summed = joint_groups(lhs, rhs) if groups == 1 else 1
@@ -254,17 +259,51 @@ def product(
             lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0 if whole else i, 0),
         )
 
+    def tile_along_k(x: Any, axis: int, free: int) -> int:
+        return bk if not isinstance(x, Blocked) or x.axis == axis else free
+
+    reading = (describe(lhs, tile_along_k(lhs, lhs_axis, bm)), describe(rhs, tile_along_k(rhs, rhs_axis, bn)))
+
+    def block_scales(x: Any, how: Operand, shape: tuple[int, int], index: Any) -> Any:
+        """As the tiles of their operand, K in blocks; or all of K."""
+        if not isinstance(x, Blocked):
+            return None
+        sizes = list(shape)
+        sizes[how.k_axis] = min(pl.cdiv(shape[how.k_axis], x.size), x.scales.shape[x.axis])
+        if not how.direct:
+            sizes[how.k_axis] = x.scales.shape[x.axis]
+
+        def scales_index(*ids: Any) -> Any:
+            at = list(index(*ids))
+            if not how.direct:
+                at[x.axis] = 0
+            return tuple(at)
+
+        return pl.BlockSpec((None, *sizes), scales_index)
+
     bias, scale_b = (None if x is None else x[:, None, :] for x in (bias, scale_b))
     scale_a = None if scale_a is None else scale_a[:, :, None]
-    operands = (lhs, rhs, bias, scale_a, scale_b)
-    lhs_spec = pl.BlockSpec((None, bk, bm) if lhs_axis == 1 else (None, bm, bk), lhs_index)
-    rhs_spec = pl.BlockSpec((None, bk, bn) if rhs_axis == 1 else (None, bn, bk), rhs_index)
-    in_specs = (lhs_spec, rhs_spec, per_column(bias), per_row(scale_a), per_column(scale_b))
+    lhs_shape, rhs_shape = (bk, bm) if lhs_axis == 1 else (bm, bk), (bk, bn) if rhs_axis == 1 else (bn, bk)
+    scales = tuple(x.scales if isinstance(x, Blocked) else None for x in (lhs, rhs))
+    operands = (stored(lhs), stored(rhs), bias, scale_a, scale_b, *scales)
+    in_specs = (
+        pl.BlockSpec((None, *lhs_shape), lhs_index),
+        pl.BlockSpec((None, *rhs_shape), rhs_index),
+        per_column(bias),
+        per_row(scale_a),
+        per_column(scale_b),
+        block_scales(lhs, reading[0], lhs_shape, lhs_index),
+        block_scales(rhs, reading[1], rhs_shape, rhs_index),
+    )
     out = out_struct((groups, m, n), out_dtype, *(x for x in operands if x is not None))
     outs = (out, out if keep_preactivation else None)
     out_spec = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, i, j))
-    total = jnp.int32 if lhs.dtype == rhs.dtype == _INT8 else jnp.float32
-    chunk_k = bk if bk % config.chunk_k else config.chunk_k
+    total = jnp.int32 if integers else jnp.float32
+    chunk_k = (
+        bk
+        if bk % config.chunk_k or any(how.direct and config.chunk_k % how.granule for how in reading)
+        else config.chunk_k
+    )
     plain = all(x is None for x in (bias, scale_a, scale_b, activation)) and out_dtype == total
     scratch = [pltpu.VMEM((bm, bn), total)] if (steps > 1 or chunk_k < bk) and not plain else []
     present = [x is not None for x in (*operands, *outs)]
@@ -272,13 +311,24 @@ def product(
     def body(*refs: Any) -> None:
         remaining = iter(refs)
         given = [next(remaining) if here else None for here in present]
+        step = pl.program_id(3)
+
+        def offset(x: Any, axis: int, free: Any) -> Any:
+            if not isinstance(x, Blocked):
+                return 0
+            return depth(step) * bk if x.axis == axis else free
+
         _kernel(
             (*given, next(remaining, None)),
             axes=(lhs_axis - 1, rhs_axis - 1),
+            operands=reading,
+            wide=jnp.float32 if spec.compute_dtype == jnp.float32 else jnp.bfloat16,
             depth=k,
             block_k=bk,
             chunk_k=chunk_k,
             steps=steps,
+            step=step,
+            offsets=(offset(lhs, lhs_axis, pl.program_id(1) * bm), offset(rhs, rhs_axis, pl.program_id(2) * bn)),
             precision=spec.precision,
             native=native,
             activation=activation,
@@ -300,7 +350,7 @@ def product(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * max(groups, summed) * m * n * k,
-            bytes_accessed=sum(x.nbytes for x in operands if x is not None)
+            bytes_accessed=sum(map(array_bytes, (lhs, rhs, *(x for x in (bias, scale_a, scale_b) if x is not None))))
             + len([o for o in outs if o is not None]) * groups * m * n * jnp.dtype(out_dtype).itemsize,
             transcendentals=0 if activation in (None, "relu", "relu2") else groups * m * n,
         ),
@@ -313,7 +363,7 @@ def product(
 
 
 def forward(spec: MatmulSpec, config: MatmulConfig, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
-    a, b, bias, scale_a, scale_b = operands
+    a, b, scale_a, scale_b = spec.factors(operands)
     out, z = product(
         spec,
         config,
@@ -324,7 +374,7 @@ def forward(spec: MatmulSpec, config: MatmulConfig, operands: Operands, residual
         2 if spec.transpose_b else 1,
         spec.groups,
         spec.out_dtype,
-        bias=bias,
+        bias=operands.bias,
         scale_a=scale_a,
         scale_b=scale_b,
         activation=spec.activation,

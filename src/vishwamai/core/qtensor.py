@@ -1,0 +1,173 @@
+"""`QTensor`: an array of few bits with the scales that bring it back, and the arithmetic that every operation on one shares.
+
+`x[i] ~ values[i] * scales[block of i]`. The formats are int8, int4 and the 8-bit floats with float32 scales, and the microscaling formats of the Open
+Compute Project ("OCP Microscaling Formats (MX) Specification v1.0", 2023), where 32 neighbours share a power of two that is stored in 8 bits (e8m0).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.errors import ShapeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Num, Shaped
+
+INT4 = jnp.dtype(jnp.int4)
+FP4 = jnp.dtype(jnp.float4_e2m1fn)
+E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a number is stored.
+
+    Attributes:
+      dtype: of the values. largest: the largest value, symmetrically (-128 of int8 and -8 of int4 are not used).
+      block_size: numbers that share a scale where the format says so (the MX formats), else None.
+      power_of_two: scales are powers of two, stored as float8_e8m0fnu; else they are float32.
+    """
+
+    dtype: jnp.dtype
+    largest: float
+    block_size: int | None = None
+    power_of_two: bool = False
+
+
+FORMATS: dict[str, Format] = {
+    "int8": Format(jnp.dtype(jnp.int8), 127),
+    "int4": Format(INT4, 7),
+    "fp8_e4m3": Format(jnp.dtype(jnp.float8_e4m3fn), 448),
+    "fp8_e5m2": Format(jnp.dtype(jnp.float8_e5m2), 57344),
+    "mxfp8_e4m3": Format(jnp.dtype(jnp.float8_e4m3fn), 448, 32, True),
+    "mxfp8_e5m2": Format(jnp.dtype(jnp.float8_e5m2), 57344, 32, True),
+    "mxfp4": Format(FP4, 6, 32, True),
+}
+_ALIASES = {
+    "fp8": "fp8_e4m3",
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "mxfp8": "mxfp8_e4m3",
+}
+
+
+def format_name(name: str) -> str:
+    """The format's own name for it or one of its aliases ("fp8", "mxfp8", the dtypes' names).
+
+    Raises:
+      ShapeError: there is no such format.
+    """
+    found = _ALIASES.get(name, name)
+    if found not in FORMATS:
+        raise ShapeError(f"quantize: `format` is {name!r}; pass one of {', '.join((*FORMATS, *_ALIASES))}.")
+    return found
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("values", "scales"), meta_fields=("format", "axis", "block_size"))  # fmt: skip
+@dataclasses.dataclass(frozen=True, eq=False)
+class QTensor:
+    """A quantized array: a pytree of two arrays, so it passes through jit, vmap, scan and checkpoints like any other.
+
+    Attributes:
+      values: `[..., K, ...]` in the format's dtype.
+      scales: float32, or float8_e8m0fnu in an MX format: `[]` if axis is None; else values' shape with `axis` of size 1, or, with a block size, of size
+        `ceil(K / block_size)`.
+      format: a name of `FORMATS`.
+      axis: the axis along which numbers share a scale, counted from the end (-1, -2); None if all share one. A product must contract this axis.
+      block_size: how many neighbours along `axis` share a scale; None for all of them.
+
+    >>> from vishwamai import quantize
+    >>> weight = quantize(jnp.ones((256, 64)), "int8", axis=-2, block_size=128)
+    >>> weight
+    QTensor(int8[256,64], float32[2,64], format='int8', axis=-2, block_size=128)
+    >>> float(weight.dequantize()[0, 0])
+    1.0
+    """
+
+    values: Shaped[Array, "..."]
+    scales: Num[Array, "..."]
+    format: str
+    axis: int | None
+    block_size: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that is represented."""
+        return tuple(self.values.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the values."""
+        return jnp.dtype(self.values.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales; two 4-bit numbers take one byte, as TPUs hold them."""
+        return sum((x.size * bits(x.dtype) + 7) // 8 for x in (self.values, self.scales))
+
+    def dequantize(self, dtype: Any = None) -> Float[Array, "..."]:
+        """`values * scales`, computed in float32 (float64 scales: in float64) and rounded once to `dtype` (default: what it is computed in)."""
+        wide = jnp.float64 if self.scales.dtype == jnp.float64 else jnp.float32
+        scales = scale_values(self.scales, wide)
+        if self.block_size is not None:
+            assert self.axis is not None
+            scales = expand(scales, self.axis, self.block_size, self.shape[self.axis])
+        out = self.values.astype(wide) * scales
+        return out if dtype is None else out.astype(dtype)
+
+    def __repr__(self) -> str:
+        def show(x: Any) -> str:
+            return f"{x.dtype.name}[{','.join(map(str, x.shape))}]" if hasattr(x, "dtype") else str(x)
+
+        tail = f"format={self.format!r}, axis={self.axis}, block_size={self.block_size}"
+        return f"QTensor({show(self.values)}, {show(self.scales)}, {tail})"
+
+
+def bits(dtype: Any) -> int:
+    """Bits of a number as memory on an accelerator holds it: 4 for int4 and float4_e2m1fn."""
+    return 4 if jnp.dtype(dtype) in (INT4, FP4) else 8 * jnp.dtype(dtype).itemsize
+
+
+def scale_values(scales: Any, dtype: Any) -> Any:
+    """Scales as floats; uint8 ones are the bits of e8m0: the exponent of two, biased by 127, and 255 for NaN.
+
+    2^-127, the least, is subnormal in float32 and counts as zero where the hardware says so.
+    """
+    if scales.dtype not in (E8M0, jnp.uint8):
+        return scales.astype(dtype)
+    raw = scales if scales.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    power = jax.lax.bitcast_convert_type(raw.astype(jnp.int32) << 23, jnp.float32)
+    return jnp.where(raw == 255, jnp.float32(jnp.nan), power).astype(dtype)
+
+
+def expand(scales: Any, axis: int, block_size: int, size: int) -> Any:
+    """Block scales, `ceil(size / block_size)` of them along `axis`, repeated to one for each of `size` numbers."""
+    repeated = jnp.repeat(scales, block_size, axis=axis, total_repeat_length=scales.shape[axis] * block_size)
+    return jax.lax.slice_in_dim(repeated, 0, size, axis=axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def undifferentiable(name: str, values: Any, scales: Any) -> Any:
+    """(values, scales) as they are; whoever asks for their gradient gets an error that names the argument."""
+    del name
+    return values, scales
+
+
+def _no_gradient(name: str, saved: Any, cotangents: Any) -> Any:
+    raise UnsupportedError(
+        f"gemm: `{name}` is a QTensor, and quantized values have no gradient; differentiate with respect to the other arguments only, or train the "
+        f"float array through `fake_quantize`, whose gradient is straight-through."
+    )
+
+
+undifferentiable.defvjp(lambda name, values, scales: ((values, scales), None), _no_gradient)

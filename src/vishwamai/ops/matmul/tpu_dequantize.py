@@ -1,0 +1,129 @@
+"""Narrow numbers on TPU: tiles that become float32 or bfloat16 inside the chip, with a scale for every block of K.
+
+Where K lies along sublanes, a block's scale is broadcast to its rows. Where it lies along lanes, or a tile does not begin with a block, the matrix unit
+repeats the scales: a product with a matrix of zeros and ones, exact because every sum has one term.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from vishwamai.core.qtensor import FP4, INT4, bits, scale_values
+from vishwamai.ops.matmul.spec import Blocked
+
+
+def scale_rows(size: int, dtype: Any) -> int:
+    """How deep a tile must be, or divide, so that its blocks' scales fill whole tiles of memory: 8 rows of float32, 32 of 8 bits."""
+    return size * (32 if jnp.dtype(dtype).itemsize == 1 else 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """How the kernel reads one factor of the product.
+
+    Attributes:
+      dtype: what is stored; float4_e2m1fn comes as int4, its bits.
+      size: numbers that share a scale along K; 0 without block scales.
+      k_axis: axis (0 or 1) of the tile along which K lies, where there are block scales.
+      direct: the tile comes with exactly its own scales, in rows; else with all of K's.
+      granule: rows of a tile whose scales fill whole tiles of memory.
+    """
+
+    dtype: Any
+    size: int = 0
+    k_axis: int = 0
+    direct: bool = False
+    granule: int = 1
+
+    @property
+    def narrow(self) -> bool:
+        """It must be unpacked before a product may take it."""
+        return self.size > 0 or self.dtype == FP4
+
+    def tile(self, ref: Any, scales: Any, axis: int, start: Any, size: int, offset: Any, wide: Any) -> jax.Array:
+        """`size` numbers from `start` along `axis` of the block in `ref`, dequantized to `wide` where that is needed.
+
+        Args:
+          scales: the block of scales, or None.
+          offset: where the block in `ref` begins, along K.
+        """
+        x = _slice(ref, axis, start, size)
+        if not self.narrow:
+            return x.astype(jnp.int8) if self.dtype == INT4 else x  # the vector unit selects no 4-bit numbers
+        if self.size == 0:
+            return widen(x, self.dtype, jnp.float32).astype(wide)
+        within = start if axis == self.k_axis else 0
+        extent = x.shape[self.k_axis]
+        if self.direct:
+            rows = pl.cdiv(extent, self.size)
+            block = _slice(
+                scales, 0, within // self.size if isinstance(within, int) else lax.div(within, self.size), rows
+            )
+            repeated = _repeat_rows(scale_values(block, jnp.float32), self.size, extent)
+        else:
+            repeated = _repeat(scale_values(scales[...], jnp.float32), self.k_axis, self.size, offset + within, extent)
+        return (widen(x, self.dtype, jnp.float32) * repeated).astype(wide)
+
+
+def _slice(ref: Any, axis: int, start: Any, size: int) -> jax.Array:
+    if size == ref.shape[axis]:
+        return ref[...]
+    return ref[:, pl.ds(start, size)] if axis == 1 else ref[pl.ds(start, size), :]
+
+
+def widen(x: jax.Array, dtype: Any, wide: Any) -> jax.Array:
+    """x in `wide`, exactly; a float4_e2m1fn is read from its bits."""
+    if dtype != FP4:
+        return x.astype(wide)
+    code = x.astype(jnp.int32)  # sign, two bits of exponent, one of mantissa; the sign is extended
+    size = code & 7
+    twice = jnp.where(size < 4, size, jnp.where(size < 6, 2 * size - 4, 4 * size - 16))  # 0 1 2 3 4 6 8 12
+    return (jnp.where(code < 0, -twice, twice).astype(jnp.float32) * 0.5).astype(wide)
+
+
+def _repeat_rows(scales: jax.Array, size: int, extent: int) -> jax.Array:
+    """`[blocks, columns]` as `[extent, columns]`, each row `size` times."""
+    blocks, columns = scales.shape
+    repeated = jnp.broadcast_to(scales[:, None, :], (blocks, size, columns)).reshape(blocks * size, columns)
+    return repeated if blocks * size == extent else repeated[:extent]
+
+
+def _repeat(scales: jax.Array, axis: int, size: int, offset: Any, extent: int) -> jax.Array:
+    """The scale of each of `extent` numbers from `offset` on along `axis`."""
+    blocks = scales.shape[axis]
+    shape = (extent, blocks) if axis == 0 else (blocks, extent)
+    position = lax.broadcasted_iota(jnp.int32, shape, axis) + offset
+    first = lax.broadcasted_iota(jnp.int32, shape, 1 - axis) * size
+    chosen = ((position >= first) & (position < first + size)).astype(jnp.float32)
+    pair = (chosen, scales) if axis == 0 else (scales, chosen)
+    return lax.dot_general(
+        *pair, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
+    )
+
+
+def describe(x: Any, tile_k: int) -> Operand:
+    """How a tile of `tile_k` numbers along K of `x` (an array or a `Blocked`) is read."""
+    if not isinstance(x, Blocked):
+        return Operand(jnp.dtype(x.dtype))
+    whole = x.shape[x.axis]
+    granule = scale_rows(x.size, x.scales.dtype)
+    aligned = x.size % 8 == 0 and (tile_k % granule == 0 or tile_k >= whole)
+    return Operand(jnp.dtype(x.dtype), x.size, x.axis - 1, x.axis == 1 and aligned, granule)
+
+
+def stored(x: Any) -> Any:
+    """The array as the kernel takes it: float4_e2m1fn by its bits, because only some chips' compilers know the type."""
+    values = x.values if isinstance(x, Blocked) else x
+    return lax.bitcast_convert_type(values, INT4) if values.dtype == FP4 else values
+
+
+def array_bytes(x: Any) -> int:
+    """Bytes of an operand in HBM, its scales included."""
+    parts = (x.values, x.scales) if isinstance(x, Blocked) else (x,)
+    return sum(p.size * bits(p.dtype) // 8 for p in parts if p is not None)

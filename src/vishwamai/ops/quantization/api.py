@@ -1,0 +1,161 @@
+"""The public functions: `quantize`, `dequantize`, `fake_quantize`."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.qtensor import FORMATS, QTensor, format_name
+from vishwamai.ops.quantization.rounding import grouped, magnitude, scale_of, stored_scale, to_grid
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+_SCALES = ("absmax", "percentile")
+_ROUNDINGS = ("nearest", "stochastic")
+
+
+def quantize(
+    x: Float[Array, "..."],
+    format: str = "int8",
+    *,
+    axis: int | None = -1,
+    block_size: int | None = None,
+    scale: str = "absmax",
+    percentile: float = 99.9,
+    rounding: str = "nearest",
+    key: Any = None,
+) -> QTensor:
+    """Rounds an array to few bits: `values = round(x / scales)`, with one scale for all numbers that lie along `axis`, or for each block of them.
+
+    A product contracts the axis along which scales are shared: the last one of activations `[..., M, K]`, axis -2 of weights `[K, N]`. All formats are
+    symmetric (no zero point). XLA fuses the whole of it into one or two passes, so there is no kernel.
+
+    Args:
+      x: any floating array; computed in float32 (float64 for float64).
+      format: "int8", "int4", "fp8_e4m3" (or "fp8"), "fp8_e5m2", "mxfp8_e4m3" (or "mxfp8"), "mxfp8_e5m2", "mxfp4".
+      axis: the axis along which numbers share a scale, -1 and -2 counting from the end; None gives one scale for the whole array.
+      block_size: how many neighbours along `axis` share a scale; the last block may be shorter. The MX formats have 32.
+      scale: "absmax" (the largest number of a block becomes the largest of the format) or "percentile" (a percentile of the magnitudes does, and
+        what is beyond saturates). The MX formats' scale is the power of two at or below absmax, as their specification has it.
+      percentile: of the magnitudes, in (0, 100].
+      rounding: "nearest" (ties to even) or "stochastic" (unbiased, with `key`).
+      key: a random key, for stochastic rounding.
+
+    Returns:
+      A `QTensor`. A block of zeros has scale 1. NaN or infinity makes the scale of its block, and so all of the block, NaN.
+
+    Raises:
+      ShapeError: an argument is not one of those above, or they contradict one another.
+
+    >>> import jax.numpy as jnp
+    >>> q = quantize(jnp.array([[1.0, -2.0, 4.0]]), "int8")
+    >>> q.values.tolist(), round(float(q.scales[0, 0]), 4)
+    ([[32, -64, 127]], 0.0315)
+    >>> quantize(jnp.ones((64, 16)), "mxfp4", axis=-2)
+    QTensor(float4_e2m1fn[64,16], float8_e8m0fnu[2,16], format='mxfp4', axis=-2, block_size=32)
+    """
+    x = jnp.asarray(x)
+    name = format_name(format)
+    axis, block_size = _check(x, name, axis, block_size, scale, percentile, rounding, key)
+    form = FORMATS[name]
+    wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    blocks, along = grouped(wide, axis, block_size)
+    factor = scale_of(magnitude(blocks, along, scale, percentile), form)
+    values = to_grid(blocks / factor, form, rounding, key)
+    stored = stored_scale(factor, form)
+    if block_size is not None:
+        assert along is not None and axis is not None
+        at = along - 1
+        values = values.reshape(*x.shape[:at], -1, *x.shape[at + 1 :]) if values.size else values.reshape(x.shape)
+        values = jax.lax.slice_in_dim(values, 0, x.shape[at], axis=at)
+        stored = jnp.squeeze(stored, along)
+    return QTensor(values, stored, name, axis, block_size)
+
+
+def _check(
+    x: Any, name: str, axis: Any, block_size: Any, scale: str, percentile: float, rounding: str, key: Any
+) -> tuple[int | None, int | None]:
+    """(axis counted from the end, block size); raises ShapeError."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ShapeError(f"quantize: `x` has dtype {x.dtype.name}; pass a floating-point array.")
+    own = FORMATS[name].block_size
+    if own is not None:
+        if block_size not in (None, own):
+            raise ShapeError(f"quantize: `block_size` is {block_size}, but {name} has blocks of {own}; leave it out.")
+        if scale != "absmax":
+            raise ShapeError(f"quantize: `scale` is {scale!r}, but {name} takes its scale from the largest number; leave it out.")  # fmt: skip
+        block_size = own
+    if axis is not None:
+        if not -x.ndim <= axis < x.ndim:
+            raise ShapeError(f"quantize: `axis` is {axis}, but `x` has shape {x.shape}; pass one of its axes, or None.")
+        axis = axis - x.ndim if axis >= 0 else axis
+    if block_size is not None:
+        if axis is None:
+            raise ShapeError(f"quantize: `block_size` is {block_size}, but `axis` is None; name the axis that is cut into blocks.")  # fmt: skip
+        if not isinstance(block_size, int) or block_size < 1:
+            raise ShapeError(f"quantize: `block_size` is {block_size!r}; pass a positive integer, or None.")
+    if scale not in _SCALES:
+        raise ShapeError(f"quantize: `scale` is {scale!r}; pass one of {', '.join(_SCALES)}.")
+    if not 0 < percentile <= 100:
+        raise ShapeError(f"quantize: `percentile` is {percentile}; pass a number in (0, 100].")
+    if rounding not in _ROUNDINGS:
+        raise ShapeError(f"quantize: `rounding` is {rounding!r}; pass one of {', '.join(_ROUNDINGS)}.")
+    if (rounding == "stochastic") != (key is not None):
+        raise ShapeError(f"quantize: `rounding` is {rounding!r} and `key` is {'absent' if key is None else 'given'}; a random key goes with stochastic rounding.")  # fmt: skip
+    return axis, block_size
+
+
+def dequantize(q: QTensor, dtype: Any = None) -> Float[Array, "..."]:
+    """The array that a `QTensor` stands for: `values * scales`, rounded once to `dtype` (default float32).
+
+    Raises:
+      ShapeError: `q` is not a QTensor.
+
+    >>> import jax.numpy as jnp
+    >>> dequantize(quantize(jnp.array([0.5, -2.0, 7.0]), "int4"), jnp.bfloat16)
+    Array([0, -2, 7], dtype=bfloat16)
+    """
+    if not isinstance(q, QTensor):
+        raise ShapeError(f"dequantize: `q` is a {type(q).__name__}; pass what `quantize` gives.")
+    return q.dequantize(dtype)
+
+
+def fake_quantize(x: Float[Array, "..."], format: str = "int8", **options: Any) -> Float[Array, "..."]:
+    """`dequantize(quantize(x))` in x's dtype, with a straight-through gradient: for training a network that will be quantized.
+
+    The gradient passes as if nothing had been rounded (Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013); beyond a
+    percentile, where numbers saturate, it is 0.
+
+    Args:
+      x: any floating array.
+      format: as in `quantize`, as are `options`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> jax.grad(lambda x: (fake_quantize(x, "int4") ** 2).sum())(jnp.array([0.5, 7.0]))
+    Array([ 0., 14.], dtype=float32)
+    """
+    x = jnp.asarray(x)
+    key = options.pop("key", None)
+    return _straight_through(format, tuple(sorted(options.items())), x, key)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _straight_through(format: str, options: tuple[tuple[str, Any], ...], x: Any, key: Any) -> Any:
+    return quantize(x, format, key=key, **dict(options)).dequantize(x.dtype)
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(format: str, options: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    x, key = primals
+    out = _straight_through(format, options, x, key)
+    if dict(options).get("scale") != "percentile":
+        return out, tangents[0]
+    q = quantize(x, format, key=key, **dict(options))
+    largest = QTensor(jnp.full_like(q.values, FORMATS[q.format].largest), q.scales, q.format, q.axis, q.block_size)
+    return out, jnp.where(jnp.abs(x) <= largest.dequantize(), tangents[0], jnp.zeros_like(tangents[0]))
