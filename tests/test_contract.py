@@ -29,6 +29,12 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
         "no rows": "an array is empty",
         "no batch": "an array is empty",
     },
+    ("matmul", "triton"): {
+        "float64": "`a` is float64",
+        "no depth": "an array is empty",
+        "no rows": "an array is empty",
+        "no batch": "an array is empty",
+    },
     ("norm", "triton"): {
         "layer float64": "`x` is float64",
         "rms empty": "the array is empty",
@@ -46,9 +52,11 @@ COARSER: dict[tuple[str, str, str], float] = {
     # Three bfloat16 products for one of float32 keep 16 bits; the reference on a CPU keeps 24.
     ("matmul", "pallas_tpu", "high"): 2.0**-16,
     ("matmul", "native_cpu", "high"): 2.0**-16,
+    ("matmul", "triton", "high"): 2.0**-16,
     # The backward product takes the float32 cotangent in bfloat16, beside operands of 8 bits; the scale's gradient is float32.
     ("matmul", "pallas_tpu", "float8_e4m3fn"): 2.0**-8,
     ("matmul", "native_cpu", "float8_e4m3fn"): 2.0**-8,
+    ("matmul", "triton", "float8_e4m3fn"): 2.0**-8,
 }
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from vishwamai.core import sharding, triton_call
 from vishwamai.core.errors import DeviceError
-from vishwamai.core.triton_call import Kernel, Launch
+from vishwamai.core.triton_call import Kernel, Launch, TritonDtype
 
 __all__ = [
     "SMS",
@@ -25,6 +25,7 @@ __all__ = [
     "Kernel",
     "Launch",
     "Launcher",
+    "TritonDtype",
     "cdiv",
     "launch",
     "next_power_of_2",

@@ -64,6 +64,22 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
+class TritonDtype:
+    """A dtype among a kernel's constants, by Triton's short name ("bf16", "fp32", "int8"): naming it does not import triton."""
+
+    name: str
+
+    def load(self) -> Any:
+        """Triton's own object."""
+        return importlib.import_module("triton.language").dtype(self.name)
+
+
+def constants_of(launch: Launch) -> dict[str, Any]:
+    """The values of a launch's constants as Triton takes them."""
+    return {name: value.load() if isinstance(value, TritonDtype) else value for name, value in launch.constants}
+
+
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """How a kernel is launched: everything but its buffers.
 
@@ -122,7 +138,7 @@ def compiled(kernel: Kernel, types: tuple[tuple[str, str], ...], launch: Launch,
     function = kernel.load()
     if not hasattr(function, "cache_key"):
         raise DeviceError(f"{kernel}: it was loaded under TRITON_INTERPRET=1 and cannot be compiled; start without it.")
-    pointers, constants = dict(types), dict(launch.constants)
+    pointers, constants = dict(types), constants_of(launch)
     strangers = sorted((set(pointers) | set(constants)) - set(function.arg_names))
     assert not strangers, f"{kernel.name} has no parameters {strangers}"
     signature, values, attributes = {}, {}, {}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vishwamai.core import gpu
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.triton_call import constants_of
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -33,7 +34,7 @@ def arguments(
 ) -> dict[str, Any]:
     """Every parameter of the kernel by name; buffers that are absent are None."""
     starts = {f"{name}_init": results[name] for name, out in outputs.items() if out.zeroed}
-    given = {**dict(how.constants), **inputs, **results, **starts}
+    given = {**constants_of(how), **inputs, **results, **starts}
     strangers = sorted(set(given) - set(function.arg_names))
     assert not strangers, f"{how.kernel.name} has no parameters {strangers}"
     return {name: given.get(name) for name in function.arg_names}
@@ -62,6 +63,8 @@ def launch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Re
         # At every launch: the allocator is kept in a context variable, and autograd's backward runs in threads of its own.
         triton.set_allocator(scratch)
         results = allocate(outputs, first.device)
+        # Kernels count on buffers that are aligned to 16 bytes, which a view into a tensor need not be.
+        inputs = {name: x if x.data_ptr() % 16 == 0 else x.clone() for name, x in inputs.items()}
         function[how.grid](
             **arguments(how, function, inputs, outputs, results), num_warps=how.warps, num_stages=how.stages
         )

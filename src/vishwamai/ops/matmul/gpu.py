@@ -1,0 +1,205 @@
+"""The matrix product on GPUs: one Triton kernel for torch tensors and JAX arrays, its epilogue on the accumulator, and the shared gradient on top."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from vishwamai.core import gpu
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.core.spec import array_spec
+from vishwamai.ops.matmul import gradient
+from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs
+
+MATMUL = gpu.Kernel("vishwamai.ops.matmul.gpu_kernels", "matmul")
+
+_COMPUTED = ("float32", "bfloat16", "float16", "int8")
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_STORED = (*_COMPUTED, *_FP8)
+_TRITON = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8"}
+_PRECISION = {"highest": "tf32x3", "high": "bf16x3", "default": "tf32"}
+"""Of float32 operands: three products of TF32 parts keep 21 bits of each factor, three of bfloat16 parts 16; "default" is for narrower operands."""
+_EXACT_FP8 = 128
+"""Products of 8-bit floats are added with about 14 bits inside the tensor core; after so many the sum moves to float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulGpuConfig:
+    """Tiles of the Triton kernel.
+
+    Attributes:
+      block_m, block_n, block_k: edges of a tile, powers of two.
+      warps, stages: of a program; a stage is one pair of tiles in shared memory.
+      super_m: tiles along M that are walked together.
+      programs: persistent programs.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int = 8
+    stages: int = 3
+    super_m: int = 8
+    programs: int = gpu.SMS
+
+    def with_block_size(self, block_size: int) -> MatmulGpuConfig:
+        """The same with tiles of about `block_size` rows and columns, 256 at most."""
+        edge = min(256, max(16, gpu.next_power_of_2(block_size)))
+        return dataclasses.replace(self, block_m=min(128, edge), block_n=edge, warps=8 if edge >= 128 else 4)
+
+
+def why_not(spec: MatmulSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None."""
+    del chip
+    if any(spec.blocked):
+        return "an operand has scales for blocks of K; the Triton kernel takes one for each row or column."
+    for name, operand in zip("ab", spec.operands, strict=False):
+        if operand.dtype.name not in _STORED:
+            return f"`{name}` is {operand.dtype.name}; the Triton kernel takes {', '.join(_STORED)}."
+    if 0 in (spec.groups, spec.m, spec.n, spec.k):
+        return "an array is empty."
+    return gpu.why_not()
+
+
+def heuristic(spec: MatmulSpec, chip: Chip | None) -> MatmulGpuConfig:
+    """The largest tile of which there are enough for every multiprocessor."""
+    del chip
+    return tiles(spec.groups, spec.m, spec.n, spec.k, _native_width(spec))
+
+
+def _native_width(spec: MatmulSpec) -> int:
+    """Bytes of an element as the tensor cores take it."""
+    return 1 if _takes_fp8(spec.operands.a.dtype, spec.operands.b.dtype) else spec.compute_dtype.itemsize
+
+
+def tiles(groups: int, m: int, n: int, k: int, width: int) -> MatmulGpuConfig:
+    """Tiles for `groups` products `m x n x k` of elements that take `width` bytes in the tensor cores."""
+    smallest_k = 32 if width == 1 else 16
+    deep = {1: 128, 2: 64, 4: 32}[width]
+    block_k = min(deep, max(smallest_k, gpu.next_power_of_2(k)))
+    widest = 128 if width == 4 else 256
+    options = ((128, widest), (128, 128), (64, 128), (64, 64))
+    for block_m, block_n in options:
+        enough = groups * gpu.cdiv(m, block_m) * gpu.cdiv(n, block_n) >= gpu.SMS
+        if enough and m >= block_m and n >= block_n:
+            break
+    block_m = min(block_m, max(16, gpu.next_power_of_2(m)))
+    block_n = min(block_n, max(16, gpu.next_power_of_2(n)))
+    large = block_m * block_n >= 128 * 128
+    return MatmulGpuConfig(block_m, block_n, block_k, 8 if large else 4, 3 if large else 4)
+
+
+def _takes_fp8(a: Any, b: Any) -> bool:
+    """Two operands of one 8-bit format go into the tensor cores as they are."""
+    return a == b and a.name in _FP8
+
+
+def _aligned(columns: int, dtype: Any) -> bool:
+    return columns * dtype.itemsize % 16 == 0
+
+
+def _matmul(
+    spec: MatmulSpec,
+    config: MatmulGpuConfig,
+    a: Any,
+    b: Any,
+    transpose_a: bool,
+    transpose_b: bool,
+    groups: int,
+    out_dtype: Any,
+    vectors: tuple[Any, Any, Any] = (None, None, None),
+    activation: str | None = None,
+    keep: bool = False,
+) -> tuple[Any, Any]:
+    """(activation(scales * (a @ b) + bias), its argument if `keep`); `vectors` is (bias, scale_a, scale_b). With `groups` 1, products are summed."""
+    bias, scale_a, scale_b = vectors
+    m, k = (a.shape[2], a.shape[1]) if transpose_a else (a.shape[1], a.shape[2])
+    n = b.shape[1] if transpose_b else b.shape[2]
+    of_a, of_b = array_spec(a).dtype, array_spec(b).dtype
+    compute = spec.compute_dtype.name
+    as_they_are = (of_a == of_b and of_a.name == compute) or _takes_fp8(of_a, of_b)
+    integer = compute == "int8"
+    summed = max(a.shape[0], b.shape[0]) if groups == 1 else 1
+    out = gpu.result((groups, m, n), out_dtype)
+    count = groups * gpu.cdiv(m, config.block_m) * gpu.cdiv(n, config.block_n)
+
+    def stride(x: Any, axis: int) -> int:
+        """Of a vector `[G or 1, size or 1]` along an axis; 0 where it is shared."""
+        return 0 if x is None or x.shape[axis] == 1 else (x.shape[1] if axis == 0 else 1)
+
+    out, pre = gpu.launch(
+        MATMUL,
+        (min(config.programs, count),),
+        dict(a_ptr=a, b_ptr=b, bias_ptr=bias, scale_a_ptr=scale_a, scale_b_ptr=scale_b),
+        dict(out_ptr=out, pre_ptr=out if keep else None),
+        warps=config.warps,
+        stages=config.stages,
+        GROUPS=groups,
+        M=m,
+        N=n,
+        K=k,
+        bias_group=stride(bias, 0),
+        scale_a_group=stride(scale_a, 0),
+        scale_a_row=stride(scale_a, 1),
+        scale_b_group=stride(scale_b, 0),
+        scale_b_column=stride(scale_b, 1),
+        A_GROUPS=a.shape[0],
+        B_GROUPS=b.shape[0],
+        SUMMED=summed,
+        TRANSPOSE_A=transpose_a,
+        TRANSPOSE_B=transpose_b,
+        COMPUTE=None if as_they_are else gpu.TritonDtype(_TRITON[compute]),
+        ACCUMULATE=gpu.TritonDtype("int32" if integer else "fp32"),
+        PRECISION=_PRECISION[spec.precision] if compute == "float32" else None,
+        IMPRECISE=_EXACT_FP8 if _takes_fp8(of_a, of_b) else None,
+        ACTIVATION=activation,
+        TMA=_aligned(a.shape[2], of_a) and _aligned(b.shape[2], of_b),
+        PROGRAMS=min(config.programs, count),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SUPER_M=config.super_m,
+    )
+    return out, pre
+
+
+def forward(spec: MatmulSpec, config: MatmulGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+    a, b, bias, scale_a, scale_b = operands
+    out, preactivation = _matmul(
+        spec,
+        config,
+        a,
+        b,
+        spec.transpose_a,
+        spec.transpose_b,
+        spec.groups,
+        spec.out_dtype,
+        (bias, scale_a, scale_b),
+        spec.activation,
+        residuals and spec.keeps_preactivation,
+    )
+    return Outputs(out), preactivation
+
+
+def product(
+    spec: MatmulSpec, which: str, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
+) -> Any:
+    """See `gradient.Product`."""
+    del which
+    m, k = lhs.shape[3 - lhs_axis], lhs.shape[lhs_axis]
+    n = rhs.shape[3 - rhs_axis]
+    width = 1 if _takes_fp8(array_spec(lhs).dtype, array_spec(rhs).dtype) else spec.compute_dtype.itemsize
+    config = tiles(groups, m, n, k, width)
+    return _matmul(spec, config, lhs, rhs, lhs_axis == 1, rhs_axis == 2, groups, out_dtype)[0]
+
+
+def backward(
+    spec: MatmulSpec, config: MatmulGpuConfig, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
+) -> Operands:
+    del config  # each product of the backward pass has a shape of its own
+    return gradient.backward(spec, functools.partial(product, spec), operands, outputs, residuals, cotangents.out)
+
+
+TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, MatmulGpuConfig)

@@ -1,0 +1,166 @@
+"""Triton body of the matrix product with its epilogue; `gpu.py` launches it.
+
+Persistent: as many programs as there are multiprocessors walk over the tiles, in an order that keeps neighbours in the cache. Where rows are multiples
+of 16 bytes the tiles come by the copy engine (tensor descriptors), else by masked loads.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _activate(z, ACTIVATION: tl.constexpr):
+    """activation(z) of float32; the tanh is 1 - 2 / (exp(2z) + 1), which overflows to its limits."""
+    if ACTIVATION == "relu":
+        z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "relu2":
+        z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        z = z * z
+    elif ACTIVATION == "silu":
+        z = z / (1.0 + tl.exp(-z))
+    elif ACTIVATION == "gelu":
+        z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        z = z * (1.0 - 1.0 / (tl.exp(2 * 0.7978845608028654 * (z + 0.044715 * z * z * z)) + 1.0))
+    elif ACTIVATION == "sigmoid":
+        z = 1.0 / (1.0 + tl.exp(-z))
+    elif ACTIVATION == "tanh":
+        z = 1.0 - 2.0 / (tl.exp(2.0 * z) + 1.0)
+    return z
+
+
+@triton.jit
+def _load(
+    pointer,
+    descriptor,
+    group,
+    stride_group,
+    row,
+    column,
+    rows,
+    columns,
+    TMA: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The tile `[R, C]` at (row, column) of a matrix `[rows, columns]`, zeros past its end."""
+    if TMA:
+        return descriptor.load([group, row, column]).reshape(R, C)
+    i = row + tl.arange(0, R)
+    j = column + tl.arange(0, C)
+    at = pointer + group.to(tl.int64) * stride_group + i.to(tl.int64)[:, None] * columns + j[None, :]
+    return tl.load(at, mask=(i < rows)[:, None] & (j < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def matmul(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    pre_ptr,
+    GROUPS,
+    M,
+    N,
+    K,
+    bias_group,
+    scale_a_group,
+    scale_a_row,
+    scale_b_group,
+    scale_b_column,
+    A_GROUPS: tl.constexpr,
+    B_GROUPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    TRANSPOSE_A: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TMA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUPER_M: tl.constexpr,
+):
+    """out `[GROUPS, M, N]` = activation(scale_a * scale_b * (a @ b) + bias); pre, if wanted, holds the activation's argument.
+
+    a is `[A_GROUPS, M, K]`, or `[A_GROUPS, K, M]` if TRANSPOSE_A; b `[B_GROUPS, K, N]` or `[B_GROUPS, N, K]`; a group axis of 1 is shared.
+    SUMMED > 1: the products of that many groups are added to one result (GROUPS is 1).
+    """
+    a_desc = None
+    b_desc = None
+    if TRANSPOSE_A:
+        A_ROWS, A_COLUMNS = K, M
+    else:
+        A_ROWS, A_COLUMNS = M, K
+    if TRANSPOSE_B:
+        B_ROWS, B_COLUMNS = N, K
+    else:
+        B_ROWS, B_COLUMNS = K, N
+    AR: tl.constexpr = BLOCK_K if TRANSPOSE_A else BLOCK_M
+    AC: tl.constexpr = BLOCK_M if TRANSPOSE_A else BLOCK_K
+    BR: tl.constexpr = BLOCK_N if TRANSPOSE_B else BLOCK_K
+    BC: tl.constexpr = BLOCK_K if TRANSPOSE_B else BLOCK_N
+    a_stride = tl.cast(A_ROWS, tl.int64) * A_COLUMNS
+    b_stride = tl.cast(B_ROWS, tl.int64) * B_COLUMNS
+    if TMA:
+        a_desc = tl.make_tensor_descriptor(a_ptr, [A_GROUPS, A_ROWS, A_COLUMNS], [a_stride, A_COLUMNS, 1], [1, AR, AC])
+        b_desc = tl.make_tensor_descriptor(b_ptr, [B_GROUPS, B_ROWS, B_COLUMNS], [b_stride, B_COLUMNS, 1], [1, BR, BC])
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    num_k = tl.cdiv(K, BLOCK_K)
+    per_group = num_m * num_n
+    for tile in tl.range(tl.program_id(0), GROUPS * per_group, PROGRAMS):
+        group = tile // per_group
+        local = tile % per_group
+        # SUPER_M rows of tiles are walked column by column, so that the programs at work share tiles of both operands.
+        band = local // (SUPER_M * num_n)
+        height = tl.minimum(num_m - band * SUPER_M, SUPER_M)
+        within = local % (SUPER_M * num_n)
+        row = (band * SUPER_M + within % height) * BLOCK_M
+        column = (within // height) * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], ACCUMULATE)
+        for step in tl.range(0, SUMMED * num_k):
+            if SUMMED > 1:
+                member = step // num_k
+                k = (step % num_k) * BLOCK_K
+            else:
+                member = group
+                k = step * BLOCK_K
+            in_a = member if A_GROUPS > 1 else member * 0
+            in_b = member if B_GROUPS > 1 else member * 0
+            if TRANSPOSE_A:
+                a = _load(a_ptr, a_desc, in_a, a_stride, k, row, A_ROWS, A_COLUMNS, TMA, AR, AC).T
+            else:
+                a = _load(a_ptr, a_desc, in_a, a_stride, row, k, A_ROWS, A_COLUMNS, TMA, AR, AC)
+            if TRANSPOSE_B:
+                b = _load(b_ptr, b_desc, in_b, b_stride, column, k, B_ROWS, B_COLUMNS, TMA, BR, BC).T
+            else:
+                b = _load(b_ptr, b_desc, in_b, b_stride, k, column, B_ROWS, B_COLUMNS, TMA, BR, BC)
+            if COMPUTE is not None:
+                a = a.to(COMPUTE)
+                b = b.to(COMPUTE)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE, out_dtype=ACCUMULATE)
+        i = row + tl.arange(0, BLOCK_M)
+        j = column + tl.arange(0, BLOCK_N)
+        z = acc
+        if scale_a_ptr is not None:
+            at = scale_a_ptr + group * scale_a_group + i * scale_a_row
+            z = z * tl.load(at, mask=i < M, other=0.0).to(tl.float32)[:, None]
+        if scale_b_ptr is not None:
+            at = scale_b_ptr + group * scale_b_group + j * scale_b_column
+            z = z * tl.load(at, mask=j < N, other=0.0).to(tl.float32)[None, :]
+        if bias_ptr is not None:
+            z = z + tl.load(bias_ptr + group * bias_group + j, mask=j < N, other=0.0).to(tl.float32)[None, :]
+        at = (group.to(tl.int64) * M + i)[:, None] * N + j[None, :]
+        keep = (i < M)[:, None] & (j < N)[None, :]
+        if pre_ptr is not None:
+            tl.store(pre_ptr + at, z.to(pre_ptr.dtype.element_ty), mask=keep)
+        if ACTIVATION is not None:
+            z = _activate(z.to(tl.float32), ACTIVATION)
+        tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=keep)
