@@ -1,0 +1,74 @@
+"""Cases of the loss: small ones for the contract suite, and the last layers of real models."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.ops.loss.api import linear_cross_entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels(ArrayInit):
+    """Words 0 ... words-1, every eighth of them ignored.
+
+    Attributes:
+      words: size of the vocabulary.
+    """
+
+    words: int = 1
+
+    def make(self, rng: np.random.Generator) -> np.ndarray:
+        labels = rng.integers(0, self.words, self.shape).astype(np.int32)
+        return np.where(rng.random(self.shape) < 1 / 8, np.int32(-100), labels)
+
+
+def _case(
+    name: str,
+    tokens: tuple[int, ...],
+    words: int,
+    features: int,
+    dtype: str = "float32",
+    *,
+    bias: bool = False,
+    tags: tuple[str, ...] = ("contract",),
+    **options: Any,
+) -> Case:
+    arrays: dict[str, ArrayInit] = {
+        "x": ArrayInit((*tokens, features), dtype),
+        # Weights of variance 4/features give logits of some size, so that the softmax is neither even nor saturated.
+        "weight": ArrayInit((words, features), dtype, scale=2 * features**-0.5),
+        "labels": Labels(tokens, "int32", "integers", words=words),
+    }
+    if bias:
+        arrays["bias"] = ArrayInit((words,), dtype)
+    return Case(name, "loss", linear_cross_entropy, arrays, options, frozenset(tags))
+
+
+_EVERYTHING: dict[str, Any] = {
+    "bias": True,
+    "softcap": 3.0,
+    "label_smoothing": 0.1,
+    "z_loss": 0.01,
+    "return_logsumexp": True,
+}
+
+CASES = (
+    _case("each token (5, 7) 50 words", (5, 7), 50, 40, reduction="none"),
+    _case("700 words float32", (150,), 700, 100),
+    _case("700 words bfloat16", (2, 75), 700, 100, "bfloat16", reduction="sum"),
+    _case("everything float32", (70,), 600, 48, reduction="sum", **_EVERYTHING),
+    _case("everything bfloat16", (2, 65), 300, 48, "bfloat16", reduction="none", **_EVERYTHING),
+    _case("one token", (1,), 130, 24),
+    _case("float16", (9,), 70, 32, "float16"),
+    _case("float64", (9,), 70, 32, "float64", **_EVERYTHING),
+    _case("high", (20,), 150, 64, precision="high"),
+    _case("no tokens", (0, 3), 20, 16, reduction="none"),
+    # 4096 tokens of real models; the logits alone would be 0.8 GiB in float32 for GPT-2, 2.0 for Llama 3, 3.9 for Gemma 2.
+    _case("GPT-2 small", (4096,), 50257, 768, "bfloat16", tags=("model",)),
+    _case("Llama 3 8B", (4096,), 128256, 4096, "bfloat16", tags=("model", "long")),
+    _case("Gemma 2 9B", (4096,), 256000, 3584, "bfloat16", softcap=30.0, z_loss=1e-4, tags=("model", "long")),
+)

@@ -1,0 +1,234 @@
+"""The cross entropy of a linear layer in plain JAX, some words of the vocabulary at a time: the logits are never held, on any platform.
+
+The forward pass keeps the running maximum and sum of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). The backward pass
+forms the logits' gradient of some words, from the logsumexp, and multiplies it at once: x's gradient grows by every part of the vocabulary, and
+weight's is complete for those words, so no sum of weight's size is kept in float32. The idea is that of Wijmans et al., "Cut Your Losses in
+Large-Vocabulary Language Models" (2025), and of Liger-Kernel (Hsu et al., 2024), which walks the tokens instead.
+
+Logits are kept `[words, tokens]`: sums over words then run over rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.core.pallas import round_up
+from vishwamai.core.precision import lax_precision
+from vishwamai.core.sharding import match_varying
+from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
+
+LOWEST = -1e30
+"""Where a running maximum starts: finite, so that a logit of -inf gives exp(-inf) = 0 and never exp(-inf + inf)."""
+
+_PARTS = 40
+"""Parts of the vocabulary to aim at: the logits of one, its gradient and x's together take about a twentieth of all logits and their gradient."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedLossConfig:
+    """Attributes:
+    block_vocab: words whose logits are formed at a time.
+    """
+
+    block_vocab: int
+
+    def with_block_size(self, block_size: int) -> ChunkedLossConfig:
+        """The same with `block_size` words at a time."""
+        return ChunkedLossConfig(block_size)
+
+
+def part_of_vocabulary(vocab: int, multiple: int = 128) -> int:
+    """Words to take at a time: about a fortieth of the vocabulary, but enough for a product."""
+    return round_up(min(max(-(-vocab // _PARTS), 512), 8192), multiple)
+
+
+def heuristic(spec: LossSpec, chip: Chip | None) -> ChunkedLossConfig:
+    """A fortieth of the vocabulary; of 512 to 8192 words."""
+    del chip
+    return ChunkedLossConfig(min(part_of_vocabulary(spec.vocab), spec.vocab))
+
+
+# --- Groups ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def each_group(spec: LossSpec, run: Callable[..., Any], operands: Operands, *rows: Any) -> tuple[Any, bool]:
+    """`run(x [T, D], weight [V, D], bias [V] or None, labels [T], *rows [T])` for each group; groups that share all parameters are one.
+
+    Returns:
+      The results, stacked, and whether the groups were one (their tokens are then folded into one axis, and there is a leading axis of 1).
+    """
+    if spec.shared:
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (operands.x, operands.labels, rows))
+        bias = None if operands.bias is None else operands.bias[0]
+        results = run(flat[0], operands.weight[0], bias, flat[1], *flat[2])
+        return jax.tree.map(lambda a: a[None], results), True
+    whole = jax.tree.map(lambda a: jnp.broadcast_to(a, (spec.groups, *a.shape[1:])), (operands, rows))
+    return lax.map(lambda group: run(*group[0], *group[1]), whole), False
+
+
+def forward_by(spec: LossSpec, run: Callable[..., Any], operands: Operands) -> Outputs:
+    """The forward pass by `run(x, weight, bias, labels) -> Outputs` of one group."""
+    results, _ = each_group(spec, run, operands)
+    return Outputs(*(None if y is None else y.reshape(operands.labels.shape) for y in results))
+
+
+def backward_by(
+    spec: LossSpec, config: Any, slope: Callable[..., Any], operands: Operands, outputs: Outputs, cotangents: Outputs
+) -> Operands:
+    """The backward pass by `slope`, which gives the gradient of some words' logits.
+
+    Args:
+      config: its `block_vocab` is the number of words at a time.
+      slope: `(x, weight, bias, labels, rows, start, size) -> (dz [size, T], dz [T, size] or None, dbias [size] or None)` for the words from `start`
+        on, before the cap, dz in x's dtype for the products to come; rows are the logsumexp and the cotangents of the outputs, `[T]` each. Where
+        dz comes in both orders, neither product has to turn it.
+    """
+
+    def one(x: Any, weight: Any, bias: Any, labels: Any, *rows: Any) -> Any:
+        return _gradients(spec, config.block_vocab, slope, x, weight, bias, labels, rows)
+
+    zero = jnp.zeros(operands.labels.shape, spec.accumulator)
+    d = Outputs(*(zero if c is None else c for c in cotangents))
+    rows = (outputs.logsumexp, d.logsumexp, d.label_logit, *((d.logit_sum,) if spec.logit_sum else ()))
+    (dx, dweight, dbias), _ = each_group(spec, one, operands, *rows)
+
+    def parameter(gradient: Any, operand: Any) -> Any:
+        if operand is None:
+            return None
+        wide = gradient.astype(spec.accumulator)
+        return gradient if gradient.shape == operand.shape else jnp.sum(wide, 0, keepdims=True).astype(operand.dtype)
+
+    return Operands(
+        dx.reshape(operands.x.shape), parameter(dweight, operands.weight), parameter(dbias, operands.bias), None
+    )
+
+
+def _gradients(
+    spec: LossSpec, block: int, slope: Callable[..., Any], x: Any, weight: Any, bias: Any, labels: Any, rows: Any
+) -> Any:
+    """(dx, dweight, dbias) of one group: the words in parts of `block`, then those that are left."""
+    acc, vocab = spec.accumulator, weight.shape[0]
+    precision = lax_precision(spec.precision)
+
+    def dot(a: Any, b: Any, axis: int) -> Any:
+        return lax.dot_general(a, b, (((axis,), (0,)), ((), ())), precision=precision, preferred_element_type=acc)
+
+    def part(carry: Any, start: Any, size: int) -> Any:
+        dx, dweight, dbias = carry
+        dz, turned, dbias_part = slope(x, weight, bias, labels, rows, start, size)  # [size, T], [T, size]
+        words = lax.dynamic_slice_in_dim(weight, start, size)
+        dx = dx + (dot(dz, words, 0) if turned is None else dot(turned, words, 1))
+        dweight = lax.dynamic_update_slice_in_dim(dweight, dot(dz, x, 1).astype(weight.dtype), start, 0)
+        if dbias is not None:
+            dbias = lax.dynamic_update_slice_in_dim(dbias, dbias_part, start, 0)
+        return dx, dweight, dbias
+
+    start = (
+        jnp.zeros(x.shape, acc),
+        lax.empty(weight.shape, weight.dtype),
+        None if bias is None else jnp.zeros_like(bias),
+    )
+    carry, _ = match_varying((start, (x, weight, bias, labels, rows)))
+    block = min(block, vocab)
+    whole = vocab // block
+    if whole > 1:
+        carry = lax.fori_loop(0, whole, lambda i, carry: part(carry, i * block, block), carry)
+    else:
+        carry = part(carry, 0, block)
+    if vocab % block:
+        carry = part(carry, whole * block, vocab % block)
+    dx, dweight, dbias = carry
+    return dx.astype(x.dtype), dweight, dbias
+
+
+# --- In plain JAX ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def _logits(spec: LossSpec, x: Any, weight: Any, bias: Any, start: Any, size: int) -> Any:
+    """Logits `[size, T]` of the words from `start` on."""
+    words = lax.dynamic_slice_in_dim(weight, start, size)
+    z = lax.dot_general(
+        words,
+        x,
+        (((1,), (1,)), ((), ())),
+        precision=lax_precision(spec.precision),
+        preferred_element_type=spec.accumulator,
+    )
+    if bias is not None:
+        z = z + lax.dynamic_slice_in_dim(bias, start, size)[:, None]
+    return z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
+
+
+def _is_label(labels: Any, start: Any, size: int) -> Any:
+    """Where the word of a row is the label of a column, bool `[size, T]`."""
+    return lax.broadcasted_iota(jnp.int32, (size, labels.shape[0]), 0) == (labels - start)[None]
+
+
+def _forward_one(spec: LossSpec, block: int, x: Any, weight: Any, bias: Any, labels: Any) -> Outputs:
+    def part(carry: Any, start: Any, size: int) -> Any:
+        m, l, at_label, total = carry
+        z = _logits(spec, x, weight, bias, start, size)
+        m_new = jnp.maximum(m, jnp.max(z, axis=0))
+        l = l * jnp.exp(m - m_new) + jnp.sum(jnp.exp(z - m_new), axis=0)
+        at_label = at_label + jnp.sum(jnp.where(_is_label(labels, start, size), z, 0.0), axis=0)
+        return m_new, l, at_label, None if total is None else total + jnp.sum(z, axis=0)
+
+    zeros = jnp.zeros(x.shape[:1], spec.accumulator)
+    start = jnp.full_like(zeros, LOWEST), zeros, zeros, zeros if spec.logit_sum else None
+    carry, _ = match_varying((start, (x, weight, bias, labels)))
+    whole, vocab = weight.shape[0] // block, weight.shape[0]
+    if whole > 1:
+        carry = lax.fori_loop(0, whole, lambda i, carry: part(carry, i * block, block), carry)
+    else:
+        carry = part(carry, 0, block)
+    if vocab % block:
+        carry = part(carry, whole * block, vocab % block)
+    m, l, at_label, total = carry
+    return Outputs(m + jnp.log(l), at_label, total)
+
+
+def forward(spec: LossSpec, config: ChunkedLossConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    """The forward pass; its outputs are all that the backward pass needs."""
+    del residuals
+    block = min(config.block_vocab, spec.vocab)
+    return forward_by(spec, lambda *arrays: _forward_one(spec, block, *arrays), operands), None
+
+
+def backward(
+    spec: LossSpec,
+    config: ChunkedLossConfig,
+    operands: Operands,
+    outputs: Outputs,
+    residuals: None,
+    cotangents: Outputs,
+) -> Operands:
+    """The backward pass: every logit is computed once more, and once only."""
+    del residuals
+
+    def slope(x: Any, weight: Any, bias: Any, labels: Any, rows: Any, start: Any, size: int) -> Any:
+        """The logits' gradient `[size, T]`, before the cap, in x's dtype for the products to come; and its sum over tokens for the bias."""
+        logsumexp, dlogsumexp, dlabel, *dtotal = rows
+        z = _logits(spec, x, weight, bias, start, size)
+        dz = jnp.exp(z - _finite(logsumexp)) * dlogsumexp + jnp.where(_is_label(labels, start, size), dlabel, 0.0)
+        dz = dz + dtotal[0] if dtotal else dz
+        if spec.softcap is not None:
+            dz = dz * (1.0 - jnp.square(z / spec.softcap))
+        return dz.astype(x.dtype), None, None if bias is None else jnp.sum(dz, axis=1)
+
+    return backward_by(spec, config, slope, operands, outputs, cotangents)
+
+
+def _finite(logsumexp: Any) -> Any:
+    """0 where every logit is -inf, so that exp(-inf - 0) is 0."""
+    return jnp.where(logsumexp == -jnp.inf, 0.0, logsumexp)
+
+
+XLA_CHUNKED = Implementation("xla_chunked", None, forward, backward, heuristic=heuristic, config_type=ChunkedLossConfig)

@@ -1,0 +1,48 @@
+"""The cross entropy of a linear layer with all its logits: the definition, which JAX differentiates itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.nn import logsumexp
+
+from vishwamai.core.gradients import autodiff_backward
+from vishwamai.core.op import Implementation
+from vishwamai.core.precision import lax_precision
+from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
+
+
+def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    """Logsumexp, label's logit and sum of the logits `[G, T, V]`."""
+    del config, residuals  # nothing to configure, nothing to keep
+    x, weight, bias, labels = operands
+    weight = jnp.broadcast_to(weight, (spec.groups, *weight.shape[1:]))
+    z = lax.dot_general(
+        x,
+        weight,
+        (((2,), (2,)), ((0,), (0,))),
+        precision=lax_precision(spec.precision),
+        preferred_element_type=spec.accumulator,
+    )
+    if bias is not None:
+        z = z + bias[:, None, :]
+    if spec.softcap is not None:
+        z = spec.softcap * jnp.tanh(z / spec.softcap)
+    known = (labels >= 0) & (labels < spec.vocab)
+    at_label = jnp.take_along_axis(z, jnp.where(known, labels, 0)[..., None], axis=-1)[..., 0]
+    total = jnp.sum(z, axis=-1) if spec.logit_sum else None
+    return Outputs(logsumexp(z, axis=-1), jnp.where(known, at_label, 0.0), total), None
+
+
+XLA = Implementation(
+    "xla",
+    None,
+    forward,
+    autodiff_backward(forward),
+    autodiff=True,
+    notes=lambda spec, chip: (
+        f"holds all logits: {spec.groups * spec.tokens * spec.vocab * spec.accumulator.itemsize:,} bytes",
+    ),
+)
