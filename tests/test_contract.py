@@ -22,6 +22,12 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
         "full f64": "float64",
         "no keys": "empty",
     },
+    ("loss", "pallas_tpu"): {
+        "float16": "`x` is float16",
+        "float64": "`x` is float64",
+        "high": 'precision="high"',
+        "no tokens": "there are no tokens",
+    },
     ("matmul", "pallas_tpu"): {
         "float16": "`a` is float16",
         "float64": "`a` is float64",
@@ -38,6 +44,22 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
     ("norm", "triton"): {
         "layer float64": "`x` is float64",
         "rms empty": "the array is empty",
+    },
+    ("gated", "pallas_tpu"): {
+        "float16": "`x` is float16",
+        "float64": "`x` is float64",
+        "no rows": "an array is empty",
+    },
+    ("rope", "pallas_tpu"): {
+        "float16": "`x` is float16",
+        "float64": "`x` is float64",
+        "no positions": "an array is empty",
+    },
+    ("softmax", "pallas_tpu"): {
+        "softmax middle axis": "`axis` is not the last",
+        "softmax float16": "`x` is float16",
+        "log_softmax float64": "`x` is float64",
+        "softmax empty": "the array is empty",
     },
     ("norm", "pallas_tpu"): {
         "rms float16": "`x` is float16",
@@ -176,6 +198,9 @@ def _poisoned(case):
     if case.op == "attention":  # the last query row of every head
         arrays["query"][:, :, -1] = np.nan
         return arrays, lambda out: out[:, :, :-1]
+    if case.op == "rope":  # the last position of every head
+        arrays["query"][:, :, -1] = np.nan
+        return arrays, lambda out: out[:, :, :-1]
     if case.op == "matmul":
         arrays["a"][..., -1, :] = np.nan
         return arrays, lambda out: out[..., :-1, :]
@@ -183,7 +208,16 @@ def _poisoned(case):
     return arrays, lambda out: out[:-1]
 
 
-NEIGHBOURS = {"attention": "value dim 100 of 64", "matmul": "100x192x300 float32", "norm": "layer (63, 100) float32"}
+NEIGHBOURS = {
+    "attention": "value dim 100 of 64",
+    "loss": "each token (5, 7) 50 words",
+    "matmul": "100x192x300 float32",
+    "norm": "layer (63, 100) float32",
+    "activation": "gelu float32",
+    "gated": "63x100x300 float32",
+    "rope": "interleaved bfloat16",
+    "softmax": "softmax (63, 100) float32",
+}
 
 
 @pytest.mark.parametrize("op, impl", list(contract.pairs()), ids=lambda x: x.name)

@@ -44,7 +44,8 @@ def parameters(triples):
 def compile_and_check(operation, case, target):
     """Compiles outputs and gradients as the library chooses for the chip; the kernel is there unless it says why not."""
     kernels = [impl for impl in operation.op.implementations if impl.platform == "tpu"]
-    assert kernels, f"{operation.op.name} has no TPU kernel"
+    if not kernels:  # then the op says what is as fast
+        assert any("XLA's own" in note for note in operation.reference.notes(contract.case_spec(case), chip(target)))
     reasons = [contract.declines(impl, case, chip(target)) for impl in kernels]
     cotangents = contract.cotangents_for(case, contract.output_shapes(case))
     run = contract.value_and_gradients(case)

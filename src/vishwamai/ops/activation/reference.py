@@ -1,0 +1,56 @@
+"""Activations in plain jax.numpy: the definition, and what runs on every platform, for XLA makes one pass of it.
+
+The backward pass needs x alone: the derivative is computed again, and so is the dropout's mask, which is never stored.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.activations import activate, derivative
+from vishwamai.core.dropout import keep_mask
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.ops.activation.spec import ActivationSpec, Operands, Outputs
+
+
+def _dropped(spec: ActivationSpec, operands: Operands, y: jax.Array) -> jax.Array:
+    """`y` with the dropout's zeros and scale."""
+    if operands.seed is None:
+        return y
+    seed_0, seed_1 = (operands.seed[:, i].reshape(-1, *(1,) * (y.ndim - 1)) for i in range(2))
+    columns = operands.columns.reshape(operands.columns.shape[0], *(1,) * (y.ndim - 2), -1)
+    keep = keep_mask(seed_0, seed_1, operands.rows[..., None], columns, spec.rate)
+    return jnp.where(keep, y * (1.0 / (1.0 - spec.rate)), 0)
+
+
+def forward(spec: ActivationSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    """keep * activation(x) / (1 - rate), in float32 (float64 for float64), rounded once."""
+    del config, residuals  # nothing to configure, nothing to keep
+    y = _dropped(spec, operands, activate(spec.activation, operands.x.astype(spec.wide)))
+    return Outputs(y.astype(operands.x.dtype)), None
+
+
+def backward(
+    spec: ActivationSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
+) -> Operands:
+    del config, outputs, residuals
+    x, dy = operands.x, cotangents.y
+    dx = _dropped(spec, operands, dy.astype(spec.wide)) * derivative(spec.activation, x.astype(spec.wide))
+    return Operands(dx.astype(x.dtype), None, None, None)
+
+
+def notes(spec: ActivationSpec, chip: Chip | None) -> tuple[str, ...]:
+    """What `explain` adds: why there is no kernel."""
+    del spec, chip
+    return (WHY_NO_KERNEL,)
+
+
+WHY_NO_KERNEL = (
+    "XLA's own fusion is as fast: one read and one write, 88 to 90 % of the bandwidth by the schedule of v5e and v6e (90 is the ceiling; "
+    "exact gelu and dropout, bound by the vector unit, 50 to 90 %)"
+)
+
+
+XLA = Implementation("xla", None, forward, backward, notes=notes, autodiff=True)

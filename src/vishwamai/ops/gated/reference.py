@@ -1,0 +1,72 @@
+"""The gated linear unit by XLA's own products: the definition, the fallback on every platform, and the gradient of every implementation."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vishwamai.core.activations import activate, derivative
+from vishwamai.core.op import Implementation
+from vishwamai.core.precision import lax_precision
+from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
+
+
+def weights_of(operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """gate and up, `[G or 1, K, N]`."""
+    if operands.both is None:
+        return operands.gate, operands.up
+    return operands.both[:, 0], operands.both[:, 1]
+
+
+def _product(spec: GatedSpec, lhs: jax.Array, rhs: jax.Array, lhs_axis: int, rhs_axis: int, shared: bool) -> jax.Array:
+    """`[G, ., .]` in the wide dtype, contracting the axis given of each `[G or 1, ., .]`; summed over the groups, `[1, ., .]`, where `shared`."""
+    dot = functools.partial(lax.dot_general, precision=lax_precision(spec.precision), preferred_element_type=spec.wide)
+    groups = max(lhs.shape[0], rhs.shape[0])
+    if lhs.shape[0] == rhs.shape[0]:
+        if shared and groups > 1:
+            return dot(lhs, rhs, (((0, lhs_axis), (0, rhs_axis)), ((), ())))[None]
+        return dot(lhs, rhs, (((lhs_axis,), (rhs_axis,)), ((0,), (0,))))
+    if rhs.shape[0] == 1:
+        out = dot(lhs, rhs[0], (((lhs_axis,), (rhs_axis - 1,)), ((), ())))
+    else:
+        out = dot(rhs, lhs[0], (((rhs_axis,), (lhs_axis - 1,)), ((), ()))).swapaxes(1, 2)
+    return jnp.sum(out, axis=0, keepdims=True) if shared else out
+
+
+def forward(spec: GatedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Residuals | None]:
+    """activation(x @ gate) * (x @ up), from the unrounded sums."""
+    del config
+    dtype = operands.x.dtype
+    gate, up = (
+        jnp.broadcast_to(_product(spec, operands.x, w, 2, 1, False), (spec.groups, spec.m, spec.n))
+        for w in weights_of(operands)
+    )
+    out = (activate(spec.activation, gate) * up).astype(dtype)
+    return Outputs(out), Residuals(gate.astype(dtype), up.astype(dtype)) if residuals else None
+
+
+def backward(
+    spec: GatedSpec, config: Any, operands: Operands, outputs: Outputs, residuals: Residuals, cotangents: Outputs
+) -> Operands:
+    """Four products; the gradients of gate's and up's products are rounded to the operands' dtype before them, as jax.numpy's own would be."""
+    del config, outputs
+    x, (w_gate, w_up) = operands.x, weights_of(operands)
+    gate, up, dh = (a.astype(spec.wide) for a in (*residuals, cotangents.h))
+    slope = jnp.ones_like(gate) if spec.activation is None else derivative(spec.activation, gate)
+    d_gate = (dh * up * slope).astype(x.dtype)
+    d_up = (dh * activate(spec.activation, gate)).astype(x.dtype)
+    lone_x = x.shape[0] == 1
+    dx = _product(spec, d_gate, w_gate, 2, 2, lone_x) + _product(spec, d_up, w_up, 2, 2, lone_x)
+    lone_w = w_gate.shape[0] == 1
+    dw_gate, dw_up = (_product(spec, x, d, 1, 1, lone_w).astype(x.dtype) for d in (d_gate, d_up))
+    dx = dx.astype(x.dtype)
+    if operands.both is not None:
+        return Operands(dx, None, None, jnp.stack([dw_gate, dw_up], axis=1))
+    return Operands(dx, dw_gate, dw_up, None)
+
+
+XLA = Implementation("xla", None, forward, backward, autodiff=True)

@@ -1,0 +1,221 @@
+"""The rotation on TPU: queries and keys in one pass over memory, the angles of a position read once for all heads (Pallas).
+
+A grid step holds all heads of a run of positions. With C = [cos, cos] and S = [-sin, sin] over a head's features, and x' the features with the two of
+each pair exchanged (a rotation of lanes), the result is x C + x' S. The backward pass is the same kernel with -sin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, sublanes, tiled_bytes, vmem_budget
+from vishwamai.core.sharding import out_struct
+from vishwamai.ops.rope.reference import table_gradients
+from vishwamai.ops.rope.spec import Operands, Outputs, RopeSpec
+
+LANES = 128
+_STEPS = 32
+"""Steps of each core to aim at: the first load and the last store are then about two parts in fifty."""
+_SMALLEST_TRANSFER, _LARGEST_TRANSFER = 512 << 10, 2 << 20
+"""Bytes of the queries' block: below, a transfer takes less than its latency of about 0.6 us; above, nothing is gained."""
+_CHUNK_BYTES = 32 << 10
+"""Of float32 features that are turned together: eight registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Tiles of the TPU kernel.
+
+    Attributes:
+      block_positions: positions that one grid step holds in VMEM, with all their heads.
+      chunk_positions: positions that are turned together in registers; divides `block_positions`.
+      vmem_bytes: what a step plans to use of VMEM.
+    """
+
+    block_positions: int
+    chunk_positions: int
+    vmem_bytes: int = 0
+
+    def with_block_size(self, block_size: int) -> RopeConfig:
+        """The same with about `block_size` positions a step."""
+        rows = round_up(block_size, self.chunk_positions)
+        return dataclasses.replace(
+            self, block_positions=rows, vmem_bytes=self.vmem_bytes * rows // self.block_positions
+        )
+
+
+def _chunk(spec: RopeSpec) -> int:
+    """Positions that are turned together: registers for one head's, in "bshd" for all heads'."""
+    tile = sublanes(spec.operands.query.dtype)
+    width = round_up(spec.head_dim, LANES) * 4
+    if spec.layout == "bhsd":
+        rows = max(1, _CHUNK_BYTES // (width * tile)) * tile
+        return min(rows, round_up(spec.positions, tile))
+    heads = max(round_up(spec.heads(x), 8) for x in spec.operands[:2] if x is not None)
+    return max(1, min(8, _CHUNK_BYTES // (width * heads)))
+
+
+def _block_bytes(spec: RopeSpec, positions: int) -> int:
+    """VMEM of `positions` positions: queries and keys in and out and two tables, double buffered."""
+    width = spec.head_dim
+    total = 2 * tiled_bytes((positions, width), jnp.float32)
+    for x in spec.operands[:2]:
+        if x is not None:
+            heads = spec.heads(x)
+            shape = (heads, positions, width) if spec.layout == "bhsd" else (positions, heads, width)
+            total += 2 * tiled_bytes(shape, x.dtype)
+    return 2 * total
+
+
+def why_not(spec: RopeSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None."""
+    query = spec.operands.query
+    if query.dtype not in TPU_DTYPES:
+        return f"`x` is {query.dtype.name}, and the TPU's vector unit computes in float32 and bfloat16."
+    if spec.operands.cos.dtype not in (*TPU_DTYPES, jnp.dtype(jnp.float16)):
+        return f"the tables are {spec.operands.cos.dtype.name}, and the TPU's vector unit computes in float32."
+    if any(x is not None and x.size == 0 for x in spec.operands):
+        return "an array is empty."
+    need = _block_bytes(spec, _chunk(spec))
+    if need > vmem_budget(chip):
+        return f"{_chunk(spec)} positions of all heads take {need:,} bytes of VMEM, more than the {vmem_budget(chip):,} there are to plan with."
+    return None
+
+
+def heuristic(spec: RopeSpec, chip: Chip | None) -> RopeConfig:
+    """As many positions as make a transfer worth its latency, but few enough that the first and the last, which nothing hides, are a small part."""
+    chunk = _chunk(spec)
+    query = spec.operands.query
+    one = max(1, spec.heads(query) * round_up(spec.head_dim, LANES) * query.dtype.itemsize)  # bytes a position
+    cores = planning_chip(chip).cores_per_device
+    transfer = one * spec.batch * spec.positions // (cores * _STEPS)
+    transfer = min(max(transfer, _SMALLEST_TRANSFER), _LARGEST_TRANSFER)
+    by_memory = vmem_budget(chip) * chunk // _block_bytes(spec, chunk)
+    count = max(1, min(transfer // one, by_memory, round_up(spec.positions, chunk)) // chunk)
+    rows = chunk << (count.bit_length() - 1)
+    return RopeConfig(rows, chunk, _block_bytes(spec, rows))
+
+
+# --- Kernel body -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def _shifted(x: jax.Array, by: int) -> jax.Array:
+    """`x` with its last axis turned by `by` features to the right, around the end."""
+    size = x.shape[-1]
+    by %= size
+    if size % LANES == 0:
+        return pltpu.roll(x, by, axis=x.ndim - 1)
+    return jnp.concatenate([x[..., size - by :], x[..., : size - by]], axis=-1)
+
+
+def _exchanged(spec: RopeSpec, x: jax.Array) -> jax.Array:
+    """`x` with the two features of each pair exchanged; anything in features that do not turn."""
+    if not spec.interleaved and 2 * spec.pairs == spec.head_dim:
+        return _shifted(x, spec.pairs)
+    feature = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    first = feature % 2 == 0 if spec.interleaved else feature < spec.pairs
+    by = 1 if spec.interleaved else spec.pairs
+    return jnp.where(first, _shifted(x, -by), _shifted(x, by))
+
+
+def _turned(spec: RopeSpec, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    y = wide * cos + _exchanged(spec, wide) * sin
+    if 2 * spec.pairs < spec.head_dim:  # not by cos = 1 and sin = 0, for 0 * NaN is NaN
+        feature = lax.broadcasted_iota(jnp.int32, y.shape, y.ndim - 1)
+        y = jnp.where(feature < 2 * spec.pairs, y, wide)
+    return y.astype(x.dtype)
+
+
+def _kernel(cos_ref: Any, sin_ref: Any, arrays: Any, results: Any, *, spec: RopeSpec, config: RopeConfig) -> None:
+    """One step: blocks [heads, positions, features] or [positions, heads, features], tables [positions, features]."""
+
+    def chunk(i: jax.Array, carry: None) -> None:
+        rows = pl.ds(pl.multiple_of(i * config.chunk_positions, config.chunk_positions), config.chunk_positions)
+        cos, sin = cos_ref[rows, :], sin_ref[rows, :]
+        if spec.layout == "bshd":
+            for x_ref, y_ref in zip(arrays, results, strict=True):
+                y_ref[rows] = _turned(spec, x_ref[rows], cos[:, None, :], sin[:, None, :])
+            return
+        for x_ref, y_ref in zip(arrays, results, strict=True):
+
+            def head(h: jax.Array, carry: None, x_ref: Any = x_ref, y_ref: Any = y_ref) -> None:
+                y_ref[h, rows, :] = _turned(spec, x_ref[h, rows, :], cos, sin)
+
+            heads = x_ref.shape[0]
+            lax.fori_loop(0, heads, head, None, unroll=next(n for n in (4, 3, 2, 1) if heads % n == 0))
+
+    lax.fori_loop(0, config.block_positions // config.chunk_positions, chunk, None)
+
+
+# --- Calls -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _by_feature(spec: RopeSpec, table: jax.Array, first: int) -> jax.Array:
+    """A table as a factor of each feature, `[B or 1, T, D]` float32; `first` is the sign for the first of each pair."""
+    table = table.astype(jnp.float32)
+    if spec.interleaved:
+        spread = jnp.stack([first * table, table], axis=-1).reshape(*table.shape[:-1], -1)
+    else:
+        spread = jnp.concatenate([first * table, table], axis=-1)
+    return jnp.pad(spread, ((0, 0), (0, 0), (0, spec.head_dim - 2 * spec.pairs)))
+
+
+def turn(spec: RopeSpec, config: RopeConfig, operands: Operands, name: str) -> list[Any]:
+    """The kernel on the query and, where there is one, the key."""
+    arrays = [x for x in operands[:2] if x is not None]
+    rows, width = config.block_positions, spec.head_dim
+
+    def block(x: Any) -> pl.BlockSpec:
+        if spec.layout == "bhsd":
+            return pl.BlockSpec((None, x.shape[1], rows, width), lambda i, b: (b, 0, i, 0))
+        return pl.BlockSpec((None, rows, x.shape[2], width), lambda i, b: (b, i, 0, 0))
+
+    # The batch is the inner axis: tables that it shares are read once.
+    shared = operands.cos.shape[0] == 1
+    table = pl.BlockSpec((None, rows, width), lambda i, b: (0 if shared else b, i, 0))
+
+    def body(cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
+        _kernel(cos_ref, sin_ref, refs[: len(arrays)], refs[len(arrays) :], spec=spec, config=config)
+
+    wanted = round_up(config.vmem_bytes * 5 // 4, 1 << 20)
+    return pl.pallas_call(
+        body,
+        grid=(pl.cdiv(spec.positions, rows), spec.batch),
+        in_specs=[table, table, *map(block, arrays)],
+        out_specs=[block(x) for x in arrays],
+        out_shape=[out_struct(x.shape, x.dtype, operands) for x in arrays],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"),
+            vmem_limit_bytes=wanted if wanted > 16 << 20 else None,
+        ),
+        cost_estimate=pl.CostEstimate(flops=spec.flops, bytes_accessed=spec.bytes_moved, transcendentals=0),
+        name=name,
+    )(_by_feature(spec, operands.cos, 1), _by_feature(spec, operands.sin, -1), *arrays)
+
+
+def forward(spec: RopeSpec, config: RopeConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    del residuals  # the backward pass needs none
+    results = turn(spec, config, operands, "rope_forward")
+    return Outputs(*results, *(None,) * (2 - len(results))), None
+
+
+def backward(
+    spec: RopeSpec, config: RopeConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
+) -> Operands:
+    del outputs, residuals
+    results = turn(spec, config, Operands(*cotangents, operands.cos, -operands.sin), "rope_backward")
+    dcos, dsin = table_gradients(spec, operands, cotangents)
+    return Operands(results[0], results[1] if len(results) > 1 else None, dcos, dsin)
+
+
+PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, RopeConfig)

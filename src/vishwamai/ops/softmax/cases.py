@@ -1,0 +1,34 @@
+"""Cases of the softmaxes: small ones for the contract suite, and the rows of real models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.ops.softmax.api import log_softmax, softmax
+
+
+def _case(
+    name: str, call: Any, shape: tuple[int, ...], dtype: str, tags: tuple[str, ...] = ("contract",), **options: Any
+) -> Case:
+    # Logits of standard deviation 3: neither uniform nor one-hot.
+    return Case(name, "softmax", call, {"x": ArrayInit(shape, dtype, scale=3.0)}, options, frozenset(tags))
+
+
+CASES = (
+    *(
+        _case(f"{call.__name__} (63, 100) {dtype}", call, (63, 100), dtype)
+        for call in (softmax, log_softmax)
+        for dtype in ("float32", "bfloat16")
+    ),
+    _case("softmax middle axis", softmax, (3, 40, 5), "float32", axis=1),
+    _case("log_softmax one row 2000", log_softmax, (2000,), "bfloat16"),
+    _case("softmax one feature", softmax, (9, 1), "float32"),
+    _case("softmax float16", softmax, (5, 192), "float16"),
+    _case("log_softmax float64", log_softmax, (5, 80), "float64"),
+    _case("softmax empty", softmax, (0, 64), "float32"),
+    # 128 experts of Qwen 3 30B-A3B for 4096 tokens, logits of BERT's vocabulary, rows of 8192.
+    _case("Qwen 3 30B-A3B router", softmax, (4096, 128), "float32", tags=("model",)),
+    _case("BERT base logits", log_softmax, (4096, 30522), "bfloat16", tags=("model",)),
+    _case("8192 x 8192", softmax, (8192, 8192), "bfloat16", tags=("model", "long")),
+)
