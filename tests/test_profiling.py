@@ -113,7 +113,9 @@ def test_a_figure_above_the_published_peak_is_an_error():
     assert "v5e" in prof.summary() and 0 < prof.share(row) < 1
     row.times[:] = [1e-12]
     with pytest.raises(KernelError, match="matmul forward.*times the peak.*v5e.*not told"):
-        prof.summary()
+        prof.share(row)
+    lines = prof.summary().splitlines()
+    assert lines[1].split()[4:7] == ["-", "-", "error"] and "times the peak" in lines[-1]
 
 
 def test_unknown_peaks_are_a_dash():

@@ -224,6 +224,21 @@ class Profile:
             (self.kernels if kernel else self.operations).append(self._rows[key])
         self._rows[key].times.append(seconds)
 
+    def _too_fast(self, row: Row) -> str | None:
+        """What is wrong with a row whose figures are above the maker's peak; None where nothing is."""
+        if row.flops is None or row.nbytes is None or not self.peaks.published:
+            return None
+        peak, bandwidth = self.peaks.flops(row.dtype), self.peaks.bandwidth(row.nbytes)
+        if peak is None or bandwidth is None:
+            return None
+        share = max(row.flops / peak, row.nbytes / bandwidth) * row.calls / row.seconds
+        if share <= 1:
+            return None
+        return (
+            f"{row.name}: {row.seconds / row.calls * 1e6:.1f} us for {row.flops:.3g} FLOP and {row.nbytes} bytes is {share:.2f} times the peak "
+            f"({self.peaks.how}): the clock or the count of its work is wrong, and the figure is not told."
+        )
+
     def share(self, row: Row) -> float | None:
         """The roofline's time for one call as a share of the measured one: 1.0 = nothing can be faster. None where the peaks are not known.
 
@@ -235,13 +250,10 @@ class Profile:
         peak, bandwidth = self.peaks.flops(row.dtype), self.peaks.bandwidth(row.nbytes)
         if peak is None or bandwidth is None:
             return None
-        share = max(row.flops / peak, row.nbytes / bandwidth) * row.calls / row.seconds
-        if share > 1 and self.peaks.published:
-            raise KernelError(
-                f"{row.name}: {row.seconds / row.calls * 1e6:.1f} us for {row.flops:.3g} FLOP and {row.nbytes} bytes is {share:.2f} times the peak "
-                f"({self.peaks.how}): the clock or the count of its work is wrong, and the figure is not told."
-            )
-        return share
+        wrong = self._too_fast(row)
+        if wrong is not None:
+            raise KernelError(wrong)
+        return max(row.flops / peak, row.nbytes / bandwidth) * row.calls / row.seconds
 
     def summary(self) -> str:
         """The table: for each operation its calls, time, GFLOP/s, GB/s, share of the peak and memory; then the kernels, timed whole."""
@@ -259,16 +271,18 @@ class Profile:
             text.append(f"of peak: roofline's time / measured time; {self.peaks.how}")
         if any("*" in line[5] for line in lines[1:]):
             text.append("* faster than all that was measured before, so it counts as the peak")
+        text += [f"error: {wrong}" for row in self.operations if (wrong := self._too_fast(row)) is not None]
         for name, count in self.untimed.items():
             text.append(f"not timed: {name}, {count} times inside a program that could not be taken apart")
         return "\n".join(text)
 
     def _cells(self, row: Row) -> tuple[str, ...]:
-        share = self.share(row)
-        percent = "-" if share is None else f"{share:.1%}" if share <= 1 else "100%*"
+        wrong = self._too_fast(row)
+        share = None if wrong else self.share(row)
+        percent = "error" if wrong else "-" if share is None else f"{share:.1%}" if share <= 1 else "100%*"
 
         def rate(value: float | None) -> str:
-            return "-" if value is None else f"{value / 1e9:.1f}"
+            return "-" if value is None or wrong else f"{value / 1e9:.1f}"
 
         return (
             row.name,

@@ -76,12 +76,19 @@ class Kernel:
       config: the `KernelConfig` that its operations read; None leaves them the ambient one.
     """
 
-    def __init__(self, function: Callable[..., Any], platform: str, overrides: dict[str, Any], config: Any = None):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        platform: str,
+        overrides: dict[str, Any],
+        config: KernelConfig | None = None,
+        jit_options: dict[str, Any] | None = None,
+    ):
         functools.update_wrapper(self, function)
         self.function = function
         self.platform = platform
         self._overrides = overrides
-        self._base: KernelConfig | None = config
+        self._base = config
         with self._name_errors(), self.configured():
             pass  # a keyword that is wrong is told where it stands, not at the first call
 
@@ -89,7 +96,7 @@ class Kernel:
             return self._run(call, *arrays)
 
         program.__name__ = program.__qualname__ = self.name  # what the compiled program is called
-        self._program = jax.jit(program, static_argnums=0)
+        self._program = jax.jit(program, static_argnums=0, **(jit_options or {}))
 
     @property
     def name(self) -> str:
@@ -114,7 +121,7 @@ class Kernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._name_errors(), self.configured() as config:
-            call, arrays = self._split(args, kwargs)
+            call, arrays = self.split(args, kwargs)
             traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
             if not traced:
                 arrays = self._placed(arrays, config)
@@ -127,7 +134,7 @@ class Kernel:
     def explain(self, *args: Any, target: str | None = None, **kwargs: Any) -> core_explain.Explanation:
         """Which implementation of every operation in the function runs for these arguments, and why not the others; see `vishwamai.explain`."""
         with self._name_errors(), self.configured():
-            call, arrays = self._split(args, kwargs)
+            call, arrays = self.split(args, kwargs)
             return core_explain.explain(functools.partial(self._run, call), *arrays, target=target)
 
     def check(self, target: str, *args: Any, **kwargs: Any) -> Any:
@@ -140,20 +147,21 @@ class Kernel:
         from vishwamai import aot
 
         with self._name_errors(), self.configured():
-            call, arrays = self._split(args, kwargs)
+            call, arrays = self.split(args, kwargs)
             return aot.check(functools.partial(self._run, call), *arrays, target=target)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(...).lower` gives it; `.compile()` is called with the arrays alone."""
         with self._name_errors(), self.configured():
-            call, arrays = self._split(args, kwargs)
+            call, arrays = self.split(args, kwargs)
             return self._program.lower(call, *arrays)
 
     def _run(self, call: _Call, *arrays: Any) -> Any:
         args, kwargs = call.arguments(arrays)
         return self.function(*args, **kwargs)
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, tuple[Any, ...]]:
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, tuple[Any, ...]]:
+        """The static side of a call, which is hashable, and its arrays."""
         inspect.signature(self.function).bind(*args, **kwargs)  # a missing argument is told before anything is traced
         leaves, treedef = jax.tree.flatten((args, kwargs))
         for leaf in leaves:

@@ -1,0 +1,1 @@
+"""See `capibara.core.kernels`. Véase `capibara.core.kernels`."""

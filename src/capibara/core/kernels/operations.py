@@ -1,0 +1,151 @@
+"""The functions behind the methods: `vishwamai`'s operations under Capibara's keywords. Las funciones detrás de los métodos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import vishwamai
+from vishwamai.kernels import KernelError, ShapeError
+
+
+def attention(
+    query: Any, key: Any, value: Any, attention_mask: Any, dropout_key: Any, *, dropout_rate: float, causal: bool
+) -> Any:
+    """`vishwamai.flash_attention`; a mask of integers counts as bool."""
+    return vishwamai.flash_attention(
+        query,
+        key,
+        value,
+        mask=boolean(attention_mask),
+        causal=causal,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+    )
+
+
+def boolean(mask: Any) -> Any:
+    """A mask as bool, True = attend.
+
+    Raises:
+      ShapeError: it is floating, which might mean an additive bias.
+    """
+    if mask is None or mask.dtype == jnp.bool_:
+        return mask
+    if jnp.issubdtype(mask.dtype, jnp.integer):
+        return mask.astype(jnp.bool_)
+    raise ShapeError(
+        f"flash_attention: `attention_mask` has dtype {mask.dtype}; pass bool or integers (nonzero = attend), such as `mask > 0` of 0 and 1, "
+        "or `mask >= 0` of an additive mask."
+    )
+
+
+def sequence_parallel_attention(
+    query: Any, key: Any, value: Any, attention_mask: Any, dropout_key: Any, *, dropout_rate: float, causal: bool
+) -> Any:
+    """Attention with the query rows split over all local devices; keys and values are on every one of them.
+
+    What a row sees is said by a mask of its place in the whole sequence, so `causal` skips no work; dropout draws other bits on every device.
+    """
+    devices = jax.devices()
+    rows, columns = query.shape[2], key.shape[2]
+    if rows % len(devices):
+        raise ShapeError(
+            f"flash_attention: `sequence_parallel` splits {rows} query rows over {len(devices)} devices, which does not divide evenly; pad the sequence."
+        )
+    mesh = Mesh(np.array(devices), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+    mask = boolean(attention_mask)
+    if mask is not None:
+        mask = jnp.reshape(mask, (1,) * (4 - mask.ndim) + mask.shape)
+    split, whole = PartitionSpec(None, None, "sequence"), PartitionSpec()
+    mask_spec = split if mask is not None and mask.shape[2] == rows else whole
+
+    def one_device(query: Any, key: Any, value: Any, mask: Any, dropout_key: Any) -> Any:
+        device = jax.lax.axis_index("sequence")
+        if causal:
+            first = device * query.shape[2]
+            seen = (first + jnp.arange(query.shape[2]))[:, None] >= jnp.arange(columns)
+            mask = seen if mask is None else mask & seen
+        own = None if dropout_key is None else jax.random.fold_in(dropout_key, device)
+        return attention(query, key, value, mask, own, dropout_rate=dropout_rate, causal=False)
+
+    specs = (split, whole, whole, mask_spec, whole)
+    return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=split)(query, key, value, mask, dropout_key)
+
+
+def matmul(a: Any, b: Any, *, transpose_a: bool, transpose_b: bool, implementation: str | None) -> Any:
+    """`vishwamai.gemm`."""
+    return vishwamai.gemm(a, b, transpose_a=transpose_a, transpose_b=transpose_b, implementation=implementation)
+
+
+def layer_norm(x: Any, weight: Any, bias: Any, *, eps: float, implementation: str | None) -> Any:
+    """`vishwamai.layer_norm`."""
+    return vishwamai.layer_norm(x, weight, bias, eps=eps, implementation=implementation)
+
+
+def gelu_dropout(x: Any, key: Any, *, rate: float, training: bool) -> Any:
+    """`vishwamai.fused_gelu_dropout`."""
+    return vishwamai.fused_gelu_dropout(x, rate, key=key, deterministic=not training)
+
+
+def routing(
+    tokens: Any, router_weights: Any, *, num_experts: int, top_k: int, load_balancing: bool, dtype: str | None
+) -> Any:
+    """`vishwamai.moe_routing`; without `load_balancing` the two losses are left out, and XLA does not compute them."""
+    if router_weights is None:
+        if tokens.shape[-1] != num_experts:
+            raise ShapeError(
+                f"moe_routing_kernel: without `router_weights` the tokens are the router's logits, but they have {tokens.shape[-1]} features for "
+                f"{num_experts} experts; pass router_weights of shape ({tokens.shape[-1]}, {num_experts})."
+            )
+        router_weights = jnp.eye(num_experts, dtype=jnp.float32)
+    found = vishwamai.moe_routing(tokens if dtype is None else tokens.astype(dtype), router_weights, num_experts, top_k)
+    return found if load_balancing else found._replace(load_balance_loss=None, z_loss=None)
+
+
+BATCHED: dict[str, Callable[..., Any]] = {
+    "layer_norm": lambda x, weight=None, bias=None, **options: vishwamai.layer_norm(x, weight, bias, **options),
+    "rms_norm": lambda x, weight=None, **options: vishwamai.rms_norm(x, weight, **options),
+    "matmul": vishwamai.gemm,
+    "flash_attention": vishwamai.flash_attention,
+    "gelu": vishwamai.gelu,
+    "softmax": vishwamai.softmax,
+}
+"""What `batch_operations` can do, by name."""
+
+
+def batch(inputs: Sequence[Any], parameters: Any, *, operation_type: str) -> list[Any]:
+    """One operation on every input, in one program: inputs of one shape are stacked and mapped, others follow one another.
+
+    Args:
+      inputs: arrays, or tuples of arrays for operations of several.
+      parameters: keywords of all calls (a dict), or of each (a list of dicts).
+    """
+    operation = BATCHED[operation_type]
+    calls = [x if isinstance(x, (tuple, list)) else (x,) for x in inputs]
+    shapes = {tuple((jnp.shape(x), str(jnp.result_type(x))) for x in call) for call in calls}
+    if len(shapes) == 1 and isinstance(parameters, dict):
+        stacked = [jnp.stack(column) for column in zip(*calls)]
+        result = jax.vmap(lambda *arrays: operation(*arrays, **parameters))(*stacked)
+        return [jax.tree.map(lambda y, i=i: y[i], result) for i in range(len(calls))]
+    return [operation(*call, **keywords) for call, keywords in zip(calls, each(parameters, len(calls)))]
+
+
+def each(parameters: Any, count: int) -> list[dict[str, Any]]:
+    """The keywords of every call.
+
+    Raises:
+      KernelError: there are not as many as calls.
+    """
+    if parameters is None or isinstance(parameters, dict):
+        return [parameters or {}] * count
+    if len(parameters) != count:
+        raise KernelError(
+            f"batch_operations: {len(parameters)} `parameters` are given for {count} `inputs`; pass one dict for all, or one for each."
+        )
+    return list(parameters)
