@@ -16,11 +16,46 @@ from jax.sharding import PartitionSpec as P
 import contract
 import vishwamai
 from vishwamai.core.cases import ArrayInit, Case
-from vishwamai.ops.loss.cases import Labels
 from vishwamai.ops.gated.cases import gated as gated_by_name
+from vishwamai.ops.loss.cases import Labels
+from vishwamai.ops.paged_attention.cases import ForwardCase, Table
 from vishwamai.ops.rope.cases import rope as rope_by_name
 
+
+
+def paged_batch(query, kv_pages, kv_lens, page_indices, sinks, **options):
+    """Eight batches of two sequences, of one and two new tokens, by vmap: the operation itself has no batch axis but the sequences."""
+    starts = np.array([0, 1, 3], np.int32)
+
+    def one(query, kv_pages, kv_lens, page_indices):
+        return vishwamai.ragged_paged_attention(
+            query, kv_pages, kv_lens, page_indices, starts, sinks=sinks, max_q_len=2, **options
+        )
+
+    return jax.vmap(one)(query, kv_pages, kv_lens, page_indices)
+
+
 SMALL = {
+    "paged_attention": ForwardCase(
+        "small",
+        "paged_attention",
+        paged_batch,
+        {
+            "query": ArrayInit((8, 3, 2, 16)),
+            "kv_pages": ArrayInit((8, 4, 4, 2, 16)),
+            "kv_lens": Table((8, 2), "int32", values=(5, 3, 8, 8, 2, 4, 1, 2) * 2),
+            "page_indices": Table((8, 2, 2), "int32", values=(0, 1, 3, 2) * 8),
+            "sinks": ArrayInit((2,)),
+        },
+        {"softcap": 4.0},
+    ),
+    "sparse": Case(
+        "small",
+        "sparse",
+        vishwamai.block_sparse_matmul,
+        {"dense": ArrayInit((8, 6, 256)), "values": ArrayInit((4, 128, 128), scale=0.1)},
+        {"indices": np.array([[0, 1], [1, 0], [0, 0], [1, 2]]), "shape": (256, 384)},
+    ),
     "activation": Case("small", "activation", vishwamai.silu, {"x": ArrayInit((8, 6, 40))}),
     "gated": Case(
         "small",
@@ -81,6 +116,13 @@ SMALL = {
         },
         {"activation": "gelu"},
     ),
+    "moe": Case(
+        "small",
+        "moe",
+        vishwamai.grouped_gemm,
+        {"lhs": ArrayInit((8, 6, 20)), "rhs": ArrayInit((3, 20, 24), scale=0.2)},
+        {"group_sizes": np.array([2, 0, 3], np.int32)},
+    ),
     "norm": Case(
         "small",
         "norm",
@@ -94,14 +136,16 @@ SMALL = {
     ),
 }
 # The leading axis of these is the batch of 8.
-BATCHED = {
+BATCHED = {"sparse": ("dense",),
     "attention": ("query", "key", "value", "mask"),
     "loss": ("x", "labels"),
     "matmul": ("a", "scale_a"),
+    "moe": ("lhs",),
     "norm": ("x", "residual"),
     "activation": ("x",),
     "gated": ("x",),
     "rope": ("query", "key", "positions"),
+    "paged_attention": ("query", "kv_pages", "kv_lens", "page_indices"),
     "softmax": ("x",),
 }
 IMPLEMENTATIONS = [pytest.param(op, impl, id=f"{op.name}-{impl.name}") for op, impl in contract.pairs()]

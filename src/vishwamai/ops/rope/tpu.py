@@ -59,7 +59,10 @@ def _chunk(spec: RopeSpec) -> int:
     width = round_up(spec.head_dim, LANES) * 4
     if spec.layout == "bhsd":
         rows = max(1, _CHUNK_BYTES // (width * tile)) * tile
-        return min(rows, round_up(spec.positions, tile))
+        rows = min(rows, round_up(spec.positions, tile))
+        while rows > tile and _block_bytes(spec, rows) > vmem_budget(None):  # many heads
+            rows = max(tile, rows // 2 // tile * tile)
+        return rows
     heads = max(round_up(spec.heads(x), 8) for x in spec.operands[:2] if x is not None)
     return max(1, min(8, _CHUNK_BYTES // (width * heads)))
 

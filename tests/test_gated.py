@@ -1,0 +1,126 @@
+"""The gated linear unit: one array of weights, what is kept for the gradient, errors, tiles; see test_contract.py for every case."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vishwamai import ShapeError, explain, gated_linear_unit, kernel_config
+from vishwamai.core.hardware import CHIPS
+from vishwamai.core.op import record_plans
+from vishwamai.ops.gated import tpu
+
+
+def normal(shape, dtype=jnp.float32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def test_swiglu_is_that_of_torch():
+    torch = pytest.importorskip("torch", reason="torch is an optional dependency")
+    arrays = [np.asarray(normal(s, seed=i)) for i, s in enumerate([(2, 5, 16), (16, 24), (16, 24), (2, 5, 24)])]
+    x, gate, up, dh = (torch.tensor(a, requires_grad=True) for a in arrays)
+    want = torch.nn.functional.silu(x @ gate) * (x @ up)
+    want.backward(dh)
+    h, pull = jax.vjp(lambda x, *w: gated_linear_unit(x, w), *arrays[:3])
+    np.testing.assert_allclose(h, want.detach(), rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(pull(arrays[3]), (x, gate, up), strict=True):
+        np.testing.assert_allclose(ours, theirs.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+def test_one_array_of_weights_is_a_pair(implementation):
+    from jax.experimental.pallas import tpu as pltpu
+
+    x, both, dh = normal((9, 20)), 0.2 * normal((2, 20, 24), seed=1), normal((9, 24), seed=2)
+
+    def run(weights):
+        h, pull = jax.vjp(lambda x, w: gated_linear_unit(x, w, "gelu", implementation=implementation), x, weights)
+        return h, *pull(dh)
+
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
+        (h, dx, dw), (h2, dx2, pair) = run(both), run((both[0], both[1]))
+    for ours, theirs in zip((h, dx, dw), (h2, dx2, jnp.stack(pair)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu", None])
+def test_when_it_gates_changes_no_number(every, activation):
+    """Three steps along a ragged K, ragged rows and columns, both places of the gate, with and without a gradient."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    x, gate, up, dh = normal((40, 300)), *(normal((300, 150), seed=i) / 17 for i in (1, 2)), normal((40, 150), seed=3)
+    config = tpu.GatedConfig(32, 128, 128, every)
+
+    def run(**how):
+        h, pull = jax.vjp(lambda *a: gated_linear_unit(a[0], a[1:], activation, **how), x, gate, up)
+        return gated_linear_unit(x, (gate, up), activation, **how), h, *pull(dh)
+
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
+        got = run(implementation="pallas_tpu", config=config)
+    for ours, theirs in zip(got, run(implementation="xla"), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_gradient_only_the_result_is_stored():
+    """On a TPU the kernel's results are h alone, and h with both products where a gradient is asked for."""
+    x, w = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+
+    def results(function):
+        found = []
+
+        def visit(jaxpr):
+            for equation in jaxpr.eqns:
+                if equation.primitive.name == "pallas_call":
+                    found.append(len(equation.outvars))
+                for inner in jax.core.jaxprs_in_params(equation.params):
+                    visit(inner)
+
+        visit(jax.make_jaxpr(function)(x, w, w).jaxpr)
+        return found
+
+    def run(x, *w):
+        return gated_linear_unit(x, w, implementation="pallas_tpu")
+
+    assert results(run) == [1]
+    assert results(lambda *a: jax.vjp(run, *a)[1](jnp.ones((256, 512), jnp.bfloat16))) == [3]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"x": jnp.ones((3, 9))}, ["`weights[0]`", "(8, 16)", "9 features", "(9, hidden)"]),
+        ({"weights": (jnp.ones((8, 16)), jnp.ones((8, 15)))}, ["(8, 16)", "(8, 15)", "equal"]),
+        ({"weights": (jnp.ones((8, 16)),)}, ["`weights`", "sequence of 1", "(gate, up)"]),
+        ({"weights": jnp.ones((8, 32))}, ["`weights`", "(8, 32)", "(2, 8, hidden)"]),
+        ({"weights": jnp.ones((2, 8, 16), jnp.bfloat16)}, ["`weights[0]`", "bfloat16", "float32", "astype"]),
+        ({"activation": "swish"}, ["`activation`", "'swish'", "silu"]),
+        ({"x": jnp.ones((3, 8), jnp.int32)}, ["`x`", "int32"]),
+        ({"x": jnp.float32(1)}, ["`x`", "scalar"]),
+    ],
+)
+def test_errors_name_the_argument_the_values_and_the_mend(change, words):
+    good = {"x": jnp.ones((3, 8)), "weights": (jnp.ones((8, 16)), jnp.ones((8, 16)))}
+    with pytest.raises(ShapeError) as caught:
+        gated_linear_unit(**(good | change))
+    for word in ("gated_linear_unit", *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+@pytest.mark.parametrize("m, k, n", [(4096, 4096, 14336), (1, 4096, 14336), (1000, 1000, 1000), (5, 63, 100)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_tiles_fit_the_chip(m, k, n, dtype, chip):
+    x, w = jax.ShapeDtypeStruct((m, k), dtype), jax.ShapeDtypeStruct((k, n), dtype)
+    with kernel_config(target=chip.name):
+        (plan,) = record_plans(lambda x, g, u: gated_linear_unit(x, (g, u)), x, w, w)
+    config = tpu.heuristic(plan.spec, chip)
+    assert config.vmem_bytes <= chip.vmem_bytes * 3 // 4
+    for block, size, multiple in ((config.block_m, m, 8), (config.block_n, n, 128), (config.block_k, k, 128)):
+        assert block == size or block % multiple == 0
+
+
+def test_explain_says_what_a_kernel_gains():
+    x, w = jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 14336), jnp.bfloat16)
+    text = str(explain(lambda x, g, u: gated_linear_unit(x, (g, u)), x, w, w, target="v5e"))
+    assert "memory bounds" in text and "gradient's products are XLA's" in text
