@@ -16,7 +16,18 @@ from vishwamai.core.cases import ArrayInit, Case
 
 # Why an implementation declines contract cases. A refusal that is not here, or is no longer one, fails the test.
 EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
-    ("attention", "native_cpu"): {"no keys": "an axis is empty"},
+    ("attention", "native_cpu"): {
+        "no keys": "an axis is empty",
+        "blocks causal GQA bf16": "static block mask",
+        "blocks by head": "static block mask",
+        "blocks of a function": "static block mask",
+    },
+    ("sparse", "pallas_tpu"): {
+        "small blocks": "the blocks are 16 x 8",
+        "float16": "`dense` is float16",
+        "float64": "`dense` is float64",
+        "no blocks": "an array is empty",
+    },
     ("attention", "pallas_tpu"): {
         "full f16": "float16",
         "full f64": "float64",
@@ -27,6 +38,11 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
         "float64": "`x` is float64",
         "high": 'precision="high"',
         "no tokens": "there are no tokens",
+    },
+    ("moe", "pallas_tpu"): {
+        "float16": "`lhs` is float16",
+        "float64": "`lhs` is float64",
+        "no rows": "an array is empty",
     },
     ("matmul", "pallas_tpu"): {
         "float16": "`a` is float16",
@@ -54,6 +70,13 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
         "float16": "`x` is float16",
         "float64": "`x` is float64",
         "no positions": "an array is empty",
+    },
+    ("paged_attention", "pallas_tpu"): {
+        "no tokens": "the batch is empty",
+        "float16": "`query` is float16",
+        "float64": "`query` is float64",
+        "three kv heads": "6 rows of bfloat16",
+        "wide heads": "256 columns",
     },
     ("softmax", "pallas_tpu"): {
         "softmax middle axis": "`axis` is not the last",
@@ -201,10 +224,17 @@ def _poisoned(case):
     if case.op == "rope":  # the last position of every head
         arrays["query"][:, :, -1] = np.nan
         return arrays, lambda out: out[:, :, :-1]
+    if case.op == "sparse":
+        arrays["dense"][-1] = np.nan
+        return arrays, lambda out: out[:-1]
+    if case.op == "moe":
+        arrays["lhs"][-1] = np.nan
+        return arrays, lambda out: out[:-1]
     if case.op == "matmul":
         arrays["a"][..., -1, :] = np.nan
         return arrays, lambda out: out[..., :-1, :]
-    arrays["x"][-1] = np.nan
+    name = "query" if case.op == "paged_attention" else "x"
+    arrays[name][-1] = np.nan
     return arrays, lambda out: out[:-1]
 
 
@@ -212,10 +242,13 @@ NEIGHBOURS = {
     "attention": "value dim 100 of 64",
     "loss": "each token (5, 7) 50 words",
     "matmul": "100x192x300 float32",
+    "moe": "tiles shared by groups",
     "norm": "layer (63, 100) float32",
     "activation": "gelu float32",
     "gated": "63x100x300 float32",
     "rope": "interleaved bfloat16",
+    "paged_attention": "mixed bf16",
+    "sparse": "holes f32",
     "softmax": "softmax (63, 100) float32",
 }
 

@@ -17,8 +17,10 @@ from vishwamai.ops.attention import BlockMask, block_sparse_attention, flash_att
 from vishwamai.ops.gated import gated_linear_unit
 from vishwamai.ops.loss import linear_cross_entropy
 from vishwamai.ops.matmul import gemm
+from vishwamai.ops.matmul.einsum import einsum
 from vishwamai.ops.moe import grouped_gemm, moe_combine, moe_dispatch, moe_layer, moe_routing
 from vishwamai.ops.norm import layer_norm, rms_norm
+from vishwamai.ops.paged_attention import ragged_paged_attention, update_pages
 from vishwamai.ops.quantization import dequantize, fake_quantize, quantize
 from vishwamai.ops.rope import (
     LinearScaling,
@@ -31,6 +33,7 @@ from vishwamai.ops.rope import (
     apply_rope,
 )
 from vishwamai.ops.softmax import log_softmax, softmax
+from vishwamai.ops.sparse import block_sparse_matmul
 
 __version__ = "0.1.0"
 
@@ -54,8 +57,10 @@ __all__ = [
     "YarnScaling",
     "apply_rope",
     "block_sparse_attention",
+    "block_sparse_matmul",
     "current_config",
     "dequantize",
+    "einsum",
     "explain",
     "fake_quantize",
     "flash_attention",
@@ -73,8 +78,10 @@ __all__ = [
     "moe_layer",
     "moe_routing",
     "quantize",
+    "ragged_paged_attention",
     "relu2",
     "rms_norm",
     "silu",
     "softmax",
+    "update_pages",
 ]

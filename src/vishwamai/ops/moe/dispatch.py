@@ -1,0 +1,182 @@
+"""Tokens to experts and back: rows sorted by expert, with or without a capacity.
+
+Both directions, and the gradients of both, are gathers: the gradient of "copy token t to its k rows" is "sum those k rows", which the table of places
+gives, where JAX's own transpose of a gather would add up row after row in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.core.errors import ShapeError
+from vishwamai.ops.moe.routing import Routing
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+
+class Dispatch(NamedTuple):
+    """Tokens laid out by expert.
+
+    Attributes:
+      rows: `[R, d]`, the tokens of expert 0, then of expert 1 ...; with a capacity C each expert has C rows, zeros where it has fewer tokens.
+      group_sizes: `[E]` int32, rows of each expert.
+      choice: `[R]` int32, which choice stands in each row: token * k + rank; T * k where none does.
+      place: `[T, k]` int32, the row of each choice; R where it was dropped.
+      dropped: scalar int32, choices that found no row.
+    """
+
+    rows: Any
+    group_sizes: Any
+    choice: Any
+    place: Any
+    dropped: Any
+
+
+def _fetch(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of x; zeros where the index is past its end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def spread(tokens: jax.Array, choice: jax.Array, place: jax.Array) -> jax.Array:
+    """`[R, d]`: each row the token `[T, d]` that its choice belongs to, zeros for none."""
+    return _fetch(tokens, choice // place.shape[1])
+
+
+@jax.custom_vjp
+def collect(rows: jax.Array, choice: jax.Array, place: jax.Array) -> jax.Array:
+    """`[T, k, d]`: the row of each choice, zeros for a dropped one."""
+    return _fetch(rows, place)
+
+
+def _no_gradient(x: jax.Array) -> np.ndarray:
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _spread_fwd(tokens: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
+    return spread(tokens, choice, place), (choice, place)
+
+
+def _spread_bwd(saved: Any, g: jax.Array) -> Any:
+    choice, place = saved
+    total = _fetch(g, place).astype(jnp.promote_types(g.dtype, jnp.float32)).sum(axis=1).astype(g.dtype)
+    return total, _no_gradient(choice), _no_gradient(place)
+
+
+def _collect_fwd(rows: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
+    return collect(rows, choice, place), (choice, place)
+
+
+def _collect_bwd(saved: Any, g: jax.Array) -> Any:
+    choice, place = saved
+    return _fetch(g.reshape(-1, g.shape[-1]), choice), _no_gradient(choice), _no_gradient(place)
+
+
+spread.defvjp(_spread_fwd, _spread_bwd)
+collect.defvjp(_collect_fwd, _collect_bwd)
+
+
+def capacity_of(tokens: int, top_k: int, experts: int, capacity_factor: float) -> int:
+    """Rows of each expert: `capacity_factor` times its even share of the choices, rounded up."""
+    return max(1, math.ceil(capacity_factor * tokens * top_k / experts))
+
+
+def moe_dispatch(
+    tokens: Float[Array, "*tokens d"], routing: Routing, *, capacity_factor: float | None = None
+) -> Dispatch:
+    """Sorts the tokens by the experts that they chose.
+
+    Without a capacity no token is dropped: T * k rows, ready for `grouped_gemm`. With one, each expert takes the first `ceil(capacity_factor * T * k / E)`
+    that chose it (first choices before second ones, then in the tokens' order) and the others are dropped: Lepikhin et al., "GShard" (2020), Fedus et
+    al., "Switch Transformers" (2021).
+
+    Args:
+      tokens: `[..., d]`, the T tokens that `routing` was made of.
+      routing: from `moe_routing`.
+      capacity_factor: None to drop nothing.
+
+    Returns:
+      A `Dispatch`.
+
+    Raises:
+      ShapeError: `tokens` are not those of `routing`, or the factor is not positive.
+
+    >>> import jax.numpy as jnp
+    >>> from vishwamai import moe_routing
+    >>> tokens = jnp.eye(3)[jnp.array([2, 0, 2])]
+    >>> dispatch = moe_dispatch(tokens, moe_routing(tokens, 9 * jnp.eye(3), top_k=1))
+    >>> dispatch.group_sizes.tolist(), dispatch.place[:, 0].tolist()
+    ([1, 0, 2], [1, 0, 2])
+    >>> int(moe_dispatch(tokens, moe_routing(tokens, 9 * jnp.eye(3), top_k=1), capacity_factor=1.0).dropped)
+    1
+    """
+    x = jnp.asarray(tokens).reshape(-1, tokens.shape[-1])
+    count, top_k = routing.experts.shape
+    if x.shape[0] != count:
+        raise ShapeError(
+            f"moe_dispatch: `tokens` of shape {tuple(tokens.shape)} are {x.shape[0]} tokens, but `routing` is of {count}; pass the tokens it was made of."
+        )
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise ShapeError(f"moe_dispatch: `capacity_factor` is {capacity_factor}; pass a positive number, or None.")
+    experts = routing.expert_counts.shape[0]
+    capacity = None if capacity_factor is None else capacity_of(count, top_k, experts, capacity_factor)
+    group_sizes, choice, place, dropped = sort_choices(routing.experts, experts, capacity)
+    return Dispatch(spread(x, choice, place), group_sizes, choice, place, dropped)
+
+
+def sort_choices(
+    chosen: jax.Array, bins: int, capacity: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(group_sizes, choice, place, dropped) of a `Dispatch`, for choices `[T, k]` of one of `bins` each."""
+    count, top_k = chosen.shape
+    total = count * top_k
+    flat = chosen.T.reshape(-1)  # all first choices, then all second ones
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.zeros(bins, jnp.int32).at[flat].add(1)
+    starts = jnp.cumsum(sizes) - sizes
+    at = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32), unique_indices=True)
+    choice = (order % count * top_k + order // count).astype(jnp.int32) if count else order.astype(jnp.int32)
+    if capacity is None:
+        return sizes, choice, at.reshape(top_k, count).T, jnp.int32(0)
+    rank = at - starts[flat]
+    place = jnp.where(rank < capacity, flat * capacity + rank, bins * capacity).astype(jnp.int32)
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    source = starts[:, None] + slot  # [bins, capacity]: where in the order each slot's choice stands
+    filled = slot < sizes[:, None]
+    padded = choice.at[jnp.where(filled, source, total)].get(mode="fill", fill_value=total)
+    dropped = jnp.sum(jnp.maximum(sizes - capacity, 0)).astype(jnp.int32)
+    return jnp.full(bins, capacity, jnp.int32), padded.reshape(-1), place.reshape(top_k, count).T, dropped
+
+
+def moe_combine(rows: Float[Array, "R d"], dispatch: Dispatch, routing: Routing) -> Float[Array, "T d"]:
+    """Each token's weighted sum of what its experts returned; a dropped choice counts as zero.
+
+    Args:
+      rows: `[R, d]`, the experts' results in the order of `dispatch.rows`.
+      dispatch: from `moe_dispatch`.
+      routing: from `moe_routing`.
+
+    Returns:
+      `[T, d]` in the dtype of `rows`; sums are float32 (float64 for float64).
+
+    >>> import jax.numpy as jnp
+    >>> from vishwamai import moe_routing
+    >>> tokens = jnp.array([[1.0, 2.0], [3.0, 1.0]])
+    >>> routing = moe_routing(tokens, jnp.eye(2), top_k=2)
+    >>> moe_combine(moe_dispatch(tokens, routing).rows, moe_dispatch(tokens, routing), routing).tolist()
+    [[1.0, 2.0], [3.0, 1.0]]
+    """
+    if rows.shape[0] != dispatch.choice.shape[0]:
+        raise ShapeError(
+            f"moe_combine: `rows` has shape {tuple(rows.shape)}, but `dispatch` has {dispatch.choice.shape[0]} rows; pass the results in the order of `dispatch.rows`."
+        )
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    each = collect(rows, dispatch.choice, dispatch.place).astype(wide)
+    return jnp.einsum("tkd,tk->td", each, routing.weights.astype(wide), precision="highest").astype(rows.dtype)

@@ -1,0 +1,184 @@
+"""The mixture-of-experts layer: routing, the experts' feed-forward networks by grouped products, and the weighted sum; on one device or many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.spec import array_spec
+from vishwamai.ops.moe import parallel
+from vishwamai.ops.moe.api import grouped_gemm
+from vishwamai.ops.moe.dispatch import moe_combine, moe_dispatch
+from vishwamai.ops.moe.routing import Routing, moe_routing
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+class MoEOutput(NamedTuple):
+    """What `moe_layer` returns.
+
+    Attributes:
+      out: like `tokens`.
+      routing: the `Routing`, with the losses to add to the model's own.
+      dropped: scalar int32, choices that found no room (0 without a capacity); on several devices, of all of them.
+    """
+
+    out: Any
+    routing: Routing
+    dropped: Any
+
+
+def moe_layer(
+    tokens: Float[Array, "*tokens d"],
+    router_weights: Float[Array, "d experts"],
+    gate: Float[Array, "experts d f"] | None,
+    up: Float[Array, "experts d f"],
+    down: Float[Array, "experts f d"],
+    *,
+    top_k: int = 2,
+    activation: str = "silu",
+    capacity_factor: float | None = None,
+    expert_axis: str | Sequence[str] | None = None,
+    exchange: str = "dense",
+    exchange_factor: float | None = None,
+    implementation: str | None = None,
+    config: Any = None,
+    **routing_options: Any,
+) -> MoEOutput:
+    """Mixture of experts: each token is sent to its best k of E gated feed-forward networks, `down_e(act(x gate_e) * (x up_e))`.
+
+    Without `capacity_factor` no token is dropped, whatever the load: tokens are sorted by expert and multiplied by `grouped_gemm` (Gale et al.,
+    "MegaBlocks", 2022).
+
+    With `expert_axis`, inside `shard_map`: `tokens` are this device's share, `router_weights` are whole, and `gate`, `up` and `down` are this device's
+    experts (device i of the axis holds the i-th share of them). Tokens travel to their experts' devices and back by all-to-all: Lepikhin et al., "GShard"
+    (2020). Two axes, the outer first, make the exchange hierarchical: first within the inner axis, so that what crosses the outer one goes in few
+    large pieces. The result is that of one device with all tokens and experts.
+
+    Args:
+      tokens: `[..., d]`.
+      router_weights: `[d, E]`.
+      gate: `[E, d, f]`, or None for experts without a gate, `down_e(act(x up_e))`.
+      up: `[E, d, f]`.
+      down: `[E, f, d]`.
+      top_k: experts of each token.
+      activation: "silu", "gelu", "gelu_tanh", "relu" or "relu2".
+      capacity_factor: rows of each expert as a multiple of its even share, see `moe_dispatch`; over several devices each device's tokens have a capacity
+        of their own. None drops nothing.
+      expert_axis: the mesh axis over which experts and tokens are split, or (outer, inner).
+      exchange: "dense" (every pair of devices exchanges buffers of one size) or "ragged" (rows alone travel, by `jax.lax.ragged_all_to_all`, which XLA has
+        on TPU and GPU, not on CPU; one axis).
+      exchange_factor: without a capacity, rows that one device may send to another as a multiple of the even share `T * k / devices`; what is beyond is
+        dropped and counted. None makes room for the worst case, T * k, and drops nothing.
+      implementation, config: of the grouped products.
+      **routing_options: of `moe_routing`: scoring, bias, normalize, scale, num_groups, top_groups, jitter, key.
+
+    Returns:
+      A `MoEOutput`; gradients exist for all floating arrays but the router's bias.
+
+    Raises:
+      ShapeError: the arguments contradict one another.
+
+    >>> import jax.numpy as jnp
+    >>> tokens, router = jnp.ones((4, 8)), jnp.zeros((8, 3))
+    >>> weights = jnp.ones((3, 8, 16)), jnp.ones((3, 8, 16)), jnp.ones((3, 16, 8))
+    >>> result = moe_layer(tokens, router, *weights, top_k=2)
+    >>> result.out.shape, int(result.dropped), result.routing.expert_counts.tolist()
+    ((4, 8), 0, [4, 4, 0])
+    """
+    axes = None if expert_axis is None else (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
+    _check(tokens, router_weights, gate, up, down, activation, axes, exchange, exchange_factor, capacity_factor)
+    routing = moe_routing(tokens, router_weights, top_k=top_k, axis_name=axes, **routing_options)
+    x = tokens.reshape(-1, tokens.shape[-1])
+
+    def experts(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return grouped_gemm(lhs, rhs, group_sizes, config=config, implementation=implementation)
+
+        hidden = ACTIVATIONS[activation](product(rows, up if gate is None else gate))
+        if gate is not None:
+            hidden = hidden * product(rows, up)
+        return product(hidden, down)
+
+    if axes is None:
+        dispatch = moe_dispatch(x, routing, capacity_factor=capacity_factor)
+        out = moe_combine(experts(dispatch.rows, dispatch.group_sizes), dispatch, routing)
+        dropped = dispatch.dropped
+    elif capacity_factor is not None:
+        out, dropped = parallel.with_capacity(x, routing, axes, capacity_factor, up.shape[0], experts)
+    else:
+        run = parallel.dense if exchange == "dense" else parallel.ragged
+        out, dropped = run(x, routing, axes, exchange_factor, up.shape[0], experts)
+    return MoEOutput(out.reshape(tokens.shape), routing, dropped)
+
+
+def _check(
+    tokens: Any,
+    router_weights: Any,
+    gate: Any,
+    up: Any,
+    down: Any,
+    activation: str,
+    axes: tuple[str, ...] | None,
+    exchange: str,
+    exchange_factor: float | None,
+    capacity_factor: float | None,
+) -> None:
+    x, router, w_up, w_down = (array_spec(a) for a in (tokens, router_weights, up, down))
+    if len(w_up.shape) != 3 or w_up.shape[1] != x.shape[-1]:
+        raise ShapeError(
+            f"moe_layer: `up` has shape {w_up.shape}, but `tokens` of shape {x.shape} have {x.shape[-1]} features; pass [experts, {x.shape[-1]}, hidden]."
+        )
+    if gate is not None and array_spec(gate) != w_up:
+        raise ShapeError(
+            f"moe_layer: `gate` is {array_spec(gate)}, but `up` is {w_up}; pass `gate` like `up`, or None."
+        )
+    if w_down.shape != (w_up.shape[0], w_up.shape[2], w_up.shape[1]):
+        raise ShapeError(
+            f"moe_layer: `down` has shape {w_down.shape}, but `up` has {w_up.shape}; pass `down` of shape {(w_up.shape[0], w_up.shape[2], w_up.shape[1])}."
+        )
+    if activation not in ACTIVATIONS:
+        raise ShapeError(f"moe_layer: `activation` is {activation!r}; pass one of {', '.join(ACTIVATIONS)}.")
+    devices = 1 if axes is None else jax.lax.axis_size(axes)
+    if router.shape[-1] != w_up.shape[0] * devices:
+        held = "there are" if axes is None else f"each of the {devices} devices of {axes} holds"
+        raise ShapeError(
+            f"moe_layer: `router_weights` of shape {router.shape} score {router.shape[-1]} experts, but {held} {w_up.shape[0]} by the shape of `up`; make them agree."
+        )
+    if exchange not in ("dense", "ragged"):
+        raise ShapeError(f"moe_layer: `exchange` is {exchange!r}; pass 'dense' or 'ragged'.")
+    if axes is None:
+        given = [
+            name
+            for name, odd in (("exchange", exchange != "dense"), ("exchange_factor", exchange_factor is not None))
+            if odd
+        ]
+        if given:
+            raise ShapeError(
+                f"moe_layer: `{given[0]}` is given, but `expert_axis` is None: nothing is exchanged; pass the axis, or leave it out."
+            )
+        return
+    if len(axes) > 2 or (exchange == "ragged" and len(axes) != 1):
+        raise ShapeError(
+            f"moe_layer: `expert_axis` is {axes} with exchange={exchange!r}; pass one axis, or for the dense exchange (outer, inner)."
+        )
+    if exchange_factor is not None and not exchange_factor > 0:
+        raise ShapeError(f"moe_layer: `exchange_factor` is {exchange_factor}; pass a positive number, or None.")
+    if capacity_factor is not None and (exchange != "dense" or exchange_factor is not None):
+        raise ShapeError(
+            "moe_layer: `capacity_factor` already sizes the dense exchange; leave out `exchange` and `exchange_factor`, or the capacity."
+        )

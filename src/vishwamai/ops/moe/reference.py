@@ -1,0 +1,151 @@
+"""The grouped product on any platform: blocks of rows that belong to one group each, one dot a block.
+
+Each group's rows are laid out in whole blocks (the last of a group padded with zeros), so the cost is that of `M + G * block` rows, where
+`jax.lax.ragged_dot` on a CPU multiplies every row with every group's matrix and masks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vishwamai.core.op import Implementation
+from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
+
+_LARGEST_BLOCK = 512
+
+
+class Blocks(NamedTuple):
+    """How rows are laid out in blocks of one group each."""
+
+    group: Any  # [blocks] int32: the group of each block
+    source: Any  # [blocks, block] int32: the row that stands there; M, which is no row, where none does
+    place: Any  # [M] int32: where each row stands in the flattened blocks; past their end for a row without a group
+
+
+def block_rows(m: int, groups: int) -> int:
+    """Rows of one block: a power of two of about half a group, so that padding costs little."""
+    half = max(1, m // max(1, 2 * groups))
+    return min(_LARGEST_BLOCK, max(8, 1 << (half - 1).bit_length()))
+
+
+def layout(group_sizes: jax.Array, m: int, block: int) -> Blocks:
+    """The blocks of `group_sizes` [G]; sizes beyond the m rows there are count as cut off."""
+    groups = group_sizes.shape[0]
+    ends = jnp.minimum(jnp.cumsum(group_sizes), m)
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
+    last_block = jnp.cumsum(-(-(ends - starts) // block))  # blocks up to and with each group
+    first_block = last_block + (-(ends - starts) // block)
+    count = m // block + min(groups, m)  # at most: every group that has a row adds one part of a block
+    index = jnp.arange(count)
+    group = jnp.minimum(jnp.searchsorted(last_block, index, side="right"), groups - 1)
+    row = (starts[group] + (index - first_block[group]) * block)[:, None] + jnp.arange(block)
+    inside = (row < ends[group][:, None]) & (index < last_block[-1])[:, None]
+    rows = jnp.arange(m)
+    of_row = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), groups - 1)
+    place = first_block[of_row] * block + rows - starts[of_row]
+    place = jnp.where(rows < ends[-1], place, count * block)
+    return Blocks(group.astype(jnp.int32), jnp.where(inside, row, m).astype(jnp.int32), place.astype(jnp.int32))
+
+
+def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int], total: Any) -> jax.Array:
+    return lax.dot_general(
+        x, y, (((axes[0],), (axes[1],)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=total
+    )
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+    """Zeros that vary over the mesh axes that `like` varies over: the sum of none of its rows is added."""
+    return jnp.zeros(shape, dtype) + like[:0].sum().astype(dtype)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of x, zeros where the index is past its end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def product(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transposed: bool, total: Any, out_dtype: Any
+) -> jax.Array:
+    """`[M, N]` from lhs `[M, K]`, rhs `[G, K, N]` (`[G, N, K]` if transposed) and sizes `[G]`."""
+    m = lhs.shape[0]
+    n = rhs.shape[1 if transposed else 2]
+    if 0 in (m, rhs.shape[0]):
+        return _zeros((m, n), out_dtype, lhs)
+    block = block_rows(m, rhs.shape[0])
+    blocks = layout(group_sizes, m, block)
+
+    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        group, source = block
+
+        def dot() -> jax.Array:
+            return _dot(_take(lhs, source), rhs[group], (1, 1 if transposed else 0), total).astype(out_dtype)
+
+        return lax.cond(source[0] < m, dot, lambda: _zeros((source.shape[0], n), out_dtype, lhs))
+
+    out = lax.map(one, (blocks.group, blocks.source))  # [blocks, block, N]
+    return _take(out.reshape(-1, n), blocks.place)
+
+
+def weight_gradient(lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, *, total: Any) -> jax.Array:
+    """`[G, K, N]`: for each group the product of its rows, lhs `[M, K]` transposed with dout `[M, N]`."""
+    groups, m = group_sizes.shape[0], lhs.shape[0]
+    zeros = _zeros((groups, lhs.shape[1], dout.shape[1]), total, lhs)
+    if 0 in (groups, m):
+        return zeros
+    blocks = layout(group_sizes, m, block_rows(m, groups))
+
+    def one(sums: jax.Array, block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        group, source = block
+
+        def add() -> jax.Array:
+            return sums.at[group].add(_dot(_take(lhs, source), _take(dout, source), (0, 0), total))
+
+        return lax.cond(source[0] < m, add, lambda: sums), None
+
+    return lax.scan(one, zeros, (blocks.group, blocks.source))[0]
+
+
+def _for_each(function: Any, *arrays: jax.Array) -> jax.Array:
+    """`function` of every batch entry; an operand of one entry is shared."""
+    batch = max(x.shape[0] for x in arrays)
+    if batch == 1:
+        return function(*(x[0] for x in arrays))[None]
+    axes = tuple(None if x.shape[0] == 1 else 0 for x in arrays)
+    return jax.vmap(function, axes)(*(x[0] if axis is None else x for x, axis in zip(arrays, axes)))
+
+
+def forward(spec: GroupedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    del config, residuals
+    if spec.batch == 0:
+        return Outputs(jnp.zeros((0, spec.m, spec.n), spec.out_dtype)), None
+    run = functools.partial(product, transposed=False, total=spec.accumulator_dtype, out_dtype=spec.out_dtype)
+    return Outputs(_for_each(run, *operands)), None
+
+
+def backward(
+    spec: GroupedSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
+) -> Operands:
+    del config, outputs, residuals
+    lhs, rhs, sizes = operands
+    if spec.batch == 0:
+        return Operands(jnp.zeros_like(lhs), jnp.zeros_like(rhs), None)
+    dout = cotangents.out.astype(lhs.dtype)
+    total = spec.accumulator_dtype
+    d_lhs = _for_each(functools.partial(product, transposed=True, total=total, out_dtype=lhs.dtype), dout, rhs, sizes)
+    d_rhs = _for_each(functools.partial(weight_gradient, total=total), lhs, dout, sizes)
+    return Operands(sum_shared(d_lhs, lhs), sum_shared(d_rhs, rhs), None)
+
+
+def sum_shared(gradient: jax.Array, operand: jax.Array) -> jax.Array:
+    """The gradient of an operand that may be shared between batch entries, in its dtype."""
+    if operand.shape[0] != gradient.shape[0]:
+        gradient = gradient.sum(axis=0, keepdims=True)
+    return gradient.astype(operand.dtype)
+
+
+XLA = Implementation("xla", None, forward, backward, autodiff=True)

@@ -1,0 +1,181 @@
+"""Which experts each token goes to, with what weight, and the losses that keep the experts evenly used. Plain JAX on every platform."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.spec import array_spec
+from vishwamai.ops.moe.spec import FLOATS
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+SCORINGS = ("softmax", "sigmoid")
+
+
+class Routing(NamedTuple):
+    """Where the T tokens go.
+
+    Attributes:
+      weights: `[T, k]` float32, the share of each chosen expert in a token's result.
+      experts: `[T, k]` int32, the experts chosen, best first.
+      load_balance_loss: scalar; 1 where every expert is equally used, num_experts where one is used alone. Its gradient reaches the router.
+      z_loss: scalar; mean of logsumexp(logits)^2.
+      expert_counts: `[num_experts]` int32, tokens that chose each expert.
+    """
+
+    weights: Any
+    experts: Any
+    load_balance_loss: Any
+    z_loss: Any
+    expert_counts: Any
+
+
+def moe_routing(
+    tokens: Float[Array, "*tokens d"],
+    router_weights: Float[Array, "d experts"],
+    num_experts: int | None = None,
+    top_k: int = 2,
+    *,
+    scoring: str = "softmax",
+    bias: Float[Array, " experts"] | None = None,
+    normalize: bool = True,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    jitter: float = 0.0,
+    key: Any = None,
+    axis_name: str | Sequence[str] | None = None,
+) -> Routing:
+    """Scores every token with every expert and chooses the best k.
+
+    `logits = tokens @ router_weights` and `scores = softmax(logits)` (Switch, Mixtral) or `sigmoid(logits)` (DeepSeek-V3), all in float32. The choice is
+    by `scores + bias`, the weights are the scores themselves, so a bias moves load without entering the result: DeepSeek-AI, "DeepSeek-V3 Technical
+    Report" (2024), section 2.1.2, which raises the bias of underused experts after each step. Of equal scores the lower expert wins.
+
+    Load balance: `num_experts * sum_e f_e p_e`, f the share of choices that fell on e and p the mean score of e (normalized over experts): Fedus et al.,
+    "Switch Transformers" (2021), equation 4. z-loss: Zoph et al., "ST-MoE" (2022), equation 5.
+
+    Args:
+      tokens: `[..., d]`; leading axes are flattened to T tokens.
+      router_weights: `[d, num_experts]`.
+      num_experts: only checked against `router_weights`; None takes its columns.
+      top_k: experts for each token.
+      scoring: "softmax" or "sigmoid".
+      bias: `[num_experts]`, added for the choice alone; no gradient reaches it.
+      normalize: divide a token's weights by their sum.
+      scale: factor of the weights after that.
+      num_groups: cut the experts into as many groups; top_groups: and choose among the best so many, a group's score being that of its two best experts.
+      jitter: multiply tokens by uniform noise in `[1 - jitter, 1 + jitter]` before scoring (Switch); needs `key`.
+      key: a random key, for jitter.
+      axis_name: inside `shard_map`, the mesh axes over which tokens are split: losses and counts are then those of all tokens.
+
+    Returns:
+      A `Routing`.
+
+    Raises:
+      ShapeError: the arguments contradict one another.
+
+    >>> import jax.numpy as jnp
+    >>> routing = moe_routing(jnp.array([[3.0, 1.0, 2.0]]), jnp.eye(3), top_k=2)
+    >>> routing.experts.tolist(), routing.expert_counts.tolist()
+    ([[0, 2]], [1, 0, 1])
+    >>> [round(w, 3) for w in routing.weights[0].tolist()]
+    [0.731, 0.269]
+    """
+    tokens, router_weights = jnp.asarray(tokens), jnp.asarray(router_weights)
+    experts = _check(tokens, router_weights, num_experts, top_k, scoring, bias, num_groups, top_groups, jitter, key)
+    x = tokens.reshape(-1, tokens.shape[-1]).astype(jnp.float32)
+    if jitter:
+        x = x * jax.random.uniform(key, x.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter)
+    logits = jnp.matmul(x, router_weights.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)  # [T, experts]
+    scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
+    preference = jax.lax.stop_gradient(scores if bias is None else scores + jnp.asarray(bias).astype(jnp.float32))
+    if top_groups is not None and top_groups < num_groups:
+        preference = _within_groups(preference, num_groups, top_groups)
+    chosen = jax.lax.top_k(preference, top_k)[1]
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    if normalize:
+        weights = weights / jnp.maximum(weights.sum(axis=1, keepdims=True), 1e-20)
+
+    counts = jnp.zeros(experts, jnp.int32).at[chosen.reshape(-1)].add(1)
+    shares = scores if scoring == "softmax" else scores / jnp.maximum(scores.sum(axis=1, keepdims=True), 1e-20)
+    sums = (counts, shares.sum(axis=0), jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2), jnp.float32(x.shape[0]))
+    if axis_name is not None:
+        axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        *summed, count = sums
+        ways = jax.lax.axis_size(axes)
+        counts, shares, squares = jax.lax.psum(tuple(summed), axes)
+        number = count * ways
+    else:
+        counts, shares, squares, number = sums
+    number = jnp.maximum(number, 1.0)
+    used = counts.astype(jnp.float32) / (number * top_k)
+    balance = experts * jnp.sum(used * shares / number)
+    return Routing(weights * scale, chosen.astype(jnp.int32), balance, squares / number, counts)
+
+
+def _within_groups(preference: Array, num_groups: int, top_groups: int) -> Array:
+    """-inf for experts outside the `top_groups` groups whose two best experts are best."""
+    tokens, experts = preference.shape
+    grouped = preference.reshape(tokens, num_groups, experts // num_groups)
+    best = jax.lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(axis=2)  # [T, num_groups]
+    kept = jax.lax.top_k(best, top_groups)[1]
+    mask = jnp.any(kept[:, :, None] == jnp.arange(num_groups), axis=1)  # [T, num_groups]
+    return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
+
+
+def _check(
+    tokens: Any,
+    router_weights: Any,
+    num_experts: int | None,
+    top_k: int,
+    scoring: str,
+    bias: Any,
+    num_groups: int,
+    top_groups: int | None,
+    jitter: float,
+    key: Any,
+) -> int:
+    """Checks the arguments of `moe_routing`; returns the number of experts."""
+    x, w = array_spec(tokens), array_spec(router_weights)
+    for name, array in (("tokens", x), ("router_weights", w)):
+        if array.dtype not in FLOATS:
+            raise ShapeError(f"moe_routing: `{name}` has dtype {array.dtype.name}; pass a floating-point array.")
+    if not x.shape or len(w.shape) != 2 or w.shape[0] != x.shape[-1]:
+        features = x.shape[-1] if x.shape else 0
+        raise ShapeError(
+            f"moe_routing: `router_weights` has shape {w.shape}, but `tokens` of shape {x.shape} has {features} features; pass `router_weights` of shape ({features}, num_experts)."
+        )
+    experts = w.shape[1]
+    if num_experts is not None and num_experts != experts:
+        raise ShapeError(
+            f"moe_routing: `num_experts` is {num_experts}, but `router_weights` of shape {w.shape} has {experts} columns; make them equal or pass None."
+        )
+    if not 1 <= top_k <= experts:
+        raise ShapeError(f"moe_routing: `top_k` is {top_k}; pass a number from 1 to the {experts} experts there are.")
+    if scoring not in SCORINGS:
+        raise ShapeError(f"moe_routing: `scoring` is {scoring!r}; pass one of {', '.join(SCORINGS)}.")
+    if bias is not None and tuple(jnp.shape(bias)) != (experts,):
+        raise ShapeError(
+            f"moe_routing: `bias` has shape {tuple(jnp.shape(bias))}, but there are {experts} experts; pass shape ({experts},)."
+        )
+    if num_groups < 1 or experts % num_groups:
+        raise ShapeError(
+            f"moe_routing: `num_groups` is {num_groups}, which does not divide {experts} experts; pass a divisor."
+        )
+    if top_groups is not None and (not 1 <= top_groups <= num_groups or top_groups * (experts // num_groups) < top_k):
+        raise ShapeError(
+            f"moe_routing: `top_groups` is {top_groups} of {num_groups} groups of {experts // num_groups} experts; pass 1 to {num_groups} groups that hold at least `top_k` = {top_k} experts."
+        )
+    if not 0.0 <= jitter < 1.0:
+        raise ShapeError(f"moe_routing: `jitter` is {jitter}; pass a number from 0 to less than 1.")
+    if jitter and key is None:
+        raise ShapeError(f"moe_routing: `jitter` is {jitter} but `key` is None; pass a random key, or no jitter.")
+    return experts

@@ -1,0 +1,229 @@
+"""Tiles of the TPU kernels: what they take of VMEM, and how they are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+
+from vishwamai.core.hardware import Chip
+from vishwamai.core.pallas import planning_chip, round_up, vmem_budget
+from vishwamai.ops.moe.spec import GroupedSpec
+
+Block = tuple[int, int, int]
+"""(rows, columns, depth) of one step."""
+ALIGN = 16
+"""Rows at whose multiples a piece of a tile may begin: the rows of one bfloat16 register."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Tiles of one product, in elements.
+
+    Attributes:
+      block: rows, columns and depth of one step. For the weights' gradient the depth is the columns of lhs, and the rows are what is contracted.
+      chunk_m: rows multiplied at once. small_m: the same for what is left of a group.
+      chunk_k: depth multiplied at once; divides that of the block.
+    """
+
+    block: Block
+    chunk_m: int
+    small_m: int
+    chunk_k: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedConfig:
+    """Tiles of the TPU kernels, in elements; each is clamped to the array.
+
+    Attributes:
+      forward, grad_lhs, grad_rhs: (rows, columns, depth, rows at once, the same at a group's end, depth at once) of each product; see `Tile`.
+      vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
+    """
+
+    forward: tuple[int, ...]
+    grad_lhs: tuple[int, ...]
+    grad_rhs: tuple[int, ...]
+    vmem_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "grad_lhs", "grad_rhs"):  # a tuning table brings lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def tile(self, which: str) -> Tile:
+        """The tile of "forward", "grad_lhs" or "grad_rhs"."""
+        m, n, k, chunk_m, small_m, chunk_k = getattr(self, which)
+        return Tile((m, n, k), chunk_m, small_m, chunk_k)
+
+    def with_block_size(self, block_size: int) -> GroupedConfig:
+        """The same with tiles of about `block_size` in every direction."""
+        tile = (block_size, block_size, block_size, block_size, min(block_size, 128), block_size)
+        return GroupedConfig(tile, tile, tile, max(self.vmem_bytes, 16 * block_size**2))
+
+
+def fit(tile: Tile, m: int, n: int, k: int) -> Tile:
+    """The tile for one problem: an axis that fits is taken whole, any other in multiples of what the memory tiles."""
+    rows, columns, depth = tile.block
+    rows = m if rows >= m else min(m, round_up(rows, 128))
+    columns = n if columns >= n else min(n, round_up(columns, 128))
+    depth = k if depth >= k else min(k, round_up(depth, 128))
+    chunk_m = min(rows, round_up(tile.chunk_m, ALIGN))
+    small_m = min(chunk_m, round_up(tile.small_m, ALIGN))
+    if rows % ALIGN:
+        chunk_m = small_m = rows
+    chunk_k = depth if depth % tile.chunk_k else tile.chunk_k
+    return Tile((rows, columns, depth), chunk_m, small_m, chunk_k)
+
+
+# --- A model of the time that a tile takes ---------------------------------------------------------------------------------------------------------
+
+_HBM_SHARE = 0.9
+"""Of the peak bandwidth, that large transfers reach."""
+_STEP_CYCLES = 300
+"""Of a grid step outside its products."""
+_UNROLLED = 16384
+"""Cycles of products that are unrolled at once: more is more program, less is more filling and draining of the matrix unit."""
+_SMALL = 128
+"""Rows of a piece at a group's end: fewer take as long, for the matrix unit must be given as many weights as it has rows."""
+
+
+_CHUNKED = 1.03
+"""Of a depth that is multiplied in chunks: the sum goes through memory between them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One of the three products, as the model sees it.
+
+    Attributes:
+      m, n, k: rows of a batch entry, columns of the result, and the depth that is contracted; of the weights' gradient, the columns of both operands.
+      itemsize, out_itemsize: bytes of an element of the operands and of the result.
+      weights: it is the weights' gradient, whose rows are what is contracted.
+    """
+
+    batch: int
+    groups: int
+    m: int
+    n: int
+    k: int
+    itemsize: int
+    out_itemsize: int
+    weights: bool
+    chip: Chip
+
+    @property
+    def rate(self) -> float:
+        """Multiply-adds of one core in a cycle."""
+        peak = self.chip.peak_f32 if self.itemsize == 4 else self.chip.peak_bf16
+        return peak / (2 * self.chip.cores * self.chip.clock)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes of one core in a cycle."""
+        return _HBM_SHARE * self.chip.hbm_bandwidth / (self.chip.cores * self.chip.clock)
+
+    def chunk_k(self, block: Block) -> int:
+        """Depth of what is multiplied at once: a divisor of the block's depth in whole registers with at most `_UNROLLED` cycles of work."""
+        block_m, block_n, block_k = block
+        if block_k % 128:
+            return block_k
+        most = _UNROLLED * self.rate / (_piece(block_m) * block_n)
+        return max(d for d in range(128, block_k + 1, 128) if block_k % d == 0 and (d <= most or d == 128))
+
+    def vmem(self, block: Block) -> int:
+        """Bytes of VMEM: blocks twice, for a transfer runs beside the computation, and the sum once."""
+        m, n, k = (round_up(size, 128) for size in block)
+        result, operands = (k * n, m * k + m * n) if self.weights else (m * n, m * k + k * n)
+        temporaries = 0 if self.weights else 8 * _piece(m) * n
+        return 2 * operands * self.itemsize + result * (2 * self.out_itemsize + 4) + temporaries
+
+    def cycles(self, block: Block) -> float:
+        """About how long the product takes: the mean of groups that end where tiles do, and of groups that never do."""
+        groups = min(self.groups, self.m)
+        fewest = max(0, groups - self.m // block[0])  # each group is visited, however few rows it has
+        return (self._cycles(block, fewest) + self._cycles(block, groups - 1)) / 2
+
+    def _cycles(self, block: Block, shared: int) -> float:
+        """With so many visits to tiles that a group shares with another."""
+        block_m, block_n, block_k = block
+        columns, depths = -(-self.n // block_n), -(-self.k // block_k)
+        full = max(1.0, self.m / block_m)
+        area = block_n * block_k
+        # A shared tile is half full on average, and half a piece is masked.
+        work = block_m * area / self.rate + _STEP_CYCLES
+        part = (min(block_m, self.m / self.groups) + _SMALL) / 2 * area / self.rate + _STEP_CYCLES
+        first = (block_m + block_n) * block_k * self.itemsize / self.bandwidth
+        if self.weights:
+            load = block_m * (block_n + block_k) * self.itemsize / self.bandwidth
+            store = area * self.out_itemsize / self.bandwidth
+            sweep = full * max(work, load) + shared * max(part, load) + self.groups * store / 2
+            outer: tuple[int, ...] = (columns, depths, self.batch)
+        elif depths == 1:  # all matrices and rows are read once in a sweep, while others are multiplied
+            busy = (self.m + shared * _SMALL) * area / self.rate + (full + shared) * _STEP_CYCLES
+            moved = (self.m * block_k + self.groups * area) * self.itemsize + self.m * block_n * self.out_itemsize
+            sweep = max(busy * (1.0 if self.chunk_k(block) == block_k else _CHUNKED), moved / self.bandwidth)
+            outer = (columns, self.batch)
+        else:
+            sweep = depths * (full * max(work, first) + shared * max(part, first))
+            outer = (columns, self.batch)
+        # Pieces of fewer rows keep the matrix unit less busy.
+        sweep *= 1.0 if _piece(block_m) >= 256 or self.weights else 1.12
+        # A part of the grid for each core, if the sweeps come out even.
+        cores = self.chip.cores_per_device
+        return math.prod(outer) / (cores if any(size % cores == 0 for size in outer) else 1) * sweep + first
+
+    def _fits_program(self, block: Block) -> bool:
+        """Whether what is unrolled at once is a program of bearable size."""
+        rows = block[0] if self.weights else _piece(block[0])
+        depth = block[2] if self.weights else self.chunk_k(block)
+        return rows * block[1] * depth / self.rate <= 1.25 * _UNROLLED or depth <= 128
+
+    def best(self) -> tuple[int, ...]:
+        """The tile that the model finds fastest among those that fit three quarters of VMEM, as `GroupedConfig` writes it."""
+        # The weights' gradient touches its whole sum once for each tile of rows, so few of them are slow unless groups are small.
+        fewest = 128 if not self.weights else 512 if self.m >= 512 * self.groups else 256
+        rows = sorted({min(self.m, size) for size in (128, 256, 512, 1024) if size >= fewest})
+        columns = _sizes(self.n, 2048 if self.weights else 4096)
+        depths = _sizes(self.k, 2048)
+        if not self.weights:
+            depths = sorted({*depths, self.k})
+        budget = vmem_budget(self.chip)
+        found = [
+            block
+            for block in itertools.product(rows, columns, depths)
+            if self.vmem(block) <= budget and self._fits_program(block)
+        ]
+        smallest = (rows[0], columns[0], depths[0])
+        block = min(found, key=lambda block: (self.cycles(block), self.vmem(block)), default=smallest)
+        return (*block, _piece(block[0]), min(_SMALL, block[0]), self.chunk_k(block))
+
+
+def _piece(block_m: int) -> int:
+    return min(256, block_m)
+
+
+def _sizes(size: int, largest: int) -> list[int]:
+    """Divisors in whole registers; where there are none, the whole axis, or powers of two of which the last block is ragged."""
+    divisors = [d for d in range(128, largest + 1, 128) if size % d == 0]
+    return divisors or ([size] if size <= largest else [256, 512, 1024])
+
+
+@functools.lru_cache(maxsize=1024)
+def _best(problem: Problem) -> tuple[tuple[int, ...], int]:
+    tile = problem.best()
+    return tile, problem.vmem((tile[0], tile[1], tile[2]))
+
+
+def heuristic(spec: GroupedSpec, chip: Chip | None) -> GroupedConfig:
+    """The tiles that the model of this module finds fastest for each of the three products."""
+    size, out = spec.operands.lhs.dtype.itemsize, spec.out_dtype.itemsize
+    n, k = spec.n, spec.k
+    shared = spec.operands.rhs.shape[0] != spec.batch
+
+    def best(n: int, k: int, out: int, weights: bool) -> tuple[tuple[int, ...], int]:
+        return _best(Problem(spec.batch, spec.groups, spec.m, n, k, size, out, weights, planning_chip(chip)))
+
+    found = (best(n, k, out, False), best(k, n, size, False), best(n, k, 4 if shared else size, True))
+    forward, grad_lhs, grad_rhs = (tile for tile, _ in found)
+    return GroupedConfig(forward, grad_lhs, grad_rhs, max(vmem for _, vmem in found))

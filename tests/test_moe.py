@@ -1,0 +1,385 @@
+"""Mixture of experts: the grouped product beyond the contract suite, routing, dispatch, and the layer on one and on eight devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import contract
+from vishwamai import grouped_gemm, moe_combine, moe_dispatch, moe_layer, moe_routing
+from vishwamai.core.errors import ShapeError
+from vishwamai.ops.moe import MOE, visits
+from vishwamai.ops.moe.tiles import GroupedConfig
+
+
+def draw(*shape, seed=0, scale=1.0):
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
+
+
+# --- grouped_gemm ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def by_group(lhs, rhs, sizes):
+    """The definition, a group at a time, in float64."""
+    out = np.zeros((lhs.shape[0], rhs.shape[2]))
+    start = 0
+    for matrix, size in zip(rhs.astype(np.float64), sizes, strict=True):
+        out[start : start + size] = lhs[start : start + size].astype(np.float64) @ matrix
+        start += size
+    return out
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 20, 7], [0, 0, 0, 0], [40, 0, 0, 0], [0, 0, 0, 40], [1, 1, 1, 1]], ids=str)
+def test_meaning_is_that_of_ragged_dot(sizes):
+    """Values and both gradients, empty groups and rows without one; the default path takes the explicit backward pass."""
+    lhs, rhs, sizes = draw(40, 12), draw(4, 12, 9, seed=1), np.array(sizes, np.int32)
+    cotangent = draw(40, 9, seed=2)
+    ours, pull = jax.vjp(lambda a, b: grouped_gemm(a, b, sizes), lhs, rhs)
+    theirs, pull_theirs = jax.vjp(lambda a, b: jax.lax.ragged_dot(a, b, sizes), lhs, rhs)
+    np.testing.assert_allclose(ours, by_group(lhs, rhs, sizes), atol=1e-5)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    for a, b in zip(pull(cotangent), pull_theirs(cotangent), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+TILES = GroupedConfig(*((128, 128, 128, 64, 16, 64),) * 3)
+WHOLE_DEPTH = GroupedConfig(*((256, 128, 512, 128, 32, 128),) * 3)
+
+
+@pytest.mark.parametrize("config", [TILES, WHOLE_DEPTH], ids=["tiles", "whole depth"])
+def test_kernel_with_groups_of_any_size(config):
+    """Groups that begin and end anywhere in a tile, share one, span several, or are empty; two batch entries of different sizes; blocks of the depth, or the
+    matrices copied ahead."""
+    lhs, rhs = draw(2, 300, 256), draw(2, 6, 256, 384, seed=1)
+    sizes = np.array([[100, 0, 77, 1, 20, 60], [0, 290, 0, 3, 7, 0]], np.int32)
+    cotangent = draw(2, 300, 384, seed=2)
+
+    def run(lhs, rhs, implementation, config):
+        out, pull = jax.vjp(lambda *a: grouped_gemm(*a, sizes, implementation=implementation, config=config), lhs, rhs)
+        return out, pull(cotangent)
+
+    with contract.simulated_tpu():
+        got = jax.block_until_ready(
+            jax.jit(functools.partial(run, implementation="pallas_tpu", config=config))(lhs, rhs)
+        )
+    contract.close(got, run(lhs, rhs, "xla", None), 1e-5)
+
+
+def test_kernel_keeps_garbage_of_other_groups_out():
+    """NaN in a group's rows stays in its rows, its own matrix' gradient, and nowhere else, though groups share tiles."""
+    lhs, rhs = draw(64, 128), draw(3, 128, 128, seed=1)
+    sizes = np.array([20, 21, 10], np.int32)
+    lhs[20:41] = np.nan
+    with contract.simulated_tpu():
+        run = jax.jit(lambda a, b: jax.vjp(lambda *x: grouped_gemm(*x, sizes, implementation="pallas_tpu"), a, b)[1](a))
+        out = jax.jit(lambda a, b: grouped_gemm(a, b, sizes, implementation="pallas_tpu"))(lhs, rhs)
+        finite = np.isfinite(np.asarray(out)).all(axis=1)
+        _, d_rhs = jax.block_until_ready(run(lhs, rhs))
+    assert (finite == ~((np.arange(64) >= 20) & (np.arange(64) < 41))).all()
+    assert [bool(np.isfinite(np.asarray(g)).all()) for g in d_rhs] == [True, False, True]
+
+
+@pytest.mark.parametrize("every_group", [False, True])
+def test_visits_cover_every_row_once(every_group):
+    """Over random sizes: each row of a group is computed once with its group, and each tile is visited in one run."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        groups, m, block = int(rng.integers(1, 9)), int(rng.integers(1, 200)), int(rng.integers(1, 5)) * 16
+        sizes = rng.multinomial(rng.integers(0, m + 1), np.ones(groups + 1) / (groups + 1))[:groups].astype(np.int32)
+        found = visits.plan(sizes[None], m, block, every_group=every_group)
+        group, tile, start, stop, following = (np.asarray(x)[: int(found.count[0])] for x in found[:5])
+        owner = np.full(m + block, -1)
+        for g, t, a, b in zip(group, tile, start, stop, strict=True):
+            assert (owner[t * block + a : t * block + b] == -1).all()
+            owner[t * block + a : t * block + b] = g
+        np.testing.assert_array_equal(owner[: sizes.sum()], np.repeat(np.arange(groups), sizes))
+        assert (owner[sizes.sum() :] == -1).all()
+        assert (np.diff(group) >= 0).all() and (np.diff(tile) >= 0).all()
+        if every_group:
+            assert set(group) == set(range(groups))
+        else:
+            assert set(tile) == set(range(-(-m // block)))
+            later = [group[i:][group[i:] != g] for i, g in enumerate(group)]
+            np.testing.assert_array_equal(following, [x[0] if len(x) else -1 for x in later])
+
+
+def test_vmap_of_sizes_and_second_order():
+    lhs, rhs, sizes = draw(30, 8), draw(3, 8, 5, seed=1), np.array([[10, 0, 20], [0, 7, 2]], np.int32)
+    got = jax.vmap(lambda s: grouped_gemm(lhs, rhs, s))(sizes)
+    for out, one in zip(got, sizes, strict=True):
+        np.testing.assert_allclose(out, by_group(lhs, rhs, one), atol=1e-5)
+
+    def norm(a, b):
+        return jnp.sum(jnp.sin(grouped_gemm(a, b, sizes[0])))
+
+    def plain(a, b):
+        return jnp.sum(jnp.sin(jax.lax.ragged_dot(a, b, sizes[0])))
+
+    ours, theirs = (jax.grad(lambda a, b, f=f: jnp.sum(jax.grad(f)(a, b) ** 2), 1)(lhs, rhs) for f in (norm, plain))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    forward = jax.jvp(lambda a: grouped_gemm(a, rhs, sizes[0], implementation="xla"), (lhs,), (lhs,))[1]
+    np.testing.assert_allclose(forward, by_group(lhs, rhs, sizes[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (
+            (np.ones((4, 3)), np.ones((2, 5, 6)), np.ones(2, int)),
+            r"`lhs` of shape \(4, 3\) contracts 3 .* make the two equal",
+        ),
+        ((np.ones((4, 6)), np.ones((2, 5, 6)), np.ones(2, int)), r"swapaxes"),
+        ((np.ones((4, 5)), np.ones((2, 5, 6)), np.ones(3, int)), r"`group_sizes` has shape \(3,\).* holds 2 groups"),
+        ((np.ones((4, 5)), np.ones((2, 5, 6)), np.ones(2)), r"`group_sizes` has dtype float32; pass integers"),
+        ((np.ones((4, 5), np.int32), np.ones((2, 5, 6)), np.ones(2, int)), r"`lhs` has dtype int32"),
+        ((np.ones((4, 5)), np.ones((2, 5, 6), jnp.bfloat16), np.ones(2, int)), r"rhs.astype\(float32\)"),
+        (
+            (np.ones((3, 4, 5)), np.ones((2, 2, 5, 6)), np.ones(2, int)),
+            r"`rhs` has batch axes \(2,\), but `lhs` has \(3,\)",
+        ),
+    ],
+)
+def test_errors_of_grouped_gemm(arguments, text):
+    with pytest.raises(ShapeError, match=f"grouped_gemm: .*{text}"):
+        grouped_gemm(*arguments)
+
+
+def test_it_is_one_op():
+    assert [impl.name for impl in MOE.implementations] == ["pallas_tpu", "xla"]
+
+
+# --- Routing ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_routing_of_softmax_scores():
+    tokens, router = draw(50, 6), draw(6, 8, seed=1)
+    routing = moe_routing(tokens, router, 8, 3)
+    logits = tokens.astype(np.float64) @ router
+    scores = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    experts = np.argsort(-scores, axis=1)[:, :3]
+    np.testing.assert_array_equal(routing.experts, experts)
+    best = np.take_along_axis(scores, experts, 1)
+    np.testing.assert_allclose(routing.weights, best / best.sum(1, keepdims=True), rtol=1e-5)
+    counts = np.bincount(experts.ravel(), minlength=8)
+    np.testing.assert_array_equal(routing.expert_counts, counts)
+    np.testing.assert_allclose(routing.load_balance_loss, 8 * np.sum(counts / 150 * scores.mean(0)), rtol=1e-5)
+    np.testing.assert_allclose(routing.z_loss, np.mean(np.log(np.exp(logits).sum(1)) ** 2), rtol=1e-5)
+
+
+def test_routing_as_deepseek_v3():
+    """Sigmoid scores; the bias and the groups decide who is chosen, and the weights are the scores without the bias."""
+    tokens, router, bias = draw(40, 6), draw(6, 8, seed=1), draw(8, seed=2)
+    routing = moe_routing(tokens, router, top_k=2, scoring="sigmoid", bias=bias, num_groups=4, top_groups=2, scale=2.5)
+    scores = 1 / (1 + np.exp(-(tokens.astype(np.float64) @ router)))
+    for token in range(40):
+        biased = scores[token] + bias
+        groups = np.argsort(-biased.reshape(4, 2).sum(1))[:2]
+        allowed = [e for e in range(8) if e // 2 in groups]
+        experts = sorted(allowed, key=lambda e: -biased[e])[:2]
+        assert routing.experts[token].tolist() == experts
+        np.testing.assert_allclose(
+            routing.weights[token], 2.5 * scores[token, experts] / scores[token, experts].sum(), rtol=1e-5
+        )
+    gradient = jax.grad(lambda b: moe_routing(tokens, router, scoring="sigmoid", bias=b).weights[:, 0].sum())(bias)
+    assert (gradient == 0).all()
+    assert moe_routing(tokens, router, top_k=1, bias=np.where(np.arange(8) == 5, 9.0, 0.0)).expert_counts[5] == 40
+
+
+def test_losses_grow_with_imbalance_and_reach_the_router():
+    tokens = draw(64, 6) + 3.0
+    even = moe_routing(tokens, np.zeros((6, 4), np.float32), top_k=4)
+    np.testing.assert_allclose(even.load_balance_loss, 1.0, rtol=1e-6)
+    skewed = np.zeros((6, 4), np.float32)
+    skewed[:, 1] = 5.0
+    np.testing.assert_allclose(moe_routing(tokens, skewed, top_k=1).load_balance_loss, 4.0, rtol=1e-3)
+    for loss in ("load_balance_loss", "z_loss"):
+        gradient = jax.grad(lambda w, loss=loss: getattr(moe_routing(tokens, w, top_k=1), loss))(0.1 * skewed)
+        assert np.isfinite(gradient).all() and np.abs(gradient).max() > 1e-4
+
+
+def test_jitter_is_a_function_of_the_key():
+    tokens, router = draw(64, 6), draw(6, 4, seed=1)
+    routed = [moe_routing(tokens, router, jitter=0.3, key=jax.random.key(seed)).weights for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(routed[0], routed[1])
+    assert np.abs(routed[0] - routed[2]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"num_experts": 5}, "`num_experts` is 5.* 4 columns"),
+        ({"top_k": 5}, "`top_k` is 5; pass a number from 1 to the 4"),
+        ({"scoring": "relu"}, "`scoring` is 'relu'; pass one of softmax, sigmoid"),
+        ({"jitter": 0.1}, "`key` is None"),
+        ({"num_groups": 3}, "does not divide 4"),
+        ({"bias": np.ones(3)}, r"`bias` has shape \(3,\)"),
+        ({"top_k": 3, "num_groups": 2, "top_groups": 1}, "hold at least `top_k` = 3"),
+    ],
+)
+def test_errors_of_routing(options, text):
+    with pytest.raises(ShapeError, match=f"moe_routing: .*{text}"):
+        moe_routing(np.ones((3, 6), np.float32), np.ones((6, 4), np.float32), **options)
+
+
+# --- Dispatch and combine --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.5, 1.0, 4.0])
+def test_dispatch_and_back(capacity_factor):
+    """Each expert's rows are its tokens, first choices first; combining returns what was kept, weighted; `dropped` counts the rest."""
+    tokens = draw(30, 5)
+    routing = moe_routing(tokens, draw(5, 4, seed=1), top_k=2)
+    dispatch = moe_dispatch(tokens, routing, capacity_factor=capacity_factor)
+    capacity = 60 if capacity_factor is None else int(np.ceil(capacity_factor * 60 / 4))
+    expected, kept, start = np.zeros((30, 5)), 0, 0
+    for expert in range(4):
+        choices = [(t, rank) for rank in range(2) for t in range(30) if routing.experts[t, rank] == expert]
+        rows = dispatch.rows[start : start + int(dispatch.group_sizes[expert])]
+        np.testing.assert_array_equal(rows[: len(choices)], tokens[[t for t, _ in choices[:capacity]]])
+        assert not np.asarray(rows[len(choices) :]).any()
+        for t, rank in choices[:capacity]:
+            expected[t] += float(routing.weights[t, rank]) * tokens[t]
+        kept += len(choices[:capacity])
+        start += int(dispatch.group_sizes[expert])
+    assert start == dispatch.rows.shape[0] and int(dispatch.dropped) == 60 - kept
+    np.testing.assert_allclose(moe_combine(dispatch.rows, dispatch, routing), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.5])
+def test_gradient_of_dispatch_and_combine(capacity_factor):
+    """The gathers written for the gradients give what JAX makes of the definition by one-hot products."""
+    tokens, router, weight = draw(20, 5), draw(5, 4, seed=1), draw(5, seed=2)
+
+    def ours(x, w):
+        routing = moe_routing(x, w, top_k=2)
+        dispatch = moe_dispatch(x, routing, capacity_factor=capacity_factor)
+        return jnp.sum(jnp.sin(moe_combine(jnp.tanh(dispatch.rows * weight), dispatch, routing)))
+
+    routing = moe_routing(tokens, router, top_k=2)
+    place = moe_dispatch(tokens, routing, capacity_factor=capacity_factor).place
+    kept = place < moe_dispatch(tokens, routing, capacity_factor=capacity_factor).rows.shape[0]
+
+    def plain(x, w):
+        each = jnp.tanh(x * weight)[:, None] * kept[:, :, None]
+        return jnp.sum(jnp.sin((each * moe_routing(x, w, top_k=2).weights[:, :, None]).sum(1)))
+
+    for a, b in zip(jax.grad(ours, (0, 1))(tokens, router), jax.grad(plain, (0, 1))(tokens, router), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+# --- The layer -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def parameters(features=6, hidden=10, experts=8):
+    gate, up = draw(experts, features, hidden, seed=2), draw(experts, features, hidden, seed=3)
+    return draw(features, experts, seed=1), gate, up, draw(experts, hidden, features, seed=4)
+
+
+def one_token_at_a_time(tokens, router, gate, up, down, top_k):
+    routing = moe_routing(tokens, router, top_k=top_k)
+    out = np.zeros(tokens.shape)
+    for t, x in enumerate(tokens.astype(np.float64)):
+        for weight, e in zip(routing.weights[t], routing.experts[t], strict=True):
+            pre = x @ gate[e]
+            out[t] += float(weight) * ((pre / (1 + np.exp(-pre)) * (x @ up[e])) @ down[e])
+    return out
+
+
+def test_layer_is_the_sum_over_experts():
+    tokens, weights = draw(24, 6), parameters()
+    result = jax.jit(functools.partial(moe_layer, top_k=3))(tokens, *weights)
+    np.testing.assert_allclose(result.out, one_token_at_a_time(tokens, *weights, 3), atol=1e-4)
+    assert int(result.dropped) == 0 and int(result.routing.expert_counts.sum()) == 72
+    ample = moe_layer(tokens.reshape(4, 6, 6), *weights, top_k=3, capacity_factor=8.0)
+    np.testing.assert_allclose(ample.out.reshape(24, 6), result.out, atol=1e-4)
+    assert int(moe_layer(tokens, *weights, top_k=3, capacity_factor=0.5).dropped) > 0
+
+
+EXCHANGES = {
+    "one axis": ((8,), ("x",), "x", {}),
+    "two axes": ((2, 4), ("slice", "x"), ("slice", "x"), {}),
+    "ragged": ((8,), ("x",), "x", {"exchange": "ragged"}),
+    "capacity": ((8,), ("x",), "x", {"capacity_factor": 8.0}),
+    "two axes, capacity": ((4, 2), ("slice", "x"), ("slice", "x"), {"capacity_factor": 8.0}),
+}
+
+
+def gathered_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What `jax.lax.ragged_all_to_all` does, for XLA on a CPU, which has none: everyone sees everything and takes its own."""
+    del recv_sizes
+    tables = [jax.lax.all_gather(t, axis_name) for t in (input_offsets, send_sizes, output_offsets)]
+    everything, me = jax.lax.all_gather(operand, axis_name), jax.lax.axis_index(axis_name)
+    rows = jnp.arange(output.shape[0])
+    for source in range(everything.shape[0]):
+        start, size, at = (t[source, me] for t in tables)
+        mine = everything[source].at[rows - at + start].get(mode="fill", fill_value=0)
+        output = jnp.where(((rows >= at) & (rows < at + size))[:, None], mine, output)
+    return output
+
+
+def sharded(shape, names, axis, options, top_k=2):
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+    split = P(tuple(names))
+
+    def local(tokens, router, gate, up, down):
+        result = moe_layer(tokens, router, gate, up, down, top_k=top_k, expert_axis=axis, **options)
+        return result.out, result.routing[2:], result.dropped
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(split, P(), split, split, split), out_specs=(split, P(), P()))
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_expert_parallel_is_one_device(name, monkeypatch):
+    """Values, losses, counts and every gradient on eight devices are those of one with all tokens and experts."""
+    shape, names, axis, options = EXCHANGES[name]
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", gathered_ragged_all_to_all)
+    arrays = (draw(40, 6), *parameters())
+    many = sharded(shape, names, axis, options)
+
+    def one(*arrays):
+        result = moe_layer(*arrays, top_k=2)
+        return result.out, result.routing[2:], result.dropped
+
+    def loss(function, *arrays):
+        out, (balance, z, _), _ = function(*arrays)
+        return jnp.sum(jnp.sin(out)) + 0.1 * balance + 0.01 * z
+
+    contract.close(jax.jit(many)(*arrays), one(*arrays), 1e-5)
+    gradients = [jax.jit(jax.grad(functools.partial(loss, f), tuple(range(5))))(*arrays) for f in (many, one)]
+    contract.close(gradients[0], gradients[1], 1e-5)
+
+
+@pytest.mark.parametrize("exchange", ["dense", "ragged"])
+def test_a_small_buffer_drops_and_says_so(exchange, monkeypatch):
+    """With room for a share of the rows, what is beyond is counted, and what arrived is right."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", gathered_ragged_all_to_all)
+    tokens, weights = draw(64, 6), parameters()
+    out, _, dropped = jax.jit(sharded((8,), ("x",), "x", {"exchange": exchange, "exchange_factor": 1.0}, 1))(
+        tokens, *weights
+    )
+    whole = moe_layer(tokens, *weights, top_k=1).out
+    missing = ~np.asarray(out).any(axis=1)
+    assert 0 < missing.sum() == int(dropped) < 64
+    np.testing.assert_allclose(out[~missing], whole[~missing], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"up": np.ones((8, 5, 10), np.float32)}, r"`up` has shape \(8, 5, 10\)"),
+        ({"gate": np.ones((8, 6, 11), np.float32)}, "`gate` is"),
+        ({"down": np.ones((8, 6, 10), np.float32)}, r"pass `down` of shape \(8, 10, 6\)"),
+        ({"router_weights": np.ones((6, 9), np.float32)}, "score 9 experts, but there are 8"),
+        ({"activation": "swish"}, "pass one of silu"),
+        ({"exchange": "ragged"}, "`expert_axis` is None"),
+    ],
+)
+def test_errors_of_the_layer(change, text):
+    router, gate, up, down = parameters()
+    arguments = dict(tokens=draw(4, 6), router_weights=router, gate=gate, up=up, down=down) | change
+    with pytest.raises(ShapeError, match=f"moe_layer: .*{text}"):
+        moe_layer(**arguments)
