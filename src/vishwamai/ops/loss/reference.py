@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.nn import logsumexp
 
 from vishwamai.core.gradients import autodiff_backward
+from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import lax_precision
 from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
@@ -36,13 +35,10 @@ def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -
     return Outputs(logsumexp(z, axis=-1), jnp.where(known, at_label, 0.0), total), None
 
 
-XLA = Implementation(
-    "xla",
-    None,
-    forward,
-    autodiff_backward(forward),
-    autodiff=True,
-    notes=lambda spec, chip: (
-        f"holds all logits: {spec.groups * spec.tokens * spec.vocab * spec.accumulator.itemsize:,} bytes",
-    ),
-)
+def notes(spec: LossSpec, chip: Chip | None) -> tuple[str, ...]:
+    """What `explain` adds: what holding the logits takes."""
+    size = spec.groups * spec.tokens * spec.vocab * spec.accumulator.itemsize
+    return (f"holds all logits: {size:,} bytes",)
+
+
+XLA = Implementation("xla", None, forward, autodiff_backward(forward), autodiff=True, notes=notes)

@@ -1,0 +1,294 @@
+"""linear_cross_entropy: its memory, its errors, ignored and illegal labels, split vocabularies, tiles; see test_contract.py for every case."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import contract
+from vishwamai import ShapeError, UnsupportedError, aot, explain, kernel_config, linear_cross_entropy
+from vishwamai.core.hardware import CHIPS
+from vishwamai.core.op import record_plans
+from vishwamai.ops.loss.chunked import ChunkedLossConfig
+from vishwamai.ops.loss.tpu import LossConfig, heuristic, why_not
+
+
+def inputs(tokens, words, features, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((tokens, features)), dtype)
+    weight = jnp.asarray(2 * features**-0.5 * rng.standard_normal((words, features)), dtype)
+    return x, weight, jnp.asarray(rng.integers(0, words, tokens), jnp.int32)
+
+
+def plain(x, weight, labels):
+    """The loss as it is usually written."""
+    logits = jnp.einsum("td,vd->tv", x, weight, preferred_element_type=jnp.float32)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0])
+
+
+def gradients(loss):
+    return jax.value_and_grad(lambda x, weight, labels: loss(x, weight, labels), (0, 1))
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def temporaries(function, *structs):
+    return jax.jit(function).lower(*structs).compile().memory_analysis().temp_size_in_bytes
+
+
+def structs(tokens, words, features, dtype):
+    shapes = ((tokens, features), dtype), ((words, features), dtype), ((tokens,), jnp.int32)
+    return [jax.ShapeDtypeStruct(*s) for s in shapes]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_twentieth_of_the_memory(dtype):
+    """Loss and gradients on the CPU; beside the arguments and results the plain form takes all logits and their gradient."""
+    shapes = structs(2048, 65536, 256, dtype)
+    logits = 4 * 2048 * 65536
+    theirs, ours = (temporaries(gradients(f), *shapes) for f in (plain, linear_cross_entropy))
+    assert theirs >= logits
+    assert ours <= theirs / 20
+
+
+@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+@pytest.mark.parametrize("target", ["v5e", pytest.param("v5p", marks=pytest.mark.long)])
+def test_a_twentieth_of_the_memory_on_tpu(target):
+    """The last layer of Llama 3 8B over 4096 tokens, in bfloat16."""
+    shapes = structs(4096, 128256, 4096, jnp.bfloat16)
+    theirs, ours = (
+        aot.compile_for(gradients(f), *shapes, target=target).memory.temporaries for f in (plain, linear_cross_entropy)
+    )
+    assert theirs >= 4 * 4096 * 128256
+    assert ours <= theirs / 20
+
+
+# --- Meaning ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_values_and_gradients_are_those_of_torch(reduction):
+    torch = pytest.importorskip("torch", reason="torch is an optional dependency")
+    x, weight, labels = inputs(40, 90, 16)
+    labels = labels.at[::5].set(-100)
+    tx, tw = (torch.tensor(np.asarray(a), requires_grad=True) for a in (x, weight))
+    want = torch.nn.functional.cross_entropy(
+        tx @ tw.T, torch.tensor(np.asarray(labels)).long(), reduction=reduction, label_smoothing=0.1
+    )
+    cotangent = np.cos(np.arange(want.numel(), dtype=np.float32)).reshape(want.shape)
+    want.backward(torch.tensor(cotangent))
+    got, pull = jax.vjp(
+        lambda x, w: linear_cross_entropy(x, w, labels, reduction=reduction, label_smoothing=0.1), x, weight
+    )
+    np.testing.assert_allclose(got, want.detach(), rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(pull(jnp.asarray(cotangent)), (tx.grad, tw.grad), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
+def test_ignored_tokens_have_no_part_in_it(implementation):
+    x, weight, labels = inputs(20, 30, 8)
+    labels = labels.at[10:].set(7)
+    loss = functools.partial(linear_cross_entropy, ignore_index=7, implementation=implementation)
+    keep = np.asarray(labels) != 7
+    value, (dx, dw) = gradients(loss)(x, weight, labels)
+    want, (wx, ww) = gradients(loss)(x[keep], weight, labels[keep])
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(dw, ww, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(dx[keep], wx, rtol=1e-4, atol=1e-6)
+    assert (dx[~keep] == 0).all()
+    value, (dx, dw) = gradients(loss)(x, weight, jnp.full_like(labels, 7))  # nothing is left
+    assert value == 0 and (dx == 0).all() and (dw == 0).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
+def test_a_word_that_is_not_there_is_never_silent(implementation):
+    x, weight, _ = inputs(3, 30, 8)
+    losses = linear_cross_entropy(x, weight, jnp.array([29, 30, -1]), reduction="none", implementation=implementation)
+    assert np.isnan(losses).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
+def test_forbidden_words(implementation):
+    """A bias of -inf takes a word out: its probability and the gradient of its weight are 0."""
+    x, weight, labels = inputs(12, 40, 8)
+    bias = jnp.where(jnp.arange(40) < 25, 0.0, -jnp.inf)
+    labels = labels % 25
+    loss = functools.partial(linear_cross_entropy, implementation=implementation)
+    value, (dx, dw) = gradients(functools.partial(loss, bias=bias))(x, weight, labels)
+    want, (wx, ww) = gradients(loss)(x, weight[:25], labels)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(dx, wx, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(dw, np.concatenate([ww, np.zeros((15, 8))]), rtol=1e-4, atol=1e-6)
+
+
+def test_mixed_dtypes_promote():
+    x, weight, labels = inputs(6, 20, 8, jnp.bfloat16)
+    value, (dx, dw) = gradients(linear_cross_entropy)(x, weight.astype(jnp.float32), labels)
+    assert (value.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+
+
+def test_second_order():
+    """The gradient of the gradient's norm, of the chunked form as of the plain one."""
+    x, weight, labels = inputs(9, 700, 8)
+
+    def norm(implementation):
+        loss = functools.partial(linear_cross_entropy, implementation=implementation)
+        return jax.grad(lambda w: jnp.sum(jnp.square(jax.grad(loss)(x, w, labels))))(weight)
+
+    np.testing.assert_allclose(norm("xla_chunked"), norm("xla"), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("block", [1, 64, 100, 300, 1000])
+def test_any_number_of_words_at_a_time(block):
+    x, weight, labels = inputs(10, 300, 8)
+    how = {"implementation": "xla_chunked", "config": ChunkedLossConfig(block)}
+    got = gradients(functools.partial(linear_cross_entropy, **how))(x, weight, labels)
+    contract.close(got, gradients(plain)(x, weight, labels), 1e-5)
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------------------------------------
+
+X, W, Y = jnp.zeros((2, 3, 4)), jnp.zeros((9, 4)), jnp.zeros((2, 3), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda f: f(X.astype(int), W, Y), ["`x`", "int32", "float32"]),
+        (lambda f: f(X, W.T, Y), ["`weight`", "(4, 9)", "4 features", "`weight.T`"]),
+        (lambda f: f(X, W[:0], Y), ["`weight`", "(0, 4)"]),
+        (lambda f: f(X, W, Y[0]), ["`labels`", "(3,)", "of shape (2, 3)"]),
+        (lambda f: f(X, W, Y.astype(float)), ["`labels`", "float32", "integers"]),
+        (lambda f: f(X, W, Y, bias=jnp.zeros(4)), ["`bias`", "float32[4]", "(9,)"]),
+        (lambda f: f(X, W, Y, softcap=0.0), ["`softcap`", "0.0", "positive"]),
+        (lambda f: f(X, W, Y, label_smoothing=1.5), ["`label_smoothing`", "1.5", "from 0 to 1"]),
+        (lambda f: f(X, W, Y, z_loss=-1.0), ["`z_loss`", "-1.0"]),
+        (lambda f: f(X, W, Y, ignore_index=0.5), ["`ignore_index`", "0.5", "integer"]),
+        (lambda f: f(X, W, Y, reduction="average"), ["`reduction`", "'average'", "'mean'"]),
+    ],
+)
+def test_errors_name_the_argument_the_values_and_the_mend(call, words):
+    with pytest.raises(ShapeError) as caught:
+        call(linear_cross_entropy)
+    for word in ("linear_cross_entropy", "pass", *words):
+        assert word in str(caught.value)
+
+
+# --- A vocabulary that is split --------------------------------------------------------------------------------------------------------------------
+
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "return_logsumexp": True}
+
+
+def scored(loss):
+    """A scalar of the loss and the logsumexp, with its gradients."""
+
+    def total(x, weight, bias, labels):
+        value, logsumexp = loss(x, weight, bias, labels)
+        return value + jnp.sum(jnp.cos(logsumexp))
+
+    return jax.value_and_grad(total, (0, 1, 2))
+
+
+def whole(x, weight, bias, labels):
+    return linear_cross_entropy(x, weight, labels, bias=bias, **OPTIONS)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_vocabulary_over_a_mesh_axis(check_vma):
+    """Inside a shard_map: four parts of the vocabulary, two of the tokens."""
+    x, weight, labels = inputs(12, 40, 8)
+    labels = labels.at[3].set(-100)
+    bias = jnp.cos(jnp.arange(40.0))
+    mesh = jax.make_mesh((2, 4), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("t"), P("v"), P("v"), P("t")),
+        out_specs=(P("t"), P("t")),
+        check_vma=check_vma,
+    )
+    def parts(x, weight, bias, labels):
+        return linear_cross_entropy(x, weight, labels, bias=bias, vocab_axis="v", reduction="none", **OPTIONS)
+
+    def split(x, weight, bias, labels):
+        losses, logsumexp = parts(x, weight, bias, labels)
+        return jnp.sum(losses) / 11, logsumexp
+
+    contract.close(jax.jit(scored(split))(x, weight, bias, labels), scored(whole)(x, weight, bias, labels), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "specs, gathers",
+    [
+        ((P(), P("v"), P("v"), P()), False),
+        ((P("t"), P("v"), P("v"), P("t")), False),
+        ((P("t"), P("t"), P("t"), P("t")), True),  # an axis splits the tokens or the words, and the tokens come first
+    ],
+)
+def test_vocabulary_on_explicit_axes(specs, gathers):
+    """The weight stays where it is: no device sees all words, unless the axis is needed for the tokens."""
+    arrays = (*inputs(8, 640, 16), jnp.cos(jnp.arange(640.0)))
+    x, weight, labels, bias = arrays
+    mesh = jax.make_mesh((2, 4), ("t", "v"), axis_types=(AxisType.Explicit,) * 2)
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, weight, bias, labels), specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(scored(whole)).lower(*placed).compile()
+        got = compiled(*placed)
+    contract.close(got, scored(whole)(x, weight, bias, labels), 1e-5)
+    assert ("f32[640,16]" in (compiled.as_text() or "")) == gathers
+
+
+# --- On TPU ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+@pytest.mark.parametrize("shape", [(4096, 128256, 4096), (8192, 32000, 2048), (100, 50257, 768), (4096, 256000, 3584)])
+def test_tiles_fit_the_chip(shape, chip):
+    with kernel_config(target=chip.name):
+        (plan,) = record_plans(linear_cross_entropy, *structs(*shape, jnp.bfloat16))
+    assert why_not(plan.spec, chip) is None
+    config = heuristic(plan.spec, chip)
+    assert config.block_tokens % 128 == config.sub_vocab % 128 == config.tile_vocab % (2 * config.sub_vocab) == 0
+    assert config.block_vocab % config.tile_vocab == 0
+    assert config.vmem_bytes <= chip.vmem_bytes * 3 // 4
+
+
+def test_features_too_many_for_vmem_are_declined_in_words():
+    shapes = structs(64, 1000, 1 << 15, jnp.bfloat16)
+    with kernel_config(target="v4"), pytest.raises(UnsupportedError, match="32768 features take .* bytes of VMEM"):
+        jax.eval_shape(functools.partial(linear_cross_entropy, implementation="pallas_tpu"), *shapes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert explain(linear_cross_entropy, *shapes, target="v4").calls[0].runs == "xla_chunked"
+    assert explain(linear_cross_entropy, *shapes, target="v6e").calls[0].runs == "pallas_tpu"
+
+
+@pytest.mark.parametrize(
+    "words, tokens",
+    [(1300, 150), pytest.param(512, 256, marks=pytest.mark.long), pytest.param(600, 5, marks=pytest.mark.long)],
+)
+def test_several_panels_tiles_and_parts(words, tokens):
+    """Two tiles of logits take turns across steps; parts of the vocabulary in the backward pass, the last one ragged."""
+    x, weight, labels = inputs(tokens, words, 24)
+    bias = jnp.cos(jnp.arange(float(words)))
+    config = LossConfig(128, 256, 128, 512)
+
+    def run(**how):
+        def loss(x, w, b, y):
+            return linear_cross_entropy(x, w, y, bias=b, **OPTIONS, **how)
+
+        return jax.jit(scored(loss))(x, weight, bias, labels)
+
+    with contract.simulated_tpu():
+        got = jax.block_until_ready(run(implementation="pallas_tpu", config=config))
+    contract.close(got, run(implementation="xla"), 1e-5)
