@@ -66,7 +66,7 @@ def why_not(spec: MatmulSpec, chip: Chip | None) -> str | None:
 def heuristic(spec: MatmulSpec, chip: Chip | None) -> MatmulGpuConfig:
     """The largest tile of which there are enough for every multiprocessor."""
     del chip
-    return tiles(spec.groups, spec.m, spec.n, spec.k, _native_width(spec))
+    return tiles(spec.groups, spec.m, spec.n, spec.k, _native_width(spec), spec.compute_dtype.name == "int8")
 
 
 def _native_width(spec: MatmulSpec) -> int:
@@ -74,12 +74,13 @@ def _native_width(spec: MatmulSpec) -> int:
     return 1 if _takes_fp8(spec.operands.a.dtype, spec.operands.b.dtype) else spec.compute_dtype.itemsize
 
 
-def tiles(groups: int, m: int, n: int, k: int, width: int) -> MatmulGpuConfig:
+def tiles(groups: int, m: int, n: int, k: int, width: int, integer: bool = False) -> MatmulGpuConfig:
     """Tiles for `groups` products `m x n x k` of elements that take `width` bytes in the tensor cores."""
     smallest_k = 32 if width == 1 else 16
     deep = {1: 128, 2: 64, 4: 32}[width]
     block_k = min(deep, max(smallest_k, gpu.next_power_of_2(k)))
-    widest = 128 if width == 4 else 256
+    # 8-bit floats need a second accumulator (`_EXACT_FP8`), float32 twice the shared memory: there a tile of 256 columns has no room.
+    widest = 256 if width == 2 or integer else 128
     options = ((128, widest), (128, 128), (64, 128), (64, 64))
     for block_m, block_n in options:
         enough = groups * gpu.cdiv(m, block_m) * gpu.cdiv(n, block_n) >= gpu.SMS
@@ -161,6 +162,7 @@ def _matmul(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SUPER_M=config.super_m,
+        SPLIT=config.block_n >= 256,
     )
     return out, pre
 
@@ -191,7 +193,7 @@ def product(
     m, k = lhs.shape[3 - lhs_axis], lhs.shape[lhs_axis]
     n = rhs.shape[3 - rhs_axis]
     width = 1 if _takes_fp8(array_spec(lhs).dtype, array_spec(rhs).dtype) else spec.compute_dtype.itemsize
-    config = tiles(groups, m, n, k, width)
+    config = tiles(groups, m, n, k, width, spec.compute_dtype.name == "int8")
     return _matmul(spec, config, lhs, rhs, lhs_axis == 1, rhs_axis == 2, groups, out_dtype)[0]
 
 

@@ -53,6 +53,48 @@ def _load(
 
 
 @triton.jit
+def _finish(
+    z,
+    bias_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    pre_ptr,
+    group,
+    row,
+    column,
+    M,
+    N,
+    bias_group,
+    scale_a_group,
+    scale_a_row,
+    scale_b_group,
+    scale_b_column,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The epilogue of the sums `z` `[ROWS, COLUMNS]` at (row, column)."""
+    i = row + tl.arange(0, ROWS)
+    j = column + tl.arange(0, COLUMNS)
+    if scale_a_ptr is not None:
+        at = scale_a_ptr + group * scale_a_group + i * scale_a_row
+        z = z * tl.load(at, mask=i < M, other=0.0).to(tl.float32)[:, None]
+    if scale_b_ptr is not None:
+        at = scale_b_ptr + group * scale_b_group + j * scale_b_column
+        z = z * tl.load(at, mask=j < N, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        z = z + tl.load(bias_ptr + group * bias_group + j, mask=j < N, other=0.0).to(tl.float32)[None, :]
+    at = (group.to(tl.int64) * M + i)[:, None] * N + j[None, :]
+    keep = (i < M)[:, None] & (j < N)[None, :]
+    if pre_ptr is not None:
+        tl.store(pre_ptr + at, z.to(pre_ptr.dtype.element_ty), mask=keep)
+    if ACTIVATION is not None:
+        z = _activate(z.to(tl.float32), ACTIVATION)
+    tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
 def matmul(
     a_ptr,
     b_ptr,
@@ -86,6 +128,7 @@ def matmul(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SUPER_M: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """out `[GROUPS, M, N]` = activation(scale_a * scale_b * (a @ b) + bias); pre, if wanted, holds the activation's argument.
 
@@ -146,21 +189,70 @@ def matmul(
                 a = a.to(COMPUTE)
                 b = b.to(COMPUTE)
             acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE, out_dtype=ACCUMULATE)
-        i = row + tl.arange(0, BLOCK_M)
-        j = column + tl.arange(0, BLOCK_N)
-        z = acc
-        if scale_a_ptr is not None:
-            at = scale_a_ptr + group * scale_a_group + i * scale_a_row
-            z = z * tl.load(at, mask=i < M, other=0.0).to(tl.float32)[:, None]
-        if scale_b_ptr is not None:
-            at = scale_b_ptr + group * scale_b_group + j * scale_b_column
-            z = z * tl.load(at, mask=j < N, other=0.0).to(tl.float32)[None, :]
-        if bias_ptr is not None:
-            z = z + tl.load(bias_ptr + group * bias_group + j, mask=j < N, other=0.0).to(tl.float32)[None, :]
-        at = (group.to(tl.int64) * M + i)[:, None] * N + j[None, :]
-        keep = (i < M)[:, None] & (j < N)[None, :]
-        if pre_ptr is not None:
-            tl.store(pre_ptr + at, z.to(pre_ptr.dtype.element_ty), mask=keep)
-        if ACTIVATION is not None:
-            z = _activate(z.to(tl.float32), ACTIVATION)
-        tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=keep)
+        if SPLIT:
+            # By halves, so that the epilogue of a wide tile needs no more registers than there are.
+            left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+            _finish(
+                left,
+                bias_ptr,
+                scale_a_ptr,
+                scale_b_ptr,
+                out_ptr,
+                pre_ptr,
+                group,
+                row,
+                column,
+                M,
+                N,
+                bias_group,
+                scale_a_group,
+                scale_a_row,
+                scale_b_group,
+                scale_b_column,
+                ACTIVATION,
+                BLOCK_M,
+                BLOCK_N // 2,
+            )
+            _finish(
+                right,
+                bias_ptr,
+                scale_a_ptr,
+                scale_b_ptr,
+                out_ptr,
+                pre_ptr,
+                group,
+                row,
+                column + BLOCK_N // 2,
+                M,
+                N,
+                bias_group,
+                scale_a_group,
+                scale_a_row,
+                scale_b_group,
+                scale_b_column,
+                ACTIVATION,
+                BLOCK_M,
+                BLOCK_N // 2,
+            )
+        else:
+            _finish(
+                acc,
+                bias_ptr,
+                scale_a_ptr,
+                scale_b_ptr,
+                out_ptr,
+                pre_ptr,
+                group,
+                row,
+                column,
+                M,
+                N,
+                bias_group,
+                scale_a_group,
+                scale_a_row,
+                scale_b_group,
+                scale_b_column,
+                ACTIVATION,
+                BLOCK_M,
+                BLOCK_N,
+            )

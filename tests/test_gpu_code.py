@@ -1,0 +1,191 @@
+"""Machine code of the Triton kernels, without a GPU: nothing spills on Hopper, tensor cores and wide loads are used; AMD compiles; JAX lowers for CUDA."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import contract
+import vishwamai
+from vishwamai.aot.gpu import inspect_launch, launches
+from vishwamai.core import gpu
+from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.core.errors import DeviceError
+
+pytestmark = [
+    pytest.mark.skipif(contract.INTERPRETED, reason="a process with the interpreter cannot compile"),
+    pytest.mark.skipif(gpu.why_not() is not None, reason=str(gpu.why_not())),
+]
+
+
+def model_cases():
+    """Every model's case that a Triton implementation serves."""
+    found = []
+    for name, operation in contract.OPERATIONS.items():
+        for impl in operation.op.implementations:
+            if impl.platform == "cuda":
+                module = __import__(f"vishwamai.ops.{name}.cases", fromlist=["CASES"])
+                found += [c for c in module.CASES if "model" in c.tags and contract.declines(impl, c) is None]
+    return found
+
+
+# By default one case of each kind of code; the others are `long`.
+DEFAULT = {
+    "Llama 3 8B",
+    "Qwen 3 8B head norm",
+    "8192 x 8192",
+    "Llama 3 8B gate",
+    "Llama 3 8B gate fp8",
+    "BERT base up float32",
+}
+
+
+def parameters():
+    return [
+        pytest.param(
+            case, id=f"{case.op}-{contract.label(case)}", marks=() if case.name in DEFAULT else pytest.mark.long
+        )
+        for case in model_cases()
+    ]
+
+
+@pytest.mark.parametrize("case", parameters())
+def test_hopper_code(case):
+    """No spills; a product on large tiles uses wgmma and the copy engine; memory is read 16 bytes at a time."""
+    recorded = launches(case)
+    assert recorded
+    for launch in recorded:
+        code = inspect_launch(launch)
+        assert code.spill == 0, code
+        assert code.programs >= 1, code
+        if case.op == "matmul":
+            assert code.tma > 0
+            rows = dict(launch.launch.constants)["BLOCK_M"]
+            assert code.wgmma > 0 if rows >= 64 else code.mma > 0
+        if case.op == "norm":
+            # All but the rows of a parameter, which are spread over threads that hold other rows too.
+            assert code.wide >= code.loads - 1 and code.loads > 0
+
+
+def odd_case():
+    """A product whose rows are no multiple of 16 bytes."""
+    arrays = {"a": ArrayInit((200, 301), "bfloat16"), "b": ArrayInit((301, 333), "bfloat16")}
+    return Case("odd", "matmul", vishwamai.gemm, arrays)
+
+
+def test_rows_that_the_copy_engine_cannot_take():
+    """Masked loads instead, tensor cores all the same."""
+    codes = [inspect_launch(launch) for launch in launches(odd_case())]
+    assert [code.tma for code in codes] == [0] * len(codes)
+    assert all(code.wgmma and not code.spill for code in codes)
+
+
+@pytest.mark.parametrize("name", ["Llama 3 8B", "Llama 3 8B gate"])
+def test_amd_compiles(name):
+    """For the MI300: matrix instructions, nothing spilled."""
+    (case,) = (case for case in model_cases() if case.name == name)
+    for launch in launches(case):
+        how = launch.launch
+        # An MI300 has 64 KiB of shared memory, where a Hopper multiprocessor has 227.
+        launch = dataclasses.replace(launch, launch=dataclasses.replace(how, stages=min(2, how.stages)))
+        code = inspect_launch(launch, "gfx942")
+        assert code.registers > 0 and code.spill == 0
+        assert (code.mma > 0) == (case.op == "matmul")
+
+
+def test_the_reader_notices_a_spill():
+    """A row of 4096 on two warps does not fit the registers of the backward pass, and the code says so: the test above can fail."""
+    (case,) = (case for case in model_cases() if case.name == "Llama 3 8B")
+    backward = next(launch for launch in launches(case) if launch.launch.kernel.name == "backward")
+    narrow = dataclasses.replace(backward, launch=dataclasses.replace(backward.launch, warps=2))
+    assert inspect_launch(narrow).spill > 0
+
+
+# --- JAX programs for CUDA --------------------------------------------------------------------------------------------------------------------------
+
+X = jax.ShapeDtypeStruct((8, 64, 256), jnp.bfloat16)
+W = jax.ShapeDtypeStruct((256,), jnp.bfloat16)
+B = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
+
+
+def model(x, w, b):
+    return vishwamai.gemm(vishwamai.rms_norm(x, w), b, activation="silu")
+
+
+def value_and_gradients(x, w, b):
+    y, pull = jax.vjp(model, x, w, b)
+    return y, pull(y)
+
+
+def calls(text):
+    """(kernel, its operand types) of every call of a Triton kernel in a StableHLO module."""
+    return re.findall(
+        r'custom_call @__gpu\$xla\.gpu\.ptx\(.*? name = "(\w+)".*?\} : \((.*?)\) ->',
+        re.sub(r'kernel_data = ".*?[^\\]"', "", text, flags=re.S),
+    )
+
+
+def lowered(function, *args):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_lowers_for_cuda_with_gradients():
+    names = [name for name, _ in calls(lowered(value_and_gradients, X, W, B))]
+    assert {"forward", "backward", "sum_rows", "matmul"} <= set(names) and names.count("matmul") == 3
+
+
+def test_one_traced_program_serves_other_platforms_too():
+    """The same trace lowers for a CPU without a word of PTX in it."""
+    traced = jax.jit(model).trace(X, W, B)
+    assert calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+    assert "ptx" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_vmap_is_folded_into_one_launch():
+    text = lowered(jax.vmap(lambda x, w: vishwamai.layer_norm(x, w), (0, None)), X, W)
+    ((name, operands),) = calls(text)
+    assert name == "forward" and operands.startswith("tensor<8x64x256xbf16>, tensor<1x256xbf16>")
+
+
+def test_shard_map_gives_each_device_its_part():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(lambda x, w: vishwamai.rms_norm(x, w), mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    ((_, operands),) = calls(lowered(sharded, X, W))
+    assert operands.startswith("tensor<1x64x256xbf16>")
+
+
+def test_automatic_partitioning_is_asked():
+    """Under automatic mesh axes the kernel stands behind our rule in the program for CUDA, as it does for the CPU."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("x")))
+    w = jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=NamedSharding(mesh, P()))
+    text = jax.jit(vishwamai.rms_norm).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert "CustomSPMDPartitioning" in text
+
+
+def test_export_for_cuda():
+    check = jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.ptx")
+    exported = jax.export.export(jax.jit(value_and_gradients), platforms=["cuda"], disabled_checks=[check])(X, W, B)
+    back = jax.export.deserialize(exported.serialize())
+    assert back.platforms == ("cuda",) and calls(back.mlir_module())
+
+
+def test_a_kernel_on_the_cpu_is_an_error_in_words():
+    with pytest.raises(NotImplementedError, match="triton_call"):
+        vishwamai.rms_norm(np.ones((4, 8), np.float32), implementation="triton")
+
+
+def test_without_triton_the_reason_names_the_mend(monkeypatch):
+    from vishwamai.core import triton_call
+
+    monkeypatch.setattr(triton_call, "why_not", lambda: "triton is not installed: pip install 'vishwamai[gpu]'.")
+    with pytest.raises(vishwamai.UnsupportedError, match=r"triton is not installed: pip install 'vishwamai\[gpu\]'"):
+        jax.eval_shape(lambda x: vishwamai.rms_norm(x, implementation="triton"), X)
+    triton_call.compiled.cache_clear()
+    with pytest.raises(DeviceError, match="pip install"):
+        triton_call.compiled(gpu.Kernel("m", "k"), (), gpu.Launch(gpu.Kernel("m", "k"), (), ()), 90)
