@@ -24,6 +24,7 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
     },
     ("sparse", "pallas_tpu"): {
         "small blocks": "the blocks are 16 x 8",
+        "one row": "the blocks are 16 x 24",
         "float16": "`dense` is float16",
         "float64": "`dense` is float64",
         "no blocks": "an array is empty",
@@ -248,7 +249,7 @@ NEIGHBOURS = {
     "gated": "63x100x300 float32",
     "rope": "interleaved bfloat16",
     "paged_attention": "mixed bf16",
-    "sparse": "holes f32",
+    "sparse": "unsorted and twice",
     "softmax": "softmax (63, 100) float32",
 }
 

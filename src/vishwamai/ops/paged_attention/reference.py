@@ -16,8 +16,9 @@ from jax import lax
 from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import lax_precision
+from vishwamai.core.sharding import Axes, follow_explicit_axes, match_varying
 from vishwamai.ops.paged_attention.schedule import items, runs
-from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
+from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec, paged_axes
 
 _KEYS = 256
 """Keys of one step, or a page where that is more."""
@@ -103,6 +104,7 @@ def _one(spec: PagedSpec, operands: Operands) -> Any:
             m = lax.stop_gradient(jnp.maximum(m, sinks))
             l = jnp.exp(sinks - m)
         acc = jnp.zeros((*m.shape, spec.value_dim), wide)
+        m, l, acc, _ = match_varying((m, l, acc, query))
         (_, l, acc), _ = lax.scan(jax.checkpoint(step), (m, l, acc), jnp.arange(steps))
         out = acc / jnp.where(l > 0, l, 1)[..., None]
         return jnp.transpose(out, (2, 0, 1, 3)).reshape(block, spec.heads, spec.value_dim)
@@ -112,8 +114,7 @@ def _one(spec: PagedSpec, operands: Operands) -> Any:
     together = max(1, min(number, _STEP_BYTES // max(1, bytes_each)))
     out = lax.map(attend, tuple(blocks[:5]), batch_size=together)  # [items, block, Hq, Dv]
     into = blocks.token[:, None] + jnp.arange(block)
-    last = of.start[blocks.sequence] + of.length[blocks.sequence]
-    written = (jnp.arange(number) < blocks.count)[:, None] & (into < last[:, None])
+    written = (jnp.arange(number) < blocks.count)[:, None] & (into < blocks.last_token[:, None])
     into = jnp.where(written, into, spec.tokens)  # out of range: dropped
     result = jnp.zeros((spec.tokens, spec.heads, spec.value_dim), wide)
     return result.at[into].set(out, mode="drop").astype(spec.compute_dtype)
@@ -122,12 +123,18 @@ def _one(spec: PagedSpec, operands: Operands) -> Any:
 def each(function: Any, spec: PagedSpec, operands: Operands) -> Any:
     """Runs `function(operands without batch axis)` for every folded batch entry, one after the other; shared operands are not copied."""
 
-    def entry(b: Any) -> Operands:
-        return type(operands)(*(None if x is None else x[b if x.shape[0] > 1 else 0] for x in operands))
+    def run(*operands: Any) -> Any:
+        def entry(b: Any) -> Operands:
+            return Operands(*(None if x is None else x[b if x.shape[0] > 1 else 0] for x in operands))
 
-    if spec.batch == 1:
-        return function(entry(0))[None]
-    return lax.map(lambda b: function(entry(b)), jnp.arange(spec.batch))
+        batch = operands[0].shape[0]
+        if batch == 1:
+            return function(entry(0))[None]
+        return lax.map(lambda b: function(entry(b)), jnp.arange(batch))
+
+    # A mapped axis may lie on explicit mesh axes, along which no entry can be picked: every device then takes its own.
+    axes = paged_axes(spec, (operands,), Outputs(operands.query))
+    return follow_explicit_axes(run, Axes(tuple(axes.arguments[0]), axes.results.out, axes.splittable), *operands)
 
 
 def forward(spec: PagedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:

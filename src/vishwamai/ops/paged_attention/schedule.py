@@ -22,6 +22,7 @@ class Items(NamedTuple):
       position: position of that query in its sequence.
       first_page: first entry of the sequence's page table that any query of the block sees.
       end: the keys that the block sees end before this position.
+      last_token: index of the token after its sequence's last.
       count: number of items, a scalar.
     """
 
@@ -30,6 +31,7 @@ class Items(NamedTuple):
     position: Any
     first_page: Any
     end: Any
+    last_token: Any
     count: Any
 
 
@@ -59,15 +61,27 @@ def items(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> Items
     """The items of sequences of `least` ... `most` queries."""
     number = most_items(spec, block, least, most)
     blocks = jnp.where((of.length >= least) & (of.length <= most), -(-of.length // block), 0)
-    ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    first = ends - blocks
-    index = jnp.arange(number, dtype=jnp.int32)
-    # The sequences before item i are those whose items end at i or before.
-    sequence = jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
-    sequence = jnp.minimum(sequence, of.start.shape[0] - 1)
-    offset = (index - first[sequence]) * block
-    kv_len = of.kv_len[sequence]
-    position = kv_len - of.length[sequence] + offset
-    end = jnp.clip(position + jnp.minimum(block, of.length[sequence] - offset), 0, kv_len)
+    ends = prefix_sum(blocks)
+    index = jnp.arange(number, dtype=jnp.int32)[:, None]
+    # Item i belongs to the sequence whose items begin at i or before and end after it. Sums over that mask are gathers that XLA fuses into one loop.
+    mine = (ends - blocks <= index) & (index < ends)  # [items, sequences]
+
+    def of_item(values: Any) -> Any:
+        return jnp.sum(jnp.where(mine, values, 0), axis=1, dtype=jnp.int32)
+
+    sequence = of_item(jnp.arange(ends.shape[0], dtype=jnp.int32))
+    offset = of_item(index - (ends - blocks)) * block
+    kv_len, length = of_item(of.kv_len), of_item(of.length)
+    position = kv_len - length + offset
+    end = jnp.clip(position + jnp.minimum(block, length - offset), 0, kv_len)
     lowest = jnp.zeros_like(position) if spec.window is None else jnp.maximum(position - spec.window, 0)
-    return Items(sequence, of.start[sequence] + offset, position, lowest // spec.page_size, end, ends[-1])
+    token = of_item(of.start) + offset
+    return Items(sequence, token, position, lowest // spec.page_size, end, token + length - offset, jnp.sum(blocks, dtype=jnp.int32))
+
+
+def prefix_sum(x: Any) -> Any:
+    """Inclusive sums of an int32 vector; a short one as a masked sum, which fuses with what is around it."""
+    if x.shape[0] > 512:
+        return jnp.cumsum(x, dtype=jnp.int32)
+    index = jnp.arange(x.shape[0])
+    return jnp.sum(jnp.where(index[None, :] <= index[:, None], x[None, :], 0), axis=1, dtype=jnp.int32)

@@ -18,10 +18,10 @@ from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, sublanes, tiled_bytes, vmem_budget
-from vishwamai.core.sharding import out_struct
+from vishwamai.core.sharding import match_varying, out_struct
 from vishwamai.ops.paged_attention import tpu_kernel
 from vishwamai.ops.paged_attention.reference import each
-from vishwamai.ops.paged_attention.schedule import Items, items, most_items, runs
+from vishwamai.ops.paged_attention.schedule import Items, items, prefix_sum, runs
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
 from vishwamai.ops.paged_attention.tpu_kernel import LANES, Shape, heads_together, packing
 
@@ -49,7 +49,7 @@ class PagedConfig:
 
     block_keys: int
     long_rows: int = 256
-    slots: int = 2
+    slots: int = 3
     chunk_keys: int = 128
     cores: int = 1
     vmem_bytes: int = 0
@@ -151,8 +151,8 @@ def _most_entries(chip: Chip | None) -> int:
 
 
 def heuristic(spec: PagedSpec, chip: Chip | None) -> PagedConfig:
-    """About a MiB of pages a step."""
-    keys = max(128, min(1024, (1 << 20) // spec.row_bytes))
+    """About two MiB of pages a step: less, and what a step costs besides its keys shows."""
+    keys = max(128, min(1024, (2 << 20) // spec.row_bytes))
     keys = max(spec.page_size, keys // spec.page_size * spec.page_size)
     config = PagedConfig(keys, cores=planning_chip(chip).cores_per_device)
     while (need := max(_vmem_bytes(spec, s) for _, _, s in _shapes(spec, config))) > vmem_budget(chip):
@@ -206,13 +206,15 @@ def _per_row(spec: PagedSpec, shape: Shape, values: Any) -> Any:
 def _bounds(spec: PagedSpec, blocks: Items, cores: int) -> Any:
     """First item of every core, and the end: shares of about the same number of pages."""
     number = blocks.sequence.shape[0]
+    count = jnp.reshape(blocks.count, (1,))
+    if cores == 1:
+        return jnp.concatenate((jnp.zeros(1, jnp.int32), count))
     cost = 1 + jnp.maximum(-(-blocks.end // spec.page_size) - blocks.first_page, 0)
-    before = jnp.cumsum(jnp.where(jnp.arange(number) < blocks.count, cost, 0), dtype=jnp.int32)
+    before = prefix_sum(jnp.where(jnp.arange(number) < blocks.count, cost, 0))
     # In float32: pages times cores may pass the range of int32, and a share need not be exact.
     parts = before[-1].astype(jnp.float32) / cores * jnp.arange(1, cores)
     inner = jnp.sum(before[None, :] <= parts[:, None], axis=1, dtype=jnp.int32)
-    ends = jnp.zeros(1, jnp.int32), jnp.minimum(inner, blocks.count), jnp.reshape(blocks.count, (1,))
-    return jnp.concatenate(ends)
+    return jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.minimum(inner, count), count))
 
 
 def _call(spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands, blocks: Items) -> Any:
@@ -268,7 +270,7 @@ def _call(spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands
     def present(*groups: dict[str, Any]) -> dict[str, Any]:
         return {name: x for group in groups for name, x in group.items() if x is not None}
 
-    given = present(scalars, hbm, vmem, smem)
+    given = match_varying(present(scalars, hbm, vmem, smem))
     names = [*given, "out", *present(scratch)]
     whole = [pl.BlockSpec(x.shape, lambda c, *_, n=x.ndim: (0,) * n) for x in present(vmem).values()]
     out = out_struct((number, *block, spec.value_dim), spec.compute_dtype, *given.values())
@@ -313,8 +315,7 @@ def _one(spec: PagedSpec, config: PagedConfig, operands: Operands) -> Any:
             out = jnp.where(exists[:, None, None], out[:, 0], 0)
             return jnp.pad(out, ((0, spec.tokens - number), (0, 0), (0, 0)))
         into = blocks.token[:, None] + jnp.arange(shape.queries)
-        last = of.start[blocks.sequence] + of.length[blocks.sequence]
-        into = jnp.where(exists[:, None] & (into < last[:, None]), into, spec.tokens)  # out of range: dropped
+        into = jnp.where(exists[:, None] & (into < blocks.last_token[:, None]), into, spec.tokens)  # out of range: dropped
         result = result.at[into].set(out, mode="drop")
     return result
 

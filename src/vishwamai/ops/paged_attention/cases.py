@@ -1,0 +1,131 @@
+"""Cases of paged attention: small batches of ragged runs for the contract suite, and steps of decoding and prefill of real models."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.ops.paged_attention.api import ragged_paged_attention
+
+Runs = tuple[tuple[int, int], ...]
+"""(new tokens, all tokens) of each sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table(ArrayInit):
+    """An integer array whose values are given; for page tables None, and they are drawn: every page once."""
+
+    values: tuple[int, ...] | None = None
+    pages: int = 0
+
+    def make(self, rng: np.random.Generator) -> np.ndarray:
+        if self.values is not None:
+            return np.array(self.values, np.int32).reshape(self.shape)
+        return rng.permutation(self.pages)[: self.shape[0] * self.shape[1]].reshape(self.shape).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ForwardCase(Case):
+    """A case whose operation has no gradient."""
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        return ()
+
+
+def tables(runs: Runs, page_size: int, entries: int | None = None, spare: int = 2) -> tuple[dict[str, ArrayInit], int]:
+    """(kv_lens, page_indices, cu_q_lens, number of pages): page tables of `entries` a sequence, or as many as the longest needs."""
+    entries = entries or max(1, max(-(-kv // page_size) for _, kv in runs))
+    pages = len(runs) * entries + spare
+    starts = [sum(q for q, _ in runs[:i]) for i in range(len(runs) + 1)]
+    arrays: dict[str, ArrayInit] = {
+        "kv_lens": Table((len(runs),), "int32", values=tuple(kv for _, kv in runs)),
+        "page_indices": Table((len(runs), entries), "int32", pages=pages),
+        "cu_q_lens": Table((len(runs) + 1,), "int32", values=tuple(starts)),
+    }
+    return arrays, pages
+
+
+def separate_pages(query: Any, k_pages: Any, v_pages: Any, **rest: Any) -> Any:
+    """`ragged_paged_attention` with keys and values in pools of their own."""
+    return ragged_paged_attention(query, (k_pages, v_pages), **rest)
+
+
+def _case(
+    name: str,
+    runs: Runs,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 32,
+    page_size: int = 8,
+    dtype: str = "float32",
+    pages: str | None = None,
+    *,
+    form: str = "combined",
+    value_dim: int | None = None,
+    sinks: bool = False,
+    scaled: bool = False,
+    spare_tokens: int = 0,
+    tags: tuple[str, ...] = ("contract",),
+    **options: Any,
+) -> Case:
+    arrays, number = tables(runs, page_size)
+    stored = pages or dtype
+    kind: Any = "integers" if stored != dtype else "normal"
+
+    def pool(*shape: int) -> ArrayInit:
+        return ArrayInit((number, page_size, *shape), stored, kind)
+
+    found: dict[str, ArrayInit] = {"query": ArrayInit((sum(q for q, _ in runs) + spare_tokens, heads[0], dim), dtype)}
+    if form == "combined":
+        found["kv_pages"] = pool(2 * heads[1], dim)
+    elif form == "separate":
+        found |= {"k_pages": pool(heads[1], dim), "v_pages": pool(heads[1], value_dim or dim)}
+    else:
+        found["kv_pages"] = pool(dim)
+    found |= arrays
+    if sinks:
+        found["sinks"] = ArrayInit(heads[:1], "float32")
+    if scaled:
+        # What makes stored numbers of the dtype's range about 1.
+        options |= {"k_scale": 0.02 if stored == "int8" else 0.2, "v_scale": tuple(0.01 * (1 + h) for h in range(heads[1]))}
+    call: Any = separate_pages if form == "separate" else ragged_paged_attention
+    return ForwardCase(name, "paged_attention", call, found, options, frozenset(tags))
+
+
+_MIXED: Runs = ((1, 21), (5, 5), (1, 8), (0, 9), (11, 30))
+_DECODE: Runs = ((1, 17), (1, 3), (1, 32))
+
+CASES = (
+    _case("mixed f32", _MIXED, spare_tokens=3),
+    _case("mixed bf16", _MIXED, (8, 2), 128, 8, "bfloat16"),
+    _case("decode bf16", _DECODE, (8, 2), 128, 16, "bfloat16", max_q_len=1),
+    _case("decode one head a group f32", _DECODE, (2, 2), 64, 4, max_q_len=1),
+    _case("page of 1", ((1, 5), (3, 7)), (4, 2), 128, 1, "bfloat16", max_q_len=3),
+    _case("page of 256", ((1, 300), (2, 40)), (4, 2), 128, 256, "bfloat16", max_q_len=2),
+    _case("window", _MIXED, (8, 2), 128, 4, "bfloat16", window=6),
+    _case("softcap and sinks", _MIXED, (8, 2), 128, 8, "bfloat16", softcap=3.0, sinks=True),
+    _case("int8 pages", _MIXED, (8, 2), 128, 8, "bfloat16", "int8", scaled=True),
+    _case("fp8 pages", _DECODE, (8, 4), 128, 8, "bfloat16", "float8_e4m3fn", scaled=True, max_q_len=1),
+    _case("fp8 e5m2 pages", _DECODE, (4, 2), 64, 8, "bfloat16", "float8_e5m2", scaled=True, max_q_len=1),
+    _case("separate", _MIXED, (4, 2), 64, 8, "bfloat16", form="separate", value_dim=32),
+    _case("latent", _MIXED, (8, 1), 80, 16, "bfloat16", form="latent", latent_dim=64, scale=0.2),
+    _case("no tokens", ((0, 4),), (4, 2), 32, 8),
+    _case("float16", _DECODE, (4, 2), 32, 8, "float16"),
+    _case("float64", _DECODE, (4, 2), 32, 8, "float64"),
+    _case("three kv heads", _DECODE, (6, 3), 64, 8, "bfloat16"),
+    _case("wide heads", _DECODE, (4, 2), 256, 8, "bfloat16"),
+    # A step of decoding: 64 sequences of 4096 tokens, pages of 64.
+    *(
+        _case(name, ((1, 4096),) * 64, heads, dim, 64, "bfloat16", max_q_len=1, tags=("model", "long"), **options)
+        for name, heads, dim, options in (
+            ("decode Llama 3 8B", (32, 8), 128, {}),
+            ("decode Llama 3 8B int8", (32, 8), 128, {"pages": "int8", "scaled": True}),
+            ("decode Mistral 7B window", (32, 8), 128, {"window": 1024}),
+            ("decode DeepSeek V3 latent", (128, 1), 576, {"form": "latent", "latent_dim": 512, "scale": 192**-0.5}),
+        )
+    ),
+    _case("prefill and decode Llama 3 8B", (((1, 2048),) * 32 + ((1024, 1024),)), (32, 8), 128, 64, "bfloat16", tags=("model", "long")),
+)
