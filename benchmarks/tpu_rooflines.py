@@ -1,9 +1,9 @@
-"""gemm and the normalizations on TPUs that are not here: the compiler's own schedule, as a share of the chip's roofline, beside XLA's.
+"""gemm, the normalizations, rotary embeddings, softmaxes and gated units on TPUs that are not here: the compiler's own schedule, as a share of the chip's roofline, beside XLA's.
 
 The share is roofline / estimate (docs/aot.md says how far an estimate can be trusted). For a product the roofline is max(FLOPs / peak, bytes /
-bandwidth); for a normalization it is its bytes / bandwidth. "backward" is the program of forward and backward, whose bytes are those of both.
+bandwidth); for all others it is bytes / bandwidth. "backward" is the program of forward and backward, whose bytes are those of both.
 
-    python benchmarks/tpu_rooflines.py --targets v4,v5e,v5p,v6e,tpu7x --cases gemm,int8,norm
+    python benchmarks/tpu_rooflines.py --targets v4,v5e,v5p,v6e,tpu7x --cases gemm,int8,norm,rope,softmax,gated
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai import gemm, layer_norm, rms_norm
+from vishwamai import apply_rope, gated_linear_unit, gemm, layer_norm, rms_norm, softmax
 from vishwamai.aot.schedule import Case, inspect_many
 from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.hardware import CHIPS
@@ -26,6 +26,11 @@ IMPLEMENTATIONS = ("pallas_tpu", "xla")
 
 def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _with_gradient(call: Callable[..., Any], x: Any, cotangent: Any, *parameters: Any, **how: Any) -> Any:
+    y, pullback = jax.vjp(lambda *arrays: call(*arrays, **how), x, *parameters)
+    return y, pullback(cotangent)
 
 
 def products(dtype: Any) -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
@@ -39,11 +44,6 @@ def products(dtype: Any) -> Iterator[tuple[str, Callable[..., Any], list[Any], f
 
 def normalizations() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
     """The forward pass, and the forward and backward pass together, of both norms."""
-
-    def with_gradient(call: Callable[..., Any], x: Any, cotangent: Any, *parameters: Any, **how: Any) -> Any:
-        y, pullback = jax.vjp(lambda *arrays: call(*arrays, **how), x, *parameters)
-        return y, pullback(cotangent)
-
     for rows, features in ((8192, 8192), (32768, 1024)):
         x, parameter = _array(rows, features), _array(features, dtype=jnp.float32)
         size = rows * features * 2
@@ -52,15 +52,51 @@ def normalizations() -> Iterator[tuple[str, Callable[..., Any], list[Any], float
             ("rms_norm", rms_norm, [parameter]),
         ):
             yield f"{name} {rows}x{features}", call, [x, *parameters], 8.0 * rows * features, 2.0 * size
-            both = functools.partial(with_gradient, call)
+            both = functools.partial(_with_gradient, call)
             label = f"{name} {rows}x{features} backward"
             yield label, both, [x, x, *parameters], 24.0 * rows * features, 5.0 * size
+
+
+def rotations() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
+    """Queries and keys of Llama 3 8B as its projections leave them. (The simulator does not see the copies of the other layout, [batch, heads, ...].)"""
+    query, key = _array(4, 4096, 32, 128), _array(4, 4096, 8, 128)
+    nbytes = 2.0 * 2 * (query.size + key.size)
+    for interleaved in (False, True):
+
+        def call(query: Any, key: Any, interleaved: bool = interleaved, **how: Any) -> Any:
+            return apply_rope((query, key), layout="bshd", interleaved=interleaved, **how)
+
+        yield f"apply_rope{' interleaved' * interleaved} 4x4096x(32+8)x128", call, [query, key], 1.0, nbytes
+
+
+def softmaxes() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
+    for rows, features in ((8192, 8192), (32768, 1024)):
+        x, size = _array(rows, features), 2.0 * rows * features
+        yield f"softmax {rows}x{features}", softmax, [x], 1.0, 2 * size
+        both = functools.partial(_with_gradient, softmax)
+        yield f"softmax {rows}x{features} backward", both, [x, x], 1.0, 5 * size
+
+
+def gated_units() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
+    """SwiGLU of Llama 3 8B: two products forward, four more with the gradient."""
+    m, k, n = 4096, 4096, 14336
+    x, weights, h = _array(m, k), _array(k, n), _array(m, n)
+
+    def call(x: Any, gate: Any, up: Any, **how: Any) -> Any:
+        return gated_linear_unit(x, (gate, up), **how)
+
+    yield f"gated_linear_unit {m}x{k}x{n}", call, [x, weights, weights], 4.0 * m * n * k, None
+    both = functools.partial(_with_gradient, call)
+    yield f"gated_linear_unit {m}x{k}x{n} backward", both, [x, h, weights, weights], 12.0 * m * n * k, None
 
 
 SUITES: dict[str, Callable[[], Iterator[Any]]] = {
     "gemm": lambda: products(jnp.bfloat16),
     "int8": lambda: products(jnp.int8),
     "norm": normalizations,
+    "rope": rotations,
+    "softmax": softmaxes,
+    "gated": gated_units,
 }
 
 
