@@ -1,5 +1,7 @@
 """`vishwamai.kernels.tpu`: kernels and operations of one's own, the tiled layout, shardings."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ def body(x_ref, w_ref, y_ref):
     y_ref[...] = jnp.tanh(x_ref[...]) * w_ref[...]
 
 
-BODY = dict(
+BODY: Any = dict(
     grid=(4,),
     in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0)), pl.BlockSpec((1, 128), lambda i: (0, 0))],
     out_specs=pl.BlockSpec((8, 128), lambda i: (i, 0)),

@@ -14,8 +14,10 @@ from vishwamai.core.errors import (
 )
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.core.profiling import Profile
-from vishwamai.kernels.decorators import Kernel, cpu_kernel, gpu_kernel, sparse_kernel, tpu_kernel
+from vishwamai.kernels import cpu, gpu, tpu
+from vishwamai.kernels.decorators import Kernel, cpu_kernel, gpu_kernel, tpu_kernel
 from vishwamai.kernels.profile import profile_kernel
+from vishwamai.kernels.special import expert_kernel, sparse_kernel
 
 __all__ = [
     "DeviceError",
@@ -28,11 +30,15 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
     "VishwamaiError",
+    "cpu",
     "cpu_kernel",
     "current_config",
+    "expert_kernel",
+    "gpu",
     "gpu_kernel",
     "kernel_config",
     "profile_kernel",
     "sparse_kernel",
+    "tpu",
     "tpu_kernel",
 ]

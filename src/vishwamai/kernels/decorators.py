@@ -46,9 +46,27 @@ class _Call:
     static: tuple[Any, ...]  # one entry per leaf; `_ARRAY` where an array stands
 
     def arguments(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with `arrays` in their places."""
         rest = iter(arrays)
-        leaves = [next(rest) if value is _ARRAY else value for value in self.static]
+        leaves = [
+            next(rest) if value is _ARRAY else value.array if isinstance(value, _Constant) else value
+            for value in self.static
+        ]
         return jax.tree.unflatten(self.treedef, leaves)
+
+
+class _Constant:
+    """A NumPy array that is part of the program; equal to others of the same content."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self._content = (array.shape, array.dtype.str, array.tobytes())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constant) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
 
 
 _ARRAY = object()
@@ -82,13 +100,19 @@ class Kernel:
         platform: str,
         overrides: dict[str, Any],
         config: KernelConfig | None = None,
+        *,
         jit_options: dict[str, Any] | None = None,
+        constants: bool = False,
+        verify: Callable[[Callable[..., Any], tuple[Any, ...]], None] | None = None,
     ):
         functools.update_wrapper(self, function)
         self.function = function
         self.platform = platform
         self._overrides = overrides
         self._base = config
+        self._constants = constants  # NumPy arrays of integers and bools are part of the program
+        self._verify = verify  # called once for each new program with (function of arrays, arrays)
+        self._verified: set[Any] = set()
         with self._name_errors(), self.configured():
             pass  # a keyword that is wrong is told where it stands, not at the first call
 
@@ -170,8 +194,20 @@ class Kernel:
                     f"{self.name}: an argument is a torch tensor of shape {tuple(leaf.shape)}, and the function is traced by JAX; "
                     "pass `jnp.asarray(tensor)`."
                 )
-        static = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
-        return _Call(treedef, static), tuple(leaf for leaf in leaves if _is_array(leaf))
+        static = tuple(map(self._static, leaves))
+        call = _Call(treedef, static)
+        arrays = tuple(leaf for leaf, value in zip(leaves, static) if value is _ARRAY)
+        if self._verify is not None:
+            key = (call, tuple((x.shape, str(x.dtype)) for x in arrays))
+            if key not in self._verified:
+                self._verify(functools.partial(self._run, call), arrays)
+                self._verified.add(key)
+        return call, arrays
+
+    def _static(self, leaf: Any) -> Any:
+        if self._constants and isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iub":
+            return _Constant(leaf)
+        return _ARRAY if _is_array(leaf) else leaf
 
     def _placed(self, arrays: tuple[Any, ...], config: KernelConfig) -> tuple[Any, ...]:
         """The arrays on a device of the kernel's platform; as they are where there is none."""
@@ -219,7 +255,11 @@ def translated(name: str, error: Exception) -> VishwamaiError:
 
 
 def decorator(
-    platform: str, function: Callable[..., Any] | None, config: KernelConfig | None, overrides: dict[str, Any]
+    platform: str,
+    function: Callable[..., Any] | None,
+    config: KernelConfig | None,
+    overrides: dict[str, Any],
+    **extra: Any,
 ) -> Any:
     """`@name`, `@name(...)` and `name(function, ...)` alike."""
     if platform not in _JAX_PLATFORMS:
@@ -229,8 +269,8 @@ def decorator(
     if config is not None and not isinstance(config, KernelConfig):
         raise KernelError(f"{platform}_kernel: `config` is a {type(config).__name__}; pass a KernelConfig.")
     if function is None:
-        return lambda wrapped: Kernel(wrapped, platform, overrides, config)
-    return Kernel(function, platform, overrides, config)
+        return lambda wrapped: Kernel(wrapped, platform, overrides, config, **extra)
+    return Kernel(function, platform, overrides, config, **extra)
 
 
 def tpu_kernel(
@@ -253,7 +293,7 @@ def tpu_kernel(
     'pallas_tpu'
     """
     for name in ("use_fp16", "use_tensor_cores"):
-        if options.get(name) or (config is not None and getattr(config, name)):
+        if options.get(name) or (isinstance(config, KernelConfig) and getattr(config, name)):
             raise KernelError(
                 f"tpu_kernel: `{name}` is set, but a TPU has neither float16 nor tensor cores: its matrix units run every product; "
                 "pass `use_bfloat16=True`, or nothing."
@@ -289,42 +329,3 @@ def cpu_kernel(
     'cpu'
     """
     return decorator("cpu", function, config, options)
-
-
-def sparse_kernel(
-    function: Callable[..., Any] | None = None,
-    *,
-    platform: str = "tpu",
-    block_size: int | None = None,
-    config: KernelConfig | None = None,
-    **options: Any,
-) -> Any:
-    """Makes a kernel of a JAX function of block-sparse operations: `platform`'s decorator with a `block_size`.
-
-    Args:
-      platform: "tpu", "gpu" or "cpu".
-      block_size: edge of the blocks, in elements; a function that takes a parameter `block_size` is given it, unless the call passes its own.
-    """
-    if block_size is not None:
-        options["block_size"] = block_size
-        if function is None:
-            return lambda wrapped: decorator(
-                platform, _with_default(wrapped, "block_size", block_size), config, options
-            )
-        function = _with_default(function, "block_size", block_size)
-    return decorator(platform, function, config, options)
-
-
-def _with_default(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any]:
-    """The function with `value` for its parameter `name` where a call does not pass it; the function itself if it has no such parameter."""
-    if name not in inspect.signature(function).parameters:
-        return function
-
-    @functools.wraps(function)
-    def filled(*args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(function).bind_partial(*args, **kwargs)
-        if name not in bound.arguments:
-            kwargs[name] = value
-        return function(*args, **kwargs)
-
-    return filled

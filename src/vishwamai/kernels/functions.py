@@ -9,6 +9,7 @@ from typing import Any
 
 import vishwamai
 from vishwamai.core.config import kernel_config
+from vishwamai.core.errors import ShapeError
 
 
 def flash_attention(
@@ -79,3 +80,28 @@ def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, use_fused_ops: bo
     if not use_fused_ops:
         options.setdefault("implementation", "xla")
     return vishwamai.layer_norm(x, scale, bias, **options)
+
+
+def block_sparse(dense: Any, sparse_values: Any, indices: Any, *, block_size: int | None = None, **options: Any) -> Any:
+    """Product with a block-sparse matrix; `vishwamai.block_sparse_matmul`.
+
+    Args:
+      dense: `[..., rows]`.
+      sparse_values: `[blocks, block_rows, block_columns]`, the blocks that are there.
+      indices: `[blocks, 2]`, (block row, block column) of each; or the pair (row starts, block columns) of block CSR.
+      block_size: what both edges of the blocks must be; None takes any.
+      **options: `shape`, `transpose`, `precision` and the others of `vishwamai.block_sparse_matmul`.
+
+    Raises:
+      ShapeError: the blocks have other edges than `block_size`.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> block_sparse(jnp.ones((3, 4)), jnp.ones((1, 2, 2)), np.array([[1, 0]]), block_size=2, shape=(4, 2)).tolist()
+    [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
+    """
+    if block_size is not None and tuple(sparse_values.shape[1:]) != (block_size, block_size):
+        raise ShapeError(
+            f"block_sparse: `sparse_values` has blocks of shape {tuple(sparse_values.shape[1:])}, but `block_size` is {block_size}; "
+            f"pass blocks of ({block_size}, {block_size}), or leave `block_size` out."
+        )
+    return vishwamai.block_sparse_matmul(dense, sparse_values, indices, **options)

@@ -28,6 +28,11 @@ SHAPES: dict[str, _Shape] = {
         ((4, 32, 4096, 128),) * 3, ((1, 8, 512, 64),) * 3, lambda k, *x: k.flash_attention(*x, causal=True)
     ),
     "optimized_matmul": _Shape(((8192, 8192),) * 2, ((1024, 1024),) * 2, lambda k, *x: k.optimized_matmul(*x)),
+    "einsum_optimize": _Shape(
+        ((4, 16, 2048, 128),) * 2,
+        ((1, 8, 256, 64),) * 2,
+        lambda k, *x: k.einsum_optimize("bhnd,bhkd->bhnk", x),
+    ),
     "batch_operations": _Shape(
         ((4096, 4096),) * 8, ((512, 1024),) * 4, lambda k, *x: k.batch_operations("layer_norm", x)
     ),

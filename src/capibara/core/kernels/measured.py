@@ -126,7 +126,7 @@ class Runner:
             jit_options: dict[str, Any] = {"donate_argnums": 1} if donate else {}
             if self.automatic_layouts and not donate:  # a result in the input's memory lies as the input does
                 jit_options["out_shardings"] = Format(Layout.AUTO)
-            self._kernels[key] = Kernel(function, "tpu", wishes, self.config, jit_options)
+            self._kernels[key] = Kernel(function, "tpu", wishes, self.config, jit_options=jit_options)
         return self._kernels[key]
 
     def _compile(self, kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]) -> _Program:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_einsum
 from jax.sharding import Mesh, PartitionSpec
 
 import vishwamai
@@ -81,6 +82,18 @@ def sequence_parallel_attention(
 def matmul(a: Any, b: Any, *, transpose_a: bool, transpose_b: bool, implementation: str | None) -> Any:
     """`vishwamai.gemm`."""
     return vishwamai.gemm(a, b, transpose_a=transpose_a, transpose_b=transpose_b, implementation=implementation)
+
+
+def einsum(*operands: Any, equation: str, optimize: Any) -> Any:
+    """`vishwamai.einsum`."""
+    return vishwamai.einsum(equation, *operands, optimize=optimize)
+
+
+def frugal_path(equation: str, operands: Sequence[Any], optimize: Any) -> tuple[tuple[int, ...], ...]:
+    """An order of contraction in which no intermediate result is larger than the largest operand (opt_einsum's `memory_limit`)."""
+    shapes = [jnp.shape(x) for x in operands]
+    path, _ = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=optimize, memory_limit="max_input")
+    return tuple(map(tuple, path))
 
 
 def layer_norm(x: Any, weight: Any, bias: Any, *, eps: float, implementation: str | None) -> Any:

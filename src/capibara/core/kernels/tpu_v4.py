@@ -171,6 +171,29 @@ class TPUv4Kernels:
             implementation=_ALGORITHMS.get(algorithm, algorithm),
         )
 
+    def einsum_optimize(
+        self, equation: str, operands: Sequence[Array], optimize: str = "optimal", memory_efficient: bool = False
+    ) -> Array:
+        """A sum of products; `vishwamai.einsum`.
+
+        Args:
+          equation: such as "bhnd,bhkd->bhnk".
+          operands: the arrays.
+          optimize: how opt_einsum finds the order of contraction: "optimal", "auto", "greedy".
+          memory_efficient: an order in which no intermediate result is larger than the largest operand, even if it takes more operations. Of two
+            operands there is one order only.
+
+        Raises:
+          ShapeError: the equation cannot be read, or does not fit the operands.
+
+        Español:
+          Suma de productos. optimize: cómo busca opt_einsum el orden: "optimal", "auto", "greedy". memory_efficient: un orden en el que ningún resultado
+          intermedio es mayor que el mayor operando, aunque cueste más operaciones; con dos operandos hay un solo orden.
+        """
+        more = memory_efficient and len(operands) > 2
+        path = operations.frugal_path(equation, operands, optimize) if more else optimize
+        return self._run("einsum_optimize", operations.einsum, *operands, equation=equation, optimize=path)
+
     def batch_operations(
         self, operation_type: str, inputs: Sequence[Any], parameters: Any = None, parallel_execution: bool = True
     ) -> list[Any]:

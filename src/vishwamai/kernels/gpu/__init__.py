@@ -2,6 +2,6 @@
 
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.kernels.decorators import gpu_kernel
-from vishwamai.kernels.functions import flash_attention, gemm, layer_norm
+from vishwamai.kernels.functions import block_sparse, flash_attention, gemm, layer_norm
 
-__all__ = ["PrecisionConfig", "gpu_kernel", "flash_attention", "gemm", "layer_norm"]
+__all__ = ["PrecisionConfig", "gpu_kernel", "block_sparse", "flash_attention", "gemm", "layer_norm"]

@@ -5,7 +5,7 @@
 
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.kernels.decorators import tpu_kernel
-from vishwamai.kernels.functions import flash_attention, gemm, layer_norm
+from vishwamai.kernels.functions import block_sparse, flash_attention, gemm, layer_norm
 from vishwamai.kernels.tpu.classes import TPUAttentionKernel, TPUGEMMKernel, TPULayerNormKernel
 from vishwamai.kernels.tpu.layout import from_tiled_layout, to_tiled_layout, validate_sharding
 
@@ -14,6 +14,7 @@ __all__ = [
     "TPUAttentionKernel",
     "TPUGEMMKernel",
     "TPULayerNormKernel",
+    "block_sparse",
     "flash_attention",
     "from_tiled_layout",
     "gemm",

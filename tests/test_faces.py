@@ -1,0 +1,324 @@
+"""The faces: every documented example runs as it is written; and what the names promise is true."""
+
+import re
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vishwamai
+from vishwamai import aot, kernels
+from vishwamai.core import config as config_module
+from vishwamai.core import op as op_module
+from vishwamai.core.config import current_config, kernel_config, without_effect
+from vishwamai.kernels import (
+    DeviceError,
+    FallbackWarning,
+    KernelConfig,
+    KernelError,
+    PrecisionConfig,
+    ShapeError,
+    UnsupportedError,
+    cpu_kernel,
+    decorators,
+    expert_kernel,
+    gpu_kernel,
+    sparse_kernel,
+    tpu_kernel,
+)
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.filterwarnings("ignore::vishwamai.FallbackWarning")
+
+
+def random(*shape, seed=0, dtype="float32"):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Each test sees its own warnings."""
+    decorators._warn_once.cache_clear()
+    op_module._warn_once.cache_clear()
+
+
+# --- The pages -------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["docs/faces.md", "src/capibara/README.md"])
+def test_every_documented_example_runs(page):
+    """A page's blocks run in order and share their names."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    assert len(blocks) >= 5
+    module = types.ModuleType("page")
+    for i, block in enumerate(blocks):
+        exec(compile(block, f"{page}, block {i}", "exec"), module.__dict__)
+
+
+# --- Decorators ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_is_a_function_in_every_transform():
+    @tpu_kernel
+    def layer(x, w, *, activation="relu", names=("a", "b")):
+        assert isinstance(activation, str) and names == ("a", "b")
+        return {"y": vishwamai.gemm(vishwamai.rms_norm(x), w, activation=activation)}
+
+    def plain(x, w):
+        return vishwamai.gemm(vishwamai.rms_norm(x), w, activation="relu")
+
+    x, w = random(6, 32), random(32, 8, seed=1)
+    close: Any = dict(rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer(x, w)["y"], plain(x, w), **close)
+    np.testing.assert_allclose(layer(x, w, activation="tanh")["y"], np.tanh(vishwamai.rms_norm(x) @ w), **close)
+    got = jax.jit(jax.grad(lambda x: layer(x, w)["y"].sum()))(x)
+    np.testing.assert_allclose(got, jax.grad(lambda x: plain(x, w).sum())(x), **close)
+    xs = jnp.stack([x, 2 * x])
+    np.testing.assert_allclose(jax.vmap(layer, (0, None))(xs, w)["y"], jax.vmap(plain, (0, None))(xs, w), **close)
+    assert layer.__name__ == "layer" and layer.platform == "tpu"
+    np.testing.assert_allclose(layer.lower(x, w).compile()(x, w)["y"], plain(x, w), **close)
+
+
+def test_forms_of_the_decorators_are_the_same():
+    config = KernelConfig(block_size=64, strict=True)
+    forms = [
+        cpu_kernel(current_config),
+        cpu_kernel()(current_config),
+        cpu_kernel(block_size=64, strict=True)(current_config),
+        cpu_kernel(config=config)(current_config),
+        cpu_kernel(config=config, block_size=32)(current_config),
+        cpu_kernel(current_config, block_size=64),
+    ]
+    seen = [(form.config.block_size, form.config.strict) for form in forms]
+    assert seen == [(None, False), (None, False), (64, True), (64, True), (32, True), (64, False)]
+    with kernel_config(block_size=16):  # keywords go over the ambient configuration, `config=` replaces it
+        assert forms[0].config.block_size == 16 and forms[3].config == config
+    wrong: Any = "fast"
+    for bad in (lambda: tpu_kernel(blocksize=3)(abs), lambda: tpu_kernel(wrong), lambda: tpu_kernel(abs, config=wrong)):
+        with pytest.raises(KernelError):
+            bad()
+
+
+def test_the_operations_inside_read_the_configuration():
+    seen = []
+
+    @cpu_kernel(block_size=48, use_bfloat16=True)
+    def kernel(x):
+        seen.append(current_config())
+        return vishwamai.gemm(x, x)
+
+    x = random(64, 64)
+    np.testing.assert_array_equal(
+        kernel(x), vishwamai.gemm(x.astype("bfloat16"), x.astype("bfloat16"), out_dtype="float32")
+    )
+    assert seen[0].block_size == 48 and current_config().block_size is None
+    call = kernel.explain(x, target="v5e").calls[0]
+    assert call.runs == "pallas_tpu" and "bfloat16[1,64,64]" in str(call)
+
+
+def test_the_platform_is_a_wish_that_is_told():
+    x = random(4, 8)
+    kernel = tpu_kernel(lambda x: vishwamai.rms_norm(x))
+    with pytest.warns(FallbackWarning, match="there is no|JAX has no TPU here, so it runs on cpu"):
+        kernel(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernel(x)  # told once
+        jax.jit(kernel)(x)
+        cpu_kernel(lambda x: vishwamai.rms_norm(x))(x)
+    with pytest.raises(DeviceError, match=r"no GPU here.*strict=True.*jaxlib with GPU"):
+        gpu_kernel(lambda x: x, strict=True)(x)
+
+
+def test_errors_arrive_with_their_cause():
+    x = random(4, 8)
+
+    def raised(function, *args, **options):
+        with pytest.raises(kernels.VishwamaiError) as caught:
+            cpu_kernel(function, **options)(*args)
+        return caught.value
+
+    error = raised(lambda x: x @ x, x)
+    assert type(error) is KernelError and isinstance(error.__cause__, TypeError) and "dot_general" in str(error)
+    error = raised(lambda x: jnp.reshape(x, (3, 3)), x)
+    assert isinstance(error.__cause__, (TypeError, ValueError)) and isinstance(error, KernelError)
+    error = raised(lambda x: vishwamai.gemm(x, x), x)
+    assert type(error) is ShapeError and error.__cause__ is None and str(error).startswith("gemm:")
+    error = raised(lambda x: 1 / 0, x)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    error = raised(lambda x, y: x, x)
+    assert "missing a required argument: 'y'" in str(error)
+
+    def unfinished(x):
+        raise NotImplementedError("no complex numbers")
+
+    error = raised(unfinished, x)
+    assert type(error) is UnsupportedError and "no complex numbers" in str(error)
+
+    def out_of_memory(x):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 12 GiB")
+
+    error = raised(out_of_memory, x)
+    assert type(error) is DeviceError and "jax.checkpoint" in str(error)
+    torch = pytest.importorskip("torch")
+    assert "torch tensor of shape (2,)" in str(raised(lambda x: x, torch.ones(2)))
+
+
+@pytest.mark.skipif(not aot.has_libtpu(), reason="compiles for TPUs by libtpu")
+def test_check_asks_a_chip_that_is_not_here():
+    @tpu_kernel
+    def kernel(x, *, causal=True):
+        return vishwamai.flash_attention(x, x, x, causal=causal)
+
+    report = kernel.check("v5e", jax.ShapeDtypeStruct((1, 2, 256, 64), jnp.bfloat16), causal=False)
+    assert report.fits and any("attention" in k.name for k in report.program.kernels)
+    big = jax.ShapeDtypeStruct((200_000, 200_000), jnp.float32)
+    assert not tpu_kernel(lambda x: x @ x).check("v5e", big).fits
+
+
+# --- KernelConfig ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_narrow_products():
+    """float32 in, float32 out, and exactly the products of the rounded operands; gradients too."""
+    q = random(1, 2, 40, 16)
+    x = random(8, 16)
+    rounded = x.astype(jnp.bfloat16)
+    with kernel_config(use_bfloat16=True):
+        narrow, attention = vishwamai.gemm(x, x.T), vishwamai.flash_attention(q, q, q)
+        gradient = jax.grad(lambda x: vishwamai.gemm(x, x.T).sum())(x)
+        text = str(vishwamai.explain(vishwamai.rms_norm, x))
+    assert narrow.dtype == attention.dtype == gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(narrow, vishwamai.gemm(rounded, rounded.T, out_dtype="float32"))
+    assert 0 < np.abs(narrow - x @ x.T).max() < 0.1
+    assert 0 < np.abs(attention - vishwamai.flash_attention(q, q, q)).max() < 0.02
+    assert "use_bfloat16 leaves x in float32" in text
+    with kernel_config(use_fp16=True):
+        half = vishwamai.gemm(x, x.T)
+    np.testing.assert_array_equal(half, vishwamai.gemm(x.astype("float16"), x.T.astype("float16"), out_dtype="float32"))
+    with kernel_config(use_fp16=True, target="v5e"), pytest.raises(UnsupportedError, match="no TPU multiplies float16"):
+        jax.eval_shape(vishwamai.gemm, x, x.T)
+    with pytest.raises(KernelError, match="both True"):
+        KernelConfig(use_bfloat16=True, use_fp16=True)
+    with pytest.raises(KernelError, match="neither float16 nor tensor cores"):
+        tpu_kernel(use_fp16=True)
+    with pytest.raises(KernelError, match="neither float16 nor tensor cores"):
+        tpu_kernel(abs, config=KernelConfig(use_tensor_cores=True))
+
+
+def test_two_names_of_one_option():
+    def runs():
+        q = jax.ShapeDtypeStruct((1, 1, 32, 16), "float32")
+        return vishwamai.explain(vishwamai.flash_attention, q, q, q).calls[0].runs
+
+    blocked = runs()
+    for name, other in (("use_flash", "use_efficient_attention"), ("use_efficient_attention", "use_flash")):
+        no: Any = {name: False}
+        yes: Any = {other: True}
+        with kernel_config(**no):
+            assert runs() == "xla"
+            with kernel_config(**yes):
+                assert runs() == blocked
+    with pytest.raises(KernelError, match="one option"):
+        KernelConfig(use_efficient_attention=True, use_flash=False)
+
+
+def test_tensor_cores_on_a_gpu_and_elsewhere(monkeypatch):
+    with kernel_config(use_tensor_cores=True):
+        assert current_config().precision == PrecisionConfig.DEFAULT
+        assert "has no effect: a cpu has no tensor cores" in str(vishwamai.explain(vishwamai.rms_norm, random(2, 4)))
+        monkeypatch.setattr(config_module, "ambient_platform", lambda: "cuda")
+        assert current_config().precision == PrecisionConfig.HIGH
+        with kernel_config(precision="highest"):
+            assert current_config().precision == PrecisionConfig.HIGHEST
+    assert "matrix units" in without_effect(KernelConfig(use_tensor_cores=False), "tpu")[0]
+    (decided,) = without_effect(KernelConfig(use_tensor_cores=True, precision=PrecisionConfig.HIGHEST), "cuda")
+    assert "`precision` is" in decided
+    assert not without_effect(KernelConfig(use_tensor_cores=True), "cuda")
+
+
+def test_precision_by_any_name():
+    names: Any = ("high", PrecisionConfig.HIGH, PrecisionConfig("high"), jax.lax.Precision.HIGH)
+    for name in names:
+        assert KernelConfig(precision=name).precision == PrecisionConfig.HIGH
+    with pytest.raises(KernelError, match="'fast'"), kernel_config(precision="fast"):
+        pass
+
+
+# --- Sparse and expert kernels ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_patterns_are_part_of_a_sparse_kernel():
+    traced = []
+
+    @sparse_kernel(platform="cpu", block_size=32)
+    def kernel(dense, values, indices, block_size):
+        traced.append(block_size)
+        return kernels.cpu.block_sparse(dense, values, indices, block_size=block_size)
+
+    dense, values = random(5, 64), random(2, 32, 32)
+    for indices in ([[0, 1], [1, 0]], [[0, 1], [1, 0]], [[0, 0], [1, 1]]):
+        matrix = np.zeros((64, 64), np.float32)
+        for value, (i, j) in zip(np.asarray(values), indices):
+            matrix[32 * i : 32 * i + 32, 32 * j : 32 * j + 32] = value
+        np.testing.assert_allclose(kernel(dense, values, np.array(indices)), dense @ matrix, rtol=1e-4, atol=1e-4)
+    assert traced == [32, 32]  # the second pattern equals the first one
+    with pytest.raises(ShapeError, match=r"blocks of shape \(16, 32\), but `block_size` is 32"):
+        kernel(dense, values[:, :16], np.array([[0, 1], [1, 0]]))
+    kernel(random(5, 32), random(2, 16, 16), np.array([[0, 1], [1, 0]]), block_size=16)
+    with pytest.raises(KernelError, match="`platform` is 'npu'"):
+        sparse_kernel(abs, platform="npu")
+
+
+def test_an_expert_kernel_knows_how_many_experts_there_are():
+    @expert_kernel(platform="cpu", num_experts=4)
+    def layer(rows, weights, sizes, num_experts):
+        assert num_experts == 4
+        return vishwamai.grouped_gemm(rows, weights, sizes)
+
+    rows, sizes = random(12, 16), jnp.array([3, 0, 8, 1, 0, 0])
+    got = layer(rows, random(4, 16, 8), sizes[:4])
+    np.testing.assert_array_equal(got, vishwamai.grouped_gemm(rows, random(4, 16, 8), sizes[:4]))
+    with pytest.raises(KernelError, match="`num_experts` is 4, but a grouped product has 6 groups; pass weights of 4"):
+        layer(rows, random(6, 16, 8), sizes)
+    with pytest.raises(KernelError, match="`num_experts` is 0"):
+        expert_kernel(num_experts=0)
+
+
+# --- Modules and objects by platform -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [kernels.tpu, kernels.gpu, kernels.cpu], ids=["tpu", "gpu", "cpu"])
+def test_operations_of_each_module(module):
+    q, k, v = random(3, 1, 2, 24, 8)
+    mask = jnp.arange(24) < 20
+    wanted = vishwamai.flash_attention(q, k, v, mask=mask)
+    np.testing.assert_array_equal(module.flash_attention(q, k, v, mask), wanted)
+    plain = module.flash_attention(q, k, v, mask=mask, use_flash=False)
+    np.testing.assert_array_equal(plain, vishwamai.flash_attention(q, k, v, mask=mask, implementation="xla"))
+    x, w = random(10, 16), random(16, 4)
+    np.testing.assert_array_equal(module.gemm(x, w, block_size=128), vishwamai.gemm(x, w, block_size=128))
+    scale, bias = random(16), random(16, seed=2)
+    normed = vishwamai.layer_norm(x, scale, bias, implementation="xla")
+    np.testing.assert_array_equal(module.layer_norm(x, scale, bias, use_fused_ops=False), normed)
+    np.testing.assert_allclose(module.layer_norm(x, scale, bias), normed, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_as_objects():
+    x, w = random(2, 10, 16), random(16, 4)
+    narrow = kernels.tpu.TPUGEMMKernel(block_size=128, use_bfloat16=True)(x, w)
+    np.testing.assert_array_equal(narrow, kernels.tpu.gemm(x, w, use_bfloat16=True))
+    assert np.abs(narrow - kernels.tpu.TPUGEMMKernel()(x, w)).max() > 0
+    q = random(1, 2, 24, 8)
+    attention = kernels.tpu.TPUAttentionKernel(use_flash=False, causal=True)
+    wanted = vishwamai.flash_attention(q, q, q, causal=True, implementation="xla")
+    np.testing.assert_array_equal(attention(q, q, q), wanted)
+    norm = kernels.tpu.TPULayerNormKernel(eps=0.5)
+    np.testing.assert_allclose(norm(x), vishwamai.layer_norm(x, eps=0.5), rtol=1e-6)
+    with kernel_config(target="v5e"), pytest.raises(UnsupportedError, match="strict"):
+        kernels.tpu.TPULayerNormKernel(strict=True)(x.astype("float16"))
