@@ -270,10 +270,11 @@ def _call(spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands
     def present(*groups: dict[str, Any]) -> dict[str, Any]:
         return {name: x for group in groups for name, x in group.items() if x is not None}
 
-    given = match_varying(present(scalars, hbm, vmem, smem))
+    given = present(scalars, hbm, vmem, smem)
+    arrays = match_varying(list(given.values()))
     names = [*given, "out", *present(scratch)]
     whole = [pl.BlockSpec(x.shape, lambda c, *_, n=x.ndim: (0,) * n) for x in present(vmem).values()]
-    out = out_struct((number, *block, spec.value_dim), spec.compute_dtype, *given.values())
+    out = out_struct((number, *block, spec.value_dim), spec.compute_dtype, *arrays)
     return pl.pallas_call(
         functools.partial(tpu_kernel.kernel, spec, shape, names),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -291,7 +292,7 @@ def _call(spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands
             transcendentals=spec.heads * spec.tokens * spec.visible_tokens,
         ),
         name="paged_attention_long" if shape.queries > _short_queries(spec) else "paged_attention_short",
-    )(*given.values())
+    )(*arrays)
 
 
 def _compiler_params(config: PagedConfig) -> pltpu.CompilerParams:
