@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vishwamai.core.cases import ArrayInit, Case
-from vishwamai.ops.attention.api import flash_attention
+from vishwamai.ops.attention.api import block_sparse_attention, flash_attention
 
 
 def _case(
@@ -46,7 +46,8 @@ def _case(
         options["dropout_rate"] = dropout
     if segments is not None:
         options["segment_ids"] = tuple(map(_ids, segments))
-    return Case(name, "attention", flash_attention, arrays, options, frozenset(tags))
+    call = block_sparse_attention if "block_mask" in options else flash_attention
+    return Case(name, "attention", call, arrays, options, frozenset(tags))
 
 
 def _ids(lengths: Any) -> np.ndarray:
@@ -56,6 +57,19 @@ def _ids(lengths: Any) -> np.ndarray:
         ids = [99 - i if n < 0 else i for i, n in enumerate(row)]
         rows.append(np.repeat(ids, np.abs(row)))
     return np.array(rows, np.int32)
+
+
+def _blocks(*shape: int) -> np.ndarray:
+    """A block mask of about half of the blocks; one query block of the last head sees none, and one key block of it is seen by none."""
+    mask = np.random.default_rng(3).random(shape) < 0.5
+    last = mask.reshape(-1, *shape[-2:])[-1]
+    last[1], last[:, 1] = False, False
+    return mask
+
+
+def _within_reach(i: Any, j: Any) -> Any:
+    """Near the diagonal, and every seventh key: some positions of most blocks."""
+    return (abs(i - j) < 20) | (j % 7 == 0) & (i < 90)
 
 
 _SELF = ([(30, 45, 25)], [(30, 45, 25)])
@@ -129,6 +143,37 @@ CASES = (
     _case("mask by query", batch=2, length=63, mask=(2, 1, 63, 1), return_lse=True),
     _case("mask by head", heads=(4, 2), length=80, mask=(1, 4, 1, 80), causal=True),
     _case("mask of two axes", batch=2, length=(63, 80), mask=(63, 80), bias=(1, 2, 1, 80)),
+    # blocks
+    _case(
+        "blocks causal GQA bf16",
+        heads=(4, 2),
+        length=(300, 260),
+        dtype="bfloat16",
+        causal=True,
+        block_mask=_blocks(3, 3),
+        block_size=128,
+        return_lse=True,
+    ),
+    _case(
+        "blocks by head",
+        heads=(4, 2),
+        length=(150, 200),
+        block_mask=_blocks(4, 3, 5),
+        block_size=(64, 40),
+        bias=(1, 4, 1, 200),
+        sinks=True,
+        softcap=4.0,
+    ),
+    _case(
+        "blocks of a function",
+        batch=2,
+        heads=(2, 1),
+        length=(130, 150),
+        block_mask=_within_reach,
+        block_size=32,
+        segments=([(80, 50), (130,)], [(60, 90), (150,)]),
+        dropout=0.2,
+    ),
     # everything
     *(
         _case(

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import ArraySpec, array_spec
@@ -251,7 +252,7 @@ def check_blocks(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_le
     else:
         rows, columns = (128 if n is None else int(n) for n in sizes)
         size = rows, columns
-        if isinstance(block_mask, jax.core.Tracer):
+        if isinstance(block_mask, Tracer):
             _fail(
                 "`block_mask` is traced, and the blocks are part of the compiled program; pass a NumPy array or a function, or use "
                 "flash_attention's `mask`."

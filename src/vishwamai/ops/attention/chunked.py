@@ -43,10 +43,11 @@ def heuristic(spec: AttentionSpec, chip: Chip | None) -> ChunkedConfig:
 
 def _sparse(spec: AttentionSpec) -> ChunkedConfig:
     """The blocks that cover the block mask at the least cost, where a step costs about as much as 8192 scores by itself."""
-    assert spec.blocks is not None
+    mask = spec.blocks
+    assert mask is not None
 
     def cost(sides: tuple[int, int]) -> int:
-        live = live_tiles(spec.blocks, *sides, -(-spec.q_len // sides[0]), -(-spec.kv_len // sides[1]))
+        live = live_tiles(mask, *sides, -(-spec.q_len // sides[0]), -(-spec.kv_len // sides[1]))
         return int(live.sum()) * (sides[0] * sides[1] + 8192)
 
     on_cpu = ambient_platform() == "cpu"

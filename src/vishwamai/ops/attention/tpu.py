@@ -16,7 +16,7 @@ from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, tiled_byt
 from vishwamai.ops.attention import tpu_backward, tpu_dbias, tpu_forward
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.tpu_masks import LANES, needs_mask_everywhere
-from vishwamai.ops.attention.tpu_schedule import MOST_PATTERNS, Tiling, make_schedule, panel_bound
+from vishwamai.ops.attention.tpu_schedule import MOST_PATTERNS, Tiling, make_schedule, panel_bound, visited_tiles
 
 PANEL_ROWS = 16384
 """The most queries or keys of a panel, so that a panel's list of tiles stays short."""
@@ -235,12 +235,48 @@ def _fitted(spec: AttentionSpec, tiling: Tiling, need: Callable[..., int], budge
     return tiling
 
 
+def _forward_cost(block_q: int, block_kv: int) -> int:
+    """What visiting a tile costs, in scores: a fit to the schedules of tiles of 128, 256 and 512 a side on v5e, head dimension 128."""
+    return block_q * block_kv + 5_200 + 60 * max(0, block_kv - block_q)
+
+
+def _unroll(spec: AttentionSpec, sides: tuple[int, int], few_alus: bool) -> int:
+    """Small tiles need more of them in one piece of code to keep the units busy; but what does not fill it takes the slower, masked way."""
+    most, work = (8, 1 << 17) if few_alus else (16, 1 << 19)
+    unroll = max(2 if few_alus else 4, min(most, work // (sides[0] * sides[1])))
+    while unroll > 2 and visited_tiles(spec, *sides) < 4 * unroll:
+        unroll //= 2
+    return unroll
+
+
+def _backward_cost(block_q: int, block_kv: int) -> int:
+    """The same for the backward pass."""
+    return block_q * block_kv + 5_000
+
+
+def _is_sparse(spec: AttentionSpec) -> bool:
+    """Whether the mask is so uneven that the tiles have to fit it: blocks, or a band with two sides."""
+    return spec.blocks is not None or None not in spec.band
+
+
+def _fitting(spec: AttentionSpec, most: int, cost: Callable[[int, int], int]) -> list[tuple[int, int]]:
+    """Tiles up to `most`, those that cover the static mask at the least cost first."""
+    rows, columns = (
+        {_block(length, size) for size in (128, 256, 512) if size <= most} for length in (spec.q_len, spec.kv_len)
+    )
+    found = {(q, k): visited_tiles(spec, q, k) * cost(q, k) for q in rows for k in columns}
+    return sorted(found, key=lambda sides: (found[sides], -sides[0] * sides[1], -sides[0]))
+
+
 def _forward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, unroll: int) -> Tiling:
     budget = vmem_budget(chip)
     few_alus = planning_chip(chip).valus < 4
     # Longer straight-line code only spills where the vector unit is the bottleneck.
     shapes = [(size, size, 2 if few_alus else unroll) for size in range(most, LANES - 1, -LANES)]
-    if most == 512 and spec.band == (None, None):
+    if _is_sparse(spec) and not (few_alus and spec.blocks is None):
+        fitting = _fitting(spec, most, _forward_cost)
+        shapes = [(*sides, 2 if unroll == 2 else _unroll(spec, sides, few_alus)) for sides in fitting]
+    elif most == 512 and spec.band == (None, None):
         shapes.insert(0, (256 if few_alus else 512, 1024, unroll))  # nothing to skip along the keys: fewer rescalings
     for rows, columns, tiles in shapes:
         tiling = Tiling(_block(spec.q_len, rows), _block(spec.kv_len, columns), 1, 1, tiles)
@@ -255,9 +291,18 @@ def _backward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, split: b
     budget = vmem_budget(chip) if split else planning_chip(chip).vmem_bytes * 7 // 8
     need = functools.partial(backward_bytes, split=split)
     found = []
-    for size in range(most, LANES - 1, -LANES):
-        for rows, kv_buffers in ((size, 2), (max(LANES, size // 2), 1)):
-            tiling = Tiling(_block(spec.q_len, rows), _block(spec.kv_len, size), 1, 1, 2, 2, kv_buffers)
+    small = 2
+    if _is_sparse(spec):
+        shapes = [((sides, 2), (sides, 1)) for sides in _fitting(spec, most, _backward_cost)]
+        if most == 512 and planning_chip(chip).valus >= 4 and not needs_mask_everywhere(spec):
+            small = 8  # tiles of 128 need more of them in one piece of code
+    else:
+        squares = range(most, LANES - 1, -LANES)
+        shapes = [(((size, size), 2), ((max(LANES, size // 2), size), 1)) for size in squares]
+    for alternatives in shapes:
+        for (rows, columns), kv_buffers in alternatives:
+            unroll = small if rows * columns == LANES * LANES else 2
+            tiling = Tiling(_block(spec.q_len, rows), _block(spec.kv_len, columns), 1, 1, unroll, 2, kv_buffers)
             if need(spec, tiling) > budget:
                 continue
             tiling = _fitted(spec, tiling, need, budget)

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from vishwamai.ops.attention.block_mask import live_tiles as mask_tiles
 from vishwamai.ops.attention.spec import AttentionSpec
 
 
@@ -146,6 +147,23 @@ class Panel:
     @property
     def tiles(self) -> Any:
         return self.words[2 * self.step + 1] >> 16
+
+
+def visited_tiles(spec: AttentionSpec, block_q: int, block_kv: int) -> float:
+    """Tiles of that size that the static mask leaves, for one head (their mean where heads differ): the work of a cut, before it is made."""
+    q_tiles, kv_tiles = pl.cdiv(spec.q_len, block_q), pl.cdiv(spec.kv_len, block_kv)
+    first_row, first_column = np.arange(q_tiles)[:, None] * block_q, np.arange(kv_tiles)[None, :] * block_kv
+    last_row = np.minimum(first_row + block_q, spec.q_len) - 1
+    last_column = np.minimum(first_column + block_kv, spec.kv_len) - 1
+    low, high = spec.band
+    live = np.ones((1, q_tiles, kv_tiles), bool)
+    if high is not None:
+        live &= first_column - last_row <= high
+    if low is not None:
+        live &= last_column - first_row >= low
+    if spec.blocks is not None:
+        live = live & mask_tiles(spec.blocks, block_q, block_kv, q_tiles, kv_tiles)
+    return float(live.sum()) / len(live)
 
 
 def panel_bound(spec: AttentionSpec, tiling: Tiling) -> int:

@@ -1,0 +1,64 @@
+"""Cases of the block-sparse product: small ones for the contract suite, and a layer of a real model with a sparse weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.ops.sparse.api import block_sparse_matmul
+from vishwamai.ops.sparse.patterns import bigbird, block_indices, local
+
+
+def _case(
+    name: str,
+    mask: np.ndarray,
+    block: tuple[int, int],
+    batch: tuple[int, ...],
+    dtype: str = "float32",
+    *,
+    indices: Any = None,
+    transpose: bool = False,
+    tags: tuple[str, ...] = ("contract",),
+    **options: Any,
+) -> Case:
+    at = block_indices(mask) if indices is None else indices
+    shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
+    blocks = len(at[1]) if isinstance(at, tuple) else len(at)
+    arrays = {
+        "dense": ArrayInit((*batch, shape[1 if transpose else 0]), dtype),
+        "values": ArrayInit((blocks, *block), dtype, scale=0.1),
+    }
+    options = {"indices": at, "shape": shape, **options} | ({"transpose": True} if transpose else {})
+    return Case(name, "sparse", block_sparse_matmul, arrays, options, frozenset(tags))
+
+
+def _mask(*rows: str) -> np.ndarray:
+    return np.array([[letter == "#" for letter in row] for row in rows])
+
+
+_HOLES = _mask("#.#", "...", "##.")  # a row without blocks, and every column with another count
+_EMPTY_COLUMN = _mask("#..#", "#..#", "...#")
+_CSR = np.array([0, 2, 2, 4]), np.array([0, 2, 0, 1])
+_TWICE = np.array([[1, 0], [0, 1], [1, 0], [0, 0], [1, 1]])
+
+CASES = (
+    _case("holes bf16", _HOLES, (128, 128), (2, 50), "bfloat16"),
+    _case("tall blocks, an empty column, transposed", _EMPTY_COLUMN, (256, 128), (24,), transpose=True),
+    _case("unsorted and twice", np.ones((2, 2), bool), (128, 128), (17,), indices=_TWICE),
+    _case("rows of blocks (CSR)", _HOLES, (128, 128), (3, 8), "bfloat16", indices=_CSR),
+    _case("small blocks", local(5, 1, 1), (16, 8), (33,)),
+    _case("float16", _HOLES, (32, 32), (20,), "float16"),
+    _case("float64", _HOLES, (8, 12), (5, 7), "float64"),
+    _case("one row", _HOLES, (16, 24), ()),
+    _case("no blocks", np.zeros((2, 3), bool), (8, 8), (4,)),
+    _case(
+        "BERT large, 512 tokens, a BigBird weight in a quarter of its blocks",
+        bigbird(32, 3, 1, 4),
+        (128, 128),
+        (512,),
+        "bfloat16",
+        tags=("model",),
+    ),
+)

@@ -1,0 +1,186 @@
+"""What a block-sparse product computes: operands, options and the factor rule; the checks of the caller's arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.precision import accumulator_dtype
+from vishwamai.core.sharding import Axes, name_axes
+from vishwamai.core.spec import ArraySpec, OpSpec, array_spec
+
+
+class Operands(NamedTuple):
+    """Operands in the op's own layout; G counts folded vmap axes."""
+
+    dense: Any  # [G, M, rows], or [G, M, columns] if transposed
+    values: Any  # [G|1, blocks, block_rows, block_columns]
+    indices: Any  # [G|1, blocks, 2] int32: block row, block column
+
+
+class Outputs(NamedTuple):
+    out: Any  # [G, M, columns], or [G, M, rows] if transposed
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseSpec(OpSpec):
+    """`dense @ S`, or `dense @ S^T`, where S `[rows, columns]` is made of the blocks `values` at `indices`.
+
+    Attributes:
+      rows, columns: of S; multiples of the block's.
+      transpose: multiply by S^T.
+      precision: of float32 products; see `core.precision`.
+    """
+
+    rows: int = 0
+    columns: int = 0
+    transpose: bool = False
+    precision: str = "default"
+
+    @property
+    def groups(self) -> int:
+        return self.operands.dense.shape[0]
+
+    @property
+    def m(self) -> int:
+        """Rows of the dense operand."""
+        return self.operands.dense.shape[1]
+
+    @property
+    def blocks(self) -> int:
+        return self.operands.values.shape[1]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(rows, columns) of a block."""
+        return self.operands.values.shape[2], self.operands.values.shape[3]
+
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.rows if self.transpose else self.columns
+
+    @property
+    def accumulator(self) -> jnp.dtype:
+        return accumulator_dtype(self.operands.dense.dtype)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the forward pass: those of the blocks that are there."""
+        rows, columns = self.block
+        return 2 * self.groups * self.m * self.blocks * rows * columns
+
+    @property
+    def backward_flops(self) -> int:
+        """Floating-point operations of both gradients."""
+        return 2 * self.flops
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that the forward pass must move: every operand once, and the result."""
+        out = self.groups * self.m * self.width * self.operands.dense.dtype.itemsize
+        return sum(operand.nbytes for operand in self.operands) + out
+
+    def tuning_key(self) -> str:
+        rows, columns = self.block
+        shape = f"{self.groups}x{self.m} {self.rows}x{self.columns}{'T' if self.transpose else ''}"
+        return f"{self.operands.dense.dtype.name} {shape} {self.blocks} blocks {rows}x{columns}"
+
+
+def sparse_axes(spec: SparseSpec, arguments: tuple[Any, ...], results: Any) -> Axes:
+    """Groups and dense rows may be split; the sparse matrix stays whole."""
+    contracted, kept = ("n", "k") if spec.transpose else ("k", "n")
+    dims = (
+        Operands(("g", "m", contracted), ("g", None, None, None), ("g", None, None)),
+        Outputs(("g", "m", kept)),
+    )
+    return name_axes(arguments, results, dims, "gm")
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _fail(text: str) -> NoReturn:
+    raise ShapeError(f"block_sparse_matmul: {text}")
+
+
+def static(x: Any) -> np.ndarray | None:
+    """The values of an index array that is known now, or None."""
+    return None if isinstance(x, Tracer) else np.asarray(x)
+
+
+def make_spec(dense: Any, values: Any, indices: Any, shape: Any, transpose: bool, precision: str) -> SparseSpec:
+    """Checks the caller's arguments (`dense` of any rank, `values` `[blocks, rows, columns]`, `indices` `[blocks, 2]`).
+
+    Raises:
+      ShapeError: an argument is not legal or does not fit the others.
+    """
+    x, v, at = array_spec(dense), array_spec(values), array_spec(indices)
+    for name, array in (("dense", x), ("values", v)):
+        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+            _fail(f"`{name}` has dtype {array.dtype.name}; pass bfloat16, float16, float32 or float64.")
+    if v.dtype != x.dtype:
+        _fail(f"`values` has dtype {v.dtype.name}, but `dense` has {x.dtype.name}; cast them to one dtype.")
+    if not x.shape:
+        _fail("`dense` is a scalar; pass an array whose last axis is contracted.")
+    if len(v.shape) != 3 or 0 in v.shape[1:]:
+        _fail(f"`values` has shape {v.shape}; pass [blocks, block_rows, block_columns].")
+    if at.shape != (v.shape[0], 2) or not jnp.issubdtype(at.dtype, jnp.integer):
+        _fail(
+            f"`indices` has shape {at.shape} and dtype {at.dtype.name}, but `values` has {v.shape[0]} blocks; pass integers [{v.shape[0]}, 2] (block row, "
+            "block column), or a pair (row_starts, block_columns)."
+        )
+    rows, columns = _extents(x, v, static(indices), shape, transpose)
+    contracted, name = (columns, "columns") if transpose else (rows, "rows")
+    if x.shape[-1] != contracted:
+        _fail(
+            f"`dense` has shape {x.shape}, but the sparse matrix is {rows} x {columns} and `transpose` is {transpose}; pass {contracted} features, "
+            f"one for each of its {name}."
+        )
+    known = static(indices)
+    if known is not None and known.size:
+        most = rows // v.shape[1], columns // v.shape[2]
+        for axis, side in enumerate(("row", "column")):
+            wrong = known[:, axis][(known[:, axis] < 0) | (known[:, axis] >= most[axis])]
+            if wrong.size:
+                _fail(
+                    f"`indices` has the block {side} {wrong[0]}, but there are {most[axis]}; pass 0 to {most[axis] - 1}."
+                )
+    m = x.size // x.shape[-1] if x.shape[-1] else 0
+    operands = Operands(
+        ArraySpec((1, m, x.shape[-1]), x.dtype),
+        ArraySpec((1, *v.shape), v.dtype),
+        ArraySpec((1, *at.shape), jnp.dtype(jnp.int32)),
+    )
+    return SparseSpec(operands, rows, columns, bool(transpose), precision)
+
+
+def _extents(x: ArraySpec, v: ArraySpec, known: np.ndarray | None, shape: Any, transpose: bool) -> tuple[int, int]:
+    """(rows, columns) of the sparse matrix."""
+    _, block_rows, block_columns = v.shape
+    if shape is None:
+        if known is None:
+            _fail(
+                "`indices` is traced, so the width of the result is not in it; pass `shape`, (rows, columns) of the sparse matrix."
+            )
+        axis = 0 if transpose else 1
+        other = (int(known[:, axis].max()) + 1 if len(known) else 0) * v.shape[1 + axis]
+        shape = (other, x.shape[-1]) if transpose else (x.shape[-1], other)
+    if (
+        not isinstance(shape, Sequence)
+        or len(shape) != 2
+        or any(isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 0 for n in shape)
+    ):
+        _fail(f"`shape` is {shape!r}; pass (rows, columns) of the sparse matrix.")
+    if shape[0] % block_rows or shape[1] % block_columns:
+        _fail(
+            f"the sparse matrix is {shape[0]} x {shape[1]}, which are no multiples of its blocks, {block_rows} x {block_columns}; pad it to whole blocks."
+        )
+    return int(shape[0]), int(shape[1])
