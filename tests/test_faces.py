@@ -165,8 +165,36 @@ def test_errors_arrive_with_their_cause():
 
     error = raised(out_of_memory, x)
     assert type(error) is DeviceError and "jax.checkpoint" in str(error)
+
+
+def test_torch_tensors_are_left_to_torch():
     torch = pytest.importorskip("torch")
-    assert "torch tensor of shape (2,)" in str(raised(lambda x: x, torch.ones(2)))
+    import vishwamai.torch as operations
+
+    seen = []
+
+    @gpu_kernel(precision="high", use_tensor_cores=True)
+    def kernel(x, w, scale=2.0):
+        seen.append(current_config().precision)
+        return operations.gemm(x, w) * scale
+
+    x, w = torch.randn(6, 16, requires_grad=True), torch.randn(16, 4)
+    with pytest.warns(FallbackWarning, match="kernel: the tensors are on cpu, so it runs there and not on the GPU"):
+        y = kernel(x, w)
+    torch.testing.assert_close(y, (x @ w) * 2)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, (2 * w.sum(1)).expand(6, 16))
+    assert seen == [PrecisionConfig.HIGH]
+    with pytest.raises(DeviceError, match="strict=True"):
+        gpu_kernel(kernel.function, strict=True)(x, w)
+    with pytest.raises(KernelError, match=r"`use_fp16` reaches JAX's operations only.*tensor.half\(\)"):
+        gpu_kernel(kernel.function, use_fp16=True)(x, w)
+    with pytest.raises(KernelError, match="torch tensors run on GPUs and CPUs"):
+        tpu_kernel(kernel.function)(x, w)
+    with pytest.raises(KernelError, match=r"torch tensor of shape \(6, 16\), of which there is nothing to trace"):
+        kernel.explain(x, w)
+    with pytest.raises(ShapeError, match="gemm"):
+        kernel(x, w.T)
 
 
 @pytest.mark.skipif(not aot.has_libtpu(), reason="compiles for TPUs by libtpu")

@@ -206,8 +206,8 @@ def test_its_errors_say_what_to_do():
 
 
 def test_tiled_layout_is_the_documented_one():
-    x = np.arange(2 * 200 * 300 * 3, dtype=np.float32).reshape(2, 200, 300, 3)
-    tiled = np.asarray(to_tiled_layout(x))
+    x = jnp.arange(2 * 200 * 300 * 3, dtype=jnp.float32).reshape(2, 200, 300, 3)
+    tiled = to_tiled_layout(x)
     assert tiled.shape == (2, 2, 3, 128, 128, 3)
     for b, h, w, c in ((0, 0, 0, 0), (1, 199, 299, 2), (1, 130, 5, 1)):
         assert tiled[b, h // 128, w // 128, h % 128, w % 128, c] == x[b, h, w, c]

@@ -85,7 +85,7 @@ def _torch_tensor(leaf: Any) -> bool:
 class Kernel:
     """A decorated function; call it as the function itself.
 
-    Arrays are traced. Everything else among its arguments (numbers, strings, functions) is static: a new value compiles anew, so hand numbers that
+    Arrays are traced; torch tensors are not, torch runs the function on them. Everything else among its arguments (numbers, strings, functions) is static: a new value compiles anew, so hand numbers that
     change with every call over as arrays.
 
     Attributes:
@@ -145,6 +145,9 @@ class Kernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._name_errors(), self.configured() as config:
+            tensors = [leaf for leaf in jax.tree.leaves((args, kwargs)) if _torch_tensor(leaf)]
+            if tensors:
+                return self._call_on_tensors(tensors, config, args, kwargs)
             call, arrays = self.split(args, kwargs)
             traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
             if not traced:
@@ -154,6 +157,30 @@ class Kernel:
                 return self._program(call, *arrays)
             program = jax.jit(functools.partial(self._run, call))
             return profiling.run_kernel(profile, self.name, program, arrays)
+
+    def _call_on_tensors(
+        self, tensors: list[Any], config: KernelConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The function of torch tensors, as it is: torch runs it, and the operations of `vishwamai.torch` in it read the configuration."""
+        if self.platform == "tpu":
+            raise KernelError(f"{self.name}: torch tensors run on GPUs and CPUs; pass `jnp.asarray(tensor)`.")
+        for wish in ("use_bfloat16", "use_fp16"):
+            if getattr(config, wish):
+                raise KernelError(
+                    f"{self.name}: `{wish}` reaches JAX's operations only; hand over `tensor.{'half' if wish == 'use_fp16' else 'bfloat16'}()`."
+                )
+        kinds = {"gpu" if t.device.type == "cuda" else t.device.type for t in tensors}
+        if self.platform not in kinds:
+            text = f"{self.name}: the tensors are on {', '.join(sorted(kinds))}, so it runs there and not on the {self.platform.upper()}"
+            if config.strict:
+                raise DeviceError(f"{text}, which `strict=True` forbids; move them, `tensor.to(...)`.")
+            _warn_once(text)
+        profile = profiling.active()
+        if profile is not None:
+            profile.untimed[self.name] = profile.untimed.get(self.name, 0) + 1
+        tensor_cores = config.use_tensor_cores and config.precision.products == "default" and "gpu" in kinds
+        with kernel_config(precision="high") if tensor_cores else contextlib.nullcontext():
+            return self.function(*args, **kwargs)
 
     def explain(self, *args: Any, target: str | None = None, **kwargs: Any) -> core_explain.Explanation:
         """Which implementation of every operation in the function runs for these arguments, and why not the others; see `vishwamai.explain`."""
@@ -191,8 +218,8 @@ class Kernel:
         for leaf in leaves:
             if _torch_tensor(leaf):
                 raise KernelError(
-                    f"{self.name}: an argument is a torch tensor of shape {tuple(leaf.shape)}, and the function is traced by JAX; "
-                    "pass `jnp.asarray(tensor)`."
+                    f"{self.name}: an argument is a torch tensor of shape {tuple(leaf.shape)}, of which there is nothing to trace; "
+                    "pass `jnp.asarray(tensor)`, or a jax.ShapeDtypeStruct."
                 )
         static = tuple(map(self._static, leaves))
         call = _Call(treedef, static)
@@ -304,7 +331,9 @@ def tpu_kernel(
 def gpu_kernel(
     function: Callable[..., Any] | None = None, *, config: KernelConfig | None = None, **options: Any
 ) -> Any:
-    """Makes a kernel for GPUs of a JAX function; see `tpu_kernel` for the forms and `KernelConfig` for the options.
+    """Makes a kernel for GPUs of a function of JAX arrays or torch tensors; see `tpu_kernel` for the forms, `KernelConfig` for the options.
+
+    A function of torch tensors is called as it is: torch runs it, and the operations of `vishwamai.torch` inside read the configuration.
 
     >>> import jax.numpy as jnp, vishwamai
     >>> @gpu_kernel(use_tensor_cores=True)

@@ -44,6 +44,7 @@ def to_tiled_layout(
         )
     if tile < 1:
         raise ShapeError(f"to_tiled_layout: `tile` is {tile}; pass a positive number, such as {TILE}.")
+    x = jnp.asarray(x)
     batch, height, width, channels = x.shape
     rows, columns = -(-height // tile), -(-width // tile)
     padded = jnp.pad(x, ((0, 0), (0, rows * tile - height), (0, columns * tile - width), (0, 0)))
@@ -75,7 +76,7 @@ def from_tiled_layout(
     for name, wanted, there in (("height", height, rows * tile), ("width", width, columns * tile)):
         if wanted is not None and not 0 <= wanted <= there:
             raise ShapeError(f"from_tiled_layout: `{name}` is {wanted}, but the tiles hold {there}.")
-    whole = x.swapaxes(2, 3).reshape(batch, rows * tile, columns * tile, channels)
+    whole = jnp.asarray(x).swapaxes(2, 3).reshape(batch, rows * tile, columns * tile, channels)
     return whole[:, :height, :width]
 
 
