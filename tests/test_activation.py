@@ -178,7 +178,7 @@ def test_softmax_of_another_axis_is_left_to_xla_in_words():
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
-@pytest.mark.parametrize("shape", [(8192, 8192), (32768, 128), (5, 100), (7, 30522)])
+@pytest.mark.parametrize("shape", [(8192, 8192), (32768, 128), (5, 100), (7, 16383)])
 def test_softmax_blocks_fit_the_chip(shape, chip):
     with kernel_config(target=chip.name):
         (plan,) = record_plans(softmax, jax.ShapeDtypeStruct(shape, jnp.bfloat16))

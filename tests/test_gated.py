@@ -1,6 +1,7 @@
 """The gated linear unit: one array of weights, what is kept for the gradient, errors, tiles; see test_contract.py for every case."""
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ def test_without_a_gradient_only_the_result_is_stored():
             for equation in jaxpr.eqns:
                 if equation.primitive.name == "pallas_call":
                     found.append(len(equation.outvars))
-                for inner in jax.core.jaxprs_in_params(equation.params):
+                for inner in jax.extend.core.jaxprs_in_params(equation.params):
                     visit(inner)
 
         visit(jax.make_jaxpr(function)(x, w, w).jaxpr)
