@@ -15,6 +15,9 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.ops.moe import MOE, visits
 from vishwamai.ops.moe.tiles import GroupedConfig
 
+ROUTING_OPTIONS = ("num_experts", "top_k", "scoring", "num_groups", "top_groups", "scale", "jitter")
+routed = jax.jit(moe_routing, static_argnames=ROUTING_OPTIONS)
+
 
 def draw(*shape, seed=0, scale=1.0):
     return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
@@ -33,16 +36,24 @@ def by_group(lhs, rhs, sizes):
     return out
 
 
+@functools.cache
+def with_gradients(product):
+    def run(lhs, rhs, sizes, cotangent):
+        out, pull = jax.vjp(lambda a, b: product(a, b, sizes), lhs, rhs)
+        return out, *pull(cotangent)
+
+    return jax.jit(run)
+
+
 @pytest.mark.parametrize("sizes", [[3, 0, 20, 7], [0, 0, 0, 0], [40, 0, 0, 0], [0, 0, 0, 40], [1, 1, 1, 1]], ids=str)
 def test_meaning_is_that_of_ragged_dot(sizes):
     """Values and both gradients, empty groups and rows without one; the default path takes the explicit backward pass."""
     lhs, rhs, sizes = draw(40, 12), draw(4, 12, 9, seed=1), np.array(sizes, np.int32)
     cotangent = draw(40, 9, seed=2)
-    ours, pull = jax.vjp(lambda a, b: grouped_gemm(a, b, sizes), lhs, rhs)
-    theirs, pull_theirs = jax.vjp(lambda a, b: jax.lax.ragged_dot(a, b, sizes), lhs, rhs)
-    np.testing.assert_allclose(ours, by_group(lhs, rhs, sizes), atol=1e-5)
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    for a, b in zip(pull(cotangent), pull_theirs(cotangent), strict=True):
+    ours = with_gradients(grouped_gemm)(lhs, rhs, sizes, cotangent)
+    theirs = with_gradients(jax.lax.ragged_dot)(lhs, rhs, sizes, cotangent)
+    np.testing.assert_allclose(ours[0], by_group(lhs, rhs, sizes), atol=1e-5)
+    for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -87,29 +98,34 @@ def test_kernel_keeps_garbage_of_other_groups_out():
 def test_visits_cover_every_row_once(every_group):
     """Over random sizes: each row of a group is computed once with its group, and each tile is visited in one run."""
     rng = np.random.default_rng(0)
-    for _ in range(50):
-        groups, m, block = int(rng.integers(1, 9)), int(rng.integers(1, 200)), int(rng.integers(1, 5)) * 16
-        sizes = rng.multinomial(rng.integers(0, m + 1), np.ones(groups + 1) / (groups + 1))[:groups].astype(np.int32)
-        found = visits.plan(sizes[None], m, block, every_group=every_group)
-        group, tile, start, stop, following = (np.asarray(x)[: int(found.count[0])] for x in found[:5])
-        owner = np.full(m + block, -1)
-        for g, t, a, b in zip(group, tile, start, stop, strict=True):
-            assert (owner[t * block + a : t * block + b] == -1).all()
-            owner[t * block + a : t * block + b] = g
-        np.testing.assert_array_equal(owner[: sizes.sum()], np.repeat(np.arange(groups), sizes))
-        assert (owner[sizes.sum() :] == -1).all()
-        assert (np.diff(group) >= 0).all() and (np.diff(tile) >= 0).all()
-        if every_group:
-            assert set(group) == set(range(groups))
-        else:
-            assert set(tile) == set(range(-(-m // block)))
-            later = [group[i:][group[i:] != g] for i, g in enumerate(group)]
-            np.testing.assert_array_equal(following, [x[0] if len(x) else -1 for x in later])
+    for groups, m, block in ((5, 150, 32), (7, 64, 16), (1, 20, 32)):
+        plan = jax.jit(functools.partial(visits.plan, m=m, block_m=block, every_group=every_group))
+        for _ in range(20):
+            check_visits(plan, rng, groups, m, block, every_group)
+
+
+def check_visits(plan, rng, groups, m, block, every_group):
+    sizes = rng.multinomial(rng.integers(0, m + 1), np.ones(groups + 1) / (groups + 1))[:groups].astype(np.int32)
+    found = plan(sizes[None])
+    group, tile, start, stop, following = (np.asarray(x)[: int(found.count[0])] for x in found[:5])
+    owner = np.full(m + block, -1)
+    for g, t, a, b in zip(group, tile, start, stop, strict=True):
+        assert (owner[t * block + a : t * block + b] == -1).all()
+        owner[t * block + a : t * block + b] = g
+    np.testing.assert_array_equal(owner[: sizes.sum()], np.repeat(np.arange(groups), sizes))
+    assert (owner[sizes.sum() :] == -1).all()
+    assert (np.diff(group) >= 0).all() and (np.diff(tile) >= 0).all()
+    if every_group:
+        assert set(group) == set(range(groups))
+    else:
+        assert set(tile) == set(range(-(-m // block)))
+        later = [group[i:][group[i:] != g] for i, g in enumerate(group)]
+        np.testing.assert_array_equal(following, [x[0] if len(x) else -1 for x in later])
 
 
 def test_vmap_of_sizes_and_second_order():
     lhs, rhs, sizes = draw(30, 8), draw(3, 8, 5, seed=1), np.array([[10, 0, 20], [0, 7, 2]], np.int32)
-    got = jax.vmap(lambda s: grouped_gemm(lhs, rhs, s))(sizes)
+    got = jax.jit(jax.vmap(lambda s: grouped_gemm(lhs, rhs, s)))(sizes)
     for out, one in zip(got, sizes, strict=True):
         np.testing.assert_allclose(out, by_group(lhs, rhs, one), atol=1e-5)
 
@@ -119,7 +135,9 @@ def test_vmap_of_sizes_and_second_order():
     def plain(a, b):
         return jnp.sum(jnp.sin(jax.lax.ragged_dot(a, b, sizes[0])))
 
-    ours, theirs = (jax.grad(lambda a, b, f=f: jnp.sum(jax.grad(f)(a, b) ** 2), 1)(lhs, rhs) for f in (norm, plain))
+    ours, theirs = (
+        jax.jit(jax.grad(lambda a, b, f=f: jnp.sum(jax.grad(f)(a, b) ** 2), 1))(lhs, rhs) for f in (norm, plain)
+    )
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
     forward = jax.jvp(lambda a: grouped_gemm(a, rhs, sizes[0], implementation="xla"), (lhs,), (lhs,))[1]
     np.testing.assert_allclose(forward, by_group(lhs, rhs, sizes[0]), atol=1e-5)
@@ -157,7 +175,7 @@ def test_it_is_one_op():
 
 def test_routing_of_softmax_scores():
     tokens, router = draw(50, 6), draw(6, 8, seed=1)
-    routing = moe_routing(tokens, router, 8, 3)
+    routing = jax.device_get(routed(tokens, router, num_experts=8, top_k=3))
     logits = tokens.astype(np.float64) @ router
     scores = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     experts = np.argsort(-scores, axis=1)[:, :3]
@@ -173,7 +191,8 @@ def test_routing_of_softmax_scores():
 def test_routing_as_deepseek_v3():
     """Sigmoid scores; the bias and the groups decide who is chosen, and the weights are the scores without the bias."""
     tokens, router, bias = draw(40, 6), draw(6, 8, seed=1), draw(8, seed=2)
-    routing = moe_routing(tokens, router, top_k=2, scoring="sigmoid", bias=bias, num_groups=4, top_groups=2, scale=2.5)
+    options = {"scoring": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5}
+    routing = jax.device_get(routed(tokens, router, top_k=2, bias=bias, **options))
     scores = 1 / (1 + np.exp(-(tokens.astype(np.float64) @ router)))
     for token in range(40):
         biased = scores[token] + bias
@@ -184,28 +203,28 @@ def test_routing_as_deepseek_v3():
         np.testing.assert_allclose(
             routing.weights[token], 2.5 * scores[token, experts] / scores[token, experts].sum(), rtol=1e-5
         )
-    gradient = jax.grad(lambda b: moe_routing(tokens, router, scoring="sigmoid", bias=b).weights[:, 0].sum())(bias)
+    gradient = jax.grad(lambda b: routed(tokens, router, scoring="sigmoid", bias=b).weights[:, 0].sum())(bias)
     assert (gradient == 0).all()
-    assert moe_routing(tokens, router, top_k=1, bias=np.where(np.arange(8) == 5, 9.0, 0.0)).expert_counts[5] == 40
+    assert routed(tokens, router, top_k=1, bias=np.where(np.arange(8) == 5, 9.0, 0.0)).expert_counts[5] == 40
 
 
 def test_losses_grow_with_imbalance_and_reach_the_router():
     tokens = draw(64, 6) + 3.0
-    even = moe_routing(tokens, np.zeros((6, 4), np.float32), top_k=4)
+    even = routed(tokens, np.zeros((6, 4), np.float32), top_k=4)
     np.testing.assert_allclose(even.load_balance_loss, 1.0, rtol=1e-6)
     skewed = np.zeros((6, 4), np.float32)
     skewed[:, 1] = 5.0
-    np.testing.assert_allclose(moe_routing(tokens, skewed, top_k=1).load_balance_loss, 4.0, rtol=1e-3)
+    np.testing.assert_allclose(routed(tokens, skewed, top_k=1).load_balance_loss, 4.0, rtol=1e-3)
     for loss in ("load_balance_loss", "z_loss"):
-        gradient = jax.grad(lambda w, loss=loss: getattr(moe_routing(tokens, w, top_k=1), loss))(0.1 * skewed)
+        gradient = jax.grad(lambda w, loss=loss: getattr(routed(tokens, w, top_k=1), loss))(0.1 * skewed)
         assert np.isfinite(gradient).all() and np.abs(gradient).max() > 1e-4
 
 
 def test_jitter_is_a_function_of_the_key():
     tokens, router = draw(64, 6), draw(6, 4, seed=1)
-    routed = [moe_routing(tokens, router, jitter=0.3, key=jax.random.key(seed)).weights for seed in (0, 0, 1)]
-    np.testing.assert_array_equal(routed[0], routed[1])
-    assert np.abs(routed[0] - routed[2]).max() > 1e-3
+    once, again, other = (routed(tokens, router, jitter=0.3, key=jax.random.key(seed)).weights for seed in (0, 0, 1))
+    np.testing.assert_array_equal(once, again)
+    assert np.abs(once - other).max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -232,8 +251,10 @@ def test_errors_of_routing(options, text):
 def test_dispatch_and_back(capacity_factor):
     """Each expert's rows are its tokens, first choices first; combining returns what was kept, weighted; `dropped` counts the rest."""
     tokens = draw(30, 5)
-    routing = moe_routing(tokens, draw(5, 4, seed=1), top_k=2)
-    dispatch = moe_dispatch(tokens, routing, capacity_factor=capacity_factor)
+    routing = jax.device_get(routed(tokens, draw(5, 4, seed=1), top_k=2))
+    dispatch = jax.device_get(
+        jax.jit(functools.partial(moe_dispatch, capacity_factor=capacity_factor))(tokens, routing)
+    )
     capacity = 60 if capacity_factor is None else int(np.ceil(capacity_factor * 60 / 4))
     expected, kept, start = np.zeros((30, 5)), 0, 0
     for expert in range(4):
@@ -267,7 +288,7 @@ def test_gradient_of_dispatch_and_combine(capacity_factor):
         each = jnp.tanh(x * weight)[:, None] * kept[:, :, None]
         return jnp.sum(jnp.sin((each * moe_routing(x, w, top_k=2).weights[:, :, None]).sum(1)))
 
-    for a, b in zip(jax.grad(ours, (0, 1))(tokens, router), jax.grad(plain, (0, 1))(tokens, router), strict=True):
+    for a, b in zip(*(jax.jit(jax.grad(f, (0, 1)))(tokens, router) for f in (ours, plain)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -280,7 +301,7 @@ def parameters(features=6, hidden=10, experts=8):
 
 
 def one_token_at_a_time(tokens, router, gate, up, down, top_k):
-    routing = moe_routing(tokens, router, top_k=top_k)
+    routing = jax.device_get(routed(tokens, router, top_k=top_k))
     out = np.zeros(tokens.shape)
     for t, x in enumerate(tokens.astype(np.float64)):
         for weight, e in zip(routing.weights[t], routing.experts[t], strict=True):
@@ -348,7 +369,7 @@ def test_expert_parallel_is_one_device(name, monkeypatch):
         out, (balance, z, _), _ = function(*arrays)
         return jnp.sum(jnp.sin(out)) + 0.1 * balance + 0.01 * z
 
-    contract.close(jax.jit(many)(*arrays), one(*arrays), 1e-5)
+    contract.close(jax.jit(many)(*arrays), jax.jit(one)(*arrays), 1e-5)
     gradients = [jax.jit(jax.grad(functools.partial(loss, f), tuple(range(5))))(*arrays) for f in (many, one)]
     contract.close(gradients[0], gradients[1], 1e-5)
 
@@ -361,7 +382,7 @@ def test_a_small_buffer_drops_and_says_so(exchange, monkeypatch):
     out, _, dropped = jax.jit(sharded((8,), ("x",), "x", {"exchange": exchange, "exchange_factor": 1.0}, 1))(
         tokens, *weights
     )
-    whole = moe_layer(tokens, *weights, top_k=1).out
+    whole = jax.jit(functools.partial(moe_layer, top_k=1))(tokens, *weights).out
     missing = ~np.asarray(out).any(axis=1)
     assert 0 < missing.sum() == int(dropped) < 64
     np.testing.assert_allclose(out[~missing], whole[~missing], atol=1e-4)

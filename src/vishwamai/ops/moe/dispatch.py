@@ -41,7 +41,7 @@ class Dispatch(NamedTuple):
 
 def _fetch(x: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of x; zeros where the index is past its end."""
-    return x.at[index].get(mode="fill", fill_value=0)
+    return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp

@@ -1,0 +1,121 @@
+"""Grouped products on TPUs that are not here, beside their peers: the compiler's own schedule of each kernel, followed by the same simulator.
+
+Peers are jax's `megablox` (`gmm`, and `tgmm` for the gradient of rhs) at the best of a few tiles, and Tokamax's `ragged_dot` where the package is installed
+(`pip install tokamax`). Ours has the tiles that the library itself chooses. Every time is an estimate of the whole program, the tables of visits included
+(docs/aot.md says how far to trust it; differences below 4 % are not worth reading). "even" groups end where tiles do, "uneven" ones do not.
+
+    python benchmarks/tpu_grouped.py --targets v4,v5e,v5p,v6e,tpu7x --products forward,grad_lhs,grad_rhs --groups even,uneven
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai import grouped_gemm
+from vishwamai.aot.schedule import Case, inspect_many
+from vishwamai.core.errors import VishwamaiError
+
+M, K, N = 8192, 4096, 14336
+"""Mixtral 8x7B's gate for 4096 tokens, two experts each; bfloat16."""
+GROUPS = {
+    "even": np.array([1024] * 8, np.int32),
+    "uneven": np.array([700, 1500, 1024, 300, 2000, 900, 1268, 500], np.int32),
+}
+LHS, RHS, OUT = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M, K), (8, K, N), (M, N)))
+ARRAYS = {"forward": (LHS, RHS), "grad_lhs": (OUT, RHS), "grad_rhs": (LHS, OUT)}
+"""The operands of each product, before the sizes."""
+MEGABLOX_TILES = ((512, 1024, 1024), (1024, 1024, 1024), (1024, 1024, 2048))
+
+
+def ours(product: str) -> Callable[..., Any]:
+    """The product alone; XLA drops what a gradient does not need."""
+
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(x.shape, x.dtype)
+
+    if product == "forward":
+        return lambda a, b, sizes: grouped_gemm(a, b, sizes)
+    if product == "grad_lhs":
+        return lambda dout, b, sizes: jax.vjp(lambda a: grouped_gemm(a, b, sizes), zeros(LHS))[1](dout)[0]
+    return lambda a, dout, sizes: jax.vjp(lambda b: grouped_gemm(a, b, sizes), zeros(RHS))[1](dout)[0]
+
+
+def megablox(product: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    import importlib
+
+    kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    for tiles in MEGABLOX_TILES:
+        options = {"preferred_element_type": jnp.bfloat16, "tiling": tiles}
+
+        def call(a: Any, b: Any, sizes: Any, options: Any = options) -> Any:
+            if product == "grad_rhs":
+                return kernels.tgmm(a.swapaxes(0, 1), b, sizes, **options)
+            return kernels.gmm(a, b, sizes, transpose_rhs=product == "grad_lhs", **options)
+
+        yield f"megablox {'/'.join(map(str, tiles))}", call
+
+
+def tokamax(product: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Tokamax's kernel, forward only; nothing where the package is not installed."""
+    try:
+        from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu as kernel  # type: ignore
+    except ImportError:
+        return
+    if product != "forward":
+        return
+    for tile_m, tile_k, tile_n in MEGABLOX_TILES:
+        config = kernel.Config(tile_m=tile_m, tile_k=tile_k, tile_n=tile_n)
+        op = kernel.PallasMosaicTpuRaggedDot(config=config)
+        yield f"tokamax {tile_m}/{tile_k}/{tile_n}", lambda a, b, sizes, op=op: op(a, b, group_sizes=sizes)
+
+
+def seconds(product: str, sizes: np.ndarray, target: str) -> dict[str, float | str]:
+    """Estimated seconds by name, or the compiler's refusal in a few words."""
+    calls = [("vishwamai", ours(product)), *megablox(product), *tokamax(product)]
+    arrays = [*ARRAYS[product], sizes]
+    cases = [Case(call, arrays, target=target, flops=2.0 * M * K * N, name=name) for name, call in calls]
+    found: dict[str, float | str] = {}
+    for case, result in zip(cases, inspect_many(cases), strict=True):
+        refused = isinstance(result, VishwamaiError)
+        found[str(case.name)] = str(result).splitlines()[0][:60] if refused else result.seconds  # type: ignore[union-attr]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="v4,v5e,v5p,v6e,tpu7x")
+    parser.add_argument("--products", default=",".join(ARRAYS))
+    parser.add_argument("--groups", default=",".join(GROUPS))
+    options = parser.parse_args()
+    ratios: dict[str, list[float]] = {}
+    print(f"{'product':<10}{'groups':<8}{'target':<7}{'ours, ms':>9}{'best peer, ms':>15}{'ratio':>7}  best peer")
+    for product in options.products.split(","):
+        for groups in options.groups.split(","):
+            for target in options.targets.split(","):
+                found = seconds(product, GROUPS[groups], target)
+                mine = found.pop("vishwamai")
+                peers = {peer: time for peer, time in found.items() if isinstance(time, float)}
+                if isinstance(mine, str) or not peers:
+                    print(f"{product:<10}{groups:<8}{target:<7}{mine if isinstance(mine, str) else found}", flush=True)
+                    continue
+                best = min(peers, key=lambda peer: peers[peer])
+                ratio = mine / peers[best]
+                ratios.setdefault(groups, []).append(ratio)
+                line = f"{mine * 1e3:>9.3f}{peers[best] * 1e3:>15.3f}{ratio:>7.3f}  {best}"
+                print(f"{product:<10}{groups:<8}{target:<7}{line}", flush=True)
+    for groups, values in ratios.items():
+        mean, worst = statistics.geometric_mean(values), max(values)
+        print(
+            f"{groups}: ours / best peer, geometric mean {mean:.3f}, worst {worst:.3f}, {len(values)} cases (estimates)"
+        )
+
+
+if __name__ == "__main__":
+    main()
