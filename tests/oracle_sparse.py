@@ -20,7 +20,7 @@ def block_sparse_matmul(
         rows = [row for row in range(len(starts) - 1) for _ in range(starts[row], starts[row + 1])]
         indices = list(zip(rows, columns, strict=True))
     _, height, width = values.shape
-    matrix = jnp.zeros(shape, jnp.float64)
+    matrix = jnp.zeros(shape, values.dtype)  # as wide as the caller has made the values
     for n, (row, column) in enumerate(indices):
         matrix = matrix.at[row * height : (row + 1) * height, column * width : (column + 1) * width].add(values[n])
     return dense @ (matrix.T if transpose else matrix)

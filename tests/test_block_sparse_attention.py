@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def written_out(mask, block_size, q_len, kv_len):
     return mask[:, i][:, :, j]
 
 
-def arrays(heads=(4, 2), lengths=(100, 150), dim=16, seed=0):
+def arrays(heads=(4, 2), lengths=(100, 150), dim=16, seed=0) -> Any:
     rng = np.random.default_rng(seed)
 
     def of(heads, length):
@@ -60,7 +61,7 @@ def test_tiles_of_any_size_see_the_mask(heads, block_size):
     mask, truth = BlockMask.from_blocks(live, block_size), written_out(live, block_size, q_len, kv_len)
     np.testing.assert_array_equal(mask.positions(q_len, kv_len), truth)
     for rows, columns in ((32, 32), (20, 70), (128, 128)):
-        cut = -(-q_len // rows), -(-kv_len // columns)
+        cut: Any = -(-q_len // rows), -(-kv_len // columns)
         tiles = tile_masks(mask, rows, columns, *cut)
         np.testing.assert_array_equal(live_tiles(mask, rows, columns, *cut), tiles.ids >= 0)
         for head, i, j in np.ndindex(*tiles.ids.shape):
@@ -127,7 +128,7 @@ def test_the_schedule_visits_live_tiles_once(heads, panels, kv_major):
     spec = dataclasses.replace(
         spec_of(1000, 1024, heads=(4, 2), causal=True), blocks=BlockMask.from_blocks(live, (128, 128))
     )
-    tiling = Tiling(128, 128, *panels, 2)
+    tiling = Tiling(128, 128, panels[0], panels[1], 2)
     walked = 2 if kv_major else 1
     schedule = make_schedule(spec, tiling, masked=False, kv_major=kv_major, heads=walked)
     words = schedule.panels.reshape(-1)
@@ -190,7 +191,9 @@ def test_nothing_of_the_size_of_the_scores():
     q = jax.ShapeDtypeStruct((1, 1, 8192, 16), jnp.float32)
 
     def both(q, k, v):
-        call = lambda *a: block_sparse_attention(*a, local(64, 3, 3), block_size=128, implementation="xla_chunked")  # noqa: E731
+        call = lambda *a: block_sparse_attention(
+            *a, block_mask=local(64, 3, 3), block_size=128, implementation="xla_chunked"
+        )  # noqa: E731
         out, pull = jax.vjp(call, q, k, v)
         return out, pull(out)
 
@@ -207,13 +210,17 @@ def test_nothing_of_the_size_of_the_scores():
 def test_it_is_attention_under_the_mask_written_out(heads, implementation):
     q, k, v = arrays()
     live, size = random_blocks(heads, 4, 7), (32, 24)
-    mask = written_out(live, size, 100, 150)[None]
+    mask = jnp.asarray(written_out(live, size, 100, 150)[None])
 
     def run(call):
         return jax.vjp(lambda *a: call(*a), q, k, v)[1](jnp.ones((1, 4, 100, 16)))
 
     options = {"causal": True, "causal_align": "bottom_right", "window": (90, 20), "softcap": 3.0}
-    ours = run(lambda *a: block_sparse_attention(*a, live, block_size=size, implementation=implementation, **options))
+    ours = run(
+        lambda *a: block_sparse_attention(
+            *a, block_mask=live, block_size=size, implementation=implementation, **options
+        )
+    )
     theirs = run(lambda *a: flash_attention(*a, mask=mask, implementation="xla", **options))
     contract.close(ours, theirs, 1e-5)
 
@@ -241,11 +248,11 @@ def test_functions_and_kept_masks_agree_inside_jit():
     q, k, v = arrays(lengths=(96, 96))
     function = lambda i, j: jnp.abs(i - j) % 5 < 3  # noqa: E731  jax.numpy is welcome, also while tracing
     mask = BlockMask.from_function(lambda i, j: abs(i - j) % 5 < 3, 96, 96, (32, 32))
-    by_function = jax.jit(lambda *a: block_sparse_attention(*a, function, block_size=32))(q, k, v)
-    kept = jax.jit(lambda *a: block_sparse_attention(*a, mask))(q, k, v)
+    by_function = jax.jit(lambda *a: block_sparse_attention(*a, block_mask=function, block_size=32))(q, k, v)
+    kept = jax.jit(lambda *a: block_sparse_attention(*a, block_mask=mask))(q, k, v)
     np.testing.assert_array_equal(by_function, kept)
     i, j = np.arange(96)[:, None], np.arange(96)[None, :]
-    contract.close(kept, flash_attention(q, k, v, mask=abs(i - j) % 5 < 3, implementation="xla"), 1e-5)
+    contract.close(kept, flash_attention(q, k, v, mask=jnp.asarray(abs(i - j) % 5 < 3), implementation="xla"), 1e-5)
 
 
 @pytest.mark.long
@@ -292,13 +299,13 @@ def test_errors(mask, options, words):
     if isinstance(mask, np.ndarray) and mask.ndim == 3:
         mask[0, 0, 0] = False
     with pytest.raises(ShapeError, match=words):
-        block_sparse_attention(*arrays(), mask, **options)
+        block_sparse_attention(*arrays(), block_mask=mask, **options)
 
 
 def test_a_traced_mask_is_an_error():
     mask = jnp.ones((4, 5), bool)
     with pytest.raises(ShapeError, match="`block_mask` is traced"):
-        jax.jit(lambda mask: block_sparse_attention(*arrays(), mask, block_size=32))(mask)
+        jax.jit(lambda mask: block_sparse_attention(*arrays(), block_mask=mask, block_size=32))(mask)
 
 
 def test_the_native_kernel_declines_in_words():

@@ -27,7 +27,7 @@ SPARSE: Op[SparseSpec] = Op("sparse", (PALLAS_TPU, XLA), sparse_axes, shareable=
 def block_sparse_matmul(
     dense: Float[Array, "*batch rows"],
     values: Float[Array, "blocks block_rows block_columns"],
-    indices: Int[Array, "blocks 2"] | tuple[Int[Array, " starts"], Int[Array, " blocks"]],
+    indices: Int[Array | np.ndarray, "blocks 2"] | tuple[Any, Any],
     *,
     shape: tuple[int, int] | None = None,
     transpose: bool = False,
