@@ -105,7 +105,7 @@ class Runner:
         if not self.fuse:
             return self._one_by_one(name, function, args, options, wishes)
         shapes = tuple((x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in arrays)
-        key = (name, call, donate, tuple(sorted(wishes.items())), shapes)
+        key = (function, call, donate, tuple(sorted(wishes.items())), shapes)
         if key not in self._programs:
             self._programs[key] = self._compile(kernel, args, options)
         program = self._programs[key]
