@@ -191,9 +191,10 @@ def test_nothing_of_the_size_of_the_scores():
     q = jax.ShapeDtypeStruct((1, 1, 8192, 16), jnp.float32)
 
     def both(q, k, v):
-        call = lambda *a: block_sparse_attention(
-            *a, block_mask=local(64, 3, 3), block_size=128, implementation="xla_chunked"
-        )  # noqa: E731
+        def call(*a):
+            options = {"block_size": 128, "implementation": "xla_chunked"}
+            return block_sparse_attention(*a, block_mask=local(64, 3, 3), **options)
+
         out, pull = jax.vjp(call, q, k, v)
         return out, pull(out)
 
@@ -259,13 +260,17 @@ def test_functions_and_kept_masks_agree_inside_jit():
 @pytest.mark.parametrize("block_size", [128, None], ids=["one tile a panel", "heuristic"])
 @pytest.mark.parametrize(
     "mask, size",
-    [(bigbird(5, 1, 1, 1, heads=4), 64), (strided(4, 2), 100), (lambda i, j: (i // 30 + j // 50) % 3 > 0, 64)],
+    [
+        (bigbird(5, 1, 1, 1, heads=4), 64),
+        (strided(3, 2, kv_blocks=4), 100),
+        (lambda i, j: (i // 30 + j // 50) % 3 > 0, 64),
+    ],
     ids=["bigbird by head", "strided", "function"],
 )
 def test_tpu_kernels_in_any_tiling(mask, size, block_size):
     """Idle steps, panels, patterns and the bias's own pass in the simulator, against the reference."""
     q, k, v = arrays(lengths=(300, 310))
-    bias = jnp.asarray(np.random.default_rng(1).standard_normal((1, 4, 300, 1)), jnp.float32)
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal((1, 4, 1, 310)), jnp.float32)
 
     def run(implementation, config=None):
         def call(q, k, v, bias):

@@ -54,7 +54,7 @@ CASES = (
     _case("one row", _HOLES, (16, 24), ()),
     _case("no blocks", np.zeros((2, 3), bool), (8, 8), (4,)),
     _case(
-        "BERT large, 512 tokens, a BigBird weight in a quarter of its blocks",
+        "a 4096 x 4096 weight with a quarter of its blocks, 512 tokens",
         bigbird(32, 3, 1, 4),
         (128, 128),
         (512,),
