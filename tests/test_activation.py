@@ -209,3 +209,9 @@ def test_large_logits_do_not_overflow():
     x = jnp.array([[1e30, 0.0], [-jnp.inf, 5.0]])
     np.testing.assert_array_equal(softmax(x), [[1, 0], [0, 1]])
     assert log_softmax(x)[1, 1] == 0
+
+
+def test_one_feature_has_no_gradient():
+    y, pull = jax.vjp(softmax, normal((9, 1)))
+    np.testing.assert_array_equal(y, np.ones((9, 1)))
+    np.testing.assert_array_equal(pull(normal((9, 1), seed=1))[0], np.zeros((9, 1)))
