@@ -9,7 +9,7 @@ import pytest
 
 import toy
 import vishwamai
-from vishwamai.core import execute, profiling
+from vishwamai.core import execute, measuring, profiling
 from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import chip
 from vishwamai.kernels import profile_kernel, tpu_kernel
@@ -108,7 +108,7 @@ def test_after_the_block_nothing_is_profiled():
 
 
 def test_a_figure_above_the_published_peak_is_an_error():
-    with profiling.profile_kernel(repeats=1, peaks=lambda: profiling.ChipPeaks(chip("v5e"))) as prof:
+    with profiling.profile_kernel(repeats=1, peaks=lambda: measuring.ChipPeaks(chip("v5e"))) as prof:
         vishwamai.gemm(square(), square())
     (row,) = prof.operations
     share = prof.share(row)

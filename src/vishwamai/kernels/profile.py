@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.core import hardware, profiling
-from vishwamai.core.profiling import ChipPeaks, Peaks, Profile
+from vishwamai.core import hardware, measuring, profiling
+from vishwamai.core.measuring import ChipPeaks, Peaks
+from vishwamai.core.profiling import Profile
 
 
 class MeasuredPeaks:
@@ -50,7 +51,7 @@ def _measured(dtype: str) -> Any:
 def _copy_rate(nbytes: int) -> float:
     """Bytes/s of doubling an array, which reads and writes `nbytes` together."""
     with profiling.undisturbed():
-        found = profiling.measure(lambda x: x * 2, jnp.ones(nbytes // 8, jnp.float32), repeats=11)
+        found = measuring.measure(lambda x: x * 2, jnp.ones(nbytes // 8, jnp.float32), repeats=11)
     return nbytes / found.seconds
 
 

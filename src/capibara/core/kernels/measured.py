@@ -13,7 +13,7 @@ import jax
 import jax.core
 from jax.experimental.layout import Format, Layout
 
-from vishwamai.core import hardware, profiling
+from vishwamai.core import hardware, measuring
 from vishwamai.core.op import record_plans
 from vishwamai.kernels import KernelConfig, KernelError, kernel_config
 from vishwamai.kernels.decorators import Kernel, translated
@@ -159,7 +159,7 @@ def _work(kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]) -> tup
     plans = record_plans(
         lambda *arrays: kernel.function(*call.arguments(arrays)[0], **call.arguments(arrays)[1]), *arrays
     )
-    counted = [(profiling.work(plan)[0] or 0, plan) for plan in plans]
+    counted = [(measuring.work(plan)[0] or 0, plan) for plan in plans]
     if not counted:
         return 0.0, "float32"
     _, largest = max(counted, key=lambda item: item[0])
