@@ -135,6 +135,103 @@ def test_what_no_kernel_serves_on_a_gpu_is_refused_in_words():
         vt.rms_norm(torch.ones(2, 4, dtype=torch.float64))
 
 
+# --- matmul ----------------------------------------------------------------------------------------------------------------------------------------
+
+ACTIVATIONS = {
+    None: lambda z: z,
+    "relu": torch.relu,
+    "relu2": lambda z: torch.relu(z) ** 2,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda z: torch.nn.functional.gelu(z, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gemm(activation):
+    """Every activation with every vector of the epilogue."""
+    a, b, bias, scale_a, scale_b = tensors((9, 20), (20, 24), (24,), (9,), (24,))
+
+    def ours(a, b, bias, scale_a, scale_b):
+        return (vt.gemm(a, b, bias=bias, scale_a=scale_a, scale_b=scale_b, activation=activation),)
+
+    def theirs(a, b, bias, scale_a, scale_b):
+        return (ACTIVATIONS[activation]((a @ b) * scale_a[:, None] * scale_b + bias),)
+
+    agree(ours, theirs, (a, b, bias, scale_a, scale_b))
+
+
+# shapes of a, b, bias, scale_a, then transposes: batch axes that are shared, folded into rows, broadcast in part.
+BATCHES = {
+    "rows of a": ((2, 3, 5, 16), (16, 24), (24,), (2, 3, 5), False, False),
+    "both": ((2, 5, 16), (2, 16, 24), (2, 24), (), False, False),
+    "shared a": ((5, 16), (3, 16, 24), (24,), (1,), False, False),
+    "in part": ((2, 3, 5, 16), (2, 1, 16, 24), (24,), (3, 5), False, False),
+    "in part, of both": ((2, 1, 5, 16), (1, 3, 16, 24), (24,), (2, 1, 5), False, False),
+    "transposed": ((16, 5), (3, 24, 16), (3, 24), (5,), True, True),
+    "transposed a": ((2, 16, 5), (16, 24), (24,), (2, 1), True, False),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_gemm_batches(name):
+    *shapes, transpose_a, transpose_b = BATCHES[name]
+    args = tensors(*shapes)
+
+    def ours(a, b, bias, scale):
+        how = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+        return (vt.gemm(a, b, bias=bias, scale_a=scale, activation="silu", **how),)
+
+    def theirs(a, b, bias, scale):
+        a, b = (a.mT if transpose_a else a), (b.mT if transpose_b else b)
+        scale = scale[..., None] if scale.dim() else scale
+        return (torch.nn.functional.silu((a @ b) * scale + bias[..., None, :]),)
+
+    agree(ours, theirs, args)
+
+
+def test_gemm_of_integers_and_8_bit_floats():
+    a, b = torch.randint(-127, 128, (7, 32), dtype=torch.int8), torch.randint(-127, 128, (32, 16), dtype=torch.int8)
+    assert torch.equal(vt.gemm(a, b), (a.int() @ b.int()))
+    scale = torch.rand(16, requires_grad=True)
+    (got,) = torch.autograd.grad(vt.gemm(a, b, scale_b=scale).sum(), scale)
+    assert torch.allclose(got, (a.float() @ b.float()).sum(0))
+    x, y = (torch.randn(s).to(torch.float8_e4m3fn) for s in ((16, 32), (32, 16)))
+    want = x.double() @ y.double()
+    got = vt.gemm(x, y, out_dtype=torch.float32)
+    assert got.dtype == torch.float32 and (got - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def gemm_arguments():
+    a, b, bias, scale = tensors((3, 5, 16), (16, 24), (24,), (24,))
+    return [
+        (a, b, bias, None, scale, "gelu", False, False, "default", "", True),
+        (a.detach(), b.detach(), None, None, None, "relu", False, False, "high", "bfloat16", False),
+    ]
+
+
+@pytest.mark.parametrize("arguments", gemm_arguments(), ids=["gelu", "relu"])
+def test_gemm_opcheck(arguments):
+    assert set(torch.library.opcheck(torch.ops.vishwamai.gemm.default, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gemm_compiles_in_one_graph(dynamic):
+    def model(x, scale, weight, bias):
+        return vt.gemm(vt.rms_norm(x, scale), weight, bias=bias, activation="silu") * 2
+
+    args = tensors((4, 6, 16), (16,), (16, 24), (24,))
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    agree(lambda *a: (fast(*a),), lambda *a: (model(*a),), args)
+
+
+def test_gemm_errors():
+    with pytest.raises(ShapeError, match=r"gemm: `a` of shape \(2, 3\) contracts 3 elements"):
+        vt.gemm(torch.ones(2, 3), torch.ones(4, 5))
+
+
 # --- The bridge ------------------------------------------------------------------------------------------------------------------------------------
 
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "int32", "int64", "bool", "float8_e4m3fn", "float8_e5m2"]

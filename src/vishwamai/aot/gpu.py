@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import os
+import pkgutil
 import re
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from vishwamai import ops
 from vishwamai.core import gpu, triton_call
 from vishwamai.core.cases import Case
-from vishwamai.core.errors import DeviceError
+from vishwamai.core.errors import DeviceError, FallbackWarning
+from vishwamai.core.explain import record_plans
 from vishwamai.core.triton_call import POINTERS
 
 REGISTERS, SHARED, THREADS, BLOCKS = 65536, 233472, 2048, 32
@@ -49,8 +55,8 @@ class Code:
       programs: programs that fit a Hopper multiprocessor at once; 0 on other targets.
       wgmma, mma: instructions of Hopper's tensor cores by warp groups, and older ones by warps (on AMD, matrix instructions).
       tma: instructions of the copy engine.
-      copies: asynchronous copies into shared memory.
-      loads, wide: loads from global memory into registers, and those of them that move 16 bytes.
+      loads, copies: loads from global memory into registers, and asynchronous ones into shared memory (on AMD, loads of both kinds are loads).
+      wide: those of them that move 16 bytes.
     """
 
     kernel: str
@@ -146,7 +152,7 @@ def inspect_launch(recorded: Recorded, target: int | str = 90) -> Code:
         tma=count("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"),
         copies=count("LDGSTS"),
         loads=count("LDG"),
-        wide=sum(opcode.startswith("LDG.") and ".128" in opcode for opcode in opcodes),
+        wide=sum(base in ("LDG", "LDGSTS") and ".128" in opcode for base, opcode in zip(bases, opcodes, strict=True)),
     )
 
 
@@ -200,24 +206,47 @@ def _read_amd(kernel: Any, how: gpu.Launch) -> Code:
 
 # --- The table --------------------------------------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("registers", "spill", "shared", "programs", "wgmma", "mma", "tma", "copies", "wide", "loads")
+COLUMNS = ("registers", "spill", "shared", "programs", "wgmma", "mma", "tma")
 
 
 def table(rows: Iterable[tuple[str, Code]]) -> str:
     """A Markdown table of named codes.
 
     >>> print(table([("8 rows", Code("forward", 4, 3, 40, 0, 64, 12, 0, 0, 0, 0, 4, 4))]))
-    | launch | kernel | warps x stages | registers | spill | shared | programs | wgmma | mma | tma | copies | 16-byte loads |
-    |---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|
-    | 8 rows | forward | 4 x 3 | 40 | 0 | 64 | 12 | 0 | 0 | 0 | 0 | 4 of 4 |
+    | launch | kernel | warps x stages | registers | spill | shared | programs | wgmma | mma | tma | 16-byte loads |
+    |---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|
+    | 8 rows | forward | 4 x 3 | 40 | 0 | 64 | 12 | 0 | 0 | 0 | 4 of 4 |
     """
-    heads = ["launch", "kernel", "warps x stages", *COLUMNS[:-2], "16-byte loads"]
+    heads = ["launch", "kernel", "warps x stages", *COLUMNS, "16-byte loads"]
     lines = [f"| {' | '.join(heads)} |", f"|---|---|{'--:|' * (len(heads) - 2)}"]
     for name, code in rows:
         cells = [name, code.kernel, f"{code.warps} x {code.stages}"]
-        cells += [f"{getattr(code, column):,}" for column in COLUMNS[:-2]]
-        lines.append(f"| {' | '.join([*cells, f'{code.wide} of {code.loads}'])} |")
+        cells += [f"{getattr(code, column):,}" for column in COLUMNS]
+        lines.append(f"| {' | '.join([*cells, f'{code.wide} of {code.loads + code.copies}'])} |")
     return "\n".join(lines)
+
+
+def model_cases() -> list[Case]:
+    """The shapes of real models that an operation's Triton implementation serves, of every operation that has one."""
+    found = []
+    for package in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
+        cases = f"{package.name}.cases"
+        if importlib.util.find_spec(cases) is None:
+            continue
+        for case in importlib.import_module(cases).CASES:
+            if "model" in case.tags and _is_served(case):
+                found.append(case)
+    return found
+
+
+def _is_served(case: Case) -> bool:
+    """Whether a case's op has a Triton implementation that takes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        plans = [plan for plan in record_plans(case.run, case.shapes()) if plan.op.name == case.op]
+    return any(
+        impl.name == "triton" and impl.why_not(plans[0].spec, None) is None for impl in plans[0].op.implementations
+    )
 
 
 def survey(cases: Iterable[Case], target: int | str = 90) -> list[tuple[str, Code]]:

@@ -7,6 +7,7 @@
 torch.Size([2, 4])
 """
 
+from vishwamai.torch.matmul import gemm
 from vishwamai.torch.norm import layer_norm, rms_norm
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = ["gemm", "layer_norm", "rms_norm"]

@@ -154,7 +154,7 @@ def _matmul(
         COMPUTE=None if as_they_are else gpu.TritonDtype(_TRITON[compute]),
         ACCUMULATE=gpu.TritonDtype("int32" if integer else "fp32"),
         PRECISION=_PRECISION[spec.precision] if compute == "float32" else None,
-        IMPRECISE=_EXACT_FP8 if _takes_fp8(of_a, of_b) else None,
+        IMPRECISE=min(_EXACT_FP8, config.block_k) if _takes_fp8(of_a, of_b) else None,
         ACTIVATION=activation,
         TMA=_aligned(a.shape[2], of_a) and _aligned(b.shape[2], of_b),
         PROGRAMS=min(config.programs, count),

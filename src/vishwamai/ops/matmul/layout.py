@@ -30,6 +30,11 @@ class Blocks(NamedTuple):
 NO_BLOCKS = Blocks()
 
 
+def _broadcast_to(x: Any, shape: tuple[int, ...]) -> Any:
+    """Of a torch tensor too."""
+    return x.broadcast_to(shape) if hasattr(x, "broadcast_to") else jnp.broadcast_to(x, shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a call's batch axes are laid out.
@@ -68,7 +73,7 @@ class Layout:
         rest = x.shape[len(self.outer) :]
         if all(size == 1 for size in outer):
             return x.reshape(1, *rest)
-        return jnp.broadcast_to(x, (*self.outer, *rest)).reshape(math.prod(self.outer), *rest)
+        return _broadcast_to(x, (*self.outer, *rest)).reshape(math.prod(self.outer), *rest)
 
     def matrix(self, x: Any) -> Any:
         """`a` or `b`: `[G or 1, rows, columns]`."""
@@ -85,7 +90,7 @@ class Layout:
         if all(size == 1 for size in (*inner, x.shape[-1])):
             x = x.reshape(*outer, 1)
         else:
-            x = jnp.broadcast_to(x, (*outer, *self.inner, self.m)).reshape(*outer, math.prod(self.inner) * self.m)
+            x = _broadcast_to(x, (*outer, *self.inner, self.m)).reshape(*outer, math.prod(self.inner) * self.m)
         return self._groups(x, outer)
 
     def per_column(self, x: Any) -> Any:

@@ -90,7 +90,9 @@ def backward(
     columns = tl.arange(0, COLUMNS)
     dscale = tl.zeros([ROWS, COLUMNS], tl.float32)
     doffset = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in tl.range(program * band, tl.minimum(rows, (program + 1) * band), ROWS):
+    for first in tl.range(
+        program * band, tl.minimum(rows, (program + 1) * band), ROWS, num_stages=2
+    ):  # the next rows are on their way
         row = first + tl.arange(0, ROWS)
         keep = (row < rows)[:, None] & (columns < features)[None, :]
         at = (group * rows + row)[:, None] * features + columns[None, :]
