@@ -1,5 +1,7 @@
 """einsum: values and gradients against NumPy and jax.numpy, which contractions reach gemm and in what layout, errors."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ SIZES = dict(
 )
 
 
-def arrays_for(equation, dtype=np.float32, seed=0):
+def arrays_for(equation, dtype=np.float32, seed=0) -> Any:
     rng = np.random.default_rng(seed)
     inputs = equation.split("->")[0].split(",")
     return [rng.standard_normal([SIZES[i] for i in term]).astype(dtype) for term in inputs]
@@ -83,7 +85,7 @@ def test_values_gradients_and_what_reaches_gemm(equation, products):
 )
 def test_ellipsis_and_broadcasting(equation, shapes):
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    arrays: Any = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     np.testing.assert_allclose(einsum(equation, *arrays), np.einsum(equation, *arrays), rtol=1e-5, atol=1e-5)
 
 

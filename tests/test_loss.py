@@ -54,7 +54,9 @@ def test_a_twentieth_of_the_memory(dtype):
     logits = 4 * 2048 * 65536
     theirs, ours = (temporaries(gradients(f), *shapes) for f in (plain, linear_cross_entropy))
     assert theirs >= logits
-    assert ours <= theirs / 20
+    # XLA has no bfloat16 arithmetic on the CPU, and keeps one array of weight's size in float32: that has nothing to do with the logits.
+    widened = 4 * 65536 * 256 if dtype == jnp.bfloat16 else 0
+    assert ours - widened <= theirs / 20
 
 
 @pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
@@ -255,7 +257,8 @@ def test_vocabulary_on_explicit_axes(specs, gathers):
 @pytest.mark.parametrize("shape", [(4096, 128256, 4096), (8192, 32000, 2048), (100, 50257, 768), (4096, 256000, 3584)])
 def test_tiles_fit_the_chip(shape, chip):
     with kernel_config(target=chip.name):
-        (plan,) = record_plans(linear_cross_entropy, *structs(*shape, jnp.bfloat16))
+        tokens, words, features = shape
+        (plan,) = record_plans(linear_cross_entropy, *structs(tokens, words, features, jnp.bfloat16))
     assert why_not(plan.spec, chip) is None
     config = heuristic(plan.spec, chip)
     assert config.block_tokens % 128 == config.sub_vocab % 128 == config.tile_vocab % (2 * config.sub_vocab) == 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import opt_einsum
+from opt_einsum.parser import parse_einsum_input
 
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import ShapeError
@@ -100,7 +101,7 @@ def _steps(equation: str, arrays: list[Any], optimize: Any) -> list[tuple[tuple[
         )
     shapes = [tuple(array.shape) for array in arrays]
     try:
-        inputs, out, _ = opt_einsum.parser.parse_einsum_input((equation, *shapes), shapes=True)
+        inputs, out, _ = parse_einsum_input((equation, *shapes), shapes=True)
     except (ValueError, TypeError) as error:
         raise ShapeError(
             f"einsum: `equation` {equation!r} does not fit {len(arrays)} operands of shapes {', '.join(map(str, shapes)) or 'none'}: {error}; "
@@ -120,9 +121,10 @@ def _steps(equation: str, arrays: list[Any], optimize: Any) -> list[tuple[tuple[
     if len(arrays) == 1 or optimize is False:
         return [(tuple(range(len(arrays)))[::-1], ",".join(inputs.split(",")[::-1]) + f"->{out}")]
     strategy = "auto" if optimize is True else optimize
-    _, contractions = opt_einsum.contract_path(
-        f"{inputs}->{out}", *shapes, shapes=True, optimize=strategy, einsum_call=True
-    )
+    find_path: Any = (
+        opt_einsum.contract_path
+    )  # with `einsum_call` it also gives the contractions, which its types do not say
+    _, contractions = find_path(f"{inputs}->{out}", *shapes, shapes=True, optimize=strategy, einsum_call=True)
     return [(tuple(taken), subscripts) for taken, _, subscripts, *_ in contractions]
 
 
