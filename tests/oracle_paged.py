@@ -42,7 +42,10 @@ def ragged_paged_attention(
         assert max_q_len is None or q.shape[0] <= max_q_len
         where = np.arange(lens[s])
         rows = table[s, where // page_size], where % page_size
-        k, v = ((p[rows] * np.asarray(f).reshape(-1, 1)).astype(q.dtype) for p, f in ((k_pages, k_scale), (v_pages, v_scale)))
+        k, v = (
+            (p[rows] * np.asarray(f).reshape(-1, 1)).astype(q.dtype)
+            for p, f in ((k_pages, k_scale), (v_pages, v_scale))
+        )
         k, v = (np.repeat(x, heads // kv_heads, axis=1) for x in (k, v))
         logits = scale * np.einsum("qhd,khd->hqk", q, k)
         if softcap is not None:
@@ -61,7 +64,9 @@ def ragged_paged_attention(
     return np.pad(out, ((0, query.shape[0] - out.shape[0]), (0, 0), (0, 0)))
 
 
-def separate_pages(query: Any, k_pages: Any, v_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, **options: Any) -> Any:
+def separate_pages(
+    query: Any, k_pages: Any, v_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, **options: Any
+) -> Any:
     return ragged_paged_attention(query, (k_pages, v_pages), kv_lens, page_indices, cu_q_lens, **options)
 
 

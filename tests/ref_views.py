@@ -35,7 +35,11 @@ def _apply(x: np.ndarray, transform: Any) -> np.ndarray:
         return _bitcast(x, jnp.dtype(transform.dtype))
     ranges = utils.to_range((transform,))
     for size, part in zip(x.shape, ranges, strict=True):
-        last = part if isinstance(part, int) else part.start + (len(range(part.start, part.stop, part.step)) - 1) * part.step
+        last = (
+            part
+            if isinstance(part, int)
+            else part.start + (len(range(part.start, part.stop, part.step)) - 1) * part.step
+        )
         assert 0 <= last < size, f"read of {ranges} from a view of shape {x.shape}"
     return x[ranges]
 
@@ -45,7 +49,9 @@ def readable_views() -> Iterator[None]:
     """Lets the simulator read through views."""
     original = simulator.get
 
-    def get(token: Any, device: Any, core: Any, space: Any, buffer: Any, transforms: Any, *rest: Any, **named: Any) -> Any:
+    def get(
+        token: Any, device: Any, core: Any, space: Any, buffer: Any, transforms: Any, *rest: Any, **named: Any
+    ) -> Any:
         views = [n for n, t in enumerate(transforms) if not isinstance(t, NDIndexer)]
         if not views:
             return original(token, device, core, space, buffer, transforms, *rest, **named)

@@ -53,8 +53,9 @@ def ragged_paged_attention(
       query: `[tokens, heads, head_dim]`, bfloat16, float16, float32 or float64.
       kv_pages: `[pages, page_size, 2 * kv_heads, head_dim]`, each head's key and value in turn (k0 v0 k1 v1 ...), the layout of
         `jax.experimental.pallas.ops.tpu.ragged_paged_attention`; or `(k_pages, v_pages)`, each `[pages, page_size, kv_heads, dim]`; or latent pages (MLA)
-        `[pages, page_size, latent_dim + rope_dim]` of one head, whose first `latent_dim` columns are the value too. The query's dtype, or int8,
-        float8_e4m3fn or float8_e5m2 with scales.
+        `[pages, page_size, latent_dim + rope_dim]` of one head, whose first `latent_dim` columns are the value too. Latent pages may have more columns
+        than the query, which hold 0: on TPU make them a multiple of 128 (640 for 576), for XLA lays other widths out in columns and copies the whole
+        pool at every call. The query's dtype, or int8, float8_e4m3fn or float8_e5m2 with scales.
       kv_lens: `[sequences]` int32, tokens of each sequence, the new ones included.
       page_indices: `[sequences, pages_per_sequence]` int32; entries past a sequence's end are never read.
       cu_q_lens: `[sequences + 1]` int32 from 0 on, where each sequence's queries start; `query` may be longer than the last entry.
@@ -96,10 +97,15 @@ def ragged_paged_attention(
     values = None if v_pages is None else array_spec(v_pages)
     check_query(_NAME, array_spec(query), array_spec(k_pages), values, form, latent_dim)
     scale, left = check_options(_NAME, scale, window, softcap, max_q_len, form, query.shape[2])
+    missing = k_pages.shape[-1] - query.shape[2]
+    if missing:  # columns of latent pages beyond the query's
+        query = jnp.pad(query, ((0, 0), (0, 0), (0, missing)))
     kv_heads = {"combined": k_pages.shape[2] // 2, "separate": k_pages.shape[2], "latent": 1}[form]
     sinks = None if sinks is None else jnp.asarray(sinks)
     if sinks is not None and sinks.shape != query.shape[1:2]:
-        raise ShapeError(f"{_NAME}: `sinks` has shape {sinks.shape}, but `query` has {query.shape[1]} heads; pass ({query.shape[1]},).")
+        raise ShapeError(
+            f"{_NAME}: `sinks` has shape {sinks.shape}, but `query` has {query.shape[1]} heads; pass ({query.shape[1]},)."
+        )
     k_scale, v_scale = (_scales(label, s, kv_heads) for label, s in (("k_scale", k_scale), ("v_scale", v_scale)))
 
     def run(*arrays: Any) -> Any:
@@ -131,5 +137,7 @@ def _scales(label: str, scale: Any, kv_heads: int) -> Any:
         return None
     scale = jnp.asarray(scale, jnp.float32)
     if scale.shape not in ((), (1,), (kv_heads,)):
-        raise ShapeError(f"{_NAME}: `{label}` has shape {scale.shape}; pass a number or ({kv_heads},), one for each kv head.")
+        raise ShapeError(
+            f"{_NAME}: `{label}` has shape {scale.shape}; pass a number or ({kv_heads},), one for each kv head."
+        )
     return jnp.broadcast_to(scale, (kv_heads,))

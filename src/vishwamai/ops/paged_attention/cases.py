@@ -90,7 +90,10 @@ def _case(
         found["sinks"] = ArrayInit(heads[:1], "float32")
     if scaled:
         # What makes stored numbers of the dtype's range about 1.
-        options |= {"k_scale": 0.02 if stored == "int8" else 0.2, "v_scale": tuple(0.01 * (1 + h) for h in range(heads[1]))}
+        options |= {
+            "k_scale": 0.02 if stored == "int8" else 0.2,
+            "v_scale": tuple(0.01 * (1 + h) for h in range(heads[1])),
+        }
     call: Any = separate_pages if form == "separate" else ragged_paged_attention
     return ForwardCase(name, "paged_attention", call, found, options, frozenset(tags))
 
@@ -124,8 +127,17 @@ CASES = (
             ("decode Llama 3 8B", (32, 8), 128, {}),
             ("decode Llama 3 8B int8", (32, 8), 128, {"pages": "int8", "scaled": True}),
             ("decode Mistral 7B window", (32, 8), 128, {"window": 1024}),
-            ("decode DeepSeek V3 latent", (128, 1), 576, {"form": "latent", "latent_dim": 512, "scale": 192**-0.5}),
+            # 512 + 64 columns, filled up to whole tiles.
+            ("decode DeepSeek V3 latent", (128, 1), 640, {"form": "latent", "latent_dim": 512, "scale": 192**-0.5}),
         )
     ),
-    _case("prefill and decode Llama 3 8B", (((1, 2048),) * 32 + ((1024, 1024),)), (32, 8), 128, 64, "bfloat16", tags=("model", "long")),
+    _case(
+        "prefill and decode Llama 3 8B",
+        (((1, 2048),) * 32 + ((1024, 1024),)),
+        (32, 8),
+        128,
+        64,
+        "bfloat16",
+        tags=("model", "long"),
+    ),
 )

@@ -55,7 +55,9 @@ def check_tables(name: str, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num
             raise ShapeError(f"{name}: `{label}` is {array_spec(x)}; pass int32 of rank {rank}.")
     sequences = page_indices.shape[0]
     if kv_lens.shape != (sequences,):
-        raise ShapeError(f"{name}: `kv_lens` has shape {kv_lens.shape}, but `page_indices` has {sequences} rows; pass ({sequences},).")
+        raise ShapeError(
+            f"{name}: `kv_lens` has shape {kv_lens.shape}, but `page_indices` has {sequences} rows; pass ({sequences},)."
+        )
     if cu_q_lens.shape != (sequences + 1,):
         raise ShapeError(
             f"{name}: `cu_q_lens` has shape {cu_q_lens.shape}, but `page_indices` has {sequences} rows; pass ({sequences + 1},): where each sequence's queries "
@@ -65,33 +67,47 @@ def check_tables(name: str, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num
         raise ShapeError(f"{name}: `num_seqs` is {array_spec(num_seqs)}; pass an int, or int32 of shape () or (1,).")
 
 
-def check_query(name: str, query: ArraySpec, k: ArraySpec, v: ArraySpec | None, form: str, latent_dim: int | None) -> None:
+def check_query(
+    name: str, query: ArraySpec, k: ArraySpec, v: ArraySpec | None, form: str, latent_dim: int | None
+) -> None:
     """Checks the query against the pages.
 
     Raises:
       ShapeError: their shapes or dtypes do not fit.
     """
     if len(query.shape) != 3:
-        raise ShapeError(f"{name}: `query` has shape {query.shape}; pass [tokens, heads, head_dim], the sequences' tokens one after another.")
+        raise ShapeError(
+            f"{name}: `query` has shape {query.shape}; pass [tokens, heads, head_dim], the sequences' tokens one after another."
+        )
     if query.dtype.name not in _QUERY_DTYPES:
         raise ShapeError(f"{name}: `query` has dtype {query.dtype.name}; pass one of {', '.join(_QUERY_DTYPES)}.")
     if k.dtype != query.dtype and k.dtype.name not in (*_QUERY_DTYPES, *_NARROW):
-        raise ShapeError(f"{name}: `kv_pages` has dtype {k.dtype.name}; pass the query's {query.dtype.name}, or one of {', '.join(_NARROW)}.")
-    if k.shape[-1] != query.shape[2]:
-        raise ShapeError(f"{name}: `query` has head_dim {query.shape[2]}, but a page's keys have {k.shape[-1]}; they must agree.")
+        raise ShapeError(
+            f"{name}: `kv_pages` has dtype {k.dtype.name}; pass the query's {query.dtype.name}, or one of {', '.join(_NARROW)}."
+        )
+    if k.shape[-1] != query.shape[2] and (form != "latent" or k.shape[-1] < query.shape[2]):
+        raise ShapeError(
+            f"{name}: `query` has head_dim {query.shape[2]}, but a page's keys have {k.shape[-1]}; they must agree."
+        )
     heads = {"combined": k.shape[-2] // 2, "separate": k.shape[-2], "latent": 1}[form]
     if heads == 0 or query.shape[1] % heads:
-        raise ShapeError(f"{name}: `query` has {query.shape[1]} heads and the pages {heads}; the former must be a multiple of the latter.")
+        raise ShapeError(
+            f"{name}: `query` has {query.shape[1]} heads and the pages {heads}; the former must be a multiple of the latter."
+        )
     if (form == "latent") != (latent_dim is not None):
         raise ShapeError(
             f"{name}: `latent_dim` is {latent_dim} with {'latent' if form == 'latent' else 'key and value'} pages of shape {k.shape}; "
             "pass it for pages of rank 3, and only there: how many leading columns are the value."
         )
     if latent_dim is not None and not 0 < latent_dim <= k.shape[-1]:
-        raise ShapeError(f"{name}: `latent_dim` is {latent_dim}, but a page has {k.shape[-1]} columns; pass 1 ... {k.shape[-1]}.")
+        raise ShapeError(
+            f"{name}: `latent_dim` is {latent_dim}, but a page has {k.shape[-1]} columns; pass 1 ... {k.shape[-1]}."
+        )
 
 
-def check_options(name: str, scale: Any, window: Any, softcap: Any, max_q_len: Any, form: str, head_dim: int) -> tuple[float, int | None]:
+def check_options(
+    name: str, scale: Any, window: Any, softcap: Any, max_q_len: Any, form: str, head_dim: int
+) -> tuple[float, int | None]:
     """(scale, keys seen before the query's own position or None).
 
     Raises:
@@ -105,12 +121,18 @@ def check_options(name: str, scale: Any, window: Any, softcap: Any, max_q_len: A
         scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     if isinstance(window, tuple):
         if len(window) != 2 or window[1] not in (0, None):
-            raise ShapeError(f"{name}: `window` is {window}; queries see no later key, so pass (left, 0), (left, None) or left.")
+            raise ShapeError(
+                f"{name}: `window` is {window}; queries see no later key, so pass (left, 0), (left, None) or left."
+            )
         window = window[0]
     if window is not None and (not isinstance(window, int) or window < 0):
-        raise ShapeError(f"{name}: `window` is {window!r}; pass how many keys before its own position a query sees (0 or more), or None.")
+        raise ShapeError(
+            f"{name}: `window` is {window!r}; pass how many keys before its own position a query sees (0 or more), or None."
+        )
     if softcap is not None and not softcap > 0:
         raise ShapeError(f"{name}: `softcap` is {softcap!r}; pass a number above 0, or None.")
     if max_q_len is not None and (not isinstance(max_q_len, int) or max_q_len < 1):
-        raise ShapeError(f"{name}: `max_q_len` is {max_q_len!r}; pass a positive int (1 for a step of decoding), or None.")
+        raise ShapeError(
+            f"{name}: `max_q_len` is {max_q_len!r}; pass a positive int (1 for a step of decoding), or None."
+        )
     return float(scale), window

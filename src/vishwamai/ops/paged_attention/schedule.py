@@ -76,7 +76,15 @@ def items(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> Items
     end = jnp.clip(position + jnp.minimum(block, length - offset), 0, kv_len)
     lowest = jnp.zeros_like(position) if spec.window is None else jnp.maximum(position - spec.window, 0)
     token = of_item(of.start) + offset
-    return Items(sequence, token, position, lowest // spec.page_size, end, token + length - offset, jnp.sum(blocks, dtype=jnp.int32))
+    return Items(
+        sequence,
+        token,
+        position,
+        lowest // spec.page_size,
+        end,
+        token + length - offset,
+        jnp.sum(blocks, dtype=jnp.int32),
+    )
 
 
 def prefix_sum(x: Any) -> Any:

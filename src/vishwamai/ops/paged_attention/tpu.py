@@ -116,7 +116,9 @@ def why_not(spec: PagedSpec, chip: Chip | None) -> str | None:
     if o.query.dtype not in TPU_DTYPES:
         return f"`query` is {o.query.dtype.name}, and the TPU's vector unit computes in float32 and bfloat16."
     if o.k_pages.dtype not in _PAGE_DTYPES:
-        return f"`kv_pages` is {o.k_pages.dtype.name}; the kernel reads {', '.join(sorted(d.name for d in _PAGE_DTYPES))}."
+        return (
+            f"`kv_pages` is {o.k_pages.dtype.name}; the kernel reads {', '.join(sorted(d.name for d in _PAGE_DTYPES))}."
+        )
     if o.k_pages.dtype == jnp.float32 and o.query.dtype != jnp.float32:
         return "`kv_pages` is float32 while `query` is narrower, and rounding the pages would lose what they hold."
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
@@ -251,7 +253,11 @@ def _call(spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands
     o = spec.operands
 
     def buffer(pool: Any) -> Any:
-        return None if pool is None else pltpu.VMEM((shape.slots, shape.pages * spec.page_size, *pool.shape[3:]), pool.dtype)
+        return (
+            None
+            if pool is None
+            else pltpu.VMEM((shape.slots, shape.pages * spec.page_size, *pool.shape[3:]), pool.dtype)
+        )
 
     block = (_blocks(spec, shape), shape.rows)
     scratch = {
@@ -280,7 +286,11 @@ def _call(spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(present(scalars)),
             grid=(config.cores,),
-            in_specs=[*(pl.BlockSpec(memory_space=pl.ANY) for _ in present(hbm)), *whole, *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in present(smem))],
+            in_specs=[
+                *(pl.BlockSpec(memory_space=pl.ANY) for _ in present(hbm)),
+                *whole,
+                *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in present(smem)),
+            ],
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=list(present(scratch).values()),
         ),
@@ -316,7 +326,9 @@ def _one(spec: PagedSpec, config: PagedConfig, operands: Operands) -> Any:
             out = jnp.where(exists[:, None, None], out[:, 0], 0)
             return jnp.pad(out, ((0, spec.tokens - number), (0, 0), (0, 0)))
         into = blocks.token[:, None] + jnp.arange(shape.queries)
-        into = jnp.where(exists[:, None] & (into < blocks.last_token[:, None]), into, spec.tokens)  # out of range: dropped
+        into = jnp.where(
+            exists[:, None] & (into < blocks.last_token[:, None]), into, spec.tokens
+        )  # out of range: dropped
         result = result.at[into].set(out, mode="drop")
     return result
 
@@ -333,4 +345,14 @@ def backward(*_: Any) -> NoReturn:
     )
 
 
-PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, PagedConfig)
+def notes(spec: PagedSpec, chip: Chip | None) -> list[str]:
+    """What a caller may want to know about a call that is served."""
+    columns = spec.operands.k_pages.shape[-1]
+    if spec.form == "latent" and columns % LANES:
+        return [
+            f"latent pages of {columns} columns are copied as a whole at every call, for XLA keeps such arrays in columns; give them {round_up(columns, LANES)}"
+        ]
+    return []
+
+
+PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, PagedConfig, notes)

@@ -141,9 +141,7 @@ def _keys_and_values(
         return [tuple(_words(k_ref, first, tokens, 2 * group + i).astype(wanted) for i in range(2))]  # type: ignore[list-item]
     words = _words(k_ref, first, tokens, group)
     if spec.form == "combined":
-        return [
-            (_part(words, 2 * i, stored, wanted), _part(words, 2 * i + 1, stored, wanted)) for i in range(heads)
-        ]
+        return [(_part(words, 2 * i, stored, wanted), _part(words, 2 * i + 1, stored, wanted)) for i in range(heads)]
     values = _words(refs.v_buffer.at[slot], first, tokens, group)
     return [(_part(words, i, stored, wanted), _part(values, i, stored, wanted)) for i in range(heads)]
 

@@ -34,11 +34,11 @@ def update_pages(
 
     Token i of sequence s, `key[cu_q_lens[s] + i]`, becomes key `kv_lens[s] - q_len + i` of the sequence; all other rows stay. Under
     `jax.jit(..., donate_argnums=...)` of the pages the program writes in place, without a second pool. XLA's own scatter does it on every platform: it
-    moves the new rows only, so there is no kernel to prefer to it.
+    moves the new rows only, so there is no kernel to prefer to it (latent pages: if their columns are a multiple of 128; see there).
 
     Args:
       kv_pages: any of the three forms of `ragged_paged_attention`.
-      key: `[tokens, kv_heads, head_dim]`; for latent pages `[tokens, latent_dim + rope_dim]`.
+      key: `[tokens, kv_heads, head_dim]`; for latent pages `[tokens, latent_dim + rope_dim]`, further columns become 0.
       value: `[tokens, kv_heads, value_dim]`, None for latent pages.
       kv_lens, page_indices, cu_q_lens, num_seqs: as there; the lengths include the new tokens.
       k_scale, v_scale: what stored entries will be multiplied by, a number or `[kv_heads]`: keys and values are divided by it, and for int8 rounded to
@@ -63,6 +63,8 @@ def update_pages(
     kv_lens, page_indices, cu_q_lens = (jnp.asarray(x) for x in (kv_lens, page_indices, cu_q_lens))
     num_seqs = jnp.asarray(page_indices.shape[0] if num_seqs is None else num_seqs, jnp.int32).reshape(-1)
     check_tables(_NAME, kv_lens, page_indices, cu_q_lens, num_seqs)
+    if form == "latent" and key.ndim == 2 and 0 < key.shape[1] < k_pages.shape[2]:
+        key = jnp.pad(key, ((0, 0), (0, k_pages.shape[2] - key.shape[1])))
     _check_rows(key, value, k_pages, v_pages, form)
     pages, page_size = k_pages.shape[:2]
     sequences, entries = page_indices.shape
@@ -107,7 +109,9 @@ def _stored(x: Any, scale: Any, dtype: Any) -> Any:
 def _check_rows(key: Any, value: Any, k_pages: Any, v_pages: Any, form: str) -> None:
     if form == "latent":
         if value is not None:
-            raise ShapeError(f"{_NAME}: `value` is {array_spec(value)} with latent pages, which hold keys only; pass None.")
+            raise ShapeError(
+                f"{_NAME}: `value` is {array_spec(value)} with latent pages, which hold keys only; pass None."
+            )
         wanted: dict[str, tuple[Any, tuple[int, ...]]] = {"key": (key, k_pages.shape[2:])}
     else:
         heads = k_pages.shape[2] // (2 if form == "combined" else 1)
@@ -116,4 +120,6 @@ def _check_rows(key: Any, value: Any, k_pages: Any, v_pages: Any, form: str) -> 
     for label, (x, shape) in wanted.items():
         if x is None or x.shape[1:] != shape or x.shape[0] != key.shape[0]:
             got = None if x is None else x.shape
-            raise ShapeError(f"{_NAME}: `{label}` has shape {got}; for pages of shape {k_pages.shape} pass ({key.shape[0]}, {', '.join(map(str, shape))}).")
+            raise ShapeError(
+                f"{_NAME}: `{label}` has shape {got}; for pages of shape {k_pages.shape} pass ({key.shape[0]}, {', '.join(map(str, shape))})."
+            )

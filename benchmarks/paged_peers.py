@@ -1,0 +1,189 @@
+"""Paged attention on TPUs that are not here, beside its peers: the compiler's own schedule of each kernel, followed by the same simulator.
+
+Peers are the Pallas kernels that come with jax, `ragged_paged_attention` and `paged_attention`, each at the best of a few block sizes. Every time is an
+estimate of the whole program (docs/aot.md says how far to trust it; differences below 4 % are not worth reading). "share" is the time that HBM needs at its
+peak for the pages that are live, over the estimate; the simulator lets large copies reach 90 % of the peak.
+
+    python benchmarks/paged_peers.py --targets v4,v5e,v5p,v6e,tpu7x --cases decode-4096,decode-ragged
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai import ragged_paged_attention
+from vishwamai.aot.schedule import Case, inspect_many
+from vishwamai.core.errors import VishwamaiError
+from vishwamai.core.hardware import chip
+
+Calls = Iterator[tuple[str, Callable[..., Any], list[Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One step of decoding; `lengths` tokens of every sequence are in pages of `page_size`. `latent`: (columns, value's columns) of one shared head; 576 columns stand in 640."""
+
+    lengths: tuple[int, ...]
+    page_size: int = 64
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    dtype: str = "bfloat16"
+    latent: tuple[int, int] | None = None
+
+    @property
+    def entries(self) -> int:
+        return -(-max(self.lengths) // self.page_size)
+
+    @property
+    def pages(self) -> int:
+        return len(self.lengths) * self.entries
+
+    @property
+    def live_bytes(self) -> float:
+        """Of the keys and values that are seen."""
+        row = self.latent[0] if self.latent else 2 * self.kv_heads * self.dim
+        return float(sum(self.lengths) * row * jnp.dtype(self.dtype).itemsize)
+
+    def query(self) -> jax.ShapeDtypeStruct:
+        dim = self.latent[0] if self.latent else self.dim
+        return jax.ShapeDtypeStruct((len(self.lengths), self.heads, dim), jnp.bfloat16)
+
+    def tables(self) -> list[np.ndarray]:
+        """kv_lens, page_indices, cu_q_lens: their values steer the kernels, so the simulator must have them."""
+        order = np.random.default_rng(0).permutation(self.pages).astype(np.int32)
+        return [
+            np.array(self.lengths, np.int32),
+            order.reshape(len(self.lengths), self.entries),
+            np.arange(len(self.lengths) + 1, dtype=np.int32),
+        ]
+
+    def pool(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+
+
+def _ragged(count: int) -> tuple[int, ...]:
+    """Lengths between 100 and 8000, many short ones."""
+    return tuple(int(n) for n in np.exp(np.random.default_rng(1).uniform(math.log(100), math.log(8000), count)))
+
+
+BATCHES = {
+    "decode-4096": Batch((4096,) * 64),
+    "decode-1024": Batch((1024,) * 64),
+    "decode-ragged": Batch(_ragged(64)),
+    "decode-page16": Batch((4096,) * 32, page_size=16),
+    "decode-70b": Batch((4096,) * 32, heads=64),
+    "decode-mha": Batch((1024,) * 32, kv_heads=32),
+    "decode-int8": Batch((4096,) * 64, dtype="int8"),
+    "decode-fp8": Batch((4096,) * 64, dtype="float8_e4m3fn"),
+    "decode-latent": Batch((4096,) * 64, heads=128, kv_heads=1, latent=(640, 512)),
+}
+
+
+def ours(batch: Batch) -> Calls:
+    shape = (batch.latent[0],) if batch.latent else (2 * batch.kv_heads, batch.dim)
+    pool = batch.pool(batch.pages, batch.page_size, *shape)
+    options: dict[str, Any] = {"latent_dim": batch.latent[1], "scale": 192**-0.5} if batch.latent else {}
+    if jnp.dtype(batch.dtype).itemsize == 1:
+        options |= {"k_scale": 0.05, "v_scale": 0.05}
+
+    def call(query: Any, pages: Any, lens: Any, table: Any, starts: Any) -> Any:
+        return ragged_paged_attention(query, pages, lens, table, starts, max_q_len=1, **options)
+
+    yield "vishwamai", call, [batch.query(), pool, *batch.tables()]
+
+
+def jax_ragged(batch: Batch) -> Calls:
+    """jax.experimental.pallas.ops.tpu.ragged_paged_attention; it has no latent pages."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+
+    if batch.latent:
+        return
+    pool = batch.pool(batch.pages, batch.page_size, 2 * batch.kv_heads, batch.dim)
+    scale = 0.05 if jnp.dtype(batch.dtype).itemsize == 1 else None
+    number = np.array([len(batch.lengths)], np.int32)
+    for queries, keys in ((8, 512), (8, 1024), (16, 512), (32, 1024)):
+
+        def call(q: Any, kv: Any, lens: Any, table: Any, starts: Any, n: Any, blocks: Any = (queries, keys)) -> Any:
+            return kernel.ragged_paged_attention(
+                q,
+                kv,
+                lens,
+                table,
+                starts,
+                n,
+                sm_scale=batch.dim**-0.5,
+                k_scale=scale,
+                v_scale=scale,
+                num_queries_per_block=blocks[0],
+                num_kv_pages_per_block=blocks[1] // batch.page_size,
+                vmem_limit_bytes=48 << 20,
+            )
+
+        yield f"jax ragged {queries}/{keys}", call, [batch.query(), pool, *batch.tables(), number]
+
+
+def jax_paged(batch: Batch) -> Calls:
+    """jax.experimental.pallas.ops.tpu.paged_attention: pages of one head each; 8-bit pages there have another layout, with a scale for every row."""
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    if batch.latent or batch.dtype != "bfloat16":
+        return
+    pool = batch.pool(batch.kv_heads, batch.pages, batch.page_size, batch.dim)
+    lens, table, _ = batch.tables()
+    for keys in (512, 1024):
+        if batch.entries % (keys // batch.page_size):
+            continue
+
+        def call(q: Any, k: Any, v: Any, lens: Any, table: Any, keys: int = keys) -> Any:
+            q = q * jnp.asarray(batch.dim**-0.5, q.dtype)
+            return paged_attention(q, k, v, lens, table, pages_per_compute_block=keys // batch.page_size)
+
+        yield f"jax paged {keys}", call, [batch.query(), pool, pool, lens, table]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="v5e")
+    parser.add_argument("--cases", default=",".join(BATCHES))
+    options = parser.parse_args()
+    print(
+        f"{'case':<15}{'chip':<7}{'ours us':>9}{'share':>7}{'best peer us':>14}{'share':>7}{'ratio':>7}  peer (estimates)",
+        flush=True,
+    )
+    for name in options.cases.split(","):
+        batch = BATCHES[name]
+        for target in options.targets.split(","):
+            calls = [call for peer in (ours, jax_ragged, jax_paged) for call in peer(batch)]
+            cases = [
+                Case(call, args, target=target, nbytes=batch.live_bytes, name=label) for label, call, args in calls
+            ]
+            results = inspect_many(cases)
+            bound = batch.live_bytes / chip(target).hbm_bandwidth_per_device
+            if isinstance(results[0], VishwamaiError):
+                print(f"{name:<15}{target:<7} {str(results[0])[:120]}", flush=True)
+                continue
+            mine = results[0].seconds
+            # An estimate below what HBM allows is a kernel whose loops could not be followed.
+            peers = {
+                label: result.seconds
+                for (label, _, _), result in zip(calls[1:], results[1:], strict=True)
+                if not isinstance(result, VishwamaiError) and result.seconds > bound
+            }
+            line = f"{name:<15}{target:<7}{mine * 1e6:>9.1f}{bound / mine:>7.2f}"
+            if peers:
+                best = min(peers, key=lambda label: peers[label])
+                line += f"{peers[best] * 1e6:>14.1f}{bound / peers[best]:>7.2f}{mine / peers[best]:>7.2f}  {best}"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Paged attention beyond the contract suite: what lies in unused memory, which pages are read, the in-place update, errors, gradients, several devices."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import contract
+import oracle_paged
+import vishwamai
+from vishwamai import aot, ragged_paged_attention, update_pages
+from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.ops.paged_attention import PAGED_ATTENTION
+from vishwamai.ops.paged_attention.cases import tables
+from vishwamai.ops.paged_attention.spec import PagedSpec
+
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+
+
+def problem(runs, heads=(4, 2), dim=16, page_size=4, dtype=np.float32, seed=0, spare=3):
+    """(query, kv_pages, kv_lens, page_indices, cu_q_lens)."""
+    rng = np.random.default_rng(seed)
+    inits, pages = tables(runs, page_size, spare=spare)
+    query = rng.standard_normal((sum(q for q, _ in runs), heads[0], dim)).astype(dtype)
+    pool = rng.standard_normal((pages, page_size, 2 * heads[1], dim)).astype(dtype)
+    return query, pool, *(init.make(rng) for init in inits.values())
+
+
+def poison_unused(pool, lens, table):
+    """The pool with NaN in every row that no sequence owns."""
+    page_size = pool.shape[1]
+    owned = np.zeros(pool.shape[:2], bool)
+    for length, row in zip(lens, table, strict=True):
+        at = np.arange(length)
+        owned[row[at // page_size], at % page_size] = True
+    assert not owned.all()
+    return np.where(owned[:, :, None, None], pool, np.nan).astype(pool.dtype)
+
+
+def check(got, arrays, **options):
+    expected = oracle_paged.ragged_paged_attention(*arrays, **options)
+    assert np.isfinite(np.asarray(got)).all()
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
+RUNS = ((1, 5), (6, 11), (1, 1))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+def test_what_no_sequence_owns_is_never_seen(implementation):
+    """NaN in free pages and past a sequence's end, and page tables whose unused entries name no page at all."""
+    query, pool, lens, table, starts = problem(RUNS)
+    pool = poison_unused(pool, lens, table)
+    used = np.arange(table.shape[1]) < -(-lens[:, None] // pool.shape[1])
+    wild = np.where(used, table, np.iinfo(np.int32).max).astype(np.int32)
+    call = jax.jit(lambda *a: ragged_paged_attention(*a, implementation=implementation, max_q_len=6))
+    with contract.running(PAGED_ATTENTION.implementations[implementation == "xla"]):
+        got = jax.block_until_ready(call(query, pool, lens, wild, starts))
+    check(got, (query, np.nan_to_num(pool), lens, table, starts))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+def test_num_seqs_is_an_argument(implementation):
+    """Sequences from `num_seqs` on do not count, whatever their tables hold; their tokens' rows are 0. More queries than keys see nothing."""
+    runs = ((2, 7), (3, 1), (2, 6))
+    query, pool, lens, table, starts = problem(runs)
+    call = jax.jit(lambda *a: ragged_paged_attention(*a, implementation=implementation, max_q_len=3))
+    with contract.running(PAGED_ATTENTION.implementations[implementation == "xla"]):
+        got = np.asarray(jax.block_until_ready(call(query, pool, lens, table, starts, np.int32(2))))
+    check(got, (query, pool, lens, table, starts, 2))
+    assert (got[5:] == 0).all() and (got[2:4] == 0).all() and (got[4] != 0).all()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), min_size=1, max_size=5),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([(2, 1), (6, 2)]),
+    st.sampled_from([None, 0, 4]),
+)
+def test_any_batch(runs, page_size, heads, window):
+    """Random runs, page sizes and windows: the reference is the definition."""
+    runs = tuple((q, q + more) for q, more in runs)
+    if not sum(q for q, _ in runs):
+        return
+    arrays = problem(runs, heads, 8, page_size)
+    check(ragged_paged_attention(*arrays, window=window, implementation="xla"), arrays, window=window)
+
+
+def test_latent_pages_may_be_wider_than_the_query():
+    """Columns past the query's are no part of the products, and the update fills them with 0."""
+    query, pool, lens, table, starts = problem(RUNS)
+    pages, options = pool[:, :, 0], {"latent_dim": 8, "scale": 0.3}
+    pages[..., 12:] = 0
+    got = ragged_paged_attention(query[..., :12], pages, lens, table, starts, **options)
+    check(got, (query[..., :12], pages[..., :12], lens, table, starts), **options)
+    rows = np.ones((8, 12), np.float32)
+    written = np.asarray(update_pages(np.full_like(pages, 7.0), rows, None, lens, table, starts))
+    assert {tuple(row) for row in written.reshape(-1, 16)} == {(7.0,) * 16, (1.0,) * 12 + (0.0,) * 4}
+
+
+def test_as_flash_attention():
+    """One sequence of which all tokens are new is causal attention; of which the last are, causal attention aligned bottom right."""
+    for q_len, kv_len in ((13, 13), (5, 13)):
+        query, pool, lens, table, starts = problem(((q_len, kv_len),))
+        at = np.arange(kv_len)
+        rows = pool[table[0, at // 4], at % 4]  # [keys, 2 * kv_heads, dim]
+        q, k, v = (np.moveaxis(x, 1, 0)[None] for x in (query, rows[:, 0::2], rows[:, 1::2]))
+        expected = vishwamai.flash_attention(q, k, v, causal=True, causal_align="bottom_right")
+        got = ragged_paged_attention(query, pool, lens, table, starts)
+        np.testing.assert_allclose(got, np.moveaxis(np.asarray(expected)[0], 1, 0), rtol=2e-5, atol=2e-5)
+
+
+# --- Gradients -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_is_refused_in_words_and_offered_by_the_reference():
+    query, pool, lens, table, starts = problem(RUNS)
+
+    def loss(query, pool, implementation):
+        out = ragged_paged_attention(query, pool, lens, table, starts, softcap=3.0, implementation=implementation)
+        return jnp.sum(jnp.sin(out))
+
+    with pytest.raises(UnsupportedError, match=r'no gradient.*flash_attention.*implementation="xla"'):
+        jax.grad(loss)(query, pool, None)
+    with jax.enable_x64(True):
+        wide = query.astype(np.float64), pool.astype(np.float64)
+        gradients = jax.grad(loss, (0, 1))(*wide, "xla")
+        rng = np.random.default_rng(1)
+        for i in range(2):
+            step = 1e-5 * rng.standard_normal(wide[i].shape)
+            ends = [
+                float(loss(*(x + sign * step if j == i else x for j, x in enumerate(wide)), "xla")) for sign in (1, -1)
+            ]
+            np.testing.assert_allclose(np.vdot(gradients[i], 2 * step), ends[0] - ends[1], rtol=1e-6)
+
+
+# --- What it costs ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def temporary_bytes(sequences, kv_len):
+    runs = ((1, kv_len),) * sequences
+    arrays = problem(runs, (4, 2), 64, 16)
+    compiled = (
+        jax.jit(lambda *a: ragged_paged_attention(*a, max_q_len=1, implementation="xla")).lower(*arrays).compile()
+    )
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_the_reference_holds_one_step_at_a_time():
+    """Its memory does not grow with the length of the sequences, and with their number no faster than it."""
+    small = temporary_bytes(8, 1024)
+    assert temporary_bytes(8, 16384) <= 1.1 * small + 4096
+    assert temporary_bytes(32, 1024) <= 5 * small
+
+
+@needs_libtpu
+def test_only_live_pages_are_read():
+    """By the schedule: a batch with an eighth of the keys, or a window, moves about an eighth of the bytes, in the same program."""
+
+    def moved(length, window=None):
+        arrays = [
+            jax.ShapeDtypeStruct((8, 8, 128), jnp.bfloat16),
+            jax.ShapeDtypeStruct((128, 64, 4, 128), jnp.bfloat16),
+        ]
+        table = np.arange(128, dtype=np.int32).reshape(8, 16)
+        lens, starts = np.full(8, length, np.int32), np.arange(9, dtype=np.int32)
+        call = lambda *a: ragged_paged_attention(*a, max_q_len=1, window=window)  # noqa: E731
+        return aot.inspect(call, (*arrays, lens, table, starts), "v5e").simulation.hbm_bytes
+
+    whole, pages = moved(1024), 128 * 64 * 4 * 128 * 2
+    assert pages <= whole <= 1.1 * pages
+    assert moved(128) <= 0.25 * whole
+    assert moved(1024, window=100) <= 0.3 * whole
+
+
+# --- The update ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def new_rows(tokens, heads, dim, seed=7):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((tokens, heads, dim)).astype(np.float32) for _ in range(2)]
+
+
+def test_update_then_attend():
+    """What is written is what is attended to; rows of others stay; tokens past the last sequence are not written."""
+    query, pool, lens, table, starts = problem(RUNS)
+    key, value = new_rows(len(query) + 2, 2, 16)
+    got = np.asarray(update_pages(pool, key, value, lens, table, starts))
+    expected = pool.copy()
+    for s in range(len(lens)):
+        for i in range(starts[s + 1] - starts[s]):
+            at = lens[s] - (starts[s + 1] - starts[s]) + i
+            expected[table[s, at // 4], at % 4, 0::2] = key[starts[s] + i]
+            expected[table[s, at // 4], at % 4, 1::2] = value[starts[s] + i]
+    np.testing.assert_array_equal(got, expected)
+    k_pages, v_pages = update_pages((pool[:, :, 0::2], pool[:, :, 1::2]), key, value, lens, table, starts)
+    np.testing.assert_array_equal(k_pages, expected[:, :, 0::2])
+    np.testing.assert_array_equal(v_pages, expected[:, :, 1::2])
+    latent = update_pages(pool[:, :, 0], key[:, 0], None, lens, table, starts)
+    np.testing.assert_array_equal(latent, expected[:, :, 0])
+    few = np.asarray(update_pages(pool, key, value, lens, table, starts, 1))
+    at = np.arange(5)
+    mine = few[table[0, at // 4], at % 4]
+    np.testing.assert_array_equal(mine, expected[table[0, at // 4], at % 4])
+    assert (few != pool).any(axis=(2, 3)).sum() == 1
+
+
+@pytest.mark.parametrize("dtype, error", [("int8", 0.51 / 127), ("float8_e4m3fn", 2**-4), ("float8_e5m2", 2**-3)])
+def test_update_of_narrow_pages(dtype, error):
+    """Divided by their scales, rounded to the nearest and clipped; read back within half a unit."""
+    _, pool, lens, table, starts = problem(RUNS)
+    key, value = new_rows(8, 2, 16)
+    most = 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
+    scales = (
+        np.abs(key).max(axis=(0, 2)) / most,
+        float(np.abs(value).max() / most / 2),
+    )  # the largest values are clipped
+    stored = np.zeros(pool.shape, jnp.dtype(dtype))
+    rows = np.asarray(update_pages(stored, key, value, lens, table, starts, k_scale=scales[0], v_scale=scales[1]))
+    at = np.arange(5, 11)  # positions of sequence 1's six new tokens
+    mine = rows[table[1, at // 4], at % 4].astype(np.float32)
+    np.testing.assert_allclose(mine[:, 0::2] * scales[0][:, None], key[1:7], rtol=error, atol=error * np.abs(key).max())
+    limit = scales[1] * most
+    np.testing.assert_allclose(
+        mine[:, 1::2] * scales[1], np.clip(value[1:7], -limit, limit), rtol=error, atol=error * limit
+    )
+
+
+@needs_libtpu
+@pytest.mark.parametrize("form", ["combined", "latent"])
+def test_the_update_is_in_place(form):
+    """With the pages donated, the compiled program returns its argument's own memory and makes no copy of the pool."""
+    shape = (512, 16, 16, 128) if form == "combined" else (2048, 64, 640)
+    pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct((64, 8, 128) if form == "combined" else (64, 576), jnp.bfloat16)
+    ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((64,), (64, 8), (65,))]
+
+    def update(pages, rows, *tables):
+        return update_pages(pages, rows, rows if form == "combined" else None, *tables)
+
+    program = aot.compile_for(jax.jit(update, donate_argnums=0), pages, rows, *ints, target="v5e")
+    assert re.search(r"input_output_alias=\{[^}]*\{\}: \(0,", program.text), program.text[:300]
+    pool = int(np.prod(shape)) * 2
+    assert program.memory.temporaries < pool / 4
+    dims = ",".join(map(str, shape))
+    assert not re.findall(rf"= bf16\[{dims}\]\S* copy\(", program.text)
+
+
+# --- Several devices -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_heads_are_split_over_explicit_axes():
+    """Heads of query and pages live on the same devices, and so does the result; the numbers are those of one device."""
+    query, pool, lens, table, starts = problem(RUNS, heads=(8, 4))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip((query, pool), (P(None, "x"), P(None, None, "x")), strict=True)
+        ]
+        got = jax.jit(ragged_paged_attention)(*placed, lens, table, starts)
+        assert jax.typeof(got).sharding.spec == P(None, "x", None)
+    check(got, (query, pool, lens, table, starts))
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------------------------------------
+
+ERRORS = {
+    "rank of pages": (lambda a: a | {"kv_pages": a["kv_pages"][0, 0]}, r"`kv_pages` has shape \(4, 16\)"),
+    "odd rows": (lambda a: a | {"kv_pages": a["kv_pages"][:, :, :3]}, "3 rows a token"),
+    "kv_lens": (
+        lambda a: a | {"kv_lens": a["kv_lens"][:2]},
+        r"`kv_lens` has shape \(2,\), but `page_indices` has 3 rows",
+    ),
+    "cu_q_lens": (lambda a: a | {"cu_q_lens": a["cu_q_lens"][:3]}, r"`cu_q_lens` has shape \(3,\).*pass \(4,\)"),
+    "int64": (lambda a: a | {"kv_lens": a["kv_lens"].astype(np.float32)}, "`kv_lens` is float32"),
+    "heads": (lambda a: a | {"query": a["query"][:, :3]}, "3 heads and the pages 2"),
+    "head_dim": (lambda a: a | {"query": a["query"][..., :8]}, "head_dim 8, but a page's keys have 16"),
+    "window": (lambda a: a | {"window": (4, 2)}, r"`window` is \(4, 2\)"),
+    "softcap": (lambda a: a | {"softcap": 0.0}, "`softcap` is 0.0"),
+    "latent_dim": (lambda a: a | {"latent_dim": 8}, "`latent_dim` is 8 with key and value pages"),
+    "latent scale": (
+        lambda a: a | {"kv_pages": a["kv_pages"][:, :, 0], "latent_dim": 8},
+        "`scale` is None with latent",
+    ),
+    "sinks": (lambda a: a | {"sinks": np.zeros(2)}, r"`sinks` has shape \(2,\)"),
+    "k_scale": (lambda a: a | {"k_scale": np.ones(3)}, r"`k_scale` has shape \(3,\)"),
+    "max_q_len": (lambda a: a | {"max_q_len": 0}, "`max_q_len` is 0"),
+    "num_seqs": (lambda a: a | {"num_seqs": np.ones(2, np.int32)}, "`num_seqs` is int32"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(name):
+    arrays = dict(zip(("query", "kv_pages", "kv_lens", "page_indices", "cu_q_lens"), problem(RUNS), strict=True))
+    change, match = ERRORS[name]
+    with pytest.raises(ShapeError, match=match):
+        ragged_paged_attention(**change(arrays))
+
+
+def test_update_errors():
+    _, pool, lens, table, starts = problem(RUNS)
+    key, value = new_rows(8, 2, 16)
+    with pytest.raises(ShapeError, match=r"`value` has shape None"):
+        update_pages(pool, key, None, lens, table, starts)
+    with pytest.raises(ShapeError, match=r"`key` has shape \(8, 1, 16\).*pass \(8, 2, 16\)"):
+        update_pages(pool, key[:, :1], value, lens, table, starts)
+    with pytest.raises(ShapeError, match="latent pages, which hold keys only"):
+        update_pages(pool[:, :, 0], key[:, 0], value, lens, table, starts)
+
+
+def test_a_page_table_too_large_for_scalar_memory_is_refused():
+    def struct(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    bf16 = jnp.bfloat16
+    args = (
+        struct(256, 8, 128, dtype=bf16),
+        struct(9, 1, 4, 128, dtype=bf16),
+        struct(256),
+        struct(256, 4096),
+        struct(257),
+    )
+    (call,) = vishwamai.explain(ragged_paged_attention, *args, target="v5e").calls
+    assert isinstance(call.spec, PagedSpec) and call.runs == "xla"
+    assert "page table has 1,048,576 entries" in call.verdicts[0].reason
