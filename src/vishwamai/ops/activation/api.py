@@ -135,7 +135,8 @@ def _activation(
         seed = dropout.seeds(key, 1, 1)[0]  # [1, 2]
 
     def run(x: Any, rows: Any, columns: Any, seed: Any) -> Any:
-        operands = Operands(*(None if a is None else a[None] for a in (x, rows, columns)), seed)
+        one, two, three = (None if a is None else a[None] for a in (x, rows, columns))
+        operands = Operands(one, two, three, seed)
         spec = ActivationSpec(
             Operands(*(None if a is None else array_spec(a) for a in operands)),
             activation,

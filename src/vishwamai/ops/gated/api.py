@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.core.config import current_config
+from vishwamai.core.config import current_config, narrowed
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
@@ -60,6 +60,9 @@ def gated_linear_unit(
     [8.000, 8.000, 8.000]
     """
     x = jnp.asarray(x)
+    gate: Any
+    up: Any
+    both: Any
     if isinstance(weights, (tuple, list)):
         if len(weights) != 2:
             raise ShapeError(
@@ -70,6 +73,8 @@ def gated_linear_unit(
     else:
         gate, up, both = None, None, jnp.asarray(weights)
         check(array_spec(x), array_spec(both), None, activation)
+    out_dtype = x.dtype
+    x, gate, up, both = (None if a is None else narrowed(a)[0] for a in (x, gate, up, both))
     products = resolve_precision(precision, current_config().precision, x.dtype)
 
     def run(x: Any, gate: Any, up: Any, both: Any) -> Any:
@@ -77,7 +82,7 @@ def gated_linear_unit(
         operands = Operands(rows, *(None if w is None else w[None] for w in (gate, up, both)))
         spec = GatedSpec(Operands(*(None if a is None else array_spec(a) for a in operands)), activation, products)
         h = GATED(spec, operands, config=config, implementation=implementation).h
-        return h.reshape(*x.shape[:-1], spec.n)
+        return h.reshape(*x.shape[:-1], spec.n).astype(out_dtype)
 
     leading = tuple(f"r{i}" for i in range(x.ndim - 1))
     one = ("k", "n")
