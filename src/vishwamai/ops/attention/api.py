@@ -127,14 +127,14 @@ def block_sparse_attention(
     block_size: int | tuple[int, int] | None = None,
     **options: Any,
 ) -> Any:
-    """Attention over the blocks of the score matrix that `block_mask` keeps; memory and time are those of the blocks that are kept.
+    """Attention over the blocks of the score matrix that `block_mask` keeps, in the time that those blocks take and memory linear in the sequences.
 
-    The mask is a constant of the compiled program: no kernel visits a tile that it leaves empty, forward or backward. Child et al., "Generating Long
+    The mask is a constant of the compiled program: no tile that it leaves empty is visited, forward or backward (but for "xla", the definition). Child et al., "Generating Long
     Sequences with Sparse Transformers" (2019); Zaheer et al., "Big Bird" (2020). Common masks are in `vishwamai.ops.sparse.patterns`.
 
     Args:
       query, key, value: as in `flash_attention`.
-      block_mask: which key blocks each query block sees. Bool `[q_blocks, kv_blocks]`, or `[heads, q_blocks, kv_blocks]` for a mask to every head,
+      block_mask: which key blocks each query block sees. Bool `[q_blocks, kv_blocks]`, or `[heads, q_blocks, kv_blocks]` for a mask to each head,
         True = attend, with q_blocks = ceil(q_len / block_size). Or a function `(q_index, kv_index) -> bool` of absolute positions, arrays
         `[rows, 1]` and `[1, columns]`, which is evaluated on the host at every trace: blocks may then be full, empty or partly visible. Or a
         `BlockMask`, which keeps what a function gave. None keeps everything.

@@ -231,6 +231,10 @@ def check_segments(segment_ids: Any, batch: int, q_len: int, kv_len: int) -> tup
     return specs[0], specs[1]
 
 
+def _fail_blocks(text: str) -> NoReturn:
+    raise ShapeError(f"block_sparse_attention: {text}")
+
+
 def check_blocks(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_len: int) -> BlockMask | None:
     """The static block mask, from an array, a function or a `BlockMask`; None where there is none or nothing to mask."""
     if block_mask is None:
@@ -240,12 +244,12 @@ def check_blocks(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_le
     if not legal or any(
         n is not None and (isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1) for n in sizes
     ):
-        _fail(
+        _fail_blocks(
             f"`block_size` is {block_size!r}; pass a positive number of positions, or a pair (queries, keys) of them."
         )
     if isinstance(block_mask, BlockMask):
         if block_size is not None and tuple(sizes) != block_mask.block_size:
-            _fail(
+            _fail_blocks(
                 f"`block_size` is {block_size}, but `block_mask` has blocks of {block_mask.block_size}; leave it out."
             )
         shape, mask, size = block_mask.codes.shape, block_mask, block_mask.block_size
@@ -253,7 +257,7 @@ def check_blocks(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_le
         rows, columns = (128 if n is None else int(n) for n in sizes)
         size = rows, columns
         if isinstance(block_mask, Tracer):
-            _fail(
+            _fail_blocks(
                 "`block_mask` is traced, and the blocks are part of the compiled program; pass a NumPy array or a function, or use "
                 "flash_attention's `mask`."
             )
@@ -266,7 +270,7 @@ def check_blocks(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_le
         else:
             array = np.asarray(block_mask)
             if array.dtype != np.bool_ or array.ndim not in (2, 3):
-                _fail(
+                _fail_blocks(
                     f"`block_mask` has dtype {array.dtype} and shape {array.shape}; pass bool [q_blocks, kv_blocks] or [heads, q_blocks, kv_blocks], "
                     "or a function of the indices."
                 )
@@ -275,12 +279,12 @@ def check_blocks(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_le
                 mask = BlockMask.from_blocks(array, size)
     wanted = -(-q_len // size[0]), -(-kv_len // size[1])
     if tuple(shape[1:]) != wanted:
-        _fail(
+        _fail_blocks(
             f"`block_mask` has {shape[1]} x {shape[2]} blocks, but {q_len} queries and {kv_len} keys have {wanted[0]} x {wanted[1]} of `block_size` "
             f"{size}; pass one entry for each block."
         )
     if shape[0] not in (1, heads):
-        _fail(
+        _fail_blocks(
             f"`block_mask` has {shape[0]} heads, but `query` has {heads}; pass one mask for each head, or one for all."
         )
     return None if 0 in (q_len, kv_len) else mask

@@ -235,9 +235,21 @@ def _fitted(spec: AttentionSpec, tiling: Tiling, need: Callable[..., int], budge
     return tiling
 
 
-def _forward_cost(block_q: int, block_kv: int) -> int:
-    """What visiting a tile costs, in scores: a fit to the schedules of tiles of 128, 256 and 512 a side on v5e, head dimension 128."""
+def _forward_cost(block_q: int, block_kv: int, wide: bool) -> int:
+    """What visiting a tile costs, in scores; `wide` matrix units finish a small tile long before its dependencies do.
+
+    A fit to the schedules of tiles of 128, 256 and 512 a side, head dimension 128, on v5e (v5p and v4 are alike) and v6e.
+    """
+    if wide:
+        return block_q * block_kv + (64_000 if block_q == LANES else 100_000)
     return block_q * block_kv + 5_200 + 60 * max(0, block_kv - block_q)
+
+
+def _backward_cost(block_q: int, block_kv: int, wide: bool) -> int:
+    """The same for the backward pass."""
+    if wide:
+        return block_q * block_kv + (21_000 if LANES in (block_q, block_kv) else 2_000)
+    return block_q * block_kv + 5_000
 
 
 def _unroll(spec: AttentionSpec, sides: tuple[int, int], few_alus: bool) -> int:
@@ -249,22 +261,24 @@ def _unroll(spec: AttentionSpec, sides: tuple[int, int], few_alus: bool) -> int:
     return unroll
 
 
-def _backward_cost(block_q: int, block_kv: int) -> int:
-    """The same for the backward pass."""
-    return block_q * block_kv + 5_000
-
-
 def _is_sparse(spec: AttentionSpec) -> bool:
     """Whether the mask is so uneven that the tiles have to fit it: blocks, or a band with two sides."""
     return spec.blocks is not None or None not in spec.band
 
 
-def _fitting(spec: AttentionSpec, most: int, cost: Callable[[int, int], int]) -> list[tuple[int, int]]:
+def _is_wide(chip: Chip | None) -> bool:
+    """Whether the matrix units are 256 wide."""
+    return planning_chip(chip).mxu_size > LANES
+
+
+def _fitting(
+    spec: AttentionSpec, chip: Chip | None, most: int, cost: Callable[[int, int, bool], int]
+) -> list[tuple[int, int]]:
     """Tiles up to `most`, those that cover the static mask at the least cost first."""
     rows, columns = (
         {_block(length, size) for size in (128, 256, 512) if size <= most} for length in (spec.q_len, spec.kv_len)
     )
-    found = {(q, k): visited_tiles(spec, q, k) * cost(q, k) for q in rows for k in columns}
+    found = {(q, k): visited_tiles(spec, q, k) * cost(q, k, _is_wide(chip)) for q in rows for k in columns}
     return sorted(found, key=lambda sides: (found[sides], -sides[0] * sides[1], -sides[0]))
 
 
@@ -274,7 +288,7 @@ def _forward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, unroll: i
     # Longer straight-line code only spills where the vector unit is the bottleneck.
     shapes = [(size, size, 2 if few_alus else unroll) for size in range(most, LANES - 1, -LANES)]
     if _is_sparse(spec) and not (few_alus and spec.blocks is None):
-        fitting = _fitting(spec, most, _forward_cost)
+        fitting = _fitting(spec, chip, most, _forward_cost)
         shapes = [(*sides, 2 if unroll == 2 else _unroll(spec, sides, few_alus)) for sides in fitting]
     elif most == 512 and spec.band == (None, None):
         shapes.insert(0, (256 if few_alus else 512, 1024, unroll))  # nothing to skip along the keys: fewer rescalings
@@ -293,15 +307,15 @@ def _backward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, split: b
     found = []
     small = 2
     if _is_sparse(spec):
-        shapes = [((sides, 2), (sides, 1)) for sides in _fitting(spec, most, _backward_cost)]
+        shapes = [((sides, 2), (sides, 1)) for sides in _fitting(spec, chip, most, _backward_cost)]
         if most == 512 and planning_chip(chip).valus >= 4 and not needs_mask_everywhere(spec):
-            small = 8  # tiles of 128 need more of them in one piece of code
+            small = 8  # small tiles need more of them in one piece of code
     else:
         squares = range(most, LANES - 1, -LANES)
         shapes = [(((size, size), 2), ((max(LANES, size // 2), size), 1)) for size in squares]
     for alternatives in shapes:
         for (rows, columns), kv_buffers in alternatives:
-            unroll = small if rows * columns == LANES * LANES else 2
+            unroll = small if max(rows, columns) <= (256 if _is_wide(chip) else LANES) else 2
             tiling = Tiling(_block(spec.q_len, rows), _block(spec.kv_len, columns), 1, 1, unroll, 2, kv_buffers)
             if need(spec, tiling) > budget:
                 continue
