@@ -79,11 +79,11 @@ layers: $(VENV)/.dev
 examples: $(VENV)/.dev ## doctests of src, and the code blocks of every Markdown page
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --doctest-modules src docs $(wildcard *.md)
 
-readme: $(VENV)/.dev ## write README.md's support matrix again
-	$(PY) tools/readme_matrix.py
+readme: $(VENV)/.dev ## write the support matrix of README.md and docs/support.md again
+	$(PY) tools/support_matrix.py
 
 readme-check: $(VENV)/.dev
-	$(PY) tools/readme_matrix.py --check
+	$(PY) tools/support_matrix.py --check
 
 docs: $(VENV)/.dev ## the documentation site, into site/
 	$(BIN)/mkdocs build --strict --quiet

@@ -129,6 +129,21 @@ def columns(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.cells))
 
 
+_PLATFORMS = {"tpu": "TPU", "cuda": "GPU", "cpu": "CPU", None: "any platform"}
+
+
+def summary(operations: Sequence[Operation]) -> str:
+    """A Markdown table of which implementations each op has for which platform, in order of preference."""
+    lines = [f"| | {' | '.join(_PLATFORMS.values())} |", f"|---|{'|'.join('---' for _ in _PLATFORMS)}|"]
+    for operation in operations:
+        of = {
+            platform: [f"`{impl.name}`" for impl in operation.op.implementations if impl.platform == platform]
+            for platform in _PLATFORMS
+        }
+        lines.append(f"| {operation.name} | {' | '.join(', '.join(names) for names in of.values())} |")
+    return "\n".join(lines)
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """The matrix as a Markdown table per op, with the reasons as a numbered list under it."""
     parts = []

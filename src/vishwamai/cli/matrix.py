@@ -13,12 +13,17 @@ SUMMARY = "the support matrix: which implementation serves which dtype and featu
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A,B", help="these operations only")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    parser.add_argument("--summary", action="store_true", help="only which implementations there are, as Markdown")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from vishwamai.bench import catalogue, matrix
 
-    names = [operation.name for operation in catalogue.chosen(arguments.ops.split(",") if arguments.ops else None)]
+    chosen = catalogue.chosen(arguments.ops.split(",") if arguments.ops else None)
+    if arguments.summary:
+        print(matrix.summary(chosen))
+        return 0
+    names = [operation.name for operation in chosen]
     rows = matrix.matrix(names)
     if arguments.markdown:
         print(matrix.markdown(rows))
