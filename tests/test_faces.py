@@ -239,6 +239,28 @@ def test_narrow_products():
         tpu_kernel(abs, config=KernelConfig(use_tensor_cores=True))
 
 
+def test_narrow_products_of_every_kind():
+    """Each operation with products computes, under `use_bfloat16`, what it computes of rounded operands, and returns float32."""
+    x, w, up = random(8, 16), random(16, 32, seed=1), random(16, 32, seed=2)
+    sizes, labels = jnp.array([3, 5]), jnp.array([1, 2, 3, 0, 5, 6, 31, 7])
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (lambda x, w: vishwamai.einsum("ij,jk->ki", x, w), (x, w)),
+        (lambda x, w, up: vishwamai.gated_linear_unit(x, (w, up)), (x, w, up)),
+        (lambda x, w: vishwamai.grouped_gemm(x, w, sizes), (x, jnp.stack([w, up]))),
+        (lambda x, w: vishwamai.block_sparse_matmul(x, w, np.array([[0, 1], [1, 0]])), (x, random(2, 8, 8))),
+        (lambda x, w: vishwamai.linear_cross_entropy(x, w, labels), (x, w.T)),
+    ]
+    for function, operands in calls:
+        exact = function(*operands)
+        with kernel_config(use_bfloat16=True):
+            got = function(*operands)
+            assert "float32" not in str(vishwamai.explain(function, *operands).calls[0].spec.operands[0])
+        rounded = function(*(a.astype(jnp.bfloat16) for a in operands))
+        assert got.dtype == exact.dtype == jnp.float32
+        assert 0 < np.abs(got - exact).max() < 0.05 * np.abs(exact).max()
+        np.testing.assert_allclose(got, rounded.astype(jnp.float32), rtol=2**-7, atol=2**-7)
+
+
 def test_two_names_of_one_option():
     def runs():
         q = jax.ShapeDtypeStruct((1, 1, 32, 16), "float32")

@@ -28,8 +28,10 @@ class KernelConfig:
     Attributes:
       block_size: edge of the tiles, in elements; None lets the tuning table or the heuristic decide. A kernel rounds it to what its chip can tile.
       precision: accumulation and product precision: a `PrecisionConfig`, its name ("high"), or a `jax.lax.Precision`.
-      use_bfloat16: float32 operands of `gemm` and `flash_attention` are rounded to bfloat16 before they are multiplied; sums and results stay float32.
-        Operations that multiply no matrices keep their dtype.
+      use_bfloat16: float32 operands of matrix products (`gemm`, `einsum`, `flash_attention`, `gated_linear_unit`, `grouped_gemm`, `block_sparse_matmul`,
+        `linear_cross_entropy`) are rounded to bfloat16 before they are multiplied. Sums stay float32, and results have the dtype that they would have
+        had; where an operation writes its result in its operands' dtype (attention, gated units, block-sparse products) it is rounded to bfloat16 on
+        the way. Other operations keep their dtype, which `explain` says.
       use_fp16: the same with float16; an error on TPUs, which have no float16 unit.
       use_tensor_cores: GPUs only. True lets float32 products run on the tensor cores as TF32 (`precision="high"`), unless `precision` says otherwise;
         None and False keep float32 accuracy. 16- and 8-bit products run on tensor cores always.

@@ -74,7 +74,8 @@ def gated_linear_unit(
         gate, up, both = None, None, jnp.asarray(weights)
         check(array_spec(x), array_spec(both), None, activation)
     out_dtype = x.dtype
-    x, gate, up, both = (None if a is None else narrowed(a)[0] for a in (x, gate, up, both))
+    (x,) = narrowed(x)
+    gate, up, both = (None if w is None else narrowed(w)[0] for w in (gate, up, both))
     products = resolve_precision(precision, current_config().precision, x.dtype)
 
     def run(x: Any, gate: Any, up: Any, both: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vishwamai.core.config import current_config
+from vishwamai.core.config import current_config, narrowed
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
@@ -87,6 +87,7 @@ def linear_cross_entropy(
     x, weight, labels = (jnp.asarray(a) for a in (x, weight, labels))
     bias = None if bias is None else jnp.asarray(bias)
     check(x, weight, labels, bias, softcap, label_smoothing, z_loss, ignore_index, reduction)
+    x, weight = narrowed(x, weight)
     common = jnp.promote_types(x.dtype, weight.dtype)
     acc = accumulator_dtype(common)
     products = resolve_precision(precision, current_config().precision, common)

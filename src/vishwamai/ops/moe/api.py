@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from vishwamai.core.config import narrowed
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.ops.moe.reference import XLA
@@ -58,7 +59,11 @@ def grouped_gemm(
     [10.0, 200.0, 300.0, 0.0]
     """
     config = block_size if config is None else config
-    arrays = tuple(jnp.asarray(x) for x in (lhs, rhs, group_sizes))
+    lhs, rhs, group_sizes = (jnp.asarray(x) for x in (lhs, rhs, group_sizes))
+    if out_dtype is None and lhs.dtype == jnp.float32:
+        out_dtype = jnp.float32  # whatever the ambient `use_bfloat16` makes of the operands
+    lhs, rhs = narrowed(lhs, rhs)
+    arrays = (lhs, rhs, group_sizes)
 
     def run(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
         spec = make_spec(lhs, rhs, group_sizes, out_dtype)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.core.config import current_config
+from vishwamai.core.config import current_config, narrowed
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
@@ -68,6 +68,8 @@ def block_sparse_matmul(
     (5, 6)
     """
     dense, values = jnp.asarray(dense), jnp.asarray(values)
+    out_dtype = dense.dtype
+    dense, values = narrowed(dense, values)
     indices = _coordinates(indices, values)
     products = resolve_precision(precision, current_config().precision, dense.dtype)
     spec = make_spec(
@@ -82,7 +84,7 @@ def block_sparse_matmul(
             dense.reshape(1, -1, dense.shape[-1]), values[None], jnp.clip(indices.astype(jnp.int32), 0, most)[None]
         )
         out = SPARSE(spec.localize(local), local, config=config, implementation=implementation).out
-        return out.reshape(*dense.shape[:-1], spec.width)
+        return out.reshape(*dense.shape[:-1], spec.width).astype(out_dtype)
 
     leading = tuple(f"m{i}" for i in range(dense.ndim - 1))
     axes = Axes(((*leading, "k"), (None,) * 3, (None,) * 2), (*leading, "n"), frozenset(leading))
