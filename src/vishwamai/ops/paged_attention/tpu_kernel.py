@@ -358,7 +358,7 @@ def kernel(spec: PagedSpec, shape: Shape, names: list[str], *arguments: Any) -> 
     for back in (1, 2):
 
         @pl.when(high - low >= back)
-        def _() -> None:
+        def _(back: int = back) -> None:
             store_copy(high - back).wait()
 
 
