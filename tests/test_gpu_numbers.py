@@ -1,5 +1,10 @@
 """Triton kernels in Triton's interpreter, beyond the contract: every tile of their configs, torch tensors. Runs under TRITON_INTERPRET=1 alone."""
 
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -41,3 +46,42 @@ def test_a_kernel_that_leaves_memory_unwritten_is_noticed(norm):
         assert before is not None
         gpu.register_launcher("jax", before)
     assert np.isfinite(y[:4]).all() and np.isnan(y[4:]).all()
+
+
+# --- The benchmark of GPUs, dry --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    path = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_gpus", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_runs_dry(benchmark, tmp_path, capsys):
+    """Every suite on tiny tensors: ours is right in every case, and beside a peer where there is one."""
+    out = tmp_path / "rows.json"
+    assert benchmark.main(["--dry", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    ours = [row for row in rows if row["contestant"] == "ours"]
+    assert len(ours) >= 10 and all(row["ms"] > 0 and row["error"] < 0.01 for row in ours)
+    assert {row["case"].split()[0] for row in ours} >= {"rms_norm", "layer_norm", "gemm", "jax"}
+    assert capsys.readouterr().out.startswith("dry: the times mean nothing")
+
+
+def test_the_benchmark_times_no_wrong_numbers(benchmark):
+    import torch
+
+    def refuses():
+        raise RuntimeError("no such instruction")
+
+    truth = torch.ones(4, dtype=torch.float64)
+    runs = {"ours": lambda: truth * 1.01, "peer": lambda: truth.float(), "another": refuses}
+    rows = benchmark.measure(benchmark.Case("x", 1.0, "flop", truth, 1e-6, runs), benchmark.Clock("cpu", 1), {})
+    by_name = {row.contestant: row for row in rows}
+    assert by_name["ours"].ms is None and "wrong: error 1.0e-02" in by_name["ours"].note
+    assert by_name["peer"].ms > 0 and by_name["another"].note == "failed: no such instruction"

@@ -1,0 +1,287 @@
+"""The Triton kernels side by side with torch's own on a GPU: first the numbers against float64, then the time.
+
+    python benchmarks/gpu.py                             # on an H100 or H200; --suite norm,matmul,jax chooses
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --dry    # the same code on tiny tensors on a CPU, interpreted: it says whether it runs, nothing else
+
+Every round calls the contestants in a new random order, each after a write that empties the L2 cache, timed by CUDA events; the result is the median.
+A contestant whose error against float64 is beyond twice the best peer's (and a rounding unit of its dtype) is named and not timed. Shares are of what
+this GPU was seen to do in the same run: copying for what is bound by memory, cuBLAS's bfloat16 product for the products. Liger's kernels take part
+where the package is installed. Times of JAX hold the way from Python to the GPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import vishwamai
+import vishwamai.torch as vt
+from vishwamai.torch.interpret import interpreted
+
+Run = Callable[[], Any]
+
+
+@dataclasses.dataclass
+class Case:
+    """One comparison: contestants by name, the work of a call (FLOP or bytes), and the truth of its first result in float64."""
+
+    name: str
+    work: float
+    bound: str  # "flop" or "byte"
+    truth: torch.Tensor
+    eps: float  # rounding unit of the result's dtype
+    contestants: dict[str, Run]
+
+
+@dataclasses.dataclass
+class Row:
+    """What came out for one contestant; `ms` None where it was not timed, and `note` says why."""
+
+    case: str
+    contestant: str
+    error: float | None
+    ms: float | None
+    rate: float | None  # TFLOP/s or TB/s
+    share: float | None  # of the ceiling
+    note: str = ""
+
+
+# --- Timing ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Times calls on a GPU (CUDA events, cold L2), or, dry, on the CPU."""
+
+    def __init__(self, device: str, rounds: int):
+        self.device, self.rounds = device, rounds
+        self.flush = None if device == "cpu" else torch.empty(256 << 20, dtype=torch.int8, device=device)
+
+    def once(self, run: Run) -> float:
+        """Milliseconds of one call."""
+        if self.flush is None:
+            start = time.perf_counter()
+            run()
+            return (time.perf_counter() - start) * 1e3
+        self.flush.zero_()
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        run()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last)
+
+    def medians(self, contestants: dict[str, Run]) -> dict[str, float]:
+        times: dict[str, list[float]] = {name: [] for name in contestants}
+        for run in contestants.values():
+            run()  # compiles
+        for _ in range(self.rounds):
+            for name in random.sample(list(contestants), len(contestants)):
+                times[name].append(self.once(contestants[name]))
+        return {name: statistics.median(values) for name, values in times.items()}
+
+
+def error_of(result: Any, truth: torch.Tensor) -> float:
+    """Root-mean-square error of the first result, relative to the truth's magnitude."""
+    first = result[0] if isinstance(result, (tuple, list)) else result
+    if not isinstance(first, torch.Tensor):  # a JAX array
+        first = torch.from_dlpack(first)
+    difference = first.detach().double().reshape(truth.shape).to(truth.device) - truth
+    return float(difference.norm() / truth.norm())
+
+
+def measure(case: Case, clock: Clock, ceilings: dict[str, float]) -> list[Row]:
+    """Checks every contestant, then times those whose numbers hold."""
+    errors: dict[str, float] = {}
+    rows: list[Row] = []
+    for name, run in case.contestants.items():
+        try:
+            errors[name] = error_of(run(), case.truth)
+        except (
+            RuntimeError,
+            NotImplementedError,
+            vishwamai.VishwamaiError,
+        ) as failure:  # a peer that this GPU lacks; ours show in the table
+            rows.append(Row(case.name, name, None, None, None, None, f"failed: {str(failure).splitlines()[0][:120]}"))
+    peers = [e for name, e in errors.items() if not name.startswith("ours")]
+    allowed = 2 * min(peers, default=0.0) + case.eps
+    right = {name for name, e in errors.items() if e <= allowed}
+    rows += [
+        Row(case.name, n, e, None, None, None, f"wrong: error {e:.1e}, allowed {allowed:.1e}; not timed")
+        for n, e in errors.items()
+        if n not in right
+    ]
+    for name, ms in clock.medians({name: case.contestants[name] for name in case.contestants if name in right}).items():
+        rate = case.work / ms * 1e-9
+        ceiling = ceilings.get(case.bound)
+        rows.append(Row(case.name, name, errors[name], ms, rate, rate / ceiling if ceiling else None))
+    return rows
+
+
+# --- Suites ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def ceilings(clock: Clock, dry: bool) -> dict[str, float]:
+    """TB/s of a copy and TFLOP/s of cuBLAS's bfloat16 product."""
+    x = torch.randn(1 << (16 if dry else 29), device=clock.device).bfloat16()
+    y = torch.empty_like(x)
+    n = 128 if dry else 8192
+    a, b = (torch.randn(n, n, device=clock.device).bfloat16() for _ in range(2))
+    ms = clock.medians({"byte": lambda: y.copy_(x), "flop": lambda: a @ b})
+    return {"byte": 4 * x.numel() / ms["byte"] * 1e-9, "flop": 2 * n**3 / ms["flop"] * 1e-9}
+
+
+def norm(device: str, dry: bool) -> Iterator[Case]:
+    """Rows of models, forward, and backward alone."""
+    liger = importlib.util.find_spec("liger_kernel") is not None and not dry
+    for rows, features in [(8, 64)] if dry else [(32768, 4096), (16384, 8192), (65536, 2048), (131072, 128)]:
+        x, w, dy = (torch.randn(s, device=device).bfloat16() for s in ((rows, features), (features,), (rows, features)))
+        for kind in ("rms", "layer"):
+            theirs = getattr(torch.nn.functional, f"{kind}_norm")
+            contestants: dict[str, Callable[[Any, Any], Any]] = {
+                "ours": lambda x, w, kind=kind: getattr(vt, f"{kind}_norm")(x, w, eps=1e-6),
+                "torch": lambda x, w, theirs=theirs: theirs(x, w.shape, w, eps=1e-6),
+            }
+            if liger and kind == "rms":
+                from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # pyright: ignore[reportMissingImports]
+
+                contestants["Liger"] = lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "none", False)
+            wide = [t.double().requires_grad_() for t in (x, w)]
+            truth = theirs(wide[0], (features,), wide[1], eps=1e-6)
+            forward = {name: lambda f=f, x=x, w=w: f(x, w) for name, f in contestants.items()}
+            size, eps = f"{rows}x{features} bfloat16", torch.finfo(torch.bfloat16).eps
+            yield Case(f"{kind}_norm {size}", 4 * x.numel(), "byte", truth.detach(), eps, forward)
+            (dx,) = torch.autograd.grad(truth, wide[0], dy.double())
+            backward = {}
+            for name, f in contestants.items():
+                leaves = [t.clone().requires_grad_() for t in (x, w)]
+                y = f(*leaves)
+                backward[name] = functools.partial(torch.autograd.grad, y, leaves, dy, retain_graph=True)
+            yield Case(f"{kind}_norm backward {size}", 6 * x.numel(), "byte", dx, eps, backward)
+
+
+def matmul(device: str, dry: bool) -> Iterator[Case]:
+    """Products beside cuBLAS: bfloat16, float32, int8, 8-bit floats, and an epilogue."""
+    silu = torch.nn.functional.silu
+    big = [(8192, 8192, 8192), (4096, 4096, 4096), (4096, 14336, 4096), (16, 14336, 4096)]
+    for m, n, k in [(32, 48, 64)] if dry else big:
+        a, b = torch.randn(m, k, device=device), torch.randn(k, n, device=device) * k**-0.5
+        size, work = f"{m}x{n}x{k}", 2.0 * m * n * k
+        for dtype in (torch.bfloat16, torch.float32):
+            x, y = a.to(dtype), b.to(dtype)
+            truth, eps = x.double() @ y.double(), torch.finfo(dtype).eps
+            run = {"ours": lambda x=x, y=y: vt.gemm(x, y), "cuBLAS": lambda x=x, y=y: x @ y}
+            yield Case(f"gemm {size} {str(dtype)[6:]}", work, "flop", truth, eps, run)
+            if dtype == torch.bfloat16:
+                run = {
+                    "ours": lambda x=x, y=y: vt.gemm(x, y, activation="silu"),
+                    "cuBLAS, silu": lambda x=x, y=y: silu(x @ y),
+                }
+                yield Case(f"gemm silu {size} bfloat16", work, "flop", silu(truth), eps, run)
+        x, y = (t.clamp(-3, 3).mul(40).to(torch.int8) for t in (a, b * k**0.5))
+        run = {"ours": lambda x=x, y=y: vt.gemm(x, y)}
+        if m > 16 and not dry:
+            run["torch._int_mm"] = lambda x=x, y=y: torch._int_mm(x, y)
+        yield Case(f"gemm {size} int8", work, "flop", x.double() @ y.double(), 0.0, run)
+        x, y = a.to(torch.float8_e4m3fn), (b * k**0.5).to(torch.float8_e4m3fn).T.contiguous()
+        one = torch.ones((), device=device)
+        run = {"ours": lambda x=x, y=y: vt.gemm(x, y, transpose_b=True)}
+        if not dry:
+            run["torch._scaled_mm"] = lambda x=x, y=y, one=one: torch._scaled_mm(
+                x, y.T, one, one, out_dtype=torch.bfloat16
+            )
+        yield Case(f"gemm {size} float8_e4m3fn", work, "flop", x.double() @ y.double().T, 2**-8, run)
+
+
+def in_jax(device: str, dry: bool) -> Iterator[Case]:
+    """The same kernels in JAX programs, beside XLA."""
+    import jax
+    import jax.numpy as jnp
+
+    assert dry or jax.default_backend() == "gpu", "JAX sees no GPU: install jax[cuda12]"
+    rows, features = (8, 64) if dry else (16384, 4096)
+    x, w = jax.random.normal(jax.random.key(0), (rows, features), jnp.bfloat16), jnp.ones((features,), jnp.bfloat16)
+    truth = torch.nn.functional.rms_norm(torch.from_dlpack(x).double(), (features,), eps=1e-6)
+
+    def norm(implementation: str) -> Run:
+        f = jax.jit(lambda x, w: vishwamai.rms_norm(x, w, eps=1e-6, implementation=implementation))
+        return lambda: jax.block_until_ready(f(x, w))
+
+    runs = {"ours": norm("triton"), "XLA": norm("xla")}
+    yield Case(f"jax rms_norm {rows}x{features} bfloat16", 4.0 * x.size, "byte", truth, 2**-7, runs)
+    n = 64 if dry else 8192
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
+
+    def product(implementation: str) -> Run:
+        f = jax.jit(lambda a, b: vishwamai.gemm(a, b, implementation=implementation))
+        return lambda: jax.block_until_ready(f(a, b))
+
+    truth = torch.from_dlpack(a).double() @ torch.from_dlpack(b).double()
+    runs = {"ours": product("triton"), "XLA (cuBLAS)": product("xla")}
+    yield Case(f"jax gemm {n}x{n}x{n} bfloat16", 2.0 * n**3, "flop", truth, 2**-7, runs)
+
+
+SUITES = {"norm": norm, "matmul": matmul, "jax": in_jax}
+
+
+def show(row: Row) -> str:
+    """One line of the table.
+
+    >>> show(Row("gemm", "ours", 1e-3, 2.0, 500.0, 0.9))
+    '| gemm | ours | 1.0e-03 | 2.0000 | 500.00 | 90.0 % |'
+    """
+    error = "" if row.error is None else f"{row.error:.1e}"
+    if row.ms is None:
+        return f"| {row.case} | {row.contestant} | {error} | {row.note} | | |"
+    share = "" if row.share is None else f"{row.share:.1%}".replace("%", " %")
+    return f"| {row.case} | {row.contestant} | {error} | {row.ms:.4f} | {row.rate:.2f} | {share} |"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", default="norm,matmul,jax")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--dry", action="store_true", help="tiny tensors on the CPU, in Triton's interpreter")
+    parser.add_argument("--json", help="also write the rows here")
+    options = parser.parse_args(arguments)
+    if not options.dry and not torch.cuda.is_available():
+        print("no GPU here: nothing was measured (--dry runs the code on the CPU)", file=sys.stderr)
+        return 1
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = "cpu" if options.dry else "cuda"
+    clock = Clock(device, 1 if options.dry else options.rounds)
+    rows: list[Row] = []
+    with interpreted() if options.dry else contextlib.nullcontext():
+        print(
+            "dry: the times mean nothing"
+            if options.dry
+            else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        )
+        limits = ceilings(clock, options.dry)
+        print(f"ceilings: copy {limits['byte']:.2f} TB/s, cuBLAS bfloat16 {limits['flop']:.1f} TFLOP/s\n")
+        print("| case | contestant | error | ms | TFLOP/s or TB/s | of the ceiling |\n|---|---|--:|--:|--:|--:|")
+        for name in options.suite.split(","):
+            for case in SUITES[name](device, options.dry):
+                for row in measure(case, clock, limits):
+                    rows.append(row)
+                    print(show(row), flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([dataclasses.asdict(row) for row in rows], file, indent=1)
+    return 1 if any(row.ms is None and row.contestant == "ours" for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
