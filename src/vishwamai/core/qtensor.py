@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 INT4 = jnp.dtype(jnp.int4)
 FP4 = jnp.dtype(jnp.float4_e2m1fn)
-E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Format:
     Attributes:
       dtype: of the values. largest: the largest value, symmetrically (-128 of int8 and -8 of int4 are not used).
       block_size: numbers that share a scale where the format says so (the MX formats), else None.
-      power_of_two: scales are powers of two, stored as float8_e8m0fnu; else they are float32.
+      power_of_two: scales are powers of two, stored as the bits of e8m0; else they are float32.
     """
 
     dtype: jnp.dtype
@@ -76,7 +75,7 @@ class QTensor:
 
     Attributes:
       values: `[..., K, ...]` in the format's dtype.
-      scales: float32, or float8_e8m0fnu in an MX format: `[]` if axis is None; else values' shape with `axis` of size 1, or, with a block size, of size
+      scales: float32, or uint8 in an MX format (the bits of e8m0: the exponent of two, biased by 127, and 255 for NaN): `[]` if axis is None; else values' shape with `axis` of size 1, or, with a block size, of size
         `ceil(K / block_size)`.
       format: a name of `FORMATS`.
       axis: the axis along which numbers share a scale, counted from the end (-1, -2); None if all share one. A product must contract this axis.
@@ -90,8 +89,8 @@ class QTensor:
     1.0
     """
 
-    values: Shaped[Array, "..."]
-    scales: Num[Array, "..."]
+    values: Shaped[Array, ...]
+    scales: Num[Array, ...]
     format: str
     axis: int | None
     block_size: int | None
@@ -115,7 +114,7 @@ class QTensor:
         """Bytes of values and scales; two 4-bit numbers take one byte, as TPUs hold them."""
         return sum((x.size * bits(x.dtype) + 7) // 8 for x in (self.values, self.scales))
 
-    def dequantize(self, dtype: Any = None) -> Float[Array, "..."]:
+    def dequantize(self, dtype: Any = None) -> Float[Array, ...]:
         """`values * scales`, computed in float32 (float64 scales: in float64) and rounded once to `dtype` (default: what it is computed in)."""
         wide = jnp.float64 if self.scales.dtype == jnp.float64 else jnp.float32
         scales = scale_values(self.scales, wide)
@@ -139,15 +138,15 @@ def bits(dtype: Any) -> int:
 
 
 def scale_values(scales: Any, dtype: Any) -> Any:
-    """Scales as floats; uint8 ones are the bits of e8m0: the exponent of two, biased by 127, and 255 for NaN.
+    """Scales as floats; uint8 ones are the bits of e8m0.
 
     2^-127, the least, is subnormal in float32 and counts as zero where the hardware says so.
     """
-    if scales.dtype not in (E8M0, jnp.uint8):
+    if scales.dtype != jnp.uint8:
         return scales.astype(dtype)
-    raw = scales if scales.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(scales, jnp.uint8)
-    power = jax.lax.bitcast_convert_type(raw.astype(jnp.int32) << 23, jnp.float32)
-    return jnp.where(raw == 255, jnp.float32(jnp.nan), power).astype(dtype)
+    code = scales.astype(jnp.int32)
+    power = jax.lax.bitcast_convert_type(code << 23, jnp.float32)
+    return jnp.where(code == 255, jnp.float32(jnp.nan), power).astype(dtype)
 
 
 def expand(scales: Any, axis: int, block_size: int, size: int) -> Any:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.core.qtensor import FORMATS, INT4, QTensor
 from vishwamai.ops.matmul.api import gemm
 from vishwamai.ops.matmul.spec import ACTIVATIONS
 
@@ -39,6 +43,63 @@ def _case(
         if shape is not None:
             arrays[label] = ArrayInit(shape, "float32", "positive")
     return Case(name, "matmul", gemm, arrays, options, frozenset(tags))
+
+
+def quantized_gemm(
+    a: Any,
+    weight: Any,
+    scales: Any,
+    *,
+    format: str,
+    block_size: int | None = None,
+    transpose_b: bool = False,
+    scales_of_a: Any = None,
+    **options: Any,
+) -> Any:
+    """`gemm` of `a` and a QTensor that is made of bytes, so that a case is the same in every format.
+
+    Args:
+      weight: int8 `[K, N]` or, with `transpose_b`, `[N, K]`: the value of an int8 format; sixteen times the value of int4 and fp8 (rounded down); of
+        fp4 the upper four bits are the code.
+      scales: float32; or, in an MX format, int8: 32 times the exponent (rounded down).
+      scales_of_a: makes `a`, int8 too, a QTensor of the same format.
+    """
+    b = _qtensor(weight, scales, format, -1 if transpose_b else -2, block_size)
+    if scales_of_a is not None:
+        a = _qtensor(a, scales_of_a, format, -1, block_size)
+    return gemm(a, b, transpose_b=transpose_b, **options)
+
+
+def _qtensor(raw: Any, scales: Any, format: str, axis: int, block_size: int | None) -> QTensor:
+    form = FORMATS[format]
+    raw, scales = jnp.asarray(raw), jax.lax.stop_gradient(jnp.asarray(scales))
+    if format == "mxfp4":
+        values = jax.lax.bitcast_convert_type((raw >> 4).astype(INT4), form.dtype)
+    else:
+        values = raw if format == "int8" else (raw >> 4).astype(form.dtype)
+    if form.power_of_two:
+        scales = ((scales.astype(jnp.int32) >> 5) + 127).astype(jnp.uint8)
+    return QTensor(values, scales, format, axis, block_size)
+
+
+def _quantized(
+    name: str, a: ArrayInit, weight: tuple[int, int], scales: tuple[int, int], format: str, **options: Any
+) -> Case:
+    kind = ("int8", "integers") if FORMATS[format].power_of_two else ("float32", "positive")
+    arrays = {"a": a, "weight": ArrayInit(weight, "int8", "integers"), "scales": ArrayInit(scales, *kind)}
+    if a.dtype == "int8":
+        arrays["scales_of_a"] = ArrayInit((a.shape[0], scales[0]), *kind)
+    return Case(name, "matmul", quantized_gemm, arrays, options | {"format": format}, frozenset({"contract"}))
+
+
+_QUANTIZED = (
+    _quantized("int4 weight", ArrayInit((5, 192), "bfloat16"), (192, 100), (1, 100), "int4", activation="silu"),
+    _quantized("int8 weight in blocks", ArrayInit((24, 80)), (100, 80), (100, 3), "int8", block_size=32, transpose_b=True),
+    _quantized("fp8 weight in blocks", ArrayInit((8, 600), "bfloat16"), (600, 100), (5, 100), "fp8_e4m3", block_size=128),
+    _quantized("mxfp4 weight", ArrayInit((5, 80), "bfloat16"), (80, 100), (3, 100), "mxfp4", block_size=32, out_dtype="float32"),
+    _quantized("mxfp8 both", ArrayInit((24, 80), "int8", "integers"), (80, 100), (3, 100), "mxfp8_e5m2", block_size=32),
+    _quantized("int4 weight in blocks", ArrayInit((3, 512), "bfloat16"), (512, 512), (16, 512), "int4", block_size=32),
+)  # fmt: skip
 
 
 _T: dict[str, Any] = {"transpose_b": True}
@@ -121,4 +182,4 @@ _MODELS = (
     _model("8192 x 8192 x 8192", 8192, 8192, 8192, tags=("long",)),
 )  # fmt: skip
 
-CASES = (*_CONTRACT, *_MODELS)
+CASES = (*_CONTRACT, *_QUANTIZED, *_MODELS)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.qtensor import E8M0, QTensor, undifferentiable
+from vishwamai.core.qtensor import QTensor, undifferentiable
 from vishwamai.ops.matmul.layout import Blocks
 
 
@@ -48,6 +47,4 @@ def _unpack(name: str, x: Any, contracted: int, scale: Any) -> tuple[Any, Any, i
         raise ShapeError(
             f"gemm: `{name}` has values of shape {x.shape} and scales of shape {tuple(scales.shape)}; blocks of {x.block_size} along axis {x.axis} have {blocks} scales."
         )
-    if scales.dtype == E8M0:
-        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     return values, scales, x.block_size

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from vishwamai.core.hardware import Chip
 from vishwamai.core.pallas import planning_chip, round_up, vmem_budget
 from vishwamai.core.precision import FP8_DTYPES
-from vishwamai.ops.matmul.spec import MatmulSpec, joint_groups
+from vishwamai.core.qtensor import bits
+from vishwamai.ops.matmul.spec import INTEGERS, MatmulSpec, joint_groups
 
 Tile = tuple[int, int, int]
 """(rows, columns, depth) of one step."""
@@ -27,6 +28,8 @@ class MatmulConfig:
       grad_a: the same of the product that gives a's gradient; None takes the forward product's.
       grad_b: the same of b's gradient.
       native_8bit: multiply 8-bit operands on the chip's own unit; False widens them to bfloat16, exactly.
+      ring: tiles of b that are on their way or in use at once where the forward product reads few rows, see `tpu_stream`; 0 for the usual pipeline of two.
+      cores: cores that share such a product's columns.
       vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
     """
 
@@ -38,6 +41,8 @@ class MatmulConfig:
     chunk_k: int = 1 << 30
     native_8bit: bool = False
     vmem_bytes: int = 0
+    ring: int = 0
+    cores: int = 1
 
     def __post_init__(self) -> None:
         for name in ("grad_a", "grad_b"):  # a tuning table brings lists
@@ -58,6 +63,7 @@ class MatmulConfig:
             block_k=block_size,
             grad_a=None,
             grad_b=None,
+            ring=0,
             vmem_bytes=max(self.vmem_bytes, 14 * block_size**2),  # bfloat16 blocks twice, a float32 sum
         )
 
@@ -85,9 +91,9 @@ def fit(tile: Tile, m: int, n: int, k: int, lhs_axis: int, rhs_axis: int) -> Til
 def native_8bit(spec: MatmulSpec, chip: Chip | None) -> bool:
     """Whether the chip multiplies the spec's 8-bit operands as they are."""
     a, b = spec.operands.a.dtype, spec.operands.b.dtype
-    if chip is None:
+    if chip is None or any(spec.blocked):
         return False
-    if a == b == jnp.int8:
+    if a in INTEGERS and b in INTEGERS:
         return chip.has_int8
     return all(d in FP8_DTYPES and d.name in chip.fp8_formats for d in (a, b))
 
@@ -120,11 +126,12 @@ class Problem:
     Attributes:
       groups: products that are stored; summed: products that are added up in each.
       lhs_axis, rhs_axis: the contracted axis of each operand (1 or 2).
-      lhs_bytes, rhs_bytes, out_bytes: bytes of an element; out_bytes of all results together.
+      lhs_bytes, rhs_bytes, out_bytes: bytes of an element, half of one for 4-bit numbers; out_bytes of all results together.
       sum_bytes: bytes of an element of a separate sum, 0 where the result is the sum.
       widened_bytes: of the copy in the products' dtype that each operand's element gets in VMEM, 0 where there is none.
       epilogue_bytes: of what the compiler keeps for each element of the result while it computes an activation.
       rate: multiply-adds a second of one core. bandwidth: bytes a second of one core.
+      granule: what the depth of a tile must be a multiple of, so that its blocks' scales fill whole tiles of memory.
     """
 
     groups: int
@@ -134,8 +141,8 @@ class Problem:
     summed: int
     lhs_axis: int
     rhs_axis: int
-    lhs_bytes: int
-    rhs_bytes: int
+    lhs_bytes: float
+    rhs_bytes: float
     out_bytes: int
     sum_bytes: int
     scaled_rows: bool
@@ -143,13 +150,14 @@ class Problem:
     epilogue_bytes: int
     rate: float
     chip: Chip
+    granule: int = 128
 
     def vmem(self, tile: Tile) -> int:
         """Bytes of VMEM: blocks twice, for a transfer runs beside the computation, and the sum once."""
         bm, bn, bk = tile
 
-        def block(rows: int, columns: int, itemsize: int) -> int:
-            return round_up(rows, 32 // itemsize) * round_up(columns, 128) * itemsize
+        def block(rows: int, columns: int, itemsize: float) -> int:
+            return int(round_up(rows, int(32 / itemsize)) * round_up(columns, 128) * itemsize)
 
         lhs = block(bk, bm, self.lhs_bytes) if self.lhs_axis == 1 else block(bm, bk, self.lhs_bytes)
         rhs = block(bk, bn, self.rhs_bytes) if self.rhs_axis == 1 else block(bn, bk, self.rhs_bytes)
@@ -191,7 +199,7 @@ class Problem:
 def chunk(problem: Problem, tile: Tile) -> int:
     """Depth of what is multiplied at once: a divisor of the tile's depth with about `_CHUNK_WORK` cycles of work."""
     bm, bn, bk = tile
-    side = max(128, problem.chip.mxu_size)
+    side = max(128, problem.chip.mxu_size, problem.granule)
     limit = (2 if _accumulates(problem.chip) else 1.5) * _CHUNK_WORK
     depth = bk
     while depth % (2 * side) == 0 and bm * bn * depth / problem.rate * problem.chip.clock > limit:
@@ -206,10 +214,10 @@ def _candidates(size: int, multiple: int, largest: int) -> list[int]:
     return sorted(c for c in parts | powers if c <= largest and (c == size or c % multiple == 0))
 
 
-def _depths(size: int) -> list[int]:
+def _depths(size: int, granule: int = 128) -> list[int]:
     """Divisors in whole tiles, so that no step is ragged; equal parts, of which the last is ragged, where there are none."""
-    divisors = [d for d in range(128, 8192 + 1, 128) if size % d == 0]
-    return divisors if len(divisors) > 1 or divisors == [size] else _candidates(size, 128, 8192) or [1024]
+    divisors = [d for d in range(granule, 8192 + 1, granule) if size % d == 0]
+    return divisors if len(divisors) > 1 or divisors == [size] else _candidates(size, granule, 8192) or [1024]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -219,7 +227,7 @@ def best_tile(problem: Problem) -> Tile:
     # M lies along lanes where lhs is transposed, else along sublanes, of which an 8-bit tile has 32.
     rows = _candidates(problem.m, 128 if problem.lhs_axis == 1 else 32, 2048) or [min(problem.m, 128)]
     columns = _candidates(problem.n, 128, 2048) or [min(problem.n, 128)]
-    depths = _depths(problem.k)
+    depths = _depths(problem.k, problem.granule)
     cycles = problem.chip.clock / problem.rate
     found = [
         tile
@@ -235,7 +243,7 @@ def problem_of(spec: MatmulSpec, which: str, chip: Chip | None) -> Problem:
     """The product "forward", "grad_a" or "grad_b" of a spec."""
     planned = planning_chip(chip)
     o = spec.operands
-    a, b = o.a.dtype.itemsize, o.b.dtype.itemsize
+    a, b = bits(o.a.dtype) / 8, bits(o.b.dtype) / 8
     wide = spec.compute_dtype.itemsize
     out = spec.out_dtype.itemsize
     scaled = any(x is not None for x in (o.bias, o.scale_a, o.scale_b)) or spec.activation is not None
@@ -245,16 +253,20 @@ def problem_of(spec: MatmulSpec, which: str, chip: Chip | None) -> Problem:
     widened = wide if mixed else 0
     widened = 4 if spec.precision == "high" else max(widened, 2 if spec.compute_dtype == jnp.int8 else 0)
     if which == "forward" and native_8bit(spec, planned):
-        widened = 0
+        widened = 1 if a < 1 or b < 1 else 0  # 4-bit numbers multiply as int8
+    widened += 4 if any(spec.blocked) else 0  # scaled in float32
+    granule = max([128, *(_granule(spec, which, i) for i in range(2))])
     rate = _rate(spec, planned, forward=which == "forward")
 
     def problem(
-        groups: int, m: int, n: int, k: int, axes: tuple[int, int], sizes: tuple[int, int, int], sum_bytes: int
+        groups: int, m: int, n: int, k: int, axes: tuple[int, int], sizes: tuple[float, float, int], sum_bytes: int
     ) -> Problem:
         summed = max(1, spec.groups // groups) if which != "forward" else 1
         rows = which == "forward" and o.scale_a is not None
         epilogue = 16 if which == "forward" and spec.activation is not None else 0
-        return Problem(groups, m, n, k, summed, *axes, *sizes, sum_bytes, rows, widened, epilogue, rate, planned)
+        return Problem(
+            groups, m, n, k, summed, *axes, *sizes, sum_bytes, rows, widened, epilogue, rate, planned, granule
+        )
 
     if which == "forward":
         axes = (1 if spec.transpose_a else 2, 2 if spec.transpose_b else 1)
@@ -264,17 +276,30 @@ def problem_of(spec: MatmulSpec, which: str, chip: Chip | None) -> Problem:
     if which == "grad_a":
         n_of_b = 1 if spec.transpose_b else 2
         g = joint_groups(o.a, o.scale_a)
-        sizes = (wide, b, 4 if o.scale_a is not None else a)
+        sizes = (wide, b, 4 if o.scale_a is not None else math.ceil(a))
         if spec.transpose_a:
             return problem(g, k, m, n, (n_of_b, 2), (b, wide, sizes[2]), 4)
         return problem(g, m, k, n, (2, n_of_b), sizes, 4)
     m_of_a = 2 if spec.transpose_a else 1
     g = joint_groups(o.b, o.scale_b)
-    size = 4 if o.scale_b is not None else b
+    size = 4 if o.scale_b is not None else math.ceil(b)
 
     if spec.transpose_b:
         return problem(g, n, k, m, (1, m_of_a), (wide, a, size), 4)
     return problem(g, k, n, m, (m_of_a, 1), (a, wide, size), 4)
+
+
+def _granule(spec: MatmulSpec, which: str, operand: int) -> int:
+    """What the depth of the forward product's tiles must be a multiple of for one operand's block scales."""
+    transposed = not spec.transpose_a if operand == 0 else spec.transpose_b
+    if which != "forward" or not spec.blocked[operand] or transposed or spec.block_k % 8:
+        return 1  # K lies along lanes, or the matrix unit repeats the scales
+    return scale_rows(spec.block_k, spec.operands[3 + operand].dtype)
+
+
+def scale_rows(size: int, dtype: jnp.dtype) -> int:
+    """How deep a tile must be, or divide, so that its blocks' scales fill whole tiles of memory: 8 rows of float32, 32 of 8 bits."""
+    return size * (32 if jnp.dtype(dtype).itemsize == 1 else 8)
 
 
 def _rate(spec: MatmulSpec, chip: Chip, *, forward: bool) -> float:
@@ -287,16 +312,58 @@ def _rate(spec: MatmulSpec, chip: Chip, *, forward: bool) -> float:
     return peak / chip.cores / 2
 
 
+_RING = 4
+_RING_SECONDS = 0.5e-6
+"""Of the longest transfer of one tile of a ring: short beside the whole, of which the first load and the last product are hidden by nothing, and with
+three of them on their way much longer than their latency."""
+_RING_ROWS = 256
+
+
+def ring_tile(spec: MatmulSpec, chip: Chip) -> tuple[int, int, int] | None:
+    """(columns, depth, cores) of a product of few rows whose time is that of reading `b`; None where it is no such product, or nothing fits.
+
+    Tiles divide the array, and the cores share them evenly.
+    """
+    o = spec.operands
+    limit = spec.bytes_moved / chip.hbm_bandwidth > spec.flops / chip.peak(spec.compute_dtype.name)
+    few = spec.groups == 1 and spec.m <= _RING_ROWS and not spec.transpose_a and not spec.blocked[0]
+    if not limit or not few or spec.n % 128 or spec.k % 128:
+        return None
+    item = bits(o.b.dtype) / 8
+    granule = max(128, _granule(spec, "forward", 1))
+    depths = [d for d in range(granule, spec.k + 1, granule) if spec.k % d == 0] + [spec.k]
+    cores = chip.cores_per_device
+    largest = _RING_SECONDS * chip.hbm_bandwidth / chip.cores
+    found = [
+        (columns, depth)
+        for columns in range(128, min(spec.n, 2048) + 1, 128)
+        if spec.n % (columns * cores) == 0
+        for depth in depths
+        if largest / 4 <= columns * depth * item <= largest
+    ]
+    if not found:
+        return None
+    # The fewest steps; among those the deepest, for the sum is touched once a step.
+    columns, depth = max(found, key=lambda t: (t[0] * t[1], t[1]))
+    scales = 0 if not spec.blocked[1] else 4 * spec.k * spec.n // spec.block_k
+    results = round_up(spec.m, 16) * spec.n * spec.out_dtype.itemsize * (2 if spec.keeps_preactivation else 1) // cores
+    fixed = 2 * spec.m * spec.k * o.a.dtype.itemsize + 3 * spec.n * 8 * 4 + results
+    if fixed + _RING * (columns * depth * item + scales) + 6 * columns * depth > vmem_budget(chip):
+        return None
+    return columns, depth, cores
+
+
 def heuristic(spec: MatmulSpec, chip: Chip | None) -> MatmulConfig:
     """The tiles that the model of this module finds fastest, for the product and for those of its gradient."""
     problems = {which: problem_of(spec, which, chip) for which in ("forward", "grad_a", "grad_b")}
     tiles = {which: best_tile(problem) for which, problem in problems.items()}
     forward = tiles["forward"]
-    return MatmulConfig(
-        *forward,
-        tiles["grad_a"],
-        tiles["grad_b"],
-        chunk(problems["forward"], forward),
-        native_8bit(spec, chip),
-        max(problem.vmem(tiles[which]) for which, problem in problems.items()),
-    )
+    vmem_bytes = max(problem.vmem(tiles[which]) for which, problem in problems.items())
+    gradients = (tiles["grad_a"], tiles["grad_b"])
+    native = native_8bit(spec, chip)
+    ring = None if chip is None else ring_tile(spec, chip)
+    if ring is not None:
+        columns, depth, cores = ring
+        vmem_bytes = max(vmem_bytes, vmem_budget(chip) // 2)
+        return MatmulConfig(spec.m, columns, depth, *gradients, depth, native, vmem_bytes, _RING, cores)
+    return MatmulConfig(*forward, *gradients, chunk(problems["forward"], forward), native, vmem_bytes)

@@ -25,7 +25,7 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.sharding import out_struct
-from vishwamai.ops.matmul import gradient
+from vishwamai.ops.matmul import gradient, tpu_stream
 from vishwamai.ops.matmul.epilogue import activate
 from vishwamai.ops.matmul.spec import INTEGERS, SMALL_FLOATS, Blocked, MatmulSpec, Operands, Outputs, joint_groups
 from vishwamai.ops.matmul.tiles import MatmulConfig, fit, heuristic
@@ -217,8 +217,17 @@ def product(
     """`(activation(scale * (lhs @ rhs) + bias), preactivation or None)`, `[groups, lhs's free axis, rhs's free axis]`; see `gradient.Product`."""
     m, n, k = lhs.shape[3 - lhs_axis], rhs.shape[3 - rhs_axis], lhs.shape[lhs_axis]
     native = config.native_8bit
-    bm, bn, bk = fit(config.tiles(which), m, n, k, lhs_axis, rhs_axis)
     integers = spec.compute_dtype == _INT8 and lhs.dtype in INTEGERS and rhs.dtype in INTEGERS
+    total = jnp.int32 if integers else jnp.float32
+    wide = jnp.float32 if spec.compute_dtype == jnp.float32 else jnp.bfloat16
+    if (
+        which == "forward"
+        and tpu_stream.applies(config, lhs, rhs, lhs_axis, rhs_axis, (bias, scale_a, scale_b))
+        and (native or not integers or config.block_k <= _EXACT_INT8_TERMS)
+    ):
+        how = (bias, scale_a, scale_b, activation, keep_preactivation)
+        return tpu_stream.product(_kernel, config, lhs, rhs, rhs_axis, out_dtype, total, wide, spec.precision, *how)
+    bm, bn, bk = fit(config.tiles(which), m, n, k, lhs_axis, rhs_axis)
     if integers and not native:
         bk = min(bk, _EXACT_INT8_TERMS)
     k_tiles = pl.cdiv(k, bk)
@@ -298,7 +307,6 @@ def product(
     out = out_struct((groups, m, n), out_dtype, *(x for x in operands if x is not None))
     outs = (out, out if keep_preactivation else None)
     out_spec = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, i, j))
-    total = jnp.int32 if integers else jnp.float32
     chunk_k = (
         bk
         if bk % config.chunk_k or any(how.direct and config.chunk_k % how.granule for how in reading)
@@ -322,7 +330,7 @@ def product(
             (*given, next(remaining, None)),
             axes=(lhs_axis - 1, rhs_axis - 1),
             operands=reading,
-            wide=jnp.float32 if spec.compute_dtype == jnp.float32 else jnp.bfloat16,
+            wide=wide,
             depth=k,
             block_k=bk,
             chunk_k=chunk_k,

@@ -16,11 +16,7 @@ from jax.experimental import pallas as pl
 
 from vishwamai.core.qtensor import FP4, INT4, bits, scale_values
 from vishwamai.ops.matmul.spec import Blocked
-
-
-def scale_rows(size: int, dtype: Any) -> int:
-    """How deep a tile must be, or divide, so that its blocks' scales fill whole tiles of memory: 8 rows of float32, 32 of 8 bits."""
-    return size * (32 if jnp.dtype(dtype).itemsize == 1 else 8)
+from vishwamai.ops.matmul.tiles import scale_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +74,17 @@ def _slice(ref: Any, axis: int, start: Any, size: int) -> jax.Array:
 
 
 def widen(x: jax.Array, dtype: Any, wide: Any) -> jax.Array:
-    """x in `wide`, exactly; a float4_e2m1fn is read from its bits."""
+    """x in `wide`, exactly; a float4_e2m1fn is read from its bits, because most chips' compilers have no conversion.
+
+    Exponent and mantissa, moved to where float32 has them, give f, which is the number where it is normal (1 and more). Below, where the leading one is
+    not there, it is 2 f - 1, and that is the smaller of the two exactly there.
+    """
     if dtype != FP4:
         return x.astype(wide)
-    code = x.astype(jnp.int32)  # sign, two bits of exponent, one of mantissa; the sign is extended
-    size = code & 7
-    twice = jnp.where(size < 4, size, jnp.where(size < 6, 2 * size - 4, 4 * size - 16))  # 0 1 2 3 4 6 8 12
-    return (jnp.where(code < 0, -twice, twice).astype(jnp.float32) * 0.5).astype(wide)
+    code = lax.bitcast_convert_type(x, INT4).astype(jnp.int32)  # the sign is extended
+    f = lax.bitcast_convert_type(((code & 7) << 22) + (126 << 23), jnp.float32)
+    size = lax.bitcast_convert_type(jnp.minimum(f, f + f - 1.0), jnp.int32)
+    return lax.bitcast_convert_type(size | (code & jnp.int32(-(2**31))), jnp.float32).astype(wide)
 
 
 def _repeat_rows(scales: jax.Array, size: int, extent: int) -> jax.Array:
@@ -118,9 +118,8 @@ def describe(x: Any, tile_k: int) -> Operand:
 
 
 def stored(x: Any) -> Any:
-    """The array as the kernel takes it: float4_e2m1fn by its bits, because only some chips' compilers know the type."""
-    values = x.values if isinstance(x, Blocked) else x
-    return lax.bitcast_convert_type(values, INT4) if values.dtype == FP4 else values
+    """The values alone."""
+    return x.values if isinstance(x, Blocked) else x
 
 
 def array_bytes(x: Any) -> int:

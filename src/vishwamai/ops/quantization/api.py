@@ -21,7 +21,7 @@ _ROUNDINGS = ("nearest", "stochastic")
 
 
 def quantize(
-    x: Float[Array, "..."],
+    x: Float[Array, ...],
     format: str = "int8",
     *,
     axis: int | None = -1,
@@ -58,7 +58,7 @@ def quantize(
     >>> q.values.tolist(), round(float(q.scales[0, 0]), 4)
     ([[32, -64, 127]], 0.0315)
     >>> quantize(jnp.ones((64, 16)), "mxfp4", axis=-2)
-    QTensor(float4_e2m1fn[64,16], float8_e8m0fnu[2,16], format='mxfp4', axis=-2, block_size=32)
+    QTensor(float4_e2m1fn[64,16], uint8[2,16], format='mxfp4', axis=-2, block_size=32)
     """
     x = jnp.asarray(x)
     name = format_name(format)
@@ -111,7 +111,7 @@ def _check(
     return axis, block_size
 
 
-def dequantize(q: QTensor, dtype: Any = None) -> Float[Array, "..."]:
+def dequantize(q: QTensor, dtype: Any = None) -> Float[Array, ...]:
     """The array that a `QTensor` stands for: `values * scales`, rounded once to `dtype` (default float32).
 
     Raises:
@@ -126,7 +126,7 @@ def dequantize(q: QTensor, dtype: Any = None) -> Float[Array, "..."]:
     return q.dequantize(dtype)
 
 
-def fake_quantize(x: Float[Array, "..."], format: str = "int8", **options: Any) -> Float[Array, "..."]:
+def fake_quantize(x: Float[Array, ...], format: str = "int8", **options: Any) -> Float[Array, ...]:
     """`dequantize(quantize(x))` in x's dtype, with a straight-through gradient: for training a network that will be quantized.
 
     The gradient passes as if nothing had been rounded (Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013); beyond a

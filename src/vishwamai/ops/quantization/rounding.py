@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.core.qtensor import E8M0, Format
+from vishwamai.core.qtensor import Format
 
 
 def grouped(x: Any, axis: int | None, block_size: int | None) -> tuple[Any, int | None]:
@@ -54,8 +54,7 @@ def stored_scale(scale: Any, form: Format) -> Any:
     if not form.power_of_two:
         return scale
     _, exponent = jnp.frexp(scale)
-    code = jnp.where(jnp.isnan(scale), 255, exponent - 1 + 127).astype(jnp.uint8)
-    return jax.lax.bitcast_convert_type(code, E8M0)
+    return jnp.where(jnp.isnan(scale), 255, exponent - 1 + 127).astype(jnp.uint8)
 
 
 def to_grid(y: Any, form: Format, rounding: str, key: Any) -> Any:
