@@ -1,6 +1,8 @@
 """The faces: every documented example runs as it is written; and what the names promise is true."""
 
 import re
+import subprocess
+import sys
 import types
 import warnings
 from pathlib import Path
@@ -82,6 +84,29 @@ def test_a_kernel_is_a_function_in_every_transform():
     np.testing.assert_allclose(jax.vmap(layer, (0, None))(xs, w)["y"], jax.vmap(plain, (0, None))(xs, w), **close)
     assert layer.__name__ == "layer" and layer.platform == "tpu"
     np.testing.assert_allclose(layer.lower(x, w).compile()(x, w)["y"], plain(x, w), **close)
+
+
+def test_importing_costs_no_device_and_no_torch():
+    code = (
+        "import sys, vishwamai.kernels, vishwamai.kernels.tpu.tpu_custom_call, capibara.core.kernels\n"
+        "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized(), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_methods_are_kernels_too():
+    class Layer:
+        def __init__(self, eps):
+            self.eps = eps
+
+        @cpu_kernel
+        def normed(self, x):
+            return vishwamai.rms_norm(x, eps=self.eps)
+
+    x = random(4, 8)
+    np.testing.assert_allclose(Layer(0.5).normed(x), vishwamai.rms_norm(x, eps=0.5), rtol=1e-6)
+    assert Layer.normed.name == "normed"
 
 
 def test_forms_of_the_decorators_are_the_same():

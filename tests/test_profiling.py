@@ -12,7 +12,7 @@ import vishwamai
 from vishwamai.core import execute, measuring, profiling
 from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import chip
-from vishwamai.kernels import profile_kernel, tpu_kernel
+from vishwamai.kernels import cpu_kernel, profile_kernel, tpu_kernel
 
 
 def names(profile):
@@ -84,6 +84,24 @@ def test_a_kernel_is_timed_whole_and_taken_apart():
         assert row.memory >= 2 * 64 * 64 * 4
         share = prof.share(row)
         assert share is not None and share > 0
+
+
+def test_a_kernel_is_compiled_once():
+    traces = []
+
+    @cpu_kernel
+    def kernel(x, *, times=2):
+        traces.append(times)
+        return vishwamai.rms_norm(x * times)
+
+    x = square(8)
+    with profiling.profile_kernel(repeats=1) as prof:
+        for _ in range(4):
+            kernel(x)
+        kernel(x, times=3)
+        jax.grad(lambda x: kernel(x).sum())(x)  # traced: its operations are timed, not the whole
+    assert [row.calls for row in prof.kernels] == [4, 1]
+    assert traces.count(3) == 2 and traces.count(2) == 1 + 4 + 1  # compiled once, taken apart at every call
 
 
 def test_what_cannot_be_taken_apart_is_named():

@@ -155,8 +155,8 @@ class Kernel:
             profile = profiling.active()
             if profile is None or profile.inside_kernel or traced:
                 return self._program(call, *arrays)
-            program = jax.jit(functools.partial(self._run, call))
-            return profiling.run_kernel(profile, self.name, program, arrays)
+            function = functools.partial(self._run, call)
+            return profiling.run_kernel(profile, (self, call), self.name, function, arrays)
 
     def _call_on_tensors(
         self, tensors: list[Any], config: KernelConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
