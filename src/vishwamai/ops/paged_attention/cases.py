@@ -101,6 +101,14 @@ def _case(
 _MIXED: Runs = ((1, 21), (5, 5), (1, 8), (0, 9), (11, 30))
 _DECODE: Runs = ((1, 17), (1, 3), (1, 32))
 
+_DECODING: tuple[tuple[str, tuple[int, int], int, dict[str, Any]], ...] = (
+    ("decode Llama 3 8B", (32, 8), 128, {}),
+    ("decode Llama 3 8B int8", (32, 8), 128, {"pages": "int8", "scaled": True}),
+    ("decode Mistral 7B window", (32, 8), 128, {"window": 1024}),
+    # 512 + 64 columns, filled up to whole tiles.
+    ("decode DeepSeek V3 latent", (128, 1), 640, {"form": "latent", "latent_dim": 512, "scale": 192**-0.5}),
+)
+
 CASES = (
     _case("mixed f32", _MIXED, spare_tokens=3),
     _case("mixed bf16", _MIXED, (8, 2), 128, 8, "bfloat16"),
@@ -123,13 +131,7 @@ CASES = (
     # A step of decoding: 64 sequences of 4096 tokens, pages of 64.
     *(
         _case(name, ((1, 4096),) * 64, heads, dim, 64, "bfloat16", max_q_len=1, tags=("model", "long"), **options)
-        for name, heads, dim, options in (
-            ("decode Llama 3 8B", (32, 8), 128, {}),
-            ("decode Llama 3 8B int8", (32, 8), 128, {"pages": "int8", "scaled": True}),
-            ("decode Mistral 7B window", (32, 8), 128, {"window": 1024}),
-            # 512 + 64 columns, filled up to whole tiles.
-            ("decode DeepSeek V3 latent", (128, 1), 640, {"form": "latent", "latent_dim": 512, "scale": 192**-0.5}),
-        )
+        for name, heads, dim, options in _DECODING
     ),
     _case(
         "prefill and decode Llama 3 8B",

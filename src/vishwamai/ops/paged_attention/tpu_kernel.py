@@ -355,11 +355,14 @@ def kernel(spec: PagedSpec, shape: Shape, names: list[str], *arguments: Any) -> 
         return carry
 
     lax.fori_loop(low, high, walk_item, (jnp.int32(0), state))
-    for back in (1, 2):
 
+    def drain(back: int) -> None:
         @pl.when(high - low >= back)
-        def _(back: int = back) -> None:
+        def _() -> None:
             store_copy(high - back).wait()
+
+    drain(1)
+    drain(2)
 
 
 def _clear(ref: Any, live: Any) -> None:
