@@ -37,7 +37,8 @@ def _unpack(name: str, x: Any, contracted: int, scale: Any) -> tuple[Any, Any, i
             f"gemm: `{name}` of shape {x.shape} shares its scales along axis {x.axis}, but the product contracts axis {contracted}; "
             f"quantize it with axis={contracted}."
         )
-    values, scales = undifferentiable(name, x.values, x.scales)
+    guarded: Any = undifferentiable(name, x.values, x.scales)
+    values, scales = guarded
     if x.axis is None:
         return values, scales, 0
     if x.block_size is None:
