@@ -177,7 +177,7 @@ def test_errors_arrive_with_their_cause():
     error = raised(lambda x: 1 / 0, x)
     assert isinstance(error.__cause__, ZeroDivisionError)
     error = raised(lambda x, y: x, x)
-    assert "missing a required argument: 'y'" in str(error)
+    assert "missing 1 required positional argument: 'y'" in str(error)
 
     def unfinished(x):
         raise NotImplementedError("no complex numbers")

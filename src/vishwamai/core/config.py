@@ -102,6 +102,10 @@ def kernel_config(config: KernelConfig | None = None, **overrides: object) -> It
       KernelError: a keyword is not a field of `KernelConfig`, or its value is not legal.
     """
     base = current_config() if config is None else config
+    if not overrides:
+        with _AMBIENT(base):
+            yield base
+        return
     fields = {field.name for field in dataclasses.fields(KernelConfig)}
     unknown = sorted(set(overrides) - fields)
     if unknown:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 
 from vishwamai.core import explain as core_explain
 from vishwamai.core import profiling
-from vishwamai.core.config import KernelConfig, kernel_config
+from vishwamai.core.config import KernelConfig, current_config, kernel_config
 from vishwamai.core.errors import (
     DeviceError,
     FallbackWarning,
@@ -110,6 +109,7 @@ class Kernel:
         self.platform = platform
         self._overrides = overrides
         self._base = config
+        self._configs: dict[KernelConfig, KernelConfig] = {}  # what the keywords make of each base
         self._constants = constants  # NumPy arrays of integers and bools are part of the program
         self._verify = verify  # called once for each new program with (function of arrays, arrays)
         self._verified: set[Any] = set()
@@ -140,7 +140,11 @@ class Kernel:
     @contextlib.contextmanager
     def configured(self) -> Iterator[KernelConfig]:
         """Puts the kernel's configuration in force for the block: its keywords over its `config`, or over the ambient one."""
-        with kernel_config(self._base, **self._overrides) as config:
+        base = current_config() if self._base is None else self._base
+        if base not in self._configs:
+            with kernel_config(base, **self._overrides) as config:
+                self._configs[base] = config
+        with kernel_config(self._configs[base]) as config:
             yield config
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +217,6 @@ class Kernel:
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, tuple[Any, ...]]:
         """The static side of a call, which is hashable, and its arrays."""
-        inspect.signature(self.function).bind(*args, **kwargs)  # a missing argument is told before anything is traced
         leaves, treedef = jax.tree.flatten((args, kwargs))
         for leaf in leaves:
             if _torch_tensor(leaf):
