@@ -60,6 +60,20 @@ def test_hopper_code(case):
             assert code.wide >= code.loads + code.copies - 1 >= 0
 
 
+def wide_norm(features):
+    """RMS norm of rows of `features`, as wide as those of Llama 3 405B."""
+    arrays = {"x": ArrayInit((4096, features), "bfloat16"), "scale": ArrayInit((features,), "bfloat16")}
+    return Case(f"wide {features}", "norm", vishwamai.rms_norm, arrays)
+
+
+def test_the_widest_rows_stay_in_registers():
+    codes = [inspect_launch(launch) for launch in launches(wide_norm(16384))]
+    assert [code.spill for code in codes] == [0] * 3
+    wider = jax.ShapeDtypeStruct((8, 32768), jnp.bfloat16)
+    with pytest.raises(vishwamai.UnsupportedError, match="rows of 32768 features do not fit the registers"):
+        jax.eval_shape(lambda x: vishwamai.rms_norm(x, implementation="triton"), wider)
+
+
 def odd_case():
     """A product whose rows are no multiple of 16 bytes."""
     arrays = {"a": ArrayInit((200, 301), "bfloat16"), "b": ArrayInit((301, 333), "bfloat16")}

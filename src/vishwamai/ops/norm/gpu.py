@@ -20,8 +20,8 @@ FORWARD, BACKWARD, SUM_ROWS = (gpu.Kernel(_KERNELS, name) for name in ("forward"
 _DTYPES = ("bfloat16", "float16", "float32")
 _FORWARD_TILE, _BACKWARD_TILE = 4096, 2048
 """Elements that a program of four warps holds of each array: 32 or 16 a thread, which leaves room for all of them in registers."""
-_WIDEST = 32768
-"""Features of the widest row that the backward pass holds in the registers of one program."""
+_WIDEST = 16384
+"""Features of the widest row that a program holds. Hopper's code for rows of 32768 spills thousands of bytes in the backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,15 @@ def why_not(spec: NormSpec, chip: Chip | None) -> str | None:
     if spec.features > _WIDEST:
         return f"rows of {spec.features} features do not fit the registers of one program; it takes up to {_WIDEST}."
     return gpu.why_not()
+
+
+def notes(spec: NormSpec, chip: Chip | None) -> tuple[str, ...]:
+    del chip
+    if spec.kind == "layer" and spec.features > _WIDEST // 2:
+        return (
+            "rows so wide spill registers to memory in the backward pass (712 bytes of a thread at 16384 features)",
+        )
+    return ()
 
 
 def _tile(columns: int, rows: int, elements: int) -> tuple[int, int]:
@@ -162,4 +171,4 @@ def _sum_rows(spec: NormSpec, partial: Any, parameter: Any) -> Any:
     return total
 
 
-TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, NormGpuConfig)
+TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, NormGpuConfig, notes)
