@@ -92,6 +92,11 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
         "three kv heads": "6 rows of bfloat16",
         "wide heads": "256 columns",
     },
+    ("softmax", "triton"): {
+        "softmax middle axis": "`axis` is not the last",
+        "log_softmax float64": "`x` is float64",
+        "softmax empty": "the array is empty",
+    },
     ("softmax", "pallas_tpu"): {
         "softmax middle axis": "`axis` is not the last",
         "softmax float16": "`x` is float16",

@@ -1,0 +1,97 @@
+"""Softmax and its logarithm on GPUs: Triton kernels, whole rows in registers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vishwamai.core import gpu
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.ops.softmax.spec import Operands, Outputs, SoftmaxSpec
+
+FORWARD, BACKWARD = (gpu.Kernel("vishwamai.ops.softmax.gpu_kernels", name) for name in ("forward", "backward"))
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_TILE = 4096
+"""Elements that four warps hold: 32 a thread."""
+_WIDEST = 16384
+"""Features of the widest row that the registers of 16 warps hold, 32 a thread; at 32768 the backward pass spills 1404 bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxGpuConfig:
+    """Tiles of the Triton kernels.
+
+    Attributes:
+      rows: rows that a program holds, a power of two.
+      warps: warps of a program.
+    """
+
+    rows: int
+    warps: int
+
+    def with_block_size(self, block_size: int) -> SoftmaxGpuConfig:
+        """The same with about `block_size` rows a program."""
+        return dataclasses.replace(self, rows=gpu.next_power_of_2(block_size))
+
+
+def why_not(spec: SoftmaxSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None."""
+    del chip
+    x = spec.operands.x
+    if x.dtype.name not in _DTYPES:
+        return f"`x` is {x.dtype.name}; the Triton kernel takes {', '.join(_DTYPES)}."
+    if x.size == 0:
+        return "the array is empty."
+    if spec.moved:
+        return "`axis` is not the last: turning the array would cost two passes over memory, and XLA sums along any axis in place."
+    if spec.features > _WIDEST:
+        return f"rows of {spec.features} features do not fit the registers of one program; it takes up to {_WIDEST}."
+    return gpu.why_not()
+
+
+def heuristic(spec: SoftmaxSpec, chip: Chip | None) -> SoftmaxGpuConfig:
+    """Several rows where they are short, more warps where they are long."""
+    del chip
+    columns = gpu.next_power_of_2(spec.features)
+    rows = max(1, min(_TILE // columns, gpu.next_power_of_2(spec.groups * spec.rows)))
+    return SoftmaxGpuConfig(rows, min(16, max(4 if columns * rows >= 1024 else 1, 4 * columns * rows // _TILE)))
+
+
+def _launch(kernel: gpu.Kernel, spec: SoftmaxSpec, config: SoftmaxGpuConfig, inputs: dict[str, Any], out: str) -> Any:
+    rows = spec.groups * spec.rows
+    (result,) = gpu.launch(
+        kernel,
+        (gpu.cdiv(rows, config.rows),),
+        inputs,
+        {out: gpu.result(spec.operands.x.shape, spec.operands.x.dtype)},
+        warps=config.warps,
+        rows=rows,
+        features=spec.features,
+        LOG=spec.log,
+        ROWS=config.rows,
+        COLUMNS=gpu.next_power_of_2(spec.features),
+    )
+    return result
+
+
+def forward(spec: SoftmaxSpec, config: SoftmaxGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    del residuals  # the backward pass needs none
+    return Outputs(_launch(FORWARD, spec, config, dict(x_ptr=operands.x), "y_ptr")), None
+
+
+def backward(
+    spec: SoftmaxSpec,
+    config: SoftmaxGpuConfig,
+    operands: Operands,
+    outputs: Outputs,
+    residuals: None,
+    cotangents: Outputs,
+) -> Operands:
+    del residuals
+    source = operands.x if spec.log else outputs.y
+    return Operands(_launch(BACKWARD, spec, config, dict(source_ptr=source, dy_ptr=cotangents.y), "dx_ptr"))
+
+
+TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, SoftmaxGpuConfig)
