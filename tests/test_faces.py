@@ -220,6 +220,16 @@ def test_torch_tensors_are_left_to_torch():
         kernel.explain(x, w)
     with pytest.raises(ShapeError, match="gemm"):
         kernel(x, w.T)
+    torch.testing.assert_close(kernels.gpu.gemm(x, w, block_size=64), x @ w)
+    norm = torch.nn.functional.layer_norm(x, (16,), eps=1e-6)
+    torch.testing.assert_close(kernels.gpu.layer_norm(x), norm)
+    for call in (
+        lambda: kernels.gpu.gemm(x, w, use_bfloat16=True),
+        lambda: kernels.gpu.layer_norm(x, use_fused_ops=False),
+        lambda: kernels.gpu.block_sparse(x, torch.ones(1, 16, 4), np.array([[0, 0]])),
+    ):
+        with pytest.raises(UnsupportedError, match="for JAX arrays only"):
+            call()
 
 
 @pytest.mark.skipif(not aot.has_libtpu(), reason="compiles for TPUs by libtpu")
@@ -378,6 +388,8 @@ def test_operations_of_each_module(module):
     np.testing.assert_array_equal(plain, vishwamai.flash_attention(q, k, v, mask=mask, implementation="xla"))
     x, w = random(10, 16), random(16, 4)
     np.testing.assert_array_equal(module.gemm(x, w, block_size=128), vishwamai.gemm(x, w, block_size=128))
+    with pytest.raises(KernelError, match="`block_size` is 64 and `config` is 128; pass one of them"):
+        module.gemm(x, w, block_size=64, config=128)
     scale, bias = random(16), random(16, seed=2)
     normed = vishwamai.layer_norm(x, scale, bias, implementation="xla")
     np.testing.assert_array_equal(module.layer_norm(x, scale, bias, use_fused_ops=False), normed)

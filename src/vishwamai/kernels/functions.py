@@ -1,15 +1,47 @@
 """The operations under the names and keywords of the kernel modules; `tpu`, `gpu` and `cpu` offer them.
 
-Each takes the options of the operation it names, too: `**options` goes there as it is.
+Each takes the options of the operation it names, too: `**options` goes there as it is. torch tensors go to the operation of `vishwamai.torch`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import vishwamai
 from vishwamai.core.config import kernel_config
-from vishwamai.core.errors import ShapeError
+from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError
+
+
+def _operation(name: str, *arrays: Any, jax_only: bool = False) -> Callable[..., Any]:
+    """`vishwamai`'s operation, or that of `vishwamai.torch` for torch tensors.
+
+    Raises:
+      UnsupportedError: torch tensors, for an operation or an option that `vishwamai.torch` has not.
+    """
+    if not any(type(x).__module__.partition(".")[0] == "torch" for x in arrays):
+        return getattr(vishwamai, name)
+    import vishwamai.torch as operations
+
+    if jax_only or not hasattr(operations, name):
+        what = "these options are" if jax_only else "this operation is"
+        raise UnsupportedError(f"{name}: {what} for JAX arrays only; pass `jnp.asarray(tensor)`.")
+    return getattr(operations, name)
+
+
+def _tiles(name: str, block_size: int | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The field of the configuration that a `block_size` is.
+
+    Raises:
+      KernelError: a `config` names its tiles besides.
+    """
+    if block_size is None:
+        return {}
+    if options.get("config") is not None:
+        raise KernelError(
+            f"{name}: `block_size` is {block_size} and `config` is {options['config']}; pass one of them."
+        )
+    return {"block_size": block_size}
 
 
 def flash_attention(
@@ -41,8 +73,10 @@ def flash_attention(
     >>> flash_attention(x, x, x, block_size=128, causal=True).shape
     (1, 4, 100, 64)
     """
-    with kernel_config(use_flash=use_flash) if not use_flash else kernel_config():
-        return vishwamai.flash_attention(query, key, value, mask=mask, block_size=block_size, **options)
+    wishes = _tiles("flash_attention", block_size, options) | ({} if use_flash else {"use_flash": False})
+    operation = _operation("flash_attention", query, key, value, jax_only=not use_flash)
+    with kernel_config(**wishes):
+        return operation(query, key, value, mask=mask, **options)
 
 
 def gemm(a: Any, b: Any, *, block_size: int | None = None, use_bfloat16: bool | None = None, **options: Any) -> Any:
@@ -59,8 +93,10 @@ def gemm(a: Any, b: Any, *, block_size: int | None = None, use_bfloat16: bool | 
     >>> gemm(jnp.ones((5, 300)), jnp.ones((300, 7)), use_bfloat16=True, activation="relu").dtype
     dtype('float32')
     """
-    with kernel_config() if use_bfloat16 is None else kernel_config(use_bfloat16=use_bfloat16):
-        return vishwamai.gemm(a, b, block_size=block_size, **options)
+    wishes = _tiles("gemm", block_size, options) | ({} if use_bfloat16 is None else {"use_bfloat16": use_bfloat16})
+    operation = _operation("gemm", a, b, jax_only=bool(use_bfloat16))
+    with kernel_config(**wishes):
+        return operation(a, b, **options)
 
 
 def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, use_fused_ops: bool = True, **options: Any) -> Any:
@@ -79,7 +115,7 @@ def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, use_fused_ops: bo
     """
     if not use_fused_ops:
         options.setdefault("implementation", "xla")
-    return vishwamai.layer_norm(x, scale, bias, **options)
+    return _operation("layer_norm", x, jax_only=not use_fused_ops)(x, scale, bias, **options)
 
 
 def block_sparse(dense: Any, sparse_values: Any, indices: Any, *, block_size: int | None = None, **options: Any) -> Any:
@@ -104,4 +140,4 @@ def block_sparse(dense: Any, sparse_values: Any, indices: Any, *, block_size: in
             f"block_sparse: `sparse_values` has blocks of shape {tuple(sparse_values.shape[1:])}, but `block_size` is {block_size}; "
             f"pass blocks of ({block_size}, {block_size}), or leave `block_size` out."
         )
-    return vishwamai.block_sparse_matmul(dense, sparse_values, indices, **options)
+    return _operation("block_sparse_matmul", dense, sparse_values)(dense, sparse_values, indices, **options)
