@@ -1,6 +1,7 @@
 """Mixture of experts: the grouped product beyond the contract suite, routing, dispatch, and the layer on one and on eight devices."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ ROUTING_OPTIONS = ("num_experts", "top_k", "scoring", "num_groups", "top_groups"
 routed = jax.jit(moe_routing, static_argnames=ROUTING_OPTIONS)
 
 
-def draw(*shape, seed=0, scale=1.0):
+def draw(*shape, seed=0, scale=1.0) -> Any:
     return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
 
 
@@ -57,8 +58,8 @@ def test_meaning_is_that_of_ragged_dot(sizes):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-TILES = GroupedConfig(*((128, 128, 128, 64, 16, 64),) * 3)
-WHOLE_DEPTH = GroupedConfig(*((256, 128, 512, 128, 32, 128),) * 3)
+SMALL, DEEP = (128, 128, 128, 64, 16, 64), (256, 128, 512, 128, 32, 128)
+TILES, WHOLE_DEPTH = GroupedConfig(SMALL, SMALL, SMALL), GroupedConfig(DEEP, DEEP, DEEP)
 
 
 @pytest.mark.parametrize("config", [TILES, WHOLE_DEPTH], ids=["tiles", "whole depth"])
@@ -66,11 +67,13 @@ def test_kernel_with_groups_of_any_size(config):
     """Groups that begin and end anywhere in a tile, share one, span several, or are empty; two batch entries of different sizes; blocks of the depth, or the
     matrices copied ahead."""
     lhs, rhs = draw(2, 300, 256), draw(2, 6, 256, 384, seed=1)
-    sizes = np.array([[100, 0, 77, 1, 20, 60], [0, 290, 0, 3, 7, 0]], np.int32)
+    sizes = jnp.array([[100, 0, 77, 1, 20, 60], [0, 290, 0, 3, 7, 0]], jnp.int32)
     cotangent = draw(2, 300, 384, seed=2)
 
     def run(lhs, rhs, implementation, config):
-        out, pull = jax.vjp(lambda *a: grouped_gemm(*a, sizes, implementation=implementation, config=config), lhs, rhs)
+        out, pull = jax.vjp(
+            lambda *a: grouped_gemm(a[0], a[1], sizes, implementation=implementation, config=config), lhs, rhs
+        )
         return out, pull(cotangent)
 
     with contract.simulated_tpu():
@@ -83,10 +86,12 @@ def test_kernel_with_groups_of_any_size(config):
 def test_kernel_keeps_garbage_of_other_groups_out():
     """NaN in a group's rows stays in its rows, its own matrix' gradient, and nowhere else, though groups share tiles."""
     lhs, rhs = draw(64, 128), draw(3, 128, 128, seed=1)
-    sizes = np.array([20, 21, 10], np.int32)
+    sizes = jnp.array([20, 21, 10], jnp.int32)
     lhs[20:41] = np.nan
     with contract.simulated_tpu():
-        run = jax.jit(lambda a, b: jax.vjp(lambda *x: grouped_gemm(*x, sizes, implementation="pallas_tpu"), a, b)[1](a))
+        run = jax.jit(
+            lambda a, b: jax.vjp(lambda *x: grouped_gemm(x[0], x[1], sizes, implementation="pallas_tpu"), a, b)[1](a)
+        )
         out = jax.jit(lambda a, b: grouped_gemm(a, b, sizes, implementation="pallas_tpu"))(lhs, rhs)
         finite = np.isfinite(np.asarray(out)).all(axis=1)
         _, d_rhs = jax.block_until_ready(run(lhs, rhs))
@@ -241,7 +246,7 @@ def test_jitter_is_a_function_of_the_key():
 )
 def test_errors_of_routing(options, text):
     with pytest.raises(ShapeError, match=f"moe_routing: .*{text}"):
-        moe_routing(np.ones((3, 6), np.float32), np.ones((6, 4), np.float32), **options)
+        moe_routing(jnp.ones((3, 6)), jnp.ones((6, 4)), **options)
 
 
 # --- Dispatch and combine --------------------------------------------------------------------------------------------------------------------------

@@ -108,11 +108,9 @@ class Split:
     @property
     def grid(self) -> tuple[int, int, int]:
         """(parts, batch entries of a part, tiles of a part)."""
-        sizes = [self.batch, self.tiles]
         if self._axis is None:
-            return (1, *sizes)
-        sizes[self._axis] //= 2
-        return (2, *sizes)
+            return 1, self.batch, self.tiles
+        return (2, self.batch, self.tiles // 2) if self._axis == 1 else (2, self.batch // 2, self.tiles)
 
     def index(self, part: Any, b: Any, j: Any) -> tuple[Any, Any]:
         """(batch entry, tile) of a place in the grid."""
@@ -162,7 +160,7 @@ def _rows_kernel(
     first_of_tile = (visit == 0) | (tile_ref[entry] != tile_ref[before])
     sum_ref = None
     if steps > 1 or tile.chunk_k < block_k:
-        sum_ref, *scratch = scratch
+        sum_ref, scratch = scratch[0], scratch[1:]
 
     if resident:
         matrix_ref, slot_ref, semaphores = scratch
@@ -221,15 +219,16 @@ def _rows_kernel(
             store(at, rows, chunk(at, rows, 0, block_k, None))
             return
         place = pl.ds(at, rows)
+        total_ref: Any = sum_ref
 
         def grown(k: Any, size: int) -> jax.Array:
             first = (step == 0) & (k == 0)
-            old = sum_ref[place, :]
+            old = total_ref[place, :]
             valid = None if tail == block_k else jnp.where(step == steps - 1, tail, block_k)
             return jnp.where(first, jnp.zeros_like(old), old) + chunk(at, rows, k, size, valid)
 
         def grow(k: Any, size: int) -> None:
-            sum_ref[place, :] = grown(k, size)
+            total_ref[place, :] = grown(k, size)
 
         size = tile.chunk_k if tail == block_k else block_k
         chunks = block_k // size

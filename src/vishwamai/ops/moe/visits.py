@@ -73,5 +73,5 @@ def plan(group_sizes: jax.Array, m: int, block_m: int, *, every_group: bool) -> 
     later = jnp.pad(later[:, 1:], ((0, 0), (0, 1)), constant_values=groups)
     following = jnp.take_along_axis(later, group, axis=1)
     following = jnp.where(following < groups, following, -1)
-    flat = (x.astype(jnp.int32).reshape(-1) for x in (group, tile, start, stop, following))
-    return Visits(*flat, jnp.max(total).astype(jnp.int32).reshape(1))
+    columns = (group, tile, start, stop, following, jnp.max(total))
+    return Visits(*(x.astype(jnp.int32).reshape(-1) for x in columns))
