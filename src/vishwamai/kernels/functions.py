@@ -73,7 +73,9 @@ def flash_attention(
     >>> flash_attention(x, x, x, block_size=128, causal=True).shape
     (1, 4, 100, 64)
     """
-    wishes = _tiles("flash_attention", block_size, options) | ({} if use_flash else {"use_flash": False})
+    wishes: dict[str, Any] = _tiles("flash_attention", block_size, options) | (
+        {} if use_flash else {"use_flash": False}
+    )
     operation = _operation("flash_attention", query, key, value, jax_only=not use_flash)
     with kernel_config(**wishes):
         return operation(query, key, value, mask=mask, **options)
@@ -93,7 +95,9 @@ def gemm(a: Any, b: Any, *, block_size: int | None = None, use_bfloat16: bool | 
     >>> gemm(jnp.ones((5, 300)), jnp.ones((300, 7)), use_bfloat16=True, activation="relu").dtype
     dtype('float32')
     """
-    wishes = _tiles("gemm", block_size, options) | ({} if use_bfloat16 is None else {"use_bfloat16": use_bfloat16})
+    wishes: dict[str, Any] = _tiles("gemm", block_size, options) | (
+        {} if use_bfloat16 is None else {"use_bfloat16": use_bfloat16}
+    )
     operation = _operation("gemm", a, b, jax_only=bool(use_bfloat16))
     with kernel_config(**wishes):
         return operation(a, b, **options)
