@@ -80,15 +80,27 @@ def pairs() -> Iterator[tuple[Op, Implementation]]:
                 yield operation.op, impl
 
 
+def one_in(n: int, index: int) -> Any:
+    """The marks of the index-th of many like tests: one in n runs by default, the others are `long`."""
+    return () if index % n == 0 else pytest.mark.long
+
+
 def triples() -> list[Any]:
     """op x implementation x contract case, as pytest parameters: all implementations of a case in a row, the reference first.
 
-    So a case's oracle and reference are computed once, and remembered while its other implementations are compared with them.
+    So a case's oracle and reference are computed once, and remembered while its other implementations are compared with them. A simulated kernel is slow:
+    half of its cases are `long`.
     """
     return [
-        pytest.param(op.op, impl, case, id=f"{op.op.name}-{label(case)}-{impl.name}")
+        pytest.param(
+            op.op,
+            impl,
+            case,
+            id=f"{op.op.name}-{label(case)}-{impl.name}",
+            marks=one_in(2, index) if impl.platform in ("tpu", "cuda") else (),
+        )
         for op in OPERATIONS.values()
-        for case in op.cases
+        for index, case in enumerate(op.cases)
         for impl in reversed([impl for of, impl in pairs() if of is op.op])
     ]
 

@@ -22,7 +22,6 @@ from vishwamai.ops.paged_attention.cases import ForwardCase, Table
 from vishwamai.ops.rope.cases import rope as rope_by_name
 
 
-
 def paged_batch(query, kv_pages, kv_lens, page_indices, sinks, **options):
     """Eight batches of two sequences, of one and two new tokens, by vmap: the operation itself has no batch axis but the sequences."""
     starts = np.array([0, 1, 3], np.int32)
@@ -136,7 +135,8 @@ SMALL = {
     ),
 }
 # The leading axis of these is the batch of 8.
-BATCHED = {"sparse": ("dense",),
+BATCHED = {
+    "sparse": ("dense",),
     "attention": ("query", "key", "value", "mask"),
     "loss": ("x", "labels"),
     "matmul": ("a", "scale_a"),
@@ -148,7 +148,6 @@ BATCHED = {"sparse": ("dense",),
     "paged_attention": ("query", "kv_pages", "kv_lens", "page_indices"),
     "softmax": ("x",),
 }
-IMPLEMENTATIONS = [pytest.param(op, impl, id=f"{op.name}-{impl.name}") for op, impl in contract.pairs()]
 ON_THIS_CPU = [
     pytest.param(op, impl, id=f"{op.name}-{impl.name}") for op, impl in contract.pairs() if impl.platform != "tpu"
 ]
@@ -193,8 +192,14 @@ def test_eager_is_jitted(op, impl):
     contract.close(case.run(arrays, implementation=impl.name), outputs)
 
 
-@pytest.mark.parametrize("op, impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("mapped", ["first half", "second half", "all"])
+@pytest.mark.parametrize(
+    "op, impl, mapped",
+    [
+        pytest.param(op, impl, mapped, id=f"{mapped}-{op.name}-{impl.name}", marks=contract.one_in(3, i + j))
+        for i, (op, impl) in enumerate(contract.pairs())
+        for j, mapped in enumerate(("all", "first half", "second half"))
+    ],
+)
 def test_vmap(op, impl, mapped):
     """Outputs and gradients with some arrays mapped (over axis 0 or 1) and the others shared, element by element the reference's."""
     contract.skip_unless_built(impl)
@@ -297,9 +302,17 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("op", CHOSEN)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("layout", SPECS)
+@pytest.mark.parametrize(
+    "op, kind, layout",
+    [
+        pytest.param(
+            operation.op, kind, layout, id=f"{layout}-{kind.name.lower()}-{name}", marks=contract.one_in(5, i + j)
+        )
+        for i, (name, operation) in enumerate(contract.OPERATIONS.items())
+        for kind in (AxisType.Auto, AxisType.Explicit)
+        for j, layout in enumerate(SPECS)
+    ],
+)
 def test_sharded_operands(op, kind, layout):
     """Whatever dimension is split, on explicit or automatic axes, the chosen implementation's answer is that of one device."""
     case, arrays, cotangents, expected = setting(op.name)
