@@ -18,6 +18,7 @@ from vishwamai.ops.attention.block_mask import BlockMask
 from vishwamai.ops.attention.checks import make_spec
 from vishwamai.ops.attention.chunked import XLA_CHUNKED
 from vishwamai.ops.attention.cpu import NATIVE
+from vishwamai.ops.attention.gpu import TRITON
 from vishwamai.ops.attention.reference import XLA
 from vishwamai.ops.attention.spec import SHAREABLE, AttentionSpec, Operands, attention_axes, caller_dims, splittable
 from vishwamai.ops.attention.tpu import PALLAS_TPU
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Key
 
 ATTENTION: Op[AttentionSpec] = Op(
-    "attention", (PALLAS_TPU, NATIVE, XLA_CHUNKED, XLA), attention_axes, shareable=SHAREABLE
+    "attention", (PALLAS_TPU, TRITON, NATIVE, XLA_CHUNKED, XLA), attention_axes, shareable=SHAREABLE
 )
 
 

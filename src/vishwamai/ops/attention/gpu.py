@@ -1,0 +1,298 @@
+"""Attention on GPUs: Triton kernels for torch tensors and JAX arrays, forward and backward, in memory linear in the sequences.
+
+Two kernels hold the backward pass by default, one for the keys and one for the queries, so that the same inputs give the same bits;
+`AttentionGpuConfig(deterministic=False)` makes it one, which adds the queries' gradients by the copy engine in whatever order blocks finish.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vishwamai.core import dropout, gpu
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
+
+_FORWARD, _BACKWARD = "vishwamai.ops.attention.gpu_kernels", "vishwamai.ops.attention.gpu_kernels_backward"
+FORWARD = gpu.Kernel(_FORWARD, "forward")
+DELTA, KEY_GRADIENTS, QUERY_GRADIENTS, BIAS_GRADIENT, SINK_GRADIENT, CAST = (
+    gpu.Kernel(_BACKWARD, name)
+    for name in ("delta", "key_gradients", "query_gradients", "bias_gradient", "sink_gradient", "cast")
+)
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_WIDEST = 256
+"""Elements of the widest head that the kernels hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionGpuConfig:
+    """Tiles of the Triton kernels, powers of two of 16 or more.
+
+    Attributes:
+      block_q, block_kv: queries and keys of a forward block.
+      warps, stages: warps of a forward program, and blocks of keys in flight.
+      backward_q, backward_kv: queries and keys of a block of the backward pass.
+      backward_warps, backward_stages: the same of the backward pass.
+      deterministic: the same bits every time; False saves two of seven products of the backward pass.
+    """
+
+    block_q: int
+    block_kv: int
+    warps: int
+    stages: int
+    backward_q: int
+    backward_kv: int
+    backward_warps: int
+    backward_stages: int
+    deterministic: bool = True
+
+    def with_block_size(self, block_size: int) -> AttentionGpuConfig:
+        """The same with tiles of about `block_size` positions."""
+        size = max(16, gpu.next_power_of_2(block_size))
+        return dataclasses.replace(self, block_q=size, block_kv=size, backward_q=size, backward_kv=size)
+
+
+def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
+    """The reason why these kernels cannot serve `spec`, or None."""
+    del chip
+    for name in ("query", "bias", "sinks"):
+        operand = getattr(spec.operands, name)
+        if operand is not None and operand.dtype.name not in _DTYPES:
+            return f"`{name}` is {operand.dtype.name}; the Triton kernels take {', '.join(_DTYPES)}."
+    if spec.batch * spec.q_len * spec.kv_len == 0:
+        return "an axis is empty."
+    if max(spec.qk_dim, spec.v_dim) > _WIDEST:
+        return f"heads of {max(spec.qk_dim, spec.v_dim)} elements do not fit a program's registers; it takes up to {_WIDEST}."
+    if spec.blocks is not None:
+        return "a static block mask is not supported by the Triton kernels."
+    return gpu.why_not()
+
+
+def heuristic(spec: AttentionSpec, chip: Chip | None) -> AttentionGpuConfig:
+    """Blocks that fill the registers without spilling, by head width and dtype; fewer rows for short queries."""
+    del chip
+    wide = spec.operands.query.dtype.itemsize == 4
+    dim = max(_tile(spec.qk_dim), _tile(spec.v_dim))
+    if wide:
+        config = _WIDE[max(64, dim)]
+    else:
+        config = _NARROW[max(64, dim)]
+    return dataclasses.replace(
+        config,
+        block_q=_clamp(config.block_q, spec.q_len),
+        block_kv=_clamp(config.block_kv, spec.kv_len),
+        backward_q=_clamp(config.backward_q, spec.q_len),
+        backward_kv=_clamp(config.backward_kv, spec.kv_len),
+    )
+
+
+_NARROW = {
+    64: AttentionGpuConfig(128, 128, 8, 2, 64, 128, 8, 2),
+    128: AttentionGpuConfig(128, 128, 8, 2, 64, 128, 8, 2),
+    256: AttentionGpuConfig(128, 64, 8, 2, 64, 64, 8, 1),
+}
+_WIDE = {
+    64: AttentionGpuConfig(64, 32, 4, 2, 32, 32, 4, 1),
+    128: AttentionGpuConfig(64, 32, 8, 1, 32, 32, 8, 1),
+    256: AttentionGpuConfig(32, 32, 8, 1, 16, 32, 8, 1),
+}
+"""By the wider of the two head widths, rounded up to a power of two."""
+
+
+def _tile(n: int) -> int:
+    return max(16, gpu.next_power_of_2(n))
+
+
+def _clamp(block: int, length: int) -> int:
+    return min(_tile(block), _tile(length))
+
+
+def _strides(operand: Any, axes: int) -> tuple[int, ...]:
+    """Elements between neighbours along the first `axes` axes of a contiguous array; 0 where it is shared (an axis of 1), or absent."""
+    if operand is None:
+        return (0,) * axes
+    strides, step = [], 1
+    for extent in reversed(operand.shape):
+        strides.append(0 if extent == 1 else step)
+        step *= extent
+    return tuple(reversed(strides))[:axes]
+
+
+_PARTS = ("b", "h", "q", "k")
+
+
+def _constants(spec: AttentionSpec, block_q: int, block_kv: int) -> dict[str, Any]:
+    """What every kernel that computes logits takes beside its buffers."""
+    o = spec.operands
+    low, high = spec.band
+    itemsize = o.query.dtype.itemsize
+    return dict(
+        batch=spec.batch,
+        q_heads=spec.q_heads,
+        kv_heads=spec.kv_heads,
+        q_len=spec.q_len,
+        kv_len=spec.kv_len,
+        low=low or 0,
+        high=high or 0,
+        **{f"bias_{part}": stride for part, stride in zip(_PARTS, _strides(o.bias, 4), strict=True)},
+        **{f"mask_{part}": stride for part, stride in zip(_PARTS, _strides(o.mask, 4), strict=True)},
+        q_segments_b=_strides(o.q_segment_ids, 1)[0],
+        kv_segments_b=_strides(o.kv_segment_ids, 1)[0],
+        SCALE=spec.scale,
+        SOFTCAP=spec.softcap,
+        LOW=low is not None,
+        HIGH=high is not None,
+        KEEP_FROM=dropout.threshold(spec.dropout_rate),
+        RESCALE=1.0 / (1.0 - spec.dropout_rate),
+        PRECISION="tf32x3" if itemsize == 4 else None,
+        D=spec.qk_dim,
+        DV=spec.v_dim,
+        D_TILE=_tile(spec.qk_dim),
+        DV_TILE=_tile(spec.v_dim),
+        ROWS=block_q,
+        COLUMNS=block_kv,
+        # The copy engine takes rows of whole 16 bytes.
+        TMA=spec.qk_dim * itemsize % 16 == 0,
+        TMA_V=spec.v_dim * itemsize % 16 == 0,
+    )
+
+
+def _masks(operands: Operands) -> dict[str, Any]:
+    return dict(
+        bias_ptr=operands.bias,
+        mask_ptr=operands.mask,
+        q_segments_ptr=operands.q_segment_ids,
+        kv_segments_ptr=operands.kv_segment_ids,
+    )
+
+
+def _seed(spec: AttentionSpec, operands: Operands) -> Any:
+    return operands.dropout_seed if spec.dropout_rate else None
+
+
+def forward(
+    spec: AttentionSpec, config: AttentionGpuConfig, operands: Operands, residuals: bool
+) -> tuple[Outputs, Any]:
+    query, key, value = operands.query, operands.key, operands.value
+    block_q, block_kv = _clamp(config.block_q, spec.q_len), _clamp(config.block_kv, spec.kv_len)
+    rows = query.shape[:3]
+    out, lse = gpu.launch(
+        FORWARD,
+        (gpu.cdiv(spec.q_len, block_q) * spec.batch * spec.q_heads,),
+        dict(
+            query_ptr=query,
+            key_ptr=key,
+            value_ptr=value,
+            **_masks(operands),
+            sinks_ptr=operands.sinks,
+            seed_ptr=_seed(spec, operands),
+        ),
+        dict(
+            out_ptr=gpu.result((*rows, spec.v_dim), spec.operands.query.dtype),
+            lse_ptr=gpu.result(rows, "float32") if residuals or spec.return_lse else None,
+        ),
+        warps=config.warps,
+        stages=config.stages,
+        sinks_b=_strides(spec.operands.sinks, 1)[0],
+        **_constants(spec, block_q, block_kv),
+    )
+    return Outputs(out, lse if spec.return_lse else None), lse if residuals else None
+
+
+def backward(
+    spec: AttentionSpec,
+    config: AttentionGpuConfig,
+    operands: Operands,
+    outputs: Outputs,
+    residuals: Any,
+    cotangents: Outputs,
+) -> Operands:
+    query, key, value = operands.query, operands.key, operands.value
+    dtype = spec.operands.query.dtype
+    block_q, block_kv = _clamp(config.backward_q, spec.q_len), _clamp(config.backward_kv, spec.kv_len)
+    planes, kv_planes = spec.batch * spec.q_heads, spec.batch * spec.kv_heads
+    q_tiles, kv_tiles = gpu.cdiv(spec.q_len, block_q), gpu.cdiv(spec.kv_len, block_kv)
+    delta_rows = _clamp(64, spec.q_len)
+    (delta,) = gpu.launch(
+        DELTA,
+        (gpu.cdiv(spec.q_len, delta_rows) * planes,),
+        dict(out_ptr=outputs.out, dout_ptr=cotangents.out, dlse_ptr=cotangents.logsumexp),
+        dict(delta_ptr=gpu.result(query.shape[:3], "float32")),
+        q_len=spec.q_len,
+        DV=spec.v_dim,
+        DV_TILE=_tile(spec.v_dim),
+        ROWS=delta_rows,
+    )
+    low, high = spec.band
+    how = dict(
+        warps=config.backward_warps,
+        stages=config.backward_stages,
+        **_constants(spec, block_q, block_kv),
+        EDGE=low is not None or high is not None or spec.kv_len % block_kv != 0,
+    )
+    inputs = dict(
+        query_ptr=query,
+        key_ptr=key,
+        value_ptr=value,
+        dout_ptr=cotangents.out,
+        lse_ptr=residuals,
+        delta_ptr=delta,
+        **_masks(operands),
+        seed_ptr=_seed(spec, operands),
+    )
+    deterministic = config.deterministic
+    dk, dv, dq = gpu.launch(
+        KEY_GRADIENTS,
+        (kv_tiles * kv_planes,),
+        inputs,
+        dict(
+            dk_ptr=gpu.result(key.shape, dtype),
+            dv_ptr=gpu.result(value.shape, dtype),
+            dq_ptr=None if deterministic else gpu.result(query.shape, "float32", zeroed=True),
+        ),
+        **how,
+    )
+    if deterministic:
+        (dq,) = gpu.launch(
+            QUERY_GRADIENTS, (q_tiles * planes,), inputs, dict(dq_ptr=gpu.result(query.shape, dtype)), **how
+        )
+    elif dtype.itemsize < 4:
+        size = planes * spec.q_len * spec.qk_dim
+        (dq,) = gpu.launch(
+            CAST,
+            (gpu.cdiv(size, 4096),),
+            dict(x_ptr=dq),
+            dict(y_ptr=gpu.result(query.shape, dtype)),
+            size=size,
+            COLUMNS=4096,
+        )
+    dbias = dsinks = None
+    if operands.bias is not None:
+        b, h, q, k = operands.bias.shape
+        tiles = b * h * (q_tiles if q > 1 else 1) * (kv_tiles if k > 1 else 1)
+        (dbias,) = gpu.launch(
+            BIAS_GRADIENT,
+            (tiles,),
+            inputs,
+            dict(dbias_ptr=gpu.result(operands.bias.shape, spec.operands.bias.dtype)),
+            **how,
+        )
+    if operands.sinks is not None:
+        shared = operands.sinks.shape[0] == 1
+        (dsinks,) = gpu.launch(
+            SINK_GRADIENT,
+            (operands.sinks.shape[0] * spec.q_heads,),
+            dict(sinks_ptr=operands.sinks, lse_ptr=residuals, delta_ptr=delta),
+            dict(dsinks_ptr=gpu.result(operands.sinks.shape, spec.operands.sinks.dtype)),
+            members=spec.batch if shared else 1,
+            q_heads=spec.q_heads,
+            q_len=spec.q_len,
+            batch_stride=1,
+            COLUMNS=min(1024, _tile(spec.q_len)),
+        )
+    return Operands(dq, dk, dv, dbias, None, None, None, dsinks, None)
+
+
+TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, AttentionGpuConfig)

@@ -1,0 +1,317 @@
+"""Triton bodies of attention's forward pass, and what the backward pass shares with it; `gpu.py` launches them.
+
+Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024) for the order of the products: the next block's logits are issued before this
+block's softmax, so that tensor cores and exponentials work side by side. Logits are kept in units of log2, for `exp2`.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def rows_of(ptr, planes, length, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
+    """What `load_rows` reads `[planes, length, D]` through: a tensor descriptor, or the pointer itself."""
+    if TMA:
+        return tl.make_tensor_descriptor(ptr, [planes, length, D], [length * D, D, 1], [1, ROWS, COLUMNS])
+    else:
+        return ptr
+
+
+@triton.jit
+def load_rows(
+    source, plane, first, length, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
+):
+    """Rows `first ...` of a plane, `[ROWS, COLUMNS]`; zero beyond `length` and beyond D."""
+    if TMA:
+        return source.load([plane, first, 0]).reshape(ROWS, COLUMNS)
+    else:
+        row = first + tl.arange(0, ROWS)
+        column = tl.arange(0, COLUMNS)
+        at = (plane.to(tl.int64) * length + row)[:, None] * D + column[None, :]
+        return tl.load(source + at, mask=(row < length)[:, None] & (column < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, x, plane, first, length, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Writes `[ROWS, COLUMNS]` to rows `first ...` of a plane of `[planes, length, D]`."""
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    at = (plane.to(tl.int64) * length + row)[:, None] * D + column[None, :]
+    tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=(row < length)[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def _tanh(x, PRECISE: tl.constexpr):
+    t = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
+    if PRECISE:  # the difference above cancels near zero
+        y = x * x
+        series = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
+        t = tl.where(tl.abs(x) < 0.2, series, t)
+    return t
+
+
+@triton.jit
+def logits(
+    product,
+    rows,
+    columns,
+    b,
+    h,
+    bias_ptr,
+    mask_ptr,
+    q_segments_ptr,
+    kv_segments_ptr,
+    q_len,
+    kv_len,
+    low,
+    high,
+    bias_b,
+    bias_h,
+    bias_q,
+    bias_k,
+    mask_b,
+    mask_h,
+    mask_q,
+    mask_k,
+    q_segments_b,
+    kv_segments_b,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    EDGE: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """(logits in units of log2 with -inf where hidden, tanh of the soft-cap).
+
+    `rows` and `columns` are absolute positions that broadcast to the shape of `product`, in either order. EDGE: the block may reach beyond the keys
+    or the band; the mask and the segments are applied either way.
+    """
+    inside = (rows < q_len) & (columns < kv_len)
+    if bias_ptr is not None or SOFTCAP is not None:
+        s = product * SCALE
+        if bias_ptr is not None:
+            at = b.to(tl.int64) * bias_b + h.to(tl.int64) * bias_h + rows.to(tl.int64) * bias_q + columns * bias_k
+            s += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        t = s
+        if SOFTCAP is not None:
+            t = _tanh(s * (1.0 / SOFTCAP), PRECISE)
+            s = t * SOFTCAP
+        s *= LOG2E
+    else:
+        s = product * (SCALE * LOG2E)
+        t = s
+    if EDGE:
+        seen = columns < kv_len
+        if HIGH:
+            seen = seen & (columns - rows <= high)
+        if LOW:
+            seen = seen & (columns - rows >= low)
+        s = tl.where(seen, s, float("-inf"))
+    if mask_ptr is not None:
+        at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h + rows.to(tl.int64) * mask_q + columns * mask_k
+        s = tl.where(tl.load(mask_ptr + at, mask=inside, other=0) != 0, s, float("-inf"))
+    if q_segments_ptr is not None:
+        q_id = tl.load(q_segments_ptr + b.to(tl.int64) * q_segments_b + rows, mask=rows < q_len, other=0)
+        kv_id = tl.load(kv_segments_ptr + b.to(tl.int64) * kv_segments_b + columns, mask=columns < kv_len, other=0)
+        s = tl.where(q_id == kv_id, s, float("-inf"))
+    return s, t
+
+
+@triton.jit
+def _shifted(x, BITS: tl.constexpr):
+    return x ^ (x >> BITS)
+
+
+@triton.jit
+def kept(seed_ptr, plane, rows, columns, KEEP_FROM: tl.constexpr):
+    """Which positions dropout keeps: the bits of `core.dropout.keep_mask`."""
+    seed_0 = tl.load(seed_ptr + plane.to(tl.int64) * 2).to(tl.uint32)
+    seed_1 = tl.load(seed_ptr + plane.to(tl.int64) * 2 + 1).to(tl.uint32)
+    r = rows.to(tl.uint32) * 0x9E3779B1 + seed_0
+    r = _shifted(_shifted(r, 16) * 0x85EBCA6B, 13)
+    c = columns.to(tl.uint32) * 0xC2B2AE35 + seed_1
+    c = _shifted(_shifted(c, 16) * 0x27D4EB2F, 15)
+    z = _shifted(_shifted(r + c, 16) * 0x7FEB352D, 15)
+    z = _shifted(z * 0x846CA68B, 16)
+    return (z >> 8).to(tl.int32) >= KEEP_FROM
+
+
+@triton.jit
+def key_blocks(
+    row, q_len, kv_len, low, high, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
+):
+    """(lo, full_lo, full_hi, hi): keys [lo, full_lo) and [full_hi, hi) are partly hidden from the rows row ..., [full_lo, full_hi) are in reach of all."""
+    lo = 0 * row
+    hi = lo + kv_len
+    full_lo = lo
+    full_hi = lo + kv_len // COLUMNS * COLUMNS
+    if HIGH:
+        hi = tl.maximum(0, tl.minimum(kv_len, tl.minimum(row + ROWS, q_len) + high))
+        full_hi = tl.minimum(full_hi, tl.maximum(row + high + 1, 0) // COLUMNS * COLUMNS)
+    if LOW:
+        lo = tl.maximum(0, row + low) // COLUMNS * COLUMNS
+        full_lo = tl.cdiv(tl.maximum(0, row + ROWS - 1 + low), COLUMNS) * COLUMNS
+    full_lo = tl.maximum(tl.minimum(full_lo, full_hi), lo)
+    return lo, full_lo, tl.maximum(full_lo, full_hi), hi
+
+
+@triton.jit
+def _absorb(
+    s,
+    v,
+    m,
+    l,
+    acc,
+    rows,
+    columns,
+    plane,
+    seed_ptr,
+    KEEP_FROM: tl.constexpr,
+    RESCALE: tl.constexpr,
+    GUARD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One step of the online softmax: the rows' maximum m, sum l and output acc take in block (s, v)."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    m_ref = m_new
+    if GUARD:  # a row that has seen nothing yet
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_ref[:, None])
+    alpha = tl.exp2(m - m_ref)
+    l = l * alpha + tl.sum(p, 1)
+    if seed_ptr is not None:
+        p = tl.where(kept(seed_ptr, plane, rows, columns, KEEP_FROM), p * RESCALE, 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return m_new, l, acc
+
+
+@triton.jit
+def forward(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    bias_ptr,
+    mask_ptr,
+    q_segments_ptr,
+    kv_segments_ptr,
+    sinks_ptr,
+    seed_ptr,
+    out_ptr,
+    lse_ptr,
+    batch,
+    q_heads,
+    kv_heads,
+    q_len,
+    kv_len,
+    low,
+    high,
+    bias_b,
+    bias_h,
+    bias_q,
+    bias_k,
+    mask_b,
+    mask_h,
+    mask_q,
+    mask_k,
+    q_segments_b,
+    kv_segments_b,
+    sinks_b,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    KEEP_FROM: tl.constexpr,
+    RESCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_TILE: tl.constexpr,
+    DV_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_V: tl.constexpr,
+):
+    """Grid (cdiv(q_len, ROWS) * batch * q_heads,): out `[batch, q_heads, q_len, DV]` and lse `[batch, q_heads, q_len]` float32."""
+    tiles = tl.cdiv(q_len, ROWS)
+    plane = tl.program_id(0) // tiles
+    row = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # under a causal mask the longest first
+    b, h = plane // q_heads, plane % q_heads
+    kv_plane = b * kv_heads + h // (q_heads // kv_heads)
+    queries = rows_of(query_ptr, batch * q_heads, q_len, D, ROWS, D_TILE, TMA)
+    keys = rows_of(key_ptr, batch * kv_heads, kv_len, D, COLUMNS, D_TILE, TMA)
+    values = rows_of(value_ptr, batch * kv_heads, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+    q = load_rows(queries, plane, row, q_len, D, ROWS, D_TILE, TMA)
+    rows = (row + tl.arange(0, ROWS))[:, None]
+    PRECISE: tl.constexpr = q.dtype == tl.float32
+    MASKED: tl.constexpr = bias_ptr is not None or mask_ptr is not None or q_segments_ptr is not None
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DV_TILE], tl.float32)
+    lo, full_lo, full_hi, hi = key_blocks(row, q_len, kv_len, low, high, ROWS, COLUMNS, LOW, HIGH)
+
+    for side in tl.static_range(2 if LOW else 1):
+        # The diagonal and the keys' ragged end, then the window's left edge.
+        start = full_hi if side == 0 else lo
+        stop = hi if side == 0 else full_lo
+        for n in tl.range(start, stop, COLUMNS):
+            columns = (n + tl.arange(0, COLUMNS))[None, :]
+            k = load_rows(keys, kv_plane, n, kv_len, D, COLUMNS, D_TILE, TMA)
+            s = tl.dot(q, k.T, input_precision=PRECISION)
+            s, _ = logits(
+                s, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low, high,
+                bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
+                SCALE, SOFTCAP, LOW, HIGH, True, PRECISE,
+            )  # fmt: skip
+            v = load_rows(values, kv_plane, n, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+            m, l, acc = _absorb(
+                s, v, m, l, acc, rows, columns, plane, seed_ptr, KEEP_FROM, RESCALE, True, PRECISION
+            )  # fmt: skip
+
+    if full_lo < full_hi:
+        k = load_rows(keys, kv_plane, full_lo, kv_len, D, COLUMNS, D_TILE, TMA)
+        product = tl.dot(q, k.T, input_precision=PRECISION)
+        for n in tl.range(full_lo + COLUMNS, full_hi, COLUMNS):
+            k = load_rows(keys, kv_plane, n, kv_len, D, COLUMNS, D_TILE, TMA)
+            following = tl.dot(q, k.T, input_precision=PRECISION)
+            columns = (n - COLUMNS + tl.arange(0, COLUMNS))[None, :]
+            s, _ = logits(
+                product, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low,
+                high, bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
+                SCALE, SOFTCAP, LOW, HIGH, False, PRECISE,
+            )  # fmt: skip
+            v = load_rows(values, kv_plane, n - COLUMNS, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+            m, l, acc = _absorb(
+                s, v, m, l, acc, rows, columns, plane, seed_ptr, KEEP_FROM, RESCALE, MASKED, PRECISION
+            )  # fmt: skip
+            product = following
+        columns = (full_hi - COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        s, _ = logits(
+            product, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low,
+            high, bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
+            SCALE, SOFTCAP, LOW, HIGH, False, PRECISE,
+        )  # fmt: skip
+        v = load_rows(values, kv_plane, full_hi - COLUMNS, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+        m, l, acc = _absorb(
+            s, v, m, l, acc, rows, columns, plane, seed_ptr, KEEP_FROM, RESCALE, MASKED, PRECISION
+        )  # fmt: skip
+
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + b.to(tl.int64) * sinks_b + h).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, sink)
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_ref)
+        l = l * alpha + tl.exp2(sink - m_ref)
+        acc *= alpha[:, None]
+        m = m_new
+    nothing = l == 0.0
+    l = tl.where(nothing, 1.0, l)
+    store_rows(out_ptr, acc / l[:, None], plane, row, q_len, DV, ROWS, DV_TILE)
+    if lse_ptr is not None:
+        at = row + tl.arange(0, ROWS)
+        lse = tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2)
+        tl.store(lse_ptr + plane.to(tl.int64) * q_len + at, lse, mask=at < q_len)

@@ -1,0 +1,386 @@
+"""Triton bodies of attention's backward pass; `gpu.py` launches them.
+
+Dao, "FlashAttention-2" (2023). Probabilities come back from the logsumexp. A program of `key_gradients` owns a block of keys and walks over the queries
+that see it; one of `query_gradients` owns a block of queries and walks over the keys, so that every sum has one order. `key_gradients` can add the
+queries' gradients too, by the copy engine's reduction: two products fewer for each block, in an order that differs between runs.
+"""
+
+import triton
+import triton.language as tl
+
+from vishwamai.ops.attention.gpu_kernels import LOG2E, kept, key_blocks, load_rows, logits, rows_of, store_rows
+
+
+@triton.jit
+def delta(
+    out_ptr,
+    dout_ptr,
+    dlse_ptr,
+    delta_ptr,
+    q_len,
+    DV: tl.constexpr,
+    DV_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid (cdiv(q_len, ROWS) * planes,): each row's sum of out * dout, less the logsumexp's cotangent."""
+    tiles = tl.cdiv(q_len, ROWS)
+    plane, row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
+    out = load_rows(out_ptr, plane, row, q_len, DV, ROWS, DV_TILE, False).to(tl.float32)
+    dout = load_rows(dout_ptr, plane, row, q_len, DV, ROWS, DV_TILE, False).to(tl.float32)
+    total = tl.sum(out * dout, 1)
+    rows = row + tl.arange(0, ROWS)
+    at = plane.to(tl.int64) * q_len + rows
+    if dlse_ptr is not None:
+        total -= tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + at, total, mask=rows < q_len)
+
+
+@triton.jit
+def _statistics(lse_ptr, delta_ptr, plane, row, q_len, ROWS: tl.constexpr):
+    """(logsumexp in units of log2, delta) of rows; +inf where nothing is seen, which makes every probability 0."""
+    rows = row + tl.arange(0, ROWS)
+    at = plane.to(tl.int64) * q_len + rows
+    lse = tl.load(lse_ptr + at, mask=rows < q_len, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    return lse, tl.load(delta_ptr + at, mask=rows < q_len, other=0.0)
+
+
+@triton.jit
+def _dropped(p, dp, seed_ptr, plane, rows, columns, KEEP_FROM: tl.constexpr, RESCALE: tl.constexpr):
+    """(probabilities after dropout, gradient of those before it)."""
+    if seed_ptr is not None:
+        keep = kept(seed_ptr, plane, rows, columns, KEEP_FROM)
+        return tl.where(keep, p * RESCALE, 0.0), tl.where(keep, dp * RESCALE, 0.0)
+    else:
+        return p, dp
+
+
+@triton.jit
+def _logit_gradient(p, dp, total, t, SOFTCAP: tl.constexpr):
+    """Gradient of the scaled, biased logits; exactly 0 where the probability is."""
+    ds = p * (dp - total)
+    if SOFTCAP is not None:
+        ds *= 1.0 - t * t
+    return tl.where(p == 0.0, 0.0, ds)
+
+
+@triton.jit
+def key_gradients(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    bias_ptr,
+    mask_ptr,
+    q_segments_ptr,
+    kv_segments_ptr,
+    seed_ptr,
+    dq_ptr_init,
+    dk_ptr,
+    dv_ptr,
+    dq_ptr,
+    batch,
+    q_heads,
+    kv_heads,
+    q_len,
+    kv_len,
+    low,
+    high,
+    bias_b,
+    bias_h,
+    bias_q,
+    bias_k,
+    mask_b,
+    mask_h,
+    mask_q,
+    mask_k,
+    q_segments_b,
+    kv_segments_b,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    KEEP_FROM: tl.constexpr,
+    RESCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_TILE: tl.constexpr,
+    DV_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_V: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Grid (cdiv(kv_len, COLUMNS) * batch * kv_heads,): dk and dv; and dq, float32 and zero before, if it is given."""
+    tiles = tl.cdiv(kv_len, COLUMNS)
+    kv_plane, column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
+    b, group = kv_plane // kv_heads, q_heads // kv_heads
+    queries = rows_of(query_ptr, batch * q_heads, q_len, D, ROWS, D_TILE, TMA)
+    douts = rows_of(dout_ptr, batch * q_heads, q_len, DV, ROWS, DV_TILE, TMA_V)
+    keys = rows_of(key_ptr, batch * kv_heads, kv_len, D, COLUMNS, D_TILE, TMA)
+    values = rows_of(value_ptr, batch * kv_heads, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+    if dq_ptr is not None:
+        dqs = rows_of(dq_ptr, batch * q_heads, q_len, D, ROWS, D_TILE, TMA)
+    k = load_rows(keys, kv_plane, column, kv_len, D, COLUMNS, D_TILE, TMA)
+    v = load_rows(values, kv_plane, column, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+    columns = (column + tl.arange(0, COLUMNS))[:, None]
+    PRECISE: tl.constexpr = k.dtype == tl.float32
+    dk = tl.zeros([COLUMNS, D_TILE], tl.float32)
+    dv = tl.zeros([COLUMNS, DV_TILE], tl.float32)
+    start = 0 * column
+    stop = start + q_len
+    if HIGH:
+        start = tl.maximum(0, column - high) // ROWS * ROWS
+    if LOW:
+        stop = tl.minimum(q_len, column + COLUMNS - low)
+    for member in tl.range(0, group):
+        h = kv_plane % kv_heads * group + member
+        plane = b * q_heads + h
+        for row in tl.range(start, stop, ROWS):
+            rows = (row + tl.arange(0, ROWS))[None, :]
+            q = load_rows(queries, plane, row, q_len, D, ROWS, D_TILE, TMA)
+            lse, total = _statistics(lse_ptr, delta_ptr, plane, row, q_len, ROWS)
+            # [COLUMNS, ROWS]: the transposed probabilities are then a left operand, in registers.
+            s = tl.dot(k, q.T, input_precision=PRECISION)
+            s, t = logits(
+                s, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low, high,
+                bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
+                SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
+            )  # fmt: skip
+            p = tl.exp2(s - lse[None, :])
+            dout = load_rows(douts, plane, row, q_len, DV, ROWS, DV_TILE, TMA_V)
+            dp = tl.dot(v, dout.T, input_precision=PRECISION)
+            dropped, dp = _dropped(p, dp, seed_ptr, plane, rows, columns, KEEP_FROM, RESCALE)
+            dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            ds = _logit_gradient(p, dp, total[None, :], t, SOFTCAP).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            if dq_ptr is not None:
+                dq = tl.dot(ds.T, k, input_precision=PRECISION) * SCALE
+                if TMA:
+                    dqs.atomic_add([plane, row, 0], dq.reshape(1, ROWS, D_TILE))
+                else:
+                    at = (plane.to(tl.int64) * q_len + row + tl.arange(0, ROWS))[:, None] * D
+                    d = tl.arange(0, D_TILE)[None, :]
+                    inside = ((row + tl.arange(0, ROWS)) < q_len)[:, None] & (d < D)
+                    tl.atomic_add(dq_ptr + at + d, dq, mask=inside, sem="relaxed")
+    store_rows(dk_ptr, dk * SCALE, kv_plane, column, kv_len, D, COLUMNS, D_TILE)
+    store_rows(dv_ptr, dv, kv_plane, column, kv_len, DV, COLUMNS, DV_TILE)
+
+
+@triton.jit
+def query_gradients(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    bias_ptr,
+    mask_ptr,
+    q_segments_ptr,
+    kv_segments_ptr,
+    seed_ptr,
+    dq_ptr,
+    batch,
+    q_heads,
+    kv_heads,
+    q_len,
+    kv_len,
+    low,
+    high,
+    bias_b,
+    bias_h,
+    bias_q,
+    bias_k,
+    mask_b,
+    mask_h,
+    mask_q,
+    mask_k,
+    q_segments_b,
+    kv_segments_b,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    KEEP_FROM: tl.constexpr,
+    RESCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_TILE: tl.constexpr,
+    DV_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_V: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Grid (cdiv(q_len, ROWS) * batch * q_heads,): dq."""
+    tiles = tl.cdiv(q_len, ROWS)
+    plane = tl.program_id(0) // tiles
+    row = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
+    b, h = plane // q_heads, plane % q_heads
+    kv_plane = b * kv_heads + h // (q_heads // kv_heads)
+    queries = rows_of(query_ptr, batch * q_heads, q_len, D, ROWS, D_TILE, TMA)
+    douts = rows_of(dout_ptr, batch * q_heads, q_len, DV, ROWS, DV_TILE, TMA_V)
+    keys = rows_of(key_ptr, batch * kv_heads, kv_len, D, COLUMNS, D_TILE, TMA)
+    values = rows_of(value_ptr, batch * kv_heads, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+    q = load_rows(queries, plane, row, q_len, D, ROWS, D_TILE, TMA)
+    dout = load_rows(douts, plane, row, q_len, DV, ROWS, DV_TILE, TMA_V)
+    lse, total = _statistics(lse_ptr, delta_ptr, plane, row, q_len, ROWS)
+    rows = (row + tl.arange(0, ROWS))[:, None]
+    PRECISE: tl.constexpr = q.dtype == tl.float32
+    dq = tl.zeros([ROWS, D_TILE], tl.float32)
+    start, full_lo, full_hi, stop = key_blocks(row, q_len, kv_len, low, high, ROWS, COLUMNS, LOW, HIGH)
+    for n in tl.range(start, stop, COLUMNS):
+        columns = (n + tl.arange(0, COLUMNS))[None, :]
+        k = load_rows(keys, kv_plane, n, kv_len, D, COLUMNS, D_TILE, TMA)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        s, t = logits(
+            s, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low, high,
+            bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
+            SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
+        )  # fmt: skip
+        p = tl.exp2(s - lse[:, None])
+        v = load_rows(values, kv_plane, n, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+        dp = tl.dot(dout, v.T, input_precision=PRECISION)
+        dropped, dp = _dropped(p, dp, seed_ptr, plane, rows, columns, KEEP_FROM, RESCALE)
+        ds = _logit_gradient(p, dp, total[:, None], t, SOFTCAP)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    store_rows(dq_ptr, dq * SCALE, plane, row, q_len, D, ROWS, D_TILE)
+
+
+@triton.jit
+def bias_gradient(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    bias_ptr,
+    mask_ptr,
+    q_segments_ptr,
+    kv_segments_ptr,
+    seed_ptr,
+    dbias_ptr,
+    batch,
+    q_heads,
+    kv_heads,
+    q_len,
+    kv_len,
+    low,
+    high,
+    bias_b,
+    bias_h,
+    bias_q,
+    bias_k,
+    mask_b,
+    mask_h,
+    mask_q,
+    mask_k,
+    q_segments_b,
+    kv_segments_b,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    KEEP_FROM: tl.constexpr,
+    RESCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_TILE: tl.constexpr,
+    DV_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_V: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Grid (tiles of the bias,): the logits' gradients summed over the axes along which the bias is shared (those of stride 0), in one order."""
+    owned_b = batch if bias_b != 0 else 1
+    owned_h = q_heads if bias_h != 0 else 1
+    q_tiles, kv_tiles = tl.cdiv(q_len, ROWS), tl.cdiv(kv_len, COLUMNS)
+    owned_q = q_tiles if bias_q != 0 else 1
+    owned_k = kv_tiles if bias_k != 0 else 1
+    program = tl.program_id(0)
+    at_k = program % owned_k
+    at_q = program // owned_k % owned_q
+    at_h = program // (owned_k * owned_q) % owned_h
+    at_b = program // (owned_k * owned_q * owned_h)
+    many_h, many_q, many_k = q_heads // owned_h, q_tiles // owned_q, kv_tiles // owned_k
+    queries = rows_of(query_ptr, batch * q_heads, q_len, D, ROWS, D_TILE, TMA)
+    douts = rows_of(dout_ptr, batch * q_heads, q_len, DV, ROWS, DV_TILE, TMA_V)
+    keys = rows_of(key_ptr, batch * kv_heads, kv_len, D, COLUMNS, D_TILE, TMA)
+    values = rows_of(value_ptr, batch * kv_heads, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+    dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in tl.range(0, batch // owned_b * many_h * many_q * many_k):
+        column = (at_k + i % many_k) * COLUMNS
+        row = (at_q + i // many_k % many_q) * ROWS
+        h = at_h + i // (many_k * many_q) % many_h
+        b = at_b + i // (many_k * many_q * many_h)
+        plane, kv_plane = b * q_heads + h, b * kv_heads + h // (q_heads // kv_heads)
+        rows = (row + tl.arange(0, ROWS))[:, None]
+        columns = (column + tl.arange(0, COLUMNS))[None, :]
+        q = load_rows(queries, plane, row, q_len, D, ROWS, D_TILE, TMA)
+        k = load_rows(keys, kv_plane, column, kv_len, D, COLUMNS, D_TILE, TMA)
+        PRECISE: tl.constexpr = q.dtype == tl.float32
+        lse, total = _statistics(lse_ptr, delta_ptr, plane, row, q_len, ROWS)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        s, t = logits(
+            s, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low, high,
+            bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
+            SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
+        )  # fmt: skip
+        p = tl.exp2(s - lse[:, None])
+        dout = load_rows(douts, plane, row, q_len, DV, ROWS, DV_TILE, TMA_V)
+        v = load_rows(values, kv_plane, column, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+        dp = tl.dot(dout, v.T, input_precision=PRECISION)
+        dropped, dp = _dropped(p, dp, seed_ptr, plane, rows, columns, KEEP_FROM, RESCALE)
+        dbias += _logit_gradient(p, dp, total[:, None], t, SOFTCAP)
+    at = at_b.to(tl.int64) * bias_b + at_h.to(tl.int64) * bias_h
+    rows = at_q * ROWS + tl.arange(0, ROWS)
+    columns = at_k * COLUMNS + tl.arange(0, COLUMNS)
+    kind = dbias_ptr.dtype.element_ty
+    if bias_q != 0 and bias_k != 0:
+        at += rows.to(tl.int64)[:, None] * bias_q + columns[None, :] * bias_k
+        tl.store(dbias_ptr + at, dbias.to(kind), mask=(rows < q_len)[:, None] & (columns < kv_len)[None, :])
+    elif bias_q != 0:
+        tl.store(dbias_ptr + at + rows.to(tl.int64) * bias_q, tl.sum(dbias, 1).to(kind), mask=rows < q_len)
+    elif bias_k != 0:
+        tl.store(dbias_ptr + at + columns * bias_k, tl.sum(dbias, 0).to(kind), mask=columns < kv_len)
+    else:
+        tl.store(dbias_ptr + at, tl.sum(tl.sum(dbias, 1), 0).to(kind))
+
+
+@triton.jit
+def sink_gradient(
+    sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, members, q_heads, q_len, batch_stride, COLUMNS: tl.constexpr
+):
+    """Grid (sinks,): each sink's gradient, summed over its `members` batch elements (all of them where it is shared) and its rows."""
+    program = tl.program_id(0)
+    sink = tl.load(sinks_ptr + program).to(tl.float32)
+    first = program // q_heads * batch_stride * q_heads + program % q_heads
+    total = tl.zeros([COLUMNS], tl.float32)
+    for member in tl.range(0, members):
+        plane = first + member * q_heads
+        for row in tl.range(0, q_len, COLUMNS):
+            rows = row + tl.arange(0, COLUMNS)
+            at = plane.to(tl.int64) * q_len + rows
+            lse = tl.load(lse_ptr + at, mask=rows < q_len, other=float("inf"))
+            lse = tl.where(lse == float("-inf"), float("inf"), lse)
+            share = tl.exp2((sink - lse) * LOG2E)
+            total -= share * tl.load(delta_ptr + at, mask=rows < q_len, other=0.0)
+    tl.store(dsinks_ptr + program, tl.sum(total, 0).to(dsinks_ptr.dtype.element_ty))
+
+
+@triton.jit
+def cast(x_ptr, y_ptr, size, COLUMNS: tl.constexpr):
+    """Grid (cdiv(size, COLUMNS),): x in the dtype of y."""
+    at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < size, other=0.0).to(y_ptr.dtype.element_ty), mask=at < size)
