@@ -33,11 +33,15 @@ from vishwamai.core.sharding import out_struct
 from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
 
 LANES = 128
-_CHUNK_ELEMENTS, _MOST_CHUNK_ROWS = 32 << 10, 64
+_CHUNK_ELEMENTS, _MOST_CHUNK_ROWS = 48 << 10, 256
 _STEPS = 32
 """Steps of each core to aim at: the first load and the last store are then about two parts in fifty."""
 _SMALLEST_TRANSFER, _LARGEST_TRANSFER = 512 << 10, 2 << 20
-"""Bytes of one array's block: below, a transfer takes less than its latency of about 0.6 us; above, nothing is gained."""
+_TRANSFER_SECONDS = 0.8e-6
+"""Bytes and time of one array's block: below, a transfer takes less than its latency of about 0.6 us; above, nothing is gained."""
+_CLAIMED_VMEM = {64 << 20: 48 << 20}
+"""Of this much VMEM (v5p, TPU7x), the bytes to claim: a call that leaves them free has XLA copy an operand there first, which nothing hides; 10 to 25 % on
+v5p by the schedule. Chips with more or less of it showed no such copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,7 @@ class NormConfig:
       block_rows: rows that one grid step holds in VMEM.
       chunk_rows: rows that are normalized together in registers, a multiple of 8; divides `block_rows`.
       vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
+      claimed_vmem_bytes: what the call claims of VMEM at least.
 
     Raises:
       KernelError: rows of a block would be left over.
@@ -56,6 +61,7 @@ class NormConfig:
     block_rows: int
     chunk_rows: int
     vmem_bytes: int = 0
+    claimed_vmem_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.block_rows < 1 or self.chunk_rows < 1 or self.chunk_rows % 8 or self.block_rows % self.chunk_rows:
@@ -95,7 +101,7 @@ def _tile_rows(spec: NormSpec) -> int:
 
 
 def _chunk(spec: NormSpec) -> int:
-    """Enough rows to hide the latency of their reductions, few enough to stay in registers: by the schedule, 64 of 128 features, 32 of 768, 16 of 4096."""
+    """Enough rows to hide the latency of their reductions, few enough to stay in registers: by the schedule, 256 of 128 features, 64 of 768, 16 of 4096."""
     rows = min(_CHUNK_ELEMENTS // round_up(spec.features, LANES), _MOST_CHUNK_ROWS, spec.rows)
     return max(_tile_rows(spec), 1 << max(0, rows.bit_length() - 1))
 
@@ -111,13 +117,16 @@ def heuristic(spec: NormSpec, chip: Chip | None) -> NormConfig:
     """As many rows as make a transfer worth its latency, but few enough that the first and the last, which nothing hides, are a small part."""
     chunk = _chunk(spec)
     row = round_up(spec.features, LANES) * spec.operands.x.dtype.itemsize
-    cores = planning_chip(chip).cores_per_device
-    transfer = min(max(row * spec.groups * spec.rows // (cores * _STEPS), _SMALLEST_TRANSFER), _LARGEST_TRANSFER)
+    planned = planning_chip(chip)
+    cores = planned.cores_per_device
+    smallest = max(_SMALLEST_TRANSFER, int(planned.hbm_bandwidth_per_device * _TRANSFER_SECONDS) // cores)
+    transfer = min(max(row * spec.groups * spec.rows // (cores * _STEPS), smallest), _LARGEST_TRANSFER)
     by_memory = (vmem_budget(chip) - _fixed_bytes(spec)) // _row_bytes(spec)
     rows = max(1, min(transfer // row, by_memory, round_up(spec.rows, chunk)) // chunk)
     # A power of two, so that the usual numbers of rows divide into an even number of even steps: two cores, and two chunks at a time.
     rows = chunk << (rows.bit_length() - 1)
-    return NormConfig(rows, chunk, rows * _row_bytes(spec) + _fixed_bytes(spec))
+    plan = rows * _row_bytes(spec) + _fixed_bytes(spec)
+    return NormConfig(rows, chunk, plan, _CLAIMED_VMEM.get(planned.vmem_bytes, 0))
 
 
 # --- Kernel bodies ---------------------------------------------------------------------------------------------------------------------------------
@@ -233,7 +242,7 @@ def _call(
 
 def _compiler_params(config: NormConfig, *dimension_semantics: str) -> pltpu.CompilerParams:
     """The VMEM limit is raised where the plan, made for the chip, needs more than the 16 MiB that every chip gives unasked."""
-    wanted = round_up(config.vmem_bytes * 5 // 4, 1 << 20)
+    wanted = max(round_up(config.vmem_bytes * 5 // 4, 1 << 20), config.claimed_vmem_bytes)
     return pltpu.CompilerParams(
         dimension_semantics=dimension_semantics,  # type: ignore[arg-type]
         vmem_limit_bytes=wanted if wanted > 16 << 20 else None,
