@@ -88,6 +88,10 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
         "float64": "`x` is float64",
         "no rows": "an array is empty",
     },
+    ("rope", "triton"): {
+        "float64": "`x` is float64",
+        "no positions": "an array is empty",
+    },
     ("rope", "pallas_tpu"): {
         "float16": "`x` is float16",
         "float64": "`x` is float64",

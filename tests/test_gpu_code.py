@@ -1,6 +1,7 @@
 """Machine code of the Triton kernels, without a GPU: nothing spills on Hopper, tensor cores and wide loads are used; AMD compiles; JAX lowers for CUDA."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -55,7 +56,7 @@ def test_hopper_code(case):
             assert code.tma > 0
             rows = dict(launch.launch.constants)["BLOCK_M"]
             assert code.wgmma > 0 if rows >= 64 else code.mma > 0
-        if case.op in ("norm", "softmax"):
+        if case.op in ("norm", "rope", "softmax"):
             # All but the rows of a parameter, which are spread over threads that hold other rows too.
             assert code.wide >= code.loads + code.copies - 1 >= 0
 
@@ -87,10 +88,15 @@ def test_rows_that_the_copy_engine_cannot_take():
     assert all(code.wgmma and not code.spill for code in codes)
 
 
-@pytest.mark.parametrize("name", ["Llama 3 8B", "Llama 3 8B gate"])
-def test_amd_compiles(name):
+def model_case(op, name):
+    (case,) = (case for case in model_cases() if (case.op, case.name) == (op, name))
+    return case
+
+
+@pytest.mark.parametrize("op, name", [("norm", "Llama 3 8B"), ("matmul", "Llama 3 8B gate"), ("rope", "GPT-J 6B")])
+def test_amd_compiles(op, name):
     """For the MI300: matrix instructions, nothing spilled."""
-    (case,) = (case for case in model_cases() if case.name == name)
+    case = model_case(op, name)
     for launch in launches(case):
         how = launch.launch
         # An MI300 has 64 KiB of shared memory, where a Hopper multiprocessor has 227.
@@ -102,7 +108,7 @@ def test_amd_compiles(name):
 
 def test_the_reader_notices_a_spill():
     """A row of 4096 on two warps does not fit the registers of the backward pass, and the code says so: the test above can fail."""
-    (case,) = (case for case in model_cases() if case.name == "Llama 3 8B")
+    case = model_case("norm", "Llama 3 8B")
     backward = next(launch for launch in launches(case) if launch.launch.kernel.name == "backward")
     narrow = dataclasses.replace(backward, launch=dataclasses.replace(backward.launch, warps=2))
     assert inspect_launch(narrow).spill > 0
@@ -139,6 +145,19 @@ def lowered(function, *args):
 def test_lowers_for_cuda_with_gradients():
     names = [name for name, _ in calls(lowered(value_and_gradients, X, W, B))]
     assert {"forward", "backward", "sum_rows", "matmul"} <= set(names) and names.count("matmul") == 3
+
+
+def test_a_kernel_for_torch_is_not_chosen_for_jax_arrays():
+    """XLA's fusion rotates, unless the kernel is asked for by name; then, with gradients, it runs twice, and the tables' gradients are XLA's."""
+
+    def rotate(x, implementation=None):
+        y, pull = jax.vjp(lambda x: vishwamai.apply_rope(x, implementation=implementation), x)
+        return pull(y)
+
+    heads = jax.ShapeDtypeStruct((2, 4, 64, 128), jnp.bfloat16)
+    assert not calls(lowered(rotate, heads))
+    asked = lowered(functools.partial(rotate, implementation="triton"), heads)
+    assert [name for name, _ in calls(asked)] == ["turn", "turn"]
 
 
 def test_one_traced_program_serves_other_platforms_too():

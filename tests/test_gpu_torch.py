@@ -232,6 +232,118 @@ def test_gemm_errors():
         vt.gemm(torch.ones(2, 3), torch.ones(4, 5))
 
 
+# --- softmax ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_softmax(name, axis):
+    args = tensors((3, 5, 24))
+    agree(
+        lambda x: (getattr(vt, name)(x, axis=axis),),
+        lambda x: (getattr(torch.nn.functional, name)(x, dim=axis),),
+        args,
+    )
+
+
+@pytest.mark.parametrize("axis, log", [(-1, False), (0, True)])
+def test_softmax_opcheck(axis, log):
+    (x,) = tensors((3, 8))
+    assert set(torch.library.opcheck(torch.ops.vishwamai.softmax.default, (x, axis, log)).values()) == {"SUCCESS"}
+
+
+def test_softmax_errors():
+    with pytest.raises(ShapeError, match="log_softmax: `axis` is 2"):
+        vt.log_softmax(torch.ones(2, 3), axis=2)
+
+
+# --- rope ------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def turned(x, cos, sin, interleaved, rotary):
+    """The rotation in torch, of `[..., seq, features]`."""
+    y = x[..., :rotary]
+    a, b = (y[..., 0::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
+    halves = a * cos - b * sin, b * cos + a * sin
+    y = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
+    return torch.cat([y, x[..., rotary:]], -1)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("interleaved, rotary", [(False, 24), (True, 24), (False, 12), (True, 12)])
+def test_rope(layout, interleaved, rotary):
+    """Queries and keys that are views of one tensor, whatever the layout: their strides are not those of contiguous ones."""
+    length = 9
+    (packed,) = tensors((2, length, 5, 24))
+    positions = torch.randint(0, 1000, (2, length), generator=torch.Generator().manual_seed(1))
+    inverse = 10000.0 ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+    angles = (positions[:, None, :, None] * inverse).float()
+
+    def ours(packed):
+        q, k = packed[:, :, :3], packed[:, :, 3:]
+        if layout == "bhsd":
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return vt.apply_rope((q, k), positions, rotary_dim=rotary, interleaved=interleaved, layout=layout)
+
+    def theirs(packed):
+        x = turned(packed.transpose(1, 2), angles.cos(), angles.sin(), interleaved, rotary)
+        q, k = x[:, :3], x[:, 3:]
+        return (q, k) if layout == "bhsd" else (q.transpose(1, 2), k.transpose(1, 2))
+
+    agree(ours, theirs, (packed,))
+
+
+@pytest.mark.parametrize("scaling", [None, "longrope", "dynamic", "mrope"])
+def test_rope_tables_are_those_of_jax(scaling):
+    import jax.numpy as jnp
+
+    from vishwamai.ops.rope.scaling import LongRopeScaling, MRopeScaling, NtkScaling, RopeScaling
+    from vishwamai.ops.rope.tables import tables
+
+    scalings = {
+        None: lambda: RopeScaling(),
+        "longrope": lambda: LongRopeScaling((1.0,) * 8, (4.0,) * 8, 32, 64),
+        "dynamic": lambda: NtkScaling(2.0, 32),
+        "mrope": lambda: MRopeScaling((2, 3, 3)),
+    }
+    chosen = scalings[scaling]()
+    positions = np.random.default_rng(0).integers(0, 100000, (3, 2, 7) if scaling == "mrope" else (2, 7))
+    want = tables(jnp.asarray(positions, jnp.int32), 16, 10000.0, chosen, jnp.float32)
+    got = vt.rope_tables(torch.from_numpy(positions), 16, scaling=chosen)
+    for ours, theirs in zip(got, want, strict=True):
+        tolerance = 0.05 if scaling == "dynamic" else 1e-6  # dynamic frequencies are float32, times positions to 100000
+        np.testing.assert_allclose(ours.numpy(), np.asarray(theirs), atol=tolerance)
+
+
+def test_rope_opcheck():
+    query, key = tensors((1, 2, 5, 8), (1, 1, 5, 8))
+    cos, sin = vt.rope_tables(5, 8)
+    for arguments in ((query, key, cos, sin, False, "bhsd"), (query, None, cos[:, :, :2], sin[:, :, :2], True, "bhsd")):
+        assert set(torch.library.opcheck(torch.ops.vishwamai.rope.default, arguments).values()) == {"SUCCESS"}
+
+
+def test_rope_and_softmax_compile_in_one_graph():
+    tables = vt.rope_tables(6, 8)
+
+    def model(query, key):
+        query, key = vt.apply_rope((query, key), tables=tables)
+        return vt.softmax(query @ key.mT)
+
+    args = tensors((1, 2, 6, 8), (1, 2, 6, 8))
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    agree(lambda *a: (fast(*a),), lambda *a: (model(*a),), args)
+
+
+def test_rope_errors():
+    (x,) = tensors((1, 2, 5, 8))
+    with pytest.raises(ShapeError, match="`positions` has shape"):
+        vt.apply_rope(x, torch.arange(4))
+    with pytest.raises(ShapeError, match="cos of `tables` has shape"):
+        vt.apply_rope(x, tables=vt.rope_tables(4, 8))
+    with pytest.raises(ShapeError, match="`tables` bring positions"):
+        vt.apply_rope(x, torch.arange(5), tables=vt.rope_tables(5, 8))
+
+
 # --- The bridge ------------------------------------------------------------------------------------------------------------------------------------
 
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "int32", "int64", "bool", "float8_e4m3fn", "float8_e5m2"]

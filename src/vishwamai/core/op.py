@@ -47,6 +47,7 @@ class Implementation(Generic[S]):
       config_type: class of its configs.
       notes: `(spec, chip) -> sentences` that `explain` adds about a served spec (an upcast, a padded dimension).
       autodiff: JAX can differentiate `forward` itself, to any order and in forward mode, when the implementation is asked for by name.
+      torch_only: it is chosen for torch tensors; for JAX arrays only when it is asked for by name, since XLA's own code is as good there.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Implementation(Generic[S]):
     config_type: type | None = None
     notes: Callable[[S, Chip | None], Iterable[str]] = lambda spec, chip: ()
     autodiff: bool = False
+    torch_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Op(Generic[S]):
         self._check_config(config)
         implementation = implementation or ambient.implementation
         if implementation is None or (implementation == ambient.implementation and not self._has(implementation)):
-            return self._choose(spec, platform, config, chip, ambient)
+            return self._choose(spec, platform, config, chip, ambient, torch=True)
         chosen = self._named(implementation)
         if chosen.platform not in (platform, None):
             raise UnsupportedError(
@@ -220,10 +222,18 @@ class Op(Generic[S]):
         tuned = tuning.lookup(self.name, impl.name, chip, spec, impl.config_type) if ambient.auto_optimize else None
         return tuned or impl.heuristic(spec, chip)
 
-    def _choose(self, spec: S, platform: str | None, wanted: Any, chip: Chip | None, ambient: KernelConfig) -> Choice:
+    def _choose(
+        self,
+        spec: S,
+        platform: str | None,
+        wanted: Any,
+        chip: Chip | None,
+        ambient: KernelConfig,
+        torch: bool = False,
+    ) -> Choice:
         refused = []
         for impl in self.implementations:
-            if impl.platform not in (platform, None):
+            if impl.platform not in (platform, None) or (impl.torch_only and not torch):
                 continue
             reason = impl.why_not(spec, chip)
             if reason is None:

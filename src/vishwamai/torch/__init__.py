@@ -9,5 +9,7 @@ torch.Size([2, 4])
 
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.norm import layer_norm, rms_norm
+from vishwamai.torch.rope import apply_rope, rope_tables
+from vishwamai.torch.softmax import log_softmax, softmax
 
-__all__ = ["gemm", "layer_norm", "rms_norm"]
+__all__ = ["apply_rope", "gemm", "layer_norm", "log_softmax", "rms_norm", "rope_tables", "softmax"]
