@@ -335,6 +335,27 @@ def test_known_operands_reach_scalar_memory():
     assert unknown.memory[unknown.symbol("#allocation9@kernel")] is None
 
 
+@pytest.mark.parametrize("ends", ["%s2_s1, 64, [#allocation3]", "[#allocation3], 64, %s2_s1"])
+def test_a_strided_copy_goes_where_its_addresses_say(ends):
+    """Its comment may name no memories; bytes of an operand in HBM are counted all the same."""
+    machine, _ = finish(
+        f"""0x0 : {{ %s2_s1 = inlined_call_operand.hbm [shape: bf16[64,128], index: 0, kind: input] }}
+0x1 : {{ %3 = dma.general {ends}, [#allocation4], [#allocation5], [#allocation6], %s2_s1, 0 /* element_size_in_bytes: 2048 */ }}
+0x2 : {{ %4 = dma.done.wait [#allocation4], 64 }}
+"""
+    )
+    assert machine.hbm_bytes == 64 * machine.granule
+    assert machine.dma_wait > 0
+    assert not machine.unknown
+
+
+def test_a_copy_between_unknown_memories_is_counted_and_said():
+    machine, _ = finish("0x0 : { %3 = dma.general [#allocation1], 64, [#allocation3], [#allocation4] }\n")
+    assert machine.hbm_bytes == 64 * machine.granule
+    (said,) = machine.unknown
+    assert "unknown memories" in said
+
+
 def test_the_core_id_tells_the_cores_apart():
     text = "0 : { %s1_s0 = sld [smem:[#allocation0]] /* core id */ }\n0x1 : { %2 = sst [smem:[#allocation1]], %s1_s0 }"
     machine, _ = finish(text, machine=Machine(chip("v4"), core=1))

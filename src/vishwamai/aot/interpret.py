@@ -18,6 +18,9 @@ from vishwamai.aot.machine import MASK32, Machine
 from vishwamai.aot.mxu import Occupancy, Reservation, occupancy, product_rows
 from vishwamai.aot.scalar import ARITHMETIC, COMPARE, Value, add, logic, signed
 
+_OFF_CHIP = ("operand:hbm:", "parameter:", "relocation:")
+"""Symbols of addresses in HBM."""
+
 Known = Mapping[int, np.ndarray]
 """Contents of operands, by operand index of the program."""
 
@@ -210,16 +213,30 @@ class Run:
         if scalar.op == "dma.done.wait":
             amount = self.evaluate(operands[1]) if len(operands) > 1 else 0
             machine.wait(self.evaluate(operands[0]), amount)
-        elif "_to_" in scalar.op:
+        elif "_to_" in scalar.op or scalar.op == "dma.general":
+            op = self._directed(pc, scalar)
             size = self.evaluate(operands[1]) if len(operands) > 1 else None
             if size is None:
                 machine.unknown[f"{self.program.name}: size of the copy at {pc:#x} depends on data"] += 1
-            machine.copy(scalar.op, size, self.evaluate(operands[3]) if len(operands) > 3 else None)
-            if scalar.op.endswith("_to_smem"):
+            machine.copy(op, size, self.evaluate(operands[3]) if len(operands) > 3 else None)
+            if op.endswith("_to_smem"):
                 source = machine.symbol_of(self.evaluate(operands[0]))
                 base = self.evaluate(operands[2])
                 if source is not None and source.startswith("operand") and base is not None:
                     self._fill(base, self.known.get(int(source.rpartition(":")[2])))
+
+    def _directed(self, pc: int, scalar: Scalar) -> str:
+        """The copy's op with its memories. A strided copy may not name them: then the end that is an operand in HBM does."""
+        if scalar.op != "dma.general":
+            return scalar.op
+        names = [self.machine.symbol_of(self.evaluate(scalar.operands[end])) or "" for end in (0, 2)]
+        source, target = ("hbm" if name.startswith(_OFF_CHIP) else "vmem" for name in names)
+        if source == target == "vmem":
+            self.machine.unknown[
+                f"{self.program.name}: copy at {pc:#x} between unknown memories, counted as one from HBM"
+            ] += 1
+            source = "hbm"
+        return f"dma.{source}_to_{target}"
 
     def _fill(self, base: int, array: np.ndarray | None) -> None:
         if array is not None:
@@ -230,7 +247,7 @@ class Run:
         array = self.known.get(index) if isinstance(index, int) else None
         if space not in ("hbm", "vmem", "cmem", "smem"):  # a scalar, handed over in a register
             return None if array is None else int(array.reshape(-1)[0]) & MASK32
-        address = self.machine.symbol(f"operand:{self.program.name}:{index}")
+        address = self.machine.symbol(f"operand:{space}:{self.program.name}:{index}")
         if space == "smem":
             self._fill(address, array)
         return address
