@@ -88,6 +88,10 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
         "float64": "`x` is float64",
         "no rows": "an array is empty",
     },
+    ("activation", "triton"): {
+        "gelu float64": "`x` is float64",
+        "relu2 empty": "the array is empty",
+    },
     ("rope", "triton"): {
         "float64": "`x` is float64",
         "no positions": "an array is empty",

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import contract  # noqa: E402
+import vishwamai  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
 from vishwamai.core.errors import DeviceError, FallbackWarning, ShapeError, UnsupportedError  # noqa: E402
 from vishwamai.torch import bridge  # noqa: E402
@@ -342,6 +343,60 @@ def test_rope_errors():
         vt.apply_rope(x, tables=vt.rope_tables(4, 8))
     with pytest.raises(ShapeError, match="`tables` bring positions"):
         vt.apply_rope(x, torch.arange(5), tables=vt.rope_tables(5, 8))
+
+
+# --- activation ------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_dropout(approximate):
+    """Values and gradients under the mask that JAX forms from the same seeds: the same bits, on elements far from 0 too."""
+    import jax
+    import jax.numpy as jnp
+
+    from vishwamai.core import dropout
+
+    key, rate = jax.random.key(3), 0.25
+    seeds = np.asarray(dropout.seeds(key, 1, 1)[0, 0])
+    ones = jnp.full((3, 7, 40), 5.0)
+    kept = torch.from_numpy(np.array(vishwamai.fused_gelu_dropout(ones, rate, key=key) != 0))
+    assert 0.6 < kept.float().mean() < 0.9
+    args = tensors((3, 7, 40))
+    gelu = torch.nn.functional.gelu
+    for seed in (torch.from_numpy(seeds.astype(np.int64)), torch.from_numpy(seeds.view(np.int32).copy())):
+        agree(
+            lambda x, seed=seed: (vt.fused_gelu_dropout(x, rate, seed=seed, approximate=approximate == "tanh"),),
+            lambda x: (torch.where(kept, gelu(x, approximate=approximate) / (1 - rate), 0.0),),
+            args,
+        )
+    agree(
+        lambda x: (vt.fused_gelu_dropout(x, rate, deterministic=True, approximate=approximate == "tanh"),),
+        lambda x: (gelu(x, approximate=approximate),),
+        args,
+    )
+
+
+def test_gelu_dropout_draws_from_torch():
+    x = torch.full((16, 64), 5.0)
+    torch.manual_seed(0)
+    first, second = (vt.fused_gelu_dropout(x, 0.5) for _ in range(2))
+    torch.manual_seed(0)
+    assert torch.equal(first, vt.fused_gelu_dropout(x, 0.5)) and not torch.equal(first, second)
+    fast = torch.compile(lambda x: vt.fused_gelu_dropout(x, 0.5) * 2, fullgraph=True, backend="aot_eager")
+    assert 0.4 < (fast(x) == 0).float().mean() < 0.6
+
+
+def test_gelu_dropout_opcheck():
+    (x,) = tensors((3, 8))
+    for arguments in ((x, torch.tensor([1, -2], dtype=torch.int32), "gelu", 0.5), (x, None, "silu", 0.0)):
+        assert set(torch.library.opcheck(torch.ops.vishwamai.activation.default, arguments).values()) == {"SUCCESS"}
+
+
+def test_gelu_dropout_errors():
+    with pytest.raises(ShapeError, match="`rate` is 1.5"):
+        vt.fused_gelu_dropout(torch.ones(3), 1.5)
+    with pytest.raises(ShapeError, match="`seed` has shape"):
+        vt.fused_gelu_dropout(torch.ones(3), 0.5, seed=torch.ones(3))
 
 
 # --- The bridge ------------------------------------------------------------------------------------------------------------------------------------

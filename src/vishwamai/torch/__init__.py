@@ -7,9 +7,19 @@
 torch.Size([2, 4])
 """
 
+from vishwamai.torch.activation import fused_gelu_dropout
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.norm import layer_norm, rms_norm
 from vishwamai.torch.rope import apply_rope, rope_tables
 from vishwamai.torch.softmax import log_softmax, softmax
 
-__all__ = ["apply_rope", "gemm", "layer_norm", "log_softmax", "rms_norm", "rope_tables", "softmax"]
+__all__ = [
+    "apply_rope",
+    "fused_gelu_dropout",
+    "gemm",
+    "layer_norm",
+    "log_softmax",
+    "rms_norm",
+    "rope_tables",
+    "softmax",
+]
