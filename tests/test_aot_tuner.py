@@ -29,6 +29,7 @@ class Tiles:
     grad: tuple[int, int] | None = (128, 512)
     whole: int = 1 << 30
     native: bool = True
+    kv_buffers: int = 2
     vmem_bytes: int = 10 << 20
     backward_block: int = 128
     backward_vmem_bytes: int = 4 << 20

@@ -33,7 +33,9 @@ ENOUGH = 0.95
 MARGIN = 0.99
 """A config has to take less than this share of the best one's time to replace it: less is within what the estimate can tell."""
 _BACKWARD = "backward_"
-_VMEM = "vmem_bytes"
+_NO_TILES = ("vmem_bytes", "buffers")
+"""Ends of the names of integers that are no tiles: plans of memory, and counts of buffers, of which the compiler takes one or two."""
+_VMEM = _NO_TILES[0]
 _UNLIMITED = 1 << 20
 
 
@@ -218,13 +220,18 @@ def _plan(case: Case, target: str) -> Plan:
 
 
 def tiles(config: Any) -> dict[str, int]:
-    """The tile sizes of a config by field; those in a tuple as `field.index`. Not a tile: flags, memory plans, and what stands for "no limit"."""
+    """The tile sizes of a config by field; those in a tuple as `field.index`. Not a tile: flags, `_NO_TILES`, and what stands for "no limit"."""
     found = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, tuple):
             found |= {f"{field.name}.{index}": part for index, part in enumerate(value)}
-        elif isinstance(value, int) and not isinstance(value, bool) and _VMEM not in field.name and value < _UNLIMITED:
+        elif (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and not field.name.endswith(_NO_TILES)
+            and value < _UNLIMITED
+        ):
             found[field.name] = value
     return found
 
