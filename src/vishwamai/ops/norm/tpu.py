@@ -33,7 +33,8 @@ from vishwamai.core.sharding import out_struct
 from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
 
 LANES = 128
-_CHUNK_ELEMENTS, _MOST_CHUNK_ROWS = 48 << 10, 256
+_NARROW, _NARROW_CHUNK, _WIDE_CHUNK = 1024, 128 << 10, 64 << 10
+"""Features up to which rows are narrow, and elements of a chunk of narrow and of wide rows: wide ones spill sooner."""
 _STEPS = 32
 """Steps of each core to aim at: the first load and the last store are then about two parts in fifty."""
 _SMALLEST_TRANSFER, _LARGEST_TRANSFER = 512 << 10, 2 << 20
@@ -101,8 +102,9 @@ def _tile_rows(spec: NormSpec) -> int:
 
 
 def _chunk(spec: NormSpec) -> int:
-    """Enough rows to hide the latency of their reductions, few enough to stay in registers: by the schedule, 256 of 128 features, 64 of 768, 16 of 4096."""
-    rows = min(_CHUNK_ELEMENTS // round_up(spec.features, LANES), _MOST_CHUNK_ROWS, spec.rows)
+    """Enough rows to hide the latency of their reductions, few enough not to spill: by the schedule, 1024 of 128 features, 128 of 768, 16 of 4096."""
+    features = round_up(spec.features, LANES)
+    rows = min((_NARROW_CHUNK if features <= _NARROW else _WIDE_CHUNK) // features, spec.rows)
     return max(_tile_rows(spec), 1 << max(0, rows.bit_length() - 1))
 
 
