@@ -178,8 +178,9 @@ class _Search:
         config = self.choice.config
         names = list(tiles(config))
         passes = [False, True] if self.split and self.case.differentiable else [bool(self.case.differentiable)]
-        saved = 0.0
-        for backward in passes:
+        saved, budget = 0.0, self.budget
+        for done, backward in enumerate(passes, start=1):
+            self.budget = budget * done // len(passes)  # the first pass leaves the second its share
             fields = [n for n in names if n.startswith(_BACKWARD) == backward] if self.split else names
             best, heuristic = self.climb(config, fields, backward)
             config = best.config
