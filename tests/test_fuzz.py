@@ -109,6 +109,7 @@ def test_legal_gemm(data):
     check_call(vishwamai.gemm, arrays, options, ["xla", None], draw(SEEDS), units=48)
 
 
+@pytest.mark.long
 @hypothesis.settings(**SLOW)
 @hypothesis.given(st.data())
 def test_legal_attention(data):
