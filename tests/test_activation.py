@@ -1,5 +1,8 @@
 """Activations, dropout and softmaxes beside jax.nn and torch, the mask that is never stored, errors; see test_contract.py for every case."""
 
+# Calls take NumPy arrays here, and values that are wrong on purpose.
+# pyright: reportArgumentType=false
+
 import functools
 
 import jax

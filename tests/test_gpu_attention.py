@@ -13,6 +13,7 @@ def choice(name):
     operation = contract.OPERATIONS["attention"]
     (case,) = (case for case in operation.cases if case.name == name)
     (triton,) = (impl for impl in operation.op.implementations if impl.platform == "cuda")
+    assert triton.heuristic is not None
     return case, triton, triton.heuristic(contract.case_spec(case), None)
 
 

@@ -17,7 +17,7 @@ import contract
 import vishwamai
 from vishwamai import aot
 from vishwamai.aot.libtpu import mesh_for
-from vishwamai.core.errors import FallbackWarning, UnsupportedError
+from vishwamai.core.errors import FallbackWarning, KernelError, UnsupportedError
 from vishwamai.core.hardware import CHIPS, chip
 
 pytestmark = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
@@ -67,10 +67,18 @@ def test_case_compiles(operation, case, target):
     compile_and_check(operation, case, target)
 
 
+UNREADABLE = {("sparse", "one row", "tpu7x")}
+"""Programs that libtpu compiles and jaxlib cannot read back (an `async-update` of five operands): the error says so."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("operation, case, target", parameters(everything()))
 def test_case_compiles_everywhere(operation, case, target):
-    compile_and_check(operation, case, target)
+    if (operation.op.name, case.name, target) in UNREADABLE:
+        with pytest.raises(KernelError, match="the program compiled, but jaxlib cannot read its text back"):
+            compile_and_check(operation, case, target)
+    else:
+        compile_and_check(operation, case, target)
 
 
 # --- Several chips ---------------------------------------------------------------------------------------------------------------------------------

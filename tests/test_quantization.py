@@ -1,5 +1,8 @@
 """quantize, and gemm of QTensors: what the contract suite's cases do not show."""
 
+# Calls take NumPy arrays here, and values that are wrong on purpose.
+# pyright: reportArgumentType=false
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,8 @@
 """Rotary embeddings: every scaling beside transformers, the cache, exact angles, errors; see test_contract.py for every case."""
 
+# Calls take NumPy arrays here, and values that are wrong on purpose.
+# pyright: reportArgumentType=false
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -24,7 +24,7 @@ from vishwamai.ops.rope.cases import rope as rope_by_name
 
 def paged_batch(query, kv_pages, kv_lens, page_indices, sinks, **options):
     """Eight batches of two sequences, of one and two new tokens, by vmap: the operation itself has no batch axis but the sequences."""
-    starts = np.array([0, 1, 3], np.int32)
+    starts: Any = np.array([0, 1, 3], np.int32)
 
     def one(query, kv_pages, kv_lens, page_indices):
         return vishwamai.ragged_paged_attention(
