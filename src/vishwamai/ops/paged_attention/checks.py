@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 
-from vishwamai.core.errors import ShapeError
+from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.spec import ArraySpec, array_spec
 
 _QUERY_DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -136,3 +136,11 @@ def check_options(
             f"{name}: `max_q_len` is {max_q_len!r}; pass a positive int (1 for a step of decoding), or None."
         )
     return float(scale), window
+
+
+def no_gradient(*_: Any) -> NoReturn:
+    """The backward pass of the kernels: an error that says what to do instead."""
+    raise UnsupportedError(
+        "ragged_paged_attention: there is no gradient, for pages are what a served model remembers; train with `flash_attention`, or pass "
+        'implementation="xla", which JAX differentiates itself.'
+    )

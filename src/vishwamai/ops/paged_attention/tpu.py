@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NoReturn
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, sublanes, tiled_bytes, vmem_budget
 from vishwamai.core.sharding import match_varying, out_struct
 from vishwamai.ops.paged_attention import tpu_kernel
+from vishwamai.ops.paged_attention.checks import no_gradient
 from vishwamai.ops.paged_attention.reference import each
 from vishwamai.ops.paged_attention.schedule import Items, items, prefix_sum, runs
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
@@ -338,13 +338,6 @@ def forward(spec: PagedSpec, config: PagedConfig, operands: Operands, residuals:
     return Outputs(each(functools.partial(_one, spec, config), spec, operands)), None
 
 
-def backward(*_: Any) -> NoReturn:
-    raise UnsupportedError(
-        "ragged_paged_attention: there is no gradient, for pages are what a served model remembers; train with `flash_attention`, or pass "
-        'implementation="xla", which JAX differentiates itself.'
-    )
-
-
 def notes(spec: PagedSpec, chip: Chip | None) -> list[str]:
     """What a caller may want to know about a call that is served."""
     columns = spec.operands.k_pages.shape[-1]
@@ -355,4 +348,4 @@ def notes(spec: PagedSpec, chip: Chip | None) -> list[str]:
     return []
 
 
-PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, PagedConfig, notes)
+PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, no_gradient, why_not, heuristic, PagedConfig, notes)

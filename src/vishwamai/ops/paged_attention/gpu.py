@@ -1,0 +1,253 @@
+"""Paged attention on GPUs: one Triton kernel for prefill and decoding, torch tensors and JAX arrays, and one that adds the splits of long sequences.
+
+A program holds a block of a sequence's queries with the query heads of one kv head, and walks the sequence's pages, of which it reads those that the
+block sees and no other. Where blocks and heads are fewer than a GPU has room for, each block's keys are split among several programs; their number
+comes from the Config, so the bits do not change with the machine. Forward only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from vishwamai.core import gpu
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.ops.paged_attention.checks import no_gradient
+from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
+
+_KERNELS = "vishwamai.ops.paged_attention.gpu_kernels"
+ATTEND, COMBINE, UPDATE = (gpu.Kernel(_KERNELS, name) for name in ("attend", "combine", "update"))
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+_WIDEST, _WIDEST_LATENT, _WIDEST_REST = 256, 512, 128
+"""Columns of a head; of a latent page's value; of what a latent page has beside it."""
+_PROGRAMS = 4 * gpu.SMS
+"""Programs to aim at by splitting the keys: two for each place on the GPU."""
+_FEWEST_BLOCKS = 4
+"""Blocks of keys that a split should have: with fewer the pipeline never fills."""
+_MOST_SPLITS = 64
+_PARTIAL_BYTES = 256 << 20
+"""The most memory that the splits' outputs may take."""
+_CHUNK = 1024
+"""Sequences that a block is looked up among at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedGpuConfig:
+    """Tiles of the Triton kernels.
+
+    Attributes:
+      rows: rows of a tile, queries times query heads of a kv head; a power of two of 16 or more.
+      block_kv: keys of a step, a power of two of 16 or more.
+      warps: warps of a program.
+      stages: blocks of keys in flight.
+      splits: programs that share the keys of a block of queries.
+    """
+
+    rows: int
+    block_kv: int
+    warps: int
+    stages: int
+    splits: int
+
+    def with_block_size(self, block_size: int) -> PagedGpuConfig:
+        """The same with about `block_size` keys a step."""
+        return dataclasses.replace(self, block_kv=_tile(block_size))
+
+
+def _tile(n: int) -> int:
+    return max(16, gpu.next_power_of_2(n))
+
+
+def why_not(spec: PagedSpec, chip: Chip | None) -> str | None:
+    """The reason why these kernels cannot serve `spec`, or None."""
+    del chip
+    query, pages = spec.operands.query.dtype, spec.operands.k_pages.dtype
+    if query.name not in _DTYPES:
+        return f"`query` is {query.name}; the Triton kernels take {', '.join(_DTYPES)}."
+    if pages.name not in (*_DTYPES, *_EIGHT_BITS):
+        return f"the pages are {pages.name}; the Triton kernels take {', '.join((*_DTYPES, *_EIGHT_BITS))}."
+    if pages != query and pages.name in _DTYPES and query.name != "float32":
+        return f"the pages are {pages.name}, which {query.name} queries would round."
+    if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
+        return "the batch is empty."
+    if spec.form == "latent":
+        rest = spec.head_dim - spec.value_dim
+        if spec.value_dim > _WIDEST_LATENT or rest > _WIDEST_REST:
+            return (
+                f"latent pages of {spec.value_dim} + {rest} columns do not fit a program's registers; "
+                f"it takes up to {_WIDEST_LATENT} + {_WIDEST_REST}."
+            )
+        if spec.value_dim > _WIDEST and query.itemsize == 4:
+            return f"float32 latent pages of {spec.value_dim} columns do not fit a program's shared memory; it takes up to {_WIDEST}."
+    elif max(spec.head_dim, spec.value_dim) > _WIDEST:
+        widest = max(spec.head_dim, spec.value_dim)
+        return f"heads of {widest} columns do not fit a program's registers; it takes up to {_WIDEST}."
+    return gpu.why_not()
+
+
+def notes(spec: PagedSpec, chip: Chip | None) -> list[str]:
+    """What a caller may want to know about a call that is served."""
+    del chip
+    if spec.page_size < 16:
+        return [f"with pages of {spec.page_size}, numbers of pages are read for single rows; from 16 on a step may read one"]
+    return []
+
+
+def heuristic(spec: PagedSpec, chip: Chip | None) -> PagedGpuConfig:
+    """Few rows and deep pipelines for decoding, larger tiles where runs are long; splits until the programs fill a GPU twice."""
+    del chip
+    itemsize = spec.operands.query.dtype.itemsize
+    dim = max(_tile(spec.head_dim), _tile(spec.value_dim)) if spec.form != "latent" else _tile(spec.value_dim)
+    wide = dim > 128 or itemsize == 4
+    rows = min(_tile(spec.max_q_len * spec.group), 64 if wide else 128)
+    keys = 64 if dim <= 128 and itemsize == 2 else 32
+    if itemsize == 4 and dim > 128:
+        keys = 16
+    while keys > 16 and keys >= 2 * spec.visible_tokens:
+        keys //= 2
+    config = PagedGpuConfig(rows, keys, 4 if rows < 64 and dim <= 256 else 8, 3 if dim <= 256 and not wide else 2, 1)
+    programs = spec.batch * _items(spec, config)[0] * spec.kv_heads * _heads(spec, config)[1]
+    partial = 4 * spec.batch * spec.tokens * spec.heads * spec.value_dim
+    splits = min(
+        _PROGRAMS // programs, spec.visible_tokens // (_FEWEST_BLOCKS * keys), _PARTIAL_BYTES // partial, _MOST_SPLITS
+    )
+    return dataclasses.replace(config, splits=max(1, splits))
+
+
+def _heads(spec: PagedSpec, config: PagedGpuConfig) -> tuple[int, int]:
+    """(query heads of a tile, tiles that a group of them takes)."""
+    heads = min(spec.group, config.rows)
+    return heads, gpu.cdiv(spec.group, heads)
+
+
+def _items(spec: PagedSpec, config: PagedGpuConfig) -> tuple[int, int, bool]:
+    """(blocks of queries, queries of a block, whether each sequence is one)."""
+    queries = config.rows // _heads(spec, config)[0]
+    direct = spec.max_q_len <= queries
+    # Every sequence may leave one block unfilled; and one more may hold what is behind the last.
+    return spec.sequences + 1 + (0 if direct else spec.tokens // queries), queries, direct
+
+
+def _strides(x: Any) -> tuple[int, ...]:
+    """A tensor's own strides; JAX arrays have those of contiguous ones. 0 along a leading axis that is shared."""
+    if gpu.framework(x) == "torch":
+        strides = [int(n) for n in x.stride()]
+    else:
+        strides = [math.prod(x.shape[axis + 1 :]) for axis in range(len(x.shape))]
+    return (0 if x.shape[0] == 1 else strides[0], *strides[1:])
+
+
+def _places(k_pages: Any, v_pages: Any, form: str) -> dict[str, int]:
+    """Where a head's keys and values lie in the pools, in elements."""
+    k, step = _strides(k_pages), 2 if form == "combined" else 1
+    row = 0 if form == "latent" else k[3]
+    v = k if v_pages is None else _strides(v_pages)
+    found = dict(k_batch=k[0], k_page=k[1], k_token=k[2], k_head=step * row)
+    found |= dict(v_batch=v[0], v_page=v[1], v_token=v[2], v_head=step * row if v_pages is None else v[3])
+    return found | dict(v_start=row if form == "combined" else 0)
+
+
+_PER_BATCH = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs", "sinks", "k_scale", "v_scale")
+
+
+def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    del residuals
+    o, splits = operands, config.splits
+    heads, tiles = _heads(spec, config)
+    items, queries, direct = _items(spec, config)
+    latent = spec.form == "latent"
+    rest = spec.head_dim - spec.value_dim if latent else 0
+    batches = {f"{name}_batch": 0 if (x := getattr(o, name)) is None else _strides(x)[0] for name in _PER_BATCH}
+    shape = (spec.batch, spec.tokens, spec.heads)
+    result = gpu.result((*shape, spec.value_dim), spec.operands.query.dtype)
+    out, lse = gpu.launch(
+        ATTEND,
+        (spec.batch * items * splits * spec.kv_heads * tiles,),
+        dict(
+            query_ptr=o.query,
+            k_ptr=o.k_pages,
+            v_ptr=o.v_pages,
+            kv_lens_ptr=o.kv_lens,
+            page_indices_ptr=o.page_indices,
+            cu_q_lens_ptr=o.cu_q_lens,
+            num_seqs_ptr=o.num_seqs,
+            sinks_ptr=o.sinks if splits == 1 else None,
+            k_scale_ptr=o.k_scale,
+            v_scale_ptr=o.v_scale,
+        ),
+        dict(
+            out_ptr=result if splits == 1 else gpu.result((splits, *shape, spec.value_dim), "float32"),
+            lse_ptr=None if splits == 1 else gpu.result((splits, *shape), "float32"),
+        ),
+        warps=config.warps,
+        stages=config.stages,
+        batch=spec.batch,
+        tokens=spec.tokens,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_tiles=tiles,
+        items=items,
+        sequences=spec.sequences,
+        entries=spec.pages_per_sequence,
+        window=spec.window or 0,
+        **_places(o.k_pages, o.v_pages, spec.form),
+        **batches,
+        SCALE=spec.scale,
+        SOFTCAP=spec.softcap,
+        WINDOW=spec.window is not None,
+        PRECISION="tf32x3" if spec.operands.query.dtype.itemsize == 4 else None,
+        PAGE=spec.page_size,
+        GROUP=spec.group,
+        HEADS=heads,
+        QUERIES=queries,
+        DIRECT=direct,
+        SPLITS=splits,
+        LATENT=latent,
+        D=spec.head_dim,
+        DV=spec.value_dim,
+        D_TILE=_tile(spec.value_dim if latent else spec.head_dim),
+        DV_TILE=_tile(spec.value_dim),
+        REST_TILE=_tile(rest),
+        ROWS=config.rows,
+        COLUMNS=config.block_kv,
+        CHUNK=_chunk(spec.sequences),
+    )
+    if splits > 1:
+        value_tile, splits_tile = gpu.next_power_of_2(spec.value_dim), gpu.next_power_of_2(splits)
+        (out,) = gpu.launch(
+            COMBINE,
+            (math.prod(shape),),
+            dict(
+                partial_ptr=out,
+                lse_ptr=lse,
+                cu_q_lens_ptr=o.cu_q_lens,
+                num_seqs_ptr=o.num_seqs,
+                sinks_ptr=o.sinks,
+            ),
+            dict(out_ptr=result),
+            warps=1 if splits_tile * value_tile <= 1024 else 4,
+            batch=spec.batch,
+            tokens=spec.tokens,
+            heads=spec.heads,
+            sequences=spec.sequences,
+            cu_q_lens_batch=batches["cu_q_lens_batch"],
+            num_seqs_batch=batches["num_seqs_batch"],
+            sinks_batch=batches["sinks_batch"],
+            SPLITS=splits,
+            SPLITS_TILE=splits_tile,
+            DV=spec.value_dim,
+            DV_TILE=value_tile,
+            ROWS=max(1, min(splits_tile, 4096 // value_tile)),
+        )
+    return Outputs(out), None
+
+
+def _chunk(sequences: int) -> int:
+    return min(_CHUNK, gpu.next_power_of_2(sequences))
+
+
+TRITON = Implementation("triton", "cuda", forward, no_gradient, why_not, heuristic, PagedGpuConfig, notes)

@@ -1,0 +1,378 @@
+"""Triton bodies of paged attention: the walk over a sequence's pages, the combination of its splits, and the update of pages; `gpu.py` launches them.
+
+The query heads of one kv head lie in the rows of a tile, beside the queries of a block, so that decoding fills what a tensor core multiplies at once.
+Splits of the keys are added as in Dao et al., "Flash-Decoding" (2023), always in the same order. Logits are kept in units of log2, for `exp2`.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _tanh(x, PRECISE: tl.constexpr):
+    t = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
+    if PRECISE:  # the difference above cancels near zero
+        y = x * x
+        series = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
+        t = tl.where(tl.abs(x) < 0.2, series, t)
+    return t
+
+
+@triton.jit
+def sequence_of(starts_ptr, n, item, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The sequence that holds token `item`, or, with BLOCKS, block `item` of QUERIES queries; n for what lies behind the last.
+
+    Every sequence may leave a block unfilled, so the blocks of sequence s begin at `starts[s] // QUERIES + s`.
+    """
+    found = n * 0
+    for first in tl.range(0, n, CHUNK):
+        s = first + 1 + tl.arange(0, CHUNK)
+        begin = tl.load(starts_ptr + s, mask=s <= n, other=0)
+        if BLOCKS:
+            begin = begin // QUERIES + s
+        found += tl.sum(((s <= n) & (begin <= item)).to(tl.int32))
+    return found
+
+
+@triton.jit
+def load_rows(ptr, at, rows, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """`[rows, TILE]`: WIDTH elements from each of the offsets `at`; 0 beyond WIDTH and where `rows` is False."""
+    column = tl.arange(0, TILE)
+    mask = rows[:, None]
+    if WIDTH < TILE:
+        mask = mask & (column < WIDTH)[None, :]
+    return tl.load(ptr + at[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def attend(
+    query_ptr,
+    k_ptr,
+    v_ptr,
+    kv_lens_ptr,
+    page_indices_ptr,
+    cu_q_lens_ptr,
+    num_seqs_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    batch,
+    tokens,
+    heads,
+    kv_heads,
+    head_tiles,
+    items,
+    sequences,
+    entries,
+    k_batch,
+    k_page,
+    k_token,
+    k_head,
+    v_batch,
+    v_page,
+    v_token,
+    v_head,
+    v_start,
+    kv_lens_batch,
+    page_indices_batch,
+    cu_q_lens_batch,
+    num_seqs_batch,
+    sinks_batch,
+    k_scale_batch,
+    v_scale_batch,
+    window,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DIRECT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LATENT: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_TILE: tl.constexpr,
+    DV_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (batch * items * SPLITS * kv_heads * head_tiles,).
+
+    Row r of a tile is query `r // HEADS` of the item and its query head `r % HEADS`. DIRECT: item s is sequence s, which has no more than QUERIES
+    queries, and the last item is what lies behind the last sequence. One split: out `[batch, tokens, heads, DV]`, zeros in rows of no sequence.
+    Several: out `[SPLITS, batch, tokens, heads, DV]` and lse `[SPLITS, batch, tokens, heads]`, both float32, of rows that belong to a sequence; where
+    a split has no key, lse is -inf.
+    """
+    place = tl.program_id(0)
+    tile = place % head_tiles
+    place = place // head_tiles
+    h = place % kv_heads
+    place = place // kv_heads
+    split = place % SPLITS
+    place = place // SPLITS
+    item = items - 1 - place % items  # of a long run the last queries first, which see most
+    b = (place // items).to(tl.int64)
+
+    cu_q_lens_ptr += b * cu_q_lens_batch
+    n = tl.minimum(tl.load(num_seqs_ptr + b * num_seqs_batch), sequences)
+    if DIRECT:
+        if (item >= n) & (item < sequences):
+            return
+        s = tl.minimum(item, n)
+        first = item * 0
+    else:
+        s = sequence_of(cu_q_lens_ptr, n, item, QUERIES, True, CHUNK)
+        first = (item - s) * QUERIES - tl.load(cu_q_lens_ptr + s) // QUERIES * QUERIES
+    start = tl.load(cu_q_lens_ptr + s)
+
+    row = tl.arange(0, ROWS)
+    head = tile * HEADS + row % HEADS
+    mine = (row < QUERIES * HEADS) & (head < GROUP)
+    head += h * GROUP
+    column = tl.arange(0, DV_TILE)
+
+    if s >= n:  # tokens of no sequence
+        if lse_ptr is None:
+            stop = tokens
+            if not DIRECT:
+                stop = tl.minimum(tokens, start + first + QUERIES)
+            for t in tl.range(start + first, stop, QUERIES):
+                token = t + row // HEADS
+                at = ((b * tokens + token) * heads + head) * DV
+                mask = (mine & (token < tokens))[:, None] & (column < DV)[None, :]
+                nothing = tl.zeros([ROWS, DV_TILE], out_ptr.dtype.element_ty)
+                tl.store(out_ptr + at[:, None] + column[None, :], nothing, mask=mask)
+        return
+
+    length = tl.load(cu_q_lens_ptr + s + 1) - start
+    if first >= length:
+        return
+    kv_len = tl.load(kv_lens_ptr + b * kv_lens_batch + s)
+    begin = kv_len - length + first  # position of the item's first query
+    end = tl.minimum(begin + tl.minimum(QUERIES, length - first), tl.minimum(kv_len, entries * PAGE))
+    low = n * 0
+    if WINDOW:
+        low = tl.maximum(begin - window, 0) // COLUMNS * COLUMNS
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), COLUMNS), SPLITS) * COLUMNS
+        low += split * share
+        end = tl.minimum(end, low + share)
+
+    query = first + row // HEADS
+    token = start + query
+    mine = mine & (query < length) & (token < tokens)
+    at = (b * tokens + token) * heads + head
+    q = load_rows(query_ptr, at * D, mine, DV if LATENT else D, D_TILE)
+    PRECISE: tl.constexpr = q.dtype == tl.float32
+    scale = SCALE
+    if k_scale_ptr is not None:
+        scale = scale * tl.load(k_scale_ptr + b * k_scale_batch + h)
+    k_ptr += b * k_batch + h.to(tl.int64) * k_head
+    if LATENT:
+        if D > DV:
+            q_rest = load_rows(query_ptr + DV, at * D, mine, D - DV, REST_TILE)
+    elif v_ptr is None:
+        v_ptr = k_ptr + v_start
+    else:
+        v_ptr += b * v_batch + h.to(tl.int64) * v_head
+    page_indices_ptr += b * page_indices_batch + s.to(tl.int64) * entries
+    position = (begin + row // HEADS)[:, None]
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DV_TILE], tl.float32)
+
+    for j in tl.range(low, end, COLUMNS):
+        key = j + tl.arange(0, COLUMNS)
+        live = key < end
+        if PAGE % COLUMNS == 0:  # the block lies in one page
+            page = tl.load(page_indices_ptr + j // PAGE).to(tl.int64)
+            slot = j % PAGE + tl.arange(0, COLUMNS)
+        else:
+            page = tl.load(page_indices_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
+            slot = key % PAGE
+        where = page * k_page + slot.to(tl.int64) * k_token
+        # What is not live may hold anything, NaN included: it is never loaded.
+        k = load_rows(k_ptr, where, live, DV if LATENT else D, D_TILE).to(q.dtype)
+        product = tl.dot(q, k.T, input_precision=PRECISION)
+        if LATENT:
+            v = k
+            if D > DV:
+                k_rest = load_rows(k_ptr + DV, where, live, D - DV, REST_TILE).to(q.dtype)
+                product = tl.dot(q_rest, k_rest.T, product, input_precision=PRECISION)
+        else:
+            v_where = page * v_page + slot.to(tl.int64) * v_token
+            v = load_rows(v_ptr, v_where, live, DV, DV_TILE).to(q.dtype)
+        if SOFTCAP is not None:
+            x = SOFTCAP * LOG2E * _tanh(product * (scale * (1.0 / SOFTCAP)), PRECISE)
+        else:
+            x = product * (scale * LOG2E)
+        seen = live[None, :] & (key[None, :] <= position)
+        if WINDOW:
+            seen = seen & (key[None, :] >= position - window)
+        x = tl.where(seen, x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+        p = tl.exp2(x - m_ref[:, None])
+        alpha = tl.exp2(m - m_ref)
+        l = l * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+
+    if lse_ptr is None:
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + b * sinks_batch + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
+            m_new = tl.maximum(m, sink)
+            alpha = tl.exp2(m - m_new)
+            l = l * alpha + tl.exp2(sink - m_new)
+            acc *= alpha[:, None]
+    factor = 1.0 / tl.where(l == 0.0, 1.0, l)
+    if v_scale_ptr is not None:
+        factor *= tl.load(v_scale_ptr + b * v_scale_batch + h)
+    acc *= factor[:, None]
+    if lse_ptr is not None:
+        at += split.to(tl.int64) * batch * tokens * heads
+        tl.store(lse_ptr + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(l)), mask=mine)
+    mask = mine[:, None] & (column < DV)[None, :]
+    tl.store(out_ptr + (at * DV)[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def combine(
+    partial_ptr,
+    lse_ptr,
+    cu_q_lens_ptr,
+    num_seqs_ptr,
+    sinks_ptr,
+    out_ptr,
+    batch,
+    tokens,
+    heads,
+    sequences,
+    cu_q_lens_batch,
+    num_seqs_batch,
+    sinks_batch,
+    SPLITS: tl.constexpr,
+    SPLITS_TILE: tl.constexpr,
+    DV: tl.constexpr,
+    DV_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid (batch * tokens * heads,): the splits of one token and head, ROWS at a time, weighted by their sums. Tokens of no sequence become 0."""
+    at = tl.program_id(0).to(tl.int64)
+    head = at % heads
+    token = at // heads % tokens
+    b = at // heads // tokens
+    n = tl.minimum(tl.load(num_seqs_ptr + b * num_seqs_batch), sequences)
+    inside = token < tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + n)
+    column = tl.arange(0, DV_TILE)
+    stride = (at * 0 + batch) * tokens * heads
+    i = tl.arange(0, SPLITS_TILE)
+    lse = tl.load(lse_ptr + i * stride + at, mask=inside & (i < SPLITS), other=float("-inf"))
+    m = tl.max(lse, 0)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + b * sinks_batch + head).to(tl.float32) * LOG2E
+        m = tl.maximum(m, sink)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    l = tl.sum(tl.exp2(lse - m), 0)
+    if sinks_ptr is not None:
+        l += tl.exp2(sink - m)
+    acc = tl.zeros([DV_TILE], tl.float32)
+    for first in tl.range(0, SPLITS, ROWS):
+        i = first + tl.arange(0, ROWS)
+        lse = tl.load(lse_ptr + i * stride + at, mask=inside & (i < SPLITS), other=float("-inf"))
+        held = lse != float("-inf")
+        part = load_rows(partial_ptr, (i * stride + at) * DV, held, DV, DV_TILE)
+        acc += tl.sum(part * tl.exp2(lse - m)[:, None], 0)
+    acc *= 1.0 / tl.where(l == 0.0, 1.0, l)
+    tl.store(out_ptr + at * DV + column, acc.to(out_ptr.dtype.element_ty), mask=column < DV)
+
+
+@triton.jit
+def _stored(x, scale_ptr, h, STORED: tl.constexpr, MOST: tl.constexpr):
+    """`x / scale` as pages hold it: integers rounded to the nearest, 8-bit floats no larger than their largest."""
+    if scale_ptr is not None:
+        x = tl.div_rn(x.to(tl.float32), tl.load(scale_ptr + h)[:, None] + tl.zeros_like(x).to(tl.float32))
+    if MOST is not None:
+        x = x.to(tl.float32)
+        # Not tl.clamp: a NaN is to stay one.
+        x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
+        if STORED == tl.int8:
+            x = (x + 12582912.0) - 12582912.0  # 1.5 * 2**23: rounds to the nearest, ties to even
+    return x.to(STORED)
+
+
+@triton.jit
+def update(
+    k_ptr,
+    v_ptr,
+    key_ptr,
+    value_ptr,
+    kv_lens_ptr,
+    page_indices_ptr,
+    cu_q_lens_ptr,
+    num_seqs_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    sequences,
+    entries,
+    pages,
+    kv_heads,
+    k_page,
+    k_token,
+    k_head,
+    v_page,
+    v_token,
+    v_head,
+    v_start,
+    PAGE: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_TILE: tl.constexpr,
+    DV_TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+    MOST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (tokens, cdiv(kv_heads, HEADS)): rows `[tokens, kv_heads, K]` of keys, and of values, to their places in the pages, which are changed.
+
+    Columns K ... D of a key become 0.
+    """
+    token = tl.program_id(0)
+    n = tl.minimum(tl.load(num_seqs_ptr), sequences)
+    s = sequence_of(cu_q_lens_ptr, n, token, 1, False, CHUNK)
+    if s >= n:
+        return
+    position = tl.load(kv_lens_ptr + s) - tl.load(cu_q_lens_ptr + s + 1) + token
+    if position < 0 or position // PAGE >= entries:
+        return
+    page = tl.load(page_indices_ptr + s.to(tl.int64) * entries + position // PAGE).to(tl.int64)
+    if page < 0 or page >= pages:
+        return
+    slot = position % PAGE
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    mine = head < kv_heads
+    head = tl.where(mine, head, 0).to(tl.int64)
+    from_row = token.to(tl.int64) * kv_heads + head
+    column = tl.arange(0, D_TILE)
+    x = load_rows(key_ptr, from_row * K, mine, K, D_TILE)
+    at = page * k_page + slot * k_token + head * k_head
+    x = _stored(x, k_scale_ptr, head, k_ptr.dtype.element_ty, MOST)
+    tl.store(k_ptr + at[:, None] + column[None, :], x, mask=mine[:, None] & (column < D)[None, :])
+    if value_ptr is not None:
+        if v_ptr is None:
+            v_ptr = k_ptr + v_start
+        column = tl.arange(0, DV_TILE)
+        x = load_rows(value_ptr, from_row * DV, mine, DV, DV_TILE)
+        at = page * v_page + slot * v_token + head * v_head
+        x = _stored(x, v_scale_ptr, head, k_ptr.dtype.element_ty, MOST)
+        tl.store(v_ptr + at[:, None] + column[None, :], x, mask=mine[:, None] & (column < DV)[None, :])
