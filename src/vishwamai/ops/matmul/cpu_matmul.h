@@ -3,13 +3,12 @@
 
 #include <cstdint>
 
+#include "vishwamai/core/cpp/activation.h"
 #include "vishwamai/core/cpp/isa.h"
 #include "vishwamai/core/cpp/parallel.h"
 #include "vishwamai/core/cpp/storage.h"
 
 namespace vishwamai {
-
-enum class Activation : int { none, relu, relu2, silu, gelu, gelu_tanh, sigmoid, tanh };
 
 struct MatmulArgs {
   Storage storage;  // of a and b: f32, bf16, f64 or s8

@@ -1,36 +1,12 @@
-// The matrix product in blocks (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
-//
-// B is packed once into panels; a task takes a block of C, packs its rows of A for one stretch of k after another, and
-// adds up the block in memory that stays in the second cache level.  With few rows B is not worth a pass of its own: each
-// task packs the stretch that it is about to use, and with very few (decoding) B is read as it lies.
+// The matrix product: core/cpp/gemm.h on the engine that the operands ask for, with the epilogue on each block while it is
+// in the cache.  With very few rows (decoding) B is read as it lies.
 #include "cpu_matmul.h"
-#include "vishwamai/core/cpp/engine.h"
+#include "vishwamai/core/cpp/gemm.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
 namespace {
 
-constexpr int64_t kPackedBytes = 64 << 20;  // packed B of several groups held at a time
-
 // ---- the epilogue -----------------------------------------------------------------------------------------------
-template <class T>
-VISHWAMAI_INLINE V<T> sigmoid(V<T> x) {
-  return T(1) / (T(1) + exp(-x));
-}
-template <class T>
-VISHWAMAI_INLINE V<T> activate(Activation activation, V<T> x) {
-  const V<T> zero = {};
-  switch (activation) {
-    case Activation::relu: return x > zero ? x : (x != x ? x : zero);
-    case Activation::relu2: return x > zero ? x * x : (x != x ? x : zero);
-    case Activation::silu: return x * sigmoid<T>(x);
-    case Activation::gelu: return T(0.5) * x * (T(1) + erf<T>(x * T(0.70710678118654752440)));
-    case Activation::gelu_tanh: return T(0.5) * x * (T(1) + tanh<T>(T(0.79788456080286535588) * (x + T(0.044715) * x * x * x)));
-    case Activation::sigmoid: return sigmoid<T>(x);
-    case Activation::tanh: return tanh<T>(x);
-    default: return x;
-  }
-}
-
 template <class R, class T>
 void write_row(const MatmulArgs& a, const T* z, int64_t group, int64_t row, int64_t col, int64_t n) {
   constexpr int W = lanes<T>;
@@ -71,112 +47,6 @@ void finish_row(const MatmulArgs& a, const int32_t* z, int64_t group, int64_t ro
     finish_row(a, x, group, row, col + i, count);
   }
 }
-
-// ---- blocks -----------------------------------------------------------------------------------------------------
-template <class S, class E>
-struct Matmul {
-  using T = typename E::Acc;
-  using Packed = typename E::Element;
-  static constexpr int C = E::kCols;
-  static constexpr bool kTiles = E::kStep >= 32;
-  static constexpr int64_t kDepth = kTiles ? 16 * E::kStep : 256;  // k at a time: a panel of B fits the first cache level
-
-  const MatmulArgs& g;
-  int64_t rows, cols;  // of a task's block of C, multiples of 32 and C
-
-  void choose_blocks(const Threads& threads) {
-    rows = least<int64_t>(round_up<int64_t>(g.m, kPanelRows), 256);
-    cols = least<int64_t>(round_up<int64_t>(g.n, C), 512);
-    while (g.groups * ceil_div(g.m, rows) * ceil_div(g.n, cols) < 2 * threads.count && (rows > 64 || cols > 2 * C)) {
-      if ((cols >= rows && cols > 2 * C) || rows <= 64) cols = round_up<int64_t>(cols / 2, C);
-      else rows = round_up<int64_t>(rows / 2, kPanelRows);
-    }
-  }
-
-  // Packs `panels` panels of B, from column `col` on, for k in [k0, k0 + depth); `out` is where the first one's row k0 goes.
-  // Where rows of B are contiguous, few rows are taken at a time and all their columns, so that memory is read in runs.
-  void pack_b(int64_t group, int64_t k0, int64_t depth, int64_t col, int64_t panels, Packed* out, int64_t panel_stride) const {
-    const int64_t step = g.b_col == 1 ? round_up<int64_t>(32, E::kStep) : depth;
-    const S* b = static_cast<const S*>(g.b) + group * g.b_group;
-    for (int64_t k = 0; k < depth; k += step) {
-      const int64_t kn = least(step, depth - k);
-      for (int64_t j = 0; j < panels; ++j) {
-        const int64_t first_col = col + j * C;
-        E::pack_b(b + (k0 + k) * g.b_k + first_col * g.b_col, g.b_k, g.b_col, kn, round_up<int64_t>(kn, E::kStep),
-                  static_cast<int>(least<int64_t>(C, g.n - first_col)), out + j * panel_stride + E::b_elements(k));
-      }
-    }
-  }
-
-  // The block of C at (row0, col0); `packed` is B's panels of this group, or null to pack them here.
-  void block(int64_t group, int64_t row0, int64_t col0, const Packed* packed) const {
-    const int64_t m = least(rows, g.m - row0), n = least(cols, g.n - col0), depth = least(kDepth, round_up<int64_t>(g.k, E::kStep));
-    const int64_t a_panels = ceil_div<int64_t>(m, kPanelRows), b_panels = ceil_div<int64_t>(n, C);
-    const int64_t padded_k = round_up<int64_t>(g.k, E::kStep), stride = b_panels * C + 16;
-    const int64_t own_panels = packed ? 0 : b_panels;
-    Scratch scratch(Scratch::size<Packed>(a_panels * E::a_elements(depth)) + Scratch::size<Packed>(own_panels * E::b_elements(depth)) +
-                    Scratch::size<T>(a_panels * kPanelRows * stride));
-    Packed* a = scratch.take<Packed>(a_panels * E::a_elements(depth));
-    Packed* own = scratch.take<Packed>(own_panels * E::b_elements(depth));
-    T* c = scratch.take<T>(a_panels * kPanelRows * stride);
-    if (g.k == 0) memset(c, 0, sizeof(T) * static_cast<size_t>(a_panels * kPanelRows * stride));
-    for (int64_t k0 = 0; k0 < g.k; k0 += kDepth) {
-      const int64_t kn = least(kDepth, g.k - k0);
-      for (int64_t i = 0; i < a_panels; ++i) {
-        const int64_t row = row0 + i * kPanelRows;
-        E::pack_a(static_cast<const S*>(g.a) + group * g.a_group + row * g.a_row + k0 * g.a_k, g.a_row, g.a_k,
-                  static_cast<int>(least<int64_t>(kPanelRows, g.m - row)), kn, a + i * E::a_elements(depth));
-      }
-      if (own_panels) pack_b(group, k0, kn, col0, b_panels, own, E::b_elements(depth));
-      for (int64_t j = 0; j < b_panels; ++j) {
-        const Packed* b = packed ? packed + (col0 / C + j) * E::b_elements(padded_k) + E::b_elements(k0) : own + j * E::b_elements(depth);
-        for (int64_t i = 0; i < a_panels; ++i) {
-          E::product(a + i * E::a_elements(depth), E::a_stride(kn), b, kn, static_cast<int>(least<int64_t>(kPanelRows, m - i * kPanelRows)),
-                     c + i * kPanelRows * stride + j * C, stride, k0 > 0);
-        }
-      }
-    }
-    for (int64_t r = 0; r < m; ++r) finish_row(g, c + r * stride, group, row0 + r, col0, n);
-  }
-
-  void run(const Threads& threads) {
-    choose_blocks(threads);
-    const int64_t row_blocks = ceil_div(g.m, rows), col_blocks = ceil_div(g.n, cols), blocks = row_blocks * col_blocks;
-    const int64_t padded_k = round_up<int64_t>(g.k, E::kStep), panels = ceil_div<int64_t>(g.n, C);
-    const int64_t b_groups = g.b_group == 0 ? 1 : g.groups;
-    const bool shared = g.b_group == 0 && g.groups > 1;
-    if (row_blocks == 1 && !shared) {
-      parallel_for(threads, g.groups * blocks, [&](int64_t i) {
-        typename E::Scope scope;
-        (void)scope;
-        block(i / blocks, 0, i % blocks * cols, nullptr);
-      });
-      return;
-    }
-    const int64_t elements = panels * E::b_elements(padded_k), bytes = elements * static_cast<int64_t>(sizeof(Packed));
-    const int64_t wave = least(b_groups, greatest<int64_t>(1, kPackedBytes / greatest<int64_t>(1, bytes)));
-    Scratch scratch(Scratch::size<Packed>(wave * elements));
-    Packed* packed = scratch.take<Packed>(wave * elements);
-    const int64_t stretches = ceil_div<int64_t>(greatest<int64_t>(1, g.k), kDepth);
-    for (int64_t g0 = 0; g0 < b_groups; g0 += wave) {
-      const int64_t count = least(wave, b_groups - g0);
-      constexpr int64_t kRun = 16;  // panels that one task packs
-      const int64_t runs = ceil_div(panels, kRun);
-      parallel_for(threads, count * runs * stretches, [&](int64_t i) {
-        const int64_t group = i / (runs * stretches), panel = i / stretches % runs * kRun, k0 = i % stretches * kDepth;
-        pack_b(g0 + group, k0, least(kDepth, g.k - k0), panel * C, least(kRun, panels - panel),
-               packed + group * elements + panel * E::b_elements(padded_k) + E::b_elements(k0), E::b_elements(padded_k));
-      });
-      const int64_t groups = shared ? g.groups : count;
-      parallel_for(threads, groups * blocks, [&](int64_t i) {
-        typename E::Scope scope;
-        (void)scope;
-        const int64_t group = i / blocks, j = i % blocks;
-        block(g0 + group, j / col_blocks * rows, j % col_blocks * cols, packed + (shared ? 0 : group) * elements);
-      });
-    }
-  }
-};
 
 // Up to kSkinnyRows rows of A times a B whose rows are contiguous: bound by reading B once, so it is used where it lies.
 constexpr int64_t kSkinnyRows = 4;
@@ -270,7 +140,13 @@ bool splits_well(const MatmulArgs& g, const Threads& threads) {
 
 template <class S, class E>
 void run(const MatmulArgs& g, const Threads& threads) {
-  Matmul<S, E>{g, 0, 0}.run(threads);
+  const RowPanels<S, E> a{{static_cast<const S*>(g.a), g.a_group, g.a_row, g.a_k}, g.m};
+  const ColumnPanels<S, E> b{{static_cast<const S*>(g.b), g.b_group, g.b_k, g.b_col}, g.n};
+  auto gemm = make_gemm<E>(a, b, g.groups, g.m, g.k);
+  gemm.choose_blocks(threads);
+  gemm.run(threads, [&](int64_t group, int64_t row, int64_t col, int64_t rows, int64_t cols, const typename E::Acc* c, int64_t stride) {
+    for (int64_t r = 0; r < rows; ++r) finish_row(g, c + r * stride, group, row + r, col, cols);
+  });
 }
 
 }  // namespace

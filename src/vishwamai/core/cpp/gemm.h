@@ -1,0 +1,204 @@
+// Matrix products of any size on an engine: panels, blocks, threads (Goto and van de Geijn, "Anatomy of High-Performance
+// Matrix Multiplication", 2008).
+//
+// A and B are packed into panels (engine.h), each number once.  A task multiplies a block of C in memory that stays in
+// the second cache level, one stretch of k after another: a panel of B for a stretch stays in the first level, panels of
+// A come from the second.  The finished block goes to `finish`, which scales, activates, reduces or stores it; so an
+// operation is made of where its panels come from and what becomes of a block:
+//
+//   const auto a = RowPanels<S, E>{{data, group_stride, row_stride, k_stride}, m};
+//   const auto b = ColumnPanels<S, E>{{data, group_stride, k_stride, col_stride}, n};
+//   auto gemm = make_gemm<E>(a, b, groups, m, k);
+//   gemm.choose_blocks(threads);
+//   gemm.run(threads, [&](int64_t group, int64_t row, int64_t col, int64_t rows, int64_t cols, const Acc* c, int64_t stride) {...});
+//
+// A source of its own (two matrices whose panels take turns, gathered rows) has the same members as those two.
+#pragma once
+
+#include "engine.h"
+#include "parallel.h"
+
+namespace vishwamai::VISHWAMAI_ISA {
+
+// Element (i, j) of group g lies at data[g * group + i * row + j * col]; a group stride of 0: all groups share it.
+template <class S>
+struct Matrix {
+  const S* data;
+  int64_t group, row, col;
+};
+
+// k at a time: a panel of B for so much k and the tiles that are in work fit the first cache level, with room to spare
+// for A to pass through.
+template <class E>
+constexpr int64_t kDepth = E::kStep >= 32 ? greatest<int64_t>(4, 16384 / (E::b_elements(E::kStep) * static_cast<int64_t>(sizeof(typename E::Element)))) * E::kStep : 256;
+
+// Panels of 32 rows of A.
+template <class S, class E>
+struct RowPanels {
+  Matrix<S> a;
+  int64_t m;
+  bool shared() const { return a.group == 0; }
+  void pack(int64_t group, int64_t panel, int64_t k0, int64_t depth, typename E::Element* out) const {
+    const int64_t row = panel * kPanelRows;
+    E::pack_a(a.data + group * a.group + row * a.row + k0 * a.col, a.row, a.col, static_cast<int>(least<int64_t>(kPanelRows, m - row)), depth, out);
+  }
+};
+
+// Panels of E::kCols columns of B.
+template <class S, class E>
+struct ColumnPanels {
+  Matrix<S> b;
+  int64_t n;
+  static constexpr int64_t kUnit = 1;  // panels that must be in one block
+  bool shared() const { return b.group == 0; }
+  int64_t columns() const { return n; }
+  // Packs `count` panels from `first` on for k in [k0, k0 + depth); `out` is where the first one's row k0 goes.  Where
+  // rows of B are contiguous, few rows are taken at a time and all their columns, so that memory is read in runs.
+  void pack(int64_t group, int64_t k0, int64_t depth, int64_t first, int64_t count, typename E::Element* out, int64_t panel_stride) const {
+    constexpr int64_t C = E::kCols;
+    const int64_t step = b.col == 1 ? round_up<int64_t>(32, E::kStep) : depth;
+    const S* from = b.data + group * b.group;
+    for (int64_t k = 0; k < depth; k += step) {
+      const int64_t kn = least(step, depth - k);
+      for (int64_t j = 0; j < count; ++j) {
+        const int64_t col = (first + j) * C;
+        E::pack_b(from + (k0 + k) * b.row + col * b.col, b.row, b.col, kn, round_up<int64_t>(kn, E::kStep),
+                  static_cast<int>(least<int64_t>(C, n - col)), out + j * panel_stride + E::b_elements(k));
+      }
+    }
+  }
+};
+
+// C[m, columns] of a block, `stride` apart, (+)= the panels of A times the panels of B, for `depth` of k.
+template <class E>
+inline void multiply_panels(const typename E::Element* a, int64_t a_panel, const typename E::Element* b, int64_t b_panel, int64_t m, int64_t b_panels,
+                            int64_t depth, typename E::Acc* c, int64_t stride, bool accumulate) {
+  const int64_t lda = E::a_stride(depth);
+  for (int64_t j = 0; j < b_panels; ++j) {
+    for (int64_t row = 0, i = 0; row < m; row += kPanelRows, ++i) {
+      E::product(a + i * a_panel, lda, b + j * b_panel, depth, static_cast<int>(least<int64_t>(kPanelRows, m - row)),
+                 c + row * stride + j * E::kCols, stride, accumulate);
+    }
+  }
+}
+
+template <class E, class A, class B>
+struct Gemm {
+  using T = typename E::Acc;
+  using Packed = typename E::Element;
+  static constexpr int64_t C = E::kCols;
+  static constexpr int64_t kPackedBytes = 64 << 20;  // of packed A and of packed B that are held at a time, about
+
+  A a;
+  B b;
+  int64_t groups, m, k;
+  const Packed* ready = nullptr;  // B packed beforehand: all its panels, each for the whole of k; of one group
+  int64_t rows = 0, cols = 0;     // of a task's block of C: multiples of 32 and of C * B::kUnit
+
+  int64_t columns() const { return b.columns(); }
+  int64_t row_blocks() const { return ceil_div(m, rows); }
+  int64_t col_blocks() const { return ceil_div(columns(), cols); }
+  int64_t padded_k() const { return round_up<int64_t>(k, E::kStep); }
+  int64_t b_panel() const { return E::b_elements(padded_k()); }  // elements of a panel of B
+
+  void choose_blocks(const Threads& threads) {
+    constexpr int64_t kUnitCols = C * B::kUnit, kLeast = round_up<int64_t>(64, kUnitCols);
+    rows = least<int64_t>(round_up<int64_t>(m, kPanelRows), 512);
+    const int64_t wide = rows <= 64 ? 1024 : rows <= 128 ? 512 : 256;
+    cols = least<int64_t>(round_up<int64_t>(columns(), kUnitCols), round_up<int64_t>(wide, kUnitCols));
+    while (groups * row_blocks() * col_blocks() < 2 * threads.count && (rows > 64 || cols > kLeast)) {
+      if ((cols >= rows && cols > kLeast) || rows <= 64) cols = round_up<int64_t>(cols / 2, kUnitCols);
+      else rows = round_up<int64_t>(rows / 2, kPanelRows);
+    }
+  }
+
+  // finish(group, row, column, rows, columns, block, stride) is called once for every block, on any thread.
+  template <class Finish>
+  void run(const Threads& threads, const Finish& finish) const {
+    constexpr int64_t kElement = sizeof(Packed), kRun = 16;  // panels of B that one task packs
+    const int64_t blocks_down = row_blocks(), blocks_across = col_blocks(), panels_across = cols / C;
+    const int64_t b_groups = b.shared() ? 1 : groups, down = groups / greatest<int64_t>(1, b_groups) * blocks_down;  // blocks under one B
+    const int64_t stretches = ceil_div<int64_t>(k, kDepth<E>), depth = least(kDepth<E>, padded_k());
+    const int64_t a_block = rows / kPanelRows * stretches * E::a_elements(depth), b_block = panels_across * b_panel();
+    const bool pack_a = blocks_across > 1, pack_b = ready == nullptr && down > 1;
+    // Waves: so many groups of B, blocks of columns in them and blocks of rows under these are packed at a time.
+    const auto fitting = [](int64_t count, int64_t bytes) { return least(count, greatest<int64_t>(1, kPackedBytes / greatest<int64_t>(1, bytes))); };
+    const int64_t b_wave = pack_b ? fitting(b_groups, blocks_across * b_block * kElement) : b_groups;
+    const int64_t across_wave = pack_b && b_wave == 1 ? fitting(blocks_across, b_block * kElement) : blocks_across;
+    const int64_t down_wave = pack_a ? fitting(b_wave * down, a_block * kElement) : b_wave * down;
+    Scratch scratch(Scratch::size<Packed>(pack_a ? down_wave * a_block : 0) + Scratch::size<Packed>(pack_b ? b_wave * across_wave * b_block : 0));
+    Packed* const packed_a = scratch.take<Packed>(pack_a ? down_wave * a_block : 0);
+    Packed* const packed_b = scratch.take<Packed>(pack_b ? b_wave * across_wave * b_block : 0);
+    for (int64_t g0 = 0; g0 < b_groups; g0 += b_wave) {
+      const int64_t group_count = least(b_wave, b_groups - g0);
+      for (int64_t x0 = 0; x0 < blocks_across; x0 += across_wave) {
+        const int64_t across = least(across_wave, blocks_across - x0);
+        const int64_t first_panel = x0 * panels_across, panels = least(across * panels_across, ceil_div(columns(), C) - first_panel);
+        for (int64_t y0 = 0; y0 < group_count * down; y0 += down_wave) {
+          const int64_t high = least(down_wave, group_count * down - y0);
+          const int64_t runs = ceil_div(panels, kRun), b_tasks = pack_b && y0 == 0 ? group_count * runs * stretches : 0;
+          constexpr int64_t kStretches = 4;  // that one task packs of a panel of A
+          const int64_t pieces = ceil_div(stretches, kStretches), a_panels = rows / kPanelRows, a_tasks = pack_a ? high * a_panels * pieces : 0;
+          if (a_tasks + b_tasks > 0) {
+            parallel_for(threads, a_tasks + b_tasks, [&](int64_t i) {
+              if (i < b_tasks) {
+                const int64_t group = i / (runs * stretches), run = i / stretches % runs * kRun, k0 = i % stretches * kDepth<E>;
+                b.pack(g0 + group, k0, least(kDepth<E>, k - k0), first_panel + run, least(kRun, panels - run),
+                       packed_b + (group * across_wave * panels_across + run) * b_panel() + E::b_elements(k0), b_panel());
+                return;
+              }
+              i -= b_tasks;
+              const int64_t y = i / (a_panels * pieces), panel = i / pieces % a_panels, piece = i % pieces * kStretches;
+              const int64_t index = g0 * down + y0 + y, group = index / blocks_down, row = index % blocks_down * rows + panel * kPanelRows;
+              if (row >= m) return;
+              for (int64_t s = piece; s < least(piece + kStretches, stretches); ++s) {
+                a.pack(group, row / kPanelRows, s * kDepth<E>, least(kDepth<E>, k - s * kDepth<E>),
+                       packed_a + y * a_block + (s * a_panels + panel) * E::a_elements(depth));
+              }
+            });
+          }
+          parallel_for(threads, high * across, [&](int64_t i) {
+            typename E::Scope scope;
+            (void)scope;
+            const int64_t y = i / across, x = x0 + i % across, index = g0 * down + y0 + y, group = index / blocks_down;
+            const int64_t of_wave = b.shared() ? 0 : group - g0;
+            const Packed* b_ready = ready    ? ready + x * b_block
+                                    : pack_b ? packed_b + (of_wave * across_wave + x - x0) * b_block
+                                             : nullptr;
+            block(group, index % blocks_down * rows, x * cols, pack_a ? packed_a + y * a_block : nullptr, b_ready, finish);
+          });
+        }
+      }
+    }
+  }
+
+  // The block of C at (row0, col0); `a_ready` and `b_ready` are its panels, or null to pack them here.
+  template <class Finish>
+  void block(int64_t group, int64_t row0, int64_t col0, const Packed* a_ready, const Packed* b_ready, const Finish& finish) const {
+    const int64_t height = least(rows, m - row0), width = least(cols, columns() - col0), depth = least(kDepth<E>, padded_k());
+    const int64_t a_panels = ceil_div<int64_t>(height, kPanelRows), b_panels = ceil_div<int64_t>(width, C), stride = b_panels * C + 16;
+    const int64_t a_panel = E::a_elements(depth), own_a = a_ready ? 0 : a_panels * a_panel, own_b = b_ready ? 0 : b_panels * E::b_elements(depth);
+    Scratch scratch(Scratch::size<Packed>(own_a) + Scratch::size<Packed>(own_b) + Scratch::size<T>(a_panels * kPanelRows * stride));
+    Packed* const packed_a = scratch.take<Packed>(own_a);
+    Packed* const packed_b = scratch.take<Packed>(own_b);
+    T* const c = scratch.take<T>(a_panels * kPanelRows * stride);
+    if (k == 0) memset(c, 0, sizeof(T) * static_cast<size_t>(a_panels * kPanelRows * stride));
+    for (int64_t k0 = 0; k0 < k; k0 += kDepth<E>) {
+      const int64_t kn = least(kDepth<E>, k - k0);
+      if (own_a) {
+        for (int64_t i = 0; i < a_panels; ++i) a.pack(group, row0 / kPanelRows + i, k0, kn, packed_a + i * a_panel);
+      }
+      if (own_b) b.pack(group, k0, kn, col0 / C, b_panels, packed_b, E::b_elements(depth));
+      multiply_panels<E>(own_a ? packed_a : a_ready + k0 / kDepth<E> * (rows / kPanelRows) * a_panel, a_panel, own_b ? packed_b : b_ready + E::b_elements(k0),
+                         own_b ? E::b_elements(depth) : b_panel(), height, b_panels, kn, c, stride, k0 > 0);
+    }
+    finish(group, row0, col0, height, width, static_cast<const T*>(c), stride);
+  }
+};
+
+template <class E, class A, class B>
+Gemm<E, A, B> make_gemm(const A& a, const B& b, int64_t groups, int64_t m, int64_t k) {
+  return Gemm<E, A, B>{a, b, groups, m, k};
+}
+
+}  // namespace vishwamai::VISHWAMAI_ISA
