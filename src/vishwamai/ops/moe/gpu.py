@@ -1,0 +1,227 @@
+"""The grouped product on GPUs: two Triton kernels for torch tensors and JAX arrays, one of rows (also for their gradient), one of the weights' gradient.
+
+The sizes stay on the device: the grid is as many programs as there are multiprocessors, and each finds its tiles itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from vishwamai.core import gpu
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.core.spec import array_spec
+from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
+
+ROWS_PRODUCT, WEIGHTS_PRODUCT, CAST = (
+    gpu.Kernel("vishwamai.ops.moe.gpu_kernels", name) for name in ("rows_product", "weights_product", "cast")
+)
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_MOST_GROUPS = 4096
+"""Groups whose sizes a program holds in registers."""
+
+Tile = tuple[int, int, int, int, int]
+"""(rows, columns, depth, warps, stages) of one product."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedGpuConfig:
+    """Tiles of the Triton kernels, powers of two.
+
+    Attributes:
+      forward, grad_lhs, grad_rhs: (rows, columns, depth, warps, stages) of each product. Of the weights' gradient, the depth is the rows that are summed.
+      super_m: tiles along the rows of a group that are walked together.
+      programs: persistent programs of 8 warps; of 4, of which two fit a multiprocessor, there are twice as many.
+    """
+
+    forward: Tile
+    grad_lhs: Tile
+    grad_rhs: Tile
+    super_m: int = 8
+    programs: int = gpu.SMS
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "grad_lhs", "grad_rhs"):  # a tuning table brings lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def with_block_size(self, block_size: int) -> GroupedGpuConfig:
+        """The same with tiles of about `block_size` rows and columns, 128 by 256 at most."""
+        edge = min(256, max(16, gpu.next_power_of_2(block_size)))
+
+        def smaller(tile: Tile) -> Tile:
+            return (min(128, edge), edge, tile[2], 8 if edge >= 128 else 4, tile[4])
+
+        return dataclasses.replace(
+            self, forward=smaller(self.forward), grad_lhs=smaller(self.grad_lhs), grad_rhs=smaller(self.grad_rhs)
+        )
+
+
+def why_not(spec: GroupedSpec, chip: Chip | None) -> str | None:
+    """The reason why these kernels cannot serve `spec`, or None."""
+    del chip
+    for name, dtype in (("`lhs`", spec.operands.lhs.dtype), ("`out_dtype`", spec.out_dtype)):
+        if dtype.name not in _DTYPES:
+            return f"{name} is {dtype.name}; the Triton kernels take {', '.join(_DTYPES)}."
+    if 0 in (spec.batch, spec.groups, spec.m, spec.n, spec.k):
+        return "an array is empty."
+    if spec.groups > _MOST_GROUPS:
+        return f"there are {spec.groups:,} groups; a program holds the sizes of {_MOST_GROUPS:,} in its registers."
+    return gpu.why_not()
+
+
+def heuristic(spec: GroupedSpec, chip: Chip | None) -> GroupedGpuConfig:
+    """As many rows to a tile as a group has on average, 128 at most; the widest tiles of which there are enough for every multiprocessor."""
+    del chip
+    width = spec.operands.lhs.dtype.itemsize
+    mean = gpu.cdiv(spec.m, spec.groups)
+    entries = spec.batch * spec.groups
+    return GroupedGpuConfig(
+        tiles(entries, mean, spec.n, spec.k, width),
+        tiles(entries, mean, spec.k, spec.n, width),
+        tiles(
+            spec.operands.rhs.shape[0] * spec.groups, spec.k, spec.n, mean if entries == spec.groups else spec.m, width
+        ),
+    )
+
+
+def tiles(products: int, m: int, n: int, k: int, width: int) -> Tile:
+    """The tile of `products` products of about `m x n x k` elements of `width` bytes."""
+    block_k = min({2: 64, 4: 32}[width], max(16, gpu.next_power_of_2(k)))
+    # Of float32, whose factors are taken apart in registers, a tile of 256 columns has no room.
+    options = ((128, 256), (128, 128), (64, 128), (64, 64)) if width == 2 else ((128, 128), (64, 128), (64, 64))
+    block_m, block_n = options[-1]
+    for block_m, block_n in options:
+        enough = products * gpu.cdiv(m, block_m) * gpu.cdiv(n, block_n) >= gpu.SMS
+        if enough and 4 * m >= 3 * block_m and n >= block_n:
+            break
+    block_m = min(block_m, max(16, gpu.next_power_of_2(m)))
+    block_n = min(block_n, max(16, gpu.next_power_of_2(n)))
+    large = block_m * block_n >= 128 * 128
+    return block_m, block_n, block_k, 8 if large else 4, 3 if large else 4
+
+
+def _aligned(columns: int, dtype: Any) -> bool:
+    """Whether the copy engine takes rows of that many elements: whole 16 bytes."""
+    return columns * dtype.itemsize % 16 == 0
+
+
+def _precision(dtype: Any) -> str | None:
+    return "tf32x3" if dtype.itemsize == 4 else None
+
+
+def _beyond(groups: int) -> int:
+    """A power of two that leaves an entry for the rows of no group."""
+    return gpu.next_power_of_2(groups + 1)
+
+
+def rows_product(
+    spec: GroupedSpec, config: GroupedGpuConfig, tile: Tile, lhs: Any, rhs: Any, sizes: Any, transpose: bool, dtype: Any
+) -> Any:
+    """`[B, M, N]`: rows of lhs `[B, M, K]` times the matrices `[B or 1, G, K, N]` (`[B or 1, G, N, K]` if `transpose`) of their groups."""
+    batch, m, k = lhs.shape
+    n = rhs.shape[2 if transpose else 3]
+    block_m, block_n, block_k, warps, stages = tile
+    # Each group can add a tile that it does not fill, and so can the rows without a group.
+    most = (gpu.cdiv(m, block_m) + spec.groups) * gpu.cdiv(n, block_n)
+    programs = min(most, config.programs * 8 // warps)
+    kind = array_spec(lhs).dtype
+    (out,) = gpu.launch(
+        ROWS_PRODUCT,
+        (programs, batch),
+        dict(lhs_ptr=lhs, rhs_ptr=rhs, sizes_ptr=sizes),
+        dict(out_ptr=gpu.result((batch, m, n), dtype)),
+        warps=warps,
+        stages=stages,
+        batch=batch,
+        groups=spec.groups,
+        M=m,
+        N=n,
+        K=k,
+        rhs_stride=spec.groups if rhs.shape[0] > 1 else 0,
+        sizes_stride=spec.groups if sizes.shape[0] > 1 else 0,
+        RHS_PLANES=rhs.shape[0] * spec.groups,
+        TRANSPOSE=transpose,
+        PRECISION=_precision(kind),
+        TMA_LHS=_aligned(k, kind),
+        TMA_RHS=_aligned(rhs.shape[3], kind),
+        PROGRAMS=programs,
+        GROUPS=_beyond(spec.groups),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        SUPER_M=config.super_m,
+        SPLIT=block_n >= 256,
+    )
+    return out
+
+
+def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, lhs: Any, dout: Any, sizes: Any) -> Any:
+    """`[B or 1, G, K, N]`: for each group its rows of lhs `[B, M, K]`, transposed, times those of dout `[B, M, N]`."""
+    rhs = spec.operands.rhs
+    block_m, block_n, block_k, warps, stages = config.grad_rhs
+    count = spec.groups * gpu.cdiv(spec.k, block_m) * gpu.cdiv(spec.n, block_n)
+    programs = min(count, config.programs * 8 // warps)
+    (out,) = gpu.launch(
+        WEIGHTS_PRODUCT,
+        (programs, rhs.shape[0]),
+        dict(lhs_ptr=lhs, dout_ptr=dout, sizes_ptr=sizes),
+        dict(out_ptr=gpu.result(rhs.shape, rhs.dtype)),
+        warps=warps,
+        stages=stages,
+        batch=spec.batch,
+        groups=spec.groups,
+        M=spec.m,
+        N=spec.n,
+        K=spec.k,
+        sizes_stride=spec.groups if sizes.shape[0] > 1 else 0,
+        MEMBERS=spec.batch // rhs.shape[0],
+        PRECISION=_precision(rhs.dtype),
+        TMA_LHS=_aligned(spec.k, rhs.dtype),
+        TMA_DOUT=_aligned(spec.n, rhs.dtype),
+        PROGRAMS=programs,
+        GROUPS=_beyond(spec.groups),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        SUPER_M=config.super_m,
+        SPLIT=block_n >= 256,
+    )
+    return out
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    if array_spec(x).dtype == dtype:
+        return x
+    size = math.prod(x.shape)
+    (y,) = gpu.launch(
+        CAST, (gpu.cdiv(size, 4096),), dict(x_ptr=x), dict(y_ptr=gpu.result(x.shape, dtype)), size=size, COLUMNS=4096
+    )
+    return y
+
+
+def forward(spec: GroupedSpec, config: GroupedGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    del residuals  # the backward pass needs the operands alone
+    lhs, rhs, sizes = operands
+    return Outputs(rows_product(spec, config, config.forward, lhs, rhs, sizes, False, spec.out_dtype)), None
+
+
+def backward(
+    spec: GroupedSpec,
+    config: GroupedGpuConfig,
+    operands: Operands,
+    outputs: Outputs,
+    residuals: None,
+    cotangents: Outputs,
+) -> Operands:
+    del outputs, residuals
+    lhs, rhs, sizes = operands
+    dtype = spec.operands.lhs.dtype
+    dout = _cast(cotangents.out, dtype)
+    d_lhs = rows_product(spec, config, config.grad_lhs, dout, rhs, sizes, True, dtype)
+    return Operands(d_lhs, weights_product(spec, config, lhs, dout, sizes), None)
+
+
+TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, GroupedGpuConfig)

@@ -1,0 +1,195 @@
+"""Triton bodies of the grouped product and of its weights' gradient; `gpu.py` launches them.
+
+Persistent: a program walks over tiles by their number, and finds the group of each by the sizes, which it holds in registers; so the host never waits
+for them. A group's tiles begin at its first row, wherever that is. Where a matrix's rows are multiples of 16 bytes its tiles come by the copy engine
+(tensor descriptors), else by masked loads.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tiles(ptr, planes, rows, columns, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
+    """What `_load` reads `[planes, rows, columns]` through: a tensor descriptor, or the pointer itself."""
+    if TMA:
+        return tl.make_tensor_descriptor(
+            ptr, [planes, rows, columns], [tl.cast(rows, tl.int64) * columns, columns, 1], [1, R, C]
+        )
+    else:
+        return ptr
+
+
+@triton.jit
+def _load(source, plane, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
+    """The tile `[R, C]` at (row, column) of a plane, zeros past its end."""
+    if TMA:
+        return source.load([plane, row, column]).reshape(R, C)
+    else:
+        i = row + tl.arange(0, R)
+        j = column + tl.arange(0, C)
+        at = (plane.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
+        return tl.load(source + at, mask=(i < rows)[:, None] & (j < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(ptr, z, plane, row, column, rows, columns, end, R: tl.constexpr, C: tl.constexpr):
+    """Writes rows before `end` of the tile `[R, C]` at (row, column)."""
+    i = row + tl.arange(0, R)
+    j = column + tl.arange(0, C)
+    at = (plane.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
+    tl.store(ptr + at, z.to(ptr.dtype.element_ty), mask=(i < end)[:, None] & (j < columns)[None, :])
+
+
+@triton.jit
+def _finish(ptr, acc, plane, row, column, rows, columns, end, R: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr):
+    """`_store`; a wide tile by halves, so that it needs no more registers than there are."""
+    if SPLIT:
+        left, right = acc.reshape(R, 2, C // 2).permute(0, 2, 1).split()
+        _store(ptr, left, plane, row, column, rows, columns, end, R, C // 2)
+        _store(ptr, right, plane, row, column + C // 2, rows, columns, end, R, C // 2)
+    else:
+        _store(ptr, acc, plane, row, column, rows, columns, end, R, C)
+
+
+@triton.jit
+def _place(local, num_i, num_j, SUPER: tl.constexpr):
+    """(i, j) of a tile: SUPER rows of tiles are walked column by column, so that the programs at work share tiles of both operands."""
+    band = local // (SUPER * num_j)
+    height = tl.minimum(num_i - band * SUPER, SUPER)
+    within = local % (SUPER * num_j)
+    return band * SUPER + within % height, within // height
+
+
+@triton.jit
+def rows_product(
+    lhs_ptr,
+    rhs_ptr,
+    sizes_ptr,
+    out_ptr,
+    batch,
+    groups,
+    M,
+    N,
+    K,
+    rhs_stride,
+    sizes_stride,
+    RHS_PLANES: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA_LHS: tl.constexpr,
+    TMA_RHS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUPER_M: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Grid (PROGRAMS, batch): out `[batch, M, N]`, each row of lhs `[batch, M, K]` times its group's matrix of rhs `[RHS_PLANES, K, N]`.
+
+    TRANSPOSE: rhs is `[RHS_PLANES, N, K]`. The rows of no group are a group more, whose sums are empty: GROUPS is a power of two beyond `groups`.
+    `rhs_stride` and `sizes_stride` are the matrices and sizes from one batch entry to the next, 0 where all share them.
+    """
+    b = tl.program_id(1)
+    num_n = tl.cdiv(N, BLOCK_N)
+    num_k = tl.cdiv(K, BLOCK_K)
+    lhs = _tiles(lhs_ptr, batch, M, K, BLOCK_M, BLOCK_K, TMA_LHS)
+    if TRANSPOSE:
+        rhs = _tiles(rhs_ptr, RHS_PLANES, N, K, BLOCK_N, BLOCK_K, TMA_RHS)
+    else:
+        rhs = _tiles(rhs_ptr, RHS_PLANES, K, N, BLOCK_K, BLOCK_N, TMA_RHS)
+    ids = tl.arange(0, GROUPS)
+    sizes = tl.load(sizes_ptr + b * sizes_stride + ids, mask=ids < groups, other=0)
+    ends = tl.cumsum(sizes, 0)
+    starts = tl.minimum(ends - sizes, M)
+    ends = tl.where(ids < groups, tl.minimum(ends, M), M)
+    tiles = tl.where(ids <= groups, tl.cdiv(ends - starts, BLOCK_M), 0) * num_n
+    done = tl.cumsum(tiles, 0)
+    for tile in tl.range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
+        group = tl.sum((done <= tile).to(tl.int32))
+        own = ids == group
+        start = tl.sum(tl.where(own, starts, 0))
+        end = tl.sum(tl.where(own, ends, 0))
+        local = tile - tl.sum(tl.where(own, done - tiles, 0))
+        i, j = _place(local, tl.cdiv(end - start, BLOCK_M), num_n, SUPER_M)
+        row = start + i * BLOCK_M
+        column = j * BLOCK_N
+        matrix = b * rhs_stride + group
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, tl.where(group < groups, num_k, 0)):
+            k = step * BLOCK_K
+            x = _load(lhs, b, row, k, M, K, BLOCK_M, BLOCK_K, TMA_LHS)
+            if TRANSPOSE:
+                y = _load(rhs, matrix, column, k, N, K, BLOCK_N, BLOCK_K, TMA_RHS).T
+            else:
+                y = _load(rhs, matrix, k, column, K, N, BLOCK_K, BLOCK_N, TMA_RHS)
+            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        _finish(out_ptr, acc, b, row, column, M, N, end, BLOCK_M, BLOCK_N, SPLIT)
+
+
+@triton.jit
+def weights_product(
+    lhs_ptr,
+    dout_ptr,
+    sizes_ptr,
+    out_ptr,
+    batch,
+    groups,
+    M,
+    N,
+    K,
+    sizes_stride,
+    MEMBERS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA_LHS: tl.constexpr,
+    TMA_DOUT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUPER_M: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Grid (PROGRAMS, batch // MEMBERS): out `[batch // MEMBERS, groups, K, N]`, for each group its rows of lhs, transposed, times those of dout.
+
+    A tile is BLOCK_M columns of lhs by BLOCK_N of dout, and sums BLOCK_K rows at a time, in their order; MEMBERS batch entries add to one result.
+    """
+    ids = tl.arange(0, GROUPS)
+    num_i = tl.cdiv(K, BLOCK_M)
+    num_j = tl.cdiv(N, BLOCK_N)
+    lhs = _tiles(lhs_ptr, batch, M, K, BLOCK_K, BLOCK_M, TMA_LHS)
+    dout = _tiles(dout_ptr, batch, M, N, BLOCK_K, BLOCK_N, TMA_DOUT)
+    for tile in tl.range(tl.program_id(0), groups * num_i * num_j, PROGRAMS):
+        group = tile // (num_i * num_j)
+        i, j = _place(tile % (num_i * num_j), num_i, num_j, SUPER_M)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for member in tl.range(0, MEMBERS):
+            b = tl.program_id(1) * MEMBERS + member
+            sizes = tl.load(sizes_ptr + b * sizes_stride + ids, mask=ids < groups, other=0)
+            start = tl.minimum(tl.sum(tl.where(ids < group, sizes, 0)), M)
+            end = tl.minimum(start + tl.sum(tl.where(ids == group, sizes, 0)), M)
+            whole = start + (end - start) // BLOCK_K * BLOCK_K
+            for row in tl.range(start, whole, BLOCK_K):
+                x = _load(lhs, b, row, i * BLOCK_M, M, K, BLOCK_K, BLOCK_M, TMA_LHS)
+                y = _load(dout, b, row, j * BLOCK_N, M, N, BLOCK_K, BLOCK_N, TMA_DOUT)
+                acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+            if whole < end:
+                # The next group's rows are left out of both factors: one of them may hold a NaN.
+                inside = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
+                x = _load(lhs, b, whole, i * BLOCK_M, M, K, BLOCK_K, BLOCK_M, TMA_LHS)
+                y = _load(dout, b, whole, j * BLOCK_N, M, N, BLOCK_K, BLOCK_N, TMA_DOUT)
+                x = tl.where(inside, x, 0.0).to(x.dtype)
+                y = tl.where(inside, y, 0.0).to(y.dtype)
+                acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        plane = tl.program_id(1) * groups + group
+        _finish(out_ptr, acc, plane, i * BLOCK_M, j * BLOCK_N, K, N, K, BLOCK_M, BLOCK_N, SPLIT)
+
+
+@triton.jit
+def cast(x_ptr, y_ptr, size, COLUMNS: tl.constexpr):
+    """Grid (cdiv(size, COLUMNS),): x in the dtype of y."""
+    at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < size, other=0.0).to(y_ptr.dtype.element_ty), mask=at < size)
