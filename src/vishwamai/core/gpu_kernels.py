@@ -1,0 +1,140 @@
+"""Triton bodies that several operations' kernels share: activations, tiles, the inner loop of a product. An operation's `gpu_kernels.py` calls them.
+
+A matrix is `[groups, rows, columns]`, contiguous. Tiles come by the copy engine where there is a tensor descriptor, else by masked loads.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """activation(z) of float32, by the formulas of `core/activations.py`; tanh is 1 - 2 / (exp(2z) + 1), which overflows to its limits."""
+    if ACTIVATION == "relu":
+        z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "relu2":
+        z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        z = z * z
+    elif ACTIVATION == "silu":
+        z = z / (1.0 + tl.exp(-z))
+    elif ACTIVATION == "gelu":
+        z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        z = z * (1.0 - 1.0 / (tl.exp(2 * 0.7978845608028654 * (z + 0.044715 * z * z * z)) + 1.0))
+    elif ACTIVATION == "sigmoid":
+        z = 1.0 / (1.0 + tl.exp(-z))
+    elif ACTIVATION == "tanh":
+        z = 1.0 - 2.0 / (tl.exp(2.0 * z) + 1.0)
+    return z
+
+
+@triton.jit
+def derivative(z, ACTIVATION: tl.constexpr):
+    """d activation(z) / dz of float32; relu's is 0 at 0."""
+    if ACTIVATION == "relu":
+        d = tl.where(z > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "relu2":
+        d = 2.0 * tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "silu":
+        s = 1.0 / (1.0 + tl.exp(-z))
+        d = s * (1.0 + z * (1.0 - s))
+    elif ACTIVATION == "gelu":
+        d = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    elif ACTIVATION == "gelu_tanh":
+        p = 1.0 - 1.0 / (tl.exp(2 * 0.7978845608028654 * (z + 0.044715 * z * z * z)) + 1.0)
+        d = p + 2 * 0.7978845608028654 * z * p * (1.0 - p) * (1.0 + 3 * 0.044715 * z * z)
+    elif ACTIVATION == "sigmoid":
+        s = 1.0 / (1.0 + tl.exp(-z))
+        d = s * (1.0 - s)
+    elif ACTIVATION == "tanh":
+        t = 1.0 - 2.0 / (tl.exp(2.0 * z) + 1.0)
+        d = 1.0 - t * t
+    else:
+        d = tl.full(z.shape, 1.0, tl.float32)
+    return d
+
+
+@triton.jit
+def describe(pointer, groups, rows, columns, group_stride, TMA: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """The tensor descriptor of a matrix in tiles `[R, C]`, or None where the copy engine cannot take it."""
+    descriptor = None
+    if TMA:
+        descriptor = tl.make_tensor_descriptor(pointer, [groups, rows, columns], [group_stride, columns, 1], [1, R, C])
+    return descriptor
+
+
+@triton.jit
+def load_tile(
+    pointer,
+    descriptor,
+    group,
+    group_stride,
+    row,
+    column,
+    rows,
+    columns,
+    TMA: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The tile `[R, C]` at (row, column) of a matrix, zeros past its end."""
+    if TMA:
+        return descriptor.load([group, row, column]).reshape(R, C)
+    i = row + tl.arange(0, R)
+    j = column + tl.arange(0, C)
+    at = pointer + tl.cast(group, tl.int64) * group_stride + i.to(tl.int64)[:, None] * columns + j[None, :]
+    return tl.load(at, mask=(i < rows)[:, None] & (j < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def place(tile, num_m, num_n, SUPER_M: tl.constexpr):
+    """(row, column) of a tile among `num_m x num_n`: SUPER_M rows are walked column by column, so that programs at work share tiles of both operands."""
+    band = tile // (SUPER_M * num_n)
+    height = tl.minimum(num_m - band * SUPER_M, SUPER_M)
+    within = tile % (SUPER_M * num_n)
+    return band * SUPER_M + within % height, within // height
+
+
+@triton.jit
+def grow(
+    acc,
+    a_ptr,
+    a_desc,
+    a_group,
+    a_stride,
+    a_rows,
+    a_columns,
+    b_ptr,
+    b_desc,
+    b_group,
+    b_stride,
+    b_rows,
+    b_columns,
+    row,
+    column,
+    first_b,
+    depth,
+    TRANSPOSE_A: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc `[BLOCK_M, BLOCK_N]` + a @ b at (row, column), over `depth` of the contracted axis; b's part of it begins at `first_b`.
+
+    TRANSPOSE_A: a is stored as `[groups, K, M]`; TRANSPOSE_B: b is stored as `[groups, N, K]`.
+    """
+    for k in tl.range(0, depth, BLOCK_K):
+        if TRANSPOSE_A:
+            a = load_tile(a_ptr, a_desc, a_group, a_stride, k, row, a_rows, a_columns, TMA, BLOCK_K, BLOCK_M).T
+        else:
+            a = load_tile(a_ptr, a_desc, a_group, a_stride, row, k, a_rows, a_columns, TMA, BLOCK_M, BLOCK_K)
+        at = first_b + k
+        if TRANSPOSE_B:
+            b = load_tile(b_ptr, b_desc, b_group, b_stride, column, at, b_rows, b_columns, TMA, BLOCK_N, BLOCK_K).T
+        else:
+            b = load_tile(b_ptr, b_desc, b_group, b_stride, at, column, b_rows, b_columns, TMA, BLOCK_K, BLOCK_N)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
