@@ -26,6 +26,10 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
         "float64": "`dense` is float64",
         "no blocks": "an array is empty",
     },
+    ("sparse", "triton"): {
+        "float64": "`dense` is float64",
+        "no blocks": "an array is empty",
+    },
     ("attention", "pallas_tpu"): {
         "full f16": "float16",
         "full f64": "float64",

@@ -29,9 +29,16 @@ int64_t batch_stride(const Buffer& buffer) {
   return dims[0] == 1 ? 0 : static_cast<int64_t>(buffer.element_count()) / dims[0];
 }
 
+using Numbers = ffi::Span<const int64_t>;
+using Codes = ffi::Span<const int32_t>;
+using Patterns = ffi::Span<const int8_t>;
+
 struct Options {
   double scale, softcap, keep_scale;
   int64_t low, high, dropout_threshold, parts;
+  Numbers blocks;  // of the block mask: heads, q_blocks, kv_blocks, block_q, block_kv; empty without one
+  Codes codes;
+  Patterns patterns;
 };
 
 bool read(const Buffer& query, const Buffer& key, const Buffer& value, const Buffer& bias, const Buffer& mask,
@@ -52,17 +59,23 @@ bool read(const Buffer& query, const Buffer& key, const Buffer& value, const Buf
   if ((a->sinks = optional(sinks)) != nullptr) a->sinks_stride = batch_stride(sinks);
   a->dropout_seed = optional<uint32_t>(seed);
   a->dropout_threshold = static_cast<uint32_t>(o.dropout_threshold), a->keep_scale = o.keep_scale;
+  if (o.codes.size() != 0) {
+    if (o.blocks.size() != 5) return false;
+    a->blocks = {o.codes.begin(), o.patterns.begin(), o.blocks[0], o.blocks[1], o.blocks[2], o.blocks[3], o.blocks[4]};
+    if (a->blocks.heads != 1 && a->blocks.heads != a->q_heads) return false;
+  }
   return true;
 }
 
 ffi::Error forward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value, Buffer bias, Buffer mask,
-                   Buffer q_segments, Buffer kv_segments, Buffer sinks, Buffer seed, Result out, Result logsumexp,
-                   double scale, double softcap, int64_t low, int64_t high, int64_t dropout_threshold,
-                   double keep_scale, int64_t parts, bool decode) {
+                   Buffer q_segments, Buffer kv_segments, Buffer sinks, Buffer seed, Result out,
+                   Result logsumexp, double scale, double softcap, int64_t low, int64_t high, int64_t dropout_threshold,
+                   double keep_scale, int64_t parts, Numbers blocks,
+                   Codes codes, Patterns patterns, bool decode) {
   AttentionArgs a;
-  const Options options{scale, softcap, keep_scale, low, high, dropout_threshold, parts};
+  const Options options{scale, softcap, keep_scale, low, high, dropout_threshold, parts, blocks, codes, patterns};
   if (!read(query, key, value, bias, mask, q_segments, kv_segments, sinks, seed, options, &a)) {
-    return invalid("attention_forward: query, key and value must be [batch, heads, length, dim]");
+    return invalid("attention_forward: query, key and value must be [batch, heads, length, dim], a block mask [heads or 1, blocks, blocks]");
   }
   a.out = out->untyped_data();
   a.logsumexp = logsumexp->element_count() ? logsumexp->untyped_data() : nullptr;
@@ -77,11 +90,11 @@ ffi::Error backward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value
                     Buffer q_segments, Buffer kv_segments, Buffer sinks, Buffer seed, Buffer out, Buffer logsumexp,
                     Buffer dout, Buffer dlogsumexp, Result dquery, Result dkey, Result dvalue, double scale,
                     double softcap, int64_t low, int64_t high, int64_t dropout_threshold, double keep_scale,
-                    int64_t parts) {
+                    int64_t parts, Numbers blocks, Codes codes, Patterns patterns) {
   AttentionArgs a;
-  const Options options{scale, softcap, keep_scale, low, high, dropout_threshold, parts};
+  const Options options{scale, softcap, keep_scale, low, high, dropout_threshold, parts, blocks, codes, patterns};
   if (!read(query, key, value, bias, mask, q_segments, kv_segments, sinks, seed, options, &a)) {
-    return invalid("attention_backward: query, key and value must be [batch, heads, length, dim]");
+    return invalid("attention_backward: query, key and value must be [batch, heads, length, dim], a block mask [heads or 1, blocks, blocks]");
   }
   a.out = out.untyped_data(), a.logsumexp = logsumexp.untyped_data(), a.dout = dout.untyped_data();
   a.dlogsumexp = optional(dlogsumexp);
@@ -93,11 +106,11 @@ ffi::Error backward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value
 ffi::Error bias_gradient(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value, Buffer bias, Buffer mask,
                          Buffer q_segments, Buffer kv_segments, Buffer sinks, Buffer seed, Buffer out,
                          Buffer logsumexp, Buffer dout, Buffer dlogsumexp, Result dbias, double scale, double softcap,
-                         int64_t low, int64_t high, int64_t dropout_threshold, double keep_scale, int64_t parts) {
+                         int64_t low, int64_t high, int64_t dropout_threshold, double keep_scale, int64_t parts, Numbers blocks, Codes codes, Patterns patterns) {
   AttentionArgs a;
-  const Options options{scale, softcap, keep_scale, low, high, dropout_threshold, parts};
+  const Options options{scale, softcap, keep_scale, low, high, dropout_threshold, parts, blocks, codes, patterns};
   if (!read(query, key, value, bias, mask, q_segments, kv_segments, sinks, seed, options, &a)) {
-    return invalid("attention_bias_gradient: query, key and value must be [batch, heads, length, dim]");
+    return invalid("attention_bias_gradient: query, key and value must be [batch, heads, length, dim], a block mask [heads or 1, blocks, blocks]");
   }
   a.out = out.untyped_data(), a.logsumexp = logsumexp.untyped_data(), a.dout = dout.untyped_data();
   a.dlogsumexp = optional(dlogsumexp);
@@ -131,7 +144,10 @@ auto options(Binding&& binding) {
       .template Attr<int64_t>("high")
       .template Attr<int64_t>("dropout_threshold")
       .template Attr<double>("keep_scale")
-      .template Attr<int64_t>("parts");
+      .template Attr<int64_t>("parts")
+      .template Attr<Numbers>("blocks")
+      .template Attr<Codes>("codes")
+      .template Attr<Patterns>("patterns");
 }
 
 }  // namespace

@@ -26,8 +26,8 @@ def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
             return f"`{name}` is {getattr(o, name).dtype.name}; the CPU kernel takes {', '.join(_NATIVE)} and float16."
     if min(spec.qk_dim, spec.v_dim, spec.kv_len, spec.q_len, spec.batch, spec.q_heads) == 0:
         return "an axis is empty."
-    if spec.blocks is not None:
-        return "there is a static block mask, and the CPU kernel would visit its empty blocks."
+    if spec.blocks is not None and spec.blocks.heads not in (1, spec.q_heads):
+        return f"the block mask has {spec.blocks.heads} heads, and there are {spec.q_heads} here."
     return ffi.why_not()
 
 
@@ -57,7 +57,14 @@ def _native_operands(spec: AttentionSpec, operands: Operands) -> Operands:
 
 def _attributes(spec: AttentionSpec) -> dict[str, Any]:
     low, high = spec.band
+    blocks, codes, patterns = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int8)
+    if spec.blocks is not None:  # attributes, not operands: a constant would be an operand too many for the partitioner
+        blocks = np.array([*spec.blocks.codes.shape, *spec.blocks.block_size], np.int64)
+        codes, patterns = spec.blocks.codes.reshape(-1), spec.blocks.patterns.reshape(-1).astype(np.int8)
     return {
+        "blocks": blocks,
+        "codes": codes,
+        "patterns": patterns,
         "scale": np.float64(spec.scale),
         "softcap": np.float64(spec.softcap or 0.0),
         "low": np.int64(-_UNBOUNDED if low is None else low),
@@ -71,18 +78,18 @@ def _attributes(spec: AttentionSpec) -> dict[str, Any]:
 def forward(spec: AttentionSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
     del config  # nothing to configure: the block sizes follow from the type
     q = operands.query
-    native = _native_operands(spec, operands)
-    accumulator = jnp.float64 if native.query.dtype == jnp.float64 else jnp.float32
+    storage = _storage(spec)
+    accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
     rows = spec.group * spec.q_len
     out, logsumexp = ffi.call(
         "vishwamai_attention_forward",
         (
-            ffi.result((*q.shape[:3], spec.v_dim), native.query.dtype),
+            ffi.result((*q.shape[:3], spec.v_dim), storage),
             ffi.result(q.shape[:3] if residuals or spec.return_lse else None, accumulator),
         ),
-        *native,
+        *_native_operands(spec, operands),
         **_attributes(spec),
-        decode=rows <= _DECODE_ROWS,
+        decode=rows <= _DECODE_ROWS and spec.blocks is None,
     )
     logsumexp = _cast(logsumexp, spec.accumulator)
     return Outputs(out.astype(q.dtype), logsumexp if spec.return_lse else None), logsumexp if residuals else None
@@ -92,11 +99,10 @@ def backward(
     spec: AttentionSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
 ) -> Operands:
     del config
-    native = _native_operands(spec, operands)
-    storage = native.query.dtype
+    storage = _storage(spec)
     accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
     arguments = (
-        *native,
+        *_native_operands(spec, operands),
         outputs.out.astype(storage),
         residuals.astype(accumulator),
         cotangents.out.astype(storage),
@@ -105,7 +111,7 @@ def backward(
     attributes = _attributes(spec)
     dquery, dkey, dvalue = ffi.call(
         "vishwamai_attention_backward",
-        [ffi.result(x.shape, storage) for x in (native.query, native.key, native.value)],
+        [ffi.result(x.shape, storage) for x in operands[:3]],
         *arguments,
         **attributes,
     )

@@ -10,6 +10,13 @@
 
 namespace vishwamai {
 
+// A static mask in blocks (block_mask.py): codes 0 = empty, 1 = whole, n + 2 = as pattern n shows.
+struct BlockMaskArgs {
+  const int32_t* codes;    // [heads or 1, q_blocks, kv_blocks], or null
+  const int8_t* patterns;  // [count, block_q, block_kv], 1 = attend
+  int64_t heads, q_blocks, kv_blocks, block_q, block_kv;
+};
+
 struct AttentionArgs {
   Storage storage;  // of query, key, value, out and their gradients
   int parts;        // float32 products: 3 = six bfloat16 products (or float32's own), 2 = three; 1 for other types
@@ -29,6 +36,7 @@ struct AttentionArgs {
   const uint32_t* dropout_seed;  // [batch, q_heads, 2]
   uint32_t dropout_threshold;    // of 2^24
   double keep_scale;             // 1 / (1 - rate)
+  BlockMaskArgs blocks;
 
   void* out;        // [batch, q_heads, q_len, v_dim]; read by the backward pass
   void* logsumexp;  // T [batch, q_heads, q_len]; read by the backward pass

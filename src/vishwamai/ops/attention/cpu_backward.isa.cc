@@ -4,7 +4,7 @@
 // dK += dS^T Q, the statistics of the queries are vectors along the rows, and dQ^T += K^T dS^T needs no transpose either.
 // A task owns some key blocks of one kv head, with their dK and dV, and its own sum of dQ; the tasks of a head split its
 // key blocks, and their dQ sums are added in a fixed order at the end.
-#include "cpu_scores.h"
+#include "cpu_blocks.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
 namespace {
@@ -159,32 +159,34 @@ struct Backward {
     }
   }
 
-  struct Columns {
-    int begin, end;
-  };
-  // P^T and dS^T of the 32 keys from `key` on against the query block from q0 on; returns the columns that were computed.
+  // Which columns of the query block from q0 on the masks leave to the 32 keys from `key` on, C to a bit.
+  uint64_t columns_of(const Blocks& blocks, int64_t key, int rows, int64_t q0) const {
+    const Range range = queries_of(a, key, key + rows - 1);
+    const uint64_t bits = Runs::of(greatest(range.begin, q0) - q0, least(range.end, q0 + kQueries) - q0, C);
+    return bits && blocks.codes ? bits & blocks.live_queries(key, key + rows, q0, least(a.q_len, q0 + kQueries), C) : bits;
+  }
+
+  // P^T and dS^T of the 32 keys from `key` on against columns [begin, end) of the query block from q0 on.
   // `p` and `ds` of w are written from column 0 on, dscores (the panel's rows) in place.
   template <bool kOperands>
-  Columns panel(const Scores<T>& scores, const uint32_t* seed, int64_t key, int rows, int64_t q0, const Packed* keys, const Packed* values,
-                const Packed* queries_by_feature, const Packed* douts_by_feature, const T* sums, const T* delta, const Work& w,
-                T* dscores) const {
-    Range range = queries_of(a, key, key + rows - 1);
-    range = {greatest(range.begin, q0), least(range.end, q0 + kQueries)};
-    if (range.empty()) return {0, 0};
-    const int begin = static_cast<int>((range.begin - q0) / C * C), end = static_cast<int>(round_up<int64_t>(range.end - q0, C));
+  void panel(const Scores<T>& scores, const Blocks& blocks, const uint32_t* seed, int64_t key, int rows, int64_t q0, int begin, int end,
+             const Packed* keys, const Packed* values, const Packed* queries_by_feature, const Packed* douts_by_feature, const T* sums,
+             const T* delta, const Work& w, T* dscores) const {
     for (int c = begin; c < end; c += C) {
       E::product(keys, E::a_stride(a.qk_dim), queries_by_feature + c / C * E::b_elements(a.qk_dim), a.qk_dim, rows, w.products + c, kStride, false);
       E::product(values, E::a_stride(a.v_dim), douts_by_feature + c / C * E::b_elements(a.v_dim), a.v_dim, rows, w.dprobabilities + c, kStride, false);
     }
     const V<T> unit_scale = splat(Exp::kPerNat * static_cast<T>(modified ? 1.0 : a.scale));
     const T inverse_cap = a.softcap != 0 ? static_cast<T>(1 / a.softcap) : T(0);
+    const bool hidden = blocks.codes && !blocks.whole(q0 + begin, least(a.q_len, q0 + end), key, key + rows);
     for (int r = 0; r < rows; ++r) {
       T *s = w.products + r * kStride, *dp = w.dprobabilities + r * kStride, *ds = dscores + r * kStride;
       Range own = queries_of(a, key + r, key + r);
-      own = {greatest(own.begin, q0), least(own.end, q0 + kQueries)};
+      own = {greatest(own.begin, q0 + begin), least(own.end, q0 + end)};
       int seen_begin = static_cast<int>(own.begin - q0), seen_end = static_cast<int>(own.end - q0);
       if (seen_begin >= seen_end) seen_begin = seen_end = begin;
       if (modified && seen_begin < seen_end) scores.apply(s + seen_begin, key + r, q0 + seen_begin, seen_end - seen_begin);
+      if (hidden && seen_begin < seen_end) blocks.hide_queries(s + seen_begin, key + r, q0 + seen_begin, seen_end - seen_begin);
       fill(s, begin, seen_begin, static_cast<T>(-kInfinity));
       fill(s, seen_end, end, static_cast<T>(-kInfinity));
       if (seed) keep_factors(column_hash(seed[1], key + r), w.row_hashes, kQueries, a.dropout_threshold, static_cast<T>(a.keep_scale), w.keep);
@@ -215,7 +217,6 @@ struct Backward {
         }
       }
     }
-    return {begin, end};
   }
 
   // Key blocks chunk, chunk + chunks, ... of kv head h; `dq` holds a [dq_rows, kStride] block for each (head of the group, query block).
@@ -237,40 +238,43 @@ struct Backward {
         const int64_t q_head = h * group + g;
         const Head head = place(const_cast<Packed*>(packed) + g * r.elements, r);
         const Scores<T> scores(a, b, q_head, true);
+        const Blocks blocks(a, q_head);
         const uint32_t* seed = a.dropout_seed ? a.dropout_seed + (b * a.q_heads + q_head) * 2 : nullptr;
         for (int64_t q_block = range.begin / kQueries; q_block * kQueries < range.end; ++q_block) {
           const int64_t q0 = q_block * kQueries, q1 = least(a.q_len, q0 + kQueries);
           if (a.q_segments && span_of(a.q_segments + b * a.q_segments_stride, q0, q1)
                                   .disjoint(span_of(a.kv_segments + b * a.kv_segments_stride, k0, k1))) continue;
           if (seed) for (int64_t i = 0; i < kQueries; ++i) w.row_hashes[i] = row_hash(seed[0], q0 + i);
+          uint64_t computed[kPanels] = {};  // the columns that each panel of keys has scores for, C to a bit
           for (int64_t k = k0; k < k1; k += kPanelRows) {
             const int64_t i = (k - k0) / kPanelRows;
             const int rows = static_cast<int>(least<int64_t>(kPanelRows, k1 - k));
-            const Columns columns = panel<true>(scores, seed, k, rows, q0, w.keys + i * E::a_elements(a.qk_dim), w.values + i * E::a_elements(a.v_dim),
-                                                head.queries_by_feature + q0 / C * E::b_elements(a.qk_dim), head.douts_by_feature + q0 / C * E::b_elements(a.v_dim),
-                                                head.sums + q0, head.delta + q0, w, w.dscores + i * kPanelRows * kStride);
-            const int64_t depth = columns.end - columns.begin;
-            if (depth == 0) continue;
-            for (int64_t v = 0; v < v_panels; ++v) {
-              E::product(w.p, E::a_stride(kQueries), head.douts + v * E::b_elements(padded_queries) + E::b_elements(q0 + columns.begin), depth, rows,
-                         dv + i * kPanelRows * dv_stride + v * C, dv_stride, true);
-            }
-            for (int64_t v = 0; v < qk_panels; ++v) {
-              E::product(w.ds, E::a_stride(kQueries), head.queries + v * E::b_elements(padded_queries) + E::b_elements(q0 + columns.begin), depth, rows,
-                         dk + i * kPanelRows * dk_stride + v * C, dk_stride, true);
+            Runs runs{computed[i] = columns_of(blocks, k, rows, q0), C};
+            for (int begin, end; runs.next(&begin, &end);) {
+              panel<true>(scores, blocks, seed, k, rows, q0, begin, end, w.keys + i * E::a_elements(a.qk_dim), w.values + i * E::a_elements(a.v_dim),
+                          head.queries_by_feature + q0 / C * E::b_elements(a.qk_dim), head.douts_by_feature + q0 / C * E::b_elements(a.v_dim),
+                          head.sums + q0, head.delta + q0, w, w.dscores + i * kPanelRows * kStride);
+              for (int64_t v = 0; v < v_panels; ++v) {
+                E::product(w.p, E::a_stride(kQueries), head.douts + v * E::b_elements(padded_queries) + E::b_elements(q0 + begin), end - begin, rows,
+                           dv + i * kPanelRows * dv_stride + v * C, dv_stride, true);
+              }
+              for (int64_t v = 0; v < qk_panels; ++v) {
+                E::product(w.ds, E::a_stride(kQueries), head.queries + v * E::b_elements(padded_queries) + E::b_elements(q0 + begin), end - begin, rows,
+                           dk + i * kPanelRows * dk_stride + v * C, dk_stride, true);
+              }
             }
           }
           T* dq_block = dq + (g * q_blocks + q_block) * dq_rows * kStride;
-          for (int64_t c = 0; c < kQueries && q0 + c < a.q_len; c += C) {
-            Range keys = keys_of(a, q0 + c, least(a.q_len, q0 + c + C) - 1);
-            keys = {greatest(keys.begin, k0), least(keys.end, k1)};
-            if (keys.empty()) continue;  // before rounding to panels: rounded, it could hold scores that nobody computed
-            keys = {keys.begin / kPanelRows * kPanelRows, least(round_up<int64_t>(keys.end, kPanelRows), k1)};
-            const int64_t depth = keys.end - keys.begin;
-            E::pack_b(w.dscores + (keys.begin - k0) * kStride + c, kStride, 1, depth, round_up<int64_t>(depth, kPanelRows), C, ds_panel);
-            for (int64_t d = 0; d < dq_rows; d += kPanelRows) {
-              E::product(w.keys_by_feature + d / kPanelRows * E::a_elements(kKeys) + E::a_offset(keys.begin - k0), E::a_stride(k1 - k0), ds_panel, depth,
-                         kPanelRows, dq_block + d * kStride + c, kStride, true);
+          for (int64_t c = 0; c < kQueries; c += C) {
+            Runs keys{0, kPanelRows};
+            for (int i = 0; i < kPanels; ++i) keys.bits |= (computed[i] >> (c / C) & 1) << i;
+            for (int begin, end; keys.next(&begin, &end);) {
+              const int64_t depth = least<int64_t>(end, k1 - k0) - begin;
+              E::pack_b(w.dscores + begin * kStride + c, kStride, 1, depth, round_up<int64_t>(depth, kPanelRows), C, ds_panel);
+              for (int64_t d = 0; d < dq_rows; d += kPanelRows) {
+                E::product(w.keys_by_feature + d / kPanelRows * E::a_elements(kKeys) + E::a_offset(begin), E::a_stride(k1 - k0), ds_panel, depth,
+                           kPanelRows, dq_block + d * kStride + c, kStride, true);
+              }
             }
           }
         }
@@ -353,6 +357,7 @@ struct Backward {
         if (range.empty()) continue;
         pack_keys(b, h / group, block, w, false);
         const Scores<T> scores(a, b, h, true);
+        const Blocks blocks(a, h);
         const uint32_t* seed = a.dropout_seed ? a.dropout_seed + (b * a.q_heads + h) * 2 : nullptr;
         for (int64_t q_block = range.begin / kQueries; q_block * kQueries < range.end; ++q_block) {
           const int64_t q0 = q_block * kQueries, q1 = least(a.q_len, q0 + kQueries);
@@ -362,17 +367,20 @@ struct Backward {
           for (int64_t k = k0; k < k1; k += kPanelRows) {
             const int64_t i = (k - k0) / kPanelRows;
             const int rows = static_cast<int>(least<int64_t>(kPanelRows, k1 - k));
-            const Columns columns = panel<false>(scores, seed, k, rows, q0, w.keys + i * E::a_elements(a.qk_dim), w.values + i * E::a_elements(a.v_dim),
-                                                 queries, douts, sums, delta, w, w.dscores);
-            for (int r = 0; r < rows && columns.begin < columns.end; ++r) {
-              const T* ds = w.dscores + r * kStride;  // zero beyond q1
-              T* target = dbias + q0 * q_stride + (k + r) * k_stride;
-              if (q_stride != 0) {
-                for (int64_t c = columns.begin; c < least<int64_t>(columns.end, q1 - q0); ++c) target[c * q_stride] += ds[c];
-              } else {
-                V<T> sum = {};
-                for (int c = columns.begin; c < columns.end; c += W) sum += load(ds + c);
-                *target += sum_lanes<T>(sum);
+            Runs runs{columns_of(blocks, k, rows, q0), C};
+            for (int begin, end; runs.next(&begin, &end);) {
+              panel<false>(scores, blocks, seed, k, rows, q0, begin, end, w.keys + i * E::a_elements(a.qk_dim),
+                           w.values + i * E::a_elements(a.v_dim), queries, douts, sums, delta, w, w.dscores);
+              for (int r = 0; r < rows; ++r) {
+                const T* ds = w.dscores + r * kStride;  // zero beyond q1
+                T* target = dbias + q0 * q_stride + (k + r) * k_stride;
+                if (q_stride != 0) {
+                  for (int64_t c = begin; c < least<int64_t>(end, q1 - q0); ++c) target[c * q_stride] += ds[c];
+                } else {
+                  V<T> sum = {};
+                  for (int c = begin; c < end; c += W) sum += load(ds + c);
+                  *target += sum_lanes<T>(sum);
+                }
               }
             }
           }

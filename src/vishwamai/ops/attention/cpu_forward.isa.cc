@@ -4,7 +4,7 @@
 // of queries of one head and walks over the key blocks that the masks leave, 32 queries at a time: S = Q K^T, the rows'
 // softmax, O += P V.  The running maximum is only renewed when a score exceeds it by a factor of 2^8: p stays far inside float32 and
 // the sums are rescaled in the few blocks that need it instead of in all (the idea of FlashAttention-4).
-#include "cpu_scores.h"
+#include "cpu_blocks.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
 namespace {
@@ -159,6 +159,7 @@ struct Forward {
     uint64_t started = 0;  // one bit for each panel; a block of queries has at most 8
 
     const Scores<T> scores(a, b, h, false);
+    const Blocks blocks(a, h);
     const T unit_scale = Exp::kPerNat * static_cast<T>(modified ? 1.0 : a.scale);
     const uint32_t* seed = dropped ? a.dropout_seed + (b * a.q_heads + h) * 2 : nullptr;
     const int32_t* q_segments = a.q_segments ? a.q_segments + b * a.q_segments_stride : nullptr;
@@ -176,32 +177,37 @@ struct Forward {
         range = {greatest(range.begin, k0), least(range.end, k1)};
         if (range.empty()) continue;
         if (q_segments && span_of(q_segments, first, first + rows).disjoint(key_span)) continue;
-        const int begin = static_cast<int>((range.begin - k0) / C * C), end = static_cast<int>(round_up<int64_t>(range.end - k0, C));
-        for (int c = begin; c < end; c += C) {
-          E::product(query + i * E::a_elements(a.qk_dim), E::a_stride(a.qk_dim), keys + (k0 + c) / C * E::b_elements(a.qk_dim),
-                     a.qk_dim, rows, s + c, kScoreStride, false);
-        }
-        Rows state{m + i * kPanelRows, l + i * kPanelRows * W, out + i * kPanelRows * out_stride, ((started >> i) & 1) != 0};
-        for (int r = 0; r < rows; ++r) {
-          T* row = s + r * kScoreStride;
-          const Range own = keys_of(a, first + r, first + r);
-          const int seen_begin = static_cast<int>(greatest<int64_t>(own.begin - k0, begin));
-          const int seen_end = static_cast<int>(least<int64_t>(own.end - k0, least<int64_t>(end, k1 - k0)));
-          if (modified && seen_begin < seen_end) scores.apply(row + seen_begin, first + r, k0 + seen_begin, seen_end - seen_begin);
-          if (dropped) {
-            keep_factors(row_hash(seed[0], first + r), column_hashes, static_cast<int>(k1 - k0), a.dropout_threshold,
-                         static_cast<T>(a.keep_scale), keep);
-            fill(keep, static_cast<int>(k1 - k0), kBlockKeys, T(0));
-            soften<true>(row, begin, end, seen_begin, seen_end, unit_scale, keep, p, r, state);
-          } else {
-            soften<false>(row, begin, end, seen_begin, seen_end, unit_scale, nullptr, p, r, state);
+        Runs runs{Runs::of(range.begin - k0, range.end - k0, C), C};
+        if (blocks.codes) runs.bits &= blocks.live_keys(first, first + rows, k0, k1, C);
+        for (int begin, end; runs.next(&begin, &end);) {
+          for (int c = begin; c < end; c += C) {
+            E::product(query + i * E::a_elements(a.qk_dim), E::a_stride(a.qk_dim), keys + (k0 + c) / C * E::b_elements(a.qk_dim),
+                       a.qk_dim, rows, s + c, kScoreStride, false);
           }
+          const bool hidden = blocks.codes && !blocks.whole(first, first + rows, k0 + begin, least<int64_t>(k1, k0 + end));
+          Rows state{m + i * kPanelRows, l + i * kPanelRows * W, out + i * kPanelRows * out_stride, ((started >> i) & 1) != 0};
+          for (int r = 0; r < rows; ++r) {
+            T* row = s + r * kScoreStride;
+            const Range own = keys_of(a, first + r, first + r);
+            const int seen_begin = static_cast<int>(greatest<int64_t>(own.begin - k0, begin));
+            const int seen_end = static_cast<int>(least<int64_t>(own.end - k0, least<int64_t>(end, k1 - k0)));
+            if (modified && seen_begin < seen_end) scores.apply(row + seen_begin, first + r, k0 + seen_begin, seen_end - seen_begin);
+            if (hidden && seen_begin < seen_end) blocks.hide_keys(row + seen_begin, first + r, k0 + seen_begin, seen_end - seen_begin);
+            if (dropped) {
+              keep_factors(row_hash(seed[0], first + r), column_hashes, static_cast<int>(k1 - k0), a.dropout_threshold,
+                           static_cast<T>(a.keep_scale), keep);
+              fill(keep, static_cast<int>(k1 - k0), kBlockKeys, T(0));
+              soften<true>(row, begin, end, seen_begin, seen_end, unit_scale, keep, p, r, state);
+            } else {
+              soften<false>(row, begin, end, seen_begin, seen_end, unit_scale, nullptr, p, r, state);
+            }
+          }
+          for (int64_t v = 0; v < v_panels; ++v) {
+            E::product(p, E::a_stride(kBlockKeys), values + v * E::b_elements(padded_keys) + E::b_elements(k0 + begin), end - begin,
+                       rows, state.out + v * C, out_stride, state.started);
+          }
+          started |= uint64_t{1} << i;
         }
-        for (int64_t v = 0; v < v_panels; ++v) {
-          E::product(p, E::a_stride(kBlockKeys), values + v * E::b_elements(padded_keys) + E::b_elements(k0 + begin), end - begin,
-                     rows, state.out + v * C, out_stride, state.started);
-        }
-        started |= uint64_t{1} << i;
       }
     }
     for (int64_t i = 0; i < panels; ++i) {
