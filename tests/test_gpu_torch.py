@@ -388,7 +388,9 @@ def test_gelu_dropout_draws_from_torch():
 
 def test_gelu_dropout_opcheck():
     (x,) = tensors((3, 8))
-    for arguments in ((x, torch.tensor([1, -2], dtype=torch.int32), "gelu", 0.5), (x, None, "silu", 0.0)):
+    numbers = (torch.arange(n, dtype=torch.int32) for n in x.shape)
+    dropped = (x, *numbers, torch.tensor([1, -2], dtype=torch.int32), "gelu", 0.5)
+    for arguments in (dropped, (x, None, None, None, "silu", 0.0)):
         assert set(torch.library.opcheck(torch.ops.vishwamai.activation.default, arguments).values()) == {"SUCCESS"}
 
 

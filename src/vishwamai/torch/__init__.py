@@ -11,6 +11,7 @@ from vishwamai.torch.activation import fused_gelu_dropout
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.norm import layer_norm, rms_norm
 from vishwamai.torch.rope import apply_rope, rope_tables
+from vishwamai.torch.sharding import register_sharding
 from vishwamai.torch.softmax import log_softmax, softmax
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "gemm",
     "layer_norm",
     "log_softmax",
+    "register_sharding",
     "rms_norm",
     "rope_tables",
     "softmax",

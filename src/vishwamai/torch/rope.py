@@ -17,6 +17,7 @@ from vishwamai.ops.rope.scaling import MRopeScaling, NtkScaling, RopeScaling
 from vishwamai.ops.rope.spec import Operands, Outputs, RopeSpec, check, check_positions
 from vishwamai.ops.rope.tables import check_frequencies
 from vishwamai.torch import bridge
+from vishwamai.torch.sharding import beside, is_dtensor
 
 
 def _ready(x: Tensor | None) -> Tensor | None:
@@ -200,6 +201,10 @@ def apply_rope(
     if tables is None:
         parsed, _ = check_frequencies("apply_rope", head_dim, theta, scaling, rotary_dim)
         check_positions(positions, batch, length, isinstance(parsed, MRopeScaling))
+        if is_dtensor(positions):
+            raise ShapeError(
+                "apply_rope: `positions` is a DTensor; pass a tensor that every process has whole, or `tables` that are DTensors."
+            )
         where = {"theta": theta, "scaling": parsed, "rotary_dim": rotary_dim, "device": query.device}
         tables = rope_tables(length if positions is None else positions, head_dim, **where)
     elif positions is not None or scaling is not None or rotary_dim is not None or theta != 10000.0:
@@ -214,5 +219,5 @@ def apply_rope(
                 f"apply_rope: {name} of `tables` has shape {tuple(table.shape)}{' and wants a gradient' if table.requires_grad else ''}; "
                 f"pass what `rope_tables` gives for {length} positions of {batch} batch elements and {head_dim} features."
             )
-    turned = rope(query, key, cos, sin, interleaved, layout)
+    turned = rope(query, key, beside(query, cos), beside(query, sin), interleaved, layout)
     return tuple(turned) if pair else turned[0]
