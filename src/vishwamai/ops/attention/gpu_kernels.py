@@ -12,35 +12,119 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def rows_of(ptr, planes, length, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
-    """What `load_rows` reads `[planes, length, D]` through: a tensor descriptor, or the pointer itself."""
+def rows_of(
+    ptr,
+    batch,
+    heads,
+    length,
+    stride_b,
+    stride_h,
+    stride_s,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """What `load_rows` reads `[batch, heads, length, D]` of any strides through: a tensor descriptor, or the pointer itself."""
     if TMA:
-        return tl.make_tensor_descriptor(ptr, [planes, length, D], [length * D, D, 1], [1, ROWS, COLUMNS])
+        return tl.make_tensor_descriptor(
+            ptr, [batch, heads, length, D], [stride_b, stride_h, stride_s, 1], [1, 1, ROWS, COLUMNS]
+        )
     else:
         return ptr
 
 
 @triton.jit
 def load_rows(
-    source, plane, first, length, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
+    source,
+    b,
+    h,
+    first,
+    length,
+    stride_b,
+    stride_h,
+    stride_s,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
 ):
-    """Rows `first ...` of a plane, `[ROWS, COLUMNS]`; zero beyond `length` and beyond D."""
+    """Rows `first ...` of a batch element's head, `[ROWS, COLUMNS]`; zero beyond `length` and beyond D."""
     if TMA:
-        return source.load([plane, first, 0]).reshape(ROWS, COLUMNS)
+        return source.load([b, h, first, 0]).reshape(ROWS, COLUMNS)
     else:
         row = first + tl.arange(0, ROWS)
         column = tl.arange(0, COLUMNS)
-        at = (plane.to(tl.int64) * length + row)[:, None] * D + column[None, :]
+        base = b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        at = base + row.to(tl.int64)[:, None] * stride_s + column[None, :]
         return tl.load(source + at, mask=(row < length)[:, None] & (column < D)[None, :], other=0.0)
 
 
 @triton.jit
-def store_rows(ptr, x, plane, first, length, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Writes `[ROWS, COLUMNS]` to rows `first ...` of a plane of `[planes, length, D]`."""
+def store_rows(
+    ptr,
+    x,
+    b,
+    h,
+    heads,
+    first,
+    length,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEQ_FIRST: tl.constexpr,
+):
+    """Writes `[ROWS, COLUMNS]` to rows `first ...` of a head of `[batch, heads, length, D]`, or of `[batch, length, heads, D]` with SEQ_FIRST."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    at = (plane.to(tl.int64) * length + row)[:, None] * D + column[None, :]
+    if SEQ_FIRST:
+        at = (b.to(tl.int64) * length + row)[:, None] * (heads * D) + h * D + column[None, :]
+    else:
+        at = ((b.to(tl.int64) * heads + h) * length + row)[:, None] * D + column[None, :]
     tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=(row < length)[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def packed(starts_ptr, b, batch, total):
+    """(first position, length) of packed sequence b; for b == batch, of what lies between the last one's end and `total`."""
+    first = tl.load(starts_ptr + b)
+    end = tl.load(starts_ptr + tl.minimum(b + 1, batch))
+    return first, tl.maximum(tl.where(b == batch, total, end) - first, 0)
+
+
+@triton.jit
+def fill_behind(ptr, h, heads, first, length, step, value, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Fills rows `first + step, first + 2 step ...` of a packed sequence, which no program computes, with `value`."""
+    x = tl.zeros([ROWS, COLUMNS], tl.float32) + value
+    for row in tl.range(first + step, length, step):
+        store_rows(ptr, x, h * 0, h, heads, row, length, D, ROWS, COLUMNS, True)
+
+
+@triton.jit
+def behind(b, batch):
+    """What such rows hold: 0 behind the last sequence; NaN in one that is longer than the longest was said to be, so that it shows."""
+    return tl.where(b == batch, 0.0, float("nan"))
+
+
+@triton.jit
+def segment_span(own_ptr, own, own_len, other_ptr, other_len, SPAN: tl.constexpr):
+    """(start, stop): outside of these positions of the other side no segment id lies between the least and the largest of positions `own`.
+
+    Where segments lie one behind the other, this leaves out all that is not of the block's own segments.
+    """
+    inside = own < own_len
+    ids = tl.load(own_ptr + own, mask=inside, other=0)
+    least = tl.min(tl.where(inside, ids, 2147483647), 0)
+    largest = tl.max(tl.where(inside, ids, -2147483648), 0)
+    starts = tl.full([SPAN], 2147483647, tl.int32)
+    stops = tl.zeros([SPAN], tl.int32)
+    for n in tl.range(0, other_len, SPAN):
+        at = n + tl.arange(0, SPAN)
+        other = tl.load(other_ptr + at, mask=at < other_len, other=0)
+        near = (at < other_len) & (other >= least) & (other <= largest)
+        starts = tl.minimum(starts, tl.where(near, at, 2147483647))
+        stops = tl.maximum(stops, tl.where(near, at + 1, 0))
+    return tl.minimum(tl.min(starts, 0), other_len), tl.max(stops, 0)
 
 
 @triton.jit
@@ -200,6 +284,8 @@ def forward(
     kv_segments_ptr,
     sinks_ptr,
     seed_ptr,
+    q_starts_ptr,
+    kv_starts_ptr,
     out_ptr,
     lse_ptr,
     batch,
@@ -207,6 +293,16 @@ def forward(
     kv_heads,
     q_len,
     kv_len,
+    q_total,
+    query_b,
+    query_h,
+    query_s,
+    key_b,
+    key_h,
+    key_s,
+    value_b,
+    value_h,
+    value_s,
     low,
     high,
     bias_b,
@@ -233,19 +329,44 @@ def forward(
     DV_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA_Q: tl.constexpr,
+    TMA_K: tl.constexpr,
     TMA_V: tl.constexpr,
+    SEQ_FIRST: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
 ):
-    """Grid (cdiv(q_len, ROWS) * batch * q_heads,): out `[batch, q_heads, q_len, DV]` and lse `[batch, q_heads, q_len]` float32."""
+    """Grid (cdiv(q_len, ROWS) * batch * q_heads,): out `[batch, q_heads, q_len, DV]` and lse `[batch, q_heads, q_len]` float32.
+
+    SEQ_FIRST: out is `[batch, q_len, q_heads, DV]`. With `q_starts_ptr`, `[batch + 1]` int32, the sequences are packed: queries `[q_total, q_heads, D]`,
+    keys `[kv_total, kv_heads, D]`, out like the queries, lse `[q_heads, q_total]`; q_len and kv_len are then the longest sequences', there is one
+    batch element more, for what lies behind the last sequence, and BOTTOM_RIGHT aligns the band of each.
+    """
     tiles = tl.cdiv(q_len, ROWS)
     plane = tl.program_id(0) // tiles
     row = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # under a causal mask the longest first
     b, h = plane // q_heads, plane % q_heads
-    kv_plane = b * kv_heads + h // (q_heads // kv_heads)
-    queries = rows_of(query_ptr, batch * q_heads, q_len, D, ROWS, D_TILE, TMA)
-    keys = rows_of(key_ptr, batch * kv_heads, kv_len, D, COLUMNS, D_TILE, TMA)
-    values = rows_of(value_ptr, batch * kv_heads, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
-    q = load_rows(queries, plane, row, q_len, D, ROWS, D_TILE, TMA)
+    kv_h = h // (q_heads // kv_heads)
+    at_b, elements, statistics = b, batch, plane.to(tl.int64) * q_len
+    if q_starts_ptr is not None:
+        q_first, q_len = packed(q_starts_ptr, b, batch, q_total)
+        kv_first, kv_len = packed(kv_starts_ptr, b, batch, 0)
+        query_ptr += q_first.to(tl.int64) * query_s
+        key_ptr += kv_first.to(tl.int64) * key_s
+        value_ptr += kv_first.to(tl.int64) * value_s
+        out_ptr += q_first.to(tl.int64) * (q_heads * DV)
+        at_b, elements, statistics = b * 0, 1, h.to(tl.int64) * q_total + q_first
+        if BOTTOM_RIGHT:
+            low += kv_len - q_len
+            high += kv_len - q_len
+        fill_behind(out_ptr, h, q_heads, row, q_len, tiles * ROWS, behind(b, batch), DV, ROWS, DV_TILE)
+        if lse_ptr is not None:
+            fill_behind(lse_ptr + statistics, h * 0, 1, row, q_len, tiles * ROWS, float("-inf"), 1, ROWS, 1)
+        if row >= q_len:
+            return
+    queries = rows_of(query_ptr, elements, q_heads, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
+    keys = rows_of(key_ptr, elements, kv_heads, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
+    values = rows_of(value_ptr, elements, kv_heads, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
+    q = load_rows(queries, at_b, h, row, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
     rows = (row + tl.arange(0, ROWS))[:, None]
     PRECISE: tl.constexpr = q.dtype == tl.float32
     MASKED: tl.constexpr = bias_ptr is not None or mask_ptr is not None or q_segments_ptr is not None
@@ -253,6 +374,15 @@ def forward(
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_TILE], tl.float32)
     lo, full_lo, full_hi, hi = key_blocks(row, q_len, kv_len, low, high, ROWS, COLUMNS, LOW, HIGH)
+    if q_segments_ptr is not None:
+        start, stop = segment_span(
+            q_segments_ptr + b.to(tl.int64) * q_segments_b, row + tl.arange(0, ROWS), q_len,
+            kv_segments_ptr + b.to(tl.int64) * kv_segments_b, kv_len, 2048,
+        )  # fmt: skip
+        lo = tl.maximum(lo, start // COLUMNS * COLUMNS)
+        hi = tl.minimum(hi, stop)
+        full_lo = tl.maximum(full_lo, lo)
+        full_hi = tl.maximum(full_lo, tl.minimum(full_hi, tl.cdiv(stop, COLUMNS) * COLUMNS))
 
     for side in tl.static_range(2 if LOW else 1):
         # The diagonal and the keys' ragged end, then the window's left edge.
@@ -260,23 +390,23 @@ def forward(
         stop = hi if side == 0 else full_lo
         for n in tl.range(start, stop, COLUMNS):
             columns = (n + tl.arange(0, COLUMNS))[None, :]
-            k = load_rows(keys, kv_plane, n, kv_len, D, COLUMNS, D_TILE, TMA)
+            k = load_rows(keys, at_b, kv_h, n, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
             s = tl.dot(q, k.T, input_precision=PRECISION)
             s, _ = logits(
                 s, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low, high,
                 bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
                 SCALE, SOFTCAP, LOW, HIGH, True, PRECISE,
             )  # fmt: skip
-            v = load_rows(values, kv_plane, n, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+            v = load_rows(values, at_b, kv_h, n, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
             m, l, acc = _absorb(
                 s, v, m, l, acc, rows, columns, plane, seed_ptr, KEEP_FROM, RESCALE, True, PRECISION
             )  # fmt: skip
 
     if full_lo < full_hi:
-        k = load_rows(keys, kv_plane, full_lo, kv_len, D, COLUMNS, D_TILE, TMA)
+        k = load_rows(keys, at_b, kv_h, full_lo, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
         product = tl.dot(q, k.T, input_precision=PRECISION)
         for n in tl.range(full_lo + COLUMNS, full_hi, COLUMNS):
-            k = load_rows(keys, kv_plane, n, kv_len, D, COLUMNS, D_TILE, TMA)
+            k = load_rows(keys, at_b, kv_h, n, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
             following = tl.dot(q, k.T, input_precision=PRECISION)
             columns = (n - COLUMNS + tl.arange(0, COLUMNS))[None, :]
             s, _ = logits(
@@ -284,7 +414,9 @@ def forward(
                 high, bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
                 SCALE, SOFTCAP, LOW, HIGH, False, PRECISE,
             )  # fmt: skip
-            v = load_rows(values, kv_plane, n - COLUMNS, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+            v = load_rows(
+                values, at_b, kv_h, n - COLUMNS, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V
+            )
             m, l, acc = _absorb(
                 s, v, m, l, acc, rows, columns, plane, seed_ptr, KEEP_FROM, RESCALE, MASKED, PRECISION
             )  # fmt: skip
@@ -295,7 +427,9 @@ def forward(
             high, bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
             SCALE, SOFTCAP, LOW, HIGH, False, PRECISE,
         )  # fmt: skip
-        v = load_rows(values, kv_plane, full_hi - COLUMNS, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+        v = load_rows(
+            values, at_b, kv_h, full_hi - COLUMNS, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V
+        )
         m, l, acc = _absorb(
             s, v, m, l, acc, rows, columns, plane, seed_ptr, KEEP_FROM, RESCALE, MASKED, PRECISION
         )  # fmt: skip
@@ -310,8 +444,8 @@ def forward(
         m = m_new
     nothing = l == 0.0
     l = tl.where(nothing, 1.0, l)
-    store_rows(out_ptr, acc / l[:, None], plane, row, q_len, DV, ROWS, DV_TILE)
+    store_rows(out_ptr, acc / l[:, None], at_b, h, q_heads, row, q_len, DV, ROWS, DV_TILE, SEQ_FIRST)
     if lse_ptr is not None:
         at = row + tl.arange(0, ROWS)
         lse = tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2)
-        tl.store(lse_ptr + plane.to(tl.int64) * q_len + at, lse, mask=at < q_len)
+        tl.store(lse_ptr + statistics + at, lse, mask=at < q_len)

@@ -8,7 +8,19 @@ queries' gradients too, by the copy engine's reduction: two products fewer for e
 import triton
 import triton.language as tl
 
-from vishwamai.ops.attention.gpu_kernels import LOG2E, kept, key_blocks, load_rows, logits, rows_of, store_rows
+from vishwamai.ops.attention.gpu_kernels import (
+    LOG2E,
+    behind,
+    fill_behind,
+    kept,
+    key_blocks,
+    load_rows,
+    logits,
+    packed,
+    rows_of,
+    segment_span,
+    store_rows,
+)
 
 
 @triton.jit
@@ -17,32 +29,39 @@ def delta(
     dout_ptr,
     dlse_ptr,
     delta_ptr,
-    q_len,
+    heads,
+    length,
+    out_b,
+    out_h,
+    out_s,
+    dout_b,
+    dout_h,
+    dout_s,
     DV: tl.constexpr,
     DV_TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid (cdiv(q_len, ROWS) * planes,): each row's sum of out * dout, less the logsumexp's cotangent."""
-    tiles = tl.cdiv(q_len, ROWS)
+    """Grid (cdiv(length, ROWS) * batch * heads,): each row's sum of out * dout, less the logsumexp's cotangent; `[batch, heads, length]`."""
+    tiles = tl.cdiv(length, ROWS)
     plane, row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
-    out = load_rows(out_ptr, plane, row, q_len, DV, ROWS, DV_TILE, False).to(tl.float32)
-    dout = load_rows(dout_ptr, plane, row, q_len, DV, ROWS, DV_TILE, False).to(tl.float32)
+    b, h = plane // heads, plane % heads
+    out = load_rows(out_ptr, b, h, row, length, out_b, out_h, out_s, DV, ROWS, DV_TILE, False).to(tl.float32)
+    dout = load_rows(dout_ptr, b, h, row, length, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, False).to(tl.float32)
     total = tl.sum(out * dout, 1)
     rows = row + tl.arange(0, ROWS)
-    at = plane.to(tl.int64) * q_len + rows
+    at = plane.to(tl.int64) * length + rows
     if dlse_ptr is not None:
-        total -= tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + at, total, mask=rows < q_len)
+        total -= tl.load(dlse_ptr + at, mask=rows < length, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + at, total, mask=rows < length)
 
 
 @triton.jit
-def _statistics(lse_ptr, delta_ptr, plane, row, q_len, ROWS: tl.constexpr):
+def _statistics(lse_ptr, delta_ptr, base, row, q_len, ROWS: tl.constexpr):
     """(logsumexp in units of log2, delta) of rows; +inf where nothing is seen, which makes every probability 0."""
     rows = row + tl.arange(0, ROWS)
-    at = plane.to(tl.int64) * q_len + rows
-    lse = tl.load(lse_ptr + at, mask=rows < q_len, other=float("inf"))
+    lse = tl.load(lse_ptr + base + rows, mask=rows < q_len, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    return lse, tl.load(delta_ptr + at, mask=rows < q_len, other=0.0)
+    return lse, tl.load(delta_ptr + base + rows, mask=rows < q_len, other=0.0)
 
 
 @triton.jit
@@ -77,6 +96,8 @@ def key_gradients(
     q_segments_ptr,
     kv_segments_ptr,
     seed_ptr,
+    q_starts_ptr,
+    kv_starts_ptr,
     dq_ptr_init,
     dk_ptr,
     dv_ptr,
@@ -86,6 +107,20 @@ def key_gradients(
     kv_heads,
     q_len,
     kv_len,
+    q_total,
+    kv_total,
+    query_b,
+    query_h,
+    query_s,
+    key_b,
+    key_h,
+    key_s,
+    value_b,
+    value_h,
+    value_s,
+    dout_b,
+    dout_h,
+    dout_s,
     low,
     high,
     bias_b,
@@ -111,22 +146,53 @@ def key_gradients(
     DV_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA_Q: tl.constexpr,
+    TMA_K: tl.constexpr,
     TMA_V: tl.constexpr,
+    TMA_DO: tl.constexpr,
     EDGE: tl.constexpr,
+    TMA_DQ: tl.constexpr,
+    SEQ_FIRST: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
 ):
-    """Grid (cdiv(kv_len, COLUMNS) * batch * kv_heads,): dk and dv; and dq, float32 and zero before, if it is given."""
+    """Grid (cdiv(kv_len, COLUMNS) * batch * kv_heads,): dk and dv; and dq, `[batch, q_heads, q_len, D]` float32 and zero before, if it is given.
+
+    SEQ_FIRST (of dk and dv alone), `q_starts_ptr`: see `gpu_kernels.forward`; dq is `[q_heads, q_total, D]` of packed sequences.
+    """
     tiles = tl.cdiv(kv_len, COLUMNS)
     kv_plane, column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
-    b, group = kv_plane // kv_heads, q_heads // kv_heads
-    queries = rows_of(query_ptr, batch * q_heads, q_len, D, ROWS, D_TILE, TMA)
-    douts = rows_of(dout_ptr, batch * q_heads, q_len, DV, ROWS, DV_TILE, TMA_V)
-    keys = rows_of(key_ptr, batch * kv_heads, kv_len, D, COLUMNS, D_TILE, TMA)
-    values = rows_of(value_ptr, batch * kv_heads, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+    b, kv_h, group = kv_plane // kv_heads, kv_plane % kv_heads, q_heads // kv_heads
+    at_b, elements, q_first = b, batch, b * 0
+    if q_starts_ptr is not None:
+        q_first, q_len = packed(q_starts_ptr, b, batch, 0)
+        kv_first, kv_len = packed(kv_starts_ptr, b, batch, kv_total)
+        query_ptr += q_first.to(tl.int64) * query_s
+        dout_ptr += q_first.to(tl.int64) * dout_s
+        key_ptr += kv_first.to(tl.int64) * key_s
+        value_ptr += kv_first.to(tl.int64) * value_s
+        dk_ptr += kv_first.to(tl.int64) * (kv_heads * D)
+        dv_ptr += kv_first.to(tl.int64) * (kv_heads * DV)
+        at_b, elements = b * 0, 1
+        if BOTTOM_RIGHT:
+            low += kv_len - q_len
+            high += kv_len - q_len
+        fill_behind(dk_ptr, kv_h, kv_heads, column, kv_len, tiles * COLUMNS, behind(b, batch), D, COLUMNS, D_TILE)
+        fill_behind(dv_ptr, kv_h, kv_heads, column, kv_len, tiles * COLUMNS, behind(b, batch), DV, COLUMNS, DV_TILE)
+        if column >= kv_len:
+            return
+    queries = rows_of(query_ptr, elements, q_heads, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
+    douts = rows_of(dout_ptr, elements, q_heads, q_len, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, TMA_DO)
+    keys = rows_of(key_ptr, elements, kv_heads, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
+    values = rows_of(value_ptr, elements, kv_heads, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
     if dq_ptr is not None:
-        dqs = rows_of(dq_ptr, batch * q_heads, q_len, D, ROWS, D_TILE, TMA)
-    k = load_rows(keys, kv_plane, column, kv_len, D, COLUMNS, D_TILE, TMA)
-    v = load_rows(values, kv_plane, column, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+        if TMA_DQ:
+            dq_base = dq_ptr + at_b.to(tl.int64) * q_heads * q_len * D + q_first.to(tl.int64) * D
+            dq_plane = q_len * D
+            if q_starts_ptr is not None:
+                dq_plane = q_total * D
+            dqs = tl.make_tensor_descriptor(dq_base, [q_heads, q_len, D], [dq_plane, D, 1], [1, ROWS, D_TILE])
+    k = load_rows(keys, at_b, kv_h, column, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
+    v = load_rows(values, at_b, kv_h, column, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
     columns = (column + tl.arange(0, COLUMNS))[:, None]
     PRECISE: tl.constexpr = k.dtype == tl.float32
     dk = tl.zeros([COLUMNS, D_TILE], tl.float32)
@@ -137,13 +203,23 @@ def key_gradients(
         start = tl.maximum(0, column - high) // ROWS * ROWS
     if LOW:
         stop = tl.minimum(q_len, column + COLUMNS - low)
+    if q_segments_ptr is not None:
+        first, last = segment_span(
+            kv_segments_ptr + b.to(tl.int64) * kv_segments_b, column + tl.arange(0, COLUMNS), kv_len,
+            q_segments_ptr + b.to(tl.int64) * q_segments_b, q_len, 2048,
+        )  # fmt: skip
+        start = tl.maximum(start, first // ROWS * ROWS)
+        stop = tl.minimum(stop, last)
     for member in tl.range(0, group):
-        h = kv_plane % kv_heads * group + member
+        h = kv_h * group + member
         plane = b * q_heads + h
+        base = plane.to(tl.int64) * q_len
+        if q_starts_ptr is not None:
+            base = h.to(tl.int64) * q_total + q_first
         for row in tl.range(start, stop, ROWS):
             rows = (row + tl.arange(0, ROWS))[None, :]
-            q = load_rows(queries, plane, row, q_len, D, ROWS, D_TILE, TMA)
-            lse, total = _statistics(lse_ptr, delta_ptr, plane, row, q_len, ROWS)
+            q = load_rows(queries, at_b, h, row, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
+            lse, total = _statistics(lse_ptr, delta_ptr, base, row, q_len, ROWS)
             # [COLUMNS, ROWS]: the transposed probabilities are then a left operand, in registers.
             s = tl.dot(k, q.T, input_precision=PRECISION)
             s, t = logits(
@@ -152,7 +228,7 @@ def key_gradients(
                 SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
             )  # fmt: skip
             p = tl.exp2(s - lse[None, :])
-            dout = load_rows(douts, plane, row, q_len, DV, ROWS, DV_TILE, TMA_V)
+            dout = load_rows(douts, at_b, h, row, q_len, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, TMA_DO)
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
             dropped, dp = _dropped(p, dp, seed_ptr, plane, rows, columns, KEEP_FROM, RESCALE)
             dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -160,15 +236,15 @@ def key_gradients(
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
             if dq_ptr is not None:
                 dq = tl.dot(ds.T, k, input_precision=PRECISION) * SCALE
-                if TMA:
-                    dqs.atomic_add([plane, row, 0], dq.reshape(1, ROWS, D_TILE))
+                if TMA_DQ:
+                    dqs.atomic_add([h, row, 0], dq.reshape(1, ROWS, D_TILE))
                 else:
-                    at = (plane.to(tl.int64) * q_len + row + tl.arange(0, ROWS))[:, None] * D
+                    at = (base + row + tl.arange(0, ROWS))[:, None] * D
                     d = tl.arange(0, D_TILE)[None, :]
                     inside = ((row + tl.arange(0, ROWS)) < q_len)[:, None] & (d < D)
                     tl.atomic_add(dq_ptr + at + d, dq, mask=inside, sem="relaxed")
-    store_rows(dk_ptr, dk * SCALE, kv_plane, column, kv_len, D, COLUMNS, D_TILE)
-    store_rows(dv_ptr, dv, kv_plane, column, kv_len, DV, COLUMNS, DV_TILE)
+    store_rows(dk_ptr, dk * SCALE, at_b, kv_h, kv_heads, column, kv_len, D, COLUMNS, D_TILE, SEQ_FIRST)
+    store_rows(dv_ptr, dv, at_b, kv_h, kv_heads, column, kv_len, DV, COLUMNS, DV_TILE, SEQ_FIRST)
 
 
 @triton.jit
@@ -184,12 +260,27 @@ def query_gradients(
     q_segments_ptr,
     kv_segments_ptr,
     seed_ptr,
+    q_starts_ptr,
+    kv_starts_ptr,
     dq_ptr,
     batch,
     q_heads,
     kv_heads,
     q_len,
     kv_len,
+    q_total,
+    query_b,
+    query_h,
+    query_s,
+    key_b,
+    key_h,
+    key_s,
+    value_b,
+    value_h,
+    value_s,
+    dout_b,
+    dout_h,
+    dout_s,
     low,
     high,
     bias_b,
@@ -215,30 +306,57 @@ def query_gradients(
     DV_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA_Q: tl.constexpr,
+    TMA_K: tl.constexpr,
     TMA_V: tl.constexpr,
+    TMA_DO: tl.constexpr,
     EDGE: tl.constexpr,
+    SEQ_FIRST: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
 ):
-    """Grid (cdiv(q_len, ROWS) * batch * q_heads,): dq."""
+    """Grid (cdiv(q_len, ROWS) * batch * q_heads,): dq. SEQ_FIRST, `q_starts_ptr`: see `gpu_kernels.forward`."""
     tiles = tl.cdiv(q_len, ROWS)
     plane = tl.program_id(0) // tiles
     row = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
     b, h = plane // q_heads, plane % q_heads
-    kv_plane = b * kv_heads + h // (q_heads // kv_heads)
-    queries = rows_of(query_ptr, batch * q_heads, q_len, D, ROWS, D_TILE, TMA)
-    douts = rows_of(dout_ptr, batch * q_heads, q_len, DV, ROWS, DV_TILE, TMA_V)
-    keys = rows_of(key_ptr, batch * kv_heads, kv_len, D, COLUMNS, D_TILE, TMA)
-    values = rows_of(value_ptr, batch * kv_heads, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
-    q = load_rows(queries, plane, row, q_len, D, ROWS, D_TILE, TMA)
-    dout = load_rows(douts, plane, row, q_len, DV, ROWS, DV_TILE, TMA_V)
-    lse, total = _statistics(lse_ptr, delta_ptr, plane, row, q_len, ROWS)
+    kv_h = h // (q_heads // kv_heads)
+    at_b, elements, base = b, batch, plane.to(tl.int64) * q_len
+    if q_starts_ptr is not None:
+        q_first, q_len = packed(q_starts_ptr, b, batch, q_total)
+        kv_first, kv_len = packed(kv_starts_ptr, b, batch, 0)
+        query_ptr += q_first.to(tl.int64) * query_s
+        dout_ptr += q_first.to(tl.int64) * dout_s
+        key_ptr += kv_first.to(tl.int64) * key_s
+        value_ptr += kv_first.to(tl.int64) * value_s
+        dq_ptr += q_first.to(tl.int64) * (q_heads * D)
+        at_b, elements, base = b * 0, 1, h.to(tl.int64) * q_total + q_first
+        if BOTTOM_RIGHT:
+            low += kv_len - q_len
+            high += kv_len - q_len
+        fill_behind(dq_ptr, h, q_heads, row, q_len, tiles * ROWS, behind(b, batch), D, ROWS, D_TILE)
+        if row >= q_len:
+            return
+    queries = rows_of(query_ptr, elements, q_heads, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
+    douts = rows_of(dout_ptr, elements, q_heads, q_len, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, TMA_DO)
+    keys = rows_of(key_ptr, elements, kv_heads, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
+    values = rows_of(value_ptr, elements, kv_heads, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
+    q = load_rows(queries, at_b, h, row, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
+    dout = load_rows(douts, at_b, h, row, q_len, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, TMA_DO)
+    lse, total = _statistics(lse_ptr, delta_ptr, base, row, q_len, ROWS)
     rows = (row + tl.arange(0, ROWS))[:, None]
     PRECISE: tl.constexpr = q.dtype == tl.float32
     dq = tl.zeros([ROWS, D_TILE], tl.float32)
     start, full_lo, full_hi, stop = key_blocks(row, q_len, kv_len, low, high, ROWS, COLUMNS, LOW, HIGH)
+    if q_segments_ptr is not None:
+        first, last = segment_span(
+            q_segments_ptr + b.to(tl.int64) * q_segments_b, row + tl.arange(0, ROWS), q_len,
+            kv_segments_ptr + b.to(tl.int64) * kv_segments_b, kv_len, 2048,
+        )  # fmt: skip
+        start = tl.maximum(start, first // COLUMNS * COLUMNS)
+        stop = tl.minimum(stop, last)
     for n in tl.range(start, stop, COLUMNS):
         columns = (n + tl.arange(0, COLUMNS))[None, :]
-        k = load_rows(keys, kv_plane, n, kv_len, D, COLUMNS, D_TILE, TMA)
+        k = load_rows(keys, at_b, kv_h, n, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         s, t = logits(
             s, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low, high,
@@ -246,12 +364,12 @@ def query_gradients(
             SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
         )  # fmt: skip
         p = tl.exp2(s - lse[:, None])
-        v = load_rows(values, kv_plane, n, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+        v = load_rows(values, at_b, kv_h, n, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         dropped, dp = _dropped(p, dp, seed_ptr, plane, rows, columns, KEEP_FROM, RESCALE)
         ds = _logit_gradient(p, dp, total[:, None], t, SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    store_rows(dq_ptr, dq * SCALE, plane, row, q_len, D, ROWS, D_TILE)
+    store_rows(dq_ptr, dq * SCALE, at_b, h, q_heads, row, q_len, D, ROWS, D_TILE, SEQ_FIRST)
 
 
 @triton.jit
@@ -273,6 +391,18 @@ def bias_gradient(
     kv_heads,
     q_len,
     kv_len,
+    query_b,
+    query_h,
+    query_s,
+    key_b,
+    key_h,
+    key_s,
+    value_b,
+    value_h,
+    value_s,
+    dout_b,
+    dout_h,
+    dout_s,
     low,
     high,
     bias_b,
@@ -298,8 +428,10 @@ def bias_gradient(
     DV_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA_Q: tl.constexpr,
+    TMA_K: tl.constexpr,
     TMA_V: tl.constexpr,
+    TMA_DO: tl.constexpr,
     EDGE: tl.constexpr,
 ):
     """Grid (tiles of the bias,): the logits' gradients summed over the axes along which the bias is shared (those of stride 0), in one order."""
@@ -314,23 +446,23 @@ def bias_gradient(
     at_h = program // (owned_k * owned_q) % owned_h
     at_b = program // (owned_k * owned_q * owned_h)
     many_h, many_q, many_k = q_heads // owned_h, q_tiles // owned_q, kv_tiles // owned_k
-    queries = rows_of(query_ptr, batch * q_heads, q_len, D, ROWS, D_TILE, TMA)
-    douts = rows_of(dout_ptr, batch * q_heads, q_len, DV, ROWS, DV_TILE, TMA_V)
-    keys = rows_of(key_ptr, batch * kv_heads, kv_len, D, COLUMNS, D_TILE, TMA)
-    values = rows_of(value_ptr, batch * kv_heads, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+    queries = rows_of(query_ptr, batch, q_heads, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
+    douts = rows_of(dout_ptr, batch, q_heads, q_len, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, TMA_DO)
+    keys = rows_of(key_ptr, batch, kv_heads, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
+    values = rows_of(value_ptr, batch, kv_heads, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
     dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.range(0, batch // owned_b * many_h * many_q * many_k):
         column = (at_k + i % many_k) * COLUMNS
         row = (at_q + i // many_k % many_q) * ROWS
         h = at_h + i // (many_k * many_q) % many_h
         b = at_b + i // (many_k * many_q * many_h)
-        plane, kv_plane = b * q_heads + h, b * kv_heads + h // (q_heads // kv_heads)
+        plane, kv_h = b * q_heads + h, h // (q_heads // kv_heads)
         rows = (row + tl.arange(0, ROWS))[:, None]
         columns = (column + tl.arange(0, COLUMNS))[None, :]
-        q = load_rows(queries, plane, row, q_len, D, ROWS, D_TILE, TMA)
-        k = load_rows(keys, kv_plane, column, kv_len, D, COLUMNS, D_TILE, TMA)
+        q = load_rows(queries, b, h, row, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
+        k = load_rows(keys, b, kv_h, column, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
         PRECISE: tl.constexpr = q.dtype == tl.float32
-        lse, total = _statistics(lse_ptr, delta_ptr, plane, row, q_len, ROWS)
+        lse, total = _statistics(lse_ptr, delta_ptr, plane.to(tl.int64) * q_len, row, q_len, ROWS)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         s, t = logits(
             s, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low, high,
@@ -338,8 +470,8 @@ def bias_gradient(
             SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
         )  # fmt: skip
         p = tl.exp2(s - lse[:, None])
-        dout = load_rows(douts, plane, row, q_len, DV, ROWS, DV_TILE, TMA_V)
-        v = load_rows(values, kv_plane, column, kv_len, DV, COLUMNS, DV_TILE, TMA_V)
+        dout = load_rows(douts, b, h, row, q_len, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, TMA_DO)
+        v = load_rows(values, b, kv_h, column, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         dropped, dp = _dropped(p, dp, seed_ptr, plane, rows, columns, KEEP_FROM, RESCALE)
         dbias += _logit_gradient(p, dp, total[:, None], t, SOFTCAP)
