@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
+from vishwamai.core.precision import accumulator_dtype
+
 Self = TypeVar("Self", bound="OpSpec")
 
 
@@ -58,3 +60,25 @@ class OpSpec:
         ]
         fields = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name != "operands"]
         return ", ".join([*arrays, *(f"{name}={value}" for name, value, default in fields if value != default)])
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSpec(OpSpec):
+    """Base of the ops that work row by row on an operand `x` of shape [groups, rows, features]."""
+
+    @property
+    def groups(self) -> int:
+        return self.operands.x.shape[0]
+
+    @property
+    def rows(self) -> int:
+        return self.operands.x.shape[1]
+
+    @property
+    def features(self) -> int:
+        return self.operands.x.shape[2]
+
+    @property
+    def accumulator(self) -> jnp.dtype:
+        """What the row's sums are held in: float32, or float64 for float64 inputs."""
+        return accumulator_dtype(self.operands.x.dtype)

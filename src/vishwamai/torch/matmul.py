@@ -222,7 +222,7 @@ def _gradient(spec: MatmulSpec, operands: Operands, kept: Tensor | None, dout: T
     db, dscale_b = of_factor(b, scale_b, grad_b, 2 if spec.transpose_b else 1)
     if (scale_a is not None and dscale_a is None) or (scale_b is not None and dscale_b is None):
         k_of_a, k_of_b = 1 if spec.transpose_a else 2, 2 if spec.transpose_b else 1
-        total = product("forward", a, b, k_of_a, k_of_b, joint_groups(a, b), spec.accumulator_dtype).to(wide)
+        total = product("forward", a, b, k_of_a, k_of_b, joint_groups(a, b), spec.accumulator).to(wide)
         dscale_a = (dz_b * total).sum(2) if scale_a is not None and dscale_a is None else dscale_a
         dscale_b = (dz_a * total).sum(1) if scale_b is not None and dscale_b is None else dscale_b
 

@@ -28,7 +28,7 @@ def _dropped(spec: ActivationSpec, operands: Operands, y: jax.Array) -> jax.Arra
 def forward(spec: ActivationSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     """keep * activation(x) / (1 - rate), in float32 (float64 for float64), rounded once."""
     del config, residuals  # nothing to configure, nothing to keep
-    y = _dropped(spec, operands, activate(spec.activation, operands.x.astype(spec.wide)))
+    y = _dropped(spec, operands, activate(spec.activation, operands.x.astype(spec.accumulator)))
     return Outputs(y.astype(operands.x.dtype)), None
 
 
@@ -37,7 +37,7 @@ def backward(
 ) -> Operands:
     del config, outputs, residuals
     x, dy = operands.x, cotangents.y
-    dx = _dropped(spec, operands, dy.astype(spec.wide)) * derivative(spec.activation, x.astype(spec.wide))
+    dx = _dropped(spec, operands, dy.astype(spec.accumulator)) * derivative(spec.activation, x.astype(spec.accumulator))
     return Operands(dx.astype(x.dtype), None, None, None)
 
 

@@ -48,7 +48,7 @@ class ActivationSpec(OpSpec):
     rate: float = 0.0
 
     @property
-    def wide(self) -> jnp.dtype:
+    def accumulator(self) -> jnp.dtype:
         """float32, or float64 for float64 inputs."""
         return accumulator_dtype(self.operands.x.dtype)
 

@@ -24,7 +24,7 @@ def weights_of(operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _product(spec: GatedSpec, lhs: jax.Array, rhs: jax.Array, lhs_axis: int, rhs_axis: int, shared: bool) -> jax.Array:
     """`[G, ., .]` in the wide dtype, contracting the axis given of each `[G or 1, ., .]`; summed over the groups, `[1, ., .]`, where `shared`."""
-    dot = functools.partial(lax.dot_general, precision=lax_precision(spec.precision), preferred_element_type=spec.wide)
+    dot = functools.partial(lax.dot_general, precision=lax_precision(spec.precision), preferred_element_type=spec.accumulator)
     groups = max(lhs.shape[0], rhs.shape[0])
     if lhs.shape[0] == rhs.shape[0]:
         if shared and groups > 1:
@@ -55,7 +55,7 @@ def backward(
     """Four products; the gradients of gate's and up's products are rounded to the operands' dtype before them, as jax.numpy's own would be."""
     del config, outputs
     x, (w_gate, w_up) = operands.x, weights_of(operands)
-    gate, up, dh = (a.astype(spec.wide) for a in (*residuals, cotangents.h))
+    gate, up, dh = (a.astype(spec.accumulator) for a in (*residuals, cotangents.h))
     slope = jnp.ones_like(gate) if spec.activation is None else derivative(spec.activation, gate)
     d_gate = (dh * up * slope).astype(x.dtype)
     d_up = (dh * activate(spec.activation, gate)).astype(x.dtype)

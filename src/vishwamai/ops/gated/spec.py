@@ -67,7 +67,7 @@ class GatedSpec(OpSpec):
         return weights.shape[-1]
 
     @property
-    def wide(self) -> jnp.dtype:
+    def accumulator(self) -> jnp.dtype:
         """The dtype of sums and of the activation: float32, or float64 for float64 operands."""
         return accumulator_dtype(self.operands.x.dtype)
 

@@ -103,7 +103,7 @@ def product(
     if groups == 1 and both and lhs.shape[0] > 1 and lhs_axis == rhs_axis == 1:
         lhs, rhs = (x.reshape(1, -1, x.shape[2]) for x in (lhs, rhs))  # the groups are contracted too
     summed = groups == 1 and max(lhs.shape[0], rhs.shape[0]) > 1
-    total = spec.accumulator_dtype if summed else out_dtype
+    total = spec.accumulator if summed else out_dtype
     out, _ = _matmul(spec, lhs, rhs, lhs_axis == 1, rhs_axis == 2, total, (None, None, None), None, False)
     return jnp.sum(out, axis=0, keepdims=True).astype(out_dtype) if summed else out
 

@@ -42,7 +42,7 @@ def product(
     spec: MatmulSpec, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
 ) -> jax.Array:
     """`[groups, lhs's free axis, rhs's free axis]`; see `gradient.Product`."""
-    dtype, total = spec.compute_dtype, spec.accumulator_dtype
+    dtype, total = spec.compute_dtype, spec.accumulator
     lhs, rhs = _widen(lhs, dtype), _widen(rhs, dtype)
     dot = functools.partial(lax.dot_general, precision=lax_precision(spec.precision), preferred_element_type=total)
     both = lhs.shape[0] == rhs.shape[0]
@@ -72,7 +72,7 @@ def forward(spec: MatmulSpec, config: None, operands: Operands, residuals: bool)
         1 if spec.transpose_a else 2,
         2 if spec.transpose_b else 1,
         joint_groups(a, b),
-        spec.accumulator_dtype,
+        spec.accumulator,
     )
     if not spec.integer:
         wide = spec.epilogue_dtype

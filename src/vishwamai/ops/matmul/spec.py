@@ -144,7 +144,7 @@ class MatmulSpec(OpSpec):
         return dtype
 
     @property
-    def accumulator_dtype(self) -> jnp.dtype:
+    def accumulator(self) -> jnp.dtype:
         """int32 for int8 with int8, float64 for float64, float32 for everything else."""
         return accumulator_dtype(self.compute_dtype)
 

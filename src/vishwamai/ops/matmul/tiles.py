@@ -271,7 +271,7 @@ def problem_of(spec: MatmulSpec, which: str, chip: Chip | None) -> Problem:
     if which == "forward":
         axes = (1 if spec.transpose_a else 2, 2 if spec.transpose_b else 1)
         result = out * (2 if spec.keeps_preactivation else 1)
-        plain = not scaled and spec.out_dtype == spec.accumulator_dtype
+        plain = not scaled and spec.out_dtype == spec.accumulator
         return problem(groups, m, n, k, axes, (a, b, result), 0 if plain else 4)
     if which == "grad_a":
         n_of_b = 1 if spec.transpose_b else 2

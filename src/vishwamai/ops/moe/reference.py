@@ -123,7 +123,7 @@ def forward(spec: GroupedSpec, config: None, operands: Operands, residuals: bool
     del config, residuals
     if spec.batch == 0:
         return Outputs(jnp.zeros((0, spec.m, spec.n), spec.out_dtype)), None
-    run = functools.partial(product, transposed=False, total=spec.accumulator_dtype, out_dtype=spec.out_dtype)
+    run = functools.partial(product, transposed=False, total=spec.accumulator, out_dtype=spec.out_dtype)
     return Outputs(_for_each(run, *operands)), None
 
 
@@ -135,7 +135,7 @@ def backward(
     if spec.batch == 0:
         return Operands(jnp.zeros_like(lhs), jnp.zeros_like(rhs), None)
     dout = cotangents.out.astype(lhs.dtype)
-    total = spec.accumulator_dtype
+    total = spec.accumulator
     d_lhs = _for_each(functools.partial(product, transposed=True, total=total, out_dtype=lhs.dtype), dout, rhs, sizes)
     d_rhs = _for_each(functools.partial(weight_gradient, total=total), lhs, dout, sizes)
     return Operands(sum_shared(d_lhs, lhs), sum_shared(d_rhs, rhs), None)

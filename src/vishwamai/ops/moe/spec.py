@@ -63,7 +63,7 @@ class GroupedSpec(OpSpec):
         return self.operands.rhs.shape[3]
 
     @property
-    def accumulator_dtype(self) -> jnp.dtype:
+    def accumulator(self) -> jnp.dtype:
         """float32, or float64 for float64 operands."""
         return accumulator_dtype(self.operands.lhs.dtype)
 

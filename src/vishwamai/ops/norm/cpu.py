@@ -53,8 +53,8 @@ def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -
         (ffi.result(x.shape, dtype), ffi.result(None if residual is None else x.shape, dtype)),
         x.astype(dtype),
         _cast(residual, dtype),
-        _cast(scale, spec.statistics_dtype),
-        _cast(offset, spec.statistics_dtype),
+        _cast(scale, spec.accumulator),
+        _cast(offset, spec.accumulator),
         **_attributes(spec),
     )
     return Outputs(y.astype(x.dtype), total if total is not None else summed), None
@@ -66,7 +66,7 @@ def backward(
     del config, residuals
     x, residual, scale, offset = operands
     s = x if outputs.total is None else outputs.total
-    dtype, statistics = _storage(x.dtype), spec.statistics_dtype
+    dtype, statistics = _storage(x.dtype), spec.accumulator
     dx, dscale, doffset = ffi.call(
         "vishwamai_norm_backward",
         (

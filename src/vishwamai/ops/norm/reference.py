@@ -17,7 +17,7 @@ def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -
     del config, residuals  # nothing to configure, nothing to keep
     x = operands.x
     total = x if operands.residual is None else x + operands.residual  # rounded to x.dtype, as the caller will read it
-    s = total.astype(spec.statistics_dtype)
+    s = total.astype(spec.accumulator)
     if operands.residual is not None:
         # XLA may keep the sum in float32 between the two lines above; the caller's `total` is rounded, so `s` is too.
         rounded = jnp.finfo(x.dtype)
@@ -28,7 +28,7 @@ def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -
     y = centred * rstd
 
     def parameter(p: Any) -> Any:
-        return p[:, None, :].astype(spec.statistics_dtype)
+        return p[:, None, :].astype(spec.accumulator)
 
     if operands.scale is not None:
         y = y * parameter(operands.scale)

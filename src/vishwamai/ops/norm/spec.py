@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.sharding import Axes, name_axes
-from vishwamai.core.spec import OpSpec, array_spec
+from vishwamai.core.spec import RowSpec, array_spec
 
 Kind = Literal["layer", "rms"]
 
@@ -32,7 +31,7 @@ class Outputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class NormSpec(OpSpec):
+class NormSpec(RowSpec):
     """A normalization over the last axis.
 
     Attributes:
@@ -42,23 +41,6 @@ class NormSpec(OpSpec):
 
     kind: Kind = "layer"
     eps: float = 1e-6
-
-    @property
-    def groups(self) -> int:
-        return self.operands.x.shape[0]
-
-    @property
-    def rows(self) -> int:
-        return self.operands.x.shape[1]
-
-    @property
-    def features(self) -> int:
-        return self.operands.x.shape[2]
-
-    @property
-    def statistics_dtype(self) -> jnp.dtype:
-        """float32, or float64 for float64 inputs."""
-        return accumulator_dtype(self.operands.x.dtype)
 
     def tuning_key(self) -> str:
         o = self.operands

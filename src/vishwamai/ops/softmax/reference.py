@@ -30,7 +30,7 @@ def gradient_rows(x_or_y: jax.Array, dy: jax.Array, log: bool) -> jax.Array:
 def forward(spec: SoftmaxSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     """exp(x - max) / sum exp(x - max) over the last axis, in float32 (float64 for float64)."""
     del config, residuals  # nothing to configure, nothing to keep
-    return Outputs(softmax_rows(operands.x.astype(spec.wide), spec.log).astype(operands.x.dtype)), None
+    return Outputs(softmax_rows(operands.x.astype(spec.accumulator), spec.log).astype(operands.x.dtype)), None
 
 
 def backward(
@@ -38,7 +38,7 @@ def backward(
 ) -> Operands:
     del config, residuals
     source = operands.x if spec.log else outputs.y
-    dx = gradient_rows(source.astype(spec.wide), cotangents.y.astype(spec.wide), spec.log)
+    dx = gradient_rows(source.astype(spec.accumulator), cotangents.y.astype(spec.accumulator), spec.log)
     return Operands(dx.astype(operands.x.dtype))
 
 

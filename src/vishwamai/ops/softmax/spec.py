@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.sharding import Axes, name_axes
-from vishwamai.core.spec import OpSpec, array_spec
+from vishwamai.core.spec import RowSpec, array_spec
 
 
 class Operands(NamedTuple):
@@ -26,7 +25,7 @@ class Outputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftmaxSpec(OpSpec):
+class SoftmaxSpec(RowSpec):
     """A softmax over the last axis.
 
     Attributes:
@@ -36,23 +35,6 @@ class SoftmaxSpec(OpSpec):
 
     log: bool = False
     moved: bool = False
-
-    @property
-    def groups(self) -> int:
-        return self.operands.x.shape[0]
-
-    @property
-    def rows(self) -> int:
-        return self.operands.x.shape[1]
-
-    @property
-    def features(self) -> int:
-        return self.operands.x.shape[2]
-
-    @property
-    def wide(self) -> jnp.dtype:
-        """float32, or float64 for float64 inputs."""
-        return accumulator_dtype(self.operands.x.dtype)
 
     def tuning_key(self) -> str:
         o = self.operands
