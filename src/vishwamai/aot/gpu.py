@@ -84,8 +84,8 @@ def launches(case: Case, *, backward: bool = True) -> list[Recorded]:
     assert before is not None
 
     def record(how: gpu.Launch, inputs: dict[str, Any], outputs: dict[str, gpu.Result]) -> list[Any]:
-        zeroed = {f"{name}_init": out for name, out in outputs.items() if out.zeroed}
-        types = tuple((name, POINTERS[x.dtype.name]) for name, x in {**inputs, **zeroed, **outputs}.items())
+        starts = {f"{name}_init": out for name, out in outputs.items() if out.initialized}
+        types = tuple((name, POINTERS[x.dtype.name]) for name, x in {**inputs, **starts, **outputs}.items())
         found.append(Recorded(dataclasses.replace(how), types))
         return before(how, inputs, outputs)
 

@@ -8,6 +8,7 @@ runs Triton's interpreter on a machine without a GPU.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,7 +30,9 @@ __all__ = [
     "cdiv",
     "launch",
     "next_power_of_2",
+    "onto",
     "register_launcher",
+    "repeat",
     "result",
     "why_not",
 ]
@@ -41,11 +44,17 @@ device, so that the bits do not change with the machine."""
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Shape and dtype of a kernel's output; `zeroed` memory starts as zeros, other memory holds anything."""
+    """Shape and dtype of a kernel's output; `zeroed` memory starts as zeros, with `start` it is that array's own memory, other memory holds anything."""
 
     shape: tuple[int, ...]
     dtype: Any
     zeroed: bool = False
+    start: Any = dataclasses.field(default=None, compare=False)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the memory holds something that the kernel builds on."""
+        return self.zeroed or self.start is not None
 
     @property
     def empty(self) -> bool:
@@ -55,6 +64,11 @@ class Result:
 def result(shape: Any, dtype: Any, *, zeroed: bool = False) -> Result:
     """An output of `launch`."""
     return Result(tuple(int(n) for n in shape), jnp.dtype(dtype), zeroed)
+
+
+def onto(array: Any) -> Result:
+    """An output of `launch` that takes over the memory, and so the contents, of an array; nothing else may use the array afterwards."""
+    return Result(tuple(array.shape), jnp.dtype(str(array.dtype).removeprefix("torch.")), start=array)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -82,12 +96,11 @@ Launcher = Callable[[Launch, dict[str, Any], dict[str, Result]], list[Any]]
 
 def _launch_jax(how: Launch, inputs: dict[str, Any], outputs: dict[str, Result]) -> list[Any]:
     arrays = tuple(inputs.values())
-    aliases = {name: f"{name}_init" for name, out in outputs.items() if out.zeroed}
+    aliases = {name: f"{name}_init" for name, out in outputs.items() if out.initialized}
     for name, source in aliases.items():
-        inputs = {
-            **inputs,
-            source: sharding.match_varying((jnp.zeros(outputs[name].shape, outputs[name].dtype), *arrays))[0],
-        }
+        out = outputs[name]
+        start = jnp.zeros(out.shape, out.dtype) if out.zeroed else out.start
+        inputs = {**inputs, source: sharding.match_varying((start, *arrays))[0]}
     structs: dict[str, jax.ShapeDtypeStruct] = {
         name: sharding.out_struct(out.shape, out.dtype, arrays) for name, out in outputs.items()
     }
@@ -130,8 +143,8 @@ def launch(
       kernel: the kernel. Its parameters are the inputs, then the outputs, then the constants, by these names.
       grid: programs along each of up to three axes, at least one in all.
       inputs: contiguous arrays, all of one framework; None for an absent one, which the kernel sees as None.
-      outputs: what it writes, see `result`; None for an output that is not wanted. One that is `zeroed` has beside it, last among the inputs, a
-        parameter `<name>_init`, which the kernel ignores: the same memory under another name, by which XLA knows what it starts from.
+      outputs: what it writes, see `result` and `onto`; None for an output that is not wanted. One that starts from something has beside it, last
+        among the inputs, a parameter `<name>_init`: the same memory under another name, by which XLA knows what it starts from.
       warps: warps of a program.
       stages: buffers of the compiler's software pipeline.
       **constants: the kernel's other parameters: integers, floats, bools.
@@ -152,3 +165,21 @@ def launch(
         raise DeviceError(f"a kernel was given tensors of {name}: import vishwamai.{name} first.")
     results = iter(launcher(how, given, wanted))
     return [None if out is None else next(results) for out in outputs.values()]
+
+
+def repeat(first: int, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """`carry` after `body(step, carry)` for each step from `first` to `count` - 1, a loop of launches.
+
+    Args:
+      body: called with the step as an int32 array `[1]` on the device, which kernels read: in a JAX program it is traced once, and compiled once.
+      carry: a pytree of arrays, None for absent ones; at least one array. `body` returns the same shapes.
+    """
+    array = next(leaf for leaf in jax.tree.leaves(carry))
+    if framework(array) == "jax":
+        return jax.lax.fori_loop(
+            first, count, lambda i, carry: body(jnp.asarray(i, jnp.int32).reshape(1), carry), carry
+        )
+    torch = importlib.import_module("torch")
+    for i in range(first, count):
+        carry = body(torch.full((1,), i, dtype=torch.int32, device=array.device), carry)
+    return carry

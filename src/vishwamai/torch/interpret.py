@@ -10,6 +10,7 @@ the kernel computed is an error.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -129,7 +130,7 @@ def _mend() -> None:
 def _poison(results: dict[str, Tensor], outputs: dict[str, gpu.Result]) -> None:
     """Fills fresh memory with NaN (integers: the largest), so that what a kernel leaves unwritten shows."""
     for name, out in outputs.items():
-        if not out.zeroed:
+        if not out.initialized:
             results[name].fill_(
                 float("nan") if results[name].is_floating_point() else torch.iinfo(results[name].dtype).max
             )
@@ -167,12 +168,17 @@ def to_numpy(x: Tensor, dtype: Any) -> np.ndarray:
 def launch_jax(how: gpu.Launch, inputs: dict[str, Any], outputs: dict[str, gpu.Result]) -> list[Any]:
     """Interprets a kernel on JAX arrays, inside any JAX program for the CPU."""
 
+    starts = {name: out.start for name, out in outputs.items() if out.start is not None}
+
     def on_host(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-        tensors = dict(zip(inputs, map(from_numpy, map(np.asarray, arrays)), strict=True))
-        results = launch_torch(how, tensors, outputs)
+        copies = [from_numpy(np.asarray(x)) for x in arrays]
+        tensors = dict(zip(inputs, copies[: len(inputs)], strict=True))
+        begun = dict(zip(starts, copies[len(inputs) :], strict=True))
+        started = {name: dataclasses.replace(out, start=begun.get(name)) for name, out in outputs.items()}
+        results = launch_torch(how, tensors, started)
         return tuple(to_numpy(y, out.dtype) for y, out in zip(results, outputs.values(), strict=True))
 
-    arrays = tuple(inputs.values())
+    arrays = (*inputs.values(), *starts.values())
     structs = tuple(sharding.out_struct(out.shape, out.dtype, arrays) for out in outputs.values())
     return list(jax.pure_callback(on_host, structs, *arrays))
 

@@ -19,10 +19,13 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 def allocate(outputs: dict[str, gpu.Result], device: torch.device) -> dict[str, Tensor]:
     """Memory for a kernel's outputs."""
-    return {
-        name: (torch.zeros if out.zeroed else torch.empty)(out.shape, dtype=torch_dtype(out.dtype), device=device)
-        for name, out in outputs.items()
-    }
+
+    def memory(out: gpu.Result) -> Tensor:
+        if out.start is not None:
+            return out.start
+        return (torch.zeros if out.zeroed else torch.empty)(out.shape, dtype=torch_dtype(out.dtype), device=device)
+
+    return {name: memory(out) for name, out in outputs.items()}
 
 
 def arguments(
@@ -33,7 +36,7 @@ def arguments(
     results: dict[str, Tensor],
 ) -> dict[str, Any]:
     """Every parameter of the kernel by name; buffers that are absent are None."""
-    starts = {f"{name}_init": results[name] for name, out in outputs.items() if out.zeroed}
+    starts = {f"{name}_init": results[name] for name, out in outputs.items() if out.initialized}
     given = {**constants_of(how), **inputs, **results, **starts}
     strangers = sorted(set(given) - set(function.arg_names))
     assert not strangers, f"{how.kernel.name} has no parameters {strangers}"

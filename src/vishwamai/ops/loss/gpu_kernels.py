@@ -1,0 +1,446 @@
+"""Triton bodies of the linear cross entropy; `gpu.py` launches them.
+
+Logits `z = x @ weight^T` live in registers, a tile `[BLOCK_T, BLOCK_V]` at a time; forward, a program walks over the words of its split and keeps a
+running maximum and sum for each token. Matrices are `[groups, rows, columns]`, and a group axis of 1 is shared.
+"""
+
+import triton
+import triton.language as tl
+
+from vishwamai.core.gpu_kernels import describe, grow, place
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)  # finite, so that a logit of -inf gives exp(-inf) = 0 and never exp(-inf + inf)
+
+
+@triton.jit
+def _logits(
+    x_ptr,
+    x_desc,
+    weight_ptr,
+    weight_desc,
+    bias_ptr,
+    group,
+    T,
+    V,
+    D,
+    row,
+    word,
+    bias_stride,
+    W_GROUPS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """(logits `[BLOCK_T, BLOCK_V]` of the tokens from `row` and the words from `word` on, tanh of the soft-cap)."""
+    x_stride = tl.cast(T, tl.int64) * D
+    weight_stride = tl.cast(V, tl.int64) * D
+    in_w = group if W_GROUPS > 1 else group * 0
+    z = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+    z = grow(
+        z,
+        x_ptr,
+        x_desc,
+        group,
+        x_stride,
+        T,
+        D,
+        weight_ptr,
+        weight_desc,
+        in_w,
+        weight_stride,
+        V,
+        D,
+        row,
+        word,
+        0,
+        D,
+        False,
+        True,
+        PRECISION,
+        TMA,
+        BLOCK_T,
+        BLOCK_V,
+        BLOCK_D,
+    )
+    if bias_ptr is not None:
+        j = word + tl.arange(0, BLOCK_V)
+        z += tl.load(bias_ptr + tl.cast(group, tl.int64) * bias_stride + j, mask=j < V, other=0.0)[None, :]
+    t = z
+    if SOFTCAP is not None:
+        t = 1.0 - 2.0 / (tl.exp2(z * (2.0 * 1.4426950408889634 / SOFTCAP)) + 1.0)
+        z = SOFTCAP * t
+    return z, t
+
+
+@triton.jit
+def forward(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    labels_ptr,
+    logsumexp_ptr,
+    label_logit_ptr,
+    logit_sum_ptr,
+    GROUPS,
+    T,
+    V,
+    D,
+    row_blocks,
+    split_words,
+    bias_stride,
+    W_GROUPS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (row_blocks * splits, GROUPS): logsumexp, label's logit and sum of the logits of each split of `split_words` words, `[splits, GROUPS, T]`."""
+    group = tl.program_id(1)
+    row = (tl.program_id(0) % row_blocks) * BLOCK_T
+    split = tl.program_id(0) // row_blocks
+    x_desc = describe(x_ptr, GROUPS, T, D, tl.cast(T, tl.int64) * D, TMA, BLOCK_T, BLOCK_D)
+    weight_desc = describe(weight_ptr, W_GROUPS, V, D, tl.cast(V, tl.int64) * D, TMA, BLOCK_V, BLOCK_D)
+    i = row + tl.arange(0, BLOCK_T)
+    at = tl.cast(group, tl.int64) * T + i
+    label = tl.load(labels_ptr + at, mask=i < T, other=-1)
+    m = tl.full([BLOCK_T], LOWEST, tl.float32)
+    l = tl.zeros([BLOCK_T], tl.float32)
+    at_label = tl.zeros([BLOCK_T], tl.float32)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    first = split * split_words
+    for word in tl.range(first, tl.minimum(first + split_words, V), BLOCK_V):
+        z, _ = _logits(
+            x_ptr,
+            x_desc,
+            weight_ptr,
+            weight_desc,
+            bias_ptr,
+            group,
+            T,
+            V,
+            D,
+            row,
+            word,
+            bias_stride,
+            W_GROUPS,
+            SOFTCAP,
+            PRECISION,
+            TMA,
+            BLOCK_T,
+            BLOCK_V,
+            BLOCK_D,
+        )
+        j = word + tl.arange(0, BLOCK_V)
+        at_label += tl.sum(tl.where(j[None, :] == label[:, None], z, 0.0), 1)
+        if logit_sum_ptr is not None:
+            total += tl.sum(tl.where((j < V)[None, :], z, 0.0), 1)
+        z = tl.where((j < V)[None, :], z, float("-inf"))
+        m_new = tl.maximum(m, tl.max(z, 1))
+        p = tl.exp2((z - m_new[:, None]) * LOG2E)
+        l = l * tl.exp2((m - m_new) * LOG2E) + tl.sum(p, 1)
+        m = m_new
+    at += tl.cast(split, tl.int64) * GROUPS * T
+    tl.store(logsumexp_ptr + at, m + tl.log2(l) * LN2, mask=i < T)
+    # A label outside the vocabulary has no logit; one beyond its last word meets the padding of the last tile, whose logits are 0 or the bias's, 0 too.
+    tl.store(label_logit_ptr + at, at_label, mask=i < T)
+    if logit_sum_ptr is not None:
+        tl.store(logit_sum_ptr + at, total, mask=i < T)
+
+
+@triton.jit
+def combine(
+    logsumexps_ptr,
+    label_logits_ptr,
+    logit_sums_ptr,
+    logsumexp_ptr,
+    label_logit_ptr,
+    logit_sum_ptr,
+    rows,
+    SPLITS,
+    BLOCK: tl.constexpr,
+):
+    """Grid (cdiv(rows, BLOCK),): the outputs `[rows]` of all words from those of the splits, `[SPLITS, rows]`, added in order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.full([BLOCK], LOWEST, tl.float32)
+    l = tl.zeros([BLOCK], tl.float32)
+    at_label = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.range(0, SPLITS):
+        at = tl.cast(split, tl.int64) * rows + i
+        part = tl.load(logsumexps_ptr + at, mask=i < rows, other=0.0)
+        m_new = tl.maximum(m, part)
+        l = l * tl.exp2((m - m_new) * LOG2E) + tl.exp2((part - m_new) * LOG2E)
+        m = m_new
+        at_label += tl.load(label_logits_ptr + at, mask=i < rows, other=0.0)
+        if logit_sum_ptr is not None:
+            total += tl.load(logit_sums_ptr + at, mask=i < rows, other=0.0)
+    tl.store(logsumexp_ptr + i, m + tl.log2(l) * LN2, mask=i < rows)
+    tl.store(label_logit_ptr + i, at_label, mask=i < rows)
+    if logit_sum_ptr is not None:
+        tl.store(logit_sum_ptr + i, total, mask=i < rows)
+
+
+@triton.jit
+def slopes(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    labels_ptr,
+    logsumexp_ptr,
+    dlogsumexp_ptr,
+    dlabel_ptr,
+    dsum_ptr,
+    step_ptr,
+    dz_ptr,
+    partial_ptr,
+    GROUPS,
+    T,
+    V,
+    D,
+    row_blocks,
+    words,
+    bias_stride,
+    W_GROUPS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SUPER_M: tl.constexpr,
+):
+    """Grid (row_blocks * words / BLOCK_V, GROUPS): the gradient `[GROUPS, T, words]` of the logits of part `step` of the vocabulary, before the cap.
+
+    Words past the last have a gradient of 0. With a bias, `partial` `[GROUPS, row_blocks, words]` takes the sums over each block of tokens.
+    """
+    group = tl.program_id(1)
+    block, column = place(tl.program_id(0), row_blocks, words // BLOCK_V, SUPER_M)
+    row = block * BLOCK_T
+    column *= BLOCK_V
+    word = column
+    if step_ptr is not None:
+        word += tl.load(step_ptr) * words
+    x_desc = describe(x_ptr, GROUPS, T, D, tl.cast(T, tl.int64) * D, TMA, BLOCK_T, BLOCK_D)
+    weight_desc = describe(weight_ptr, W_GROUPS, V, D, tl.cast(V, tl.int64) * D, TMA, BLOCK_V, BLOCK_D)
+    z, t = _logits(
+        x_ptr,
+        x_desc,
+        weight_ptr,
+        weight_desc,
+        bias_ptr,
+        group,
+        T,
+        V,
+        D,
+        row,
+        word,
+        bias_stride,
+        W_GROUPS,
+        SOFTCAP,
+        PRECISION,
+        TMA,
+        BLOCK_T,
+        BLOCK_V,
+        BLOCK_D,
+    )
+    i = row + tl.arange(0, BLOCK_T)
+    j = word + tl.arange(0, BLOCK_V)
+    at = tl.cast(group, tl.int64) * T + i
+    logsumexp = tl.load(logsumexp_ptr + at, mask=i < T, other=0.0)
+    logsumexp = tl.where(logsumexp == float("-inf"), 0.0, logsumexp)
+    dlogsumexp = tl.load(dlogsumexp_ptr + at, mask=i < T, other=0.0)
+    dlabel = tl.load(dlabel_ptr + at, mask=i < T, other=0.0)
+    label = tl.load(labels_ptr + at, mask=i < T, other=-1)
+    dz = tl.exp2((z - logsumexp[:, None]) * LOG2E) * dlogsumexp[:, None]
+    dz += tl.where(j[None, :] == label[:, None], dlabel[:, None], 0.0)
+    if dsum_ptr is not None:
+        dz += tl.load(dsum_ptr + at, mask=i < T, other=0.0)[:, None]
+    if SOFTCAP is not None:
+        dz *= 1.0 - t * t
+    dz = tl.where((i < T)[:, None] & (j < V)[None, :], dz, 0.0)
+    columns = column + tl.arange(0, BLOCK_V)
+    if partial_ptr is not None:
+        to = (tl.cast(group, tl.int64) * row_blocks + block) * words + columns
+        tl.store(partial_ptr + to, tl.sum(dz, 0))
+    tl.store(dz_ptr + at[:, None] * words + columns[None, :], dz.to(dz_ptr.dtype.element_ty), mask=(i < T)[:, None])
+
+
+@triton.jit
+def gradient_of_x(
+    dz_ptr,
+    weight_ptr,
+    step_ptr,
+    dx_ptr_init,
+    dx_ptr,
+    GROUPS,
+    T,
+    V,
+    D,
+    words,
+    W_GROUPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUPER_M: tl.constexpr,
+):
+    """Grid (tiles of `[T, D]`, GROUPS): dx, where it starts from something, grows by dz `[GROUPS, T, words]` times part `step` of the words."""
+    group = tl.program_id(1)
+    in_w = group if W_GROUPS > 1 else group * 0
+    num_m = tl.cdiv(T, BLOCK_M)
+    row, column = place(tl.program_id(0), num_m, tl.cdiv(D, BLOCK_N), SUPER_M)
+    row *= BLOCK_M
+    column *= BLOCK_N
+    first = group * 0
+    if step_ptr is not None:
+        first = tl.load(step_ptr) * words
+    dz_stride = tl.cast(T, tl.int64) * words
+    weight_stride = tl.cast(V, tl.int64) * D
+    dz_desc = describe(dz_ptr, GROUPS, T, words, dz_stride, TMA, BLOCK_M, BLOCK_K)
+    weight_desc = describe(weight_ptr, W_GROUPS, V, D, weight_stride, TMA, BLOCK_K, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = grow(
+        acc,
+        dz_ptr,
+        dz_desc,
+        group,
+        dz_stride,
+        T,
+        words,
+        weight_ptr,
+        weight_desc,
+        in_w,
+        weight_stride,
+        V,
+        D,
+        row,
+        column,
+        first,
+        tl.minimum(words, V - first),
+        False,
+        False,
+        PRECISION,
+        TMA,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    i = row + tl.arange(0, BLOCK_M)
+    j = column + tl.arange(0, BLOCK_N)
+    at = (tl.cast(group, tl.int64) * T + i)[:, None] * D + j[None, :]
+    inside = (i < T)[:, None] & (j < D)[None, :]
+    if dx_ptr_init is not None:
+        acc += tl.load(dx_ptr_init + at, mask=inside, other=0.0)
+    tl.store(dx_ptr + at, acc.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gradient_of_weight(
+    dz_ptr,
+    x_ptr,
+    step_ptr,
+    dweight_ptr_init,
+    dweight_ptr,
+    GROUPS,
+    T,
+    V,
+    D,
+    words,
+    W_GROUPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUPER_M: tl.constexpr,
+):
+    """Grid (tiles of `[words, D]`, W_GROUPS): the rows of part `step` of the words are dz^T @ x; SUMMED groups are added to one. Other rows stay as they are."""
+    group = tl.program_id(1)
+    num_m = tl.cdiv(words, BLOCK_M)
+    row, column = place(tl.program_id(0), num_m, tl.cdiv(D, BLOCK_N), SUPER_M)
+    row *= BLOCK_M
+    column *= BLOCK_N
+    first = group * 0
+    if step_ptr is not None:
+        first = tl.load(step_ptr) * words
+    dz_stride = tl.cast(T, tl.int64) * words
+    x_stride = tl.cast(T, tl.int64) * D
+    dz_desc = describe(dz_ptr, GROUPS, T, words, dz_stride, TMA, BLOCK_K, BLOCK_M)
+    x_desc = describe(x_ptr, GROUPS, T, D, x_stride, TMA, BLOCK_K, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for member in tl.range(0, SUMMED):
+        one = member if SUMMED > 1 else group
+        acc = grow(
+            acc,
+            dz_ptr,
+            dz_desc,
+            one,
+            dz_stride,
+            T,
+            words,
+            x_ptr,
+            x_desc,
+            one,
+            x_stride,
+            T,
+            D,
+            row,
+            column,
+            0,
+            T,
+            True,
+            False,
+            PRECISION,
+            TMA,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    i = row + tl.arange(0, BLOCK_M)
+    j = column + tl.arange(0, BLOCK_N)
+    at = (tl.cast(group, tl.int64) * V + first + i)[:, None] * D + j[None, :]
+    inside = ((i < words) & (first + i < V))[:, None] & (j < D)[None, :]
+    tl.store(dweight_ptr + at, acc.to(dweight_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gradient_of_bias(
+    partial_ptr,
+    step_ptr,
+    dbias_ptr_init,
+    dbias_ptr,
+    V,
+    words,
+    count,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (cdiv(words, COLUMNS), groups): `[groups, count, words]` summed over its second axis, always in the same order, to part `step` of the words."""
+    group = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        keep = (row < count)[:, None] & (columns < words)[None, :]
+        total += tl.load(partial_ptr + (group * count + row)[:, None] * words + columns[None, :], mask=keep, other=0.0)
+    word = columns
+    if step_ptr is not None:
+        word += tl.load(step_ptr) * words
+    tl.store(dbias_ptr + group * V + word, tl.sum(total, 0), mask=(columns < words) & (word < V))
+
+
+@triton.jit
+def rounded(wide_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    """Grid (cdiv(count, BLOCK),): the same numbers in another dtype."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wide = tl.load(wide_ptr + at, mask=at < count, other=0.0)
+    tl.store(out_ptr + at, wide.to(out_ptr.dtype.element_ty), mask=at < count)
