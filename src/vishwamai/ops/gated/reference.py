@@ -24,7 +24,9 @@ def weights_of(operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _product(spec: GatedSpec, lhs: jax.Array, rhs: jax.Array, lhs_axis: int, rhs_axis: int, shared: bool) -> jax.Array:
     """`[G, ., .]` in the wide dtype, contracting the axis given of each `[G or 1, ., .]`; summed over the groups, `[1, ., .]`, where `shared`."""
-    dot = functools.partial(lax.dot_general, precision=lax_precision(spec.precision), preferred_element_type=spec.accumulator)
+    dot = functools.partial(
+        lax.dot_general, precision=lax_precision(spec.precision), preferred_element_type=spec.accumulator
+    )
     groups = max(lhs.shape[0], rhs.shape[0])
     if lhs.shape[0] == rhs.shape[0]:
         if shared and groups > 1:
