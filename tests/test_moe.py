@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import contract
 from vishwamai import grouped_gemm, moe_combine, moe_dispatch, moe_layer, moe_routing
 from vishwamai.core.errors import ShapeError
-from vishwamai.ops.moe import MOE, visits
+from vishwamai.ops.moe import visits
 from vishwamai.ops.moe.tiles import GroupedConfig
 
 ROUTING_OPTIONS = ("num_experts", "top_k", "scoring", "num_groups", "top_groups", "scale", "jitter")
@@ -169,10 +169,6 @@ def test_vmap_of_sizes_and_second_order():
 def test_errors_of_grouped_gemm(arguments, text):
     with pytest.raises(ShapeError, match=f"grouped_gemm: .*{text}"):
         grouped_gemm(*arguments)
-
-
-def test_it_is_one_op():
-    assert [impl.name for impl in MOE.implementations] == ["pallas_tpu", "xla"]
 
 
 # --- Routing ---------------------------------------------------------------------------------------------------------------------------------------
