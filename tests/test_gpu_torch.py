@@ -167,6 +167,8 @@ def test_gemm(activation):
 # shapes of a, b, bias, scale_a, then transposes: batch axes that are shared, folded into rows, broadcast in part.
 BATCHES = {
     "rows of a": ((2, 3, 5, 16), (16, 24), (24,), (2, 3, 5), False, False),
+    "shared rows": ((2, 3, 5, 16), (16, 24), (24,), (5,), False, False),
+    "rows shared in part": ((2, 3, 5, 16), (16, 24), (24,), (3, 1), False, False),
     "both": ((2, 5, 16), (2, 16, 24), (2, 24), (), False, False),
     "shared a": ((5, 16), (3, 16, 24), (24,), (1,), False, False),
     "in part": ((2, 3, 5, 16), (2, 1, 16, 24), (24,), (3, 5), False, False),

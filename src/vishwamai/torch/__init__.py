@@ -7,9 +7,11 @@
 torch.Size([2, 4])
 """
 
+from vishwamai.torch import batching as _batching
 from vishwamai.torch.activation import fused_gelu_dropout
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.norm import layer_norm, rms_norm
+from vishwamai.torch.paged_attention import ragged_paged_attention, update_pages
 from vishwamai.torch.rope import apply_rope, rope_tables
 from vishwamai.torch.sharding import register_sharding
 from vishwamai.torch.softmax import log_softmax, softmax
@@ -20,8 +22,12 @@ __all__ = [
     "gemm",
     "layer_norm",
     "log_softmax",
+    "ragged_paged_attention",
     "register_sharding",
     "rms_norm",
     "rope_tables",
     "softmax",
+    "update_pages",
 ]
+
+_batching.register()

@@ -52,17 +52,22 @@ def _laid_out(layout: Layout, spec: MatmulSpec, arrays: tuple[Tensor | None, ...
     )
 
 
-def _returned(layout: Layout, gradient: Tensor, like: Tensor, core: int) -> Tensor:
-    """A gradient in the op's own layout in the shape of the caller's tensor, summed where that was shared."""
+def _returned(layout: Layout, gradient: Tensor, like: Tensor, core: int, per_row: bool) -> Tensor:
+    """A gradient in the op's own layout in the shape of the caller's tensor, summed where that was shared.
+
+    Args:
+      core: axes behind the batch axes: 2 of a matrix, 1 of a vector.
+      per_row: the vector has a number for each row of a product (or one for all).
+    """
     lead = (1,) * (len(layout.batch) - (like.dim() - core)) + tuple(like.shape[: like.dim() - core])
     target = (*lead, *like.shape[like.dim() - core :]) if like.dim() else (1,) * (len(layout.batch) + core)
     outer = layout.outer if gradient.shape[0] != 1 else (1,) * len(layout.outer)
     inner = target[len(layout.outer) : len(layout.batch)]
     rest = list(gradient.shape[1:])
-    if math.prod(inner) != 1:
+    if per_row and rest[0] != 1:  # laid out for every row, whatever the caller's vector shares
+        inner, rest = layout.inner, [layout.m]
+    elif math.prod(inner) != 1:
         rest[0] //= math.prod(inner)
-    elif core == 1 and rest[0] == math.prod(layout.inner) * layout.m and target[-1] == 1:
-        inner, rest = (1,) * len(layout.inner), [rest[0]]
     gradient = gradient.reshape(*outer, *inner, *rest)
     axes = [i for i, (have, want) in enumerate(zip(gradient.shape, target, strict=True)) if want == 1 and have != 1]
     return (gradient.sum(axes, keepdim=True) if axes else gradient).reshape(like.shape)
@@ -158,14 +163,15 @@ def _gemm_backward(
         residual = kept if spec.keeps_preactivation else None
         gradients = bridge.backward(choice, spec, operands, outputs, residual, Outputs(dout))
 
-    def back(gradient: Tensor | None, x: Tensor | None, core: int) -> Tensor:
+    def back(gradient: Tensor | None, x: Tensor | None, core: int, per_row: bool) -> Tensor:
         if x is None or gradient is None or not x.is_floating_point():
             return dout.new_empty(0)
-        returned = _returned(layout, gradient, x, core).to(x.dtype)
+        returned = _returned(layout, gradient, x, core, per_row).to(x.dtype)
         # An operator must not hand its operand's memory, or one result's as another's, back.
         return returned
 
-    return tuple(back(g, x, core) for g, x, core in zip(gradients, arrays, (2, 2, 1, 1, 1), strict=True))  # type: ignore[return-value]
+    by_row = (False, False, False, True, False)
+    return tuple(map(back, gradients, arrays, (2, 2, 1, 1, 1), by_row))  # type: ignore[return-value]
 
 
 @_gemm_backward.register_fake
