@@ -76,7 +76,7 @@ def flash_attention(
     wishes: dict[str, Any] = _tiles("flash_attention", block_size, options) | (
         {} if use_flash else {"use_flash": False}
     )
-    operation = _operation("flash_attention", query, key, value, jax_only=not use_flash)
+    operation = _operation("flash_attention", query, key, value)
     with kernel_config(**wishes):
         return operation(query, key, value, mask=mask, **options)
 

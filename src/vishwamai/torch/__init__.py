@@ -9,15 +9,19 @@ torch.Size([2, 4])
 
 from vishwamai.torch import batching as _batching
 from vishwamai.torch.activation import fused_gelu_dropout
+from vishwamai.torch.attention import flash_attention
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.norm import layer_norm, rms_norm
 from vishwamai.torch.paged_attention import ragged_paged_attention, update_pages
 from vishwamai.torch.rope import apply_rope, rope_tables
 from vishwamai.torch.sharding import register_sharding
 from vishwamai.torch.softmax import log_softmax, softmax
+from vishwamai.torch.varlen import flash_attention_varlen
 
 __all__ = [
     "apply_rope",
+    "flash_attention",
+    "flash_attention_varlen",
     "fused_gelu_dropout",
     "gemm",
     "layer_norm",

@@ -58,11 +58,19 @@ def forward(choice: Choice, spec: Any, operands: Any, residuals: bool = False) -
     return _on_cpu(_cpu_forward(choice, spec, residuals), operands)
 
 
-def backward(choice: Choice, spec: Any, operands: Any, outputs: Any, residuals: Any, cotangents: Any) -> Any:
-    """Gradients of the operands, None for those that have none."""
+def backward(
+    choice: Choice,
+    spec: Any,
+    operands: Any,
+    outputs: Any,
+    residuals: Any,
+    cotangents: Any,
+    unwanted: tuple[str, ...] = (),
+) -> Any:
+    """Gradients of the operands, None for those that have none, and on the CPU for the `unwanted` ones, which may then cost nothing."""
     if choice.platform == "cuda":
         return choice.implementation.backward(spec, choice.config, operands, outputs, residuals, cotangents)
-    return _on_cpu(_cpu_backward(choice, spec), operands, outputs, residuals, cotangents)
+    return _on_cpu(_cpu_backward(choice, spec, unwanted), operands, outputs, residuals, cotangents)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,8 +79,12 @@ def _cpu_forward(choice: Choice, spec: Any, residuals: bool) -> Callable[..., An
 
 
 @functools.lru_cache(maxsize=1024)
-def _cpu_backward(choice: Choice, spec: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(choice.implementation.backward, spec, choice.config))
+def _cpu_backward(choice: Choice, spec: Any, unwanted: tuple[str, ...]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        gradients = choice.implementation.backward(spec, choice.config, *arguments)
+        return gradients._replace(**dict.fromkeys(unwanted)) if unwanted else gradients
+
+    return jax.jit(run)
 
 
 def _on_cpu(function: Callable[..., Any], *arguments: Any) -> Any:

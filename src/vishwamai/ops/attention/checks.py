@@ -303,9 +303,14 @@ def _check_sinks(sinks: Any, heads: int) -> ArraySpec | None:
     return ArraySpec((1, heads), given.dtype)
 
 
-def _check_dropout(rate: Any, key: Any, batch: int, heads: int) -> ArraySpec | None:
+def check_rate(rate: Any) -> None:
+    """Refuses what is no share of probabilities to drop."""
     if not _is_number(rate) or not 0 <= rate < 1:
         _fail(f"`dropout_rate` is {rate!r}; pass a number in [0, 1), such as 0.1.")
+
+
+def _check_dropout(rate: Any, key: Any, batch: int, heads: int) -> ArraySpec | None:
+    check_rate(rate)
     if not rate:
         return None
     if key is None:
