@@ -3,7 +3,7 @@
 The interpreter is chosen when a kernel is decorated, so `TRITON_INTERPRET=1` must be in the environment before a kernel's module is loaded; a process
 that was started with it cannot compile kernels. What the interpreter of Triton 3.6 to 3.9 does otherwise than a GPU is mended here: `tl.dot` of bfloat16
 multiplies the bit patterns as integers and that of float32 is exact whatever precision it is to have, float32 to bfloat16
-truncates, an integer becomes bfloat16 by its bits, a tensor descriptor has no atomic addition, and with NumPy 2.4 a loop bound that
+truncates, to an 8-bit float it loses the carry into the exponent, an integer becomes bfloat16 by its bits, a tensor descriptor has no atomic addition, and with NumPy 2.4 a loop bound that
 the kernel computed is an error.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor
@@ -46,6 +47,9 @@ def _split(x: np.ndarray, bits: int, count: int) -> list[np.ndarray]:
         x = np.where(np.isfinite(x), x - part, np.float32(0))  # nothing is left of infinity
     return parts
 
+
+_EIGHT_BITS = {"fp8e4nv": jnp.float8_e4m3fn, "fp8e5": jnp.float8_e5m2}
+"""By Triton's names; a GPU rounds to the nearest and stays below infinity."""
 
 _PATCHED: set[int] = set()
 """Namespaces whose `tl` a launch has replaced by the interpreter's; the interpreter itself does it again for every call of a device function."""
@@ -95,6 +99,16 @@ def _mend() -> None:
 
         return create
 
+    convert = builder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, source: Any, dst_type: Any, rounding: Any) -> Any:
+        narrow = _EIGHT_BITS.get(str(dst_type.scalar))
+        if source.dtype.scalar != tl.float32 or narrow is None:
+            return convert(self, source, dst_type, rounding)
+        most = float(jnp.finfo(narrow).max)
+        nearest = np.where(np.isnan(source.data), source.data, np.clip(source.data, -most, most)).astype(narrow)
+        return handle(nearest.view(np.uint8), dst_type.scalar)
+
     def create_descriptor_reduce(self: Any, kind: Any, desc: Any, value: Any, indices: Any) -> Any:
         del kind  # addition is the only one that our kernels use
 
@@ -122,6 +136,7 @@ def _mend() -> None:
     allowed = (*(name.lower() for name in _PARTS), "ieee")
     object.__setattr__(interpreter.interpreter_builder.options, "allowed_dot_input_precisions", allowed)
     builder.create_dot, builder.create_fp_trunc = create_dot, create_fp_trunc
+    builder.create_fp_to_fp = create_fp_to_fp
     builder.create_si_to_fp, builder.create_ui_to_fp = from_integer(from_signed), from_integer(from_unsigned)
     if not hasattr(builder, "create_descriptor_reduce"):
         builder.create_descriptor_reduce = create_descriptor_reduce

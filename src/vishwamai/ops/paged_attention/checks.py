@@ -7,11 +7,17 @@ from typing import Any, NoReturn
 
 import jax.numpy as jnp
 
+from vishwamai.core import gpu
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.spec import ArraySpec, array_spec
 
 _QUERY_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def _array(x: Any) -> Any:
+    """A torch tensor as it is, anything else as a JAX array."""
+    return x if gpu.framework(x) == "torch" else jnp.asarray(x)
 
 
 def page_pools(name: str, kv_pages: Any) -> tuple[Any, Any | None, str]:
@@ -23,18 +29,18 @@ def page_pools(name: str, kv_pages: Any) -> tuple[Any, Any | None, str]:
     if isinstance(kv_pages, (tuple, list)):
         if len(kv_pages) != 2:
             raise ShapeError(f"{name}: `kv_pages` is a tuple of {len(kv_pages)}; pass one array or (k_pages, v_pages).")
-        k, v = (jnp.asarray(p) for p in kv_pages)
+        k, v = (_array(p) for p in kv_pages)
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or k.dtype != v.dtype:
             raise ShapeError(
                 f"{name}: `k_pages` is {array_spec(k)} and `v_pages` {array_spec(v)}; pass [pages, page_size, kv_heads, dim] of one dtype, alike but in dim."
             )
         return k, v, "separate"
-    pages = jnp.asarray(kv_pages)
+    pages = _array(kv_pages)
     if pages.ndim == 3:
         return pages, None, "latent"
     if pages.ndim != 4:
         raise ShapeError(
-            f"{name}: `kv_pages` has shape {pages.shape}; pass [pages, page_size, 2 * kv_heads, head_dim] with keys and values in turn, (k_pages, v_pages), "
+            f"{name}: `kv_pages` has shape {tuple(pages.shape)}; pass [pages, page_size, 2 * kv_heads, head_dim] with keys and values in turn, (k_pages, v_pages), "
             "or latent pages [pages, page_size, latent_dim + rope_dim]."
         )
     if pages.shape[2] % 2:
@@ -50,9 +56,10 @@ def check_tables(name: str, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num
     Raises:
       ShapeError: one of them has another shape or dtype than the others ask for.
     """
+    kv_lens, page_indices, cu_q_lens = (array_spec(x) for x in (kv_lens, page_indices, cu_q_lens))
     for label, x, rank in (("kv_lens", kv_lens, 1), ("page_indices", page_indices, 2), ("cu_q_lens", cu_q_lens, 1)):
-        if x.ndim != rank or x.dtype != jnp.int32:
-            raise ShapeError(f"{name}: `{label}` is {array_spec(x)}; pass int32 of rank {rank}.")
+        if len(x.shape) != rank or x.dtype != jnp.int32:
+            raise ShapeError(f"{name}: `{label}` is {x}; pass int32 of rank {rank}.")
     sequences = page_indices.shape[0]
     if kv_lens.shape != (sequences,):
         raise ShapeError(
@@ -63,7 +70,7 @@ def check_tables(name: str, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num
             f"{name}: `cu_q_lens` has shape {cu_q_lens.shape}, but `page_indices` has {sequences} rows; pass ({sequences + 1},): where each sequence's queries "
             "start, and the end."
         )
-    if num_seqs.shape != (1,) or num_seqs.dtype != jnp.int32:
+    if num_seqs is not None and (num_seqs.shape != (1,) or array_spec(num_seqs).dtype != jnp.int32):
         raise ShapeError(f"{name}: `num_seqs` is {array_spec(num_seqs)}; pass an int, or int32 of shape () or (1,).")
 
 

@@ -11,9 +11,12 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from vishwamai.core import gpu
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
+from vishwamai.core.spec import array_spec
 from vishwamai.ops.paged_attention.checks import no_gradient
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
 
@@ -93,29 +96,48 @@ def notes(spec: PagedSpec, chip: Chip | None) -> list[str]:
     """What a caller may want to know about a call that is served."""
     del chip
     if spec.page_size < 16:
-        return [f"with pages of {spec.page_size}, numbers of pages are read for single rows; from 16 on a step may read one"]
+        return [
+            f"with pages of {spec.page_size}, numbers of pages are read for single rows; from 16 on a step may read one"
+        ]
     return []
 
 
 def heuristic(spec: PagedSpec, chip: Chip | None) -> PagedGpuConfig:
-    """Few rows and deep pipelines for decoding, larger tiles where runs are long; splits until the programs fill a GPU twice."""
+    """Few rows and many programs at once for decoding, larger tiles where runs are long; splits until the programs fill a GPU.
+
+    On Hopper nothing spills but float32 heads wider than 128.
+    """
     del chip
-    itemsize = spec.operands.query.dtype.itemsize
-    dim = max(_tile(spec.head_dim), _tile(spec.value_dim)) if spec.form != "latent" else _tile(spec.value_dim)
-    wide = dim > 128 or itemsize == 4
-    rows = min(_tile(spec.max_q_len * spec.group), 64 if wide else 128)
-    keys = 64 if dim <= 128 and itemsize == 2 else 32
-    if itemsize == 4 and dim > 128:
+    most, keys = _most_rows(spec)
+    rows = min(_tile(spec.max_q_len * spec.group), most)
+    if spec.operands.query.dtype.itemsize == 4 and rows == 64 and spec.head_dim > 64:
         keys = 16
     while keys > 16 and keys >= 2 * spec.visible_tokens:
         keys //= 2
-    config = PagedGpuConfig(rows, keys, 4 if rows < 64 and dim <= 256 else 8, 3 if dim <= 256 and not wide else 2, 1)
+    wide = spec.operands.query.dtype.itemsize == 4 and spec.head_dim > 128
+    # Numbers of pages are one load ahead of the pages: of three stages two hold keys and values. The largest tiles have no registers for it.
+    stages = 2 if rows == 64 and (keys == 16 or spec.value_dim > _WIDEST) else 3
+    config = PagedGpuConfig(rows, keys, 8 if rows > 16 or wide else 4, stages, 1)
     programs = spec.batch * _items(spec, config)[0] * spec.kv_heads * _heads(spec, config)[1]
     partial = 4 * spec.batch * spec.tokens * spec.heads * spec.value_dim
     splits = min(
         _PROGRAMS // programs, spec.visible_tokens // (_FEWEST_BLOCKS * keys), _PARTIAL_BYTES // partial, _MOST_SPLITS
     )
-    return dataclasses.replace(config, splits=max(1, splits))
+    # A power of two: the number is compiled into the kernel, and batches of many sizes are to share one.
+    return dataclasses.replace(config, splits=1 << max(1, splits).bit_length() - 1)
+
+
+def _most_rows(spec: PagedSpec) -> tuple[int, int]:
+    """(the most rows of a tile, keys of a step) that the registers hold."""
+    latent, dim = spec.form == "latent", max(_tile(spec.head_dim), _tile(spec.value_dim))
+    if spec.operands.query.dtype.itemsize == 4:
+        return (64, 32) if dim <= 128 and not latent else (32, 16) if dim <= 128 else (16, 16)
+    eight_bits = spec.operands.k_pages.dtype.itemsize == 1
+    if dim <= 128:
+        return 128, 64
+    if latent:
+        return (32 if eight_bits else 64), 32
+    return (64 if eight_bits else 128), 32
 
 
 def _heads(spec: PagedSpec, config: PagedGpuConfig) -> tuple[int, int]:
@@ -247,7 +269,66 @@ def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residua
 
 
 def _chunk(sequences: int) -> int:
-    return min(_CHUNK, gpu.next_power_of_2(sequences))
+    return max(64, min(_CHUNK, gpu.next_power_of_2(sequences)))
+
+
+def update(
+    k_pages: Any,
+    v_pages: Any,
+    key: Any,
+    value: Any,
+    kv_lens: Any,
+    page_indices: Any,
+    cu_q_lens: Any,
+    num_seqs: Any,
+    k_scale: Any,
+    v_scale: Any,
+) -> None:
+    """`update_pages` of torch tensors: the pools `[1, P, page, ...]` are changed in place, the other operands are contiguous and have no batch axis.
+
+    JAX needs no kernel: XLA's scatter moves the new rows only, and writes in place where the pages are donated.
+    """
+    form = "latent" if value is None else "combined" if v_pages is None else "separate"
+    page = array_spec(k_pages)
+    kv_heads = 1 if value is None else key.shape[1]
+    columns, value_columns = page.shape[-1], 0 if value is None else value.shape[-1]
+    tile, value_tile = _tile(columns), _tile(max(1, value_columns))
+    heads = max(1, min(gpu.next_power_of_2(kv_heads), 4096 // max(tile, value_tile)))
+    places = _places(k_pages, v_pages, form)
+    largest = None
+    if page.dtype.itemsize == 1:
+        largest = 127.0 if page.dtype.name == "int8" else float(jnp.finfo(page.dtype).max)
+    gpu.launch(
+        UPDATE,
+        (key.shape[0], gpu.cdiv(kv_heads, heads)),
+        dict(
+            k_ptr=k_pages,
+            v_ptr=v_pages,
+            key_ptr=key,
+            value_ptr=value,
+            kv_lens_ptr=kv_lens,
+            page_indices_ptr=page_indices,
+            cu_q_lens_ptr=cu_q_lens,
+            num_seqs_ptr=num_seqs,
+            k_scale_ptr=k_scale,
+            v_scale_ptr=v_scale,
+        ),
+        {},
+        sequences=page_indices.shape[0],
+        entries=page_indices.shape[1],
+        pages=page.shape[1],
+        kv_heads=kv_heads,
+        **{name: n for name, n in places.items() if not name.endswith("batch")},
+        PAGE=page.shape[2],
+        K=key.shape[-1],
+        D=columns,
+        DV=value_columns,
+        D_TILE=tile,
+        DV_TILE=value_tile,
+        HEADS=heads,
+        MOST=largest,
+        CHUNK=_chunk(page_indices.shape[0]),
+    )
 
 
 TRITON = Implementation("triton", "cuda", forward, no_gradient, why_not, heuristic, PagedGpuConfig, notes)

@@ -123,7 +123,9 @@ def attend(
     b = (place // items).to(tl.int64)
 
     cu_q_lens_ptr += b * cu_q_lens_batch
-    n = tl.minimum(tl.load(num_seqs_ptr + b * num_seqs_batch), sequences)
+    n = tile * 0 + sequences
+    if num_seqs_ptr is not None:
+        n = tl.minimum(n, tl.load(num_seqs_ptr + b * num_seqs_batch))
     if DIRECT:
         if (item >= n) & (item < sequences):
             return
@@ -271,7 +273,9 @@ def combine(
     head = at % heads
     token = at // heads % tokens
     b = at // heads // tokens
-    n = tl.minimum(tl.load(num_seqs_ptr + b * num_seqs_batch), sequences)
+    n = head * 0 + sequences
+    if num_seqs_ptr is not None:
+        n = tl.minimum(n, tl.load(num_seqs_ptr + b * num_seqs_batch))
     inside = token < tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + n)
     column = tl.arange(0, DV_TILE)
     stride = (at * 0 + batch) * tokens * heads
@@ -348,7 +352,9 @@ def update(
     Columns K ... D of a key become 0.
     """
     token = tl.program_id(0)
-    n = tl.minimum(tl.load(num_seqs_ptr), sequences)
+    n = token * 0 + sequences
+    if num_seqs_ptr is not None:
+        n = tl.minimum(n, tl.load(num_seqs_ptr))
     s = sequence_of(cu_q_lens_ptr, n, token, 1, False, CHUNK)
     if s >= n:
         return

@@ -65,7 +65,7 @@ def update_pages(
     check_tables(_NAME, kv_lens, page_indices, cu_q_lens, num_seqs)
     if form == "latent" and key.ndim == 2 and 0 < key.shape[1] < k_pages.shape[2]:
         key = jnp.pad(key, ((0, 0), (0, k_pages.shape[2] - key.shape[1])))
-    _check_rows(key, value, k_pages, v_pages, form)
+    check_rows(key, value, k_pages, v_pages, form)
     pages, page_size = k_pages.shape[:2]
     sequences, entries = page_indices.shape
     tokens = key.shape[0]
@@ -106,7 +106,12 @@ def _stored(x: Any, scale: Any, dtype: Any) -> Any:
     return x.astype(dtype)
 
 
-def _check_rows(key: Any, value: Any, k_pages: Any, v_pages: Any, form: str) -> None:
+def check_rows(key: Any, value: Any, k_pages: Any, v_pages: Any, form: str) -> None:
+    """Checks new rows against the pools that they are for.
+
+    Raises:
+      ShapeError: they do not fit.
+    """
     if form == "latent":
         if value is not None:
             raise ShapeError(
@@ -119,7 +124,7 @@ def _check_rows(key: Any, value: Any, k_pages: Any, v_pages: Any, form: str) -> 
         wanted = {"key": (key, (heads, k_pages.shape[3])), "value": (value, (heads, last))}
     for label, (x, shape) in wanted.items():
         if x is None or x.shape[1:] != shape or x.shape[0] != key.shape[0]:
-            got = None if x is None else x.shape
+            got = None if x is None else tuple(x.shape)
             raise ShapeError(
-                f"{_NAME}: `{label}` has shape {got}; for pages of shape {k_pages.shape} pass ({key.shape[0]}, {', '.join(map(str, shape))})."
+                f"{_NAME}: `{label}` has shape {got}; for pages of shape {tuple(k_pages.shape)} pass ({key.shape[0]}, {', '.join(map(str, shape))})."
             )

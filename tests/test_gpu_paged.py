@@ -1,0 +1,259 @@
+"""Paged attention for GPUs beyond the contract: other tiles and splits, what lies in unused memory, vmap, torch tensors, the update in place.
+
+Run as they are, torch's tensors on the CPU are served by XLA; under TRITON_INTERPRET=1 (`make test-gpu`) by the Triton kernels, interpreted.
+"""
+
+# Calls take NumPy arrays here.
+# pyright: reportArgumentType=false
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import contract  # noqa: E402
+import oracle_paged  # noqa: E402
+import vishwamai  # noqa: E402
+import vishwamai.torch as vt  # noqa: E402
+from vishwamai.core import gpu as core_gpu  # noqa: E402
+from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
+from vishwamai.core.explain import record_plans  # noqa: E402
+from vishwamai.ops.paged_attention import PAGED_ATTENTION  # noqa: E402
+from vishwamai.ops.paged_attention.cases import tables  # noqa: E402
+from vishwamai.ops.paged_attention.gpu import TRITON, PagedGpuConfig, heuristic, notes, why_not  # noqa: E402
+from vishwamai.torch.interpret import from_numpy, interpreted, to_numpy  # noqa: E402
+
+interpreter = pytest.mark.skipif(not contract.INTERPRETED, reason="for Triton's interpreter: make test-gpu")
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+        yield
+
+
+RUNS = ((1, 21), (6, 11), (0, 5), (2, 40))
+
+
+def problem(runs=RUNS, heads=(4, 2), dim=16, page_size=4, seed=0):
+    """(query, kv_pages, kv_lens, page_indices, cu_q_lens): NaN in pages where no sequence has a token, no page at all in entries that none uses."""
+    rng = np.random.default_rng(seed)
+    inits, pages = tables(runs, page_size)
+    query = rng.standard_normal((sum(q for q, _ in runs) + 2, heads[0], dim)).astype(np.float32)
+    pool = rng.standard_normal((pages, page_size, 2 * heads[1], dim)).astype(np.float32)
+    lens, table, starts = (init.make(rng) for init in inits.values())
+    owned, used = np.zeros(pool.shape[:2], bool), np.zeros(table.shape, bool)
+    for s, length in enumerate(lens):
+        at = np.arange(length)
+        owned[table[s, at // page_size], at % page_size] = used[s, at // page_size] = True
+    return (
+        query,
+        np.where(owned[..., None, None], pool, np.nan),
+        lens,
+        np.where(used, table, 2**31 - 1).astype(np.int32),
+        starts,
+    )
+
+
+def expected(arrays, **options):
+    query, pool, lens, table, starts = arrays
+    return oracle_paged.ragged_paged_attention(query, np.nan_to_num(pool), lens, table, starts, **options)
+
+
+def on_torch(arrays):
+    return [from_numpy(x) for x in arrays]
+
+
+# --- Tiles and splits ------------------------------------------------------------------------------------------------------------------------------
+
+# rows, keys, splits, options: blocks of one query and of several, whole sequences, splits without keys, a group wider than a tile.
+TILES = [
+    (16, 16, 1, {}, (4, 2)),
+    (16, 16, 4, {"window": 9, "sinks": True}, (4, 2)),
+    (32, 32, 2, {"softcap": 2.0, "max_q_len": 6}, (8, 1)),
+    (16, 16, 2, {"max_q_len": 6}, (40, 2)),
+]
+
+
+@interpreter
+@pytest.mark.parametrize("rows, keys, splits, options, heads", TILES, ids=str)
+def test_tiles_and_splits(rows, keys, splits, options, heads):
+    """The same numbers whatever the tiles: NaN in unowned memory never shows, wild entries are never read, rows of no sequence are 0."""
+    arrays = problem(heads=heads)
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = np.linspace(-1, 2, heads[0], dtype=np.float32)
+    config = PagedGpuConfig(rows, keys, 4, 2, splits)
+    call = jax.jit(lambda *a: vishwamai.ragged_paged_attention(*a, **options, implementation="triton", config=config))
+    got = np.asarray(jax.block_until_ready(call(*arrays)))
+    np.testing.assert_allclose(got, expected(arrays, **options), rtol=2e-5, atol=2e-5)
+    assert (got[-2:] == 0).all()
+
+
+@interpreter
+def test_vmap_is_folded():
+    """Mapped queries and lengths on pages that all share: one launch."""
+    arrays = problem(((1, 9), (2, 6)), page_size=8)
+    query, pool, lens, table, starts = arrays
+    queries, lengths = np.stack([query, query[::-1]]), np.stack([lens, lens - 1])
+    call = jax.vmap(
+        lambda q, n: vishwamai.ragged_paged_attention(q, pool, n, table, starts, implementation="triton", max_q_len=2)
+    )
+    got = jax.block_until_ready(jax.jit(call)(queries, lengths))
+    for q, n, out in zip(queries, lengths, got, strict=True):
+        np.testing.assert_allclose(out, expected((q, pool, n, table, starts)), rtol=2e-5, atol=2e-5)
+
+
+def spec_of(runs, heads=(32, 8), dim=128, page_size=16, dtype="bfloat16", pages=None, **options):
+    """The spec of a call with `options`."""
+    inits, number = tables(runs, page_size)
+    arrays = {"query": jax.ShapeDtypeStruct((sum(q for q, _ in runs), heads[0], dim), dtype)}
+    rows = (dim,) if "latent_dim" in options else (2 * heads[1], dim)
+    arrays["kv_pages"] = jax.ShapeDtypeStruct((number, page_size, *rows), pages or dtype)
+    arrays |= {name: jax.ShapeDtypeStruct(x.shape, "int32") for name, x in inits.items()}
+    plans = record_plans(lambda arrays: vishwamai.ragged_paged_attention(**arrays, **options), arrays)
+    return plans[0].spec
+
+
+def test_splits_come_from_shapes_alone():
+    """One long sequence is shared by many programs, many sequences by none, a short one by none."""
+    long = heuristic(spec_of(((1, 65536),), max_q_len=1), None)
+    assert (long.rows, long.splits) == (16, 32)
+    assert heuristic(spec_of(((1, 4096),) * 128, max_q_len=1), None).splits == 1
+    assert heuristic(spec_of(((1, 200),), max_q_len=1), None).splits == 1
+    assert heuristic(spec_of(((512, 512),), max_q_len=512), None).rows == 128
+    assert long.with_block_size(100) == dataclasses.replace(long, block_kv=128)
+
+
+def test_what_is_refused():
+    def reason(*args, **options):
+        return why_not(spec_of(((1, 8),), *args, **options), None) or ""
+
+    latent = {"scale": 1.0, "latent_dim": 512}
+    assert "heads of 320 columns" in reason((4, 2), 320)
+    assert "which bfloat16 queries would round" in reason((4, 2), 64, 8, "bfloat16", "float32")
+    assert "512 + 256 columns" in reason((4, 1), 768, **latent)
+    assert "float32 latent pages of 512" in reason((4, 1), 576, 8, "float32", **latent)
+    if core_gpu.why_not() is None:
+        assert reason((4, 1), 576, **latent) == "" == reason((4, 2), 64, 8, "float32", "bfloat16")
+    assert "pages of 1" in notes(spec_of(((1, 8),), page_size=1), None)[0]
+    assert TRITON in PAGED_ATTENTION.implementations
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["combined", "separate", "planes"])
+def test_torch(form):
+    """Every form of pools; `planes` are views into one tensor, as some servers keep them."""
+    arrays = problem()
+    query, pool, *rest = on_torch(arrays)
+    k, v = pool[:, :, 0::2].contiguous(), pool[:, :, 1::2].contiguous()
+    pools = {"combined": pool, "separate": (k, v), "planes": torch.stack((k, v), 1).unbind(1)}[form]
+    got = vt.ragged_paged_attention(query, pools, *rest, window=(12, 0), num_seqs=3)
+    want = expected((arrays[0], *arrays[1:]), window=12, num_seqs=3)
+    np.testing.assert_allclose(to_numpy(got, np.float32), want, rtol=2e-5, atol=2e-5)
+    assert (got[7:] == 0).all()
+
+
+def test_torch_latent_pages_wider_than_the_query():
+    query, pool, lens, table, starts = problem()
+    latent = pool[:, :, 0].copy()
+    latent[..., 12:] = 0
+    options = {"latent_dim": 8, "scale": 0.3}
+    got = vt.ragged_paged_attention(*on_torch((query[..., :12], latent, lens, table, starts)), **options)
+    want = expected((query[..., :12], latent[..., :12], lens, table, starts), **options)
+    np.testing.assert_allclose(to_numpy(got, np.float32), want, rtol=2e-5, atol=2e-5)
+
+
+UPDATES = [("float32", "combined"), ("bfloat16", "separate"), ("int8", "combined"), ("float8_e4m3fn", "latent")]
+
+
+@pytest.mark.parametrize("dtype, form", UPDATES)
+def test_update_is_that_of_jax_and_in_place(dtype, form):
+    """Bit by bit, in the very memory; other rows stay, tokens without a place are dropped, wild entries are never followed."""
+    rng = np.random.default_rng(1)
+    runs, heads, dim = ((1, 9), (3, 3), (4, 2)), 3, 8
+    inits, number = tables(runs, 4)
+    lens, table, starts = (init.make(rng) for init in inits.values())
+    table[1, 1:] = 2**31 - 1
+    key, value = (rng.standard_normal((10, heads, dim)).astype(np.float32) for _ in range(2))
+    key[0, 0, 0] = 1e6
+    shape = {"combined": (2 * heads, dim), "separate": (heads, dim), "latent": (dim + 2,)}[form]
+    pool = rng.integers(-9, 9, (number, 4, *shape)).astype(jax.numpy.dtype(dtype))
+    pools = (pool, pool[::-1].copy()) if form == "separate" else pool
+    options = {} if dtype in ("float32", "bfloat16") else {"k_scale": 0.03, "v_scale": (0.01, 0.02, 0.5)}
+    if form == "latent":
+        key, value, options = key[:, 0], None, {"k_scale": 0.03}
+    want = vishwamai.update_pages(pools, key, value, lens, table, starts, num_seqs=3, **options)
+    mine = jax.tree.map(from_numpy, pools)
+    got = vt.update_pages(
+        mine, *(None if x is None else from_numpy(x) for x in (key, value, lens, table, starts)), num_seqs=3, **options
+    )
+    assert got is mine
+    for a, b in zip(jax.tree.leaves(want), got if isinstance(got, tuple) else (got,), strict=True):
+        np.testing.assert_array_equal(to_numpy(b, a.dtype), np.asarray(a))
+    assert not np.array_equal(np.asarray(jax.tree.leaves(want)[0]), jax.tree.leaves(pools)[0])
+
+
+def attend_arguments():
+    query, pool, lens, table, starts = on_torch(problem(((1, 5), (2, 6))))
+    return query, pool.nan_to_num(), None, lens, table, starts, *(None,) * 9
+
+
+def update_arguments():
+    _, pool, _, lens, table, starts, *_ = attend_arguments()
+    return pool, None, torch.randn(3, 2, 16), torch.randn(3, 2, 16), lens, table, starts, None, None, None
+
+
+@pytest.mark.parametrize("name", ["ragged_paged_attention", "update_pages"])
+def test_opcheck(name):
+    arguments = attend_arguments() if name == "ragged_paged_attention" else update_arguments()
+    op = getattr(torch.ops.vishwamai, name).default
+    assert set(torch.library.opcheck(op, arguments).values()) == {"SUCCESS"}
+
+
+def test_a_step_of_decoding_compiles_in_one_graph():
+    """The update, then attention, and the pages hold what an eager step leaves in them."""
+    _, pool, _, lens, table, starts, *_ = attend_arguments()
+
+    def step(query, pool, key, value):
+        vt.update_pages(pool, key, value, lens, table, starts)
+        return vt.ragged_paged_attention(query.sin(), pool, lens, table, starts, k_scale=0.5, max_q_len=2) * 2
+
+    query, key, value = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    pools = pool.clone(), pool.clone()
+    want = step(query, pools[0], key, value)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(query, pools[1], key, value)
+    assert torch.equal(got, want) and torch.equal(*pools) and not torch.equal(pools[0], pool)
+
+
+def test_errors():
+    query, pool, _, lens, table, starts, *_ = attend_arguments()
+    with pytest.raises(ShapeError, match=r"ragged_paged_attention: `kv_lens` is int64\[2\]; pass int32"):
+        vt.ragged_paged_attention(query, pool, lens.long(), table, starts)
+    with pytest.raises(ShapeError, match=r"the former must be a multiple"):
+        vt.ragged_paged_attention(query[:, :3], pool, lens, table, starts)
+    with pytest.raises(ShapeError, match=r"columns must lie side by side"):
+        vt.ragged_paged_attention(query, pool.transpose(2, 3), lens, table, starts)
+    with pytest.raises(ShapeError, match=r"update_pages: `key` has shape \(3, 1, 16\)"):
+        vt.update_pages(pool, torch.ones(3, 1, 16), torch.ones(3, 2, 16), lens, table, starts)
+    with pytest.raises(ShapeError, match=r"`v_scale` has shape \(3,\); pass a number or \(2,\)"):
+        vt.ragged_paged_attention(query, pool, lens, table, starts, v_scale=(1.0, 2.0, 3.0))
+    out = vt.ragged_paged_attention(query.requires_grad_(), pool, lens, table, starts)
+    with pytest.raises(UnsupportedError, match=r"there is no gradient.*train with `flash_attention`"):
+        out.sum().backward()
+    with pytest.raises(UnsupportedError, match=r"update_pages: pages have no gradient; call it under torch.no_grad"):
+        vt.update_pages(pool, torch.ones(3, 2, 16, requires_grad=True), torch.ones(3, 2, 16), lens, table, starts)
+
+
+@interpreter
+def test_a_pool_is_not_copied_for_its_alignment():
+    query, pool, _, lens, table, starts, *_ = attend_arguments()
+    odd = torch.empty(pool.numel() + 1)[1:].view(pool.shape).copy_(pool)
+    with pytest.raises(ShapeError, match="begins 4 bytes past a multiple of 16"):
+        vt.ragged_paged_attention(query, odd, lens, table, starts)
