@@ -100,15 +100,20 @@ def backward_by(
     rows = (outputs.logsumexp, d.logsumexp, d.label_logit, *((d.logit_sum,) if spec.logit_sum else ()))
     (dx, dweight, dbias), _ = each_group(spec, one, operands, *rows)
 
-    def parameter(gradient: Any, operand: Any) -> Any:
-        if operand is None:
-            return None
-        wide = gradient.astype(spec.accumulator)
-        return gradient if gradient.shape == operand.shape else jnp.sum(wide, 0, keepdims=True).astype(operand.dtype)
-
     return Operands(
-        dx.reshape(operands.x.shape), parameter(dweight, operands.weight), parameter(dbias, operands.bias), None
+        dx.reshape(operands.x.shape),
+        parameter_gradient(spec, dweight, operands.weight),
+        parameter_gradient(spec, dbias, operands.bias),
+        None,
     )
+
+
+def parameter_gradient(spec: LossSpec, gradient: Any, operand: Any) -> Any:
+    """The gradient of weight or bias from that of every group, summed where the groups share it; None where there is no operand."""
+    if operand is None:
+        return None
+    wide = gradient.astype(spec.accumulator)
+    return gradient if gradient.shape == operand.shape else jnp.sum(wide, 0, keepdims=True).astype(operand.dtype)
 
 
 def _gradients(

@@ -79,6 +79,17 @@ def _aligned(spec: LossSpec) -> bool:
     return spec.features * spec.operands.x.dtype.itemsize % 16 == 0
 
 
+def _widest(spec: LossSpec) -> int:
+    """Columns of the widest tile of 128 rows whose program keeps within its registers: the parts of float32 need some, and so do the addresses of a
+    tile that the copy engine cannot fetch."""
+    return 256 // spec.operands.x.dtype.itemsize * (2 if _aligned(spec) else 1)
+
+
+def _warps_and_stages(spec: LossSpec, rows: int, columns: int) -> tuple[int, int]:
+    """Of a program that multiplies tiles of `rows x columns`."""
+    return (8, 3) if rows * columns >= 128 * min(128, _widest(spec)) else (4, 4)
+
+
 def _edge(size: int, largest: int) -> int:
     """Edge of a tile over an axis of `size`."""
     return min(largest, max(16, gpu.next_power_of_2(size)))
@@ -88,13 +99,12 @@ def heuristic(spec: LossSpec, chip: Chip | None) -> LossGpuConfig:
     """Tiles of 128 tokens and 256 words; so many splits, and such parts of the backward pass, that the last round of programs is nearly full."""
     del chip
     groups, tokens = _sizes(spec)
-    # The parts of float32 need registers, and so do the addresses of a tile that the copy engine cannot fetch.
-    roomy = spec.operands.x.dtype.itemsize == 2 and _aligned(spec)
-    block_t = _edge(tokens, 128)
-    block_v = _edge(spec.vocab, 256 if roomy and block_t == 128 and spec.features > _SHALLOW else 128)
-    block_d = _edge(spec.features, 64 if roomy else 32)
-    large = block_t * block_v >= 128 * 128
-    slots = gpu.SMS * (1 if block_t * block_v > 128 * 128 or not roomy else 2)
+    widest, block_t = _widest(spec), _edge(tokens, 128)
+    # All that may follow a tile's product at once, bias, cap and sums, needs registers too.
+    narrow = block_t < 128 or spec.features <= _SHALLOW or None not in (spec.softcap, spec.operands.bias)
+    block_v = _edge(spec.vocab, min(widest, 128) if narrow else widest)
+    block_d = _edge(spec.features, 64 if widest == 256 else 32)
+    slots = gpu.SMS * (2 if widest == 256 and block_t * block_v <= 128 * 128 else 1)
     rows, tiles = groups * gpu.cdiv(tokens, block_t), gpu.cdiv(spec.vocab, block_v)
 
     def rounds(programs: int) -> int:
@@ -106,10 +116,12 @@ def heuristic(spec: LossSpec, chip: Chip | None) -> LossGpuConfig:
         return rounds(rows * gpu.cdiv(tiles, words)) * words
 
     splits = min(range(1, min(tiles, gpu.cdiv(4 * slots, rows)) + 1), key=cost)
-    most = max(1, min(max(spec.vocab // _PARTS, _LEAST), _MOST) // block_v)
+    # Few tokens take more words at a time, so that there is work for every multiprocessor, but never a quarter of all.
+    more = min(2 * slots // rows, spec.vocab // 4 // block_v)
+    most = max(min(max(spec.vocab // _PARTS, _LEAST), _MOST) // block_v, more, 1)
     part = max(range((most + 1) // 2, most + 1), key=lambda n: rows * n / rounds(rows * n))
     block_vocab = min(part, tiles) * block_v
-    return LossGpuConfig(block_t, block_v, block_d, splits, block_vocab, 8 if large else 4, 3 if large else 4)
+    return LossGpuConfig(block_t, block_v, block_d, splits, block_vocab, *_warps_and_stages(spec, block_t, block_v))
 
 
 def _folded(spec: LossSpec, x: Any) -> Any:
@@ -180,12 +192,12 @@ def forward(spec: LossSpec, config: LossGpuConfig, operands: Operands, residuals
 
 def _product_tiles(spec: LossSpec, groups: int, m: int, n: int, k: int) -> tuple[int, int, int]:
     """(rows, columns, depth) of a tile of `groups` products `m x n x k`: the largest of which there are enough for every multiprocessor."""
-    roomy = spec.operands.x.dtype.itemsize == 2 and _aligned(spec)
-    options = ((128, 256 if roomy else 128), (128, 128), (128, 64), (64, 64))
+    widest = _widest(spec)
+    options = ((128, widest), *((128, n) for n in (128, 64) if n < widest), (64, 64))
     for block_m, block_n in options:
         if groups * gpu.cdiv(m, block_m) * gpu.cdiv(n, block_n) >= gpu.SMS and m >= block_m and n >= block_n:
             break
-    return _edge(m, block_m), _edge(n, block_n), _edge(k, 64 if roomy else 32)
+    return _edge(m, block_m), _edge(n, block_n), _edge(k, 64 if widest == 256 else 32)
 
 
 def _product(
@@ -201,15 +213,15 @@ def _product(
 ) -> Any:
     """One launch of `count` products of (rows, columns, depth) `sizes` with a part's dz `[G, T, words]`."""
     block_m, block_n, block_k = _product_tiles(spec, count, *sizes)
-    large = block_m * block_n >= 128 * 128
+    warps, stages = _warps_and_stages(spec, block_m, block_n)
     groups, tokens = _sizes(spec)
     (result,) = gpu.launch(
         kernel,
         (gpu.cdiv(sizes[0], block_m) * gpu.cdiv(sizes[1], block_n), count),
         inputs,
         outputs,
-        warps=8 if large else 4,
-        stages=3 if large else 4,
+        warps=warps,
+        stages=stages,
         GROUPS=groups,
         T=tokens,
         V=spec.vocab,

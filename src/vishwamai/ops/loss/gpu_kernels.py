@@ -36,7 +36,7 @@ def _logits(
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """(logits `[BLOCK_T, BLOCK_V]` of the tokens from `row` and the words from `word` on, tanh of the soft-cap)."""
+    """Logits `[BLOCK_T, BLOCK_V]` of the tokens from `row` and the words from `word` on; 0 past the last word."""
     x_stride = tl.cast(T, tl.int64) * D
     weight_stride = tl.cast(V, tl.int64) * D
     in_w = group if W_GROUPS > 1 else group * 0
@@ -70,11 +70,9 @@ def _logits(
     if bias_ptr is not None:
         j = word + tl.arange(0, BLOCK_V)
         z += tl.load(bias_ptr + tl.cast(group, tl.int64) * bias_stride + j, mask=j < V, other=0.0)[None, :]
-    t = z
     if SOFTCAP is not None:
-        t = 1.0 - 2.0 / (tl.exp2(z * (2.0 * 1.4426950408889634 / SOFTCAP)) + 1.0)
-        z = SOFTCAP * t
-    return z, t
+        z = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(z * (2.0 * 1.4426950408889634 / SOFTCAP)) + 1.0)
+    return z
 
 
 @triton.jit
@@ -116,7 +114,7 @@ def forward(
     total = tl.zeros([BLOCK_T], tl.float32)
     first = split * split_words
     for word in tl.range(first, tl.minimum(first + split_words, V), BLOCK_V):
-        z, _ = _logits(
+        z = _logits(
             x_ptr,
             x_desc,
             weight_ptr,
@@ -229,7 +227,7 @@ def slopes(
         word += tl.load(step_ptr) * words
     x_desc = describe(x_ptr, GROUPS, T, D, tl.cast(T, tl.int64) * D, TMA, BLOCK_T, BLOCK_D)
     weight_desc = describe(weight_ptr, W_GROUPS, V, D, tl.cast(V, tl.int64) * D, TMA, BLOCK_V, BLOCK_D)
-    z, t = _logits(
+    z = _logits(
         x_ptr,
         x_desc,
         weight_ptr,
@@ -263,13 +261,17 @@ def slopes(
     if dsum_ptr is not None:
         dz += tl.load(dsum_ptr + at, mask=i < T, other=0.0)[:, None]
     if SOFTCAP is not None:
-        dz *= 1.0 - t * t
-    dz = tl.where((i < T)[:, None] & (j < V)[None, :], dz, 0.0)
+        dz *= 1.0 - z * z * (1.0 / (SOFTCAP * SOFTCAP))
+    # Rows past the last token are 0 as they are: what was loaded for them is.
+    dz = tl.where((j < V)[None, :], dz, 0.0)
     columns = column + tl.arange(0, BLOCK_V)
     if partial_ptr is not None:
         to = (tl.cast(group, tl.int64) * row_blocks + block) * words + columns
         tl.store(partial_ptr + to, tl.sum(dz, 0))
-    tl.store(dz_ptr + at[:, None] * words + columns[None, :], dz.to(dz_ptr.dtype.element_ty), mask=(i < T)[:, None])
+    # From the tile's own corner on, 32 bits hold every offset, and half the registers.
+    corner = dz_ptr + (tl.cast(group, tl.int64) * T + row) * words + column
+    within = tl.arange(0, BLOCK_T)[:, None] * words + tl.arange(0, BLOCK_V)[None, :]
+    tl.store(corner + within, dz.to(dz_ptr.dtype.element_ty), mask=(i < T)[:, None])
 
 
 @triton.jit
@@ -306,7 +308,13 @@ def gradient_of_x(
     weight_stride = tl.cast(V, tl.int64) * D
     dz_desc = describe(dz_ptr, GROUPS, T, words, dz_stride, TMA, BLOCK_M, BLOCK_K)
     weight_desc = describe(weight_ptr, W_GROUPS, V, D, weight_stride, TMA, BLOCK_K, BLOCK_N)
+    i = row + tl.arange(0, BLOCK_M)
+    j = column + tl.arange(0, BLOCK_N)
+    at = (tl.cast(group, tl.int64) * T + i)[:, None] * D + j[None, :]
+    inside = (i < T)[:, None] & (j < D)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if dx_ptr_init is not None:
+        acc = tl.load(dx_ptr_init + at, mask=inside, other=0.0)
     acc = grow(
         acc,
         dz_ptr,
@@ -333,12 +341,6 @@ def gradient_of_x(
         BLOCK_N,
         BLOCK_K,
     )
-    i = row + tl.arange(0, BLOCK_M)
-    j = column + tl.arange(0, BLOCK_N)
-    at = (tl.cast(group, tl.int64) * T + i)[:, None] * D + j[None, :]
-    inside = (i < T)[:, None] & (j < D)[None, :]
-    if dx_ptr_init is not None:
-        acc += tl.load(dx_ptr_init + at, mask=inside, other=0.0)
     tl.store(dx_ptr + at, acc.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
