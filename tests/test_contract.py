@@ -80,9 +80,6 @@ EXPECTED_REFUSALS: dict[tuple[str, str], dict[str, str]] = {
         "full f64": "`query` is float64",
         "head dim 2000": "heads of 2000",
         "no keys": "an axis is empty",
-        "blocks causal GQA bf16": "static block mask",
-        "blocks by head": "static block mask",
-        "blocks of a function": "static block mask",
     },
     ("norm", "triton"): {
         "layer float64": "`x` is float64",

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vishwamai.core import sharding, triton_call
 from vishwamai.core.errors import DeviceError
@@ -95,7 +96,7 @@ Launcher = Callable[[Launch, dict[str, Any], dict[str, Result]], list[Any]]
 
 
 def _launch_jax(how: Launch, inputs: dict[str, Any], outputs: dict[str, Result]) -> list[Any]:
-    arrays = tuple(inputs.values())
+    arrays = tuple(x for x in inputs.values() if not isinstance(x, np.ndarray))
     aliases = {name: f"{name}_init" for name, out in outputs.items() if out.initialized}
     for name, source in aliases.items():
         out = outputs[name]
@@ -142,7 +143,7 @@ def launch(
     Args:
       kernel: the kernel. Its parameters are the inputs, then the outputs, then the constants, by these names.
       grid: programs along each of up to three axes, at least one in all.
-      inputs: contiguous arrays, all of one framework; None for an absent one, which the kernel sees as None.
+      inputs: contiguous arrays, all of one framework, and constants (NumPy's arrays) behind the first; None for an absent one, which the kernel sees as None.
       outputs: what it writes, see `result` and `onto`; None for an output that is not wanted. One that starts from something has beside it, last
         among the inputs, a parameter `<name>_init`: the same memory under another name, by which XLA knows what it starts from.
       warps: warps of a program.

@@ -158,6 +158,13 @@ def compiled(kernel: Kernel, types: tuple[tuple[str, str], ...], launch: Launch,
     return triton.compile(source, target=where, options=options)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """A constant array among a primitive's parameters, where it is no operand that partitioning would have to place; itself alone is equal to it."""
+
+    values: np.ndarray
+
+
 def triton_call(
     launch: Launch,
     inputs: Mapping[str, Any],
@@ -168,16 +175,18 @@ def triton_call(
 
     Args:
       launch: the kernel and how it is launched.
-      inputs: arrays by the names of the kernel's parameters, in the order of its parameters.
+      inputs: arrays by the names of the kernel's parameters, in the order of its parameters; NumPy's become constants of the program.
       outputs: shapes and dtypes of the results, in the order of the kernel's parameters, all of them after the inputs.
       aliases: input whose memory an output takes over, by the output's name: how an output starts from values (zeros to add to).
 
     Returns:
       the results in order. The primitive has no gradient and no batching rule: an `Op` brings both.
     """
+    tables = tuple((name, Table(x)) for name, x in inputs.items() if isinstance(x, np.ndarray))
     results = _triton_call.bind(
-        *inputs.values(),
+        *(x for x in inputs.values() if not isinstance(x, np.ndarray)),
         launch=launch,
+        tables=tables,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         avals=tuple(shaped_abstractify(struct).update(dtype=struct.dtype) for struct in outputs.values()),
@@ -200,8 +209,10 @@ def _ptx_pointers(ptx: str) -> int:
 
 
 def _lower(
-    *operands: Any, launch: Launch, inputs: Sequence[str], outputs: Sequence[str], avals: Any, aliases: Any
+    *operands: Any, launch: Launch, tables: Any, inputs: Sequence[str], outputs: Sequence[str], avals: Any, aliases: Any
 ) -> Any:
+    constants, given = dict(tables), iter(operands)
+    operands = tuple(jnp.asarray(constants[name].values) if name in constants else next(given) for name in inputs)
     types = tuple(
         (name, POINTERS[array.dtype.name]) for name, array in zip((*inputs, *outputs), (*operands, *avals), strict=True)
     )

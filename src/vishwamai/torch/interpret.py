@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vishwamai.core import gpu, sharding
 from vishwamai.core.errors import DeviceError
-from vishwamai.torch.launch import allocate, arguments, torch_dtype
+from vishwamai.torch.launch import allocate, arguments, placed, torch_dtype
 
 _ONE_AT_A_TIME = threading.Lock()
 """The interpreter keeps the program's place in the grid in global state."""
@@ -158,6 +158,7 @@ def launch_torch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, 
         raise DeviceError(f"{how.kernel.name} was loaded to be compiled; set TRITON_INTERPRET=1 before Python starts.")
     _mend()
     first = next(iter(inputs.values()))
+    inputs = placed(inputs, first.device)
     results = allocate(outputs, first.device)
     _poison(results, outputs)
     with _ONE_AT_A_TIME:
@@ -183,17 +184,19 @@ def to_numpy(x: Tensor, dtype: Any) -> np.ndarray:
 def launch_jax(how: gpu.Launch, inputs: dict[str, Any], outputs: dict[str, gpu.Result]) -> list[Any]:
     """Interprets a kernel on JAX arrays, inside any JAX program for the CPU."""
 
+    traced = {name: x for name, x in inputs.items() if not isinstance(x, np.ndarray)}
     starts = {name: out.start for name, out in outputs.items() if out.start is not None}
 
     def on_host(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
         copies = [from_numpy(np.asarray(x)) for x in arrays]
-        tensors = dict(zip(inputs, copies[: len(inputs)], strict=True))
-        begun = dict(zip(starts, copies[len(inputs) :], strict=True))
+        given = dict(zip(traced, copies[: len(traced)], strict=True))
+        tensors = {name: given.get(name, x) for name, x in inputs.items()}
+        begun = dict(zip(starts, copies[len(traced) :], strict=True))
         started = {name: dataclasses.replace(out, start=begun.get(name)) for name, out in outputs.items()}
         results = launch_torch(how, tensors, started)
         return tuple(to_numpy(y, out.dtype) for y, out in zip(results, outputs.values(), strict=True))
 
-    arrays = (*inputs.values(), *starts.values())
+    arrays = (*traced.values(), *starts.values())
     structs = tuple(sharding.out_struct(out.shape, out.dtype, arrays) for out in outputs.values())
     return list(jax.pure_callback(on_host, structs, *arrays))
 

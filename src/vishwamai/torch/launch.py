@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,23 @@ def allocate(outputs: dict[str, gpu.Result], device: torch.device) -> dict[str, 
         return (torch.zeros if out.zeroed else torch.empty)(out.shape, dtype=torch_dtype(out.dtype), device=device)
 
     return {name: memory(out) for name, out in outputs.items()}
+
+
+_CONSTANTS: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def placed(inputs: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """The inputs with constants (NumPy's arrays) on the tensors' device; they are copied there once, for as long as they live."""
+    given = {}
+    for name, x in inputs.items():
+        if isinstance(x, np.ndarray):
+            key = (id(x), device)
+            if key not in _CONSTANTS:
+                _CONSTANTS[key] = torch.tensor(x, device=device)
+                weakref.finalize(x, _CONSTANTS.pop, key, None)
+            x = _CONSTANTS[key]
+        given[name] = x
+    return given
 
 
 def arguments(
@@ -67,6 +86,7 @@ def launch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Re
         triton.set_allocator(scratch)
         results = allocate(outputs, first.device)
         # Kernels count on buffers that are aligned to 16 bytes, which a view into a tensor need not be.
+        inputs = placed(inputs, first.device)
         inputs = {name: x if x.data_ptr() % 16 == 0 else x.clone() for name, x in inputs.items()}
         function[how.grid](
             **arguments(how, function, inputs, outputs, results), num_warps=how.warps, num_stages=how.stages

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from vishwamai.core import dropout, gpu
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
+from vishwamai.ops.attention.gpu_blocks import walked, walks
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 _FORWARD, _BACKWARD = "vishwamai.ops.attention.gpu_kernels", "vishwamai.ops.attention.gpu_kernels_backward"
@@ -28,6 +29,8 @@ DELTA, KEY_GRADIENTS, QUERY_GRADIENTS, BIAS_GRADIENT, SINK_GRADIENT, CAST = (
 _DTYPES = ("bfloat16", "float16", "float32")
 _WIDEST = 256
 """Elements of the widest head that the kernels hold."""
+_MOST_PATTERNS = 1 << 26
+"""Bytes of a block mask's pictures."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,17 @@ def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
     if max(spec.qk_dim, spec.v_dim) > _WIDEST:
         return f"heads of {max(spec.qk_dim, spec.v_dim)} elements do not fit a program's registers; it takes up to {_WIDEST}."
     if spec.blocks is not None:
-        return "a static block mask is not supported by the Triton kernels."
+        if spec.blocks.heads not in (1, spec.q_heads):
+            return f"the block mask has {spec.blocks.heads} heads, and there are {spec.q_heads} here."
+        config = heuristic(spec, None)
+        for cut in ((config.block_q, config.block_kv), (config.backward_q, config.backward_kv)):
+            found = walks(spec, *cut)
+            size = 0 if found is None or found.patterns is None else found.patterns.nbytes
+            if size > _MOST_PATTERNS:
+                return (
+                    f"the pictures of the block mask's tiles of {cut[0]} x {cut[1]} that are there in part take {size:,} bytes, more than the "
+                    f"{_MOST_PATTERNS:,} that a program should hold as constants; pass it as `mask`."
+                )
     return gpu.why_not()
 
 
@@ -86,6 +99,17 @@ def heuristic(spec: AttentionSpec, chip: Chip | None) -> AttentionGpuConfig:
         config = _WIDE[max(64, dim)]
     else:
         config = _NARROW[max(64, dim)]
+    if spec.blocks is not None:
+        # A tile larger than a block would visit the block's neighbours too; smaller than 64 rows it would leave the tensor cores idle.
+        block_q, block_kv = (max(64, gpu.next_power_of_2(size)) for size in spec.blocks.block_size)
+        config = dataclasses.replace(
+            config,
+            block_q=min(config.block_q, block_q),
+            block_kv=min(config.block_kv, block_kv),
+            warps=4 if block_q < config.block_q else config.warps,
+            backward_q=min(config.backward_q, block_q),
+            backward_kv=min(config.backward_kv, block_kv),
+        )
     return dataclasses.replace(
         config,
         block_q=_clamp(config.block_q, spec.q_len),
@@ -262,6 +286,7 @@ def attend(
     query = operands.query
     block_q, block_kv = _clamp(config.block_q, spec.q_len), _clamp(config.block_kv, spec.kv_len)
     statistics = query.shape[1:3] if memory.packed else query.shape[:3]
+    walk = walks(spec, block_q, block_kv)
     out, logsumexp = gpu.launch(
         FORWARD,
         (gpu.cdiv(spec.q_len, block_q) * memory.elements(spec) * spec.q_heads,),
@@ -273,6 +298,7 @@ def attend(
             sinks_ptr=operands.sinks,
             seed_ptr=_seed(spec, operands),
             **memory.starts(),
+            **walked(walk, "by_query"),
         ),
         dict(
             out_ptr=memory.result(query, spec.v_dim, spec.operands.query.dtype),
@@ -281,6 +307,7 @@ def attend(
         warps=config.warps,
         stages=config.stages,
         sinks_b=_strides(spec.operands.sinks, 1)[0],
+        walk_h=0 if walk is None else walk.by_query_step,
         q_total=query.shape[2],
         **_constants(spec, block_q, block_kv),
         **_where(operands),
@@ -349,11 +376,12 @@ def gradients(
         seed_ptr=_seed(spec, operands),
     )
     deterministic = config.deterministic
+    walk = walks(spec, block_q, block_kv)
     plain = query.shape[1:] if memory.packed else query.shape
     dk, dv, dq = gpu.launch(
         KEY_GRADIENTS,
         (kv_tiles * elements * spec.kv_heads,),
-        {**inputs, **memory.starts()},
+        {**inputs, **memory.starts(), **walked(walk, "by_key")},
         dict(
             dk_ptr=memory.result(key, spec.qk_dim, dtype),
             dv_ptr=memory.result(value, spec.v_dim, dtype),
@@ -361,6 +389,7 @@ def gradients(
         ),
         q_total=positions,
         kv_total=key.shape[2],
+        walk_h=0 if walk is None else walk.by_key_step,
         TMA_DQ=spec.qk_dim % 4 == 0,
         **how,
         **memory.launched(),
@@ -369,9 +398,10 @@ def gradients(
         (dq,) = gpu.launch(
             QUERY_GRADIENTS,
             (q_tiles * elements * spec.q_heads,),
-            {**inputs, **memory.starts()},
+            {**inputs, **memory.starts(), **walked(walk, "by_query")},
             dict(dq_ptr=memory.result(query, spec.qk_dim, dtype)),
             q_total=positions,
+            walk_h=0 if walk is None else walk.by_query_step,
             **how,
             **memory.launched(),
         )
@@ -390,8 +420,9 @@ def gradients(
         (dbias,) = gpu.launch(
             BIAS_GRADIENT,
             (tiles,),
-            inputs,
+            {**inputs, **walked(walk, "tiles", "tiles_ptr")},
             dict(dbias_ptr=gpu.result(operands.bias.shape, spec.operands.bias.dtype)),
+            tiles_h=0 if walk is None or len(walk.tiles) == 1 else walk.tiles[0].size,
             **how,
         )
     if operands.sinks is not None:

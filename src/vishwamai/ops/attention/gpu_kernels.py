@@ -244,6 +244,25 @@ def key_blocks(
 
 
 @triton.jit
+def place(walk_ptr, n, SIZE: tl.constexpr):
+    """Where the block of step n begins: at n, or, of a walk (see `gpu_blocks.py`), where its n-th pair says, in blocks of SIZE."""
+    if walk_ptr is not None:
+        return tl.load(walk_ptr + 2 * n) * SIZE
+    else:
+        return n
+
+
+@triton.jit
+def shown(s, number, patterns_ptr, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The logits s of a tile, -inf where its pattern hides them; query i and key j of the tile broadcast to s, in either order."""
+    at = number.to(tl.int64) * (ROWS * COLUMNS) + i * COLUMNS + j
+    seen = tl.load(
+        patterns_ptr + at, mask=(number > 0) & (i + j >= 0), other=1
+    )  # pattern 0 is a whole tile, and not read
+    return tl.where(seen != 0, s, float("-inf"))
+
+
+@triton.jit
 def _absorb(
     s,
     v,
@@ -286,6 +305,8 @@ def forward(
     seed_ptr,
     q_starts_ptr,
     kv_starts_ptr,
+    walk_ptr,
+    patterns_ptr,
     out_ptr,
     lse_ptr,
     batch,
@@ -316,6 +337,7 @@ def forward(
     q_segments_b,
     kv_segments_b,
     sinks_b,
+    walk_h,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     LOW: tl.constexpr,
@@ -339,7 +361,8 @@ def forward(
 
     SEQ_FIRST: out is `[batch, q_len, q_heads, DV]`. With `q_starts_ptr`, `[batch + 1]` int32, the sequences are packed: queries `[q_total, q_heads, D]`,
     keys `[kv_total, kv_heads, D]`, out like the queries, lse `[q_heads, q_total]`; q_len and kv_len are then the longest sequences', there is one
-    batch element more, for what lies behind the last sequence, and BOTTOM_RIGHT aligns the band of each.
+    batch element more, for what lies behind the last sequence, and BOTTOM_RIGHT aligns the band of each. With `walk_ptr`, only the tiles of a block
+    mask's walk are visited (`gpu_blocks.Walks.by_query`, of which a head has `walk_h` lists).
     """
     tiles = tl.cdiv(q_len, ROWS)
     plane = tl.program_id(0) // tiles
@@ -369,12 +392,16 @@ def forward(
     q = load_rows(queries, at_b, h, row, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
     rows = (row + tl.arange(0, ROWS))[:, None]
     PRECISE: tl.constexpr = q.dtype == tl.float32
+    STEP: tl.constexpr = COLUMNS if walk_ptr is None else 1
     MASKED: tl.constexpr = bias_ptr is not None or mask_ptr is not None or q_segments_ptr is not None
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_TILE], tl.float32)
     lo, full_lo, full_hi, hi = key_blocks(row, q_len, kv_len, low, high, ROWS, COLUMNS, LOW, HIGH)
-    if q_segments_ptr is not None:
+    if walk_ptr is not None:
+        span = walk_ptr + (h * walk_h + row // ROWS) * 3
+        lo, full_lo, full_hi, hi = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 2)
+    elif q_segments_ptr is not None:
         start, stop = segment_span(
             q_segments_ptr + b.to(tl.int64) * q_segments_b, row + tl.arange(0, ROWS), q_len,
             kv_segments_ptr + b.to(tl.int64) * kv_segments_b, kv_len, 2048,
@@ -384,11 +411,12 @@ def forward(
         full_lo = tl.maximum(full_lo, lo)
         full_hi = tl.maximum(full_lo, tl.minimum(full_hi, tl.cdiv(stop, COLUMNS) * COLUMNS))
 
-    for side in tl.static_range(2 if LOW else 1):
-        # The diagonal and the keys' ragged end, then the window's left edge.
-        start = full_hi if side == 0 else lo
-        stop = hi if side == 0 else full_lo
-        for n in tl.range(start, stop, COLUMNS):
+    for side in tl.static_range(2 if LOW and walk_ptr is None else 1):
+        # The diagonal and the keys' ragged end, then the window's left edge; of a walk, all that is seen in part.
+        start = full_hi if side == 0 and walk_ptr is None else lo
+        stop = hi if side == 0 and walk_ptr is None else full_lo
+        for step in tl.range(start, stop, STEP):
+            n = place(walk_ptr, step, COLUMNS)
             columns = (n + tl.arange(0, COLUMNS))[None, :]
             k = load_rows(keys, at_b, kv_h, n, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
             s = tl.dot(q, k.T, input_precision=PRECISION)
@@ -397,45 +425,50 @@ def forward(
                 bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
                 SCALE, SOFTCAP, LOW, HIGH, True, PRECISE,
             )  # fmt: skip
+            if patterns_ptr is not None:
+                number = tl.load(walk_ptr + 2 * step + 1)
+                s = shown(s, number, patterns_ptr, rows - row, columns - n, ROWS, COLUMNS)
             v = load_rows(values, at_b, kv_h, n, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
             m, l, acc = _absorb(
                 s, v, m, l, acc, rows, columns, plane, seed_ptr, KEEP_FROM, RESCALE, True, PRECISION
             )  # fmt: skip
 
     if full_lo < full_hi:
-        k = load_rows(keys, at_b, kv_h, full_lo, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
+        n = place(walk_ptr, full_lo, COLUMNS)
+        k = load_rows(keys, at_b, kv_h, n, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
         product = tl.dot(q, k.T, input_precision=PRECISION)
-        for n in tl.range(full_lo + COLUMNS, full_hi, COLUMNS):
+        for step in tl.range(full_lo + STEP, full_hi, STEP):
+            n = place(walk_ptr, step, COLUMNS)
             k = load_rows(keys, at_b, kv_h, n, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
             following = tl.dot(q, k.T, input_precision=PRECISION)
-            columns = (n - COLUMNS + tl.arange(0, COLUMNS))[None, :]
+            before = place(walk_ptr, step - STEP, COLUMNS)
+            columns = (before + tl.arange(0, COLUMNS))[None, :]
             s, _ = logits(
                 product, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low,
                 high, bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
                 SCALE, SOFTCAP, LOW, HIGH, False, PRECISE,
             )  # fmt: skip
-            v = load_rows(
-                values, at_b, kv_h, n - COLUMNS, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V
-            )
+            v = load_rows(values, at_b, kv_h, before, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
             m, l, acc = _absorb(
                 s, v, m, l, acc, rows, columns, plane, seed_ptr, KEEP_FROM, RESCALE, MASKED, PRECISION
             )  # fmt: skip
             product = following
-        columns = (full_hi - COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        n = place(walk_ptr, full_hi - STEP, COLUMNS)
+        columns = (n + tl.arange(0, COLUMNS))[None, :]
         s, _ = logits(
             product, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low,
             high, bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
             SCALE, SOFTCAP, LOW, HIGH, False, PRECISE,
         )  # fmt: skip
-        v = load_rows(
-            values, at_b, kv_h, full_hi - COLUMNS, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V
-        )
+        v = load_rows(values, at_b, kv_h, n, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
         m, l, acc = _absorb(
             s, v, m, l, acc, rows, columns, plane, seed_ptr, KEEP_FROM, RESCALE, MASKED, PRECISION
         )  # fmt: skip
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + b.to(tl.int64) * sinks_b + h).to(tl.float32) * LOG2E
+        if q_starts_ptr is not None:
+            sink = tl.where(b == batch, float("-inf"), sink)
         m_new = tl.maximum(m, sink)
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_ref)

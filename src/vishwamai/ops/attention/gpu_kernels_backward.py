@@ -17,8 +17,10 @@ from vishwamai.ops.attention.gpu_kernels import (
     load_rows,
     logits,
     packed,
+    place,
     rows_of,
     segment_span,
+    shown,
     store_rows,
 )
 
@@ -98,6 +100,8 @@ def key_gradients(
     seed_ptr,
     q_starts_ptr,
     kv_starts_ptr,
+    walk_ptr,
+    patterns_ptr,
     dq_ptr_init,
     dk_ptr,
     dv_ptr,
@@ -133,6 +137,7 @@ def key_gradients(
     mask_k,
     q_segments_b,
     kv_segments_b,
+    walk_h,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     LOW: tl.constexpr,
@@ -158,6 +163,7 @@ def key_gradients(
     """Grid (cdiv(kv_len, COLUMNS) * batch * kv_heads,): dk and dv; and dq, `[batch, q_heads, q_len, D]` float32 and zero before, if it is given.
 
     SEQ_FIRST (of dk and dv alone), `q_starts_ptr`: see `gpu_kernels.forward`; dq is `[q_heads, q_total, D]` of packed sequences.
+    `walk_ptr` is `gpu_blocks.Walks.by_key`.
     """
     tiles = tl.cdiv(kv_len, COLUMNS)
     kv_plane, column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
@@ -197,13 +203,14 @@ def key_gradients(
     PRECISE: tl.constexpr = k.dtype == tl.float32
     dk = tl.zeros([COLUMNS, D_TILE], tl.float32)
     dv = tl.zeros([COLUMNS, DV_TILE], tl.float32)
+    STEP: tl.constexpr = ROWS if walk_ptr is None else 1
     start = 0 * column
     stop = start + q_len
     if HIGH:
         start = tl.maximum(0, column - high) // ROWS * ROWS
     if LOW:
         stop = tl.minimum(q_len, column + COLUMNS - low)
-    if q_segments_ptr is not None:
+    if q_segments_ptr is not None and walk_ptr is None:
         first, last = segment_span(
             kv_segments_ptr + b.to(tl.int64) * kv_segments_b, column + tl.arange(0, COLUMNS), kv_len,
             q_segments_ptr + b.to(tl.int64) * q_segments_b, q_len, 2048,
@@ -216,7 +223,11 @@ def key_gradients(
         base = plane.to(tl.int64) * q_len
         if q_starts_ptr is not None:
             base = h.to(tl.int64) * q_total + q_first
-        for row in tl.range(start, stop, ROWS):
+        if walk_ptr is not None:
+            span = walk_ptr + (h * walk_h + column // COLUMNS) * 3
+            start, stop = tl.load(span), tl.load(span + 2)
+        for step in tl.range(start, stop, STEP):
+            row = place(walk_ptr, step, ROWS)
             rows = (row + tl.arange(0, ROWS))[None, :]
             q = load_rows(queries, at_b, h, row, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
             lse, total = _statistics(lse_ptr, delta_ptr, base, row, q_len, ROWS)
@@ -227,6 +238,9 @@ def key_gradients(
                 bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
                 SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
             )  # fmt: skip
+            if patterns_ptr is not None:
+                number = tl.load(walk_ptr + 2 * step + 1)
+                s = shown(s, number, patterns_ptr, rows - row, columns - column, ROWS, COLUMNS)
             p = tl.exp2(s - lse[None, :])
             dout = load_rows(douts, at_b, h, row, q_len, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, TMA_DO)
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
@@ -262,6 +276,8 @@ def query_gradients(
     seed_ptr,
     q_starts_ptr,
     kv_starts_ptr,
+    walk_ptr,
+    patterns_ptr,
     dq_ptr,
     batch,
     q_heads,
@@ -293,6 +309,7 @@ def query_gradients(
     mask_k,
     q_segments_b,
     kv_segments_b,
+    walk_h,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     LOW: tl.constexpr,
@@ -314,7 +331,7 @@ def query_gradients(
     SEQ_FIRST: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
 ):
-    """Grid (cdiv(q_len, ROWS) * batch * q_heads,): dq. SEQ_FIRST, `q_starts_ptr`: see `gpu_kernels.forward`."""
+    """Grid (cdiv(q_len, ROWS) * batch * q_heads,): dq. SEQ_FIRST, `q_starts_ptr`: see `gpu_kernels.forward`; `walk_ptr` too."""
     tiles = tl.cdiv(q_len, ROWS)
     plane = tl.program_id(0) // tiles
     row = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
@@ -347,14 +364,19 @@ def query_gradients(
     PRECISE: tl.constexpr = q.dtype == tl.float32
     dq = tl.zeros([ROWS, D_TILE], tl.float32)
     start, full_lo, full_hi, stop = key_blocks(row, q_len, kv_len, low, high, ROWS, COLUMNS, LOW, HIGH)
-    if q_segments_ptr is not None:
+    STEP: tl.constexpr = COLUMNS if walk_ptr is None else 1
+    if walk_ptr is not None:
+        span = walk_ptr + (h * walk_h + row // ROWS) * 3
+        start, stop = tl.load(span), tl.load(span + 2)
+    elif q_segments_ptr is not None:
         first, last = segment_span(
             q_segments_ptr + b.to(tl.int64) * q_segments_b, row + tl.arange(0, ROWS), q_len,
             kv_segments_ptr + b.to(tl.int64) * kv_segments_b, kv_len, 2048,
         )  # fmt: skip
         start = tl.maximum(start, first // COLUMNS * COLUMNS)
         stop = tl.minimum(stop, last)
-    for n in tl.range(start, stop, COLUMNS):
+    for step in tl.range(start, stop, STEP):
+        n = place(walk_ptr, step, COLUMNS)
         columns = (n + tl.arange(0, COLUMNS))[None, :]
         k = load_rows(keys, at_b, kv_h, n, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
         s = tl.dot(q, k.T, input_precision=PRECISION)
@@ -363,6 +385,9 @@ def query_gradients(
             bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
             SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
         )  # fmt: skip
+        if patterns_ptr is not None:
+            number = tl.load(walk_ptr + 2 * step + 1)
+            s = shown(s, number, patterns_ptr, rows - row, columns - n, ROWS, COLUMNS)
         p = tl.exp2(s - lse[:, None])
         v = load_rows(values, at_b, kv_h, n, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
@@ -385,6 +410,8 @@ def bias_gradient(
     q_segments_ptr,
     kv_segments_ptr,
     seed_ptr,
+    tiles_ptr,
+    patterns_ptr,
     dbias_ptr,
     batch,
     q_heads,
@@ -415,6 +442,7 @@ def bias_gradient(
     mask_k,
     q_segments_b,
     kv_segments_b,
+    tiles_h,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     LOW: tl.constexpr,
@@ -434,7 +462,10 @@ def bias_gradient(
     TMA_DO: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Grid (tiles of the bias,): the logits' gradients summed over the axes along which the bias is shared (those of stride 0), in one order."""
+    """Grid (tiles of the bias,): the logits' gradients summed over the axes along which the bias is shared (those of stride 0), in one order.
+
+    `tiles_ptr` is `gpu_blocks.Walks.tiles`, of which a head has `tiles_h`.
+    """
     owned_b = batch if bias_b != 0 else 1
     owned_h = q_heads if bias_h != 0 else 1
     q_tiles, kv_tiles = tl.cdiv(q_len, ROWS), tl.cdiv(kv_len, COLUMNS)
@@ -450,6 +481,7 @@ def bias_gradient(
     douts = rows_of(dout_ptr, batch, q_heads, q_len, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, TMA_DO)
     keys = rows_of(key_ptr, batch, kv_heads, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
     values = rows_of(value_ptr, batch, kv_heads, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
+    PRECISE: tl.constexpr = query_ptr.dtype.element_ty == tl.float32
     dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.range(0, batch // owned_b * many_h * many_q * many_k):
         column = (at_k + i % many_k) * COLUMNS
@@ -457,24 +489,30 @@ def bias_gradient(
         h = at_h + i // (many_k * many_q) % many_h
         b = at_b + i // (many_k * many_q * many_h)
         plane, kv_h = b * q_heads + h, h // (q_heads // kv_heads)
-        rows = (row + tl.arange(0, ROWS))[:, None]
-        columns = (column + tl.arange(0, COLUMNS))[None, :]
-        q = load_rows(queries, b, h, row, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
-        k = load_rows(keys, b, kv_h, column, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
-        PRECISE: tl.constexpr = q.dtype == tl.float32
-        lse, total = _statistics(lse_ptr, delta_ptr, plane.to(tl.int64) * q_len, row, q_len, ROWS)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        s, t = logits(
-            s, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low, high,
-            bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
-            SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
-        )  # fmt: skip
-        p = tl.exp2(s - lse[:, None])
-        dout = load_rows(douts, b, h, row, q_len, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, TMA_DO)
-        v = load_rows(values, b, kv_h, column, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
-        dp = tl.dot(dout, v.T, input_precision=PRECISION)
-        dropped, dp = _dropped(p, dp, seed_ptr, plane, rows, columns, KEEP_FROM, RESCALE)
-        dbias += _logit_gradient(p, dp, total[:, None], t, SOFTCAP)
+        there = True
+        if tiles_ptr is not None:
+            tile = tl.load(tiles_ptr + h * tiles_h + row // ROWS * kv_tiles + column // COLUMNS)
+            there = tile > 0
+        if there:
+            rows = (row + tl.arange(0, ROWS))[:, None]
+            columns = (column + tl.arange(0, COLUMNS))[None, :]
+            q = load_rows(queries, b, h, row, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
+            k = load_rows(keys, b, kv_h, column, kv_len, key_b, key_h, key_s, D, COLUMNS, D_TILE, TMA_K)
+            lse, total = _statistics(lse_ptr, delta_ptr, plane.to(tl.int64) * q_len, row, q_len, ROWS)
+            s = tl.dot(q, k.T, input_precision=PRECISION)
+            s, t = logits(
+                s, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low, high,
+                bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
+                SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
+            )  # fmt: skip
+            if patterns_ptr is not None:
+                s = shown(s, tile - 1, patterns_ptr, rows - row, columns - column, ROWS, COLUMNS)
+            p = tl.exp2(s - lse[:, None])
+            dout = load_rows(douts, b, h, row, q_len, dout_b, dout_h, dout_s, DV, ROWS, DV_TILE, TMA_DO)
+            v = load_rows(values, b, kv_h, column, kv_len, value_b, value_h, value_s, DV, COLUMNS, DV_TILE, TMA_V)
+            dp = tl.dot(dout, v.T, input_precision=PRECISION)
+            dropped, dp = _dropped(p, dp, seed_ptr, plane, rows, columns, KEEP_FROM, RESCALE)
+            dbias += _logit_gradient(p, dp, total[:, None], t, SOFTCAP)
     at = at_b.to(tl.int64) * bias_b + at_h.to(tl.int64) * bias_h
     rows = at_q * ROWS + tl.arange(0, ROWS)
     columns = at_k * COLUMNS + tl.arange(0, COLUMNS)
