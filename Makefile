@@ -24,7 +24,7 @@ EDITABLE := $(PIP) install -q --no-build-isolation -e
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-gpu test-long test-cpu sanitize arm64 check lint types layers examples readme readme-check docs native clean
+.PHONY: help bench test test-gpu triton-newest test-long test-cpu sanitize arm64 check lint types layers examples readme readme-check docs native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -38,6 +38,12 @@ test: $(VENV)/.dev ## the tests, all but the long ones
 
 test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interpreter: no GPU needed
 	TRITON_INTERPRET=1 $(PY) -m pytest -n $(JOBS) -m "not long" tests/test_contract.py tests/test_gpu_numbers.py tests/test_gpu_attention.py tests/test_gpu_torch.py tests/test_gpu_torch_attention.py tests/test_gpu_paged.py
+
+# Beside the pinned release of the environment, which it leaves as it is. NEWEST= (nothing) compiles every model's shapes, which takes several minutes.
+NEWEST ?= --few
+triton-newest: $(VENV)/.dev ## compile the Triton kernels with the newest release of Triton, for NVIDIA and AMD: no GPU needed
+	$(PIP) install -q --upgrade --no-deps --target build/triton-newest triton
+	PYTHONPATH="build/triton-newest:src" TRITON_CACHE_DIR=build/triton-newest-cache JAX_PLATFORMS=cpu $(PY) tools/triton_newest.py $(NEWEST)
 
 test-long: $(VENV)/.dev ## the long tests
 	$(PY) -m pytest -n $(JOBS) -m long tests
