@@ -10,21 +10,29 @@ torch.Size([2, 4])
 from vishwamai.torch import batching as _batching
 from vishwamai.torch.activation import fused_gelu_dropout
 from vishwamai.torch.attention import flash_attention
+from vishwamai.torch.gated import gated_linear_unit
+from vishwamai.torch.loss import linear_cross_entropy
 from vishwamai.torch.matmul import gemm
+from vishwamai.torch.moe import grouped_gemm
 from vishwamai.torch.norm import layer_norm, rms_norm
 from vishwamai.torch.paged_attention import ragged_paged_attention, update_pages
 from vishwamai.torch.rope import apply_rope, rope_tables
 from vishwamai.torch.sharding import register_sharding
 from vishwamai.torch.softmax import log_softmax, softmax
+from vishwamai.torch.sparse import block_sparse_matmul
 from vishwamai.torch.varlen import flash_attention_varlen
 
 __all__ = [
     "apply_rope",
+    "block_sparse_matmul",
     "flash_attention",
     "flash_attention_varlen",
     "fused_gelu_dropout",
+    "gated_linear_unit",
     "gemm",
+    "grouped_gemm",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "ragged_paged_attention",
     "register_sharding",

@@ -166,6 +166,18 @@ def register() -> None:
         ops.activation_backward: _activation(ops.activation_backward, 2),
         ops.rope: _rope(ops.rope),
         ops.rope_backward: _rope(ops.rope_backward),
+        ops.gated: _rows(ops.gated, folded=(0,), parameters=(1, 2)),
+        ops.gated_backward: _rows(ops.gated_backward, folded=(0, 1, 2, 3), parameters=(4, 5), gradients=True),
+        ops.cross_entropy: _rows(ops.cross_entropy, folded=(0, 3), parameters=(1, 2)),
+        ops.cross_entropy_backward: _rows(
+            ops.cross_entropy_backward, folded=(0, 1, 2, 3, 4, 5, 6, 9), parameters=(7, 8), gradients=True
+        ),
+        ops.grouped_gemm: _rows(ops.grouped_gemm, folded=(), parameters=(0, 1, 2)),
+        ops.grouped_gemm_backward: _rows(ops.grouped_gemm_backward, folded=(), parameters=(0, 1, 2, 3)),
+        ops.block_sparse_matmul: _rows(ops.block_sparse_matmul, folded=(0,), parameters=(1, 2)),
+        ops.block_sparse_matmul_backward: _rows(
+            ops.block_sparse_matmul_backward, folded=(0, 1), parameters=(2, 3), gradients=True
+        ),
         ops.gemm: _gemm(ops.gemm),
         ops.gemm_backward: _gemm_backward(ops.gemm_backward),
     }

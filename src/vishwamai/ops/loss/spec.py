@@ -124,6 +124,12 @@ def check(
     Raises:
       ShapeError: two arguments contradict each other or the operation; the text names them, their values and the mend.
     """
+    check_arrays(x, weight, labels, bias)
+    check_options(softcap, label_smoothing, z_loss, ignore_index, reduction)
+
+
+def check_arrays(x: Any, weight: Any, labels: Any, bias: Any) -> None:
+    """The arrays' part of `check`."""
     x, weight, labels = array_spec(x), array_spec(weight), array_spec(labels)
     name = "linear_cross_entropy"
     for label, array in (("x", x), ("weight", weight)):
@@ -151,6 +157,11 @@ def check(
             raise ShapeError(
                 f"{name}: `bias` is {given}, but `weight` has {weight.shape[0]} words; pass a floating `bias` of shape ({weight.shape[0]},)."
             )
+
+
+def check_options(softcap: Any, label_smoothing: Any, z_loss: Any, ignore_index: Any, reduction: Any) -> None:
+    """The options' part of `check`."""
+    name = "linear_cross_entropy"
     if softcap is not None and not (_number(softcap) and 0 < softcap < math.inf):
         raise ShapeError(f"{name}: `softcap` is {softcap!r}; pass a positive number, such as 30.0, or None.")
     if not (_number(label_smoothing) and 0 <= label_smoothing <= 1):
