@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vishwamai.core.spec import array_spec
 from vishwamai.ops.moe.api import MOE
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs, flat_shape, make_spec
 from vishwamai.torch import bridge
 
+_spec = functools.lru_cache(maxsize=1024)(make_spec)
+
 
 def _described(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, out_dtype: str) -> tuple[GroupedSpec, Operands]:
     """The spec, and the caller's tensors in its layout. The sizes stay where they are."""
-    spec = make_spec(lhs, rhs, group_sizes, out_dtype or None)
+    spec = _spec(array_spec(lhs), array_spec(rhs), array_spec(group_sizes), out_dtype or None)
     operands = Operands(
         lhs.contiguous().reshape(flat_shape(tuple(lhs.shape), 2)),
         rhs.contiguous().reshape(flat_shape(tuple(rhs.shape), 3)),

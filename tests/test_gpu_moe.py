@@ -1,0 +1,149 @@
+"""The grouped product in Triton and for torch tensors, beyond the contract: tiles, sizes that do not add up, torch's own machinery.
+
+Run as they are, the tensors on the CPU are served by the native kernels; under TRITON_INTERPRET=1 (`make test-gpu`) by the Triton kernels, interpreted.
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import contract  # noqa: E402
+import vishwamai.torch as vt  # noqa: E402
+from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
+from vishwamai.ops.moe import grouped_gemm  # noqa: E402
+from vishwamai.ops.moe.gpu import GroupedGpuConfig  # noqa: E402
+from vishwamai.torch.interpret import interpreted  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")
+only_interpreted = pytest.mark.skipif(not contract.INTERPRETED, reason="needs a process of its own: make test-gpu")
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+        yield
+
+
+def tensors(*shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def by_loops(lhs, rhs, sizes):
+    """The definition, a product for each group; sizes beyond the rows there are count as cut off."""
+    if lhs.dim() > 2:
+        rhs = rhs if rhs.dim() > 3 else [rhs] * len(lhs)
+        sizes = sizes if sizes.dim() > 1 else [sizes] * len(lhs)
+        return torch.stack([by_loops(x, w, n) for x, w, n in zip(lhs, rhs, sizes, strict=True)])
+    ends = [min(int(n), len(lhs)) for n in sizes.cumsum(0)]
+    parts = [lhs[a:b] @ w for a, b, w in zip([0, *ends], ends, rhs, strict=False)]
+    return torch.cat([*parts, lhs[ends[-1] :, :1] * torch.zeros(rhs.shape[-1])])
+
+
+def agree(function, reference, args, tolerance=2e-5):
+    got, want = function(*args), reference(*args)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    weight = torch.linspace(-1, 1, got.numel()).reshape(got.shape).to(got.dtype)
+    pairs = zip(
+        (got, *torch.autograd.grad(got, args, weight)), (want, *torch.autograd.grad(want, args, weight)), strict=True
+    )
+    for ours, theirs in pairs:
+        assert ours.dtype == theirs.dtype and (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+# name: (lhs, rhs, sizes)
+CALLS = {
+    "ragged": ((37, 20), (4, 20, 24), [5, 0, 19, 8]),
+    "more than there are": ((20, 16), (3, 16, 8), [5, 30, 7]),
+    "shared by a batch": ((2, 20, 16), (2, 16, 8), [[3, 17], [12, 0]]),
+    "a batch of both": ((2, 9, 16), (2, 2, 16, 8), [4, 3]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_and_gradients(name):
+    *shapes, sizes = CALLS[name]
+    sizes = torch.tensor(sizes)
+    agree(lambda *a: vt.grouped_gemm(*a, sizes), lambda *a: by_loops(*a, sizes), tensors(*shapes))
+
+
+def test_an_empty_group_and_rows_without_one_have_gradients_of_zero():
+    lhs, rhs = tensors((12, 16), (3, 16, 8))
+    out = vt.grouped_gemm(lhs, rhs, torch.tensor([4, 0, 5]))
+    of_lhs, of_rhs = torch.autograd.grad(out.sum(), (lhs, rhs))
+    assert (out[9:] == 0).all() and (of_lhs[9:] == 0).all() and (of_rhs[1] == 0).all()
+    assert (of_rhs[0] != 0).all() and (of_lhs[:9] != 0).all()
+
+
+@pytest.mark.parametrize("out_dtype", ["", "float32"])
+def test_opcheck(out_dtype):
+    lhs, rhs = tensors((8, 16), (2, 16, 8))
+    arguments = (lhs, rhs, torch.tensor([3, 4]), out_dtype)
+    assert set(torch.library.opcheck(torch.ops.vishwamai.grouped_gemm.default, arguments).values()) == {"SUCCESS"}
+
+
+def test_compiles_in_one_graph_with_sizes_that_it_computes():
+    chosen = torch.tensor([0, 0, 2, 2, 2, 1])
+
+    def model(product):
+        return lambda lhs, rhs: product(lhs * 2, rhs, (chosen[:, None] == torch.arange(3)).sum(0)).sin()
+
+    fast = torch.compile(model(vt.grouped_gemm), fullgraph=True, backend="aot_eager")
+    agree(fast, model(by_loops), tensors((8, 16), (3, 16, 8)))
+
+
+def test_vmap_is_the_elements_one_by_one():
+    lhs, rhs = (x.detach() for x in tensors((3, 9, 16), (2, 16, 8)))
+    sizes = torch.tensor([[1, 8], [0, 4], [9, 0]])
+    got = torch.vmap(vt.grouped_gemm, (0, None, 0))(lhs, rhs, sizes)
+    assert (got - by_loops(lhs, rhs, sizes)).abs().max() < 1e-5
+
+
+def test_errors():
+    with pytest.raises(ShapeError, match="`group_sizes` has dtype float32"):
+        vt.grouped_gemm(torch.ones(2, 3), torch.ones(1, 3, 4), torch.ones(1))
+
+
+# --- The kernels ------------------------------------------------------------------------------------------------------------------------------------
+
+
+@only_interpreted
+def test_tiles_and_programs_change_nothing_but_speed():
+    """Tiles of unlike edges, one so wide that it is stored by halves; the same bits however many programs share the work."""
+    (case,) = (case for case in contract.OPERATIONS["moe"].cases if case.name == "groups of any size float32")
+    (triton,) = (impl for impl in contract.OPERATIONS["moe"].op.implementations if impl.platform == "cuda")
+    one, five = (
+        contract.evaluate(
+            case,
+            triton,
+            config=GroupedGpuConfig((16, 32, 32, 4, 2), (64, 16, 16, 4, 3), (32, 256, 16, 8, 3), 2, programs),
+        )
+        for programs in (1, 5)
+    )
+    contract.check_all(one, contract.truth(case), contract.by_reference(case))
+    np.testing.assert_array_equal(one[0], five[0])
+    for name in one[1]:
+        np.testing.assert_array_equal(one[1][name], five[1][name])
+
+
+@only_interpreted
+def test_many_small_groups():
+    """More groups than rows: most are empty, and the walk finds each row's own."""
+    rng = np.random.default_rng(0)
+    lhs, rhs = rng.standard_normal((20, 16)).astype("float32"), rng.standard_normal((70, 16, 16)).astype("float32")
+    owner = np.sort(rng.choice(70, 18))
+    sizes = np.bincount(owner, minlength=70).astype(np.int32)
+    got = np.asarray(grouped_gemm(lhs, rhs, sizes, implementation="triton"))
+    np.testing.assert_allclose(got[:18], np.einsum("mk,mkn->mn", lhs[:18], rhs[owner]), rtol=1e-4, atol=1e-4)
+    assert (got[18:] == 0).all()
+
+
+def test_what_the_kernels_decline():
+    import jax
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 16), (5000, 16, 8))]
+    with pytest.raises(UnsupportedError, match="5,000 groups"):
+        jax.eval_shape(lambda x, w: grouped_gemm(x, w, np.zeros(5000, np.int32), implementation="triton"), *shapes)
