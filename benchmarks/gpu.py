@@ -204,6 +204,53 @@ def matmul(device: str, dry: bool) -> Iterator[Case]:
         yield Case(f"gemm {size} float8_e4m3fn", work, "flop", x.double() @ y.double().T, 2**-8, run)
 
 
+def paged(device: str, dry: bool) -> Iterator[Case]:
+    """A step of decoding: bytes are those of the live keys and values. Beside it torch's attention on keys and values that were gathered before."""
+    sequences, length = (3, 37) if dry else (64, 4096)
+    sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    for heads, kv_heads, dim, page_size, dtype in (
+        [(4, 2, 16, 8, torch.bfloat16), (4, 2, 16, 8, torch.int8)]
+        if dry
+        else [
+            (32, 8, 128, 64, torch.bfloat16),
+            (32, 8, 128, 16, torch.bfloat16),
+            (32, 8, 128, 1, torch.bfloat16),
+            (32, 8, 128, 64, torch.int8),
+            (32, 8, 128, 64, torch.float8_e4m3fn),
+            (16, 8, 256, 64, torch.bfloat16),
+        ]
+    ):
+        entries = -(-length // page_size)
+        table = torch.randperm(sequences * entries, device=device).int().reshape(sequences, entries)
+        shape = (sequences * entries, page_size, 2 * kv_heads, dim)
+        narrow = dtype.itemsize == 1
+        pages = (torch.randn(shape, device=device) * (30 if narrow else 1)).clamp(-127, 127).to(dtype)
+        query = torch.randn(sequences, heads, dim, device=device).bfloat16()
+        lens = torch.full((sequences,), length, dtype=torch.int32, device=device)
+        starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+        scale = 1 / 30 if narrow else None
+
+        def gathered(s: Any, wide: torch.dtype, pages: Any = pages, table: Any = table, scale: Any = scale) -> Any:
+            """Keys and values of sequences `s`, each `[sequences, kv heads, length, dim]`."""
+            rows = pages[table[s].long()].flatten(1, 2)[:, :length].to(wide) * (scale or 1)
+            return rows.transpose(1, 2).unflatten(1, (-1, 2)).unbind(2)
+
+        each = [
+            sdpa(query[s : s + 1, :, None].double(), *gathered(slice(s, s + 1), torch.float64))
+            for s in range(sequences)
+        ]
+        key, value = (x.contiguous() for x in gathered(slice(None), torch.bfloat16))
+        run = {
+            "ours": lambda q=query, p=pages, n=lens, t=table, c=starts, f=scale: vt.ragged_paged_attention(
+                q, p, n, t, c, k_scale=f, v_scale=f, max_q_len=1
+            ),
+            "SDPA, gathered before": lambda q=query, k=key, v=value: sdpa(q[:, :, None], k, v)[:, :, 0],
+        }
+        name = f"paged decode {sequences} x {length}, {heads}/{kv_heads} heads of {dim}, pages of {page_size} {str(dtype)[6:]}"
+        work = 2.0 * sequences * length * kv_heads * dim * dtype.itemsize
+        yield Case(name, work, "byte", torch.cat(each)[:, :, 0], torch.finfo(torch.bfloat16).eps, run)
+
+
 def in_jax(device: str, dry: bool) -> Iterator[Case]:
     """The same kernels in JAX programs, beside XLA."""
     import jax
@@ -232,7 +279,7 @@ def in_jax(device: str, dry: bool) -> Iterator[Case]:
     yield Case(f"jax gemm {n}x{n}x{n} bfloat16", 2.0 * n**3, "flop", truth, 2**-7, runs)
 
 
-SUITES = {"norm": norm, "matmul": matmul, "jax": in_jax}
+SUITES = {"norm": norm, "matmul": matmul, "jax": in_jax, "paged": paged}
 
 
 def show(row: Row) -> str:
@@ -250,7 +297,7 @@ def show(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", default="norm,matmul,jax")
+    parser.add_argument("--suite", default="norm,matmul,paged,jax")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--dry", action="store_true", help="tiny tensors on the CPU, in Triton's interpreter")
     parser.add_argument("--json", help="also write the rows here")

@@ -19,15 +19,20 @@ import contract  # noqa: E402
 import oracle_paged  # noqa: E402
 import vishwamai  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
+from vishwamai.aot.gpu import Recorded, inspect_launch, launches  # noqa: E402
 from vishwamai.core import gpu as core_gpu  # noqa: E402
+from vishwamai.core.cases import ArrayInit  # noqa: E402
 from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
 from vishwamai.core.explain import record_plans  # noqa: E402
+from vishwamai.core.triton_call import POINTERS  # noqa: E402
 from vishwamai.ops.paged_attention import PAGED_ATTENTION  # noqa: E402
-from vishwamai.ops.paged_attention.cases import tables  # noqa: E402
-from vishwamai.ops.paged_attention.gpu import TRITON, PagedGpuConfig, heuristic, notes, why_not  # noqa: E402
+from vishwamai.ops.paged_attention.cases import ForwardCase, tables  # noqa: E402
+from vishwamai.ops.paged_attention.gpu import TRITON, PagedGpuConfig, heuristic, notes, update, why_not  # noqa: E402
 from vishwamai.torch.interpret import from_numpy, interpreted, to_numpy  # noqa: E402
 
 interpreter = pytest.mark.skipif(not contract.INTERPRETED, reason="for Triton's interpreter: make test-gpu")
+native = pytest.mark.skipif(contract.INTERPRETED, reason="the same without Triton")
+interpreted_or_long = () if contract.INTERPRETED else pytest.mark.long
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +80,7 @@ TILES = [
     (16, 16, 1, {}, (4, 2)),
     (16, 16, 4, {"window": 9, "sinks": True}, (4, 2)),
     (32, 32, 2, {"softcap": 2.0, "max_q_len": 6}, (8, 1)),
-    (16, 16, 2, {"max_q_len": 6}, (40, 2)),
+    pytest.param(16, 16, 2, {"max_q_len": 6}, (40, 2), marks=pytest.mark.long),
 ]
 
 
@@ -119,6 +124,7 @@ def spec_of(runs, heads=(32, 8), dim=128, page_size=16, dtype="bfloat16", pages=
     return plans[0].spec
 
 
+@native
 def test_splits_come_from_shapes_alone():
     """One long sequence is shared by many programs, many sequences by none, a short one by none."""
     long = heuristic(spec_of(((1, 65536),), max_q_len=1), None)
@@ -129,6 +135,7 @@ def test_splits_come_from_shapes_alone():
     assert long.with_block_size(100) == dataclasses.replace(long, block_kv=128)
 
 
+@native
 def test_what_is_refused():
     def reason(*args, **options):
         return why_not(spec_of(((1, 8),), *args, **options), None) or ""
@@ -147,7 +154,7 @@ def test_what_is_refused():
 # --- torch -----------------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["combined", "separate", "planes"])
+@pytest.mark.parametrize("form", ["combined", pytest.param("separate", marks=pytest.mark.long), "planes"])
 def test_torch(form):
     """Every form of pools; `planes` are views into one tensor, as some servers keep them."""
     arrays = problem()
@@ -160,6 +167,7 @@ def test_torch(form):
     assert (got[7:] == 0).all()
 
 
+@interpreter
 def test_torch_latent_pages_wider_than_the_query():
     query, pool, lens, table, starts = problem()
     latent = pool[:, :, 0].copy()
@@ -170,7 +178,12 @@ def test_torch_latent_pages_wider_than_the_query():
     np.testing.assert_allclose(to_numpy(got, np.float32), want, rtol=2e-5, atol=2e-5)
 
 
-UPDATES = [("float32", "combined"), ("bfloat16", "separate"), ("int8", "combined"), ("float8_e4m3fn", "latent")]
+UPDATES = [
+    pytest.param("float32", "combined", marks=pytest.mark.long),
+    pytest.param("bfloat16", "separate", marks=interpreted_or_long),
+    ("int8", "combined"),
+    pytest.param("float8_e4m3fn", "latent", marks=interpreted_or_long),
+]
 
 
 @pytest.mark.parametrize("dtype, form", UPDATES)
@@ -210,6 +223,7 @@ def update_arguments():
     return pool, None, torch.randn(3, 2, 16), torch.randn(3, 2, 16), lens, table, starts, None, None, None
 
 
+@native
 @pytest.mark.parametrize("name", ["ragged_paged_attention", "update_pages"])
 def test_opcheck(name):
     arguments = attend_arguments() if name == "ragged_paged_attention" else update_arguments()
@@ -217,6 +231,7 @@ def test_opcheck(name):
     assert set(torch.library.opcheck(op, arguments).values()) == {"SUCCESS"}
 
 
+@native
 def test_a_step_of_decoding_compiles_in_one_graph():
     """The update, then attention, and the pages hold what an eager step leaves in them."""
     _, pool, _, lens, table, starts, *_ = attend_arguments()
@@ -232,6 +247,7 @@ def test_a_step_of_decoding_compiles_in_one_graph():
     assert torch.equal(got, want) and torch.equal(*pools) and not torch.equal(pools[0], pool)
 
 
+@native
 def test_errors():
     query, pool, _, lens, table, starts, *_ = attend_arguments()
     with pytest.raises(ShapeError, match=r"ragged_paged_attention: `kv_lens` is int64\[2\]; pass int32"):
@@ -257,3 +273,103 @@ def test_a_pool_is_not_copied_for_its_alignment():
     odd = torch.empty(pool.numel() + 1)[1:].view(pool.shape).copy_(pool)
     with pytest.raises(ShapeError, match="begins 4 bytes past a multiple of 16"):
         vt.ragged_paged_attention(query, odd, lens, table, starts)
+
+
+# --- Code ------------------------------------------------------------------------------------------------------------------------------------------
+
+compiler = pytest.mark.skipif(core_gpu.why_not() is not None, reason=str(core_gpu.why_not()))
+
+
+def step(dim=128, heads=(32, 8), page_size=16, dtype="bfloat16", pages=None, queries=1, sequences=32, **options):
+    """The launches of a batch of sequences of 4096 tokens."""
+    scaled = {"k_scale": 0.1, "v_scale": 0.1} if pages else {}
+    latent = "latent_dim" in options
+    inits, number = tables(((queries, 4096),) * sequences, page_size)
+    arrays = {"query": ArrayInit((queries * sequences, heads[0], dim), dtype)}
+    arrays["kv_pages"] = ArrayInit((number, page_size, *(() if latent else (2 * heads[1],)), dim), pages or dtype)
+    call = vishwamai.ragged_paged_attention
+    case = ForwardCase("step", "paged_attention", call, arrays | inits, options | scaled | {"max_q_len": queries})
+    return launches(case)
+
+
+LATENT = {"dim": 576, "heads": (128, 1), "latent_dim": 512, "scale": 0.1}
+STEPS = {
+    "page 16": ({}, ()),
+    "page 1": ({"page_size": 1}, pytest.mark.long),
+    "one head": ({"heads": (8, 8), "dim": 64, "sequences": 2}, pytest.mark.long),
+    "wide heads": ({"dim": 256}, pytest.mark.long),
+    "float32": ({"dim": 128, "dtype": "float32"}, pytest.mark.long),
+    "int8": ({"pages": "int8"}, pytest.mark.long),
+    "fp8 for float16": ({"dtype": "float16", "pages": "float8_e4m3fn", "dim": 256}, pytest.mark.long),
+    "prefill": ({"queries": 512}, pytest.mark.long),
+    "prefill with everything": (
+        {"queries": 512, "window": 256, "softcap": 20.0, "pages": "float8_e5m2"},
+        pytest.mark.long,
+    ),
+    "prefill of wide heads": ({"queries": 512, "dim": 256}, pytest.mark.long),
+    "prefill float32": ({"queries": 512, "dim": 64, "dtype": "float32"}, pytest.mark.long),
+    "latent": (LATENT, pytest.mark.long),
+    "latent fp8": (LATENT | {"pages": "float8_e4m3fn"}, pytest.mark.long),
+    "latent, 16 heads": (LATENT | {"heads": (16, 1)}, pytest.mark.long),
+}
+
+
+@native
+@compiler
+@pytest.mark.parametrize("options", [pytest.param(o, id=name, marks=m) for name, (o, m) in STEPS.items()])
+def test_hopper_code(options):
+    """Nothing spills, tensor cores multiply, and pages arrive 16 bytes at a time (8-bit values: 8) whatever the page's size."""
+    recorded = step(**options)
+    codes = {code.kernel: code for code in map(inspect_launch, recorded)}
+    assert [code.spill for code in codes.values()] == [0] * len(codes)
+    attend = codes["attend"]
+    assert (attend.wgmma if options.get("queries", 1) > 1 else attend.wgmma + attend.mma) > 0
+    how = dict(recorded[0].launch.constants)
+    size = how["COLUMNS"] * how["D_TILE"] * (1 if "pages" in options else 4 if "dtype" in options else 2)
+    pools = 1 if "pages" in options or how["LATENT"] else 2
+    assert attend.copies > 0 and attend.wide >= pools * size // (32 * attend.warps * 16)
+
+
+@native
+@compiler
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["page 16", "prefill", "latent, 16 heads", "fp8 for float16"])
+def test_amd_compiles(name):
+    for launch in step(**STEPS[name][0]):
+        code = inspect_launch(launch, "gfx942")
+        assert code.registers > 0 and (code.mma > 0) == (code.kernel == "attend")
+
+
+@native
+@compiler
+def test_the_update_compiles():
+    """For Hopper, as for JAX and as torch launches it, whose sizes are arguments at run time."""
+    found = []
+
+    def record(how, inputs, outputs):
+        assert not outputs
+        found.append((how, tuple((name, POINTERS[str(x.dtype)[6:]]) for name, x in inputs.items())))
+        return []
+
+    before = core_gpu.register_launcher("torch", record)
+    try:
+        _, pool, _, lens, table, starts, *_ = attend_arguments()
+        key, value = torch.ones(2, 3, 2, 16)
+        k_scale, v_scale = torch.ones(2, 2)
+        update(pool[None].char(), None, key, value, lens, table, starts, None, k_scale, v_scale)
+    finally:
+        core_gpu.register_launcher("torch", before)
+    ((how, types),) = found
+    code = inspect_launch(Recorded(how, types))
+    assert code.kernel == "update" and code.spill == 0
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function, constants = how.kernel.load(), dict(how.constants)
+    fixed = {p.name for p in function.params if p.is_constexpr or constants.get(p.name) in (None, 1)} - dict(
+        types
+    ).keys()
+    signature = {n: dict(types).get(n, "constexpr" if n in fixed else "i32") for n in function.arg_names}
+    values = {(i,): constants.get(n) for i, n in enumerate(function.arg_names) if n in fixed}
+    assert triton.compile(ASTSource(function, signature, values), target=GPUTarget("cuda", 90, 32)).asm["cubin"]

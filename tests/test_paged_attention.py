@@ -26,6 +26,9 @@ from vishwamai.ops.paged_attention.spec import PagedSpec
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
 
 
+NAMED = {impl.name: impl for impl in PAGED_ATTENTION.implementations}
+
+
 def problem(runs, heads=(4, 2), dim=16, page_size=4, dtype=np.float32, seed=0, spare=3):
     """(query, kv_pages, kv_lens, page_indices, cu_q_lens)."""
     rng = np.random.default_rng(seed)
@@ -63,7 +66,7 @@ def test_what_no_sequence_owns_is_never_seen(implementation):
     used = np.arange(table.shape[1]) < -(-lens[:, None] // pool.shape[1])
     wild = np.where(used, table, np.iinfo(np.int32).max).astype(np.int32)
     call = jax.jit(lambda *a: ragged_paged_attention(*a, implementation=implementation, max_q_len=6))
-    with contract.running(PAGED_ATTENTION.implementations[implementation == "xla"]):
+    with contract.running(NAMED[implementation]):
         got = jax.block_until_ready(call(query, pool, lens, wild, starts))
     check(got, (query, np.nan_to_num(pool), lens, table, starts))
 
@@ -74,7 +77,7 @@ def test_num_seqs_is_an_argument(implementation):
     runs = ((2, 7), (3, 1), (2, 6))
     query, pool, lens, table, starts = problem(runs)
     call = jax.jit(lambda *a: ragged_paged_attention(*a, implementation=implementation, max_q_len=3))
-    with contract.running(PAGED_ATTENTION.implementations[implementation == "xla"]):
+    with contract.running(NAMED[implementation]):
         got = np.asarray(jax.block_until_ready(call(query, pool, lens, table, starts, np.int32(2))))
     check(got, (query, pool, lens, table, starts, 2))
     assert (got[5:] == 0).all() and (got[2:4] == 0).all() and (got[4] != 0).all()

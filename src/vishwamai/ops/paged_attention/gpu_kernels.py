@@ -291,11 +291,10 @@ def combine(
         l += tl.exp2(sink - m)
     acc = tl.zeros([DV_TILE], tl.float32)
     for first in tl.range(0, SPLITS, ROWS):
-        i = first + tl.arange(0, ROWS)
-        lse = tl.load(lse_ptr + i * stride + at, mask=inside & (i < SPLITS), other=float("-inf"))
-        held = lse != float("-inf")
-        part = load_rows(partial_ptr, (i * stride + at) * DV, held, DV, DV_TILE)
-        acc += tl.sum(part * tl.exp2(lse - m)[:, None], 0)
+        some = first + tl.arange(0, ROWS)
+        weight = tl.load(lse_ptr + some * stride + at, mask=inside & (some < SPLITS), other=float("-inf"))
+        part = load_rows(partial_ptr, (some * stride + at) * DV, weight != float("-inf"), DV, DV_TILE)
+        acc += tl.sum(part * tl.exp2(weight - m)[:, None], 0)
     acc *= 1.0 / tl.where(l == 0.0, 1.0, l)
     tl.store(out_ptr + at * DV + column, acc.to(out_ptr.dtype.element_ty), mask=column < DV)
 
