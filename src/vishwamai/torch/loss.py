@@ -122,10 +122,6 @@ def _gradient(ctx: Any, dlogsumexp: Tensor, dlabel: Tensor, dsum: Tensor) -> tup
 
 cross_entropy.register_autograd(_gradient, setup_context=_setup)
 
-# Asked while a program is compiled, of numbers and words that are part of it.
-_check_options = torch.compiler.assume_constant_result(check_options)
-
-
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -166,7 +162,7 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(torch.zeros(2, 4), torch.ones(8, 4), torch.tensor([3, -100]))  # log(8)
     tensor(2.0794)
     """
-    _check_options(softcap, label_smoothing, z_loss, ignore_index, reduction)
+    check_options(softcap, label_smoothing, z_loss, ignore_index, reduction)
     common = torch.promote_types(x.dtype, weight.dtype)
     x, weight = x.to(common), weight.to(common)
     if bias is not None:
