@@ -43,6 +43,44 @@ def turned(query, key):
     return vt.apply_rope((query, key), torch.arange(6) * 3)
 
 
+def attended(query, key, value, bias, sinks):
+    """With everything that knows of places: dropout by heads, segments by batch."""
+    ids = torch.arange(6) // 3 + torch.zeros(2, 6, dtype=torch.long)
+    seed = torch.arange(2 * query.shape[1] * 2).reshape(2, -1, 2) * 77
+    extras = [replicated(x, query) for x in (ids, ids, seed)]
+    options: Any = {"segment_ids": extras[:2], "dropout_rate": 0.3, "dropout_seed": extras[2]}
+    return vt.flash_attention(query, key, value, bias, sinks=sinks, causal=True, return_lse=True, **options)
+
+
+def packed(query, key, value):
+    starts = replicated(torch.tensor([0, 2, 6], dtype=torch.int32), query)
+    return (vt.flash_attention_varlen(query, key, value, starts, starts, 4, 4, causal=True),)
+
+
+def replicated(x, like):
+    from torch.distributed.tensor import DTensor
+
+    mesh = getattr(like, "device_mesh", None)
+    return x if mesh is None else DTensor.from_local(x, mesh)
+
+
+def losses(x, weight, bias):
+    labels = replicated(torch.tensor([3, -100, 0, 1]), x)
+    return (vt.linear_cross_entropy(x, weight, labels, bias=bias, label_smoothing=0.1, reduction="none"),)
+
+
+def grouped(lhs, rhs):
+    return (vt.grouped_gemm(lhs, rhs, replicated(torch.tensor([2, 0, 3]), lhs)),)
+
+
+def sparse(dense, values):
+    places = replicated(torch.tensor([[0, 1], [1, 0]]), dense)
+    return (vt.block_sparse_matmul(dense, values, places, shape=(8, 8)),)
+
+
+HEADS = (2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)
+TOKENS = (6, 4, 8), (6, 2, 8), (6, 2, 8)
+
 # name: (function, shapes of its tensors, how they are split); all of these split without a word between the processes.
 SILENT: dict[str, tuple[Any, Any, Any]] = {
     "norm rows": (normed, NORM, (0, 0, R, R)),
@@ -66,6 +104,21 @@ SILENT: dict[str, tuple[Any, Any, Any]] = {
     "gelu": (lambda x: (vt.fused_gelu_dropout(x, deterministic=True),), ((4, 6),), (1,)),
     "dropout rows": (lambda x: (vt.fused_gelu_dropout(x, 0.5, seed=SEED),), ((4, 6, 8),), (0,)),
     "dropout features": (lambda x: (vt.fused_gelu_dropout(x, 0.5, seed=SEED),), ((4, 6, 8),), (2,)),
+    "attention batch": (attended, (*HEADS, (1, 4, 6, 6), (4,)), (0, 0, 0, R, R)),
+    "attention heads": (attended, (*HEADS, (1, 4, 6, 6), (4,)), (1, 1, 1, 1, 0)),
+    "attention heads, one key head": (
+        lambda q, k, v: (vt.flash_attention(q, k, v, layout="bshd"),),
+        ((2, 6, 4, 8), (2, 6, 1, 8), (2, 6, 1, 8)),
+        (2, R, R),
+    ),
+    "packed sequences": (packed, TOKENS, (1, 1, 1)),
+    "gated rows": (lambda x, g, u: (vt.gated_linear_unit(x, (g, u)),), ((4, 6), (6, 8), (6, 8)), (0, R, R)),
+    "gated columns": (lambda x, g, u: (vt.gated_linear_unit(x, (g, u)),), ((4, 6), (6, 8), (6, 8)), (R, 1, 1)),
+    "gated in one": (lambda x, w: (vt.gated_linear_unit(x, w),), ((4, 6), (2, 6, 8)), (R, 2)),
+    "loss": (losses, ((4, 8), (10, 8), (10,)), (0, R, R)),
+    "grouped columns": (grouped, ((5, 6), (3, 6, 8)), (R, 2)),
+    "grouped contraction": (grouped, ((5, 6), (3, 6, 8)), (1, 1)),
+    "block-sparse rows": (sparse, ((4, 8), (2, 4, 4)), (0, R)),
 }
 # These cannot be computed by parts: something is gathered (and the values are right).
 GATHERED: dict[str, tuple[Any, Any, Any]] = {
@@ -238,8 +291,8 @@ def test_every_operator_has_a_rule():
     assert operators - set(RULES) == UNRULED
 
 
-UNRULED: set[str] = set()
-"""Operators that DTensor refuses by name."""
+UNRULED = {"ragged_paged_attention", "update_pages"}
+"""Operators that DTensor refuses by name: which pages a device would hold is the server's to say."""
 
 
 if __name__ == "__main__":

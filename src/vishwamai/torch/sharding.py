@@ -137,11 +137,146 @@ def _gemm_backward(call: Any) -> Rule:
     return Rule(inputs, outputs, _factors(out, ("k",)), frozenset({(names.index("bias"), "k")}))
 
 
+def _grouped_inputs(call: Any) -> dict[str, Dims]:
+    """Rows and groups stay whole: a row's group depends on all sizes before it."""
+    batch = _named("batch", call.lhs.ndim - 2)
+
+    def dims(tensor: Any, *core: str | None) -> Dims:
+        return (*(batch if tensor.ndim > len(core) else ()), *core)
+
+    inputs = {
+        "lhs": dims(call.lhs, None, "k"),
+        "rhs": dims(call.rhs, None, "k", "n"),
+        "group_sizes": dims(call.group_sizes, None),
+    }
+    return {**inputs, "out": (*batch, None, "n")}
+
+
+def _grouped(call: Any) -> Rule:
+    inputs = _grouped_inputs(call)
+    out = inputs.pop("out")
+    return Rule(inputs, (out,), _factors(out, ("k",)))
+
+
+def _grouped_backward(call: Any) -> Rule:
+    inputs = _grouped_inputs(call)
+    inputs["dout"] = inputs.pop("out")
+    return Rule(inputs, ("lhs", "rhs"), _factors(inputs["dout"], ("k",)))
+
+
+def _block_sparse(call: Any) -> Rule:
+    """Dense rows split; the sparse matrix stays whole."""
+    rows = _named("row", call.dense.ndim - 1)
+    whole = {"values": (None,) * 3, "indices": (None,) * 2}
+    return Rule({"dense": (*rows, None), **whole}, ((*rows, None),), frozenset(rows))
+
+
+def _block_sparse_backward(call: Any) -> Rule:
+    rule = _block_sparse(call)
+    return Rule({"dout": rule.outputs[0], **rule.inputs}, ("dense", "values"), rule.splittable)  # type: ignore[dict-item]
+
+
+_QUERY: Dims = ("batch", "heads", None, None)
+
+
+def _attention_inputs(call: Any) -> dict[str, Dims]:
+    """Batch and heads split, sequences stay whole: where a part of one begins, a mask would have to know."""
+    heads: Dims = ("batch", None, "heads", None) if call.layout == "bshd" else _QUERY
+    ids: Dims = ("batch", None)
+
+    def broadcast(name: str, dims: Dims) -> Dims:
+        """Of the last axes."""
+        x = getattr(call, name)
+        return () if x is None else dims[len(dims) - x.ndim :]
+
+    return {
+        **dict.fromkeys(("query", "key", "value"), heads),
+        **{name: broadcast(name, _QUERY) for name in ("bias", "mask")},
+        **{name: broadcast(name, ids) for name in ("q_segment_ids", "kv_segment_ids")},
+        "sinks": broadcast("sinks", _QUERY[:2]),
+        "dropout_seed": (*_QUERY[:2], None),
+        "out": heads,
+        "logsumexp": _QUERY[:3],
+    }
+
+
+def _attention(call: Any) -> Rule:
+    inputs = _attention_inputs(call)
+    return Rule(inputs, (inputs.pop("out"), inputs.pop("logsumexp")), _factors(_QUERY))
+
+
+def _attention_backward(call: Any) -> Rule:
+    inputs = _attention_inputs(call)
+    inputs |= {"dout": inputs["out"], "dlogsumexp": inputs["logsumexp"]}
+    outputs = ("query", "key", "value", "bias" if call.of_bias else None, "sinks")
+    return Rule(inputs, outputs, _factors(_QUERY))
+
+
+_PACKED: dict[str, Dims] = {
+    **dict.fromkeys(("query", "key", "value", "out", "dout"), (None, "heads", None)),
+    **dict.fromkeys(("logsumexp", "dlogsumexp"), ("heads", None)),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), (None,)),
+    "sinks": ("heads",),
+    "dropout_seed": (None, "heads", None),
+}
+
+
+def _packed(*outputs: str | Dims) -> Callable[[Any], Rule]:
+    return lambda call: Rule(_PACKED, outputs, frozenset(("heads",)))
+
+
+def _gated_inputs(call: Any) -> dict[str, Dims]:
+    rows = _named("row", call.x.ndim - 1)
+    weight: Dims = ("k", "n") if call.up is not None else (None, "k", "n")
+    return {"x": (*rows, "k"), "gate": weight, "up": weight, "h": (*rows, "n")}
+
+
+def _gated(call: Any) -> Rule:
+    """The features of x are summed over before the activation, so they stay whole."""
+    inputs = _gated_inputs(call)
+    h = inputs.pop("h")
+    return Rule(inputs, (h, h if call.keep else None, h if call.keep else None), _factors(h))
+
+
+def _gated_backward(call: Any) -> Rule:
+    inputs = _gated_inputs(call)
+    h = inputs.pop("h")
+    return Rule(
+        {**inputs, **dict.fromkeys(("dh", "kept_gate", "kept_up"), h)}, ("x", "gate", "up"), _factors(h, ("k",))
+    )
+
+
+def _cross_entropy(call: Any) -> Rule:
+    """Tokens split; a row of logits is one device's affair."""
+    rows = _named("row", call.labels.ndim)
+    inputs = {"x": (*rows, None), "weight": (None, None), "bias": (None,), "labels": rows}
+    return Rule(inputs, (rows, rows, rows if call.logit_sum else None), _factors(rows))
+
+
+def _cross_entropy_backward(call: Any) -> Rule:
+    rows = _named("row", call.labels.ndim)
+    per_token = dict.fromkeys(("dlogsumexp", "dlabel", "dsum", "logsumexp", "label_logit", "total", "labels"), rows)
+    inputs: dict[str, Dims] = {**per_token, "x": (*rows, None), "weight": (None, None), "bias": (None,)}
+    return Rule(inputs, ("x", "weight", "bias"), _factors(rows))
+
+
 RULES: dict[str, Callable[[Any], Rule]] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "attention_varlen": _packed((None, "heads", None), ("heads", None)),
+    "attention_varlen_backward": _packed("query", "key", "value", "sinks"),
+    "gated": _gated,
+    "gated_backward": _gated_backward,
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_backward": _cross_entropy_backward,
     "norm": _norm,
     "norm_backward": _norm_backward,
     "gemm": _gemm,
     "gemm_backward": _gemm_backward,
+    "grouped_gemm": _grouped,
+    "grouped_gemm_backward": _grouped_backward,
+    "block_sparse_matmul": _block_sparse,
+    "block_sparse_matmul_backward": _block_sparse_backward,
     "softmax": _softmax("x"),
     "softmax_backward": _softmax("source", "dy"),
     "activation": _activation("x"),
@@ -242,9 +377,10 @@ def register_sharding() -> None:
 
     It is a call and nothing that importing does, because it imports `torch.distributed.tensor` (about a second).
 
-    Rows of normalizations, every axis of activations, every axis of a softmax but its own, batch, heads and positions of rotary embeddings and all
-    of rows, columns, batch and contraction of `gemm` (without bias or activation) split without communication. Gradients of what
-    is shared between devices come out `Partial`, as torch's own do.
+    Split without communication: batch and heads of attention, packed sequences' heads, rows of normalizations, every axis of activations, every axis of
+    a softmax but its own, batch, heads and positions of rotary embeddings, rows, columns and batch of `gemm` (its contraction, where there is neither
+    bias nor activation, gives a `Partial` sum), rows and hidden features of gated units, tokens of the loss, columns and contraction of grouped products,
+    rows beside a block-sparse matrix. Gradients of what is shared between devices come out `Partial`, as torch's own do.
 
     Raises:
       DeviceError: this torch was built without `torch.distributed`.
