@@ -6,6 +6,7 @@ Run as they are, the tensors on the CPU are served by the native kernels; under 
 import contextlib
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,12 +88,10 @@ def kept(seed, rows, columns, rate):
     """Which positions dropout keeps, as JAX's arithmetic says."""
     from vishwamai.core import dropout
 
-    bits = np.asarray(seed.to(torch.int64).numpy() % 2**32, np.uint32)[..., None, None]
-    return torch.from_numpy(
-        np.array(
-            dropout.keep_mask(bits[:, :, 0], bits[:, :, 1], np.arange(rows)[:, None], np.arange(columns)[None], rate)
-        )
-    )
+    bits: Any = np.asarray(seed.to(torch.int64).numpy() % 2**32, np.uint32)[..., None, None]
+    i: Any = np.arange(rows)[:, None]
+    j: Any = np.arange(columns)[None]
+    return torch.from_numpy(np.array(dropout.keep_mask(bits[:, :, 0], bits[:, :, 1], i, j, rate)))
 
 
 # --- Dense -------------------------------------------------------------------------------------------------------------------------------------------
@@ -128,7 +127,7 @@ def test_nothing_is_copied(monkeypatch):
     if not contract.INTERPRETED:
         pytest.skip("the way to the kernels for GPUs")
     seen = []
-    before = gpu.launcher("torch")
+    before: Any = gpu.launcher("torch")
 
     def record(how, inputs, outputs):
         seen.append({name: x.data_ptr() for name, x in inputs.items()})
@@ -152,7 +151,9 @@ def test_everything(dtype):
     mask = torch.rand((2, 1, 1, 25), generator=generator) < 0.8
     ids = tuple((torch.arange(n) > n // 2).long().expand(2, n) for n in (18, 25))
     seed = torch.randint(-(2**31), 2**31, (2, 4, 2), generator=generator)
-    options = dict(causal=True, causal_align="bottom_right", window=(14, 3), softcap=4.0, scale=0.3, segment_ids=ids)
+    options: dict[str, Any] = dict(
+        causal=True, causal_align="bottom_right", window=(14, 3), softcap=4.0, scale=0.3, segment_ids=ids
+    )
     agree(
         lambda q, k, v, bias, sinks: vt.flash_attention(
             q, k, v, bias, mask, sinks=sinks, dropout_rate=0.25, dropout_seed=seed, return_lse=True, **options
@@ -265,7 +266,7 @@ def nan_is_0(reference):
     return run
 
 
-VARLEN = {
+VARLEN: dict[str, dict[str, Any]] = {
     "causal": dict(causal=True),
     "window": dict(window=(3, 2), softcap=5.0),
     "top left": dict(causal=True, causal_align="top_left", scale=0.3),
@@ -295,7 +296,7 @@ def test_packed_sequences_with_sinks_and_dropout():
         ),
         nan_is_0(
             lambda q, k, v, sinks: by_sequence(
-                q, k, v, sinks=sinks, rate=0.3, kept=lambda n: kept(seed[n : n + 1], *lengths[n], 0.3)
+                q, k, v, sinks=sinks, rate=0.3, kept=lambda n: kept(seed[n : n + 1], lengths[n][0], lengths[n][1], 0.3)
             )
         ),
         (*packed_tensors(), sinks),
@@ -348,9 +349,8 @@ def test_blocks_of_other_sequences_are_not_visited(monkeypatch):
         return out.detach(), (forward, len(products))
 
     together, segments = count(lambda: vt.flash_attention(q, q, q, segment_ids=(ids, ids), config=config))
-    apart, varlen = count(
-        lambda: vt.flash_attention_varlen(*(q[0].transpose(0, 1),) * 3, starts, starts, 32, 32, config=config)
-    )
+    x = q[0].transpose(0, 1)
+    apart, varlen = count(lambda: vt.flash_attention_varlen(x, x, x, starts, starts, 32, 32, config=config))
     assert segments == varlen == (2 * 16, (4 + 3) * 16)
     assert torch.allclose(together[0, 0], apart[:, 0], atol=1e-5)
 
@@ -382,18 +382,19 @@ def test_errors():
         vt.flash_attention(q, k, v)
     with pytest.raises(ShapeError, match="pass four axes"):
         vt.flash_attention(q[0], k, v)
-    for options, message in (
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
         (dict(causal_align="left"), "`causal_align` is 'left'"),
         (dict(window=(1, -2)), "its right side is -2"),
         (dict(dropout_rate=1.5), "`dropout_rate` is 1.5"),
         (dict(dropout_rate=0.5, dropout_seed=torch.zeros(2, dtype=torch.int64)), r"`dropout_seed` has shape \(2,\)"),
         (dict(segment_ids=q), "`segment_ids` is no pair"),
         (dict(softcap=-1.0), "`softcap` is -1.0"),
-    ):
+    )
+    for options, message in refused:
         with pytest.raises(ShapeError, match=message):
             vt.flash_attention(q, q, q, **options)
     with pytest.raises(KernelError, match="`config` is a str"):
-        vt.flash_attention(q, q, q, config="fast")
+        vt.flash_attention(q, q, q, config="fast")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="there is no implementation 'cudnn'"):
         vt.flash_attention(q, q, q, implementation="cudnn")
     x, starts = torch.ones(9, 2, 16), torch.tensor([0, 4, 9])
