@@ -63,7 +63,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=contract.one_in(2, i)) for i, name in enumerate(CALLS)])
 def test_values_and_gradients(name):
     *shapes, sizes = CALLS[name]
     sizes = torch.tensor(sizes)
@@ -78,7 +78,7 @@ def test_an_empty_group_and_rows_without_one_have_gradients_of_zero():
     assert (of_rhs[0] != 0).all() and (of_lhs[:9] != 0).all()
 
 
-@pytest.mark.parametrize("out_dtype", ["", "float32"])
+@pytest.mark.parametrize("out_dtype", ["float32", pytest.param("", marks=pytest.mark.long)])
 def test_opcheck(out_dtype):
     lhs, rhs = tensors((8, 16), (2, 16, 8))
     arguments = (lhs, rhs, torch.tensor([3, 4]), out_dtype)
@@ -95,6 +95,7 @@ def test_compiles_in_one_graph_with_sizes_that_it_computes():
     agree(fast, model(by_loops), tensors((8, 16), (3, 16, 8)))
 
 
+@pytest.mark.long
 def test_vmap_is_the_elements_one_by_one():
     lhs, rhs = (x.detach() for x in tensors((3, 9, 16), (2, 16, 8)))
     sizes = torch.tensor([[1, 8], [0, 4], [9, 0]])
