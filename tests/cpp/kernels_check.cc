@@ -7,9 +7,13 @@
 #include <string>
 
 #include "pool.h"
+#include "vishwamai/ops/activation/cpu_activation.h"
 #include "vishwamai/ops/attention/cpu_attention.h"
 #include "vishwamai/ops/matmul/cpu_matmul.h"
 #include "vishwamai/ops/norm/cpu_norm.h"
+#include "vishwamai/ops/paged_attention/cpu_paged.h"
+#include "vishwamai/ops/rope/cpu_rope.h"
+#include "vishwamai/ops/softmax/cpu_softmax.h"
 
 using namespace vishwamai;
 
@@ -172,6 +176,89 @@ void check_attention(const Kind& kind, int64_t q_len, const Threads& threads) {
   compare((name + " lse").c_str(), lse, statistics, lse_want, kind.tolerance);
 }
 
+// Softmax forward, and the gradient of exact gelu (the function of most steps), over ragged rows.
+void check_rows(const Kind& kind, const Threads& threads) {
+  const int64_t rows = 7, features = 101;
+  Values x = normal(rows * features), dy = normal(rows * features), want(x.size());
+  Bytes xb = stored(x, kind.storage), dyb = stored(dy, kind.storage), out(xb.size());
+  for (int64_t r = 0; r < rows; ++r) {
+    double sum = 0;
+    for (int64_t i = 0; i < features; ++i) sum += std::exp(x[r * features + i]);
+    for (int64_t i = 0; i < features; ++i) want[r * features + i] = std::exp(x[r * features + i]) / sum;
+  }
+  SoftmaxArgs softmax{kind.storage, false, rows, features, xb.data(), nullptr, out.data()};
+  generic::softmax_forward(softmax, threads);
+  compare((std::string("softmax ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double z = x[i];
+    want[i] = dy[i] * (0.5 * (1 + std::erf(z * std::sqrt(0.5))) + z * std::exp(-0.5 * z * z) / std::sqrt(2 * std::acos(-1.0)));
+  }
+  ActivationArgs gelu{};
+  gelu.storage = kind.storage, gelu.kind = ActivationKind::gelu;
+  gelu.groups = 1, gelu.rows = rows, gelu.features = features;
+  gelu.x = xb.data(), gelu.dy = dyb.data(), gelu.out = out.data();
+  generic::activation_run(gelu, threads);
+  compare((std::string("gelu gradient ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+}
+
+// Three heads of five positions, the first 2 x 11 of 25 features turning.
+void check_rope(const Kind& kind, bool interleaved, const Threads& threads) {
+  const int64_t heads = 3, positions = 5, pairs = 11, dim = 25;
+  const Storage wide = kind.storage == Storage::f64 ? Storage::f64 : Storage::f32;
+  Values x = normal(heads * positions * dim), cos(positions * pairs), sin(cos.size());
+  for (size_t i = 0; i < cos.size(); ++i) cos[i] = std::cos(0.3 * double(i)), sin[i] = std::sin(0.3 * double(i));
+  Bytes xb = stored(x, kind.storage), cb = stored(cos, wide), sb = stored(sin, wide), out(xb.size());
+  Values want = x;
+  for (int64_t row = 0; row < heads * positions; ++row)
+    for (int64_t i = 0; i < pairs; ++i) {
+      const int64_t first = row * dim + (interleaved ? 2 * i : i), second = row * dim + (interleaved ? 2 * i + 1 : i + pairs);
+      const double c = cos[row % positions * pairs + i], s = sin[row % positions * pairs + i];
+      want[first] = x[first] * c - x[second] * s, want[second] = x[second] * c + x[first] * s;
+    }
+  RopeArgs args{};
+  args.storage = kind.storage, args.interleaved = interleaved;
+  args.batch = 1, args.positions = positions, args.pairs = pairs, args.dim = dim;
+  args.cos = cb.data(), args.sin = sb.data();
+  args.arrays[0].heads = heads, args.arrays[0].x = xb.data(), args.arrays[0].out = out.data();
+  generic::rope_run(args, threads);
+  compare((std::string("rope ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+}
+
+// Two queries at the end of 70 tokens in pages of 8, four heads to two, keys and values in turn.
+void check_paged(const Kind& kind, const Threads& threads) {
+  const int64_t heads = 4, kv_heads = 2, dim = 21, page = 8, entries = 9, queries = 2, length = 70, row = 2 * kv_heads * dim;
+  Values q = normal(queries * heads * dim), pool = normal(entries * page * row), want(q.size());
+  Bytes qb = stored(q, kind.storage), pb = stored(pool, kind.storage), out(qb.size());
+  int32_t table[entries], lens[] = {int32_t(length)}, starts[] = {0, int32_t(queries)}, count[] = {1};
+  for (int64_t i = 0; i < entries; ++i) table[i] = static_cast<int32_t>(i * 4 % entries);
+  for (int64_t i = 0; i < queries; ++i)
+    for (int64_t h = 0; h < heads; ++h) {
+      double sum = 0;
+      double* to = &want[(i * heads + h) * dim];
+      for (int64_t t = 0; t <= length - queries + i; ++t) {
+        const double* key = &pool[(table[t / page] * page + t % page) * row + h / 2 * 2 * dim];
+        double score = 0;
+        for (int64_t d = 0; d < dim; ++d) score += q[(i * heads + h) * dim + d] * key[d];
+        const double p = std::exp(0.2 * score);
+        sum += p;
+        for (int64_t d = 0; d < dim; ++d) to[d] += p * key[dim + d];
+      }
+      for (int64_t d = 0; d < dim; ++d) to[d] /= sum;
+    }
+  PagedArgs args{};
+  args.storage = kind.storage;
+  args.page_type = kind.storage == Storage::f64 ? PageType::f64 : kind.storage == Storage::bf16 ? PageType::bf16 : PageType::f32;
+  args.batch = 1, args.tokens = queries, args.heads = heads, args.dim = args.value_dim = dim, args.kv_heads = kv_heads;
+  args.pages = entries, args.page_size = page, args.sequences = 1, args.entries = entries;
+  args.scale = 0.2, args.window = -1;
+  args.query = qb.data(), args.out = out.data();
+  args.keys = {pb.data(), 0, row, 2 * dim};
+  args.values = {pb.data() + dim * kind.size, 0, row, 2 * dim};
+  args.kv_lens = lens, args.table = table, args.starts = starts, args.count = count;
+  generic::paged_attention(args, threads);
+  compare((std::string("paged attention ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+}
+
 }  // namespace
 
 int main() {
@@ -180,6 +267,10 @@ int main() {
   for (const Kind& kind : kKinds) {
     check_matmul(kind, threads);
     check_norm(kind, threads);
+    check_rows(kind, threads);
+    check_rope(kind, false, threads);
+    check_rope(kind, true, threads);
+    check_paged(kind, threads);
     check_attention(kind, 63, threads);
     check_attention(kind, 1, threads);
   }

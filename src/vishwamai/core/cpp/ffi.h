@@ -39,6 +39,15 @@ inline bool storage_of(const ffi::AnyBuffer& buffer, Storage* storage) {
   }
 }
 
+// The same for kernels that take every floating type of 16 bits or more, float16 too.
+inline bool row_storage_of(const ffi::AnyBuffer& buffer, Storage* storage) {
+  if (buffer.element_type() == ffi::F16) {
+    *storage = Storage::f16;
+    return true;
+  }
+  return storage_of(buffer, storage) && *storage != Storage::s8 && *storage != Storage::s32;
+}
+
 inline ffi::Error invalid(const char* message) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, message); }
 
 }  // namespace vishwamai

@@ -3,6 +3,6 @@
 
 namespace vishwamai {
 
-enum class Storage : int { f32, bf16, f64, s8, s32 };
+enum class Storage : int { f32, bf16, f64, s8, s32, f16 };
 
 }  // namespace vishwamai

@@ -1,0 +1,120 @@
+// Storage types narrower than bfloat16's 8 exponent bits allow to widen by a shift: float16, float8 (e4m3fn, e5m2) and int8.
+//
+// They are widened to float while loading.  float8 goes through float16, whose conversion keeps denormal numbers although
+// the processor is set to treat float's as zero (as XLA sets it).
+#pragma once
+
+#include "simd.h"
+
+namespace vishwamai::VISHWAMAI_ISA {
+
+struct f16 {
+  uint16_t bits;
+};
+struct f8e5m2 {
+  uint8_t bits;
+};
+struct f8e4m3 {
+  uint8_t bits;
+};
+
+namespace detail {
+typedef int8_t sbytes32 __attribute__((vector_size(kVectorBytes / 4)));
+}  // namespace detail
+
+VISHWAMAI_INLINE f32v widen_half(u16half half) {
+#if defined(VISHWAMAI_AVX512)
+  return _mm512_cvtph_ps(bit_cast<__m256i>(half));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(bit_cast<__m128i>(half));
+#else
+  // Giesen, "Float->half variants" (2012): the exponent is moved by an addition; a denormal becomes the mantissa of 2^-14
+  // and 2^-14 is subtracted again, so no step meets a denormal float.
+  const u32v h = __builtin_convertvector(half, u32v);
+  const u32v magnitude = (h & 0x7fffu) << 13, exponent = magnitude & 0x0f800000u;
+  const u32v moved = magnitude + 0x38000000u;
+  const f32v denormal = bit_cast<f32v>(moved + 0x00800000u) - splat(bit_cast<float>(0x38800000u));
+  u32v x = exponent == 0x0f800000u ? moved + 0x38000000u : moved;
+  x = exponent == 0u ? bit_cast<u32v>(denormal) : x;
+  return bit_cast<f32v>(x | (h & 0x8000u) << 16);
+#endif
+}
+
+// Round to nearest even; a NaN stays one.
+VISHWAMAI_INLINE u16half to_half(f32v v) {
+#if defined(VISHWAMAI_AVX512)
+  return bit_cast<u16half>(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+  return bit_cast<u16half>(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const u32v bits = bit_cast<u32v>(v), sign = bits & 0x80000000u, x = bits ^ sign;
+  const u32v huge = x > 0x7f800000u ? u32v{} + 0x7e00u : u32v{} + 0x7c00u;
+  const u32v tiny = bit_cast<u32v>(bit_cast<f32v>(x) + splat(0.5f)) - 0x3f000000u;  // the sum rounds at 2^-24
+  const u32v usual = (x - 0x38000000u + 0xfffu + ((x >> 13) & 1u)) >> 13;
+  u32v h = x < 0x38800000u ? tiny : usual;
+  h = x >= 0x47800000u ? huge : h;
+  return __builtin_convertvector(h | sign >> 16, u16half);
+#endif
+}
+
+VISHWAMAI_INLINE f32v load(const f16* p) {
+  u16half half;
+  __builtin_memcpy(&half, p, sizeof(half));
+  return widen_half(half);
+}
+VISHWAMAI_INLINE void store(f16* p, f32v v) {
+  const u16half half = to_half(v);
+  __builtin_memcpy(p, &half, sizeof(half));
+}
+VISHWAMAI_INLINE f32v load(const f8e5m2* p) {  // float16's upper half
+  detail::bytes32 bytes;
+  __builtin_memcpy(&bytes, p, sizeof(bytes));
+  return widen_half(__builtin_convertvector(bytes, u16half) << 8);
+}
+// 2^-8 times the numbers: the factor that float16's other exponent bias leaves, for the caller to put where it costs nothing.
+VISHWAMAI_INLINE f32v load(const f8e4m3* p) {
+  detail::bytes32 bytes;
+  __builtin_memcpy(&bytes, p, sizeof(bytes));
+  const u16half x = __builtin_convertvector(bytes, u16half), magnitude = (x & 0x7f) << 7;
+  const u16half half = magnitude | (x & 0x80) << 8;
+  return widen_half(magnitude == 0x3f80 ? half | 0x7e00 : half);  // all bits set is its NaN; it has no infinity
+}
+VISHWAMAI_INLINE f32v load(const int8_t* p) {
+  detail::sbytes32 bytes;
+  __builtin_memcpy(&bytes, p, sizeof(bytes));
+  return __builtin_convertvector(__builtin_convertvector(bytes, i32v), f32v);
+}
+
+// What numbers read by `load` must be multiplied by.
+template <class S> constexpr float kLoadUnit = 1.0f;
+template <> inline constexpr float kLoadUnit<f8e4m3> = 256.0f;
+
+namespace detail {
+template <class S> VISHWAMAI_INLINE f32v load_some(const S* p, int count) {
+  if (count >= lanes<float>) return load(p);
+  S some[lanes<float>] = {};
+  for (int i = 0; i < count; ++i) some[i] = p[i];
+  return load(some);
+}
+}  // namespace detail
+VISHWAMAI_INLINE f32v load(const f8e5m2* p, int count) { return detail::load_some(p, count); }
+VISHWAMAI_INLINE f32v load(const f8e4m3* p, int count) { return detail::load_some(p, count); }
+VISHWAMAI_INLINE f32v load(const int8_t* p, int count) { return detail::load_some(p, count); }
+#ifdef VISHWAMAI_AVX512
+VISHWAMAI_INLINE f32v load(const f16* p, int count) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p));
+}
+VISHWAMAI_INLINE void store(f16* p, f32v v, int count) {
+  _mm256_mask_storeu_epi16(p, first(count), bit_cast<__m256i>(to_half(v)));
+}
+#else
+VISHWAMAI_INLINE f32v load(const f16* p, int count) { return detail::load_some(p, count); }
+VISHWAMAI_INLINE void store(f16* p, f32v v, int count) {
+  if (count >= lanes<float>) return store(p, v);
+  f16 some[lanes<float>];
+  store(some, v);
+  for (int i = 0; i < count; ++i) p[i] = some[i];
+}
+#endif
+
+}  // namespace vishwamai::VISHWAMAI_ISA

@@ -1,0 +1,77 @@
+// Walking along rows of numbers a vector at a time, for the operations that memory bounds.
+#pragma once
+
+#include "narrow.h"
+#include "storage.h"
+
+namespace vishwamai::VISHWAMAI_ISA {
+
+constexpr int64_t kTaskBytes = 1 << 16;  // enough work to be worth a hand-over between threads
+// A result of this size leaves the cache before anyone reads it, so it is written past the cache.  Above the upper bound the
+// allocator hands out fresh pages, whose lines the kernel has just put into the cache by clearing them.
+constexpr int64_t kStreamFrom = 8 << 20, kStreamTo = 32 << 20;
+
+// Calls f(i, count) for vectors of T at offsets i: whole ones with count == lanes as a constant, and the rest.
+template <class T, class F>
+VISHWAMAI_INLINE void for_vectors(int64_t n, F&& f) {
+  constexpr int W = lanes<T>;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) f(i, std::integral_constant<int, W>());
+  if (i < n) f(i, static_cast<int>(n - i));
+}
+template <class S, class C>
+VISHWAMAI_INLINE V<compute_t<S>> get(const S* p, C count) {
+  if constexpr (std::is_same_v<C, int>) return load(p, count);
+  else return load(p);
+}
+template <class S, class C>
+VISHWAMAI_INLINE void put(S* p, V<compute_t<S>> v, C count) {
+  if constexpr (std::is_same_v<C, int>) store(p, v, count);
+  else store(p, v);
+}
+template <class T, class C>
+VISHWAMAI_INLINE V<T> only(V<T> v, C count, T beyond = T(0)) {  // `beyond` in the lanes from count on
+  if constexpr (std::is_same_v<C, int>) {
+    Mask<T> index;
+    for (int i = 0; i < lanes<T>; ++i) index[i] = i;
+    return index < static_cast<decltype(index[0] + 0)>(count) ? v : splat(beyond);
+  } else {
+    return v;
+  }
+}
+
+// Rows of `row_bytes` bytes (all that is read and written of one) that make a task.
+inline int64_t rows_per_task(int64_t rows, int64_t row_bytes) {
+  return greatest<int64_t>(1, least(rows, kTaskBytes / greatest<int64_t>(1, row_bytes)));
+}
+
+// Whether a result of `rows` rows is written past the cache; every row must begin on a cache line.
+inline bool streams(const void* result, int64_t rows, int64_t row_bytes) {
+  return row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(result) % 64 == 0 && rows * row_bytes >= kStreamFrom &&
+         rows * row_bytes < kStreamTo;
+}
+
+// 1 / x for x in [2^-120, 2^120], within an ulp: a division takes five times as long where there is an estimate to refine.
+VISHWAMAI_INLINE f32v reciprocal(f32v x) {
+#ifdef VISHWAMAI_AVX512
+  const f32v r = _mm512_rcp14_ps(x);
+  return r + r * (1.0f - x * r);
+#else
+  return 1.0f / x;
+#endif
+}
+VISHWAMAI_INLINE f64v reciprocal(f64v x) { return 1.0 / x; }
+
+// Calls f(S()) with the storage type S of a row; false where rows do not come in it.
+template <class F>
+VISHWAMAI_INLINE bool for_storage(Storage storage, F&& f) {
+  switch (storage) {
+    case Storage::f32: f(float()); return true;
+    case Storage::bf16: f(bf16()); return true;
+    case Storage::f16: f(f16()); return true;
+    case Storage::f64: f(double()); return true;
+    default: return false;
+  }
+}
+
+}  // namespace vishwamai::VISHWAMAI_ISA

@@ -1,0 +1,96 @@
+// FFI handler of paged attention: operands in the order of spec.py's Operands, options as attributes.
+#include <cstring>
+
+#include "cpu_paged.h"
+#include "vishwamai/core/cpp/ffi.h"
+#include "vishwamai/core/cpp/registry.h"
+
+namespace vishwamai {
+namespace {
+
+using Buffer = ffi::AnyBuffer;
+
+void run(const PagedArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH(paged_attention, args, threads) }
+
+bool page_type_of(const Buffer& buffer, PageType* type) {
+  switch (buffer.element_type()) {
+    case ffi::F32: *type = PageType::f32; return true;
+    case ffi::BF16: *type = PageType::bf16; return true;
+    case ffi::F16: *type = PageType::f16; return true;
+    case ffi::F64: *type = PageType::f64; return true;
+    case ffi::S8: *type = PageType::s8; return true;
+    case ffi::F8E4M3FN: *type = PageType::f8e4m3; return true;
+    case ffi::F8E5M2: *type = PageType::f8e5m2; return true;
+    default: return false;
+  }
+}
+
+// Elements from one batch entry to the next of a [batch or 1, ...] buffer.
+int64_t batch_stride(const Buffer& buffer) {
+  const auto dims = buffer.dimensions();
+  return dims.size() == 0 || dims[0] <= 1 ? 0 : static_cast<int64_t>(buffer.element_count()) / dims[0];
+}
+
+// `value_dim` tells the form of the pages apart: latent ones are [batch, pages, page, dim], the others have an axis of rows.
+ffi::Error paged(ffi::ThreadPool pool, Buffer query, Buffer k_pages, Buffer v_pages, Buffer kv_lens, Buffer page_indices,
+                 Buffer cu_q_lens, Buffer num_seqs, Buffer sinks, Buffer k_scale, Buffer v_scale, ffi::Result<Buffer> out,
+                 double scale, double softcap, int64_t window, int64_t value_dim) {
+  const auto q = query.dimensions(), k = k_pages.dimensions(), table = page_indices.dimensions();
+  PagedArgs a{};
+  const bool latent = k.size() == 4, separate = optional(v_pages) != nullptr;
+  if (q.size() != 4 || (!latent && k.size() != 5) || table.size() != 3 || !row_storage_of(query, &a.storage) ||
+      !page_type_of(k_pages, &a.page_type) || (a.storage == Storage::f64) != (a.page_type == PageType::f64)) {
+    return invalid("paged_attention: query must be [batch, tokens, heads, dim], page_indices [batch, sequences, entries]");
+  }
+  a.batch = q[0], a.tokens = q[1], a.heads = q[2], a.dim = q[3], a.value_dim = value_dim;
+  a.pages = k[1], a.page_size = k[2], a.sequences = table[1], a.entries = table[2];
+  const int64_t rows = latent ? 1 : k[3];
+  a.kv_heads = latent || separate ? rows : rows / 2;
+  a.scale = scale, a.softcap = softcap, a.window = window;
+  a.query = query.untyped_data();
+  const int64_t own = latent || separate ? a.dim : 2 * a.dim;
+  a.keys = {k_pages.untyped_data(), batch_stride(k_pages), rows * a.dim, own};
+  if (separate) {
+    a.values = {v_pages.untyped_data(), batch_stride(v_pages), rows * value_dim, value_dim};
+  } else {
+    a.values = a.keys;
+    const int64_t bytes = a.page_type == PageType::f64 ? 8 : a.page_type == PageType::f32 ? 4 : a.page_type <= PageType::f16 ? 2 : 1;
+    if (!latent) a.values.data = static_cast<const char*>(a.keys.data) + a.dim * bytes;
+  }
+  a.kv_lens = optional<int32_t>(kv_lens), a.table = optional<int32_t>(page_indices);
+  a.starts = optional<int32_t>(cu_q_lens), a.count = optional<int32_t>(num_seqs);
+  a.kv_lens_stride = batch_stride(kv_lens), a.table_stride = batch_stride(page_indices);
+  a.starts_stride = batch_stride(cu_q_lens), a.count_stride = batch_stride(num_seqs);
+  a.sinks = optional(sinks), a.sinks_stride = batch_stride(sinks);
+  a.key_scale = optional<float>(k_scale), a.key_scale_stride = batch_stride(k_scale);
+  a.value_scale = optional<float>(v_scale), a.value_scale_stride = batch_stride(v_scale);
+  a.out = out->untyped_data();
+  std::memset(a.out, 0, out->size_bytes());  // tokens that belong to no sequence
+  if (out->element_count() == 0 || a.pages * a.page_size * a.sequences * a.entries == 0) return ffi::Error::Success();
+  run(a, threads_of(pool));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_paged_attention, paged,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Buffer>()  // query
+                                  .Arg<Buffer>()  // k_pages
+                                  .Arg<Buffer>()  // v_pages
+                                  .Arg<Buffer>()  // kv_lens
+                                  .Arg<Buffer>()  // page_indices
+                                  .Arg<Buffer>()  // cu_q_lens
+                                  .Arg<Buffer>()  // num_seqs
+                                  .Arg<Buffer>()  // sinks
+                                  .Arg<Buffer>()  // k_scale
+                                  .Arg<Buffer>()  // v_scale
+                                  .Ret<Buffer>()
+                                  .Attr<double>("scale")
+                                  .Attr<double>("softcap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("value_dim"));
+VISHWAMAI_REGISTER(vishwamai_paged_attention)
+
+}  // namespace vishwamai

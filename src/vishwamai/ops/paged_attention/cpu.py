@@ -1,0 +1,54 @@
+"""Paged attention on the CPU: the native kernel of `cpu_paged.isa.cc`, which reads pages as they lie, in whatever type they are stored."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.core import ffi
+from vishwamai.core.gradients import autodiff_backward
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.ops.paged_attention import reference
+from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
+
+_QUERY = ("float32", "bfloat16", "float16", "float64")
+_PAGES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def why_not(spec: PagedSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None."""
+    del chip
+    o = spec.operands
+    query, pages = o.query.dtype.name, o.k_pages.dtype.name
+    if query not in _QUERY:
+        return f"`query` is {query}; the CPU kernel takes {', '.join(_QUERY)}."
+    if "float64" in (query, pages):
+        if query != pages:
+            return f"`query` is {query} and `kv_pages` {pages}; the CPU kernel takes float64 beside float64 only."
+    elif pages not in _PAGES:
+        return f"`kv_pages` is {pages}; the CPU kernel reads {', '.join(_PAGES)}."
+    if min(spec.head_dim, spec.value_dim) == 0:
+        return "a head has no features."
+    return ffi.why_not()
+
+
+def forward(spec: PagedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    """Online softmax over pages; nothing to configure: lengths are known to the kernel only, which splits the work by them."""
+    del config, residuals
+    o = operands
+    wide = jnp.float64 if o.query.dtype == jnp.float64 else jnp.float32
+    (out,) = ffi.call(
+        "vishwamai_paged_attention",
+        (ffi.result((*o.query.shape[:3], spec.value_dim), o.query.dtype),),
+        *o._replace(sinks=None if o.sinks is None else o.sinks.astype(wide)),
+        scale=np.float64(spec.scale),
+        softcap=np.float64(spec.softcap or 0.0),
+        window=np.int64(-1 if spec.window is None else spec.window),
+        value_dim=np.int64(spec.value_dim),
+    )
+    return Outputs(out), None
+
+
+# Pages are what a served model remembers, and nobody trains through them; whoever asks gets the reference's gradient.
+NATIVE = Implementation("native_cpu", "cpu", forward, autodiff_backward(reference.forward), why_not)

@@ -1,0 +1,260 @@
+// Attention of ragged runs of queries over keys and values in pages: bound, when decoding, by reading them once.
+//
+// A block of one sequence's queries walks the tokens that it sees, all kv heads of a few tokens together, so that memory is
+// read in the order in which it lies; the next tokens are fetched meanwhile.  Long sequences are split between tasks, and
+// the parts joined by their maxima and sums (Flash-Decoding; Dao et al., 2023).
+#include "cpu_paged.h"
+#include "cpu_products.h"
+
+namespace vishwamai::VISHWAMAI_ISA {
+namespace {
+
+constexpr int64_t kQueryRows = 64;        // rows of a kv head that a block of queries has at most
+constexpr int64_t kPartCost = 256 << 10;  // bytes (or as much arithmetic) that make a part worth a task of its own
+
+// A block of queries, and the keys that any of them sees.
+struct Item {
+  int64_t batch, sequence, token, queries;
+  int64_t position;  // of the first query
+  int64_t begin, end, parts;
+  int64_t first_task, result;  // result: where the parts' sums begin, in elements
+};
+
+template <class S>
+struct Paged {
+  using T = compute_t<S>;
+  static constexpr int W = lanes<T>;
+  static constexpr T kNone = static_cast<T>(-__builtin_inff());
+
+  const PagedArgs& a;
+  const int64_t group = a.heads / a.kv_heads;
+  const int64_t block = greatest<int64_t>(1, kQueryRows / group);
+  const int64_t q_stride = round_up<int64_t>(a.dim, W), out_stride = round_up<int64_t>(a.value_dim, W);
+  const int64_t part_stride = out_stride + 16;  // a row of a part: output sums, then m and l
+
+  int64_t part_size(const Item& item) const { return item.queries * a.heads * part_stride; }
+
+  // f(item) for every block of queries that there is.
+  template <class F>
+  void items(F&& f) const {
+    for (int64_t b = 0; b < a.batch; ++b) {
+      const int32_t *lens = a.kv_lens + b * a.kv_lens_stride, *starts = a.starts + b * a.starts_stride;
+      const int64_t sequences = least<int64_t>(a.sequences, a.count[b * a.count_stride]);
+      for (int64_t s = 0; s < sequences; ++s) {
+        const int64_t first = least<int64_t>(greatest(0, starts[s]), a.tokens), last = least<int64_t>(starts[s + 1], a.tokens);
+        const int64_t keys = least<int64_t>(lens[s], a.entries * a.page_size);
+        for (int64_t i = first; i < last; i += block) {
+          Item item{};
+          item.batch = b, item.sequence = s, item.token = i;
+          item.queries = least(block, last - i);
+          item.position = lens[s] - last + i;
+          item.end = greatest<int64_t>(0, least(keys, item.position + item.queries));
+          const int64_t lowest = a.window < 0 ? 0 : greatest<int64_t>(0, item.position - a.window);
+          item.begin = least(item.end, lowest);
+          f(item);
+        }
+      }
+    }
+  }
+
+  // The addresses of n tokens of the item's sequence from k on.
+  void find(const Item& item, int64_t k, int n, const S** keys, const S** values) const {
+    const int32_t* table = a.table + item.batch * a.table_stride + item.sequence * a.entries;
+    const S* key_pool = static_cast<const S*>(a.keys.data) + item.batch * a.keys.stride;
+    const S* value_pool = static_cast<const S*>(a.values.data) + item.batch * a.values.stride;
+    int64_t entry = k / a.page_size, row = k % a.page_size;
+    for (int j = 0; j < n; ++j) {
+      // An index out of range is the caller's mistake; it must not read what is not ours.
+      const int64_t page = least<int64_t>(a.pages - 1, greatest<int64_t>(0, table[entry])), at = page * a.page_size + row;
+      keys[j] = key_pool + at * a.keys.token;
+      values[j] = value_pool + at * a.values.token;
+      if (++row == a.page_size) ++entry, row = 0;
+    }
+  }
+
+  void load_query(const Item& item, T* query) const {
+    for (int64_t h = 0; h < a.kv_heads; ++h)
+      for (int64_t i = 0; i < item.queries; ++i)
+        for (int64_t g = 0; g < group; ++g, query += q_stride) {
+          const int64_t from = (((item.batch * a.tokens + item.token + i) * a.heads) + h * group + g) * a.dim;
+          auto copy = [&](auto s) {
+            if constexpr (std::is_same_v<compute_t<decltype(s)>, T>) {
+              const auto* q = static_cast<const decltype(s)*>(a.query) + from;
+              for (int64_t d = 0; d < a.dim; d += W) store(query + d, load(q + d, static_cast<int>(least<int64_t>(W, a.dim - d))));
+            }
+          };
+          for_storage(a.storage, copy);
+        }
+  }
+
+  // Keys [begin, end) for every row of the item; writes part_size(item) sums, in the order kv head, query, head of the group.
+  void part(const Item& item, int64_t begin, int64_t end, T* result) const {
+    const int64_t rows = item.queries * group;
+    Scratch scratch(Scratch::size<T>(a.kv_heads * rows * q_stride) + Scratch::size<T>(rows * kBlock));
+    T* query = scratch.take<T>(a.kv_heads * rows * q_stride);
+    T* p = scratch.take<T>(rows * kBlock);
+    load_query(item, query);
+    for (int64_t r = 0; r < a.kv_heads * rows; ++r) {
+      memset(result + r * part_stride, 0, sizeof(T) * static_cast<size_t>(part_stride));
+      result[r * part_stride + out_stride] = kNone;
+    }
+    const S *keys[2][kBlock], *values[2][kBlock];
+    const bool same = a.keys.data == a.values.data && a.values.head == a.keys.head && a.dim >= a.value_dim && a.kv_heads == 1;
+    int now = 0, n = static_cast<int>(least<int64_t>(kBlock, end - begin));
+    find(item, begin, n, keys[now], values[now]);
+    for (int64_t k0 = begin; k0 < end; k0 += kBlock, now = 1 - now) {
+      const int next = static_cast<int>(greatest<int64_t>(0, least<int64_t>(kBlock, end - k0 - kBlock)));
+      find(item, k0 + kBlock, next, keys[1 - now], values[1 - now]);
+      for (int64_t h = 0; h < a.kv_heads; ++h) {
+        const T* head_query = query + h * rows * q_stride;
+        T* head_result = result + h * rows * part_stride;
+        Ahead ahead{reinterpret_cast<const char* const*>(keys[1 - now]), reinterpret_cast<const char* const*>(values[1 - now]), next,
+                    h * a.keys.head * static_cast<int64_t>(sizeof(S)), a.dim * static_cast<int64_t>(sizeof(S)),
+                    h * a.values.head * static_cast<int64_t>(sizeof(S)), same ? 0 : a.value_dim * static_cast<int64_t>(sizeof(S))};
+        by_rows(rows, [&](int64_t r, auto count) {
+          score_rows<S, count>(keys[now], h * a.keys.head, a.dim, n, head_query + r * q_stride, q_stride, p + r * kBlock, ahead);
+          ahead.count = 0;  // once is enough
+        });
+        const T scale = static_cast<T>(a.scale * (a.key_scale ? a.key_scale[item.batch * a.key_scale_stride + h] : 1.0f)) * kLoadUnit<S>;
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t position = item.position + r / group;
+          const int64_t lowest = a.window < 0 ? 0 : position - a.window;
+          const int first = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, lowest - k0)));
+          const int last = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, position + 1 - k0)));
+          soften(p + r * kBlock, first, last, scale, head_result + r * part_stride);
+        }
+        by_rows(rows, [&](int64_t r, auto count) {
+          add_values<S, count>(values[now], h * a.values.head, a.value_dim, n, p + r * kBlock, head_result + r * part_stride, part_stride);
+        });
+      }
+      n = next;
+    }
+  }
+
+  // Products of the keys [first, last) to probabilities relative to the row's running maximum, 0 for the others; rescales
+  // what was summed before.
+  void soften(T* s, int first, int last, T scale, T* state) const {
+    if (first >= last) {
+      memset(s, 0, sizeof(T) * kBlock);
+      return;
+    }
+    T &m = state[out_stride], &l = state[out_stride + 1];
+    const T cap = static_cast<T>(a.softcap);
+    V<T> top = splat(kNone);
+    for (int i = 0; i < kBlock; i += W) {
+      V<T> x = load(s + i) * scale;
+      if (cap != 0) x = tanh<T>(x / cap) * cap;
+      if (i < first || i + W > last) {
+        const Mask<T> index = iota_mask() + static_cast<int>(i);
+        x = (index >= first) & (index < last) ? x : splat(kNone);
+      }
+      store(s + i, x);
+      top = maximum(top, x);
+    }
+    const T highest = max_lanes<T>(top);
+    if (highest > m) {
+      const T shrink = m == kNone ? T(0) : exp(splat(m - highest))[0];
+      for (int64_t d = 0; d < out_stride; d += W) store(state + d, load(state + d) * shrink);
+      l *= shrink;
+      m = highest;
+    }
+    const V<T> shift = splat(m == kNone ? T(0) : m);
+    V<T> sum = {};
+    for (int i = 0; i < kBlock; i += W) {
+      const V<T> x = exp(load(s + i) - shift);
+      sum += x;
+      store(s + i, x);
+    }
+    l += sum_lanes<T>(sum);
+  }
+  static VISHWAMAI_INLINE Mask<T> iota_mask() {
+    Mask<T> index;
+    for (int i = 0; i < W; ++i) index[i] = i;
+    return index;
+  }
+
+  // Joins the parts of every row, with its sink, and writes the output.
+  void join(const Item& item, const T* parts) const {
+    const int64_t size = part_size(item), rows = item.queries * group;
+    for (int64_t h = 0; h < a.kv_heads; ++h)
+      for (int64_t r = 0; r < rows; ++r) {
+        const T* row = parts + (h * rows + r) * part_stride;
+        const int64_t head = h * group + r % group;
+        const T sink = a.sinks ? static_cast<const T*>(a.sinks)[item.batch * a.sinks_stride + head] : kNone;
+        T m = sink;
+        for (int64_t i = 0; i < item.parts; ++i) m = greatest(m, row[i * size + out_stride]);
+        auto weight = [&](T of) { return of == kNone ? T(0) : exp(splat(of - m))[0]; };
+        T l = weight(sink);
+        for (int64_t i = 0; i < item.parts; ++i) l += weight(row[i * size + out_stride]) * row[i * size + out_stride + 1];
+        const T unit = kLoadUnit<S> * (a.value_scale ? a.value_scale[item.batch * a.value_scale_stride + h] : 1.0f);
+        const T inverse = l == 0 ? T(0) : unit / l;
+        const int64_t to = ((item.batch * a.tokens + item.token + r / group) * a.heads + head) * a.value_dim;
+        auto write = [&](auto s) {
+          if constexpr (std::is_same_v<compute_t<decltype(s)>, T>) {
+            auto* out = static_cast<decltype(s)*>(a.out) + to;
+            for (int64_t d = 0; d < a.value_dim; d += W) {
+              V<T> sum = {};
+              for (int64_t i = 0; i < item.parts; ++i) sum += load(row + i * size + d) * weight(row[i * size + out_stride]);
+              store(out + d, sum * inverse, static_cast<int>(least<int64_t>(W, a.value_dim - d)));
+            }
+          }
+        };
+        for_storage(a.storage, write);
+      }
+  }
+
+  void run(const Threads& threads) const {
+    int64_t number = 0, keys = 0;
+    items([&](const Item& item) { ++number, keys += item.end - item.begin; });
+    if (number == 0) return;
+    // A part: enough of the sequence to be worth it, and a few parts for every thread where there is so much.
+    const int64_t rows = least(block, a.tokens) * group;
+    const int64_t cost = a.kv_heads * (a.dim + a.value_dim) * (static_cast<int64_t>(sizeof(S)) + rows / 4);
+    const int64_t wanted = greatest(ceil_div<int64_t>(keys, 4 * threads.count), kPartCost / greatest<int64_t>(1, cost));
+    const int64_t each = round_up<int64_t>(greatest<int64_t>(1, wanted), kBlock);
+    Scratch list(Scratch::size<Item>(number));
+    Item* all = list.take<Item>(number);
+    int64_t tasks = 0, sums = 0, at = 0;
+    items([&](Item& item) {
+      item.parts = greatest<int64_t>(1, ceil_div(item.end - item.begin, each));
+      item.first_task = tasks, item.result = sums;
+      tasks += item.parts;
+      if (item.parts > 1) sums += item.parts * part_size(item);
+      all[at++] = item;
+    });
+    Scratch scratch(Scratch::size<T>(greatest<int64_t>(1, sums)) + Scratch::size<int64_t>(tasks));
+    T* results = scratch.take<T>(greatest<int64_t>(1, sums));
+    int64_t* owner = scratch.take<int64_t>(tasks);
+    for (int64_t i = 0; i < number; ++i)
+      for (int64_t t = 0; t < all[i].parts; ++t) owner[all[i].first_task + t] = i;
+    parallel_for(threads, tasks, [&](int64_t task) {
+      const Item& item = all[owner[task]];
+      const int64_t index = task - item.first_task, begin = item.begin + index * each, end = least(item.end, begin + each);
+      if (item.parts > 1) return part(item, begin, end, results + item.result + index * part_size(item));
+      Scratch own(Scratch::size<T>(part_size(item)));
+      T* result = own.take<T>(part_size(item));
+      part(item, begin, end, result);
+      join(item, result);
+    });
+    if (sums == 0) return;
+    parallel_for(threads, number, [&](int64_t i) {
+      if (all[i].parts > 1) join(all[i], results + all[i].result);
+    });
+  }
+};
+
+}  // namespace
+
+void paged_attention(const PagedArgs& a, const Threads& threads) {
+  switch (a.page_type) {
+    case PageType::f32: return Paged<float>{a}.run(threads);
+    case PageType::bf16: return Paged<bf16>{a}.run(threads);
+    case PageType::f16: return Paged<f16>{a}.run(threads);
+    case PageType::f64: return Paged<double>{a}.run(threads);
+    case PageType::s8: return Paged<int8_t>{a}.run(threads);
+    case PageType::f8e4m3: return Paged<f8e4m3>{a}.run(threads);
+    case PageType::f8e5m2: return Paged<f8e5m2>{a}.run(threads);
+  }
+}
+
+}  // namespace vishwamai::VISHWAMAI_ISA

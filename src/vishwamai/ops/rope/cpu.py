@@ -1,0 +1,69 @@
+"""The rotary embedding on the CPU: the native kernel of `cpu_rope.isa.cc`, query and key in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from vishwamai.core import ffi
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.ops.rope.reference import table_gradients
+from vishwamai.ops.rope.spec import Operands, Outputs, RopeSpec
+
+_NATIVE = ("float32", "bfloat16", "float16", "float64")
+
+
+def why_not(spec: RopeSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None."""
+    del chip
+    query = spec.operands.query
+    if query.dtype.name not in _NATIVE:
+        return f"the arrays are {query.dtype.name}; the CPU kernel takes {', '.join(_NATIVE)}."
+    return ffi.why_not()
+
+
+def notes(spec: RopeSpec, chip: Chip | None) -> tuple[str, ...]:
+    del chip
+    if _storage(spec) == spec.operands.query.dtype:
+        return ()
+    return (f"the tables are float64, so {spec.operands.query.dtype.name} arrays turn as float64 copies",)
+
+
+def _storage(spec: RopeSpec) -> Any:
+    """The dtype that the kernel works on: the arrays' own, or float64 beside float64 tables."""
+    return spec.compute_dtype if spec.compute_dtype == jnp.float64 else spec.operands.query.dtype
+
+
+def _turn(spec: RopeSpec, query: Any, key: Any, cos: Any, sin: Any, back: bool) -> Outputs:
+    storage, dtype = _storage(spec), query.dtype
+    results = ffi.call(
+        "vishwamai_rope",
+        [ffi.result(None if x is None else x.shape, storage) for x in (query, key)],
+        query.astype(storage),
+        None if key is None else key.astype(storage),
+        cos.astype(spec.compute_dtype),
+        sin.astype(spec.compute_dtype),
+        interleaved=spec.interleaved,
+        heads_inside=spec.layout == "bshd",
+        back=back,
+    )
+    return Outputs(*(None if x is None else x.astype(dtype) for x in results))
+
+
+def forward(spec: RopeSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    del config, residuals  # nothing to configure; the backward pass turns back
+    return _turn(spec, *operands, back=False), None
+
+
+def backward(
+    spec: RopeSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
+) -> Operands:
+    """The inverse rotation; the tables' gradients are XLA's, which drops them where nobody asks."""
+    del config, outputs, residuals
+    turned = _turn(spec, *cotangents, operands.cos, operands.sin, back=True)
+    return Operands(*turned, *table_gradients(spec, operands, cotangents))
+
+
+NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)
