@@ -29,6 +29,16 @@ def product(a, b, bias, scale):
     return (vt.gemm(a, b, bias=bias, scale_a=scale, activation="silu"),)
 
 
+def attended(q, k, v, *extras):
+    ids = torch.arange(5).expand(2, 5) // 3
+    seed = torch.arange(2 * 4 * 2).reshape(2, 4, 2) * 77
+    names = ("bias", "sinks")[: len(extras)]
+    options: Any = {"segment_ids": (ids, ids), "dropout_rate": 0.3, "dropout_seed": seed, "return_lse": True}
+    return vt.flash_attention(q, k, v, causal=True, **dict(zip(names, extras, strict=True)), **options)
+
+
+HEADS = (2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)
+
 # name: (function, the elements' shapes, mapped dimensions, calls of a kernel; None: as many as elements)
 CASES: dict[str, tuple[Any, Any, Any, int | None]] = {
     "norm": (lambda x, s: (vt.rms_norm(x, s),), ((4, 8), (8,)), (1, None), 1),
@@ -41,6 +51,9 @@ CASES: dict[str, tuple[Any, Any, Any, int | None]] = {
     "rope": (turned("bhsd"), ((2, 4, 3, 8), (2, 2, 3, 8)), (0, 2), 1),
     "rope of one key": (turned("bshd"), ((2, 3, 4, 8), (2, 3, 2, 8)), (4, None), 1),
     "rope tables": (with_tables, ((1, 2, 3, 8), (1, 3, 4), (1, 3, 4)), (None, 0, 0), 1),
+    "attention": (attended, HEADS, (1, None, 4), 1),
+    "attention bias": (attended, (*HEADS, (4, 5, 5)), (0, 0, 0, 1), 1),
+    "attention sinks": (attended, (*HEADS, (5, 5), (4,)), (0, None, None, None, 0), None),
     "gemm": (product, ((5, 6), (6, 8), (8,), (5,)), (0, None, None, None), 1),
     "gemm batches": (product, ((5, 6), (2, 6, 8), (8,), ()), (1, None, 1, 0), 1),
     "gemm of many vectors": (product, ((5, 6), (6, 8), (8,), (5,)), (None, None, 0, 1), 1),
@@ -48,7 +61,7 @@ CASES: dict[str, tuple[Any, Any, Any, int | None]] = {
 }
 
 
-DEFAULT = {"norm", "softmax", "dropout", "rope tables", "gemm batches"}
+DEFAULT = {"norm", "dropout", "rope tables", "gemm batches", "attention"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.long) for n in CASES])

@@ -25,7 +25,8 @@ def _first(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 def _one_by_one(op: Any, size: int, in_dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
     results = [
-        op(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))) for i in range(size)
+        op(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(args, in_dims, strict=True)))
+        for i in range(size)
     ]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
@@ -154,6 +155,43 @@ def _gemm_backward(op: Any) -> Callable[..., Any]:
     return rule
 
 
+def _attention(op: Any, backward: bool) -> Callable[..., Any]:
+    """The mapped axis joins the batch."""
+    # Axes of each tensor with its batch axis, and whether it may lack that, or have 1 there.
+    own = (
+        ((4, False), (3, False), (4, False), (3, False)) if backward else ()
+    )  # dout, dlogsumexp, out, logsumexp, then `of_bias`
+    operands = (*((4, False),) * 3, (4, True), (4, True), (2, True), (2, True))  # ... bias, mask and both segment ids
+    sinks, seed = (12, 13) if backward else (7, 8)
+
+    def rule(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
+        size = info.batch_size
+        # Mapped sinks have no batch axis; and of a bias or sinks that the elements share, each element has a gradient of its own.
+        if in_dims[sinks] is not None or (backward and (args[sinks] is not None or args[4])):
+            return _one_by_one(op, size, in_dims, args)
+        start = len(own) + backward
+        query = _first(args[start], in_dims[start], size)
+        assert query is not None
+        batch = query.shape[1]
+
+        def fold(x: Tensor | None, dim: int | None, axes: int, shareable: bool) -> Tensor | None:
+            if x is None or (shareable and dim is None and (x.dim() < axes or x.shape[0] == 1)):
+                return x
+            moved = _first(x, dim, size)
+            assert moved is not None
+            moved = moved.reshape(size, *(1,) * (axes + 1 - moved.dim()), *moved.shape[1:])
+            return moved.expand(size, batch, *moved.shape[2:]).flatten(0, 1)
+
+        new = list(args)
+        kinds = {**dict(enumerate(own)), **dict(enumerate(operands, start)), seed: (3, False)}
+        for i, (axes, shareable) in kinds.items():
+            new[i] = fold(args[i], in_dims[i], axes, shareable)
+        results = op(*new)
+        return _mapped(tuple(y if y.shape == (0,) else y.unflatten(0, (size, batch)) for y in results))
+
+    return rule
+
+
 def register() -> None:
     """Gives every operator its rule; importing `vishwamai.torch` does."""
     ops = torch.ops.vishwamai
@@ -178,6 +216,8 @@ def register() -> None:
         ops.block_sparse_matmul_backward: _rows(
             ops.block_sparse_matmul_backward, folded=(0, 1), parameters=(2, 3), gradients=True
         ),
+        ops.attention: _attention(ops.attention, backward=False),
+        ops.attention_backward: _attention(ops.attention_backward, backward=True),
         ops.gemm: _gemm(ops.gemm),
         ops.gemm_backward: _gemm_backward(ops.gemm_backward),
     }
