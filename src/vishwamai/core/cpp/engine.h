@@ -175,7 +175,8 @@ struct FmaEngine {
     }
   }
 
-  // C[rows, kCols] (+)= A B for the first `rows` rows of the panel.
+  // C[rows, kCols] (+)= A B for the first `rows` rows of the panel.  kPassing is a hint for engines that have its use.
+  template <bool kPassing = false>
   static void product(const T* a, int64_t lda, const T* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate) {
     int r = 0;
     for (; r + kMicroRows <= rows; r += kMicroRows) micro<kMicroRows>(a + r * lda, lda, b, k, c + r * ldc, ldc, accumulate);
@@ -266,6 +267,7 @@ struct PairEngine {
       store(c + r * ldc + lanes<int32_t>, sum[r][1]);
     }
   }
+  template <bool kPassing = false>
   static void product(const int16_t* a, int64_t lda, const int16_t* b, int64_t k, int rows, int32_t* c, int64_t ldc, bool accumulate) {
     const int64_t even = round_up<int64_t>(k, 2);
     int r = 0;

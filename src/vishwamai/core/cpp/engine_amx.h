@@ -26,6 +26,17 @@ struct AmxScope {
 
 constexpr int kTileBytes = 1024;
 
+// A tile of A into register 4 or 5 (a literal, as the assembler wants it); one that passes through is loaded with the hint
+// not to displace what stays.
+template <int kInto, bool kPassing>
+VISHWAMAI_INLINE void load_a(const void* from) {
+  static_assert(kInto == 4 || kInto == 5);
+  if constexpr (kInto == 4 && kPassing) _tile_stream_loadd(4, from, 64);
+  else if constexpr (kInto == 4) _tile_loadd(4, from, 64);
+  else if constexpr (kPassing) _tile_stream_loadd(5, from, 64);
+  else _tile_loadd(5, from, 64);
+}
+
 template <int kParts>
 struct AmxEngine {
   using Element = uint16_t;
@@ -165,6 +176,31 @@ struct AmxEngine {
     }
   }
 
+  // Whole panels of B from 32 rows, each read through all of them: memory is visited in its own order.
+  template <class S>
+  static void pack_b_rows(const S* in, int64_t k_stride, int64_t panels, Element* out, int64_t panel_stride) {
+    for (int r = 0; r < 16; ++r) {
+      const S *low = in + 2 * r * k_stride, *high = low + k_stride;
+      Element* to = out + r * 32;
+      for (int64_t j = 0; j < panels; ++j, low += 32, high += 32, to += panel_stride) {
+        if constexpr (std::is_same_v<S, bf16>) {
+          const __m512i a = _mm512_loadu_si512(low), b = _mm512_loadu_si512(high);
+          // Number i of the lower row (0-31) and of the upper one (32-63) in turns.
+          const __m512i first_half = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
+                                                      39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+          _mm512_store_si512(to, _mm512_permutex2var_epi16(a, first_half, b));
+          _mm512_store_si512(to + kTile, _mm512_permutex2var_epi16(a, _mm512_add_epi16(first_half, _mm512_set1_epi16(16)), b));
+        } else {
+          for (int half = 0; half < 2; ++half) {
+            __m512i part[kParts];
+            load_pairs(low + 16 * half, high + 16 * half, 16, 16, part);
+            for (int p = 0; p < kParts; ++p) _mm512_store_si512(to + (half * kParts + p) * kTile, part[p]);
+          }
+        }
+      }
+    }
+  }
+
   static VISHWAMAI_INLINE void put(Element* panel, int64_t, int row, int64_t col, f32v x, f32v y) {
     Element* out = panel + (col / 32) * kChunk + (row / 16) * kParts * kTile + (row % 16) * 32;
     if constexpr (kParts == 1) {
@@ -190,9 +226,9 @@ struct AmxEngine {
     }
   }
 
-#define VISHWAMAI_LOAD_A(p)                          \
-  _tile_loadd(4, a + (p) * kTile, 64);               \
-  _tile_loadd(5, a + (kParts + (p)) * kTile, 64);
+#define VISHWAMAI_LOAD_A(p)                  \
+  load_a<4, kPassing>(a + (p) * kTile);      \
+  load_a<5, kPassing>(a + (kParts + (p)) * kTile);
 #define VISHWAMAI_LOAD_B(p)                          \
   _tile_loadd(6, b + (p) * kTile, 64);               \
   _tile_loadd(7, b + (kParts + (p)) * kTile, 64);
@@ -202,6 +238,8 @@ struct AmxEngine {
   _tile_dpbf16ps(2, 5, 6);   \
   _tile_dpbf16ps(3, 5, 7);
 
+  // C (+)= A B.  kPassing: A is used once while B is used again and should stay in the first cache level.
+  template <bool kPassing = false>
   static void product(const Element* a, int64_t, const Element* b, int64_t k, int rows, float* c, int64_t ldc, bool accumulate) {
     const int64_t row_bytes = ldc * static_cast<int64_t>(sizeof(float)), chunks = ceil_div<int64_t>(k, 32);
     float* c2 = c + 16 * ldc;
@@ -217,7 +255,7 @@ struct AmxEngine {
         for (int pb = kParts - 1; pb >= 0; --pb) {
           VISHWAMAI_LOAD_B(pb)
           for (int pa = kParts - 1 - pb; pa >= 0; --pa) {
-            _tile_loadd(4, a + pa * kTile, 64);
+            load_a<4, kPassing>(a + pa * kTile);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
           }
@@ -241,12 +279,12 @@ struct AmxEngine {
     for (int64_t i = 0; i < chunks; ++i, a += kChunk, b += kChunk) {
       // The small products first; each step loads only the operand that changes.
       if constexpr (kParts == 1) {
-        _tile_loadd(4, a, 64);
+        load_a<4, kPassing>(a);
         _tile_loadd(6, b, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, b + kTile, 64);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a + kTile, 64);
+        load_a<5, kPassing>(a + kTile);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       } else if constexpr (kParts == 2) {
@@ -338,6 +376,7 @@ struct AmxInt8Engine {
     }
   }
 
+  template <bool kPassing = false>
   static void product(const int8_t* a, int64_t, const int8_t* b, int64_t k, int rows, int32_t* c, int64_t ldc, bool accumulate) {
     const int64_t row_bytes = ldc * static_cast<int64_t>(sizeof(int32_t)), chunks = ceil_div<int64_t>(k, 64);
     int32_t* c2 = c + 16 * ldc;
@@ -356,13 +395,13 @@ struct AmxInt8Engine {
       _tile_zero(3);
     }
     for (int64_t i = 0; i < chunks; ++i, a += kChunk, b += kChunk) {
-      _tile_loadd(4, a, 64);
+      load_a<4, kPassing>(a);
       _tile_loadd(6, b, 64);
       _tile_dpbssd(0, 4, 6);
       _tile_loadd(7, b + kTileBytes, 64);
       _tile_dpbssd(1, 4, 7);
       if (both) {
-        _tile_loadd(5, a + kTileBytes, 64);
+        load_a<5, kPassing>(a + kTileBytes);
         _tile_dpbssd(2, 5, 6);
         _tile_dpbssd(3, 5, 7);
       }

@@ -16,6 +16,10 @@ void write_row(const MatmulArgs& a, const T* z, int64_t group, int64_t row, int6
   const int64_t first = (group * a.m + row) * a.n + col;
   R* out = static_cast<R*>(a.out) + first;
   R* preactivation = a.preactivation ? static_cast<R*>(a.preactivation) + first : nullptr;
+  if (!a.scale_a && !a.scale_b && !bias && !preactivation && a.activation == Activation::none) {
+    for (int64_t i = 0; i < n; i += W) store(out + i, load(z + i), static_cast<int>(least<int64_t>(W, n - i)));
+    return;
+  }
   for (int64_t i = 0; i < n; i += W) {
     const int count = static_cast<int>(least<int64_t>(W, n - i));
     V<T> x = load(z + i);
