@@ -1,0 +1,90 @@
+"""The cross entropy of a linear layer on the CPU: the native kernels of `cpu_loss.isa.cc`; the logits are never held, forward or backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.core import ffi
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.ops.loss.chunked import each_group, forward_by, parameter_gradient
+from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
+
+
+def why_not(spec: LossSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None."""
+    del chip
+    if spec.operands.weight.shape[1] == 0 or spec.features == 0:
+        return "an axis is empty."
+    return ffi.why_not()
+
+
+def notes(spec: LossSpec, chip: Chip | None) -> tuple[str, ...]:
+    del chip
+    return ("float16 is computed through float32 copies",) if spec.operands.x.dtype == jnp.float16 else ()
+
+
+def _native(spec: LossSpec, x: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
+    """x and weight in the kernel's dtype, bias in that of the sums."""
+    dtype = spec.operands.x.dtype
+    storage = jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
+    return x.astype(storage), weight.astype(storage), None if bias is None else bias.astype(spec.accumulator)
+
+
+def _attributes(spec: LossSpec) -> dict[str, Any]:
+    return {"softcap": np.float64(spec.softcap or 0.0), "parts": np.int64(2 if spec.precision == "high" else 3)}
+
+
+def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    """The forward pass; its outputs are all that the backward pass needs."""
+    del config, residuals
+
+    def one(x: Any, weight: Any, bias: Any, labels: Any) -> Outputs:
+        rows = ffi.result(labels.shape, spec.accumulator)
+        total = rows if spec.logit_sum else ffi.result(None, spec.accumulator)
+        results = ffi.call(
+            "vishwamai_loss_forward", (rows, rows, total), *_native(spec, x, weight, bias), labels, **_attributes(spec)
+        )
+        return Outputs(*results)
+
+    return forward_by(spec, one, operands), None
+
+
+def backward(
+    spec: LossSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
+) -> Operands:
+    """Every logit is computed once more, and once only."""
+    del config, residuals
+
+    def one(x: Any, weight: Any, bias: Any, labels: Any, *rows: Any) -> tuple[Any, Any, Any]:
+        native = _native(spec, x, weight, bias)
+        results = tuple(
+            ffi.result(None if a is None else a.shape, spec.accumulator if a is None else a.dtype) for a in native
+        )
+        dx, dweight, dbias = ffi.call(
+            "vishwamai_loss_backward",
+            results,
+            *native,
+            labels,
+            *rows,
+            *(() if spec.logit_sum else (None,)),
+            **_attributes(spec),
+        )
+        return dx.astype(x.dtype), dweight.astype(weight.dtype), None if bias is None else dbias.astype(bias.dtype)
+
+    zero = jnp.zeros(operands.labels.shape, spec.accumulator)
+    d = Outputs(*(zero if c is None else c for c in cotangents))
+    rows = (outputs.logsumexp, d.logsumexp, d.label_logit, *((d.logit_sum,) if spec.logit_sum else ()))
+    (dx, dweight, dbias), _ = each_group(spec, one, operands, *rows)
+    return Operands(
+        dx.reshape(operands.x.shape),
+        parameter_gradient(spec, dweight, operands.weight),
+        parameter_gradient(spec, dbias, operands.bias),
+        None,
+    )
+
+
+NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)
