@@ -1,6 +1,6 @@
 """The Triton kernels side by side with torch's own on a GPU: first the numbers against float64, then the time.
 
-    python benchmarks/gpu.py                             # on an H100 or H200; --suite norm,matmul,jax chooses
+    python benchmarks/gpu.py                             # on an H100 or H200; --suite norm,attention chooses
     TRITON_INTERPRET=1 python benchmarks/gpu.py --dry    # the same code on tiny tensors on a CPU, interpreted: it says whether it runs, nothing else
 
 Every round calls the contestants in a new random order, each after a write that empties the L2 cache, timed by CUDA events; the result is the median.
@@ -28,6 +28,8 @@ import torch
 
 import vishwamai
 import vishwamai.torch as vt
+from vishwamai.ops.attention.checks import make_spec
+from vishwamai.ops.attention.gpu import heuristic
 from vishwamai.torch.interpret import interpreted
 
 Run = Callable[[], Any]
@@ -35,12 +37,12 @@ Run = Callable[[], Any]
 
 @dataclasses.dataclass
 class Case:
-    """One comparison: contestants by name, the work of a call (FLOP or bytes), and the truth of its first result in float64."""
+    """One comparison: contestants by name, the work of a call (FLOP or bytes), and the truth of its first result in float64, or of all, in a tuple."""
 
     name: str
     work: float
     bound: str  # "flop" or "byte"
-    truth: torch.Tensor
+    truth: torch.Tensor | tuple[torch.Tensor, ...]
     eps: float  # rounding unit of the result's dtype
     contestants: dict[str, Run]
 
@@ -92,8 +94,10 @@ class Clock:
         return {name: statistics.median(values) for name, values in times.items()}
 
 
-def error_of(result: Any, truth: torch.Tensor) -> float:
-    """Root-mean-square error of the first result, relative to the truth's magnitude."""
+def error_of(result: Any, truth: torch.Tensor | tuple[torch.Tensor, ...]) -> float:
+    """Root-mean-square error of the first result, relative to the truth's magnitude; the largest of all, where there is a truth for each."""
+    if isinstance(truth, tuple):
+        return max(error_of(one, true) for one, true in zip(result, truth, strict=True))
     first = result[0] if isinstance(result, (tuple, list)) else result
     if not isinstance(first, torch.Tensor):  # a JAX array
         first = torch.from_dlpack(first)
@@ -251,6 +255,99 @@ def paged(device: str, dry: bool) -> Iterator[Case]:
         yield Case(name, work, "byte", torch.cat(each)[:, :, 0], torch.finfo(torch.bfloat16).eps, run)
 
 
+def attended(q: Any, k: Any, v: Any, dout: Any, causal: bool) -> tuple[torch.Tensor, ...]:
+    """(out, dq, dk, dv) in float64, some rows of one head at a time, of `[batch, heads, seq, dim]`."""
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    scale, group = q.shape[-1] ** -0.5, q.shape[1] // k.shape[1]
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            keys, values = k[b, h // group], v[b, h // group]
+            for start in range(0, q.shape[2], 2048):
+                rows = slice(start, min(start + 2048, q.shape[2]))
+                s = scale * q[b, h, rows] @ keys.T
+                if causal:
+                    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(start + 1), -float("inf"))
+                p, do = s.softmax(-1), dout[b, h, rows]
+                out[b, h, rows] = p @ values
+                ds = p * (do @ values.T - (out[b, h, rows] * do).sum(-1, keepdim=True))
+                dq[b, h, rows] = scale * ds @ keys
+                dk[b, h // group] += scale * ds.T @ q[b, h, rows]
+                dv[b, h // group] += p.T @ do
+    return out, dq, dk, dv
+
+
+def sdpa(backend: str | None, causal: bool) -> Callable[..., Any]:
+    """torch's attention by one of its backends; by whichever serves where none is named."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        with sdpa_kernel(getattr(SDPBackend, backend)) if backend else contextlib.nullcontext():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    return run
+
+
+def attention(device: str, dry: bool) -> Iterator[Case]:
+    """16384 tokens of 2048 features in heads of 64 to 256, and Llama 3 8B's; then packed sequences beside the same, padded."""
+    sizes = [(128, 16, 16, 8192), (128, 16, 16, 16384), (64, 32, 32, 8192), (256, 8, 8, 8192), (128, 32, 8, 8192)]
+    eps = torch.finfo(torch.bfloat16).eps
+    for dim, heads, kv_heads, length in [(16, 2, 1, 40)] if dry else sizes:
+        batch = 1 if dry else 16384 // length
+        shapes = [(batch, n, length, dim) for n in (heads, kv_heads, kv_heads, heads)]
+        q, k, v, dout = (torch.randn(s, device=device).bfloat16() for s in shapes)
+        for causal in (False, True):
+            truth = attended(q, k, v, dout, causal)
+            work = 4.0 * batch * heads * length**2 * dim / (2 if causal else 1)
+            name = f"{batch}x{heads}/{kv_heads}x{length}x{dim}{' causal' if causal else ''} bfloat16"
+            peers = {"torch": None} if dry else {"torch flash": "FLASH_ATTENTION", "torch cuDNN": "CUDNN_ATTENTION"}
+            contestants: dict[str, Callable[..., Any]] = {
+                "ours": functools.partial(vt.flash_attention, causal=causal),
+                **{peer: sdpa(backend, causal) for peer, backend in peers.items()},
+            }
+            runs = {n: functools.partial(f, q, k, v) for n, f in contestants.items()}
+            yield Case(f"attention {name}", work, "flop", truth[0], eps, runs)
+            loose = dataclasses.replace(heuristic(make_spec(q, k, v, causal=causal), None), deterministic=False)
+            contestants["ours, in any order"] = functools.partial(vt.flash_attention, causal=causal, config=loose)
+            backward: dict[str, Run] = {}
+            failed: list[str] = []
+            for n, f in contestants.items():
+                leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+                try:
+                    out = f(*leaves)
+                except RuntimeError:  # a peer that this GPU lacks, which the forward case has shown
+                    failed.append(n)
+                    continue
+                backward[n] = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+            assert "ours" not in failed
+            yield Case(f"attention backward {name}", 2.5 * work, "flop", truth[1:], eps, backward)
+    yield packed_attention(device, dry)
+
+
+def packed_attention(device: str, dry: bool) -> Case:
+    """Sequences of very different lengths, one behind the other: their own work counts; torch computes them padded to the longest, under a mask."""
+    lengths = [5, 20, 9] if dry else [512, 8192, 1024, 2048, 256, 4096, 256]
+    heads, dim, longest = (2, 16, max(lengths)) if dry else (16, 128, max(lengths))
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    q, k, v = (torch.randn(sum(lengths), heads, dim, device=device).bfloat16() for _ in range(3))
+    bounds = list(zip(starts.tolist(), starts.tolist()[1:], strict=False))
+    padded = [torch.nn.utils.rnn.pad_sequence([x[a:b] for a, b in bounds], True).transpose(1, 2) for x in (q, k, v)]
+    parts = [[x[a:b].transpose(0, 1)[None] for x in (q, k, v)] for a, b in bounds]
+    truth = torch.cat([attended(q, k, v, torch.zeros_like(q), True)[0][0].transpose(0, 1) for q, k, v in parts])
+
+    def torch_padded() -> torch.Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(padded[0], padded[1], padded[2], is_causal=True)
+        return torch.cat([out[i, :, :n].transpose(0, 1) for i, n in enumerate(lengths)])
+
+    runs: dict[str, Run] = {
+        "ours": lambda: vt.flash_attention_varlen(q, k, v, starts, starts, longest, longest, causal=True),
+        "torch, padded": torch_padded,
+    }
+    work = sum(2.0 * heads * n**2 * dim for n in lengths)
+    name = f"attention packed {len(lengths)} to {longest} x{heads}x{dim} causal bfloat16"
+    return Case(name, work, "flop", truth, torch.finfo(torch.bfloat16).eps, runs)
+
+
 def in_jax(device: str, dry: bool) -> Iterator[Case]:
     """The same kernels in JAX programs, beside XLA."""
     import jax
@@ -279,7 +376,7 @@ def in_jax(device: str, dry: bool) -> Iterator[Case]:
     yield Case(f"jax gemm {n}x{n}x{n} bfloat16", 2.0 * n**3, "flop", truth, 2**-7, runs)
 
 
-SUITES = {"norm": norm, "matmul": matmul, "jax": in_jax, "paged": paged}
+SUITES = {"norm": norm, "matmul": matmul, "attention": attention, "jax": in_jax, "paged": paged}
 
 
 def show(row: Row) -> str:
@@ -297,7 +394,7 @@ def show(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", default="norm,matmul,paged,jax")
+    parser.add_argument("--suite", default="norm,matmul,attention,paged,jax")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--dry", action="store_true", help="tiny tensors on the CPU, in Triton's interpreter")
     parser.add_argument("--json", help="also write the rows here")

@@ -69,7 +69,7 @@ def test_the_benchmark_runs_dry(benchmark, tmp_path, capsys):
     rows = json.loads(out.read_text())
     ours = [row for row in rows if row["contestant"] == "ours"]
     assert len(ours) >= 10 and all(row["ms"] > 0 and row["error"] < 0.01 for row in ours)
-    assert {row["case"].split()[0] for row in ours} >= {"rms_norm", "layer_norm", "gemm", "jax"}
+    assert {row["case"].split()[0] for row in ours} >= {"rms_norm", "layer_norm", "gemm", "attention", "jax"}
     assert capsys.readouterr().out.startswith("dry: the times mean nothing")
 
 
