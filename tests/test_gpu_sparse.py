@@ -84,6 +84,7 @@ def test_opcheck():
     }
 
 
+@only_interpreted
 def test_compiles_in_one_graph():
     starts, columns = torch.tensor([0, 3, 4]), torch.tensor([2, 0, 1, 1])
     places = torch.tensor([[0, 2], [0, 0], [0, 1], [1, 1]])
