@@ -25,22 +25,31 @@ pytestmark = [
 
 # By default one case of each kind of code; the others are `long`.
 DEFAULT = {
-    "Llama 3 8B",
-    "Qwen 3 8B head norm",
-    "8192 x 8192",
-    "Llama 3 8B gate",
-    "Llama 3 8B gate fp8",
-    "BERT base up float32",
+    ("norm", "Llama 3 8B"),
+    ("norm", "Qwen 3 8B head norm"),
+    ("softmax", "8192 x 8192"),
+    ("matmul", "Llama 3 8B gate"),
+    ("matmul", "Llama 3 8B gate fp8"),
+    ("matmul", "BERT base up float32"),
+    ("loss", "Llama 3 8B"),
 }
 
 
 def parameters():
     return [
         pytest.param(
-            case, id=f"{case.op}-{contract.label(case)}", marks=() if case.name in DEFAULT else pytest.mark.long
+            case,
+            id=f"{case.op}-{contract.label(case)}",
+            marks=() if (case.op, case.name) in DEFAULT else pytest.mark.long,
         )
         for case in model_cases()
     ]
+
+
+def rows_of_product(case, launch):
+    """Of the tiles that a product, a gated unit or a loss multiplies; None for a kernel that multiplies none."""
+    constants = dict(launch.launch.constants)
+    return constants.get("BLOCK_M", constants.get("BLOCK_T")) if case.op in ("matmul", "gated", "loss") else None
 
 
 @pytest.mark.parametrize("case", parameters())
@@ -52,9 +61,9 @@ def test_hopper_code(case):
         code = inspect_launch(launch)
         assert code.spill == 0, code
         assert code.programs >= 1, code
-        if case.op == "matmul":
+        rows = rows_of_product(case, launch)
+        if rows is not None:
             assert code.tma > 0
-            rows = dict(launch.launch.constants)["BLOCK_M"]
             assert code.wgmma > 0 if rows >= 64 else code.mma > 0
         if case.op in ("norm", "rope", "softmax"):
             # All but the rows of a parameter, which are spread over threads that hold other rows too.
@@ -93,7 +102,16 @@ def model_case(op, name):
     return case
 
 
-@pytest.mark.parametrize("op, name", [("norm", "Llama 3 8B"), ("matmul", "Llama 3 8B gate"), ("rope", "GPT-J 6B")])
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        ("norm", "Llama 3 8B"),
+        ("matmul", "Llama 3 8B gate"),
+        ("rope", "GPT-J 6B"),
+        pytest.param("gated", "Qwen 3 30B-A3B expert", marks=pytest.mark.long),
+        pytest.param("loss", "GPT-2 small", marks=pytest.mark.long),
+    ],
+)
 def test_amd_compiles(op, name):
     """For the MI300: matrix instructions, nothing spilled."""
     case = model_case(op, name)
@@ -103,7 +121,7 @@ def test_amd_compiles(op, name):
         launch = dataclasses.replace(launch, launch=dataclasses.replace(how, stages=min(2, how.stages)))
         code = inspect_launch(launch, "gfx942")
         assert code.registers > 0 and code.spill == 0
-        assert (code.mma > 0) == (case.op == "matmul")
+        assert (code.mma > 0) == (rows_of_product(case, launch) is not None)
 
 
 def test_the_reader_notices_a_spill():

@@ -56,7 +56,7 @@ def test_gated(activation):
     args = tensors((2, 5, 24), (24, 40), (24, 40))
     agree(
         lambda x, gate, up: (vt.gated_linear_unit(x, (gate, up), activation),),
-        lambda *args: unit(*args, activation),
+        lambda x, gate, up: unit(x, gate, up, activation),
         args,
     )
 
@@ -65,7 +65,7 @@ def test_gated_of_one_tensor_and_of_views():
     x, both = tensors((24, 7), (2, 40, 24))
     agree(
         lambda x, both: (vt.gated_linear_unit(x.T, both.mT, "gelu_tanh"),),
-        lambda x, both: unit(x.T, *both.mT, "gelu_tanh"),
+        lambda x, both: unit(x.T, both[0].T, both[1].T, "gelu_tanh"),
         (x, both),
     )
 
@@ -256,7 +256,9 @@ def test_groups_that_share_an_operand(shared):
     spec = GatedSpec(Operands(*(None if a is None else array_spec(a) for a in operands)), "silu", "highest")
     config = implementation.heuristic(spec, None)
     outputs, kept = implementation.forward(spec, config, operands, True)
+    assert kept is not None
     want, kept_there = reference.forward(spec, None, operands, True)
+    assert kept_there is not None
     np.testing.assert_allclose(outputs.h, want.h, atol=1e-4)
     dh = Outputs(jnp.asarray(rng.standard_normal(want.h.shape), jnp.float32))
     ours = implementation.backward(spec, config, operands, outputs, kept, dh)
