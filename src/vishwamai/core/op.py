@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 
-from vishwamai.core import execute, sharding, tuning
+from vishwamai.core import execute, sharding, triton_call, tuning
 from vishwamai.core.config import KernelConfig, ambient_chip, ambient_platform, current_config
 from vishwamai.core.errors import FallbackWarning, KernelError, UnsupportedError
 from vishwamai.core.hardware import Chip
@@ -166,8 +166,19 @@ class Op(Generic[S]):
             self._report_fallback(plan, ambient)
         return plan
 
-    def choose(self, spec: S, platform: str, *, config: Any = None, implementation: str | None = None) -> Choice:
+    def choose(
+        self,
+        spec: S,
+        platform: str,
+        *,
+        config: Any = None,
+        implementation: str | None = None,
+        architecture: str | None = None,
+    ) -> Choice:
         """What runs on `platform`, whatever this machine's own is: for arrays that bring their device with them, as torch's do.
+
+        Args:
+          architecture: of the GPU that they are on ("sm_90"), by which tuned tiles are looked up.
 
         Raises:
           UnsupportedError: the implementation asked for does not exist, is for another platform, or declines the spec.
@@ -176,7 +187,7 @@ class Op(Generic[S]):
         self._check_config(config)
         implementation = implementation or ambient.implementation
         if implementation is None or (implementation == ambient.implementation and not self._has(implementation)):
-            return self._choose(spec, platform, config, chip, ambient, torch=True)
+            return self._choose(spec, platform, config, chip, ambient, torch=True, architecture=architecture)
         chosen = self._named(implementation)
         if chosen.platform not in (platform, None):
             raise UnsupportedError(
@@ -185,7 +196,7 @@ class Op(Generic[S]):
         reason = chosen.why_not(spec, chip)
         if reason is not None:
             raise UnsupportedError(f"{self.name}: implementation {implementation!r} cannot serve this call: {reason}")
-        return Choice(platform, chosen, self._config(chosen, spec, config, chip, ambient))
+        return Choice(platform, chosen, self._config(chosen, spec, config, chip, ambient, architecture))
 
     def _has(self, name: str) -> bool:
         return any(impl.name == name for impl in self.implementations)
@@ -211,7 +222,15 @@ class Op(Generic[S]):
                 f"{self.name}: `config` is a {type(config).__name__}; pass one of {names}, a block size, or None."
             )
 
-    def _config(self, impl: Implementation[S], spec: S, wanted: Any, chip: Chip | None, ambient: KernelConfig) -> Any:
+    def _config(
+        self,
+        impl: Implementation[S],
+        spec: S,
+        wanted: Any,
+        chip: Chip | None,
+        ambient: KernelConfig,
+        architecture: str | None = None,
+    ) -> Any:
         if impl.heuristic is None or impl.config_type is None:
             return None
         if isinstance(wanted, impl.config_type):
@@ -219,7 +238,10 @@ class Op(Generic[S]):
         block_size = wanted if isinstance(wanted, int) else ambient.block_size
         if block_size is not None:
             return impl.heuristic(spec, chip).with_block_size(block_size)
-        tuned = tuning.lookup(self.name, impl.name, chip, spec, impl.config_type) if ambient.auto_optimize else None
+        where: Chip | str | None = chip
+        if impl.platform == "cuda":
+            where = (architecture or f"sm_{triton_call.architecture()}") if tuning.has_gpus() else None
+        tuned = tuning.lookup(self.name, impl.name, where, spec, impl.config_type) if ambient.auto_optimize else None
         return tuned or impl.heuristic(spec, chip)
 
     def _choose(
@@ -230,6 +252,7 @@ class Op(Generic[S]):
         chip: Chip | None,
         ambient: KernelConfig,
         torch: bool = False,
+        architecture: str | None = None,
     ) -> Choice:
         refused = []
         for impl in self.implementations:
@@ -237,7 +260,8 @@ class Op(Generic[S]):
                 continue
             reason = impl.why_not(spec, chip)
             if reason is None:
-                return Choice(platform, impl, self._config(impl, spec, wanted, chip, ambient), tuple(refused))
+                found = self._config(impl, spec, wanted, chip, ambient, architecture)
+                return Choice(platform, impl, found, tuple(refused))
             refused.append((impl.name, reason))
         raise AssertionError(
             f"{self.name}: no implementation serves {spec} on {platform}; the last one must serve everything. Refused: {refused}"

@@ -185,6 +185,22 @@ class AttentionSpec(OpSpec):
         parts += [name for name, x in (("segments", o.q_segment_ids), ("sinks", o.sinks)) if x is not None]
         return " ".join(parts)
 
+    def gpu_tuning_key(self) -> str:
+        """As `tuning_key`, but alike for what one config of the Triton kernels serves: any batch and heads, lengths up to a power of two, all from 2048 on."""
+        o = self.operands
+        low, high = self.band
+        seen = "full" if (low, high) == (None, None) else "causal" if low is None else "window"
+        lengths = (min(2048, 1 << max(0, n - 1).bit_length()) for n in (self.q_len, self.kv_len))
+        extras = [name for name in ("bias", "mask") if getattr(o, name) is not None]
+        extras += [
+            name
+            for name, x in (("segments", o.q_segment_ids), ("sinks", o.sinks), ("softcap", self.softcap))
+            if x is not None
+        ]
+        extras += ["dropout"] if self.dropout_rate else []
+        extras += ["blocks"] if self.blocks is not None else []
+        return " ".join([o.query.dtype.name, f"d{self.qk_dim}/{self.v_dim}", seen, "t{}x{}".format(*lengths), *extras])
+
 
 _DIMS = Operands(
     query=("b", "h", "q", "d"),

@@ -136,6 +136,18 @@ class PagedSpec(OpSpec):
             f"pages {self.sequences}x{self.pages_per_sequence}x{self.page_size} run {self.max_q_len}{options}"
         )
 
+    def gpu_tuning_key(self) -> str:
+        """As `tuning_key`, but alike for batches of about the same size: lengths and counts are rounded up to a power of two."""
+        o = self.operands
+        options = "".join(f" {n}" for n, v in (("window", self.window), ("softcap", self.softcap)) if v is not None)
+        tokens, sequences, keys, run = (
+            1 << max(0, n - 1).bit_length() for n in (self.tokens, self.sequences, self.visible_tokens, self.max_q_len)
+        )
+        return (
+            f"{self.form} {o.query.dtype.name} {o.k_pages.dtype.name} h{self.heads}/{self.kv_heads} d{self.head_dim}/{self.value_dim} "
+            f"page {min(self.page_size, 64)} t{self.batch * tokens} s{sequences}x{keys} run {run}{options}"
+        )
+
     @property
     def flops(self) -> int:
         """Of full sequences: every one as long as its row of the page table, and as many tokens of each as there are on average."""
