@@ -27,11 +27,14 @@ pytestmark = [
 DEFAULT = {
     ("norm", "Llama 3 8B"),
     ("norm", "Qwen 3 8B head norm"),
+    ("norm", "8192 x 8192"),
     ("softmax", "8192 x 8192"),
     ("matmul", "Llama 3 8B gate"),
     ("matmul", "Llama 3 8B gate fp8"),
     ("matmul", "BERT base up float32"),
     ("loss", "Llama 3 8B"),
+    "Qwen3 30B-A3B up",
+    "a 4096 x 4096 weight with a quarter of its blocks, 512 tokens",
 }
 
 
@@ -46,10 +49,13 @@ def parameters():
     ]
 
 
+PRODUCTS = ("matmul", "gated", "loss", "moe", "sparse")
+
+
 def rows_of_product(case, launch):
-    """Of the tiles that a product, a gated unit or a loss multiplies; None for a kernel that multiplies none."""
+    """Of the tiles that a product, a gated unit, a loss, a grouped or a block-sparse product multiplies; None for a kernel that multiplies none."""
     constants = dict(launch.launch.constants)
-    return constants.get("BLOCK_M", constants.get("BLOCK_T")) if case.op in ("matmul", "gated", "loss") else None
+    return constants.get("BLOCK_M", constants.get("BLOCK_T")) if case.op in PRODUCTS else None
 
 
 @pytest.mark.parametrize("case", parameters())
@@ -110,6 +116,8 @@ def model_case(op, name):
         ("rope", "GPT-J 6B"),
         pytest.param("gated", "Qwen 3 30B-A3B expert", marks=pytest.mark.long),
         pytest.param("loss", "GPT-2 small", marks=pytest.mark.long),
+        pytest.param("moe", "Qwen3 30B-A3B up", marks=pytest.mark.long),
+        pytest.param("sparse", "a 4096 x 4096 weight with a quarter of its blocks, 512 tokens", marks=pytest.mark.long),
     ],
 )
 def test_amd_compiles(op, name):
