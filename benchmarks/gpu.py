@@ -208,6 +208,68 @@ def matmul(device: str, dry: bool) -> Iterator[Case]:
         yield Case(f"gemm {size} float8_e4m3fn", work, "flop", x.double() @ y.double().T, 2**-8, run)
 
 
+def gated(device: str, dry: bool) -> Iterator[Case]:
+    """Feed-forward units of models beside two products and an elementwise kernel: forward, and with all gradients."""
+
+    def theirs(x: Any, gate: Any, up: Any) -> Any:
+        return torch.nn.functional.silu(x @ gate) * (x @ up)
+
+    def backward(f: Any, dh: Any, *leaves: Any) -> Any:
+        leaves = tuple(t.detach().clone().requires_grad_() for t in leaves)
+        return lambda: torch.autograd.grad(f(*leaves), leaves, dh)
+
+    shapes = [(16, 24, 32)] if dry else [(8192, 4096, 14336), (8192, 2048, 768), (16, 4096, 14336)]
+    for rows, features, hidden in shapes:
+        x, dh = (torch.randn(rows, n, device=device).bfloat16() for n in (features, hidden))
+        w = [(torch.randn(features, hidden, device=device) * features**-0.5).bfloat16() for _ in range(2)]
+        wide, work = [t.double() for t in (x, *w)], 4.0 * rows * features * hidden
+        functions = {"ours": lambda x, gate, up: vt.gated_linear_unit(x, (gate, up)), "cuBLAS, silu": theirs}
+        name = f"gated {rows}x{features}x{hidden} bfloat16"
+        runs = {n: lambda f=f, x=x, w=w: f(x, *w) for n, f in functions.items()}
+        yield Case(name, work, "flop", theirs(*wide), 2**-7, runs)
+        runs = {n: backward(f, dh, x, *w) for n, f in functions.items()}
+        truth = backward(theirs, dh.double(), *wide)()
+        yield Case(f"{name}, with gradients", 3 * work, "flop", truth, 2**-7, runs)
+
+
+def loss(device: str, dry: bool) -> Iterator[Case]:
+    """Last layers of models beside torch, which holds the logits, and Liger: the loss of each token, and the mean with its gradients."""
+    cross_entropy = torch.nn.functional.cross_entropy
+    liger = importlib.util.find_spec("liger_kernel") is not None and not dry
+    shapes = [(16, 60, 24)] if dry else [(8192, 128256, 4096), (8192, 50257, 768), (1024, 128256, 4096)]
+    for tokens, words, features in shapes:
+        x = torch.randn(tokens, features, device=device).bfloat16()
+        w = (torch.randn(words, features, device=device) * 2 * features**-0.5).bfloat16()
+        labels = torch.randint(words, (tokens,), device=device)
+
+        def theirs(x: Any, w: Any, labels: Any = labels, **how: Any) -> Any:
+            return cross_entropy((x @ w.T).to(torch.promote_types(x.dtype, torch.float32)), labels, **how)
+
+        def ours(x: Any, w: Any, labels: Any = labels, **how: Any) -> Any:
+            return vt.linear_cross_entropy(x, w, labels, **how)
+
+        def gradients(f: Any, x: Any = x, w: Any = w) -> Any:
+            leaves = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+            return lambda: torch.autograd.grad(f(*leaves), leaves)
+
+        functions = {"ours": ours, "torch, logits held": theirs}
+        name, work = f"loss {tokens}x{words}x{features} bfloat16", 2.0 * tokens * words * features
+        runs = {n: functools.partial(f, x, w, reduction="none") for n, f in functions.items()}
+        with torch.no_grad():
+            truth = theirs(x.double(), w.double(), reduction="none")
+        yield Case(name, work, "flop", truth, 2**-7, runs)
+        if liger:
+            from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+                LigerFusedLinearCrossEntropyFunction,
+            )
+
+            functions["Liger"] = lambda x, w, y=labels: LigerFusedLinearCrossEntropyFunction.apply(x, w, y)[0]
+        truth = gradients(theirs, x.double(), w.double())()
+        runs = {n: gradients(f) for n, f in functions.items()}
+        # Of the products that are needed; whoever does not hold the logits forms them twice.
+        yield Case(f"{name}, with gradients", 3 * work, "flop", truth, 2**-7, runs)
+
+
 def paged(device: str, dry: bool) -> Iterator[Case]:
     """A step of decoding: bytes are those of the live keys and values. Beside it torch's attention on keys and values that were gathered before."""
     sequences, length = (3, 37) if dry else (64, 4096)
@@ -376,7 +438,15 @@ def in_jax(device: str, dry: bool) -> Iterator[Case]:
     yield Case(f"jax gemm {n}x{n}x{n} bfloat16", 2.0 * n**3, "flop", truth, 2**-7, runs)
 
 
-SUITES = {"norm": norm, "matmul": matmul, "attention": attention, "jax": in_jax, "paged": paged}
+SUITES = {
+    "norm": norm,
+    "matmul": matmul,
+    "gated": gated,
+    "loss": loss,
+    "attention": attention,
+    "jax": in_jax,
+    "paged": paged,
+}
 
 
 def show(row: Row) -> str:
@@ -394,7 +464,7 @@ def show(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", default="norm,matmul,attention,paged,jax")
+    parser.add_argument("--suite", default="norm,matmul,gated,loss,attention,paged,jax")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--dry", action="store_true", help="tiny tensors on the CPU, in Triton's interpreter")
     parser.add_argument("--json", help="also write the rows here")
