@@ -33,8 +33,8 @@ DEFAULT = {
     ("matmul", "Llama 3 8B gate fp8"),
     ("matmul", "BERT base up float32"),
     ("loss", "Llama 3 8B"),
-    "Qwen3 30B-A3B up",
-    "a 4096 x 4096 weight with a quarter of its blocks, 512 tokens",
+    ("moe", "Qwen3 30B-A3B up"),
+    ("sparse", "a 4096 x 4096 weight with a quarter of its blocks, 512 tokens"),
 }
 
 
