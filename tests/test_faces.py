@@ -217,16 +217,17 @@ def test_torch_tensors_are_left_to_torch():
     with pytest.raises(KernelError, match="torch tensors run on GPUs and CPUs"):
         tpu_kernel(kernel.function)(x, w)
     with pytest.raises(KernelError, match=r"torch tensor of shape \(6, 16\), of which there is nothing to trace"):
-        kernel.explain(x, w)
+        kernel.check("v5e", x, w)
     with pytest.raises(ShapeError, match="gemm"):
         kernel(x, w.T)
     torch.testing.assert_close(kernels.gpu.gemm(x, w, block_size=64), x @ w)
+    block = kernels.gpu.block_sparse(x, w[None], torch.tensor([[0, 0]]), shape=(16, 4))
+    torch.testing.assert_close(block, x @ w)
     norm = torch.nn.functional.layer_norm(x, (16,), eps=1e-6)
     torch.testing.assert_close(kernels.gpu.layer_norm(x), norm)
     for call in (
         lambda: kernels.gpu.gemm(x, w, use_bfloat16=True),
         lambda: kernels.gpu.layer_norm(x, use_fused_ops=False),
-        lambda: kernels.gpu.block_sparse(x, torch.ones(1, 16, 4), np.array([[0, 0]])),
     ):
         with pytest.raises(UnsupportedError, match="for JAX arrays only"):
             call()

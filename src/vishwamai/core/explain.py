@@ -85,7 +85,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
         with kernel_config(strict=False):
             plans = record_plans(function, *args, **kwargs)
         platform, chip = ambient_platform(), ambient_chip()
-        calls = tuple(_explain_call(plan, platform) for plan in plans)
+        calls = tuple(explain_call(plan, platform) for plan in plans)
         notes = without_effect(current_config(), platform)
     return Explanation(platform, chip.name if chip else None, calls, notes)
 
@@ -98,7 +98,8 @@ def _kept_wide(plan: Plan) -> tuple[str, ...]:
     return (f"{wish} leaves {', '.join(wide)} in float32",) if wish and wide else ()
 
 
-def _explain_call(plan: Plan, platform: str) -> CallExplanation:
+def explain_call(plan: Plan, platform: str) -> CallExplanation:
+    """The verdicts on one call of an op whose plan is made."""
     chip = ambient_chip()
     choice = plan.choice(platform)
     verdicts = []

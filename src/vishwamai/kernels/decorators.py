@@ -187,8 +187,19 @@ class Kernel:
             return self.function(*args, **kwargs)
 
     def explain(self, *args: Any, target: str | None = None, **kwargs: Any) -> core_explain.Explanation:
-        """Which implementation of every operation in the function runs for these arguments, and why not the others; see `vishwamai.explain`."""
+        """Which implementation of every operation in the function runs for these arguments, and why not the others; see `vishwamai.explain`.
+
+        Of torch tensors the function is run once, on the device where they are; see `vishwamai.torch.explain`.
+        """
         with self._name_errors(), self.configured():
+            if any(map(_torch_tensor, jax.tree.leaves((args, kwargs)))):
+                if target is not None:
+                    raise KernelError(
+                        f"{self.name}: `target` is {target!r}, but torch tensors are explained for the device that they are on; pass jax.ShapeDtypeStruct's."
+                    )
+                from vishwamai.torch import explain
+
+                return explain(self.function, *args, **kwargs)
             call, arrays = self.split(args, kwargs)
             return core_explain.explain(functools.partial(self._run, call), *arrays, target=target)
 

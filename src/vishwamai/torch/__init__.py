@@ -10,6 +10,7 @@ torch.Size([2, 4])
 from vishwamai.torch import batching as _batching
 from vishwamai.torch.activation import fused_gelu_dropout
 from vishwamai.torch.attention import flash_attention
+from vishwamai.torch.explain import explain
 from vishwamai.torch.gated import gated_linear_unit
 from vishwamai.torch.loss import linear_cross_entropy
 from vishwamai.torch.matmul import gemm
@@ -20,11 +21,13 @@ from vishwamai.torch.rope import apply_rope, rope_tables
 from vishwamai.torch.sharding import register_sharding
 from vishwamai.torch.softmax import log_softmax, softmax
 from vishwamai.torch.sparse import block_sparse_matmul
+from vishwamai.torch.tuner import tune
 from vishwamai.torch.varlen import flash_attention_varlen
 
 __all__ = [
     "apply_rope",
     "block_sparse_matmul",
+    "explain",
     "flash_attention",
     "flash_attention_varlen",
     "fused_gelu_dropout",
@@ -39,6 +42,7 @@ __all__ = [
     "rms_norm",
     "rope_tables",
     "softmax",
+    "tune",
     "update_pages",
 ]
 

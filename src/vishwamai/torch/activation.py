@@ -84,7 +84,7 @@ def _gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return activation_dropout_backward(dy, *ctx.saved_tensors, ctx.activation, ctx.rate), None, None, None, None, None
 
 
-activation_dropout.register_autograd(_gradient, setup_context=_setup)
+bridge.register_autograd(activation_dropout, _gradient, _setup)
 
 
 def fused_gelu_dropout(

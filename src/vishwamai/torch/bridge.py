@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
-from vishwamai.core import gpu
-from vishwamai.core.config import current_config
-from vishwamai.core.errors import DeviceError, UnsupportedError
+from vishwamai.core import gpu, tuning
+from vishwamai.core.config import current_config, kernel_config
+from vishwamai.core.errors import DeviceError, FallbackWarning, UnsupportedError
 from vishwamai.core.op import Choice, Op
 from vishwamai.torch.launch import launch, torch_dtype
 
@@ -32,14 +33,61 @@ def platform_of(tensor: Tensor) -> str:
     raise DeviceError(f"a tensor is on {tensor.device}; move it to a GPU or to the CPU, for instance `x.cpu()`.")
 
 
+def architecture_of(tensor: Tensor) -> str | None:
+    """ "sm_90" for a tensor on an H100, "gfx942" on an MI300; None on the CPU. Tuned tiles are looked up by it."""
+    return _architecture(tensor.device.index or 0) if tensor.is_cuda else None
+
+
+@functools.cache
+def _architecture(device: int) -> str:
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
 @functools.lru_cache(maxsize=4096)
-def _choose(op: Op, spec: Any, platform: str, config: Any, implementation: str | None, ambient: Any) -> Choice:
-    del ambient  # only part of the key: what is chosen depends on it
-    choice = op.choose(spec, platform, config=config, implementation=implementation)
+def _choose(
+    op: Op,
+    spec: Any,
+    platform: str,
+    config: Any,
+    implementation: str | None,
+    ambient: Any,
+    architecture: str | None,
+    generation: int,
+) -> Choice:
+    del generation  # only part of the key: what the tables hold may have changed
+    choice = op.choose(spec, platform, config=config, implementation=implementation, architecture=architecture)
     if platform == "cuda" and choice.implementation.platform is None:
         reasons = "; ".join(f"{name!r} declines: {reason}" for name, reason in choice.refused)
         raise UnsupportedError(f"{op.name}: no kernel serves torch tensors on a GPU here: {reasons or 'there is none'}")
+    for impl in op.implementations:
+        reason = dict(choice.refused).get(impl.name)
+        if impl.platform == platform and reason is not None:
+            text = f"{op.name}: {impl.name!r} declined, so {choice.implementation.name!r} runs on {platform}: {reason}"
+            if ambient.strict:
+                raise UnsupportedError(f"{text} (strict mode: `KernelConfig(strict=True)` forbids the fallback)")
+            _warn_once(text)
     return choice
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, FallbackWarning, stacklevel=6)
+
+
+_RECORDS: list[list[tuple[Op, Any, Choice]]] = []
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[tuple[Op, Any, Choice]]]:
+    """Within the block, what every operation on torch tensors chooses is noted down, in order: (op, spec, choice)."""
+    found: list[tuple[Op, Any, Choice]] = []
+    _RECORDS.append(found)
+    try:
+        yield found
+    finally:
+        _RECORDS.remove(found)
 
 
 def choose(op: Op, spec: Any, tensor: Tensor, *, config: Any = None, implementation: str | None = None) -> Choice:
@@ -48,7 +96,33 @@ def choose(op: Op, spec: Any, tensor: Tensor, *, config: Any = None, implementat
     Raises:
       UnsupportedError: nothing serves the spec there.
     """
-    return _choose(op, spec, platform_of(tensor), config, implementation, current_config())
+    choice = _choose(
+        op,
+        spec,
+        platform_of(tensor),
+        config,
+        implementation,
+        current_config(),
+        architecture_of(tensor),
+        tuning.generation(),
+    )
+    for found in _RECORDS:
+        found.append((op, spec, choice))
+    return choice
+
+
+def register_autograd(op: Any, gradient: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """`op.register_autograd`, with a backward pass that reads the configuration in force at the call: autograd runs it later, and in threads of its own."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.kernel_config = current_config()
+        setup_context(ctx, inputs, output)
+
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        with kernel_config(ctx.kernel_config):
+            return gradient(ctx, *cotangents)
+
+    op.register_autograd(backward, setup_context=setup)
 
 
 def forward(choice: Choice, spec: Any, operands: Any, residuals: bool = False) -> tuple[Any, Any]:

@@ -95,7 +95,7 @@ def _gradient(ctx: Any, dh: Tensor | None, dgate: Any, dup: Any) -> tuple[Any, .
     return dx, d_gate, None if up is None else d_up, None, None, None
 
 
-gated.register_autograd(_gradient, setup_context=_setup)
+bridge.register_autograd(gated, _gradient, _setup)
 
 
 def gated_linear_unit(

@@ -120,7 +120,8 @@ def _gradient(ctx: Any, dlogsumexp: Tensor, dlabel: Tensor, dsum: Tensor) -> tup
     return dx, dweight, None if bias is None else dbias, None, None, None, None
 
 
-cross_entropy.register_autograd(_gradient, setup_context=_setup)
+bridge.register_autograd(cross_entropy, _gradient, _setup)
+
 
 def linear_cross_entropy(
     x: Tensor,

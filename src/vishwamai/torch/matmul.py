@@ -273,7 +273,7 @@ def _backward(ctx: Any, dout: Tensor | None, dsaved: Any) -> tuple[Any, ...]:
     return (*floats, None, None, None, None, None, None)
 
 
-_gemm.register_autograd(_backward, setup_context=_setup)
+bridge.register_autograd(_gemm, _backward, _setup)
 
 
 def gemm(

@@ -68,7 +68,7 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     return *_grouped_gemm_backward(dout, *ctx.saved_tensors), None, None
 
 
-_grouped_gemm.register_autograd(_gradient, setup_context=_setup)
+bridge.register_autograd(_grouped_gemm, _gradient, _setup)
 
 
 def grouped_gemm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -96,7 +96,7 @@ def _gradient(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, 
     )
 
 
-norm.register_autograd(_gradient, setup_context=_setup)
+bridge.register_autograd(norm, _gradient, _setup)
 
 
 def layer_norm(

@@ -78,7 +78,7 @@ def _gradient(ctx: Any, dquery: Tensor, dkey: Tensor) -> tuple[Any, ...]:
     return gradients[0], gradients[1] if ctx.has_key else None, None, None, None, None
 
 
-rope.register_autograd(_gradient, setup_context=_setup)
+bridge.register_autograd(rope, _gradient, _setup)
 
 
 def _angles(positions: Tensor, frequencies: np.ndarray) -> Tensor:

@@ -60,7 +60,7 @@ def _gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return any_softmax_backward(dy, *ctx.saved_tensors, ctx.axis, ctx.log), None, None
 
 
-any_softmax.register_autograd(_gradient, setup_context=_setup)
+bridge.register_autograd(any_softmax, _gradient, _setup)
 
 
 def softmax(x: Tensor, *, axis: int = -1) -> Tensor:

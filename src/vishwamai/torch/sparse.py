@@ -89,7 +89,7 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     return *_block_sparse_matmul_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
-_block_sparse_matmul.register_autograd(_gradient, setup_context=_setup)
+bridge.register_autograd(_block_sparse_matmul, _gradient, _setup)
 
 
 def _coordinates(indices: Tensor | tuple[Tensor, Tensor], values: Tensor) -> Tensor:

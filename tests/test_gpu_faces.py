@@ -1,0 +1,109 @@
+"""The faces on torch functions: what the operations inside read of the configuration, forward and in a backward pass of another thread; explain; strict mode."""
+
+import dataclasses
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import contract  # noqa: E402
+import vishwamai.torch as vt  # noqa: E402
+from vishwamai.core.errors import FallbackWarning, KernelError, UnsupportedError  # noqa: E402
+from vishwamai.kernels import cpu_kernel, gpu, gpu_kernel, kernel_config  # noqa: E402
+from vishwamai.ops.norm.api import NORM  # noqa: E402
+from vishwamai.torch import bridge  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(contract.INTERPRETED, reason="the faces are the same"),
+    pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning"),
+]
+
+
+def layer(x, weight):
+    return vt.softmax(vt.gemm(vt.rms_norm(x), weight))
+
+
+def tensors():
+    return torch.randn(6, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+
+
+def in_a_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_operations_read_the_configuration_forward_and_backward():
+    """Autograd's threads know nothing of the block that the forward pass stood in; the operators do."""
+    x, weight = tensors()
+    with bridge.recording() as found:
+        y = gpu_kernel(layer, implementation="xla", precision="high")(x, weight)
+        forward = len(found)
+        in_a_thread(y.sum().backward)
+    assert forward == 3 and len(found) == 6
+    assert [choice.implementation.name for _, _, choice in found] == ["xla"] * 6
+    assert {spec.precision for op, spec, _ in found if op.name == "matmul"} == {"high"}
+    with bridge.recording() as found:
+        cpu_kernel(layer)(x, weight)
+    assert "xla" not in {choice.implementation.name for op, _, choice in found if op.name in ("norm", "matmul")}
+
+
+def test_block_size_reaches_the_tiles(monkeypatch):
+    """Of the Triton kernels: what is chosen for a tensor on a GPU."""
+    from vishwamai.core import triton_call
+
+    monkeypatch.setattr(bridge, "platform_of", lambda tensor: "cuda")
+    monkeypatch.setattr(triton_call, "why_not", lambda: None)
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def forward(choice, *rest):
+        seen.append(choice.config)
+        raise Stop
+
+    monkeypatch.setattr(bridge, "forward", forward)
+    x, weight = tensors()
+    for call in (gpu_kernel(vt.gemm, block_size=32), lambda x, w: gpu.gemm(x, w, block_size=32), vt.gemm):
+        with pytest.raises((Stop, KernelError)):
+            call(x, weight)
+    small, face, tuned = seen
+    assert small == face == tuned.with_block_size(32) != tuned
+
+
+def test_explain_runs_the_function_once():
+    """Reasons, in the order of the calls; strict mode does not stop the answer, and what is chosen is what runs."""
+    calls = []
+
+    @cpu_kernel(strict=True)
+    def kernel(x, weight):
+        calls.append(x)
+        return layer(x, weight)
+
+    explanation = kernel.explain(*tensors())
+    assert len(calls) == 1 and [call.op for call in explanation.calls] == ["norm", "matmul", "softmax"]
+    text = str(explanation)
+    assert text.startswith("On cpu:") and "is for tpu" in text and "is for cuda" in text
+    assert str(vt.explain(torch.sin, torch.ones(2))) == "On cpu: the function calls no vishwamai operation."
+    with pytest.raises(KernelError, match="`target` is 'v5e', but torch tensors are explained for the device"):
+        kernel.explain(*tensors(), target="v5e")
+    with pytest.raises(KernelError, match="torch tensor of shape"):
+        kernel.lower(*tensors())
+
+
+def test_a_fallback_is_told_or_forbidden(monkeypatch):
+    declined = [
+        dataclasses.replace(impl, why_not=lambda spec, chip: "not today.") if impl.platform == "cpu" else impl
+        for impl in NORM.implementations
+    ]
+    monkeypatch.setattr(NORM, "implementations", tuple(declined))
+    bridge._choose.cache_clear()
+    bridge._warn_once.cache_clear()
+    x = torch.ones(3, 8)
+    with pytest.warns(FallbackWarning, match="norm: 'native_cpu' declined, so 'xla' runs on cpu: not today"):
+        vt.rms_norm(x)
+    with kernel_config(strict=True), pytest.raises(UnsupportedError, match="strict=True.*forbids the fallback"):
+        vt.rms_norm(x)
+    bridge._choose.cache_clear()
