@@ -410,6 +410,68 @@ def packed_attention(device: str, dry: bool) -> Case:
     return Case(name, work, "flop", truth, torch.finfo(torch.bfloat16).eps, runs)
 
 
+def grouped(device: str, dry: bool) -> Iterator[Case]:
+    """Experts of models, loaded evenly and as a router does, beside torch's own grouped product and one cuBLAS product for each group."""
+    models = [(64, 3, 32, 48)] if dry else [(8192, 8, 4096, 14336), (8192, 8, 14336, 4096), (16384, 128, 2048, 768)]
+    for rows, groups, features, hidden in models:
+        x = torch.randn(rows, features, device=device).bfloat16()
+        w = (torch.randn(groups, features, hidden, device=device) * features**-0.5).bfloat16()
+        dy = torch.randn(rows, hidden, device=device).bfloat16()
+        share = torch.distributions.Gamma(2.0, 1.0).sample((groups,))
+        bounds = (share.cumsum(0) / share.sum() * rows).round().long()
+        uneven = torch.diff(bounds, prepend=torch.zeros(1, dtype=torch.long))
+        for load, sizes in (("even", torch.full((groups,), rows // groups)), ("uneven", uneven)):
+            counts, on_device = sizes.tolist(), sizes.to(device, torch.int32)
+            ends = on_device.cumsum(0).to(torch.int32)
+            used = sum(counts)
+
+            def by_loops(x: Any, w: Any, counts: Any = counts, used: int = used) -> Any:
+                parts = [a @ b for a, b in zip(x[:used].split(counts), w, strict=True)]
+                return torch.cat([*parts, x.new_zeros(len(x) - used, w.shape[2])])
+
+            contestants: dict[str, Callable[..., Any]] = {
+                "ours": lambda x, w, sizes=on_device: vt.grouped_gemm(x, w, sizes),
+                "cuBLAS, one by one": by_loops,
+            }
+            if not dry and hasattr(torch, "_grouped_mm"):
+                contestants["torch._grouped_mm"] = lambda x, w, ends=ends: torch._grouped_mm(x, w, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
+            name, work = f"grouped {rows}x{groups}x{features}x{hidden} {load} bfloat16", 2.0 * used * features * hidden
+            runs = {n: lambda f=f, x=x, w=w: f(x, w) for n, f in contestants.items()}
+            yield Case(name, work, "flop", by_loops(x.double(), w.double()), 2**-7, runs)
+
+            def gradients(f: Any, x: Any = x, w: Any = w, dy: Any = dy) -> Run:
+                leaves = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+                return lambda: torch.autograd.grad(f(*leaves), leaves, dy)
+
+            truth = gradients(by_loops, x.double(), w.double(), dy.double())()
+            both = {n: gradients(contestants[n]) for n in ("ours", "cuBLAS, one by one")}
+            yield Case(f"{name}, with gradients", 3 * work, "flop", truth, 2**-7, both)
+
+
+def sparse(device: str, dry: bool) -> Iterator[Case]:
+    """A square weight of which a part of the blocks is there, beside the dense product and torch's BSR; the work is that of the blocks."""
+    shapes = [(20, 64, 16, 0.5)] if dry else [(4096, 8192, 128, 0.5), (4096, 8192, 128, 0.1), (512, 4096, 64, 0.25)]
+    for rows, side, block, density in shapes:
+        tiles = side // block
+        places = torch.nonzero(torch.rand(tiles, tiles) < density)  # in the order of block rows
+        x = torch.randn(rows, side, device=device).bfloat16()
+        values = (torch.randn(len(places), block, block, device=device) * (side * density) ** -0.5).bfloat16()
+        whole = torch.zeros(tiles, tiles, block, block, dtype=values.dtype, device=device)
+        whole[places[:, 0], places[:, 1]] = values
+        whole = whole.transpose(1, 2).reshape(side, side)
+        on_device = places.to(device, torch.int32)
+        runs: dict[str, Run] = {
+            "ours": lambda x=x, v=values, at=on_device, n=side: vt.block_sparse_matmul(x, v, at, shape=(n, n)),
+            "cuBLAS, dense": lambda x=x, w=whole: x @ w,
+        }
+        if not dry:
+            weight = whole.T.contiguous().to_sparse_bsr((block, block))
+            runs["torch, BSR"] = lambda x=x, w=weight: torch.nn.functional.linear(x, w)
+        work = 2.0 * rows * len(places) * block**2
+        name = f"block-sparse {rows}x{side}x{side} blocks of {block}, {density:.0%} bfloat16"
+        yield Case(name, work, "flop", x.double() @ whole.double(), 2**-7, runs)
+
+
 def in_jax(device: str, dry: bool) -> Iterator[Case]:
     """The same kernels in JAX programs, beside XLA."""
     import jax
@@ -443,6 +505,8 @@ SUITES = {
     "matmul": matmul,
     "gated": gated,
     "loss": loss,
+    "grouped": grouped,
+    "sparse": sparse,
     "attention": attention,
     "jax": in_jax,
     "paged": paged,
@@ -464,7 +528,7 @@ def show(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", default="norm,matmul,gated,loss,attention,paged,jax")
+    parser.add_argument("--suite", default="norm,matmul,gated,loss,grouped,sparse,attention,paged,jax")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--dry", action="store_true", help="tiny tensors on the CPU, in Triton's interpreter")
     parser.add_argument("--json", help="also write the rows here")
