@@ -4,6 +4,7 @@ Run as they are, the tensors on the CPU are served by what serves JAX there; und
 """
 
 import contextlib
+import re
 
 import jax
 import numpy as np
@@ -13,9 +14,12 @@ torch = pytest.importorskip("torch")
 
 import contract  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
+from vishwamai.aot.gpu import inspect_launch, launches  # noqa: E402
+from vishwamai.core.cases import ArrayInit, Case  # noqa: E402
 from vishwamai.core.errors import ShapeError  # noqa: E402
 from vishwamai.ops.attention import block_sparse_attention  # noqa: E402
 from vishwamai.ops.sparse import block_sparse_matmul  # noqa: E402
+from vishwamai.ops.sparse.patterns import bigbird  # noqa: E402
 from vishwamai.torch.interpret import interpreted  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")
@@ -181,3 +185,73 @@ def test_attention_visits_the_tiles_that_are_there(causal, live):
 
     forward, backward = products_of(attend, x, x, x)
     assert forward == 2 * live and backward == 7 * live
+
+
+# --- The compiler's view, without a GPU -----------------------------------------------------------------------------------------------------------------
+
+not_interpreted = pytest.mark.skipif(contract.INTERPRETED, reason="a process with the interpreter cannot compile")
+
+
+def near(query, key):
+    """The last 300 positions and every seventh: most blocks of 64 are there in part."""
+    return (key <= query) & ((query - key < 300) | (key % 7 == 0))
+
+
+MASKS = {
+    "BigBird 128 of 128": (128, 128, 4096, bigbird(32, 3, 1, 4), False),
+    "BigBird 128 of 128 causal": (128, 128, 4096, bigbird(32, 3, 1, 4), True),
+    "BigBird 64 of 64 causal": (64, 64, 4096, bigbird(64, 3, 1, 4), True),
+    "function 64 of 128": (128, 64, 1024, near, False),
+    "BigBird 128 of 256 causal": (256, 128, 4096, bigbird(32, 3, 1, 4), True),
+}
+
+
+def masked_case(name):
+    dim, block, length, mask, causal = MASKS[name]
+    arrays = {
+        x: ArrayInit((1, heads, length, dim), "bfloat16") for x, heads in (("query", 8), ("key", 4), ("value", 4))
+    }
+    return Case(
+        name,
+        "attention",
+        block_sparse_attention,
+        arrays,
+        {"block_mask": mask, "block_size": block, "causal": causal},
+    )
+
+
+@pytest.mark.long
+@not_interpreted
+@pytest.mark.parametrize("name", MASKS)
+def test_hopper_code_under_a_block_mask(name):
+    """Nothing spills, products are by warp groups, keys come by the copy engine though their places are read from a list."""
+    for launch in launches(masked_case(name)):
+        code = inspect_launch(launch)
+        assert code.spill == 0, code
+        if code.kernel != "delta":
+            assert code.wgmma + code.mma > 0 and code.tma > 0, code
+        if code.kernel == "forward":
+            assert code.wgmma > 0, code
+
+
+@pytest.mark.long
+@not_interpreted
+def test_a_block_mask_is_a_constant_of_programs_for_cuda():
+    """Jitted, mapped and exported; the lists go to the kernels of both passes, and no mask of [q_len, kv_len] is made."""
+    case = masked_case("BigBird 64 of 64 causal")
+
+    def gradients(arrays):
+        return jax.vjp(lambda a: case.run(a, implementation="triton"), arrays)[1](arrays["query"])
+
+    shapes = case.shapes()
+    mapped = {name: jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for name, x in shapes.items()}
+    for function, given in ((gradients, shapes), (jax.vmap(gradients), mapped)):
+        text = jax.jit(function).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+        names = re.findall(r'name = "(\w+)"', re.sub(r'kernel_data = ".*?[^\\]"', "", text, flags=re.S))
+        assert names == ["forward", "delta", "key_gradients", "query_gradients"]
+        tables = [int(n) for n in re.findall(r"stablehlo.constant dense.*tensor<(\d+)xi32>", text)]
+        assert 2 <= len(tables) <= 3 and max(tables) < 64 * 64
+        assert "4096x4096" not in text
+    check = jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.ptx")
+    exported = jax.export.export(jax.jit(gradients), platforms=["cuda"], disabled_checks=[check])(shapes)
+    assert jax.export.deserialize(exported.serialize()).platforms == ("cuda",)
