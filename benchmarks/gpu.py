@@ -1,6 +1,7 @@
 """The Triton kernels side by side with torch's own on a GPU: first the numbers against float64, then the time.
 
     python benchmarks/gpu.py                             # on an H100 or H200; --suite norm,attention chooses
+    python benchmarks/gpu.py --tune                      # times tiles instead, and writes the tuning tables that later calls read
     TRITON_INTERPRET=1 python benchmarks/gpu.py --dry    # the same code on tiny tensors on a CPU, interpreted: it says whether it runs, nothing else
 
 Every round calls the contestants in a new random order, each after a write that empties the L2 cache, timed by CUDA events; the result is the median.
@@ -17,9 +18,11 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import pathlib
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +34,7 @@ import vishwamai.torch as vt
 from vishwamai.ops.attention.checks import make_spec
 from vishwamai.ops.attention.gpu import heuristic
 from vishwamai.torch.interpret import interpreted
+from vishwamai.torch.tuner import Timer, gpu_timer
 
 Run = Callable[[], Any]
 
@@ -513,6 +517,19 @@ SUITES = {
 }
 
 
+def tune(case: Case, timer: Timer, budget: int, directory: pathlib.Path | None) -> None:
+    """Searches the tiles of ours in a case, writes them to the user's table (or to `directory`), and says what came of it."""
+    passes = "backward" if "backward" in case.name else "forward"
+    for name, run in case.contestants.items():
+        if name.startswith("ours"):
+            for found in vt.tune(run, budget=budget, passes=passes, timer=timer, directory=directory):
+                ms, before = found.seconds * 1e3, found.heuristic_seconds * 1e3
+                print(
+                    f"| {case.name} | {found.op} | {before:.4f} | {ms:.4f} | {found.trials} | {found.config} |",
+                    flush=True,
+                )
+
+
 def show(row: Row) -> str:
     """One line of the table.
 
@@ -532,6 +549,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--dry", action="store_true", help="tiny tensors on the CPU, in Triton's interpreter")
     parser.add_argument("--json", help="also write the rows here")
+    parser.add_argument(
+        "--tune", action="store_true", help="time tiles instead of peers, and write the user's tuning tables"
+    )
+    parser.add_argument("--budget", type=int, default=40, help="tiles to time for each kernel, with --tune")
     options = parser.parse_args(arguments)
     if not options.dry and not torch.cuda.is_available():
         print("no GPU here: nothing was measured (--dry runs the code on the CPU)", file=sys.stderr)
@@ -547,6 +568,16 @@ def main(arguments: list[str] | None = None) -> int:
             if options.dry
             else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
         )
+        if options.tune:
+            # Times of the interpreter are nobody's: they go where no call looks.
+            scratch = pathlib.Path(tempfile.mkdtemp()) if options.dry else None
+            timer = (lambda run: clock.once(run) * 1e-3) if options.dry else gpu_timer(options.rounds)
+            print("| case | operation | ms before | ms after | trials | tiles |\n|---|---|--:|--:|--:|---|")
+            # In JAX programs the tables that torch's runs write are read; they time the way from Python too, so they are no place to search.
+            for name in [name for name in options.suite.split(",") if name != "jax"]:
+                for case in SUITES[name](device, options.dry):
+                    tune(case, timer, options.budget, scratch)
+            return 0
         limits = ceilings(clock, options.dry)
         print(f"ceilings: copy {limits['byte']:.2f} TB/s, cuBLAS bfloat16 {limits['flop']:.1f} TFLOP/s\n")
         print("| case | contestant | error | ms | TFLOP/s or TB/s | of the ceiling |\n|---|---|--:|--:|--:|--:|")

@@ -139,7 +139,8 @@ class _Search:
     """The search for one kernel in a function."""
 
     def __init__(self, kernel: tuple[str, str, str], run: Callable[[], Any], timer: Timer, passes: Passes):
-        self.kernel, self.run, self.timer, self.passes = kernel, run, timer, passes
+        self.kernel, self.run, self.timer = kernel, run, timer
+        self.passes: Passes = passes
         self.refused: list[str] = []
         self.trials = 0
         self.expected: list[Tensor] | None = None
