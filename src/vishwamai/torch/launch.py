@@ -62,11 +62,28 @@ def arguments(
     return {name: given.get(name) for name in function.arg_names}
 
 
+def _aligned(x: Tensor) -> Tensor:
+    if x.data_ptr() % 16 == 0:
+        return x
+    copy = x.clone()
+    assert copy.stride() == x.stride()  # which the kernel may have been told
+    return copy
+
+
+def _same_device(how: gpu.Launch, inputs: dict[str, Tensor]) -> None:
+    (first, x), *rest = inputs.items()
+    for name, other in rest:
+        if other.device != x.device:
+            raise DeviceError(
+                f"{how.kernel.name}: `{name}` is on {other.device}, but `{first}` is on {x.device}; move all tensors to one GPU."
+            )
+
+
 def launch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Result]) -> list[Tensor]:
     """Runs the kernel on the tensors' own device, on its current stream.
 
     Raises:
-      DeviceError: triton is not installed, or the tensors are not on a GPU.
+      DeviceError: triton is not installed, or the tensors are not all on one GPU.
     """
     reason = gpu.why_not()
     if reason is not None:
@@ -86,8 +103,8 @@ def launch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Re
         triton.set_allocator(scratch)
         results = allocate(outputs, first.device)
         # Kernels count on buffers that are aligned to 16 bytes, which a view into a tensor need not be.
-        inputs = placed(inputs, first.device)
-        inputs = {name: x if x.data_ptr() % 16 == 0 else x.clone() for name, x in inputs.items()}
+        inputs = {name: _aligned(x) for name, x in placed(inputs, first.device).items()}
+        _same_device(how, inputs)
         function[how.grid](
             **arguments(how, function, inputs, outputs, results), num_warps=how.warps, num_stages=how.stages
         )
