@@ -37,7 +37,7 @@ test: $(VENV)/.dev ## the tests, all but the long ones
 	$(PY) -m pytest -n $(JOBS) -m "not long" tests
 
 test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interpreter: no GPU needed
-	TRITON_INTERPRET=1 $(PY) -m pytest -n $(JOBS) -m "not long" tests/test_contract.py tests/test_gpu_numbers.py tests/test_gpu_attention.py tests/test_gpu_moe.py tests/test_gpu_sparse.py tests/test_gpu_torch.py tests/test_gpu_torch_attention.py tests/test_gpu_transformers.py tests/test_gpu_paged.py tests/test_gpu_gated_loss.py
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(JOBS) -m "not long" tests/test_contract.py tests/test_gpu_numbers.py tests/test_gpu_attention.py tests/test_gpu_moe.py tests/test_gpu_sparse.py tests/test_gpu_torch.py tests/test_gpu_torch_attention.py tests/test_gpu_transformers.py tests/test_gpu_paged.py tests/test_gpu_tuner.py tests/test_gpu_gated_loss.py
 
 # Beside the pinned release of the environment, which it leaves as it is. NEWEST= (nothing) compiles every model's shapes, which takes several minutes.
 NEWEST ?= --few
