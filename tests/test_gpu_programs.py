@@ -4,6 +4,7 @@ The operations are the registry's, the calls those of test_transforms.py. By def
 what it makes of the kernels is the matter of test_gpu_code.py, and of the `long` test here.
 """
 
+import dataclasses
 import functools
 import re
 import types
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import contract
 from test_transforms import BATCHED, SMALL
+from vishwamai.aot.gpu import launches, model_cases
 from vishwamai.core import gpu, triton_call
 
 pytestmark = [
@@ -131,3 +133,14 @@ def test_programs_with_their_kernels(name):
     exported = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=[CHECK])(shapes)
     text = jax.export.deserialize(exported.serialize()).mlir_module()
     assert calls(text) and all(f".entry {kernel}(" in text for kernel, _ in calls(text))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model, instruction", [("fp8", "f32.e4m3.e4m3"), ("int8", "s32.s8.s8")])
+def test_narrow_factors_are_multiplied_as_they_are(model, instruction):
+    """Two factors of 8 bits go to the tensor cores as such, in the product with its scales; the gradients' products mix dtypes and are bfloat16's."""
+    (case,) = (c for c in model_cases() if c.op == "matmul" and c.name == f"Llama 3 8B gate {model}")
+    (forward,) = launches(case, backward=False)
+    how = dataclasses.replace(forward.launch, grid=())
+    ptx = triton_call.compiled(how.kernel, forward.types, how, 90).asm["ptx"]
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.\w+\.(\w+\.\w+\.\w+)", ptx)) == {instruction}
