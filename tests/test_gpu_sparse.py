@@ -202,6 +202,7 @@ MASKS = {
     "BigBird 128 of 128 causal": (128, 128, 4096, bigbird(32, 3, 1, 4), True),
     "BigBird 64 of 64 causal": (64, 64, 4096, bigbird(64, 3, 1, 4), True),
     "function 64 of 128": (128, 64, 1024, near, False),
+    "BigBird 64 of 256 causal": (256, 64, 4096, bigbird(64, 3, 1, 4), True),
     "BigBird 128 of 256 causal": (256, 128, 4096, bigbird(32, 3, 1, 4), True),
 }
 

@@ -102,11 +102,16 @@ def heuristic(spec: AttentionSpec, chip: Chip | None) -> AttentionGpuConfig:
     if spec.blocks is not None:
         # A tile larger than a block would visit the block's neighbours too; smaller than 64 rows it would leave the tensor cores idle.
         block_q, block_kv = (max(64, gpu.next_power_of_2(size)) for size in spec.blocks.block_size)
+        forward = config.block_q, config.block_kv, config.warps, config.stages
+        if block_q < config.block_q:
+            # The pictures take the shared memory that a third stage would need for a second program beside this one.
+            forward = _SMALL[max(64, dim), len(spec.blocks.patterns) > 0]
         config = dataclasses.replace(
             config,
-            block_q=min(config.block_q, block_q),
-            block_kv=min(config.block_kv, block_kv),
-            warps=4 if block_q < config.block_q else config.warps,
+            block_q=forward[0],
+            block_kv=min(forward[1], block_kv),
+            warps=forward[2],
+            stages=forward[3],
             backward_q=min(config.backward_q, block_q),
             backward_kv=min(config.backward_kv, block_kv),
         )
@@ -124,6 +129,15 @@ _NARROW = {
     128: AttentionGpuConfig(128, 64, 8, 3, 64, 64, 8, 2),
     256: AttentionGpuConfig(128, 64, 8, 2, 64, 32, 8, 1),
 }
+_SMALL = {
+    (64, False): (64, 64, 4, 3),
+    (64, True): (64, 64, 4, 3),
+    (128, False): (64, 64, 4, 3),
+    (128, True): (64, 64, 4, 2),
+    (256, False): (64, 32, 4, 2),
+    (256, True): (64, 32, 4, 2),
+}
+"""Forward tiles (queries, keys, warps, stages) of 16-bit operands under a block mask of blocks of 64 queries or fewer, by head width and by whether blocks are there in part."""
 _WIDE = {
     64: AttentionGpuConfig(64, 32, 4, 2, 16, 16, 4, 1),
     128: AttentionGpuConfig(64, 32, 8, 1, 32, 32, 8, 1),
