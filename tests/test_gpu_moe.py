@@ -5,6 +5,8 @@ Run as they are, the tensors on the CPU are served by the native kernels; under 
 
 import contextlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -65,9 +67,10 @@ CALLS = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=contract.one_in(4, i)) for i, name in enumerate(CALLS)])
 def test_values_and_gradients(name):
-    *shapes, sizes = CALLS[name]
+    lhs, rhs, sizes = CALLS[name]
     sizes = torch.tensor(sizes)
-    agree(lambda *a: vt.grouped_gemm(*a, sizes), lambda *a: by_loops(*a, sizes), tensors(*shapes))
+    args = tensors(lhs, rhs)
+    agree(lambda x, w: vt.grouped_gemm(x, w, sizes), lambda x, w: by_loops(x, w, sizes), args)
 
 
 def test_an_empty_group_and_rows_without_one_have_gradients_of_zero():
@@ -138,14 +141,12 @@ def test_many_small_groups():
     lhs, rhs = rng.standard_normal((20, 16)).astype("float32"), rng.standard_normal((70, 16, 16)).astype("float32")
     owner = np.sort(rng.choice(70, 18))
     sizes = np.bincount(owner, minlength=70).astype(np.int32)
-    got = np.asarray(grouped_gemm(lhs, rhs, sizes, implementation="triton"))
+    got = np.asarray(grouped_gemm(*map(jnp.asarray, (lhs, rhs, sizes)), implementation="triton"))
     np.testing.assert_allclose(got[:18], np.einsum("mk,mkn->mn", lhs[:18], rhs[owner]), rtol=1e-4, atol=1e-4)
     assert (got[18:] == 0).all()
 
 
 def test_what_the_kernels_decline():
-    import jax
-
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 16), (5000, 16, 8))]
     with pytest.raises(UnsupportedError, match="5,000 groups"):
-        jax.eval_shape(lambda x, w: grouped_gemm(x, w, np.zeros(5000, np.int32), implementation="triton"), *shapes)
+        jax.eval_shape(lambda x, w: grouped_gemm(x, w, jnp.zeros(5000, jnp.int32), implementation="triton"), *shapes)

@@ -5,6 +5,7 @@ Run as they are, the tensors on the CPU are served by what serves JAX there; und
 
 import contextlib
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -127,7 +128,7 @@ def counted_products():
     from vishwamai.torch import interpret
 
     interpret._mend()
-    builder = interpreter.InterpreterBuilder
+    builder: Any = interpreter.InterpreterBuilder
     original, seen = builder.create_dot, []
 
     def create_dot(self, *args):
