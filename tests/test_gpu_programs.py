@@ -87,7 +87,7 @@ def setting(name):
     return case, case.shapes(), lambda arrays: run(arrays, cotangents)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=contract.one_in(2, i)) for i, n in enumerate(TRITON)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=contract.one_in(3, i)) for i, n in enumerate(TRITON)])
 def test_programs_for_cuda(name, stand_in):
     """One trace has the kernels for CUDA and none for the CPU; mapped, the same kernels run as often, on more; on eight devices each has its part."""
     case, shapes, run = setting(name)

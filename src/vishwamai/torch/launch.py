@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vishwamai.core import gpu
 from vishwamai.core.errors import DeviceError
-from vishwamai.core.triton_call import constants_of
+from vishwamai.core.triton_call import compiler_options, constants_of
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -105,9 +105,7 @@ def launch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Re
         # Kernels count on buffers that are aligned to 16 bytes, which a view into a tensor need not be.
         inputs = {name: _aligned(x) for name, x in placed(inputs, first.device).items()}
         _same_device(how, inputs)
-        function[how.grid](
-            **arguments(how, function, inputs, outputs, results), num_warps=how.warps, num_stages=how.stages
-        )
+        function[how.grid](**arguments(how, function, inputs, outputs, results), **compiler_options(how))
     return list(results.values())
 
 
