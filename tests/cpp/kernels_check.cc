@@ -9,11 +9,14 @@
 #include "pool.h"
 #include "vishwamai/ops/activation/cpu_activation.h"
 #include "vishwamai/ops/attention/cpu_attention.h"
+#include "vishwamai/ops/gated/cpu_gated.h"
+#include "vishwamai/ops/loss/cpu_loss.h"
 #include "vishwamai/ops/matmul/cpu_matmul.h"
 #include "vishwamai/ops/norm/cpu_norm.h"
 #include "vishwamai/ops/paged_attention/cpu_paged.h"
 #include "vishwamai/ops/rope/cpu_rope.h"
 #include "vishwamai/ops/softmax/cpu_softmax.h"
+#include "vishwamai/ops/sparse/cpu_sparse.h"
 
 using namespace vishwamai;
 
@@ -259,6 +262,95 @@ void check_paged(const Kind& kind, const Threads& threads) {
   compare((std::string("paged attention ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
 }
 
+// A gated unit without an activation, and the gradient of x.
+void check_gated(const Kind& kind, const Threads& threads) {
+  const int64_t m = 37, n = 53, k = 70;
+  Values x = normal(m * k), gate = normal(k * n), up = normal(k * n), dh = normal(m * n), want(m * n), dwant(m * k);
+  Bytes xb = stored(x, kind.storage), gb = stored(gate, kind.storage), ub = stored(up, kind.storage), db = stored(dh, kind.storage);
+  Bytes h(m * n * kind.size), z(h.size()), y(h.size()), dx(m * k * kind.size);
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < n; ++j) {
+      double g = 0, u = 0;
+      for (int64_t l = 0; l < k; ++l) g += x[i * k + l] * gate[l * n + j], u += x[i * k + l] * up[l * n + j];
+      want[i * n + j] = g * u;
+      for (int64_t l = 0; l < k; ++l) dwant[i * k + l] += dh[i * n + j] * (u * gate[l * n + j] + g * up[l * n + j]);
+    }
+  GatedArgs args{};
+  args.storage = args.result = kind.storage;
+  args.parts = 3;
+  args.groups = 1, args.m = m, args.n = n, args.k = k;
+  args.x = xb.data(), args.gate = gb.data(), args.up = ub.data(), args.h = h.data();
+  args.gate_sums = z.data(), args.up_sums = y.data();
+  generic::gated_forward(args, threads);
+  compare((std::string("gated ") + kind.name).c_str(), h, kind.storage, want, kind.tolerance);
+  args.dh = db.data(), args.dx = dx.data();
+  generic::gated_input_gradient(args, threads);
+  compare((std::string("gated dx ") + kind.name).c_str(), dx, kind.storage, dwant, kind.tolerance);
+}
+
+void check_loss(const Kind& kind, const Threads& threads) {
+  const int64_t tokens = 21, vocab = 300, features = 40;
+  const Storage sums = kind.storage == Storage::f64 ? Storage::f64 : Storage::f32;
+  const size_t size = sums == Storage::f64 ? 8 : 4;
+  Values x = normal(tokens * features), weight = normal(vocab * features), lse(tokens), at_label(tokens), ones(tokens, 1), zeros(tokens, 0);
+  Values dwant(x.size());
+  Bytes xb = stored(x, kind.storage), wb = stored(weight, kind.storage), lse_got(tokens * size), label_got(tokens * size);
+  Bytes ob = stored(ones, sums), zb = stored(zeros, sums), dx(xb.size()), dw(wb.size());
+  std::vector<int32_t> labels(tokens);
+  for (int64_t t = 0; t < tokens; ++t) {
+    labels[t] = static_cast<int32_t>(t * 17 % vocab);
+    Values z(vocab);
+    double sum = 0;
+    for (int64_t v = 0; v < vocab; ++v) {
+      for (int64_t d = 0; d < features; ++d) z[v] += x[t * features + d] * weight[v * features + d];
+      sum += std::exp(z[v]);
+    }
+    lse[t] = std::log(sum), at_label[t] = z[labels[t]];
+    for (int64_t v = 0; v < vocab; ++v)
+      for (int64_t d = 0; d < features; ++d) dwant[t * features + d] += std::exp(z[v]) / sum * weight[v * features + d];
+  }
+  LossArgs args{};
+  args.storage = kind.storage;
+  args.parts = 3;
+  args.tokens = tokens, args.vocab = vocab, args.features = features;
+  args.x = xb.data(), args.weight = wb.data(), args.labels = labels.data();
+  args.logsumexp = lse_got.data(), args.label_logit = label_got.data();
+  generic::loss_forward(args, threads);
+  compare((std::string("loss lse ") + kind.name).c_str(), lse_got, sums, lse, kind.tolerance);
+  compare((std::string("loss label ") + kind.name).c_str(), label_got, sums, at_label, kind.tolerance);
+  args.dlogsumexp = ob.data(), args.dlabel_logit = zb.data();
+  args.dx = dx.data(), args.dweight = dw.data();
+  generic::loss_backward(args, threads);
+  compare((std::string("loss dx ") + kind.name).c_str(), dx, kind.storage, dwant, kind.tolerance);
+}
+
+// Two rows of three blocks, of which three are there, and one of those twice.
+void check_sparse(const Kind& kind, const Threads& threads) {
+  const int64_t m = 19, br = 20, bc = 35, blocks = 4;
+  const int32_t indices[] = {1, 0, 0, 2, 1, 2, 0, 2};
+  Values x = normal(m * 2 * br), values = normal(blocks * br * bc), dy = normal(m * 3 * bc), want(m * 3 * bc), dwant(values.size());
+  Bytes xb = stored(x, kind.storage), vb = stored(values, kind.storage), yb = stored(dy, kind.storage);
+  Bytes out(want.size() * kind.size), dvalues(vb.size());
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int64_t i = 0; i < br; ++i)
+      for (int64_t j = 0; j < bc; ++j)
+        for (int64_t r = 0; r < m; ++r) {
+          const int64_t from = r * 2 * br + indices[2 * b] * br + i, to = r * 3 * bc + indices[2 * b + 1] * bc + j;
+          want[to] += x[from] * values[(b * br + i) * bc + j];
+          dwant[(b * br + i) * bc + j] += x[from] * dy[to];
+        }
+  SparseArgs args{};
+  args.storage = args.result = kind.storage;
+  args.parts = 3;
+  args.groups = 1, args.m = m, args.rows = 2 * br, args.columns = 3 * bc, args.blocks = blocks, args.block_rows = br, args.block_columns = bc;
+  args.dense = args.left = xb.data(), args.right = yb.data(), args.values = vb.data(), args.indices = indices;
+  args.out = out.data(), args.dvalues = dvalues.data();
+  generic::sparse_product(args, threads);
+  compare((std::string("sparse ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+  generic::sparse_values_gradient(args, threads);
+  compare((std::string("sparse dvalues ") + kind.name).c_str(), dvalues, kind.storage, dwant, kind.tolerance);
+}
+
 }  // namespace
 
 int main() {
@@ -267,6 +359,9 @@ int main() {
   for (const Kind& kind : kKinds) {
     check_matmul(kind, threads);
     check_norm(kind, threads);
+    check_gated(kind, threads);
+    check_loss(kind, threads);
+    check_sparse(kind, threads);
     check_rows(kind, threads);
     check_rope(kind, false, threads);
     check_rope(kind, true, threads);

@@ -175,13 +175,24 @@ struct FmaEngine {
     }
   }
 
+  // micro<count>, for a count of 1 to R.
+  template <int R>
+  static VISHWAMAI_INLINE void micro_rows(int count, const T* a, int64_t lda, const T* b, int64_t k, T* c, int64_t ldc, bool accumulate) {
+    if constexpr (R > 0) {
+      if (count == R) return micro<R>(a, lda, b, k, c, ldc, accumulate);
+      micro_rows<R - 1>(count, a, lda, b, k, c, ldc, accumulate);
+    }
+  }
+
   // C[rows, kCols] (+)= A B for the first `rows` rows of the panel.  kPassing is a hint for engines that have its use.
   template <bool kPassing = false>
   static void product(const T* a, int64_t lda, const T* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate) {
-    int r = 0;
-    for (; r + kMicroRows <= rows; r += kMicroRows) micro<kMicroRows>(a + r * lda, lda, b, k, c + r * ldc, ldc, accumulate);
-    for (; r + 4 <= rows; r += 4) micro<4>(a + r * lda, lda, b, k, c + r * ldc, ldc, accumulate);
-    for (; r < rows; ++r) micro<1>(a + r * lda, lda, b, k, c + r * ldc, ldc, accumulate);
+    // In equal parts: one row alone would wait for each of its sums, and take as long as four.
+    for (int r = 0, parts = ceil_div(rows, kMicroRows); parts > 0; --parts) {
+      const int count = ceil_div(rows - r, parts);
+      micro_rows<kMicroRows>(count, a + r * lda, lda, b, k, c + r * ldc, ldc, accumulate);
+      r += count;
+    }
   }
 };
 

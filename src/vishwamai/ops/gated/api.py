@@ -14,6 +14,7 @@ from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import array_spec
+from vishwamai.ops.gated.cpu import NATIVE
 from vishwamai.ops.gated.gpu import TRITON
 from vishwamai.ops.gated.reference import XLA
 from vishwamai.ops.gated.spec import GatedSpec, Operands, check, gated_axes
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
 
-GATED: Op[GatedSpec] = Op("gated", (PALLAS_TPU, TRITON, XLA), gated_axes, shareable=Operands._fields)
+GATED: Op[GatedSpec] = Op("gated", (PALLAS_TPU, TRITON, NATIVE, XLA), gated_axes, shareable=Operands._fields)
 
 
 def gated_linear_unit(

@@ -19,10 +19,10 @@ struct Pairs {
   bool shared() const { return first.shared() && second.shared(); }
   int64_t columns() const { return 2 * round_up<int64_t>(first.columns(), E::kCols); }
   void pack(int64_t group, int64_t k0, int64_t depth, int64_t panel, int64_t count, typename E::Element* out, int64_t panel_stride) const {
-    first.pack(group, k0, depth, panel / 2, count / 2, out, 2 * panel_stride);
-    second.pack(group, k0, depth, panel / 2, count / 2, out + panel_stride, 2 * panel_stride);
+    const int64_t odd = panel % 2;  // whose turn it is first
+    first.pack(group, k0, depth, (panel + 1) / 2, (count - odd + 1) / 2, out + odd * panel_stride, 2 * panel_stride);
+    second.pack(group, k0, depth, panel / 2, (count + odd) / 2, out + (1 - odd) * panel_stride, 2 * panel_stride);
   }
-  void prefetch(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) const {}
 };
 
 // body(column, count, panel) for every pair of panels of a block: `column` is the first of each matrix's own, `panel` the
@@ -104,7 +104,6 @@ struct WeightColumns {
       }
     }
   }
-  void prefetch(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) const {}
 };
 
 // d gate or d up as columns of B: rows are what is summed over.

@@ -14,6 +14,7 @@ from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.loss.chunked import XLA_CHUNKED
+from vishwamai.ops.loss.cpu import NATIVE
 from vishwamai.ops.loss.gpu import TRITON
 from vishwamai.ops.loss.reference import XLA
 from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs, check, loss_axes
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-LOSS: Op[LossSpec] = Op("loss", (PALLAS_TPU, TRITON, XLA_CHUNKED, XLA), loss_axes, shareable=("weight", "bias"))
+LOSS: Op[LossSpec] = Op("loss", (PALLAS_TPU, TRITON, NATIVE, XLA_CHUNKED, XLA), loss_axes, shareable=("weight", "bias"))
 
 
 def linear_cross_entropy(

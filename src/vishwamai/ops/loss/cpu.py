@@ -17,8 +17,8 @@ from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
 def why_not(spec: LossSpec, chip: Chip | None) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
     del chip
-    if spec.operands.weight.shape[1] == 0 or spec.features == 0:
-        return "an axis is empty."
+    if spec.groups * spec.tokens == 0:
+        return "there are no tokens."
     return ffi.why_not()
 
 

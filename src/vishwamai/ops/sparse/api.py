@@ -12,6 +12,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.ops.sparse.cpu import NATIVE
 from vishwamai.ops.sparse.gpu import TRITON
 from vishwamai.ops.sparse.reference import XLA
 from vishwamai.ops.sparse.spec import Operands, SparseSpec, make_spec, sparse_axes, static
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-SPARSE: Op[SparseSpec] = Op("sparse", (PALLAS_TPU, TRITON, XLA), sparse_axes, shareable=("values", "indices"))
+SPARSE: Op[SparseSpec] = Op("sparse", (PALLAS_TPU, TRITON, NATIVE, XLA), sparse_axes, shareable=("values", "indices"))
 
 
 def block_sparse_matmul(
