@@ -124,7 +124,7 @@ def test_tiles_and_programs_change_nothing_but_speed():
         contract.evaluate(
             case,
             triton,
-            config=GroupedGpuConfig((16, 32, 32, 4, 2), (64, 16, 16, 4, 3), (32, 256, 16, 8, 3), 2, programs),
+            config=GroupedGpuConfig(16, 32, 32, 4, 2, 64, 16, 16, 4, 3, 32, 256, 16, 8, 3, 2, programs),
         )
         for programs in (1, 5)
     )

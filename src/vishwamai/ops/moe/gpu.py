@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from vishwamai.core import gpu
 from vishwamai.core.hardware import Chip
@@ -23,8 +23,15 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _MOST_GROUPS = 4096
 """Groups whose sizes a program holds in registers."""
 
-Tile = tuple[int, int, int, int, int]
-"""(rows, columns, depth, warps, stages) of one product."""
+
+class Tile(NamedTuple):
+    """Rows, columns and depth of one product's tiles, and its programs' warps and stages."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,31 +39,52 @@ class GroupedGpuConfig:
     """Tiles of the Triton kernels, powers of two.
 
     Attributes:
-      forward, grad_lhs, grad_rhs: (rows, columns, depth, warps, stages) of each product. Of the weights' gradient, the depth is the rows that are summed.
+      block_m, block_n, block_k: rows, columns and depth of a tile of the forward pass; warps, stages: of its programs.
+      backward_lhs_...: the same of the gradient of `lhs`.
+      backward_rhs_...: of the weights' gradient, whose rows and columns are a matrix's, and whose depth is the rows of a group that are summed at once.
       super_m: tiles along the rows of a group that are walked together.
       programs: persistent programs of 8 warps; of 4, of which two fit a multiprocessor, there are twice as many.
     """
 
-    forward: Tile
-    grad_lhs: Tile
-    grad_rhs: Tile
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    backward_lhs_m: int
+    backward_lhs_n: int
+    backward_lhs_k: int
+    backward_lhs_warps: int
+    backward_lhs_stages: int
+    backward_rhs_m: int
+    backward_rhs_n: int
+    backward_rhs_k: int
+    backward_rhs_warps: int
+    backward_rhs_stages: int
     super_m: int = 8
     programs: int = gpu.SMS
 
-    def __post_init__(self) -> None:
-        for name in ("forward", "grad_lhs", "grad_rhs"):  # a tuning table brings lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+    @property
+    def forward(self) -> Tile:
+        return Tile(*dataclasses.astuple(self)[:5])
+
+    @property
+    def backward_lhs(self) -> Tile:
+        return Tile(*dataclasses.astuple(self)[5:10])
+
+    @property
+    def backward_rhs(self) -> Tile:
+        return Tile(*dataclasses.astuple(self)[10:15])
 
     def with_block_size(self, block_size: int) -> GroupedGpuConfig:
         """The same with tiles of about `block_size` rows and columns, 128 by 256 at most."""
         edge = min(256, max(16, gpu.next_power_of_2(block_size)))
 
         def smaller(tile: Tile) -> Tile:
-            return (min(128, edge), edge, tile[2], 8 if edge >= 128 else 4, tile[4])
+            return tile._replace(m=min(128, edge), n=edge, warps=8 if edge >= 128 else 4)
 
-        return dataclasses.replace(
-            self, forward=smaller(self.forward), grad_lhs=smaller(self.grad_lhs), grad_rhs=smaller(self.grad_rhs)
-        )
+        first, second, third = map(smaller, (self.forward, self.backward_lhs, self.backward_rhs))
+        return GroupedGpuConfig(*first, *second, *third, self.super_m, self.programs)
 
 
 def why_not(spec: GroupedSpec, chip: Chip | None) -> str | None:
@@ -79,11 +107,9 @@ def heuristic(spec: GroupedSpec, chip: Chip | None) -> GroupedGpuConfig:
     mean = gpu.cdiv(spec.m, spec.groups)
     entries = spec.batch * spec.groups
     return GroupedGpuConfig(
-        tiles(entries, mean, spec.n, spec.k, width),
-        tiles(entries, mean, spec.k, spec.n, width),
-        tiles(
-            spec.operands.rhs.shape[0] * spec.groups, spec.k, spec.n, mean if entries == spec.groups else spec.m, width
-        ),
+        *tiles(entries, mean, spec.n, spec.k, width),
+        *tiles(entries, mean, spec.k, spec.n, width),
+        *tiles(spec.operands.rhs.shape[0] * spec.groups, spec.k, spec.n, mean, width),
     )
 
 
@@ -100,7 +126,7 @@ def tiles(products: int, m: int, n: int, k: int, width: int) -> Tile:
     block_m = min(block_m, max(16, gpu.next_power_of_2(m)))
     block_n = min(block_n, max(16, gpu.next_power_of_2(n)))
     large = block_m * block_n >= 128 * 128
-    return block_m, block_n, block_k, 8 if large else 4, 3 if large else 4
+    return Tile(block_m, block_n, block_k, 8 if large else 4, 3 if large else 4)
 
 
 def _aligned(columns: int, dtype: Any) -> bool:
@@ -161,7 +187,7 @@ def rows_product(
 def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, lhs: Any, dout: Any, sizes: Any) -> Any:
     """`[B or 1, G, K, N]`: for each group its rows of lhs `[B, M, K]`, transposed, times those of dout `[B, M, N]`."""
     rhs = spec.operands.rhs
-    block_m, block_n, block_k, warps, stages = config.grad_rhs
+    block_m, block_n, block_k, warps, stages = config.backward_rhs
     count = spec.groups * gpu.cdiv(spec.k, block_m) * gpu.cdiv(spec.n, block_n)
     programs = min(count, config.programs * 8 // warps)
     (out,) = gpu.launch(
@@ -220,7 +246,7 @@ def backward(
     lhs, rhs, sizes = operands
     dtype = spec.operands.lhs.dtype
     dout = _cast(cotangents.out, dtype)
-    d_lhs = rows_product(spec, config, config.grad_lhs, dout, rhs, sizes, True, dtype)
+    d_lhs = rows_product(spec, config, config.backward_lhs, dout, rhs, sizes, True, dtype)
     return Operands(d_lhs, weights_product(spec, config, lhs, dout, sizes), None)
 
 

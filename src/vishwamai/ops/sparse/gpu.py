@@ -31,9 +31,9 @@ class SparseGpuConfig:
       block_m: dense rows of a program.
       block_n, block_k: columns of the result, and features that a step contracts.
       warps, stages: of a program.
-      values_k: dense rows that a step of the values' gradient sums.
-      values_n: its largest tile, in rows and columns of a block.
-      values_warps, values_stages: of its programs.
+      backward_k: dense rows that a step of the values' gradient sums; that of the dense operand is the product again.
+      backward_n: its largest tile, in rows and columns of a block.
+      backward_warps, backward_stages: of its programs.
     """
 
     block_m: int
@@ -41,10 +41,10 @@ class SparseGpuConfig:
     block_k: int
     warps: int
     stages: int
-    values_k: int
-    values_n: int
-    values_warps: int
-    values_stages: int
+    backward_k: int
+    backward_n: int
+    backward_warps: int
+    backward_stages: int
 
     def with_block_size(self, block_size: int) -> SparseGpuConfig:
         """The same with about `block_size` dense rows to a program, 128 at most."""
@@ -85,10 +85,10 @@ def heuristic(spec: SparseSpec, chip: Chip | None) -> SparseGpuConfig:
         block_k=deep,
         warps=8 if block_m * block_n >= 128 * 128 else 4,
         stages=5,  # two of them wait for the block's number, the others for its values
-        values_k=deep,
-        values_n=128,
-        values_warps=8 if rows * columns >= 128 * 128 else 4,
-        values_stages=3 if wide else 4,
+        backward_k=deep,
+        backward_n=128,
+        backward_warps=8 if rows * columns >= 128 * 128 else 4,
+        backward_stages=3 if wide else 4,
     )
 
 
@@ -172,15 +172,15 @@ def values_gradient(spec: SparseSpec, config: SparseGpuConfig, left: Any, right:
     values = spec.operands.values
     groups, m = left.shape[:2]
     rows, columns = spec.block
-    block_m, block_n = min(config.values_n, _tile(rows)), min(config.values_n, _tile(columns))
+    block_m, block_n = min(config.backward_n, _tile(rows)), min(config.backward_n, _tile(columns))
     results = values.shape[0] if groups > 1 else 1
     (out,) = gpu.launch(
         VALUES_GRADIENT,
         (spec.blocks * gpu.cdiv(rows, block_m) * gpu.cdiv(columns, block_n), results),
         dict(left_ptr=left, right_ptr=right, indices_ptr=indices),
         dict(out_ptr=gpu.result((results, *values.shape[1:]), values.dtype)),
-        warps=config.values_warps,
-        stages=config.values_stages,
+        warps=config.backward_warps,
+        stages=config.backward_stages,
         groups=groups,
         M=m,
         rows=spec.rows,
@@ -195,7 +195,7 @@ def values_gradient(spec: SparseSpec, config: SparseGpuConfig, left: Any, right:
         TMA_RIGHT=_aligned(spec.columns, values.dtype),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=min(config.values_k, _tile(m)),
+        BLOCK_K=min(config.backward_k, _tile(m)),
     )
     return out
 
