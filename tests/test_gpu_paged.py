@@ -75,24 +75,24 @@ def on_torch(arrays):
 
 # --- Tiles and splits ------------------------------------------------------------------------------------------------------------------------------
 
-# rows, keys, splits, options: blocks of one query and of several, whole sequences, splits without keys, a group wider than a tile.
+# Tiles of short runs, of long ones, splits, options, heads: both launches, one alone, splits without keys, a group wider than a tile.
 TILES = [
-    (16, 16, 1, {}, (4, 2)),
-    (16, 16, 4, {"window": 9, "sinks": True}, (4, 2)),
-    (32, 32, 2, {"softcap": 2.0, "max_q_len": 6}, (8, 1)),
+    (16, 16, 1, {}, (8, 2)),
+    (16, 32, 4, {"window": 9, "sinks": True}, (8, 2)),
+    (32, 32, 2, {"softcap": 2.0, "max_q_len": 6, "sinks": True}, (4, 1)),
     pytest.param(16, 16, 2, {"max_q_len": 6}, (40, 2), marks=pytest.mark.long),
 ]
 
 
 @interpreter
-@pytest.mark.parametrize("rows, keys, splits, options, heads", TILES, ids=str)
-def test_tiles_and_splits(rows, keys, splits, options, heads):
+@pytest.mark.parametrize("rows, long_rows, splits, options, heads", TILES, ids=str)
+def test_tiles_and_splits(rows, long_rows, splits, options, heads):
     """The same numbers whatever the tiles: NaN in unowned memory never shows, wild entries are never read, rows of no sequence are 0."""
     arrays = problem(heads=heads)
     options = dict(options)
     if options.pop("sinks", False):
         options["sinks"] = np.linspace(-1, 2, heads[0], dtype=np.float32)
-    config = PagedGpuConfig(rows, keys, 4, 2, splits)
+    config = PagedGpuConfig(rows, 16, 4, 2, splits, long_rows, 16, 4, 2)
     call = jax.jit(lambda *a: vishwamai.ragged_paged_attention(*a, **options, implementation="triton", config=config))
     got = np.asarray(jax.block_until_ready(call(*arrays)))
     np.testing.assert_allclose(got, expected(arrays, **options), rtol=2e-5, atol=2e-5)
@@ -131,8 +131,9 @@ def test_splits_come_from_shapes_alone():
     assert (long.rows, long.splits) == (16, 32)
     assert heuristic(spec_of(((1, 4096),) * 128, max_q_len=1), None).splits == 1
     assert heuristic(spec_of(((1, 200),), max_q_len=1), None).splits == 1
-    assert heuristic(spec_of(((512, 512),), max_q_len=512), None).rows == 128
-    assert long.with_block_size(100) == dataclasses.replace(long, block_kv=128)
+    mixed = heuristic(spec_of(((1, 65536), (512, 512)), max_q_len=512), None)
+    assert (mixed.rows, mixed.long_rows, mixed.splits) == (16, 128, 32)
+    assert long.with_block_size(100) == dataclasses.replace(long, block_kv=128, long_kv=128)
 
 
 @native

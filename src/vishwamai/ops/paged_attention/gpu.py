@@ -1,8 +1,9 @@
 """Paged attention on GPUs: one Triton kernel for prefill and decoding, torch tensors and JAX arrays, and one that adds the splits of long sequences.
 
 A program holds a block of a sequence's queries with the query heads of one kv head, and walks the sequence's pages, of which it reads those that the
-block sees and no other. Where blocks and heads are fewer than a GPU has room for, each block's keys are split among several programs; their number
-comes from the Config, so the bits do not change with the machine. Forward only.
+block sees and no other. A batch with long runs of queries takes two launches, for large tiles and for those of decoding. Where sequences and heads are
+fewer than a GPU has room for, the keys of short runs are split among several programs; their number comes from the Config, so the bits do not change
+with the machine. Forward only.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ _CHUNK = 1024
 
 @dataclasses.dataclass(frozen=True)
 class PagedGpuConfig:
-    """Tiles of the Triton kernels.
+    """Tiles of the Triton kernels: of short runs of queries, decoding above all, and of long ones, which have a launch of their own.
 
     Attributes:
-      rows: rows of a tile, queries times query heads of a kv head; a power of two of 16 or more.
+      rows: rows of a tile, queries times query heads of a kv head; a power of two of 16 or more. Runs that fit one tile are short.
       block_kv: keys of a step, a power of two of 16 or more.
       warps: warps of a program.
       stages: blocks of keys in flight.
-      splits: programs that share the keys of a block of queries.
+      splits: programs that share the keys of a short run.
+      long_rows, long_kv, long_warps, long_stages: the same of long runs, whose keys are not shared.
     """
 
     rows: int
@@ -55,10 +57,14 @@ class PagedGpuConfig:
     warps: int
     stages: int
     splits: int
+    long_rows: int
+    long_kv: int
+    long_warps: int
+    long_stages: int
 
     def with_block_size(self, block_size: int) -> PagedGpuConfig:
         """The same with about `block_size` keys a step."""
-        return dataclasses.replace(self, block_kv=_tile(block_size))
+        return dataclasses.replace(self, block_kv=_tile(block_size), long_kv=_tile(block_size))
 
 
 def _tile(n: int) -> int:
@@ -103,28 +109,40 @@ def notes(spec: PagedSpec, chip: Chip | None) -> list[str]:
 
 
 def heuristic(spec: PagedSpec, chip: Chip | None) -> PagedGpuConfig:
-    """Few rows and many programs at once for decoding, larger tiles where runs are long; splits until the programs fill a GPU.
+    """Few rows and many programs at once for short runs, larger tiles for long ones; splits until the programs fill a GPU.
 
     On Hopper nothing spills but float32 heads wider than 128.
     """
     del chip
-    most, keys = _most_rows(spec)
-    rows = min(_tile(spec.max_q_len * spec.group), most)
-    if spec.operands.query.dtype.itemsize == 4 and rows == 64 and spec.head_dim > 64:
-        keys = 16
-    while keys > 16 and keys >= 2 * spec.visible_tokens:
-        keys //= 2
-    wide = spec.operands.query.dtype.itemsize == 4 and spec.head_dim > 128
-    # Numbers of pages are one load ahead of the pages: of three stages two hold keys and values. The largest tiles have no registers for it.
-    stages = 2 if rows == 64 and (keys == 16 or spec.value_dim > _WIDEST) else 3
-    config = PagedGpuConfig(rows, keys, 8 if rows > 16 or wide else 4, stages, 1)
-    programs = spec.batch * _items(spec, config)[0] * spec.kv_heads * _heads(spec, config)[1]
-    partial = 4 * spec.batch * spec.tokens * spec.heads * spec.value_dim
+    most = _most_rows(spec)[0]
+    all_rows = _tile(spec.max_q_len * spec.group)
+    long = _tiles(spec, min(all_rows, most))
+    # Where some runs are long the short ones are those of decoding: as few rows as its heads fill.
+    short = long if all_rows <= min(64, most) else _tiles(spec, min(_tile(spec.group), most))
+    config = PagedGpuConfig(*short, 1, *long)
+    programs = spec.batch * spec.sequences * spec.kv_heads * _heads(spec, config.rows)[1]
+    partial = 4 * spec.batch * _slots(spec, config) * spec.heads * spec.value_dim
     splits = min(
-        _PROGRAMS // programs, spec.visible_tokens // (_FEWEST_BLOCKS * keys), _PARTIAL_BYTES // partial, _MOST_SPLITS
+        _PROGRAMS // programs,
+        spec.visible_tokens // (_FEWEST_BLOCKS * config.block_kv),
+        _PARTIAL_BYTES // partial,
+        _MOST_SPLITS,
     )
     # A power of two: the number is compiled into the kernel, and batches of many sizes are to share one.
     return dataclasses.replace(config, splits=1 << max(1, splits).bit_length() - 1)
+
+
+def _tiles(spec: PagedSpec, rows: int) -> tuple[int, int, int, int]:
+    """(rows, keys, warps, stages) of a tile of `rows` rows."""
+    keys = _most_rows(spec)[1]
+    wide = spec.operands.query.dtype.itemsize == 4
+    if wide and rows == 64 and spec.head_dim > 64:
+        keys = 16
+    while keys > 16 and keys >= 2 * spec.visible_tokens:
+        keys //= 2
+    # Numbers of pages are one load ahead of the pages: of three stages two hold keys and values. The largest tiles have no registers for it.
+    stages = 2 if rows == 64 and (keys == 16 or spec.value_dim > _WIDEST) else 3
+    return rows, keys, 8 if rows > 16 or (wide and spec.head_dim > 128) else 4, stages
 
 
 def _most_rows(spec: PagedSpec) -> tuple[int, int]:
@@ -140,18 +158,21 @@ def _most_rows(spec: PagedSpec) -> tuple[int, int]:
     return (64 if eight_bits else 128), 32
 
 
-def _heads(spec: PagedSpec, config: PagedGpuConfig) -> tuple[int, int]:
+def _heads(spec: PagedSpec, rows: int) -> tuple[int, int]:
     """(query heads of a tile, tiles that a group of them takes)."""
-    heads = min(spec.group, config.rows)
+    heads = min(spec.group, rows)
     return heads, gpu.cdiv(spec.group, heads)
 
 
-def _items(spec: PagedSpec, config: PagedGpuConfig) -> tuple[int, int, bool]:
-    """(blocks of queries, queries of a block, whether each sequence is one)."""
-    queries = config.rows // _heads(spec, config)[0]
-    direct = spec.max_q_len <= queries
-    # Every sequence may leave one block unfilled; and one more may hold what is behind the last.
-    return spec.sequences + 1 + (0 if direct else spec.tokens // queries), queries, direct
+def _short(spec: PagedSpec, config: PagedGpuConfig) -> int:
+    """Queries of the longest run that is short."""
+    return config.rows // _heads(spec, config.rows)[0]
+
+
+def _slots(spec: PagedSpec, config: PagedGpuConfig) -> int:
+    """Rows of queries that the splits' outputs have room for: the tokens, or, where some runs are long, so many of each sequence."""
+    short = _short(spec, config)
+    return spec.tokens if spec.max_q_len <= short else spec.sequences * short
 
 
 def _strides(x: Any) -> tuple[int, ...]:
@@ -173,22 +194,55 @@ def _places(k_pages: Any, v_pages: Any, form: str) -> dict[str, int]:
     return found | dict(v_start=row if form == "combined" else 0)
 
 
-_PER_BATCH = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs", "sinks", "k_scale", "v_scale")
-
-
 def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del residuals
-    o, splits = operands, config.splits
-    heads, tiles = _heads(spec, config)
-    items, queries, direct = _items(spec, config)
+    short, splits = _short(spec, config), config.splits
+    result = gpu.result((spec.batch, spec.tokens, spec.heads, spec.value_dim), spec.operands.query.dtype)
+    tiles = config.rows, config.block_kv, config.warps, config.stages
+    slots = 0
+    if (
+        spec.max_q_len > short
+    ):  # long runs, and zeros for what belongs to no sequence; the short ones are written beside them
+        long = config.long_rows, config.long_kv, config.long_warps, config.long_stages
+        queries = config.long_rows // _heads(spec, config.long_rows)[0]
+        # Every sequence may leave one block unfilled; and one more may hold what is behind the last.
+        items = spec.sequences + 1 + spec.tokens // queries
+        out, _ = _attend(
+            spec, operands, long, items, 1, result, None, QUERIES=queries, DIRECT=False, LEAST=short + 1, SLOTS=0
+        )
+        result, slots = gpu.onto(out), short
+    how = dict(QUERIES=short, DIRECT=True, LEAST=1, SLOTS=slots)
+    items = spec.sequences + (0 if slots else 1)
+    if splits == 1:
+        return Outputs(_attend(spec, operands, tiles, items, 1, result, None, **how)[0]), None
+    rows = (splits, spec.batch, _slots(spec, config), spec.heads)
+    partial, lse = (gpu.result(shape, "float32") for shape in ((*rows, spec.value_dim), rows))
+    partial, lse = _attend(spec, operands, tiles, items, splits, partial, lse, **how)
+    return Outputs(_combine(spec, operands, splits, slots, partial, lse, result)), None
+
+
+def _batches(operands: Operands, *names: str) -> dict[str, int]:
+    return {f"{name}_batch": 0 if (x := getattr(operands, name)) is None else _strides(x)[0] for name in names}
+
+
+def _attend(
+    spec: PagedSpec,
+    o: Operands,
+    tiles: tuple[int, int, int, int],
+    items: int,
+    splits: int,
+    out: gpu.Result,
+    lse: gpu.Result | None,
+    **how: int,
+) -> list[Any]:
+    """One launch of the walk over pages: [out, lse or None]."""
+    rows, keys, warps, stages = tiles
+    heads, head_tiles = _heads(spec, rows)
     latent = spec.form == "latent"
     rest = spec.head_dim - spec.value_dim if latent else 0
-    batches = {f"{name}_batch": 0 if (x := getattr(o, name)) is None else _strides(x)[0] for name in _PER_BATCH}
-    shape = (spec.batch, spec.tokens, spec.heads)
-    result = gpu.result((*shape, spec.value_dim), spec.operands.query.dtype)
-    out, lse = gpu.launch(
+    return gpu.launch(
         ATTEND,
-        (spec.batch * items * splits * spec.kv_heads * tiles,),
+        (spec.batch * items * splits * spec.kv_heads * head_tiles,),
         dict(
             query_ptr=o.query,
             k_ptr=o.k_pages,
@@ -201,23 +255,20 @@ def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residua
             k_scale_ptr=o.k_scale,
             v_scale_ptr=o.v_scale,
         ),
-        dict(
-            out_ptr=result if splits == 1 else gpu.result((splits, *shape, spec.value_dim), "float32"),
-            lse_ptr=None if splits == 1 else gpu.result((splits, *shape), "float32"),
-        ),
-        warps=config.warps,
-        stages=config.stages,
+        dict(out_ptr=out, lse_ptr=lse),
+        warps=warps,
+        stages=stages,
         batch=spec.batch,
         tokens=spec.tokens,
         heads=spec.heads,
         kv_heads=spec.kv_heads,
-        head_tiles=tiles,
+        head_tiles=head_tiles,
         items=items,
         sequences=spec.sequences,
         entries=spec.pages_per_sequence,
         window=spec.window or 0,
         **_places(o.k_pages, o.v_pages, spec.form),
-        **batches,
+        **_batches(o, "kv_lens", "page_indices", "cu_q_lens", "num_seqs", "sinks", "k_scale", "v_scale"),
         SCALE=spec.scale,
         SOFTCAP=spec.softcap,
         WINDOW=spec.window is not None,
@@ -225,8 +276,6 @@ def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residua
         PAGE=spec.page_size,
         GROUP=spec.group,
         HEADS=heads,
-        QUERIES=queries,
-        DIRECT=direct,
         SPLITS=splits,
         LATENT=latent,
         D=spec.head_dim,
@@ -234,38 +283,41 @@ def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residua
         D_TILE=_tile(spec.value_dim if latent else spec.head_dim),
         DV_TILE=_tile(spec.value_dim),
         REST_TILE=_tile(rest),
-        ROWS=config.rows,
-        COLUMNS=config.block_kv,
+        ROWS=rows,
+        COLUMNS=keys,
         CHUNK=_chunk(spec.sequences),
+        **how,
     )
-    if splits > 1:
-        value_tile, splits_tile = gpu.next_power_of_2(spec.value_dim), gpu.next_power_of_2(splits)
-        (out,) = gpu.launch(
-            COMBINE,
-            (math.prod(shape),),
-            dict(
-                partial_ptr=out,
-                lse_ptr=lse,
-                cu_q_lens_ptr=o.cu_q_lens,
-                num_seqs_ptr=o.num_seqs,
-                sinks_ptr=o.sinks,
-            ),
-            dict(out_ptr=result),
-            warps=1 if splits_tile * value_tile <= 1024 else 4,
-            batch=spec.batch,
-            tokens=spec.tokens,
-            heads=spec.heads,
-            sequences=spec.sequences,
-            cu_q_lens_batch=batches["cu_q_lens_batch"],
-            num_seqs_batch=batches["num_seqs_batch"],
-            sinks_batch=batches["sinks_batch"],
-            SPLITS=splits,
-            SPLITS_TILE=splits_tile,
-            DV=spec.value_dim,
-            DV_TILE=value_tile,
-            ROWS=max(1, min(splits_tile, 4096 // value_tile)),
-        )
-    return Outputs(out), None
+
+
+def _combine(spec: PagedSpec, o: Operands, splits: int, slots: int, partial: Any, lse: Any, result: gpu.Result) -> Any:
+    """The outputs of the splits added up."""
+    tile, splits_tile = gpu.next_power_of_2(spec.value_dim), gpu.next_power_of_2(splits)
+    (out,) = gpu.launch(
+        COMBINE,
+        (math.prod(lse.shape[1:]),),
+        dict(
+            partial_ptr=partial,
+            lse_ptr=lse,
+            cu_q_lens_ptr=o.cu_q_lens,
+            num_seqs_ptr=o.num_seqs,
+            sinks_ptr=o.sinks,
+        ),
+        dict(out_ptr=result),
+        warps=1 if splits_tile * tile <= 1024 else 4,
+        batch=spec.batch,
+        tokens=spec.tokens,
+        heads=spec.heads,
+        sequences=spec.sequences,
+        **_batches(o, "cu_q_lens", "num_seqs", "sinks"),
+        SLOTS=slots,
+        SPLITS=splits,
+        SPLITS_TILE=splits_tile,
+        DV=spec.value_dim,
+        DV_TILE=tile,
+        ROWS=max(1, min(splits_tile, 4096 // tile)),
+    )
+    return out
 
 
 def _chunk(sequences: int) -> int:

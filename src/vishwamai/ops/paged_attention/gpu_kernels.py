@@ -58,6 +58,7 @@ def attend(
     sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    out_ptr_init,
     out_ptr,
     lse_ptr,
     batch,
@@ -94,6 +95,8 @@ def attend(
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     DIRECT: tl.constexpr,
+    LEAST: tl.constexpr,
+    SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
     LATENT: tl.constexpr,
     D: tl.constexpr,
@@ -107,10 +110,11 @@ def attend(
 ):
     """Grid (batch * items * SPLITS * kv_heads * head_tiles,).
 
-    Row r of a tile is query `r // HEADS` of the item and its query head `r % HEADS`. DIRECT: item s is sequence s, which has no more than QUERIES
-    queries, and the last item is what lies behind the last sequence. One split: out `[batch, tokens, heads, DV]`, zeros in rows of no sequence.
-    Several: out `[SPLITS, batch, tokens, heads, DV]` and lse `[SPLITS, batch, tokens, heads]`, both float32, of rows that belong to a sequence; where
-    a split has no key, lse is -inf.
+    Row r of a tile is query `r // HEADS` of the item and its query head `r % HEADS`. DIRECT: item s is sequence s, which counts if it has no more than
+    QUERIES queries; the last item is what lies behind the last sequence, unless there is none. Otherwise items are blocks of the sequences of LEAST
+    queries or more. One split: out `[batch, tokens, heads, DV]`, 0 for what lies behind the last sequence. Several: out and lse, float32, of rows that
+    belong to a sequence that counts, `[SPLITS, batch, tokens, heads, (DV)]`, or with SLOTS `[SPLITS, batch, sequences, SLOTS, heads, (DV)]`; where a
+    split has no key, lse is -inf.
     """
     place = tl.program_id(0)
     tile = place % head_tiles
@@ -156,8 +160,11 @@ def attend(
         return
 
     length = tl.load(cu_q_lens_ptr + s + 1) - start
-    if first >= length:
+    if (first >= length) | (length < LEAST):
         return
+    if SLOTS:
+        if length > SLOTS:
+            return
     kv_len = tl.load(kv_lens_ptr + b * kv_lens_batch + s)
     begin = kv_len - length + first  # position of the item's first query
     end = tl.minimum(begin + tl.minimum(QUERIES, length - first), tl.minimum(kv_len, entries * PAGE))
@@ -241,7 +248,11 @@ def attend(
         factor *= tl.load(v_scale_ptr + b * v_scale_batch + h)
     acc *= factor[:, None]
     if lse_ptr is not None:
-        at += split.to(tl.int64) * batch * tokens * heads
+        if SLOTS:
+            at = ((b * sequences + s) * SLOTS + query) * heads + head
+            at += split.to(tl.int64) * batch * sequences * SLOTS * heads
+        else:
+            at += split.to(tl.int64) * batch * tokens * heads
         tl.store(lse_ptr + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(l)), mask=mine)
     mask = mine[:, None] & (column < DV)[None, :]
     tl.store(out_ptr + (at * DV)[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -254,6 +265,7 @@ def combine(
     cu_q_lens_ptr,
     num_seqs_ptr,
     sinks_ptr,
+    out_ptr_init,
     out_ptr,
     batch,
     tokens,
@@ -262,23 +274,42 @@ def combine(
     cu_q_lens_batch,
     num_seqs_batch,
     sinks_batch,
+    SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_TILE: tl.constexpr,
     DV: tl.constexpr,
     DV_TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid (batch * tokens * heads,): the splits of one token and head, ROWS at a time, weighted by their sums. Tokens of no sequence become 0."""
+    """Grid (batch * tokens * heads,): the splits of one token and head, ROWS at a time, weighted by their sums. Tokens of no sequence become 0.
+
+    With SLOTS the grid is (batch * sequences * SLOTS * heads,), and rows of no sequence that counts are left as they are.
+    """
     at = tl.program_id(0).to(tl.int64)
     head = at % heads
     token = at // heads % tokens
+    stride = (at * 0 + batch) * tokens * heads
     b = at // heads // tokens
+    if SLOTS:
+        stride = (at * 0 + batch) * sequences * SLOTS * heads
+        b = at // heads // SLOTS // sequences
     n = head * 0 + sequences
     if num_seqs_ptr is not None:
         n = tl.minimum(n, tl.load(num_seqs_ptr + b * num_seqs_batch))
-    inside = token < tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + n)
+    if SLOTS:
+        s = at // heads // SLOTS % sequences
+        query = at // heads % SLOTS
+        if s >= n:
+            return
+        start = tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + s)
+        length = tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + s + 1) - start
+        if (query >= length) | (length > SLOTS):
+            return
+        token = start + query
+        inside = token < tokens
+    else:
+        inside = token < tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + n)
     column = tl.arange(0, DV_TILE)
-    stride = (at * 0 + batch) * tokens * heads
     i = tl.arange(0, SPLITS_TILE)
     lse = tl.load(lse_ptr + i * stride + at, mask=inside & (i < SPLITS), other=float("-inf"))
     m = tl.max(lse, 0)
@@ -296,7 +327,11 @@ def combine(
         part = load_rows(partial_ptr, (some * stride + at) * DV, weight != float("-inf"), DV, DV_TILE)
         acc += tl.sum(part * tl.exp2(weight - m)[:, None], 0)
     acc *= 1.0 / tl.where(l == 0.0, 1.0, l)
-    tl.store(out_ptr + at * DV + column, acc.to(out_ptr.dtype.element_ty), mask=column < DV)
+    out = ((b * tokens + token) * heads + head) * DV
+    mask = column < DV
+    if SLOTS:
+        mask = mask & inside
+    tl.store(out_ptr + out + column, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
