@@ -269,6 +269,16 @@ def test_heads_stay_with_their_key_head(mesh, heads, kv_heads, silent):
     assert (turned.placements == query.placements) == silent
 
 
+def test_no_device_is_left_without_a_part(mesh):
+    """Five rows over four devices would be 2, 2, 1 and none, of which a kernel could not make an output: they are gathered; seven are split."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    five: Any = vt.rms_norm(spread(mesh, (5, 16), Replicate(), Shard(0)))
+    assert five.placements == (Replicate(), Replicate())
+    seven: Any = vt.rms_norm(spread(mesh, (7, 16), Replicate(), Shard(0)))
+    assert seven.placements == (Replicate(), Shard(0))
+
+
 def test_what_each_process_would_draw_for_itself_is_refused(mesh):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

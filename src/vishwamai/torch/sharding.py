@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -331,6 +332,23 @@ def _uneven(rule: Rule, tensors: Mapping[str, Any]) -> set[str]:
     return {factor for factor, sizes in seen.items() if len(sizes) > 1}
 
 
+def _parts(size: int, counts: list[int]) -> set[int]:
+    """The sizes that a dimension's parts have, split into so many one after the other as DTensor does: 5 over 4 devices are 2, 2, 1 and none.
+
+    >>> sorted(_parts(5, [4])), sorted(_parts(6, [2, 2]))
+    ([0, 1, 2], [1, 2])
+    """
+    sizes = {size}
+    for count in counts:
+        sizes = {len(part) for each in sizes for part in _chunks(each, count)}
+    return sizes
+
+
+def _chunks(size: int, count: int) -> list[range]:
+    length = -(-size // count)
+    return [range(min(i * length, size), min((i + 1) * length, size)) for i in range(count)]
+
+
 def _strategy(make_rule: Callable[[Any], Rule], op_schema: Any) -> Any:
     """DTensor's question for one call, answered."""
     from torch.distributed.tensor._op_schema import OpStrategy
@@ -345,15 +363,12 @@ def _strategy(make_rule: Callable[[Any], Rule], op_schema: Any) -> Any:
     absent = object()
 
     def whole_problems(inputs: list[Any], outputs: Any) -> bool:
-        """Groups of query heads stay with their key head only where both are split into equal parts."""
+        """No device is left without a part; and groups of query heads stay with their key head, which they do where both are split into equal parts."""
         del outputs
         for spec, (name, x) in zip(inputs, tensors.items(), strict=True):
-            parts = [1] * len(x.shape)
-            for axis, placement in enumerate(spec.placements):
-                if placement.is_shard():
-                    parts[placement.dim] *= spec.mesh.size(axis)
-            for factor, size, count in zip(rule.inputs[name], x.shape, parts, strict=True):
-                if factor in aligned and size % count:
+            for axis, (factor, size) in enumerate(zip(rule.inputs[name], x.shape, strict=True)):
+                parts = [spec.mesh.size(i) for i, p in enumerate(spec.placements) if p.is_shard() and p.dim == axis]
+                if parts and (0 in _parts(size, parts) or (factor in aligned and size % math.prod(parts))):
                     return False
         return True
 
