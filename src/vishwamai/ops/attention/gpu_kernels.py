@@ -168,6 +168,7 @@ def logits(
     HIGH: tl.constexpr,
     EDGE: tl.constexpr,
     PRECISE: tl.constexpr,
+    ENDS: tl.constexpr = True,
 ):
     """(logits in units of log2 with -inf where hidden, tanh of the soft-cap).
 
@@ -189,12 +190,12 @@ def logits(
         s = product * (SCALE * LOG2E)
         t = s
     if EDGE:
-        seen = columns < kv_len
+        if ENDS:
+            s = tl.where(columns < kv_len, s, float("-inf"))
         if HIGH:
-            seen = seen & (columns - rows <= high)
+            s = tl.where(columns - rows <= high, s, float("-inf"))
         if LOW:
-            seen = seen & (columns - rows >= low)
-        s = tl.where(seen, s, float("-inf"))
+            s = tl.where(columns - rows >= low, s, float("-inf"))
     if mask_ptr is not None:
         at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h + rows.to(tl.int64) * mask_q + columns * mask_k
         s = tl.where(tl.load(mask_ptr + at, mask=inside, other=0) != 0, s, float("-inf"))
@@ -369,21 +370,17 @@ def forward(
     row = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # under a causal mask the longest first
     b, h = plane // q_heads, plane % q_heads
     kv_h = h // (q_heads // kv_heads)
-    at_b, elements, statistics = b, batch, plane.to(tl.int64) * q_len
+    at_b, elements = b, batch
     if q_starts_ptr is not None:
         q_first, q_len = packed(q_starts_ptr, b, batch, q_total)
         kv_first, kv_len = packed(kv_starts_ptr, b, batch, 0)
         query_ptr += q_first.to(tl.int64) * query_s
         key_ptr += kv_first.to(tl.int64) * key_s
         value_ptr += kv_first.to(tl.int64) * value_s
-        out_ptr += q_first.to(tl.int64) * (q_heads * DV)
-        at_b, elements, statistics = b * 0, 1, h.to(tl.int64) * q_total + q_first
+        at_b, elements = b * 0, 1
         if BOTTOM_RIGHT:
             low += kv_len - q_len
             high += kv_len - q_len
-        fill_behind(out_ptr, h, q_heads, row, q_len, tiles * ROWS, behind(b, batch), DV, ROWS, DV_TILE)
-        if lse_ptr is not None:
-            fill_behind(lse_ptr + statistics, h * 0, 1, row, q_len, tiles * ROWS, float("-inf"), 1, ROWS, 1)
         if row >= q_len:
             return
     queries = rows_of(query_ptr, elements, q_heads, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
@@ -477,8 +474,16 @@ def forward(
         m = m_new
     nothing = l == 0.0
     l = tl.where(nothing, 1.0, l)
-    store_rows(out_ptr, acc / l[:, None], at_b, h, q_heads, row, q_len, DV, ROWS, DV_TILE, SEQ_FIRST)
+    statistics = (b.to(tl.int64) * q_heads + h) * q_len
+    if q_starts_ptr is not None:  # read again, rather than held in registers all the while
+        q_first, q_len = packed(q_starts_ptr, b, batch, q_total)
+        statistics = h.to(tl.int64) * q_total + q_first
+        out_ptr += q_first.to(tl.int64) * (q_heads * DV)
+        fill_behind(out_ptr, h, q_heads, row, q_len, tiles * ROWS, behind(b, batch), DV, ROWS, DV_TILE)
+        if lse_ptr is not None:
+            fill_behind(lse_ptr + statistics, h * 0, 1, row, q_len, tiles * ROWS, float("-inf"), 1, ROWS, 1)
     if lse_ptr is not None:
         at = row + tl.arange(0, ROWS)
         lse = tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2)
         tl.store(lse_ptr + statistics + at, lse, mask=at < q_len)
+    store_rows(out_ptr, acc / l[:, None], at_b, h, q_heads, row, q_len, DV, ROWS, DV_TILE, SEQ_FIRST)

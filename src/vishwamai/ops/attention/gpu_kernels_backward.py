@@ -176,14 +176,10 @@ def key_gradients(
         dout_ptr += q_first.to(tl.int64) * dout_s
         key_ptr += kv_first.to(tl.int64) * key_s
         value_ptr += kv_first.to(tl.int64) * value_s
-        dk_ptr += kv_first.to(tl.int64) * (kv_heads * D)
-        dv_ptr += kv_first.to(tl.int64) * (kv_heads * DV)
         at_b, elements = b * 0, 1
         if BOTTOM_RIGHT:
             low += kv_len - q_len
             high += kv_len - q_len
-        fill_behind(dk_ptr, kv_h, kv_heads, column, kv_len, tiles * COLUMNS, behind(b, batch), D, COLUMNS, D_TILE)
-        fill_behind(dv_ptr, kv_h, kv_heads, column, kv_len, tiles * COLUMNS, behind(b, batch), DV, COLUMNS, DV_TILE)
         if column >= kv_len:
             return
     queries = rows_of(query_ptr, elements, q_heads, q_len, query_b, query_h, query_s, D, ROWS, D_TILE, TMA_Q)
@@ -236,7 +232,7 @@ def key_gradients(
             s, t = logits(
                 s, rows, columns, b, h, bias_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, q_len, kv_len, low, high,
                 bias_b, bias_h, bias_q, bias_k, mask_b, mask_h, mask_q, mask_k, q_segments_b, kv_segments_b,
-                SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE,
+                SCALE, SOFTCAP, LOW, HIGH, EDGE, PRECISE, dq_ptr is not None,
             )  # fmt: skip
             if patterns_ptr is not None:
                 number = tl.load(walk_ptr + 2 * step + 1)
@@ -257,6 +253,12 @@ def key_gradients(
                     d = tl.arange(0, D_TILE)[None, :]
                     inside = ((row + tl.arange(0, ROWS)) < q_len)[:, None] & (d < D)
                     tl.atomic_add(dq_ptr + at + d, dq, mask=inside, sem="relaxed")
+    if q_starts_ptr is not None:  # read again, rather than held in registers all the while
+        kv_first, kv_len = packed(kv_starts_ptr, b, batch, kv_total)
+        dk_ptr += kv_first.to(tl.int64) * (kv_heads * D)
+        dv_ptr += kv_first.to(tl.int64) * (kv_heads * DV)
+        fill_behind(dk_ptr, kv_h, kv_heads, column, kv_len, tiles * COLUMNS, behind(b, batch), D, COLUMNS, D_TILE)
+        fill_behind(dv_ptr, kv_h, kv_heads, column, kv_len, tiles * COLUMNS, behind(b, batch), DV, COLUMNS, DV_TILE)
     store_rows(dk_ptr, dk * SCALE, at_b, kv_h, kv_heads, column, kv_len, D, COLUMNS, D_TILE, SEQ_FIRST)
     store_rows(dv_ptr, dv, at_b, kv_h, kv_heads, column, kv_len, DV, COLUMNS, DV_TILE, SEQ_FIRST)
 
