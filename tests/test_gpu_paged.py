@@ -8,6 +8,7 @@ Run as they are, torch's tensors on the CPU are served by XLA; under TRITON_INTE
 
 import contextlib
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -128,7 +129,7 @@ def spec_of(runs, heads=(32, 8), dim=128, page_size=16, dtype="bfloat16", pages=
 def test_splits_come_from_shapes_alone():
     """One long sequence is shared by many programs, many sequences by none, a short one by none."""
     long = heuristic(spec_of(((1, 65536),), max_q_len=1), None)
-    assert (long.rows, long.splits) == (16, 32)
+    assert (long.rows, long.splits) == (16, 64)
     assert heuristic(spec_of(((1, 4096),) * 128, max_q_len=1), None).splits == 1
     assert heuristic(spec_of(((1, 200),), max_q_len=1), None).splits == 1
     mixed = heuristic(spec_of(((1, 65536), (512, 512)), max_q_len=512), None)
@@ -329,6 +330,25 @@ def test_hopper_code(options):
     size = how["COLUMNS"] * how["D_TILE"] * (1 if "pages" in options else 4 if "dtype" in options else 2)
     pools = 1 if "pages" in options or how["LATENT"] else 2
     assert attend.copies > 0 and attend.wide >= pools * size // (32 * attend.warps * 16)
+
+
+@native
+@compiler
+def test_a_step_of_decoding_in_a_program_for_cuda():
+    """XLA's scatter into the pages that were given away, then our kernel, and the combination of its splits."""
+
+    def step(pages, query, key, value, *tables):
+        pages = vishwamai.update_pages(pages, key, value, *tables)
+        return pages, vishwamai.ragged_paged_attention(query, pages, *tables, max_q_len=1)
+
+    inits, number = tables(((1, 4096),) * 32, 16)
+    pages = jax.ShapeDtypeStruct((number, 16, 16, 128), "bfloat16")
+    query, key = (jax.ShapeDtypeStruct((32, heads, 128), "bfloat16") for heads in (32, 8))
+    rest = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inits.values()]
+    traced = jax.jit(step, donate_argnums=0).trace(pages, query, key, key, *rest)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(r"%arg0: tensor<\d+x16x16x128xbf16> \{tf.aliasing_output = 0", text)
+    assert re.findall(r' name = "(\w+)"', text) == ["attend", "combine"] and text.count('stablehlo.scatter"(') == 1
 
 
 @native
