@@ -69,7 +69,7 @@ def backward(
 
     def dtype_of(operand: Any, groups: int) -> Any:
         """Of the kernel's gradient: the accumulation dtype where groups of it are still to be summed."""
-        return spec.wide if operand.shape[0] < groups else storage
+        return spec.accumulator if operand.shape[0] < groups else storage
 
     def finish(gradient: Any, operand: Any) -> Any:
         if operand is None:
@@ -90,7 +90,7 @@ def backward(
     shared = any(w is not None and w.shape[0] < groups for w in operands[1:])
     dweights = ffi.call(
         "vishwamai_gated_weight_gradient",
-        [ffi.result(shape, spec.wide if shared else storage) for shape in weights],
+        [ffi.result(shape, spec.accumulator if shared else storage) for shape in weights],
         *arguments,
         **_attributes(spec),
     )
