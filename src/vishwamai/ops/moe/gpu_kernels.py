@@ -2,7 +2,7 @@
 
 Persistent: a program walks over tiles by their number, and finds the group of each by the sizes, which it holds in registers; so the host never waits
 for them. A group's tiles begin at its first row, wherever that is. Where a matrix's rows are multiples of 16 bytes its tiles come by the copy engine
-(tensor descriptors), else by masked loads.
+(tensor descriptors), else by masked loads, as wide as the rows' length, which is a constant, lets them be.
 """
 
 import triton
@@ -70,10 +70,10 @@ def rows_product(
     batch,
     groups,
     M,
-    N,
-    K,
     rhs_stride,
     sizes_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
     RHS_PLANES: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -138,9 +138,9 @@ def weights_product(
     batch,
     groups,
     M,
-    N,
-    K,
     sizes_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
     MEMBERS: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA_LHS: tl.constexpr,
