@@ -6,7 +6,6 @@ Run as they are, tensors on the CPU are served by what serves JAX there; under T
 import contextlib
 import dataclasses
 import functools
-import math
 import re
 import warnings
 
@@ -227,16 +226,24 @@ def test_gated_tiles_that_few_programs_share():
     right("gated", "one array bfloat16", GatedGpuConfig(16, 32, 32, 4, 3, super_m=2, programs=3))
 
 
+def loss_tiles(name, *config, marks=()):
+    return pytest.param(name, LossGpuConfig(*config, warps=4, super_m=2), id=f"{name} {config}", marks=marks)
+
+
 @needs_interpreter
 @pytest.mark.parametrize(
-    "name", ["everything bfloat16", pytest.param("everything float32", marks=pytest.mark.long)], ids=str
+    "name, config",
+    [
+        # Uneven splits forward; backward a first part, whole parts and a last one that ends early, each of them added to what is there.
+        loss_tiles("everything bfloat16", 64, 64, 32, 4, 128),
+        loss_tiles("everything float32", 64, 64, 32, 4, 128, marks=pytest.mark.long),
+        # Tiles that are taken apart before their slope: into halves, and with a cap into quarters.
+        loss_tiles("float16", 16, 256, 32, 1, 256),
+        loss_tiles("everything bfloat16", 64, 256, 16, 2, 256, marks=pytest.mark.long),
+        loss_tiles("700 words bfloat16", 64, 256, 64, 1, 512, marks=pytest.mark.long),
+    ],
 )
-def test_loss_of_many_splits_and_parts(name):
-    """Uneven splits forward; backward a first part, whole parts and a last one that ends early, each of them added to what is there."""
-    case, triton = found("loss", name)
-    words = contract.case_spec(case).vocab
-    config = LossGpuConfig(64, 64, 32, splits=4, block_vocab=128, warps=4, super_m=2)
-    assert math.ceil(words / 128) >= 3 and words % 128
+def test_loss_tiles(name, config):
     right("loss", name, config)
 
 

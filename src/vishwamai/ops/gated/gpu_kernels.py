@@ -91,19 +91,21 @@ def products(
             gate = tl.dot(x, w, gate, input_precision=PRECISION)
             w = load_tile(up_base, up_desc, in_w, weight_stride, k, column, K, N, TMA, BLOCK_K, BLOCK_N)
             up = tl.dot(x, w, up, input_precision=PRECISION)
-        i = row + tl.arange(0, BLOCK_M)
-        j = column + tl.arange(0, BLOCK_N)
-        inside = (i < M)[:, None] & (j < N)[None, :]
-        at = i.to(tl.int64)[:, None] * N + j[None, :]
+        i = tl.arange(0, BLOCK_M)
+        j = tl.arange(0, BLOCK_N)
+        inside = (row + i < M)[:, None] & (column + j < N)[None, :]
+        # From the tile's own corner on, 32 bits hold every offset, and half the registers.
+        within = i[:, None] * N + j[None, :]
+        corner = tl.cast(row, tl.int64) * N + column
         if keep_gate_ptr is not None:
-            kept = at + tl.cast(group, tl.int64) * keep_stride
+            kept = corner + tl.cast(group, tl.int64) * keep_stride
             up_out = _second(keep_gate_ptr, keep_up_ptr, keep_gap)
-            tl.store(keep_gate_ptr + kept, gate.to(keep_gate_ptr.dtype.element_ty), mask=inside)
-            tl.store(up_out + kept, up.to(keep_gate_ptr.dtype.element_ty), mask=inside)
+            tl.store(keep_gate_ptr + kept + within, gate.to(keep_gate_ptr.dtype.element_ty), mask=inside)
+            tl.store(up_out + kept + within, up.to(keep_gate_ptr.dtype.element_ty), mask=inside)
         if h_ptr is not None:
             h = activate(gate, ACTIVATION) * up
-            at += tl.cast(group, tl.int64) * M * N
-            tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=inside)
+            corner += tl.cast(group, tl.int64) * M * N
+            tl.store(h_ptr + corner + within, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

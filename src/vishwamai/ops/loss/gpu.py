@@ -142,6 +142,7 @@ def _shared_constants(spec: LossSpec, config: LossGpuConfig) -> dict[str, Any]:
         bias_stride=0 if bias is None or bias.shape[0] == 1 else spec.vocab,
         W_GROUPS=spec.operands.weight.shape[0],
         SOFTCAP=spec.softcap,
+        RAGGED=spec.vocab % config.block_words != 0,
         PRECISION=_PRECISION[spec.precision],
         TMA=_aligned(spec),
         BLOCK_T=config.block_tokens,

@@ -15,44 +15,37 @@ LOWEST = tl.constexpr(-1e30)  # finite, so that a logit of -inf gives exp(-inf) 
 
 
 @triton.jit
-def _logits(
+def _products(
     x_ptr,
     x_desc,
     weight_ptr,
     weight_desc,
-    bias_ptr,
     group,
     T,
     V,
     D,
     row,
     word,
-    bias_stride,
     W_GROUPS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Logits `[BLOCK_T, BLOCK_V]` of the tokens from `row` and the words from `word` on; 0 past the last word."""
-    x_stride = tl.cast(T, tl.int64) * D
-    weight_stride = tl.cast(V, tl.int64) * D
-    in_w = group if W_GROUPS > 1 else group * 0
-    z = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
-    z = grow(
-        z,
+    """x @ weight^T `[BLOCK_T, BLOCK_V]` of the tokens from `row` and the words from `word` on; 0 past the last word."""
+    return grow(
+        tl.zeros([BLOCK_T, BLOCK_V], tl.float32),
         x_ptr,
         x_desc,
         group,
-        x_stride,
+        tl.cast(T, tl.int64) * D,
         T,
         D,
         weight_ptr,
         weight_desc,
-        in_w,
-        weight_stride,
+        group if W_GROUPS > 1 else group * 0,
+        tl.cast(V, tl.int64) * D,
         V,
         D,
         row,
@@ -67,9 +60,13 @@ def _logits(
         BLOCK_V,
         BLOCK_D,
     )
+
+
+@triton.jit
+def _logits(z, bias_ptr, j, known, SOFTCAP: tl.constexpr):
+    """The logits of products: with the bias of their columns `j`, of which `known` are in the vocabulary, and capped."""
     if bias_ptr is not None:
-        j = word + tl.arange(0, BLOCK_V)
-        z += tl.load(bias_ptr + tl.cast(group, tl.int64) * bias_stride + j, mask=j < V, other=0.0)[None, :]
+        z += tl.load(bias_ptr + j, mask=j < known, other=0.0)[None, :]
     if SOFTCAP is not None:
         z = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(z * (2.0 * 1.4426950408889634 / SOFTCAP)) + 1.0)
     return z
@@ -93,6 +90,7 @@ def forward(
     bias_stride,
     W_GROUPS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -113,22 +111,22 @@ def forward(
     at_label = tl.zeros([BLOCK_T], tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
     first = split * split_words
+    bias = bias_ptr
+    if bias_ptr is not None:
+        bias += tl.cast(group, tl.int64) * bias_stride
     for word in tl.range(first, tl.minimum(first + split_words, V), BLOCK_V):
-        z = _logits(
+        z = _products(
             x_ptr,
             x_desc,
             weight_ptr,
             weight_desc,
-            bias_ptr,
             group,
             T,
             V,
             D,
             row,
             word,
-            bias_stride,
             W_GROUPS,
-            SOFTCAP,
             PRECISION,
             TMA,
             BLOCK_T,
@@ -136,10 +134,12 @@ def forward(
             BLOCK_D,
         )
         j = word + tl.arange(0, BLOCK_V)
+        z = _logits(z, bias, j, V, SOFTCAP)
         at_label += tl.sum(tl.where(j[None, :] == label[:, None], z, 0.0), 1)
         if logit_sum_ptr is not None:
-            total += tl.sum(tl.where((j < V)[None, :], z, 0.0), 1)
-        z = tl.where((j < V)[None, :], z, float("-inf"))
+            total += tl.sum(tl.where((j < V)[None, :], z, 0.0) if RAGGED else z, 1)
+        if RAGGED:
+            z = tl.where((j < V)[None, :], z, float("-inf"))
         m_new = tl.maximum(m, tl.max(z, 1))
         p = tl.exp2((z - m_new[:, None]) * LOG2E)
         l = l * tl.exp2((m - m_new) * LOG2E) + tl.sum(p, 1)
@@ -186,6 +186,43 @@ def combine(
 
 
 @triton.jit
+def _slope(
+    z,
+    first,
+    dz_ptr,
+    partial_ptr,
+    keep,
+    label,
+    logsumexp,
+    dlogsumexp,
+    dlabel,
+    dsum,
+    bias_ptr,
+    known,
+    stride,
+    SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Stores the gradient of the columns from `first` on of a tile of logits, from their products `z`, and its sum over tokens.
+
+    The pointers, labels and `known` words are those of the tile's first column, and its rows are `stride` apart; rows that are not kept have vectors of
+    0, and so a gradient of 0.
+    """
+    j = first + tl.arange(0, z.shape[1])
+    z = _logits(z, bias_ptr, j, known, SOFTCAP)
+    dz = tl.exp2((z - logsumexp[:, None]) * LOG2E) * dlogsumexp[:, None] + dsum[:, None]
+    dz += tl.where(j[None, :] == label[:, None], dlabel[:, None], 0.0)
+    if SOFTCAP is not None:
+        dz *= 1.0 - z * z * (1.0 / (SOFTCAP * SOFTCAP))
+    if RAGGED:
+        dz = tl.where((j < known)[None, :], dz, 0.0)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + j, tl.sum(dz, 0))
+    within = tl.arange(0, z.shape[0])[:, None] * stride + j[None, :]
+    tl.store(dz_ptr + within, dz.to(dz_ptr.dtype.element_ty), mask=keep[:, None])
+
+
+@triton.jit
 def slopes(
     x_ptr,
     weight_ptr,
@@ -207,6 +244,7 @@ def slopes(
     bias_stride,
     W_GROUPS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -216,7 +254,7 @@ def slopes(
 ):
     """Grid (row_blocks * words / BLOCK_V, GROUPS): the gradient `[GROUPS, T, words]` of the logits of part `step` of the vocabulary, before the cap.
 
-    Words past the last have a gradient of 0. With a bias, `partial` `[GROUPS, row_blocks, words]` takes the sums over each block of tokens.
+    RAGGED: the vocabulary ends within a tile, whose words past the end have a gradient of 0; of whole tiles past the end nobody reads it. With a bias, `partial` `[GROUPS, row_blocks, words]` takes the sums over each block of tokens.
     """
     group = tl.program_id(1)
     block, column = place(tl.program_id(0), row_blocks, words // BLOCK_V, SUPER_M)
@@ -227,51 +265,107 @@ def slopes(
         word += tl.load(step_ptr) * words
     x_desc = describe(x_ptr, GROUPS, T, D, tl.cast(T, tl.int64) * D, TMA, BLOCK_T, BLOCK_D)
     weight_desc = describe(weight_ptr, W_GROUPS, V, D, tl.cast(V, tl.int64) * D, TMA, BLOCK_V, BLOCK_D)
-    z = _logits(
+    z = _products(
         x_ptr,
         x_desc,
         weight_ptr,
         weight_desc,
-        bias_ptr,
         group,
         T,
         V,
         D,
         row,
         word,
-        bias_stride,
         W_GROUPS,
-        SOFTCAP,
         PRECISION,
         TMA,
         BLOCK_T,
         BLOCK_V,
         BLOCK_D,
     )
-    i = row + tl.arange(0, BLOCK_T)
-    j = word + tl.arange(0, BLOCK_V)
-    at = tl.cast(group, tl.int64) * T + i
-    logsumexp = tl.load(logsumexp_ptr + at, mask=i < T, other=0.0)
+    i = tl.arange(0, BLOCK_T)
+    keep = row + i < T
+    at = tl.cast(group, tl.int64) * T + row + i
+    logsumexp = tl.load(logsumexp_ptr + at, mask=keep, other=0.0)
     logsumexp = tl.where(logsumexp == float("-inf"), 0.0, logsumexp)
-    dlogsumexp = tl.load(dlogsumexp_ptr + at, mask=i < T, other=0.0)
-    dlabel = tl.load(dlabel_ptr + at, mask=i < T, other=0.0)
-    label = tl.load(labels_ptr + at, mask=i < T, other=-1)
-    dz = tl.exp2((z - logsumexp[:, None]) * LOG2E) * dlogsumexp[:, None]
-    dz += tl.where(j[None, :] == label[:, None], dlabel[:, None], 0.0)
+    dlogsumexp = tl.load(dlogsumexp_ptr + at, mask=keep, other=0.0)
+    dlabel = tl.load(dlabel_ptr + at, mask=keep, other=0.0)
+    label = tl.load(labels_ptr + at, mask=keep, other=-1)
+    dsum = tl.zeros([BLOCK_T], tl.float32)
     if dsum_ptr is not None:
-        dz += tl.load(dsum_ptr + at, mask=i < T, other=0.0)[:, None]
-    if SOFTCAP is not None:
-        dz *= 1.0 - z * z * (1.0 / (SOFTCAP * SOFTCAP))
-    # Rows past the last token are 0 as they are: what was loaded for them is.
-    dz = tl.where((j < V)[None, :], dz, 0.0)
-    columns = column + tl.arange(0, BLOCK_V)
-    if partial_ptr is not None:
-        to = (tl.cast(group, tl.int64) * row_blocks + block) * words + columns
-        tl.store(partial_ptr + to, tl.sum(dz, 0))
+        dsum = tl.load(dsum_ptr + at, mask=keep, other=0.0)
     # From the tile's own corner on, 32 bits hold every offset, and half the registers.
     corner = dz_ptr + (tl.cast(group, tl.int64) * T + row) * words + column
-    within = tl.arange(0, BLOCK_T)[:, None] * words + tl.arange(0, BLOCK_V)[None, :]
-    tl.store(corner + within, dz.to(dz_ptr.dtype.element_ty), mask=(i < T)[:, None])
+    sums = partial_ptr
+    if partial_ptr is not None:
+        sums += (tl.cast(group, tl.int64) * row_blocks + block) * words + column
+    bias = bias_ptr
+    if bias_ptr is not None:
+        bias += tl.cast(group, tl.int64) * bias_stride + word
+    if BLOCK_V >= 256:
+        # By parts, so that the slope of a wide tile needs no more registers than there are; the cap's take the most.
+        H: tl.constexpr = BLOCK_V // 2
+        Q: tl.constexpr = BLOCK_V // 4
+        left, right = z.reshape(BLOCK_T, 2, H).permute(0, 2, 1).split()
+        for half in tl.static_range(2):
+            part = left if half == 0 else right
+            if SOFTCAP is not None:
+                first, second = part.reshape(BLOCK_T, 2, Q).permute(0, 2, 1).split()
+                for quarter in tl.static_range(2):
+                    at = half * H + quarter * Q
+                    _slope(
+                        first if quarter == 0 else second,
+                        at,
+                        corner,
+                        sums,
+                        keep,
+                        label - word,
+                        logsumexp,
+                        dlogsumexp,
+                        dlabel,
+                        dsum,
+                        bias,
+                        V - word,
+                        words,
+                        SOFTCAP,
+                        RAGGED,
+                    )
+            else:
+                _slope(
+                    part,
+                    half * H,
+                    corner,
+                    sums,
+                    keep,
+                    label - word,
+                    logsumexp,
+                    dlogsumexp,
+                    dlabel,
+                    dsum,
+                    bias,
+                    V - word,
+                    words,
+                    SOFTCAP,
+                    RAGGED,
+                )
+    else:
+        _slope(
+            z,
+            0,
+            corner,
+            sums,
+            keep,
+            label - word,
+            logsumexp,
+            dlogsumexp,
+            dlabel,
+            dsum,
+            bias,
+            V - word,
+            words,
+            SOFTCAP,
+            RAGGED,
+        )
 
 
 @triton.jit
