@@ -322,14 +322,17 @@ STEPS = {
 def test_hopper_code(options):
     """Nothing spills, tensor cores multiply, and pages arrive 16 bytes at a time (8-bit values: 8) whatever the page's size."""
     recorded = step(**options)
-    codes = {code.kernel: code for code in map(inspect_launch, recorded)}
-    assert [code.spill for code in codes.values()] == [0] * len(codes)
-    attend = codes["attend"]
-    assert (attend.wgmma if options.get("queries", 1) > 1 else attend.wgmma + attend.mma) > 0
-    how = dict(recorded[0].launch.constants)
-    size = how["COLUMNS"] * how["D_TILE"] * (1 if "pages" in options else 4 if "dtype" in options else 2)
-    pools = 1 if "pages" in options or how["LATENT"] else 2
-    assert attend.copies > 0 and attend.wide >= pools * size // (32 * attend.warps * 16)
+    codes = [inspect_launch(launch) for launch in recorded]
+    assert [code.spill for code in codes] == [0] * len(codes)
+    walks = [
+        (dict(r.launch.constants), code) for r, code in zip(recorded, codes, strict=True) if code.kernel == "attend"
+    ]
+    assert [how["DIRECT"] for how, _ in walks] == ([False, True] if options.get("queries", 1) > 1 else [True])
+    for how, code in walks:
+        assert (code.wgmma if how["ROWS"] >= 64 else code.mma) > 0
+        size = how["COLUMNS"] * how["D_TILE"] * (1 if "pages" in options else 4 if "dtype" in options else 2)
+        pools = 1 if "pages" in options or how["LATENT"] else 2
+        assert code.copies > 0 and code.wide >= pools * size // (32 * code.warps * 16)
 
 
 @native
