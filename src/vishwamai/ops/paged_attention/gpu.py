@@ -111,7 +111,7 @@ def notes(spec: PagedSpec, chip: Chip | None) -> list[str]:
 def heuristic(spec: PagedSpec, chip: Chip | None) -> PagedGpuConfig:
     """Few rows and many programs at once for short runs, larger tiles for long ones; splits until the programs fill a GPU.
 
-    On Hopper nothing spills but float32 heads wider than 128.
+    On Hopper nothing spills but float32 heads wider than 128, and decoding over some 8-bit pages 8 bytes.
     """
     del chip
     most = _most_rows(spec)[0]
