@@ -82,6 +82,7 @@ class Layers(cpu_peers.Suites):
                 arrays, theirs = self.arrays(dtype, (tokens, features), (words, features))
                 arrays[1], theirs[1] = (some[1] * features**-0.5 for some in (arrays, theirs))
                 labels = self.rng.integers(0, words, tokens).astype(np.int32)
+                ours_labels = jnp.asarray(labels)
                 their_labels = self.torch.tensor(labels.astype(np.int64))
                 x, weight = (np.asarray(a, np.float64) for a in arrays)
                 z = x @ weight.T
@@ -95,9 +96,9 @@ class Layers(cpu_peers.Suites):
                 yield from self._pair(
                     f"loss {dtype} {tokens}x{words}x{features}",
                     2.0 * tokens * words * features,
-                    lambda x, weight, labels=jnp.asarray(labels): vishwamai.linear_cross_entropy(
-                        x, weight, labels, **OURS
-                    )[None],
+                    lambda x, weight, labels=ours_labels: vishwamai.linear_cross_entropy(x, weight, labels, **OURS)[
+                        None
+                    ],
                     xla,
                     lambda x, weight, labels=their_labels: entropy((x @ weight.T).float(), labels)[None],
                     arrays,
