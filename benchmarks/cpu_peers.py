@@ -203,6 +203,42 @@ class Suites:
                 lambda y: y[:8],
             )
 
+    def packed(self) -> Iterator[Case]:
+        """Few rows times a weight that was packed beforehand: what bounds it is reading the weight."""
+        for dtype in self.options.dtypes:
+            for m, n, k in ((1, 14336, 4096), (4, 14336, 4096), (16, 14336, 4096)):
+                (a, b), (ta, tb) = self.arrays(dtype, (m, k), (k, n))
+                weight = vishwamai.pack_weight(b)
+                contestants = {
+                    "ours": jitted(lambda a, b: vishwamai.gemm(a, b, **OURS), a, weight),
+                    "plain": jitted(lambda a, b: vishwamai.gemm(a, b, **OURS), a, b),
+                    "torch": lambda ta=ta, tb=tb: ta @ tb,
+                }
+                truth = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+                yield Case(f"packed {dtype} {m}x{n}x{k}", b.nbytes, "GB/s", contestants, truth)
+
+    def grouped(self) -> Iterator[Case]:
+        """Experts' products; torch takes a loop over the groups, XLA our own reference (`jax.lax.ragged_dot` multiplies every row with every matrix)."""
+        for dtype in self.options.dtypes:
+            for groups, k, n in ((8, 1024, 1024), (64, 1024, 512)):
+                sizes = self.rng.multinomial(1024, self.rng.dirichlet(np.full(groups, 2.0)))
+                (a, b), (ta, tb) = self.arrays(dtype, (1024, k), (groups, k, n))
+                counts = jnp.asarray(sizes, jnp.int32)
+
+                def torch_loop(ta: Any = ta, tb: Any = tb, sizes: Any = sizes) -> Any:
+                    parts = self.torch.split(ta, [int(size) for size in sizes])
+                    return self.torch.cat([x @ y for x, y in zip(parts, tb, strict=True)])
+
+                contestants = {
+                    "ours": jitted(lambda a, b, s: vishwamai.grouped_gemm(a, b, s, **OURS), a, b, counts),
+                    "torch": torch_loop,
+                    "xla": jitted(lambda a, b, s: vishwamai.grouped_gemm(a, b, s, implementation="xla"), a, b, counts),
+                }
+                owner = np.repeat(np.arange(groups), sizes)[:8]
+                truth = np.einsum("ik,ikn->in", np.asarray(a, np.float64)[:8], np.asarray(b, np.float64)[owner])
+                name = f"grouped {dtype} 1024x{n}x{k} of {groups}"
+                yield Case(name, 2.0 * 1024 * n * k, "GFLOP/s", contestants, truth, lambda y: y[:8])
+
     def norm(self) -> Iterator[Case]:
         functional = self.torch.nn.functional
         for dtype in self.options.dtypes:
@@ -227,6 +263,129 @@ class Suites:
                     f"layer_norm {dtype} {rows}x{features}", 2.0 * x.nbytes, "GB/s", contestants, truth, lambda y: y[:8]
                 )
 
+    def rows(self) -> Iterator[Case]:
+        """Softmaxes, activations, dropout and rotary embeddings: memory's own speed is the goal."""
+        functional = self.torch.nn.functional
+        key = jax.random.key(0)
+        calls: dict[
+            str, tuple[Any, Any, Any]
+        ] = {  # ours and XLA's in one, torch's, the truth (None where the dice differ)
+            "softmax": (vishwamai.softmax, lambda t: t.softmax(-1), lambda x: jax.nn.softmax(x, axis=-1)),
+            "log_softmax": (
+                vishwamai.log_softmax,
+                lambda t: t.log_softmax(-1),
+                lambda x: jax.nn.log_softmax(x, axis=-1),
+            ),
+            "gelu": (vishwamai.gelu, functional.gelu, lambda x: jax.nn.gelu(x, approximate=False)),
+            "gelu_tanh": (
+                lambda x, **how: vishwamai.gelu(x, approximate=True, **how),
+                lambda t: functional.gelu(t, approximate="tanh"),
+                jax.nn.gelu,
+            ),
+            "silu": (vishwamai.silu, functional.silu, jax.nn.silu),
+            "relu2": (vishwamai.relu2, lambda t: functional.relu(t).square(), lambda x: jnp.square(jax.nn.relu(x))),
+            "gelu_dropout": (
+                lambda x, **how: vishwamai.fused_gelu_dropout(x, 0.1, key=key, **how),
+                lambda t: functional.dropout(functional.gelu(t), 0.1),
+                None,
+            ),
+        }
+        for dtype in self.options.dtypes:
+            for shape in ((64, 2048), (1024, 2048), (4096, 4096)):
+                (x,), (tx,) = self.arrays(dtype, shape)
+                for name, (ours, theirs, true) in calls.items():
+                    contestants = {
+                        "ours": jitted(lambda x, f=ours: f(x, **OURS), x),
+                        "torch": lambda tx=tx, f=theirs: f(tx),
+                        "xla": jitted(lambda x, f=ours: f(x, implementation="xla"), x),
+                    }
+                    truth = None if true is None else np.asarray(true(x[:8].astype(jnp.float32)), np.float64)
+                    label = f"{name} {dtype} {shape[0]}x{shape[1]}"
+                    yield Case(label, 2.0 * x.nbytes, "GB/s", contestants, truth, lambda y: y[:8])
+            for heads, length, dim in ((32, 1, 128), (32, 128, 128), (32, 1024, 128)):
+                (x,), (tx,) = self.arrays(dtype, (1, heads, length, dim))
+                angle = np.arange(length)[:, None] * 10000.0 ** (-np.arange(dim // 2) / (dim / 2))
+                cos, sin = (self.torch.tensor(f(angle), dtype=tx.dtype) for f in (np.cos, np.sin))
+
+                def torch_rope(tx: Any = tx, cos: Any = cos, sin: Any = sin) -> Any:
+                    a, b = tx.chunk(2, -1)
+                    return self.torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+                # The tables are made outside, as every model does.
+                cache = vishwamai.RotaryCache(dim, length)
+                contestants = {
+                    who: jitted(
+                        lambda x, how=how, cache=cache: vishwamai.apply_rope(x, cache=cache, implementation=how), x
+                    )
+                    for who, how in (("ours", "native_cpu"), ("xla", "xla"))
+                } | {"torch": torch_rope}
+                wide = np.asarray(x, np.float64)
+                a, b = wide[..., : dim // 2], wide[..., dim // 2 :]
+                truth = np.concatenate(
+                    [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+                )
+                yield Case(f"rope {dtype} {heads}x{length}x{dim}", 2.0 * x.nbytes, "GB/s", contestants, truth)
+
+    def rows_grad(self) -> Iterator[Case]:
+        """The gradients of some of `rows`; torch keeps what its backward pass needs, ours computes it again."""
+        functional = self.torch.nn.functional
+        calls: dict[str, tuple[Any, Any]] = {
+            "softmax": (vishwamai.softmax, lambda t: t.softmax(-1)),
+            "log_softmax": (vishwamai.log_softmax, lambda t: t.log_softmax(-1)),
+            "gelu": (vishwamai.gelu, functional.gelu),
+            "silu": (vishwamai.silu, functional.silu),
+        }
+        for dtype in self.options.dtypes:
+            (x, w), (tx, tw) = self.arrays(dtype, (1024, 2048), (1024, 2048))
+            for name, (ours, theirs) in calls.items():
+
+                def pulled(x: Any, w: Any, how: str, f: Any = ours) -> Any:
+                    return jax.vjp(lambda x: f(x, implementation=how), x)[1](w)[0]
+
+                leaf = tx.clone().requires_grad_()
+                contestants = {
+                    "ours": jitted(lambda x, w, f=pulled: f(x, w, "native_cpu"), x, w),
+                    "torch": lambda leaf=leaf, tw=tw, f=theirs: self.torch.autograd.grad(f(leaf), leaf, tw),
+                    "xla": jitted(lambda x, w, f=pulled: f(x, w, "xla"), x, w),
+                }
+                yield Case(f"{name}_grad {dtype} 1024x2048", 3.0 * x.nbytes, "GB/s", contestants)
+
+    def paged(self) -> Iterator[Case]:
+        """Decoding over pages of 64 tokens, Llama 3 8B's heads; beside it what this machine reads (numpy's sum of as many float32 numbers)."""
+        heads, kv_heads, dim, page = 32, 8, 128, 64
+        for stored in (*self.options.dtypes, "int8", "float8_e4m3fn"):
+            for sequences, length in ((1, 16384), (8, 4096)):
+                dtype = "bfloat16" if stored in ("int8", "float8_e4m3fn") else stored
+                entries = length // page
+                number = sequences * entries
+                narrow = stored != dtype
+                pool = self.rng.standard_normal((number, page, 2 * kv_heads, dim), np.float32)
+                pages = jnp.asarray(np.round(pool * 40).clip(-127, 127) if narrow else pool, stored)
+                query = jnp.asarray(self.rng.standard_normal((sequences, heads, dim), np.float32), dtype)
+                table = jnp.asarray(self.rng.permutation(number).reshape(sequences, entries), jnp.int32)
+                rest = jnp.full((sequences,), length, jnp.int32), table, jnp.arange(sequences + 1, dtype=jnp.int32)
+                scales = {"k_scale": 0.025, "v_scale": 0.025} if narrow else {}
+
+                def call(query: Any, pages: Any, *rest: Any, how: str, scales: Any = scales) -> Any:
+                    return vishwamai.ragged_paged_attention(
+                        query, pages, *rest, max_q_len=1, implementation=how, **scales
+                    )
+
+                contestants: dict[str, Any] = {
+                    who: jitted(lambda *a, how=how, call=call: call(*a, how=how), query, pages, *rest)
+                    for who, how in (("ours", "native_cpu"), ("xla", "xla"))
+                }
+                memory = np.ones(pages.nbytes // 4, np.float32)
+                contestants["read"] = lambda memory=memory: memory.sum()
+                unit = 0.025 if narrow else 1.0
+                own = np.asarray(pages[table[0]], np.float64).reshape(length, kv_heads, 2, dim) * unit
+                q = np.asarray(query[0], np.float64).reshape(kv_heads, heads // kv_heads, dim)
+                logits = np.einsum("hgd,khd->hgk", q, own[:, :, 0]) / math.sqrt(dim)
+                p = np.exp(logits - logits.max(-1, keepdims=True))
+                truth = np.einsum("hgk,khd->hgd", p / p.sum(-1, keepdims=True), own[:, :, 1]).reshape(heads, dim)
+                name = f"paged {stored} {sequences}x{length}"
+                yield Case(name, pages.nbytes, "GB/s", contestants, truth, lambda y: y[0])
+
 
 def verify(case: Case) -> dict[str, float]:
     """The largest error of each contestant, relative to the truth's largest entry; contestants that are wrong are taken out."""
@@ -236,6 +395,7 @@ def verify(case: Case) -> dict[str, float]:
     found = {
         name: float(np.abs(host(case.probe(call())) - case.truth).max() / size)
         for name, call in case.contestants.items()
+        if name != "read"  # memory's speed, not a result
     }
     best = max(min(found.values()), 1e-7)
     for name, error in found.items():
@@ -270,11 +430,12 @@ def measure(case: Case, rounds: int, seconds: float, clock: Callable[[], float])
     return {name: np.array(values) for name, values in times.items()}
 
 
-def main() -> None:
+DEFAULT = "attention,attention_grad,decode,gemm,int8,norm,rows,rows_grad,paged"
+
+
+def main(kind: type[Suites] = Suites, default: str = DEFAULT) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--suite", default="attention,attention_grad,decode,gemm,int8,norm", help="comma-separated suites"
-    )
+    parser.add_argument("--suite", default=default, help="comma-separated suites")
     parser.add_argument("--dtypes", default=["float32", "bfloat16"], type=lambda text: text.split(","))
     parser.add_argument(
         "--lengths", default=[512, 1024, 2048], type=lambda text: [int(x) for x in text.split(",")], help="of attention"
@@ -290,7 +451,7 @@ def main() -> None:
     options = parser.parse_args()
     options.threads = options.threads or len(os.sched_getaffinity(0))
     clock = time.perf_counter if options.clock == "wall" else time.process_time
-    suites = Suites(options)
+    suites = kind(options)
     print(
         f"# isa {ffi.isa()}, jax {jax.__version__}, torch {suites.torch.__version__}, {options.threads} threads, clock {options.clock}"
     )

@@ -58,12 +58,36 @@ for dtype, tolerance in (("float32", 3e-6), ("bfloat16", 2e-2), ("float16", 2e-3
         return vishwamai.gemm(*arrays[:2], bias=arrays[2], activation="gelu", transpose_b=True, implementation=how)
     def decode(arrays, how):
         return vishwamai.flash_attention(*arrays, causal=True, causal_align="bottom_right", implementation=how)
+    def softmax(arrays, how):
+        return vishwamai.softmax(*arrays, implementation=how) - vishwamai.log_softmax(*arrays, implementation=how)
+    def dropout(arrays, how):
+        dropped = vishwamai.fused_gelu_dropout(*arrays, 0.3, key=jax.random.key(2), implementation=how)
+        return dropped + vishwamai.gelu(vishwamai.silu(*arrays, implementation=how), approximate=True, implementation=how)
+    def rope(arrays, how):
+        turned = vishwamai.apply_rope(arrays, rotary_dim=50, interleaved=True, implementation=how)
+        return jnp.concatenate(vishwamai.apply_rope(turned, implementation=how), axis=1)
+    def paged(arrays, how):
+        lens, table, starts = (jnp.asarray(x, jnp.int32) for x in ([19, 24], [[5, 2, 0], [1, 3, 4]], [0, 1, 6]))
+        return vishwamai.ragged_paged_attention(*arrays, lens, table, starts, window=12, softcap=9.0, implementation=how)
+    def gated(arrays, how):
+        return vishwamai.gated_linear_unit(arrays[0], arrays[1:], "gelu", implementation=how)
+    def loss(arrays, how):
+        return vishwamai.linear_cross_entropy(arrays[0], arrays[1], jnp.arange(33) * 7, bias=arrays[2], softcap=9.0, label_smoothing=0.1, reduction="none",
+            implementation=how)
+    def sparse(arrays, how):
+        at = np.array([[2, 1], [0, 0], [2, 1], [1, 1], [0, 1]])
+        return vishwamai.block_sparse_matmul(*arrays, at, shape=(60, 70), implementation=how)
+    def blocks(arrays, how):
+        live = np.random.default_rng(3).random((4, 9, 2)) < 0.5
+        return vishwamai.block_sparse_attention(*arrays[:3], live, block_size=(7, 50), bias=arrays[3], implementation=how)
     cases = ((attention, (q, k, v, bias, sinks)), (norm, (array(7, 100), array(100), array(100))),
-             (gemm, (array(33, 100), array(65, 100), array(65))), (decode, (array(2, 4, 2, 80), k, v)))
+             (gemm, (array(33, 100), array(65, 100), array(65))), (decode, (array(2, 4, 2, 80), k, v)),
+             (softmax, (array(7, 100),)), (dropout, (array(9, 100),)), (rope, (array(2, 3, 5, 70), array(2, 1, 5, 70))),
+             (paged, (array(7, 4, 70), array(6, 8, 4, 70))))
     for function, arrays in cases:
         wide = [x.astype(jnp.float64) for x in arrays]
         shape = jax.eval_shape(lambda a: function(a, "native_cpu"), arrays)
-        w = jnp.asarray(rng.standard_normal(shape.shape), dtype)
+        w = jnp.asarray(rng.standard_normal(shape.shape), shape.dtype)
         got, pull = jax.vjp(lambda a: function(a, "native_cpu"), arrays)
         true, true_pull = jax.vjp(lambda a: function(a, "xla"), tuple(wide))
         near(got, true, tolerance)
@@ -179,6 +203,39 @@ def test_activations_over_their_whole_range(activation):
         )[:, 0]
     assert np.isnan(got[-1])
     np.testing.assert_allclose(got[:-1], true[:-1], rtol=3e-6, atol=4e-7)
+
+
+@needs_native
+def test_activations_tend_to_their_limits():
+    """The activations themselves, from the most negative numbers to the largest: 0 or x in the tails, infinities and NaN passed on."""
+    functions = {
+        "gelu": vishwamai.gelu,
+        "gelu_tanh": lambda x, **how: vishwamai.gelu(x, approximate=True, **how),
+        "silu": vishwamai.silu,
+        "relu2": vishwamai.relu2,
+    }
+    z = np.concatenate([-np.geomspace(1e30, 1e-30, 200), [0.0], np.geomspace(1e-30, 1e15, 200)]).astype(np.float32)
+    edges = jnp.asarray([-np.inf, np.inf, np.nan], jnp.float32)
+    for name, function in functions.items():
+        got = np.asarray(function(jnp.asarray(z), **NATIVE))
+        with jax.enable_x64(True):
+            true = np.asarray(function(jnp.asarray(z, jnp.float64), implementation="xla"))
+        np.testing.assert_allclose(got, true, rtol=3e-6, atol=4e-7, err_msg=name)
+        np.testing.assert_allclose(function(edges, **NATIVE), [0.0, np.inf, np.nan], atol=1e-30, err_msg=name)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "float16"])
+def test_every_stored_number_is_read(dtype):
+    """One sequence of one key: the output is the value, so each of a narrow type's numbers can be seen, denormal ones, infinities and NaN among them."""
+    every = np.arange(1 << 8 * jnp.dtype(dtype).itemsize, dtype=f"uint{8 * jnp.dtype(dtype).itemsize}")
+    values = every.view(jnp.dtype(dtype)).reshape(-1, 1, 1, 64)  # a page for 64 numbers
+    pages = jnp.asarray(np.concatenate([np.zeros_like(values), values], axis=2))  # key 0, value
+    number = len(values)
+    lens, table, starts = np.ones(number), np.arange(number)[:, None], np.arange(number + 1)
+    tables = (jnp.asarray(x, jnp.int32) for x in (lens, table, starts))
+    out = vishwamai.ragged_paged_attention(jnp.zeros((number, 1, 64)), pages, *tables, scale=1.0, **NATIVE)
+    np.testing.assert_array_equal(np.asarray(out).ravel(), values.astype(np.float32).ravel())
 
 
 @needs_native

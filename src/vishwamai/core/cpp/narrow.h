@@ -18,10 +18,6 @@ struct f8e4m3 {
   uint8_t bits;
 };
 
-namespace detail {
-typedef int8_t sbytes32 __attribute__((vector_size(kVectorBytes / 4)));
-}  // namespace detail
-
 VISHWAMAI_INLINE f32v widen_half(u16half half) {
 #if defined(VISHWAMAI_AVX512)
   return _mm512_cvtph_ps(bit_cast<__m256i>(half));
@@ -73,16 +69,30 @@ VISHWAMAI_INLINE f32v load(const f8e5m2* p) {  // float16's upper half
 }
 // 2^-8 times the numbers: the factor that float16's other exponent bias leaves, for the caller to put where it costs nothing.
 VISHWAMAI_INLINE f32v load(const f8e4m3* p) {
+#ifdef VISHWAMAI_AVX512
+  const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));  // the sign fills the upper byte
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+  const __m256i all = _mm256_set1_epi16(0x3f80);  // all bits set is its NaN; it has no infinity
+  const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(half, all), all);
+  return _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7e00)));
+#else
   detail::bytes32 bytes;
   __builtin_memcpy(&bytes, p, sizeof(bytes));
   const u16half x = __builtin_convertvector(bytes, u16half), magnitude = (x & 0x7f) << 7;
   const u16half half = magnitude | (x & 0x80) << 8;
   return widen_half(magnitude == 0x3f80 ? half | 0x7e00 : half);  // all bits set is its NaN; it has no infinity
+#endif
 }
 VISHWAMAI_INLINE f32v load(const int8_t* p) {
-  detail::sbytes32 bytes;
-  __builtin_memcpy(&bytes, p, sizeof(bytes));
-  return __builtin_convertvector(__builtin_convertvector(bytes, i32v), f32v);
+#if defined(VISHWAMAI_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  i32v x;
+  for (int i = 0; i < lanes<float>; ++i) x[i] = p[i];
+  return __builtin_convertvector(x, f32v);
+#endif
 }
 
 // What numbers read by `load` must be multiplied by.

@@ -7,9 +7,6 @@
 namespace vishwamai::VISHWAMAI_ISA {
 
 constexpr int64_t kTaskBytes = 1 << 16;  // enough work to be worth a hand-over between threads
-// A result of this size leaves the cache before anyone reads it, so it is written past the cache.  Above the upper bound the
-// allocator hands out fresh pages, whose lines the kernel has just put into the cache by clearing them.
-constexpr int64_t kStreamFrom = 8 << 20, kStreamTo = 32 << 20;
 
 // Calls f(i, count) for vectors of T at offsets i: whole ones with count == lanes as a constant, and the rest.
 template <class T, class F>
@@ -45,12 +42,6 @@ inline int64_t rows_per_task(int64_t rows, int64_t row_bytes) {
   return greatest<int64_t>(1, least(rows, kTaskBytes / greatest<int64_t>(1, row_bytes)));
 }
 
-// Whether a result of `rows` rows is written past the cache; every row must begin on a cache line.
-inline bool streams(const void* result, int64_t rows, int64_t row_bytes) {
-  return row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(result) % 64 == 0 && rows * row_bytes >= kStreamFrom &&
-         rows * row_bytes < kStreamTo;
-}
-
 // 1 / x for x in [2^-120, 2^120], within an ulp: a division takes five times as long where there is an estimate to refine.
 VISHWAMAI_INLINE f32v reciprocal(f32v x) {
 #ifdef VISHWAMAI_AVX512
@@ -61,6 +52,42 @@ VISHWAMAI_INLINE f32v reciprocal(f32v x) {
 #endif
 }
 VISHWAMAI_INLINE f64v reciprocal(f64v x) { return 1.0 / x; }
+
+// x, no less than `low` and no more than `high`; a NaN stays.
+VISHWAMAI_INLINE f32v bound(f32v x, float low, float high) {
+  x = maximum(splat(low), x);
+#ifdef VISHWAMAI_AVX512
+  return _mm512_min_ps(splat(high), x);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(splat(high), x);
+#else
+  return x > high ? splat(high) : x;
+#endif
+}
+VISHWAMAI_INLINE f64v bound(f64v x, double low, double high) {
+  x = x < low ? splat(low) : x;
+  return x > high ? splat(high) : x;
+}
+
+// e^x for x in [-110, 88] (float64: any), about as exact as results stored as S need: `exp` without its own bounds.
+template <class S>
+VISHWAMAI_INLINE V<compute_t<S>> exp_within(V<compute_t<S>> x) {
+  if constexpr (std::is_same_v<S, double>) {
+    return exp(x);
+  } else if constexpr (sizeof(S) < 4) {
+    return exp2_rough(x * static_cast<float>(kLog2E));
+  } else {
+    const f32v n = nearest(x * static_cast<float>(kLog2E));
+    const f32v r = (x - n * 0.693145751953125f) - n * 1.42860677e-6f;
+    f32v p = splat(1.38368471e-3f);
+    p = p * r + 8.37481609e-3f;
+    p = p * r + 4.16682256e-2f;
+    p = p * r + 0.166664202f;
+    p = p * r + 0.499999921f;
+    p = p * r + 1.0f;
+    return times_power_of_two(p * r + 1.0f, n);
+  }
+}
 
 // Calls f(S()) with the storage type S of a row; false where rows do not come in it.
 template <class F>

@@ -10,6 +10,7 @@ from vishwamai.core import dropout
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import array_spec
+from vishwamai.ops.activation.cpu import NATIVE
 from vishwamai.ops.activation.gpu import TRITON
 from vishwamai.ops.activation.reference import XLA
 from vishwamai.ops.activation.spec import (
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
 
-ACTIVATION: Op[ActivationSpec] = Op("activation", (TRITON, XLA), activation_axes, shareable=("rows", "columns", "seed"))
+ACTIVATION: Op[ActivationSpec] = Op(
+    "activation", (TRITON, NATIVE, XLA), activation_axes, shareable=("rows", "columns", "seed")
+)
 
 
 def gelu(

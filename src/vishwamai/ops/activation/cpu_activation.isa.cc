@@ -12,78 +12,83 @@ namespace {
 constexpr double kSqrtHalf = 0.70710678118654752440, kSqrt2OverPi = 0.79788456080286535588;
 constexpr double kInvSqrt2Pi = 0.39894228040143267794, kCubic = 0.044715;
 
-// x, no less than `low` and no more than `high`; a NaN stays.
-template <class T>
-VISHWAMAI_INLINE V<T> clamp(V<T> x, double low, double high) {
-  x = x < static_cast<T>(low) ? splat(static_cast<T>(low)) : x;
-  return x > static_cast<T>(high) ? splat(static_cast<T>(high)) : x;
-}
-template <class T>
+// What results of storage S need: 16-bit ones are computed with fewer terms.
+template <class S, class T = compute_t<S>>
 VISHWAMAI_INLINE V<T> sigmoid(V<T> x) {  // |x| <= 80: 1 + e^80 is within what `reciprocal` takes
-  return reciprocal(exp(-x) + T(1));
+  return reciprocal(exp_within<S>(-x) + T(1));
 }
+// `erf` of simd.h with an estimate in place of its division.
+VISHWAMAI_INLINE f32v error_function(f32v x) {
+  const f32v c = bound(x, -4.0f, 4.0f), s = c * c;
+  f32v p = splat(-2.72614225801306e-10f);
+  constexpr float numerator[] = {2.77068142495902e-08f,  -2.10102402082508e-06f, -5.69250639462346e-05f,
+                                 -7.34990630326855e-04f, -2.95459980854025e-03f, -1.60960333262415e-02f};
+  for (float a : numerator) p = p * s + a;
+  f32v q = splat(-1.45660718464996e-05f);
+  constexpr float denominator[] = {-2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f,
+                                   -1.42647390514189e-02f};
+  for (float a : denominator) q = q * s + a;
+  return c * p * reciprocal(q);
+}
+VISHWAMAI_INLINE f64v error_function(f64v x) { return erf<double>(x); }
 
 struct Gelu {
-  template <class T>
+  template <class S, class T = compute_t<S>>
   static VISHWAMAI_INLINE V<T> value(V<T> x) {
-    const V<T> bounded = x < T(-40) ? splat(T(-40)) : x;
-    return bounded * T(0.5) * (erf<T>(x * static_cast<T>(kSqrtHalf)) + T(1));
+    return maximum(splat(T(-40)), x) * T(0.5) * (error_function(x * static_cast<T>(kSqrtHalf)) + T(1));
   }
-  template <class T>
+  template <class S, class T = compute_t<S>>
   static VISHWAMAI_INLINE V<T> slope(V<T> x) {
-    const V<T> z = clamp<T>(x, -40, 40);
-    const V<T> density = exp(z * z * T(-0.5)) * static_cast<T>(kInvSqrt2Pi);
-    return (erf<T>(z * static_cast<T>(kSqrtHalf)) + T(1)) * T(0.5) + z * density;
+    const V<T> z = bound(x, -14, 14);
+    const V<T> density = exp_within<S>(z * z * T(-0.5)) * static_cast<T>(kInvSqrt2Pi);
+    return (error_function(z * static_cast<T>(kSqrtHalf)) + T(1)) * T(0.5) + z * density;
   }
 };
 // x / 2 (1 + tanh(u)) = x sigmoid(2 u): no cancellation on the left.
 struct GeluTanh {
-  template <class T>
+  template <class S, class T = compute_t<S>>
   static VISHWAMAI_INLINE V<T> value(V<T> x) {
-    const V<T> z = clamp<T>(x, -9.7, 9.7);  // 2 u = 80 there
-    const V<T> s = sigmoid<T>(z * (z * z * static_cast<T>(kCubic) + T(1)) * static_cast<T>(2 * kSqrt2OverPi));
-    return (x < T(-9.7) ? z : x) * s;
+    const V<T> z = bound(x, -9.7, 9.7);  // 2 u = 80 there
+    const V<T> twice = z * (z * z * static_cast<T>(2 * kSqrt2OverPi * kCubic) + static_cast<T>(2 * kSqrt2OverPi));
+    return maximum(splat(T(-9.7)), x) * sigmoid<S>(twice);
   }
-  template <class T>
+  template <class S, class T = compute_t<S>>
   static VISHWAMAI_INLINE V<T> slope(V<T> x) {
-    const V<T> z = clamp<T>(x, -9.7, 9.7), square = z * z;
-    const V<T> s = sigmoid<T>(z * (square * static_cast<T>(kCubic) + T(1)) * static_cast<T>(2 * kSqrt2OverPi));
-    const V<T> inner = z * (square * static_cast<T>(3 * kCubic) + T(1)) * static_cast<T>(2 * kSqrt2OverPi);
+    const V<T> z = bound(x, -9.7, 9.7), square = z * z;
+    const V<T> s = sigmoid<S>(z * (square * static_cast<T>(2 * kSqrt2OverPi * kCubic) + static_cast<T>(2 * kSqrt2OverPi)));
+    const V<T> inner = z * (square * static_cast<T>(6 * kSqrt2OverPi * kCubic) + static_cast<T>(2 * kSqrt2OverPi));
     return s * ((T(1) - s) * inner + T(1));
   }
 };
 struct Silu {
-  template <class T>
+  template <class S, class T = compute_t<S>>
   static VISHWAMAI_INLINE V<T> value(V<T> x) {
-    const V<T> z = clamp<T>(x, -80, 80);
-    return (x < T(-80) ? z : x) * sigmoid<T>(z);
+    return maximum(splat(T(-80)), x) * sigmoid<S>(V<T>(bound(x, -80, 80)));
   }
-  template <class T>
+  template <class S, class T = compute_t<S>>
   static VISHWAMAI_INLINE V<T> slope(V<T> x) {
-    const V<T> z = clamp<T>(x, -80, 80), s = sigmoid<T>(z);
+    const V<T> z = bound(x, -80, 80), s = sigmoid<S>(z);
     return s * ((T(1) - s) * z + T(1));
   }
 };
 struct Relu2 {
-  template <class T>
+  template <class S, class T = compute_t<S>>
   static VISHWAMAI_INLINE V<T> value(V<T> x) {
-    const V<T> z = x < T(0) ? V<T>{} : x;
+    const V<T> z = maximum(V<T>{}, x);
     return z * z;
   }
-  template <class T>
+  template <class S, class T = compute_t<S>>
   static VISHWAMAI_INLINE V<T> slope(V<T> x) {
-    return (x < T(0) ? V<T>{} : x) * T(2);
+    return maximum(V<T>{}, x) * T(2);
   }
 };
 
 // One run of n elements; `keep`: a factor of each, or null.
-template <class F, bool kStream, class S, class T = compute_t<S>>
+template <class F, class S, class T = compute_t<S>>
 VISHWAMAI_INLINE void run(const S* x, const S* dy, const T* keep, int64_t n, S* out) {
   auto walk = [&](auto value) __attribute__((always_inline)) {
     for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) {
-      V<T> v = value(i, count);
-      if constexpr (kStream) stream(out + i, v);
-      else put(out + i, v, count);
+      put(out + i, value(i, count), count);
     });
   };
   auto kept = [&](V<T> v, int64_t i, auto count) __attribute__((always_inline)) {  // a dropped NaN is 0
@@ -92,33 +97,30 @@ VISHWAMAI_INLINE void run(const S* x, const S* dy, const T* keep, int64_t n, S* 
   };
   if (dy && keep) {
     walk([&](int64_t i, auto count) __attribute__((always_inline)) {
-      return kept(get(dy + i, count), i, count) * F::template slope<T>(get(x + i, count));
+      return kept(get(dy + i, count), i, count) * F::template slope<S>(get(x + i, count));
     });
   } else if (dy) {
     walk([&](int64_t i, auto count) __attribute__((always_inline)) {
-      return get(dy + i, count) * F::template slope<T>(get(x + i, count));
+      return get(dy + i, count) * F::template slope<S>(get(x + i, count));
     });
   } else if (keep) {
     walk([&](int64_t i, auto count) __attribute__((always_inline)) {
-      return kept(F::template value<T>(get(x + i, count)), i, count);
+      return kept(F::template value<S>(get(x + i, count)), i, count);
     });
   } else {
-    walk([&](int64_t i, auto count) __attribute__((always_inline)) { return F::template value<T>(get(x + i, count)); });
+    walk([&](int64_t i, auto count) __attribute__((always_inline)) { return F::template value<S>(get(x + i, count)); });
   }
 }
 
 template <class F, class S>
 void plain(const ActivationArgs& a, const Threads& threads) {
   const int64_t n = a.groups * a.rows * a.features, each = kTaskBytes / static_cast<int64_t>(sizeof(S)) / 2;
-  // Tasks are whole cache lines long, so all of them but the last may be written past the cache.
-  const bool streamed = streams(a.out, 1, n / 64 * 64 * static_cast<int64_t>(sizeof(S)));
   parallel_for(threads, ceil_div(n, each), [&](int64_t task) {
     const int64_t begin = task * each, count = least(each, n - begin);
     const S* x = static_cast<const S*>(a.x) + begin;
     const S* dy = a.dy ? static_cast<const S*>(a.dy) + begin : nullptr;
     S* out = static_cast<S*>(a.out) + begin;
-    if (streamed && count == each) run<F, true>(x, dy, static_cast<const compute_t<S>*>(nullptr), count, out), stream_fence();
-    else run<F, false>(x, dy, static_cast<const compute_t<S>*>(nullptr), count, out);
+    run<F>(x, dy, static_cast<const compute_t<S>*>(nullptr), count, out);
   });
 }
 
@@ -139,7 +141,7 @@ void dropped(const ActivationArgs& a, const Threads& threads) {
       keep_factors(row_hash(seed[0], rows[r]), hashes, n, a.threshold, static_cast<T>(a.keep_scale), keep);
       const int64_t at = (group * a.rows + r) * n;
       const S* dy = a.dy ? static_cast<const S*>(a.dy) + at : nullptr;
-      run<F, false>(static_cast<const S*>(a.x) + at, dy, static_cast<const T*>(keep), n, static_cast<S*>(a.out) + at);
+      run<F>(static_cast<const S*>(a.x) + at, dy, static_cast<const T*>(keep), n, static_cast<S*>(a.out) + at);
     }
   });
 }

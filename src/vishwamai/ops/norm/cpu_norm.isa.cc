@@ -3,44 +3,14 @@
 // A row is read from memory once; the further walks over it (variance, scaling) find it in the first cache levels, which
 // is why the variance is taken from the centred values and not from the cancelling difference of moments.
 #include "cpu_norm.h"
-#include "vishwamai/core/cpp/simd.h"
+#include "vishwamai/core/cpp/rows.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
 namespace {
 
-constexpr int64_t kTaskBytes = 1 << 16;    // enough work to be worth a hand-over between threads
 // A result of this size leaves the cache before anyone reads it, so it is written past the cache.  Above the upper bound the
 // allocator hands out fresh pages, whose lines the kernel has just put into the cache by clearing them.
 constexpr int64_t kStreamFrom = 8 << 20, kStreamTo = 32 << 20;
-
-// Calls f(i, count) for vectors of T at offsets i: whole ones with count == lanes, and the rest.
-template <class T, class F>
-VISHWAMAI_INLINE void for_vectors(int64_t n, F&& f) {
-  constexpr int W = lanes<T>;
-  int64_t i = 0;
-  for (; i + W <= n; i += W) f(i, std::integral_constant<int, W>());
-  if (i < n) f(i, static_cast<int>(n - i));
-}
-template <class S, class C>
-VISHWAMAI_INLINE V<compute_t<S>> get(const S* p, C count) {
-  if constexpr (std::is_same_v<C, int>) return load(p, count);
-  else return load(p);
-}
-template <class S, class C>
-VISHWAMAI_INLINE void put(S* p, V<compute_t<S>> v, C count) {
-  if constexpr (std::is_same_v<C, int>) store(p, v, count);
-  else store(p, v);
-}
-template <class T, class C>
-VISHWAMAI_INLINE V<T> only(V<T> v, C count) {  // zero beyond count
-  if constexpr (std::is_same_v<C, int>) {
-    Mask<T> index;
-    for (int i = 0; i < lanes<T>; ++i) index[i] = i;
-    return index < static_cast<decltype(index[0] + 0)>(count) ? v : V<T>{};
-  } else {
-    return v;
-  }
-}
 
 template <class T>
 struct Moments {
@@ -107,10 +77,6 @@ void forward_rows(const NormForwardArgs& a, int64_t group, int64_t first, int64_
     else finish(std::false_type(), std::false_type());
   }
   if constexpr (kStream) stream_fence();
-}
-
-int64_t rows_per_task(int64_t rows, int64_t row_bytes) {
-  return greatest<int64_t>(1, least(rows, kTaskBytes / greatest<int64_t>(1, row_bytes)));
 }
 
 template <class S>

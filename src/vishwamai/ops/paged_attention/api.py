@@ -11,6 +11,7 @@ from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.paged_attention.checks import check_options, check_query, check_tables, page_pools
+from vishwamai.ops.paged_attention.cpu import NATIVE
 from vishwamai.ops.paged_attention.gpu import TRITON
 from vishwamai.ops.paged_attention.reference import XLA
 from vishwamai.ops.paged_attention.spec import SHARED, Operands, PagedSpec, paged_axes
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-PAGED_ATTENTION: Op[PagedSpec] = Op("paged_attention", (PALLAS_TPU, TRITON, XLA), paged_axes, shareable=SHARED)
+PAGED_ATTENTION: Op[PagedSpec] = Op("paged_attention", (PALLAS_TPU, TRITON, NATIVE, XLA), paged_axes, shareable=SHARED)
 
 _NAME = "ragged_paged_attention"
 

@@ -100,20 +100,19 @@ struct Paged {
     }
     const S *keys[2][kBlock], *values[2][kBlock];
     const bool same = a.keys.data == a.values.data && a.values.head == a.keys.head && a.dim >= a.value_dim && a.kv_heads == 1;
+    constexpr int64_t size = sizeof(S);
     int now = 0, n = static_cast<int>(least<int64_t>(kBlock, end - begin));
     find(item, begin, n, keys[now], values[now]);
     for (int64_t k0 = begin; k0 < end; k0 += kBlock, now = 1 - now) {
       const int next = static_cast<int>(greatest<int64_t>(0, least<int64_t>(kBlock, end - k0 - kBlock)));
       find(item, k0 + kBlock, next, keys[1 - now], values[1 - now]);
+      Ahead ahead{reinterpret_cast<const char* const*>(keys[1 - now]), reinterpret_cast<const char* const*>(values[1 - now]), next,
+                  a.kv_heads, a.keys.head * size, a.dim * size, a.values.head * size, same ? 0 : a.value_dim * size};
       for (int64_t h = 0; h < a.kv_heads; ++h) {
         const T* head_query = query + h * rows * q_stride;
         T* head_result = result + h * rows * part_stride;
-        Ahead ahead{reinterpret_cast<const char* const*>(keys[1 - now]), reinterpret_cast<const char* const*>(values[1 - now]), next,
-                    h * a.keys.head * static_cast<int64_t>(sizeof(S)), a.dim * static_cast<int64_t>(sizeof(S)),
-                    h * a.values.head * static_cast<int64_t>(sizeof(S)), same ? 0 : a.value_dim * static_cast<int64_t>(sizeof(S))};
         by_rows(rows, [&](int64_t r, auto count) {
-          score_rows<S, count>(keys[now], h * a.keys.head, a.dim, n, head_query + r * q_stride, q_stride, p + r * kBlock, ahead);
-          ahead.count = 0;  // once is enough
+          score_rows<S, count>(keys[now], h * a.keys.head, a.dim, n, head_query + r * q_stride, q_stride, p + r * kBlock, r == 0, ahead);
         });
         const T scale = static_cast<T>(a.scale * (a.key_scale ? a.key_scale[item.batch * a.key_scale_stride + h] : 1.0f)) * kLoadUnit<S>;
         for (int64_t r = 0; r < rows; ++r) {
@@ -124,7 +123,8 @@ struct Paged {
           soften(p + r * kBlock, first, last, scale, head_result + r * part_stride);
         }
         by_rows(rows, [&](int64_t r, auto count) {
-          add_values<S, count>(values[now], h * a.values.head, a.value_dim, n, p + r * kBlock, head_result + r * part_stride, part_stride);
+          add_values<S, count>(values[now], h * a.values.head, a.value_dim, n, p + r * kBlock, head_result + r * part_stride, part_stride,
+                               r == 0, ahead);
         });
       }
       n = next;

@@ -11,6 +11,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import array_spec
+from vishwamai.ops.rope.cpu import NATIVE
 from vishwamai.ops.rope.gpu import TRITON
 from vishwamai.ops.rope.reference import XLA
 from vishwamai.ops.rope.scaling import MRopeScaling, RopeScaling
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Int
 
-ROPE: Op[RopeSpec] = Op("rope", (PALLAS_TPU, TRITON, XLA), rope_axes, shareable=("cos", "sin"))
+ROPE: Op[RopeSpec] = Op("rope", (PALLAS_TPU, TRITON, NATIVE, XLA), rope_axes, shareable=("cos", "sin"))
 
 
 def apply_rope(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.ops.softmax.cpu import NATIVE
 from vishwamai.ops.softmax.gpu import TRITON
 from vishwamai.ops.softmax.reference import XLA
 from vishwamai.ops.softmax.spec import Operands, SoftmaxSpec, make_spec, softmax_axes
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
 
-SOFTMAX: Op[SoftmaxSpec] = Op("softmax", (PALLAS_TPU, TRITON, XLA), softmax_axes)
+SOFTMAX: Op[SoftmaxSpec] = Op("softmax", (PALLAS_TPU, TRITON, NATIVE, XLA), softmax_axes)
 
 
 def softmax(

@@ -35,16 +35,20 @@ template <bool kKeep, class S, class T = compute_t<S>>
 VISHWAMAI_INLINE T sum_exponentials(const S* x, int64_t n, T m, T* terms) {
   constexpr int W = lanes<T>;
   V<T> a = {}, b = {};
-  const V<T> shift = splat(m);
+  const V<T> shift = splat(m), lowest = splat(T(-104));  // e^-104 is 0
+  auto term = [&](V<T> v) __attribute__((always_inline)) {
+    if constexpr (std::is_same_v<T, float>) return exp_within<S>(maximum(lowest, v - shift));
+    else return exp(v - shift);
+  };
   int64_t i = 0;
   for (; i + 2 * W <= n; i += 2 * W) {
-    const V<T> e = exp(load(x + i) - shift), f = exp(load(x + i + W) - shift);
+    const V<T> e = term(load(x + i)), f = term(load(x + i + W));
     if constexpr (kKeep) store(terms + i, e), store(terms + i + W, f);
     a += e;
     b += f;
   }
   for_vectors<T>(n - i, [&](int64_t j, auto count) __attribute__((always_inline)) {
-    const V<T> e = exp(get(x + i + j, count) - shift);
+    const V<T> e = term(get(x + i + j, count));
     if constexpr (kKeep) put(terms + i + j, e, count);
     a += only<T>(e, count);
   });
@@ -57,20 +61,16 @@ T logarithm(T x) {
   else return __builtin_log(x);
 }
 
-template <bool kStream, class S, class T = compute_t<S>>
+template <class S, class T = compute_t<S>>
 VISHWAMAI_INLINE void forward_row(const S* x, int64_t n, bool log, T* terms, S* y) {
-  auto write = [&](int64_t i, V<T> v, auto count) __attribute__((always_inline)) {
-    if constexpr (kStream) stream(y + i, v);
-    else put(y + i, v, count);
-  };
   const T m = row_maximum(x, n);
   if (log) {
     // x - m first: that difference is exact where it matters, and m + log(sum) would round away its last digits.
     const V<T> shift = splat(m), rest = splat(logarithm(sum_exponentials<false, S, T>(x, n, m, nullptr)));
-    for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) { write(i, (get(x + i, count) - shift) - rest, count); });
+    for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) { put(y + i, (get(x + i, count) - shift) - rest, count); });
   } else {
     const V<T> inverse = splat(T(1) / sum_exponentials<true>(x, n, m, terms));
-    for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) { write(i, get(terms + i, count) * inverse, count); });
+    for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) { put(y + i, get(terms + i, count) * inverse, count); });
   }
 }
 
@@ -106,15 +106,10 @@ void over_rows(const SoftmaxArgs& a, const Threads& threads, int64_t row_bytes, 
 template <class S, class T = compute_t<S>>
 void forward(const SoftmaxArgs& a, const Threads& threads) {
   const int64_t n = a.features, row_bytes = n * static_cast<int64_t>(sizeof(S));
-  const bool streamed = streams(a.out, a.rows, row_bytes);
   over_rows<T>(a, threads, 2 * row_bytes, [&](int64_t first, int64_t last, T* terms) {
     const S* x = static_cast<const S*>(a.x);
     S* y = static_cast<S*>(a.out);
-    for (int64_t r = first; r < last; ++r) {
-      if (streamed) forward_row<true>(x + r * n, n, a.log, terms, y + r * n);
-      else forward_row<false>(x + r * n, n, a.log, terms, y + r * n);
-    }
-    if (streamed) stream_fence();
+    for (int64_t r = first; r < last; ++r) forward_row(x + r * n, n, a.log, terms, y + r * n);
   });
 }
 
