@@ -196,11 +196,13 @@ def dense_arguments():
     ]  # fmt: skip
 
 
+@pytest.mark.skipif(contract.INTERPRETED, reason="the same operator")
 @pytest.mark.parametrize("arguments", dense_arguments(), ids=["gradients", "bshd"])
 def test_opcheck(arguments):
     assert set(torch.library.opcheck(torch.ops.vishwamai.attention.default, arguments).values()) == {"SUCCESS"}
 
 
+@pytest.mark.skipif(contract.INTERPRETED, reason="the same graph")
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=long)])
 def test_compiles_in_one_graph(dynamic):
     def model(q, k, v):
@@ -353,6 +355,48 @@ def test_blocks_of_other_sequences_are_not_visited(monkeypatch):
     apart, varlen = count(lambda: vt.flash_attention_varlen(x, x, x, starts, starts, 32, 32, config=config))
     assert segments == varlen == (2 * 16, (4 + 3) * 16)
     assert torch.allclose(together[0, 0], apart[:, 0], atol=1e-5)
+
+
+def recorded(run):
+    """The launches that a function of torch tensors makes, none of which happens."""
+    from vishwamai.aot.gpu import Recorded
+    from vishwamai.core import gpu
+    from vishwamai.core.triton_call import POINTERS
+    from vishwamai.torch.launch import allocate
+
+    found = []
+
+    def record(how, inputs, outputs):
+        named = {name: str(x.dtype).removeprefix("torch.") for name, x in {**inputs, **outputs}.items()}
+        found.append(Recorded(how, tuple((name, POINTERS[dtype]) for name, dtype in named.items())))
+        return list(allocate(outputs, torch.device("cpu")).values())
+
+    before: Any = gpu.register_launcher("torch", record)
+    try:
+        run()
+    finally:
+        gpu.register_launcher("torch", before)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(contract.INTERPRETED, reason="a process with the interpreter cannot compile")
+def test_code_of_packed_sequences():
+    """For Hopper: tensor cores, the copy engine, nothing spilled."""
+    pytest.importorskip("triton")
+    from vishwamai.aot.gpu import inspect_launch
+
+    q, k = (torch.zeros(4096, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2))
+    starts = torch.tensor([0, 1000, 4096])
+    launches = recorded(
+        lambda: vt.flash_attention_varlen(q, k, k, starts, starts, 3096, 3096, causal=True).sum().backward()
+    )
+    kernels = [launch.launch.kernel.name for launch in launches]
+    assert kernels == ["forward", "delta", "key_gradients", "query_gradients"]
+    for launch, name in zip(launches, kernels, strict=True):
+        code = inspect_launch(launch)
+        assert code.spill == 0, code
+        assert name == "delta" or (code.wgmma and code.tma), code
 
 
 # --- Faces and errors --------------------------------------------------------------------------------------------------------------------------------

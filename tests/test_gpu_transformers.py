@@ -82,7 +82,7 @@ def same(got, want, where=None):
 
 
 @pytest.mark.skipif(contract.INTERPRETED, reason="natively: one forward pass is interpreted, below")
-@pytest.mark.parametrize("padding", [LEFT, RIGHT], ids=["left", "right"])
+@pytest.mark.parametrize("padding", [LEFT, pytest.param(RIGHT, marks=pytest.mark.long)], ids=["left", "right"])
 @pytest.mark.parametrize(
     "name", ["Llama", "Gemma2", *(pytest.param(n, marks=pytest.mark.long) for n in ("Mistral", "GptOss", "Bert"))]
 )
