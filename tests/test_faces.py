@@ -212,8 +212,6 @@ def test_torch_tensors_are_left_to_torch():
     assert seen == [PrecisionConfig.HIGH]
     with pytest.raises(DeviceError, match="strict=True"):
         gpu_kernel(kernel.function, strict=True)(x, w)
-    with pytest.raises(KernelError, match=r"`use_fp16` reaches JAX's operations only.*tensor.half\(\)"):
-        gpu_kernel(kernel.function, use_fp16=True)(x, w)
     with pytest.raises(KernelError, match="torch tensors run on GPUs and CPUs"):
         tpu_kernel(kernel.function)(x, w)
     with pytest.raises(KernelError, match=r"torch tensor of shape \(6, 16\), of which there is nothing to trace"):
@@ -225,10 +223,7 @@ def test_torch_tensors_are_left_to_torch():
     torch.testing.assert_close(block, x @ w)
     norm = torch.nn.functional.layer_norm(x, (16,), eps=1e-6)
     torch.testing.assert_close(kernels.gpu.layer_norm(x), norm)
-    for call in (
-        lambda: kernels.gpu.gemm(x, w, use_bfloat16=True),
-        lambda: kernels.gpu.layer_norm(x, use_fused_ops=False),
-    ):
+    for call in (lambda: kernels.gpu.layer_norm(x, use_fused_ops=False),):
         with pytest.raises(UnsupportedError, match="for JAX arrays only"):
             call()
 

@@ -107,3 +107,40 @@ def test_a_fallback_is_told_or_forbidden(monkeypatch):
     with kernel_config(strict=True), pytest.raises(UnsupportedError, match="strict=True.*forbids the fallback"):
         vt.rms_norm(x)
     bridge._choose.cache_clear()
+
+
+WIDE = torch.rand(6, 16), torch.rand(16, 8), torch.rand(2, 16, 8)
+HEADS = torch.rand(1, 6, 2, 16)
+STARTS = torch.tensor([0, 2, 6])
+
+
+def packed(x, w, both):
+    rows = HEADS[0].to(x.dtype)
+    return vt.flash_attention_varlen(rows, rows, rows, STARTS, STARTS, 4, 4)
+
+
+PRODUCTS = {
+    "gemm": lambda x, w, both: vt.gemm(x, w),
+    "gated": lambda x, w, both: vt.gated_linear_unit(x, both),
+    "grouped": lambda x, w, both: vt.grouped_gemm(x, both, torch.tensor([2, 3])),
+    "sparse": lambda x, w, both: vt.block_sparse_matmul(x, w[None], torch.tensor([[0, 0]]), shape=(16, 8)),
+    "loss": lambda x, w, both: vt.linear_cross_entropy(x, w.T, torch.arange(6), reduction="none"),
+    "attention": lambda x, w, both: vt.flash_attention(HEADS.to(x.dtype), HEADS.to(x.dtype), HEADS.to(x.dtype)),
+    "packed": packed,
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=contract.one_in(3, i)) for i, n in enumerate(PRODUCTS)])
+def test_narrow_products(name):
+    """Under `use_bfloat16` a product is that of the rounded operands, in the dtype that it would have had; gradients arrive in float32."""
+    args = [x.clone().requires_grad_() for x in WIDE]
+    exact = PRODUCTS[name](*args)
+    y = gpu_kernel(PRODUCTS[name], use_bfloat16=True)(*args)
+    rounded = PRODUCTS[name](*(x.bfloat16() for x in WIDE))
+    assert y.dtype == exact.dtype == torch.float32
+    assert 0 < (y - exact).abs().max() < 0.05 * exact.abs().max()
+    torch.testing.assert_close(y, rounded.float(), rtol=2**-7, atol=2**-7)
+    if y.requires_grad:
+        assert {g.dtype for g in torch.autograd.grad(y.sum(), args, allow_unused=True) if g is not None} == {
+            torch.float32
+        }

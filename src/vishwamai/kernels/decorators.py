@@ -168,11 +168,6 @@ class Kernel:
         """The function of torch tensors, as it is: torch runs it, and the operations of `vishwamai.torch` in it read the configuration."""
         if self.platform == "tpu":
             raise KernelError(f"{self.name}: torch tensors run on GPUs and CPUs; pass `jnp.asarray(tensor)`.")
-        for wish in ("use_bfloat16", "use_fp16"):
-            if getattr(config, wish):
-                raise KernelError(
-                    f"{self.name}: `{wish}` reaches JAX's operations only; hand over `tensor.{'half' if wish == 'use_fp16' else 'bfloat16'}()`."
-                )
         kinds = {"gpu" if t.device.type == "cuda" else t.device.type for t in tensors}
         if self.platform not in kinds:
             text = f"{self.name}: the tensors are on {', '.join(sorted(kinds))}, so it runs there and not on the {self.platform.upper()}"

@@ -98,7 +98,7 @@ def gemm(a: Any, b: Any, *, block_size: int | None = None, use_bfloat16: bool | 
     wishes: dict[str, Any] = _tiles("gemm", block_size, options) | (
         {} if use_bfloat16 is None else {"use_bfloat16": use_bfloat16}
     )
-    operation = _operation("gemm", a, b, jax_only=bool(use_bfloat16))
+    operation = _operation("gemm", a, b)
     with kernel_config(**wishes):
         return operation(a, b, **options)
 

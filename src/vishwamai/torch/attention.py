@@ -387,9 +387,12 @@ def flash_attention(
     heads = query.shape[2 if layout == "bshd" else 1] if query.dim() == 4 else 0
     seed = drawn_seed(dropout_seed, dropout_rate, (query.shape[0], heads, 2), query.device) if query.dim() else None
     precision, name, size, fields = wishes(implementation, block_size, config)
+    out_dtype = query.dtype
+    query, key, value = bridge.narrowed(query, key, value)
     out, logsumexp = attention(
         query, key, value, bias, mask, q_ids, kv_ids, sinks, seed,
         causal, causal_align == "bottom_right", left, right, softcap, scale, float(dropout_rate),
         layout or "", precision, name, size, fields,
     )  # fmt: skip
+    out = out.to(out_dtype)
     return (out, logsumexp) if return_lse else out

@@ -111,6 +111,20 @@ def choose(op: Op, spec: Any, tensor: Tensor, *, config: Any = None, implementat
     return choice
 
 
+def narrowed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a matrix product as `use_bfloat16` or `use_fp16` want them: float32 ones rounded, all others as they are; as `core.config.narrowed` does.
+
+    The wish is not read while `torch.compile` traces.
+    """
+    if torch.compiler.is_compiling():
+        return tensors
+    config = current_config()
+    if not (config.use_bfloat16 or config.use_fp16):
+        return tensors
+    dtype = torch.bfloat16 if config.use_bfloat16 else torch.float16
+    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
+
+
 def register_autograd(op: Any, gradient: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """`op.register_autograd`, with a backward pass that reads the configuration in force at the call: autograd runs it later, and in threads of its own."""
 

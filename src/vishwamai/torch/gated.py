@@ -129,6 +129,9 @@ def gated_linear_unit(
         gate, up = weights
     else:
         gate, up = weights, None
+    out_dtype = x.dtype
+    x, gate = bridge.narrowed(x, gate)
+    up = None if up is None else bridge.narrowed(up)[0]
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gate, up))
     products = precision or ("default" if torch.compiler.is_compiling() else current_config().precision.products)
-    return gated(x, gate, up, activation or "", products, keep)[0]
+    return gated(x, gate, up, activation or "", products, keep)[0].to(out_dtype)

@@ -164,6 +164,7 @@ def linear_cross_entropy(
     tensor(2.0794)
     """
     check_options(softcap, label_smoothing, z_loss, ignore_index, reduction)
+    x, weight = bridge.narrowed(x, weight)
     common = torch.promote_types(x.dtype, weight.dtype)
     x, weight = x.to(common), weight.to(common)
     if bias is not None:

@@ -17,7 +17,7 @@ from vishwamai.core.spec import ArraySpec, array_spec
 from vishwamai.ops.matmul import gpu
 from vishwamai.ops.matmul.api import MATMUL
 from vishwamai.ops.matmul.layout import Layout, make_spec
-from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, joint_groups
+from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, compute_dtype, joint_groups
 from vishwamai.torch import bridge
 from vishwamai.torch.launch import torch_dtype
 
@@ -308,6 +308,11 @@ def gemm(
     >>> gemm(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [-1.0]]), bias=torch.tensor([4.0]))
     tensor([[5.]])
     """
+    narrow_a, narrow_b = bridge.narrowed(a, b)
+    if out_dtype is None and (narrow_a is not a or narrow_b is not b):
+        products = compute_dtype(array_spec(a).dtype, array_spec(b).dtype)
+        out_dtype = torch.float32 if products == jnp.float32 else None  # the dtype that the result would have had
+    a, b = narrow_a, narrow_b
     tensors = [x for x in (a, b, bias, scale_a, scale_b) if x is not None]
     keep = activation is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     products = precision or ("default" if torch.compiler.is_compiling() else current_config().precision.products)

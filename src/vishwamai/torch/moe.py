@@ -94,4 +94,7 @@ def grouped_gemm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, out_dtype: to
     >>> grouped_gemm(rows, torch.tensor([[[10.0]], [[7.0]], [[100.0]]]), torch.tensor([1, 0, 2]))[:, 0]
     tensor([ 10., 200., 300.,   0.])
     """
+    if out_dtype is None and lhs.dtype == torch.float32:
+        out_dtype = torch.float32  # whatever the ambient `use_bfloat16` makes of the operands
+    lhs, rhs = bridge.narrowed(lhs, rhs)
     return _grouped_gemm(lhs, rhs, group_sizes, "" if out_dtype is None else str(out_dtype).removeprefix("torch."))

@@ -145,4 +145,7 @@ def block_sparse_matmul(
     tensor([ 9., 12.,  1.,  2.])
     """
     products = precision or ("default" if torch.compiler.is_compiling() else current_config().precision.products)
-    return _block_sparse_matmul(dense, values, _coordinates(indices, values), list(shape), transpose, products)
+    out_dtype = dense.dtype
+    dense, values = bridge.narrowed(dense, values)
+    out = _block_sparse_matmul(dense, values, _coordinates(indices, values), list(shape), transpose, products)
+    return out.to(out_dtype)

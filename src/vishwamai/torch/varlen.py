@@ -345,9 +345,12 @@ def flash_attention_varlen(
     shape = (cu_seqlens_q.shape[0] - 1, query.shape[1], 2)
     seed = drawn_seed(dropout_seed, dropout_rate, shape, query.device)
     precision, name, size, fields = wishes(implementation, block_size, config)
+    out_dtype = query.dtype
+    query, key, value = bridge.narrowed(query, key, value)
     out, logsumexp = attention_varlen(
         query, key, value, sinks, seed, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k),
         causal, causal_align == "bottom_right", left, right, softcap, scale, float(dropout_rate),
         precision, name, size, fields,
     )  # fmt: skip
+    out = out.to(out_dtype)
     return (out, logsumexp) if return_lse else out
