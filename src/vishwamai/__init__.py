@@ -18,6 +18,7 @@ from vishwamai.ops.gated import gated_linear_unit
 from vishwamai.ops.loss import linear_cross_entropy
 from vishwamai.ops.matmul import gemm
 from vishwamai.ops.matmul.einsum import einsum
+from vishwamai.ops.matmul.packed import PackedWeight, pack_weight
 from vishwamai.ops.moe import grouped_gemm, moe_combine, moe_dispatch, moe_layer, moe_routing
 from vishwamai.ops.norm import layer_norm, rms_norm
 from vishwamai.ops.paged_attention import ragged_paged_attention, update_pages
@@ -48,6 +49,7 @@ __all__ = [
     "LongRopeScaling",
     "MRopeScaling",
     "NtkScaling",
+    "PackedWeight",
     "PrecisionConfig",
     "QTensor",
     "RotaryCache",
@@ -77,6 +79,7 @@ __all__ = [
     "moe_dispatch",
     "moe_layer",
     "moe_routing",
+    "pack_weight",
     "quantize",
     "ragged_paged_attention",
     "relu2",

@@ -12,6 +12,7 @@
 #include "vishwamai/ops/gated/cpu_gated.h"
 #include "vishwamai/ops/loss/cpu_loss.h"
 #include "vishwamai/ops/matmul/cpu_matmul.h"
+#include "vishwamai/ops/moe/cpu_grouped.h"
 #include "vishwamai/ops/norm/cpu_norm.h"
 #include "vishwamai/ops/paged_attention/cpu_paged.h"
 #include "vishwamai/ops/rope/cpu_rope.h"
@@ -118,6 +119,31 @@ void check_matmul(const Kind& kind, const Threads& threads) {
   args.activation = Activation::relu;
   generic::matmul(args, threads);
   compare((std::string("matmul ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+}
+
+// Groups of 30, 0 and 5 rows, two rows without a group; then the gradient of the matrices.
+void check_grouped(const Kind& kind, const Threads& threads) {
+  const int64_t m = 37, k = 41, n = 53, groups = 3;
+  const int32_t sizes[groups] = {30, 0, 5};
+  Values a = normal(m * k), b = normal(groups * k * n), c = normal(m * n), want(m * n), want_b(groups * k * n);
+  Bytes a_bytes = stored(a, kind.storage), b_bytes = stored(b, kind.storage), c_bytes = stored(c, kind.storage);
+  Bytes out(m * n * kind.size), out_b(groups * k * n * kind.size);
+  for (int64_t g = 0, row = 0; g < groups; row += sizes[g++])
+    for (int64_t i = row; i < row + sizes[g]; ++i)
+      for (int64_t l = 0; l < k; ++l)
+        for (int64_t j = 0; j < n; ++j) {
+          want[i * n + j] += a[i * k + l] * b[(g * k + l) * n + j];
+          want_b[(g * k + l) * n + j] += a[i * k + l] * c[i * n + j];
+        }
+  GroupedArgs args{};
+  args.storage = args.result = kind.storage;
+  args.batch = 1, args.groups = groups, args.m = m, args.k = k, args.n = n;
+  args.lhs = a_bytes.data(), args.rhs = b_bytes.data(), args.sizes = sizes, args.out = out.data();
+  generic::grouped_rows(args, threads);
+  compare((std::string("grouped ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+  args.rhs = c_bytes.data(), args.out = out_b.data();
+  generic::grouped_weights(args, threads);
+  compare((std::string("grouped weights ") + kind.name).c_str(), out_b, kind.storage, want_b, kind.tolerance);
 }
 
 void check_norm(const Kind& kind, const Threads& threads) {
@@ -358,6 +384,7 @@ int main() {
   const Threads threads = pool.threads(3);
   for (const Kind& kind : kKinds) {
     check_matmul(kind, threads);
+    check_grouped(kind, threads);
     check_norm(kind, threads);
     check_gated(kind, threads);
     check_loss(kind, threads);

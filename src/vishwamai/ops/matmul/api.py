@@ -16,6 +16,7 @@ from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.ops.matmul.cpu import NATIVE
 from vishwamai.ops.matmul.gpu import TRITON
 from vishwamai.ops.matmul.layout import Blocks, Layout, make_spec
+from vishwamai.ops.matmul.packed import PackedWeight, packed_gemm
 from vishwamai.ops.matmul.quantized import unpack
 from vishwamai.ops.matmul.reference import XLA
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, compute_dtype, matmul_axes
@@ -30,7 +31,7 @@ MATMUL: Op[MatmulSpec] = Op("matmul", (PALLAS_TPU, TRITON, NATIVE, XLA), matmul_
 
 def gemm(
     a: Num[Array, "*batch M K"] | QTensor,
-    b: Num[Array, "*batch K N"] | QTensor,
+    b: Num[Array, "*batch K N"] | QTensor | PackedWeight,
     *,
     bias: Any = None,
     activation: str | None = None,
@@ -53,7 +54,7 @@ def gemm(
       a: `[..., M, K]`, or `[..., K, M]` with `transpose_a`: bfloat16, float16, float32, float64, int8, int4, float8_e4m3fn, float8_e5m2 or
         float4_e2m1fn; or a `QTensor` of that shape whose scales are shared along K, all of it or blocks of it. One scale for a row is applied to the
         sum; with one for each block the operand is dequantized tile by tile, to the dtype of the products, and never stored so.
-      b: `[..., K, N]`, or `[..., N, K]` with `transpose_b`, or a `QTensor`. Floats of different width promote as in JAX; a narrow operand beside a wider
+      b: `[..., K, N]`, or `[..., N, K]` with `transpose_b`, or a `QTensor`, or a `PackedWeight` of the dtype of `a` (see `pack_weight`). Floats of different width promote as in JAX; a narrow operand beside a wider
         float is brought to the wider dtype, exactly; an integer with a narrow float is an error.
       bias: `[N]`, or `[..., N]` with batch axes; added to the scaled sum.
       activation: "relu", "relu2" (its square), "silu", "gelu" (exact), "gelu_tanh", "sigmoid", "tanh", or None.
@@ -91,6 +92,12 @@ def gemm(
         if config is not None:
             raise ShapeError(f"gemm: both `block_size` ({block_size}) and `config` ({config}) are given; pass one.")
         config = block_size
+    if isinstance(b, PackedWeight):
+        if isinstance(a, QTensor) or transpose_a or transpose_b or config is not None:
+            raise ShapeError(
+                "gemm: `b` is a PackedWeight; pass `a` as an array [..., M, K], and neither transpose_a, transpose_b, block_size nor config."
+            )
+        return packed_gemm(a, b, bias, activation, out_dtype, scale_a, scale_b, implementation)
     a, b, scale_a, scale_b, blocks = unpack(a, b, transpose_a, transpose_b, scale_a, scale_b)
     a, b = jnp.asarray(a), jnp.asarray(b)
     if out_dtype is None and compute_dtype(a.dtype, b.dtype) == jnp.float32:

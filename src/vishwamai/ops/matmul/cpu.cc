@@ -1,5 +1,9 @@
 // FFI handler of the matrix product.
 #include "cpu_matmul.h"
+
+#include <string>
+#include <string_view>
+
 #include "vishwamai/core/cpp/ffi.h"
 #include "vishwamai/core/cpp/registry.h"
 
@@ -41,7 +45,44 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi
   return ffi::Error::Success();
 }
 
+// a [m, k] times a weight that was packed for the instruction set of that name.
+ffi::Error packed_product(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer packed, ffi::AnyBuffer bias, ffi::AnyBuffer scale_a, ffi::AnyBuffer scale_b,
+                          ffi::Result<ffi::AnyBuffer> out, int64_t activation, std::string_view packed_for) {
+  MatmulArgs g{};
+  const auto da = a.dimensions(), dc = out->dimensions();
+  if (da.size() != 2 || dc.size() != 2 || !storage_of(a, &g.storage) || !storage_of(*out, &g.result)) {
+    return invalid("matmul: a and the result must be [rows, columns] of a type that the kernel has");
+  }
+  if (packed_for != isa_name(isa())) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "gemm: the PackedWeight is in the order of VISHWAMAI_CPU_ISA=" + std::string(packed_for) + ", but this process uses " +
+                                                            isa_name(isa()) + "; trace the program again here (the weight is then unpacked), or pack the weight again");
+  }
+  g.groups = 1, g.m = dc[0], g.n = dc[1], g.k = da[1], g.parts = 3;
+  g.a = a.untyped_data(), g.packed = packed.untyped_data();
+  g.a_row = g.k, g.a_k = 1;
+  g.bias = optional(bias);
+  if ((g.scale_a = optional(scale_a)) != nullptr) g.scale_a_row = scale_a.element_count() == 1 ? 0 : 1;
+  if ((g.scale_b = optional(scale_b)) != nullptr) g.scale_b_col = scale_b.element_count() == 1 ? 0 : 1;
+  g.activation = static_cast<Activation>(activation);
+  g.out = out->untyped_data();
+  if (out->element_count() != 0) run_matmul(g, threads_of(pool));
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_matmul_packed, packed_product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // a
+                                  .Arg<ffi::AnyBuffer>()  // packed b
+                                  .Arg<ffi::AnyBuffer>()  // bias
+                                  .Arg<ffi::AnyBuffer>()  // scale_a
+                                  .Arg<ffi::AnyBuffer>()  // scale_b
+                                  .Ret<ffi::AnyBuffer>()  // out
+                                  .Attr<int64_t>("activation")
+                                  .Attr<std::string_view>("packed_for"));
+VISHWAMAI_REGISTER(vishwamai_matmul_packed)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_matmul, product,
                               ffi::Ffi::Bind()

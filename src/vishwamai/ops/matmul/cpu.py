@@ -37,7 +37,7 @@ def _native(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
 
 
-def _result(storage: Any, wanted: Any) -> Any:
+def result_dtype(storage: Any, wanted: Any) -> Any:
     """The dtype in which the kernel writes what is wanted as `wanted`: the same where it can, else the one it computed in."""
     if storage == jnp.float64:
         return jnp.dtype(jnp.float64)
@@ -61,7 +61,7 @@ def _matmul(
     storage = _native(spec.compute_dtype)
     groups = joint_groups(a, b, *vectors)
     shape = (groups, a.shape[2 if transpose_a else 1], b.shape[1 if transpose_b else 2])
-    result = _result(storage, out_dtype)
+    result = result_dtype(storage, out_dtype)
     wide = jnp.float64 if storage == jnp.float64 else jnp.float32
     out, preactivation = ffi.call(
         "vishwamai_matmul",

@@ -16,6 +16,7 @@ struct MatmulArgs {
   int parts;        // float32 products: 3 = float32's accuracy, 2 = about 16 bits
   int64_t groups, m, n, k;
   const void *a, *b;
+  const void* packed;  // null, or b in the panels of this instruction set's engine (packed.py), shared by all groups; then b is null
   int64_t a_group, a_row, a_k;  // strides in elements; a group stride of 0: shared
   int64_t b_group, b_k, b_col;
   const void *bias, *scale_a, *scale_b;  // float (double for f64), or null

@@ -2,6 +2,7 @@
 // in the cache.  With very few rows (decoding) B is read as it lies.
 #include "cpu_matmul.h"
 #include "vishwamai/core/cpp/gemm.h"
+#include "vishwamai/core/cpp/splits.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
 namespace {
@@ -112,42 +113,17 @@ void skinny(const MatmulArgs& g, const Threads& threads) {
   });
 }
 
-#if defined(__AMX_BF16__)
-// The largest magnitude of a matrix; NaN if it holds one.
-float largest(const float* x, int64_t n, const Threads& threads) {
-  constexpr int64_t kRun = 1 << 16, kMost = 256;
-  const int64_t run = greatest<int64_t>(kRun, round_up<int64_t>(ceil_div(n, kMost), 64)), runs = ceil_div(n, run);
-  float most[kMost];
-  parallel_for(threads, runs, [&](int64_t t) {
-    u32v top = {};
-    for (int64_t i = t * run; i < least(n, (t + 1) * run); i += 16) {
-      const u32v bits = bit_cast<u32v>(load(x + i, static_cast<int>(least<int64_t>(16, n - i)))) & 0x7fffffffu;
-      top = bits > top ? bits : top;  // magnitudes are ordered like their bits, and a NaN is above them all
-    }
-    uint32_t highest = 0;
-    for (int i = 0; i < 16; ++i) highest = greatest(highest, static_cast<uint32_t>(top[i]));
-    most[t] = bit_cast<float>(highest);
-  });
-  uint32_t highest = 0;
-  for (int64_t t = 0; t < runs; ++t) highest = greatest(highest, bit_cast<uint32_t>(most[t]));
-  return bit_cast<float>(highest);
-}
-
-// Whether the split into bfloat16 parts keeps float32's accuracy: finite numbers whose products' small parts do not underflow.
-bool splits_well(const MatmulArgs& g, const Threads& threads) {
-  const float a = largest(static_cast<const float*>(g.a), (g.a_group ? g.groups : 1) * g.m * g.k, threads);
-  const float b = largest(static_cast<const float*>(g.b), (g.b_group ? g.groups : 1) * g.n * g.k, threads);
-  if (a == 0 || b == 0) return a == a && b == b && a < 1e38f && b < 1e38f;
-  return a < 1e38f && b < 1e38f && a > 1e-27f && b > 1e-27f && static_cast<double>(a) * b > 1e-24;
-}
-#endif
-
 template <class S, class E>
 void run(const MatmulArgs& g, const Threads& threads) {
   const RowPanels<S, E> a{{static_cast<const S*>(g.a), g.a_group, g.a_row, g.a_k}, g.m};
   const ColumnPanels<S, E> b{{static_cast<const S*>(g.b), g.b_group, g.b_k, g.b_col}, g.n};
   auto gemm = make_gemm<E>(a, b, g.groups, g.m, g.k);
   gemm.choose_blocks(threads);
+  if ((gemm.ready = static_cast<const typename E::Element*>(g.packed)) != nullptr && g.m <= kPanelRows) {
+    // Bound by reading B: in one go through each panel where nothing needs a part of it again.
+    gemm.cols = least(gemm.cols, int64_t{128});
+    if (E::kStep >= 32) gemm.depth = greatest<int64_t>(E::kStep, gemm.padded_k());
+  }
   gemm.run(threads, [&](int64_t group, int64_t row, int64_t col, int64_t rows, int64_t cols, const typename E::Acc* c, int64_t stride) {
     for (int64_t r = 0; r < rows; ++r) finish_row(g, c + r * stride, group, row + r, col, cols);
   });
@@ -158,7 +134,7 @@ void run(const MatmulArgs& g, const Threads& threads) {
 void matmul(const MatmulArgs& g, const Threads& all) {
   Threads threads = all;
   if (g.groups * g.m * g.n * greatest<int64_t>(1, g.k) < 64 * 64 * 64) threads.count = 1;  // a hand-over costs more than the product
-  const bool few_rows = g.m <= kSkinnyRows && g.b_col == 1 && g.k > 0;
+  const bool few_rows = !g.packed && g.m <= kSkinnyRows && g.b_col == 1 && g.k > 0;
   if (few_rows && g.storage == Storage::f32) return skinny<float>(g, threads);
   if (few_rows && g.storage == Storage::bf16) return skinny<bf16>(g, threads);
   if (g.storage == Storage::f64) return run<double, FmaEngine<double>>(g, threads);
@@ -166,7 +142,8 @@ void matmul(const MatmulArgs& g, const Threads& all) {
   if (g.storage == Storage::s8) return run<int8_t, AmxInt8Engine>(g, threads);
   if (g.storage == Storage::bf16) return run<bf16, AmxEngine<1>>(g, threads);
   // With few rows the product is bound by reading B, and a look at B beforehand would double that.
-  if (g.m > 16 && splits_well(g, threads)) {
+  if (!g.packed && g.m > 16 && splits_well(largest(static_cast<const float*>(g.a), (g.a_group ? g.groups : 1) * g.m * g.k, threads),
+                              largest(static_cast<const float*>(g.b), (g.b_group ? g.groups : 1) * g.n * g.k, threads))) {
     return g.parts == 2 ? run<float, AmxEngine<2>>(g, threads) : run<float, AmxEngine<3>>(g, threads);
   }
 #else

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from vishwamai.core.config import narrowed
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.ops.moe.cpu import NATIVE
 from vishwamai.ops.moe.gpu import TRITON
 from vishwamai.ops.moe.reference import XLA
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, flat_shape, grouped_axes, make_spec
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-MOE: Op[GroupedSpec] = Op("moe", (PALLAS_TPU, TRITON, XLA), grouped_axes, shareable=("rhs", "group_sizes"))
+MOE: Op[GroupedSpec] = Op("moe", (PALLAS_TPU, TRITON, NATIVE, XLA), grouped_axes, shareable=("rhs", "group_sizes"))
 
 
 def grouped_gemm(

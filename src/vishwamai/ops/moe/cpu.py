@@ -1,0 +1,75 @@
+"""The grouped product on the CPU: the native kernels of `cpu_grouped.isa.cc`, each group one product of its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core import ffi
+from vishwamai.core.hardware import Chip
+from vishwamai.core.op import Implementation
+from vishwamai.ops.moe.reference import sum_shared
+from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
+
+
+def why_not(spec: GroupedSpec, chip: Chip | None) -> str | None:
+    """The reason why this kernel cannot serve `spec`, or None: it serves every legal one where the module is built."""
+    del spec, chip
+    return ffi.why_not()
+
+
+def notes(spec: GroupedSpec, chip: Chip | None) -> tuple[str, ...]:
+    del chip
+    return ("float16 is computed through float32 copies",) if spec.operands.lhs.dtype == jnp.float16 else ()
+
+
+def _native(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
+def _result(operand: Any, wanted: Any) -> Any:
+    """The dtype in which the kernel writes what is wanted as `wanted`: the same where it can, else the one it computed in."""
+    if operand == jnp.float64:
+        return jnp.float64
+    return jnp.bfloat16 if wanted == jnp.bfloat16 else jnp.float32
+
+
+def _rows(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, transposed: bool, out_dtype: Any) -> jax.Array:
+    """`[B, M, N]`: the rows of each group times its matrix, `[K, N]` or, transposed, `[N, K]`."""
+    lhs, rhs = _native(lhs), _native(rhs)
+    shape = (*lhs.shape[:2], rhs.shape[2 if transposed else 3])
+    wanted = (ffi.result(shape, _result(lhs.dtype, out_dtype)),)
+    (out,) = ffi.call("vishwamai_grouped_rows", wanted, lhs, rhs, sizes, transposed=transposed)
+    return out.astype(out_dtype)
+
+
+def _weights(lhs: jax.Array, dout: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
+    """`[B, G, K, N]`: the rows of each group, transposed, times the cotangent of its part of the result."""
+    lhs, dout = _native(lhs), _native(dout)
+    shape = (lhs.shape[0], sizes.shape[1], lhs.shape[2], dout.shape[2])
+    wanted = (ffi.result(shape, _result(lhs.dtype, out_dtype)),)
+    (out,) = ffi.call("vishwamai_grouped_weights", wanted, lhs, dout, sizes)
+    return out.astype(out_dtype)
+
+
+def forward(spec: GroupedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+    del config, residuals  # nothing to configure; the backward pass needs the operands alone
+    lhs, rhs, sizes = operands
+    return Outputs(_rows(lhs, rhs, sizes, False, spec.out_dtype)), None
+
+
+def backward(
+    spec: GroupedSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
+) -> Operands:
+    del config, outputs, residuals
+    lhs, rhs, sizes = operands
+    dout = cotangents.out.astype(lhs.dtype)
+    d_lhs = _rows(dout, rhs, sizes, True, lhs.dtype)
+    shared = rhs.shape[0] != spec.batch  # then a sum over the batch follows, in the wider dtype
+    d_rhs = _weights(lhs, dout, sizes, spec.accumulator if shared else rhs.dtype)
+    return Operands(d_lhs, sum_shared(d_rhs, rhs), None)
+
+
+NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)
