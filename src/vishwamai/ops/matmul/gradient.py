@@ -90,9 +90,7 @@ def backward(
     wants_sum = (scale_a is not None and dscale_a is None) or (scale_b is not None and dscale_b is None)
     if wants_sum:
         k_of_a, k_of_b = 1 if spec.transpose_a else 2, 2 if spec.transpose_b else 1
-        total = product("forward", a, b, k_of_a, k_of_b, joint_groups(a, b), spec.accumulator).astype(
-            wide
-        )  # [G, M, N]
+        total = product("forward", a, b, k_of_a, k_of_b, joint_groups(a, b), spec.accumulator).astype(wide)  # [G, M, N]
         if scale_a is not None and dscale_a is None:
             dscale_a = jnp.sum(dz_b * total, axis=2)
         if scale_b is not None and dscale_b is None:
