@@ -190,7 +190,7 @@ def launch_jax(how: gpu.Launch, inputs: dict[str, Any], outputs: dict[str, gpu.R
     def on_host(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
         copies = [from_numpy(np.asarray(x)) for x in arrays]
         given = dict(zip(traced, copies[: len(traced)], strict=True))
-        tensors = {name: given.get(name, x) for name, x in inputs.items()}
+        tensors: dict[str, Any] = {name: given.get(name, x) for name, x in inputs.items()}
         begun = dict(zip(starts, copies[len(traced) :], strict=True))
         started = {name: dataclasses.replace(out, start=begun.get(name)) for name, out in outputs.items()}
         results = launch_torch(how, tensors, started)
