@@ -24,6 +24,13 @@ def why_not(spec: ActivationSpec, chip: Chip | None) -> str | None:
     return ffi.why_not()
 
 
+def notes(spec: ActivationSpec, chip: Chip | None) -> tuple[str, ...]:
+    del chip
+    if spec.activation != "relu2" or spec.operands.x.dtype.name != "float32" or spec.rate:
+        return ()
+    return ("XLA's own fusion of relu2 in float32 is as fast (0.9 to 1.1 times, see docs/performance.md)",)
+
+
 def _call(spec: ActivationSpec, operands: Operands, dy: Any) -> Any:
     """y, or dx where `dy` is given, of x's shape."""
     x = operands.x
@@ -57,4 +64,4 @@ def backward(
     return Operands(_call(spec, operands, cotangents.y), None, None, None)
 
 
-NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not)
+NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)
