@@ -271,25 +271,25 @@ def _shardy_rule(
                 mapping.append(CompoundFactor(f"f{name}", rest))
         mappings.append(ArrayMapping(*mapping))
     count = len(argument_shapes)
-    present = set().union(*map(_flat, mappings))
+    # In the order of their first use, which Shardy numbers them by: it takes no other.
+    present = list(dict.fromkeys(factor for mapping in mappings for factor in _flat(mapping)))
     inferred = {dim for mapping in mappings for dim in mapping if isinstance(dim, str)}
+    splittable = {f"f{name}" for name in axes.splittable}
     reduced = tuple(
-        f"f{name}"
-        for name in sorted(axes.splittable)
-        if f"f{name}" in present and not any(f"f{name}" in _flat(m) for m in mappings[count:])
+        name for name in present if name in splittable and not any(name in _flat(m) for m in mappings[count:])
     )
     factor_sizes: dict[str, Any] = {name: size for name, size in sizes.items() if name not in inferred}
     return SdyShardingRule(
         tuple(mappings[:count]),
         tuple(mappings[count:]),
         reduction_factors=reduced,
-        need_replication_factors=tuple(name for name in whole if name in present),
+        need_replication_factors=tuple(name for name in present if name in whole),
         **factor_sizes,
     )
 
 
-def _flat(mapping: Any) -> set[str]:
-    return {factor for dim in mapping for factor in ((dim,) if isinstance(dim, str) else dim)}
+def _flat(mapping: Any) -> list[str]:
+    return [factor for dim in mapping for factor in ((dim,) if isinstance(dim, str) else dim)]
 
 
 def _explicit_mesh(arrays: Any) -> Any | None:
