@@ -20,7 +20,6 @@ from jax import lax
 
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
-from vishwamai.core.pallas import round_up
 from vishwamai.core.precision import lax_precision
 from vishwamai.core.sharding import match_varying
 from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
@@ -28,7 +27,7 @@ from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
 LOWEST = -1e30
 """Where a running maximum starts: finite, so that a logit of -inf gives exp(-inf) = 0 and never exp(-inf + inf)."""
 
-_PARTS = 40
+_PARTS = 48
 """Parts of the vocabulary to aim at: the logits of one, its gradient and x's together take about a twentieth of all logits and their gradient."""
 
 
@@ -46,12 +45,12 @@ class ChunkedLossConfig:
 
 
 def part_of_vocabulary(vocab: int, multiple: int = 128) -> int:
-    """Words to take at a time: about a fortieth of the vocabulary, but enough for a product."""
-    return round_up(min(max(-(-vocab // _PARTS), 512), 8192), multiple)
+    """Words to take at a time, a multiple of `multiple`: no more than a part of the vocabulary, but enough for a product."""
+    return max(min(max(vocab // _PARTS, 512), 8192) // multiple, 1) * multiple
 
 
 def heuristic(spec: LossSpec, chip: Chip | None) -> ChunkedLossConfig:
-    """A fortieth of the vocabulary; of 512 to 8192 words."""
+    """A part of the vocabulary; of 512 to 8192 words."""
     del chip
     return ChunkedLossConfig(min(part_of_vocabulary(spec.vocab), spec.vocab))
 
