@@ -163,7 +163,12 @@ def test_explain_says_why_there_is_no_kernel():
     for call in (gelu, silu, relu2, lambda x: fused_gelu_dropout(x, key=jax.random.key(0))):
         (found,) = explain(call, x, target="v5e").calls
         (verdict,) = [verdict for verdict in found.verdicts if verdict.implementation == found.runs]
-        assert found.runs == "xla" and verdict.runs and "XLA's own fusion is as fast" in verdict.reason and "%" in verdict.reason
+        assert (
+            found.runs == "xla"
+            and verdict.runs
+            and "XLA's own fusion is as fast" in verdict.reason
+            and "%" in verdict.reason
+        )
 
 
 def test_strict_mode_takes_what_has_no_kernel():
