@@ -84,7 +84,10 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=120)
     (archive,) = folder.glob("vishwamai-*.tar.gz")
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
+        if hasattr(tarfile, "data_filter"):  # from Python 3.11.4 on
+            tar.extractall(folder, filter="data")
+        else:
+            tar.extractall(folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 
