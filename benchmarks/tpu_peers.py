@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -103,28 +103,39 @@ def _masked(shape: Shape, masks: Any) -> Any:
     return masks.CausalMask(size) if shape.causal else masks.FullMask(size)
 
 
+def _splash(
+    shape: Shape, name: str, masks: Any, make: Callable[..., Any], choices: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """A splash attention with each choice of tiles; `make(mask, blocks)` makes its kernel. The scale is the caller's to apply."""
+    for block_q, block_kv, compute in choices:
+        blocks = {
+            "block_q": block_q,
+            "block_kv": block_kv,
+            "block_kv_compute": compute,
+            "block_q_dkv": block_q,
+            "block_kv_dkv": block_kv,
+            "block_kv_dkv_compute": compute,
+        }
+
+        def call(q: Any, k: Any, v: Any, blocks: dict[str, int] = blocks) -> Any:
+            attend = make(_masked(shape, masks), blocks)
+            return jax.vmap(attend)(q * jnp.asarray(1 / math.sqrt(shape.dim), q.dtype), k, v)
+
+        yield f"{name} {block_q}/{block_kv}/{compute}", call
+
+
 def jax_splash(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """jax.experimental.pallas.ops.tpu.splash_attention, with its fused backward kernel; the scale is the caller's to apply."""
+    """jax.experimental.pallas.ops.tpu.splash_attention, with its fused backward kernel."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    for block_q, block_kv, compute in ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512)):
-        sizes = kernel.BlockSizes(
-            block_q=block_q,
-            block_kv=block_kv,
-            block_kv_compute=compute,
-            block_q_dkv=block_q,
-            block_kv_dkv=block_kv,
-            block_kv_dkv_compute=compute,
-            use_fused_bwd_kernel=True,
-        )
+    def make(mask: Any, blocks: dict[str, int]) -> Any:
+        sizes = kernel.BlockSizes(**blocks, use_fused_bwd_kernel=True)
+        heads = masks.MultiHeadMask([mask] * shape.heads)
+        return kernel.make_splash_mha(heads, head_shards=1, q_seq_shards=1, block_sizes=sizes)
 
-        def call(q: Any, k: Any, v: Any, sizes: Any = sizes) -> Any:
-            many = masks.MultiHeadMask([_masked(shape, masks)] * shape.heads)
-            attend = kernel.make_splash_mha(many, head_shards=1, q_seq_shards=1, block_sizes=sizes)
-            return jax.vmap(attend)(q * jnp.asarray(1 / math.sqrt(shape.dim), q.dtype), k, v)
-
-        yield f"jax splash {block_q}/{block_kv}/{compute}", call
+    choices = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512))
+    yield from _splash(shape, "jax splash", masks, make, choices)
 
 
 def tokamax_splash(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -134,22 +145,12 @@ def tokamax_splash(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
         from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks  # type: ignore
     except ImportError:
         return
-    for block_q, block_kv, compute in ((1024, 1024, 256), (1024, 1024, 512), (2048, 2048, 512)):
-        config = kernel.SplashConfig(
-            block_q=block_q,
-            block_kv=block_kv,
-            block_kv_compute=compute,
-            block_q_dkv=block_q,
-            block_kv_dkv=block_kv,
-            block_kv_dkv_compute=compute,
-            use_base2_exp=True,
-        )
 
-        def call(q: Any, k: Any, v: Any, config: Any = config) -> Any:
-            attend = kernel.make_splash_mha(mask=_masked(shape, masks), config=config, q_seq_shards=1)
-            return jax.vmap(attend)(q * jnp.asarray(1 / math.sqrt(shape.dim), q.dtype), k, v)
+    def make(mask: Any, blocks: dict[str, int]) -> Any:
+        config = kernel.SplashConfig(**blocks, use_base2_exp=True)
+        return kernel.make_splash_mha(mask=mask, config=config, q_seq_shards=1)
 
-        yield f"tokamax splash {block_q}/{block_kv}/{compute}", call
+    yield from _splash(shape, "tokamax splash", masks, make, ((1024, 1024, 256), (1024, 1024, 512), (2048, 2048, 512)))
 
 
 PEERS = (jax_flash, jax_splash, tokamax_splash)
