@@ -89,7 +89,7 @@ def triples() -> list[Any]:
     """op x implementation x contract case, as pytest parameters: all implementations of a case in a row, the reference first.
 
     So a case's oracle and reference are computed once, and remembered while its other implementations are compared with them. A simulated kernel is slow:
-    one case in three runs by default, the others are `long`.
+    one case in four runs by default, the others are `long`.
     """
     return [
         pytest.param(
@@ -97,7 +97,7 @@ def triples() -> list[Any]:
             impl,
             case,
             id=f"{op.op.name}-{label(case)}-{impl.name}",
-            marks=one_in(3, index) if impl.platform in ("tpu", "cuda") else (),
+            marks=one_in(4, index) if impl.platform in ("tpu", "cuda") else (),
         )
         for op in OPERATIONS.values()
         for index, case in enumerate(op.cases)
