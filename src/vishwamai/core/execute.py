@@ -163,6 +163,16 @@ def _dispatch(plan: Plan, direction: str, *arguments: Any) -> Any:
 
 
 def _dispatch_now(plan: Plan, direction: str, *arguments: Any) -> Any:
+    if sharding.on_explicit_axes(arguments):
+        # A vmap over an explicit mesh axis: the public function, inside it, could not see that axis, and the folded batch lives on it.
+        default = next(choice for choice in plan.choices if choice.platform is None)
+        results = jax.eval_shape(_run(plan, default, direction), *arguments)
+        axes = plan.op.axes(plan.spec, arguments, results)
+
+        def local(*shards: Any) -> Any:
+            return _dispatch_now(_replan(plan, shards[0]), direction, *shards)
+
+        return sharding.follow_explicit_axes(local, axes, *arguments)
     branches = {choice.platform: _branch(plan, choice, direction, arguments) for choice in plan.choices}
     default = branches.pop(None)
     branches = {platform: branch for platform, branch in branches.items() if platform is not None}
@@ -171,17 +181,22 @@ def _dispatch_now(plan: Plan, direction: str, *arguments: Any) -> Any:
     return jax.lax.platform_dependent(*arguments, default=default, **branches)
 
 
-def _branch(plan: Plan, choice: Choice, direction: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+def _run(plan: Plan, choice: Choice, direction: str) -> Callable[..., Any]:
     impl = choice.implementation
 
-    @functools.partial(jax.jit, inline=True)  # traced once, for the shapes below and for the call
+    @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of the results and for the call
     def run(*shard: Any) -> Any:
         spec = plan.spec.localize(shard[0])
         if direction == "backward":
             return impl.backward(spec, choice.config, *shard)
         return impl.forward(spec, choice.config, shard[0], direction == "forward_with_residuals")
 
-    if impl.platform in (None, "tpu"):
+    return run
+
+
+def _branch(plan: Plan, choice: Choice, direction: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    run = _run(plan, choice, direction)
+    if choice.implementation.platform in (None, "tpu"):
         return run  # XLA splits its own operations itself, and libtpu has no hook for ours
     results = jax.eval_shape(run, *arguments)
     return sharding.partitioned(run, plan.op.axes(plan.spec, arguments, results))

@@ -301,6 +301,15 @@ def _explicit_mesh(arrays: Any) -> Any | None:
     return None
 
 
+def on_explicit_axes(arrays: Any) -> bool:
+    """Whether some dimension of the arrays is split over an explicit mesh axis."""
+    mesh = _explicit_mesh(arrays)
+    if mesh is None:
+        return False
+    specs = [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(arrays)]
+    return any(name is not None for spec in specs for name in spec)
+
+
 def follow_explicit_axes(function: Callable[..., Any], axes: Axes, *arrays: Any) -> Any:
     """Runs `function(*arrays)`, as a `shard_map` where the arrays live on explicit mesh axes (sharding in types).
 
