@@ -7,49 +7,7 @@ of 16 bytes the tiles come by the copy engine (tensor descriptors), else by mask
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _activate(z, ACTIVATION: tl.constexpr):
-    """activation(z) of float32; the tanh is 1 - 2 / (exp(2z) + 1), which overflows to its limits."""
-    if ACTIVATION == "relu":
-        z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    elif ACTIVATION == "relu2":
-        z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        z = z * z
-    elif ACTIVATION == "silu":
-        z = z / (1.0 + tl.exp(-z))
-    elif ACTIVATION == "gelu":
-        z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        z = z * (1.0 - 1.0 / (tl.exp(2 * 0.7978845608028654 * (z + 0.044715 * z * z * z)) + 1.0))
-    elif ACTIVATION == "sigmoid":
-        z = 1.0 / (1.0 + tl.exp(-z))
-    elif ACTIVATION == "tanh":
-        z = 1.0 - 2.0 / (tl.exp(2.0 * z) + 1.0)
-    return z
-
-
-@triton.jit
-def _load(
-    pointer,
-    descriptor,
-    group,
-    stride_group,
-    row,
-    column,
-    rows,
-    columns,
-    TMA: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-):
-    """The tile `[R, C]` at (row, column) of a matrix `[rows, columns]`, zeros past its end."""
-    if TMA:
-        return descriptor.load([group, row, column]).reshape(R, C)
-    i = row + tl.arange(0, R)
-    j = column + tl.arange(0, C)
-    at = pointer + group.to(tl.int64) * stride_group + i.to(tl.int64)[:, None] * columns + j[None, :]
-    return tl.load(at, mask=(i < rows)[:, None] & (j < columns)[None, :], other=0.0)
+from vishwamai.core.gpu_kernels import activate, load_tile
 
 
 @triton.jit
@@ -90,7 +48,7 @@ def _finish(
     if pre_ptr is not None:
         tl.store(pre_ptr + at, z.to(pre_ptr.dtype.element_ty), mask=keep)
     if ACTIVATION is not None:
-        z = _activate(z.to(tl.float32), ACTIVATION)
+        z = activate(z.to(tl.float32), ACTIVATION)
     tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=keep)
 
 
@@ -178,13 +136,13 @@ def matmul(
             in_a = member if A_GROUPS > 1 else member * 0
             in_b = member if B_GROUPS > 1 else member * 0
             if TRANSPOSE_A:
-                a = _load(a_ptr, a_desc, in_a, a_stride, k, row, A_ROWS, A_COLUMNS, TMA, AR, AC).T
+                a = load_tile(a_ptr, a_desc, in_a, a_stride, k, row, A_ROWS, A_COLUMNS, TMA, AR, AC).T
             else:
-                a = _load(a_ptr, a_desc, in_a, a_stride, row, k, A_ROWS, A_COLUMNS, TMA, AR, AC)
+                a = load_tile(a_ptr, a_desc, in_a, a_stride, row, k, A_ROWS, A_COLUMNS, TMA, AR, AC)
             if TRANSPOSE_B:
-                b = _load(b_ptr, b_desc, in_b, b_stride, column, k, B_ROWS, B_COLUMNS, TMA, BR, BC).T
+                b = load_tile(b_ptr, b_desc, in_b, b_stride, column, k, B_ROWS, B_COLUMNS, TMA, BR, BC).T
             else:
-                b = _load(b_ptr, b_desc, in_b, b_stride, k, column, B_ROWS, B_COLUMNS, TMA, BR, BC)
+                b = load_tile(b_ptr, b_desc, in_b, b_stride, k, column, B_ROWS, B_COLUMNS, TMA, BR, BC)
             if COMPUTE is not None:
                 a = a.to(COMPUTE)
                 b = b.to(COMPUTE)
