@@ -6,6 +6,20 @@ A matrix is `[groups, rows, columns]`, contiguous. Tiles come by the copy engine
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x, PRECISE: tl.constexpr):
+    """tanh(x) of float32; PRECISE keeps its relative accuracy near zero too."""
+    t = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
+    if PRECISE:  # the difference above cancels near zero
+        y = x * x
+        series = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
+        t = tl.where(tl.abs(x) < 0.2, series, t)
+    return t
+
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):

@@ -19,12 +19,12 @@ from vishwamai.core.op import Implementation
 from vishwamai.ops.attention.gpu_blocks import walked, walks
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
-_FORWARD, _BACKWARD = "vishwamai.ops.attention.gpu_kernels", "vishwamai.ops.attention.gpu_kernels_backward"
-FORWARD = gpu.Kernel(_FORWARD, "forward")
-DELTA, KEY_GRADIENTS, QUERY_GRADIENTS, BIAS_GRADIENT, SINK_GRADIENT, CAST = (
-    gpu.Kernel(_BACKWARD, name)
-    for name in ("delta", "key_gradients", "query_gradients", "bias_gradient", "sink_gradient", "cast")
+_KERNELS = "vishwamai.ops.attention.gpu_kernels"
+FORWARD = gpu.Kernel(_KERNELS, "forward")
+DELTA, KEY_GRADIENTS, QUERY_GRADIENTS, CAST = (
+    gpu.Kernel(f"{_KERNELS}_backward", name) for name in ("delta", "key_gradients", "query_gradients", "cast")
 )
+BIAS_GRADIENT, SINK_GRADIENT = (gpu.Kernel(f"{_KERNELS}_dbias", name) for name in ("bias_gradient", "sink_gradient"))
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _WIDEST = 256

@@ -7,10 +7,8 @@ running maximum and sum for each token. Matrices are `[groups, rows, columns]`, 
 import triton
 import triton.language as tl
 
-from vishwamai.core.gpu_kernels import describe, grow, place
+from vishwamai.core.gpu_kernels import LN2, LOG2E, describe, grow, place
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # finite, so that a logit of -inf gives exp(-inf) = 0 and never exp(-inf + inf)
 
 

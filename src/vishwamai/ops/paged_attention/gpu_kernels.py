@@ -7,17 +7,7 @@ Splits of the keys are added as in Dao et al., "Flash-Decoding" (2023), always i
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _tanh(x, PRECISE: tl.constexpr):
-    t = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
-    if PRECISE:  # the difference above cancels near zero
-        y = x * x
-        series = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
-        t = tl.where(tl.abs(x) < 0.2, series, t)
-    return t
+from vishwamai.core.gpu_kernels import LOG2E, tanh
 
 
 @triton.jit
@@ -221,7 +211,7 @@ def attend(
             v_where = page * v_page + slot.to(tl.int64) * v_token
             v = load_rows(v_ptr, v_where, live, DV, DV_TILE).to(q.dtype)
         if SOFTCAP is not None:
-            x = SOFTCAP * LOG2E * _tanh(product * (scale * (1.0 / SOFTCAP)), PRECISE)
+            x = SOFTCAP * LOG2E * tanh(product * (scale * (1.0 / SOFTCAP)), PRECISE)
         else:
             x = product * (scale * LOG2E)
         seen = live[None, :] & (key[None, :] <= position)
