@@ -1,10 +1,11 @@
 """Small programs whose schedule can be worked out by hand, and the recording of their dumps.
 
-`python tests/aot_programs.py` compiles them (needs libtpu) and writes tests/data/aot; the tests read those, so that they need no compiler.
+`python tests/aot_programs.py [NAMES]` compiles them (needs libtpu) and writes tests/data/aot; the tests read those, so that they need no compiler.
 """
 
 import pathlib
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -60,18 +61,65 @@ def gather(table, x):
     return pl.pallas_call(gather_kernel, grid_spec=grid, out_shape=out, name="gather")(table, x)
 
 
+def turn_kernel(turn_ref, x_ref, y_ref, o_ref):
+    o_ref[...] = x_ref[...] + y_ref[...]
+
+
+def turns(total, x):
+    """A kernel that takes the places of its blocks from the counter of the loop around it, by a division and its remainder."""
+
+    def turn(n, total):
+        grid = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(TURN_STEPS,),
+            in_specs=[
+                pl.BlockSpec((64, 128), lambda g, n: (jax.lax.div(g, n[0]), 0)),
+                pl.BlockSpec((64, 128), lambda g, n: (jax.lax.rem(g, n[0]), 0)),
+            ],
+            out_specs=pl.BlockSpec((64, 128), lambda g, n: (g, 0)),
+        )
+        out = jax.ShapeDtypeStruct(total.shape, total.dtype)
+        return total + pl.pallas_call(turn_kernel, grid_spec=grid, out_shape=out, name="turn")(n.reshape(1), x, x)
+
+    return jax.lax.fori_loop(1, 1 + TURNS, turn, total)
+
+
+def double_kernel(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+
+def chain(x):
+    """Two kernels: the second reads the first's result, which the compiler keeps in VMEM and copies out beside it."""
+
+    def double(x, name):
+        block = pl.BlockSpec((256, 1024), lambda i: (i, 0))
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        grid = (x.shape[0] // 256,)
+        return pl.pallas_call(double_kernel, grid=grid, in_specs=[block], out_specs=block, out_shape=out, name=name)(x)
+
+    y = double(x, "first")
+    return y, double(y, "second")
+
+
+TURNS, TURN_STEPS = 3, 6
 PROGRAMS = {
+    # x does not fit in VMEM, so that its blocks are copied
+    "turns": (turns, [jax.ShapeDtypeStruct((rows, 128), jnp.float32) for rows in (64 * TURN_STEPS, 1 << 19)]),
+    "chain": (chain, (jax.ShapeDtypeStruct((16384, 1024), BF16),)),
     "matmul": (matmul, (jax.ShapeDtypeStruct((512, 1024), BF16), jax.ShapeDtypeStruct((1024, 256), BF16))),
     "gather": (gather, (TABLE, jax.ShapeDtypeStruct((64 * 4, 128), jnp.float32))),
 }
-RECORDINGS = [*(("matmul", target) for target in ("v4", "v5e", "v5p", "v6e", "tpu7x")), ("gather", "v5e")]
+RECORDINGS = [*(("matmul", target) for target in ("v4", "v5e", "v5p", "v6e", "tpu7x"))]
+RECORDINGS += [("gather", "v5e"), ("turns", "v5e"), ("chain", "v5e")]
 
 
-def record():
-    """Compiles every program anew and keeps the dumps of the named chips."""
+def record(names=()):
+    """Compiles the named programs, or all, anew and keeps their dumps."""
     from vishwamai.aot import dump
 
     for name, target in RECORDINGS:
+        if names and name not in names:
+            continue
         fn, args = PROGRAMS[name]
         job = dump.prepare(fn, args, {}, target)
         dump.dump(job)
@@ -85,4 +133,4 @@ def record():
 
 
 if __name__ == "__main__":
-    record()
+    record(sys.argv[1:])

@@ -285,7 +285,6 @@ def test_predicated_off_instructions_keep_the_old_value():
         ("sand.u32", 12, 10, 8),
         ("scmp.lt.s32.totalorder", 0xFFFFFFFF, 3, True),
         ("scmp.lt.u32.totalorder", 0xFFFFFFFF, 3, False),
-        ("sdivrem.u32", 17, 5, 3),
         ("sc.u32", 0xFFFFFFFF, 1, True),
     ],
 )
@@ -294,6 +293,31 @@ def test_arithmetic(op, a, b, expected):
     text = f"0 : {{ %{kind}1_{kind}0 = {op} {a}, {b} }}\n0x1 : {{ %2 = sst [smem:[#allocation0]], %{kind}1_{kind}0 }}"
     machine, _ = finish(text)
     assert machine.memory[machine.symbol("#allocation0@kernel")] == expected
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [("kDivAndRem", [3, 2, None]), ("kRem", [2, None, None])])
+def test_divisions_are_popped_quotient_first(wanted, expected):
+    pops = "".join(
+        f"{1 + i:#x} : {{ %s{i}_s{i} = spop.drf %9 }}\n{8 + i:#x} : {{ %2{i} = sst [smem:[#allocation{i}]], %s{i}_s{i} }}\n"
+        for i in range(3)
+    )
+    machine, _ = finish(f"0 : {{ %9 = sdivrem.u32 17, 5 /* {wanted} */ }}\n{pops}")
+    assert [machine.memory[machine.symbol(f"#allocation{i}@kernel")] for i in range(3)] == expected
+
+
+def test_a_called_program_gets_the_scalars_of_its_caller():
+    called = []
+    text = "0 : { %s1_s0 = smov 7 }\n0x1 : { %2 = inlined_call %s1_s0, 5 /* %inner = custom-call(%x) */ }"
+    run(program(text), Machine(chip("v5e")), {}, lambda name, arguments: called.append((name, arguments)))
+    assert called == [("inner", [7, 5])]
+    inner = """
+0   : { %s1_s0 = inlined_call_operand.<no memory space> [shape: s32[1], index: 1, kind: input] }
+0x1 : { %2 = sst [smem:[#allocation3]], %s1_s0 }
+"""
+    for known, arguments, expected in (({}, [7, 5], 5), ({1: np.array([9])}, [7, 5], 5), ({1: np.array([9])}, [], 9)):
+        machine = Machine(chip("v5e"))
+        run(program(inner), machine, known, None, arguments)
+        assert machine.memory[machine.symbol("#allocation3@kernel")] == expected
 
 
 def test_what_only_the_device_knows_is_unknown_and_said():

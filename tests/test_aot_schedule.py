@@ -76,6 +76,27 @@ def test_known_tables_are_followed():
     assert any("depends on data" in what for what in blind.unknown)
 
 
+def test_a_kernel_that_takes_its_place_from_a_loop_and_a_division_is_followed():
+    found = recorded("turns", "v5e")
+    assert not found.unknown
+    turn = next(program for program in found.programs if program.name.startswith("turn."))
+    assert turn.calls == programs.TURNS
+    assert found.looped
+    turns = [(n, np.arange(programs.TURN_STEPS)) for n in range(1, 1 + programs.TURNS)]
+    fetched = sum(1 + np.count_nonzero(np.diff(places)) for n, g in turns for places in (g // n, g % n))
+    assert turn.hbm_bytes == fetched * 64 * 128 * 4
+
+
+def test_an_operand_that_stays_on_the_chip_is_not_read_again():
+    """Each pass alone reads and writes 32 MiB; the second reads the first's result where it lies, while that is copied out."""
+    found = recorded("chain", "v5e")
+    one = 16384 * 1024 * 2
+    moved = {program.name.partition(".")[0]: program.hbm_bytes for program in found.programs}
+    assert (moved["first"], moved["second"], moved["TLP"] - moved["TLP"] % one) == (one, one, one)
+    assert not found.looped
+    assert found.dma_wait + found.cycles > 3 * one / (chip("v5e").hbm_bandwidth * 0.9) * chip("v5e").clock
+
+
 def test_a_missing_program_is_said():
     sources = {name: s for name, s in dump.read_sources(programs.RECORDED / "gather-v5e").items() if name == "TLP"}
     assert dict(simulate(sources, chip("v5e")).unknown) == {"program gather.1 is not in the dump": 1}
@@ -99,6 +120,11 @@ def test_calls_are_told_apart_by_their_numbers():
     assert told([one, one, other]) == [one, other]  # equal calls were merged
     assert told([one, other, {0: np.array([3])}]) == [{}, {}]  # it is not clear which
     assert Simulator({"TLP": top}, chip("v5e"), {"k": [one]})._known("kernel.9") == {}
+    top = Source(
+        top.bundles.replace("0x1 :", "0x1 : >"), ""
+    )  # in a loop: XLA numbers those of another computation as it pleases
+    assert told([one, other]) == [{}, {}]
+    assert told([one, one]) == [one, one]
 
 
 def test_equal_instructions_run_the_code_of_one():

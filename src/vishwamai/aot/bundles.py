@@ -45,7 +45,7 @@ class Scalar:
 
     Attributes:
         op: the opcode; `result`: name of the value it defines, or None.
-        target: region of a branch, operand index of `operand`, name of a called program.
+        target: region of a branch, operand index of `operand`, name of a called program, what a division is popped for ("kDiv", "kRem", "kDivAndRem").
     """
 
     op: str
@@ -103,6 +103,8 @@ def _fold_comment(match: re.Match[str]) -> str:
     copied = re.fullmatch(r"\s*(\w+)-to-(\w+)\s*", text)
     if copied:
         marks.append(f"\x01copy dma.{copied[1]}_to_{copied[2]}\x02")
+    if text.strip() in ("kDiv", "kRem", "kDivAndRem"):
+        marks.append(f"\x01divide {text.strip()}\x02")
     called = re.match(r"\s*%(\S+) = ", text)
     if called:
         marks.append(f"\x01call {called[1]}\x02")
@@ -178,9 +180,12 @@ def _scalar(op: str, result: str | None, rest: str, marks: Sequence[str]) -> Sca
         space = "register" if "no memory space" in rest else op.rsplit(".", 1)[-1]
         return Scalar(f"operand.{space}", result, predicate, target=int(index[1]) if index else -1)
     if op == "inlined_call":
-        return Scalar(op, result, predicate, target=called)
+        return Scalar(op, result, predicate, tuple(_operands(rest)), called)
     if op in ("sphi", "pphi"):
         return Scalar(op, result, predicate)
+    if op.startswith("sdivrem"):
+        wanted = next((mark.split()[1] for mark in marks if mark.startswith("divide")), "kDivAndRem")
+        return Scalar(op, result, predicate, tuple(_operands(rest)), wanted)
     if op == "sld" and "core id" in marks:
         return Scalar("core id", result, predicate)
     return Scalar(op, result, predicate, tuple(_operands(rest)))

@@ -2,7 +2,8 @@
 
 Every basic block gets its true number of passes, every copy and every wait its place in time. What the scalar unit computes from values that
 only the device would know (results of vector work, memory contents) is unknown, None, and spreads; a branch on it is not taken and is counted
-in `Machine.unknown`. Values known ahead, such as scalar-prefetch tables, are put into scalar memory where the program copies them.
+in `Machine.unknown`. Values known ahead, such as scalar-prefetch tables, are put into scalar memory where the program copies them; scalars that a
+caller hands over in a register, such as the counter of the loop that a kernel is called in, are the caller's.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import numpy as np
 from vishwamai.aot.bundles import Bundle, Operand, Scalar, Utilisation, block_starts
 from vishwamai.aot.machine import MASK32, Machine
 from vishwamai.aot.mxu import Occupancy, Reservation, occupancy, product_rows
-from vishwamai.aot.scalar import ARITHMETIC, COMPARE, Value, add, logic, signed
+from vishwamai.aot.scalar import ARITHMETIC, COMPARE, Value, add, divide, logic, signed
 
 _OFF_CHIP = ("operand:hbm:", "parameter:", "relocation:")
 """Symbols of addresses in HBM."""
 
 Known = Mapping[int, np.ndarray]
 """Contents of operands, by operand index of the program."""
+Call = Callable[[str | None, Sequence[Value]], Any]
+"""Runs the program that an `inlined_call` names, with the values of its operands."""
 
 
 class Program:
@@ -54,10 +57,12 @@ class Program:
 
 
 class Run:
-    """One execution of a program on a machine. `call` runs the program that an `inlined_call` names."""
+    """One execution of a program on a machine, called with `arguments` (addresses, and scalars in registers)."""
 
-    def __init__(self, program: Program, machine: Machine, known: Known, call: Callable[[str | None], None]):
+    def __init__(self, program: Program, machine: Machine, known: Known, call: Call, arguments: Sequence[Value]):
         self.program, self.machine, self.known, self.call = program, machine, known, call
+        self.arguments = arguments
+        self.quotients: dict[str, tuple[Value, ...]] = {}  # divisions whose results have not all been popped
         self.values: dict[str, Value] = {}
         self.registers: dict[str, Value] = {}
         self.passes: collections.Counter[int] = collections.Counter()
@@ -144,7 +149,11 @@ class Run:
                 target = self._branch(pc, one, holds, target)
             elif effect == "call":
                 if holds is not False:
-                    self.call(one.scalar.target if isinstance(one.scalar.target, str) else None)
+                    name = one.scalar.target if isinstance(one.scalar.target, str) else None
+                    self.call(name, [self.evaluate(operand) for operand in one.operands])
+            elif effect == "divide":
+                a, b = (self.evaluate(operand) for operand in one.operands)
+                self.quotients[one.result] = divide(a, b, str(one.scalar.target))
             elif effect == "dma":
                 self._dma(pc, one.scalar, holds)
             elif effect == "store":
@@ -246,7 +255,8 @@ class Run:
     def _operand_value(self, space: str, index: int | str | None) -> Value:
         array = self.known.get(index) if isinstance(index, int) else None
         if space not in ("hbm", "vmem", "cmem", "smem"):  # a scalar, handed over in a register
-            return None if array is None else int(array.reshape(-1)[0]) & MASK32
+            given = self.arguments[index] if isinstance(index, int) and index < len(self.arguments) else None
+            return given if given is not None or array is None else int(array.reshape(-1)[0]) & MASK32
         address = self.machine.symbol(f"operand:{space}:{self.program.name}:{index}")
         if space == "smem":
             self._fill(address, array)
@@ -271,8 +281,11 @@ class Run:
         if head == "sld":
             address = self.evaluate(operands[0])
             return None if address is None else self.machine.memory.get(address)
-        if head == "spop":
-            return None  # from the vector unit
+        if head == "spop":  # of a division, quotient first; or from the vector unit
+            division = str(operands[0].value)
+            value, *rest = self.quotients.get(division, ()) or (None,)
+            self.quotients[division] = tuple(rest)
+            return value
         a = self.evaluate(operands[0])
         b = self.evaluate(operands[1]) if count > 1 else None
         if head == "pneg":
@@ -334,6 +347,8 @@ class _Instruction:
             self.effect = "branch"
         elif scalar.op == "inlined_call":
             self.effect = "call"
+        elif self.head == "sdivrem":
+            self.effect = "divide"
         elif scalar.op.startswith("dma."):
             self.effect = "dma"
         elif scalar.op == "sst":
@@ -375,7 +390,11 @@ def smem_words(array: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def run(
-    program: Program, machine: Machine, known: Known | None = None, call: Callable[[str | None], Any] | None = None
+    program: Program,
+    machine: Machine,
+    known: Known | None = None,
+    call: Call | None = None,
+    arguments: Sequence[Value] = (),
 ) -> collections.Counter[int]:
     """Runs `program` on `machine`; returns the passes of its blocks. Calls to other programs go to `call`, which is ignored where None."""
-    return Run(program, machine, known or {}, call or (lambda name: None)).run()
+    return Run(program, machine, known or {}, call or (lambda name, arguments: None), arguments).run()

@@ -38,11 +38,21 @@ ARITHMETIC: dict[str, Callable[[int, int], Value]] = {
     "sand": lambda a, b: a & b,
     "sor": lambda a, b: a | b,
     "sxor": lambda a, b: a ^ b,
-    "sdivrem": lambda a, b: (a // b) & MASK32 if b else 0,
-    "sdiv": lambda a, b: (a // b) & MASK32 if b else 0,
-    "srem": lambda a, b: (a % b) & MASK32 if b else 0,
     "sc": lambda a, b: (a + b) >> 32 != 0 if a < POINTER and b < POINTER else None,  # carry of an unsigned sum
 }
+
+
+def divide(a: Value, b: Value, wanted: str) -> tuple[Value, ...]:
+    """What a division of unsigned numbers leaves to be popped, in order: `wanted` is "kDiv", "kRem" or "kDivAndRem".
+
+    Example:
+        >>> divide(17, 5, "kDivAndRem"), divide(17, 5, "kRem"), divide(None, 5, "kDiv")
+        ((3, 2), (2,), (None,))
+    """
+    both: tuple[Value, Value] = (None, None) if a is None or not b else divmod(a, b)
+    return {"kDiv": both[:1], "kRem": both[1:], "kDivAndRem": both}[wanted]
+
+
 COMPARE: dict[str, Callable[[int, int], bool]] = {
     "eq": lambda a, b: a == b,
     "ne": lambda a, b: a != b,

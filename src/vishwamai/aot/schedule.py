@@ -228,7 +228,8 @@ def _schedule(case: Case, job: Job, found: Dump) -> Schedule:
     counted = found.cost.get("flops") or 0.0
     if case.flops is not None:
         flops, source = case.flops, "given"
-    elif counted >= 0.25 * issued:  # less, and a kernel without a cost estimate hides from the compiler's count
+    elif counted >= 0.25 * issued and not simulation.looped:
+        # Less, and a kernel without a cost estimate hides from the compiler's count, which takes a loop's body once.
         flops, source = counted, "counted by the compiler"
     else:
         flops, source = issued, "as issued to the matrix units, padding included"

@@ -13,6 +13,7 @@ from vishwamai.aot.bundles import UNITS, parse, parse_utilisation
 from vishwamai.aot.interpret import Known, Program, run
 from vishwamai.aot.machine import Machine, Model
 from vishwamai.aot.mxu import RESERVATIONS
+from vishwamai.aot.scalar import Value
 from vishwamai.core.hardware import Chip
 
 TOP = "TLP"
@@ -98,7 +99,7 @@ class Simulation:
     """What a whole executable took on its slowest core.
 
     `core_cycles`: each core's total; `hbm_bytes`: of all cores; `flops`: through the matrix units of all cores, by kind of operand;
-    `unknown`: what had to be guessed, with counts.
+    `looped`: whether the top level calls its programs in a loop; `unknown`: what had to be guessed, with counts.
     """
 
     chip: Chip
@@ -110,6 +111,7 @@ class Simulation:
     hbm_bytes: int
     flops: Mapping[str, float]
     programs: tuple[ProgramTime, ...]
+    looped: bool
     unknown: Mapping[str, int]
 
     @property
@@ -138,14 +140,22 @@ def _one_each(known: Sequence[Known], calls: int) -> Sequence[Known]:
     return known if len(known) == calls else distinct if len(distinct) == calls else ()
 
 
+_CUSTOM_CALL = re.compile(r":\s*(>*)\s*\{[^\n]*/\* %([\w.\-]+) = custom-call\(")
+
+
 def _calls(sources: Mapping[str, Source]) -> dict[str, list[str]]:
-    """The custom calls of the top-level program by kernel, in the order of their numbers."""
-    found: dict[str, set[str]] = collections.defaultdict(set)
+    """The custom calls of the top-level program by kernel, in the order of their numbers.
+
+    Where some lie deeper in loops than others (the dump marks a loop's bundles by ">"), their numbers say nothing of the order, and their kernel is
+    left out.
+    """
+    found: dict[str, dict[str, str]] = collections.defaultdict(dict)
     top = sources.get(TOP)
-    for name in re.findall(r"/\* %([\w.\-]+) = custom-call\(", top.bundles) if top else ():
+    for depth, name in _CUSTOM_CALL.findall(top.bundles) if top else ():
         base, _, number = name.rpartition(".")
-        found[base if number.isdigit() else name].add(name)
-    return {base: sorted(names, key=lambda name: (len(name), name)) for base, names in found.items()}
+        found[base if number.isdigit() else name][name] = depth
+    same = {base: names for base, names in found.items() if len(set(names.values())) == 1}
+    return {base: sorted(names, key=lambda name: (len(name), name)) for base, names in same.items()}
 
 
 class _Tally:
@@ -200,19 +210,23 @@ class Simulator:
         """What is known of the operands of a call: XLA numbers the calls of a kernel in the order of the program."""
         base, _, number = called.rpartition(".")
         base = base if number.isdigit() else called
-        same = self._calls.get(base, [called])
+        same = self._calls.get(base, ())
         for kernel, calls in self.known.items():
-            if re.sub(r"[^\w.\-]", "_", kernel) == base and called in same:
-                found = _one_each(calls, len(same))
-                return found[same.index(called)] if found else {}
+            if re.sub(r"[^\w.\-]", "_", kernel) == base:
+                found = _one_each(calls, len(same) or len(calls))
+                if called in same:
+                    return found[same.index(called)] if found else {}
+                return found[0] if found and all(one is found[0] for one in found) else {}
         unnamed = self.known.get("*", ())
         return unnamed[0] if len(unnamed) == 1 else {}
 
-    def _core(self, core: int) -> tuple[Machine, dict[str, _Tally]]:
+    def _core(self, core: int) -> tuple[Machine, dict[str, _Tally], int]:
+        """The core after its run, the sums of each program, and how often the instruction that was called most was."""
         machine = Machine(self.chip, core, self.model)
         tallies: dict[str, _Tally] = {}
+        calls: collections.Counter[str] = collections.Counter()
 
-        def call(name: str | None) -> None:
+        def call(name: str | None, arguments: Sequence[Value] = ()) -> None:
             called, name = name or "", self._program_of(name)
             if name is None or name not in self.sources:
                 if not str(name).startswith("<late"):
@@ -220,9 +234,10 @@ class Simulator:
                 return
             if name.startswith("<late"):
                 return
+            calls[called] += 1
             tally = tallies.setdefault(name, _Tally())
             before = machine.now, machine.dma_wait, machine.mxu_stall, machine.hbm_bytes
-            passes = run(self.program(name), machine, self._known(called), call)
+            passes = run(self.program(name), machine, self._known(called), call, arguments)
             tally.calls += 1
             tally.cycles += machine.now - before[0]
             tally.dma_wait += machine.dma_wait - before[1]
@@ -242,12 +257,12 @@ class Simulator:
         else:
             for name in self.sources:
                 call(name)
-        return machine, tallies
+        return machine, tallies, max(calls.values(), default=0)
 
     def simulate(self) -> Simulation:
         """Runs every core of one jax device; the slowest counts."""
         results = [self._core(core) for core in range(self.chip.cores_per_device)]
-        machine, tallies = max(results, key=lambda result: result[0].now)
+        machine, tallies, calls = max(results, key=lambda result: result[0].now)
         programs = tuple(self._report(name, tally) for name, tally in tallies.items())
         return Simulation(
             chip=self.chip,
@@ -257,8 +272,9 @@ class Simulator:
             matrix_stall=machine.mxu_stall,
             matrix=sum(program.matrix for program in programs),
             hbm_bytes=sum(result[0].hbm_bytes for result in results),
-            flops=_total(self._flops(name, tally) for _, found in results for name, tally in found.items()),
+            flops=_total(self._flops(name, tally) for _, found, _ in results for name, tally in found.items()),
             programs=programs,
+            looped=calls > 1,
             unknown=dict(machine.unknown),
         )
 

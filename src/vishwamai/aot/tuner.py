@@ -9,15 +9,15 @@ over, so that an interrupted run goes on where it was.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from vishwamai.aot import libtpu, schedule
+from vishwamai.aot import libtpu, schedule, tables
 from vishwamai.aot.compile import tracing_for
 from vishwamai.core import tuning
 from vishwamai.core.cases import Case
@@ -26,15 +26,15 @@ from vishwamai.core.errors import KernelError, VishwamaiError
 from vishwamai.core.hardware import Chip, chip
 from vishwamai.core.op import Plan, record_plans
 
-__all__ = ["Outcome", "neighbours", "tune", "tune_case"]
+__all__ = ["Outcome", "Search", "neighbours", "tune", "tune_case"]
 
 ENOUGH = 0.95
 """Efficiency from which the search stops."""
 MARGIN = 0.99
 """A config has to take less than this share of the best one's time to replace it: less is within what the estimate can tell."""
 _BACKWARD = "backward_"
-_NO_TILES = ("vmem_bytes", "buffers")
-"""Ends of the names of integers that are no tiles: plans of memory, and counts of buffers, of which the compiler takes one or two."""
+_NO_TILES = ("vmem_bytes", "buffers", "cores")
+"""Ends of the names of integers that are no tiles: plans of memory, counts of buffers, of which the compiler takes one or two, and the chip's cores."""
 _VMEM = _NO_TILES[0]
 _UNLIMITED = 1 << 20
 
@@ -45,7 +45,7 @@ class Outcome:
 
     Attributes:
         op, implementation, key: where the table keeps it; `case`: its name; `target`: the chip.
-        config: the best config as a dictionary; `changed`: whether it differs from the heuristic's.
+        config: the best config as a dictionary; `heuristic`: the heuristic's.
         seconds, heuristic_seconds: estimates of forward and backward together; `efficiency`: of the best.
         compilations: how many programs were compiled; `refused`: configs that the compiler refused, with its reason.
     """
@@ -56,17 +56,24 @@ class Outcome:
     case: str
     target: str
     config: dict[str, Any]
-    changed: bool
+    heuristic: dict[str, Any]
     seconds: float
     heuristic_seconds: float
     efficiency: float
     compilations: int
     refused: tuple[str, ...]
 
+    @property
+    def changed(self) -> bool:
+        """Whether the best config differs from the heuristic's."""
+        return self.config != self.heuristic
+
     def entry(self) -> dict[str, Any]:
-        """What the table holds."""
+        """What the table holds; of the heuristic's config only what the best one has otherwise."""
+        other = {name: value for name, value in self.heuristic.items() if value != self.config[name]}
         return {
             "config": self.config,
+            **({"heuristic": other} if other else {}),
             "estimate_us": round(self.seconds * 1e6, 2),
             "heuristic_us": round(self.heuristic_seconds * 1e6, 2),
             "efficiency": round(self.efficiency, 3),
@@ -82,7 +89,7 @@ class _Trial:
     efficiency: float
 
 
-class _Search:
+class Search:
     """The search for one case on one chip."""
 
     def __init__(self, case: Case, target: str, budget: int, workers: int):
@@ -96,7 +103,7 @@ class _Search:
 
     def _program(self, config: Any, backward: bool) -> schedule.Case:
         case, name = self.case, self.choice.implementation.name
-        arrays = case.shapes()
+        arrays = arguments(case)
         moved = case.differentiable
 
         def forward(**values: Any) -> Any:
@@ -192,7 +199,7 @@ class _Search:
             case=self.case.name,
             target=self.target,
             config=dataclasses.asdict(config),
-            changed=config != self.choice.config,
+            heuristic=dataclasses.asdict(self.choice.config),
             seconds=best.seconds,
             heuristic_seconds=best.seconds + saved,
             efficiency=best.efficiency,
@@ -203,6 +210,13 @@ class _Search:
 
 def _short(config: Any) -> str:
     return " ".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config))
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    """The case's arrays: shapes, but values of the 32-bit integers, which steer kernels (page tables, lengths)."""
+    rng = np.random.default_rng(0)
+    given = {name: init.make(rng) for name, init in case.arrays.items() if init.dtype == "int32"}
+    return dict(case.shapes()) | given
 
 
 def _plan(case: Case, target: str) -> Plan:
@@ -261,7 +275,8 @@ def _resized(config: Any, sizes: dict[str, int], one: Chip) -> Any:
 def neighbours(config: Any, fields: Iterable[str], one: Chip) -> Iterator[Any]:
     """Configs that differ from `config` by a factor of two in one of `fields` (as `tiles` names them), or in two against one another.
 
-    Those that the config's own rules refuse (a `KernelError` of its constructor) are left out.
+    First come those that cut one axis otherwise (`block_q` against `panel_q`) and need no more memory, so that a small budget tells most. Those that
+    the config's own rules refuse (a `KernelError` of its constructor) are left out.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -272,8 +287,11 @@ def neighbours(config: Any, fields: Iterable[str], one: Chip) -> Iterator[Any]:
         [(128, 1), (128, 2), (256, 2), (512, 1)]
     """
     now, names = tiles(config), list(fields)
-    steps = [{name: now[name] * 2} for name in names] + [{name: now[name] // 2} for name in names]
-    steps += [{a: now[a] * 2, b: now[b] // 2} for a in names for b in names if a != b]
+    pairs = [(a, b) for a in names for b in names if a != b]
+    of_one_axis = [(a, b) for a, b in pairs if a.rpartition("_")[2] == b.rpartition("_")[2]]
+    steps = [{a: now[a] * 2, b: now[b] // 2} for a, b in of_one_axis]
+    steps += [{name: size} for name in reversed(names) for size in (now[name] // 2, now[name] * 2)]
+    steps += [{a: now[a] * 2, b: now[b] // 2} for a, b in pairs if (a, b) not in of_one_axis]
     for step in steps:
         if all(step.values()):
             try:
@@ -295,31 +313,7 @@ def tune_case(case: Case, target: str, budget: int = 24, workers: int = 1) -> Ou
         DeviceError: libtpu is missing.
         KernelError: the case has nothing to tune on this chip, or its heuristic config does not compile.
     """
-    return _Search(case, target, budget, workers).run()
-
-
-def table_path(directory: pathlib.Path, target: str, op: str) -> pathlib.Path:
-    """Where the table of an op and a chip lies: `<directory>/<chip>/<op>.json`."""
-    return directory / target / f"{op}.json"
-
-
-def _write(directory: pathlib.Path, outcome: Outcome) -> None:
-    path = table_path(directory, outcome.target, outcome.op)
-    table = json.loads(path.read_text()) if path.exists() else {}
-    table.setdefault(outcome.implementation, {})[outcome.key] = outcome.entry()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".fresh")
-    fresh.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    fresh.replace(path)
-
-
-def _known(directory: pathlib.Path, case: Case, target: str) -> bool:
-    """Whether a table has this case already, found with the same compiler."""
-    path = table_path(directory, target, case.op)
-    if not path.exists():
-        return False
-    entries = [entry for table in json.loads(path.read_text()).values() for entry in table.values()]
-    return any(entry.get("case") == case.name and entry.get("versions") == libtpu.versions() for entry in entries)
+    return Search(case, target, budget, workers).run()
 
 
 def tune(
@@ -353,7 +347,7 @@ def tune(
     work = [(case, target) for target in targets for case in cases]
     found: list[Outcome | KernelError] = []
     for done, (case, target) in enumerate(work, start=1):
-        if not again and _known(place, case, target):
+        if not again and tables.known(place, case, target):
             progress(done, len(work), f"{target} {case.op} {case.name}: in the table")
             continue
         try:
@@ -362,7 +356,7 @@ def tune(
             found.append(error)
             progress(done, len(work), f"{target} {case.op} {case.name}: {error}")
             continue
-        _write(place, outcome)
+        tables.write(place, target, outcome.op, outcome.implementation, outcome.key, outcome.entry())
         tuning.reload()
         found.append(outcome)
         gain = outcome.heuristic_seconds / outcome.seconds if outcome.seconds else 1.0
