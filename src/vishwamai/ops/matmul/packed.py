@@ -56,8 +56,8 @@ class Order(NamedTuple):
 
 def order(dtype: str, isa: str) -> Order:
     """The order in which the kernels of an instruction set read weights of `dtype` (one of `DTYPES`)."""
-    columns = {"amx": 32, "avx512": 32, "avx2": 16, "generic": 8}[isa]
-    if isa == "amx" and dtype != "float32":
+    columns = {"avx2": 16, "generic": 8}.get(isa, 32)
+    if isa in ("amx", "avx512_bf16") and dtype != "float32":
         return Order(dtype, 2, 16, 16, 2 if dtype == "bfloat16" else 4)
     return Order("int16", 1, 1, columns, 2) if dtype == "int8" else Order("float32", 1, 1, columns, 1)
 
@@ -99,7 +99,7 @@ def pack_weight(weight: Num[Array, "K N"], *, transpose: bool = False, isa: str 
     """Packs a weight once, for `gemm(x, packed)`; with few rows of x the product then runs at the speed of reading it.
 
     Args:
-      weight: `[K, N]`, or `[N, K]` with `transpose`: bfloat16, float32 or int8. On an instruction set without bfloat16 or int8 tiles it is stored
+      weight: `[K, N]`, or `[N, K]` with `transpose`: bfloat16, float32 or int8. On an instruction set without products of bfloat16 and int8 it is stored
         widened, to float32 or int16.
       transpose: the weight is stored with its contracted axis last.
       isa: instruction set to pack for; by default the one that this process uses ("generic" where the native module is missing).
@@ -118,9 +118,9 @@ def pack_weight(weight: Num[Array, "K N"], *, transpose: bool = False, isa: str 
             f"pack_weight: `weight` is {weight.dtype.name} of shape {weight.shape}; pass a matrix of {', '.join(DTYPES)}."
         )
     isa = isa or (ffi.isa() if ffi.why_not() is None else "generic")
-    if isa not in ("generic", "avx2", "avx512", "amx"):
+    if isa not in ffi.ISAS:
         raise ShapeError(
-            f"pack_weight: `isa` is {isa!r}; pass generic, avx2, avx512 or amx, or None for this machine's."
+            f"pack_weight: `isa` is {isa!r}; pass one of {', '.join(ffi.ISAS)}, or None for this machine's."
         )
     weight = weight.T if transpose else weight
     k, n = weight.shape

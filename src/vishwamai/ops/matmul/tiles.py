@@ -328,9 +328,7 @@ def ring_tile(spec: MatmulSpec, chip: Chip) -> tuple[int, int, int] | None:
     limit = spec.bytes_moved / chip.hbm_bandwidth > spec.flops / chip.peak(spec.compute_dtype.name)
     few = spec.groups == 1 and spec.m <= _RING_ROWS and not spec.transpose_a and not spec.blocked[0]
     item = bits(o.b.dtype) / 8
-    # By the schedule (docs/performance.md): two cores to a device gain nothing, nor does a weight of 16 bits before TPU7x.
-    gains = not chip.megacore and (item < 2 or chip.generation >= 7)
-    if not limit or not few or not gains or spec.n % 128 or spec.k % 128:
+    if not limit or not few or spec.n % 128 or spec.k % 128:
         return None
     granule = max(128, _granule(spec, "forward", 1))
     depths = [d for d in range(granule, spec.k + 1, granule) if spec.k % d == 0] + [spec.k]

@@ -2,7 +2,8 @@
 
 The usual pipeline of a grid holds two blocks and begins one transfer a step; between the end of one and the beginning of the next the memory idles. Here
 `b` stays in HBM and the kernel keeps several tiles on their way into a ring of buffers, while everything else (the rows of `a`, bias, scales) lies in
-VMEM for the whole product. On chips with two cores to a device each takes half of the columns.
+VMEM for the whole product. Nothing goes through the grid's own blocks: it would wait for the rows before the first tile is asked for, and for a result one
+step after its store began, behind every tile on its way. On chips with two cores to a device each takes half of the columns.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def product(
     bn, bk, cores, ring = config.block_n, config.block_k, config.cores, config.ring
     steps, columns = k // bk, n // bn // cores
     turns = columns * steps
-    # A store queues behind the tiles that are on their way, so a result waits for a few more and is stored with them.
+    # A store is a transfer among the tiles', so a few results are stored together; they are awaited when their buffer is needed again.
     share = max(c for c in range(1, columns + 1) if columns % c == 0 and (c <= _SHARE or c == 1))
+    stores = columns // share
     reading = (Operand(jnp.dtype(lhs.dtype)), describe(rhs, bk))
     how = reading[1]
     tile = (bk, bn) if rhs_axis == 1 else (bn, bk)
@@ -75,8 +77,10 @@ def product(
         scale_tile[how.k_axis] = pl.cdiv(bk, rhs.size) if how.direct else rhs.scales.shape[rhs.axis]
 
     resident = (stored(lhs), bias, None if scale_a is None else scale_a[:, :, None], scale_b)
+    held = [x for x in resident if x is not None]
     out = out_struct((1, m, n), out_dtype, *(x for x in (*resident, stored(rhs), scales) if x is not None))
     outs = (out, out if keep_preactivation else None)
+    results = [o for o in outs if o is not None]
     separate = steps > 1 and not (all(x is None for x in resident[1:]) and activation is None and out_dtype == total)
 
     def body(*refs: Any) -> None:
@@ -85,9 +89,13 @@ def product(
         def take(present: Any) -> Any:
             return None if present is None else next(remaining)
 
-        lhs_ref, bias_ref, scale_a_ref, scale_b_ref = map(take, resident)
+        held_hbm = [next(remaining) for _ in held]
         rhs_hbm, scales_hbm = next(remaining), take(scales)
-        out_ref, z_ref = map(take, outs)
+        outs_hbm = [next(remaining) for _ in results]
+        held_refs, held_semaphores = [next(remaining) for _ in held], next(remaining)
+        in_vmem = iter(held_refs)
+        lhs_ref, bias_ref, scale_a_ref, scale_b_ref = (None if x is None else next(in_vmem) for x in resident)
+        out_buffers, out_semaphores = [next(remaining) for _ in results], next(remaining)
         tiles_ref, tile_semaphores = next(remaining), next(remaining)
         scale_tiles, scale_semaphores = take(scales), take(scales)
         sum_ref = next(remaining) if separate else None
@@ -117,18 +125,41 @@ def product(
             for copy in copies(turn):
                 copy.start()
 
+        def store(group: Any) -> list[Any]:
+            """The transfers of the results of `share` columns."""
+            slot = lax.rem(group, 2)
+            at = pl.ds(pl.multiple_of((core * stores + group) * share * bn, share * bn), share * bn)
+            return [
+                pltpu.make_async_copy(buffer.at[slot], hbm.at[0, :, at], out_semaphores.at[i, slot])
+                for i, (buffer, hbm) in enumerate(zip(out_buffers, outs_hbm, strict=True))
+            ]
+
+        def stored_before(group: Any) -> None:
+            for copy in store(group):
+                copy.wait()
+
         @pl.when(turn == 0)
         def _() -> None:
+            loads = [
+                pltpu.make_async_copy(source.at[0] if len(source.shape) == 3 else source, ref, held_semaphores.at[i])
+                for i, (source, ref) in enumerate(zip(held_hbm, held_refs, strict=True))
+            ]
+            for copy in loads:
+                copy.start()
             for first in range(min(ring - 1, turns)):
                 begin(first)
+            for copy in loads:
+                copy.wait()
 
         pl.when(turn + ring - 1 < turns)(lambda: begin(turn + ring - 1))
+        group = lax.div(column, share)
+        pl.when((lax.rem(turn, share * steps) == 0) & (group >= 2))(lambda: stored_before(group - 2))
         for copy in copies(turn):
             copy.wait()
         slot = lax.rem(turn, ring)
         at = pl.ds(pl.multiple_of((core * columns + column) * bn, bn), bn)
-
         of_block = pl.ds(pl.multiple_of(lax.rem(column, share) * bn, bn), bn)
+        out_refs = [buffer.at[lax.rem(group, 2), :, of_block] for buffer in out_buffers]
 
         def vector(ref: Any) -> Any:
             return ref if ref is None or ref.shape[1] == 1 else ref.at[:, at]
@@ -142,8 +173,8 @@ def product(
                 vector(scale_b_ref),
                 None,
                 None if scales is None else scale_tiles.at[slot],
-                out_ref.at[:, of_block],
-                None if z_ref is None else z_ref.at[:, of_block],
+                out_refs[0],
+                out_refs[1] if keep_preactivation else None,
                 sum_ref,
             ),
             axes=(1, rhs_axis - 1),
@@ -160,38 +191,42 @@ def product(
             activation=activation,
         )
 
-    def whole(x: Any) -> Any:
-        return pl.BlockSpec((None, *x.shape[1:]) if x.ndim == 3 else x.shape, lambda *_: (0,) * x.ndim)
+        @pl.when(lax.rem(turn, share * steps) == share * steps - 1)
+        def _() -> None:
+            for copy in store(group):
+                copy.start()
 
-    scratch = [pltpu.VMEM((ring, *tile), stored(rhs).dtype), pltpu.SemaphoreType.DMA((ring,))]
+        @pl.when(turn == turns - 1)
+        def _() -> None:
+            for last in range(max(0, stores - 2), stores):
+                stored_before(last)
+
+    scratch = [pltpu.VMEM(x.shape[-2:], x.dtype) for x in held] + [pltpu.SemaphoreType.DMA((len(held),))]
+    scratch += [pltpu.VMEM((2, m, share * bn), out_dtype) for _ in results]
+    scratch += [pltpu.SemaphoreType.DMA((len(results), 2))]
+    scratch += [pltpu.VMEM((ring, *tile), stored(rhs).dtype), pltpu.SemaphoreType.DMA((ring,))]
     if scales is not None and scale_tile is not None:
         scratch += [pltpu.VMEM((ring, *scale_tile), scales.dtype), pltpu.SemaphoreType.DMA((ring,))]
-    present = [o for o in outs if o is not None]
-    stores = columns // share
-    out_spec = pl.BlockSpec(
-        (None, m, share * bn), lambda core, column, step: (0, 0, core * stores + lax.div(column, share))
-    )
     scratch += [pltpu.VMEM((m, bn), total)] if separate else []
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    results = pl.pallas_call(
+    found = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
             grid=(cores, columns, steps),
-            in_specs=[whole(x) for x in resident if x is not None] + [in_hbm] * (1 if scales is None else 2),
-            out_specs=[out_spec] * len(present),
+            in_specs=[in_hbm] * (len(held) + (1 if scales is None else 2)),
+            out_specs=[in_hbm] * len(results),
             scratch_shapes=scratch,
         ),
-        out_shape=present,
+        out_shape=results,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=config.vmem_limit_bytes
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * m * n * k,
-            bytes_accessed=sum(map(array_bytes, (rhs, *(x for x in resident if x is not None))))
-            + len(present) * m * n * jnp.dtype(out_dtype).itemsize,
+            bytes_accessed=sum(map(array_bytes, (rhs, *held))) + len(results) * m * n * jnp.dtype(out_dtype).itemsize,
             transcendentals=0 if activation in (None, "relu", "relu2") else m * n,
         ),
         name="matmul_stream",
-    )(*(x for x in resident if x is not None), *(x for x in (stored(rhs), scales) if x is not None))
-    return results[0], results[1] if keep_preactivation else None
+    )(*held, *(x for x in (stored(rhs), scales) if x is not None))
+    return found[0], found[1] if keep_preactivation else None
