@@ -53,63 +53,76 @@ void finish_row(const MatmulArgs& a, const int32_t* z, int64_t group, int64_t ro
   }
 }
 
-// Up to kSkinnyRows rows of A times a B whose rows are contiguous: bound by reading B once, so it is used where it lies.
-constexpr int64_t kSkinnyRows = 4;
+// Few rows of A times a B whose rows are contiguous, or in panels of the FmaEngine: bound by reading B once, so it is used where
+// it lies, each vector of it for all rows while it is in a register.
+constexpr int64_t kFewRows = 48;                  // of float32: as far as it beats the blocks of gemm.h
+constexpr int kRun = kVectorBytes == 64 ? 16 : 8;  // of k that a sum takes in while it is in a register
 
-template <class S, int kRows>
-void skinny_columns(const MatmulArgs& g, int64_t group, int64_t col0, int64_t n) {
-  using T = compute_t<S>;
-  constexpr int W = lanes<T>, kUnroll = 8;
-  const S* a = static_cast<const S*>(g.a) + group * g.a_group;
-  const S* b = static_cast<const S*>(g.b) + group * g.b_group + col0;
-  const int64_t stride = round_up<int64_t>(n, W);
-  Scratch scratch(Scratch::size<T>(kRows * stride));
-  T* c = scratch.take<T>(kRows * stride);
-  memset(c, 0, sizeof(T) * static_cast<size_t>(kRows * stride));
-  for (int64_t k = 0; k < g.k; k += kUnroll) {
-    const int depth = static_cast<int>(least<int64_t>(kUnroll, g.k - k));
-    T x[kRows][kUnroll] = {};
-    for (int r = 0; r < kRows; ++r)
-      for (int i = 0; i < depth; ++i) x[r][i] = convert<T>(a[r * g.a_row + (k + i) * g.a_k]);
-    const S* rows = b + k * g.b_k;
+// c[m, n], `stride` apart, += A B, for A in runs of k, [run][m][kRun], the last one filled up with zeros.  What lies `ahead`
+// elements on is asked for, a line for each row of A: all at once they would stop the loads.
+template <class S, class T>
+void multiply_few(const T* a, int m, int64_t k, const S* b, int64_t b_row, int64_t n, T* c, int64_t stride, int64_t ahead) {
+  constexpr int W = lanes<T>, R = kRun;
+  for (int64_t k0 = 0; k0 < k; k0 += R, a += m * R, b += R * b_row) {
+    const int depth = static_cast<int>(least<int64_t>(R, k - k0));
     for (int64_t j = 0; j < n; j += W) {
       const int count = static_cast<int>(least<int64_t>(W, n - j));
-      V<T> sum[kRows];
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) sum[r] = load(c + r * stride + j);
-      if (depth == kUnroll && count == W) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kUnroll; ++i) {
-          const V<T> y = load(rows + i * g.b_k + j);
-#pragma GCC unroll 4
-          for (int r = 0; r < kRows; ++r) sum[r] += y * x[r][i];
-        }
+      V<T> y[R];
+      if (depth == R && count == W) {
+#pragma GCC unroll 16
+        for (int i = 0; i < R; ++i) y[i] = load(b + i * b_row + j);
       } else {
-        for (int i = 0; i < depth; ++i) {
-          const V<T> y = load(rows + i * g.b_k + j, count);
-          for (int r = 0; r < kRows; ++r) sum[r] += y * x[r][i];
-        }
+        for (int i = 0; i < R; ++i) y[i] = i < depth ? load(b + i * b_row + j, count) : V<T>{};
       }
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) store(c + r * stride + j, sum[r]);
+      for (int r = 0; r < m; ++r) {
+        if (r < R) __builtin_prefetch(b + r * b_row + j + ahead, 0, 2);
+        V<T> sum = load(c + r * stride + j);
+#pragma GCC unroll 16
+        for (int i = 0; i < R; ++i) sum += y[i] * a[r * R + i];
+        store(c + r * stride + j, sum);
+      }
     }
   }
-  for (int r = 0; r < kRows; ++r) finish_row(g, c + r * stride, group, r, col0, n);
 }
 
 template <class S>
-void skinny(const MatmulArgs& g, const Threads& threads) {
-  const int64_t wide = 4096 / static_cast<int64_t>(sizeof(S));  // a page of a row
-  const int64_t cols = least(wide, greatest<int64_t>(64, round_up<int64_t>(ceil_div<int64_t>(g.n, 2 * threads.count), 64)));
+void few_rows(const MatmulArgs& g, const Threads& threads) {
+  using T = compute_t<S>;
+  constexpr int64_t R = kRun, kPanel = FmaEngine<T>::kCols;
+  const int64_t runs = ceil_div<int64_t>(g.k, R), m = g.m, a_elements = runs * m * R;
+  const auto pack_a = [&](int64_t group, T* to) {
+    const S* a = static_cast<const S*>(g.a) + group * g.a_group;
+    for (int64_t k = 0; k < g.k; k += R) {
+      const int64_t depth = least<int64_t>(R, g.k - k);
+      for (int64_t r = 0; r < m; ++r, to += R) {
+        const S* from = a + r * g.a_row + k * g.a_k;
+        if (depth == R && g.a_k == 1) for (int64_t i = 0; i < R; i += lanes<T>) store(to + i, load(from + i));
+        else for (int64_t i = 0; i < R; ++i) to[i] = i < depth ? convert<T>(from[i * g.a_k]) : T(0);
+      }
+    }
+  };
+  const bool own_a = g.a_group != 0;  // a task packs it for itself
+  Scratch of_all(Scratch::size<T>(own_a ? 0 : a_elements));
+  T* const shared_a = of_all.take<T>(own_a ? 0 : a_elements);
+  if (!own_a) pack_a(0, shared_a);
+  // The sums stay in the first or second cache level, and a row of B is read in runs of a page or so.
+  const int64_t most = greatest<int64_t>(128, least<int64_t>(4096 / static_cast<int64_t>(sizeof(S)), 65536 / m / static_cast<int64_t>(sizeof(T))));
+  const int64_t cols = least(round_up<int64_t>(most, 64), greatest<int64_t>(64, round_up<int64_t>(ceil_div<int64_t>(g.n, 2 * threads.count), 64)));
   const int64_t blocks = ceil_div(g.n, cols);
   parallel_for(threads, g.groups * blocks, [&](int64_t i) {
-    const int64_t group = i / blocks, col0 = i % blocks * cols, n = least(cols, g.n - col0);
-    switch (g.m) {
-      case 1: return skinny_columns<S, 1>(g, group, col0, n);
-      case 2: return skinny_columns<S, 2>(g, group, col0, n);
-      case 3: return skinny_columns<S, 3>(g, group, col0, n);
-      default: return skinny_columns<S, 4>(g, group, col0, n);
+    const int64_t group = i / blocks, col0 = i % blocks * cols, n = least(cols, g.n - col0), stride = round_up<int64_t>(n, kPanel) + 16;
+    Scratch scratch(Scratch::size<T>(m * stride) + Scratch::size<T>(own_a ? a_elements : 0));
+    T* const c = scratch.take<T>(m * stride);
+    T* const a = own_a ? scratch.take<T>(a_elements) : shared_a;
+    if (own_a) pack_a(group, a);
+    memset(c, 0, sizeof(T) * static_cast<size_t>(m * stride));
+    if (g.packed) {
+      const T* b = static_cast<const T*>(g.packed) + col0 * g.k;
+      for (int64_t j = 0; j < n; j += kPanel) multiply_few(a, static_cast<int>(m), g.k, b + j * g.k, kPanel, kPanel, c + j, stride, 2048);
+    } else {
+      multiply_few(a, static_cast<int>(m), g.k, static_cast<const S*>(g.b) + group * g.b_group + col0, g.b_k, n, c, stride, kRun * g.b_k);
     }
+    for (int64_t r = 0; r < m; ++r) finish_row(g, c + r * stride, group, r, col0, n);
   });
 }
 
@@ -134,18 +147,21 @@ void run(const MatmulArgs& g, const Threads& threads) {
 void matmul(const MatmulArgs& g, const Threads& all) {
   Threads threads = all;
   if (g.groups * g.m * g.n * greatest<int64_t>(1, g.k) < 64 * 64 * 64) threads.count = 1;  // a hand-over costs more than the product
-  const bool few_rows = !g.packed && g.m <= kSkinnyRows && g.b_col == 1 && g.k > 0;
-  if (few_rows && g.storage == Storage::f32) return skinny<float>(g, threads);
-  if (few_rows && g.storage == Storage::bf16) return skinny<bf16>(g, threads);
+  const bool as_it_lies = g.k > 0 && (g.packed || g.b_col == 1);
+  if (as_it_lies && g.storage == Storage::f32 && g.m <= kFewRows) return few_rows<float>(g, threads);
+  if (as_it_lies && !g.packed && g.storage == Storage::bf16 && g.m <= 4) return few_rows<bf16>(g, threads);
   if (g.storage == Storage::f64) return run<double, FmaEngine<double>>(g, threads);
-  if (g.storage == Storage::s8) return run<int8_t, Int8Engine>(g, threads);
-  if (g.storage == Storage::bf16) return run<bf16, HalfEngine>(g, threads);
 #if defined(__AMX_BF16__)
+  if (g.storage == Storage::s8) return run<int8_t, AmxInt8Engine>(g, threads);
+  if (g.storage == Storage::bf16) return run<bf16, AmxEngine<1>>(g, threads);
   // With few rows the product is bound by reading B, and a look at B beforehand would double that.
   if (!g.packed && g.m > 16 && splits_well(largest(static_cast<const float*>(g.a), (g.a_group ? g.groups : 1) * g.m * g.k, threads),
                               largest(static_cast<const float*>(g.b), (g.b_group ? g.groups : 1) * g.n * g.k, threads))) {
     return g.parts == 2 ? run<float, AmxEngine<2>>(g, threads) : run<float, AmxEngine<3>>(g, threads);
   }
+#else
+  if (g.storage == Storage::s8) return run<int8_t, PairEngine>(g, threads);
+  if (g.storage == Storage::bf16) return run<bf16, FmaEngine<float>>(g, threads);
 #endif
   run<float, FmaEngine<float>>(g, threads);
 }
