@@ -48,7 +48,7 @@ triton-newest: $(VENV)/.dev ## compile the Triton kernels with the newest releas
 test-long: $(VENV)/.dev ## the long tests
 	$(PY) -m pytest -n $(JOBS) -m long tests
 
-test-cpu: $(VENV)/.dev ## the contract of the native CPU kernels; VISHWAMAI_CPU_ISA=generic|avx2|avx512 forces an instruction set
+test-cpu: $(VENV)/.dev ## the contract of the native CPU kernels; VISHWAMAI_CPU_ISA=generic|avx2|avx512|avx512_bf16 forces an instruction set
 	$(PY) -m pytest -n $(JOBS) -m "not long" -k native_cpu tests/test_contract.py
 	$(PY) -m pytest -n $(JOBS) -m "not long" tests/test_cpu.py
 

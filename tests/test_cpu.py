@@ -15,7 +15,6 @@ import vishwamai
 from vishwamai.core import ffi
 from vishwamai.core.errors import DeviceError
 
-ISAS = ("generic", "avx2", "avx512", "amx")  # each contains those before it
 NATIVE: dict[str, Any] = {"implementation": "native_cpu"}
 
 needs_native = pytest.mark.skipif(ffi.why_not() is not None, reason=str(ffi.why_not()))
@@ -101,21 +100,51 @@ print("passed")
 
 @pytest.mark.long
 @needs_native
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ffi.ISAS)
 def test_every_instruction_set(isa):
     """Each path that this machine has gives right values and gradients, and scratch memory that starts as NaN never shows."""
-    if ISAS.index(isa) > ISAS.index(ffi.native().best_isa()):
+    if ffi.ISAS.index(isa) > ffi.ISAS.index(ffi.native().best_isa()):
         pytest.skip(f"this machine has no {isa}")
     result = python(EVERY_KERNEL, VISHWAMAI_CPU_ISA=isa, VISHWAMAI_CPU_POISON="1")
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["isa", isa, "passed"]
 
 
+# Products of dot instructions: int8 as far from zero as it goes, steps that are not whole, and what bfloat16 passes on.
+DOT_PRODUCTS = """
+import jax.numpy as jnp, numpy as np, vishwamai
+from vishwamai.core import ffi
+rng = np.random.default_rng(0)
+for m, k, n in ((33, 1, 5), (5, 67, 40), (300, 130, 70)):
+    a, b = (rng.choice([-128, -127, 1, 127], shape).astype(np.int8) for shape in ((m, k), (k, n)))
+    b[:, 0], a[-1] = -128, -128
+    for weight in (jnp.asarray(b), vishwamai.pack_weight(jnp.asarray(b))):
+        got = vishwamai.gemm(jnp.asarray(a), weight)
+        np.testing.assert_array_equal(got, a.astype(int) @ b.astype(int))
+    x, y = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((m, k), (k, n)))
+    true = np.asarray(x, float) @ np.asarray(y, float)
+    for weight in (y, vishwamai.pack_weight(y)):
+        np.testing.assert_allclose(vishwamai.gemm(x, weight, out_dtype="float32"), true, atol=4e-6 * np.abs(true).max(), rtol=0)
+x = x.at[7, 3].set(jnp.inf).at[250, 129].set(jnp.nan)
+bad = ~np.isfinite(np.asarray(vishwamai.gemm(x, y), np.float32)).all(1)
+print(ffi.isa(), np.flatnonzero(bad))
+"""
+
+
+@needs_native
+def test_dot_products():
+    """The set of AVX-512 with BF16 and VNNI but without tiles: int8 is exact, bfloat16 is summed in float32, and a NaN stays in its row."""
+    if ffi.ISAS.index("avx512_bf16") > ffi.ISAS.index(ffi.native().best_isa()):
+        pytest.skip("this machine has no avx512_bf16")
+    result = python(DOT_PRODUCTS, VISHWAMAI_CPU_ISA="avx512_bf16", VISHWAMAI_CPU_POISON="1")
+    assert result.stdout.split() == ["avx512_bf16", "[", "7", "250]"], result.stdout + result.stderr[-2000:]
+
+
 @needs_native
 def test_an_unknown_instruction_set_is_said():
     code = "import warnings; warnings.simplefilter('error')\nfrom vishwamai.core import ffi; ffi.isa()"
     result = python(code, VISHWAMAI_CPU_ISA="sse9")
-    assert result.returncode != 0 and "none of generic, avx2, avx512, amx" in result.stderr
+    assert result.returncode != 0 and "none of generic, avx2, avx512, avx512_bf16, amx" in result.stderr
 
 
 def test_a_missing_module_names_the_mend(monkeypatch):

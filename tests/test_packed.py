@@ -17,7 +17,7 @@ def draw(dtype: str, *shape: int) -> jax.Array:
     return jnp.asarray(rng.integers(-100, 100, shape) if dtype == "int8" else rng.standard_normal(shape), dtype)
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("isa", ffi.ISAS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 def test_every_order_unpacks_to_the_same_bits(isa, dtype):
     weight = draw(dtype, 70, 33)

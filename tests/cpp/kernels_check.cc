@@ -1,4 +1,5 @@
-// The generic kernels against plain loops in double, without Python or XLA: what `make arm64` runs under an emulator.
+// The kernels of one instruction set (-DVISHWAMAI_ISA=...) against plain loops in double, without Python or XLA: what `make arm64` runs
+// under an emulator, for the generic ones.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -117,8 +118,32 @@ void check_matmul(const Kind& kind, const Threads& threads) {
   args.a = a_bytes.data(), args.b = b_bytes.data(), args.out = out.data();
   args.a_row = k, args.a_k = 1, args.b_k = n, args.b_col = 1;
   args.activation = Activation::relu;
-  generic::matmul(args, threads);
+  VISHWAMAI_ISA::matmul(args, threads);
   compare((std::string("matmul ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+}
+
+// int8 is exact, as far from zero as it goes, whether or not k fills the instructions' steps.
+void check_int8(int64_t m, int64_t n, int64_t k, const Threads& threads) {
+  std::vector<int8_t> a(m * k), b(k * n);
+  for (auto* x : {&a, &b})
+    for (int8_t& v : *x) v = random_bits() % 3 ? static_cast<int8_t>(random_bits()) : int8_t{-128};
+  std::vector<int32_t> out(m * n);
+  MatmulArgs args{};
+  args.storage = Storage::s8, args.result = Storage::s32;
+  args.groups = 1, args.m = m, args.n = n, args.k = k;
+  args.a = a.data(), args.b = b.data(), args.out = out.data();
+  args.a_row = k, args.a_k = 1, args.b_k = n, args.b_col = 1;
+  VISHWAMAI_ISA::matmul(args, threads);
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < n; ++j) {
+      int32_t sum = 0;
+      for (int64_t l = 0; l < k; ++l) sum += a[i * k + l] * b[l * n + j];
+      if (out[i * n + j] != sum) {
+        std::printf("matmul int8 (%ld, %ld): %d, not %d  WRONG\n", long(i), long(j), out[i * n + j], sum);
+        std::exit(1);
+      }
+    }
+  std::printf("matmul int8 %ld x %ld x %ld  ok\n", long(m), long(n), long(k));
 }
 
 // Groups of 30, 0 and 5 rows, two rows without a group; then the gradient of the matrices.
@@ -139,10 +164,10 @@ void check_grouped(const Kind& kind, const Threads& threads) {
   args.storage = args.result = kind.storage;
   args.batch = 1, args.groups = groups, args.m = m, args.k = k, args.n = n;
   args.lhs = a_bytes.data(), args.rhs = b_bytes.data(), args.sizes = sizes, args.out = out.data();
-  generic::grouped_rows(args, threads);
+  VISHWAMAI_ISA::grouped_rows(args, threads);
   compare((std::string("grouped ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
   args.rhs = c_bytes.data(), args.out = out_b.data();
-  generic::grouped_weights(args, threads);
+  VISHWAMAI_ISA::grouped_weights(args, threads);
   compare((std::string("grouped weights ") + kind.name).c_str(), out_b, kind.storage, want_b, kind.tolerance);
 }
 
@@ -162,7 +187,7 @@ void check_norm(const Kind& kind, const Threads& threads) {
   args.groups = 1, args.rows = rows, args.features = features;
   args.eps = 1e-5;
   args.x = bytes.data(), args.y = y.data();
-  generic::norm_forward(args, threads);
+  VISHWAMAI_ISA::norm_forward(args, threads);
   compare((std::string("layer norm ") + kind.name).c_str(), y, kind.storage, want, kind.tolerance);
 }
 
@@ -199,7 +224,7 @@ void check_attention(const Kind& kind, int64_t q_len, const Threads& threads) {
   args.query = qb.data(), args.key = kb.data(), args.value = vb.data();
   args.keep_scale = 1;
   args.out = out.data(), args.logsumexp = lse.data();
-  (q_len == 1 ? generic::attention_decode : generic::attention_forward)(args, threads);
+  (q_len == 1 ? VISHWAMAI_ISA::attention_decode : VISHWAMAI_ISA::attention_forward)(args, threads);
   const std::string name = std::string(q_len == 1 ? "decode " : "attention ") + kind.name;
   compare(name.c_str(), out, kind.storage, want, kind.tolerance);
   compare((name + " lse").c_str(), lse, statistics, lse_want, kind.tolerance);
@@ -216,7 +241,7 @@ void check_rows(const Kind& kind, const Threads& threads) {
     for (int64_t i = 0; i < features; ++i) want[r * features + i] = std::exp(x[r * features + i]) / sum;
   }
   SoftmaxArgs softmax{kind.storage, false, rows, features, xb.data(), nullptr, out.data()};
-  generic::softmax_forward(softmax, threads);
+  VISHWAMAI_ISA::softmax_forward(softmax, threads);
   compare((std::string("softmax ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
   for (size_t i = 0; i < x.size(); ++i) {
     const double z = x[i];
@@ -226,7 +251,7 @@ void check_rows(const Kind& kind, const Threads& threads) {
   gelu.storage = kind.storage, gelu.kind = ActivationKind::gelu;
   gelu.groups = 1, gelu.rows = rows, gelu.features = features;
   gelu.x = xb.data(), gelu.dy = dyb.data(), gelu.out = out.data();
-  generic::activation_run(gelu, threads);
+  VISHWAMAI_ISA::activation_run(gelu, threads);
   compare((std::string("gelu gradient ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
 }
 
@@ -249,7 +274,7 @@ void check_rope(const Kind& kind, bool interleaved, const Threads& threads) {
   args.batch = 1, args.positions = positions, args.pairs = pairs, args.dim = dim;
   args.cos = cb.data(), args.sin = sb.data();
   args.arrays[0].heads = heads, args.arrays[0].x = xb.data(), args.arrays[0].out = out.data();
-  generic::rope_run(args, threads);
+  VISHWAMAI_ISA::rope_run(args, threads);
   compare((std::string("rope ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
 }
 
@@ -284,7 +309,7 @@ void check_paged(const Kind& kind, const Threads& threads) {
   args.keys = {pb.data(), 0, row, 2 * dim};
   args.values = {pb.data() + dim * kind.size, 0, row, 2 * dim};
   args.kv_lens = lens, args.table = table, args.starts = starts, args.count = count;
-  generic::paged_attention(args, threads);
+  VISHWAMAI_ISA::paged_attention(args, threads);
   compare((std::string("paged attention ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
 }
 
@@ -307,10 +332,10 @@ void check_gated(const Kind& kind, const Threads& threads) {
   args.groups = 1, args.m = m, args.n = n, args.k = k;
   args.x = xb.data(), args.gate = gb.data(), args.up = ub.data(), args.h = h.data();
   args.gate_sums = z.data(), args.up_sums = y.data();
-  generic::gated_forward(args, threads);
+  VISHWAMAI_ISA::gated_forward(args, threads);
   compare((std::string("gated ") + kind.name).c_str(), h, kind.storage, want, kind.tolerance);
   args.dh = db.data(), args.dx = dx.data();
-  generic::gated_input_gradient(args, threads);
+  VISHWAMAI_ISA::gated_input_gradient(args, threads);
   compare((std::string("gated dx ") + kind.name).c_str(), dx, kind.storage, dwant, kind.tolerance);
 }
 
@@ -341,12 +366,12 @@ void check_loss(const Kind& kind, const Threads& threads) {
   args.tokens = tokens, args.vocab = vocab, args.features = features;
   args.x = xb.data(), args.weight = wb.data(), args.labels = labels.data();
   args.logsumexp = lse_got.data(), args.label_logit = label_got.data();
-  generic::loss_forward(args, threads);
+  VISHWAMAI_ISA::loss_forward(args, threads);
   compare((std::string("loss lse ") + kind.name).c_str(), lse_got, sums, lse, kind.tolerance);
   compare((std::string("loss label ") + kind.name).c_str(), label_got, sums, at_label, kind.tolerance);
   args.dlogsumexp = ob.data(), args.dlabel_logit = zb.data();
   args.dx = dx.data(), args.dweight = dw.data();
-  generic::loss_backward(args, threads);
+  VISHWAMAI_ISA::loss_backward(args, threads);
   compare((std::string("loss dx ") + kind.name).c_str(), dx, kind.storage, dwant, kind.tolerance);
 }
 
@@ -371,9 +396,9 @@ void check_sparse(const Kind& kind, const Threads& threads) {
   args.groups = 1, args.m = m, args.rows = 2 * br, args.columns = 3 * bc, args.blocks = blocks, args.block_rows = br, args.block_columns = bc;
   args.dense = args.left = xb.data(), args.right = yb.data(), args.values = vb.data(), args.indices = indices;
   args.out = out.data(), args.dvalues = dvalues.data();
-  generic::sparse_product(args, threads);
+  VISHWAMAI_ISA::sparse_product(args, threads);
   compare((std::string("sparse ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
-  generic::sparse_values_gradient(args, threads);
+  VISHWAMAI_ISA::sparse_values_gradient(args, threads);
   compare((std::string("sparse dvalues ") + kind.name).c_str(), dvalues, kind.storage, dwant, kind.tolerance);
 }
 
@@ -382,6 +407,9 @@ void check_sparse(const Kind& kind, const Threads& threads) {
 int main() {
   Pool pool(2);
   const Threads threads = pool.threads(3);
+  check_int8(37, 53, 129, threads);
+  check_int8(1, 5, 3, threads);
+  check_int8(100, 40, 2100, threads);  // longer than a stretch of k
   for (const Kind& kind : kKinds) {
     check_matmul(kind, threads);
     check_grouped(kind, threads);

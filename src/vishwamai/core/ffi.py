@@ -24,6 +24,10 @@ from vishwamai.core.errors import DeviceError
 BUILD_HINT = "install a C++20 compiler (`apt-get install g++`) and run `pip install --force-reinstall --no-deps vishwamai`; in a checkout, run `make native`"
 
 
+ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
+"""The instruction sets that the kernels are compiled for, as core/cpp/isa.h numbers them: each contains those before it."""
+
+
 def _module() -> ModuleType:
     path = os.environ.get("VISHWAMAI_CPU_MODULE")
     if path is None:
@@ -71,7 +75,7 @@ def native() -> ModuleType:
 
 
 def isa() -> str:
-    """The instruction set that the kernels use here: "amx", "avx512", "avx2" or "generic"; `VISHWAMAI_CPU_ISA` forces a lesser one."""
+    """The instruction set that the kernels use here: one of `ISAS`; `VISHWAMAI_CPU_ISA` forces a lesser one."""
     return native().isa()
 
 

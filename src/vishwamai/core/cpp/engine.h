@@ -5,7 +5,9 @@
 // so transposed operands cost no copy of their own.  The engines:
 //   FmaEngine<float>, FmaEngine<double>   vector multiply-add; bfloat16 operands are widened while packing
 //   PairEngine                            int8 as pairs of int16 into int32 (vpmaddwd and its like)
+//   DotEngine, DotInt8Engine              dot products of AVX-512, in engine_dot.h
 //   AmxEngine<parts>, AmxInt8Engine       tiles of AMX, in engine_amx.h
+// HalfEngine and Int8Engine name the one of this instruction set for bfloat16 and int8.
 #pragma once
 
 #include "simd.h"
@@ -72,8 +74,67 @@ inline void transpose_into(const S* in, int64_t ldi, int rows, int columns, T* o
     for (int i = 0; i < rows; ++i) out[j * ldo + i] = convert<T>(in[i * ldi + j]);
 }
 
+// Products whose sums stay in vector registers, a few rows of A by all columns of a panel of B at a time.  An engine E says where
+// step i of the product lies (a_at, b_at; kHalf on, the other half of the columns), how far apart rows of A are (row_stride), what is
+// loaded there (broadcast, columns) and how a step is added (multiply_add); and, where sums do not start at zero, start(b, k, from).
+template <class E>
+struct InRegisters {
+  template <int R, class Element, class T>
+  static VISHWAMAI_INLINE void micro(const Element* a, int64_t lda, const Element* b, int64_t steps, T* c, int64_t ldc, bool accumulate, const V<T> from[2]) {
+    V<T> sum[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      sum[r][0] = accumulate ? load(c + r * ldc) : V<T>{};
+      sum[r][1] = accumulate ? load(c + r * ldc + lanes<T>) : V<T>{};
+      if constexpr (kStarts<Element>) sum[r][0] += from[0], sum[r][1] += from[1];
+    }
+    for (int64_t i = 0; i < steps; ++i) {
+      const auto b0 = E::columns(b + E::b_at(i)), b1 = E::columns(b + E::b_at(i) + E::kHalf);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const auto x = E::broadcast(a + r * lda + E::a_at(i));
+        sum[r][0] = E::multiply_add(sum[r][0], x, b0);
+        sum[r][1] = E::multiply_add(sum[r][1], x, b1);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      store(c + r * ldc, sum[r][0]);
+      store(c + r * ldc + lanes<T>, sum[r][1]);
+    }
+  }
+
+  // micro<count>, for a count of 1 to R.
+  template <int R, class Element, class T>
+  static VISHWAMAI_INLINE void micro_rows(int count, const Element* a, int64_t lda, const Element* b, int64_t steps, T* c, int64_t ldc, bool accumulate,
+                                          const V<T> from[2]) {
+    if constexpr (R > 0) {
+      if (count == R) return micro<R>(a, lda, b, steps, c, ldc, accumulate, from);
+      micro_rows<R - 1>(count, a, lda, b, steps, c, ldc, accumulate, from);
+    }
+  }
+
+  // C[rows, kCols] (+)= A B for the first `rows` rows of the panel.  kPassing is a hint for engines that have its use.
+  template <bool kPassing = false, class Element, class T>
+  static void product(const Element* a, int64_t lda, const Element* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate) {
+    const int64_t steps = E::steps(k), stride = E::row_stride(lda);
+    V<T> from[2] = {};
+    if constexpr (kStarts<Element>) E::start(b, k, from);
+    // In equal parts: one row alone would wait for each of its sums, and take as long as four.
+    for (int r = 0, parts = ceil_div(rows, E::kMicroRows); parts > 0; --parts) {
+      const int count = ceil_div(rows - r, parts);
+      micro_rows<E::kMicroRows>(count, a + r * stride, stride, b, steps, c + r * ldc, ldc, accumulate, from);
+      r += count;
+    }
+  }
+
+ private:
+  template <class Element>
+  static constexpr bool kStarts = requires(const Element* b, V<int32_t>* from) { E::start(b, 0, from); };
+};
+
 template <class T>
-struct FmaEngine {
+struct FmaEngine : InRegisters<FmaEngine<T>> {
   using Element = T;
   using Acc = T;
   static constexpr int kCols = 2 * lanes<T>;
@@ -151,53 +212,18 @@ struct FmaEngine {
     store(panel + row * stride + col + lanes<T>, y);
   }
 
-  template <int R>
-  static VISHWAMAI_INLINE void micro(const T* a, int64_t lda, const T* b, int64_t k, T* c, int64_t ldc, bool accumulate) {
-    V<T> sum[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      sum[r][0] = accumulate ? load(c + r * ldc) : V<T>{};
-      sum[r][1] = accumulate ? load(c + r * ldc + lanes<T>) : V<T>{};
-    }
-    for (int64_t i = 0; i < k; ++i) {
-      const V<T> b0 = load(b + i * kCols), b1 = load(b + i * kCols + lanes<T>);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const V<T> x = splat(a[r * lda + i]);
-        sum[r][0] += x * b0;
-        sum[r][1] += x * b1;
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      store(c + r * ldc, sum[r][0]);
-      store(c + r * ldc + lanes<T>, sum[r][1]);
-    }
-  }
-
-  // micro<count>, for a count of 1 to R.
-  template <int R>
-  static VISHWAMAI_INLINE void micro_rows(int count, const T* a, int64_t lda, const T* b, int64_t k, T* c, int64_t ldc, bool accumulate) {
-    if constexpr (R > 0) {
-      if (count == R) return micro<R>(a, lda, b, k, c, ldc, accumulate);
-      micro_rows<R - 1>(count, a, lda, b, k, c, ldc, accumulate);
-    }
-  }
-
-  // C[rows, kCols] (+)= A B for the first `rows` rows of the panel.  kPassing is a hint for engines that have its use.
-  template <bool kPassing = false>
-  static void product(const T* a, int64_t lda, const T* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate) {
-    // In equal parts: one row alone would wait for each of its sums, and take as long as four.
-    for (int r = 0, parts = ceil_div(rows, kMicroRows); parts > 0; --parts) {
-      const int count = ceil_div(rows - r, parts);
-      micro_rows<kMicroRows>(count, a + r * lda, lda, b, k, c + r * ldc, ldc, accumulate);
-      r += count;
-    }
-  }
+  static constexpr int64_t kHalf = lanes<T>;
+  static constexpr int64_t row_stride(int64_t lda) { return lda; }
+  static constexpr int64_t steps(int64_t k) { return k; }
+  static constexpr int64_t a_at(int64_t i) { return i; }
+  static constexpr int64_t b_at(int64_t i) { return i * kCols; }
+  static VISHWAMAI_INLINE V<T> columns(const T* p) { return load(p); }
+  static VISHWAMAI_INLINE V<T> broadcast(const T* p) { return splat(*p); }
+  static VISHWAMAI_INLINE V<T> multiply_add(V<T> sum, V<T> a, V<T> b) { return sum + a * b; }
 };
 
 // int8 x int8 -> int32.  Pairs along k are widened to int16, so that one instruction multiplies and adds both exactly.
-struct PairEngine {
+struct PairEngine : InRegisters<PairEngine> {
   using Element = int16_t;
   using Acc = int32_t;
   static constexpr int kCols = 2 * lanes<int32_t>;
@@ -237,10 +263,23 @@ struct PairEngine {
     }
   }
 
+  static constexpr int64_t kHalf = kCols;
+  static constexpr int64_t row_stride(int64_t lda) { return lda; }
+  static constexpr int64_t steps(int64_t k) { return ceil_div<int64_t>(k, 2); }
+  static constexpr int64_t a_at(int64_t i) { return 2 * i; }
+  static constexpr int64_t b_at(int64_t i) { return 2 * i * kCols; }
+  static VISHWAMAI_INLINE i32v columns(const int16_t* p) {
+    i32v pairs;
+    memcpy(&pairs, p, sizeof(pairs));
+    return pairs;
+  }
+  static VISHWAMAI_INLINE i32v broadcast(const int16_t* p) {
+    int32_t pair;
+    memcpy(&pair, p, sizeof(pair));
+    return splat(pair);
+  }
   static VISHWAMAI_INLINE i32v multiply_add(i32v sum, i32v a, i32v b) {  // a, b: pairs of int16
-#if defined(__AVX512VNNI__)
-    return (i32v)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif defined(VISHWAMAI_AVX512)
+#if defined(VISHWAMAI_AVX512)
     return sum + (i32v)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
     return sum + (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b);
@@ -251,44 +290,30 @@ struct PairEngine {
     return sum + low + (a >> 16) * (b >> 16);
 #endif
   }
-  template <int R>
-  static VISHWAMAI_INLINE void micro(const int16_t* a, int64_t lda, const int16_t* b, int64_t k, int32_t* c, int64_t ldc, bool accumulate) {
-    i32v sum[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      sum[r][0] = accumulate ? load(c + r * ldc) : i32v{};
-      sum[r][1] = accumulate ? load(c + r * ldc + lanes<int32_t>) : i32v{};
-    }
-    for (int64_t i = 0; i < k; i += 2) {
-      i32v b0, b1;
-      memcpy(&b0, b + i * kCols, sizeof(b0));
-      memcpy(&b1, b + i * kCols + kCols, sizeof(b1));
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        int32_t pair;
-        memcpy(&pair, a + r * lda + i, sizeof(pair));
-        const i32v x = splat(pair);
-        sum[r][0] = multiply_add(sum[r][0], x, b0);
-        sum[r][1] = multiply_add(sum[r][1], x, b1);
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      store(c + r * ldc, sum[r][0]);
-      store(c + r * ldc + lanes<int32_t>, sum[r][1]);
-    }
-  }
-  template <bool kPassing = false>
-  static void product(const int16_t* a, int64_t lda, const int16_t* b, int64_t k, int rows, int32_t* c, int64_t ldc, bool accumulate) {
-    const int64_t even = round_up<int64_t>(k, 2);
-    int r = 0;
-    for (; r + kMicroRows <= rows; r += kMicroRows) micro<kMicroRows>(a + r * lda, lda, b, even, c + r * ldc, ldc, accumulate);
-    for (; r < rows; ++r) micro<1>(a + r * lda, lda, b, even, c + r * ldc, ldc, accumulate);
-  }
 };
 
 }  // namespace vishwamai::VISHWAMAI_ISA
 
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#include "engine_tiles.h"
 #if defined(__AMX_BF16__)
 #include "engine_amx.h"
+#else
+#include "engine_dot.h"
 #endif
+#endif
+
+namespace vishwamai::VISHWAMAI_ISA {
+
+#if defined(__AMX_BF16__)
+using HalfEngine = AmxEngine<1>;
+using Int8Engine = AmxInt8Engine;
+#elif defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+using HalfEngine = DotEngine;
+using Int8Engine = DotInt8Engine;
+#else
+using HalfEngine = FmaEngine<float>;
+using Int8Engine = PairEngine;
+#endif
+
+}  // namespace vishwamai::VISHWAMAI_ISA

@@ -38,8 +38,9 @@ Isa detect() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && cpu_has_amx() && amx_permitted()) return Isa::amx;
-  return avx512 ? Isa::avx512 : avx2 ? Isa::avx2 : Isa::generic;
+  const bool products = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  if (products && cpu_has_amx() && amx_permitted()) return Isa::amx;
+  return products ? Isa::avx512_bf16 : avx512 ? Isa::avx512 : avx2 ? Isa::avx2 : Isa::generic;
 }
 #else
 Isa detect() { return Isa::generic; }
@@ -62,7 +63,7 @@ const Choice& choice() {
       }
       return Choice{static_cast<Isa>(i), nullptr};
     }
-    return Choice{best, "VISHWAMAI_CPU_ISA is none of generic, avx2, avx512, amx"};
+    return Choice{best, "VISHWAMAI_CPU_ISA is none of generic, avx2, avx512, avx512_bf16, amx"};
   }();
   return chosen;
 }
@@ -81,6 +82,7 @@ const char* isa_complaint() { return choice().complaint; }
 const char* isa_name(Isa isa) {
   switch (isa) {
     case Isa::amx: return "amx";
+    case Isa::avx512_bf16: return "avx512_bf16";
     case Isa::avx512: return "avx512";
     case Isa::avx2: return "avx2";
     default: return "generic";

@@ -7,7 +7,7 @@
 
 namespace vishwamai {
 
-enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, amx = 3 };
+enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx = 4 };  // each contains those before it
 
 // The best instruction set of this machine, or the lesser one that VISHWAMAI_CPU_ISA asks for; settled at the first call.
 Isa isa();
@@ -27,6 +27,7 @@ const char* isa_complaint();
   namespace generic { result function(__VA_ARGS__); }                          \
   namespace avx2 { result function(__VA_ARGS__); }                             \
   namespace avx512 { result function(__VA_ARGS__); }                           \
+  namespace avx512_bf16 { result function(__VA_ARGS__); }                      \
   namespace amx { result function(__VA_ARGS__); }
 
 #if defined(__x86_64__)
@@ -34,6 +35,8 @@ const char* isa_complaint();
   switch (::vishwamai::isa()) {                                \
     case ::vishwamai::Isa::amx:                                \
       return ::vishwamai::amx::function(__VA_ARGS__);          \
+    case ::vishwamai::Isa::avx512_bf16:                        \
+      return ::vishwamai::avx512_bf16::function(__VA_ARGS__);  \
     case ::vishwamai::Isa::avx512:                             \
       return ::vishwamai::avx512::function(__VA_ARGS__);       \
     case ::vishwamai::Isa::avx2:                               \

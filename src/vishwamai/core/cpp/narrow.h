@@ -63,9 +63,15 @@ VISHWAMAI_INLINE void store(f16* p, f32v v) {
   __builtin_memcpy(p, &half, sizeof(half));
 }
 VISHWAMAI_INLINE f32v load(const f8e5m2* p) {  // float16's upper half
+#if defined(VISHWAMAI_AVX512)
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 8));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 8));
+#else
   detail::bytes32 bytes;
   __builtin_memcpy(&bytes, p, sizeof(bytes));
   return widen_half(__builtin_convertvector(bytes, u16half) << 8);
+#endif
 }
 // 2^-8 times the numbers: the factor that float16's other exponent bias leaves, for the caller to put where it costs nothing.
 VISHWAMAI_INLINE f32v load(const f8e4m3* p) {

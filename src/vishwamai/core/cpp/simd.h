@@ -15,7 +15,7 @@
 #endif
 
 #ifndef VISHWAMAI_ISA
-#error "compile kernel sources with -DVISHWAMAI_ISA=generic|avx2|avx512|amx"
+#error "compile kernel sources with -DVISHWAMAI_ISA=generic|avx2|avx512|avx512_bf16|amx"
 #endif
 #define VISHWAMAI_INLINE inline __attribute__((always_inline))
 
@@ -90,15 +90,30 @@ template <class T> VISHWAMAI_INLINE V<T> load(const T* p) {
   __builtin_memcpy(&v, p, sizeof(v));
   return v;
 }
+// By intrinsics: GCC 12 widens a vector that the compiler was told to convert in halves, and bytes one by one.
+VISHWAMAI_INLINE u32v widen(u16half half) {
+#if defined(VISHWAMAI_AVX512)
+  return (u32v)_mm512_cvtepu16_epi32((__m256i)half);
+#elif defined(__AVX2__)
+  return (u32v)_mm256_cvtepu16_epi32((__m128i)half);
+#else
+  return __builtin_convertvector(half, u32v);
+#endif
+}
 VISHWAMAI_INLINE f32v load(const bf16* p) {
   u16half half;
   __builtin_memcpy(&half, p, sizeof(half));
-  return bit_cast<f32v>(__builtin_convertvector(half, u32v) << 16);
+  return bit_cast<f32v>(widen(half) << 16);
 }
 // A lane is true where the byte is not zero.
 template <class T> VISHWAMAI_INLINE Mask<T> load_bools(const uint8_t* p) {
   std::conditional_t<sizeof(T) == 8, detail::bytes64, detail::bytes32> bytes;
   __builtin_memcpy(&bytes, p, sizeof(bytes));
+#if defined(VISHWAMAI_AVX512)
+  if constexpr (sizeof(T) == 4) return (i32v)_mm512_cvtepi8_epi32((__m128i)bytes) != 0;
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return (i32v)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bit_cast<int64_t>(bytes))) != 0;
+#endif
   return __builtin_convertvector(bytes, Mask<T>) != 0;
 }
 template <class T> VISHWAMAI_INLINE void store(T* p, V<T> v) { __builtin_memcpy(p, &v, sizeof(v)); }

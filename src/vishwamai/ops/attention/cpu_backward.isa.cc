@@ -411,12 +411,11 @@ void run(const AttentionArgs& a, const Threads& threads) {
 
 void run_any(const AttentionArgs& a, const Threads& threads) {
   if (a.storage == Storage::f64) return run<double, FmaEngine<double>>(a, threads);
+  if (a.storage == Storage::bf16) return run<bf16, HalfEngine>(a, threads);
 #if defined(__AMX_BF16__)
-  if (a.storage == Storage::bf16) return run<bf16, AmxEngine<1>>(a, threads);
   if (a.parts == 2) return run<float, AmxEngine<2>>(a, threads);
   return run<float, AmxEngine<3>>(a, threads);
 #else
-  if (a.storage == Storage::bf16) return run<bf16, FmaEngine<float>>(a, threads);
   return run<float, FmaEngine<float>>(a, threads);
 #endif
 }

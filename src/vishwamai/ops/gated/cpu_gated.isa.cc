@@ -305,14 +305,12 @@ void gated_forward(const GatedArgs& g, const Threads& all) {
   if (g.m <= kSkinnyRows && g.k > 0) {
     return g.storage == Storage::bf16 ? skinny<bf16>(g, threads) : skinny<float>(g, threads);
   }
+  if (g.storage == Storage::bf16) return forward<bf16, HalfEngine>(g, threads);
 #if defined(__AMX_BF16__)
-  if (g.storage == Storage::bf16) return forward<bf16, AmxEngine<1>>(g, threads);
   // With few rows the products are bound by reading the weights, and a look at them beforehand would double that.
   if (g.m > 16 && splits_well(largest_input(g, threads), largest_weight(g, threads))) {
     return g.parts == 2 ? forward<float, AmxEngine<2>>(g, threads) : forward<float, AmxEngine<3>>(g, threads);
   }
-#else
-  if (g.storage == Storage::bf16) return forward<bf16, FmaEngine<float>>(g, threads);
 #endif
   forward<float, FmaEngine<float>>(g, threads);
 }
@@ -321,32 +319,26 @@ void gated_input_gradient(const GatedArgs& g, const Threads& all) {
   const Threads threads = fitting(g, all);
   if (g.storage == Storage::f64) return input_gradient<double, FmaEngine<double>, double>(g, threads);
 #if defined(__AMX_BF16__)
-  using Half = AmxEngine<1>;
   if (g.storage == Storage::f32 && g.m > 16 && splits_well(largest_slope(g, threads), largest_weight(g, threads))) {
     return g.parts == 2 ? input_gradient<float, AmxEngine<2>, float>(g, threads) : input_gradient<float, AmxEngine<3>, float>(g, threads);
   }
-#else
-  using Half = FmaEngine<float>;
 #endif
   if (g.storage == Storage::f32) return input_gradient<float, FmaEngine<float>, float>(g, threads);
-  if (g.result == Storage::bf16) return input_gradient<bf16, Half, bf16>(g, threads);
-  input_gradient<bf16, Half, float>(g, threads);
+  if (g.result == Storage::bf16) return input_gradient<bf16, HalfEngine, bf16>(g, threads);
+  input_gradient<bf16, HalfEngine, float>(g, threads);
 }
 
 void gated_weight_gradient(const GatedArgs& g, const Threads& all) {
   const Threads threads = fitting(g, all);
   if (g.storage == Storage::f64) return weight_gradient<double, FmaEngine<double>, double>(g, threads);
 #if defined(__AMX_BF16__)
-  using Half = AmxEngine<1>;
   if (g.storage == Storage::f32 && g.m > 16 && splits_well(largest_input(g, threads), largest_slope(g, threads))) {
     return g.parts == 2 ? weight_gradient<float, AmxEngine<2>, float>(g, threads) : weight_gradient<float, AmxEngine<3>, float>(g, threads);
   }
-#else
-  using Half = FmaEngine<float>;
 #endif
   if (g.storage == Storage::f32) return weight_gradient<float, FmaEngine<float>, float>(g, threads);
-  if (g.result == Storage::bf16) return weight_gradient<bf16, Half, bf16>(g, threads);
-  weight_gradient<bf16, Half, float>(g, threads);
+  if (g.result == Storage::bf16) return weight_gradient<bf16, HalfEngine, bf16>(g, threads);
+  weight_gradient<bf16, HalfEngine, float>(g, threads);
 }
 
 }  // namespace vishwamai::VISHWAMAI_ISA

@@ -219,13 +219,11 @@ Threads fitting(const LossArgs& a, const Threads& all) {
 void loss_forward(const LossArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
   if (a.storage == Storage::f64) return Loss<double, FmaEngine<double>>{a}.forward(threads);
+  if (a.storage == Storage::bf16) return Loss<bf16, HalfEngine>{a}.forward(threads);
 #if defined(__AMX_BF16__)
-  if (a.storage == Storage::bf16) return Loss<bf16, AmxEngine<1>>{a}.forward(threads);
   if (finite_input(a, threads)) {
     return a.parts == 2 ? Loss<float, AmxEngine<2>>{a}.forward(threads) : Loss<float, AmxEngine<3>>{a}.forward(threads);
   }
-#else
-  if (a.storage == Storage::bf16) return Loss<bf16, FmaEngine<float>>{a}.forward(threads);
 #endif
   Loss<float, FmaEngine<float>>{a}.forward(threads);
 }
@@ -233,13 +231,11 @@ void loss_forward(const LossArgs& a, const Threads& all) {
 void loss_backward(const LossArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
   if (a.storage == Storage::f64) return Loss<double, FmaEngine<double>>{a}.backward(threads);
+  if (a.storage == Storage::bf16) return Loss<bf16, HalfEngine>{a}.backward(threads);
 #if defined(__AMX_BF16__)
-  if (a.storage == Storage::bf16) return Loss<bf16, AmxEngine<1>>{a}.backward(threads);
   if (finite_input(a, threads) && fair_slopes(a, threads)) {
     return a.parts == 2 ? Loss<float, AmxEngine<2>>{a}.backward(threads) : Loss<float, AmxEngine<3>>{a}.backward(threads);
   }
-#else
-  if (a.storage == Storage::bf16) return Loss<bf16, FmaEngine<float>>{a}.backward(threads);
 #endif
   Loss<float, FmaEngine<float>>{a}.backward(threads);
 }

@@ -81,8 +81,8 @@ void dispatch(const GroupedArgs& a, const Threads& all) {
   Threads threads = all;
   if (a.batch * a.m * a.n * greatest<int64_t>(1, a.k) < 64 * 64 * 64) threads.count = 1;  // a hand-over costs more than the products
   if (a.storage == Storage::f64) return run<kWeights, double, FmaEngine<double>>(a, threads);
+  if (a.storage == Storage::bf16) return run<kWeights, bf16, HalfEngine>(a, threads);
 #if defined(__AMX_BF16__)
-  if (a.storage == Storage::bf16) return run<kWeights, bf16, AmxEngine<1>>(a, threads);
   // A look at matrices of which few rows make use would cost as much as the product.
   if (a.batch * a.m > 16 * a.groups) {
     const int64_t matrices = a.rhs_batch || kWeights ? a.batch : 1;
@@ -90,8 +90,6 @@ void dispatch(const GroupedArgs& a, const Threads& all) {
     const float right = largest(static_cast<const float*>(a.rhs), matrices * (kWeights ? a.m : a.groups * a.k) * a.n, threads);
     if (splits_well(left, right)) return run<kWeights, float, AmxEngine<3>>(a, threads);
   }
-#else
-  if (a.storage == Storage::bf16) return run<kWeights, bf16, FmaEngine<float>>(a, threads);
 #endif
   run<kWeights, float, FmaEngine<float>>(a, threads);
 }

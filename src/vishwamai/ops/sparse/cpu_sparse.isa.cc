@@ -187,12 +187,12 @@ constexpr int64_t kLeastTile = 16;
 template <template <class, class, class> class Kernel, class Splits>
 void run_any(const SparseArgs& a, const Threads& threads, const Splits& splits) {
   if (a.storage == Storage::f64) return Kernel<double, FmaEngine<double>, double>{a}.run(threads);
-#if defined(__AMX_BF16__)
   const bool tiles = a.block_rows >= kLeastTile && a.block_columns >= kLeastTile;
   if (tiles && a.storage == Storage::bf16) {
-    if (a.result == Storage::bf16) return Kernel<bf16, AmxEngine<1>, bf16>{a}.run(threads);
-    return Kernel<bf16, AmxEngine<1>, float>{a}.run(threads);
+    if (a.result == Storage::bf16) return Kernel<bf16, HalfEngine, bf16>{a}.run(threads);
+    return Kernel<bf16, HalfEngine, float>{a}.run(threads);
   }
+#if defined(__AMX_BF16__)
   if (tiles && a.storage == Storage::f32 && a.m > 16 && splits()) {
     if (a.parts == 2) return Kernel<float, AmxEngine<2>, float>{a}.run(threads);
     return Kernel<float, AmxEngine<3>, float>{a}.run(threads);
