@@ -151,17 +151,14 @@ void matmul(const MatmulArgs& g, const Threads& all) {
   if (as_it_lies && g.storage == Storage::f32 && g.m <= kFewRows) return few_rows<float>(g, threads);
   if (as_it_lies && !g.packed && g.storage == Storage::bf16 && g.m <= 4) return few_rows<bf16>(g, threads);
   if (g.storage == Storage::f64) return run<double, FmaEngine<double>>(g, threads);
+  if (g.storage == Storage::s8) return run<int8_t, Int8Engine>(g, threads);
+  if (g.storage == Storage::bf16) return run<bf16, HalfEngine>(g, threads);
 #if defined(__AMX_BF16__)
-  if (g.storage == Storage::s8) return run<int8_t, AmxInt8Engine>(g, threads);
-  if (g.storage == Storage::bf16) return run<bf16, AmxEngine<1>>(g, threads);
   // With few rows the product is bound by reading B, and a look at B beforehand would double that.
   if (!g.packed && g.m > 16 && splits_well(largest(static_cast<const float*>(g.a), (g.a_group ? g.groups : 1) * g.m * g.k, threads),
                               largest(static_cast<const float*>(g.b), (g.b_group ? g.groups : 1) * g.n * g.k, threads))) {
     return g.parts == 2 ? run<float, AmxEngine<2>>(g, threads) : run<float, AmxEngine<3>>(g, threads);
   }
-#else
-  if (g.storage == Storage::s8) return run<int8_t, PairEngine>(g, threads);
-  if (g.storage == Storage::bf16) return run<bf16, FmaEngine<float>>(g, threads);
 #endif
   run<float, FmaEngine<float>>(g, threads);
 }
