@@ -76,6 +76,8 @@ def test_parse_predicates_and_addresses():
     assert copy.op == "dma.hbm_to_vmem"
     assert copy.operands[1] == Operand("constant", 1024)
     assert copy.operands[3].kind == "sum"
+    assert copy.target == 0
+    assert parse("0 : { %1 = dma.hbm_to_vmem [thread:$5] %s1_s0, 64, %s2_s1, %s3_s2 }")[0].scalars[0].target == 5
 
 
 def test_general_copies_are_known_by_their_comment():
@@ -190,6 +192,30 @@ def test_copies_share_the_pipe_and_overlap_in_latency():
     before = machine.now
     machine.wait(1, 1 << 15)
     assert machine.now == before
+
+
+def test_a_small_copy_is_not_held_up_by_a_large_one_of_another_queue():
+    machine = Machine(chip("v5e"), model=Model(hbm_efficiency=1.0, dma_latency=0.0))
+    mib = (1 << 20) / 0.819e12 * 1.5e9
+    for semaphore, granules, thread in ((1, 64 << 15, 1), (2, 1 << 15, 0)):
+        machine.copy("dma.hbm_to_vmem", granules, semaphore, thread)
+    machine.wait(2, 1 << 15)
+    assert machine.now == pytest.approx(2 * mib)  # half the bandwidth while both are under way
+    machine.copy("dma.hbm_to_vmem", 1 << 15, 2)
+    machine.now += 10 * mib  # ... whether it is waited for or not
+    machine.wait(2, None)
+    assert machine.now == pytest.approx(12 * mib)
+    machine.wait(1, 64 << 15)
+    assert machine.now == pytest.approx(66 * mib)  # all the bytes, as if one after another
+    assert machine.dma_wait == pytest.approx(56 * mib)
+
+
+def test_a_copy_to_memory_of_both_cores_has_the_bandwidth_of_both():
+    machine = Machine(chip("v4"), model=Model(hbm_efficiency=1.0, dma_latency=0.0))
+    machine.copy("dma.hbm_to_cmem", (1 << 20) // machine.granule, 1)
+    machine.wait(1, (1 << 20) // machine.granule)
+    assert machine.now == pytest.approx((1 << 20) / 1.228e12 * 1.05e9)
+    assert machine.hbm_bytes == 1 << 20
 
 
 def test_symbols_survive_pointer_arithmetic():

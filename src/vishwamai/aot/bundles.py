@@ -45,7 +45,7 @@ class Scalar:
 
     Attributes:
         op: the opcode; `result`: name of the value it defines, or None.
-        target: region of a branch, operand index of `operand`, name of a called program, what a division is popped for ("kDiv", "kRem", "kDivAndRem").
+        target: region of a branch, operand index of `operand`, name of a called program, the queue ("thread") of a copy, what a division is popped for ("kDiv", "kRem", "kDivAndRem").
     """
 
     op: str
@@ -168,6 +168,8 @@ def _matrix(op: str, text: str) -> Matrix:
 
 
 def _scalar(op: str, result: str | None, rest: str, marks: Sequence[str]) -> Scalar:
+    named = re.match(r"\[thread:\$(\d+)\]", rest)
+    thread = int(named[1]) if named else None
     predicate, rest = _predicate(rest)
     called = next((mark.split(maxsplit=1)[1] for mark in marks if mark.startswith("call")), None)
     if op == "dma.general":  # strided; between which memories, only the comment says
@@ -188,7 +190,7 @@ def _scalar(op: str, result: str | None, rest: str, marks: Sequence[str]) -> Sca
         return Scalar(op, result, predicate, tuple(_operands(rest)), wanted)
     if op == "sld" and "core id" in marks:
         return Scalar("core id", result, predicate)
-    return Scalar(op, result, predicate, tuple(_operands(rest)))
+    return Scalar(op, result, predicate, tuple(_operands(rest)), thread)
 
 
 def _predicate(rest: str) -> tuple[Predicate | None, str]:

@@ -227,7 +227,7 @@ class Run:
             size = self.evaluate(operands[1]) if len(operands) > 1 else None
             if size is None:
                 machine.unknown[f"{self.program.name}: size of the copy at {pc:#x} depends on data"] += 1
-            machine.copy(op, size, self.evaluate(operands[3]) if len(operands) > 3 else None)
+            machine.copy(op, size, self.evaluate(operands[3]) if len(operands) > 3 else None, scalar.target or 0)
             if op.endswith("_to_smem"):
                 source = machine.symbol_of(self.evaluate(operands[0]))
                 base = self.evaluate(operands[2])

@@ -1,4 +1,4 @@
-"""The state of a TensorCore while its scalar unit is followed: the clock, scalar memory, semaphores and the pipe to HBM.
+"""The state of a TensorCore while its scalar unit is followed: the clock, scalar memory, semaphores and the copies from and to HBM.
 
 Addresses of unknown placement (operands, allocations) are symbols: integers so large that the pointer arithmetic of a kernel, shifts included,
 never makes one symbol look like another or like a number.
@@ -6,9 +6,11 @@ never makes one symbol look like another or like a number.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
+import heapq
+import itertools
+import math
 
 from vishwamai.core.hardware import Chip
 
@@ -36,6 +38,12 @@ class Model:
     max_steps: int = 60_000_000
 
 
+class _Transfer:
+    """A copy, and when its data is there: None while that is not known."""
+
+    arrival: float | None = None
+
+
 class Machine:
     """One core of `chip` running one program after another.
 
@@ -55,9 +63,20 @@ class Machine:
         self.hbm_bytes = 0
         self.memory: dict[int, int | bool | None] = {}
         self.unknown: collections.Counter[str] = collections.Counter()
-        self._pipe_free = 0.0
         self._symbols: dict[str, int] = {}
-        self._arrivals: dict[object, list[tuple[int, float]]] = collections.defaultdict(list)
+        self._queues: dict[object, collections.deque[tuple[float, _Transfer]]] = collections.defaultdict(
+            collections.deque
+        )
+        self._moving: list[
+            tuple[float, int, object]
+        ] = []  # a heap: the count of bytes at which the first of each queue is done
+        self._moved = self._moved_at = 0.0
+        self._order = itertools.count()
+        # By semaphore: copies not yet waited for, with what was issued before them; granules issued and waited for.
+        self._pending: dict[object, collections.deque[tuple[int, _Transfer]]] = collections.defaultdict(
+            collections.deque
+        )
+        self._issued: dict[object, int] = collections.defaultdict(int)
         self._consumed: dict[object, int] = collections.defaultdict(int)
 
     def symbol(self, name: str) -> int:
@@ -75,30 +94,63 @@ class Machine:
         base = (value or 0) >> (SYMBOL_BITS - 10 + shift)
         return next((name for name, symbol in self._symbols.items() if symbol >> SYMBOL_BITS == base), None)
 
-    def copy(self, op: str, granules: int | None, semaphore: object) -> None:
-        """Starts a DMA `dma.<source>_to_<target>` of `granules` that adds to `semaphore` when it lands."""
+    def copy(self, op: str, granules: int | None, semaphore: object, thread: object = 0) -> None:
+        """Starts a DMA `dma.<source>_to_<target>` of `granules` in the queue `thread` that adds to `semaphore` when it lands."""
         size = (granules or 0) * self.granule
         source, _, target = op[4:].partition("_to_")
+        transfer = _Transfer()
         if {"hbm", "any"} & {source, target}:
-            # One pipe per core: copies queue for bandwidth and overlap in latency. Within HBM the data passes twice.
-            passes = 2 if source == target == "hbm" else 1
-            self._pipe_free = max(self.now, self._pipe_free) + passes * size / self.bytes_per_cycle
-            arrival = self._pipe_free + self.latency
+            # Within HBM the data passes twice. CMEM belongs to both cores: one of them copies, over the bandwidth of both.
+            share = 2.0 if source == target == "hbm" else 1.0
+            if "cmem" in (source, target):
+                share, thread = 1.0 / self.chip.cores, "cmem"
+            self._advance(self.now)
+            self._queues[thread].append((share * size, transfer))
+            if len(self._queues[thread]) == 1:
+                self._begin(thread)
             self.hbm_bytes += size
         else:
-            arrival = self.now + 200 + size / (20 * self.bytes_per_cycle)
-        arrivals = self._arrivals[semaphore]
-        arrivals.append(((arrivals[-1][0] if arrivals else 0) + (granules or 0), arrival))
+            transfer.arrival = self.now + 200 + size / (20 * self.bytes_per_cycle)
+        issued = self._issued[semaphore]
+        self._pending[semaphore].append((issued, transfer))
+        self._issued[semaphore] = issued + (granules or 0)
 
     def wait(self, semaphore: object, granules: int | None) -> None:
-        """Waits until as much has arrived at `semaphore` as was waited for in all."""
+        """Waits until as much has arrived at `semaphore` as was waited for in all; for the next copy where it is not known how much."""
+        pending = self._pending[semaphore]
+        if granules is None and pending:
+            self._consumed[semaphore] = pending[0][0] + 1
         self._consumed[semaphore] += granules or 0
-        arrivals = self._arrivals.get(semaphore)
-        if not arrivals:
-            return
-        index = min(bisect.bisect_left(arrivals, (self._consumed[semaphore], -1)), len(arrivals) - 1)
-        if arrivals[index][1] > self.now:
-            self.dma_wait += arrivals[index][1] - self.now
-            self.now = arrivals[index][1]
-        if index > 4096:
-            del arrivals[: index - 1]
+        ready = self.now
+        while pending and pending[0][0] < self._consumed[semaphore]:
+            transfer = pending.popleft()[1]
+            if transfer.arrival is None:
+                self._advance(math.inf, transfer)
+            ready = max(ready, transfer.arrival or 0.0)
+        self.dma_wait += ready - self.now
+        self.now = ready
+
+    def _advance(self, until: float, wanted: _Transfer | None = None) -> None:
+        """Moves the copies under way to the time `until`, or until `wanted` is done.
+
+        Those of one queue move one after another, and the queues share the bandwidth equally: XLA puts the copies of a kernel's pipeline in one
+        and those that run beside kernels in others, and one of these does not hold up the kernel. `_moved` counts the bytes that each queue has been
+        given, so a copy is done at a count fixed when it begins to move.
+        """
+        while self._moving and (wanted is None or wanted.arrival is None):
+            done_at, _, thread = self._moving[0]
+            rate = self.bytes_per_cycle / len(self._moving)
+            done = self._moved_at + (done_at - self._moved) / rate
+            if done > until:
+                self._moved += (until - self._moved_at) * rate
+                break
+            heapq.heappop(self._moving)
+            self._moved, self._moved_at = done_at, done
+            self._queues[thread].popleft()[1].arrival = done + self.latency
+            if self._queues[thread]:
+                self._begin(thread)
+        if wanted is None:
+            self._moved_at = until
+
+    def _begin(self, thread: object) -> None:
+        heapq.heappush(self._moving, (self._moved + self._queues[thread][0][0], next(self._order), thread))
