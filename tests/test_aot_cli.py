@@ -5,7 +5,7 @@ import json
 import pytest
 
 from vishwamai import aot
-from vishwamai.aot import tuner
+from vishwamai.aot import tables, tuner
 from vishwamai.cli import main
 
 pytest.importorskip("rich")
@@ -48,19 +48,34 @@ def test_tune_quick(capsys, tmp_path, monkeypatch):
         search.compilations += len(configs)
         return [tuner._Trial(config, 1e-3, 0.5) for config in configs]
 
-    monkeypatch.setattr(tuner._Search, "evaluate", evaluate)
+    monkeypatch.setattr(tuner.Search, "evaluate", evaluate)
     assert main(["tune", "--quick", "--ops", "norm"]) == 0
     assert set(seen) == {("norm", "v5e", 3)}
     assert "1 searched, 0 better than the heuristic" in capsys.readouterr().out
     assert (tmp_path / "tables" / "v5e" / "norm.json").exists()
 
 
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("slower", "code", "said"), [(1.0, 0, "1 entries, 0 stale."), (1.2, 1, "1 entries, 1 stale; search")]
+)
+def test_tune_check_estimates_the_tables_again(capsys, monkeypatch, slower, code, said):
+    (entry,) = (e for e in tables.entries(tables.shipped()) if (e.op, e.target) == ("norm", "v5e") and "BERT" in str(e))
+
+    def evaluate(search, configs, backward):
+        return [tuner._Trial(config, slower * entry.evidence["estimate_us"] * 1e-6, 0.5) for config in configs]
+
+    monkeypatch.setattr(tuner.Search, "evaluate", evaluate)
+    assert main(["tune", "--check", "--ops", "norm", "--targets", "v5e", "--cases", "BERT"]) == code
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--ops", "norms"], "no operation 'norms'; there are attention, matmul, norm"),
+        (["--ops", "norms"], "no operation 'norms'; there are attention, gated, matmul"),
         (["--targets", "v9"], "v4, v5e, v5p, v6e, tpu7x"),
-        (["--cases", "nothing like it"], "no case of attention,matmul,norm has 'nothing like it'"),
+        (["--ops", "norm", "--cases", "nothing like it"], "no case of norm has 'nothing like it'"),
     ],
 )
 def test_tune_says_what_it_does_not_know(capsys, words, expected):

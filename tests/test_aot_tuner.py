@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 
+import jax
 import pytest
 
 from vishwamai import aot
@@ -55,6 +56,47 @@ def test_neighbours_change_one_tile_or_two_against_one_another():
     assert all(t.block > 0 for t in tuner.neighbours(Tiles(block=1), ["block"], chip("v5e")))
 
 
+def test_what_cuts_an_axis_otherwise_comes_first():
+    """A budget of a few programs should go to tiles that need no more memory."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Panels:
+        block_q: int = 512
+        panel_q: int = 2
+        unroll: int = 4
+        cores: int = 2
+
+    found = [(t.block_q, t.panel_q, t.unroll) for t in tuner.neighbours(Panels(), tuner.tiles(Panels()), chip("v5e"))]
+    assert found[:3] == [(1024, 1, 4), (256, 4, 4), (512, 2, 2)]
+
+
+def test_tiles_that_would_leave_work_out_are_no_neighbours():
+    rope, softmax = (importlib.import_module(f"vishwamai.ops.{op}.tpu") for op in ("rope", "softmax"))
+    for config in (rope.RopeConfig(64, 64), softmax.SoftmaxConfig(8, 8)):
+        found = list(tuner.neighbours(config, tuner.tiles(config), chip("v5e")))
+        assert found
+        for one in found:
+            block, chunk, _ = dataclasses.astuple(one)
+            assert block % chunk == 0
+    with pytest.raises(KernelError, match="block_positions must be a multiple of chunk_positions"):
+        rope.RopeConfig(64, 128)
+    with pytest.raises(KernelError, match="block_rows one of chunk_rows"):
+        softmax.SoftmaxConfig(64, 128)
+    attention = importlib.import_module("vishwamai.ops.attention.tpu")
+    tiles = (256, 256, 1, 1, 2, 2, 2, 1 << 20)
+    attention.AttentionConfig(*tiles, *tiles, False)
+    for wrong, words in (((256, 256, 1, 1, 1, 2, 2, 1 << 20), "unroll must be even"), ((64, *tiles[1:]), "64 x 256")):
+        with pytest.raises(KernelError, match=words):
+            attention.AttentionConfig(*tiles, *wrong, False)
+
+
+def test_values_that_steer_a_kernel_are_given():
+    case = next(c for c in case_module("paged_attention").CASES if c.name == "mixed bf16")
+    given = tuner.arguments(case)
+    assert given["kv_lens"].tolist() == [21, 5, 8, 9, 30]
+    assert isinstance(given["query"], jax.ShapeDtypeStruct)
+
+
 def test_memory_is_planned_for_the_larger_tile_of_its_own_pass():
     doubled = next(t for t in tuner.neighbours(Tiles(), ["block"], chip("v5e")) if t.block == 512)
     assert doubled.vmem_bytes == 20 << 20
@@ -85,7 +127,7 @@ def made_up(monkeypatch):
             trials.append(tuner._Trial(config, seconds, 5e-5 / seconds))
         return trials
 
-    monkeypatch.setattr(tuner._Search, "evaluate", evaluate)
+    monkeypatch.setattr(tuner.Search, "evaluate", evaluate)
     return counted
 
 
@@ -138,7 +180,7 @@ def test_every_operation_has_tiles_that_a_table_gives_back(op, monkeypatch, tmp_
         tried.extend(configs)
         return [tuner._Trial(config, 1.0 / len(tried), 0.5) for config in configs]
 
-    monkeypatch.setattr(tuner._Search, "evaluate", evaluate)
+    monkeypatch.setattr(tuner.Search, "evaluate", evaluate)
     (outcome,) = tuner.tune([case], ["v5p"], directory=tmp_path, budget=6)  # enough for both passes
     assert isinstance(outcome, tuner.Outcome)
     assert outcome.compilations <= 6

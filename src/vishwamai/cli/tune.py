@@ -2,6 +2,7 @@
 
 vishwamai tune --ops norm --targets v5e,v6e
 vishwamai tune --quick
+vishwamai tune --check
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 from vishwamai.cli.console import console, progress
 from vishwamai.cli.function import CommandError
+from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import CHIPS, chip
 
 SUMMARY = "search the tiles of the kernels for TPUs that are not here"
-OPS = ("attention", "matmul", "norm")
+OPS = ("attention", "gated", "matmul", "moe", "norm", "paged_attention", "rope", "softmax", "sparse")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=int, default=1, help="compiler processes at a time (default: 1)")
     parser.add_argument("--again", action="store_true", help="search also what the tables have")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="search nothing: estimate what the tables have again, those that ship unless --directory names others; fails where an entry is stale",
+    )
     parser.add_argument("--quick", action="store_true", help="one case of each op, one chip (v5e), three programs each")
 
 
@@ -45,12 +52,43 @@ def _cases(op: str, wanted: str | None, quick: bool) -> list[Any]:
     return cases[:1] if quick else cases
 
 
+def _check(arguments: argparse.Namespace, targets: list[str]) -> int:
+    """Estimates the entries of the tables again and tells which no longer stand."""
+    from vishwamai.aot.recheck import recheck
+    from vishwamai.aot.tables import entries, shipped
+
+    wanted = [
+        entry
+        for entry in entries(arguments.directory or shipped())
+        if entry.target in targets
+        and entry.op in arguments.ops.split(",")
+        and (arguments.cases or "") in entry.evidence["case"]
+    ]
+    stale = 0
+    with progress() as bar:
+        task = bar.add_task("checking", total=len(wanted))
+        for entry in wanted:
+            try:
+                found = recheck(entry, arguments.workers)
+            except KernelError as error:
+                complaint, said = str(error), ""
+            else:
+                complaint, said = found.complaint, f"{entry}: {found.seconds * 1e6:.1f} us (estimate), stands"
+            stale += complaint is not None
+            bar.advance(task)
+            console().print(complaint or said, highlight=False)
+    console().print(f"{len(wanted)} entries, {stale} stale" + ("; search those again with --again." if stale else "."))
+    return 1 if stale else 0
+
+
 def run(arguments: argparse.Namespace) -> int:
     from vishwamai.aot.tuner import Outcome, tune
 
     targets = ["v5e"] if arguments.quick else arguments.targets.split(",")
     for target in targets:
         chip(target)
+    if arguments.check:
+        return _check(arguments, targets)
     cases = [case for op in arguments.ops.split(",") for case in _cases(op, arguments.cases, arguments.quick)]
     if not cases:
         raise CommandError(f"--cases: no case of {arguments.ops} has {arguments.cases!r} in its name.")

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,21 @@ def key_of(spec: Any, gpu: bool) -> str | None:
     return None if method is None else method()
 
 
+def as_config(op: str, chip: str, key: str, entry: Mapping[str, Any], config_type: type) -> Any:
+    """The config that an entry of a table holds.
+
+    Raises:
+      KernelError: it does not fit `config_type`.
+    """
+    try:
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in entry["config"].items()}
+        return config_type(**fields)
+    except (TypeError, KeyError) as error:
+        raise KernelError(
+            f"tuning table of {op} on {chip}: entry {key!r} does not fit {config_type.__name__} ({error}); tune it again."
+        ) from error
+
+
 def lookup(op: str, implementation: str, chip: Chip | str | None, spec: Any, config_type: type) -> Any | None:
     """The tuned config for a spec, or None where no table has it.
 
@@ -117,11 +132,5 @@ def lookup(op: str, implementation: str, chip: Chip | str | None, spec: Any, con
     for table in _tables(name, op, user_directory()):
         entry = table.get(implementation, {}).get(key)
         if entry is not None:
-            try:
-                fields = {k: tuple(v) if isinstance(v, list) else v for k, v in entry["config"].items()}
-                return config_type(**fields)
-            except (TypeError, KeyError) as error:
-                raise KernelError(
-                    f"tuning table of {op} on {name}: entry {key!r} does not fit {config_type.__name__} ({error}); tune it again."
-                ) from error
+            return as_config(op, name, key, entry, config_type)
     return None

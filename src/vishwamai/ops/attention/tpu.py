@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, tiled_bytes, vmem_budget
@@ -56,6 +57,18 @@ class AttentionConfig:
     backward_kv_buffers: int
     backward_vmem_bytes: int
     backward_split: bool
+
+    def __post_init__(self) -> None:
+        for tiling in (self.forward, self.backward):
+            if tiling.block_q % LANES or tiling.block_kv % LANES or min(tiling.block_q, tiling.block_kv) < LANES:
+                raise KernelError(
+                    f"AttentionConfig: a tile is {tiling.block_q} x {tiling.block_kv}; both sides must be multiples of {LANES}."
+                )
+            if tiling.unroll < 2 or tiling.unroll % 2 or min(tiling.panel_q, tiling.panel_kv) < 1:
+                raise KernelError(
+                    f"AttentionConfig: unroll is {tiling.unroll} and a panel {tiling.panel_q} x {tiling.panel_kv} tiles; unroll must be even, for "
+                    "scores alternate between two buffers, and a panel has a tile at least."
+                )
 
     @property
     def forward(self) -> Tiling:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, sublanes, tiled_bytes, vmem_budget
@@ -27,6 +28,8 @@ _STEPS = 32
 """Steps of each core to aim at: the first load and the last store are then about two parts in fifty."""
 _SMALLEST_TRANSFER, _LARGEST_TRANSFER = 512 << 10, 2 << 20
 """Bytes of the queries' block: below, a transfer takes less than its latency of about 0.6 us; above, nothing is gained."""
+_TRANSFER = 0.8e-6
+"""Seconds of a core's share of the bandwidth that the smallest transfer takes, for the same reason: the newer chips move more in their latency."""
 _CHUNK_BYTES = 32 << 10
 """Of float32 features that are turned together: eight registers."""
 
@@ -44,6 +47,13 @@ class RopeConfig:
     block_positions: int
     chunk_positions: int
     vmem_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chunk_positions < 1 or self.block_positions < 1 or self.block_positions % self.chunk_positions:
+            raise KernelError(
+                f"RopeConfig: chunk_positions is {self.chunk_positions} and block_positions {self.block_positions}; "
+                "block_positions must be a multiple of chunk_positions."
+            )
 
     def with_block_size(self, block_size: int) -> RopeConfig:
         """The same with about `block_size` positions a step."""
@@ -99,9 +109,10 @@ def heuristic(spec: RopeSpec, chip: Chip | None) -> RopeConfig:
     chunk = _chunk(spec)
     query = spec.operands.query
     one = max(1, spec.heads(query) * round_up(spec.head_dim, LANES) * query.dtype.itemsize)  # bytes a position
-    cores = planning_chip(chip).cores_per_device
-    transfer = one * spec.batch * spec.positions // (cores * _STEPS)
-    transfer = min(max(transfer, _SMALLEST_TRANSFER), _LARGEST_TRANSFER)
+    planned = planning_chip(chip)
+    transfer = one * spec.batch * spec.positions // (planned.cores_per_device * _STEPS)
+    smallest = max(_SMALLEST_TRANSFER, int(_TRANSFER * planned.hbm_bandwidth_per_device / planned.cores_per_device))
+    transfer = min(max(transfer, smallest), _LARGEST_TRANSFER)
     by_memory = vmem_budget(chip) * chunk // _block_bytes(spec, chunk)
     count = max(1, min(transfer // one, by_memory, round_up(spec.positions, chunk)) // chunk)
     rows = chunk << (count.bit_length() - 1)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, sublanes, tiled_bytes, vmem_budget
@@ -42,6 +43,13 @@ class SoftmaxConfig:
     block_rows: int
     chunk_rows: int
     vmem_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_rows < 1 or self.chunk_rows < 1 or self.chunk_rows % 8 or self.block_rows % self.chunk_rows:
+            raise KernelError(
+                f"SoftmaxConfig: chunk_rows is {self.chunk_rows} and block_rows {self.block_rows}; "
+                "chunk_rows must be a multiple of 8, and block_rows one of chunk_rows."
+            )
 
     def with_block_size(self, block_size: int) -> SoftmaxConfig:
         """The same with about `block_size` rows a step."""
