@@ -44,7 +44,15 @@ Isa detect() {
 }
 #else
 Isa detect() { return Isa::generic; }
+bool cpu_has_amx() { return false; }
 #endif
+
+// Processors with tiles run VDPBF16PS at a quarter of the rate of a multiply-add (docs/performance.md): where the system refuses
+// the tiles, bfloat16 is faster widened to float32.
+Isa preferred() {
+  const Isa best = best_isa();
+  return best == Isa::avx512_bf16 && cpu_has_amx() ? Isa::avx512 : best;
+}
 
 struct Choice {
   Isa isa;
@@ -54,16 +62,16 @@ struct Choice {
 const Choice& choice() {
   static const Choice chosen = [] {
     const char* wanted = std::getenv("VISHWAMAI_CPU_ISA");
-    const Isa best = best_isa();
-    if (wanted == nullptr || *wanted == 0) return Choice{best, nullptr};
+    const Isa best = best_isa(), own = preferred();
+    if (wanted == nullptr || *wanted == 0) return Choice{own, nullptr};
     for (int i = 0; i <= static_cast<int>(Isa::amx); ++i) {
       if (std::strcmp(wanted, isa_name(static_cast<Isa>(i))) != 0) continue;
       if (i > static_cast<int>(best)) {
-        return Choice{best, "VISHWAMAI_CPU_ISA asks for an instruction set that this machine or build does not have"};
+        return Choice{own, "VISHWAMAI_CPU_ISA asks for an instruction set that this machine or build does not have"};
       }
       return Choice{static_cast<Isa>(i), nullptr};
     }
-    return Choice{best, "VISHWAMAI_CPU_ISA is none of generic, avx2, avx512, avx512_bf16, amx"};
+    return Choice{own, "VISHWAMAI_CPU_ISA is none of generic, avx2, avx512, avx512_bf16, amx"};
   }();
   return chosen;
 }

@@ -9,15 +9,15 @@ namespace vishwamai {
 
 enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx = 4 };  // each contains those before it
 
-// The best instruction set of this machine, or the lesser one that VISHWAMAI_CPU_ISA asks for; settled at the first call.
+// The fastest instruction set of this machine, or the one that VISHWAMAI_CPU_ISA asks for; settled at the first call.
 Isa isa();
 
-// The best instruction set that this machine and this build both have.
+// The greatest instruction set that this machine and this build both have.
 Isa best_isa();
 
 const char* isa_name(Isa isa);
 
-// nullptr, or what was wrong with VISHWAMAI_CPU_ISA (then the best one is used).
+// nullptr, or what was wrong with VISHWAMAI_CPU_ISA (then the fastest one is used).
 const char* isa_complaint();
 
 }  // namespace vishwamai

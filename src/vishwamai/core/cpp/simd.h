@@ -67,8 +67,7 @@ template <> struct Compute<double> { using type = double; };
 template <class S> using compute_t = typename detail::Compute<S>::type;
 
 template <class T> VISHWAMAI_INLINE V<T> splat(T x) {
-  V<T> zero = {};
-  return zero + x;
+  return x - V<T>{};  // a plain broadcast: adding zero is an addition, for it would turn -0 into 0
 }
 
 template <class T> VISHWAMAI_INLINE V<T> iota() {
