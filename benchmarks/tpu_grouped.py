@@ -63,17 +63,21 @@ def megablox(product: str) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def tokamax(product: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Tokamax's kernel, forward only; nothing where the package is not installed."""
+    """The Pallas kernels of Tokamax's `ragged_dot`, as it calls them; nothing where the package is not installed."""
     try:
-        from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu as kernel  # type: ignore
+        from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as kernels  # type: ignore
     except ImportError:
         return
-    if product != "forward":
-        return
-    for tile_m, tile_k, tile_n in MEGABLOX_TILES:
-        config = kernel.Config(tile_m=tile_m, tile_k=tile_k, tile_n=tile_n)
-        op = kernel.PallasMosaicTpuRaggedDot(config=config)
-        yield f"tokamax {tile_m}/{tile_k}/{tile_n}", lambda a, b, sizes, op=op: op(a, b, group_sizes=sizes)
+    default = (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)
+    for tiles in MEGABLOX_TILES:
+        options = {"precision": default, "out_dtype": jnp.bfloat16, "tiling": tiles}
+
+        def call(a: Any, b: Any, sizes: Any, options: Any = options) -> Any:
+            if product == "grad_rhs":
+                return kernels.tgmm(a.swapaxes(0, 1), b, group_sizes=sizes, **options)
+            return kernels.gmm(a, b, group_sizes=sizes, transpose_rhs=product == "grad_lhs", **options)
+
+        yield f"tokamax {'/'.join(map(str, tiles))}", call
 
 
 def seconds(product: str, sizes: np.ndarray, target: str) -> dict[str, float | str]:

@@ -82,14 +82,12 @@ _HBM_SHARE = 0.9
 """Of the peak bandwidth, that large transfers reach."""
 _STEP_CYCLES = 300
 """Of a grid step outside its products."""
+_PIECE_CYCLES = 300
+"""Of one product outside its multiplications: filling and draining the matrix unit."""
 _UNROLLED = 16384
 """Cycles of products that are unrolled at once: more is more program, less is more filling and draining of the matrix unit."""
 _SMALL = 128
 """Rows of a piece at a group's end: fewer take as long, for the matrix unit must be given as many weights as it has rows."""
-
-
-_CHUNKED = 1.03
-"""Of a depth that is multiplied in chunks: the sum goes through memory between them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,28 +148,36 @@ class Problem:
         columns, depths = -(-self.n // block_n), -(-self.k // block_k)
         full = max(1.0, self.m / block_m)
         area = block_n * block_k
+        rows = (min(block_m, self.m / self.groups) + _SMALL) / 2
         # A shared tile is half full on average, and half a piece is masked.
-        work = block_m * area / self.rate + _STEP_CYCLES
-        part = (min(block_m, self.m / self.groups) + _SMALL) / 2 * area / self.rate + _STEP_CYCLES
-        first = (block_m + block_n) * block_k * self.itemsize / self.bandwidth
+        work, part = self._visit(block, block_m), self._visit(block, rows)
+        matrix = area * self.itemsize / self.bandwidth
+        lhs = block_m * block_k * self.itemsize / self.bandwidth
         if self.weights:
             load = block_m * (block_n + block_k) * self.itemsize / self.bandwidth
             store = area * self.out_itemsize / self.bandwidth
             sweep = full * max(work, load) + shared * max(part, load) + self.groups * store / 2
             outer: tuple[int, ...] = (columns, depths, self.batch)
-        elif depths == 1:  # all matrices and rows are read once in a sweep, while others are multiplied
-            busy = (self.m + shared * _SMALL) * area / self.rate + (full + shared) * _STEP_CYCLES
-            moved = (self.m * block_k + self.groups * area) * self.itemsize + self.m * block_n * self.out_itemsize
-            sweep = max(busy * (1.0 if self.chunk_k(block) == block_k else _CHUNKED), moved / self.bandwidth)
+        elif depths == 1:
+            visits = full + shared
+            busy = max(self._visit(block, self.m + shared * _SMALL) + visits * _STEP_CYCLES, visits * lhs)
+            # A matrix is copied while its predecessor is used; the rows of the visit after the next one wait behind it.
+            late = max(0.0, matrix + 2 * lhs - 2 * busy / visits)
+            sweep = busy + min(self.groups, self.m) * late
             outer = (columns, self.batch)
         else:
-            sweep = depths * (full * max(work, first) + shared * max(part, first))
+            sweep = depths * (full * max(work, matrix + lhs) + shared * max(part, matrix + lhs))
             outer = (columns, self.batch)
         # Pieces of fewer rows keep the matrix unit less busy.
         sweep *= 1.0 if _piece(block_m) >= 256 or self.weights else 1.12
         # A part of the grid for each core, if the sweeps come out even.
         cores = self.chip.cores_per_device
-        return math.prod(outer) / (cores if any(size % cores == 0 for size in outer) else 1) * sweep + first
+        return math.prod(outer) / (cores if any(size % cores == 0 for size in outer) else 1) * sweep + matrix + lhs
+
+    def _visit(self, block: Block, rows: float) -> float:
+        """Cycles that one step computes with `rows` of its rows."""
+        products = -(-rows // _piece(block[0])) * (block[2] / self.chunk_k(block)) if not self.weights else 1
+        return rows * block[1] * block[2] / self.rate + products * _PIECE_CYCLES + _STEP_CYCLES
 
     def _fits_program(self, block: Block) -> bool:
         """Whether what is unrolled at once is a program of bearable size."""
@@ -185,7 +191,7 @@ class Problem:
         fewest = 128 if not self.weights else 512 if self.m >= 512 * self.groups else 256
         rows = sorted({min(self.m, size) for size in (128, 256, 512, 1024) if size >= fewest})
         columns = _sizes(self.n, 2048 if self.weights else 4096)
-        depths = _sizes(self.k, 2048)
+        depths = _sizes(self.k, 4096)
         if not self.weights:
             depths = sorted({*depths, self.k})
         budget = vmem_budget(self.chip)
