@@ -67,7 +67,7 @@ sanitize: $(VENV)/.dev ## the native CPU kernels under the address, undefined-be
 arm64: ## compile the CPU kernels for 64-bit Arm and check their numbers under qemu
 	mkdir -p build
 	$(CROSS)g++ $(CHECK_FLAGS) -O2 -fno-math-errno -fno-trapping-math -ffp-contract=fast -Wno-psabi -DVISHWAMAI_ISA=generic -static \
-	  tests/cpp/kernels_check.cc src/vishwamai/core/cpp/parallel.cc src/vishwamai/core/cpp/isa.cc $(wildcard src/vishwamai/ops/*/cpu*.isa.cc) -o build/kernels_check_arm64
+	  tests/cpp/kernels_check.cc src/vishwamai/core/cpp/parallel.cc src/vishwamai/core/cpp/isa.cc $(wildcard src/vishwamai/core/cpp/*.isa.cc src/vishwamai/ops/*/cpu*.isa.cc) -o build/kernels_check_arm64
 	qemu-aarch64 build/kernels_check_arm64
 
 check: lint types layers examples readme-check ## everything but the tests

@@ -116,7 +116,11 @@ struct InRegisters {
 
   // C[rows, kCols] (+)= A B for the first `rows` rows of the panel.  kPassing is a hint for engines that have its use.
   template <bool kPassing = false, class Element, class T>
-  static void product(const Element* a, int64_t lda, const Element* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate) {
+  static VISHWAMAI_INLINE void product(const Element* a, int64_t lda, const Element* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate) {
+    multiply(a, lda, b, k, rows, c, ldc, accumulate);
+  }
+  template <class Element, class T>
+  static void multiply(const Element* a, int64_t lda, const Element* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate) {
     const int64_t steps = E::steps(k), stride = E::row_stride(lda);
     V<T> from[2] = {};
     if constexpr (kStarts<Element>) E::start(b, k, from);
@@ -299,6 +303,7 @@ struct PairEngine : InRegisters<PairEngine> {
 #if defined(__AMX_BF16__)
 #include "engine_amx.h"
 #else
+#define VISHWAMAI_DOT 1
 #include "engine_dot.h"
 #endif
 #endif
@@ -308,12 +313,21 @@ namespace vishwamai::VISHWAMAI_ISA {
 #if defined(__AMX_BF16__)
 using HalfEngine = AmxEngine<1>;
 using Int8Engine = AmxInt8Engine;
-#elif defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#elif defined(VISHWAMAI_DOT)
 using HalfEngine = DotEngine;
 using Int8Engine = DotInt8Engine;
 #else
 using HalfEngine = FmaEngine<float>;
 using Int8Engine = PairEngine;
+#endif
+
+// Compiled once for an instruction set, in engine.isa.cc: a copy for every number of rows takes the compiler long.
+#define VISHWAMAI_IN_REGISTERS(keyword, Engine) \
+  keyword template void InRegisters<Engine>::multiply(const Engine::Element*, int64_t, const Engine::Element*, int64_t, int, Engine::Acc*, int64_t, bool);
+VISHWAMAI_IN_REGISTERS(extern, FmaEngine<float>)
+VISHWAMAI_IN_REGISTERS(extern, FmaEngine<double>)
+#if defined(VISHWAMAI_DOT)
+VISHWAMAI_IN_REGISTERS(extern, DotEngine)
 #endif
 
 }  // namespace vishwamai::VISHWAMAI_ISA
