@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai import QTensor, ShapeError, UnsupportedError, aot, dequantize, fake_quantize, gemm, quantize
@@ -131,6 +132,41 @@ def test_tiles_stream_through_a_ring(format, block_size, transposed, cores):
         got = gemm(x, q, transpose_b=transposed, implementation="pallas_tpu", config=config)
     want = gemm(x, q, transpose_b=transposed, implementation="xla")
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=2e-2, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    "format, block_size, unpack, cores",
+    [
+        ("fp8_e4m3", 128, "b11fnuz", 1),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (("int4", None, "words", 2), ("int8", None, "words", 1))
+        ),
+        pytest.param("int4", 128, "words", 1, marks=pytest.mark.long),
+    ],
+)
+def test_weights_unpacked_from_words(format, block_size, unpack, cores):
+    """Every code of the format, -0 and NaN among them; the scales of deep blocks multiply sums, so nothing is rounded to bfloat16."""
+    x = jnp.asarray(_normal(3, 256), jnp.bfloat16)
+    q = quantize(_normal(256, 128 * cores), format, axis=-2, block_size=block_size)
+    codes = np.asarray(lax.bitcast_convert_type(q.values, jnp.uint8) if format != "int4" else q.values.astype(jnp.int8))
+    codes = codes.copy()
+    codes[:256, 0] = np.arange(256) % 16 - 8 if format == "int4" else np.arange(256)
+    if format == "fp8_e4m3":
+        codes[:256, 1] = np.where(np.arange(256) % 128 == 127, 128, np.arange(256))  # all but the NaN
+    values = jnp.asarray(codes)
+    values = values.astype(jnp.int4) if format == "int4" else lax.bitcast_convert_type(values, q.values.dtype)
+    q = QTensor(values, q.scales, format, -2, block_size)
+    config = MatmulConfig(3, 128, 256, chunk_k=256, ring=3, cores=cores, unpack=unpack)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
+        got = gemm(x, q, implementation="pallas_tpu", config=config, out_dtype=jnp.float32)
+    exact = np.asarray(values.astype(jnp.float32), np.float64)
+    scales = np.repeat(np.asarray(q.scales, np.float64), 256 // q.scales.shape[0], axis=0)
+    rows = np.asarray(x.astype(jnp.float32), np.float64)
+    want, magnitude = rows @ (exact * scales), np.abs(rows) @ np.abs(exact * scales)
+    assert np.isnan(want[:, 0]).all() == (format == "fp8_e4m3") and not np.isnan(want[:, 1:]).any()
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert np.nanmax(np.abs(got - want) / magnitude) < 1e-6
 
 
 @pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")

@@ -126,6 +126,66 @@ void few_rows(const MatmulArgs& g, const Threads& threads) {
   });
 }
 
+#if defined(__AMX_BF16__)
+// A small product of bfloat16 whose operands and result stay in the second cache level, if nothing is added to them: A is
+// multiplied as it lies, B is packed a few panels at a time, and a finished tile of C is rounded while it is in the first
+// level.  With longer rows, lines of A would share the cache's sets, and those of C its translations of addresses.
+constexpr int64_t kSmallDepth = 512, kSmallColumns = 1024, kSmallRows = 1024;
+
+bool is_small(const MatmulArgs& g) {
+  return !g.packed && g.storage == Storage::bf16 && g.a_k == 1 && g.m % kPanelRows == 0 && g.k % 32 == 0 && g.m >= 256 && g.m <= kSmallRows && g.k > 256 &&
+         g.k <= kSmallDepth && g.n <= kSmallColumns;
+}
+
+// C[32, 32] = A B of 32 whole rows of A, `lda` elements apart, and a panel of B.
+void product_of_rows(const bf16* a, int64_t lda, const uint16_t* b, int64_t k, float* c) {
+  const int64_t a_bytes = lda * static_cast<int64_t>(sizeof(bf16)), c_bytes = 32 * sizeof(float);
+  const bf16* const lower = a + 16 * lda;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t i = 0; i < k; i += 32, b += AmxEngine<1>::kChunk) {
+    _tile_stream_loadd(4, a + i, a_bytes);  // passing: the panel of B is to stay in the first level
+    _tile_loadd(6, b, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + AmxEngine<1>::kTile, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_stream_loadd(5, lower + i, a_bytes);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, c, c_bytes);
+  _tile_stored(1, c + 16, c_bytes);
+  _tile_stored(2, c + 16 * 32, c_bytes);
+  _tile_stored(3, c + 16 * 32 + 16, c_bytes);
+}
+
+void small(const MatmulArgs& g, const Threads& threads) {
+  using E = AmxEngine<1>;
+  constexpr int64_t C = E::kCols, kHigh = 512, kTile = kPanelRows * C;
+  const ColumnPanels<bf16, E> columns{{static_cast<const bf16*>(g.b), g.b_group, g.b_k, g.b_col}, g.n};
+  const int64_t wide = threads.count > 1 ? 2 : 4, runs = ceil_div(g.n, wide * C), blocks = ceil_div(g.m, kHigh), panel = E::b_elements(g.k);
+  parallel_for(threads, g.groups * blocks * runs, [&](int64_t i) {
+    const typename E::Scope scope;
+    const int64_t group = i / (blocks * runs), row0 = i / runs % blocks * kHigh, col0 = i % runs * wide * C;
+    const int64_t high = least(kHigh, g.m - row0), width = least(wide * C, g.n - col0), panels = ceil_div(width, C);
+    Scratch scratch(Scratch::size<uint16_t>(panels * panel) + Scratch::size<float>(2 * kTile));
+    uint16_t* const b = scratch.take<uint16_t>(panels * panel);
+    float* const tiles = scratch.take<float>(2 * kTile);
+    columns.pack(group, 0, g.k, col0 / C, panels, b, panel);
+    const bf16* const a = static_cast<const bf16*>(g.a) + group * g.a_group + row0 * g.a_row;
+    const int64_t down = high / kPanelRows, products = panels * down;
+    for (int64_t p = 0; p <= products; ++p) {  // a tile is finished while the next one is multiplied
+      if (p < products) product_of_rows(a + p % down * kPanelRows * g.a_row, g.a_row, b + p / down * panel, g.k, tiles + p % 2 * kTile);
+      if (p == 0) continue;
+      const int64_t row = row0 + (p - 1) % down * kPanelRows, col = (p - 1) / down * C;
+      for (int64_t r = 0; r < kPanelRows; ++r) finish_row(g, tiles + (p - 1) % 2 * kTile + r * C, group, row + r, col0 + col, least(C, width - col));
+    }
+  });
+}
+#endif
+
 template <class S, class E>
 void run(const MatmulArgs& g, const Threads& threads) {
   const RowPanels<S, E> a{{static_cast<const S*>(g.a), g.a_group, g.a_row, g.a_k}, g.m};
@@ -151,6 +211,9 @@ void matmul(const MatmulArgs& g, const Threads& all) {
   if (as_it_lies && g.storage == Storage::f32 && g.m <= kFewRows) return few_rows<float>(g, threads);
   if (as_it_lies && !g.packed && g.storage == Storage::bf16 && g.m <= 4) return few_rows<bf16>(g, threads);
   if (g.storage == Storage::f64) return run<double, FmaEngine<double>>(g, threads);
+#if defined(__AMX_BF16__)
+  if (is_small(g)) return small(g, threads);
+#endif
   if (g.storage == Storage::s8) return run<int8_t, Int8Engine>(g, threads);
   if (g.storage == Storage::bf16) return run<bf16, HalfEngine>(g, threads);
 #if defined(__AMX_BF16__)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from vishwamai.core.hardware import Chip
 from vishwamai.core.pallas import planning_chip, round_up, vmem_budget
 from vishwamai.core.precision import FP8_DTYPES
-from vishwamai.core.qtensor import bits
+from vishwamai.core.qtensor import INT4, bits
 from vishwamai.ops.matmul.spec import INTEGERS, MatmulSpec, joint_groups
 
 Tile = tuple[int, int, int]
@@ -30,6 +30,7 @@ class MatmulConfig:
       native_8bit: multiply 8-bit operands on the chip's own unit; False widens them to bfloat16, exactly.
       ring: tiles of b that are on their way or in use at once where the forward product reads few rows, see `tpu_stream`; 0 for the usual pipeline of two.
       cores: cores that share such a product's columns.
+      unpack: how such a product reads a narrow weight, see `tpu_unpack`.
       vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
     """
 
@@ -43,6 +44,7 @@ class MatmulConfig:
     vmem_bytes: int = 0
     ring: int = 0
     cores: int = 1
+    unpack: str = "convert"
 
     def __post_init__(self) -> None:
         for name in ("grad_a", "grad_b"):  # a tuning table brings lists
@@ -313,10 +315,12 @@ def _rate(spec: MatmulSpec, chip: Chip, *, forward: bool) -> float:
 
 
 _RING = 4
-_RING_SECONDS = 0.5e-6
+_RING_SECONDS = 0.7e-6
 """Of the longest transfer of one tile of a ring: short beside the whole, of which the first load and the last product are hidden by nothing, and with
 three of them on their way much longer than their latency."""
 _RING_ROWS = 256
+_RING_MARGIN = 1.25
+"""How much longer than its products the transfers of such a product must take: its small tiles cost the matrix unit more."""
 
 
 def ring_tile(spec: MatmulSpec, chip: Chip) -> tuple[int, int, int] | None:
@@ -325,7 +329,7 @@ def ring_tile(spec: MatmulSpec, chip: Chip) -> tuple[int, int, int] | None:
     Tiles divide the array, and the cores share them evenly.
     """
     o = spec.operands
-    limit = spec.bytes_moved / chip.hbm_bandwidth > spec.flops / chip.peak(spec.compute_dtype.name)
+    limit = spec.bytes_moved / chip.hbm_bandwidth > _RING_MARGIN * spec.flops / chip.peak(spec.compute_dtype.name)
     few = spec.groups == 1 and spec.m <= _RING_ROWS and not spec.transpose_a and not spec.blocked[0]
     item = bits(o.b.dtype) / 8
     if not limit or not few or spec.n % 128 or spec.k % 128:
@@ -345,12 +349,22 @@ def ring_tile(spec: MatmulSpec, chip: Chip) -> tuple[int, int, int] | None:
         return None
     # The fewest steps; among those the deepest, for the sum is touched once a step.
     columns, depth = max(found, key=lambda t: (t[0] * t[1], t[1]))
-    scales = 0 if not spec.blocked[1] else 4 * spec.k * spec.n // spec.block_k
+    scales = 0 if not spec.blocked[1] else 4 * round_up(-(-spec.k // spec.block_k), 8) * columns
     results = round_up(spec.m, 16) * spec.n * spec.out_dtype.itemsize * (2 if spec.keeps_preactivation else 1) // cores
     fixed = 2 * spec.m * spec.k * o.a.dtype.itemsize + 3 * spec.n * 8 * 4 + results
     if fixed + _RING * (columns * depth * item + scales) + 6 * columns * depth > vmem_budget(chip):
         return None
     return columns, depth, cores
+
+
+def unpacking(spec: MatmulSpec, chip: Chip) -> str:
+    """How a narrow weight is read best on `chip` (docs/performance.md): the vector unit's own conversions differ by generation."""
+    narrow = spec.operands.b.dtype
+    if narrow == jnp.float8_e4m3fn and chip.generation in (5, 6):
+        return "b11fnuz"
+    if (narrow == INT4 and chip.generation <= 5) or (narrow == jnp.int8 and chip.generation == 4):
+        return "words"
+    return "convert"
 
 
 def heuristic(spec: MatmulSpec, chip: Chip | None) -> MatmulConfig:
@@ -365,5 +379,7 @@ def heuristic(spec: MatmulSpec, chip: Chip | None) -> MatmulConfig:
     if ring is not None:
         columns, depth, cores = ring
         vmem_bytes = max(vmem_bytes, vmem_budget(chip) // 2)
-        return MatmulConfig(spec.m, columns, depth, *gradients, depth, native, vmem_bytes, _RING, cores)
+        return MatmulConfig(
+            spec.m, columns, depth, *gradients, depth, native, vmem_bytes, _RING, cores, unpacking(spec, chip)
+        )
     return MatmulConfig(*forward, *gradients, chunk(problems["forward"], forward), native, vmem_bytes)

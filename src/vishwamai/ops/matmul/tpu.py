@@ -12,6 +12,7 @@ bfloat16, which holds them exactly, where it has not. Narrower operands, and tho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -115,6 +116,7 @@ def _kernel(
     precision: str,
     native: bool,
     activation: str | None,
+    own_product: Callable[[], jax.Array] | None = None,
 ) -> None:
     """One step: a tile of the sum grows by one product; the last step applies the epilogue and stores.
 
@@ -126,12 +128,15 @@ def _kernel(
       block_k: depth of the tiles; chunk_k: depth of what is multiplied at once, which divides it.
       steps: steps that one tile takes: tiles of the contracted axis, times the groups that are summed; step: which of them this is.
       offsets: where the blocks of lhs and of rhs begin along K, for those with block scales.
+      own_product: forms the product of a whole tile where the caller knows a better way.
     """
     lhs_ref, rhs_ref, bias_ref, scale_a_ref, scale_b_ref, lhs_scales, rhs_scales, out_ref, z_ref, sum_ref = refs
     tiles = pl.cdiv(depth, block_k)
     tail = depth - (tiles - 1) * block_k
 
     def chunk_product(start: Any, size: int, valid: int) -> jax.Array:
+        if own_product is not None:
+            return own_product()
         lhs = operands[0].tile(lhs_ref, lhs_scales, axes[0], start, size, offsets[0], wide)
         rhs = operands[1].tile(rhs_ref, rhs_scales, axes[1], start, size, offsets[1], wide)
         if valid != size:

@@ -17,7 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vishwamai.core.qtensor import scale_values
 from vishwamai.core.sharding import out_struct
+from vishwamai.ops.matmul import tpu_unpack
 from vishwamai.ops.matmul.spec import Blocked, joint_groups
 from vishwamai.ops.matmul.tiles import MatmulConfig
 from vishwamai.ops.matmul.tpu_dequantize import Operand, array_bytes, describe, stored
@@ -70,6 +72,14 @@ def product(
     stores = columns // share
     reading = (Operand(jnp.dtype(lhs.dtype)), describe(rhs, bk))
     how = reading[1]
+    narrow = stored(rhs).dtype
+    unpack = config.unpack if tpu_unpack.serves(config.unpack, narrow, lhs.dtype, rhs_axis) else "convert"
+    # The scales of deep blocks multiply what a block adds to the sum: a number for each result instead of one for each weight, and nothing is rounded.
+    in_parts = how.direct and how.size % 128 == 0 and bk % how.size == 0 and wide == lhs.dtype == jnp.bfloat16
+    own = (in_parts or (unpack != "convert" and not how.size)) and wide == jnp.bfloat16
+    unpack = unpack if own else "convert"
+    part_k = how.size if in_parts else bk
+    added = tpu_unpack.ADDED[narrow] if unpack == "words" else 0
     tile = (bk, bn) if rhs_axis == 1 else (bn, bk)
     scales = rhs.scales if isinstance(rhs, Blocked) else None
     scale_tile = None if scales is None else list(tile)
@@ -98,6 +108,7 @@ def product(
         out_buffers, out_semaphores = [next(remaining) for _ in results], next(remaining)
         tiles_ref, tile_semaphores = next(remaining), next(remaining)
         scale_tiles, scale_semaphores = take(scales), take(scales)
+        excess_ref = next(remaining) if added else None
         sum_ref = next(remaining) if separate else None
         core, column, step = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         turn = column * steps + step
@@ -150,6 +161,8 @@ def product(
                 begin(first)
             for copy in loads:
                 copy.wait()
+            if unpack == "words":
+                tpu_unpack.prepare(lhs_ref, excess_ref, narrow, part_k)
 
         pl.when(turn + ring - 1 < turns)(lambda: begin(turn + ring - 1))
         group = lax.div(column, share)
@@ -163,6 +176,29 @@ def product(
 
         def vector(ref: Any) -> Any:
             return ref if ref is None or ref.shape[1] == 1 else ref.at[:, at]
+
+        def tile_product() -> jax.Array:
+            """What the tile adds to the sum, `[m, bn]`."""
+            x = lhs_ref[...] if steps == 1 else lhs_ref[:, pl.ds(pl.multiple_of(step * bk, bk), bk)]
+            w, spoils = tpu_unpack.to_bfloat16(tiles_ref.at[slot], unpack)
+            result = jnp.zeros((), jnp.float32)
+            for i in range(bk // part_k):
+                at = slice(i * part_k, (i + 1) * part_k)
+                part = lax.dot_general(
+                    x[:, at],
+                    w[at] if rhs_axis == 1 else w[:, at],
+                    (((1,), (rhs_axis - 1,)), ((), ())),
+                    preferred_element_type=jnp.float32,
+                )
+                if excess_ref is not None:
+                    lane = pl.multiple_of((step * (bk // part_k) + i) * 128, 128)
+                    part -= jnp.concatenate([excess_ref[:, pl.ds(lane, 128)]] * (bn // 128), axis=1)
+                if unpack in tpu_unpack.SCALE:
+                    part *= tpu_unpack.SCALE[unpack]
+                if in_parts:
+                    part *= scale_values(scale_tiles[slot, i : i + 1, :], jnp.float32)
+                result = part if i == 0 else result + part
+            return result if spoils is None else result + spoils
 
         kernel(
             (
@@ -189,6 +225,7 @@ def product(
             precision=precision,
             native=config.native_8bit,
             activation=activation,
+            own_product=tile_product if own else None,
         )
 
         @pl.when(lax.rem(turn, share * steps) == share * steps - 1)
@@ -207,6 +244,7 @@ def product(
     scratch += [pltpu.VMEM((ring, *tile), stored(rhs).dtype), pltpu.SemaphoreType.DMA((ring,))]
     if scales is not None and scale_tile is not None:
         scratch += [pltpu.VMEM((ring, *scale_tile), scales.dtype), pltpu.SemaphoreType.DMA((ring,))]
+    scratch += [pltpu.VMEM((m, k // part_k * 128), jnp.float32)] if added else []
     scratch += [pltpu.VMEM((m, bn), total)] if separate else []
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     found = pl.pallas_call(
