@@ -376,7 +376,7 @@ def heuristic(spec: MatmulSpec, chip: Chip | None) -> MatmulConfig:
     gradients = (tiles["grad_a"], tiles["grad_b"])
     native = native_8bit(spec, chip)
     ring = None if chip is None else ring_tile(spec, chip)
-    if ring is not None:
+    if ring is not None and chip is not None:
         columns, depth, cores = ring
         vmem_bytes = max(vmem_bytes, vmem_budget(chip) // 2)
         return MatmulConfig(

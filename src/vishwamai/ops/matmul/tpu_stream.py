@@ -104,10 +104,12 @@ def product(
         outs_hbm = [next(remaining) for _ in results]
         held_refs, held_semaphores = [next(remaining) for _ in held], next(remaining)
         in_vmem = iter(held_refs)
+        lhs_ref: Any
         lhs_ref, bias_ref, scale_a_ref, scale_b_ref = (None if x is None else next(in_vmem) for x in resident)
         out_buffers, out_semaphores = [next(remaining) for _ in results], next(remaining)
         tiles_ref, tile_semaphores = next(remaining), next(remaining)
-        scale_tiles, scale_semaphores = take(scales), take(scales)
+        scale_tiles: Any = take(scales)
+        scale_semaphores: Any = take(scales)
         excess_ref = next(remaining) if added else None
         sum_ref = next(remaining) if separate else None
         core, column, step = pl.program_id(0), pl.program_id(1), pl.program_id(2)
