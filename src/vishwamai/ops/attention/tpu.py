@@ -16,11 +16,15 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, tiled_bytes, vmem_budget
 from vishwamai.ops.attention import tpu_backward, tpu_dbias, tpu_forward
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
+from vishwamai.ops.attention.tpu_backward import Form
 from vishwamai.ops.attention.tpu_masks import LANES, needs_mask_everywhere
 from vishwamai.ops.attention.tpu_schedule import MOST_PATTERNS, Tiling, make_schedule, panel_bound, visited_tiles
 
 PANEL_ROWS = 16384
 """The most queries or keys of a panel, so that a panel's list of tiles stays short."""
+
+RESIDENT_ROWS = 1024
+"""The fewest keys of a panel for which dq is kept in VMEM over several of them: with fewer the queries pass by too often."""
 
 SCHEDULE_WORDS = 160 * 1024
 """32-bit words of scalar memory (1 MiB on every generation) that a schedule's panels may take."""
@@ -37,7 +41,7 @@ class AttentionConfig:
       buffers, kv_buffers: buffers of every block of the queries' and of the keys' side that moves between HBM and VMEM, 2 or 1.
       vmem_bytes: what a grid step plans to use.
       backward_...: the same for the backward pass.
-      backward_split: compute dq, and dk with dv, in two walks, each of which needs less memory than one for both.
+      backward_split, backward_streaming, backward_resident: how the gradients are summed, see `tpu_backward.Form`.
     """
 
     block_q: int
@@ -56,7 +60,9 @@ class AttentionConfig:
     backward_buffers: int
     backward_kv_buffers: int
     backward_vmem_bytes: int
-    backward_split: bool
+    backward_split: bool = False
+    backward_streaming: bool = False
+    backward_resident: bool = False
 
     def __post_init__(self) -> None:
         for tiling in (self.forward, self.backward):
@@ -90,6 +96,11 @@ class AttentionConfig:
             self.backward_kv_buffers,
         )
 
+    @property
+    def form(self) -> Form:
+        """How the backward pass sums."""
+        return Form(self.backward_split, self.backward_streaming, self.backward_resident)
+
     def with_block_size(self, block_size: int) -> AttentionConfig:
         """The same with tiles of `block_size`, rounded up to 128 and no larger than these, and one tile to a panel."""
         size = round_up(block_size, LANES)
@@ -119,7 +130,7 @@ def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
         return "an operand is empty."
     for direction, tiling, need in (
         ("forward", _smallest(spec), forward_bytes(spec, _smallest(spec))),
-        ("backward", _smallest(spec), backward_bytes(spec, _smallest(spec), True)),
+        ("backward", _smallest(spec), backward_bytes(spec, _smallest(spec), Form(split=True))),
     ):
         if need > vmem_budget(chip):
             return (
@@ -206,26 +217,29 @@ def forward_bytes(spec: AttentionSpec, tiling: Tiling) -> int:
     return buffers + scratch + tiles + _dense_bytes(spec, tiling) + _pattern_bytes(spec, tiling)
 
 
-def backward_bytes(spec: AttentionSpec, tiling: Tiling, split: bool = False) -> int:
+def backward_bytes(spec: AttentionSpec, tiling: Tiling, form: Form) -> int:
     """VMEM of one step of the backward pass; of the larger of its walks if it is split."""
     dtype = spec.operands.query.dtype
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
     dims = (spec.qk_dim, spec.v_dim)
     blocks = tiling.buffers * sum(tiled_bytes((q_rows, dim), dtype) for dim in dims)
     blocks += tiling.kv_buffers * sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)
-    shared = (
-        blocks + tiled_bytes((q_rows, spec.qk_dim), dtype) + _dense_bytes(spec, tiling) + _pattern_bytes(spec, tiling)
-    )
-    shared += 6 * tiled_bytes((tiling.block_kv, tiling.block_q), jnp.float32)
+    shared = blocks + _dense_bytes(spec, tiling) + _pattern_bytes(spec, tiling)
+    # What is done to every score besides the exponential holds more tiles at a time.
+    shared += (3 if _is_plain(spec) else 6) * tiled_bytes((tiling.block_kv, tiling.block_q), jnp.float32)
+    kept = spec.group * tiling.blocks(spec)[0] if form.resident else tiling.panel_q
     for_dq = (
-        tiling.buffers * tiled_bytes((q_rows, spec.qk_dim), jnp.float32)
-        + tiling.panel_q * tiled_bytes((spec.qk_dim, tiling.block_q), jnp.float32)
+        tiling.buffers * tiled_bytes((q_rows, spec.qk_dim), dtype if form.resident else jnp.float32)
+        + kept * tiled_bytes((spec.qk_dim, tiling.block_q), jnp.float32)
         + tiling.panel_kv * tiled_bytes((spec.qk_dim, tiling.block_kv), dtype)
     )
     for_dkv = tiling.kv_buffers * sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)
-    for_dkv += tiling.panel_q * sum(tiled_bytes((dim, tiling.block_q), dtype) for dim in dims)
-    for_dkv += tiling.panel_kv * sum(tiled_bytes((dim, tiling.block_kv), jnp.float32) for dim in dims)
-    return shared + (max(for_dq, for_dkv) if split else for_dq + for_dkv)
+    if not form.streaming:
+        for_dkv += tiling.panel_q * sum(tiled_bytes((dim, tiling.block_q), dtype) for dim in dims)
+    for_dkv += tiling.panel_kv * sum(
+        tiled_bytes(tpu_backward.sum_shape(form, tiling.block_kv, dim), jnp.float32) for dim in dims
+    )
+    return shared + (max(for_dq, for_dkv) if form.split else for_dq + for_dkv)
 
 
 # --- Heuristic ---------------------------------------------------------------------------------------------------------------------------------------
@@ -274,6 +288,11 @@ def _unroll(spec: AttentionSpec, sides: tuple[int, int], few_alus: bool) -> int:
     return unroll
 
 
+def _is_plain(spec: AttentionSpec) -> bool:
+    """Whether the scores go straight into the exponential, but for a static mask."""
+    return not needs_mask_everywhere(spec) and spec.softcap is None and spec.operands.q_segment_ids is None
+
+
 def _is_sparse(spec: AttentionSpec) -> bool:
     """Whether the mask is so uneven that the tiles have to fit it: blocks, or a band with two sides."""
     return spec.blocks is not None or None not in spec.band
@@ -298,11 +317,16 @@ def _fitting(
 def _forward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, unroll: int) -> Tiling:
     budget = vmem_budget(chip)
     few_alus = planning_chip(chip).valus < 4
+    wide_heads = few_alus and most == 512 and max(spec.qk_dim, spec.v_dim) > LANES
     # Longer straight-line code only spills where the vector unit is the bottleneck.
     shapes = [(size, size, 2 if few_alus else unroll) for size in range(most, LANES - 1, -LANES)]
     if _is_sparse(spec) and not (few_alus and spec.blocks is None):
         fitting = _fitting(spec, chip, most, _forward_cost)
         shapes = [(*sides, 2 if unroll == 2 else _unroll(spec, sides, few_alus)) for sides in fitting]
+    elif wide_heads and _is_plain(spec):
+        # The sums of partial products fill the vector unit; short tiles leave memory for long panels, whose starts cost less.
+        shapes.insert(0, (512, 256, 2))
+        budget = planning_chip(chip).vmem_bytes * 7 // 8
     elif most == 512 and spec.band == (None, None):
         shapes.insert(0, (256 if few_alus else 512, 1024, unroll))  # nothing to skip along the keys: fewer rescalings
     for rows, columns, tiles in shapes:
@@ -312,32 +336,43 @@ def _forward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, unroll: i
     return _smallest(spec)
 
 
-def _backward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, split: bool) -> Tiling:
-    """The first tiles that hold all the keys in one panel, so that no sum travels; else those with the largest panels."""
+def _backward_tiling(spec: AttentionSpec, chip: Chip | None, most: int, form: Form) -> tuple[Tiling, Form]:
+    """The first tiles for which dq does not travel: all keys in one panel, or dq of whole heads in VMEM; else those with the largest panels."""
+    plain = _is_plain(spec)
     # The plan counts the tiles that the code works on, so the compiler needs less beside it than `vmem_budget` leaves.
-    budget = vmem_budget(chip) if split else planning_chip(chip).vmem_bytes * 7 // 8
-    need = functools.partial(backward_bytes, split=split)
+    budget = vmem_budget(chip) if form.split else planning_chip(chip).vmem_bytes * (15 if plain else 14) // 16
+    travelling, resident = form, dataclasses.replace(form, resident=True)
     found = []
-    small = 2
+    small = 4
     if _is_sparse(spec):
-        shapes = [((sides, 2), (sides, 1)) for sides in _fitting(spec, chip, most, _backward_cost)]
-        if most == 512 and planning_chip(chip).valus >= 4 and not needs_mask_everywhere(spec):
+        choices = [(sides, n, travelling) for sides in _fitting(spec, chip, most, _backward_cost) for n in (2, 1)]
+        if most == 512 and planning_chip(chip).valus >= 4 and plain:
             small = 8  # small tiles need more of them in one piece of code
     else:
-        squares = range(most, LANES - 1, -LANES)
-        shapes = [(((size, size), 2), ((max(LANES, size // 2), size), 1)) for size in squares]
-    for alternatives in shapes:
-        for (rows, columns), kv_buffers in alternatives:
-            unroll = small if max(rows, columns) <= (256 if _is_wide(chip) else LANES) else 2
-            tiling = Tiling(_block(spec.q_len, rows), _block(spec.kv_len, columns), 1, 1, unroll, 2, kv_buffers)
-            if need(spec, tiling) > budget:
-                continue
-            tiling = _fitted(spec, tiling, need, budget)
-            if tiling.panel_kv * tiling.block_kv >= spec.kv_len:
-                return tiling
-            found.append(tiling)
-    largest = max(found, key=lambda x: x.panel_q * x.block_q * x.panel_kv * x.block_kv, default=None)
-    return largest or _smallest(spec)
+        choices = []
+        for size in range(most, LANES - 1, -LANES):
+            half = max(LANES, size // 2), size
+            choices += [((size, size), 2, travelling), (half, 2, resident), (half, 1, travelling)]
+        if form.split:
+            choices = [choice for choice in choices if choice[2] is travelling]
+    for (rows, columns), kv_buffers, how in choices:
+        unroll = small if max(rows, columns) <= (256 if _is_wide(chip) else LANES) else 4 if plain else 2
+        tiling = Tiling(_block(spec.q_len, rows), _block(spec.kv_len, columns), 1, 1, unroll, 2, kv_buffers)
+        need = functools.partial(backward_bytes, form=how)
+        if need(spec, tiling) > budget:
+            continue
+        tiling = _fitted(spec, tiling, need, budget)
+        if tiling.panel_kv * tiling.block_kv >= spec.kv_len:
+            return tiling, travelling
+        if how is resident and tiling.panel_kv * tiling.block_kv >= RESIDENT_ROWS:
+            return tiling, resident
+        found.append((tiling, how))
+    largest = max(found, key=lambda x: _panel_area(x[0]), default=None)
+    return largest or (_smallest(spec), travelling)
+
+
+def _panel_area(tiling: Tiling) -> int:
+    return tiling.panel_q * tiling.block_q * tiling.panel_kv * tiling.block_kv
 
 
 def heuristic(spec: AttentionSpec, chip: Chip | None) -> AttentionConfig:
@@ -347,14 +382,18 @@ def heuristic(spec: AttentionSpec, chip: Chip | None) -> AttentionConfig:
     widest = max(spec.qk_dim, spec.v_dim)
     most = max(LANES, min(256 if exact else 512, (1 << 16 if exact else 1 << 18) // widest // LANES * LANES))
     forward = _forward_tiling(spec, chip, most, 2 if exact or needs_mask_everywhere(spec) else 4)
-    split = backward_bytes(spec, Tiling(LANES, LANES, 1, 1, 2)) > vmem_budget(chip)
-    backward = _backward_tiling(spec, chip, most, split)
+    unit = planning_chip(chip).mxu_size
+    form = Form(
+        split=backward_bytes(spec, Tiling(LANES, LANES, 1, 1, 2), Form()) > vmem_budget(chip),
+        streaming=not exact and spec.qk_dim % unit == 0 and spec.v_dim % unit == 0,
+    )
+    backward, form = _backward_tiling(spec, chip, most, form)
     return AttentionConfig(
         **dataclasses.asdict(forward),
         vmem_bytes=forward_bytes(spec, forward),
         **{f"backward_{name}": value for name, value in dataclasses.asdict(backward).items()},
-        backward_vmem_bytes=backward_bytes(spec, backward, split),
-        backward_split=split,
+        backward_vmem_bytes=backward_bytes(spec, backward, form),
+        **{f"backward_{name}": value for name, value in dataclasses.asdict(form).items()},
     )
 
 
@@ -379,7 +418,7 @@ def backward(
     return tpu_backward.backward(
         spec,
         config.backward,
-        config.backward_split,
+        config.form,
         config.backward_vmem_bytes,
         operands,
         outputs,

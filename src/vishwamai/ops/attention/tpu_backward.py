@@ -3,13 +3,16 @@
 With S^T = K Q^T and dP^T = V dO^T of a tile in hand, `[block_kv, block_q]`,
     P = exp(S - logsumexp),  dS = P (dP - delta),  delta = rowsum(dO O) - d logsumexp,
     dV^T += dO^T P,  dK^T += Q^T dS,  dQ^T += K^T dS^T,
-where in all three the tile is the matrix unit's stationary operand and the head dimension streams. The sums stay in VMEM for a whole panel; the
+where in all three the tile is the matrix unit's stationary operand and the head dimension streams; a head dimension that fills the unit gains nothing
+by that, and has dV += P dO and dK += dS Q instead, for which nothing is transposed. The tiles of one iteration are independent but for their sums, so
+that the compiler overlaps the products of one with the exponentials of another. The sums stay in VMEM for a whole panel; the
 keys' sums for all the queries and the heads of the group, so that a gradient of a shared kv head is written once. Where the keys take more than one
-panel, the queries' sums travel to HBM and back between them.
+panel, the queries' sums stay in VMEM until the last of them, or travel to HBM and back.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +29,6 @@ from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.tpu_dbias import bias_gradient
 from vishwamai.ops.attention.tpu_forward import for_blocks, rows_of, tile_reader, unless_idle
 from vishwamai.ops.attention.tpu_masks import (
-    Tile,
     array_operands,
     call,
     dot,
@@ -34,13 +36,13 @@ from vishwamai.ops.attention.tpu_masks import (
     needs_mask_everywhere,
     pad_axis,
     probabilities,
+    query_factor,
     scalar_operands,
-    scaled_query,
     statistics,
     tile_at,
     transposed,
 )
-from vishwamai.ops.attention.tpu_schedule import Panel, Schedule, Tiling, make_schedule, walk
+from vishwamai.ops.attention.tpu_schedule import Home, Panel, Schedule, Tiling, make_schedule, query_homes, visit_tiles
 
 
 class Pass(enum.Enum):
@@ -59,89 +61,121 @@ class Pass(enum.Enum):
         return self is not Pass.QUERIES
 
 
-def _body(
-    refs: SimpleNamespace, *, spec: AttentionSpec, tiling: Tiling, schedule: Schedule, kv_panels: int, which: Pass
-) -> None:
-    kv_head, step = pl.program_id(1), pl.program_id(2)
-    panel = Panel(refs.panels, schedule.first_step(kv_head) + step)
-    unless_idle(panel, schedule, lambda: _step(refs, panel, spec, tiling, schedule, kv_panels, which))
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How the gradients are summed; it changes speed and memory only.
+
+    Attributes:
+      split: dq, and dk with dv, in two walks.
+      streaming: in the products for dk and dv the tile streams past the queries, which then need no transposing; otherwise the tile is the stationary
+        operand, which head dimensions below the matrix unit's width need to fill it.
+      resident: where the keys take several panels, dq of whole heads stays in VMEM until the last of them; otherwise it travels.
+    """
+
+    split: bool = False
+    streaming: bool = False
+    resident: bool = False
 
 
-def _step(
-    refs: SimpleNamespace,
-    panel: Panel,
-    spec: AttentionSpec,
-    tiling: Tiling,
-    schedule: Schedule,
-    kv_panels: int,
-    which: Pass,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """One walk over the tiles: everything that is known when it is compiled."""
+
+    spec: AttentionSpec
+    tiling: Tiling
+    schedule: Schedule
+    which: Pass
+    form: Form
+
+    @property
+    def kv_panels(self) -> int:
+        return self.tiling.blocks(self.spec)[1] // self.tiling.panel_kv
+
+    @property
+    def resident(self) -> bool:
+        """Whether dq stays in VMEM over several key panels."""
+        return self.form.resident and self.which is Pass.BOTH and self.kv_panels > 1
+
+
+def _body(refs: SimpleNamespace, plan: _Walk) -> None:
+    schedule, step = plan.schedule, pl.program_id(2)
+    at = schedule.first_step(pl.program_id(1)) + step
+    panel = Panel(refs.panels, at)
+    home = Home(refs.homes, at) if plan.resident else None
+    unless_idle(panel, schedule, lambda: _step(refs, panel, home, plan))
+
+
+def _step(refs: SimpleNamespace, panel: Panel, home: Home | None, plan: _Walk) -> None:
+    spec, tiling, which = plan.spec, plan.tiling, plan.which
     batch, kv_head = pl.program_id(0), pl.program_id(1)
     q_head = kv_head * spec.group + panel.g
     block_q, block_kv = tiling.block_q, tiling.block_kv
+    # Where the panel's dq stands among what is kept of it.
+    first_query = panel.g * tiling.blocks(spec)[0] + panel.q * tiling.panel_q if home is not None else 0
 
     def start_keys(j: Any) -> None:
         if which.dq:
             refs.k_t[j] = transposed(refs.key[rows_of(j, block_kv), :])
         if which.dkv:
-            refs.dk_t[j] = jnp.zeros(refs.dk_t.shape[1:], jnp.float32)
-            refs.dv_t[j] = jnp.zeros(refs.dv_t.shape[1:], jnp.float32)
+            refs.dk_sum[j] = jnp.zeros(refs.dk_sum.shape[1:], jnp.float32)
+            refs.dv_sum[j] = jnp.zeros(refs.dv_sum.shape[1:], jnp.float32)
 
     def start_queries(i: Any) -> None:
         rows = rows_of(i, block_q)
-        query = refs.query[rows, :]
-        refs.q_scaled[rows, :] = scaled_query(spec, query)
-        if which.dkv:
-            refs.q_t[i] = transposed(query)
+        if which.dkv and not plan.form.streaming:
+            refs.q_t[i] = transposed(refs.query[rows, :])
             refs.do_t[i] = transposed(refs.do[rows, :])
-        if which.dq:
+        if which.dq and home is None:
             refs.dq_t[i] = jnp.zeros(refs.dq_t.shape[1:], jnp.float32)
 
+    def clear_queries(i: Any) -> None:
+        refs.dq_t[first_query + i] = jnp.zeros(refs.dq_t.shape[1:], jnp.float32)
+
     # What stays for the whole accumulation is prepared when it begins, what passes by at every step.
+    if home is not None:
+        pl.when(home.first)(lambda: for_blocks(tiling.panel_q, clear_queries))
     if which.dkv:
         pl.when(panel.begins)(lambda: for_blocks(tiling.panel_kv, start_keys))
         for_blocks(tiling.panel_q, start_queries)
     else:
         pl.when(panel.begins)(lambda: for_blocks(tiling.panel_q, start_queries))
         for_blocks(tiling.panel_kv, start_keys)
-    slots = ((refs.scores_0, refs.dp_0), (refs.scores_1, refs.dp_1))
 
-    def tile_of(word: Any) -> Tile:
-        return tile_at(word, tiling, panel.q, panel.kv)
-
-    def produce(word: Any, slot: int) -> None:
-        tile = tile_of(word)
+    def visit(word: Any, masked: bool) -> None:
+        tile = tile_at(word, tiling, panel.q, panel.kv)
         keys, queries = rows_of(tile.j, block_kv), rows_of(tile.i, block_q)
-        scores, dp = slots[slot]
-        scores[...] = dot(refs.key[keys, :], refs.q_scaled[queries, :], (1, 1))
-        dp[...] = dot(refs.value[keys, :], refs.do[queries, :], (1, 1))
-
-    def consume(word: Any, slot: int, masked: bool) -> None:
-        tile = tile_of(word)
-        scores, dp = slots[slot]
+        # Scaled as they are: here the matrix units have the most to do, and a scaled copy of the queries would be made again for every key panel.
+        scores = dot(refs.key[keys, :], refs.query[queries, :], (1, 1)) * query_factor(spec)[0]  # [block_kv, block_q]
+        dp = dot(refs.value[keys, :], refs.do[queries, :], (1, 1))
         head = batch * spec.q_heads + q_head
-        p, ds = probabilities(spec, tiling, refs, tile, scores[...], dp[...], head, masked)
+        p, ds = probabilities(spec, tiling, refs, tile, scores, dp, head, masked)
         ds = ds.astype(refs.query.dtype)
-        if which.dkv:
-            refs.dv_t[tile.j] += dot(refs.do_t[tile.i], p.astype(refs.do.dtype), (1, 1))
-            refs.dk_t[tile.j] += dot(refs.q_t[tile.i], ds, (1, 1))
+        if which.dkv and plan.form.streaming:
+            refs.dv_sum[tile.j] += dot(p.astype(refs.do.dtype), refs.do[queries, :], (1, 0))
+            refs.dk_sum[tile.j] += dot(ds, refs.query[queries, :], (1, 0))
+        elif which.dkv:
+            refs.dv_sum[tile.j] += dot(refs.do_t[tile.i], p.astype(refs.do.dtype), (1, 1))
+            refs.dk_sum[tile.j] += dot(refs.q_t[tile.i], ds, (1, 1))
         if which.dq:
-            refs.dq_t[tile.i] += dot(refs.k_t[tile.j], ds, (1, 0))
+            refs.dq_t[first_query + tile.i] += dot(refs.k_t[tile.j], ds, (1, 0))
 
-    read, counts = tile_reader(spec, tiling, schedule, refs, batch, panel)
-    walk(read, counts, produce, consume, tiling.unroll)
+    read, counts = tile_reader(spec, tiling, plan.schedule, refs, batch, panel)
+    visit_tiles(read, counts, visit, tiling.unroll)
 
     def finish_queries(i: Any) -> None:
-        refs.dq[rows_of(i, block_q), :] = (refs.dq_t[i] * spec.scale).T.astype(refs.dq.dtype)
+        refs.dq[rows_of(i, block_q), :] = (refs.dq_t[first_query + i] * spec.scale).T.astype(refs.dq.dtype)
 
     def finish_keys(j: Any) -> None:
         rows = rows_of(j, block_kv)
-        refs.dk[rows, :] = (refs.dk_t[j] * spec.scale).T.astype(refs.dk.dtype)
-        refs.dv[rows, :] = refs.dv_t[j].T.astype(refs.dv.dtype)
+        dk, dv = refs.dk_sum[j] * spec.scale, refs.dv_sum[j]
+        refs.dk[rows, :] = (dk if plan.form.streaming else dk.T).astype(refs.dk.dtype)
+        refs.dv[rows, :] = (dv if plan.form.streaming else dv.T).astype(refs.dv.dtype)
 
-    if which is Pass.QUERIES:
+    if home is not None:
+        pl.when(home.last)(lambda: for_blocks(tiling.panel_q, finish_queries))
+    elif which is Pass.QUERIES:
         pl.when(panel.ends)(lambda: for_blocks(tiling.panel_q, finish_queries))
-    elif which is Pass.BOTH and kv_panels == 1:
+    elif which is Pass.BOTH and plan.kv_panels == 1:
         for_blocks(tiling.panel_q, finish_queries)
     elif which is Pass.BOTH:
         _add_queries(refs, spec, tiling, batch, q_head, panel.q)
@@ -169,25 +203,32 @@ def _add_queries(
     store.wait()
 
 
+def sum_shape(form: Form, block_kv: int, dim: int) -> tuple[int, int]:
+    """Of a block's sum for dk or dv."""
+    return (block_kv, dim) if form.streaming else (dim, block_kv)
+
+
 def backward(
     spec: AttentionSpec,
     tiling: Tiling,
-    split: bool,
+    form: Form,
     vmem_bytes: int,
     operands: Operands,
     outputs: Outputs,
     logsumexp: jax.Array,
     cotangents: Outputs,
 ) -> Operands:
-    """Gradients of every floating operand; dq, and dk with dv, in one walk or `split` into two."""
+    """Gradients of every floating operand; dq, and dk with dv, in one walk or split into two."""
     query, key, value = operands.query, operands.key, operands.value
     out, dout = outputs.out, cotangents.out
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     if cotangents.logsumexp is not None:
         delta = delta - cotangents.logsumexp.astype(jnp.float32)
     found: dict[str, jax.Array] = {}
-    for which in (Pass.QUERIES, Pass.KEYS) if split else (Pass.BOTH,):
-        found |= _products(spec, tiling, vmem_bytes, operands, logsumexp, delta, dout, which)
+    for which in (Pass.QUERIES, Pass.KEYS) if form.split else (Pass.BOTH,):
+        schedule = make_schedule(spec, tiling, masked=needs_mask_everywhere(spec), kv_major=which.dkv, heads=spec.group)
+        plan = _Walk(spec, tiling, schedule, which, form)
+        found |= _products(plan, vmem_bytes, operands, logsumexp, delta, dout)
     return Operands(
         found["dq"].astype(query.dtype),
         found["dk"].astype(key.dtype),
@@ -209,20 +250,12 @@ def _sinks_gradient(operands: Operands, logsumexp: jax.Array, delta: jax.Array) 
 
 
 def _products(
-    spec: AttentionSpec,
-    tiling: Tiling,
-    vmem_bytes: int,
-    operands: Operands,
-    logsumexp: jax.Array,
-    delta: jax.Array,
-    dout: jax.Array,
-    which: Pass,
+    plan: _Walk, vmem_bytes: int, operands: Operands, logsumexp: jax.Array, delta: jax.Array, dout: jax.Array
 ) -> dict[str, jax.Array]:
     """dq, or dk and dv, or all three; dq in float32 where it was summed in HBM."""
+    spec, tiling, schedule, which = plan.spec, plan.tiling, plan.schedule, plan.which
     query, key, value = operands.query, operands.key, operands.value
     q_blocks, kv_blocks = tiling.blocks(spec)
-    kv_panels = kv_blocks // tiling.panel_kv
-    schedule = make_schedule(spec, tiling, masked=needs_mask_everywhere(spec), kv_major=which.dkv, heads=spec.group)
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
     q_size, kv_size = q_blocks * tiling.block_q, kv_blocks * tiling.block_kv
 
@@ -242,8 +275,13 @@ def _products(
             block, place(lambda b, h, q, kv: (b, lax.div(h, np.int32(spec.group)), kv, 0)), keys=True
         )
 
+    def at_home(b: Any, h: Any, step: Any, panels: Any, homes: Any, *_: Any) -> Any:
+        home = Home(homes, schedule.first_step(h) + step)
+        return b, h * spec.group + home.g, home.q, 0
+
     scalars = {
         "panels": schedule.panels.reshape(-1),
+        **({"homes": query_homes(schedule).reshape(-1)} if plan.resident else {}),
         "tiles": schedule.tiles.reshape(-1),
         "counts": schedule.counts.reshape(-1),
         **scalar_operands(spec, tiling, operands),
@@ -258,15 +296,11 @@ def _products(
     }
     shape = (spec.batch, spec.q_heads, q_size, spec.qk_dim)
     kv_shape = (spec.batch, spec.kv_heads, kv_size)
-    tile = (tiling.block_kv, tiling.block_q)
 
     def transposes(panel: int, dim: int, block: int, dtype: Any) -> Any:
         return pltpu.VMEM((panel, dim, block), dtype)
 
-    scratch = {
-        "q_scaled": pltpu.VMEM((q_rows, spec.qk_dim), query.dtype),
-        **{name: pltpu.VMEM(tile, jnp.float32) for name in ("scores_0", "scores_1", "dp_0", "dp_1")},
-    }
+    scratch: dict[str, Any] = {}
     if operands.q_segment_ids is not None:
         scratch |= {name: pltpu.SMEM((schedule.length,), jnp.int32) for name in ("live", "spare")}
     outputs: dict[str, Any] = {}
@@ -276,18 +310,26 @@ def _products(
             "dv": (out_struct((*kv_shape, spec.v_dim), value.dtype, operands, dout), keys(spec.v_dim)),
         }
         scratch |= {
+            name: pltpu.VMEM((tiling.panel_kv, *sum_shape(plan.form, tiling.block_kv, dim)), jnp.float32)
+            for name, dim in (("dk_sum", spec.qk_dim), ("dv_sum", spec.v_dim))
+        }
+    if which.dkv and not plan.form.streaming:
+        scratch |= {
             "q_t": transposes(tiling.panel_q, spec.qk_dim, tiling.block_q, query.dtype),
             "do_t": transposes(tiling.panel_q, spec.v_dim, tiling.block_q, query.dtype),
-            "dk_t": transposes(tiling.panel_kv, spec.qk_dim, tiling.block_kv, jnp.float32),
-            "dv_t": transposes(tiling.panel_kv, spec.v_dim, tiling.block_kv, jnp.float32),
         }
     aliases = {}
     if which.dq:
         scratch |= {
             "k_t": transposes(tiling.panel_kv, spec.qk_dim, tiling.block_kv, query.dtype),
-            "dq_t": transposes(tiling.panel_q, spec.qk_dim, tiling.block_q, jnp.float32),
+            "dq_t": transposes(
+                spec.group * q_blocks if plan.resident else tiling.panel_q, spec.qk_dim, tiling.block_q, jnp.float32
+            ),
         }
-    if which.dq and (kv_panels == 1 or not which.dkv):
+    if plan.resident:
+        block = tiling.block_spec((None, None, q_rows, spec.qk_dim), at_home)
+        outputs["dq"] = (out_struct(shape, query.dtype, operands, dout), block)
+    elif which.dq and (plan.kv_panels == 1 or not which.dkv):
         outputs["dq"] = (out_struct(shape, query.dtype, operands, dout), queries(spec.qk_dim))
     elif which.dq:
         in_hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -297,7 +339,7 @@ def _products(
         scratch |= {"dq": pltpu.VMEM((q_rows, spec.qk_dim), jnp.float32), "copied": pltpu.SemaphoreType.DMA}
 
     def body(refs: SimpleNamespace) -> None:
-        _body(refs, spec=spec, tiling=tiling, schedule=schedule, kv_panels=kv_panels, which=which)
+        _body(refs, plan)
 
     results = call(
         body,

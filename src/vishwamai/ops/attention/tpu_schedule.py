@@ -149,6 +149,53 @@ class Panel:
         return self.words[2 * self.step + 1] >> 16
 
 
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """What becomes of dq in one step of a walk over several key panels that keeps it in VMEM, unpacked from `query_homes` (flat)."""
+
+    words: Any
+    step: Any
+
+    @property
+    def q(self) -> Any:
+        """The q panel that is written next, in this step or later: the output's block until then."""
+        return self.words[self.step] & 0xFFFF
+
+    @property
+    def g(self) -> Any:
+        """Its query head within the walk."""
+        return (self.words[self.step] >> 16) & 0x1FFF
+
+    @property
+    def first(self) -> Any:
+        """Whether the step is the first that adds to its own q panel's dq."""
+        return (self.words[self.step] & 1 << 29) != 0
+
+    @property
+    def last(self) -> Any:
+        """Whether it is the last one, which writes it."""
+        return (self.words[self.step] & 1 << 30) != 0
+
+
+def query_homes(schedule: Schedule) -> np.ndarray:
+    """int32 `[walks, steps]`: see `Home`."""
+    words = np.zeros(schedule.panels.shape[:2], np.int32)
+    for number, panels in enumerate(schedule.panels):
+        keys = [int(place & 0xFFFF | (word & 0x1FFF) << 16) for place, word in panels]
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for step, (_, word) in enumerate(panels):
+            if not word & 1 << 13:  # idle steps add nothing
+                first.setdefault(keys[step], step)
+                last[keys[step]] = step
+        home = keys[max(last.values())]
+        for step in range(len(panels) - 1, -1, -1):
+            ends = last[keys[step]] == step
+            home = keys[step] if ends else home
+            words[number, step] = home | (first[keys[step]] == step) << 29 | ends << 30
+    return words
+
+
 def visited_tiles(spec: AttentionSpec, block_q: int, block_kv: int) -> float:
     """Tiles of that size that the static mask leaves, for one head (their mean where heads differ): the work of a cut, before it is made."""
     q_tiles, kv_tiles = pl.cdiv(spec.q_len, block_q), pl.cdiv(spec.kv_len, block_kv)
@@ -229,17 +276,20 @@ def make_schedule(spec: AttentionSpec, tiling: Tiling, *, masked: bool, kv_major
         for inner in range(q_panels if kv_major else kv_panels):
             q, kv = (inner, outer) if kv_major else (outer, inner)
             tiles = _tiles(spec, tiling, q, kv, masked, ids[mask])
-            # With one kv panel the backward pass writes every q panel once, also where there is nothing to sum.
-            if tiles[0] or (kv_major and kv_panels == 1):
+            if tiles[0]:
                 found.append((q, kv, tiles))
         return found
 
     def walk_of(masks: list[int]) -> list[tuple[int, int]]:
         """The panels of one walk over `heads` heads, whose masks are these."""
         panels = []
+        unseen = {(g, q) for g in range(heads) for q in range(q_panels)}
         for outer in range(kv_panels if kv_major else q_panels):
             for group in [range(heads)] if kv_major else [range(g, g + 1) for g in range(heads)]:
                 visits = [(q, kv, g, tiles) for g in group for q, kv, tiles in visible(masks[g], outer)]
+                unseen -= {(g, q) for q, _, g, _ in visits}
+                if kv_major and outer == kv_panels - 1:  # every dq is written once, also where there is nothing to sum
+                    visits = sorted((*visits, *((q, outer, g, ((), 0)) for g, q in unseen)), key=lambda x: (x[2], x[0]))
                 if not visits:  # nothing to see, yet the zeros have to be written
                     visits = [(0, outer, group[0], ((), 0)) if kv_major else (outer, 0, group[0], ((), 0))]
                 for n, (q, kv, g, tiles) in enumerate(visits):
@@ -348,3 +398,28 @@ def walk(
         return carry
 
     lax.fori_loop(0, lax.div(count - plain + 1, np.int32(2)), masked_pair, None)
+
+
+def visit_tiles(
+    read: Callable[[Any], Any], counts: tuple[Any, Any], visit: Callable[[Any, bool], None], unroll: int
+) -> None:
+    """Visits a list of tiles, those that need no mask `unroll` at a time, which leaves it to the compiler to interleave them.
+
+    Args:
+      read: tile by position.
+      counts: (tiles that need no mask, all tiles).
+      visit: `(tile, masked)`.
+    """
+    plain, count = counts
+
+    def unmasked(n: Any, carry: None) -> None:
+        for u in range(unroll):
+            visit(read(n * unroll + u), False)
+        return carry
+
+    def masked(t: Any, carry: None) -> None:
+        visit(read(t), True)
+        return carry
+
+    lax.fori_loop(0, lax.div(plain, np.int32(unroll)), unmasked, None)
+    lax.fori_loop(plain, count, masked, None)
