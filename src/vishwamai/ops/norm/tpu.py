@@ -1,7 +1,9 @@
 """Normalization on TPU: one pass over HBM, forward and backward (Pallas).
 
 A grid step holds whole rows in VMEM, so the statistics, the residual sum and the result come from one read. Inside a step the rows are walked in
-chunks of a few vector registers' height: what a chunk needs stays in registers between the reduction and the scaling. The backward pass recomputes the
+chunks: those of narrow rows stay in registers between the reduction and the scaling; those of wide rows do not fit there, and are taken from VMEM
+again, a few columns at a time, in each pass over a chunk. All of it is straight code, so that one chunk's reductions wait beside another's arithmetic.
+The backward pass recomputes the
 statistics from its input, which it reads anyway, instead of storing them; parameter gradients are kept as eight partial rows per part of the grid and
 summed outside, so the parts may run on different cores.
 """
@@ -35,11 +37,13 @@ from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
 LANES = 128
 _NARROW, _NARROW_CHUNK, _WIDE_CHUNK = 1024, 128 << 10, 64 << 10
 """Features up to which rows are narrow, and elements of a chunk of narrow and of wide rows: wide ones spill sooner."""
+_SLABS = 64
+"""Parts that wide rows are taken in at most (each is code of its own)."""
 _STEPS = 32
 """Steps of each core to aim at: the first load and the last store are then about two parts in fifty."""
 _SMALLEST_TRANSFER, _LARGEST_TRANSFER = 512 << 10, 2 << 20
-_TRANSFER_SECONDS = 0.8e-6
-"""Bytes and time of one array's block: below, a transfer takes less than its latency of about 0.6 us; above, nothing is gained."""
+_TRANSFER_SECONDS = 1.2e-6
+"""Bytes and time of one array's block: below, the latency of a transfer, about 0.6 us, shows beside it; above, nothing is gained but on fast chips."""
 _CLAIMED_VMEM = {64 << 20: 48 << 20}
 """Of this much VMEM (v5p, TPU7x), the bytes to claim: a call that leaves them free has XLA copy an operand there first, which nothing hides; 10 to 25 % on
 v5p by the schedule. Chips with more or less of it showed no such copy."""
@@ -109,7 +113,7 @@ def _chunk(spec: NormSpec) -> int:
 
 
 def _fixed_bytes(spec: NormSpec) -> int:
-    """Parameters and their gradients, and a chunk's float32 temporaries."""
+    """Parameters and their gradients, and float32 temporaries of a chunk, the waiting ones among them."""
     return 8 * tiled_bytes((8, spec.features), jnp.float32) + 6 * tiled_bytes(
         (_chunk(spec), spec.features), jnp.float32
     )
@@ -122,7 +126,7 @@ def heuristic(spec: NormSpec, chip: Chip | None) -> NormConfig:
     planned = planning_chip(chip)
     cores = planned.cores_per_device
     smallest = max(_SMALLEST_TRANSFER, int(planned.hbm_bandwidth_per_device * _TRANSFER_SECONDS) // cores)
-    transfer = min(max(row * spec.groups * spec.rows // (cores * _STEPS), smallest), _LARGEST_TRANSFER)
+    transfer = max(min(row * spec.groups * spec.rows // (cores * _STEPS), _LARGEST_TRANSFER), smallest)
     by_memory = (vmem_budget(chip) - _fixed_bytes(spec)) // _row_bytes(spec)
     rows = max(1, min(transfer // row, by_memory, round_up(spec.rows, chunk)) // chunk)
     # A power of two, so that the usual numbers of rows divide into an even number of even steps: two cores, and two chunks at a time.
@@ -134,47 +138,108 @@ def heuristic(spec: NormSpec, chip: Chip | None) -> NormConfig:
 # --- Kernel bodies ---------------------------------------------------------------------------------------------------------------------------------
 
 
-def _standardize(spec: NormSpec, s: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(xhat, rstd) of float32 rows `[chunk, features]`."""
-    inverse = 1.0 / spec.features
-    if spec.kind == "layer":
-        s = s - jnp.sum(s, axis=-1, keepdims=True) * inverse
-    rstd = lax.rsqrt(jnp.sum(s * s, axis=-1, keepdims=True) * inverse + spec.eps)  # [chunk, 1]
-    return s * rstd, rstd
+def _slabs(spec: NormSpec) -> list[Any]:
+    """The columns of one slab after the other: all of narrow rows, a lane tile or a few of wide ones."""
+    width = spec.features if spec.features <= _NARROW else round_up(pl.cdiv(spec.features, _SLABS), LANES)
+    return [pl.ds(at, min(width, spec.features - at)) for at in range(0, spec.features, width)]
+
+
+class _RowSum:
+    """A sum over the columns: slabs are added as they come, and the lanes of what they add up to at the end. A narrower last slab stays apart."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, jax.Array] = {}
+
+    def add(self, slab: jax.Array) -> None:
+        """Adds `[chunk, width]`."""
+        width = slab.shape[1]
+        self._parts[width] = self._parts[width] + slab if width in self._parts else slab
+
+    def rows(self) -> jax.Array:
+        """The sums, `[chunk, 1]`."""
+        first, *rest = (jnp.sum(part, axis=-1, keepdims=True) for part in self._parts.values())
+        return first + rest[0] if rest else first
 
 
 def _for_chunks(config: NormConfig, body: Any) -> None:
+    """Calls `body(rows, k)` for every chunk, two (k = 0, 1) in a turn of the loop where they are even."""
+    count = config.block_rows // config.chunk_rows
+    together = 2 if count % 2 == 0 else 1
+
     def step(i: jax.Array, carry: None) -> None:
-        body(pl.ds(pl.multiple_of(i * config.chunk_rows, config.chunk_rows), config.chunk_rows))
+        for k in range(together):
+            start = pl.multiple_of((i * together + k) * config.chunk_rows, config.chunk_rows)
+            body(pl.ds(start, config.chunk_rows), k)
         return carry
 
-    count = config.block_rows // config.chunk_rows
-    lax.fori_loop(0, count, step, None, unroll=2 if count % 2 == 0 else 1)
+    lax.fori_loop(0, count // together, step, None)
+
+
+class _Centered:
+    """A chunk of rows less their mean (of a layer norm; the rows as they are of an RMS norm), by slabs.
+
+    What was centered waits in VMEM, in half `k` of `centered_ref`, which spares the next pass the widening and the subtraction.
+    """
+
+    def __init__(self, spec: NormSpec, ref: Any, rows: Any, centered_ref: Any, k: int):
+        self.ref, self.rows, self.centered_ref, self.k = ref, rows, centered_ref, k
+        self.mean = None
+        if spec.kind == "layer":
+            total = _RowSum()
+            for columns in _slabs(spec):
+                total.add(self._read(columns))
+            self.mean = total.rows() * (1.0 / spec.features)
+
+    def _read(self, columns: Any) -> jax.Array:
+        return self.ref[self.rows, columns].astype(jnp.float32)
+
+    def first(self, columns: Any) -> jax.Array:
+        """`[chunk, width]`, when it is needed first."""
+        s = self._read(columns)
+        if self.mean is None:
+            return s
+        s = s - self.mean
+        self.centered_ref[self.k, :, columns] = s
+        return s
+
+    def again(self, columns: Any) -> jax.Array:
+        """The same later."""
+        return self._read(columns) if self.mean is None else self.centered_ref[self.k, :, columns]
 
 
 def _forward_kernel(refs: Any, *, spec: NormSpec, config: NormConfig) -> None:
-    x_ref, residual_ref, scale_ref, offset_ref, y_ref, total_ref = refs
+    x_ref, residual_ref, scale_ref, offset_ref, y_ref, total_ref, centered_ref = refs
+    slabs = _slabs(spec)
 
-    def chunk(rows: Any) -> None:
-        total = x_ref[rows, :]
+    def chunk(rows: Any, k: int) -> None:
         if residual_ref is not None:
-            # Added in float32 and rounded once, which is what adding in the array's own dtype gives.
-            total = (total.astype(jnp.float32) + residual_ref[rows, :].astype(jnp.float32)).astype(total_ref.dtype)
-            total_ref[rows, :] = total
-        y, _ = _standardize(spec, total.astype(jnp.float32))
-        if scale_ref is not None:
-            y = y * scale_ref[...]
-        if offset_ref is not None:
-            y = y + offset_ref[...]
-        y_ref[rows, :] = y.astype(y_ref.dtype)
+            for columns in slabs:
+                # Added in float32 and rounded once, which is what adding in the array's own dtype gives.
+                total = x_ref[rows, columns].astype(jnp.float32) + residual_ref[rows, columns].astype(jnp.float32)
+                total_ref[rows, columns] = total.astype(total_ref.dtype)
+        source = _Centered(spec, x_ref if residual_ref is None else total_ref, rows, centered_ref, k)
+        squares = _RowSum()
+        for columns in slabs:
+            s = source.first(columns)
+            squares.add(s * s)
+        rstd = lax.rsqrt(squares.rows() * (1.0 / spec.features) + spec.eps)  # [chunk, 1]
+        for columns in slabs:
+            y = source.again(columns) * rstd
+            if scale_ref is not None:
+                y = y * scale_ref[:, columns]
+            if offset_ref is not None:
+                y = y + offset_ref[:, columns]
+            y_ref[rows, columns] = y.astype(y_ref.dtype)
 
     _for_chunks(config, chunk)
 
 
 def _backward_kernel(refs: Any, *, spec: NormSpec, config: NormConfig, steps: int) -> None:
-    s_ref, dy_ref, dtotal_ref, scale_ref, dx_ref, dscale_ref, doffset_ref = refs
+    """With c = s - mean and g = dy * scale: dx = rstd * g - c * (rstd^3 * mean(g * c)) - rstd * mean(g), the last for a layer norm."""
+    s_ref, dy_ref, dtotal_ref, scale_ref, dx_ref, dscale_ref, doffset_ref, centered_ref = refs
     part, step = pl.program_id(1), pl.program_id(2)
     first_row = (part * steps + step) * config.block_rows
+    inverse, slabs = 1.0 / spec.features, _slabs(spec)
 
     @pl.when(step == 0)
     def _() -> None:
@@ -183,28 +248,41 @@ def _backward_kernel(refs: Any, *, spec: NormSpec, config: NormConfig, steps: in
                 ref[...] = jnp.zeros_like(ref)
 
     def partial_rows(values: jax.Array, rows: Any) -> jax.Array:
-        """Sums `[chunk, features]` to eight rows; rows past the end of the array hold anything and count as zero."""
+        """Sums `[chunk, width]` to eight rows; rows past the end of the array hold anything and count as zero."""
         if spec.rows % config.block_rows:
             index = first_row + rows.start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
             values = jnp.where(index < spec.rows, values, 0.0)
-        return jnp.sum(values.reshape(config.chunk_rows // 8, 8, spec.features), axis=0)
+        return jnp.sum(values.reshape(config.chunk_rows // 8, 8, values.shape[1]), axis=0)
 
-    def chunk(rows: Any) -> None:
-        xhat, rstd = _standardize(spec, s_ref[rows, :].astype(jnp.float32))
-        dy = dy_ref[rows, :].astype(jnp.float32)
-        if dscale_ref is not None:
-            dscale_ref[...] += partial_rows(dy * xhat, rows)
-        if doffset_ref is not None:
-            doffset_ref[...] += partial_rows(dy, rows)
-        g = dy if scale_ref is None else dy * scale_ref[...]
-        inverse = 1.0 / spec.features
-        dx = g - xhat * (jnp.sum(g * xhat, axis=-1, keepdims=True) * inverse)
-        if spec.kind == "layer":
-            dx = dx - jnp.sum(g, axis=-1, keepdims=True) * inverse
-        dx = dx * rstd
-        if dtotal_ref is not None:
-            dx = dx + dtotal_ref[rows, :].astype(jnp.float32)
-        dx_ref[rows, :] = dx.astype(dx_ref.dtype)
+    def chunk(rows: Any, k: int) -> None:
+        source = _Centered(spec, s_ref, rows, centered_ref, k)
+        squares, products, sums = _RowSum(), _RowSum(), _RowSum()
+        for columns in slabs:
+            s, g = source.first(columns), dy_ref[rows, columns].astype(jnp.float32)
+            if scale_ref is not None:
+                g = g * scale_ref[:, columns]
+            squares.add(s * s)
+            products.add(g * s)
+            if source.mean is not None:
+                sums.add(g)
+        rstd = lax.rsqrt(squares.rows() * inverse + spec.eps)  # [chunk, 1]
+        slope = products.rows() * inverse * (rstd * rstd * rstd)
+        shift = None if source.mean is None else sums.rows() * inverse * rstd
+        for columns in slabs:
+            s, dy = source.again(columns), dy_ref[rows, columns].astype(jnp.float32)
+            g = dy * rstd
+            if dscale_ref is not None:
+                dscale_ref[:, columns] += partial_rows(g * s, rows)
+            if doffset_ref is not None:
+                doffset_ref[:, columns] += partial_rows(dy, rows)
+            if scale_ref is not None:
+                g = g * scale_ref[:, columns]
+            dx = g - s * slope
+            if shift is not None:
+                dx = dx - shift
+            if dtotal_ref is not None:
+                dx = dx + dtotal_ref[rows, columns].astype(jnp.float32)
+            dx_ref[rows, columns] = dx.astype(dx_ref.dtype)
 
     _for_chunks(config, chunk)
 
@@ -218,10 +296,11 @@ def _call(
     specs: tuple[Any, ...],
     outs: tuple[Any, ...],
     out_specs: tuple[Any, ...],
+    scratch: Any,
     **kwargs: Any,
 ) -> list[Any]:
-    """`pallas_call` with optional operands and outputs: absent ones are None in every tuple, and arrive as None refs."""
-    present = [x is not None for x in (*operands, *outs)]
+    """`pallas_call` with optional operands, outputs and scratch: absent ones are None everywhere, and arrive as None refs."""
+    present = [x is not None for x in (*operands, *outs, scratch)]
 
     def kernel(*refs: Any) -> None:
         remaining = iter(refs)
@@ -236,6 +315,7 @@ def _call(
             in_specs=given(specs, operands),
             out_specs=given(out_specs, outs),
             out_shape=given(outs, outs),
+            scratch_shapes=[] if scratch is None else [scratch],
             **kwargs,
         )(*given(operands, operands))
     )
@@ -249,6 +329,11 @@ def _compiler_params(config: NormConfig, *dimension_semantics: str) -> pltpu.Com
         dimension_semantics=dimension_semantics,  # type: ignore[arg-type]
         vmem_limit_bytes=wanted if wanted > 16 << 20 else None,
     )
+
+
+def _centered(spec: NormSpec, config: NormConfig) -> Any:
+    """Where a layer norm's chunks wait between two passes: two of them, so that neither waits for the other."""
+    return pltpu.VMEM((2, config.chunk_rows, spec.features), jnp.float32) if spec.kind == "layer" else None
 
 
 def _parameter_rows(p: Any) -> Any:
@@ -277,6 +362,7 @@ def forward(spec: NormSpec, config: NormConfig, operands: Operands, residuals: b
         (rows, rows, parameter(scale), parameter(offset)),
         (like_x, None if residual is None else like_x),
         (rows, rows),
+        _centered(spec, config),
         grid=(spec.groups, pl.cdiv(spec.rows, config.block_rows)),
         compiler_params=_compiler_params(config, "parallel", "parallel"),
         cost_estimate=pl.CostEstimate(
@@ -314,6 +400,7 @@ def backward(
             None if offset is None else partial_struct,
         ),
         (rows, partial, partial),
+        _centered(spec, config),
         grid=(spec.groups, parts, steps),
         compiler_params=_compiler_params(config, "parallel", "parallel", "arbitrary"),
         cost_estimate=pl.CostEstimate(
