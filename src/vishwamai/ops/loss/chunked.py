@@ -11,6 +11,7 @@ Logits are kept `[words, tokens]`: sums over words then run over rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,14 @@ def forward_by(spec: LossSpec, run: Callable[..., Any], operands: Operands) -> O
 
 
 def backward_by(
-    spec: LossSpec, config: Any, slope: Callable[..., Any], operands: Operands, outputs: Outputs, cotangents: Outputs
+    spec: LossSpec,
+    config: Any,
+    slope: Callable[..., Any],
+    operands: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    apart: bool = False,
 ) -> Operands:
     """The backward pass by `slope`, which gives the gradient of some words' logits.
 
@@ -89,10 +97,13 @@ def backward_by(
       slope: `(x, weight, bias, labels, rows, start, size) -> (dz [size, T], dz [T, size] or None, dbias [size] or None)` for the words from `start`
         on, before the cap, dz in x's dtype for the products to come; rows are the logsumexp and the cotangents of the outputs, `[T]` each. Where
         dz comes in both orders, neither product has to turn it.
+      apart: `slope` is a kernel, whose weight the loop carries apart from the products'. On TPU7x XLA lays the latter out in tiles of 16 rows, and would
+        copy all of it to tiles of 8 for the kernel in every turn.
     """
 
     def one(x: Any, weight: Any, bias: Any, labels: Any, *rows: Any) -> Any:
-        return _gradients(spec, config.block_vocab, slope, x, weight, bias, labels, rows)
+        own = lax.optimization_barrier(weight) if apart else weight
+        return _gradients(spec, config.block_vocab, functools.partial(slope, x, own), x, weight, bias, labels, rows)
 
     zero = jnp.zeros(operands.labels.shape, spec.accumulator)
     d = Outputs(*(zero if c is None else c for c in cotangents))
@@ -127,7 +138,7 @@ def _gradients(
 
     def part(carry: Any, start: Any, size: int) -> Any:
         dx, dweight, dbias = carry
-        dz, turned, dbias_part = slope(x, weight, bias, labels, rows, start, size)  # [size, T], [T, size]
+        dz, turned, dbias_part = slope(bias, labels, rows, start, size)  # [size, T], [T, size]
         words = lax.dynamic_slice_in_dim(weight, start, size)
         dx = dx + (dot(dz, words, 0) if turned is None else dot(turned, words, 1))
         dweight = lax.dynamic_update_slice_in_dim(dweight, dot(dz, x, 1).astype(weight.dtype), start, 0)

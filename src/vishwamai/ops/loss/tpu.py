@@ -350,7 +350,7 @@ def backward(
     def slope(*arguments: Any) -> Any:
         return _slope(spec, config, *arguments)
 
-    return backward_by(spec, config, slope, operands, outputs, cotangents)
+    return backward_by(spec, config, slope, operands, outputs, cotangents, apart=True)
 
 
 def notes(spec: LossSpec, chip: Chip | None) -> tuple[str, ...]:
