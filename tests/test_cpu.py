@@ -181,6 +181,29 @@ def test_calls_within_calls_finish():
         np.testing.assert_allclose(np.asarray(y), expected[i % 8], rtol=2e-4, atol=2e-5)
 
 
+# The kernels for few float32 rows (to 48) and small bfloat16 products (rows and depth in multiples of 32), at their limits and just beyond.
+@needs_native
+@pytest.mark.parametrize(
+    ("dtype", "m", "k", "n"),
+    [
+        ("float32", 5, 17, 65),
+        ("float32", 48, 100, 131),
+        ("float32", 49, 100, 131),
+        ("bfloat16", 544, 288, 90),
+        ("bfloat16", 288, 513, 33),
+    ],
+)
+def test_products_beside_the_blocks(dtype, m, k, n):
+    rng = np.random.default_rng(0)
+    a, b, bias = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((m, k), (k, n), (n,)))
+    wide = [np.asarray(x, np.float64) for x in (a, b, bias)]
+    true = np.maximum(wide[0] @ wide[1] + wide[2], 0)
+    limit = 3e-6 if dtype == "float32" else 5e-3  # of the largest sum: bfloat16 rounds the result to 2^-9
+    for y, transposed in ((b, False), (b.T, True)):
+        got = vishwamai.gemm(a, y, bias=bias, activation="relu", transpose_b=transposed, **NATIVE)
+        assert np.abs(np.asarray(got, np.float64) - true).max() <= limit * np.abs(true).max()
+
+
 @needs_native
 def test_thread_limit_changes_no_bit_of_a_product():
     code = """

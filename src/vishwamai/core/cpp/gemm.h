@@ -130,9 +130,11 @@ struct Gemm {
 
   void choose_blocks(const Threads& threads) {
     constexpr int64_t kUnitCols = C * B::kUnit, kLeast = round_up<int64_t>(64, kUnitCols);
-    rows = least<int64_t>(round_up<int64_t>(m, kPanelRows), 512);
+    // What is in use at a time stays in the second cache level: three parts of a number want smaller blocks.
+    const bool thick = E::b_elements(32) * static_cast<int64_t>(sizeof(Packed)) > 32 * C * 4 && m > 512;
+    rows = least<int64_t>(round_up<int64_t>(m, kPanelRows), thick ? 256 : 512);
     // Where one block is all of the rows, the time goes into reading B: wide blocks read it in long runs.
-    int64_t wide = 256;
+    int64_t wide = thick ? 384 : 256;
     if (rows <= 64) wide = 2048, depth = round_up<int64_t>(kDepth<E> / 4, E::kStep);
     else if (m <= rows && columns() > 1024) wide = 512, depth = round_up<int64_t>(kDepth<E> / 2, E::kStep);
     cols = least<int64_t>(round_up<int64_t>(columns(), kUnitCols), round_up<int64_t>(wide, kUnitCols));
