@@ -368,7 +368,8 @@ def product(
             transcendentals=0 if activation in (None, "relu", "relu2") else groups * m * n,
         ),
         name=f"matmul_{which}",
-    )(*(x for x in operands if x is not None))
+        # Where VMEM has room for all of a small operand, TPU7x's compiler copies it there first, and nothing hides that copy.
+    )(*(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands if x is not None))
     return results[0], results[1] if keep_preactivation else None
 
 
