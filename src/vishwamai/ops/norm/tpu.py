@@ -41,6 +41,8 @@ _SLABS = 64
 """Parts that wide rows are taken in at most (each is code of its own)."""
 _STEPS = 32
 """Steps of each core to aim at: the first load and the last store are then about two parts in fifty."""
+_FEWEST_STEPS = 4
+"""Steps that longer transfers leave a small array."""
 _SMALLEST_TRANSFER, _LARGEST_TRANSFER = 512 << 10, 2 << 20
 _TRANSFER_SECONDS = 1.2e-6
 """Bytes and time of one array's block: below, the latency of a transfer, about 0.6 us, shows beside it; above, nothing is gained but on fast chips."""
@@ -126,7 +128,8 @@ def heuristic(spec: NormSpec, chip: Chip | None) -> NormConfig:
     planned = planning_chip(chip)
     cores = planned.cores_per_device
     smallest = max(_SMALLEST_TRANSFER, int(planned.hbm_bandwidth_per_device * _TRANSFER_SECONDS) // cores)
-    transfer = max(min(row * spec.groups * spec.rows // (cores * _STEPS), _LARGEST_TRANSFER), smallest)
+    share = row * spec.groups * spec.rows // cores
+    transfer = max(min(share // _STEPS, _LARGEST_TRANSFER), min(smallest, share // _FEWEST_STEPS), _SMALLEST_TRANSFER)
     by_memory = (vmem_budget(chip) - _fixed_bytes(spec)) // _row_bytes(spec)
     rows = max(1, min(transfer // row, by_memory, round_up(spec.rows, chunk)) // chunk)
     # A power of two, so that the usual numbers of rows divide into an even number of even steps: two cores, and two chunks at a time.
