@@ -115,6 +115,9 @@ _CHUNK_WORK = 8192
 _SUM_CYCLES = 270 / (1 << 20)
 """For each element of the sum that a chunk reads and writes, where the matrix unit does not hide it."""
 
+_ZERO_OPERATIONS = 4
+"""Of the vector unit for an element of a ragged tile."""
+
 
 def _accumulates(chip: Chip) -> bool:
     """Whether the matrix unit adds up a deep product itself (TPU7x), so that a deep chunk touches the sum in VMEM once."""
@@ -183,6 +186,9 @@ class Problem:
         if _accumulates(chip):
             overhead += chunks * bm * bn * _SUM_CYCLES
         work += overhead / chip.clock
+        if self.k % bk:  # zeroing what is past the end, in one of the steps along K
+            lanes = chip.valus * chip.sublanes * chip.lanes
+            work += _ZERO_OPERATIONS * (bm + bn) * bk / lanes / depths / chip.clock
         bandwidth = _HBM_SHARE * chip.hbm_bandwidth / chip.cores
         steps = depths * self.summed
         # A block whose index does not change is not read again: lhs stays for a whole row of tiles if one step is all its depth.
