@@ -3,118 +3,42 @@
 // All query rows that share a kv head are computed together, straight from the arrays (packing would double the traffic),
 // and the keys are split between tasks; the parts are joined by their maxima and sums (Flash-Decoding; Dao et al., 2023).
 #include "cpu_scores.h"
+#include "vishwamai/core/cpp/cache_products.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
 namespace {
-
-constexpr int kBlock = 64;  // keys at a time: their scores stay in registers and the first cache level
-
-// products[g * kBlock + j] = query row g . key j, for kRows rows and n keys; query rows are `dim` padded to whole vectors.
-template <class S, int kRows, class T = compute_t<S>>
-VISHWAMAI_INLINE void score_rows(const S* keys, int64_t dim, int n, const T* query, int64_t query_stride, T* products) {
-  constexpr int W = lanes<T>;
-  const int64_t whole = dim / W * W;
-  const int rest = static_cast<int>(dim - whole);
-  alignas(64) T partial[kRows][W][W];
-  for (int j0 = 0; j0 < n; j0 += W) {
-    const int count = least(W, n - j0);
-    for (int j = 0; j < count; ++j) {
-      const S* key = keys + (j0 + j) * dim;
-      V<T> sum[kRows] = {};
-      for (int64_t d = 0; d < whole; d += W) {
-        const V<T> x = load(key + d);
-#pragma GCC unroll 8
-        for (int g = 0; g < kRows; ++g) sum[g] += x * load(query + g * query_stride + d);
-      }
-      if (rest) {
-        const V<T> x = load(key + whole, rest);
-#pragma GCC unroll 8
-        for (int g = 0; g < kRows; ++g) sum[g] += x * load(query + g * query_stride + whole);
-      }
-#pragma GCC unroll 8
-      for (int g = 0; g < kRows; ++g) store(partial[g][j], sum[g]);
-    }
-    for (int g = 0; g < kRows; ++g) {
-#ifdef VISHWAMAI_AVX512
-      if constexpr (std::is_same_v<T, float>) {
-        __m512i rows[16];
-        for (int j = 0; j < 16; ++j) rows[j] = j < count ? bit_cast<__m512i>(load(partial[g][j])) : _mm512_setzero_si512();
-        transpose16(rows);
-        f32v x = {}, y = {};
-        for (int j = 0; j < 16; j += 2) {
-          x += bit_cast<f32v>(rows[j]);
-          y += bit_cast<f32v>(rows[j + 1]);
-        }
-        store(products + g * kBlock + j0, x + y);
-        continue;
-      }
-#endif
-      for (int j = 0; j < count; ++j) products[g * kBlock + j0 + j] = sum_lanes<T>(load(partial[g][j]));
-    }
-  }
-}
-
-// out[g] += sum over j of p[g * kBlock + j] * value j
-template <class S, int kRows, class T = compute_t<S>>
-VISHWAMAI_INLINE void add_values(const S* values, int64_t dim, int n, const T* p, T* out, int64_t out_stride) {
-  constexpr int W = lanes<T>;
-  constexpr int kChains = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;  // so that four multiply-adds are under way at a time
-  for (int64_t d = 0; d < dim; d += W) {
-    const int count = static_cast<int>(least<int64_t>(W, dim - d));
-    V<T> sum[kRows][kChains] = {};
-#pragma GCC unroll 4
-    for (int g = 0; g < kRows; ++g) sum[g][0] = load(out + g * out_stride + d);
-    int j = 0;
-    if (count == W) {
-      for (; j + kChains <= n; j += kChains) {
-#pragma GCC unroll 4
-        for (int c = 0; c < kChains; ++c) {
-          const V<T> x = load(values + (j + c) * dim + d);
-#pragma GCC unroll 4
-          for (int g = 0; g < kRows; ++g) sum[g][c] += x * p[g * kBlock + j + c];
-        }
-      }
-    }
-    for (; j < n; ++j) {
-      const V<T> x = load(values + j * dim + d, count);
-#pragma GCC unroll 4
-      for (int g = 0; g < kRows; ++g) sum[g][0] += x * p[g * kBlock + j];
-    }
-#pragma GCC unroll 4
-    for (int g = 0; g < kRows; ++g) {
-#pragma GCC unroll 4
-      for (int c = 1; c < kChains; ++c) sum[g][0] += sum[g][c];
-      store(out + g * out_stride + d, sum[g][0]);
-    }
-  }
-}
 
 template <class S>
 struct Decode {
   using T = compute_t<S>;
   using Exp = Exponent<S>;
+  using Products = CacheProducts<S>;
+  using Query = typename Products::Query;
   static constexpr int W = lanes<T>;
 
   const AttentionArgs& a;
   const int64_t group = a.q_heads / a.kv_heads;
   const int64_t rows = group * a.q_len;  // query rows of one kv head
-  const int64_t q_stride = round_up<int64_t>(a.qk_dim, W), out_stride = round_up<int64_t>(a.v_dim, W);
+  const int64_t out_stride = round_up<int64_t>(a.v_dim, W);
   const int64_t part_stride = out_stride + 16;  // a part: output sums, then m and l
   const bool modified = Scores<T>::needed(a);
 
   // Keys [begin, end) for every row of kv head (b, h); writes rows x part_stride sums.
   void part(int64_t b, int64_t h, int64_t begin, int64_t end, T* result) const {
     const bool dropped = a.dropout_seed != nullptr;
-    Scratch scratch(Scratch::size<T>(rows * q_stride) + Scratch::size<T>(rows * kBlock) + Scratch::size<T>(kBlock) +
-                    Scratch::size<uint32_t>(kBlock));
-    T* query = scratch.take<T>(rows * q_stride);
+    typename Products::Scope scope;
+    (void)scope;
+    Products products(a.qk_dim, a.v_dim, rows, true);
+    Scratch scratch(Scratch::size<Query>(products.query_elements()) + Scratch::size<T>(rows * kBlock) + Scratch::size<T>(kBlock) +
+                    Scratch::size<uint32_t>(kBlock) + products.scratch_bytes());
+    Query* query = scratch.take<Query>(products.query_elements());
     T* p = scratch.take<T>(rows * kBlock);
     T* keep = scratch.take<T>(kBlock);
     uint32_t* hashes = scratch.take<uint32_t>(kBlock);
+    products.take(scratch);
     const S* q = static_cast<const S*>(a.query) + (b * a.q_heads + h * group) * a.q_len * a.qk_dim;
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t d = 0; d < a.qk_dim; d += W)
-        store(query + r * q_stride + d, load(q + r * a.qk_dim + d, static_cast<int>(least<int64_t>(W, a.qk_dim - d))));
+    for (int64_t r = 0; r < rows; ++r) products.load_query(q + r * a.qk_dim, r, query);
+    products.finish_query(query);
     for (int64_t r = 0; r < rows; ++r) {
       memset(result + r * part_stride, 0, sizeof(T) * static_cast<size_t>(part_stride));
       result[r * part_stride + out_stride] = static_cast<T>(-kInfinity);
@@ -122,14 +46,19 @@ struct Decode {
     const S* key = static_cast<const S*>(a.key) + (b * a.kv_heads + h) * a.kv_len * a.qk_dim;
     const S* value = static_cast<const S*>(a.value) + (b * a.kv_heads + h) * a.kv_len * a.v_dim;
     const T unit_scale = Exp::kPerNat * static_cast<T>(modified ? 1.0 : a.scale);
-
-    for (int64_t k0 = begin; k0 < end; k0 += kBlock) {
-      const int n = static_cast<int>(least<int64_t>(kBlock, end - k0));
-      int64_t r = 0;
-      for (; r + 4 <= rows; r += 4) score_rows<S, 4>(key + k0 * a.qk_dim, a.qk_dim, n, query + r * q_stride, q_stride, p + r * kBlock);
-      for (; r + 2 <= rows; r += 2) score_rows<S, 2>(key + k0 * a.qk_dim, a.qk_dim, n, query + r * q_stride, q_stride, p + r * kBlock);
-      for (; r < rows; ++r) score_rows<S, 1>(key + k0 * a.qk_dim, a.qk_dim, n, query + r * q_stride, q_stride, p + r * kBlock);
-      for (r = 0; r < rows; ++r) {
+    BlockRows<S> keys[2], values[2];  // this block's and the next one's
+    auto find = [&](int64_t k, int at) {
+      const int n = static_cast<int>(greatest<int64_t>(0, least<int64_t>(kBlock, end - k)));
+      for (int j = 0; j < n; ++j) keys[at].at[j] = key + (k + j) * a.qk_dim, values[at].at[j] = value + (k + j) * a.v_dim;
+      keys[at].settle(n), values[at].settle(n);
+      return n;
+    };
+    int now = 0, n = find(begin, now);
+    for (int64_t k0 = begin; k0 < end; k0 += kBlock, now = 1 - now) {
+      const int next = find(k0 + kBlock, 1 - now);
+      Ahead ahead(keys[1 - now], 0, a.qk_dim, values[1 - now], 0, a.v_dim, next);
+      products.scores(keys[now], 0, n, query, p, ahead);
+      for (int64_t r = 0; r < rows; ++r) {
         const int64_t head = h * group + r / a.q_len, row = r % a.q_len;
         const Range own = keys_of(a, row, row);
         const int seen_begin = static_cast<int>(least<int64_t>(n, greatest<int64_t>(own.begin - k0, 0)));
@@ -150,10 +79,8 @@ struct Decode {
         }
         soften(s, unit_scale, dropped ? keep : nullptr, result + r * part_stride);
       }
-      r = 0;
-      for (; r + 4 <= rows; r += 4) add_values<S, 4>(value + k0 * a.v_dim, a.v_dim, n, p + r * kBlock, result + r * part_stride, part_stride);
-      for (; r + 2 <= rows; r += 2) add_values<S, 2>(value + k0 * a.v_dim, a.v_dim, n, p + r * kBlock, result + r * part_stride, part_stride);
-      for (; r < rows; ++r) add_values<S, 1>(value + k0 * a.v_dim, a.v_dim, n, p + r * kBlock, result + r * part_stride, part_stride);
+      products.add(values[now], 0, n, p, result, part_stride, ahead);
+      n = next;
     }
   }
 

@@ -1,10 +1,10 @@
 // Attention of ragged runs of queries over keys and values in pages: bound, when decoding, by reading them once.
 //
 // A block of one sequence's queries walks the tokens that it sees, all kv heads of a few tokens together, so that memory is
-// read in the order in which it lies; the next tokens are fetched meanwhile.  Long sequences are split between tasks, and
-// the parts joined by their maxima and sums (Flash-Decoding; Dao et al., 2023).
+// read in the order in which it lies.  Long sequences are split between tasks, and the parts joined by their maxima and sums
+// (Flash-Decoding; Dao et al., 2023).
 #include "cpu_paged.h"
-#include "cpu_products.h"
+#include "vishwamai/core/cpp/cache_products.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
 namespace {
@@ -23,13 +23,15 @@ struct Item {
 template <class S>
 struct Paged {
   using T = compute_t<S>;
+  using Products = CacheProducts<S>;
+  using Query = typename Products::Query;
   static constexpr int W = lanes<T>;
   static constexpr T kNone = static_cast<T>(-__builtin_inff());
 
   const PagedArgs& a;
   const int64_t group = a.heads / a.kv_heads;
   const int64_t block = greatest<int64_t>(1, kQueryRows / group);
-  const int64_t q_stride = round_up<int64_t>(a.dim, W), out_stride = round_up<int64_t>(a.value_dim, W);
+  const int64_t out_stride = round_up<int64_t>(a.value_dim, W);
   const int64_t part_stride = out_stride + 16;  // a row of a part: output sums, then m and l
 
   int64_t part_size(const Item& item) const { return item.queries * a.heads * part_stride; }
@@ -58,7 +60,7 @@ struct Paged {
   }
 
   // The addresses of n tokens of the item's sequence from k on.
-  void find(const Item& item, int64_t k, int n, const S** keys, const S** values) const {
+  void find(const Item& item, int64_t k, int n, BlockRows<S>& keys, BlockRows<S>& values) const {
     const int32_t* table = a.table + item.batch * a.table_stride + item.sequence * a.entries;
     const S* key_pool = static_cast<const S*>(a.keys.data) + item.batch * a.keys.stride;
     const S* value_pool = static_cast<const S*>(a.values.data) + item.batch * a.values.stride;
@@ -66,54 +68,54 @@ struct Paged {
     for (int j = 0; j < n; ++j) {
       // An index out of range is the caller's mistake; it must not read what is not ours.
       const int64_t page = least<int64_t>(a.pages - 1, greatest<int64_t>(0, table[entry])), at = page * a.page_size + row;
-      keys[j] = key_pool + at * a.keys.token;
-      values[j] = value_pool + at * a.values.token;
+      keys.at[j] = key_pool + at * a.keys.token;
+      values.at[j] = value_pool + at * a.values.token;
       if (++row == a.page_size) ++entry, row = 0;
     }
+    keys.settle(n), values.settle(n);
   }
 
-  void load_query(const Item& item, T* query) const {
-    for (int64_t h = 0; h < a.kv_heads; ++h)
+  void load_query(const Item& item, const Products& products, Query* query) const {
+    for (int64_t h = 0; h < a.kv_heads; ++h, query += products.query_elements()) {
       for (int64_t i = 0; i < item.queries; ++i)
-        for (int64_t g = 0; g < group; ++g, query += q_stride) {
+        for (int64_t g = 0; g < group; ++g) {
           const int64_t from = (((item.batch * a.tokens + item.token + i) * a.heads) + h * group + g) * a.dim;
           auto copy = [&](auto s) {
             if constexpr (std::is_same_v<compute_t<decltype(s)>, T>) {
-              const auto* q = static_cast<const decltype(s)*>(a.query) + from;
-              for (int64_t d = 0; d < a.dim; d += W) store(query + d, load(q + d, static_cast<int>(least<int64_t>(W, a.dim - d))));
+              products.load_query(static_cast<const decltype(s)*>(a.query) + from, i * group + g, query);
             }
           };
           for_storage(a.storage, copy);
         }
+      products.finish_query(query);
+    }
   }
 
   // Keys [begin, end) for every row of the item; writes part_size(item) sums, in the order kv head, query, head of the group.
   void part(const Item& item, int64_t begin, int64_t end, T* result) const {
     const int64_t rows = item.queries * group;
-    Scratch scratch(Scratch::size<T>(a.kv_heads * rows * q_stride) + Scratch::size<T>(rows * kBlock));
-    T* query = scratch.take<T>(a.kv_heads * rows * q_stride);
+    typename Products::Scope scope;
+    (void)scope;
+    Products products(a.dim, a.value_dim, rows, a.storage == Storage::bf16);
+    Scratch scratch(Scratch::size<Query>(a.kv_heads * products.query_elements()) + Scratch::size<T>(rows * kBlock) + products.scratch_bytes());
+    Query* query = scratch.take<Query>(a.kv_heads * products.query_elements());
     T* p = scratch.take<T>(rows * kBlock);
-    load_query(item, query);
+    products.take(scratch);
+    load_query(item, products, query);
     for (int64_t r = 0; r < a.kv_heads * rows; ++r) {
       memset(result + r * part_stride, 0, sizeof(T) * static_cast<size_t>(part_stride));
       result[r * part_stride + out_stride] = kNone;
     }
-    const S *keys[2][kBlock], *values[2][kBlock];
-    const bool same = a.keys.data == a.values.data && a.values.head == a.keys.head && a.dim >= a.value_dim && a.kv_heads == 1;
-    constexpr int64_t size = sizeof(S);
-    int now = 0, n = static_cast<int>(least<int64_t>(kBlock, end - begin));
-    find(item, begin, n, keys[now], values[now]);
-    for (int64_t k0 = begin; k0 < end; k0 += kBlock, now = 1 - now) {
-      const int next = static_cast<int>(greatest<int64_t>(0, least<int64_t>(kBlock, end - k0 - kBlock)));
-      find(item, k0 + kBlock, next, keys[1 - now], values[1 - now]);
-      Ahead ahead{reinterpret_cast<const char* const*>(keys[1 - now]), reinterpret_cast<const char* const*>(values[1 - now]), next,
-                  a.kv_heads, a.keys.head * size, a.dim * size, a.values.head * size, same ? 0 : a.value_dim * size};
+    BlockRows<S> keys, values;
+    for (int64_t k0 = begin; k0 < end; k0 += kBlock) {
+      const int n = static_cast<int>(least<int64_t>(kBlock, end - k0));
+      find(item, k0, n, keys, values);
       for (int64_t h = 0; h < a.kv_heads; ++h) {
-        const T* head_query = query + h * rows * q_stride;
+        // The same tokens' next head meanwhile; tiles take so little time that asking costs more than it saves (docs/performance.md).
+        const bool asking = !Products::kTiles && h + 1 < a.kv_heads;
+        Ahead ahead(keys, (h + 1) * a.keys.head, a.dim, values, (h + 1) * a.values.head, a.value_dim, asking ? n : 0);
         T* head_result = result + h * rows * part_stride;
-        by_rows(rows, [&](int64_t r, auto count) {
-          score_rows<S, count>(keys[now], h * a.keys.head, a.dim, n, head_query + r * q_stride, q_stride, p + r * kBlock, r == 0, ahead);
-        });
+        products.scores(keys, h * a.keys.head, n, query + h * products.query_elements(), p, ahead);
         const T scale = static_cast<T>(a.scale * (a.key_scale ? a.key_scale[item.batch * a.key_scale_stride + h] : 1.0f)) * kLoadUnit<S>;
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t position = item.position + r / group;
@@ -122,12 +124,8 @@ struct Paged {
           const int last = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, position + 1 - k0)));
           soften(p + r * kBlock, first, last, scale, head_result + r * part_stride);
         }
-        by_rows(rows, [&](int64_t r, auto count) {
-          add_values<S, count>(values[now], h * a.values.head, a.value_dim, n, p + r * kBlock, head_result + r * part_stride, part_stride,
-                               r == 0, ahead);
-        });
+        products.add(values, h * a.values.head, n, p, head_result, part_stride, ahead);
       }
-      n = next;
     }
   }
 
