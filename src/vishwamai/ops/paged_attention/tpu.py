@@ -156,7 +156,11 @@ def heuristic(spec: PagedSpec, chip: Chip | None) -> PagedConfig:
     """About two MiB of pages a step: less, and what a step costs besides its keys shows."""
     keys = max(128, min(1024, (2 << 20) // spec.row_bytes))
     keys = max(spec.page_size, keys // spec.page_size * spec.page_size)
-    config = PagedConfig(keys, cores=planning_chip(chip).cores_per_device)
+    planned = planning_chip(chip)
+    # Where HBM gives more than a thousand bytes a cycle (TPU7x), decoding waits for the scores, of which more at once are in flight.
+    fast = planned.hbm_bandwidth / planned.cores / planned.clock > 1024 and spec.operands.k_pages.dtype.itemsize == 2
+    chunk = 256 if fast and spec.max_q_len == 1 and _joint(spec, 1) else 128
+    config = PagedConfig(keys, chunk_keys=chunk, cores=planned.cores_per_device)
     while (need := max(_vmem_bytes(spec, s) for _, _, s in _shapes(spec, config))) > vmem_budget(chip):
         if config.block_keys >= 2 * spec.page_size:
             config = dataclasses.replace(config, block_keys=config.block_keys // 2)
