@@ -66,7 +66,7 @@ def test_the_heuristic_is_within_a_tenth(entry):
     if evidence["estimate_us"] < evidence["heuristic_us"] and "heuristic" not in evidence:
         return  # searched before tables held what the heuristic has otherwise
     config = search_of(str(entry)).choice.config
-    now, then = as_in_a_table(config), evidence["config"] | evidence.get("heuristic", {})
+    now, then = as_in_a_table(config), dict(evidence["config"]) | evidence.get("heuristic", {})
     names = {name.partition(".")[0] for name in tiles(config)} & set(then)
     assert {n: now[n] for n in names} == {n: then[n] for n in names}, (
         f"{entry}: search it again, `vishwamai tune --again`"
@@ -107,17 +107,20 @@ def test_an_entry_is_not_stale(entry):
     ],
 )
 def test_what_makes_an_entry_stale(now, heuristic, complaint):
-    entry = dataclasses.replace(ALL[0], evidence=ALL[0].evidence | {"estimate_us": 100.0})
+    entry = dataclasses.replace(ALL[0], evidence=dict(ALL[0].evidence) | {"estimate_us": 100.0})
     found = Recheck(entry, now * 1e-6, heuristic * 1e-6).complaint
-    assert found is None if complaint is None else complaint in found and str(entry) in found
+    if complaint is None:
+        assert found is None
+    else:
+        assert found is not None and complaint in found and str(entry) in found
 
 
 @needs_libtpu
 def test_an_entry_that_serves_nothing_any_more_says_so():
     entry = next(e for e in ALL if e.op == "norm")
     with pytest.raises(KernelError, match="no such case any more"):
-        recheck(dataclasses.replace(entry, evidence=entry.evidence | {"case": "Llama 0"}))
+        recheck(dataclasses.replace(entry, evidence=dict(entry.evidence) | {"case": "Llama 0"}))
     with pytest.raises(KernelError, match="now asks for"):
         recheck(dataclasses.replace(entry, key="another"))
     with pytest.raises(KernelError, match="does not fit"):
-        recheck(dataclasses.replace(entry, evidence=entry.evidence | {"config": {"rows": 3}}))
+        recheck(dataclasses.replace(entry, evidence=dict(entry.evidence) | {"config": {"rows": 3}}))
