@@ -238,7 +238,7 @@ def _forward_kernel(refs: Any, *, spec: NormSpec, config: NormConfig) -> None:
 
 
 def _backward_kernel(refs: Any, *, spec: NormSpec, config: NormConfig, steps: int) -> None:
-    """With c = s - mean and g = dy * scale: dx = rstd * g - c * (rstd^3 * mean(g * c)) - rstd * mean(g), the last for a layer norm."""
+    """With c = s - mean and g = dy * scale: dx = rstd * (g - c * (rstd^2 * mean(g * c)) - mean(g)), the last for a layer norm."""
     s_ref, dy_ref, dtotal_ref, scale_ref, dx_ref, dscale_ref, doffset_ref, centered_ref = refs
     part, step = pl.program_id(1), pl.program_id(2)
     first_row = (part * steps + step) * config.block_rows
@@ -269,20 +269,24 @@ def _backward_kernel(refs: Any, *, spec: NormSpec, config: NormConfig, steps: in
             if source.mean is not None:
                 sums.add(g)
         rstd = lax.rsqrt(squares.rows() * inverse + spec.eps)  # [chunk, 1]
-        slope = products.rows() * inverse * (rstd * rstd * rstd)
-        shift = None if source.mean is None else sums.rows() * inverse * rstd
+        slope = products.rows() * inverse * (rstd * rstd)
+        if source.mean is None:
+            slope, shift = slope * rstd, None
+        else:
+            shift = sums.rows() * inverse
         for columns in slabs:
             s, dy = source.again(columns), dy_ref[rows, columns].astype(jnp.float32)
-            g = dy * rstd
+            normed = dy * rstd
             if dscale_ref is not None:
-                dscale_ref[:, columns] += partial_rows(g * s, rows)
+                dscale_ref[:, columns] += partial_rows(normed * s, rows)
             if doffset_ref is not None:
                 doffset_ref[:, columns] += partial_rows(dy, rows)
+            g = normed if shift is None else dy
             if scale_ref is not None:
                 g = g * scale_ref[:, columns]
             dx = g - s * slope
-            if shift is not None:
-                dx = dx - shift
+            if shift is not None:  # scaled last: gradients that cancel do so exactly, however large rstd is
+                dx = (dx - shift) * rstd
             if dtotal_ref is not None:
                 dx = dx + dtotal_ref[rows, columns].astype(jnp.float32)
             dx_ref[rows, columns] = dx.astype(dx_ref.dtype)
