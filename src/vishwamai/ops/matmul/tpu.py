@@ -368,9 +368,14 @@ def product(
             transcendentals=0 if activation in (None, "relu", "relu2") else groups * m * n,
         ),
         name=f"matmul_{which}",
-        # Where VMEM has room for all of a small operand, TPU7x's compiler copies it there first, and nothing hides that copy.
-    )(*(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands if x is not None))
+    )(*(in_hbm(x) for x in operands if x is not None))
     return results[0], results[1] if keep_preactivation else None
+
+
+def in_hbm(x: jax.Array) -> jax.Array:
+    """`x` where the kernel's own pipeline takes it from: where VMEM has room for all of a small operand, TPU7x's compiler copies it there first, and
+    nothing hides that copy. One element may be in scalar memory already, which the compiler does not take back."""
+    return x if x.size == 1 else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
 # --- Forward and backward --------------------------------------------------------------------------------------------------------------------------
