@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
@@ -239,29 +241,77 @@ class Suites:
                 name = f"grouped {dtype} 1024x{n}x{k} of {groups}"
                 yield Case(name, 2.0 * 1024 * n * k, "GFLOP/s", contestants, truth, lambda y: y[:8])
 
-    def norm(self) -> Iterator[Case]:
+    def norm(self, gradient: bool = False) -> Iterator[Case]:
+        """A layer norm, an RMS norm, and each of a sum with a residual stream, which is returned too."""
         functional = self.torch.nn.functional
         for dtype in self.options.dtypes:
-            for rows, features in ((256, 1024), (4096, 1024), (8192, 4096)):
-                (x, scale, offset), (tx, ts, to) = self.arrays(dtype, (rows, features), (features,), (features,))
-
-                def xla_layer(x: Any, scale: Any, offset: Any) -> Any:
-                    y = x.astype(jnp.float32)
-                    y = y - y.mean(-1, keepdims=True)
-                    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5)
-                    return (y * scale + offset).astype(x.dtype)
-
-                contestants = {
-                    "ours": jitted(lambda x, s, o: vishwamai.layer_norm(x, s, o, eps=1e-5, **OURS), x, scale, offset),
-                    "torch": lambda tx=tx, ts=ts, to=to, n=features: functional.layer_norm(tx, (n,), ts, to, 1e-5),
-                    "xla": jitted(xla_layer, x, scale, offset),
-                }
-                wide = np.asarray(x, np.float64)[:8]
-                wide = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
-                truth = wide * np.asarray(scale, np.float64) + np.asarray(offset, np.float64)
-                yield Case(
-                    f"layer_norm {dtype} {rows}x{features}", 2.0 * x.nbytes, "GB/s", contestants, truth, lambda y: y[:8]
+            for rows, features in (
+                ((256, 1024), (4096, 1024)) if gradient else ((256, 1024), (4096, 1024), (8192, 4096))
+            ):
+                drawn = self.arrays(
+                    dtype, (rows, features), (rows, features), (features,), (features,), (rows, features)
                 )
+                (x, other, scale, offset, dy), (tx, to, ts, tb, tdy) = drawn
+                for kind, summed in itertools.product(("layer", "rms"), (False, True)):
+                    arrays = (x, scale, *(() if kind == "rms" else (offset,)), *((other,) if summed else ()))
+
+                    def normed(*arrays: Any, how: str, kind: str = kind, summed: bool = summed) -> Any:
+                        x, scale, *rest = arrays
+                        residual = rest.pop() if summed else None
+                        call = vishwamai.layer_norm if kind == "layer" else vishwamai.rms_norm
+                        return call(x, scale, *rest, residual=residual, eps=1e-5, implementation=how)
+
+                    def torch_normed(
+                        x: Any, scale: Any, *rest: Any, kind: str = kind, summed: bool = summed, n: int = features
+                    ) -> Any:
+                        total = x + rest[-1] if summed else x
+                        if kind == "rms":
+                            y = functional.rms_norm(total, (n,), scale, 1e-5)
+                        else:
+                            y = functional.layer_norm(total, (n,), scale, rest[0], 1e-5)
+                        return (y, total) if summed else y
+
+                    def pulled(dy: Any, *arrays: Any, how: str, f: Any = normed, summed: bool = summed) -> Any:
+                        _, pull = jax.vjp(lambda *a: f(*a, how=how), *arrays)
+                        return pull((dy, dy) if summed else dy)
+
+                    def first(y: Any, summed: bool = summed) -> Any:
+                        return (y[0] if summed else y)[:8]
+
+                    leaves = (tx, ts, *(() if kind == "rms" else (tb,)), *((to,) if summed else ()))
+                    name = f"{kind}_norm{'+residual' if summed else ''} {dtype} {rows}x{features}"
+                    if gradient:
+                        leaves = tuple(t.clone().requires_grad_() for t in leaves)
+
+                        def torch_pulled(leaves: Any = leaves, f: Any = torch_normed, dy: Any = tdy) -> Any:
+                            y = f(*leaves)
+                            return self.torch.autograd.grad(y, leaves, [dy] * len(y) if isinstance(y, tuple) else dy)
+
+                        contestants = {
+                            "ours": jitted(functools.partial(pulled, how="native_cpu"), dy, *arrays),
+                            "torch": torch_pulled,
+                            "xla": jitted(functools.partial(pulled, how="xla"), dy, *arrays),
+                        }
+                        # Both passes read x, the second dy, and write dx; with a residual the sum is written and its cotangent read.
+                        yield Case(f"{name} grad", (6.0 if summed else 4.0) * x.nbytes, "GB/s", contestants)
+                        continue
+                    contestants = {
+                        "ours": jitted(functools.partial(normed, how="native_cpu"), *arrays),
+                        "torch": lambda leaves=leaves, f=torch_normed: f(*leaves),
+                        "xla": jitted(functools.partial(normed, how="xla"), *arrays),
+                    }
+                    wide = np.asarray(x, np.float64)[:8]
+                    if summed:
+                        wide = np.asarray((x + other)[:8], np.float64)
+                    if kind == "layer":
+                        wide = wide - wide.mean(-1, keepdims=True)
+                    truth = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(scale, np.float64)
+                    if kind == "layer":
+                        truth = truth + np.asarray(offset, np.float64)
+                    yield Case(name, (4.0 if summed else 2.0) * x.nbytes, "GB/s", contestants, truth, first)
+
+    def norm_grad(self) -> Iterator[Case]:
+        return self.norm(gradient=True)
 
     def rows(self) -> Iterator[Case]:
         """Softmaxes, activations, dropout and rotary embeddings: memory's own speed is the goal."""

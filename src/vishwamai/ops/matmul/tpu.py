@@ -312,11 +312,10 @@ def product(
     out = out_struct((groups, m, n), out_dtype, *(x for x in operands if x is not None))
     outs = (out, out if keep_preactivation else None)
     out_spec = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, i, j))
-    chunk_k = (
-        bk
-        if bk % config.chunk_k or any(how.direct and config.chunk_k % how.granule for how in reading)
-        else config.chunk_k
-    )
+    # Chosen for the forward product, whose depth a gradient's is not: `block_k` whole where it does not divide it into parts that lanes can be read by.
+    parts = bk % config.chunk_k == 0 and (config.chunk_k % 128 == 0 or config.chunk_k == bk)
+    aligned = all(config.chunk_k % how.granule == 0 for how in reading if how.direct)
+    chunk_k = config.chunk_k if parts and aligned else bk
     plain = all(x is None for x in (bias, scale_a, scale_b, activation)) and out_dtype == total
     scratch = [pltpu.VMEM((bm, bn), total)] if (steps > 1 or chunk_k < bk) and not plain else []
     present = [x is not None for x in (*operands, *outs)]
