@@ -17,9 +17,10 @@ from vishwamai.core.op import Implementation
 from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
 
 _KERNELS = "vishwamai.ops.loss.gpu_kernels"
-FORWARD, COMBINE, SLOPES = (gpu.Kernel(_KERNELS, name) for name in ("forward", "combine", "slopes"))
-GRADIENT_OF_X, GRADIENT_OF_WEIGHT, GRADIENT_OF_BIAS, ROUNDED = (
-    gpu.Kernel(_KERNELS, name) for name in ("gradient_of_x", "gradient_of_weight", "gradient_of_bias", "rounded")
+FORWARD, COMBINE = (gpu.Kernel(_KERNELS, name) for name in ("forward", "combine"))
+SLOPES, GRADIENT_OF_X, GRADIENT_OF_WEIGHT, GRADIENT_OF_BIAS, ROUNDED = (
+    gpu.Kernel(f"{_KERNELS}_backward", name)
+    for name in ("slopes", "gradient_of_x", "gradient_of_weight", "gradient_of_bias", "rounded")
 )
 
 _DTYPES = ("bfloat16", "float16", "float32")
