@@ -1,0 +1,92 @@
+"""What the two grouped TPU kernels share: pieces of a visit's rows, a grid cut in two for megacore chips, what the compiler is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from vishwamai.core.pallas import round_up
+from vishwamai.ops.moe.tiles import ALIGN
+
+
+def dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(
+        x, y, (((axes[0],), (axes[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def keep(x: jax.Array, axis: int, start: Any, stop: Any) -> jax.Array:
+    """x with zeros outside `start <= index < stop` of the axis."""
+    index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    return jnp.where((index >= start) & (index < stop), x, jnp.zeros_like(x))
+
+
+def for_pieces(start: Any, stop: Any, block_m: int, piece: int, small: int, body: Any) -> None:
+    """Calls `body(first row, rows, fresh)` for pieces that cover `start <= row < stop` of a tile: large ones, then small ones, never past the tile.
+
+    Rows before `fresh` were in the piece before: the last one is moved up where it would leave the tile.
+    """
+    if block_m % ALIGN:  # a tile of all rows there are, which no multiple divides
+
+        @pl.when(stop > start)
+        def _() -> None:
+            body(0, block_m, 0)
+
+        return
+    begin = lax.div(start, ALIGN) * ALIGN
+    wanted = stop - begin
+    large = lax.div(wanted, piece)
+
+    def one_large(i: jax.Array, carry: None) -> None:
+        at = pl.multiple_of(begin + i * piece, ALIGN)
+        body(at, piece, at)
+
+    def one_small(i: jax.Array, carry: None) -> None:
+        fresh = begin + large * piece + i * small
+        body(pl.multiple_of(jnp.minimum(fresh, block_m - small), ALIGN), small, fresh)
+
+    lax.fori_loop(0, large, one_large, None)
+    if piece > small:
+        lax.fori_loop(0, lax.div(wanted - large * piece + small - 1, small), one_small, None)
+    else:
+        pl.when(wanted > large * piece)(lambda: one_small(jnp.int32(0), None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A grid over (batch, tiles), cut in two along one of them where that comes out even: a part for each core of a megacore chip.
+
+    Grid axes instead of a division, which the scalar unit does not have.
+    """
+
+    batch: int
+    tiles: int
+
+    @property
+    def _axis(self) -> int | None:
+        return next((axis for axis, size in ((1, self.tiles), (0, self.batch)) if size % 2 == 0), None)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """(parts, batch entries of a part, tiles of a part)."""
+        if self._axis is None:
+            return 1, self.batch, self.tiles
+        return (2, self.batch, self.tiles // 2) if self._axis == 1 else (2, self.batch // 2, self.tiles)
+
+    def index(self, part: Any, b: Any, j: Any) -> tuple[Any, Any]:
+        """(batch entry, tile) of a place in the grid."""
+        _, batch, tiles = self.grid
+        return (part * batch + b, j) if self._axis == 0 else (b, part * tiles + j) if self._axis == 1 else (b, j)
+
+
+def compiler_params(vmem: int, *semantics: Any) -> pltpu.CompilerParams:
+    """The VMEM limit is raised where the plan needs more than the 16 MiB that every chip gives unasked."""
+    wanted = round_up(vmem * 5 // 4, 1 << 20)
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=wanted if wanted > 16 << 20 else None)

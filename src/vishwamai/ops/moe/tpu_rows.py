@@ -1,0 +1,218 @@
+"""Rows times their group's matrix on TPU: the forward product, and the gradient of lhs, which contracts the other axis of rhs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from vishwamai.core.sharding import out_struct
+from vishwamai.ops.moe import visits
+from vishwamai.ops.moe.tiles import Tile, fit
+from vishwamai.ops.moe.tpu_pieces import Split, compiler_params, dot, for_pieces, keep
+
+
+def _rows_kernel(
+    group_ref: Any,
+    tile_ref: Any,
+    start_ref: Any,
+    stop_ref: Any,
+    following_ref: Any,
+    lhs_ref: Any,
+    rhs_ref: Any,
+    out_ref: Any,
+    *scratch: Any,
+    entries: int,
+    split: Split,
+    shared: bool,
+    rhs_axis: int,
+    depth: int,
+    tile: Tile,
+    resident: bool,
+) -> None:
+    """One step: the product of one visit's rows with (a block along the contracted axis of) its group's matrix.
+
+    Args:
+      scratch: the sum [block_m, block_n] if the depth takes several steps or chunks; then, if resident, the matrices [2, ...], which of the two is in use,
+        and their semaphores.
+      entries: visits of one batch entry in the tables.
+      split: which sweeps each part of the grid has.
+      shared: one set of matrices serves every batch entry.
+      rhs_axis: the contracted axis of rhs's blocks.
+      depth: length of the contracted axis.
+    """
+    block_m, block_n, block_k = tile.block
+    part, b, j, visit, step = (pl.program_id(axis) for axis in range(5))
+    steps = pl.cdiv(depth, block_k)
+    batch, column = split.index(part, b, j)
+    entry = batch * entries + visit
+    before = jnp.maximum(entry - 1, 0)
+    start, stop = start_ref[entry], stop_ref[entry]
+    first_of_tile = (visit == 0) | (tile_ref[entry] != tile_ref[before])
+    sum_ref = None
+    if steps > 1 or tile.chunk_k < block_k:
+        sum_ref, scratch = scratch[0], scratch[1:]
+
+    if resident:
+        matrix_ref, slot_ref, semaphores = scratch
+
+        def copy(batch: Any, column: Any, group: Any, slot: Any) -> Any:
+            columns = pl.ds(pl.multiple_of(column * block_n, block_n), block_n)
+            matrix = (slice(None), columns) if rhs_axis == 0 else (columns, slice(None))
+            source = rhs_ref.at[(0 if shared else batch, group, *matrix)]
+            return pltpu.make_async_copy(source, matrix_ref.at[slot], semaphores.at[slot])
+
+        @pl.when((visit == 0) | (group_ref[entry] != group_ref[before]))
+        def _() -> None:
+            opening = (b == 0) & (j == 0) & (visit == 0)
+            slot = jnp.where(opening, 0, 1 - slot_ref[0])
+            slot_ref[0] = slot
+            here = copy(batch, column, group_ref[entry], slot)
+            pl.when(opening)(here.start)
+            here.wait()
+            following = following_ref[entry]
+
+            @pl.when(following >= 0)
+            def _() -> None:
+                copy(batch, column, following, 1 - slot).start()
+
+            turns = j == pl.num_programs(2) - 1
+
+            @pl.when((following < 0) & ((b < pl.num_programs(1) - 1) | jnp.logical_not(turns)))
+            def _() -> None:  # the first matrix of the next sweep
+                next_b, next_j = jnp.where(turns, b + 1, b), jnp.where(turns, 0, j + 1)
+                next_batch, next_column = split.index(part, next_b, next_j)
+                copy(next_batch, next_column, group_ref[next_batch * entries], 1 - slot).start()
+
+        rhs_ref = matrix_ref.at[slot_ref[0]]
+
+    tail = depth - (steps - 1) * block_k
+
+    def chunk(at: Any, rows: int, k: Any, size: int, valid: Any) -> jax.Array:
+        lhs = lhs_ref[pl.ds(at, rows), pl.ds(k, size)]
+        rhs = rhs_ref[pl.ds(k, size), :] if rhs_axis == 0 else rhs_ref[:, pl.ds(k, size)]
+        if valid is not None:
+            lhs, rhs = keep(lhs, 1, 0, valid), keep(rhs, rhs_axis, 0, valid)
+        return dot(lhs, rhs, (1, rhs_axis))
+
+    def store(at: Any, rows: int, total: jax.Array) -> None:
+        index = at + lax.broadcasted_iota(jnp.int32, total.shape, 0)
+        old = out_ref[pl.ds(at, rows), :].astype(jnp.float32)
+        out_ref[pl.ds(at, rows), :] = jnp.where((index >= start) & (index < stop), total, old).astype(out_ref.dtype)
+
+    @pl.when(first_of_tile & (step == 0) & ((start > 0) | (stop < block_m)))
+    def _() -> None:
+        out_ref[...] = jnp.zeros_like(out_ref)
+
+    def piece(at: Any, rows: int, fresh: Any) -> None:
+        del fresh  # what is computed twice is the same
+        if sum_ref is None:
+            store(at, rows, chunk(at, rows, 0, block_k, None))
+            return
+        place = pl.ds(at, rows)
+        total_ref: Any = sum_ref
+
+        def grown(k: Any, size: int) -> jax.Array:
+            first = (step == 0) & (k == 0)
+            old = total_ref[place, :]
+            valid = None if tail == block_k else jnp.where(step == steps - 1, tail, block_k)
+            return jnp.where(first, jnp.zeros_like(old), old) + chunk(at, rows, k, size, valid)
+
+        def grow(k: Any, size: int) -> None:
+            total_ref[place, :] = grown(k, size)
+
+        size = tile.chunk_k if tail == block_k else block_k
+        chunks = block_k // size
+        if chunks > 1:
+            lax.fori_loop(0, chunks - 1, lambda i, _: grow(pl.multiple_of(i * size, size), size), None)
+        # The last product is stored as it is made: a pass of its own over the sum would not hide behind the matrix unit.
+        last = (chunks - 1) * size
+        if steps == 1:
+            store(at, rows, grown(last, size))
+            return
+        pl.when(step < steps - 1)(lambda: grow(last, size))
+        pl.when(step == steps - 1)(lambda: store(at, rows, grown(last, size)))
+
+    for_pieces(start, stop, block_m, tile.chunk_m, min(tile.small_m, tile.chunk_m), piece)
+
+
+def rows_product(
+    name: str,
+    tile: Tile,
+    vmem: int,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    rhs_axis: int,
+    out_dtype: Any,
+) -> jax.Array:
+    """`[B, M, N]` from lhs `[B, M, K]`, rhs `[B or 1, G, K, N]` (rhs_axis 0) or `[B or 1, G, N, K]` (1) and sizes `[B or 1, G]`."""
+    batch, m, k = lhs.shape
+    n = rhs.shape[3 - rhs_axis]
+    tile = fit(tile, m, n, k)
+    block_m, block_n, block_k = tile.block
+    group_sizes = jnp.broadcast_to(group_sizes, (batch, group_sizes.shape[1]))
+    *tables, count = visits.plan(group_sizes, m, block_m, every_group=False)
+    entries = visits.length(m, group_sizes.shape[1], block_m)
+    column_tiles, steps = pl.cdiv(n, block_n), pl.cdiv(k, block_k)
+    split = Split(batch, column_tiles)
+    shared = rhs.shape[0] == 1
+    resident = block_k == k and k % 128 == 0 and n % block_n == 0 and block_n % 128 == 0
+
+    def lhs_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, tile: Any, *_: Any) -> Any:
+        b, _ = split.index(p, b, j)
+        return b, tile[b * entries + v], r
+
+    def rhs_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, *_: Any) -> Any:
+        b, j = split.index(p, b, j)
+        rest = (r, j) if rhs_axis == 0 else (j, r)
+        return (0 if shared else b, group[b * entries + v], *rest)
+
+    def out_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, tile: Any, *_: Any) -> Any:
+        b, j = split.index(p, b, j)
+        return b, tile[b * entries + v], j
+
+    matrix = (block_k, block_n) if rhs_axis == 0 else (block_n, block_k)
+    scratch: list[Any] = []
+    if steps > 1 or tile.chunk_k < block_k:
+        scratch.append(pltpu.VMEM((block_m, block_n), jnp.float32))
+    if resident:
+        scratch += [pltpu.VMEM((2, *matrix), rhs.dtype), pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA((2,))]
+
+    def body(*refs: Any) -> None:
+        _rows_kernel(
+            *refs,
+            entries=entries,
+            split=split,
+            shared=shared,
+            rhs_axis=rhs_axis,
+            depth=k,
+            tile=tile,
+            resident=resident,
+        )
+
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(*split.grid, count[0], steps),
+            in_specs=[
+                pl.BlockSpec((None, block_m, block_k), lhs_index),
+                pl.BlockSpec(memory_space=pl.ANY) if resident else pl.BlockSpec((None, None, *matrix), rhs_index),
+            ],
+            out_specs=pl.BlockSpec((None, block_m, block_n), out_index),
+            scratch_shapes=scratch,
+        ),
+        out_shape=out_struct((batch, m, n), out_dtype, lhs, rhs, group_sizes),
+        compiler_params=compiler_params(vmem, "parallel", "arbitrary", "arbitrary", "arbitrary", "arbitrary"),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * batch * m * n * k,
+            bytes_accessed=column_tiles * lhs.nbytes + rhs.nbytes + batch * m * n * jnp.dtype(out_dtype).itemsize,
+            transcendentals=0,
+        ),
+        name=name,
+    )(*tables, lhs, rhs)

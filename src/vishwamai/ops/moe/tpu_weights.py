@@ -1,0 +1,127 @@
+"""The gradient of rhs on TPU: for each group a sum over its rows, which are the contracted axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from vishwamai.core.sharding import out_struct
+from vishwamai.ops.moe import visits
+from vishwamai.ops.moe.tiles import Tile, fit
+from vishwamai.ops.moe.tpu_pieces import Split, compiler_params, dot, for_pieces, keep
+
+
+def _weights_kernel(
+    group_ref: Any,
+    tile_ref: Any,
+    start_ref: Any,
+    stop_ref: Any,
+    following_ref: Any,
+    lhs_ref: Any,
+    dout_ref: Any,
+    out_ref: Any,
+    sum_ref: Any,
+    *,
+    entries: int,
+    split: Split,
+    tile: Tile,
+) -> None:
+    """One step: a group's sum grows by the product of its rows in one tile; its last visit stores it."""
+    del tile_ref, following_ref
+    block_m = tile.block[0]
+    part, b, j, visit = (pl.program_id(axis) for axis in (0, 1, 2, 4))
+    visited = pl.num_programs(4)
+    base = split.index(part, b, j)[0] * entries
+    group = group_ref[base + visit]
+    start, stop = start_ref[base + visit], stop_ref[base + visit]
+    first = (visit == 0) | (group_ref[base + jnp.maximum(visit - 1, 0)] != group)
+    last = (visit == visited - 1) | (group_ref[base + jnp.minimum(visit + 1, visited - 1)] != group)
+    whole = (start == 0) & (stop == block_m)
+
+    @pl.when(first & jnp.logical_not(whole))
+    def _() -> None:
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    @pl.when(whole)
+    def _() -> None:
+        old = sum_ref[...]
+        sum_ref[...] = jnp.where(first, jnp.zeros_like(old), old) + dot(lhs_ref[...], dout_ref[...], (0, 0))
+
+    @pl.when(jnp.logical_not(whole))
+    def _() -> None:
+        def piece(at: Any, rows: int, fresh: Any) -> None:
+            begin = jnp.maximum(start, fresh) - at
+            lhs, dout = lhs_ref[pl.ds(at, rows), :], dout_ref[pl.ds(at, rows), :]
+            lhs, dout = keep(lhs, 0, begin, stop - at), keep(dout, 0, begin, stop - at)
+            sum_ref[...] += dot(lhs, dout, (0, 0))
+
+        for_pieces(start, stop, block_m, tile.chunk_m, min(tile.small_m, tile.chunk_m), piece)
+
+    @pl.when(last)
+    def _() -> None:
+        out_ref[...] = sum_ref[...].astype(out_ref.dtype)
+
+
+def weights_product(
+    tile: Tile, vmem: int, lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, out_dtype: Any
+) -> jax.Array:
+    """`[B, G, K, N]`: for each group the product of its rows, lhs `[B, M, K]` transposed with dout `[B, M, N]`."""
+    batch, m, k = lhs.shape
+    n = dout.shape[2]
+    tile = fit(tile, m, n, k)
+    block_m, block_n, block_k = tile.block
+    groups = group_sizes.shape[1]
+    group_sizes = jnp.broadcast_to(group_sizes, (batch, groups))
+    *tables, count = visits.plan(group_sizes, m, block_m, every_group=True)
+    entries = visits.length(m, groups, block_m)
+    column_tiles, depth_tiles = pl.cdiv(n, block_n), pl.cdiv(k, block_k)
+    # The axis of tiles that splits evenly in two is the outer one.
+    by_column = column_tiles % 2 == 0 or depth_tiles % 2
+    split = Split(batch, column_tiles if by_column else depth_tiles)
+
+    def at(p: Any, b: Any, j: Any, i: Any) -> tuple[Any, Any, Any]:
+        b, j = split.index(p, b, j)
+        return (b, i, j) if by_column else (b, j, i)
+
+    def lhs_index(p: Any, b: Any, j: Any, i: Any, v: Any, group: Any, tile: Any, *_: Any) -> Any:
+        b, i, _ = at(p, b, j, i)
+        return b, tile[b * entries + v], i
+
+    def dout_index(p: Any, b: Any, j: Any, i: Any, v: Any, group: Any, tile: Any, *_: Any) -> Any:
+        b, _, j = at(p, b, j, i)
+        return b, tile[b * entries + v], j
+
+    def out_index(p: Any, b: Any, j: Any, i: Any, v: Any, group: Any, *_: Any) -> Any:
+        b, i, j = at(p, b, j, i)
+        return b, group[b * entries + v], i, j
+
+    def body(*refs: Any) -> None:
+        _weights_kernel(*refs, entries=entries, split=split, tile=tile)
+
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(*split.grid, depth_tiles if by_column else column_tiles, count[0]),
+            in_specs=[
+                pl.BlockSpec((None, block_m, block_k), lhs_index),
+                pl.BlockSpec((None, block_m, block_n), dout_index),
+            ],
+            out_specs=pl.BlockSpec((None, None, block_k, block_n), out_index),
+            scratch_shapes=[pltpu.VMEM((block_k, block_n), jnp.float32)],
+        ),
+        out_shape=out_struct((batch, groups, k, n), out_dtype, lhs, dout, group_sizes),
+        compiler_params=compiler_params(vmem, "parallel", "arbitrary", "arbitrary", "arbitrary", "arbitrary"),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * batch * m * n * k,
+            bytes_accessed=column_tiles * lhs.nbytes
+            + depth_tiles * dout.nbytes
+            + batch * groups * k * n * jnp.dtype(out_dtype).itemsize,
+            transcendentals=0,
+        ),
+        name="grouped_gemm_grad_rhs",
+    )(*tables, lhs, dout)
