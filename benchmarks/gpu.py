@@ -32,7 +32,7 @@ import torch
 import vishwamai
 import vishwamai.torch as vt
 from vishwamai.ops.attention.checks import make_spec
-from vishwamai.ops.attention.gpu import heuristic
+from vishwamai.ops.attention.gpu_tiles import heuristic
 from vishwamai.torch.interpret import interpreted
 from vishwamai.torch.tuner import Timer, gpu_timer
 

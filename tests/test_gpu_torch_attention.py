@@ -17,7 +17,7 @@ import contract  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
 from vishwamai import kernels  # noqa: E402
 from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError  # noqa: E402
-from vishwamai.ops.attention.gpu import AttentionGpuConfig  # noqa: E402
+from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig  # noqa: E402
 from vishwamai.torch.interpret import interpreted  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")

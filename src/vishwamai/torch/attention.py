@@ -18,7 +18,8 @@ from vishwamai.core.spec import ArraySpec, array_spec
 from vishwamai.ops.attention import gpu
 from vishwamai.ops.attention.api import ATTENTION
 from vishwamai.ops.attention.checks import check_rate, check_window, make_spec
-from vishwamai.ops.attention.gpu import AttentionGpuConfig, Memory
+from vishwamai.ops.attention.gpu import Memory
+from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.reference import XLA
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.torch import bridge

@@ -17,7 +17,8 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import ArraySpec, array_spec
 from vishwamai.ops.attention import gpu
 from vishwamai.ops.attention.checks import check_rate
-from vishwamai.ops.attention.gpu import AttentionGpuConfig, Memory, Packed
+from vishwamai.ops.attention.gpu import Memory, Packed
+from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.torch import bridge
 from vishwamai.torch.attention import checked_window, chosen, described, drawn_seed, rows, wishes

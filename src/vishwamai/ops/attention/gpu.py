@@ -9,7 +9,6 @@ holds queries, keys and values, and packed sequences cost no copy.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from vishwamai.core import dropout, gpu
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.ops.attention.gpu_blocks import walked, walks
+from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig, clamp, heuristic, tile_of
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 _KERNELS = "vishwamai.ops.attention.gpu_kernels"
@@ -31,34 +31,6 @@ _WIDEST = 256
 """Elements of the widest head that the kernels hold."""
 _MOST_PATTERNS = 1 << 26
 """Bytes of a block mask's pictures."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionGpuConfig:
-    """Tiles of the Triton kernels, powers of two of 16 or more.
-
-    Attributes:
-      block_q, block_kv: queries and keys of a forward block.
-      warps, stages: warps of a forward program, and blocks of keys in flight.
-      backward_q, backward_kv: queries and keys of a block of the backward pass.
-      backward_warps, backward_stages: the same of the backward pass.
-      deterministic: the same bits every time; False saves two of seven products of the backward pass.
-    """
-
-    block_q: int
-    block_kv: int
-    warps: int
-    stages: int
-    backward_q: int
-    backward_kv: int
-    backward_warps: int
-    backward_stages: int
-    deterministic: bool = True
-
-    def with_block_size(self, block_size: int) -> AttentionGpuConfig:
-        """The same with tiles of about `block_size` positions."""
-        size = max(16, gpu.next_power_of_2(block_size))
-        return dataclasses.replace(self, block_q=size, block_kv=size, backward_q=size, backward_kv=size)
 
 
 def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
@@ -85,73 +57,6 @@ def why_not(spec: AttentionSpec, chip: Chip | None) -> str | None:
                     f"{_MOST_PATTERNS:,} that a program should hold as constants; pass it as `mask`."
                 )
     return gpu.why_not()
-
-
-def heuristic(spec: AttentionSpec, chip: Chip | None) -> AttentionGpuConfig:
-    """Blocks that fill the registers, by head width and dtype; fewer rows for short queries.
-
-    On Hopper nothing of the causal kernels spills for 16-bit operands; float32 spills for heads wider than 64.
-    """
-    del chip
-    wide = spec.operands.query.dtype.itemsize == 4
-    dim = max(_tile(spec.qk_dim), _tile(spec.v_dim))
-    if wide:
-        config = _WIDE[max(64, dim)]
-    else:
-        config = _NARROW[max(64, dim)]
-    if spec.blocks is not None:
-        # A tile larger than a block would visit the block's neighbours too; smaller than 64 rows it would leave the tensor cores idle.
-        block_q, block_kv = (max(64, gpu.next_power_of_2(size)) for size in spec.blocks.block_size)
-        forward = config.block_q, config.block_kv, config.warps, config.stages
-        if block_q < config.block_q:
-            # The pictures take the shared memory that a third stage would need for a second program beside this one.
-            forward = _SMALL[max(64, dim), len(spec.blocks.patterns) > 0]
-        config = dataclasses.replace(
-            config,
-            block_q=forward[0],
-            block_kv=min(forward[1], block_kv),
-            warps=forward[2],
-            stages=forward[3],
-            backward_q=min(config.backward_q, block_q),
-            backward_kv=min(config.backward_kv, block_kv),
-        )
-    return dataclasses.replace(
-        config,
-        block_q=_clamp(config.block_q, spec.q_len),
-        block_kv=_clamp(config.block_kv, spec.kv_len),
-        backward_q=_clamp(config.backward_q, spec.q_len),
-        backward_kv=_clamp(config.backward_kv, spec.kv_len),
-    )
-
-
-_NARROW = {
-    64: AttentionGpuConfig(128, 128, 8, 2, 64, 128, 8, 2),
-    128: AttentionGpuConfig(128, 64, 8, 3, 64, 64, 8, 2),
-    256: AttentionGpuConfig(128, 64, 8, 2, 64, 32, 8, 1),
-}
-_SMALL = {
-    (64, False): (64, 64, 4, 3),
-    (64, True): (64, 64, 4, 3),
-    (128, False): (64, 64, 4, 3),
-    (128, True): (64, 64, 4, 2),
-    (256, False): (64, 32, 4, 2),
-    (256, True): (64, 32, 4, 2),
-}
-"""Forward tiles (queries, keys, warps, stages) of 16-bit operands under a block mask of blocks of 64 queries or fewer, by head width and by whether blocks are there in part."""
-_WIDE = {
-    64: AttentionGpuConfig(64, 32, 4, 2, 16, 16, 4, 1),
-    128: AttentionGpuConfig(64, 32, 8, 1, 32, 32, 8, 1),
-    256: AttentionGpuConfig(32, 32, 8, 1, 16, 32, 8, 1),
-}
-"""By the wider of the two head widths, rounded up to a power of two."""
-
-
-def _tile(n: int) -> int:
-    return max(16, gpu.next_power_of_2(n))
-
-
-def _clamp(block: int, length: int) -> int:
-    return min(_tile(block), _tile(length))
 
 
 def _strides(operand: Any, axes: int) -> tuple[int, ...]:
@@ -273,8 +178,8 @@ def _constants(spec: AttentionSpec, block_q: int, block_kv: int) -> dict[str, An
         PRECISION="tf32x3" if itemsize == 4 else None,
         D=spec.qk_dim,
         DV=spec.v_dim,
-        D_TILE=_tile(spec.qk_dim),
-        DV_TILE=_tile(spec.v_dim),
+        D_TILE=tile_of(spec.qk_dim),
+        DV_TILE=tile_of(spec.v_dim),
         ROWS=block_q,
         COLUMNS=block_kv,
     )
@@ -298,7 +203,7 @@ def attend(
 ) -> tuple[Any, Any]:
     """(out, logsumexp or None), in the shapes that `memory` says."""
     query = operands.query
-    block_q, block_kv = _clamp(config.block_q, spec.q_len), _clamp(config.block_kv, spec.kv_len)
+    block_q, block_kv = clamp(config.block_q, spec.q_len), clamp(config.block_kv, spec.kv_len)
     statistics = query.shape[1:3] if memory.packed else query.shape[:3]
     walk = walks(spec, block_q, block_kv)
     out, logsumexp = gpu.launch(
@@ -350,11 +255,11 @@ def gradients(
     """Gradients of the operands, those of query, key and value in the shapes that `memory` says; none of the bias where it is not wanted."""
     query, key, value, dout = operands.query, operands.key, operands.value, cotangents.out
     dtype = spec.operands.query.dtype
-    block_q, block_kv = _clamp(config.backward_q, spec.q_len), _clamp(config.backward_kv, spec.kv_len)
+    block_q, block_kv = clamp(config.backward_q, spec.q_len), clamp(config.backward_kv, spec.kv_len)
     elements = memory.elements(spec)
     q_tiles, kv_tiles = gpu.cdiv(spec.q_len, block_q), gpu.cdiv(spec.kv_len, block_kv)
     planes, positions = query.shape[0] * spec.q_heads, query.shape[2]
-    delta_rows = _clamp(64, positions)
+    delta_rows = clamp(64, positions)
     of_dout = _rows("dout", dout)
     (delta,) = gpu.launch(
         DELTA,
@@ -364,7 +269,7 @@ def gradients(
         heads=spec.q_heads,
         length=positions,
         DV=spec.v_dim,
-        DV_TILE=_tile(spec.v_dim),
+        DV_TILE=tile_of(spec.v_dim),
         ROWS=delta_rows,
         **_rows("out", outputs.out),
         **of_dout,
@@ -450,7 +355,7 @@ def gradients(
             q_heads=spec.q_heads,
             q_len=positions,
             batch_stride=1,
-            COLUMNS=min(1024, _tile(positions)),
+            COLUMNS=min(1024, tile_of(positions)),
         )
     return Operands(dq, dk, dv, dbias, None, None, None, dsinks, None)
 
