@@ -73,7 +73,7 @@ def test_tune_check_estimates_the_tables_again(capsys, monkeypatch, slower, code
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--ops", "norms"], "no operation 'norms'; there are attention, gated, matmul"),
+        (["--ops", "norms"], "no operation 'norms'; there are attention, gated, loss"),
         (["--targets", "v9"], "v4, v5e, v5p, v6e, tpu7x"),
         (["--ops", "norm", "--cases", "nothing like it"], "no case of norm has 'nothing like it'"),
     ],

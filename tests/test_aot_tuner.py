@@ -9,6 +9,7 @@ import pytest
 
 from vishwamai import aot
 from vishwamai.aot import tuner
+from vishwamai.aot import tuner_steps as steps
 from vishwamai.aot.compile import tracing_for
 from vishwamai.core import tuning
 from vishwamai.core.errors import KernelError
@@ -165,6 +166,48 @@ def test_tables_are_written_found_again_and_used(made_up, tmp_path, monkeypatch)
         (plan,) = record_plans(CASE.run, CASE.shapes())
     assert plan.choices[0].config.block_rows == 1024
     tuning.reload()
+
+
+@needs_libtpu
+def test_kernels_are_stepped_abreast_and_each_keeps_what_serves_it(monkeypatch):
+    """One program in which every kernel has other tiles tells three times; what is best of each is estimated together before it counts."""
+    case = next(c for c in case_module("moe").CASES if c.name == "Qwen3 30B-A3B up")
+    start = tuner.Search(case, "v6e", 1, 1).choice.config
+    (rows, columns, *_), (_, wide, *_) = start.forward, start.grad_lhs
+    tried = []
+
+    def evaluate(search, configs, backward):
+        assert backward
+        configs = configs[: search.budget - search.compilations]
+        search.compilations += len(configs)
+        tried.extend(configs)
+        trials = []
+        for config in configs:
+            parts = {
+                "forward": 1.0 + (config.forward[0] != 2 * rows),
+                "grad_lhs": 1.0 + (config.grad_lhs[1] != wide // 2),
+                "grad_rhs": 2.0 + (config.grad_rhs != start.grad_rhs),
+            }
+            trials.append(tuner._Trial(config, sum(parts.values()), 0.5, parts))
+        return trials
+
+    monkeypatch.setattr(tuner.Search, "evaluate", evaluate)
+    outcome = tuner.tune_case(case, "v6e", budget=6)
+    assert (outcome.config["forward"][:2], outcome.config["grad_lhs"][1]) == ((2 * rows, columns), wide // 2)
+    assert outcome.config["grad_rhs"] == start.grad_rhs
+    assert (outcome.seconds, outcome.heuristic_seconds) == (4.0, 6.0)
+    assert len(tried) == len(set(tried)) == outcome.compilations <= 6
+    assert not tuner.Search(case, "v6e", 1, 1).split
+
+
+def test_only_tuples_of_tiles_are_kernels_of_their_own():
+    assert steps.kernels(Tiles()) == ()
+    loss = importlib.import_module("vishwamai.ops.loss.tpu")
+    config = loss.LossConfig(512, 1024, 256, 2048)
+    assert "block_vocab" not in tuner.tiles(config)  # it is a plan of memory in HBM
+    assert all(t.block_vocab == 2048 for t in tuner.neighbours(config, tuner.tiles(config), chip("v5e")))
+    with pytest.raises(KernelError, match="768 words a step, 256 at once"):
+        loss.LossConfig(512, 768, 256, 2048)
 
 
 @needs_libtpu

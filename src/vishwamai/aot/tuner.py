@@ -2,16 +2,16 @@
 
 A hill climb from the heuristic's config: every tile doubled and halved, all neighbours compiled together, the fastest taken, until nothing is
 faster or the budget of compilations is spent. What the compiler refuses (VMEM, mostly) is out; what comes within `ENOUGH` of the roofline is good
-enough. The winner is written where `core.tuning` looks it up, with the evidence; cases that a table has already, for the same versions, are passed
-over, so that an interrupted run goes on where it was.
+enough. Where a config has a tuple of tiles for each kernel, one program steps all of them, for the schedule tells each kernel's time. The winner is
+written where `core.tuning` looks it up, with the evidence; cases that a table has already, for the same versions, are passed over, so that an
+interrupted run goes on where it was.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 
 from vishwamai.aot import libtpu, schedule, tables
 from vishwamai.aot.compile import tracing_for
+from vishwamai.aot.tuner_steps import BACKWARD, abreast, adopt, kernels, neighbours, tiles
 from vishwamai.core import tuning
 from vishwamai.core.cases import Case
 from vishwamai.core.config import kernel_config
@@ -26,17 +27,12 @@ from vishwamai.core.errors import KernelError, VishwamaiError
 from vishwamai.core.hardware import Chip, chip
 from vishwamai.core.op import Plan, record_plans
 
-__all__ = ["Outcome", "Search", "neighbours", "tune", "tune_case"]
+__all__ = ["Outcome", "Search", "neighbours", "tiles", "tune", "tune_case"]
 
 ENOUGH = 0.95
 """Efficiency from which the search stops."""
 MARGIN = 0.99
 """A config has to take less than this share of the best one's time to replace it: less is within what the estimate can tell."""
-_BACKWARD = "backward_"
-_NO_TILES = ("vmem_bytes", "buffers", "cores")
-"""Ends of the names of integers that are no tiles: plans of memory, counts of buffers, of which the compiler takes one or two, and the chip's cores."""
-_VMEM = _NO_TILES[0]
-_UNLIMITED = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +83,8 @@ class _Trial:
     config: Any
     seconds: float
     efficiency: float
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of the kernel that each tuple of tiles is for, where there is one for each."""
 
 
 class Search:
@@ -99,7 +97,8 @@ class Search:
         self.refused: list[str] = []
         self.plan = _plan(case, target)
         self.choice = next(choice for choice in self.plan.choices if choice.platform in ("tpu", None))
-        self.split = any(name.startswith(_BACKWARD) for name in tiles(self.choice.config))
+        self.split = any(name.startswith(BACKWARD) for name in tiles(self.choice.config))
+        self.kernels = kernels(self.choice.config)
 
     def _program(self, config: Any, backward: bool) -> schedule.Case:
         case, name = self.case, self.choice.implementation.name
@@ -152,8 +151,17 @@ class Search:
             if isinstance(found, VishwamaiError):
                 self.refused.append(f"{_short(config)}: {str(found).splitlines()[0][:200]}")
             else:
-                trials.append(_Trial(config, found.seconds, found.efficiency))
+                trials.append(_Trial(config, found.seconds, found.efficiency, self._parts(found)))
         return trials
+
+    def _parts(self, found: schedule.Schedule) -> dict[str, float]:
+        """Seconds of each of `kernels`: of the Pallas programs that bear its name, and of those without a name of another for the first."""
+        parts = dict.fromkeys(self.kernels, 0.0)
+        for program in found.programs:
+            if parts and found.kind(program) == "pallas":
+                named = next((kernel for kernel in self.kernels if kernel in program.name), self.kernels[0])
+                parts[named] += program.cycles / found.chip.clock
+        return parts
 
     def climb(self, start: Any, fields: Sequence[str], backward: bool) -> tuple[_Trial, _Trial]:
         """The best trial and the heuristic's own, over the named fields.
@@ -180,28 +188,64 @@ class Search:
             best = fastest
         return best, heuristic
 
+    def climb_abreast(self) -> tuple[_Trial, _Trial]:
+        """`climb` for configs with a tuple of tiles for each kernel: every program steps them all, and each kernel keeps what serves it best.
+
+        Raises:
+            KernelError: the heuristic's own config does not compile.
+        """
+        best, heuristic = self.climb(self.choice.config, (), bool(self.case.differentiable))
+        seen = {best.config}
+        while best.efficiency < ENOUGH and self.compilations < self.budget - 1:
+            fresh = [config for config in abreast(best.config, self.kernels, self.chip) if config not in seen]
+            seen.update(fresh)
+            self.budget -= 1  # one program is kept for what is best of each
+            trials = self.evaluate(fresh, bool(self.case.differentiable))
+            self.budget += 1
+            config = best.config
+            for kernel in self.kernels:
+                fastest = min(trials, key=lambda trial: trial.parts[kernel], default=best)
+                if fastest.parts[kernel] < MARGIN * best.parts[kernel]:
+                    config = adopt(config, fastest.config, kernel)
+            if config == best.config:
+                break
+            seen.add(config)
+            together = [t for t in trials if t.config == config] or self.evaluate(
+                [config], bool(self.case.differentiable)
+            )
+            if not together or together[0].seconds >= MARGIN * best.seconds:
+                break
+            best = together[0]
+        return best, heuristic
+
     def run(self) -> Outcome:
         """Forward first and backward next where the config has fields for each, else both at once. The last program holds both passes."""
         config = self.choice.config
         names = list(tiles(config))
         passes = [False, True] if self.split and self.case.differentiable else [bool(self.case.differentiable)]
         saved, budget = 0.0, self.budget
+        if self.kernels:
+            best, heuristic = self.climb_abreast()
+            return self._outcome(best, heuristic.seconds)
         for done, backward in enumerate(passes, start=1):
             self.budget = budget * done // len(passes)  # the first pass leaves the second its share
-            fields = [n for n in names if n.startswith(_BACKWARD) == backward] if self.split else names
+            fields = [n for n in names if n.startswith(BACKWARD) == backward] if self.split else names
             best, heuristic = self.climb(config, fields, backward)
             config = best.config
             saved += heuristic.seconds - best.seconds
+        return self._outcome(best, best.seconds + saved)
+
+    def _outcome(self, best: _Trial, heuristic_seconds: float) -> Outcome:
         return Outcome(
             op=self.plan.op.name,
             implementation=self.choice.implementation.name,
             key=self.plan.spec.tuning_key(),
             case=self.case.name,
             target=self.target,
-            config=dataclasses.asdict(config),
+            config=dataclasses.asdict(best.config),
             heuristic=dataclasses.asdict(self.choice.config),
             seconds=best.seconds,
-            heuristic_seconds=best.seconds + saved,
+            heuristic_seconds=heuristic_seconds,
             efficiency=best.efficiency,
             compilations=self.compilations,
             refused=tuple(self.refused),
@@ -232,72 +276,6 @@ def _plan(case: Case, target: str) -> Plan:
             f"tune: {case.op} {case.name!r} runs {served.implementation.name!r} on {target}, which has no tiles."
         )
     return plan
-
-
-def tiles(config: Any) -> dict[str, int]:
-    """The tile sizes of a config by field; those in a tuple as `field.index`. Not a tile: flags, `_NO_TILES`, and what stands for "no limit"."""
-    found = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, tuple):
-            found |= {f"{field.name}.{index}": part for index, part in enumerate(value)}
-        elif (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and not field.name.endswith(_NO_TILES)
-            and value < _UNLIMITED
-        ):
-            found[field.name] = value
-    return found
-
-
-def _resized(config: Any, sizes: dict[str, int], one: Chip) -> Any:
-    """The config with other tiles, and memory planned for them: no buffer grows faster than a tile does."""
-    before = tiles(config)
-    values: dict[str, Any] = {}
-    for name, size in sizes.items():
-        field, _, index = name.partition(".")
-        if index:
-            old = values.get(field, getattr(config, field))
-            values[field] = tuple(size if i == int(index) else part for i, part in enumerate(old))
-        else:
-            values[field] = size
-    for field in dataclasses.fields(config):
-        if _VMEM in field.name:
-            mine = [n for n in sizes if n.startswith(_BACKWARD) == field.name.startswith(_BACKWARD)]
-            growth = math.prod(max(1.0, sizes[name] / before[name]) for name in mine)
-            values[field.name] = min(
-                int(getattr(config, field.name) * growth), max(one.vmem_bytes * 3 // 4, getattr(config, field.name))
-            )
-    return dataclasses.replace(config, **values)
-
-
-def neighbours(config: Any, fields: Iterable[str], one: Chip) -> Iterator[Any]:
-    """Configs that differ from `config` by a factor of two in one of `fields` (as `tiles` names them), or in two against one another.
-
-    First come those that cut one axis otherwise (`block_q` against `panel_q`) and need no more memory, so that a small budget tells most. Those that
-    the config's own rules refuse (a `KernelError` of its constructor) are left out.
-
-    Example:
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Tiles:
-        ...     block: int
-        ...     unroll: int
-        >>> sorted((t.block, t.unroll) for t in neighbours(Tiles(256, 1), ["block", "unroll"], chip("v5e")))
-        [(128, 1), (128, 2), (256, 2), (512, 1)]
-    """
-    now, names = tiles(config), list(fields)
-    pairs = [(a, b) for a in names for b in names if a != b]
-    of_one_axis = [(a, b) for a, b in pairs if a.rpartition("_")[2] == b.rpartition("_")[2]]
-    steps = [{a: now[a] * 2, b: now[b] // 2} for a, b in of_one_axis]
-    steps += [{name: size} for name in reversed(names) for size in (now[name] // 2, now[name] * 2)]
-    steps += [{a: now[a] * 2, b: now[b] // 2} for a, b in pairs if (a, b) not in of_one_axis]
-    for step in steps:
-        if all(step.values()):
-            try:
-                yield _resized(config, step, one)
-            except KernelError:
-                continue
 
 
 def tune_case(case: Case, target: str, budget: int = 24, workers: int = 1) -> Outcome:

@@ -18,7 +18,7 @@ from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import CHIPS, chip
 
 SUMMARY = "search the tiles of the kernels for TPUs that are not here"
-OPS = ("attention", "gated", "matmul", "moe", "norm", "paged_attention", "rope", "softmax", "sparse")
+OPS = ("attention", "gated", "loss", "matmul", "moe", "norm", "paged_attention", "rope", "softmax", "sparse")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, vmem_budget
@@ -47,6 +48,13 @@ class LossConfig:
     sub_vocab: int
     block_vocab: int
     vmem_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tile_vocab % (2 * self.sub_vocab) or self.sub_vocab % LANES or self.block_tokens % LANES:
+            raise KernelError(
+                f"LossConfig: {self.block_tokens} tokens and {self.tile_vocab} words a step, {self.sub_vocab} at once; tile_vocab must be an even "
+                f"number of sub_vocab, for two tiles of logits take turns, and sub_vocab and block_tokens multiples of {LANES}."
+            )
 
     def with_block_size(self, block_size: int) -> LossConfig:
         """The same with `block_size` words a step, and no more at a time in the backward pass."""
