@@ -23,9 +23,19 @@ needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pi
 
 def test_tables_are_there():
     assert {entry.target for entry in ALL} == set(CHIPS)
-    assert {entry.op for entry in ALL} >= {"attention", "gated", "matmul", "norm", "paged_attention", "rope", "softmax"}
+    assert {entry.op for entry in ALL} >= {
+        "attention",
+        "gated",
+        "loss",
+        "matmul",
+        "moe",
+        "norm",
+        "paged_attention",
+        "rope",
+        "softmax",
+    }
     assert {(entry.target, entry.op) for entry in ALL} >= {
-        (target, op) for target in CHIPS for op in ("norm", "matmul")
+        (target, op) for target in CHIPS for op in ("norm", "matmul", "attention")
     }
 
 
