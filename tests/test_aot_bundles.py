@@ -406,6 +406,21 @@ def test_a_copy_between_unknown_memories_is_counted_and_said():
     assert "unknown memories" in said
 
 
+def test_a_copy_that_the_program_before_may_have_made_is_counted_and_said():
+    """XLA's cross-program prefetch: a flag in scalar memory says whether the operand is there already."""
+    machine, _ = finish(
+        """0x0 : { %s1_s0 = sld [smem:[#allocation9]] }
+0x1 : { %p2_p0 = scmp.ne.s32.totalorder %s1_s0, 0 }
+0x2 : { %s3_s1 = scalar_select /*predicate=*/%p2_p0, /*on_true=*/0, /*on_false=*/4096 }
+0x3 : { %4 = dma.hbm_to_vmem [thread:$1] [#allocation1], %s3_s1, [#allocation2], [#allocation3] }
+0x4 : { %5 = dma.done.wait [#allocation3], 4096 }
+"""
+    )
+    assert machine.hbm_bytes == 4096 * machine.granule
+    assert machine.dma_wait > machine.latency
+    assert dict(machine.unknown) == {"kernel: whether the program before made the copy at 0x3 depends on data": 1}
+
+
 def test_the_core_id_tells_the_cores_apart():
     text = "0 : { %s1_s0 = sld [smem:[#allocation0]] /* core id */ }\n0x1 : { %2 = sst [smem:[#allocation1]], %s1_s0 }"
     machine, _ = finish(text, machine=Machine(chip("v4"), core=1))

@@ -63,6 +63,7 @@ class Run:
         self.program, self.machine, self.known, self.call = program, machine, known, call
         self.arguments = arguments
         self.quotients: dict[str, tuple[Value, ...]] = {}  # divisions whose results have not all been popped
+        self.perhaps: dict[str, int] = {}  # what an unknown predicate selects, where the other choice is nothing
         self.values: dict[str, Value] = {}
         self.registers: dict[str, Value] = {}
         self.passes: collections.Counter[int] = collections.Counter()
@@ -226,7 +227,10 @@ class Run:
             op = self._directed(pc, scalar)
             size = self.evaluate(operands[1]) if len(operands) > 1 else None
             if size is None:
-                machine.unknown[f"{self.program.name}: size of the copy at {pc:#x} depends on data"] += 1
+                # XLA lets the program before fetch an operand (cross_program_prefetch_index), which a flag tells this one: from HBM it comes anyway.
+                size = self.perhaps.get(str(operands[1].value)) if len(operands) > 1 else None
+                what = "size of the copy" if size is None else "whether the program before made the copy"
+                machine.unknown[f"{self.program.name}: {what} at {pc:#x} depends on data"] += 1
             machine.copy(op, size, self.evaluate(operands[3]) if len(operands) > 3 else None, scalar.target or 0)
             if op.endswith("_to_smem"):
                 source = machine.symbol_of(self.evaluate(operands[0]))
@@ -276,8 +280,10 @@ class Run:
         if head == "reloc":
             return self.machine.symbol(f"relocation:{self.evaluate(operands[0])}")
         if head == "scalar_select":
-            choice = self.evaluate(operands[0])
-            return None if choice is None else self.evaluate(operands[1 if choice else 2])
+            choice, *choices = (self.evaluate(operand) for operand in operands)
+            if choice is None and None not in choices and min(choices) == 0:
+                self.perhaps[one.result] = max(choices)
+            return None if choice is None else choices[0 if choice else 1]
         if head == "sld":
             address = self.evaluate(operands[0])
             return None if address is None else self.machine.memory.get(address)
