@@ -127,6 +127,7 @@ CASES = (
     _case("float16", _DECODE, (4, 2), 32, 8, "float16"),
     _case("float64", _DECODE, (4, 2), 32, 8, "float64"),
     _case("three kv heads", _DECODE, (6, 3), 64, 8, "bfloat16"),
+    _case("pages of 150 keys together", ((1, 147), (3, 20)), (4, 2), 32, 15, "bfloat16", window=40),
     _case("wide heads", _DECODE, (4, 2), 256, 8, "bfloat16"),
     # A step of decoding: 64 sequences of 4096 tokens, pages of 64.
     *(

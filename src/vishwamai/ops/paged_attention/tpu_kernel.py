@@ -274,14 +274,15 @@ def kernel(spec: PagedSpec, shape: Shape, names: list[str], *arguments: Any) -> 
             elif shape.joint and together > 1:
                 mine = refs.row_head[...] == part
             tiles = []
-            for t in range(s.shape[1] // width):
-                limit = ahead - first - t * (width // words)
-                see = token <= limit
+            for start in range(0, s.shape[1], width):
+                here = min(width, s.shape[1] - start)  # 19 pages of 16 keys are no whole tiles
+                limit = ahead - first - start // words
+                see = token[:, :here] <= limit
                 if spec.window is not None:
-                    see &= token >= limit - spec.window
+                    see &= token[:, :here] >= limit - spec.window
                 if mine is not None:
-                    see &= mine
-                tiles.append(jnp.where(see, s[:, t * width : (t + 1) * width], MASKED))
+                    see &= mine[:, :here]
+                tiles.append(jnp.where(see, s[:, start : start + here], MASKED))
             return jnp.concatenate(tiles, axis=1)
 
         def weigh(index: Any, s: Any, v: Any) -> None:

@@ -52,6 +52,7 @@ CASES = (
     _case("float16", (1, 2, 5, 32), "float16"),
     _case("float64", (1, 2, 5, 32), "float64"),
     _case("no positions", (1, 2, 0, 32)),
+    _case("bshd wide, interleaved", (2, 5, 3, 192), layout="bshd", interleaved=True),
     _model("Llama 3 8B", 32, 8, 128, theta=500000.0, scaling=Llama3Scaling()),
     _model("GPT-J 6B", 16, 16, 256, 2048, rotary_dim=64, interleaved=True),
     _model("Gemma 3 12B", 16, 8, 256, theta=1e6),

@@ -7,6 +7,7 @@ each pair exchanged (a rotation of lanes), the result is x C + x' S. The backwar
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -73,8 +74,15 @@ def _chunk(spec: RopeSpec) -> int:
         while rows > tile and _block_bytes(spec, rows) > vmem_budget(None):  # many heads
             rows = max(tile, rows // 2 // tile * tile)
         return rows
+    # Rows of tables that are wider than a register are read by whole tiles; their positions are then turned a few at a time.
+    return 8 if spec.head_dim > LANES else _together(spec)
+
+
+def _together(spec: RopeSpec) -> int:
+    """Positions whose heads, in "bshd", are turned in registers together: 1, 2, 4 or 8."""
     heads = max(round_up(spec.heads(x), 8) for x in spec.operands[:2] if x is not None)
-    return max(1, min(8, _CHUNK_BYTES // (width * heads)))
+    most = max(1, min(8, _CHUNK_BYTES // (round_up(spec.head_dim, LANES) * 4 * heads)))
+    return 1 << (most.bit_length() - 1)
 
 
 def _block_bytes(spec: RopeSpec, positions: int) -> int:
@@ -157,8 +165,12 @@ def _kernel(cos_ref: Any, sin_ref: Any, arrays: Any, results: Any, *, spec: Rope
         rows = pl.ds(pl.multiple_of(i * config.chunk_positions, config.chunk_positions), config.chunk_positions)
         cos, sin = cos_ref[rows, :], sin_ref[rows, :]
         if spec.layout == "bshd":
-            for x_ref, y_ref in zip(arrays, results, strict=True):
-                y_ref[rows] = _turned(spec, x_ref[rows], cos[:, None, :], sin[:, None, :])
+            few = math.gcd(_together(spec), config.chunk_positions)
+            for j in range(0, config.chunk_positions, few):
+                part = pl.ds(i * config.chunk_positions + j, few)
+                factors = cos[j : j + few, None, :], sin[j : j + few, None, :]
+                for x_ref, y_ref in zip(arrays, results, strict=True):
+                    y_ref[part] = _turned(spec, x_ref[part], *factors)
             return
         for x_ref, y_ref in zip(arrays, results, strict=True):
 
