@@ -1,4 +1,4 @@
-"""Writes the table of the Triton kernels' machine code, for every model's shape, between two markers of docs/performance.md.
+"""Writes the table of the Triton kernels' machine code, for every model's shape, between two markers of docs/gpu-code.md.
 
 It compiles for Hopper with the triton package alone and needs no GPU; it takes a few minutes.
 """
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vishwamai.aot.gpu import model_cases, survey, table
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+PAGE = Path(__file__).parent.parent / "docs" / "gpu-code.md"
 BEGIN, END = "<!-- gpu code: begin -->", "<!-- gpu code: end -->"
 
 
