@@ -114,6 +114,7 @@ _CONTRACT = (
     _case("several tiles bfloat16", (300, 520), (520, 300), "bfloat16", bias=(300,), block_size=128),
     _case("one element", (1, 1), (1, 1)),
     _case("outer product", (3, 1), (1, 300), bias=(300,)),
+    _case("one column bfloat16", (63, 80), (1, 80), "bfloat16", transpose_b=True),
     # Every dtype.
     _case("float16", (63, 80), (80, 100), "float16", bias=(100,)),
     _case("float64", (5, 80), (80, 7), "float64", bias=(7,), activation="silu"),

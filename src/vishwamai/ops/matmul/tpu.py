@@ -57,6 +57,9 @@ def why_not(spec: MatmulSpec, chip: Chip | None) -> str | None:
 
 
 def _dot(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], total: Any, **kwargs: Any) -> jax.Array:
+    if axes == (1, 1) and rhs.shape[0] == 1:
+        # Mosaic takes a product with one row for one of a matrix with a vector, and jax 0.10 does not lower those of narrow numbers.
+        return _dot(lhs, jnp.broadcast_to(rhs, (8, rhs.shape[1])), axes, total, **kwargs)[:, :1]
     return lax.dot_general(lhs, rhs, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=total, **kwargs)
 
 

@@ -35,6 +35,7 @@ _CONTRACT = (
     _case("matrices copied ahead", (150, 128), 256, [40, 0, 1, 70, 20], "bfloat16"),
     _case("tiles shared by groups", (300, 256), 128, [100, 77, 0, 123], block_size=128),
     _case("bfloat16 to float32", (40, 63), 100, [25, 15], "bfloat16", out_dtype="float32"),
+    _case("one feature bfloat16", (40, 1), 24, [25, 15], "bfloat16"),
     _case("batch", (2, 40, 16), 20, [[10, 30, 0], [0, 5, 20]]),
     _case("no rows in any group", (20, 16), 8, [0, 0]),
     _case("float16", (40, 16), 20, [25, 15], "float16"),
