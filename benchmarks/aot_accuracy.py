@@ -4,7 +4,7 @@ The times are those of the tuning tables of openxla/tokamax, copied into aot_mea
 configurations, whole operations with their layout changes. None of them was used to set a constant of the model. Needs the kernels that were
 measured: `pip install tokamax==0.0.12` (not a dependency of vishwamai). Prints one line a case, then the distribution of estimate / measured.
 
-    python benchmarks/aot_accuracy.py [--chips v5e,v5p] [--every 2] [--json OUT]
+    python benchmarks/aot_accuracy.py [--chips v5e,v5p] [--every 2] [--timeout 60] [--json OUT]
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", help="only these, comma-separated")
     parser.add_argument("--every", type=int, default=1, help="only every n-th case of an operation")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which a compilation is given up")
     parser.add_argument("--json", help="also write the figures here")
     options = parser.parse_args()
     rows = json.loads(MEASURED.read_text())["measured"]
@@ -126,7 +127,7 @@ def main() -> None:
     ]
     done = []
     for row in rows:
-        (found,) = inspect_many([BUILD[row["op"]](row)])
+        (found,) = inspect_many([BUILD[row["op"]](row)], options.timeout)
         if not isinstance(found, Schedule):
             print(f"{row['chip']:<6} {row['op']:<10} {describe(row)}: {found}", flush=True)
             continue
