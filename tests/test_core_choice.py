@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,12 @@ def test_fallback_warns_once_with_its_reason():
         toy.toy(*toy.inputs(length=8), even_only=True)  # served, nothing to warn about
     with pytest.warns(FallbackWarning, match="9 positions"):  # another reason is another warning
         toy.toy(*toy.inputs(length=9), even_only=True)
+
+
+def test_the_warning_points_at_the_line_that_called():
+    with pytest.warns(FallbackWarning) as caught:
+        toy.toy(*toy.inputs(length=7), even_only=True)
+    assert caught[0].filename == toy.__file__  # the nearest line that is neither the library's nor jax's
 
 
 def test_strict_raises():
@@ -295,3 +302,51 @@ def test_chips_by_name():
     assert chip("v5e").name == "v5e"
     with pytest.raises(DeviceError, match="v4.*v5e.*v5p.*v6e.*tpu7x"):
         chip("v3")
+
+
+# --- What is no array, or not here -----------------------------------------------------------------------------------------------------------------
+
+
+NO_ARRAY: Any = None
+NO_NUMBERS: Any = "abc"
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda x: vishwamai.rms_norm(NO_ARRAY), "rms_norm: `x` is None; pass an array"),
+        (lambda x: vishwamai.gemm(x, NO_NUMBERS), "gemm: `b` is of type str, which cannot be read as numbers"),
+        (lambda x: vishwamai.gemm(x, x, out_dtype="int7"), "gemm: `out_dtype` is 'int7'; pass a dtype"),
+        (
+            lambda x: vishwamai.moe_dispatch(x, NO_ARRAY),
+            "moe_dispatch: `routing` is of type NoneType; pass what `moe_routing`",
+        ),
+        (
+            lambda x: vishwamai.moe_routing(x, x, axis_name="e"),
+            r"`axis_name` is \('e',\), which this call is not mapped over",
+        ),
+    ],
+)
+def test_what_is_no_argument_is_named(call, text):
+    with pytest.raises(ShapeError, match=text):
+        call(jnp.ones((8, 8)))
+
+
+def test_a_torch_tensor_is_sent_to_torch():
+    """Read as numbers it would lose its gradient."""
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ShapeError, match="rms_norm: `x` is a torch tensor; call `vishwamai.torch.rms_norm`"):
+        vishwamai.rms_norm(torch.ones(2, 8))
+
+
+def test_operands_on_different_devices():
+    x, w = (jax.device_put(jnp.ones((8, 8)), device) for device in jax.devices()[:2])
+    with pytest.raises(DeviceError, match=r"matmul: `a` is on .*:0, but `b` on .*:1; bring them together.*a\.sharding"):
+        vishwamai.gemm(x, w)
+
+
+def test_another_platforms_kernel_by_name():
+    x = jnp.ones((8, 128))
+    for name, platform in (("pallas_tpu", "tpu"), ("triton", "cuda")):
+        with pytest.raises(UnsupportedError, match=f"'{name}'.*(is for {platform}, and this program is|not installed)"):
+            vishwamai.rms_norm(x, implementation=name)

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import toy
+from vishwamai.core.errors import DeviceError
 from vishwamai.core.sharding import assign
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -174,3 +175,23 @@ def test_assign_demands_that_grouped_heads_divide():
     assert assign(dims, frozenset("bh"), [(1, 8), (1, 2)], [(None, "x"), ()], sizes) == {}
     assert assign(dims, frozenset("bh"), [(1, 8), (1, 4)], [(None, "x"), ()], sizes) == {"h": ("x",)}
     assert assign(dims, frozenset("bh"), [(1, 8), (1, 1)], [(None, "x"), ()], sizes) == {"h": ("x",)}
+
+
+def test_an_array_beside_a_mesh_is_put_there(mesh):
+    """Outside of `jax.set_mesh`: a weight that was never placed beside activations that were."""
+    arrays = toy.inputs(4, 8, 24)
+    q = jax.device_put(arrays[0], NamedSharding(mesh, P("x")))
+    y, gradients = value_and_gradients(q, *arrays[1:])
+    expected, expected_gradients = value_and_gradients(*arrays)
+    for a, b in zip((y, *gradients), (expected, *expected_gradients), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_two_meshes_are_an_error():
+    q, k, weight = toy.inputs(4, 8, 24)
+    with pytest.raises(DeviceError, match=r"on two meshes, with axes {'x': 4, 'y': 2} and {'z': 8}"):
+        toy.toy(
+            jax.device_put(q, NamedSharding(mesh_of((4, 2), ("x", "y"), EXPLICIT), P("x"))),
+            jax.device_put(k, NamedSharding(mesh_of((8,), ("z",), EXPLICIT), P(None, "z"))),
+            weight,
+        )

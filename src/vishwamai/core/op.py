@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
+from jax.core import Tracer
 
 from vishwamai.core import execute, sharding, triton_call, tuning
 from vishwamai.core.config import KernelConfig, ambient_chip, ambient_platform, current_config
-from vishwamai.core.errors import FallbackWarning, KernelError, UnsupportedError
+from vishwamai.core.errors import DeviceError, FallbackWarning, KernelError, UnsupportedError, VishwamaiError
 from vishwamai.core.hardware import Chip
 
 PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
@@ -118,7 +120,9 @@ class Op(Generic[S]):
         """Runs the op on operands that the spec has already checked; returns its outputs.
 
         Raises:
-          UnsupportedError: what `plan` raises; or forward-mode differentiation of an implementation that has a gradient only.
+          UnsupportedError: what `plan` raises; or forward-mode differentiation of an implementation that has a gradient only; or the
+            implementation asked for is for another platform than the arrays'.
+          DeviceError: the operands are committed to different devices.
         """
         plan = self.plan(spec, config=config, implementation=implementation)
         _record(plan)
@@ -132,6 +136,16 @@ class Op(Generic[S]):
                 f"{self.name}: its kernels have a gradient (jax.grad, jax.vjp) but no forward mode (jax.jvp, jax.jacfwd, jax.hessian); "
                 f"for that pass implementation={' or '.join(able)}, which JAX differentiates itself."
             ) from error
+        except (ValueError, NotImplementedError) as error:  # jax's own, of arrays that no one program can take
+            if isinstance(error, VishwamaiError):
+                raise
+            self._check_devices(operands, error)
+            if implementation is not None and ("interpret mode" in str(error) or "translation rule" in str(error)):
+                raise UnsupportedError(
+                    f"{self.name}: {implementation!r} is for {self._named(implementation).platform}, and this program is compiled for another "
+                    "platform; pass implementation=None to let the library choose."
+                ) from error
+            raise
 
     def plan(self, spec: S, *, config: Any = None, implementation: str | None = None) -> Plan:
         """Chooses an implementation for every platform.
@@ -165,6 +179,20 @@ class Op(Generic[S]):
         if _RECORDING.value is None:  # whoever asks what would run is told so by the answer; the warning is for the run
             self._report_fallback(plan, ambient)
         return plan
+
+    def _check_devices(self, operands: Any, error: Exception) -> None:
+        """Raises the error that names them if the operands are committed to different devices."""
+        devices: dict[frozenset[Any], str] = {}
+        for name, x in zip(operands._fields, operands, strict=True):
+            if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed:
+                devices.setdefault(frozenset(x.sharding.device_set), name)
+        if len(devices) > 1:
+            (a, first), (b, second), *_ = devices.items()
+            where = [", ".join(sorted(map(str, ids))[:4]) + (", ..." if len(ids) > 4 else "") for ids in (a, b)]
+            raise DeviceError(
+                f"{self.name}: `{first}` is on {where[0]}, but `{second}` on {where[1]}; bring them together, for instance by "
+                f"jax.device_put({second}, {first}.sharding)."
+            ) from error
 
     def choose(
         self,
@@ -282,7 +310,15 @@ class Op(Generic[S]):
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    warnings.warn(text, FallbackWarning, stacklevel=5)
+    warnings.warn(text, FallbackWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """`stacklevel` of the nearest line that is neither ours nor jax's: the one the caller wrote."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("vishwamai", "jax"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 # --- What ran, and why -----------------------------------------------------------------------------------------------------------------------------

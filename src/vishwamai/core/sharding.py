@@ -24,6 +24,8 @@ from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import ManualAxisType, Mesh, NamedSharding, PartitionSpec
 
+from vishwamai.core.errors import DeviceError
+
 Dims = tuple[str | None, ...]
 Assignment = dict[str, tuple[str, ...]]
 
@@ -316,18 +318,33 @@ def follow_explicit_axes(function: Callable[..., Any], axes: Axes, *arrays: Any)
     Args:
       function: works on arrays of any size, and is called on the local shards.
       axes: factors of the caller's own arrays and results.
+
+    Raises:
+      DeviceError: the arrays are on different meshes.
     """
     mesh = _explicit_mesh(arrays)
     if mesh is None:
         return function(*arrays)
     leaves, treedef = jax.tree.flatten(arrays)
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+    other = next((m for m in meshes if not m.empty and dict(m.shape) != dict(mesh.shape)), None)
+    if other is not None:
+        raise DeviceError(
+            f"the arrays are on two meshes, with axes {dict(mesh.shape)} and {dict(other.shape)}; put them on one, for instance by "
+            "jax.device_put(x, jax.NamedSharding(mesh, jax.P()))."
+        )
     dims = _leaves(axes.arguments)
     specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
     assignment = assign(dims, axes.splittable, [leaf.shape for leaf in leaves], specs, dict(mesh.shape))
     in_specs = [_spec(names, leaf.shape, assignment) for names, leaf in zip(dims, leaves, strict=True)]
-    leaves = [
-        jax.sharding.reshard(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, in_specs, strict=True)
-    ]
+
+    def laid(*leaves: jax.Array) -> list[jax.Array]:
+        return [
+            jax.sharding.reshard(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, in_specs, strict=True)
+        ]
+
+    # An array that is on no mesh yet can only go there in one program with another that is.
+    leaves = (jax.jit(laid) if any(own.empty for own in meshes) else laid)(*leaves)
 
     def out_spec(names: Dims) -> PartitionSpec:
         return PartitionSpec(*(None if name is None else assignment.get(name) for name in names))

@@ -6,8 +6,10 @@ import dataclasses
 import math
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 
+from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import accumulator_dtype
 
 Self = TypeVar("Self", bound="OpSpec")
@@ -38,6 +40,46 @@ def array_spec(x: Any) -> ArraySpec:
     """The `ArraySpec` of an array."""
     dtype = x.dtype if not type(x).__module__.startswith("torch") else str(x.dtype).removeprefix("torch.")
     return ArraySpec(tuple(x.shape), jnp.dtype(dtype))
+
+
+def as_array(function: str, name: str, x: Any) -> jax.Array:
+    """`x` as an array of JAX; `function` and `name` are the public function and its argument, for the error.
+
+    Raises:
+      ShapeError: it cannot be one; or it is a torch tensor, whose gradient would be lost.
+
+    >>> as_array("gemm", "a", [[1.0, 2.0]]).shape
+    (1, 2)
+    >>> as_array("gemm", "b", None)
+    Traceback (most recent call last):
+    vishwamai.core.errors.ShapeError: gemm: `b` is None; pass an array of JAX or NumPy.
+    """
+    if isinstance(x, jax.Array):
+        return x
+    if type(x).__module__.partition(".")[0] == "torch":
+        raise ShapeError(
+            f"{function}: `{name}` is a torch tensor; call `vishwamai.torch.{function}`, or pass an array of JAX (`jax.numpy.from_dlpack`)."
+        )
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        what = "None" if x is None else f"of type {type(x).__name__}, which cannot be read as numbers"
+        raise ShapeError(f"{function}: `{name}` is {what}; pass an array of JAX or NumPy.") from error
+
+
+def as_dtype(function: str, name: str, dtype: Any) -> jnp.dtype:
+    """`dtype` as a dtype of JAX; `function` and `name` are the public function and its argument, for the error.
+
+    Raises:
+      ShapeError: there is no such dtype.
+
+    >>> as_dtype("gemm", "out_dtype", "bfloat16").itemsize
+    2
+    """
+    try:
+        return jnp.dtype(dtype)
+    except TypeError as error:
+        raise ShapeError(f"{function}: `{name}` is {dtype!r}; pass a dtype, such as jnp.float32.") from error
 
 
 @dataclasses.dataclass(frozen=True)

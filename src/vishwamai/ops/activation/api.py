@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from vishwamai.core import dropout
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
-from vishwamai.core.spec import array_spec
+from vishwamai.core.spec import array_spec, as_array
 from vishwamai.ops.activation.cpu import NATIVE
 from vishwamai.ops.activation.gpu import TRITON
 from vishwamai.ops.activation.reference import XLA
@@ -127,7 +127,7 @@ def fused_gelu_dropout(
 def _activation(
     name: str, activation: str, x: Any, config: Any, implementation: str | None, rate: float = 0.0, key: Any = None
 ) -> Any:
-    x = jnp.asarray(x)
+    x = as_array(name, "x", x)
     check(name, array_spec(x))
     if not x.ndim:
         return _activation(name, activation, x[None], config, implementation, rate, key)[0]

@@ -14,6 +14,7 @@ from vishwamai.core.errors import KernelError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.core.spec import as_array
 from vishwamai.ops.attention.block_mask import BlockMask
 from vishwamai.ops.attention.checks import make_spec
 from vishwamai.ops.attention.chunked import XLA_CHUNKED
@@ -186,10 +187,13 @@ def _attend(
     block_mask: Any = None,
     mask_block_size: Any = None,
 ) -> Any:
-    query, key, value = map(jnp.asarray, (query, key, value))
+    name = "flash_attention" if block_mask is None else "block_sparse_attention"
+    query, key, value = (as_array(name, n, x) for n, x in (("query", query), ("key", key), ("value", value)))
     out_dtype = query.dtype
     query, key, value = narrowed(query, key, value)
-    bias, mask, sinks = (None if x is None else jnp.asarray(x) for x in (bias, mask, sinks))
+    bias, mask, sinks = (
+        None if x is None else as_array(name, n, x) for n, x in (("bias", bias), ("mask", mask), ("sinks", sinks))
+    )
     dropout_key = None if dropout_key is None else jnp.asarray(dropout_key)
     q_ids, kv_ids = segments = _segments(segment_ids)
     spec = make_spec(

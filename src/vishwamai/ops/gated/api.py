@@ -6,14 +6,13 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from vishwamai.core.config import current_config, narrowed
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
-from vishwamai.core.spec import array_spec
+from vishwamai.core.spec import array_spec, as_array
 from vishwamai.ops.gated.cpu import NATIVE
 from vishwamai.ops.gated.gpu import TRITON
 from vishwamai.ops.gated.reference import XLA
@@ -61,7 +60,7 @@ def gated_linear_unit(
     >>> print(gated_linear_unit(x, (gate, up), "relu")[0, :3].tolist())
     [8.000, 8.000, 8.000]
     """
-    x = jnp.asarray(x)
+    x = as_array("gated_linear_unit", "x", x)
     gate: Any
     up: Any
     both: Any
@@ -70,10 +69,11 @@ def gated_linear_unit(
             raise ShapeError(
                 f"gated_linear_unit: `weights` is a sequence of {len(weights)}; pass (gate, up), or one array of shape (2, features, hidden)."
             )
-        gate, up, both = jnp.asarray(weights[0]), jnp.asarray(weights[1]), None
+        gate, up = (as_array("gated_linear_unit", "weights", w) for w in weights)
+        both = None
         check(array_spec(x), array_spec(gate), array_spec(up), activation)
     else:
-        gate, up, both = None, None, jnp.asarray(weights)
+        gate, up, both = None, None, as_array("gated_linear_unit", "weights", weights)
         check(array_spec(x), array_spec(both), None, activation)
     out_dtype = x.dtype
     (x,) = narrowed(x)

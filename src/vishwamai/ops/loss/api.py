@@ -12,7 +12,7 @@ from vishwamai.core.config import current_config, narrowed
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
-from vishwamai.core.spec import array_spec
+from vishwamai.core.spec import array_spec, as_array
 from vishwamai.ops.loss.chunked import XLA_CHUNKED
 from vishwamai.ops.loss.cpu import NATIVE
 from vishwamai.ops.loss.gpu import TRITON
@@ -86,7 +86,8 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(x, weight, jnp.array([3, -100]), reduction="none").round(4).tolist()[1]
     0.0
     """
-    x, weight, labels = (jnp.asarray(a) for a in (x, weight, labels))
+    named = (("x", x), ("weight", weight), ("labels", labels))
+    x, weight, labels = (as_array("linear_cross_entropy", name, a) for name, a in named)
     bias = None if bias is None else jnp.asarray(bias)
     check(x, weight, labels, bias, softcap, label_smoothing, z_loss, ignore_index, reduction)
     x, weight = narrowed(x, weight)

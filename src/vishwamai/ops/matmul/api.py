@@ -13,6 +13,7 @@ from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.core.spec import as_array
 from vishwamai.ops.matmul.cpu import NATIVE
 from vishwamai.ops.matmul.gpu import TRITON
 from vishwamai.ops.matmul.layout import Blocks, Layout, make_spec
@@ -99,10 +100,11 @@ def gemm(
             )
         return packed_gemm(a, b, bias, activation, out_dtype, scale_a, scale_b, implementation)
     a, b, scale_a, scale_b, blocks = unpack(a, b, transpose_a, transpose_b, scale_a, scale_b)
-    a, b = jnp.asarray(a), jnp.asarray(b)
+    a, b = as_array("gemm", "a", a), as_array("gemm", "b", b)
     if out_dtype is None and compute_dtype(a.dtype, b.dtype) == jnp.float32:
         out_dtype = jnp.float32  # whatever the ambient `use_bfloat16` makes of the operands
-    arrays = (*narrowed(a, b), *(None if x is None else jnp.asarray(x) for x in (bias, scale_a, scale_b)))
+    others = (("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b))
+    arrays = (*narrowed(a, b), *(None if x is None else as_array("gemm", name, x) for name, x in others))
 
     def describe(*arrays: Any) -> tuple[MatmulSpec, Layout]:
         products = current_config().precision if precision is None else precision

@@ -12,7 +12,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
 from vishwamai.core.qtensor import FP4, INT4, bits
 from vishwamai.core.sharding import Axes, name_axes
-from vishwamai.core.spec import ArraySpec, OpSpec
+from vishwamai.core.spec import ArraySpec, OpSpec, as_dtype
 
 _FLOATS = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 _INT8 = jnp.dtype(jnp.int8)
@@ -303,7 +303,7 @@ def resolve_out_dtype(
             return jnp.dtype(jnp.int32 if integer_sum else jnp.float32)
         assert compute is not None
         return compute
-    wanted = jnp.dtype(out_dtype)
+    wanted = as_dtype("gemm", "out_dtype", out_dtype)
     if wanted == jnp.int32 and not integer_sum:
         raise ShapeError(
             f"gemm: `out_dtype` is int32, but `a` is {a.name}, `b` is {b.name} and the epilogue is {'floating' if float_epilogue else 'empty'}; pass a floating dtype, or int8 operands without bias, scales and activation."

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from vishwamai.core.config import narrowed
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.core.spec import as_array
 from vishwamai.ops.moe.cpu import NATIVE
 from vishwamai.ops.moe.gpu import TRITON
 from vishwamai.ops.moe.reference import XLA
@@ -61,7 +62,8 @@ def grouped_gemm(
     [10.0, 200.0, 300.0, 0.0]
     """
     config = block_size if config is None else config
-    lhs, rhs, group_sizes = (jnp.asarray(x) for x in (lhs, rhs, group_sizes))
+    named = (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes))
+    lhs, rhs, group_sizes = (as_array("grouped_gemm", name, x) for name, x in named)
     if out_dtype is None and lhs.dtype == jnp.float32:
         out_dtype = jnp.float32  # whatever the ambient `use_bfloat16` makes of the operands
     lhs, rhs = narrowed(lhs, rhs)

@@ -7,6 +7,7 @@ gives, where JAX's own transpose of a gather would add up row after row in memor
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.spec import as_array
 from vishwamai.ops.moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -117,14 +119,21 @@ def moe_dispatch(
     >>> int(moe_dispatch(tokens, moe_routing(tokens, 9 * jnp.eye(3), top_k=1), capacity_factor=1.0).dropped)
     1
     """
-    x = jnp.asarray(tokens).reshape(-1, tokens.shape[-1])
+    if not isinstance(routing, Routing):
+        raise ShapeError(
+            f"moe_dispatch: `routing` is of type {type(routing).__name__}; pass what `moe_routing` returned."
+        )
+    tokens = as_array("moe_dispatch", "tokens", tokens)
+    if not tokens.ndim:
+        raise ShapeError("moe_dispatch: `tokens` is a scalar; pass [..., d], the tokens that `routing` was made of.")
+    x = tokens.reshape(-1, tokens.shape[-1])
     count, top_k = routing.experts.shape
     if x.shape[0] != count:
         raise ShapeError(
             f"moe_dispatch: `tokens` of shape {tuple(tokens.shape)} are {x.shape[0]} tokens, but `routing` is of {count}; pass the tokens it was made of."
         )
-    if capacity_factor is not None and not capacity_factor > 0:
-        raise ShapeError(f"moe_dispatch: `capacity_factor` is {capacity_factor}; pass a positive number, or None.")
+    if capacity_factor is not None and not (isinstance(capacity_factor, Real) and capacity_factor > 0):
+        raise ShapeError(f"moe_dispatch: `capacity_factor` is {capacity_factor!r}; pass a positive number, or None.")
     experts = routing.expert_counts.shape[0]
     capacity = None if capacity_factor is None else capacity_of(count, top_k, experts, capacity_factor)
     group_sizes, choice, place, dropped = sort_choices(routing.experts, experts, capacity)
@@ -173,7 +182,14 @@ def moe_combine(rows: Float[Array, "R d"], dispatch: Dispatch, routing: Routing)
     >>> moe_combine(moe_dispatch(tokens, routing).rows, moe_dispatch(tokens, routing), routing).tolist()
     [[1.0, 2.0], [3.0, 1.0]]
     """
-    if rows.shape[0] != dispatch.choice.shape[0]:
+    for name, given, kind, maker in (
+        ("dispatch", dispatch, Dispatch, "moe_dispatch"),
+        ("routing", routing, Routing, "moe_routing"),
+    ):
+        if not isinstance(given, kind):
+            raise ShapeError(f"moe_combine: `{name}` is of type {type(given).__name__}; pass what `{maker}` returned.")
+    rows = as_array("moe_combine", "rows", rows)
+    if rows.shape[:1] != dispatch.choice.shape[:1]:
         raise ShapeError(
             f"moe_combine: `rows` has shape {tuple(rows.shape)}, but `dispatch` has {dispatch.choice.shape[0]} rows; pass the results in the order of `dispatch.rows`."
         )

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.spec import array_spec
+from vishwamai.core.spec import array_spec, as_array
 from vishwamai.ops.moe import parallel
 from vishwamai.ops.moe.api import grouped_gemm
 from vishwamai.ops.moe.dispatch import moe_combine, moe_dispatch
-from vishwamai.ops.moe.routing import Routing, moe_routing
+from vishwamai.ops.moe.routing import Routing, mesh_axis_size, moe_routing
 
 if TYPE_CHECKING:
     from jax import Array
@@ -101,6 +101,9 @@ def moe_layer(
     ((4, 8), 0, [4, 4, 0])
     """
     axes = None if expert_axis is None else (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
+    named = (("tokens", tokens), ("router_weights", router_weights), ("up", up), ("down", down))
+    tokens, router_weights, up, down = (as_array("moe_layer", name, x) for name, x in named)
+    gate = None if gate is None else as_array("moe_layer", "gate", gate)
     _check(tokens, router_weights, gate, up, down, activation, axes, exchange, exchange_factor, capacity_factor)
     routing = moe_routing(tokens, router_weights, top_k=top_k, axis_name=axes, **routing_options)
     x = tokens.reshape(-1, tokens.shape[-1])
@@ -153,7 +156,7 @@ def _check(
         )
     if activation not in ACTIVATIONS:
         raise ShapeError(f"moe_layer: `activation` is {activation!r}; pass one of {', '.join(ACTIVATIONS)}.")
-    devices = 1 if axes is None else jax.lax.axis_size(axes)
+    devices = 1 if axes is None else mesh_axis_size("moe_layer", "expert_axis", axes)
     if router.shape[-1] != w_up.shape[0] * devices:
         held = "there are" if axes is None else f"each of the {devices} devices of {axes} holds"
         raise ShapeError(

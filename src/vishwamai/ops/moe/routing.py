@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.spec import array_spec
+from vishwamai.core.spec import array_spec, as_array
 from vishwamai.ops.moe.spec import FLOATS
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def moe_routing(
     >>> [round(w, 3) for w in routing.weights[0].tolist()]
     [0.731, 0.269]
     """
-    tokens, router_weights = jnp.asarray(tokens), jnp.asarray(router_weights)
+    tokens = as_array("moe_routing", "tokens", tokens)
+    router_weights = as_array("moe_routing", "router_weights", router_weights)
     experts = _check(tokens, router_weights, num_experts, top_k, scoring, bias, num_groups, top_groups, jitter, key)
     x = tokens.reshape(-1, tokens.shape[-1]).astype(jnp.float32)
     if jitter:
@@ -110,7 +112,7 @@ def moe_routing(
     if axis_name is not None:
         axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         *summed, count = sums
-        ways = jax.lax.axis_size(axes)
+        ways = mesh_axis_size("moe_routing", "axis_name", axes)
         counts, shares, squares = jax.lax.psum(tuple(summed), axes)
         number = count * ways
     else:
@@ -119,6 +121,21 @@ def moe_routing(
     used = counts.astype(jnp.float32) / (number * top_k)
     balance = experts * jnp.sum(used * shares / number)
     return Routing(weights * scale, chosen.astype(jnp.int32), balance, squares / number, counts)
+
+
+def mesh_axis_size(function: str, name: str, axes: tuple[str, ...]) -> int:
+    """How many devices the mesh axes hold; `function` and its argument `name` are for the error.
+
+    Raises:
+      ShapeError: one of them is not an axis that the function is mapped over.
+    """
+    try:
+        return jax.lax.axis_size(axes)
+    except NameError as error:
+        raise ShapeError(
+            f"{function}: `{name}` is {axes}, which this call is not mapped over ({error}); call it inside jax.shard_map on a mesh with those "
+            "axes, or pass None."
+        ) from error
 
 
 def _within_groups(preference: Array, num_groups: int, top_groups: int) -> Array:
@@ -158,7 +175,7 @@ def _check(
         raise ShapeError(
             f"moe_routing: `num_experts` is {num_experts}, but `router_weights` of shape {w.shape} has {experts} columns; make them equal or pass None."
         )
-    if not 1 <= top_k <= experts:
+    if not isinstance(top_k, Integral) or not 1 <= top_k <= experts:
         raise ShapeError(f"moe_routing: `top_k` is {top_k}; pass a number from 1 to the {experts} experts there are.")
     if scoring not in SCORINGS:
         raise ShapeError(f"moe_routing: `scoring` is {scoring!r}; pass one of {', '.join(SCORINGS)}.")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.sharding import Axes, name_axes
-from vishwamai.core.spec import ArraySpec, OpSpec, array_spec
+from vishwamai.core.spec import ArraySpec, OpSpec, array_spec, as_dtype
 
 FLOATS = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 
@@ -129,7 +129,7 @@ def make_spec(lhs: Any, rhs: Any, group_sizes: Any, out_dtype: Any) -> GroupedSp
             raise ShapeError(
                 f"grouped_gemm: `{name}` has batch axes {own}, but `lhs` has {batch}; pass `{name}` with the same, or without any where all share it."
             )
-    wanted = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    wanted = x.dtype if out_dtype is None else as_dtype("grouped_gemm", "out_dtype", out_dtype)
     if wanted not in FLOATS:
         raise ShapeError(
             f"grouped_gemm: `out_dtype` is {wanted.name}; pass bfloat16, float16, float32 or float64, or None."

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.core.spec import as_array
 from vishwamai.ops.norm.cpu import NATIVE
 from vishwamai.ops.norm.gpu import TRITON
 from vishwamai.ops.norm.reference import XLA
@@ -93,7 +92,11 @@ def _norm(
     config: Any,
     implementation: str | None,
 ) -> Any:
-    x, residual, scale, offset = (None if a is None else jnp.asarray(a) for a in (x, residual, scale, offset))
+    x = as_array(name, "x", x)
+    residual, scale, offset = (
+        None if a is None else as_array(name, label, a)
+        for label, a in (("residual", residual), ("scale", scale), ("offset", offset))
+    )
     make_spec(
         name, kind, x, residual, scale, offset, eps
     )  # the caller's own shapes are checked before anything is split

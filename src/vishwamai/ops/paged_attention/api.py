@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
-from vishwamai.core.spec import array_spec
+from vishwamai.core.spec import array_spec, as_array
 from vishwamai.ops.paged_attention.checks import check_options, check_query, check_tables, page_pools
 from vishwamai.ops.paged_attention.cpu import NATIVE
 from vishwamai.ops.paged_attention.gpu import TRITON
@@ -88,9 +88,10 @@ def ragged_paged_attention(
     >>> out.shape, bool(jnp.allclose(out[1], pages[7, 0, 1], atol=1e-5))  # the first of three sees its own key only
     ((4, 2, 16), True)
     """
-    query = jnp.asarray(query)
+    query = as_array(_NAME, "query", query)
     k_pages, v_pages, form = page_pools(_NAME, kv_pages)
-    kv_lens, page_indices, cu_q_lens = (jnp.asarray(x) for x in (kv_lens, page_indices, cu_q_lens))
+    named = (("kv_lens", kv_lens), ("page_indices", page_indices), ("cu_q_lens", cu_q_lens))
+    kv_lens, page_indices, cu_q_lens = (as_array(_NAME, name, x) for name, x in named)
     if num_seqs is None:
         num_seqs = kv_lens.shape[0] if kv_lens.ndim else 0
     num_seqs = jnp.asarray(num_seqs, jnp.int32 if isinstance(num_seqs, int) else None)
@@ -103,7 +104,7 @@ def ragged_paged_attention(
     if missing:  # columns of latent pages beyond the query's
         query = jnp.pad(query, ((0, 0), (0, 0), (0, missing)))
     kv_heads = {"combined": k_pages.shape[2] // 2, "separate": k_pages.shape[2], "latent": 1}[form]
-    sinks = None if sinks is None else jnp.asarray(sinks)
+    sinks = None if sinks is None else as_array(_NAME, "sinks", sinks)
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ShapeError(
             f"{_NAME}: `sinks` has shape {sinks.shape}, but `query` has {query.shape[1]} heads; pass ({query.shape[1]},)."

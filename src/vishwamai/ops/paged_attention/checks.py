@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
 
 from vishwamai.core import gpu
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.core.spec import ArraySpec, array_spec
+from vishwamai.core.spec import ArraySpec, array_spec, as_array
 
 _QUERY_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
-def _array(x: Any) -> Any:
+def _array(name: str, x: Any) -> Any:
     """A torch tensor as it is, anything else as a JAX array."""
-    return x if gpu.framework(x) == "torch" else jnp.asarray(x)
+    return x if gpu.framework(x) == "torch" else as_array(name, "kv_pages", x)
 
 
 def page_pools(name: str, kv_pages: Any) -> tuple[Any, Any | None, str]:
@@ -29,13 +30,13 @@ def page_pools(name: str, kv_pages: Any) -> tuple[Any, Any | None, str]:
     if isinstance(kv_pages, (tuple, list)):
         if len(kv_pages) != 2:
             raise ShapeError(f"{name}: `kv_pages` is a tuple of {len(kv_pages)}; pass one array or (k_pages, v_pages).")
-        k, v = (_array(p) for p in kv_pages)
+        k, v = (_array(name, p) for p in kv_pages)
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or k.dtype != v.dtype:
             raise ShapeError(
                 f"{name}: `k_pages` is {array_spec(k)} and `v_pages` {array_spec(v)}; pass [pages, page_size, kv_heads, dim] of one dtype, alike but in dim."
             )
         return k, v, "separate"
-    pages = _array(kv_pages)
+    pages = _array(name, kv_pages)
     if pages.ndim == 3:
         return pages, None, "latent"
     if pages.ndim != 4:
@@ -126,6 +127,10 @@ def check_options(
                 f"{name}: `scale` is None with latent pages, whose width is not that of the heads; pass 1 / sqrt(head_dim) of the heads before absorption."
             )
         scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    if not isinstance(scale, Real):
+        raise ShapeError(
+            f"{name}: `scale` is {scale!r}; pass a number (a Python one: it is part of the compiled program), or None."
+        )
     if isinstance(window, tuple):
         if len(window) != 2 or window[1] not in (0, None):
             raise ShapeError(
@@ -136,7 +141,7 @@ def check_options(
         raise ShapeError(
             f"{name}: `window` is {window!r}; pass how many keys before its own position a query sees (0 or more), or None."
         )
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not (isinstance(softcap, Real) and float(softcap) > 0):
         raise ShapeError(f"{name}: `softcap` is {softcap!r}; pass a number above 0, or None.")
     if max_q_len is not None and (not isinstance(max_q_len, int) or max_q_len < 1):
         raise ShapeError(

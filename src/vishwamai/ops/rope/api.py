@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
-from vishwamai.core.spec import array_spec
+from vishwamai.core.spec import array_spec, as_array
 from vishwamai.ops.rope.cpu import NATIVE
 from vishwamai.ops.rope.gpu import TRITON
 from vishwamai.ops.rope.reference import XLA
@@ -76,7 +76,7 @@ def apply_rope(
     pair = isinstance(x, (tuple, list))
     if pair and len(x) != 2:
         raise ShapeError(f"apply_rope: `x` is a sequence of {len(x)}; pass an array, or a pair (query, key).")
-    query, key = (jnp.asarray(a) for a in x) if pair else (jnp.asarray(x), None)
+    query, key = (as_array("apply_rope", "x", a) for a in x) if pair else (as_array("apply_rope", "x", x), None)
     specs = array_spec(query), None if key is None else array_spec(key)
     check(*specs, layout)
     batch, head_dim = query.shape[0], query.shape[3]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.op import Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.core.spec import as_array
 from vishwamai.ops.softmax.cpu import NATIVE
 from vishwamai.ops.softmax.gpu import TRITON
 from vishwamai.ops.softmax.reference import XLA
@@ -63,7 +64,7 @@ def log_softmax(
 
 
 def _softmax(name: str, x: Any, axis: int, log: bool, config: Any, implementation: str | None) -> Any:
-    x = jnp.asarray(x)
+    x = as_array(name, "x", x)
     make_spec(name, x, axis, log)  # the caller's own shape is checked before anything is split
 
     def run(x: Any) -> Any:

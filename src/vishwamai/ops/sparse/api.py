@@ -12,6 +12,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
+from vishwamai.core.spec import as_array
 from vishwamai.ops.sparse.cpu import NATIVE
 from vishwamai.ops.sparse.gpu import TRITON
 from vishwamai.ops.sparse.reference import XLA
@@ -69,7 +70,8 @@ def block_sparse_matmul(
     >>> block_sparse_matmul(jnp.ones((5, 4)), values, (np.array([0, 1, 2]), np.array([1, 0])), shape=(4, 6)).shape
     (5, 6)
     """
-    dense, values = jnp.asarray(dense), jnp.asarray(values)
+    dense = as_array("block_sparse_matmul", "dense", dense)
+    values = as_array("block_sparse_matmul", "values", values)
     out_dtype = dense.dtype
     dense, values = narrowed(dense, values)
     indices = _coordinates(indices, values)
