@@ -22,6 +22,7 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.ops.paged_attention import PAGED_ATTENTION
 from vishwamai.ops.paged_attention.cases import tables
 from vishwamai.ops.paged_attention.spec import PagedSpec
+from vishwamai.ops.paged_attention.tpu import PagedConfig
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
 
@@ -81,6 +82,38 @@ def test_num_seqs_is_an_argument(implementation):
         got = np.asarray(jax.block_until_ready(call(query, pool, lens, table, starts, np.int32(2))))
     check(got, (query, pool, lens, table, starts, 2))
     assert (got[5:] == 0).all() and (got[2:4] == 0).all() and (got[4] != 0).all()
+
+
+@pytest.mark.parametrize(
+    "dtype, unpack",
+    [
+        ("float8_e4m3fn", "b11fnuz"),
+        pytest.param("float8_e5m2", "convert", marks=pytest.mark.long),
+        pytest.param("int8", "convert", marks=pytest.mark.long),
+    ],
+)
+def test_8_bit_pages_by_the_chips_own_conversions(dtype, unpack):
+    """Every code of the format, -0, NaN and infinity among them: as XLA has them, and what a head of one sequence stores reaches no other."""
+    query, pool, lens, table, starts = problem(((1, 70), (1, 3), (1, 32)), (8, 4), 32, 8)
+    codes = np.random.default_rng(1).permutation(np.resize(np.arange(256, dtype=np.uint8), pool.size))
+    special = ~np.isfinite(codes.view(jnp.dtype(dtype)).astype(np.float32))
+    codes = np.where(special, 0x80, codes).reshape(pool.shape)
+    pool = codes.view(jnp.dtype(dtype))
+    spoiled = codes.copy()
+    spoiled[table[1, 0], 1, 2 * 2, 5] = 0xFF  # a key of sequence 1, head 2; of int8, -1
+    options = {"max_q_len": 1, "k_scale": 0.01, "v_scale": 0.01}
+    config = PagedConfig(64, chunk_keys=32, unpack=unpack)
+    plain, ours = (
+        jax.jit(lambda *a, how=how: ragged_paged_attention(*a, **options, **how))
+        for how in ({"implementation": "xla"}, {"implementation": "pallas_tpu", "config": config})
+    )
+    for pages in (pool, spoiled.view(pool.dtype)):
+        arguments = (jnp.asarray(query, jnp.bfloat16), jnp.asarray(pages), lens, table, starts)
+        expected = np.asarray(plain(*arguments), np.float32)
+        with contract.running(NAMED["pallas_tpu"]):
+            got = np.asarray(jax.block_until_ready(ours(*arguments)), np.float32)
+        assert np.isnan(expected).any() == (pages is not pool and dtype != "int8")
+        np.testing.assert_allclose(got, expected, rtol=2e-2, atol=2e-2 * np.nanmax(np.abs(expected)))
 
 
 @given(

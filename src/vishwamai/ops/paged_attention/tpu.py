@@ -18,7 +18,7 @@ from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, planning_chip, round_up, sublanes, tiled_bytes, vmem_budget
 from vishwamai.core.sharding import match_varying, out_struct
-from vishwamai.ops.paged_attention import tpu_kernel
+from vishwamai.ops.paged_attention import tpu_kernel, tpu_unpack
 from vishwamai.ops.paged_attention.checks import no_gradient
 from vishwamai.ops.paged_attention.reference import each
 from vishwamai.ops.paged_attention.schedule import Items, items, prefix_sum, runs
@@ -44,6 +44,7 @@ class PagedConfig:
       slots: blocks of pages in VMEM: one is read while the others arrive.
       chunk_keys: keys whose scores are held at once.
       cores: TensorCores that share the work.
+      unpack: how 8-bit pages are widened, see `tpu_unpack`; "shift" is what every chip can.
       vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
     """
 
@@ -53,6 +54,7 @@ class PagedConfig:
     chunk_keys: int = 128
     cores: int = 1
     vmem_bytes: int = 0
+    unpack: str = "shift"
 
     def with_block_size(self, block_size: int) -> PagedConfig:
         """The same with `block_size` keys a step."""
@@ -73,7 +75,10 @@ def _shapes(spec: PagedSpec, config: PagedConfig) -> list[tuple[int, int, Shape]
         rows = queries * (spec.heads if joint else spec.group)
         chunk = config.chunk_keys
         chunk = keys if keys % chunk else chunk
-        return Shape(queries, round_up(rows, _ROWS), pages, config.slots, joint, chunk)
+        # Half a chunk is whole tokens, and its words fill whole registers.
+        halves = chunk % 2 == 0 and chunk * spec.kv_heads // heads_together(spec) % 16 == 0
+        unpack = config.unpack if joint and halves and spec.compute_dtype == jnp.bfloat16 else "shift"
+        return Shape(queries, round_up(rows, _ROWS), pages, config.slots, joint, chunk, unpack)
 
     short = _short_queries(spec)
     found = [(1, short, shape(short, _joint(spec, short)))]
@@ -157,10 +162,14 @@ def heuristic(spec: PagedSpec, chip: Chip | None) -> PagedConfig:
     keys = max(128, min(1024, (2 << 20) // spec.row_bytes))
     keys = max(spec.page_size, keys // spec.page_size * spec.page_size)
     planned = planning_chip(chip)
-    # Where HBM gives more than a thousand bytes a cycle (TPU7x), decoding waits for the scores, of which more at once are in flight.
+    unpack = tpu_unpack.conversion(planned, spec.operands.k_pages.dtype)
+    # Decoding waits for the scores, of which more at once are in flight: where pages bring few instructions for their bytes, where HBM gives more than a thousand
+    # bytes a cycle (TPU7x), and of latent pages, whose products go through a matrix unit that is as busy as HBM.
     fast = planned.hbm_bandwidth / planned.cores / planned.clock > 1024 and spec.operands.k_pages.dtype.itemsize == 2
-    chunk = 256 if fast and spec.max_q_len == 1 and _joint(spec, 1) else 128
-    config = PagedConfig(keys, chunk_keys=chunk, cores=planned.cores_per_device)
+    chunk = 128
+    if spec.max_q_len == 1:
+        chunk = 512 if spec.form == "latent" else 256 if (fast or unpack != "shift") and _joint(spec, 1) else 128
+    config = PagedConfig(keys, chunk_keys=chunk, cores=planned.cores_per_device, unpack=unpack)
     while (need := max(_vmem_bytes(spec, s) for _, _, s in _shapes(spec, config))) > vmem_budget(chip):
         if config.block_keys >= 2 * spec.page_size:
             config = dataclasses.replace(config, block_keys=config.block_keys // 2)

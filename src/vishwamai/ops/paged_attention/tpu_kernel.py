@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.precision import lax_precision
+from vishwamai.ops.paged_attention import tpu_unpack
 from vishwamai.ops.paged_attention.spec import PagedSpec
 
 LANES = 128
@@ -35,6 +36,7 @@ class Shape:
       pages: pages of a block; slots: blocks in VMEM, being fetched or read.
       joint: all heads are worked on together, in one tall block of `rows` (else `rows` are those of one kv head).
       chunk: keys whose scores are held at once.
+      unpack: how rows narrower than the query are widened where heads are worked on together; see `tpu_unpack`.
     """
 
     queries: int
@@ -43,6 +45,7 @@ class Shape:
     slots: int
     joint: bool
     chunk: int
+    unpack: str = "shift"
 
 
 class Refs:
@@ -127,9 +130,9 @@ def _float8(words: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _keys_and_values(
-    spec: PagedSpec, refs: Refs, slot: Any, first: int, tokens: int, group: int | None
+    spec: PagedSpec, shape: Shape, refs: Refs, slot: Any, first: int, tokens: int, group: int | None
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Keys `[tokens, D]` and values `[tokens, Dv]` of the heads of one group; of all groups together, their rows within each token's, for None."""
+    """Keys `[tokens, D]` and values `[tokens, Dv]` of the heads of one group; of all groups together, their rows as `_places` has them, for None."""
     k_ref, wanted = refs.k_buffer.at[slot], spec.compute_dtype
     stored = k_ref.dtype
     if spec.form == "latent":
@@ -140,10 +143,29 @@ def _keys_and_values(
         assert group is not None
         return [tuple(_words(k_ref, first, tokens, 2 * group + i).astype(wanted) for i in range(2))]  # type: ignore[list-item]
     words = _words(k_ref, first, tokens, group)
+    if whole_words(spec, shape):
+        return [tpu_unpack.keys_and_values(words, stored, shape.unpack)]
     if spec.form == "combined":
         return [(_part(words, 2 * i, stored, wanted), _part(words, 2 * i + 1, stored, wanted)) for i in range(heads)]
     values = _words(refs.v_buffer.at[slot], first, tokens, group)
     return [(_part(words, i, stored, wanted), _part(values, i, stored, wanted)) for i in range(heads)]
+
+
+def whole_words(spec: PagedSpec, shape: Shape) -> bool:
+    """Whether the rows of both kv heads in a word are widened together, by `tpu_unpack`."""
+    return shape.joint and spec.form == "combined" and shape.unpack != "shift"
+
+
+def _places(spec: PagedSpec, shape: Shape, part: int, tokens: int, width: int) -> tuple[jax.Array, Any, int]:
+    """(token, kv head, both `[rows, width]`, tokens per `width`) of the columns of scores of `tokens` keys; head None where all are of one."""
+    column = lax.broadcasted_iota(jnp.int32, (shape.rows, width), 1)
+    if not shape.joint:
+        return column, None, width
+    together = heads_together(spec)
+    words = spec.kv_heads // together
+    if whole_words(spec, shape):
+        return *tpu_unpack.place(column, words, tokens), width // (4 * words)
+    return column >> (words.bit_length() - 1), (column & (words - 1)) * together + part, width // words
 
 
 def kernel(spec: PagedSpec, shape: Shape, names: list[str], *arguments: Any) -> None:
@@ -237,6 +259,7 @@ def kernel(spec: PagedSpec, shape: Shape, names: list[str], *arguments: Any) -> 
             refs.m[...] = jnp.maximum(sinks, LOWEST)
             refs.l[...] = jnp.where(sinks > LOWEST, 1.0, 0.0)
 
+    stored_scale = tpu_unpack.B11_SCALE if whole_words(spec, shape) and shape.unpack == "b11fnuz" else 1.0
     precision = lax_precision("highest") if spec.compute_dtype == jnp.float32 else None
 
     def dot(a: Any, b: Any, dims: Any) -> Any:
@@ -247,36 +270,27 @@ def kernel(spec: PagedSpec, shape: Shape, names: list[str], *arguments: Any) -> 
         # Relative to the first query's position: a key at `ahead` or less is seen by it, one more by every query after it.
         ahead = refs.position[item] - first_key
         together = heads_together(spec)
-        words = spec.kv_heads // together if shape.joint else 1  # columns of a key's scores
 
-        def scores(index: Any, part: int, first: int, k: Any) -> Any:
+        def scores(index: Any, part: int, first: int, tokens: int, k: Any) -> Any:
             """Scaled logits `[rows, keys * words]`, in units of log2 e; those that are not seen are hugely negative."""
             s = dot(refs.q_buffer[q_slot, index], k, ((1,), (1,)))
-            scale = spec.scale * _LOG2E
-            if spec.softcap is not None:
-                scale = spec.scale / spec.softcap
+            scale = spec.scale * stored_scale * (_LOG2E if spec.softcap is None else 1 / spec.softcap)
             if refs.k_scale is None:
                 s = s * scale
             else:
                 s = s * (refs.k_scale[...] * scale if shape.joint else refs.k_scale[index] * scale)
             if spec.softcap is not None:
                 s = (spec.softcap * _LOG2E) * jnp.tanh(s)
-            # Tile by tile of 128 columns, whose places within their token are the same.
+            # Tile by tile of 128 columns, whose places within their tokens are the same.
             width = min(LANES, s.shape[1])
-            column = lax.broadcasted_iota(jnp.int32, (shape.rows, width), 1)
-            token = column >> (words.bit_length() - 1)
+            token, head, step = _places(spec, shape, part, tokens, width)
             if refs.row_query is not None:
                 token = token - refs.row_query[...]
-            mine = None
-            if words > 1:
-                head = (column & (words - 1)) * together + part
-                mine = head == refs.row_head[...]
-            elif shape.joint and together > 1:
-                mine = refs.row_head[...] == part
+            mine = None if head is None else head == refs.row_head[...]
             tiles = []
-            for start in range(0, s.shape[1], width):
+            for t, start in enumerate(range(0, s.shape[1], width)):
                 here = min(width, s.shape[1] - start)  # 19 pages of 16 keys are no whole tiles
-                limit = ahead - first - start // words
+                limit = ahead - first - t * step
                 see = token[:, :here] <= limit
                 if spec.window is not None:
                     see &= token[:, :here] >= limit - spec.window
@@ -299,9 +313,9 @@ def kernel(spec: PagedSpec, shape: Shape, names: list[str], *arguments: Any) -> 
         for first in range(0, keys, shape.chunk):
             tokens = min(shape.chunk, keys - first)
             for group in (None,) if shape.joint else range(spec.kv_heads // together):
-                for part, (k, v) in enumerate(_keys_and_values(spec, refs, slot, first, tokens, group)):
+                for part, (k, v) in enumerate(_keys_and_values(spec, shape, refs, slot, first, tokens, group)):
                     index = 0 if group is None else group * together + part
-                    waiting.append((index, scores(index, part, first, k), v))
+                    waiting.append((index, scores(index, part, first, tokens, k), v))
                     if len(waiting) > 1:
                         weigh(*waiting.pop(0))
         for each in waiting:
@@ -315,6 +329,8 @@ def kernel(spec: PagedSpec, shape: Shape, names: list[str], *arguments: Any) -> 
         for h in range(refs.l.shape[0]):
             l = refs.l[h][:, :1]
             out = refs.acc[h] / jnp.where(l > 0, l, 1.0)
+            if stored_scale != 1:
+                out = out * stored_scale
             if refs.v_scale is not None:
                 out = out * (refs.v_scale[...] if shape.joint else refs.v_scale[h])
             refs.o_buffer[lax.rem(item - low, 2), h] = out.astype(refs.o_buffer.dtype)
