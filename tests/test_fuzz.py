@@ -12,9 +12,13 @@ import pytest
 from hypothesis import strategies as st
 
 import contract
+import draws
 import oracle
 import vishwamai
-from vishwamai.core.errors import FallbackWarning, ShapeError, UnsupportedError
+from test_lowering import compile_and_check
+from vishwamai import aot
+from vishwamai.core import ffi
+from vishwamai.core.errors import FallbackWarning, KernelError, ShapeError, UnsupportedError
 
 SIZES = st.sampled_from([1, 2, 3, 5, 8, 13, 17, 33])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -156,6 +160,48 @@ def test_legal_attention(data):
         arrays["dropout_key"] = np.array([rng.integers(2**32), rng.integers(2**32)], np.uint32)
     hypothesis.note(str({**{n: (x.shape, x.dtype) for n, x in arrays.items()}, **options}))
     check_call(vishwamai.flash_attention, arrays, options, ["xla", "xla_chunked"], draw(SEEDS), units=64)
+
+
+# --- Any ------------------------------------------------------------------------------------------------------------------------------------------
+
+SEARCH: dict[str, Any] = SLOW | (
+    {"phases": [hypothesis.Phase.generate]} if CI else {}
+)  # shrinking takes many compilations
+COMPILE: dict[str, Any] = SEARCH | {"max_examples": 12 if CI else 300}
+COMPARE: dict[str, Any] = SEARCH | {"max_examples": 8 if CI else 300}
+
+
+def any_case(data, largest):
+    """(operation, case) of any op, sizes at the edges of tiles; hypothesis shrinks it to the smallest call that fails."""
+    op = data.draw(st.sampled_from(sorted(draws.DRAWS)))
+    case = draws.draw_case(op, lambda options: data.draw(st.sampled_from(options)), largest)
+    hypothesis.note(case.name)
+    return contract.OPERATIONS[op], case
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+@hypothesis.settings(**COMPILE)
+@hypothesis.given(st.data())
+def test_any_call_compiles_for_a_tpu(data):
+    """Outputs and gradients, with the kernel in the program or with its reason."""
+    try:
+        compile_and_check(*any_case(data, 300), data.draw(st.sampled_from(["v5e", "tpu7x", "v4"])))
+    except KernelError as error:  # of some programs for TPU7x, as in test_lowering.py
+        if "the program compiled, but jaxlib cannot read its text back" not in str(error):
+            raise
+
+
+@pytest.mark.long
+@pytest.mark.skipif(ffi.why_not() is not None, reason=str(ffi.why_not()))
+@hypothesis.settings(**COMPARE)
+@hypothesis.given(st.data())
+def test_any_call_is_right_on_the_cpu(data):
+    """Outputs and gradients of the native kernels are as near the oracle as the contract demands."""
+    operation, case = any_case(data, 130)
+    (native,) = (impl for impl in operation.op.implementations if impl.platform == "cpu")
+    hypothesis.assume(contract.declines(native, case) is None)
+    contract.check_all(contract.evaluate(case, native), contract.truth(case), contract.by_reference(case))
 
 
 # --- Illegal ---------------------------------------------------------------------------------------------------------------------------------------
