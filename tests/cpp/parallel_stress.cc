@@ -9,6 +9,7 @@
 
 using vishwamai::parallel_for;
 using vishwamai::Scratch;
+using vishwamai::Share;
 using vishwamai::Threads;
 
 namespace {
@@ -20,9 +21,9 @@ void require(bool holds, const char* what) {
 }
 
 // Results are written without atomics: the sanitizer sees whether the caller may read them.
-void every_index_once(const Threads& threads, int64_t n) {
+void every_index_once(const Threads& threads, int64_t n, Share share) {
   std::unique_ptr<int[]> hits(new int[static_cast<size_t>(n)]());
-  parallel_for(threads, n, [&](int64_t i) { hits[i] += 1; });
+  parallel_for(threads, n, [&](int64_t i) { hits[i] += 1; }, share);
   for (int64_t i = 0; i < n; ++i) require(hits[i] == 1, "an index ran twice or never");
 }
 
@@ -57,7 +58,7 @@ int main(int argc, char** argv) {
       for (int caller = 0; caller < 3; ++caller) {
         callers.emplace_back([&pool, caller, round] {
           const Threads threads = pool.threads(2 + caller);
-          every_index_once(threads, 1 + (round * 13 + caller) % 97);
+          every_index_once(threads, 1 + (round * 13 + caller) % 97, round % 2 ? Share::runs : Share::next);
           nested(threads);
           if (round % 16 == 0) scratch(threads);
         });

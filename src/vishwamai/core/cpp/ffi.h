@@ -28,6 +28,12 @@ inline const T* optional(const ffi::AnyBuffer& buffer) {
 }
 inline const void* optional(const ffi::AnyBuffer& buffer) { return optional<void>(buffer); }
 
+// Where a result is written.
+inline void* target(ffi::Result<ffi::AnyBuffer>& result) {
+  expect_written(result->untyped_data(), result->size_bytes());
+  return result->untyped_data();
+}
+
 inline bool storage_of(const ffi::AnyBuffer& buffer, Storage* storage) {
   switch (buffer.element_type()) {
     case ffi::F32: *storage = Storage::f32; return true;

@@ -9,29 +9,49 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace vishwamai {
 namespace {
+
+struct alignas(64) Run {  // a cache line each: threads count without disturbing each other
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+};
 
 // Shared by the caller and its helpers; a helper that starts late finds no index left and never touches `body`.
 struct Job {
   void (*body)(void*, int64_t);
   void* context;
   int64_t n;
-  std::atomic<int64_t> next{0};
+  int64_t count;  // of runs
+  std::unique_ptr<Run[]> runs;
+  std::atomic<int64_t> arrived{1};  // of threads; the caller is the first
   std::atomic<int64_t> done{0};
 
-  void work() {
+  Job(void (*each)(void*, int64_t), void* with, int64_t indices, int64_t parts)
+      : body(each), context(with), n(indices), count(parts), runs(new Run[static_cast<size_t>(parts)]) {
+    for (int64_t r = 0; r < count; ++r) {
+      runs[r].next.store(n / count * r + (r < n % count ? r : n % count), std::memory_order_relaxed);
+      runs[r].end = n / count * (r + 1) + (r + 1 < n % count ? r + 1 : n % count);
+    }
+  }
+
+  void work(int64_t own) {
     int64_t mine = 0;
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n; ++mine) body(context, i);
+    for (int64_t r = 0; r < count; ++r) {
+      Run& run = runs[(own + r) % count];
+      if (run.next.load(std::memory_order_relaxed) >= run.end) continue;
+      for (int64_t i; (i = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end; ++mine) body(context, i);
+    }
     if (mine != 0 && done.fetch_add(mine, std::memory_order_acq_rel) + mine == n) done.notify_all();
   }
 };
 
 void run_helper(void* task) {
   std::unique_ptr<std::shared_ptr<Job>> job(static_cast<std::shared_ptr<Job>*>(task));
-  (*job)->work();
+  (*job)->work((*job)->arrived.fetch_add(1, std::memory_order_relaxed));
 }
 
 inline void pause() {
@@ -44,14 +64,11 @@ inline void pause() {
 
 }  // namespace
 
-void run_parallel(const Threads& threads, int64_t n, void (*body)(void*, int64_t), void* context) {
-  auto job = std::make_shared<Job>();
-  job->body = body;
-  job->context = context;
-  job->n = n;
+void run_parallel(const Threads& threads, int64_t n, Share share, void (*body)(void*, int64_t), void* context) {
   const int64_t helpers = (n < threads.count ? n : threads.count) - 1;
+  const auto job = std::make_shared<Job>(body, context, n, share == Share::runs ? helpers + 1 : 1);
   for (int64_t i = 0; i < helpers; ++i) threads.schedule(threads.pool, run_helper, new std::shared_ptr<Job>(job));
-  job->work();
+  job->work(0);
   // The last index of a helper is usually a few microseconds away: spin for about that long (a pause is some 140 cycles)
   // before sleeping.
   int64_t done = job->done.load(std::memory_order_acquire);
@@ -147,6 +164,18 @@ bool poisoned() {
 }
 
 }  // namespace
+
+void expect_written(void* data, size_t bytes) {
+#if defined(__linux__)
+  if (bytes < 2 * kHugePage) return;
+  static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: where there are none, nothing is lost
+#else
+  (void)data, (void)bytes;
+#endif
+}
 
 Scratch::Scratch(size_t bytes) {
   // Powers of two above a page, so that calls of like size share blocks.

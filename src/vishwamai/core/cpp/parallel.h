@@ -1,7 +1,7 @@
 // Work sharing on the thread pool of the caller (XLA's own), and scratch memory for it.
 //
 // parallel_for(threads, n, body) calls body(i) once for every i in [0, n).  The caller works too: it takes indices from
-// the same counter as its helpers and waits only for indices that somebody has begun.  So a helper that never gets a
+// the same counters as its helpers and waits only for indices that somebody has begun.  So a helper that never gets a
 // thread (a full pool, a nested call) costs speed, never progress: nothing can deadlock.
 #pragma once
 
@@ -18,21 +18,30 @@ struct Threads {
   int count = 1;  // threads that may work on one call, the caller's included
 };
 
-void run_parallel(const Threads& threads, int64_t n, void (*body)(void*, int64_t), void* context);
+// Who takes which index.  `next`: whoever is free takes the next one.  `runs`: each thread begins with neighbouring indices
+// of its own and then helps the others, so that arrays which operations walk along one after the other, all cut alike,
+// stay in the caches of the thread that touched them last.
+enum class Share { next, runs };
+
+void run_parallel(const Threads& threads, int64_t n, Share share, void (*body)(void*, int64_t), void* context);
 
 template <class Body>
-inline void parallel_for(const Threads& threads, int64_t n, Body&& body) {
+inline void parallel_for(const Threads& threads, int64_t n, Body&& body, Share share = Share::next) {
   if (n <= 1 || threads.count <= 1) {
     for (int64_t i = 0; i < n; ++i) body(i);
     return;
   }
   using Callable = std::remove_reference_t<Body>;
   run_parallel(
-      threads, n, [](void* context, int64_t i) { (*static_cast<Callable*>(context))(i); }, &body);
+      threads, n, share, [](void* context, int64_t i) { (*static_cast<Callable*>(context))(i); }, &body);
 }
 
 // VISHWAMAI_CPU_THREADS, or a large number when it is not set.
 int thread_limit();
+
+// Asks for huge pages under a result that is about to be written.  Allocators hand out large arrays as pages that nobody has
+// touched, and their faults, one for 4 KiB, take longer than writing them.  Pages that are there already stay as they are.
+void expect_written(void* data, size_t bytes);
 
 // 64-byte aligned memory for the life of the object.  Each thread keeps the last few blocks that it used, so that a
 // repeated call pays for no page fault; with VISHWAMAI_CPU_POISON=1 it starts as NaN, for the tests.

@@ -121,7 +121,7 @@ void plain(const ActivationArgs& a, const Threads& threads) {
     const S* dy = a.dy ? static_cast<const S*>(a.dy) + begin : nullptr;
     S* out = static_cast<S*>(a.out) + begin;
     run<F>(x, dy, static_cast<const compute_t<S>*>(nullptr), count, out);
-  });
+  }, Share::runs);
 }
 
 template <class F, class S, class T = compute_t<S>>
@@ -143,7 +143,7 @@ void dropped(const ActivationArgs& a, const Threads& threads) {
       const S* dy = a.dy ? static_cast<const S*>(a.dy) + at : nullptr;
       run<F>(static_cast<const S*>(a.x) + at, dy, static_cast<const T*>(keep), n, static_cast<S*>(a.out) + at);
     }
-  });
+  }, Share::runs);
 }
 
 template <class F>

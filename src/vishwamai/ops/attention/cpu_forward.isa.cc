@@ -27,7 +27,10 @@ struct Forward {
   const int64_t key_elements = padded_keys / C * E::b_elements(a.qk_dim);
   const int64_t value_elements = v_panels * E::b_elements(padded_keys);
   const int64_t key_blocks = ceil_div<int64_t>(a.kv_len, kBlockKeys);
-  const bool modified = Scores<T>::needed(a);
+  // A mask that is the same for all queries (padding) and no other change to the scores: whole columns without a visible key are
+  // skipped, and the others' mask is applied while the exponentials are taken.  A dropout's variant of that is not compiled.
+  const bool by_key = a.mask && a.mask_strides[2] == 0 && !a.bias && !a.q_segments && a.softcap == 0 && a.scale > 0 && !a.dropout_seed;
+  const bool modified = Scores<T>::needed(a) && !by_key;
 
   // Packs one block of keys of kv head g = b * kv_heads + h.
   void pack(int64_t g, int64_t block, Packed* keys, Packed* values) const {
@@ -45,26 +48,43 @@ struct Forward {
     }
   }
 
+  // The mask of keys [k0, k1) in `shown`, 0 beyond them.  Bit i: one of keys [k0 + i * C, k0 + (i + 1) * C) is visible.
+  uint64_t look_up_mask(int64_t b, int64_t h, int64_t k0, int64_t k1, uint8_t* shown) const {
+    const uint8_t* mask = a.mask + b * a.mask_strides[0] + h * a.mask_strides[1];
+    uint64_t live = 0;
+    for (int64_t k = k0; k < k0 + kBlockKeys; ++k) {
+      const bool seen = k < k1 && mask[k * a.mask_strides[3]] != 0;
+      shown[k - k0] = seen;
+      live |= uint64_t{seen} << (k - k0) / C;
+    }
+    return live;
+  }
+
   // The state of 32 query rows while key blocks go by; m in the unit of Exp.
   struct Rows {
     T *m, *l, *out;  // [32], [32][W] partial sums, [32][out_stride]
     bool started;
   };
 
-  // Softmax of one row's scores s[begin, end), of which [seen.begin, seen.end) are visible; writes P from column 0 on.
-  template <bool kDropout>
-  VISHWAMAI_INLINE void soften(T* s, int begin, int end, int seen_begin, int seen_end, T unit_scale, const T* keep, Packed* p,
-                    int row, Rows& state) const {
+  // Softmax of one row's scores s[begin, end), of which [seen.begin, seen.end) are visible, with `kMasked` those alone whose byte of
+  // `shown` is not zero; writes P from column 0 on.
+  template <bool kDropout, bool kMasked>
+  VISHWAMAI_INLINE void soften(T* s, int begin, int end, int seen_begin, int seen_end, T unit_scale, const T* keep, const uint8_t* shown,
+                    Packed* p, int row, Rows& state) const {
     const T none = static_cast<T>(-kInfinity);
     if (seen_begin >= seen_end) seen_begin = seen_end = begin;
     fill(s, begin, seen_begin, none);
     fill(s, seen_end, end, none);
     T m = state.m[row], shrink = 1;
+    auto score = [&](int i) __attribute__((always_inline)) {
+      if constexpr (kMasked) return load_bools<T>(shown + i) ? load(s + i) : splat(none);
+      else return load(s + i);
+    };
     auto greatest_score = [&] {
       V<T> x = splat(none), y = x;
       for (int i = begin; i < end; i += C) {
-        x = maximum(x, load(s + i));
-        y = maximum(y, load(s + i + W));
+        x = maximum(x, score(i));
+        y = maximum(y, score(i + W));
       }
       return max_lanes<T>(maximum(x, y)) * unit_scale;
     };
@@ -75,7 +95,7 @@ struct Forward {
       V<T> top_x = splat(none), top_y = top_x;
       sum_x = sum_y = V<T>{};
       for (int i = begin; i < end; i += C) {
-        V<T> x = load(s + i) * scale - shift, y = load(s + i + W) * scale - shift;
+        V<T> x = score(i) * scale - shift, y = score(i + W) * scale - shift;
         top_x = maximum(top_x, x);
         top_y = maximum(top_y, y);
         x = Exp::power(x);
@@ -139,7 +159,7 @@ struct Forward {
     Scratch scratch(Scratch::size<Packed>(panels * E::a_elements(a.qk_dim)) + Scratch::size<T>(panels * kPanelRows * out_stride) +
                     Scratch::size<T>(panels * kPanelRows) + Scratch::size<T>(panels * kPanelRows * W) +
                     Scratch::size<T>(kPanelRows * kScoreStride) + Scratch::size<Packed>(E::a_elements(kBlockKeys)) +
-                    Scratch::size<T>(kBlockKeys) + Scratch::size<uint32_t>(kBlockKeys));
+                    Scratch::size<T>(kBlockKeys) + Scratch::size<uint32_t>(kBlockKeys) + Scratch::size<uint8_t>(kBlockKeys));
     Packed* query = scratch.take<Packed>(panels * E::a_elements(a.qk_dim));
     T* out = scratch.take<T>(panels * kPanelRows * out_stride);
     T* m = scratch.take<T>(panels * kPanelRows);
@@ -148,6 +168,7 @@ struct Forward {
     Packed* p = scratch.take<Packed>(E::a_elements(kBlockKeys));
     T* keep = scratch.take<T>(kBlockKeys);
     uint32_t* column_hashes = scratch.take<uint32_t>(kBlockKeys);
+    uint8_t* shown = scratch.take<uint8_t>(kBlockKeys);
 
     const S* q = static_cast<const S*>(a.query) + ((b * a.q_heads + h) * a.q_len + q_begin) * a.qk_dim;
     for (int64_t i = 0; i < panels; ++i) {
@@ -169,6 +190,9 @@ struct Forward {
     for (int64_t k0 = all.begin / kBlockKeys * kBlockKeys; k0 < all.end; k0 += kBlockKeys) {
       const int64_t k1 = least(a.kv_len, k0 + kBlockKeys);
       if (dropped) for (int64_t k = k0; k < k1; ++k) column_hashes[k - k0] = column_hash(seed[1], k);
+      uint64_t live = ~uint64_t{0};
+      if (by_key) live = look_up_mask(b, h, k0, k1, shown);
+      if (live == 0) continue;
       const SegmentSpan key_span = kv_segments ? span_of(kv_segments, k0, k1) : SegmentSpan{0, 0};
       for (int64_t i = 0; i < panels; ++i) {
         const int64_t first = q_begin + i * kPanelRows;
@@ -178,6 +202,7 @@ struct Forward {
         if (range.empty()) continue;
         if (q_segments && span_of(q_segments, first, first + rows).disjoint(key_span)) continue;
         Runs runs{Runs::of(range.begin - k0, range.end - k0, C), C};
+        runs.bits &= live;
         if (blocks.codes) runs.bits &= blocks.live_keys(first, first + rows, k0, k1, C);
         for (int begin, end; runs.next(&begin, &end);) {
           for (int c = begin; c < end; c += C) {
@@ -197,9 +222,11 @@ struct Forward {
               keep_factors(row_hash(seed[0], first + r), column_hashes, static_cast<int>(k1 - k0), a.dropout_threshold,
                            static_cast<T>(a.keep_scale), keep);
               fill(keep, static_cast<int>(k1 - k0), kBlockKeys, T(0));
-              soften<true>(row, begin, end, seen_begin, seen_end, unit_scale, keep, p, r, state);
+              soften<true, false>(row, begin, end, seen_begin, seen_end, unit_scale, keep, nullptr, p, r, state);
+            } else if (by_key) {
+              soften<false, true>(row, begin, end, seen_begin, seen_end, unit_scale, nullptr, shown, p, r, state);
             } else {
-              soften<false>(row, begin, end, seen_begin, seen_end, unit_scale, nullptr, p, r, state);
+              soften<false, false>(row, begin, end, seen_begin, seen_end, unit_scale, nullptr, nullptr, p, r, state);
             }
           }
           for (int64_t v = 0; v < v_panels; ++v) {

@@ -1,5 +1,6 @@
-// Arguments of the normalization kernels: [groups, rows, features], parameters [groups or 1, features] in the statistics
-// type (float; double for double).  A null pointer is an absent operand or result.
+// Arguments of the normalization kernels: [groups, rows, features], parameters and their gradients [groups or 1, features]
+// in the statistics type (float; double for double) or, beside float, in 16 bits.  A null pointer is an absent operand or
+// result.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 namespace vishwamai {
 
 struct NormForwardArgs {
-  Storage storage;
+  Storage storage, scale_storage, offset_storage;
   bool layer;  // subtract the mean; otherwise root mean square
   int64_t groups, rows, features;
   double eps;
@@ -21,13 +22,13 @@ struct NormForwardArgs {
 };
 
 struct NormBackwardArgs {
-  Storage storage;
+  Storage storage, scale_storage, offset_storage;  // of a parameter's gradient too
   bool layer;
   int64_t groups, rows, features;
   double eps;
   const void *s, *dy, *dtotal, *scale;
   int64_t scale_stride;
-  void *dx, *dscale, *doffset;  // dscale, doffset: [groups or 1, features] in the statistics type
+  void *dx, *dscale, *doffset;
   bool dscale_shared, doffset_shared;
 };
 

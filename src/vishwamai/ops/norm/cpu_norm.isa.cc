@@ -45,12 +45,37 @@ VISHWAMAI_INLINE Moments<T> moments(const S* x, int64_t n, bool layer, double ep
   return {mean, 1 / root};
 }
 
+// A parameter as numbers of type T: where it is stored in 16 bits, it is widened once for the call.
+template <class T>
+class Parameter {
+ public:
+  Parameter(const void* data, Storage storage, int64_t count)
+      : own_(storage == Storage::f32 || storage == Storage::f64), count_(static_cast<size_t>(count)),
+        scratch_(own_ || data == nullptr ? 0 : Scratch::size<T>(count_)) {
+    if (own_ || data == nullptr) {
+      data_ = static_cast<const T*>(data);
+    } else if constexpr (std::is_same_v<T, float>) {
+      T* wide = scratch_.take<T>(count_);
+      auto widen = [&](auto s) { for_vectors<T>(count, [&](int64_t i, auto n) { put(wide + i, get(static_cast<const decltype(s)*>(data) + i, n), n); }); };
+      if (storage == Storage::bf16) widen(bf16());
+      else widen(f16());
+      data_ = wide;
+    }
+  }
+  const T* at(int64_t offset) const { return data_ ? data_ + offset : nullptr; }
+
+ private:
+  bool own_;
+  size_t count_;
+  Scratch scratch_;
+  const T* data_ = nullptr;
+};
+
 template <class S, bool kStream>
-void forward_rows(const NormForwardArgs& a, int64_t group, int64_t first, int64_t last) {
+void forward_rows(const NormForwardArgs& a, const Parameter<compute_t<S>>& scales, const Parameter<compute_t<S>>& offsets, int64_t group, int64_t first, int64_t last) {
   using T = compute_t<S>;
   const int64_t n = a.features;
-  const T* scale = a.scale ? static_cast<const T*>(a.scale) + group * a.scale_stride : nullptr;
-  const T* offset = a.offset ? static_cast<const T*>(a.offset) + group * a.offset_stride : nullptr;
+  const T *scale = scales.at(group * a.scale_stride), *offset = offsets.at(group * a.offset_stride);
   for (int64_t row = group * a.rows + first; row < group * a.rows + last; ++row) {
     const S* x = static_cast<const S*>(a.x) + row * n;
     S* y = static_cast<S*>(a.y) + row * n;
@@ -85,11 +110,13 @@ void forward(const NormForwardArgs& a, const Threads& threads) {
   const int64_t per = rows_per_task(a.rows, 2 * row_bytes), parts = ceil_div(a.rows, per);
   const bool streamed = row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(a.y) % 64 == 0 &&
                         a.groups * a.rows * row_bytes >= kStreamFrom && a.groups * a.rows * row_bytes < kStreamTo;
+  const Parameter<compute_t<S>> scales(a.scale, a.scale_storage, a.scale_stride ? a.groups * a.features : a.features);
+  const Parameter<compute_t<S>> offsets(a.offset, a.offset_storage, a.offset_stride ? a.groups * a.features : a.features);
   parallel_for(threads, a.groups * parts, [&](int64_t task) {
     const int64_t group = task / parts, first = task % parts * per, last = least(a.rows, first + per);
-    if (streamed) forward_rows<S, true>(a, group, first, last);
-    else forward_rows<S, false>(a, group, first, last);
-  });
+    if (streamed) forward_rows<S, true>(a, scales, offsets, group, first, last);
+    else forward_rows<S, false>(a, scales, offsets, group, first, last);
+  }, Share::runs);
 }
 
 // ds = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * scale; the parameters' sums go to `dscale` and `doffset`.
@@ -123,9 +150,14 @@ void backward_row(const NormBackwardArgs& a, int64_t row, const T* scale, T* dsc
   });
 }
 
-// out[group or 0] = sum over the parts (and the groups, when shared) of partial[group][part], always in the same order.
+// out[group or 0] = sum over the parts (and the groups, when shared) of partial[group][part], always in the same order; the sums
+// are rounded to `storage` at the end.
 template <class T>
-void sum_parts(const T* partial, int64_t groups, int64_t parts, int64_t n, bool shared, T* out) {
+void sum_parts(const T* partial, int64_t groups, int64_t parts, int64_t n, bool shared, Storage storage, void* result) {
+  const bool own = storage == Storage::f32 || storage == Storage::f64;
+  const int64_t cells = shared ? n : groups * n;
+  Scratch scratch(own ? 0 : Scratch::size<T>(static_cast<size_t>(cells)));
+  T* out = own ? static_cast<T*>(result) : scratch.take<T>(static_cast<size_t>(cells));
   for (int64_t g = 0; g < groups; ++g) {
     T* target = shared ? out : out + g * n;
     for (int64_t p = 0; p < parts; ++p) {
@@ -136,6 +168,11 @@ void sum_parts(const T* partial, int64_t groups, int64_t parts, int64_t n, bool 
         put(target + i, begin ? v : get(target + i, count) + v, count);
       });
     }
+  }
+  if constexpr (std::is_same_v<T, float>) {
+    auto narrow = [&](auto s) { for_vectors<T>(cells, [&](int64_t i, auto count) { put(static_cast<decltype(s)*>(result) + i, get(out + i, count), count); }); };
+    if (storage == Storage::bf16) narrow(bf16());
+    if (storage == Storage::f16) narrow(f16());
   }
 }
 
@@ -151,19 +188,20 @@ void backward(const NormBackwardArgs& a, const Threads& threads) {
   Scratch scratch((a.dscale ? Scratch::size<T>(cells) : 0) + (a.doffset ? Scratch::size<T>(cells) : 0));
   T* dscale = a.dscale ? scratch.take<T>(cells) : nullptr;
   T* doffset = a.doffset ? scratch.take<T>(cells) : nullptr;
+  const Parameter<T> scales(a.scale, a.scale_storage, a.scale_stride ? a.groups * n : n);
   parallel_for(threads, a.groups * parts, [&](int64_t task) {
     const int64_t group = task / parts, part = task % parts;
     T* my_scale = dscale ? dscale + task * n : nullptr;
     T* my_offset = doffset ? doffset + task * n : nullptr;
     if (my_scale) memset(my_scale, 0, sizeof(T) * static_cast<size_t>(n));
     if (my_offset) memset(my_offset, 0, sizeof(T) * static_cast<size_t>(n));
-    const T* scale = a.scale ? static_cast<const T*>(a.scale) + group * a.scale_stride : nullptr;
+    const T* scale = scales.at(group * a.scale_stride);
     for (int64_t r = part * per; r < least(a.rows, (part + 1) * per); ++r) {
       backward_row<S>(a, group * a.rows + r, scale, my_scale, my_offset);
     }
-  });
-  if (dscale) sum_parts(dscale, a.groups, parts, n, a.dscale_shared, static_cast<T*>(a.dscale));
-  if (doffset) sum_parts(doffset, a.groups, parts, n, a.doffset_shared, static_cast<T*>(a.doffset));
+  }, Share::runs);
+  if (dscale) sum_parts(dscale, a.groups, parts, n, a.dscale_shared, a.scale_storage, a.dscale);
+  if (doffset) sum_parts(doffset, a.groups, parts, n, a.doffset_shared, a.offset_storage, a.doffset);
 }
 
 }  // namespace

@@ -78,7 +78,7 @@ void run(const RopeArgs& a, const Threads& threads) {
                            a.dim, static_cast<S*>(array.out) + row * a.dim);
       }
     }
-  });
+  }, Share::runs);
 }
 
 }  // namespace

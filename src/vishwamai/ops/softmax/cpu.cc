@@ -6,8 +6,8 @@
 namespace vishwamai {
 namespace {
 
-void run_forward(const SoftmaxArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH(softmax_forward, args, threads) }
-void run_backward(const SoftmaxArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH(softmax_backward, args, threads) }
+void run_forward(const SoftmaxArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH_ROWS(softmax_forward, args, threads) }
+void run_backward(const SoftmaxArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH_ROWS(softmax_backward, args, threads) }
 
 bool read(const ffi::AnyBuffer& x, bool log, SoftmaxArgs* a) {
   const auto dims = x.dimensions();
@@ -22,7 +22,7 @@ bool read(const ffi::AnyBuffer& x, bool log, SoftmaxArgs* a) {
 ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, bool log) {
   SoftmaxArgs a;
   if (!read(x, log, &a)) return invalid("softmax_forward: x must be floating, [groups, rows, features]");
-  a.out = y->untyped_data();
+  a.out = target(y);
   if (x.element_count() != 0) run_forward(a, threads_of(pool));
   return ffi::Error::Success();
 }
@@ -30,7 +30,7 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyB
 ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffer dy, ffi::Result<ffi::AnyBuffer> dx, bool log) {
   SoftmaxArgs a;
   if (!read(source, log, &a)) return invalid("softmax_backward: x must be floating, [groups, rows, features]");
-  a.dy = dy.untyped_data(), a.out = dx->untyped_data();
+  a.dy = dy.untyped_data(), a.out = target(dx);
   if (source.element_count() != 0) run_backward(a, threads_of(pool));
   return ffi::Error::Success();
 }

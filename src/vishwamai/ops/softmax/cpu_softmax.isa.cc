@@ -100,7 +100,7 @@ void over_rows(const SoftmaxArgs& a, const Threads& threads, int64_t row_bytes, 
   parallel_for(threads, tasks, [&](int64_t task) {
     Scratch scratch(Scratch::size<T>(static_cast<size_t>(a.features)));
     body(task * per, least(a.rows, (task + 1) * per), scratch.take<T>(static_cast<size_t>(a.features)));
-  });
+  }, Share::runs);
 }
 
 template <class S, class T = compute_t<S>>
