@@ -65,13 +65,16 @@ def _inner(equation: Any) -> Iterator[tuple[str, Any, Sequence[Any]]]:
                 yield key, part, ()
 
 
-def _inside(equation: Any, key: str, values: Sequence[Any], count: int) -> list[Any]:
+def _inside(equation: Any, key: str, body: Any, values: Sequence[Any]) -> list[Any]:
     """What is known inside a loop or a branch: what is the same in every turn, and all operands of a branch."""
-    arguments: list[Any] = [UNKNOWN] * count
+    arguments: list[Any] = [UNKNOWN] * len(body.invars)
     if equation.primitive.name == "cond":
         arguments[:] = values[1:]
     elif key == "jaxpr":  # scan: constants, carry, slices
-        constants = equation.params["num_consts"]
+        # Told by the ranks, since jax 0.11 dropped the parameters that counted: the body sees slices of one axis less, and gives them.
+        whole = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(equation.invars, body.invars))
+        carry = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(equation.outvars, body.outvars))
+        constants = whole - carry
         arguments[:constants] = values[:constants]
     elif key in ("cond_jaxpr", "body_jaxpr"):  # while: constants of the condition, of the body, carry
         first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
@@ -109,7 +112,7 @@ def _walk(
             kernels.append((info if isinstance(info, str) else getattr(info, "name", None) or "*", operands))
         elif name in _LOOPS and not complete:
             for key, body, constants in inner:
-                kernels += _walk(body, constants, _inside(equation, key, values, len(body.invars)), [])
+                kernels += _walk(body, constants, _inside(equation, key, body, values), [])
         elif inner and name not in _NOT_CALLS and len(inner[0][1].invars) == len(values):
             results = []
             kernels += _walk(inner[0][1], inner[0][2], values, results)
