@@ -280,10 +280,10 @@ class Run:
         if head == "reloc":
             return self.machine.symbol(f"relocation:{self.evaluate(operands[0])}")
         if head == "scalar_select":
-            choice, *choices = (self.evaluate(operand) for operand in operands)
-            if choice is None and None not in choices and min(choices) == 0:
-                self.perhaps[one.result] = max(choices)
-            return None if choice is None else choices[0 if choice else 1]
+            choice, one_way, other = (self.evaluate(operand) for operand in operands)
+            if choice is None and one_way is not None and other is not None and 0 in (one_way, other):
+                self.perhaps[one.result] = max(one_way, other)
+            return None if choice is None else one_way if choice else other
         if head == "sld":
             address = self.evaluate(operands[0])
             return None if address is None else self.machine.memory.get(address)
