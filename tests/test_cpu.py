@@ -94,6 +94,9 @@ for dtype, tolerance in (("float32", 3e-6), ("bfloat16", 2e-2), ("float16", 2e-3
             near(a, b, 4 * tolerance)
 a, b = (jnp.asarray(rng.integers(-127, 128, shape), jnp.int8) for shape in ((33, 130), (130, 65)))
 np.testing.assert_array_equal(vishwamai.gemm(a, b, implementation="native_cpu"), np.asarray(a, int) @ np.asarray(b, int))
+a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((64, 14336), (14336, 40)))
+for rows in (1, 16, 64):  # sums as long as Llama's
+    near(vishwamai.gemm(a[:rows], b, implementation="native_cpu"), np.asarray(a, float)[:rows] @ np.asarray(b, float), 1e-6)
 print("passed")
 """
 
@@ -313,6 +316,20 @@ def test_few_queries_over_a_cache(q_len, dtype):
         np.testing.assert_allclose(
             a, b, atol=(2e-2 if dtype == "bfloat16" else 3e-6) * max(1.0, float(np.abs(b).max()))
         )
+
+
+@needs_native
+@pytest.mark.parametrize("packed", (False, True))
+def test_long_sums_keep_their_digits(packed):
+    """A product over 14336 of k (Llama's way down) is as exact with 1, 2, 4, 16 and 64 rows as XLA's of 64, which it takes in blocks of k: one chain is not."""
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((64, 14336), (14336, 40)))
+    true = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    allowed = 2 * np.sqrt(np.mean((np.asarray(jax.jit(jnp.dot)(a, b)) - true) ** 2))
+    weight = vishwamai.pack_weight(b) if packed else b
+    for rows in (1, 2, 4, 16, 64):
+        error = np.sqrt(np.mean((np.asarray(vishwamai.gemm(a[:rows], weight, **NATIVE)) - true[:rows]) ** 2))
+        assert error <= allowed, (rows, error, allowed)
 
 
 @needs_native

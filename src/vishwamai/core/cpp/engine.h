@@ -84,9 +84,8 @@ struct InRegisters {
     V<T> sum[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      sum[r][0] = accumulate ? load(c + r * ldc) : V<T>{};
-      sum[r][1] = accumulate ? load(c + r * ldc + lanes<T>) : V<T>{};
-      if constexpr (kStarts<Element>) sum[r][0] += from[0], sum[r][1] += from[1];
+      sum[r][0] = sum[r][1] = V<T>{};
+      if constexpr (kStarts<Element>) sum[r][0] = from[0], sum[r][1] = from[1];
     }
     for (int64_t i = 0; i < steps; ++i) {
       const auto b0 = E::columns(b + E::b_at(i)), b1 = E::columns(b + E::b_at(i) + E::kHalf);
@@ -99,8 +98,9 @@ struct InRegisters {
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      store(c + r * ldc, sum[r][0]);
-      store(c + r * ldc + lanes<T>, sum[r][1]);
+      // What was there is added to the sum of these terms: added to it one by one, they would lose their last digits.
+      store(c + r * ldc, accumulate ? load(c + r * ldc) + sum[r][0] : sum[r][0]);
+      store(c + r * ldc + lanes<T>, accumulate ? load(c + r * ldc + lanes<T>) + sum[r][1] : sum[r][1]);
     }
   }
 

@@ -39,7 +39,7 @@ template <int kParts>
 struct AmxEngine : TilePanels<kParts> {
   using Element = typename TilePanels<kParts>::Element;
   using Scope = AmxScope;
-  static constexpr int kTile = TilePanels<kParts>::kTile, kChunk = TilePanels<kParts>::kChunk;
+  static constexpr int kTile = TilePanels<kParts>::kTile, kChunk = TilePanels<kParts>::kChunk, kCols = TilePanels<kParts>::kCols;
 
 #define VISHWAMAI_LOAD_A(p)                  \
   load_a<4, kPassing>(a + (p) * kTile);      \
@@ -52,6 +52,20 @@ struct AmxEngine : TilePanels<kParts> {
   _tile_dpbf16ps(1, 4, 7);   \
   _tile_dpbf16ps(2, 5, 6);   \
   _tile_dpbf16ps(3, 5, 7);
+
+  // C += A B where C is the sum of many more terms: added to it one by one, these would lose their last digits.  For float32
+  // alone: beside bfloat16's, those digits are nothing.
+  template <bool kPassing = false>
+  static void add(const Element* a, int64_t lda, const Element* b, int64_t k, int rows, float* c, int64_t ldc)
+    requires(kParts == 3)
+  {
+    alignas(64) float part[kPanelRows * kCols];
+    product<kPassing>(a, lda, b, k, rows, part, kCols, false);
+    for (int r = 0; r < rows; ++r) {
+      store(c + r * ldc, load(c + r * ldc) + load(part + r * kCols));
+      store(c + r * ldc + 16, load(c + r * ldc + 16) + load(part + r * kCols + 16));
+    }
+  }
 
   // C (+)= A B.  kPassing: A is used once while B is used again and should stay in the first cache level.
   template <bool kPassing = false>

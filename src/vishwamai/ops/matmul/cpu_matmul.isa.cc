@@ -2,6 +2,7 @@
 // in the cache.  With very few rows (decoding) B is read as it lies.
 #include "cpu_matmul.h"
 #include "vishwamai/core/cpp/gemm.h"
+#include "vishwamai/core/cpp/rows.h"
 #include "vishwamai/core/cpp/splits.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
@@ -55,11 +56,56 @@ void finish_row(const MatmulArgs& a, const int32_t* z, int64_t group, int64_t ro
 
 // Few rows of A times a B whose rows are contiguous, or in panels of the FmaEngine: bound by reading B once, so it is used where
 // it lies, each vector of it for all rows while it is in a register.
+//
+// Sums are taken in three steps, in each of which few terms are added to what is of their own size: kRun of k in a register, kStretch
+// of these in the first cache level, the stretches.  In one chain as long as k, terms would lose their last digits.
 constexpr int64_t kFewRows = 48;                  // of float32: as far as it beats the blocks of gemm.h
 constexpr int kRun = kVectorBytes == 64 ? 16 : 8;  // of k that a sum takes in while it is in a register
+constexpr int64_t kStretch = 64 * kRun;
+constexpr int kNarrow = 4;  // rows that sums in registers serve best
 
-// c[m, n], `stride` apart, += A B, for A in runs of k, [run][m][kRun], the last one filled up with zeros.  What lies `ahead`
-// elements on is asked for, a line for each row of A: all at once they would stop the loads.
+// c[M, J vectors], `stride` apart, += A B for one run; `count` columns where that is less than J vectors.  kAhead elements on is asked for.
+template <int M, int J, int kAhead, class S, class T, class C>
+VISHWAMAI_INLINE void add_run(const T* a, int depth, const S* b, int64_t b_row, T* c, int64_t stride, C count) {
+  V<T> sum[M][J] = {};
+  const auto add = [&](int i) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int t = 0; t < J; ++t) {
+      if (kAhead) __builtin_prefetch(b + i * b_row + t * lanes<T> + kAhead, 0, 2);
+      const V<T> x = get(b + i * b_row + t * lanes<T>, count);
+#pragma GCC unroll 4
+      for (int r = 0; r < M; ++r) sum[r][t] += x * a[r * kRun + i];
+    }
+  };
+  if (depth == kRun) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRun; ++i) add(i);
+  } else {
+    for (int i = 0; i < depth; ++i) add(i);
+  }
+  for (int r = 0; r < M; ++r)
+    for (int t = 0; t < J; ++t) store(c + r * stride + t * lanes<T>, load(c + r * stride + t * lanes<T>) + sum[r][t]);
+}
+
+// c[M, n], `stride` apart, += A B, for A in runs of k, [run][M][kRun], the last one filled up with zeros.  B lies in rows b_row apart, or in
+// panels `panel` apart.  Either way it is read in several places by turns, which brings more from memory than one long line of it.
+template <int M, class S, class T>
+void multiply_narrow(const T* a, int64_t k, const S* b, int64_t b_row, int64_t panel, int64_t n, T* c, int64_t stride) {
+  constexpr int W = lanes<T>, J = kVectorBytes == 64 || M == 1 ? 4 : 2;  // sums take 8 registers of 16, or 16 of 32
+  constexpr std::integral_constant<int, W> whole;
+  for (int64_t k0 = 0; k0 < k; k0 += kRun, a += M * kRun, b += kRun * b_row) {
+    const int depth = static_cast<int>(least<int64_t>(kRun, k - k0));
+    int64_t j = 0;
+    if (panel) {
+      for (; j < n; j += 2 * W) add_run<M, 2, 512>(a, depth, b + j / (2 * W) * panel, b_row, c + j, stride, whole);
+      continue;
+    }
+    for (; j + J * W <= n; j += J * W) add_run<M, J, 0>(a, depth, b + j, b_row, c + j, stride, whole);
+    for (; j < n; j += W) add_run<M, 1, 0>(a, depth, b + j, b_row, c + j, stride, static_cast<int>(least<int64_t>(W, n - j)));
+  }
+}
+
+// The same for any number of rows.  What lies `ahead` elements on is asked for, a line for each row of A: all at once they would stop the loads.
 template <class S, class T>
 void multiply_few(const T* a, int m, int64_t k, const S* b, int64_t b_row, int64_t n, T* c, int64_t stride, int64_t ahead) {
   constexpr int W = lanes<T>, R = kRun;
@@ -76,12 +122,34 @@ void multiply_few(const T* a, int m, int64_t k, const S* b, int64_t b_row, int64
       }
       for (int r = 0; r < m; ++r) {
         if (r < R) __builtin_prefetch(b + r * b_row + j + ahead, 0, 2);
-        V<T> sum = load(c + r * stride + j);
+        V<T> sum = y[0] * a[r * R];
 #pragma GCC unroll 16
-        for (int i = 0; i < R; ++i) sum += y[i] * a[r * R + i];
-        store(c + r * stride + j, sum);
+        for (int i = 1; i < R; ++i) sum += y[i] * a[r * R + i];
+        store(c + r * stride + j, load(c + r * stride + j) + sum);
       }
     }
+  }
+}
+
+// c[m, n], `stride` apart, = A B; `part` has room for as much.  Panels of B, if it lies in such, are `panel` apart.
+template <class S, class T>
+void product_of_few(const T* a, int m, int64_t k, const S* b, int64_t b_row, int64_t panel, int64_t n, T* c, T* part, int64_t stride) {
+  for (int64_t k0 = 0; k0 < k; k0 += kStretch) {
+    const int64_t depth = least(kStretch, k - k0);
+    const T* const a_now = a + k0 * m;
+    const S* const b_now = b + k0 * b_row;
+    T* const to = k0 == 0 ? c : part;
+    for (int r = 0; r < m; ++r) memset(to + r * stride, 0, sizeof(T) * static_cast<size_t>(round_up<int64_t>(n, lanes<T>)));
+    switch (m <= (panel ? kNarrow : 2) ? m : 0) {
+      case 1: multiply_narrow<1>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
+      case 2: multiply_narrow<2>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
+      case 3: multiply_narrow<3>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
+      case 4: multiply_narrow<4>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
+      default: multiply_few(a_now, m, depth, b_now, b_row, n, to, stride, panel ? 2048 : kRun * b_row);
+    }
+    if (k0 == 0) continue;
+    for (int r = 0; r < m; ++r)
+      for (int64_t j = 0; j < n; j += lanes<T>) store(c + r * stride + j, load(c + r * stride + j) + load(part + r * stride + j));
   }
 }
 
@@ -105,22 +173,29 @@ void few_rows(const MatmulArgs& g, const Threads& threads) {
   Scratch of_all(Scratch::size<T>(own_a ? 0 : a_elements));
   T* const shared_a = of_all.take<T>(own_a ? 0 : a_elements);
   if (!own_a) pack_a(0, shared_a);
-  // The sums stay in the first or second cache level, and a row of B is read in runs of a page or so.
-  const int64_t most = greatest<int64_t>(128, least<int64_t>(4096 / static_cast<int64_t>(sizeof(S)), 65536 / m / static_cast<int64_t>(sizeof(T))));
-  const int64_t cols = least(round_up<int64_t>(most, 64), greatest<int64_t>(64, round_up<int64_t>(ceil_div<int64_t>(g.n, 2 * threads.count), 64)));
+  // The sums stay in the first or second cache level.  One row takes what memory gives, most of it in long runs of B's rows; with
+  // more, runs of a page will do.  Every thread gets as many blocks.
+  const int64_t size = sizeof(T), fitting = 65536 / m / size;
+  const int64_t most = m <= 2 ? fitting : greatest<int64_t>(128, least<int64_t>(4096 / static_cast<int64_t>(sizeof(S)), fitting));
+  const int64_t rounds = ceil_div<int64_t>(g.n, most * threads.count);
+  const int64_t cols = greatest<int64_t>(64, round_up<int64_t>(ceil_div<int64_t>(g.n, rounds * threads.count), 64));
   const int64_t blocks = ceil_div(g.n, cols);
   parallel_for(threads, g.groups * blocks, [&](int64_t i) {
     const int64_t group = i / blocks, col0 = i % blocks * cols, n = least(cols, g.n - col0), stride = round_up<int64_t>(n, kPanel) + 16;
-    Scratch scratch(Scratch::size<T>(m * stride) + Scratch::size<T>(own_a ? a_elements : 0));
+    Scratch scratch(2 * Scratch::size<T>(m * stride) + Scratch::size<T>(own_a ? a_elements : 0));
     T* const c = scratch.take<T>(m * stride);
+    T* const part = scratch.take<T>(m * stride);
     T* const a = own_a ? scratch.take<T>(a_elements) : shared_a;
     if (own_a) pack_a(group, a);
-    memset(c, 0, sizeof(T) * static_cast<size_t>(m * stride));
+    const int rows = static_cast<int>(m);
     if (g.packed) {
       const T* b = static_cast<const T*>(g.packed) + col0 * g.k;
-      for (int64_t j = 0; j < n; j += kPanel) multiply_few(a, static_cast<int>(m), g.k, b + j * g.k, kPanel, kPanel, c + j, stride, 2048);
+      const int64_t together = m <= kNarrow ? 4 * kPanel : kPanel;
+      for (int64_t j = 0; j < n; j += together) {
+        product_of_few(a, rows, g.k, b + j * g.k, kPanel, kPanel * g.k, least(together, round_up(n - j, kPanel)), c + j, part, stride);
+      }
     } else {
-      multiply_few(a, static_cast<int>(m), g.k, static_cast<const S*>(g.b) + group * g.b_group + col0, g.b_k, n, c, stride, kRun * g.b_k);
+      product_of_few(a, rows, g.k, static_cast<const S*>(g.b) + group * g.b_group + col0, g.b_k, 0, n, c, part, stride);
     }
     for (int64_t r = 0; r < m; ++r) finish_row(g, c + r * stride, group, r, col0, n);
   });
