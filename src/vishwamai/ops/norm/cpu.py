@@ -38,8 +38,9 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 def _kept(parameter: Any, statistics: Any) -> Any:
     """The dtype in which the kernel takes a parameter and gives its gradient: its own of 16 bits, or that of the statistics."""
-    own = parameter is not None and parameter.dtype.itemsize == 2 and statistics == jnp.float32
-    return parameter.dtype if own else statistics
+    if parameter is None or parameter.dtype.itemsize != 2 or statistics != jnp.float32:
+        return statistics
+    return parameter.dtype
 
 
 def _attributes(spec: NormSpec) -> dict[str, Any]:
