@@ -14,6 +14,7 @@ from vishwamai.aot.interpret import Known, Program, run
 from vishwamai.aot.machine import Machine, Model
 from vishwamai.aot.mxu import RESERVATIONS
 from vishwamai.aot.scalar import Value
+from vishwamai.core.errors import DeviceError
 from vishwamai.core.hardware import Chip
 
 TOP = "TLP"
@@ -288,6 +289,11 @@ class Simulator:
 
     def _report(self, name: str, tally: _Tally) -> ProgramTime:
         program = self.program(name)
+        if any(len(program.units[start]) != len(UNITS) for start in tally.passes):
+            raise DeviceError(
+                f"the libtpu here says how busy other units are than the {len(UNITS)} that `inspect` reads; install 0.0.51 or newer: "
+                "pip install -U 'libtpu>=0.0.51' (compile and check work with this one)."
+            )
         blocks = [
             Block(
                 address=start,
