@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core import hardware
@@ -19,6 +21,14 @@ TPU_DTYPES = frozenset(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16))
 def planning_chip(chip: Chip | None) -> Chip:
     """The chip to plan memory for: the one named, or, where none is known, v4, whose 16 MiB of VMEM every generation has."""
     return chip or hardware.chip("v4")
+
+
+def dot(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], total: Any = jnp.float32, **kwargs: Any) -> jax.Array:
+    """The product of two matrices inside a kernel, `axes` the contracted axis of each, summed in `total`; `kwargs` go to `lax.dot_general`."""
+    if axes == (1, 1) and rhs.shape[0] == 1:
+        # Mosaic takes a product with one row for one of a matrix with a vector, and jax 0.10 does not lower those of narrow numbers.
+        return dot(lhs, jnp.broadcast_to(rhs, (8, rhs.shape[1])), axes, total, **kwargs)[:, :1]
+    return lax.dot_general(lhs, rhs, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=total, **kwargs)
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.hardware import Chip
 from vishwamai.core.op import Implementation
-from vishwamai.core.pallas import TPU_DTYPES
+from vishwamai.core.pallas import TPU_DTYPES, dot
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.sharding import out_struct
 from vishwamai.ops.matmul import gradient, tpu_stream
@@ -56,13 +56,6 @@ def why_not(spec: MatmulSpec, chip: Chip | None) -> str | None:
 # --- Products of tiles -----------------------------------------------------------------------------------------------------------------------------
 
 
-def _dot(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], total: Any, **kwargs: Any) -> jax.Array:
-    if axes == (1, 1) and rhs.shape[0] == 1:
-        # Mosaic takes a product with one row for one of a matrix with a vector, and jax 0.10 does not lower those of narrow numbers.
-        return _dot(lhs, jnp.broadcast_to(rhs, (8, rhs.shape[1])), axes, total, **kwargs)[:, :1]
-    return lax.dot_general(lhs, rhs, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=total, **kwargs)
-
-
 def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x as the sum of two bfloat16 numbers, to about 16 bits."""
     high = x.astype(jnp.bfloat16)
@@ -79,20 +72,20 @@ def tile_product(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], precisio
     """
     if lhs.dtype in INTEGERS and rhs.dtype in INTEGERS:
         if native:
-            return _dot(lhs.astype(_INT8), rhs.astype(_INT8), axes, jnp.int32)
-        widened = _dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), axes, jnp.float32)
+            return dot(lhs.astype(_INT8), rhs.astype(_INT8), axes, jnp.int32)
+        widened = dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), axes, jnp.float32)
         return widened.astype(jnp.int32)  # exact: a tile is no deeper than _EXACT_INT8_TERMS
     if lhs.dtype in FP8_DTYPES and rhs.dtype in FP8_DTYPES and native:
-        return _dot(lhs, rhs, axes, jnp.float32)
+        return dot(lhs, rhs, axes, jnp.float32)
     wide = jnp.float32 if jnp.float32 in (lhs.dtype, rhs.dtype) else jnp.bfloat16
     lhs, rhs = lhs.astype(wide), rhs.astype(wide)
     if wide == jnp.bfloat16:
-        return _dot(lhs, rhs, axes, jnp.float32)
+        return dot(lhs, rhs, axes, jnp.float32)
     if precision == "highest":
-        return _dot(lhs, rhs, axes, jnp.float32, precision=lax.Precision.HIGHEST)
+        return dot(lhs, rhs, axes, jnp.float32, precision=lax.Precision.HIGHEST)
     (lhs_high, lhs_low), (rhs_high, rhs_low) = _split(lhs), _split(rhs)
-    small = _dot(lhs_low, rhs_high, axes, jnp.float32) + _dot(lhs_high, rhs_low, axes, jnp.float32)
-    return small + _dot(lhs_high, rhs_high, axes, jnp.float32)
+    small = dot(lhs_low, rhs_high, axes, jnp.float32) + dot(lhs_high, rhs_low, axes, jnp.float32)
+    return small + dot(lhs_high, rhs_high, axes, jnp.float32)
 
 
 def _zero_past(x: jax.Array, axis: int, size: int) -> jax.Array:

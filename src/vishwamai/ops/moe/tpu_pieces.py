@@ -11,18 +11,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from vishwamai.core.pallas import round_up
+from vishwamai.core.pallas import dot, round_up
 from vishwamai.ops.moe.tiles import ALIGN
 
 
-def dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    if axes == (1, 1) and y.shape[0] == 1:
-        # Mosaic takes a product with one row for one of a matrix with a vector, and jax 0.10 does not lower those of bfloat16.
-        return dot(x, jnp.broadcast_to(y, (8, y.shape[1])), axes)[:, :1]
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(
-        x, y, (((axes[0],), (axes[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+def product(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """x times y in float32, of float32 factors at the highest precision."""
+    return dot(x, y, axes, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
 def keep(x: jax.Array, axis: int, start: Any, stop: Any) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core.sharding import out_struct
 from vishwamai.ops.moe import visits
 from vishwamai.ops.moe.tiles import Tile, fit
-from vishwamai.ops.moe.tpu_pieces import Split, compiler_params, dot, for_pieces, keep
+from vishwamai.ops.moe.tpu_pieces import Split, compiler_params, for_pieces, keep, product
 
 
 def _rows_kernel(
@@ -97,7 +97,7 @@ def _rows_kernel(
         rhs = rhs_ref[pl.ds(k, size), :] if rhs_axis == 0 else rhs_ref[:, pl.ds(k, size)]
         if valid is not None:
             lhs, rhs = keep(lhs, 1, 0, valid), keep(rhs, rhs_axis, 0, valid)
-        return dot(lhs, rhs, (1, rhs_axis))
+        return product(lhs, rhs, (1, rhs_axis))
 
     def store(at: Any, rows: int, total: jax.Array) -> None:
         index = at + lax.broadcasted_iota(jnp.int32, total.shape, 0)

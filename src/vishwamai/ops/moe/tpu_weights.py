@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core.sharding import out_struct
 from vishwamai.ops.moe import visits
 from vishwamai.ops.moe.tiles import Tile, fit
-from vishwamai.ops.moe.tpu_pieces import Split, compiler_params, dot, for_pieces, keep
+from vishwamai.ops.moe.tpu_pieces import Split, compiler_params, for_pieces, keep, product
 
 
 def _weights_kernel(
@@ -49,7 +49,7 @@ def _weights_kernel(
     @pl.when(whole)
     def _() -> None:
         old = sum_ref[...]
-        sum_ref[...] = jnp.where(first, jnp.zeros_like(old), old) + dot(lhs_ref[...], dout_ref[...], (0, 0))
+        sum_ref[...] = jnp.where(first, jnp.zeros_like(old), old) + product(lhs_ref[...], dout_ref[...], (0, 0))
 
     @pl.when(jnp.logical_not(whole))
     def _() -> None:
@@ -57,7 +57,7 @@ def _weights_kernel(
             begin = jnp.maximum(start, fresh) - at
             lhs, dout = lhs_ref[pl.ds(at, rows), :], dout_ref[pl.ds(at, rows), :]
             lhs, dout = keep(lhs, 0, begin, stop - at), keep(dout, 0, begin, stop - at)
-            sum_ref[...] += dot(lhs, dout, (0, 0))
+            sum_ref[...] += product(lhs, dout, (0, 0))
 
         for_pieces(start, stop, block_m, tile.chunk_m, min(tile.small_m, tile.chunk_m), piece)
 
