@@ -45,8 +45,8 @@ triton-newest: $(VENV)/.dev ## compile the Triton kernels with the newest releas
 	$(PIP) install -q --upgrade --no-deps --target build/triton-newest triton
 	PYTHONPATH="build/triton-newest:src" TRITON_CACHE_DIR=build/triton-newest-cache JAX_PLATFORMS=cpu $(PY) tools/triton_newest.py $(NEWEST)
 
-test-long: $(VENV)/.dev ## the long tests
-	$(PY) -m pytest -n $(JOBS) -m long tests
+test-long: $(VENV)/.dev ## the long tests; MINUTES=20 runs as many, of every kind, as can be begun in that time, and says how many were not
+	$(PY) -m pytest -n $(JOBS) -m long $(if $(MINUTES),--minutes $(MINUTES) -rs) tests
 
 test-cpu: $(VENV)/.dev ## the contract of the native CPU kernels; VISHWAMAI_CPU_ISA=generic|avx2|avx512|avx512_bf16 forces an instruction set
 	$(PY) -m pytest -n $(JOBS) -m "not long" -k native_cpu tests/test_contract.py

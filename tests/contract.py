@@ -208,6 +208,7 @@ def cotangents_for(case: Case, outputs: Any) -> Any:
     return jax.tree.map(draw, outputs)
 
 
+@functools.cache
 def output_shapes(case: Case) -> Any:
     """Shapes and dtypes of the case's outputs."""
     with x64(case), warnings.catch_warnings():
