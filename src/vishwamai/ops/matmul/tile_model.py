@@ -29,8 +29,10 @@ _CHUNK_WORK = 8192
 """Cycles of products that are unrolled at once: more is more program, less is more filling and draining."""
 _SUM_CYCLES = 270 / (1 << 20)
 """For each element of the sum that a chunk reads and writes, where the matrix unit does not hide it."""
-_SPILLS = 0.03
+_SPILLS = 0.06
 """Of VMEM, that spills take at most, by the compiler's report."""
+_V4_NARROW_BYTES = 2.4
+"""Of what v4, which converts 8-bit floats in several operations, keeps for each of their elements beside the copy and the spills, by the same."""
 LARGEST = 0.99
 """Of VMEM, that a plan may take."""
 _HIDDEN_SUM = 2 << 20
@@ -101,7 +103,11 @@ class Problem:
     def vmem(self, tile: Tile) -> int:
         """Bytes of VMEM: `buffers`, and what the compiler keeps beside them: the rows of a chunk, in its own order, and spills."""
         bm, bn, _ = tile
-        rows = 0 if self.widened_bytes else bm * chunk(self, tile) * math.ceil(self.lhs_bytes)
+        depth = chunk(self, tile)
+        rows = 0 if self.widened_bytes else bm * depth * math.ceil(self.lhs_bytes)
+        if self.widened_bytes and self.chip.generation == 4:
+            narrow = bm * (self.lhs_bytes <= 1) + bn * (self.rhs_bytes <= 1)
+            rows = int(_V4_NARROW_BYTES * depth * narrow)
         spills = max(0, int(_SPILLS * self.chip.vmem_bytes) - bm * bn * self.epilogue_bytes)
         return self.buffers(tile) + rows + spills
 
