@@ -1,10 +1,8 @@
-"""Tiles of the TPU kernel: what they take of VMEM, and how they are chosen."""
+"""Tiles of the TPU kernel: their config, the products that a spec means, and how a product of few rows is cut."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
 
 import jax.numpy as jnp
@@ -14,9 +12,10 @@ from vishwamai.core.pallas import planning_chip, round_up, vmem_budget
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.qtensor import INT4, bits
 from vishwamai.ops.matmul.spec import INTEGERS, MatmulSpec, joint_groups
+from vishwamai.ops.matmul.tile_model import LARGEST, Problem, Tile, best_tile, chunk, forward_tile
 
-Tile = tuple[int, int, int]
-"""(rows, columns, depth) of one step."""
+EXACT_INT8_TERMS = 1024
+"""Products of int8 numbers that float32 sums exactly: 1024 * 128 * 128 = 2^24."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +31,7 @@ class MatmulConfig:
       cores: cores that share such a product's columns.
       unpack: how such a product reads a narrow weight, see `tpu_unpack`.
       vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
+      snake: the forward product goes over its tiles back and forth, on a chip of one core, see `tpu_snake`.
     """
 
     block_m: int
@@ -45,6 +45,7 @@ class MatmulConfig:
     ring: int = 0
     cores: int = 1
     unpack: str = "convert"
+    snake: bool = False
 
     def __post_init__(self) -> None:
         for name in ("grad_a", "grad_b"):  # a tuning table brings lists
@@ -66,13 +67,16 @@ class MatmulConfig:
             grad_a=None,
             grad_b=None,
             ring=0,
-            vmem_bytes=max(self.vmem_bytes, 14 * block_size**2),  # bfloat16 blocks twice, a float32 sum
+            snake=False,
+            vmem_bytes=max(
+                self.vmem_bytes, 18 * block_size**2
+            ),  # bfloat16 blocks twice, a float32 sum, the rows once more
         )
 
     @property
     def vmem_limit_bytes(self) -> int | None:
         """The limit to ask of the compiler: None where the default of every chip, 16 MiB, is enough."""
-        wanted = round_up(self.vmem_bytes * 5 // 4, 1 << 20)
+        wanted = round_up(self.vmem_bytes * 5 // 4, 1 << 16)
         return wanted if wanted > 16 << 20 else None
 
 
@@ -100,153 +104,6 @@ def native_8bit(spec: MatmulSpec, chip: Chip | None) -> bool:
     return all(d in FP8_DTYPES and d.name in chip.fp8_formats for d in (a, b))
 
 
-# --- A model of the time that a tile takes ---------------------------------------------------------------------------------------------------------
-
-_HBM_SHARE = 0.9
-"""Of the peak bandwidth, that large transfers reach."""
-_LATENCY = 0.6e-6
-"""Seconds from the start of a transfer until its data is visible."""
-_STEP_CYCLES = 300
-"""Of a grid step outside its products: transfers started and awaited, the matrix unit filled and drained."""
-_CHUNK_CYCLES = 180
-"""Of one more chunk."""
-_CHUNK_WORK = 8192
-"""Cycles of products that are unrolled at once: more is more program, less is more filling and draining."""
-_SUM_CYCLES = 270 / (1 << 20)
-"""For each element of the sum that a chunk reads and writes, where the matrix unit does not hide it."""
-
-_ZERO_OPERATIONS = 4
-"""Of the vector unit for an element of a ragged tile."""
-
-
-def _accumulates(chip: Chip) -> bool:
-    """Whether the matrix unit adds up a deep product itself (TPU7x), so that a deep chunk touches the sum in VMEM once."""
-    return chip.generation >= 7
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One product `[m, k] x [k, n]`, as the model sees it.
-
-    Attributes:
-      groups: products that are stored; summed: products that are added up in each.
-      lhs_axis, rhs_axis: the contracted axis of each operand (1 or 2).
-      lhs_bytes, rhs_bytes, out_bytes: bytes of an element, half of one for 4-bit numbers; out_bytes of all results together.
-      sum_bytes: bytes of an element of a separate sum, 0 where the result is the sum.
-      widened_bytes: of the copy in the products' dtype that each operand's element gets in VMEM, 0 where there is none.
-      epilogue_bytes: of what the compiler keeps for each element of the result while it computes an activation.
-      rate: multiply-adds a second of one core. bandwidth: bytes a second of one core.
-      granule: what the depth of a tile must be a multiple of, so that its blocks' scales fill whole tiles of memory.
-    """
-
-    groups: int
-    m: int
-    n: int
-    k: int
-    summed: int
-    lhs_axis: int
-    rhs_axis: int
-    lhs_bytes: float
-    rhs_bytes: float
-    out_bytes: int
-    sum_bytes: int
-    scaled_rows: bool
-    widened_bytes: int
-    epilogue_bytes: int
-    rate: float
-    chip: Chip
-    granule: int = 128
-
-    def vmem(self, tile: Tile) -> int:
-        """Bytes of VMEM: blocks twice, for a transfer runs beside the computation, and the sum once."""
-        bm, bn, bk = tile
-
-        def block(rows: int, columns: int, itemsize: float) -> int:
-            return int(round_up(rows, int(32 / itemsize)) * round_up(columns, 128) * itemsize)
-
-        lhs = block(bk, bm, self.lhs_bytes) if self.lhs_axis == 1 else block(bm, bk, self.lhs_bytes)
-        rhs = block(bk, bn, self.rhs_bytes) if self.rhs_axis == 1 else block(bn, bk, self.rhs_bytes)
-        result = round_up(bm, 32) * round_up(bn, 128)
-        vectors = (block(bm, 1, 4) if self.scaled_rows else 0) + 2 * block(8, bn, 4)
-        copies = (bm + bn) * bk * self.widened_bytes + result * self.epilogue_bytes
-        return 2 * (lhs + rhs + vectors + result * self.out_bytes) + result * self.sum_bytes + copies
-
-    def seconds(self, tile: Tile) -> float:
-        """About how long the product takes with this tile: every step hides the transfers of the next one, or waits for them."""
-        bm, bn, bk = tile
-        chip = self.chip
-        rows, columns, depths = -(-self.m // bm), -(-self.n // bn), -(-self.k // bk)
-        side = chip.mxu_size
-        chunk_k = chunk(self, tile)
-        chunks = -(-bk // chunk_k)
-        # The last tile of a ragged depth multiplies only what is there.
-        depth = round_up(chunk_k, side) * chunks if self.k % bk == 0 else round_up(self.k, side) / depths
-        work = round_up(bm, 8) * round_up(bn, side) * depth / self.rate
-        overhead = _STEP_CYCLES + (chunks - 1) * _CHUNK_CYCLES
-        if _accumulates(chip):
-            overhead += chunks * bm * bn * _SUM_CYCLES
-        work += overhead / chip.clock
-        if self.k % bk:  # zeroing what is past the end, in one of the steps along K
-            lanes = chip.valus * chip.sublanes * chip.lanes
-            work += _ZERO_OPERATIONS * (bm + bn) * bk / lanes / depths / chip.clock
-        bandwidth = _HBM_SHARE * chip.hbm_bandwidth / chip.cores
-        steps = depths * self.summed
-        # A block whose index does not change is not read again: lhs stays for a whole row of tiles if one step is all its depth.
-        lhs = bm * bk * self.lhs_bytes / (columns if steps == 1 else 1)
-        rhs = bk * bn * self.rhs_bytes * (0 if steps == 1 and columns == 1 else 1)
-        load = max((lhs + rhs) / bandwidth, _LATENCY if steps * rows * columns > 1 else 0)
-        store = bm * bn * self.out_bytes / bandwidth
-        one = (steps - 1) * max(work, load) + max(work, load + store)
-        tiles = [self.groups, rows, columns]
-        split = next((i for i, size in enumerate(tiles) if size > 1), 0)
-        tiles[split] = -(-tiles[split] // chip.cores_per_device)
-        first = (bm * self.lhs_bytes + bn * self.rhs_bytes) * bk / bandwidth + _LATENCY
-        return first + math.prod(tiles) * one + store
-
-
-def chunk(problem: Problem, tile: Tile) -> int:
-    """Depth of what is multiplied at once: a divisor of the tile's depth with about `_CHUNK_WORK` cycles of work."""
-    bm, bn, bk = tile
-    side = max(128, problem.chip.mxu_size, problem.granule)
-    limit = (2 if _accumulates(problem.chip) else 1.5) * _CHUNK_WORK
-    depth = bk
-    while depth % (2 * side) == 0 and bm * bn * depth / problem.rate * problem.chip.clock > limit:
-        depth //= 2
-    return depth
-
-
-def _candidates(size: int, multiple: int, largest: int) -> list[int]:
-    """Whole, or in equal parts of whole tiles, or powers of two."""
-    parts = {min(size, round_up(-(-size // p), multiple)) for p in range(1, 9)}
-    powers = {1 << i for i in range(7, 13) if 1 << i < size}
-    return sorted(c for c in parts | powers if c <= largest and (c == size or c % multiple == 0))
-
-
-def _depths(size: int, granule: int = 128) -> list[int]:
-    """Divisors in whole tiles, so that no step is ragged; equal parts, of which the last is ragged, where there are none."""
-    divisors = [d for d in range(granule, 8192 + 1, granule) if size % d == 0]
-    return divisors if len(divisors) > 1 or divisors == [size] else _candidates(size, granule, 8192) or [1024]
-
-
-@functools.lru_cache(maxsize=1024)
-def best_tile(problem: Problem) -> Tile:
-    """The tile that the model finds fastest among those that fit three quarters of VMEM."""
-    budget = vmem_budget(problem.chip)
-    # M lies along lanes where lhs is transposed, else along sublanes, of which an 8-bit tile has 32.
-    rows = _candidates(problem.m, 128 if problem.lhs_axis == 1 else 32, 2048) or [min(problem.m, 128)]
-    columns = _candidates(problem.n, 128, 2048) or [min(problem.n, 128)]
-    depths = _depths(problem.k, problem.granule)
-    cycles = problem.chip.clock / problem.rate
-    found = [
-        tile
-        for tile in itertools.product(rows, columns, depths)
-        if problem.vmem(tile) <= budget and tile[0] * tile[1] * chunk(problem, tile) * cycles <= 3 * _CHUNK_WORK
-    ]
-    if not found:
-        return min(rows[0], problem.m), columns[0], depths[0]
-    return min(found, key=lambda tile: (problem.seconds(tile), problem.vmem(tile)))
-
-
 def problem_of(spec: MatmulSpec, which: str, chip: Chip | None) -> Problem:
     """The product "forward", "grad_a" or "grad_b" of a spec."""
     planned = planning_chip(chip)
@@ -264,16 +121,35 @@ def problem_of(spec: MatmulSpec, which: str, chip: Chip | None) -> Problem:
         widened = 1 if a < 1 or b < 1 else 0  # 4-bit numbers multiply as int8
     widened += 4 if any(spec.blocked) else 0  # scaled in float32
     granule = max([128, *(_granule(spec, which, i) for i in range(2))])
-    rate = _rate(spec, planned, forward=which == "forward")
+    forward = which == "forward"
+    rate = _rate(spec, planned, forward=forward)
 
     def problem(
         groups: int, m: int, n: int, k: int, axes: tuple[int, int], sizes: tuple[float, float, int], sum_bytes: int
     ) -> Problem:
-        summed = max(1, spec.groups // groups) if which != "forward" else 1
-        rows = which == "forward" and o.scale_a is not None
-        epilogue = 16 if which == "forward" and spec.activation is not None else 0
+        summed = 1 if forward else max(1, spec.groups // groups)
+        rows = forward and o.scale_a is not None
+        epilogue = 16 if forward and spec.activation is not None else 0
+        pieces = forward and spec.compute_dtype == jnp.int8 and not native_8bit(spec, planned) and not any(spec.blocked)
+        deepest = EXACT_INT8_TERMS if pieces else 8192
+        snake = forward and planned.cores_per_device == 1 and not spec.keeps_preactivation
         return Problem(
-            groups, m, n, k, summed, *axes, *sizes, sum_bytes, rows, widened, epilogue, rate, planned, granule
+            groups,
+            m,
+            n,
+            k,
+            summed,
+            *axes,
+            *sizes,
+            sum_bytes,
+            rows,
+            widened,
+            epilogue,
+            rate,
+            planned,
+            granule,
+            deepest,
+            snake,
         )
 
     if which == "forward":
@@ -376,9 +252,11 @@ def unpacking(spec: MatmulSpec, chip: Chip) -> str:
 def heuristic(spec: MatmulSpec, chip: Chip | None) -> MatmulConfig:
     """The tiles that the model of this module finds fastest, for the product and for those of its gradient."""
     problems = {which: problem_of(spec, which, chip) for which in ("forward", "grad_a", "grad_b")}
-    tiles = {which: best_tile(problem) for which, problem in problems.items()}
-    forward = tiles["forward"]
-    vmem_bytes = max(problem.vmem(tiles[which]) for which, problem in problems.items())
+    forward, snake = forward_tile(problems["forward"])
+    tiles = {"forward": forward} | {which: best_tile(problems[which]) for which in ("grad_a", "grad_b")}
+    needed = max(problem.vmem(tiles[which]) for which, problem in problems.items())
+    # The limit that is asked of the compiler is a quarter more, and VMEM has to have it.
+    vmem_bytes = min(needed, int(LARGEST * planning_chip(chip).vmem_bytes) * 4 // 5)
     gradients = (tiles["grad_a"], tiles["grad_b"])
     native = native_8bit(spec, chip)
     ring = None if chip is None else ring_tile(spec, chip)
@@ -388,4 +266,4 @@ def heuristic(spec: MatmulSpec, chip: Chip | None) -> MatmulConfig:
         return MatmulConfig(
             spec.m, columns, depth, *gradients, depth, native, vmem_bytes, _RING, cores, unpacking(spec, chip)
         )
-    return MatmulConfig(*forward, *gradients, chunk(problems["forward"], forward), native, vmem_bytes)
+    return MatmulConfig(*forward, *gradients, chunk(problems["forward"], forward), native, vmem_bytes, snake=snake)

@@ -26,15 +26,13 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, dot
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.sharding import out_struct
-from vishwamai.ops.matmul import gradient, tpu_stream
+from vishwamai.ops.matmul import gradient, tpu_snake, tpu_stream
 from vishwamai.ops.matmul.epilogue import activate
 from vishwamai.ops.matmul.spec import INTEGERS, SMALL_FLOATS, Blocked, MatmulSpec, Operands, Outputs, joint_groups
-from vishwamai.ops.matmul.tiles import MatmulConfig, fit, heuristic
+from vishwamai.ops.matmul.tiles import EXACT_INT8_TERMS, MatmulConfig, fit, heuristic
 from vishwamai.ops.matmul.tpu_dequantize import Operand, array_bytes, describe, stored
 
 _INT8 = jnp.dtype(jnp.int8)
-_EXACT_INT8_TERMS = 1024
-"""Products of int8 numbers that float32 sums exactly: 1024 * 128 * 128 = 2^24."""
 
 
 def why_not(spec: MatmulSpec, chip: Chip | None) -> str | None:
@@ -74,7 +72,7 @@ def tile_product(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], precisio
         if native:
             return dot(lhs.astype(_INT8), rhs.astype(_INT8), axes, jnp.int32)
         widened = dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), axes, jnp.float32)
-        return widened.astype(jnp.int32)  # exact: a tile is no deeper than _EXACT_INT8_TERMS
+        return widened.astype(jnp.int32)  # exact: a tile is no deeper than EXACT_INT8_TERMS
     if lhs.dtype in FP8_DTYPES and rhs.dtype in FP8_DTYPES and native:
         return dot(lhs, rhs, axes, jnp.float32)
     wide = jnp.float32 if jnp.float32 in (lhs.dtype, rhs.dtype) else jnp.bfloat16
@@ -224,13 +222,13 @@ def product(
     if (
         which == "forward"
         and tpu_stream.applies(config, lhs, rhs, lhs_axis, rhs_axis, (bias, scale_a, scale_b))
-        and (native or not integers or config.block_k <= _EXACT_INT8_TERMS)
+        and (native or not integers or config.block_k <= EXACT_INT8_TERMS)
     ):
         how = (bias, scale_a, scale_b, activation, keep_preactivation)
         return tpu_stream.product(_kernel, config, lhs, rhs, rhs_axis, out_dtype, total, wide, spec.precision, *how)
     bm, bn, bk = fit(config.tiles(which), m, n, k, lhs_axis, rhs_axis)
     if integers and not native:
-        bk = min(bk, _EXACT_INT8_TERMS)
+        bk = min(bk, EXACT_INT8_TERMS)
     k_tiles = pl.cdiv(k, bk)
     summed = joint_groups(lhs, rhs) if groups == 1 else 1
     steps = summed * k_tiles
@@ -240,33 +238,42 @@ def product(
             return 0
         return lax.div(r, k_tiles) if summed > 1 else g
 
-    def depth(r: Any) -> Any:
+    grid = (groups, pl.cdiv(m, bm), pl.cdiv(n, bn), steps)
+    whole = m % bm == n % bn == k % bk == 0 and steps == k_tiles > 1
+    snake = tpu_snake.Snake(*grid) if config.snake and which == "forward" and whole and not keep_preactivation else None
+
+    def depth(i: Any, j: Any, r: Any) -> Any:
+        if snake is not None:
+            return snake.depth(i, j, r)
         return r if summed == 1 else lax.rem(r, k_tiles)
 
+    def column(i: Any, j: Any) -> Any:
+        return j if snake is None else snake.column(i, j)
+
     def lhs_index(g: Any, i: Any, j: Any, r: Any) -> Any:
-        rest = (depth(r), i) if lhs_axis == 1 else (i, depth(r))
-        return (group(lhs, g, r), *rest)
+        at = depth(i, j, r)
+        return (group(lhs, g, r), *((at, i) if lhs_axis == 1 else (i, at)))
 
     def rhs_index(g: Any, i: Any, j: Any, r: Any) -> Any:
-        rest = (depth(r), j) if rhs_axis == 1 else (j, depth(r))
-        return (group(rhs, g, r), *rest)
+        at = depth(i, j, r)
+        return (group(rhs, g, r), *((at, column(i, j)) if rhs_axis == 1 else (column(i, j), at)))
 
     def per_column(x: Any) -> Any:  # [G or 1, 1, N or 1]
         if x is None:
             return None
-        whole = x.shape[2] == 1
+        one = x.shape[2] == 1
         return pl.BlockSpec(
-            (None, 1, 1 if whole else bn),
-            lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0, 0 if whole else j),
+            (None, 1, 1 if one else bn),
+            lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0, 0 if one else column(i, j)),
         )
 
     def per_row(x: Any) -> Any:  # [G or 1, M or 1, 1]
         if x is None:
             return None
-        whole = x.shape[1] == 1
+        one = x.shape[1] == 1
         return pl.BlockSpec(
-            (None, 1 if whole else bm, 1),
-            lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0 if whole else i, 0),
+            (None, 1 if one else bm, 1),
+            lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0 if one else i, 0),
         )
 
     def tile_along_k(x: Any, axis: int, free: int) -> int:
@@ -308,26 +315,33 @@ def product(
     out = out_struct((groups, m, n), out_dtype, *(x for x in operands if x is not None))
     outs = (out, out if keep_preactivation else None)
     out_spec = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, i, j))
+    if snake is not None:
+        out_spec = pl.BlockSpec(memory_space=pl.ANY)
     # Chosen for the forward product, whose depth a gradient's is not: `block_k` whole where it does not divide it into parts that lanes can be read by.
     parts = bk % config.chunk_k == 0 and (config.chunk_k % 128 == 0 or config.chunk_k == bk)
     aligned = all(config.chunk_k % how.granule == 0 for how in reading if how.direct)
     chunk_k = config.chunk_k if parts and aligned else bk
     plain = all(x is None for x in (bias, scale_a, scale_b, activation)) and out_dtype == total
     scratch = [pltpu.VMEM((bm, bn), total)] if (steps > 1 or chunk_k < bk) and not plain else []
+    own = [] if snake is None else tpu_snake.scratch(bm, bn, out_dtype)
     present = [x is not None for x in (*operands, *outs)]
 
     def body(*refs: Any) -> None:
-        remaining = iter(refs)
-        given = [next(remaining) if here else None for here in present]
-        step = pl.program_id(3)
+        remaining = iter(refs[: len(refs) - len(own)])
+        *given, out_ref, z_ref = [next(remaining) if here else None for here in present]
+        i, j, step = (pl.program_id(axis) for axis in (1, 2, 3))
+        result = None if snake is None else tpu_snake.Result(snake, out_ref, *refs[-len(own) :])
+        if result is not None:
+            result.begin()
+            out_ref = result.ref
 
         def offset(x: Any, axis: int, free: Any) -> Any:
             if not isinstance(x, Blocked):
                 return 0
-            return depth(step) * bk if x.axis == axis else free
+            return depth(i, j, step) * bk if x.axis == axis else free
 
         _kernel(
-            (*given, next(remaining, None)),
+            (*given, out_ref, z_ref, next(remaining, None)),
             axes=(lhs_axis - 1, rhs_axis - 1),
             operands=reading,
             wide=wide,
@@ -336,24 +350,26 @@ def product(
             chunk_k=chunk_k,
             steps=steps,
             step=step,
-            offsets=(offset(lhs, lhs_axis, pl.program_id(1) * bm), offset(rhs, rhs_axis, pl.program_id(2) * bn)),
+            offsets=(offset(lhs, lhs_axis, i * bm), offset(rhs, rhs_axis, column(i, j) * bn)),
             precision=spec.precision,
             native=native,
             activation=activation,
         )
+        if result is not None:
+            result.end()
 
     results = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
-            grid=(groups, pl.cdiv(m, bm), pl.cdiv(n, bn), steps),
+            grid=grid,
             in_specs=[s for s in in_specs if s is not None],
             out_specs=[out_spec for o in outs if o is not None],
-            scratch_shapes=scratch,
+            scratch_shapes=[*scratch, *own],
         ),
         out_shape=[o for o in outs if o is not None],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            dimension_semantics=("parallel" if snake is None else "arbitrary",) * 3 + ("arbitrary",),
             vmem_limit_bytes=config.vmem_limit_bytes,
         ),
         cost_estimate=pl.CostEstimate(
