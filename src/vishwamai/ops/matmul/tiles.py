@@ -68,9 +68,8 @@ class MatmulConfig:
             grad_b=None,
             ring=0,
             snake=False,
-            vmem_bytes=max(
-                self.vmem_bytes, 18 * block_size**2
-            ),  # bfloat16 blocks twice, a float32 sum, the rows once more
+            # bfloat16 blocks twice, a float32 sum, the rows once more
+            vmem_bytes=max(self.vmem_bytes, 18 * block_size**2),
         )
 
     @property
@@ -128,28 +127,17 @@ def problem_of(spec: MatmulSpec, which: str, chip: Chip | None) -> Problem:
         groups: int, m: int, n: int, k: int, axes: tuple[int, int], sizes: tuple[float, float, int], sum_bytes: int
     ) -> Problem:
         summed = 1 if forward else max(1, spec.groups // groups)
-        rows = forward and o.scale_a is not None
-        epilogue = 16 if forward and spec.activation is not None else 0
         pieces = forward and spec.compute_dtype == jnp.int8 and not native_8bit(spec, planned) and not any(spec.blocked)
-        deepest = EXACT_INT8_TERMS if pieces else 8192
-        snake = forward and planned.cores_per_device == 1 and not spec.keeps_preactivation
         return Problem(
-            groups,
-            m,
-            n,
-            k,
-            summed,
-            *axes,
-            *sizes,
-            sum_bytes,
-            rows,
-            widened,
-            epilogue,
-            rate,
-            planned,
-            granule,
-            deepest,
-            snake,
+            *(groups, m, n, k, summed, *axes, *sizes, sum_bytes),
+            scaled_rows=forward and o.scale_a is not None,
+            widened_bytes=widened,
+            epilogue_bytes=16 if forward and spec.activation is not None else 0,
+            rate=rate,
+            chip=planned,
+            granule=granule,
+            deepest=EXACT_INT8_TERMS if pieces else 8192,
+            snake=forward and planned.cores_per_device == 1 and not spec.keeps_preactivation,
         )
 
     if which == "forward":
