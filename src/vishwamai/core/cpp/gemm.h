@@ -144,10 +144,12 @@ struct Gemm {
     // What is in use at a time stays in the second cache level: three parts of a number want smaller blocks.
     const bool thick = E::b_elements(32) * static_cast<int64_t>(sizeof(Packed)) > 32 * C * 4 && m > 512;
     rows = least<int64_t>(round_up<int64_t>(m, kPanelRows), thick ? 256 : 512);
-    // Where one block is all of the rows, the time goes into reading B: wide blocks read it in long runs.
+    // Where one block is all of the rows, the time goes into reading B: wide blocks read it in long runs.  For tiles and a large B that
+    // is worth sums of 2 MiB: otherwise B goes to memory and back in panels.
+    const bool one_block = m <= rows || (E::kStep >= 32 && !thick && m <= 1024 && k >= 2048);
     int64_t wide = thick ? 384 : 256;
     if (rows <= 64) wide = 2048, depth = round_up<int64_t>(kDepth<E> / 4, E::kStep);
-    else if (m <= rows && columns() > 1024) wide = 512, depth = round_up<int64_t>(kDepth<E> / 2, E::kStep);
+    else if (one_block && columns() > 1024) rows = round_up<int64_t>(m, kPanelRows), wide = 512, depth = round_up<int64_t>(kDepth<E> / 2, E::kStep);
     cols = least<int64_t>(round_up<int64_t>(columns(), kUnitCols), round_up<int64_t>(wide, kUnitCols));
     while (groups * row_blocks() * col_blocks() < 2 * threads.count && (rows > 64 || cols > kLeast)) {
       if ((cols >= rows && cols > kLeast) || rows <= 64) cols = round_up<int64_t>(cols / 2, kUnitCols);
