@@ -11,12 +11,14 @@ namespace vishwamai::VISHWAMAI_ISA {
 // Holds the tile configuration of this thread (all eight tiles 16 x 64 bytes) while products run.
 struct AmxScope {
   AmxScope() {
-    struct alignas(64) {
+    struct alignas(64) Config {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    static_assert(sizeof(config) == 64);
+    };
+    static_assert(sizeof(Config) == 64);
+    // A constant in memory: GCC 12 tells itself that the instruction reads 8 bytes, and drops what writes the rest of a local one.
+    static constexpr Config config{};
     _tile_loadconfig(&config);
   }
   ~AmxScope() { _tile_release(); }
@@ -24,15 +26,67 @@ struct AmxScope {
   AmxScope& operator=(const AmxScope&) = delete;
 };
 
-// A tile of A into register 4 or 5 (a literal, as the assembler wants it); one that passes through is loaded with the hint
-// not to displace what stays.
+// A tile of A, its rows `row` bytes apart, into register 4 or 5 (a literal, as the assembler wants it); one that passes through is
+// loaded with the hint not to displace what stays.
 template <int kInto, bool kPassing>
-VISHWAMAI_INLINE void load_a(const void* from) {
+VISHWAMAI_INLINE void load_a(const void* from, int64_t row = 64) {
   static_assert(kInto == 4 || kInto == 5);
-  if constexpr (kInto == 4 && kPassing) _tile_stream_loadd(4, from, 64);
-  else if constexpr (kInto == 4) _tile_loadd(4, from, 64);
-  else if constexpr (kPassing) _tile_stream_loadd(5, from, 64);
-  else _tile_loadd(5, from, 64);
+  if constexpr (kInto == 4 && kPassing) _tile_stream_loadd(4, from, row);
+  else if constexpr (kInto == 4) _tile_loadd(4, from, row);
+  else if constexpr (kPassing) _tile_stream_loadd(5, from, row);
+  else _tile_loadd(5, from, row);
+}
+
+// Where the tiles of 32 rows of A lie: their rows `row` bytes apart, the lower ones and those of the next 64 bytes of k so many
+// elements on.  A panel has them one after another; a matrix, as it lies, needs no packing where they are whole.
+template <class Element>
+struct TilesOfA {
+  const Element* data;
+  int64_t row, lower, next;
+};
+
+// C (+)= A B of numbers that are one part: bfloat16 or int8.  `chunks` of 64 bytes of k; beyond 16 rows, 32.
+template <bool kPassing, class Element, class Acc>
+VISHWAMAI_INLINE void multiply_tiles(TilesOfA<Element> a, const Element* b, int64_t chunks, bool both, Acc* c, int64_t ldc, bool accumulate) {
+  static_assert(sizeof(Acc) == 4);
+  constexpr int64_t kTile = kTileBytes / static_cast<int64_t>(sizeof(Element));
+#define VISHWAMAI_MULTIPLY(sum, left, right)                                        \
+  if constexpr (std::is_same_v<Element, int8_t>) _tile_dpbssd(sum, left, right);   \
+  else _tile_dpbf16ps(sum, left, right);
+  const int64_t row_bytes = ldc * static_cast<int64_t>(sizeof(Acc));
+  Acc* const c2 = c + 16 * ldc;
+  if (accumulate) {
+    _tile_loadd(0, c, row_bytes);
+    _tile_loadd(1, c + 16, row_bytes);
+    if (both) {
+      _tile_loadd(2, c2, row_bytes);
+      _tile_loadd(3, c2 + 16, row_bytes);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t i = 0; i < chunks; ++i, a.data += a.next, b += 2 * kTile) {
+    load_a<4, kPassing>(a.data, a.row);
+    _tile_loadd(6, b, 64);
+    VISHWAMAI_MULTIPLY(0, 4, 6)
+    _tile_loadd(7, b + kTile, 64);
+    VISHWAMAI_MULTIPLY(1, 4, 7)
+    if (both) {
+      load_a<5, kPassing>(a.data + a.lower, a.row);
+      VISHWAMAI_MULTIPLY(2, 5, 6)
+      VISHWAMAI_MULTIPLY(3, 5, 7)
+    }
+  }
+  _tile_stored(0, c, row_bytes);
+  _tile_stored(1, c + 16, row_bytes);
+  if (both) {
+    _tile_stored(2, c2, row_bytes);
+    _tile_stored(3, c2 + 16, row_bytes);
+  }
+#undef VISHWAMAI_MULTIPLY
 }
 
 template <int kParts>
@@ -71,6 +125,7 @@ struct AmxEngine : TilePanels<kParts> {
   template <bool kPassing = false>
   static void product(const Element* a, int64_t, const Element* b, int64_t k, int rows, float* c, int64_t ldc, bool accumulate) {
     const int64_t row_bytes = ldc * static_cast<int64_t>(sizeof(float)), chunks = ceil_div<int64_t>(k, 32);
+    if constexpr (kParts == 1) return multiply_tiles<kPassing, Element>({a, 64, kTile, kChunk}, b, chunks, rows > 16, c, ldc, accumulate);
     float* c2 = c + 16 * ldc;
     if (rows <= 16) {
       if (accumulate) {
@@ -107,16 +162,7 @@ struct AmxEngine : TilePanels<kParts> {
     }
     for (int64_t i = 0; i < chunks; ++i, a += kChunk, b += kChunk) {
       // The small products first; each step loads only the operand that changes.
-      if constexpr (kParts == 1) {
-        load_a<4, kPassing>(a);
-        _tile_loadd(6, b, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + kTile, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        load_a<5, kPassing>(a + kTile);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      } else if constexpr (kParts == 2) {
+      if constexpr (kParts == 2) {
         VISHWAMAI_LOAD_A(1) VISHWAMAI_LOAD_B(0) VISHWAMAI_MULTIPLY
         VISHWAMAI_LOAD_A(0) VISHWAMAI_MULTIPLY
         VISHWAMAI_LOAD_B(1) VISHWAMAI_MULTIPLY
@@ -145,40 +191,7 @@ struct AmxInt8Engine : Int8TilePanels {
 
   template <bool kPassing = false>
   static void product(const int8_t* a, int64_t, const int8_t* b, int64_t k, int rows, int32_t* c, int64_t ldc, bool accumulate) {
-    const int64_t row_bytes = ldc * static_cast<int64_t>(sizeof(int32_t)), chunks = ceil_div<int64_t>(k, 64);
-    int32_t* c2 = c + 16 * ldc;
-    const bool both = rows > 16;
-    if (accumulate) {
-      _tile_loadd(0, c, row_bytes);
-      _tile_loadd(1, c + 16, row_bytes);
-      if (both) {
-        _tile_loadd(2, c2, row_bytes);
-        _tile_loadd(3, c2 + 16, row_bytes);
-      }
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-    for (int64_t i = 0; i < chunks; ++i, a += kChunk, b += kChunk) {
-      load_a<4, kPassing>(a);
-      _tile_loadd(6, b, 64);
-      _tile_dpbssd(0, 4, 6);
-      _tile_loadd(7, b + kTileBytes, 64);
-      _tile_dpbssd(1, 4, 7);
-      if (both) {
-        load_a<5, kPassing>(a + kTileBytes);
-        _tile_dpbssd(2, 5, 6);
-        _tile_dpbssd(3, 5, 7);
-      }
-    }
-    _tile_stored(0, c, row_bytes);
-    _tile_stored(1, c + 16, row_bytes);
-    if (both) {
-      _tile_stored(2, c2, row_bytes);
-      _tile_stored(3, c2 + 16, row_bytes);
-    }
+    multiply_tiles<kPassing, int8_t>({a, 64, kTileBytes, kChunk}, b, ceil_div<int64_t>(k, 64), rows > 16, c, ldc, accumulate);
   }
 };
 

@@ -262,6 +262,25 @@ struct Int8TilePanels {
       }
     }
   }
+
+  // Whole panels of B from 64 rows, each read through all of them: memory is visited in its own order.
+  static void pack_b_rows(const int8_t* in, int64_t k_stride, int64_t panels, int8_t* out, int64_t panel_stride) {
+    const auto pairs = [](const int8_t* low, const int8_t* high) __attribute__((always_inline)) {  // of 32 columns
+      const __m512i a = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)low)), b = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)high));
+      return _mm512_or_si512(a, _mm512_slli_epi16(b, 8));
+    };
+    const __m512i left = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), right = _mm512_add_epi64(left, _mm512_set1_epi64(4));
+    for (int r = 0; r < 16; ++r) {
+      const int8_t* from = in + 4 * r * k_stride;
+      int8_t* to = out + r * 64;
+      for (int64_t j = 0; j < panels; ++j, from += 32, to += panel_stride) {
+        const __m512i x = pairs(from, from + k_stride), y = pairs(from + 2 * k_stride, from + 3 * k_stride);
+        const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);  // of every 8 columns, the first and the last 4
+        _mm512_store_si512(to, _mm512_permutex2var_epi64(low, left, high));
+        _mm512_store_si512(to + kTileBytes, _mm512_permutex2var_epi64(low, right, high));
+      }
+    }
+  }
 };
 
 }  // namespace vishwamai::VISHWAMAI_ISA

@@ -144,10 +144,12 @@ struct Gemm {
     // What is in use at a time stays in the second cache level: three parts of a number want smaller blocks.
     const bool thick = E::b_elements(32) * static_cast<int64_t>(sizeof(Packed)) > 32 * C * 4 && m > 512;
     rows = least<int64_t>(round_up<int64_t>(m, kPanelRows), thick ? 256 : 512);
-    // Where one block is all of the rows, the time goes into reading B: wide blocks read it in long runs.
+    // Where one block is all of the rows, the time goes into reading B: wide blocks read it in long runs.  For tiles and a large B that
+    // is worth sums of 2 MiB: otherwise B goes to memory and back in panels.
+    const bool one_block = m <= rows || (E::kStep >= 32 && !thick && m <= 1024 && k >= 2048);
     int64_t wide = thick ? 384 : 256;
     if (rows <= 64) wide = 2048, depth = round_up<int64_t>(kDepth<E> / 4, E::kStep);
-    else if (m <= rows && columns() > 1024) wide = 512, depth = round_up<int64_t>(kDepth<E> / 2, E::kStep);
+    else if (one_block && columns() > 1024) rows = round_up<int64_t>(m, kPanelRows), wide = 512, depth = round_up<int64_t>(kDepth<E> / 2, E::kStep);
     cols = least<int64_t>(round_up<int64_t>(columns(), kUnitCols), round_up<int64_t>(wide, kUnitCols));
     while (groups * row_blocks() * col_blocks() < 2 * threads.count && (rows > 64 || cols > kLeast)) {
       if ((cols >= rows && cols > kLeast) || rows <= 64) cols = round_up<int64_t>(cols / 2, kUnitCols);
@@ -183,24 +185,29 @@ struct Gemm {
           const int64_t runs = ceil_div(panels, run), b_tasks = pack_b && y0 == 0 ? group_count * runs * stretches : 0;
           constexpr int64_t kStretches = 4;  // that one task packs of a panel of A
           const int64_t pieces = ceil_div(stretches, kStretches), a_panels = rows / kPanelRows, a_tasks = pack_a ? high * a_panels * pieces : 0;
-          if (a_tasks + b_tasks > 0) {
-            parallel_for(threads, a_tasks + b_tasks, [&](int64_t i) {
-              if (i < b_tasks) {
+          // Each thread begins with neighbouring indices, of which as large a part packs A as of all: it packs the rows that it will
+          // multiply, and finds them in its own cache.  What another core has packed takes a quarter longer to multiply.
+          const int64_t tasks = a_tasks + b_tasks;
+          if (tasks > 0) {
+            auto pack = [&](int64_t index) {
+              int64_t i = index * a_tasks / tasks;  // that pack A come before this one
+              if ((index + 1) * a_tasks / tasks == i) {
+                i = index - i;
                 const int64_t group = i / (runs * stretches), panel = i / stretches % runs * run, k0 = i % stretches * depth;
                 b.pack(g0 + group, k0, least(depth, k - k0), first_panel + panel, least(run, panels - panel),
                        packed_b + (group * across_wave * panels_across + panel) * b_panel() + E::b_elements(k0), b_panel());
                 return;
               }
-              i -= b_tasks;
               const int64_t y = i / (a_panels * pieces), panel = i / pieces % a_panels, piece = i % pieces * kStretches;
-              const int64_t index = g0 * down + y0 + y, group = index / blocks_down, row = index % blocks_down * rows + panel * kPanelRows;
+              const int64_t of_all = g0 * down + y0 + y, group = of_all / blocks_down, row = of_all % blocks_down * rows + panel * kPanelRows;
               if (row >= m) return;
               for (int64_t s = piece; s < least(piece + kStretches, stretches); ++s) {
                 a.pack(group, row / kPanelRows, s * depth, least(depth, k - s * depth), packed_a + y * a_block + (s * a_panels + panel) * a_panel);
               }
-            });
+            };
+            parallel_for(threads, tasks, pack, Share::runs);
           }
-          parallel_for(threads, high * across, [&](int64_t i) {
+          auto multiply = [&](int64_t i) {
             typename E::Scope scope;
             (void)scope;
             const int64_t y = i / across, x = x0 + i % across, index = g0 * down + y0 + y, group = index / blocks_down;
@@ -209,7 +216,8 @@ struct Gemm {
                                     : pack_b ? packed_b + (of_wave * across_wave + x - x0) * b_block
                                              : nullptr;
             block(group, index % blocks_down * rows, x * cols, pack_a ? packed_a + y * a_block : nullptr, b_ready, finish);
-          });
+          };
+          parallel_for(threads, high * across, multiply, Share::runs);
         }
       }
     }

@@ -31,20 +31,7 @@ const char* isa_complaint();
   namespace amx { result function(__VA_ARGS__); }
 
 #if defined(__x86_64__)
-#define VISHWAMAI_DISPATCH(function, ...)                      \
-  switch (::vishwamai::isa()) {                                \
-    case ::vishwamai::Isa::amx:                                \
-      return ::vishwamai::amx::function(__VA_ARGS__);          \
-    case ::vishwamai::Isa::avx512_bf16:                        \
-      return ::vishwamai::avx512_bf16::function(__VA_ARGS__);  \
-    case ::vishwamai::Isa::avx512:                             \
-      return ::vishwamai::avx512::function(__VA_ARGS__);       \
-    case ::vishwamai::Isa::avx2:                               \
-      return ::vishwamai::avx2::function(__VA_ARGS__);         \
-    default:                                                   \
-      return ::vishwamai::generic::function(__VA_ARGS__);      \
-  }
-// The same for sources that have nothing for tiles, and are not compiled for them.
+// For sources that have nothing for tiles, and are not compiled for them.
 #define VISHWAMAI_DISPATCH_ROWS(function, ...)                 \
   switch (::vishwamai::isa()) {                                \
     case ::vishwamai::Isa::amx:                                \
@@ -57,7 +44,10 @@ const char* isa_complaint();
     default:                                                   \
       return ::vishwamai::generic::function(__VA_ARGS__);      \
   }
+#define VISHWAMAI_DISPATCH(function, ...)                                                       \
+  if (::vishwamai::isa() == ::vishwamai::Isa::amx) return ::vishwamai::amx::function(__VA_ARGS__); \
+  VISHWAMAI_DISPATCH_ROWS(function, __VA_ARGS__)
 #else
-#define VISHWAMAI_DISPATCH(function, ...) return ::vishwamai::generic::function(__VA_ARGS__);
-#define VISHWAMAI_DISPATCH_ROWS(function, ...) VISHWAMAI_DISPATCH(function, __VA_ARGS__)
+#define VISHWAMAI_DISPATCH_ROWS(function, ...) return ::vishwamai::generic::function(__VA_ARGS__);
+#define VISHWAMAI_DISPATCH(function, ...) VISHWAMAI_DISPATCH_ROWS(function, __VA_ARGS__)
 #endif

@@ -1,6 +1,7 @@
 // Whether float32 operands may be multiplied as bfloat16 parts (engine_amx.h) at no loss.
 #pragma once
 
+#include "gemm.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -38,6 +39,45 @@ inline float largest(const float* x, int64_t n, const Threads& threads) {
     return top;
   });
 }
+
+// Raises *most, which other threads raise too, to the greatest magnitude of `lines` x `n` numbers, the lines `stride` apart.
+inline void raise(uint32_t* most, const float* x, int64_t stride, int64_t lines, int64_t n) {
+  f32v top = {};
+  for (int64_t line = 0; line < lines; ++line, x += stride) {
+    int64_t i = 0;
+    for (; i + lanes<float> <= n; i += lanes<float>) top = greater_magnitude(top, load(x + i));
+    if (i < n) top = greater_magnitude(top, load(x + i, static_cast<int>(n - i)));
+  }
+  uint32_t highest = 0, old = __atomic_load_n(most, __ATOMIC_RELAXED);
+  for (int i = 0; i < lanes<float>; ++i) highest = greatest(highest, bit_cast<u32v>(top)[i]);
+  while (highest > old && !__atomic_compare_exchange_n(most, &old, highest, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+
+// Sources of panels (gemm.h) that note the greatest magnitude of what they pack, while it is in the cache.
+template <class E>
+struct WatchedRows : RowPanels<float, E> {
+  uint32_t* most;
+  void pack(int64_t group, int64_t panel, int64_t k0, int64_t depth, typename E::Element* out) const {
+    const Matrix<float>& a = this->a;
+    const int64_t row = panel * kPanelRows, rows = least<int64_t>(kPanelRows, this->m - row);
+    const float* from = a.data + group * a.group + row * a.row + k0 * a.col;
+    if (a.col == 1) raise(most, from, a.row, rows, depth);
+    else raise(most, from, a.col, depth, rows);
+    RowPanels<float, E>::pack(group, panel, k0, depth, out);
+  }
+};
+template <class E>
+struct WatchedColumns : ColumnPanels<float, E> {
+  uint32_t* most;
+  void pack(int64_t group, int64_t k0, int64_t depth, int64_t first, int64_t count, typename E::Element* out, int64_t panel_stride) const {
+    const Matrix<float>& b = this->b;
+    const int64_t width = least(count * E::kCols, this->n - first * E::kCols);
+    const float* from = b.data + group * b.group + k0 * b.row + first * E::kCols * b.col;
+    if (b.col == 1) raise(most, from, b.row, depth, width);
+    else raise(most, from, b.col, width, depth);
+    ColumnPanels<float, E>::pack(group, k0, depth, first, count, out, panel_stride);
+  }
+};
 
 inline float greater_or_nan(float a, float b) { return a > b || a != a ? a : b; }
 

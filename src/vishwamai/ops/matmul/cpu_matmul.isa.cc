@@ -202,69 +202,55 @@ void few_rows(const MatmulArgs& g, const Threads& threads) {
 }
 
 #if defined(__AMX_BF16__)
-// A small product of bfloat16 whose operands and result stay in the second cache level, if nothing is added to them: A is
-// multiplied as it lies, B is packed a few panels at a time, and a finished tile of C is rounded while it is in the first
-// level.  With longer rows, lines of A would share the cache's sets, and those of C its translations of addresses.
-constexpr int64_t kSmallDepth = 512, kSmallColumns = 1024, kSmallRows = 1024;
+// A small product of bfloat16, or of int8 to int32, whose operands stay in the second cache level, if nothing is added to them: A
+// is multiplied as it lies, B is packed a few panels at a time, a finished tile of bfloat16 is rounded while it is in the first
+// level, and one of int32 is stored where it belongs.  With longer rows, lines of A would share the cache's sets, and those of C its
+// translations of addresses.
+constexpr int64_t kSmallBytes = 1024, kSmallColumns = 1024, kSmallRows = 1024;  // bytes of a row of A
 
 bool is_small(const MatmulArgs& g) {
-  return !g.packed && g.storage == Storage::bf16 && g.a_k == 1 && g.m % kPanelRows == 0 && g.k % 32 == 0 && g.m >= 256 && g.m <= kSmallRows && g.k > 256 &&
-         g.k <= kSmallDepth && g.n <= kSmallColumns;
+  const bool sums = g.result == Storage::s32;
+  const int64_t bytes = g.k * (sums ? 1 : 2);
+  return !g.packed && (sums || g.storage == Storage::bf16) && g.a_k == 1 && g.m % kPanelRows == 0 && g.m >= 256 && g.m <= kSmallRows && g.n <= kSmallColumns &&
+         bytes % 64 == 0 && bytes > (sums ? 0 : 512) && bytes <= kSmallBytes;
 }
 
-// C[32, 32] = A B of 32 whole rows of A, `lda` elements apart, and a panel of B.
-void product_of_rows(const bf16* a, int64_t lda, const uint16_t* b, int64_t k, float* c) {
-  const int64_t a_bytes = lda * static_cast<int64_t>(sizeof(bf16)), c_bytes = 32 * sizeof(float);
-  const bf16* const lower = a + 16 * lda;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t i = 0; i < k; i += 32, b += AmxEngine<1>::kChunk) {
-    _tile_stream_loadd(4, a + i, a_bytes);  // passing: the panel of B is to stay in the first level
-    _tile_loadd(6, b, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b + AmxEngine<1>::kTile, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_stream_loadd(5, lower + i, a_bytes);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, c, c_bytes);
-  _tile_stored(1, c + 16, c_bytes);
-  _tile_stored(2, c + 16 * 32, c_bytes);
-  _tile_stored(3, c + 16 * 32 + 16, c_bytes);
-}
-
+template <class S, class E>
 void small(const MatmulArgs& g, const Threads& threads) {
-  using E = AmxEngine<1>;
-  constexpr int64_t C = E::kCols, kHigh = 512, kTile = kPanelRows * C;
-  const ColumnPanels<bf16, E> columns{{static_cast<const bf16*>(g.b), g.b_group, g.b_k, g.b_col}, g.n};
+  using Element = typename E::Element;
+  using Acc = typename E::Acc;
+  constexpr int64_t C = E::kCols, kHigh = 512, kTile = kPanelRows * C, kBytes = sizeof(S);
+  const ColumnPanels<S, E> columns{{static_cast<const S*>(g.b), g.b_group, g.b_k, g.b_col}, g.n};
   const int64_t wide = threads.count > 1 ? 2 : 4, runs = ceil_div(g.n, wide * C), blocks = ceil_div(g.m, kHigh), panel = E::b_elements(g.k);
-  parallel_for(threads, g.groups * blocks * runs, [&](int64_t i) {
+  auto multiply = [&](int64_t i) {
     const typename E::Scope scope;
     const int64_t group = i / (blocks * runs), row0 = i / runs % blocks * kHigh, col0 = i % runs * wide * C;
     const int64_t high = least(kHigh, g.m - row0), width = least(wide * C, g.n - col0), panels = ceil_div(width, C);
-    Scratch scratch(Scratch::size<uint16_t>(panels * panel) + Scratch::size<float>(2 * kTile));
-    uint16_t* const b = scratch.take<uint16_t>(panels * panel);
-    float* const tiles = scratch.take<float>(2 * kTile);
+    Scratch scratch(Scratch::size<Element>(panels * panel) + Scratch::size<Acc>(2 * kTile));
+    Element* const b = scratch.take<Element>(panels * panel);
+    Acc* const tiles = scratch.take<Acc>(2 * kTile);
     columns.pack(group, 0, g.k, col0 / C, panels, b, panel);
-    const bf16* const a = static_cast<const bf16*>(g.a) + group * g.a_group + row0 * g.a_row;
-    const int64_t down = high / kPanelRows, products = panels * down;
+    const Element* const a = reinterpret_cast<const Element*>(static_cast<const S*>(g.a) + group * g.a_group + row0 * g.a_row);
+    const int64_t down = high / kPanelRows, products = panels * down, in_place = g.result == Storage::s32 ? width / C * down : 0;
     for (int64_t p = 0; p <= products; ++p) {  // a tile is finished while the next one is multiplied
-      if (p < products) product_of_rows(a + p % down * kPanelRows * g.a_row, g.a_row, b + p / down * panel, g.k, tiles + p % 2 * kTile);
-      if (p == 0) continue;
+      if (p < products) {
+        const int64_t row = p % down * kPanelRows, first = (group * g.m + row0 + row) * g.n + col0 + p / down * C;
+        Acc* const to = p < in_place ? static_cast<Acc*>(g.out) + first : tiles + p % 2 * kTile;
+        // Passing: the panel of B is to stay in the first level.
+        multiply_tiles<true, Element>({a + row * g.a_row, g.a_row * kBytes, 16 * g.a_row, 64 / kBytes}, b + p / down * panel, g.k * kBytes / 64, true, to,
+                                      p < in_place ? g.n : C, false);
+      }
+      if (p <= in_place) continue;
       const int64_t row = row0 + (p - 1) % down * kPanelRows, col = (p - 1) / down * C;
       for (int64_t r = 0; r < kPanelRows; ++r) finish_row(g, tiles + (p - 1) % 2 * kTile + r * C, group, row + r, col0 + col, least(C, width - col));
     }
-  });
+  };
+  parallel_for(threads, g.groups * blocks * runs, multiply, Share::runs);  // who wrote a part of the result writes it again, if it can
 }
 #endif
 
-template <class S, class E>
-void run(const MatmulArgs& g, const Threads& threads) {
-  const RowPanels<S, E> a{{static_cast<const S*>(g.a), g.a_group, g.a_row, g.a_k}, g.m};
-  const ColumnPanels<S, E> b{{static_cast<const S*>(g.b), g.b_group, g.b_k, g.b_col}, g.n};
+template <class E, class A, class B>
+void run(const MatmulArgs& g, const A& a, const B& b, const Threads& threads) {
   auto gemm = make_gemm<E>(a, b, g.groups, g.m, g.k);
   gemm.choose_blocks(threads);
   if ((gemm.ready = static_cast<const typename E::Element*>(g.packed)) != nullptr && g.m <= kPanelRows) {
@@ -277,6 +263,30 @@ void run(const MatmulArgs& g, const Threads& threads) {
   });
 }
 
+template <class S, class E>
+RowPanels<S, E> rows_of(const MatmulArgs& g) {
+  return {{static_cast<const S*>(g.a), g.a_group, g.a_row, g.a_k}, g.m};
+}
+template <class S, class E>
+ColumnPanels<S, E> columns_of(const MatmulArgs& g) {
+  return {{static_cast<const S*>(g.b), g.b_group, g.b_k, g.b_col}, g.n};
+}
+
+template <class S, class E>
+void run(const MatmulArgs& g, const Threads& threads) {
+  run<E>(g, rows_of<S, E>(g), columns_of<S, E>(g), threads);
+}
+
+#if defined(__AMX_BF16__)
+// float32 in parts, unless the operands turn out, as they are packed, to be numbers that do not split; then nothing was gained.
+template <class E>
+bool run_split(const MatmulArgs& g, const Threads& threads) {
+  uint32_t most_a = 0, most_b = 0;
+  run<E>(g, WatchedRows<E>{rows_of<float, E>(g), &most_a}, WatchedColumns<E>{columns_of<float, E>(g), &most_b}, threads);
+  return splits_well(bit_cast<float>(most_a), bit_cast<float>(most_b));
+}
+#endif
+
 }  // namespace
 
 void matmul(const MatmulArgs& g, const Threads& all) {
@@ -287,16 +297,13 @@ void matmul(const MatmulArgs& g, const Threads& all) {
   if (as_it_lies && !g.packed && g.storage == Storage::bf16 && g.m <= 4) return few_rows<bf16>(g, threads);
   if (g.storage == Storage::f64) return run<double, FmaEngine<double>>(g, threads);
 #if defined(__AMX_BF16__)
-  if (is_small(g)) return small(g, threads);
+  if (is_small(g)) return g.result == Storage::s32 ? small<int8_t, Int8Engine>(g, threads) : small<bf16, HalfEngine>(g, threads);
 #endif
   if (g.storage == Storage::s8) return run<int8_t, Int8Engine>(g, threads);
   if (g.storage == Storage::bf16) return run<bf16, HalfEngine>(g, threads);
 #if defined(__AMX_BF16__)
-  // With few rows the product is bound by reading B, and a look at B beforehand would double that.
-  if (!g.packed && g.m > 16 && splits_well(largest(static_cast<const float*>(g.a), (g.a_group ? g.groups : 1) * g.m * g.k, threads),
-                              largest(static_cast<const float*>(g.b), (g.b_group ? g.groups : 1) * g.n * g.k, threads))) {
-    return g.parts == 2 ? run<float, AmxEngine<2>>(g, threads) : run<float, AmxEngine<3>>(g, threads);
-  }
+  // Few rows are bound by reading B, in parts or not.
+  if (!g.packed && g.m > 16 && (g.parts == 2 ? run_split<AmxEngine<2>>(g, threads) : run_split<AmxEngine<3>>(g, threads))) return;
 #endif
   run<float, FmaEngine<float>>(g, threads);
 }
