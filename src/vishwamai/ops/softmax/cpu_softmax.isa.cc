@@ -78,14 +78,20 @@ VISHWAMAI_INLINE void forward_row(const S* x, int64_t n, bool log, T* terms, S* 
   }
 }
 
-// Sums f(i, count), a vector, over the row.
+// Sums f(i, count), a vector, over the row in two chains.
 template <class T, class F>
 VISHWAMAI_INLINE T sum_of(int64_t n, F&& f) {
+  constexpr std::integral_constant<int, lanes<T>> W;
   V<T> sum = {};
-  for_pieces(n, [&](int64_t first, int64_t length) __attribute__((always_inline)) {
-    V<T> some = {};
-    for_vectors<T>(length, [&](int64_t i, auto count) __attribute__((always_inline)) { some += f(first + i, count); });
-    sum += some;
+  for_pieces(n, [&](int64_t i, int64_t length) __attribute__((always_inline)) {
+    const int64_t end = i + length;
+    V<T> a = {}, b = {};
+    for (; i + 2 * W <= end; i += 2 * W) {
+      a += f(i, W);
+      b += f(i + W, W);
+    }
+    for_vectors<T>(end - i, [&](int64_t j, auto count) __attribute__((always_inline)) { a += f(i + j, count); });
+    sum += a + b;
   });
   return sum_lanes<T>(sum);
 }
