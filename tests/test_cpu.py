@@ -1,6 +1,7 @@
 """The native CPU kernels beyond the contract suite: every instruction set, threads, edges of the numbers, and a machine without the module."""
 
 import os
+import platform
 import subprocess
 import sys
 import warnings
@@ -319,6 +320,28 @@ def test_few_queries_over_a_cache(q_len, dtype):
 
 
 @needs_native
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's allocator")
+@pytest.mark.parametrize("threshold", (None, pytest.param("131072", marks=pytest.mark.long)))
+def test_freed_results_are_kept(threshold):
+    """Results of 2 MiB are not given back to the system at every call, unless the user has set glibc's threshold."""
+    code = """
+import resource, jax, jax.numpy as jnp, vishwamai
+x = jnp.ones((512, 1024), jnp.float32)
+call = jax.jit(lambda x: vishwamai.layer_norm(x, residual=x, implementation="native_cpu"))
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        jax.block_until_ready(call(x))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print("faults a call", min(faults() for _ in range(3)) / 50)
+"""
+    result = python(code, **({"MALLOC_TRIM_THRESHOLD_": threshold} if threshold else {}))
+    faults = float(result.stdout.split()[-1])
+    assert faults > 256 if threshold else faults < 16, (result.stdout, result.stderr)  # the results are 1024 pages
+
+
+@needs_native
 @pytest.mark.parametrize("packed", (False, True))
 def test_long_sums_keep_their_digits(packed):
     """A product over 14336 of k (Llama's way down) is as exact with 1, 2, 4, 16 and 64 rows as XLA's of 64, which it takes in blocks of k: one chain is not."""
@@ -330,6 +353,87 @@ def test_long_sums_keep_their_digits(packed):
     for rows in (1, 2, 4, 16, 64):
         error = np.sqrt(np.mean((np.asarray(vishwamai.gemm(a[:rows], weight, **NATIVE)) - true[:rows]) ** 2))
         assert error <= allowed, (rows, error, allowed)
+
+
+def long_attention(queries: int, keys: int) -> tuple[Any, list[np.ndarray], list[np.ndarray]]:
+    """The output and the gradients of one head that are sums over the longer axis, as a function of arrays and implementation; its arrays; the truth in float64."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((n, 64)).astype(np.float32) for n in (queries, keys, keys, queries)]
+    q, k, v, w = (x.astype(np.float64) for x in arrays)
+    s = q @ k.T / 8
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    out = p @ v
+    ds = p * (w @ v.T - np.sum(w * out, -1, keepdims=True)) / 8
+
+    def run(how, *arrays):
+        *qkv, w = (jnp.asarray(x)[None, None] for x in arrays)
+        out, pull = jax.vjp(lambda *qkv: vishwamai.flash_attention(*qkv, implementation=how), *qkv)
+        return [x[0, 0] for x in (out, *pull(w))][long]
+
+    long = slice(0, 2) if keys > queries else slice(2, 4)
+    return run, arrays, [out, ds @ k, ds.T @ q, p.T @ w][long]
+
+
+def long_norm(features: int) -> tuple[Any, list[np.ndarray], list[np.ndarray]]:
+    """A layer norm of rows of mean 3 and its gradients."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, features)).astype(np.float32) + 3
+    scale, w = (
+        rng.standard_normal(features).astype(np.float32),
+        rng.standard_normal((2, features)).astype(np.float32) + 1,
+    )
+    wide, g = x.astype(np.float64), (w * scale.astype(np.float64))
+    mean, rstd = wide.mean(-1, keepdims=True), 1 / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)
+    normal = (wide - mean) * rstd
+    dx = rstd * (g - g.mean(-1, keepdims=True) - normal * (g * normal).mean(-1, keepdims=True))
+
+    def run(how, *arrays):
+        x, scale, w = map(jnp.asarray, arrays)
+        y, pull = jax.vjp(lambda x, scale: vishwamai.layer_norm(x, scale, eps=1e-6, implementation=how), x, scale)
+        return [y, *pull(w)]
+
+    return run, [x, scale, w], [normal * scale, dx, np.sum(w * normal, 0)]
+
+
+def long_sparse(blocks: int, rows: int) -> tuple[Any, list[np.ndarray], list[np.ndarray]]:
+    """One column of blocks of 256 x 32, its product with `rows` rows and the gradients."""
+    rng = np.random.default_rng(0)
+    shapes = (rows, blocks * 256), (blocks, 256, 32), (rows, 32)
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    dense, values, w = (x.astype(np.float64) for x in arrays)
+    flat = values.reshape(-1, 32)
+    indices = np.stack([np.arange(blocks), np.zeros(blocks, int)], 1)
+
+    def run(how, *arrays):
+        dense, values, w = map(jnp.asarray, arrays)
+        how = {"shape": (blocks * 256, 32), "implementation": how}
+        y, pull = jax.vjp(lambda d, v: vishwamai.block_sparse_matmul(d, v, indices, **how), dense, values)
+        return [y, *pull(w)]
+
+    return run, arrays, [dense @ flat, w @ flat.T, (dense.T @ w).reshape(values.shape)]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "case, size",
+    [
+        (long_attention, (24, 32768)),
+        pytest.param(long_attention, (32768, 32), marks=pytest.mark.long),
+        (long_norm, (1_000_000,)),
+        (long_sparse, (64, 48)),
+        pytest.param(long_sparse, (1, 16384), marks=pytest.mark.long),
+    ],
+    ids=["keys", "queries", "features", "blocks", "rows"],
+)
+def test_long_sums_of_other_operations(case, size):
+    """Over keys, queries, features, blocks and rows, forward and in the gradients, float32 is as exact as XLA's, which sums up in blocks."""
+    run, arrays, truth = case(*size)
+    names = zip(run("native_cpu", *arrays), run("xla", *arrays), truth, strict=True)
+    for i, (got, reference, true) in enumerate(names):
+        unit = np.sqrt(np.mean(true**2))
+        error, allowed = (np.sqrt(np.mean((np.asarray(x, np.float64) - true) ** 2)) / unit for x in (got, reference))
+        assert error <= 2 * allowed + 1e-7, (i, error, allowed)
 
 
 @needs_native

@@ -1,5 +1,7 @@
 """The native CPU kernels on operands that the contract's cases do not have: padding over whole panels of keys, parameters of other types than the rows."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,36 @@ def test_padding_over_whole_panels(dtype, tolerance):
     hidden = jnp.where(mask.swapaxes(2, 3), k, jnp.nan)  # in some panel that is not skipped, for the second sequence
     again = vishwamai.flash_attention(q, hidden, v, mask=mask, implementation="native_cpu")
     np.testing.assert_array_equal(np.asarray(again, np.float32), out)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 4e-2)])
+@pytest.mark.parametrize("masked", ("mask", "mask and bias", "segments"))
+def test_gradients_skip_what_is_hidden(dtype, tolerance, masked):
+    """Keys that padding or segments hide from all queries of a panel are skipped by the backward pass: gradients as the reference's, 0 where hidden."""
+    rng = np.random.default_rng(0)
+    q, k, v, w = (jnp.asarray(rng.standard_normal((3, 2, 300, 40)), dtype) for _ in range(4))
+    shown = jnp.arange(300) < jnp.array([0, 33, 300])[:, None]
+    how: dict[str, Any] = {"mask": shown[:, None, None]}
+    if masked == "segments":  # two sequences in a row and padding; all of the second batch's is one segment
+        ends = jnp.array([[90, 200], [300, 300], [1, 299]])
+        ids = (jnp.arange(300) >= ends[:, :1]).astype(jnp.int32) + (jnp.arange(300) >= ends[:, 1:])
+        how = {"segment_ids": (ids, ids)}
+    bias = jnp.asarray(rng.standard_normal((1, 2, 300, 300)), jnp.float32) if masked == "mask and bias" else None
+
+    def gradients(implementation):
+        def attention(q, k, v, bias):
+            return vishwamai.flash_attention(q, k, v, bias, **how, implementation=implementation)
+
+        out, pull = jax.vjp(attention, q, k, v, bias)
+        return [x for x in (out, *pull(w)) if x is not None]
+
+    ours = gradients("native_cpu")
+    if "mask" in how:
+        for gradient in ours[2:4]:  # of keys and values
+            assert (np.asarray(gradient, np.float32)[~np.broadcast_to(shown[:, None], (3, 2, 300))] == 0).all()
+    for got, reference in zip(ours, gradients("xla"), strict=True):
+        got, reference = np.asarray(got, np.float32), np.asarray(reference, np.float32)
+        np.testing.assert_allclose(got, reference, atol=tolerance * max(1, np.abs(reference).max()))
 
 
 def test_norm_parameters_of_other_types():

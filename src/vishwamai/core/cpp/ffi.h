@@ -28,10 +28,17 @@ inline const T* optional(const ffi::AnyBuffer& buffer) {
 }
 inline const void* optional(const ffi::AnyBuffer& buffer) { return optional<void>(buffer); }
 
-// Where a result is written.
-inline void* target(ffi::Result<ffi::AnyBuffer>& result) {
-  expect_written(result->untyped_data(), result->size_bytes());
-  return result->untyped_data();
+// Handler `call`, whose results are announced first: what VISHWAMAI_REGISTER registers, so every large result of every operation.
+template <XLA_FFI_Handler* call>
+XLA_FFI_Error* announcing_results(XLA_FFI_CallFrame* frame) {
+  for (int64_t i = 0; i < frame->rets.size; ++i) {
+    if (frame->rets.types[i] != XLA_FFI_RetType_BUFFER) continue;
+    const XLA_FFI_Buffer& result = *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[i]);
+    size_t bytes = ffi::ByteWidth(static_cast<ffi::DataType>(result.dtype));
+    for (int64_t axis = 0; axis < result.rank; ++axis) bytes *= static_cast<size_t>(result.dims[axis]);
+    expect_written(result.data, bytes);
+  }
+  return call(frame);
 }
 
 inline bool storage_of(const ffi::AnyBuffer& buffer, Storage* storage) {

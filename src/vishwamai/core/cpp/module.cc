@@ -8,6 +8,7 @@
 namespace nb = nanobind;
 
 NB_MODULE(_cpu, m) {
+  vishwamai::keep_freed_memory();
   m.doc() = "Native CPU kernels behind XLA's foreign function interface.";
   m.def("registrations", [] {
     nb::dict handlers;

@@ -177,6 +177,18 @@ void expect_written(void* data, size_t bytes) {
 #endif
 }
 
+void keep_freed_memory() {
+#if defined(__GLIBC__)
+  const char* text = std::getenv("VISHWAMAI_CPU_KEEP_FREED");
+  if (text != nullptr && *text == '0') return;
+  // Freeing the largest block that adapts glibc's thresholds takes them where any program with large arrays brings them: blocks up
+  // to 32 MiB come from the heap, which is trimmed from twice that on.  It is never touched, so it costs two system calls;
+  // thresholds that the user has set (MALLOC_*, mallopt) do not adapt, so they stay as they are.
+  void* volatile block = std::malloc((size_t{32} << 20) - (1 << 16));  // volatile: a compiler may drop the pair
+  std::free(block);
+#endif
+}
+
 Scratch::Scratch(size_t bytes) {
   // Powers of two above a page, so that calls of like size share blocks.
   size_t rounded = round(bytes ? bytes : 1);

@@ -43,6 +43,10 @@ int thread_limit();
 // touched, and their faults, one for 4 KiB, take longer than writing them.  Pages that are there already stay as they are.
 void expect_written(void* data, size_t bytes);
 
+// Tells the C library to keep freed memory, up to 64 MiB at the end of the heap, unless VISHWAMAI_CPU_KEEP_FREED=0.  glibc begins
+// with less, gives results of a few MiB back to the system at the end of every call, and has them faulted in at the next.
+void keep_freed_memory();
+
 // 64-byte aligned memory for the life of the object.  Each thread keeps the last few blocks that it used, so that a
 // repeated call pays for no page fault; with VISHWAMAI_CPU_POISON=1 it starts as NaN, for the tests.
 class Scratch {

@@ -1,4 +1,4 @@
-// The FFI handlers of this module: an operation's cpu.cc adds its own, module.cc hands all of them to Python.
+// The FFI handlers of this module: an operation's cpu.cc adds its own (with ffi.h), module.cc hands all of them to Python.
 #pragma once
 
 namespace vishwamai {
@@ -17,4 +17,4 @@ struct Handler {
 }  // namespace vishwamai
 
 #define VISHWAMAI_REGISTER(symbol) \
-  static ::vishwamai::Handler handler_##symbol(#symbol, reinterpret_cast<void*>(symbol));
+  static ::vishwamai::Handler handler_##symbol(#symbol, reinterpret_cast<void*>(&::vishwamai::announcing_results<symbol>));

@@ -37,6 +37,14 @@ VISHWAMAI_INLINE V<T> only(V<T> v, C count, T beyond = T(0)) {  // `beyond` in t
   }
 }
 
+// Calls f(first, count) for pieces of a row of n.  Sums of rows are taken piece by piece and then added, so that the error of a
+// row of a million is not that of one chain of additions.
+constexpr int64_t kSumPiece = 2048;
+template <class F>
+VISHWAMAI_INLINE void for_pieces(int64_t n, F&& f) {
+  for (int64_t i = 0; i < n; i += kSumPiece) f(i, least(kSumPiece, n - i));
+}
+
 // Rows of `row_bytes` bytes (all that is read and written of one) that make a task.
 inline int64_t rows_per_task(int64_t rows, int64_t row_bytes) {
   return greatest<int64_t>(1, least(rows, kTaskBytes / greatest<int64_t>(1, row_bytes)));

@@ -24,7 +24,7 @@ ffi::Error activation(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer dy,
   }
   a.kind = static_cast<ActivationKind>(kind);
   a.groups = dims[0], a.rows = dims[1], a.features = dims[2];
-  a.x = x.untyped_data(), a.dy = optional(dy), a.out = target(out);
+  a.x = x.untyped_data(), a.dy = optional(dy), a.out = out->untyped_data();
   a.seed = optional<uint32_t>(seed), a.row_numbers = optional<uint32_t>(rows), a.column_numbers = optional<uint32_t>(columns);
   a.seed_stride = group_stride(seed), a.row_stride = group_stride(rows), a.column_stride = group_stride(columns);
   a.threshold = static_cast<uint32_t>(threshold), a.keep_scale = keep_scale;

@@ -77,7 +77,7 @@ ffi::Error forward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value,
   if (!read(query, key, value, bias, mask, q_segments, kv_segments, sinks, seed, options, &a)) {
     return invalid("attention_forward: query, key and value must be [batch, heads, length, dim], a block mask [heads or 1, blocks, blocks]");
   }
-  a.out = target(out);
+  a.out = out->untyped_data();
   a.logsumexp = logsumexp->element_count() ? logsumexp->untyped_data() : nullptr;
   const Threads threads = threads_of(pool);
   if (a.batch * a.q_heads * a.q_len == 0) return ffi::Error::Success();
@@ -98,7 +98,7 @@ ffi::Error backward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value
   }
   a.out = out.untyped_data(), a.logsumexp = logsumexp.untyped_data(), a.dout = dout.untyped_data();
   a.dlogsumexp = optional(dlogsumexp);
-  a.dquery = target(dquery), a.dkey = target(dkey), a.dvalue = target(dvalue);
+  a.dquery = dquery->untyped_data(), a.dkey = dkey->untyped_data(), a.dvalue = dvalue->untyped_data();
   run_backward(a, threads_of(pool));
   return ffi::Error::Success();
 }
@@ -114,7 +114,7 @@ ffi::Error bias_gradient(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer 
   }
   a.out = out.untyped_data(), a.logsumexp = logsumexp.untyped_data(), a.dout = dout.untyped_data();
   a.dlogsumexp = optional(dlogsumexp);
-  a.dbias = target(dbias);
+  a.dbias = dbias->untyped_data();
   const auto shape = dbias->dimensions();
   for (int axis = 0; axis < 4; ++axis) a.dbias_shape[axis] = shape[axis];
   if (dbias->element_count() != 0) run_bias_gradient(a, threads_of(pool));

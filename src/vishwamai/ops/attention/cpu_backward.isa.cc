@@ -27,7 +27,9 @@ struct Backward {
   const int64_t padded_queries = q_blocks * kQueries;
   const int64_t qk_panels = ceil_div<int64_t>(a.qk_dim, C), v_panels = ceil_div<int64_t>(a.v_dim, C);
   const int64_t dq_rows = round_up<int64_t>(a.qk_dim, kPanelRows);
-  const bool modified = Scores<T>::needed(a);
+  // A mask that is the same for all queries (padding): a key is hidden as a whole, and panels without a visible one are skipped.
+  const bool by_key = a.mask && a.mask_strides[2] == 0;
+  const bool modified = Scores<T>::needed(a, by_key);
 
   // One query head, packed: as the right operand of products over features, and of products over queries.
   struct Head {
@@ -103,14 +105,8 @@ struct Backward {
   void pack_by_query(int64_t b, int64_t h, int64_t block, const Head& head) const {
     const int64_t begin = block * kQueries, valid = least<int64_t>(kQueries, a.q_len - begin);
     const S *q = rows_of(a.query, b, h, a.qk_dim), *dout = rows_of(a.dout, b, h, a.v_dim);
-    for (int64_t v = 0; v < qk_panels; ++v) {
-      E::pack_b(q + begin * a.qk_dim + v * C, a.qk_dim, 1, valid, kQueries, static_cast<int>(least<int64_t>(C, a.qk_dim - v * C)),
-                head.queries + v * E::b_elements(padded_queries) + E::b_elements(begin));
-    }
-    for (int64_t v = 0; v < v_panels; ++v) {
-      E::pack_b(dout + begin * a.v_dim + v * C, a.v_dim, 1, valid, kQueries, static_cast<int>(least<int64_t>(C, a.v_dim - v * C)),
-                head.douts + v * E::b_elements(padded_queries) + E::b_elements(begin));
-    }
+    pack_rows<E>(q + begin * a.qk_dim, a.qk_dim, valid, kQueries, head.queries + E::b_elements(begin), E::b_elements(padded_queries));
+    pack_rows<E>(dout + begin * a.v_dim, a.v_dim, valid, kQueries, head.douts + E::b_elements(begin), E::b_elements(padded_queries));
   }
 
   // A task's memory for one block of keys against one block of queries.
@@ -159,17 +155,30 @@ struct Backward {
     }
   }
 
-  // Which columns of the query block from q0 on the masks leave to the 32 keys from `key` on, C to a bit.
-  uint64_t columns_of(const Blocks& blocks, int64_t key, int rows, int64_t q0) const {
+  // Which keys of [k0, k1) a mask that is the same for all queries shows to head h, in `shown`.  Bit i: it shows some of the i-th 32.
+  uint64_t look_up_mask(int64_t b, int64_t h, int64_t k0, int64_t k1, uint8_t* shown) const {
+    if (!by_key) return ~uint64_t{0};
+    const uint8_t* mask = a.mask + b * a.mask_strides[0] + h * a.mask_strides[1];
+    uint64_t live = 0;
+    for (int64_t k = k0; k < k1; ++k) {
+      shown[k - k0] = mask[k * a.mask_strides[3]] != 0;
+      live |= uint64_t{shown[k - k0]} << (k - k0) / kPanelRows;
+    }
+    return live;
+  }
+
+  // Which columns of the query block from q0 on the masks leave to the 32 keys from `key` on, C to a bit; `spans`: the queries' segments.
+  uint64_t columns_of(const Blocks& blocks, int64_t b, int64_t key, int rows, int64_t q0, const SegmentSpan* spans) const {
     const Range range = queries_of(a, key, key + rows - 1);
-    const uint64_t bits = Runs::of(greatest(range.begin, q0) - q0, least(range.end, q0 + kQueries) - q0, C);
+    uint64_t bits = Runs::of(greatest(range.begin, q0) - q0, least(range.end, q0 + kQueries) - q0, C);
+    if (a.q_segments) bits = meeting(bits, spans, span_of(a.kv_segments + b * a.kv_segments_stride, key, key + rows));
     return bits && blocks.codes ? bits & blocks.live_queries(key, key + rows, q0, least(a.q_len, q0 + kQueries), C) : bits;
   }
 
   // P^T and dS^T of the 32 keys from `key` on against columns [begin, end) of the query block from q0 on.
-  // `p` and `ds` of w are written from column 0 on, dscores (the panel's rows) in place.
+  // `p` and `ds` of w are written from column 0 on, dscores (the panel's rows) in place.  `shown`: of the panel's keys, with by_key.
   template <bool kOperands>
-  void panel(const Scores<T>& scores, const Blocks& blocks, const uint32_t* seed, int64_t key, int rows, int64_t q0, int begin, int end,
+  void panel(const Scores<T>& scores, const Blocks& blocks, const uint8_t* shown, const uint32_t* seed, int64_t key, int rows, int64_t q0, int begin, int end,
              const Packed* keys, const Packed* values, const Packed* queries_by_feature, const Packed* douts_by_feature, const T* sums,
              const T* delta, const Work& w, T* dscores) const {
     for (int c = begin; c < end; c += C) {
@@ -184,7 +193,7 @@ struct Backward {
       Range own = queries_of(a, key + r, key + r);
       own = {greatest(own.begin, q0 + begin), least(own.end, q0 + end)};
       int seen_begin = static_cast<int>(own.begin - q0), seen_end = static_cast<int>(own.end - q0);
-      if (seen_begin >= seen_end) seen_begin = seen_end = begin;
+      if (seen_begin >= seen_end || (by_key && !shown[r])) seen_begin = seen_end = begin;
       if (modified && seen_begin < seen_end) scores.apply(s + seen_begin, key + r, q0 + seen_begin, seen_end - seen_begin);
       if (hidden && seen_begin < seen_end) blocks.hide_queries(s + seen_begin, key + r, q0 + seen_begin, seen_end - seen_begin);
       fill(s, begin, seen_begin, static_cast<T>(-kInfinity));
@@ -227,40 +236,45 @@ struct Backward {
     const Work w = take_work(scratch);
     T *dk = scratch.take<T>(kKeys * dk_stride), *dv = scratch.take<T>(kKeys * dv_stride);
     Packed* ds_panel = scratch.take<Packed>(E::b_elements(kKeys));
+    uint8_t shown[kKeys];
     memset(dq, 0, sizeof(T) * static_cast<size_t>(group * q_blocks * dq_rows * kStride));
     for (int64_t block = chunk; block < key_blocks; block += chunks) {
       const int64_t k0 = block * kKeys, k1 = least(a.kv_len, k0 + kKeys);
-      pack_keys(b, h, block, w, true);
+      bool packed_keys = false;
       memset(dk, 0, sizeof(T) * static_cast<size_t>(kKeys * dk_stride));
       memset(dv, 0, sizeof(T) * static_cast<size_t>(kKeys * dv_stride));
       const Range range = queries_of(a, k0, k1 - 1);
       for (int64_t g = 0; g < group && !range.empty(); ++g) {
         const int64_t q_head = h * group + g;
+        const uint64_t live = look_up_mask(b, q_head, k0, k1, shown);
+        if (live == 0) continue;
+        if (!packed_keys) pack_keys(b, h, block, w, packed_keys = true);
         const Head head = place(const_cast<Packed*>(packed) + g * r.elements, r);
-        const Scores<T> scores(a, b, q_head, true);
+        const Scores<T> scores(a, b, q_head, true, by_key);
         const Blocks blocks(a, q_head);
         const uint32_t* seed = a.dropout_seed ? a.dropout_seed + (b * a.q_heads + q_head) * 2 : nullptr;
         for (int64_t q_block = range.begin / kQueries; q_block * kQueries < range.end; ++q_block) {
           const int64_t q0 = q_block * kQueries, q1 = least(a.q_len, q0 + kQueries);
-          if (a.q_segments && span_of(a.q_segments + b * a.q_segments_stride, q0, q1)
-                                  .disjoint(span_of(a.kv_segments + b * a.kv_segments_stride, k0, k1))) continue;
+          SegmentSpan spans[kQueries / C];
+          if (a.q_segments) spans_of(a.q_segments + b * a.q_segments_stride, q0, q1, C, spans);
           if (seed) for (int64_t i = 0; i < kQueries; ++i) w.row_hashes[i] = row_hash(seed[0], q0 + i);
           uint64_t computed[kPanels] = {};  // the columns that each panel of keys has scores for, C to a bit
           for (int64_t k = k0; k < k1; k += kPanelRows) {
             const int64_t i = (k - k0) / kPanelRows;
             const int rows = static_cast<int>(least<int64_t>(kPanelRows, k1 - k));
-            Runs runs{computed[i] = columns_of(blocks, k, rows, q0), C};
+            if ((live >> i & 1) == 0) continue;
+            Runs runs{computed[i] = columns_of(blocks, b, k, rows, q0, spans), C};
             for (int begin, end; runs.next(&begin, &end);) {
-              panel<true>(scores, blocks, seed, k, rows, q0, begin, end, w.keys + i * E::a_elements(a.qk_dim), w.values + i * E::a_elements(a.v_dim),
+              panel<true>(scores, blocks, shown + i * kPanelRows, seed, k, rows, q0, begin, end, w.keys + i * E::a_elements(a.qk_dim), w.values + i * E::a_elements(a.v_dim),
                           head.queries_by_feature + q0 / C * E::b_elements(a.qk_dim), head.douts_by_feature + q0 / C * E::b_elements(a.v_dim),
                           head.sums + q0, head.delta + q0, w, w.dscores + i * kPanelRows * kStride);
               for (int64_t v = 0; v < v_panels; ++v) {
-                E::product(w.p, E::a_stride(kQueries), head.douts + v * E::b_elements(padded_queries) + E::b_elements(q0 + begin), end - begin, rows,
-                           dv + i * kPanelRows * dv_stride + v * C, dv_stride, true);
+                add_product<E>(w.p, E::a_stride(kQueries), head.douts + v * E::b_elements(padded_queries) + E::b_elements(q0 + begin), end - begin, rows,
+                               dv + i * kPanelRows * dv_stride + v * C, dv_stride, true, group * (range.end - range.begin));
               }
               for (int64_t v = 0; v < qk_panels; ++v) {
-                E::product(w.ds, E::a_stride(kQueries), head.queries + v * E::b_elements(padded_queries) + E::b_elements(q0 + begin), end - begin, rows,
-                           dk + i * kPanelRows * dk_stride + v * C, dk_stride, true);
+                add_product<E>(w.ds, E::a_stride(kQueries), head.queries + v * E::b_elements(padded_queries) + E::b_elements(q0 + begin), end - begin, rows,
+                               dk + i * kPanelRows * dk_stride + v * C, dk_stride, true, group * (range.end - range.begin));
               }
             }
           }
@@ -272,8 +286,8 @@ struct Backward {
               const int64_t depth = least<int64_t>(end, k1 - k0) - begin;
               E::pack_b(w.dscores + begin * kStride + c, kStride, 1, depth, round_up<int64_t>(depth, kPanelRows), C, ds_panel);
               for (int64_t d = 0; d < dq_rows; d += kPanelRows) {
-                E::product(w.keys_by_feature + d / kPanelRows * E::a_elements(kKeys) + E::a_offset(begin), E::a_stride(k1 - k0), ds_panel, depth,
-                           kPanelRows, dq_block + d * kStride + c, kStride, true);
+                add_product<E>(w.keys_by_feature + d / kPanelRows * E::a_elements(kKeys) + E::a_offset(begin), E::a_stride(k1 - k0), ds_panel, depth,
+                               kPanelRows, dq_block + d * kStride + c, kStride, true, ceil_div(a.kv_len, chunks));
               }
             }
           }
@@ -348,28 +362,33 @@ struct Backward {
     Packed* queries = scratch.take<Packed>(kQueries / C * E::b_elements(a.qk_dim));
     Packed* douts = scratch.take<Packed>(kQueries / C * E::b_elements(a.v_dim));
     T *sums = scratch.take<T>(kQueries), *delta = scratch.take<T>(kQueries);
+    uint8_t shown[kKeys];
     const int64_t *shape = a.dbias_shape, k0 = block * kKeys, k1 = least(a.kv_len, k0 + kKeys);
     T* dbias = static_cast<T*>(a.dbias) + (bb * shape[1] + bh) * shape[2] * shape[3];
     const int64_t q_stride = shape[2] == 1 ? 0 : shape[3], k_stride = shape[3] == 1 ? 0 : 1;
     const Range range = queries_of(a, k0, k1 - 1);
     for (int64_t b = shape[0] == 1 ? 0 : bb; b < (shape[0] == 1 ? a.batch : bb + 1); ++b) {
       for (int64_t h = shape[1] == 1 ? 0 : bh; h < (shape[1] == 1 ? a.q_heads : bh + 1); ++h) {
-        if (range.empty()) continue;
+        const uint64_t live = range.empty() ? 0 : look_up_mask(b, h, k0, k1, shown);
+        if (live == 0) continue;
         pack_keys(b, h / group, block, w, false);
-        const Scores<T> scores(a, b, h, true);
+        const Scores<T> scores(a, b, h, true, by_key);
         const Blocks blocks(a, h);
         const uint32_t* seed = a.dropout_seed ? a.dropout_seed + (b * a.q_heads + h) * 2 : nullptr;
         for (int64_t q_block = range.begin / kQueries; q_block * kQueries < range.end; ++q_block) {
           const int64_t q0 = q_block * kQueries, q1 = least(a.q_len, q0 + kQueries);
+          SegmentSpan spans[kQueries / C];
+          if (a.q_segments) spans_of(a.q_segments + b * a.q_segments_stride, q0, q1, C, spans);
           statistics(b, h, q0, q0 + kQueries, sums, delta);
           pack_by_feature(b, h, q_block, queries, douts);
           if (seed) for (int64_t i = 0; i < kQueries; ++i) w.row_hashes[i] = row_hash(seed[0], q0 + i);
           for (int64_t k = k0; k < k1; k += kPanelRows) {
             const int64_t i = (k - k0) / kPanelRows;
             const int rows = static_cast<int>(least<int64_t>(kPanelRows, k1 - k));
-            Runs runs{columns_of(blocks, k, rows, q0), C};
+            if ((live >> i & 1) == 0) continue;
+            Runs runs{columns_of(blocks, b, k, rows, q0, spans), C};
             for (int begin, end; runs.next(&begin, &end);) {
-              panel<false>(scores, blocks, seed, k, rows, q0, begin, end, w.keys + i * E::a_elements(a.qk_dim),
+              panel<false>(scores, blocks, shown + i * kPanelRows, seed, k, rows, q0, begin, end, w.keys + i * E::a_elements(a.qk_dim),
                            w.values + i * E::a_elements(a.v_dim), queries, douts, sums, delta, w, w.dscores);
               for (int r = 0; r < rows; ++r) {
                 const T* ds = w.dscores + r * kStride;  // zero beyond q1

@@ -2,8 +2,8 @@
 //
 // Keys and values are packed once per kv head, in the order in which the products read them.  A task then takes a block
 // of queries of one head and walks over the key blocks that the masks leave, 32 queries at a time: S = Q K^T, the rows'
-// softmax, O += P V.  The running maximum is only renewed when a score exceeds it by a factor of 2^8: p stays far inside float32 and
-// the sums are rescaled in the few blocks that need it instead of in all (the idea of FlashAttention-4).
+// softmax, O += P V.  A row's running "maximum" is that of the first scores, and is only renewed when a sum of probabilities exceeds 2^16:
+// they stay far inside float32, and the sums are rescaled in the few blocks that need it instead of in all (the idea of FlashAttention-4).
 #include "cpu_blocks.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
@@ -30,7 +30,7 @@ struct Forward {
   // A mask that is the same for all queries (padding) and no other change to the scores: whole columns without a visible key are
   // skipped, and the others' mask is applied while the exponentials are taken.  A dropout's variant of that is not compiled.
   const bool by_key = a.mask && a.mask_strides[2] == 0 && !a.bias && !a.q_segments && a.softcap == 0 && a.scale > 0 && !a.dropout_seed;
-  const bool modified = Scores<T>::needed(a) && !by_key;
+  const bool modified = Scores<T>::needed(a, by_key);
 
   // Packs one block of keys of kv head g = b * kv_heads + h.
   void pack(int64_t g, int64_t block, Packed* keys, Packed* values) const {
@@ -41,11 +41,7 @@ struct Forward {
       E::pack_b(key + k * a.qk_dim, 1, a.qk_dim, a.qk_dim, a.qk_dim, static_cast<int>(least<int64_t>(C, valid - k)),
                 keys + k / C * E::b_elements(a.qk_dim));
     }
-    for (int64_t v = 0; v < v_panels; ++v) {
-      E::pack_b(value + begin * a.v_dim + v * C, a.v_dim, 1, valid - begin, end - begin,
-                static_cast<int>(least<int64_t>(C, a.v_dim - v * C)),
-                values + v * E::b_elements(padded_keys) + E::b_elements(begin));
-    }
+    pack_rows<E>(value + begin * a.v_dim, a.v_dim, valid - begin, end - begin, values + E::b_elements(begin), E::b_elements(padded_keys));
   }
 
   // The mask of keys [k0, k1) in `shown`, 0 beyond them.  Bit i: one of keys [k0 + i * C, k0 + (i + 1) * C) is visible.
@@ -67,14 +63,16 @@ struct Forward {
   };
 
   // Softmax of one row's scores s[begin, end), of which [seen.begin, seen.end) are visible, with `kMasked` those alone whose byte of
-  // `shown` is not zero; writes P from column 0 on.
-  template <bool kDropout, bool kMasked>
+  // `shown` is not zero; the others' scores are -infinity already with `kFilled`.  Writes P from column 0 on.
+  template <bool kDropout, bool kMasked, bool kFilled = false>
   VISHWAMAI_INLINE void soften(T* s, int begin, int end, int seen_begin, int seen_end, T unit_scale, const T* keep, const uint8_t* shown,
                     Packed* p, int row, Rows& state) const {
     const T none = static_cast<T>(-kInfinity);
-    if (seen_begin >= seen_end) seen_begin = seen_end = begin;
-    fill(s, begin, seen_begin, none);
-    fill(s, seen_end, end, none);
+    if constexpr (!kFilled) {
+      if (seen_begin >= seen_end) seen_begin = seen_end = begin;
+      fill(s, begin, seen_begin, none);
+      fill(s, seen_end, end, none);
+    }
     T m = state.m[row], shrink = 1;
     auto score = [&](int i) __attribute__((always_inline)) {
       if constexpr (kMasked) return load_bools<T>(shown + i) ? load(s + i) : splat(none);
@@ -88,18 +86,17 @@ struct Forward {
       }
       return max_lanes<T>(maximum(x, y)) * unit_scale;
     };
-    if (m == none && seen_begin < seen_end) m = greatest_score();
-    V<T> sum_x, sum_y, top;
+    if (m == none && seen_begin < seen_end) {
+      const int first = seen_begin / C * C;
+      m = max_lanes<T>(maximum(score(first), score(first + W))) * unit_scale;
+      if (m == none) m = greatest_score();
+    }
+    V<T> sum_x, sum_y;
     auto exponentials = [&]() __attribute__((always_inline)) {
       const V<T> shift = splat(m == none ? T(0) : m), scale = splat(unit_scale);
-      V<T> top_x = splat(none), top_y = top_x;
       sum_x = sum_y = V<T>{};
       for (int i = begin; i < end; i += C) {
-        V<T> x = score(i) * scale - shift, y = score(i + W) * scale - shift;
-        top_x = maximum(top_x, x);
-        top_y = maximum(top_y, y);
-        x = Exp::power(x);
-        y = Exp::power(y);
+        V<T> x = Exp::power(score(i) * scale - shift), y = Exp::power(score(i + W) * scale - shift);
         sum_x += x;
         sum_y += y;
         if constexpr (kDropout) {
@@ -108,10 +105,9 @@ struct Forward {
         }
         E::put(p, E::a_stride(kBlockKeys), row, i - begin, x, y);
       }
-      top = maximum(top_x, top_y);
     };
     exponentials();
-    if (__builtin_expect(any_above<T>(top, Exp::kSlack), 0)) {
+    if (__builtin_expect(any_above<T>(sum_x + sum_y, T(65536)), 0)) {
       const T renewed = greatest_score();
       shrink = Exp::power(m - renewed);
       m = renewed;
@@ -123,6 +119,16 @@ struct Forward {
     }
     state.m[row] = m;
     store(state.l + row * W, load(state.l + row * W) * shrink + sum_x + sum_y);
+  }
+
+  // Softmax of a panel's rows, where all of them see the keys of columns [begin, seen_end).
+  template <bool kMasked>
+  __attribute__((noinline)) void soften_alike(T* s, int rows, int begin, int end, int seen_end, T unit_scale, const uint8_t* shown, Packed* p, Rows& state) const {
+    for (int r = 0; r < rows; ++r) {
+      T* row = s + r * kScoreStride;
+      fill(row, seen_end, end, static_cast<T>(-kInfinity));
+      soften<false, kMasked, true>(row, begin, end, begin, seen_end, unit_scale, nullptr, shown, p, r, state);
+    }
   }
 
   void finish(int64_t b, int64_t h, int64_t first_row, int rows, const Rows& state) const {
@@ -142,10 +148,11 @@ struct Forward {
       }
       const V<T> inverse = splat(l == 0 ? T(0) : weight / l);  // a NaN goes through
       S* out = static_cast<S*>(a.out) + row * a.v_dim;
-      for (int64_t d = 0; d < a.v_dim; d += W) {
-        const V<T> o = state.started ? load(state.out + r * out_stride + d) : V<T>{};
-        store(out + d, o * inverse, static_cast<int>(least<int64_t>(W, a.v_dim - d)));
-      }
+      const T* sums = state.out + r * out_stride;
+      auto result = [&](int64_t d) __attribute__((always_inline)) { return (state.started ? load(sums + d) : V<T>{}) * inverse; };
+      int64_t d = 0;
+      for (; d + W <= a.v_dim; d += W) store(out + d, result(d));
+      if (d < a.v_dim) store(out + d, result(d), static_cast<int>(a.v_dim - d));
       if (a.logsumexp) {
         T value = l == 0 ? static_cast<T>(-kInfinity) : m * Exp::kNats + static_cast<T>(__builtin_log(l));
         static_cast<T*>(a.logsumexp)[row] = value;
@@ -193,16 +200,17 @@ struct Forward {
       uint64_t live = ~uint64_t{0};
       if (by_key) live = look_up_mask(b, h, k0, k1, shown);
       if (live == 0) continue;
-      const SegmentSpan key_span = kv_segments ? span_of(kv_segments, k0, k1) : SegmentSpan{0, 0};
+      SegmentSpan key_spans[kBlockKeys / C];
+      if (kv_segments) spans_of(kv_segments, k0, k1, C, key_spans);
       for (int64_t i = 0; i < panels; ++i) {
         const int64_t first = q_begin + i * kPanelRows;
         const int rows = static_cast<int>(least<int64_t>(kPanelRows, q_end - first));
         Range range = keys_of(a, first, first + rows - 1);
         range = {greatest(range.begin, k0), least(range.end, k1)};
         if (range.empty()) continue;
-        if (q_segments && span_of(q_segments, first, first + rows).disjoint(key_span)) continue;
         Runs runs{Runs::of(range.begin - k0, range.end - k0, C), C};
         runs.bits &= live;
+        if (q_segments) runs.bits = meeting(runs.bits, key_spans, span_of(q_segments, first, first + rows));
         if (blocks.codes) runs.bits &= blocks.live_keys(first, first + rows, k0, k1, C);
         for (int begin, end; runs.next(&begin, &end);) {
           for (int c = begin; c < end; c += C) {
@@ -211,7 +219,12 @@ struct Forward {
           }
           const bool hidden = blocks.codes && !blocks.whole(first, first + rows, k0 + begin, least<int64_t>(k1, k0 + end));
           Rows state{m + i * kPanelRows, l + i * kPanelRows * W, out + i * kPanelRows * out_stride, ((started >> i) & 1) != 0};
-          for (int r = 0; r < rows; ++r) {
+          const int all_end = static_cast<int>(least<int64_t>(end, k1 - k0));
+          const Range narrow{greatest(keys_of(a, first + rows - 1, first + rows - 1).begin - k0, int64_t{begin}), least(keys_of(a, first, first).end - k0, int64_t{all_end})};
+          const bool alike = !modified && !hidden && !dropped && narrow.begin == begin && narrow.end == all_end;  // for all rows
+          if (alike && by_key) soften_alike<true>(s, rows, begin, end, all_end, unit_scale, shown, p, state);
+          else if (alike) soften_alike<false>(s, rows, begin, end, all_end, unit_scale, nullptr, p, state);
+          else for (int r = 0; r < rows; ++r) {
             T* row = s + r * kScoreStride;
             const Range own = keys_of(a, first + r, first + r);
             const int seen_begin = static_cast<int>(greatest<int64_t>(own.begin - k0, begin));
@@ -230,8 +243,8 @@ struct Forward {
             }
           }
           for (int64_t v = 0; v < v_panels; ++v) {
-            E::product(p, E::a_stride(kBlockKeys), values + v * E::b_elements(padded_keys) + E::b_elements(k0 + begin), end - begin,
-                       rows, state.out + v * C, out_stride, state.started);
+            add_product<E>(p, E::a_stride(kBlockKeys), values + v * E::b_elements(padded_keys) + E::b_elements(k0 + begin), end - begin,
+                           rows, state.out + v * C, out_stride, state.started, all.end - all.begin);
           }
           started |= uint64_t{1} << i;
         }

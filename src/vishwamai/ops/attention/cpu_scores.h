@@ -22,11 +22,11 @@ struct Scores {
   int64_t mask_major, mask_minor;
   const int32_t *major_segments, *minor_segments;
 
-  // Of one (batch, query head); `transposed`: the major index is the key.
-  Scores(const AttentionArgs& a, int64_t b, int64_t h, bool transposed) {
+  // Of one (batch, query head); `transposed`: the major index is the key; `apart`: the mask is left to the caller.
+  Scores(const AttentionArgs& a, int64_t b, int64_t h, bool transposed, bool apart = false) {
     scale = static_cast<T>(a.scale), softcap = static_cast<T>(a.softcap);
     bias = a.bias ? static_cast<const T*>(a.bias) + b * a.bias_strides[0] + h * a.bias_strides[1] : nullptr;
-    mask = a.mask ? a.mask + b * a.mask_strides[0] + h * a.mask_strides[1] : nullptr;
+    mask = a.mask && !apart ? a.mask + b * a.mask_strides[0] + h * a.mask_strides[1] : nullptr;
     const int major = transposed ? 3 : 2, minor = transposed ? 2 : 3;
     bias_major = a.bias_strides[major], bias_minor = a.bias_strides[minor];
     mask_major = a.mask_strides[major], mask_minor = a.mask_strides[minor];
@@ -35,9 +35,9 @@ struct Scores {
     major_segments = transposed ? kv : q, minor_segments = transposed ? q : kv;
   }
 
-  // Whether anything but a positive scale and the band stands between products and logits.
-  static bool needed(const AttentionArgs& a) {
-    return a.bias || a.mask || a.q_segments || a.softcap != 0 || !(a.scale > 0);
+  // Whether anything but a positive scale, the band and a mask that `apart` is left to the caller stands between products and logits.
+  static bool needed(const AttentionArgs& a, bool apart = false) {
+    return a.bias || (a.mask && !apart) || a.q_segments || a.softcap != 0 || !(a.scale > 0);
   }
 
   // s[i] = logit of (major, minor + i) from the product q.k in s[i], -infinity where masked, for i < n.
@@ -62,6 +62,12 @@ struct Scores {
       }
       if (minor_segments) {
         const int32_t own = major_segments[major], *other = minor_segments + minor + i;
+        if constexpr (sizeof(T) == sizeof(int32_t)) {
+          if (count == W) {
+            store(s + i, load(other) == own ? x : none);
+            continue;
+          }
+        }
         uint8_t same[W];
         for (int j = 0; j < W; ++j) same[j] = j < count && other[j] == own;
         x = load_bools<T>(same) ? x : none;
@@ -83,6 +89,37 @@ struct Scores {
 template <class T>
 VISHWAMAI_INLINE void fill(T* p, int from, int to, T value) {
   for (int i = from; i < to; ++i) p[i] = value;
+}
+
+// ---- packing ----------------------------------------------------------------------------------------------------
+// `rows` rows of `dim` features, padded with zeros to `padded` rows, as panels of E::kCols features, `panel_stride` apart.
+template <class E, class S>
+VISHWAMAI_INLINE void pack_rows(const S* in, int64_t dim, int64_t rows, int64_t padded, typename E::Element* out, int64_t panel_stride) {
+  int64_t ready = 0;  // rows that are packed, in all panels of whole width
+  const int64_t whole = dim / E::kCols;
+  if constexpr (requires { E::pack_b_rows(in, 0, 0, out, 0); }) {
+    for (; ready + E::kStep <= rows; ready += E::kStep) E::pack_b_rows(in + ready * dim, dim, whole, out + E::b_elements(ready), panel_stride);
+  }
+  for (int64_t v = 0; v * E::kCols < dim; ++v) {
+    const int64_t done = v < whole ? ready : 0;
+    if (done == padded) continue;
+    E::pack_b(in + done * dim + v * E::kCols, dim, 1, rows - done, padded - done, static_cast<int>(least<int64_t>(E::kCols, dim - v * E::kCols)),
+              out + v * panel_stride + E::b_elements(done));
+  }
+}
+
+// ---- sums -------------------------------------------------------------------------------------------------------
+// C (+)= A B where C sums up `terms` in all.  More than kChain are summed up apart, block by block, and added: one chain of float32 sums
+// loses a digit for every hundred times as many terms.  Engines in registers always do so.
+constexpr int64_t kChain = 2048;
+
+template <class E>
+VISHWAMAI_INLINE void add_product(const typename E::Element* a, int64_t lda, const typename E::Element* b, int64_t k, int rows, typename E::Acc* c,
+                                  int64_t ldc, bool accumulate, int64_t terms) {
+  if constexpr (requires { E::add(a, lda, b, k, rows, c, ldc); }) {
+    if (accumulate && terms > kChain) return E::add(a, lda, b, k, rows, c, ldc);
+  }
+  E::product(a, lda, b, k, rows, c, ldc, accumulate);
 }
 
 // ---- what is visible --------------------------------------------------------------------------------------------
@@ -110,6 +147,19 @@ inline SegmentSpan span_of(const int32_t* ids, int64_t begin, int64_t end) {
   return span;
 }
 
+// The spans of ids [begin, end), `step` to a span.
+inline void spans_of(const int32_t* ids, int64_t begin, int64_t end, int step, SegmentSpan* spans) {
+  for (int64_t i = begin; i < end; i += step) *spans++ = span_of(ids, i, least(end, i + step));
+}
+// `bits` without those whose span is disjoint from `own`.
+inline uint64_t meeting(uint64_t bits, const SegmentSpan* spans, const SegmentSpan& own) {
+  for (uint64_t left = bits; left != 0; left &= left - 1) {
+    const int i = __builtin_ctzll(left);
+    if (spans[i].disjoint(own)) bits &= ~(uint64_t{1} << i);
+  }
+  return bits;
+}
+
 // The unit in which exponents are held.  bfloat16 takes log2, which saves a product per score; the wider types take the
 // natural logarithm, where the difference to the maximum is rounded once and the factor log2(e) only scales what is left.
 template <class S, class T = compute_t<S>>
@@ -117,7 +167,6 @@ struct Exponent {
   static constexpr bool kBinary = std::is_same_v<S, bf16>;
   static constexpr T kPerNat = static_cast<T>(kBinary ? kLog2E : 1.0);  // this unit from natural logarithms
   static constexpr T kNats = static_cast<T>(kBinary ? kLn2 : 1.0);
-  static constexpr T kSlack = static_cast<T>(kBinary ? 8.0 : 5.5);  // by how much a score may exceed the running maximum
 
   static VISHWAMAI_INLINE V<T> power(V<T> x) {
     if constexpr (kBinary) return exp2_rough(x);

@@ -38,7 +38,7 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer residu
   a.x = x.untyped_data();
   a.residual = optional(residual), a.scale = optional(scale), a.offset = optional(offset);
   a.scale_stride = group_stride(scale, a.features), a.offset_stride = group_stride(offset, a.features);
-  a.y = target(y), a.total = target(total);
+  a.y = y->untyped_data(), a.total = total->untyped_data();
   if (x.element_count() != 0) run_forward(a, threads_of(pool));
   return ffi::Error::Success();
 }
@@ -57,7 +57,7 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer s, ffi::AnyBuffer dy, f
   a.eps = eps;
   a.s = s.untyped_data(), a.dy = dy.untyped_data(), a.dtotal = optional(dtotal), a.scale = optional(scale);
   a.scale_stride = group_stride(scale, a.features);
-  a.dx = target(dx);
+  a.dx = dx->untyped_data();
   const size_t features = static_cast<size_t>(a.features);
   a.dscale = dscale->element_count() ? dscale->untyped_data() : nullptr;
   a.doffset = doffset->element_count() ? doffset->untyped_data() : nullptr;

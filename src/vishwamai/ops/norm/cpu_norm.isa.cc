@@ -17,29 +17,34 @@ struct Moments {
   T mean, rstd;
 };
 
-// Sums f(vector) over the row in two chains, so that one addition does not wait for the other.
+// Sums f(vector) over the row in two chains, so that one addition does not wait for the other; the sums of its pieces as float64,
+// for a mean far from zero shows its last digit in every result.
 template <class S, class F, class T = compute_t<S>>
-VISHWAMAI_INLINE T sum_row(const S* x, int64_t n, F&& f) {
+VISHWAMAI_INLINE double sum_row(const S* x, int64_t n, F&& f) {
   constexpr int W = lanes<T>;
-  V<T> a = {}, b = {};
-  int64_t i = 0;
-  for (; i + 2 * W <= n; i += 2 * W) {
-    a += f(load(x + i));
-    b += f(load(x + i + W));
-  }
-  for (; i < n; i += W) {
-    const int count = static_cast<int>(least<int64_t>(W, n - i));
-    a += only<T>(f(load(x + i, count)), count);
-  }
-  return sum_lanes<T>(a + b);
+  double sum = 0;
+  for_pieces(n, [&](int64_t i, int64_t length) __attribute__((always_inline)) {
+    const int64_t end = i + length;
+    V<T> a = {}, b = {};
+    for (; i + 2 * W <= end; i += 2 * W) {
+      a += f(load(x + i));
+      b += f(load(x + i + W));
+    }
+    for (; i < end; i += W) {
+      const int count = static_cast<int>(least<int64_t>(W, end - i));
+      a += only<T>(f(load(x + i, count)), count);
+    }
+    sum += sum_lanes<T>(a + b);
+  });
+  return sum;
 }
 
 template <class S, class T = compute_t<S>>
 VISHWAMAI_INLINE Moments<T> moments(const S* x, int64_t n, bool layer, double eps) {
-  const T inverse = T(1) / static_cast<T>(n);
-  const T mean = layer ? sum_row(x, n, [](V<T> v) { return v; }) * inverse : T(0);
+  const double inverse = 1.0 / static_cast<double>(n);
+  const T mean = layer ? static_cast<T>(sum_row(x, n, [](V<T> v) { return v; }) * inverse) : T(0);
   const V<T> m = splat(mean);
-  T root = sum_row(x, n, [&](V<T> v) { return (v - m) * (v - m); }) * inverse + static_cast<T>(eps);
+  T root = static_cast<T>(sum_row(x, n, [&](V<T> v) { return (v - m) * (v - m); }) * inverse + eps);
   if constexpr (std::is_same_v<T, float>) root = __builtin_sqrtf(root);
   else root = __builtin_sqrt(root);
   return {mean, 1 / root};
@@ -129,14 +134,20 @@ void backward_row(const NormBackwardArgs& a, int64_t row, const T* scale, T* dsc
   const Moments<T> m = moments(s, n, a.layer, a.eps);
   const V<T> mean = splat(m.mean), rstd = splat(m.rstd);
   V<T> sum_g = {}, sum_gx = {};
-  for_vectors<T>(n, [&](int64_t i, auto count) {
-    const V<T> xhat = (get(s + i, count) - mean) * rstd;
-    V<T> g = get(dy + i, count);
-    if (dscale) put(dscale + i, get(dscale + i, count) + g * xhat, count);
-    if (doffset) put(doffset + i, get(doffset + i, count) + g, count);
-    if (scale) g *= get(scale + i, count);
-    sum_g += g;
-    sum_gx += g * xhat;
+  for_pieces(n, [&](int64_t first, int64_t length) __attribute__((always_inline)) {
+    V<T> some_g = {}, some_gx = {};
+    for_vectors<T>(length, [&](int64_t j, auto count) __attribute__((always_inline)) {
+      const int64_t i = first + j;
+      const V<T> xhat = (get(s + i, count) - mean) * rstd;
+      V<T> g = get(dy + i, count);
+      if (dscale) put(dscale + i, get(dscale + i, count) + g * xhat, count);
+      if (doffset) put(doffset + i, get(doffset + i, count) + g, count);
+      if (scale) g *= get(scale + i, count);
+      some_g += g;
+      some_gx += g * xhat;
+    });
+    sum_g += some_g;
+    sum_gx += some_gx;
   });
   const T inverse = T(1) / static_cast<T>(n);
   const V<T> mean_g = splat(a.layer ? sum_lanes<T>(sum_g) * inverse : T(0)), mean_gx = splat(sum_lanes<T>(sum_gx) * inverse);

@@ -22,8 +22,8 @@ ffi::Error rope(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key, 
   if (table[1] != a.positions || 2 * a.pairs > a.dim) return invalid("rope: the tables do not fit the query");
   a.cos = cos.untyped_data(), a.sin = sin.untyped_data();
   a.table_stride = table[0] > 1 ? a.positions * a.pairs : 0;
-  a.arrays[0] = {q[heads], query.untyped_data(), target(query_out)};
-  if (optional(key) != nullptr) a.arrays[1] = {key.dimensions()[heads], key.untyped_data(), target(key_out)};
+  a.arrays[0] = {q[heads], query.untyped_data(), query_out->untyped_data()};
+  if (optional(key) != nullptr) a.arrays[1] = {key.dimensions()[heads], key.untyped_data(), key_out->untyped_data()};
   if (query.element_count() != 0 || a.arrays[1].x != nullptr) run(a, threads_of(pool));
   return ffi::Error::Success();
 }

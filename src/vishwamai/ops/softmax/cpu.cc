@@ -22,7 +22,7 @@ bool read(const ffi::AnyBuffer& x, bool log, SoftmaxArgs* a) {
 ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, bool log) {
   SoftmaxArgs a;
   if (!read(x, log, &a)) return invalid("softmax_forward: x must be floating, [groups, rows, features]");
-  a.out = target(y);
+  a.out = y->untyped_data();
   if (x.element_count() != 0) run_forward(a, threads_of(pool));
   return ffi::Error::Success();
 }
@@ -30,7 +30,7 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyB
 ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffer dy, ffi::Result<ffi::AnyBuffer> dx, bool log) {
   SoftmaxArgs a;
   if (!read(source, log, &a)) return invalid("softmax_backward: x must be floating, [groups, rows, features]");
-  a.dy = dy.untyped_data(), a.out = target(dx);
+  a.dy = dy.untyped_data(), a.out = dx->untyped_data();
   if (source.element_count() != 0) run_backward(a, threads_of(pool));
   return ffi::Error::Success();
 }

@@ -34,25 +34,29 @@ VISHWAMAI_INLINE T row_maximum(const S* x, int64_t n) {
 template <bool kKeep, class S, class T = compute_t<S>>
 VISHWAMAI_INLINE T sum_exponentials(const S* x, int64_t n, T m, T* terms) {
   constexpr int W = lanes<T>;
-  V<T> a = {}, b = {};
+  V<T> sum = {};
   const V<T> shift = splat(m), lowest = splat(T(-104));  // e^-104 is 0
   auto term = [&](V<T> v) __attribute__((always_inline)) {
     if constexpr (std::is_same_v<T, float>) return exp_within<S>(maximum(lowest, v - shift));
     else return exp(v - shift);
   };
-  int64_t i = 0;
-  for (; i + 2 * W <= n; i += 2 * W) {
-    const V<T> e = term(load(x + i)), f = term(load(x + i + W));
-    if constexpr (kKeep) store(terms + i, e), store(terms + i + W, f);
-    a += e;
-    b += f;
-  }
-  for_vectors<T>(n - i, [&](int64_t j, auto count) __attribute__((always_inline)) {
-    const V<T> e = term(get(x + i + j, count));
-    if constexpr (kKeep) put(terms + i + j, e, count);
-    a += only<T>(e, count);
+  for_pieces(n, [&](int64_t i, int64_t length) __attribute__((always_inline)) {
+    const int64_t end = i + length;
+    V<T> a = {}, b = {};
+    for (; i + 2 * W <= end; i += 2 * W) {
+      const V<T> e = term(load(x + i)), f = term(load(x + i + W));
+      if constexpr (kKeep) store(terms + i, e), store(terms + i + W, f);
+      a += e;
+      b += f;
+    }
+    for_vectors<T>(end - i, [&](int64_t j, auto count) __attribute__((always_inline)) {
+      const V<T> e = term(get(x + i + j, count));
+      if constexpr (kKeep) put(terms + i + j, e, count);
+      a += only<T>(e, count);
+    });
+    sum += a + b;
   });
-  return sum_lanes<T>(a + b);
+  return sum_lanes<T>(sum);
 }
 
 template <class T>
@@ -74,19 +78,34 @@ VISHWAMAI_INLINE void forward_row(const S* x, int64_t n, bool log, T* terms, S* 
   }
 }
 
+// Sums f(i, count), a vector, over the row in two chains.
+template <class T, class F>
+VISHWAMAI_INLINE T sum_of(int64_t n, F&& f) {
+  constexpr std::integral_constant<int, lanes<T>> W;
+  V<T> sum = {};
+  for_pieces(n, [&](int64_t i, int64_t length) __attribute__((always_inline)) {
+    const int64_t end = i + length;
+    V<T> a = {}, b = {};
+    for (; i + 2 * W <= end; i += 2 * W) {
+      a += f(i, W);
+      b += f(i + W, W);
+    }
+    for_vectors<T>(end - i, [&](int64_t j, auto count) __attribute__((always_inline)) { a += f(i + j, count); });
+    sum += a + b;
+  });
+  return sum_lanes<T>(sum);
+}
+
 template <class S, class T = compute_t<S>>
 VISHWAMAI_INLINE void backward_row(const S* x, const S* dy, int64_t n, bool log, T* terms, S* dx) {
-  V<T> sum = {};
   if (log) {
     const T inverse = T(1) / sum_exponentials<true>(x, n, row_maximum(x, n), terms);
-    for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) { sum += get(dy + i, count); });
-    const V<T> factor = splat(sum_lanes<T>(sum) * inverse);
+    const V<T> factor = splat(sum_of<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) { return get(dy + i, count); }) * inverse);
     for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) {
       put(dx + i, get(dy + i, count) - get(terms + i, count) * factor, count);
     });
   } else {
-    for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) { sum += get(x + i, count) * get(dy + i, count); });
-    const V<T> mean = splat(sum_lanes<T>(sum));
+    const V<T> mean = splat(sum_of<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) { return get(x + i, count) * get(dy + i, count); }));
     for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) {
       put(dx + i, get(x + i, count) * (get(dy + i, count) - mean), count);
     });

@@ -65,7 +65,7 @@ struct Product {
     if (starts[t] == starts[t + 1]) memset(c, 0, sizeof(T) * static_cast<size_t>(rows * stride));
     for (int64_t i = starts[t]; i < starts[t + 1]; ++i) {
       multiply_panels<E>(dense + source_of(indices + 2 * order[i]) * source_stride, a_panel, values + order[i] * panels * panel_elements, panel_elements,
-                         rows, panels, take, c, stride, i > starts[t]);
+                         rows, panels, take, c, stride, i > starts[t], Nothing(), (starts[t + 1] - starts[t]) * take);
     }
     store_rows(c, stride, rows, give, out + t * give, width);
   }
@@ -171,7 +171,7 @@ struct ValuesGradient {
           for (int64_t s = 0; s < stretches; ++s) {
             multiply_panels<E>(left + left_of(n) * left_block + s * left_panels * a_panel, a_panel,
                                right + right_of(n) * right_panels * right_panel + E::b_elements(s * kDepth<E>), right_panel, a.block_rows, right_panels,
-                               least(kDepth<E>, a.m - s * kDepth<E>), c, stride, s > 0);
+                               least(kDepth<E>, a.m - s * kDepth<E>), c, stride, s > 0, Nothing(), a.m);
           }
           store_rows(c, stride, a.block_rows, a.block_columns,
                      static_cast<R*>(a.dvalues) + (g * a.blocks + n) * a.block_rows * a.block_columns, a.block_columns);
