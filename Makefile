@@ -52,7 +52,7 @@ test-cpu: $(VENV)/.dev ## the contract of the native CPU kernels; VISHWAMAI_CPU_
 	$(PY) -m pytest -n $(JOBS) -m "not long" -k native_cpu tests/test_contract.py
 	$(PY) -m pytest -n $(JOBS) -m "not long" tests/test_cpu.py
 
-# The thread pool under the thread sanitizer as a program of its own: Python, JAX and XLA are not built with it. Leaks are not asked for: Python has its own.
+# The thread pool under the thread sanitizer as a program of its own: Python, JAX and XLA are not built with it. Leaks are not asked for: Python has its own. Nor are the tests of long sums' digits, which take minutes there.
 sanitize: $(VENV)/.dev ## the native CPU kernels under the address, undefined-behaviour and thread sanitizers
 	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/sanitize -DVISHWAMAI_SANITIZE=ON -DPython_EXECUTABLE="$(abspath $(PY))" \
 	  -Dnanobind_DIR="$$($(PY) -m nanobind --cmake_dir)" $(CMAKE_FLAGS)
@@ -61,7 +61,7 @@ sanitize: $(VENV)/.dev ## the native CPU kernels under the address, undefined-be
 	build/sanitize/parallel_stress
 	VISHWAMAI_CPU_MODULE="$$(ls $(abspath build/sanitize)/_cpu*.so)" LD_PRELOAD="$$(for l in asan ubsan stdc++; do $(CXX) -print-file-name=lib$$l.so; done | tr '\n' ' ')" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 VISHWAMAI_CPU_POISON=1 \
-	  $(PY) -m pytest -n $(JOBS) -m "" -k "native_cpu or test_cpu" tests/test_contract.py tests/test_cpu.py
+	  $(PY) -m pytest -n $(JOBS) -m "" -k "(native_cpu or test_cpu) and not long_sums" tests/test_contract.py tests/test_cpu.py
 
 # The kernels for 64-bit Arm by Debian's cross compiler (apt-get install g++-aarch64-linux-gnu qemu-user), and run under an emulator where there is one.
 arm64: ## compile the CPU kernels for 64-bit Arm and check their numbers under qemu

@@ -321,6 +321,9 @@ def test_few_queries_over_a_cache(q_len, dtype):
 
 @needs_native
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's allocator")
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer's allocator stands for glibc's"
+)
 @pytest.mark.parametrize("threshold", (None, pytest.param("131072", marks=pytest.mark.long)))
 def test_freed_results_are_kept(threshold):
     """Results of 2 MiB are not given back to the system at every call, unless the user has set glibc's threshold."""
