@@ -45,8 +45,10 @@ triton-newest: $(VENV)/.dev ## compile the Triton kernels with the newest releas
 	$(PIP) install -q --upgrade --no-deps --target build/triton-newest triton
 	PYTHONPATH="build/triton-newest:src" TRITON_CACHE_DIR=build/triton-newest-cache JAX_PLATFORMS=cpu $(PY) tools/triton_newest.py $(NEWEST)
 
-test-long: $(VENV)/.dev ## the long tests; MINUTES=20 runs as many, of every kind, as can be begun in that time, and says how many were not
-	$(PY) -m pytest -n $(JOBS) -m long $(if $(MINUTES),--minutes $(MINUTES) -rs) tests
+# MINUTES=20, for this and for `sanitize`: as many tests, of every kind, as can be begun in that time, and how many were not.
+LIMITED = $(if $(MINUTES),--minutes $(MINUTES) -rs)
+test-long: $(VENV)/.dev ## the long tests; MINUTES=20 begins none after that time, and says how many were left out
+	$(PY) -m pytest -n $(JOBS) -m long $(LIMITED) tests
 
 test-cpu: $(VENV)/.dev ## the contract of the native CPU kernels; VISHWAMAI_CPU_ISA=generic|avx2|avx512|avx512_bf16 forces an instruction set
 	$(PY) -m pytest -n $(JOBS) -m "not long" -k native_cpu tests/test_contract.py
@@ -61,7 +63,7 @@ sanitize: $(VENV)/.dev ## the native CPU kernels under the address, undefined-be
 	build/sanitize/parallel_stress
 	VISHWAMAI_CPU_MODULE="$$(ls $(abspath build/sanitize)/_cpu*.so)" LD_PRELOAD="$$(for l in asan ubsan stdc++; do $(CXX) -print-file-name=lib$$l.so; done | tr '\n' ' ')" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 VISHWAMAI_CPU_POISON=1 \
-	  $(PY) -m pytest -n $(JOBS) -m "" -k "(native_cpu or test_cpu) and not long_sums" tests/test_contract.py tests/test_cpu.py
+	  $(PY) -m pytest -n $(JOBS) -m "" -k "(native_cpu or test_cpu) and not long_sums" $(LIMITED) tests/test_contract.py tests/test_cpu.py
 
 # The kernels for 64-bit Arm by Debian's cross compiler (apt-get install g++-aarch64-linux-gnu qemu-user), and run under an emulator where there is one.
 arm64: ## compile the CPU kernels for 64-bit Arm and check their numbers under qemu
