@@ -45,22 +45,17 @@ struct TilesOfA {
   int64_t row, lower, next;
 };
 
-// C (+)= A B of numbers that are one part: bfloat16 or int8.  `chunks` of 64 bytes of k; beyond 16 rows, 32.
-template <bool kPassing, class Element, class Acc>
-VISHWAMAI_INLINE void multiply_tiles(TilesOfA<Element> a, const Element* b, int64_t chunks, bool both, Acc* c, int64_t ldc, bool accumulate) {
+// The sums of 32 columns in tiles 0 and 1, beyond 16 rows 2 and 3 too: those of C, or zero.
+template <class Acc>
+VISHWAMAI_INLINE void begin_sums(const Acc* c, int64_t ldc, bool both, bool accumulate) {
   static_assert(sizeof(Acc) == 4);
-  constexpr int64_t kTile = kTileBytes / static_cast<int64_t>(sizeof(Element));
-#define VISHWAMAI_MULTIPLY(sum, left, right)                                        \
-  if constexpr (std::is_same_v<Element, int8_t>) _tile_dpbssd(sum, left, right);   \
-  else _tile_dpbf16ps(sum, left, right);
-  const int64_t row_bytes = ldc * static_cast<int64_t>(sizeof(Acc));
-  Acc* const c2 = c + 16 * ldc;
+  const int64_t row_bytes = ldc * 4;
   if (accumulate) {
     _tile_loadd(0, c, row_bytes);
     _tile_loadd(1, c + 16, row_bytes);
     if (both) {
-      _tile_loadd(2, c2, row_bytes);
-      _tile_loadd(3, c2 + 16, row_bytes);
+      _tile_loadd(2, c + 16 * ldc, row_bytes);
+      _tile_loadd(3, c + 16 * ldc + 16, row_bytes);
     }
   } else {
     _tile_zero(0);
@@ -68,6 +63,26 @@ VISHWAMAI_INLINE void multiply_tiles(TilesOfA<Element> a, const Element* b, int6
     _tile_zero(2);
     _tile_zero(3);
   }
+}
+template <class Acc>
+VISHWAMAI_INLINE void end_sums(Acc* c, int64_t ldc, bool both) {
+  const int64_t row_bytes = ldc * 4;
+  _tile_stored(0, c, row_bytes);
+  _tile_stored(1, c + 16, row_bytes);
+  if (both) {
+    _tile_stored(2, c + 16 * ldc, row_bytes);
+    _tile_stored(3, c + 16 * ldc + 16, row_bytes);
+  }
+}
+
+// C (+)= A B of numbers that are one part: bfloat16 or int8.  `chunks` of 64 bytes of k; beyond 16 rows, 32.
+template <bool kPassing, class Element, class Acc>
+VISHWAMAI_INLINE void multiply_tiles(TilesOfA<Element> a, const Element* b, int64_t chunks, bool both, Acc* c, int64_t ldc, bool accumulate) {
+  constexpr int64_t kTile = kTileBytes / static_cast<int64_t>(sizeof(Element));
+#define VISHWAMAI_MULTIPLY(sum, left, right)                                        \
+  if constexpr (std::is_same_v<Element, int8_t>) _tile_dpbssd(sum, left, right);   \
+  else _tile_dpbf16ps(sum, left, right);
+  begin_sums(c, ldc, both, accumulate);
   for (int64_t i = 0; i < chunks; ++i, a.data += a.next, b += 2 * kTile) {
     load_a<4, kPassing>(a.data, a.row);
     _tile_loadd(6, b, 64);
@@ -80,12 +95,7 @@ VISHWAMAI_INLINE void multiply_tiles(TilesOfA<Element> a, const Element* b, int6
       VISHWAMAI_MULTIPLY(3, 5, 7)
     }
   }
-  _tile_stored(0, c, row_bytes);
-  _tile_stored(1, c + 16, row_bytes);
-  if (both) {
-    _tile_stored(2, c2, row_bytes);
-    _tile_stored(3, c2 + 16, row_bytes);
-  }
+  end_sums(c, ldc, both);
 #undef VISHWAMAI_MULTIPLY
 }
 
@@ -124,17 +134,10 @@ struct AmxEngine : TilePanels<kParts> {
   // C (+)= A B.  kPassing: A is used once while B is used again and should stay in the first cache level.
   template <bool kPassing = false>
   static void product(const Element* a, int64_t, const Element* b, int64_t k, int rows, float* c, int64_t ldc, bool accumulate) {
-    const int64_t row_bytes = ldc * static_cast<int64_t>(sizeof(float)), chunks = ceil_div<int64_t>(k, 32);
+    const int64_t chunks = ceil_div<int64_t>(k, 32);
     if constexpr (kParts == 1) return multiply_tiles<kPassing, Element>({a, 64, kTile, kChunk}, b, chunks, rows > 16, c, ldc, accumulate);
-    float* c2 = c + 16 * ldc;
     if (rows <= 16) {
-      if (accumulate) {
-        _tile_loadd(0, c, row_bytes);
-        _tile_loadd(1, c + 16, row_bytes);
-      } else {
-        _tile_zero(0);
-        _tile_zero(1);
-      }
+      begin_sums(c, ldc, false, accumulate);
       for (int64_t i = 0; i < chunks; ++i, a += kChunk, b += kChunk) {
         for (int pb = kParts - 1; pb >= 0; --pb) {
           VISHWAMAI_LOAD_B(pb)
@@ -145,21 +148,10 @@ struct AmxEngine : TilePanels<kParts> {
           }
         }
       }
-      _tile_stored(0, c, row_bytes);
-      _tile_stored(1, c + 16, row_bytes);
+      end_sums(c, ldc, false);
       return;
     }
-    if (accumulate) {
-      _tile_loadd(0, c, row_bytes);
-      _tile_loadd(1, c + 16, row_bytes);
-      _tile_loadd(2, c2, row_bytes);
-      _tile_loadd(3, c2 + 16, row_bytes);
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    begin_sums(c, ldc, true, accumulate);
     for (int64_t i = 0; i < chunks; ++i, a += kChunk, b += kChunk) {
       // The small products first; each step loads only the operand that changes.
       if constexpr (kParts == 2) {
@@ -175,10 +167,7 @@ struct AmxEngine : TilePanels<kParts> {
         VISHWAMAI_LOAD_B(0) VISHWAMAI_MULTIPLY
       }
     }
-    _tile_stored(0, c, row_bytes);
-    _tile_stored(1, c + 16, row_bytes);
-    _tile_stored(2, c2, row_bytes);
-    _tile_stored(3, c2 + 16, row_bytes);
+    end_sums(c, ldc, true);
   }
 #undef VISHWAMAI_LOAD_A
 #undef VISHWAMAI_LOAD_B

@@ -30,33 +30,37 @@ VISHWAMAI_INLINE T row_maximum(const S* x, int64_t n) {
   return max_lanes<T>(maximum(maximum(top[0], top[1]), maximum(top[2], top[3])));
 }
 
+// Sums f(i, count), a vector, over the row in two chains.
+template <class T, class F>
+VISHWAMAI_INLINE T sum_of(int64_t n, F&& f) {
+  constexpr std::integral_constant<int, lanes<T>> W;
+  V<T> sum = {};
+  for_pieces(n, [&](int64_t i, int64_t length) __attribute__((always_inline)) {
+    const int64_t end = i + length;
+    V<T> a = {}, b = {};
+    for (; i + 2 * W <= end; i += 2 * W) {
+      a += f(i, W);
+      b += f(i + W, W);
+    }
+    for_vectors<T>(end - i, [&](int64_t j, auto count) __attribute__((always_inline)) { a += f(i + j, count); });
+    sum += a + b;
+  });
+  return sum_lanes<T>(sum);
+}
+
 // The sum of e^(x - m) over the row; with `kKeep` the terms go to `terms`.
 template <bool kKeep, class S, class T = compute_t<S>>
 VISHWAMAI_INLINE T sum_exponentials(const S* x, int64_t n, T m, T* terms) {
-  constexpr int W = lanes<T>;
-  V<T> sum = {};
   const V<T> shift = splat(m), lowest = splat(T(-104));  // e^-104 is 0
   auto term = [&](V<T> v) __attribute__((always_inline)) {
     if constexpr (std::is_same_v<T, float>) return exp_within<S>(maximum(lowest, v - shift));
     else return exp(v - shift);
   };
-  for_pieces(n, [&](int64_t i, int64_t length) __attribute__((always_inline)) {
-    const int64_t end = i + length;
-    V<T> a = {}, b = {};
-    for (; i + 2 * W <= end; i += 2 * W) {
-      const V<T> e = term(load(x + i)), f = term(load(x + i + W));
-      if constexpr (kKeep) store(terms + i, e), store(terms + i + W, f);
-      a += e;
-      b += f;
-    }
-    for_vectors<T>(end - i, [&](int64_t j, auto count) __attribute__((always_inline)) {
-      const V<T> e = term(get(x + i + j, count));
-      if constexpr (kKeep) put(terms + i + j, e, count);
-      a += only<T>(e, count);
-    });
-    sum += a + b;
+  return sum_of<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) {
+    const V<T> e = term(get(x + i, count));
+    if constexpr (kKeep) put(terms + i, e, count);
+    return only<T>(e, count);
   });
-  return sum_lanes<T>(sum);
 }
 
 template <class T>
@@ -76,24 +80,6 @@ VISHWAMAI_INLINE void forward_row(const S* x, int64_t n, bool log, T* terms, S* 
     const V<T> inverse = splat(T(1) / sum_exponentials<true>(x, n, m, terms));
     for_vectors<T>(n, [&](int64_t i, auto count) __attribute__((always_inline)) { put(y + i, get(terms + i, count) * inverse, count); });
   }
-}
-
-// Sums f(i, count), a vector, over the row in two chains.
-template <class T, class F>
-VISHWAMAI_INLINE T sum_of(int64_t n, F&& f) {
-  constexpr std::integral_constant<int, lanes<T>> W;
-  V<T> sum = {};
-  for_pieces(n, [&](int64_t i, int64_t length) __attribute__((always_inline)) {
-    const int64_t end = i + length;
-    V<T> a = {}, b = {};
-    for (; i + 2 * W <= end; i += 2 * W) {
-      a += f(i, W);
-      b += f(i + W, W);
-    }
-    for_vectors<T>(end - i, [&](int64_t j, auto count) __attribute__((always_inline)) { a += f(i + j, count); });
-    sum += a + b;
-  });
-  return sum_lanes<T>(sum);
 }
 
 template <class S, class T = compute_t<S>>
