@@ -308,6 +308,16 @@ def test_a_case_compiles_for_a_tpu_that_is_not_here():
     assert "MiB" in report.target_words(row)[0]
 
 
+def test_a_program_whose_text_cannot_be_read_keeps_its_memory():
+    pytest.importorskip("libtpu")
+    row = targets.compile_case(catalogue.operations()["softmax"], case_named("softmax", "BERT base logits"), "tpu7x")
+    assert row.compiles and row.fits and row.hbm and row.hbm > 2 * 4096 * 30522 * 4
+    if row.problem:
+        assert "cannot read its text back" in row.problem and row.vmem is None
+    else:  # a jaxlib that reads asynchronous SparseCore copies
+        assert row.vmem
+
+
 def test_compiling_ends_with_its_time(monkeypatch):
     made = []
     monkeypatch.setattr(targets, "compile_case", lambda operation, case, target: made.append(target) or target)

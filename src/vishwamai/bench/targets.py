@@ -12,7 +12,7 @@ import jax
 from vishwamai.aot import compile_for, schedule
 from vishwamai.bench.catalogue import Operation
 from vishwamai.core.cases import Case
-from vishwamai.core.errors import FallbackWarning, VishwamaiError
+from vishwamai.core.errors import FallbackWarning, KernelError, VishwamaiError
 from vishwamai.core.explain import explain
 from vishwamai.core.hardware import chip
 
@@ -25,8 +25,8 @@ class TargetRow:
       implementation: which one runs there.
       roofline: seconds that the chip's data-sheet peaks allow at the best.
       compile_seconds: what the compilation took here.
-      compiles: whether the compiler made a program; `problem` says why not.
-      vmem: scoped VMEM of the largest kernel, bytes per core; None without a kernel.
+      compiles: whether the compiler made a program; `problem` says why not, or what of it is not known.
+      vmem: scoped VMEM of the largest kernel, bytes per core; None without a kernel, or where the program's text cannot be read.
       hbm: arguments, outputs, temporaries and code, bytes of one device; `fits`: whether the device has them.
       seconds: an estimate of a kernel's run time; None where there is none, and for programs of XLA's own operations, whose loops it would count as
         one pass, or where the model says less than the roofline. By `estimate`: XLA's "cost model", which knows a kernel's own cost estimate only, or the compiler's final "schedule".
@@ -70,7 +70,10 @@ def compile_case(operation: Operation, case: Case, target: str) -> TargetRow:
     row = TargetRow(operation.name, case.name, target, explained.runs, roofline, seconds)
     if program is None:
         return dataclasses.replace(row, problem=problem)
-    kernels = [k.vmem for k in program.kernels if k.pallas]
+    try:
+        kernels = [k.vmem for k in program.kernels if k.pallas]
+    except KernelError as error:  # its memory is known, its kernels are not
+        kernels, problem = [], str(error)
     estimate = program.cost.seconds if kernels else None
     # Less than the roofline allows cannot be: XLA's model counts a float32 product as one pass, and marks what it does not know by negative times.
     estimate = None if estimate is None or estimate < 0.9 * roofline else estimate
@@ -82,6 +85,7 @@ def compile_case(operation: Operation, case: Case, target: str) -> TargetRow:
         fits=program.memory.fits,
         seconds=estimate,
         estimate="" if estimate is None else "cost model",
+        problem=problem,
     )
 
 

@@ -87,6 +87,25 @@ VISHWAMAI_INLINE void by_rows(int64_t rows, F&& f) {
   for (; r < rows; ++r) f(r, std::integral_constant<int, 1>());
 }
 
+// sums[j] = the sum of the vector from[j], for `count` vectors; with AVX-512 a whole vector of sums is written.
+template <class T>
+void sum_rows(const T (*from)[lanes<T>], int count, T* sums) {
+#ifdef VISHWAMAI_AVX512
+  if constexpr (std::is_same_v<T, float>) {
+    __m512i rows[16];
+    for (int j = 0; j < 16; ++j) rows[j] = j < count ? bit_cast<__m512i>(load(from[j])) : _mm512_setzero_si512();
+    transpose16(rows);
+    f32v x = {}, y = {};
+    for (int j = 0; j < 16; j += 2) {
+      x += bit_cast<f32v>(rows[j]);
+      y += bit_cast<f32v>(rows[j + 1]);
+    }
+    return store(sums, x + y);
+  }
+#endif
+  for (int j = 0; j < count; ++j) sums[j] = sum_lanes<T>(load(from[j]));
+}
+
 template <class S>
 struct VectorProducts {
   static constexpr bool kTiles = false;
@@ -149,23 +168,7 @@ struct VectorProducts {
 #pragma GCC unroll 8
         for (int g = 0; g < kRows; ++g) store(partial[g][j], sum[g]);
       }
-      for (int g = 0; g < kRows; ++g) {
-#ifdef VISHWAMAI_AVX512
-        if constexpr (std::is_same_v<T, float>) {
-          __m512i rows16[16];
-          for (int j = 0; j < 16; ++j) rows16[j] = j < count ? bit_cast<__m512i>(load(partial[g][j])) : _mm512_setzero_si512();
-          transpose16(rows16);
-          f32v x = {}, y = {};
-          for (int j = 0; j < 16; j += 2) {
-            x += bit_cast<f32v>(rows16[j]);
-            y += bit_cast<f32v>(rows16[j + 1]);
-          }
-          store(products + g * kBlock + j0, x + y);
-          continue;
-        }
-#endif
-        for (int j = 0; j < count; ++j) products[g * kBlock + j0 + j] = sum_lanes<T>(load(partial[g][j]));
-      }
+      for (int g = 0; g < kRows; ++g) sum_rows(partial[g], count, products + g * kBlock + j0);
     }
   }
 
@@ -192,7 +195,7 @@ struct VectorProducts {
   template <int kRows>
   VISHWAMAI_INLINE void add_values(const BlockRows<S>& values, int64_t offset, int n, const T* p, T* out, int64_t out_stride, int lines,
                                    Ahead& ahead) const {
-    constexpr int kChunks = kSums / kRows;
+    constexpr int kChunks = least(64 / W, kSums / kRows);  // no more columns than the least head has
     constexpr std::integral_constant<int, W> whole;
     int64_t d = 0;
     auto columns = [&](auto chunks, auto count) __attribute__((always_inline)) {

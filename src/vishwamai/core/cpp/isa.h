@@ -30,6 +30,14 @@ const char* isa_complaint();
   namespace avx512_bf16 { result function(__VA_ARGS__); }                      \
   namespace amx { result function(__VA_ARGS__); }
 
+// For a kernel source: `call`, a function of this source, as it is compiled for AVX-512 where this set is one that only adds bfloat16 and tiles to that;
+// in the other sets the expression that follows.  Types that gain nothing from the additions are not compiled for them once more.
+#if defined(__AVX512BF16__)
+#define VISHWAMAI_AVX512_OR(call, ...) ::vishwamai::avx512::call
+#else
+#define VISHWAMAI_AVX512_OR(call, ...) __VA_ARGS__
+#endif
+
 #if defined(__x86_64__)
 // For sources that have nothing for tiles, and are not compiled for them.
 #define VISHWAMAI_DISPATCH_ROWS(function, ...)                 \

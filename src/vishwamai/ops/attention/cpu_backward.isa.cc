@@ -429,7 +429,7 @@ void run(const AttentionArgs& a, const Threads& threads) {
 }
 
 void run_any(const AttentionArgs& a, const Threads& threads) {
-  if (a.storage == Storage::f64) return run<double, FmaEngine<double>>(a, threads);
+  if (a.storage == Storage::f64) return VISHWAMAI_AVX512_OR(attention_backward(a, threads), run<double, FmaEngine<double>>(a, threads));
   if (a.storage == Storage::bf16) return run<bf16, HalfEngine>(a, threads);
 #if defined(__AMX_BF16__)
   if (a.parts == 2) return run<float, AmxEngine<2>>(a, threads);

@@ -301,7 +301,7 @@ Threads fitting(const GatedArgs& g, const Threads& all) {
 
 void gated_forward(const GatedArgs& g, const Threads& all) {
   const Threads threads = fitting(g, all);
-  if (g.storage == Storage::f64) return forward<double, FmaEngine<double>>(g, threads);
+  if (g.storage == Storage::f64) return VISHWAMAI_AVX512_OR(gated_forward(g, threads), forward<double, FmaEngine<double>>(g, threads));
   if (g.m <= kSkinnyRows && g.k > 0) {
     return g.storage == Storage::bf16 ? skinny<bf16>(g, threads) : skinny<float>(g, threads);
   }
@@ -317,7 +317,7 @@ void gated_forward(const GatedArgs& g, const Threads& all) {
 
 void gated_input_gradient(const GatedArgs& g, const Threads& all) {
   const Threads threads = fitting(g, all);
-  if (g.storage == Storage::f64) return input_gradient<double, FmaEngine<double>, double>(g, threads);
+  if (g.storage == Storage::f64) return VISHWAMAI_AVX512_OR(gated_input_gradient(g, threads), input_gradient<double, FmaEngine<double>, double>(g, threads));
 #if defined(__AMX_BF16__)
   if (g.storage == Storage::f32 && g.m > 16 && splits_well(largest_slope(g, threads), largest_weight(g, threads))) {
     return g.parts == 2 ? input_gradient<float, AmxEngine<2>, float>(g, threads) : input_gradient<float, AmxEngine<3>, float>(g, threads);
@@ -330,7 +330,7 @@ void gated_input_gradient(const GatedArgs& g, const Threads& all) {
 
 void gated_weight_gradient(const GatedArgs& g, const Threads& all) {
   const Threads threads = fitting(g, all);
-  if (g.storage == Storage::f64) return weight_gradient<double, FmaEngine<double>, double>(g, threads);
+  if (g.storage == Storage::f64) return VISHWAMAI_AVX512_OR(gated_weight_gradient(g, threads), weight_gradient<double, FmaEngine<double>, double>(g, threads));
 #if defined(__AMX_BF16__)
   if (g.storage == Storage::f32 && g.m > 16 && splits_well(largest_input(g, threads), largest_slope(g, threads))) {
     return g.parts == 2 ? weight_gradient<float, AmxEngine<2>, float>(g, threads) : weight_gradient<float, AmxEngine<3>, float>(g, threads);

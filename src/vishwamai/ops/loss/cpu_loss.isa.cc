@@ -218,7 +218,7 @@ Threads fitting(const LossArgs& a, const Threads& all) {
 
 void loss_forward(const LossArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
-  if (a.storage == Storage::f64) return Loss<double, FmaEngine<double>>{a}.forward(threads);
+  if (a.storage == Storage::f64) return VISHWAMAI_AVX512_OR(loss_forward(a, threads), Loss<double, FmaEngine<double>>{a}.forward(threads));
   if (a.storage == Storage::bf16) return Loss<bf16, HalfEngine>{a}.forward(threads);
 #if defined(__AMX_BF16__)
   if (finite_input(a, threads)) {
@@ -230,7 +230,7 @@ void loss_forward(const LossArgs& a, const Threads& all) {
 
 void loss_backward(const LossArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
-  if (a.storage == Storage::f64) return Loss<double, FmaEngine<double>>{a}.backward(threads);
+  if (a.storage == Storage::f64) return VISHWAMAI_AVX512_OR(loss_backward(a, threads), Loss<double, FmaEngine<double>>{a}.backward(threads));
   if (a.storage == Storage::bf16) return Loss<bf16, HalfEngine>{a}.backward(threads);
 #if defined(__AMX_BF16__)
   if (finite_input(a, threads) && fair_slopes(a, threads)) {

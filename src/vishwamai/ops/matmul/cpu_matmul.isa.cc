@@ -32,7 +32,7 @@ void write_row(const MatmulArgs& a, const T* z, int64_t group, int64_t row, int6
     store(out + i, activate<T>(a.activation, x), count);
   }
 }
-void finish_row(const MatmulArgs& a, const double* z, int64_t group, int64_t row, int64_t col, int64_t n) {
+[[maybe_unused]] void finish_row(const MatmulArgs& a, const double* z, int64_t group, int64_t row, int64_t col, int64_t n) {
   write_row<double>(a, z, group, row, col, n);
 }
 void finish_row(const MatmulArgs& a, const float* z, int64_t group, int64_t row, int64_t col, int64_t n) {
@@ -295,7 +295,7 @@ void matmul(const MatmulArgs& g, const Threads& all) {
   const bool as_it_lies = g.k > 0 && (g.packed || g.b_col == 1);
   if (as_it_lies && g.storage == Storage::f32 && g.m <= kFewRows) return few_rows<float>(g, threads);
   if (as_it_lies && !g.packed && g.storage == Storage::bf16 && g.m <= 4) return few_rows<bf16>(g, threads);
-  if (g.storage == Storage::f64) return run<double, FmaEngine<double>>(g, threads);
+  if (g.storage == Storage::f64) return VISHWAMAI_AVX512_OR(matmul(g, threads), run<double, FmaEngine<double>>(g, threads));
 #if defined(__AMX_BF16__)
   if (is_small(g)) return g.result == Storage::s32 ? small<int8_t, Int8Engine>(g, threads) : small<bf16, HalfEngine>(g, threads);
 #endif

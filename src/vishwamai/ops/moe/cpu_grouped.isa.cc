@@ -80,7 +80,10 @@ template <bool kWeights>
 void dispatch(const GroupedArgs& a, const Threads& all) {
   Threads threads = all;
   if (a.batch * a.m * a.n * greatest<int64_t>(1, a.k) < 64 * 64 * 64) threads.count = 1;  // a hand-over costs more than the products
-  if (a.storage == Storage::f64) return run<kWeights, double, FmaEngine<double>>(a, threads);
+  if (a.storage == Storage::f64) {
+    return kWeights ? VISHWAMAI_AVX512_OR(grouped_weights(a, threads), run<true, double, FmaEngine<double>>(a, threads))
+                    : VISHWAMAI_AVX512_OR(grouped_rows(a, threads), run<false, double, FmaEngine<double>>(a, threads));
+  }
   if (a.storage == Storage::bf16) return run<kWeights, bf16, HalfEngine>(a, threads);
 #if defined(__AMX_BF16__)
   // A look at matrices of which few rows make use would cost as much as the product.

@@ -20,11 +20,9 @@ struct Item {
   int64_t first_task, result;  // result: where the parts' sums begin, in elements
 };
 
-template <class S>
-struct Paged {
-  using T = compute_t<S>;
-  using Products = CacheProducts<S>;
-  using Query = typename Products::Query;
+// What is the same for all types of pages that are computed in T.
+template <class T>
+struct Sequences {
   static constexpr int W = lanes<T>;
   static constexpr T kNone = static_cast<T>(-__builtin_inff());
 
@@ -59,23 +57,8 @@ struct Paged {
     }
   }
 
-  // The addresses of n tokens of the item's sequence from k on.
-  void find(const Item& item, int64_t k, int n, BlockRows<S>& keys, BlockRows<S>& values) const {
-    const int32_t* table = a.table + item.batch * a.table_stride + item.sequence * a.entries;
-    const S* key_pool = static_cast<const S*>(a.keys.data) + item.batch * a.keys.stride;
-    const S* value_pool = static_cast<const S*>(a.values.data) + item.batch * a.values.stride;
-    int64_t entry = k / a.page_size, row = k % a.page_size;
-    for (int j = 0; j < n; ++j) {
-      // An index out of range is the caller's mistake; it must not read what is not ours.
-      const int64_t page = least<int64_t>(a.pages - 1, greatest<int64_t>(0, table[entry])), at = page * a.page_size + row;
-      keys.at[j] = key_pool + at * a.keys.token;
-      values.at[j] = value_pool + at * a.values.token;
-      if (++row == a.page_size) ++entry, row = 0;
-    }
-    keys.settle(n), values.settle(n);
-  }
-
-  void load_query(const Item& item, const Products& products, Query* query) const {
+  template <class Products>
+  void load_query(const Item& item, const Products& products, typename Products::Query* query) const {
     for (int64_t h = 0; h < a.kv_heads; ++h, query += products.query_elements()) {
       for (int64_t i = 0; i < item.queries; ++i)
         for (int64_t g = 0; g < group; ++g) {
@@ -88,44 +71,6 @@ struct Paged {
           for_storage(a.storage, copy);
         }
       products.finish_query(query);
-    }
-  }
-
-  // Keys [begin, end) for every row of the item; writes part_size(item) sums, in the order kv head, query, head of the group.
-  void part(const Item& item, int64_t begin, int64_t end, T* result) const {
-    const int64_t rows = item.queries * group;
-    typename Products::Scope scope;
-    (void)scope;
-    Products products(a.dim, a.value_dim, rows, a.storage == Storage::bf16);
-    Scratch scratch(Scratch::size<Query>(a.kv_heads * products.query_elements()) + Scratch::size<T>(rows * kBlock) + products.scratch_bytes());
-    Query* query = scratch.take<Query>(a.kv_heads * products.query_elements());
-    T* p = scratch.take<T>(rows * kBlock);
-    products.take(scratch);
-    load_query(item, products, query);
-    for (int64_t r = 0; r < a.kv_heads * rows; ++r) {
-      memset(result + r * part_stride, 0, sizeof(T) * static_cast<size_t>(part_stride));
-      result[r * part_stride + out_stride] = kNone;
-    }
-    BlockRows<S> keys, values;
-    for (int64_t k0 = begin; k0 < end; k0 += kBlock) {
-      const int n = static_cast<int>(least<int64_t>(kBlock, end - k0));
-      find(item, k0, n, keys, values);
-      for (int64_t h = 0; h < a.kv_heads; ++h) {
-        // The same tokens' next head meanwhile; tiles take so little time that asking costs more than it saves (docs/performance.md).
-        const bool asking = !Products::kTiles && h + 1 < a.kv_heads;
-        Ahead ahead(keys, (h + 1) * a.keys.head, a.dim, values, (h + 1) * a.values.head, a.value_dim, asking ? n : 0);
-        T* head_result = result + h * rows * part_stride;
-        products.scores(keys, h * a.keys.head, n, query + h * products.query_elements(), p, ahead);
-        const T scale = static_cast<T>(a.scale * (a.key_scale ? a.key_scale[item.batch * a.key_scale_stride + h] : 1.0f)) * kLoadUnit<S>;
-        for (int64_t r = 0; r < rows; ++r) {
-          const int64_t position = item.position + r / group;
-          const int64_t lowest = a.window < 0 ? 0 : position - a.window;
-          const int first = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, lowest - k0)));
-          const int last = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, position + 1 - k0)));
-          soften(p + r * kBlock, first, last, scale, head_result + r * part_stride);
-        }
-        products.add(values, h * a.values.head, n, p, head_result, part_stride, ahead);
-      }
     }
   }
 
@@ -171,8 +116,8 @@ struct Paged {
     return index;
   }
 
-  // Joins the parts of every row, with its sink, and writes the output.
-  void join(const Item& item, const T* parts) const {
+  // Joins the parts of every row, with its sink, and writes the output; `unit`: what 1 of a value stands for.
+  void join(const Item& item, const T* parts, T unit) const {
     const int64_t size = part_size(item), rows = item.queries * group;
     for (int64_t h = 0; h < a.kv_heads; ++h)
       for (int64_t r = 0; r < rows; ++r) {
@@ -184,8 +129,8 @@ struct Paged {
         auto weight = [&](T of) { return of == kNone ? T(0) : exp(splat(of - m))[0]; };
         T l = weight(sink);
         for (int64_t i = 0; i < item.parts; ++i) l += weight(row[i * size + out_stride]) * row[i * size + out_stride + 1];
-        const T unit = kLoadUnit<S> * (a.value_scale ? a.value_scale[item.batch * a.value_scale_stride + h] : 1.0f);
-        const T inverse = l == 0 ? T(0) : unit / l;
+        const T scale = a.value_scale ? a.value_scale[item.batch * a.value_scale_stride + h] : 1.0f;
+        const T inverse = l == 0 ? T(0) : unit * scale / l;
         const int64_t to = ((item.batch * a.tokens + item.token + r / group) * a.heads + head) * a.value_dim;
         auto write = [&](auto s) {
           if constexpr (std::is_same_v<compute_t<decltype(s)>, T>) {
@@ -199,6 +144,69 @@ struct Paged {
         };
         for_storage(a.storage, write);
       }
+  }
+};
+
+template <class S>
+struct Paged : Sequences<compute_t<S>> {
+  using T = compute_t<S>;
+  using Products = CacheProducts<S>;
+  using Query = typename Products::Query;
+  using Base = Sequences<T>;
+  using Base::a, Base::group, Base::block, Base::out_stride, Base::part_stride, Base::part_size, Base::items, Base::kNone;
+
+  // The addresses of n tokens of the item's sequence from k on.
+  void find(const Item& item, int64_t k, int n, BlockRows<S>& keys, BlockRows<S>& values) const {
+    const int32_t* table = a.table + item.batch * a.table_stride + item.sequence * a.entries;
+    const S* key_pool = static_cast<const S*>(a.keys.data) + item.batch * a.keys.stride;
+    const S* value_pool = static_cast<const S*>(a.values.data) + item.batch * a.values.stride;
+    int64_t entry = k / a.page_size, row = k % a.page_size;
+    for (int j = 0; j < n; ++j) {
+      // An index out of range is the caller's mistake; it must not read what is not ours.
+      const int64_t page = least<int64_t>(a.pages - 1, greatest<int64_t>(0, table[entry])), at = page * a.page_size + row;
+      keys.at[j] = key_pool + at * a.keys.token;
+      values.at[j] = value_pool + at * a.values.token;
+      if (++row == a.page_size) ++entry, row = 0;
+    }
+    keys.settle(n), values.settle(n);
+  }
+
+  // Keys [begin, end) for every row of the item; writes part_size(item) sums, in the order kv head, query, head of the group.
+  void part(const Item& item, int64_t begin, int64_t end, T* result) const {
+    const int64_t rows = item.queries * group;
+    typename Products::Scope scope;
+    (void)scope;
+    Products products(a.dim, a.value_dim, rows, a.storage == Storage::bf16);
+    Scratch scratch(Scratch::size<Query>(a.kv_heads * products.query_elements()) + Scratch::size<T>(rows * kBlock) + products.scratch_bytes());
+    Query* query = scratch.take<Query>(a.kv_heads * products.query_elements());
+    T* p = scratch.take<T>(rows * kBlock);
+    products.take(scratch);
+    this->load_query(item, products, query);
+    for (int64_t r = 0; r < a.kv_heads * rows; ++r) {
+      memset(result + r * part_stride, 0, sizeof(T) * static_cast<size_t>(part_stride));
+      result[r * part_stride + out_stride] = kNone;
+    }
+    BlockRows<S> keys, values;
+    for (int64_t k0 = begin; k0 < end; k0 += kBlock) {
+      const int n = static_cast<int>(least<int64_t>(kBlock, end - k0));
+      find(item, k0, n, keys, values);
+      for (int64_t h = 0; h < a.kv_heads; ++h) {
+        // The same tokens' next head meanwhile; tiles take so little time that asking costs more than it saves (docs/performance.md).
+        const bool asking = !Products::kTiles && h + 1 < a.kv_heads;
+        Ahead ahead(keys, (h + 1) * a.keys.head, a.dim, values, (h + 1) * a.values.head, a.value_dim, asking ? n : 0);
+        T* head_result = result + h * rows * part_stride;
+        products.scores(keys, h * a.keys.head, n, query + h * products.query_elements(), p, ahead);
+        const T scale = static_cast<T>(a.scale * (a.key_scale ? a.key_scale[item.batch * a.key_scale_stride + h] : 1.0f)) * kLoadUnit<S>;
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t position = item.position + r / group;
+          const int64_t lowest = a.window < 0 ? 0 : position - a.window;
+          const int first = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, lowest - k0)));
+          const int last = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, position + 1 - k0)));
+          this->soften(p + r * kBlock, first, last, scale, head_result + r * part_stride);
+        }
+        products.add(values, h * a.values.head, n, p, head_result, part_stride, ahead);
+      }
+    }
   }
 
   void run(const Threads& threads) const {
@@ -232,11 +240,11 @@ struct Paged {
       Scratch own(Scratch::size<T>(part_size(item)));
       T* result = own.take<T>(part_size(item));
       part(item, begin, end, result);
-      join(item, result);
+      this->join(item, result, kLoadUnit<S>);
     });
     if (sums == 0) return;
     parallel_for(threads, number, [&](int64_t i) {
-      if (all[i].parts > 1) join(all[i], results + all[i].result);
+      if (all[i].parts > 1) this->join(all[i], results + all[i].result, kLoadUnit<S>);
     });
   }
 };
@@ -245,13 +253,13 @@ struct Paged {
 
 void paged_attention(const PagedArgs& a, const Threads& threads) {
   switch (a.page_type) {
-    case PageType::f32: return Paged<float>{a}.run(threads);
-    case PageType::bf16: return Paged<bf16>{a}.run(threads);
-    case PageType::f16: return Paged<f16>{a}.run(threads);
-    case PageType::f64: return Paged<double>{a}.run(threads);
-    case PageType::s8: return Paged<int8_t>{a}.run(threads);
-    case PageType::f8e4m3: return Paged<f8e4m3>{a}.run(threads);
-    case PageType::f8e5m2: return Paged<f8e5m2>{a}.run(threads);
+    case PageType::f32: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), Paged<float>{{a}}.run(threads));
+    case PageType::bf16: return Paged<bf16>{{a}}.run(threads);
+    case PageType::f16: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), Paged<f16>{{a}}.run(threads));
+    case PageType::f64: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), Paged<double>{{a}}.run(threads));
+    case PageType::s8: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), Paged<int8_t>{{a}}.run(threads));
+    case PageType::f8e4m3: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), Paged<f8e4m3>{{a}}.run(threads));
+    case PageType::f8e5m2: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), Paged<f8e5m2>{{a}}.run(threads));
   }
 }
 

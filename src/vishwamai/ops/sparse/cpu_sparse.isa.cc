@@ -186,7 +186,6 @@ constexpr int64_t kLeastTile = 16;
 
 template <template <class, class, class> class Kernel, class Splits>
 void run_any(const SparseArgs& a, const Threads& threads, const Splits& splits) {
-  if (a.storage == Storage::f64) return Kernel<double, FmaEngine<double>, double>{a}.run(threads);
   const bool tiles = a.block_rows >= kLeastTile && a.block_columns >= kLeastTile;
   if (tiles && a.storage == Storage::bf16) {
     if (a.result == Storage::bf16) return Kernel<bf16, HalfEngine, bf16>{a}.run(threads);
@@ -215,6 +214,7 @@ Threads fitting(const SparseArgs& a, const Threads& all) {
 
 void sparse_product(const SparseArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
+  if (a.storage == Storage::f64) return VISHWAMAI_AVX512_OR(sparse_product(a, threads), Product<double, FmaEngine<double>, double>{a}.run(threads));
   run_any<Product>(a, threads, [&] {
     return splits_well(largest(static_cast<const float*>(a.dense), a.groups * a.m * (a.transpose ? a.columns : a.rows), threads),
                        largest(static_cast<const float*>(a.values), (a.values_group ? a.groups : 1) * a.blocks * a.block_rows * a.block_columns, threads));
@@ -223,6 +223,7 @@ void sparse_product(const SparseArgs& a, const Threads& all) {
 
 void sparse_values_gradient(const SparseArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
+  if (a.storage == Storage::f64) return VISHWAMAI_AVX512_OR(sparse_values_gradient(a, threads), ValuesGradient<double, FmaEngine<double>, double>{a}.run(threads));
   run_any<ValuesGradient>(a, threads, [&] {
     return splits_well(largest(static_cast<const float*>(a.left), a.groups * a.m * a.rows, threads),
                        largest(static_cast<const float*>(a.right), a.groups * a.m * a.columns, threads));
