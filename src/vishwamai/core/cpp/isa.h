@@ -30,8 +30,8 @@ const char* isa_complaint();
   namespace avx512_bf16 { result function(__VA_ARGS__); }                      \
   namespace amx { result function(__VA_ARGS__); }
 
-// For a kernel source: `call`, a function of this source, as it is compiled for AVX-512 where this set is one that only adds bfloat16 and tiles to that;
-// in the other sets the expression that follows.  Types that gain nothing from the additions are not compiled for them once more.
+// In a kernel source: `call`, a function of that source, as it is compiled for AVX-512, where the set only adds bfloat16 and tiles
+// to AVX-512; the expression after it in the other sets.  For types that gain nothing from the additions.
 #if defined(__AVX512BF16__)
 #define VISHWAMAI_AVX512_OR(call, ...) ::vishwamai::avx512::call
 #else
