@@ -85,11 +85,16 @@ def one_in(n: int, index: int) -> Any:
     return () if index % n == 0 else pytest.mark.long
 
 
+def simulated_one_in(n: int, index: int, impl: Implementation) -> Any:
+    """The same for a kernel that is simulated here, which is slow; the others run whatever their index."""
+    return one_in(n, index) if impl.platform in ("tpu", "cuda") else ()
+
+
 def triples() -> list[Any]:
     """op x implementation x contract case, as pytest parameters: all implementations of a case in a row, the reference first.
 
-    So a case's oracle and reference are computed once, and remembered while its other implementations are compared with them. A simulated kernel is slow:
-    one case in four runs by default, the others are `long`.
+    So a case's oracle and reference are computed once, and remembered while its other implementations are compared with them. Simulated kernels run one
+    case in four by default.
     """
     return [
         pytest.param(
@@ -97,7 +102,7 @@ def triples() -> list[Any]:
             impl,
             case,
             id=f"{op.op.name}-{label(case)}-{impl.name}",
-            marks=one_in(4, index) if impl.platform in ("tpu", "cuda") else (),
+            marks=simulated_one_in(4, index, impl),
         )
         for op in OPERATIONS.values()
         for index, case in enumerate(op.cases)
