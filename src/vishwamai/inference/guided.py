@@ -19,6 +19,10 @@ from vishwamai.core.errors import ShapeError
 _LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000)
 """Work that one grammar may cause, about a second; beyond it, it is an error of its request."""
 
+_JSON_FORM = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})?"}
+"""Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Without a bound, a weak model
+writes whitespace until its tokens end. A schema with `x-guidance` of its own is left as it is."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
@@ -50,7 +54,8 @@ class Vocabulary:
           ShapeError: it is not valid; the text is the library's.
         """
         if kind == "json_schema":
-            text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(source))
+            form = None if "x-guidance" in source else _JSON_FORM
+            text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(source), defaults=form)
         elif kind == "regex":
             text = llguidance.LLMatcher.grammar_from_regex(str(source))
         else:
