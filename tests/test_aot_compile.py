@@ -1,5 +1,7 @@
 """Compiling for chips you do not have: every generation, topologies, and every error in words."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+import vishwamai
 from vishwamai import aot
 from vishwamai.aot.compile import diagnose, libtpu
 from vishwamai.core.config import current_config
@@ -171,6 +174,29 @@ def test_topology_with_shardings():
     assert "axis_types=(jax.sharding.AxisType.Explicit,) * len(names)" in report.problems[0].fix
     with pytest.raises(ShapeError, match="hold 8 devices, but 'v5e:4x4' has 16"):
         aot.mesh_for("v5e:4x4", {"data": 8})
+
+
+@needs_libtpu
+@pytest.mark.long
+def test_explicit_axes_around_a_call_split_a_kernel_in_a_program_of_automatic_axes():
+    devices = aot.mesh_for("v5e:2x2", {"data": 2, "heads": 2}).devices
+    mesh = jax.sharding.Mesh(devices, ("data", "heads"))  # automatic
+    spec = PartitionSpec("data", "heads")
+    x = shape((2, 4, 256, 128), jnp.bfloat16, NamedSharding(mesh, spec))
+
+    def attend(q, k, v):
+        return vishwamai.flash_attention(q, k, v, causal=True)
+
+    def loss(q, k, v):
+        attend_explicit = jax.sharding.explicit_axes(attend, in_sharding=(spec, spec, spec))
+        return jnp.sum(jnp.float32(attend_explicit(q, k, v) * 2) ** 2)
+
+    assert "explicit_axes" in aot.check(attend, x, x, x, target="v5e:2x2").problems[0].fix
+    with jax.set_mesh(mesh):
+        program = aot.compile_for(jax.grad(loss, argnums=(0, 1, 2)), x, x, x, target="v5e:2x2")
+    text = program.compiled.as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    assert not re.search(r"all-gather|all-to-all|collective-permute", text)
 
 
 @needs_libtpu

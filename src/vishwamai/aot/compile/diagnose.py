@@ -227,6 +227,8 @@ def _partition(message: str, chip: TpuChip) -> CompilerProblem | None:
         ),
         fix="make the mesh axes explicit, there vishwamai's own operations wrap themselves: "
         "Mesh(devices, names, axis_types=(jax.sharding.AxisType.Explicit,) * len(names)); "
+        "or name the operands' specs for the call alone, "
+        "jax.sharding.explicit_axes(function, in_sharding=(spec, ...))(*operands) under jax.set_mesh(mesh); "
         "or wrap the call in jax.shard_map with the specs of its operands.",
     )
 
