@@ -1,0 +1,235 @@
+"""`vishwamai.patch.transformers`: models of transformers before and after, on random weights."""
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import vishwamai.patch  # noqa: E402
+from vishwamai.core.errors import ShapeError  # noqa: E402
+from vishwamai.torch import transformers_modules as modules  # noqa: E402
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+MORE: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": dict(sliding_window=4),
+    "Qwen2": dict(use_sliding_window=False),
+    "Qwen3": {},
+    "Gemma": {},
+    "Gemma2": dict(sliding_window=4, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "Gemma3Text": dict(sliding_window=4),
+    "Phi3": dict(partial_rotary_factor=0.5),
+    "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "Olmo2": {},
+}
+LEFT_OUT = {"Phi3": {"head_dim"}, "Qwen2": {"head_dim"}, "Olmo2": {"head_dim"}}
+WHOLE = {"flash_attention", "apply_rope", "gated_linear_unit", "rms_norm"}
+EXPECTED = dict.fromkeys(MORE, WHOLE) | {
+    "Phi3": WHOLE - {"gated_linear_unit"},  # gate and up are one weight
+    "Mixtral": WHOLE - {"gated_linear_unit"},  # experts
+}
+IDS = torch.tensor([[7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 12], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]])
+PADDING = torch.tensor([[1] * 11, [0] * 3 + [1] * 8])
+RIGHT = PADDING.flip(1)
+
+
+def random_model(name: str, dtype: Any = torch.float32) -> Any:
+    sizes = {key: value for key, value in SIZES.items() if key not in LEFT_OUT.get(name, ())} | MORE[name]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model
+
+
+def gradients(model: Any, of: Any) -> dict[str, Any]:
+    model.zero_grad()
+    of.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(got: Any, want: Any, rtol: float) -> None:
+    assert got.shape == want.shape and got.dtype == want.dtype
+    got, want = got.detach(), want.detach()
+    assert float((got - want).abs().max()) <= rtol * float(want.abs().max()) > 0
+
+
+DEFAULT = ("Llama", "Qwen3", "Gemma2", "Phi3")
+
+
+@pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.long) for n in MORE])
+def test_a_family_computes_what_it_did(name):
+    """Logits of a padded batch, the gradient of every parameter, greedy tokens; then all back to the same bits."""
+    model = random_model(name)
+
+    def run() -> Any:
+        logits = model(IDS, attention_mask=PADDING).logits
+        seen = logits[PADDING.bool()]
+        return seen.detach(), gradients(model, (seen * torch.linspace(-1, 1, 48)).sum())
+
+    how: dict[str, Any] = dict(attention_mask=PADDING, max_new_tokens=5, do_sample=False)
+    before, tokens = run(), model.generate(IDS, **how)
+    patched = vishwamai.patch.transformers(model, mlp=True)
+    assert {entry.what for entry in patched.swapped} == EXPECTED[name]
+    after = run()
+    same(after[0], before[0], 2e-5)
+    assert after[1].keys() == before[1].keys()
+    largest = max(float(g.abs().max()) for g in before[1].values())
+    assert all(float((after[1][n] - g).abs().max()) <= 5e-5 * largest for n, g in before[1].items())
+    assert torch.equal(model.generate(IDS, **how), tokens)
+    assert not torch.equal(after[0], before[0])  # other kernels did compute it
+    patched.undo()
+    patched.undo()
+    again = run()
+    assert torch.equal(again[0], before[0]) and all(torch.equal(again[1][n], g) for n, g in before[1].items())
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(p.is_contiguous() for p in model.parameters())
+
+
+def test_bfloat16_rounds_no_worse():
+    """Ours is as near to float32 as transformers' own, which rounds more often."""
+    exact = random_model("Llama")(IDS).logits
+    model = random_model("Llama", torch.bfloat16)
+    theirs = (model(IDS).logits.float() - exact).abs().max()
+    patched = vishwamai.patch.transformers(model)
+    assert EXPECTED["Llama"] == {entry.what for entry in patched.swapped}  # the feed-forward network, too
+    assert (model(IDS).logits.float() - exact).abs().max() <= 1.5 * theirs
+
+
+def test_an_encoder():
+    sizes = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim", "pad_token_id")}
+    model = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    before = model(IDS, attention_mask=PADDING).last_hidden_state
+    patched = vishwamai.patch.transformers(model)
+    counts = {(entry.module, entry.what): entry.count for entry in patched.swapped}
+    assert counts == {("BertSelfAttention", "flash_attention"): 2, ("LayerNorm", "layer_norm"): 5}
+    same(model(IDS, attention_mask=PADDING).last_hidden_state[PADDING.bool()], before[PADDING.bool()], 2e-5)
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Gemma2"])
+def test_the_loss_holds_no_logits_in_training(name):
+    model = random_model(name)
+    labels = IDS.masked_fill(RIGHT == 0, -100)
+    wants = []
+    for more in ({}, {"num_items_in_batch": torch.tensor(7)}):
+        model.train()
+        want = model(IDS, attention_mask=RIGHT, labels=labels, **more).loss
+        wants.append((more, want.detach(), gradients(model, want)))
+    patched = vishwamai.patch.transformers(model, loss=True)
+    assert any("linear_cross_entropy" in entry.what for entry in patched.swapped)
+    for more, want, of in wants:
+        out = model(IDS, attention_mask=RIGHT, labels=labels, **more)
+        assert out.logits is None
+        same(out.loss, want, 1e-5)
+        got = gradients(model, out.loss)
+        largest = max(float(g.abs().max()) for g in of.values())
+        assert all(float((got[n] - g).abs().max()) <= 5e-5 * largest for n, g in of.items())
+    assert model(IDS, labels=labels, return_dict=False)[0].dim() == 0
+    evaluated = model.eval()(IDS, attention_mask=RIGHT, labels=labels)
+    assert evaluated.logits.shape == (2, 11, 48)
+    same(evaluated.loss, wants[0][1], 1e-5)
+
+
+def test_what_is_left_is_named():
+    model = random_model("Mixtral")
+    left = {entry.module: entry.what for entry in vishwamai.patch.transformers(model).left}
+    assert left["MixtralExperts"] == left["MixtralTopKRouter"] == "no operation is known that computes it"
+    assert left["Linear"] == "torch's own" and left["loss"].startswith("its forward pass is not that of a plain")
+    model = random_model("Phi3")
+    left = {entry.module: entry.what for entry in vishwamai.patch.transformers(model, norm=False, rope=False).left}
+    assert "one weight" in left["Phi3MLP"] and left["Phi3RMSNorm"] == "norm=False"
+    assert left["Phi3Attention"] == "rope=False"
+    model = random_model("Llama")
+    patched = vishwamai.patch.transformers(model, attention=False, mlp=False)
+    left = {entry.module: entry.what for entry in patched.left}
+    assert left["LlamaAttention"] == "attention=False" and left["LlamaMLP"] == "mlp=False"
+    assert model.config._attn_implementation != "vishwamai"
+
+
+def test_what_was_changed_is_not_recognised():
+    """A subclass that computes something else, an adapter in place of a product, a forward pass that was replaced."""
+    model = random_model("Llama")
+    layers = model.model.layers
+
+    class Doubled(type(model.model.norm)):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, input):
+            return super().forward(input) + 1
+
+    model.model.norm.__class__ = Doubled
+    layers[0].mlp.gate_proj.__class__ = Adapted
+    layers[0].mlp.act_fn = torch.nn.SiLU()
+    layers[1].mlp.act_fn = torch.nn.Tanh()
+    layers[1].input_layernorm.forward = lambda x: 3 * x
+    want = model(IDS).logits
+    patched = vishwamai.patch.transformers(model, mlp=True)
+    left = [(entry.module, entry.what) for entry in patched.left]
+    assert ("Doubled", "no operation is known that computes it") in left
+    assert ("LlamaMLP", "gate_proj is a Adapted that does more than its product") in left
+    assert ("LlamaMLP", "its activation is Tanh, which gated_linear_unit does not have") in left
+    assert ("LlamaRMSNorm", "its forward pass was replaced already") in left
+    same(model(IDS).logits, want, 2e-5)
+
+
+def test_a_copy_and_a_checkpoint(tmp_path):
+    """A copy is patched by itself, and what is saved of a patched model loads as before."""
+    model = random_model("Llama")
+    vishwamai.patch.transformers(model, mlp=True)
+    want = model(IDS).logits
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(2)
+    same(other(IDS).logits, 2 * want, 1e-5)
+    assert torch.equal(model(IDS).logits, want)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.long
+def test_a_patched_model_compiles():
+    model = random_model("Llama")
+    want = model(IDS).logits
+    vishwamai.patch.transformers(model, mlp=True)
+    calls = []
+    rotate = modules.rotate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules, "apply_rope", lambda *a, **k: calls.append(1) or _original(*a, **k))
+        same(torch.compile(model, backend="aot_eager")(IDS).logits, want, 2e-5)
+    assert rotate is modules.rotate and calls  # ours was traced, not the family's own
+
+
+_original = modules.apply_rope
+
+
+def test_errors():
+    model = random_model("Llama")
+    patched = vishwamai.patch.transformers(model)
+    with pytest.raises(ShapeError, match="patched already; call undo"):
+        vishwamai.patch.transformers(model)
+    with pytest.raises(ShapeError, match="`model` is of type Linear; pass a transformers model"):
+        vishwamai.patch.transformers(torch.nn.Linear(2, 2))
+    with pytest.raises(ShapeError, match="`norm` is 'yes'"):
+        vishwamai.patch.transformers(model, norm="yes")
+    patched.undo()
+    vishwamai.patch.transformers(model).undo()
