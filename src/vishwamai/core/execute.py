@@ -40,6 +40,11 @@ def run(plan: Plan, operands: Any) -> Any:
     return outputs[0]
 
 
+def forward(plan: Plan, operands: Any) -> tuple[Any, Any]:
+    """(outputs, residuals); the residuals carry no gradient."""
+    return _differentiable(plan, True, operands)
+
+
 def backward(plan: Plan, arguments: tuple[Any, ...]) -> Any:
     """The gradients of the operands, from (operands, outputs, residuals, cotangents)."""
     return _backward(plan, arguments)

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax._src import source_info_util
 from jax._src.clusters import ClusterEnv
+from jax._src.mesh import get_concrete_mesh
 from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax._src.xla_bridge import backends_are_initialized
@@ -42,3 +43,8 @@ def devices_are_taken() -> bool:
 def source_of(eqn: Any) -> str:
     """The line of the caller's program that wrote an equation: "model.py:31 (attend)"."""
     return source_info_util.summarize(eqn.source_info).rpartition("/")[2] or "an unknown line"
+
+
+def concrete_mesh() -> Mesh:
+    """The mesh that `jax.set_mesh` has put in force, inside `jit` too; without axes where there is none."""
+    return get_concrete_mesh()

@@ -90,6 +90,19 @@ class Op(Generic[S]):
                 ) from error
             raise
 
+    def with_residuals(
+        self, spec: S, operands: Any, *, config: Any = None, implementation: str | None = None
+    ) -> tuple[Any, Any]:
+        """The outputs, and the residuals of their gradients, which carry no gradient themselves. For a caller that has
+        a gradient of its own.
+
+        Raises:
+          UnsupportedError: what `plan` raises.
+        """
+        plan = self.plan(spec, config=config, implementation=implementation)
+        observe.report(plan)
+        return execute.forward(plan, sharding.match_varying(operands))
+
     def gradients(
         self,
         spec: S,

@@ -10,6 +10,7 @@ from vishwamai.parallel.data_parallel import DataParallelConfig, configure_data_
 from vishwamai.parallel.layout import KernelLayout, MemoryLayout, optimize_kernel_layout, optimize_memory_layout
 from vishwamai.parallel.links import AxisLinks, axis_links, estimate_collective
 from vishwamai.parallel.mesh import configure_tpu_mesh, make_mesh
+from vishwamai.parallel.overlap import OverlapEstimate, estimate_overlap
 from vishwamai.parallel.pipeline.actions import Action, Schedule, with_transfers
 from vishwamai.parallel.pipeline.check import check_schedules
 from vishwamai.parallel.pipeline.executor import pipelined_loss, place_parts
@@ -17,6 +18,7 @@ from vishwamai.parallel.pipeline.scheduler import PipelineScheduler
 from vishwamai.parallel.pipeline.simulate import ActionTimes, Span, Timeline, simulate
 from vishwamai.parallel.placement import ArrayPlace, ShardingTable, explain_sharding, validate_sharding
 from vishwamai.parallel.processes import Processes, initialize
+from vishwamai.parallel.products import all_gather_gated_linear_unit, all_gather_gemm, gemm_reduce_scatter
 from vishwamai.parallel.rules import LogicalRules, shard, shardings
 from vishwamai.parallel.tensor import copy_to_shards, sum_of_shards
 
@@ -29,6 +31,7 @@ __all__ = [
     "KernelLayout",
     "LogicalRules",
     "MemoryLayout",
+    "OverlapEstimate",
     "PipelineScheduler",
     "Processes",
     "Schedule",
@@ -36,14 +39,18 @@ __all__ = [
     "ShardingTable",
     "Span",
     "Timeline",
+    "all_gather_gated_linear_unit",
+    "all_gather_gemm",
     "axis_links",
     "check_schedules",
     "configure_data_parallel",
     "configure_tpu_mesh",
     "copy_to_shards",
     "estimate_collective",
+    "estimate_overlap",
     "explain_sharding",
     "from_zigzag",
+    "gemm_reduce_scatter",
     "initialize",
     "make_mesh",
     "optimize_kernel_layout",

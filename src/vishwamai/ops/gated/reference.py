@@ -55,18 +55,21 @@ def forward(spec: GatedSpec, config: None, operands: Operands, residuals: bool) 
     return Outputs(out), Residuals(gate.astype(dtype), up.astype(dtype)) if residuals else None
 
 
+def slopes(spec: GatedSpec, residuals: Residuals, dh: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradients of gate's and up's products, rounded to the operands' dtype, as jax.numpy's own would be."""
+    dtype = dh.dtype
+    gate, up, dh = (a.astype(spec.accumulator) for a in (*residuals, dh))
+    slope = jnp.ones_like(gate) if spec.activation is None else derivative(spec.activation, gate)
+    return (dh * up * slope).astype(dtype), (dh * activate(spec.activation, gate)).astype(dtype)
+
+
 def backward(
     spec: GatedSpec, config: Any, operands: Operands, outputs: Outputs, residuals: Residuals, cotangents: Outputs
 ) -> Operands:
-    """Four products; the gradients of gate's and up's products are rounded to the operands' dtype before them, as
-    jax.numpy's own would be.
-    """
+    """Four products, of `slopes`."""
     del config, outputs
     x, (w_gate, w_up) = operands.x, weights_of(operands)
-    gate, up, dh = (a.astype(spec.accumulator) for a in (*residuals, cotangents.h))
-    slope = jnp.ones_like(gate) if spec.activation is None else derivative(spec.activation, gate)
-    d_gate = (dh * up * slope).astype(x.dtype)
-    d_up = (dh * activate(spec.activation, gate)).astype(x.dtype)
+    d_gate, d_up = slopes(spec, residuals, cotangents.h)
     lone_x = x.shape[0] == 1
     dx = _product(spec, d_gate, w_gate, 2, 2, lone_x) + _product(spec, d_up, w_up, 2, 2, lone_x)
     lone_w = w_gate.shape[0] == 1

@@ -1,0 +1,105 @@
+"""Pieces of an array that travel around a ring of devices, each asked for before the work that hides its transfer.
+
+Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models" (2023).
+Pieces go both ways at once, so that the farthest one makes half of the hops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.sharding import match_varying
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The pieces of an array of which every device of a mesh axis has one; for use inside `shard_map`.
+
+    Attributes:
+      axis: the mesh axis.
+      size: how many devices it has.
+    """
+
+    axis: str
+    size: int
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How far pieces travel to later devices and to earlier ones.
+
+        >>> Pieces("x", 4).reach, Pieces("x", 5).reach, Pieces("x", 1).reach
+        ((2, 1), (2, 2), (0, 0))
+        """
+        return self.size // 2, (self.size - 1) // 2
+
+    def shift(self, x: Any, way: int) -> Any:
+        """What the device `way` places before this one has."""
+        pairs = [(i, (i + way) % self.size) for i in range(self.size)]
+        return jax.lax.ppermute(x, self.axis, pairs)
+
+    def gathered(self, x: Any) -> Iterator[tuple[int, Any]]:
+        """(distance, piece) for every device: the piece of the device `distance` places before this one."""
+        up, down = self.reach
+        before = self.shift(x, 1) if up else None
+        after = self.shift(x, -1) if down else None
+        yield 0, x
+        for step in range(1, up + 1):
+            from_before, from_after = before, after
+            before = self.shift(before, 1) if step < up else None
+            after = self.shift(after, -1) if step < down else None
+            yield step, from_before
+            if step <= down:
+                yield -step, from_after
+
+    def reduced(self, part: Callable[[int], Any], dtype: Any) -> Any:
+        """The sum of the parts that all devices have for this one.
+
+        Args:
+          part: this device's part of the sum for the device `distance` places after it.
+          dtype: of the sums that travel.
+        """
+        up, down = self.reach
+
+        def added(total: Any, way: int, distance: int) -> Any:
+            moved = None if total is None else self.shift(total, way)
+            own = part(distance)
+            return (own if moved is None else own + moved.astype(own.dtype)).astype(dtype)
+
+        before = after = None
+        for step in range(up, 0, -1):
+            before = added(before, 1, step)
+            if step <= down:
+                after = added(after, -1, -step)
+        moved = [self.shift(x, way) for x, way in ((before, 1), (after, -1)) if x is not None]
+        own = part(0)
+        return sum((x.astype(own.dtype) for x in moved), own)
+
+    def rows(self, x: Any, distance: int) -> Any:
+        """The rows (last axis but one) of `x` that belong to the device `distance` places after this one."""
+        count = x.shape[-2] // self.size
+        return jax.lax.dynamic_slice_in_dim(x, self._start(distance, count), count, x.ndim - 2)
+
+    def joined(self, found: Iterator[tuple[int, Any]]) -> Any:
+        """The rows of all devices in their order, from (distance, rows) as `gathered` gives them; of every leaf."""
+        whole: Any = None
+        for distance, rows in found:
+            if whole is None:
+                whole = jax.tree.map(self._empty, rows)
+            whole = jax.tree.map(lambda x, y, d=distance: self._placed(x, y, -d), whole, rows)
+        return whole
+
+    def _empty(self, x: Any) -> Any:
+        shape = (*x.shape[:-2], x.shape[-2] * self.size, x.shape[-1])
+        return match_varying((jnp.zeros(shape, x.dtype), x))[0]
+
+    def _placed(self, whole: Any, x: Any, distance: int) -> Any:
+        start = self._start(distance, x.shape[-2])
+        return jax.lax.dynamic_update_slice_in_dim(whole, x, start, whole.ndim - 2)
+
+    def _start(self, distance: int, count: int) -> Any:
+        return (jax.lax.axis_index(self.axis) + distance) % self.size * count

@@ -1,0 +1,196 @@
+"""The rings of `products.py` with their gradients. A device multiplies whole pieces by our kernels.
+
+With z = gathered(x) @ w + bias and y = act(z): dx is the reduce-scatter of dz @ w^T, which is a ring too, and dw = the
+sum over the pieces of x_piece^T @ dz_piece, for which x goes around once more. So no device keeps the rows of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.precision import accumulator_dtype
+from vishwamai.core.signature import array_specs
+from vishwamai.ops.gated import GATED, gated_linear_unit
+from vishwamai.ops.gated.reference import slopes
+from vishwamai.ops.gated.spec import SIGNATURE as GATED_SIGNATURE
+from vishwamai.ops.gated.spec import Operands as GatedOperands
+from vishwamai.ops.gated.spec import describe
+from vishwamai.ops.matmul import MATMUL, gemm
+from vishwamai.ops.matmul.epilogue import derivative
+from vishwamai.ops.matmul.layout import make_spec, signature
+from vishwamai.ops.matmul.spec import Operands
+from vishwamai.parallel.ring_pieces import Pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is static about a call.
+
+    Attributes:
+      pieces: the ring.
+      precision: of the products, forward and backward.
+      implementation: of the products, forward and backward.
+      activation, out_dtype: of the result.
+      config: of a product of the forward pass.
+    """
+
+    pieces: Pieces
+    precision: str
+    implementation: str | None
+    activation: str | None
+    out_dtype: jnp.dtype
+    config: Any
+
+    def product(self, a: Any, b: Any, **options: Any) -> Any:
+        """`a @ b` in the dtype of its sums."""
+        wide = accumulator_dtype(a.dtype)
+        return gemm(a, b, precision=self.precision, implementation=self.implementation, out_dtype=wide, **options)
+
+
+def _weight_gradient(static: Static, pairs: Iterable[tuple[Any, Any]], dtype: Any) -> Any:
+    """The sum of a^T @ b over pairs of pieces, `[..., rows, .]` each."""
+    parts = (static.product(_flat(a), _flat(b), transpose_a=True) for a, b in pairs)
+    return functools.reduce(jnp.add, parts).astype(dtype)
+
+
+def _flat(x: Any) -> Any:
+    return x.reshape(-1, x.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gathered_product(static: Static, x: Any, w: Any, bias: Any) -> Any:
+    """`act(gathered(x) @ w + bias)`, from this device's rows of x."""
+    found = static.pieces.gathered(x)
+    options = {"activation": static.activation, "out_dtype": static.out_dtype, "precision": static.precision}
+    run = functools.partial(gemm, b=w, bias=bias, config=static.config, implementation=static.implementation, **options)
+    return static.pieces.joined((distance, run(piece)) for distance, piece in found)
+
+
+def _gathered_forward(static: Static, x: Any, w: Any, bias: Any) -> tuple[Any, Any]:
+    of_caller = signature(False, False)
+
+    def piece_of(x: Any) -> tuple[Any, Any]:
+        arrays = Operands(x, w, bias, None, None)
+        spec = make_spec(array_specs(arrays), static.activation, False, False, static.precision, static.out_dtype)
+        outputs, z = MATMUL.with_residuals(
+            spec, of_caller.pack(arrays, spec), config=static.config, implementation=static.implementation
+        )
+        y = of_caller.unpack(spec, outputs, arrays).out
+        return y, None if z is None else z.reshape(y.shape)
+
+    y, z = static.pieces.joined((distance, piece_of(piece)) for distance, piece in static.pieces.gathered(x))
+    return y, (x, w, bias, y if static.activation == "relu" else None, z)
+
+
+def _gathered_backward(static: Static, saved: Any, dy: Any) -> Any:
+    return _gathered_gradients(static, saved, dy)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered_gradients(static: Static, saved: Any, dy: Any) -> Any:
+    x, w, bias, y, z = saved
+    wide = accumulator_dtype(x.dtype)
+    dz = dy.astype(wide)
+    if y is not None:
+        dz = jnp.where(y > 0, dz, 0)
+    elif z is not None:
+        dz = dz * derivative(static.activation, z.astype(wide))
+    dbias = None if bias is None else jnp.sum(dz, range(dz.ndim - 1)).astype(bias.dtype)
+    dz = dz.astype(x.dtype)
+    pieces = static.pieces
+    dx = pieces.reduced(lambda d: static.product(pieces.rows(dz, d), w, transpose_b=True), x.dtype).astype(x.dtype)
+    pairs = ((piece, pieces.rows(dz, -d)) for d, piece in pieces.gathered(x))
+    return dx, _weight_gradient(static, pairs, w.dtype), dbias
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scattered_product(static: Static, x: Any, w: Any) -> Any:
+    """This device's rows of the sum of all devices' `x @ w`, in the dtype of sums; they travel in `out_dtype`."""
+    pieces = static.pieces
+    product = functools.partial(static.product, b=w, config=static.config)
+    return pieces.reduced(lambda distance: product(pieces.rows(x, distance)), static.out_dtype)
+
+
+def _scattered_forward(static: Static, x: Any, w: Any) -> tuple[Any, Any]:
+    return scattered_product(static, x, w), (x, w)
+
+
+def _scattered_backward(static: Static, saved: Any, dz: Any) -> Any:
+    x, w = saved
+    pieces, found = static.pieces, []
+
+    def piece_of(distance: int, piece: Any) -> Any:
+        found.append((pieces.rows(x, -distance), piece))
+        return static.product(piece, w, transpose_b=True).astype(x.dtype)
+
+    dx = pieces.joined((d, piece_of(d, piece)) for d, piece in pieces.gathered(dz.astype(x.dtype)))
+    return dx, _weight_gradient(static, found, w.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gathered_gated(static: Static, x: Any, gate: Any, up: Any) -> Any:
+    """`act(gathered(x) @ gate) * (gathered(x) @ up)`, from this device's rows of x."""
+    options = {"config": static.config, "implementation": static.implementation, "precision": static.precision}
+    run = functools.partial(gated_linear_unit, weights=(gate, up), activation=static.activation, **options)
+    return static.pieces.joined((distance, run(piece)) for distance, piece in static.pieces.gathered(x))
+
+
+def _gated_forward(static: Static, x: Any, gate: Any, up: Any) -> tuple[Any, Any]:
+    def piece_of(x: Any) -> tuple[Any, Any]:
+        arrays = GatedOperands(x, gate, up, None)
+        spec = describe(array_specs(arrays), static.activation, static.precision)
+        outputs, residuals = GATED.with_residuals(
+            spec, GATED_SIGNATURE.pack(arrays, spec), config=static.config, implementation=static.implementation
+        )
+        h = GATED_SIGNATURE.unpack(spec, outputs, arrays).h
+        return h, jax.tree.map(lambda z: z.reshape(h.shape), residuals)
+
+    found = static.pieces.gathered(x)
+    h, residuals = static.pieces.joined((distance, piece_of(piece)) for distance, piece in found)
+    return h, (x, gate, up, residuals)
+
+
+def _gated_backward(static: Static, saved: Any, dh: Any) -> Any:
+    return _gated_gradients(static, saved, dh)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_gradients(static: Static, saved: Any, dh: Any) -> Any:
+    x, *weights, residuals = saved
+    arrays = GatedOperands(x, *weights, None)
+    spec = describe(array_specs(arrays), static.activation, static.precision)
+    dz, pieces = slopes(spec, residuals, dh), static.pieces
+
+    def to_x(distance: int) -> Any:
+        return sum(
+            static.product(pieces.rows(d, distance), w, transpose_b=True) for d, w in zip(dz, weights, strict=True)
+        )
+
+    dx = pieces.reduced(to_x, x.dtype).astype(x.dtype)
+    found = list(pieces.gathered(x))
+    dw = (_weight_gradient(static, ((piece, pieces.rows(each, -d)) for d, piece in found), x.dtype) for each in dz)
+    return dx, *dw
+
+
+def _once(gradients: Any, static: Static, saved: Any, cotangent: Any) -> Any:
+    return gradients(static, saved, cotangent), None
+
+
+def _twice(static: Static, saved: Any, cotangents: Any) -> Any:
+    raise UnsupportedError(
+        "a product with its all-gather as a ring is differentiable once; for a second derivative pass overlap=False."
+    )
+
+
+_gathered_gradients.defvjp(functools.partial(_once, _gathered_gradients), _twice)
+_gated_gradients.defvjp(functools.partial(_once, _gated_gradients), _twice)
+gathered_product.defvjp(_gathered_forward, _gathered_backward)
+scattered_product.defvjp(_scattered_forward, _scattered_backward)
+gathered_gated.defvjp(_gated_forward, _gated_backward)
