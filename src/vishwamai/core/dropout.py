@@ -9,8 +9,13 @@ so all platforms agree bit for bit.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+_ROWS, _COLUMNS = np.uint32(0x9E3779B1), np.uint32(0xC2B2AE35)
 
 
 def seeds(key: jax.Array, batch: int, heads: int) -> jax.Array:
@@ -31,6 +36,24 @@ def _xor_shift(x: jax.Array, bits: int) -> jax.Array:
     return x ^ (x >> jnp.uint32(bits))
 
 
+def moved(seeds: jax.Array, rows: Any, columns: Any) -> jax.Array:
+    """The seeds by which position (i, j) draws what (i + rows, j + columns) draws by `seeds`: for a part of a score
+    matrix.
+
+    Args:
+      seeds: uint32 `[..., 2]`.
+      rows, columns: where the part begins; integers, or arrays without axes.
+
+    >>> part = moved(jnp.array([5, 6], jnp.uint32), 3, 2)
+    >>> whole = keep_mask(*jnp.array([5, 6]), jnp.arange(9)[:, None], jnp.arange(9), 0.5)
+    >>> bool((keep_mask(*part, jnp.arange(6)[:, None], jnp.arange(7), 0.5) == whole[3:, 2:]).all())
+    True
+    """
+    # The hash begins with seed + factor * index, modulo 2^32.
+    by = jnp.stack([jnp.asarray(rows).astype(jnp.uint32) * _ROWS, jnp.asarray(columns).astype(jnp.uint32) * _COLUMNS])
+    return seeds + by
+
+
 def keep_mask(seed_0: jax.Array, seed_1: jax.Array, rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
     """Which positions are kept.
 
@@ -41,9 +64,9 @@ def keep_mask(seed_0: jax.Array, seed_1: jax.Array, rows: jax.Array, columns: ja
     Returns:
       bool array of the broadcast shape; True = keep.
     """
-    r = rows.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + seed_0.astype(jnp.uint32)
+    r = rows.astype(jnp.uint32) * _ROWS + seed_0.astype(jnp.uint32)
     r = _xor_shift(_xor_shift(r, 16) * jnp.uint32(0x85EBCA6B), 13)
-    c = columns.astype(jnp.uint32) * jnp.uint32(0xC2B2AE35) + seed_1.astype(jnp.uint32)
+    c = columns.astype(jnp.uint32) * _COLUMNS + seed_1.astype(jnp.uint32)
     c = _xor_shift(_xor_shift(c, 16) * jnp.uint32(0x27D4EB2F), 15)
     z = r + c
     z = _xor_shift(_xor_shift(z, 16) * jnp.uint32(0x7FEB352D), 15)

@@ -40,11 +40,13 @@ class Axes:
       results: the same for the results.
       splittable: the factors that may be split over mesh axes. A factor may stand for dimensions of different sizes
         (query heads and kv heads); it is split only where every one of them divides evenly.
+      merged: the factors over whose parts the function itself sums; results are not summed over them again.
     """
 
     arguments: Any
     results: Any
     splittable: frozenset[str]
+    merged: frozenset[str] = frozenset()
 
     @property
     def dims(self) -> list[Factors]:
@@ -360,7 +362,7 @@ def follow_explicit_axes(function: Callable[..., Any], axes: Axes | Callable[[],
 
     def local(*shards: Any) -> Any:
         results = function(*jax.tree.unflatten(treedef, shards))
-        return _reduce_missing(results, [set(names) for names in _leaves(axes.results)], assignment)
+        return _reduce_missing(results, [{*names, *axes.merged} for names in _leaves(axes.results)], assignment)
 
     out_specs = jax.tree.map(out_spec, axes.results, is_leaf=_is_dims)
     # Empty stands for all axes but those that an enclosing vmap already maps over, which only JAX knows.

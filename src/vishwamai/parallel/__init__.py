@@ -4,6 +4,7 @@ Everything runs on JAX's own distributed runtime: one program, XLA's collectives
 """
 
 from vishwamai.core.errors import ScheduleError
+from vishwamai.ops.attention.decode import decode_attention, merge_shards
 from vishwamai.ops.attention.ring import from_zigzag, ring_attention, to_zigzag
 from vishwamai.ops.attention.ulysses import ulysses_attention
 from vishwamai.parallel.data_parallel import DataParallelConfig, configure_data_parallel
@@ -46,6 +47,7 @@ __all__ = [
     "configure_data_parallel",
     "configure_tpu_mesh",
     "copy_to_shards",
+    "decode_attention",
     "estimate_collective",
     "estimate_overlap",
     "explain_sharding",
@@ -53,6 +55,7 @@ __all__ = [
     "gemm_reduce_scatter",
     "initialize",
     "make_mesh",
+    "merge_shards",
     "optimize_kernel_layout",
     "optimize_memory_layout",
     "pipelined_loss",

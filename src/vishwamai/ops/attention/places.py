@@ -64,6 +64,23 @@ def row_positions(function: str, q_offset: Any, batch: int, q_len: int) -> Any:
     return found.reshape(-1, 1) + jnp.arange(q_len, dtype=jnp.int32)
 
 
+def lengths(function: str, name: str, x: Any, batch: int, most: int) -> Any:
+    """int32 `[]` or `[batch or 1]`: numbers of keys, from 0 to `most`.
+
+    Raises:
+      ShapeError: it is something else, or a known value is out of range.
+    """
+    found = _integers(function, name, x)
+    if found.shape not in ((), (1,), (batch,)):
+        _fail(
+            function,
+            f"`{name}` has shape {tuple(found.shape)}, but there are {batch} batch elements; pass integers of shape () "
+            f"or ({batch},).",
+        )
+    check_values(functools.partial(_check_range, function, name, 0, most), x)
+    return found.astype(jnp.int32)
+
+
 def existing_keys(
     function: str, segment_ids: tuple[Any, Any], kv_lens: Any, kv_starts: Any, batch: int, q_len: int, kv_len: int
 ) -> tuple[Any, Any]:
@@ -81,15 +98,7 @@ def existing_keys(
     for name, x in (("kv_lens", kv_lens), ("kv_starts", kv_starts)):
         if x is None:
             continue
-        found = _integers(function, name, x)
-        if found.shape not in ((), (1,), (batch,)):
-            _fail(
-                function,
-                f"`{name}` has shape {tuple(found.shape)}, but there are {batch} batch elements; pass integers of "
-                f"shape () or ({batch},).",
-            )
-        check_values(functools.partial(_check_range, function, name, 0, kv_len), x)
-        bound = found.astype(jnp.int32).reshape(-1, 1)
+        bound = lengths(function, name, x, batch, kv_len).reshape(-1, 1)
         inside = columns < bound if name == "kv_lens" else columns >= bound
         exists = inside if exists is None else exists & inside
     assert exists is not None, "there are lengths or starts"

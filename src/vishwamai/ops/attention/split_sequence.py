@@ -1,5 +1,5 @@
-"""Attention of arrays whose sequence is split over explicit mesh axes: around a ring, by an exchange of heads, or
-gathered, and which of them.
+"""Attention of arrays whose sequence is split over explicit mesh axes: around a ring, by an exchange of heads, by parts
+of the keys, or gathered, and which of them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.reference import XLA
 from vishwamai.ops.attention.ring_hops import ring, why_not_ring
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
+from vishwamai.ops.attention.split_keys import attend_keys
 from vishwamai.ops.attention.ulysses_exchange import exchange, restored, why_not_ulysses
 
 _SPLIT = "sequence"
-"""The factor of queries and keys together."""
+"""The factor of queries and keys together, or of keys alone."""
 
 
 def attend_split(
     spec: AttentionSpec, signature: Signature, arrays: Operands, *, config: Any, implementation: str | None
 ) -> Outputs | None:
-    """The op's outputs in the caller's layout, of arrays whose sequences stay split; None where query, key and value
-    are not split along theirs by the same mesh axes, or have to be gathered.
+    """The op's outputs in the caller's layout, of arrays whose sequences stay split; None where key and value are not
+    split along theirs by the same mesh axes, the query is split by others, or they have to be gathered.
 
     Raises:
       UnsupportedError: the ambient `split_sequence` names a way that cannot serve the call; or forward-mode
@@ -37,17 +38,23 @@ def attend_split(
     mesh = explicit_mesh(arrays[:3])
     if mesh is None:
         return None
-    over = _over(signature, arrays)
-    if over is None:
+    of_query, of_keys = _over(signature, arrays)
+    over = of_keys or ()
+    if not over or (of_query and of_query != over):
         return None
-    axes = _axes(signature, spec, arrays)
+    axes = _axes(signature, spec, arrays, with_query=bool(of_query))
     found = assigned(mesh, axes, arrays)
     size = math.prod(mesh.shape[axis] for axis in over)
     if found.get(_SPLIT) != over or size == 1:
         return None
     heads = spec.q_heads // math.prod(mesh.shape[axis] for axis in found.get("heads", ()))
-    way, why = _way(spec, size, heads, implementation or current_config().implementation)
-    observe.note(f"attention: query, key and value are split along the sequence over {', '.join(over)} ({size}): {why}")
+    named = implementation or current_config().implementation
+    if of_query:
+        way, why = _way(spec, size, heads, named)
+    else:
+        way, why = _way_of_keys(spec, named)
+    what = "query, key and value" if of_query else "key and value"
+    observe.note(f"attention: {what} are split along the sequence over {', '.join(over)} ({size}): {why}")
     if way is None:
         return None
 
@@ -55,6 +62,8 @@ def attend_split(
         operands = signature.pack(shards, spec)
         if way == "ring":
             outputs = ring(over, size, spec, operands, config=config, implementation=implementation)
+        elif way == "keys":
+            outputs = attend_keys(over, spec, operands, config=config, implementation=implementation)
         else:
             whole = exchange(over, match_varying(operands))
             outputs = ATTENTION(spec.localize(whole), whole, config=config, implementation=implementation)
@@ -101,28 +110,47 @@ def _way(spec: AttentionSpec, size: int, heads: int, implementation: str | None)
     return None, f"it is gathered; a ring declines: {reasons['ring']} Ulysses declines: {reasons['ulysses']}"
 
 
-def _over(signature: Signature, arrays: Operands) -> tuple[str, ...] | None:
-    """The mesh axes over which all three are split along their sequence; None where they differ or are none."""
-    found = set()
+def _way_of_keys(spec: AttentionSpec, implementation: str | None) -> tuple[str | None, str]:
+    """ "keys" or None, with the reason in words, where the queries are not split."""
+    if implementation == XLA.name:
+        return None, f"they are gathered, because {XLA.name!r} is the definition of whole sequences."
+    if current_config().split_sequence == "gather":
+        return None, 'they are gathered, because `split_sequence` is "gather".'
+    if spec.blocks is not None:
+        return None, "they are gathered, because a block mask is of the whole score matrix."
+    return "keys", "each device attends to its own keys, and the parts are merged by their logsumexps."
+
+
+def _over(signature: Signature, arrays: Operands) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """The mesh axes over which the queries, and keys and values, are split along their sequence; None where those of
+    keys and values differ.
+    """
+    found = []
     for x, text, word in zip(arrays[:3], signature.operands[:3], ("q_len", "kv_len", "kv_len"), strict=True):
         axis = [dim.name for dim in dims.parse(text)].index(word)
-        found.add(mesh_axes([*jax.typeof(x).sharding.spec, *[None] * 4][axis]))
-    return found.pop() or None if len(found) == 1 else None
+        found.append(mesh_axes([*jax.typeof(x).sharding.spec, *[None] * 4][axis]))
+    query, key, value = found
+    return query, key if key == value else None
 
 
-def _axes(signature: Signature, spec: AttentionSpec, arrays: Operands) -> Axes:
-    """The factors of the caller's arrays, where the sequences are one factor that may be split. `bias` and `mask` have
-    the keys of all devices.
+def _axes(signature: Signature, spec: AttentionSpec, arrays: Operands, with_query: bool) -> Axes:
+    """The factors of the caller's arrays, where the sequence is a factor that may be split.
+
+    With the queries it is one factor of both, and `bias` and `mask` have the keys of all devices. Without them it is
+    the keys', over whose parts the function merges.
     """
     found = signature.axes(spec, arrays, ATTENTION.split(spec, False))
 
     def renamed(name: str, factors: Any) -> Any:
-        split = {"q_len", "kv_len"} if name in ("key", "value", "kv_segment_ids") else {"q_len"}
         if factors is None:
             return None
+        if not with_query:
+            return tuple(_SPLIT if factor == "kv_len" else factor for factor in factors)
+        split = {"q_len", "kv_len"} if name in ("key", "value", "kv_segment_ids") else {"q_len"}
         return tuple(_SPLIT if factor in split else None if factor == "kv_len" else factor for factor in factors)
 
     def all_of(tree: Any) -> Any:
         return type(tree)(*(renamed(name, factors) for name, factors in tree._asdict().items()))
 
-    return Axes((all_of(found.arguments[0]),), all_of(found.results), found.splittable | {_SPLIT})
+    merged = frozenset() if with_query else frozenset({_SPLIT})
+    return Axes((all_of(found.arguments[0]),), all_of(found.results), found.splittable | {_SPLIT}, merged)
