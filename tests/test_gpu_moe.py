@@ -87,7 +87,7 @@ def test_an_empty_group_and_rows_without_one_have_gradients_of_zero():
 @pytest.mark.parametrize("out_dtype", ["float32", pytest.param(None, marks=pytest.mark.long)])
 def test_opcheck(out_dtype):
     lhs, rhs = tensors((8, 16), (2, 16, 8))
-    arguments = (lhs, rhs, torch.tensor([3, 4]), out_dtype)
+    arguments = (lhs, rhs, torch.tensor([3, 4]), None, None, out_dtype, 0)
     assert set(torch.library.opcheck(torch.ops.vishwamai.grouped_gemm.default, arguments).values()) == {"SUCCESS"}
 
 

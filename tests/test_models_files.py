@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from vishwamai import ShapeError, UnsupportedError
-from vishwamai.models import Decoder, ModelConfig, from_pretrained, save_pretrained
+from vishwamai import PackedQTensor, ShapeError, UnsupportedError
+from vishwamai.models import Decoder, ModelConfig, from_pretrained, pack_weights, save_pretrained
 
 VALUES = {
     "model_type": "llama",
@@ -151,6 +151,20 @@ def test_quantized_weights_stay_close(quantize: str, directory: Path) -> None:
     assert 0 < difference < {"int8": 0.02, "int4": 0.3, "fp8": 0.15}[quantize]
     with pytest.raises(ShapeError, match="parameter `query` is a QTensor; save the model that it came from"):
         save_pretrained(model, directory / "again")
+
+
+def test_quantized_experts_stay_close_and_pack(tmp_path: Path) -> None:
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    exact = Decoder(ModelConfig.from_dict({**VALUES, **experts}), rngs=nnx.Rngs(0))
+    save_pretrained(exact, tmp_path)
+    model = from_pretrained(tmp_path, dtype=jnp.float32, quantize="int8", stacked=False)
+    assert model.layers[0].expert_up.get_value().format == "int8"
+    tokens = jnp.arange(12)[None]
+    expected = exact(tokens)
+    for name, found in (("quantized", model), ("packed", pack_weights(model))):
+        difference = jnp.abs(found(tokens) - expected).max() / jnp.abs(expected).max()
+        assert 0 < difference < 0.04, name
+    assert isinstance(model.layers[0].expert_up.get_value(), PackedQTensor)
 
 
 def test_random_weights_start_as_those_of_transformers() -> None:

@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import contract
-from vishwamai import grouped_gemm, moe_combine, moe_dispatch, moe_layer, moe_routing
-from vishwamai.core.errors import ShapeError
+from vishwamai import grouped_gemm, moe_combine, moe_dispatch, moe_layer, moe_routing, pack_weight, quantize
+from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.ops.moe import tpu_visits as visits
 from vishwamai.ops.moe.tpu_tiles import GroupedConfig, GroupedTile
 
@@ -111,20 +111,23 @@ def test_visits_cover_every_row_once(every_group):
     rng = np.random.default_rng(0)
     for groups, m, block in ((5, 150, 32), (7, 64, 16), (1, 20, 32)):
         plan = jax.jit(functools.partial(visits.plan, m=m, block_m=block, every_group=every_group))
-        for _ in range(20):
-            check_visits(plan, rng, groups, m, block, every_group)
+        for i in range(20):
+            check_visits(plan, rng, groups, m, block, every_group, i % 2 == 1)
 
 
-def check_visits(plan, rng, groups, m, block, every_group):
+def check_visits(plan, rng, groups, m, block, every_group, offset):
+    """`offset`: rows of other groups come first."""
     sizes = rng.multinomial(rng.integers(0, m + 1), np.ones(groups + 1) / (groups + 1))[:groups].astype(np.int32)
-    found = plan(sizes[None])
+    first = int(rng.integers(0, m - sizes.sum() + 1)) if offset else 0
+    found = plan(sizes[None], np.array([first], np.int32) if offset else None)
     group, tile, start, stop, following = (np.asarray(x)[: int(found.count[0])] for x in found[:5])
     owner = np.full(m + block, -1)
     for g, t, a, b in zip(group, tile, start, stop, strict=True):
         assert (owner[t * block + a : t * block + b] == -1).all()
         owner[t * block + a : t * block + b] = g
-    np.testing.assert_array_equal(owner[: sizes.sum()], np.repeat(np.arange(groups), sizes))
-    assert (owner[sizes.sum() :] == -1).all()
+    last = first + sizes.sum()
+    np.testing.assert_array_equal(owner[first:last], np.repeat(np.arange(groups), sizes))
+    assert (owner[:first] == -1).all() and (owner[last:] == -1).all()
     assert (np.diff(group) >= 0).all() and (np.diff(tile) >= 0).all()
     if every_group:
         assert set(group) == set(range(groups))
@@ -132,6 +135,56 @@ def check_visits(plan, rng, groups, m, block, every_group):
         assert set(tile) == set(range(-(-m // block)))
         later = [group[i:][group[i:] != g] for i, g in enumerate(group)]
         np.testing.assert_array_equal(following, [x[0] if len(x) else -1 for x in later])
+
+
+def test_parts_of_the_groups_add_up():
+    """Each device has two of the groups' matrices and all rows; offsets are traced."""
+    lhs, rhs, sizes = draw(40, 8), draw(16, 8, 5, seed=1), np.arange(16, dtype=np.int32) % 4
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("x"), P()), out_specs=P())
+    def part(lhs, rhs, sizes):
+        offset = 2 * jax.lax.axis_index("x")
+        return jax.lax.psum(grouped_gemm(lhs, rhs, sizes, group_offset=offset), "x")
+
+    def total(lhs, rhs):
+        out = part(lhs, jax.sharding.reshard(rhs, P("x")), sizes)
+        return out.sum(), out
+
+    with jax.set_mesh(mesh):
+        (d_lhs, d_rhs), out = jax.jit(jax.grad(total, (0, 1), has_aux=True))(lhs, rhs)
+    np.testing.assert_allclose(out, by_group(lhs, rhs, sizes), atol=1e-5)
+    expected = jax.grad(lambda *a: jax.lax.ragged_dot(*a, sizes).sum(), (0, 1))(lhs, rhs)
+    np.testing.assert_allclose(d_lhs, expected[0], atol=1e-5)
+    np.testing.assert_allclose(d_rhs, expected[1], atol=1e-5)
+
+
+def test_what_group_offset_and_quantized_weights_demand():
+    lhs, sizes = jnp.ones((4, 32)), jnp.array([1, 0, 3])
+    weights = jnp.ones((2, 32, 8))
+    with pytest.raises(
+        ShapeError, match="`group_offset` is 2, but `rhs` has the weights of 2 of 3 groups; pass 0 to 1"
+    ):
+        grouped_gemm(lhs, weights, sizes, group_offset=2)
+    with pytest.raises(ShapeError, match="pass one integer"):
+        grouped_gemm(lhs, weights, sizes, group_offset=jnp.array([1]))
+    with pytest.raises(ShapeError, match="quantize it with axis=-2"):
+        grouped_gemm(lhs, quantize(weights, "int8", axis=-1), sizes[:2])
+    with pytest.raises(UnsupportedError, match="grouped_gemm: `rhs` is a QTensor.*have no gradient"):
+        q = quantize(weights, "fp8", axis=-2)
+        jax.grad(lambda q: grouped_gemm(lhs, q, sizes[:2]).sum())(q)
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["QTensor", "packed"])
+def test_layer_of_quantized_experts(pack):
+    """The layer of the dequantized experts; packed ones round the rows too."""
+    tokens, router = jnp.asarray(draw(20, 32)), jnp.asarray(draw(32, 3, seed=1))
+    shapes = ((3, 32, 16), (3, 32, 16), (3, 16, 32))
+    weights = [quantize(draw(*s, seed=i, scale=0.2), "int8", axis=-2, block_size=16) for i, s in enumerate(shapes)]
+    given = [pack_weight(w) if pack else w for w in weights]
+    out = jax.jit(lambda *w: moe_layer(tokens, router, *w).out)(*given)
+    expected = jax.jit(lambda *w: moe_layer(tokens, router, *w).out)(*(w.dequantize() for w in weights))
+    np.testing.assert_allclose(out, expected, atol=0.05 if pack else 1e-5)
 
 
 def test_vmap_of_sizes_and_second_order():

@@ -167,14 +167,16 @@ def expand(scales: Any, axis: int, block_size: int, size: int) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def undifferentiable(name: str, values: Any, scales: Any) -> Any:
-    """(values, scales) as they are; whoever asks for their gradient gets an error that names the argument."""
+    """(values, scales) as they are; whoever asks for their gradient gets an error that begins with `name`, such as
+    "gemm: `b`".
+    """
     del name
     return values, scales
 
 
 def _no_gradient(name: str, saved: Any, cotangents: Any) -> Any:
     raise UnsupportedError(
-        f"gemm: `{name}` is a QTensor, and quantized values have no gradient; differentiate with respect to the other "
+        f"{name} is a QTensor, and quantized values have no gradient; differentiate with respect to the other "
         "arguments only, or train the float array through `fake_quantize`, whose gradient is straight-through."
     )
 

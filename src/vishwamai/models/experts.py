@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec
 
 import vishwamai
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.packed_qtensor import PackedQTensor
+from vishwamai.core.qtensor import QTensor
 from vishwamai.models.activation import activate
 from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.models.config import Experts, ModelConfig
@@ -50,7 +52,9 @@ def mixture(
                 "axis; set precision=plain."
             )
         return _by_weights(config, weights, router, x, options, axes)
-    weights = tuple(weight.astype(x.dtype) for weight in weights)
+    weights = tuple(
+        weight if isinstance(weight, (QTensor, PackedQTensor)) else weight.astype(x.dtype) for weight in weights
+    )
     unit = {"activation": config.activation}
     if experts.clamped_limit is not None:
         unit = {"activation": "swigluoai", "limit": experts.clamped_limit}
@@ -66,7 +70,11 @@ def mixture(
 
 
 def explicit_axis(weight: Any) -> str | None:
-    """The explicit mesh axis over which experts `[experts, in, out]` are split; None where they are whole."""
+    """The explicit mesh axis over which experts `[experts, in, out]` are split; None where they are whole, as quantized
+    ones are.
+    """
+    if isinstance(weight, (QTensor, PackedQTensor)):
+        return None
     found = jax.typeof(weight).sharding
     return found.spec[0] if found.mesh.explicit_axes else None
 

@@ -40,7 +40,7 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
     for kind, layer in zip(kinds, model.layers, strict=True):
         for name, parameter in layer_parameters(model.config, kind).items():
             held = getattr(layer, name)
-            if parameter.matrix and _packable(held.get_value(), model.dtype):
+            if parameter.matrix and _packable(held.get_value(), model.dtype, len(parameter.shape)):
                 held.set_value(jax.block_until_ready(pack_weight(held.get_value())))
     if quantize_head:
         held = model.embed if model.config.tie_embeddings else model.head
@@ -49,7 +49,8 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
     return model
 
 
-def _packable(value: Any, dtype: Any) -> bool:
+def _packable(value: Any, dtype: Any, ndim: int) -> bool:
+    """Whether there is a kernel for the packed weight; `ndim` is what it has where layers are not stacked."""
     if isinstance(value, QTensor):
-        return value.format in BITS and value.ndim == 2 and (value.block_size or 8) % 8 == 0
+        return value.format in BITS and value.ndim == ndim and (value.block_size or 8) % 8 == 0
     return isinstance(value, jax.Array) and value.ndim == 2 and value.dtype == dtype and dtype.name in DTYPES

@@ -117,8 +117,8 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Parameter]:
     if experts.method == "noaux_tc":
         found["router_correction"] = Parameter((count,), (None,), "zeros", float32=True)
     for name in ("gate", "up"):
-        found[f"expert_{name}"] = Parameter((count, hidden, inner), ("experts", "embed", "mlp"))
-    found["expert_down"] = Parameter((count, inner, hidden), ("experts", "mlp", "embed"))
+        found[f"expert_{name}"] = Parameter((count, hidden, inner), ("experts", "embed", "mlp"), matrix=True)
+    found["expert_down"] = Parameter((count, inner, hidden), ("experts", "mlp", "embed"), matrix=True)
     if experts.biases:
         found["router_bias"] = Parameter((count,), (None,), "zeros")
         for name, size in (("gate", inner), ("up", inner), ("down", hidden)):

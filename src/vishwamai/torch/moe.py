@@ -12,11 +12,12 @@ from vishwamai.ops.moe.api import MOE
 from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch
 from vishwamai.ops.moe.layer import CLAMPED, MoEOutput, check_layer
 from vishwamai.ops.moe.routing import GROUP_SCORES, Routing, check_routing
-from vishwamai.ops.moe.spec import SIGNATURE, Outputs, describe
+from vishwamai.ops.moe.spec import SIGNATURE, Outputs, describe, unpack_weights
 from vishwamai.torch import activation as activations
 from vishwamai.torch import bridge
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.operator import TorchOperator
+from vishwamai.torch.quantization import QTensor
 
 _grouped_gemm = TorchOperator(
     MOE,
@@ -38,11 +39,14 @@ _ACTIVATIONS = {
 }
 
 
-def grouped_gemm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+def grouped_gemm(
+    lhs: Tensor, rhs: Tensor | QTensor, group_sizes: Tensor, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """Matrix product whose rows are in consecutive groups, each with its own right-hand matrix; see
     `vishwamai.grouped_gemm`, whose arguments these are.
 
-    On a GPU the host never waits for the sizes, so the call can be captured with whatever computes them.
+    On a GPU the host never waits for the sizes, so the call can be captured with whatever computes them. A `QTensor` as
+    `rhs` has no kernel there: `dequantize` it.
 
     >>> import torch
     >>> rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
@@ -51,9 +55,14 @@ def grouped_gemm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, out_dtype: to
     """
     if out_dtype is None and lhs.dtype == torch.float32:
         out_dtype = torch.float32  # whatever the ambient `use_bfloat16` makes of the operands
-    lhs, rhs = bridge.cast_for_matmul(lhs, rhs)
+    scale, block_k = None, 0
+    if isinstance(rhs, QTensor):
+        rhs, scale, block_k = unpack_weights(rhs)
+        (lhs,) = bridge.cast_for_matmul(lhs)
+    else:
+        lhs, rhs = bridge.cast_for_matmul(lhs, rhs)
     name = None if out_dtype is None else str(out_dtype).removeprefix("torch.")
-    return _grouped_gemm(lhs, rhs, group_sizes, name)[0]
+    return _grouped_gemm(lhs, rhs, group_sizes, scale, None, name, block_k)[0]
 
 
 def moe_routing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
@@ -13,21 +14,30 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.op import Op
 from vishwamai.core.packed_product import packed_product
 from vishwamai.core.packed_qtensor import PackedQTensor
-from vishwamai.core.qtensor import QTensor
+from vishwamai.core.qtensor import QTensor, undifferentiable
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import as_array, as_jax_dtype
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.moe.cpu import NATIVE
 from vishwamai.ops.moe.gpu import TRITON
 from vishwamai.ops.moe.reference import XLA
-from vishwamai.ops.moe.spec import SIGNATURE, GroupedSpec, Operands, check_sizes, describe
+from vishwamai.ops.moe.spec import (
+    SIGNATURE,
+    GroupedSpec,
+    Operands,
+    check_offset,
+    check_sizes,
+    describe,
+    split,
+    unpack_weights,
+)
 from vishwamai.ops.moe.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-MOE: Op[GroupedSpec] = Op("grouped_gemm", (PALLAS_TPU, TRITON, NATIVE, XLA), split="batch k n")
+MOE: Op[GroupedSpec] = Op("grouped_gemm", (PALLAS_TPU, TRITON, NATIVE, XLA), split=split)
 
 
 @checked
@@ -36,6 +46,7 @@ def grouped_gemm(
     rhs: Float[Array, "*batch G K N"] | QTensor | PackedQTensor,
     group_sizes: Int[Array, "*batch G"],
     *,
+    group_offset: int | Int[Array, ""] | None = None,
     out_dtype: Any = None,
     block_size: int | None = None,
     config: Any = None,
@@ -45,62 +56,104 @@ def grouped_gemm(
     `out[i] = lhs[i] @ rhs[group of i]`.
 
     The meaning is that of `jax.lax.ragged_dot`: group g has the `group_sizes[g]` rows after those of the groups before
-    it (none where the size is 0), and rows after the last group give 0. The cost is that of one product of `[M, K]`
-    with `[K, N]`, whatever the number of groups. Sums are float32 (float64 for float64); float32 products are at full
-    precision. The algorithm on TPU is that of Gale et al., "MegaBlocks" (2022), with tiles that two groups share
-    computed for the rows of each alone.
+    it (none where the size is 0), and rows after the last group give 0. With `group_offset=o`, `rhs` has the matrices
+    of groups o to o + G - 1 alone, and the rows of all other groups give 0, at no cost. The cost is that of one product
+    of `[M, K]` with `[K, N]`, whatever the number of groups. Sums are float32 (float64 for float64); float32 products
+    are at full precision. The algorithm on TPU is that of Gale et al., "MegaBlocks" (2022), with tiles that two groups
+    share computed for the rows of each alone.
 
     Args:
       lhs: `[..., M, K]`, bfloat16, float16, float32 or float64.
-      rhs: `[G, K, N]`, or `[..., G, K, N]` with the batch axes of `lhs`; of the dtype of `lhs`. Or a `PackedQTensor` of
-        G groups (see `pack_weight`), with `lhs` `[M, K]`.
-      group_sizes: `[G]` or `[..., G]`, integers of zero or more, whose sum is at most M. Others are an error where
-        their values are known. Where they are traced, a negative size counts as 0 and what is beyond M is cut off;
-        `KernelConfig(checks=True)` makes them an error there too.
+      rhs: `[G, K, N]`, or `[..., G, K, N]` with the batch axes of `lhs`; of the dtype of `lhs`. Or a `QTensor` of such
+        a shape whose numbers share scales along K (`axis=-2`, in blocks or not), or all of them one scale; its values
+        are multiplied in the dtype of `lhs`. Or a `PackedQTensor` of G groups (see `pack_weight`), with `lhs` `[M, K]`.
+      group_sizes: `[G]` (with `group_offset`, of all groups) or `[..., G]`, integers of zero or more, whose sum is at
+        most M. Others are an error where their values are known. Where they are traced, a negative size counts as 0 and
+        what is beyond M is cut off; `KernelConfig(checks=True)` makes them an error there too.
+      group_offset: the first group that `rhs` has a matrix for, an int or a traced scalar; one out of range is an error
+        where it is known, and is clamped where it is traced. None: `rhs` has the matrices of all groups.
       out_dtype: dtype of the result; by default that of `lhs`.
       block_size: about how many rows and columns a tile has; None lets the library choose.
       config: tiles (a `GroupedConfig`), a block size, or None.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
 
     Returns:
-      `[..., M, N]` in `out_dtype`. Gradients exist for `lhs` (0 in rows without a group) and `rhs` (0 for a group
-      without rows).
+      `[..., M, N]` in `out_dtype`. Gradients exist for `lhs` (0 in rows without a matrix) and `rhs` (0 for a group
+      without rows; none of a quantized one).
 
     Raises:
       ShapeError: the arguments contradict one another.
-      UnsupportedError: the implementation asked for cannot serve the call; or an operand is a `QTensor`.
+      UnsupportedError: the implementation asked for cannot serve the call; or `lhs` is a `QTensor`; or the gradient of
+        a quantized `rhs` is taken.
 
     >>> import jax.numpy as jnp
     >>> rows = jnp.array([[1.0], [2.0], [3.0], [4.0]])
     >>> grouped_gemm(rows, jnp.array([[[10.0]], [[7.0]], [[100.0]]]), jnp.array([1, 0, 2]))[:, 0].tolist()
     [10.0, 200.0, 300.0, 0.0]
+    >>> grouped_gemm(rows, jnp.array([[[7.0]], [[100.0]]]), jnp.array([1, 0, 2]), group_offset=1)[:, 0].tolist()
+    [0.0, 200.0, 300.0, 0.0]
     """
     config = block_size if config is None else config
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        if isinstance(x, QTensor):
-            raise UnsupportedError(
-                f"grouped_gemm: `{name}` is a QTensor of {x.format}, which no grouped kernel takes; pass "
-                f"`vishwamai.dequantize({name})`, or, as `rhs` of int8 or int4, `vishwamai.pack_weight(rhs)`."
-            )
+    if isinstance(lhs, QTensor):
+        raise UnsupportedError(
+            f"grouped_gemm: `lhs` is a QTensor of {lhs.format}, which no grouped kernel takes; pass "
+            "`vishwamai.dequantize(lhs)`."
+        )
     if isinstance(rhs, PackedQTensor):
-        if jnp.ndim(lhs) != 2 or config is not None:
+        if jnp.ndim(lhs) != 2 or config is not None or group_offset is not None:
             raise ShapeError(
                 f"grouped_gemm: `rhs` is a PackedQTensor; pass `lhs` of shape [M, K], not {jnp.shape(lhs)}, and "
-                "neither block_size nor config."
+                "neither block_size nor config nor group_offset."
             )
         check_values(functools.partial(check_sizes, rows=lhs.shape[0]), group_sizes)
         return packed_product(
             "grouped_gemm", lhs, rhs, sizes=group_sizes, out_dtype=out_dtype, implementation=implementation
         )
+    scale, block_k = None, 0
+    if isinstance(rhs, QTensor):
+        rhs, scale, block_k = unpack_weights(rhs)
+        guarded: Any = undifferentiable("grouped_gemm: `rhs`", rhs, scale)
+        rhs, scale = guarded
     named = (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes))
     lhs, rhs, group_sizes = (as_array("grouped_gemm", name, x) for name, x in named)
     if out_dtype is None and lhs.dtype == jnp.float32:
         out_dtype = jnp.float32  # whatever the ambient `use_bfloat16` makes of the operands
     elif out_dtype is not None:
         out_dtype = as_jax_dtype("grouped_gemm", "out_dtype", out_dtype)
-    lhs, rhs = cast_for_matmul(lhs, rhs)
-    arrays = Operands(lhs, rhs, group_sizes)
-    spec = describe(array_specs(arrays), out_dtype)
+    if scale is None:
+        lhs, rhs = cast_for_matmul(lhs, rhs)
+    else:
+        (lhs,) = cast_for_matmul(lhs)
+    sizes, first_row = group_sizes, None
+    if group_offset is not None:
+        sizes, first_row = _held(lhs, rhs, group_sizes, group_offset)
+    arrays = Operands(lhs, rhs, sizes, scale, first_row)
+    spec = describe(array_specs(arrays), out_dtype, block_k)
     check_values(functools.partial(check_sizes, rows=lhs.shape[-2]), group_sizes)
-    arrays = arrays._replace(group_sizes=group_sizes.astype(jnp.int32))
+    arrays = arrays._replace(group_sizes=sizes.astype(jnp.int32))
     return public_call(MOE, SIGNATURE, spec, arrays, config=config, implementation=implementation).out
+
+
+def _held(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> tuple[Any, Any]:
+    """(the sizes of the groups that `rhs` has matrices for, cut off at the last row; the row where the first begins).
+
+    Raises:
+      ShapeError: the arguments contradict one another.
+    """
+    offset = as_array("grouped_gemm", "group_offset", group_offset)
+    if offset.ndim or not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise ShapeError(
+            f"grouped_gemm: `group_offset` is {offset.dtype.name} of shape {offset.shape}; pass one integer."
+        )
+    if lhs.ndim < 2 or rhs.ndim < 3 or not group_sizes.ndim or group_sizes.shape[-1] < rhs.shape[-3]:
+        raise ShapeError(
+            f"grouped_gemm: `lhs` has shape {lhs.shape}, `rhs` {rhs.shape} and `group_sizes` {group_sizes.shape}; with "
+            "`group_offset` pass [..., M, K], [..., G, K, N] and the sizes of all groups, G or more."
+        )
+    groups, held = group_sizes.shape[-1], rhs.shape[-3]
+    check_values(functools.partial(check_offset, groups=groups, held=held), offset)
+    offset = jnp.clip(offset.astype(jnp.int32), 0, groups - held)
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0), axis=-1), lhs.shape[-2])
+    starts = jnp.pad(ends, [(0, 0)] * (ends.ndim - 1) + [(1, 0)])
+    starts = jax.lax.dynamic_slice_in_dim(starts, offset, held + 1, axis=-1)
+    return jnp.diff(starts, axis=-1), starts[..., 0]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
+from vishwamai.core.qtensor import FORMATS, QTensor
 from vishwamai.ops.moe.api import grouped_gemm
 
 
@@ -17,19 +20,53 @@ def _case(
     sizes: Any,
     dtype: str = "float32",
     *,
+    held: int | None = None,
     tags: tuple[str, ...] = ("contract",),
     **options: Any,
 ) -> Case:
-    """`sizes` are a value of the call, not an array of the case: what they are decides which rows are computed."""
+    """`sizes` are a value of the call, not an array of the case: what they are decides which rows are computed; `held`
+    groups have a matrix, or all.
+    """
     sizes = np.asarray(sizes, np.int32)
     depth = lhs[-1]
-    rhs = (*sizes.shape, depth, columns)
+    rhs = (*sizes.shape[:-1], held or sizes.shape[-1], depth, columns)
     # Weights of variance 1/K keep the sums near 1.
     arrays = {"lhs": ArrayInit(lhs, dtype), "rhs": ArrayInit(rhs, dtype, scale=max(depth, 1) ** -0.5)}
     return Case(name, "grouped_gemm", grouped_gemm, arrays, {"group_sizes": sizes, **options}, frozenset(tags))
 
 
+def quantized_grouped_gemm(lhs: Any, weight: Any, scales: Any, *, format: str, block_size: Any, **options: Any) -> Any:
+    """`grouped_gemm` of a QTensor that is made of int8 numbers; those of a format other than int8 are a sixteenth of
+    them, rounded down.
+    """
+    values = jnp.asarray(weight)
+    values = values if format == "int8" else (values >> 4).astype(FORMATS[format].dtype)
+    scales = jax.lax.stop_gradient(jnp.asarray(scales))
+    return grouped_gemm(lhs, QTensor(values, scales, format, -2, block_size), **options)
+
+
+def _quantized(name: str, format: str, block_size: int | None, dtype: str = "bfloat16", **options: Any) -> Case:
+    depth, columns, sizes = 256, 128, np.array([20, 0, 41], np.int32)
+    blocks = 1 if block_size is None else -(-depth // block_size)
+    arrays = {
+        "lhs": ArrayInit((70, depth), dtype),
+        "weight": ArrayInit((3, depth, columns), "int8", "integers"),
+        "scales": ArrayInit((3, blocks, columns), "float32", "positive"),
+    }
+    options = {"group_sizes": sizes, "format": format, "block_size": block_size, **options}
+    return Case(name, "grouped_gemm", quantized_grouped_gemm, arrays, options, frozenset({"contract"}))
+
+
+_QUANTIZED = (
+    _quantized("int8 weights", "int8", None),
+    _quantized("fp8 weights, float32 rows", "fp8_e4m3", None, "float32"),
+    _quantized("int4 weights in blocks", "int4", 48),
+)
+
 _CONTRACT = (
+    *_QUANTIZED,
+    _case("some of the groups", (100, 40), 24, [17, 0, 30, 0, 50, 3], group_offset=2, held=3),
+    _case("no row of the groups there are", (40, 16), 20, [10, 0, 0, 30], group_offset=1, held=2),
     _case("groups of any size float32", (100, 40), 24, [30, 0, 50, 7]),
     _case("groups of any size bfloat16", (100, 40), 24, [30, 0, 50, 7], "bfloat16"),
     _case("matrices copied ahead", (150, 128), 256, [40, 0, 1, 70, 20], "bfloat16"),
@@ -84,8 +121,13 @@ FACTS = Facts(
             "float16": "`lhs` is float16",
             "float64": "`lhs` is float64",
             "no rows": "an array is empty",
+            "int4 weights in blocks": "scales for blocks of 48 rows",
         },
+        "native_cpu": {case.name: "`rhs` is a QTensor" for case in _QUANTIZED},
         "triton": {
+            **{case.name: "`rhs` is a QTensor" for case in _QUANTIZED},
+            "some of the groups": "`group_offset` is given",
+            "no row of the groups there are": "`group_offset` is given",
             "float64": "`lhs` is float64",
             "no rows": "an array is empty",
         },

@@ -10,17 +10,24 @@ import jax.numpy as jnp
 from vishwamai.core import ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
-from vishwamai.ops.moe.reference import sum_shared
+from vishwamai.ops.moe.reference import gradients, sum_shared
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
 
 
 def why_not(spec: GroupedSpec, target: Target) -> str | None:
-    """The reason why this kernel cannot serve `spec`, or None: it serves every legal one where the module is built."""
+    """The reason why this kernel cannot serve `spec`, or None."""
+    if spec.operands.rhs_scale is not None:
+        return "`rhs` is a QTensor; `vishwamai.pack_weight(rhs)` of int8 or int4 is what has a kernel."
     return ffi.why_not(target)
 
 
 def notes(spec: GroupedSpec, target: Target) -> tuple[str, ...]:
-    return ("float16 is computed through float32 copies",) if spec.operands.lhs.dtype == jnp.float16 else ()
+    found = []
+    if spec.operands.lhs.dtype == jnp.float16:
+        found.append("float16 is computed through float32 copies")
+    if spec.operands.first_row is not None:
+        found.append("with `group_offset` rows are copied so that the first group is in front, and the result back")
+    return tuple(found)
 
 
 def _native(x: jax.Array) -> jax.Array:
@@ -54,22 +61,30 @@ def _weights(lhs: jax.Array, dout: jax.Array, sizes: jax.Array, out_dtype: Any) 
     return out.astype(out_dtype)
 
 
+def _turned(x: jax.Array, first_row: jax.Array | None, sign: int) -> jax.Array:
+    """Rows `[B, M, _]` turned so that `first_row` is the first one (sign -1), or back (1)."""
+    if first_row is None:
+        return x
+    by = jnp.broadcast_to(sign * first_row, (x.shape[0],))
+    return jax.vmap(lambda rows, by: jnp.roll(rows, by, 0))(x, by)
+
+
 def forward(spec: GroupedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del config, residuals  # nothing to configure; the backward pass needs the operands alone
-    lhs, rhs, sizes = operands
-    return Outputs(_rows(lhs, rhs, sizes, False, spec.out_dtype)), None
+    lhs, rhs, sizes, _, first = operands
+    return Outputs(_turned(_rows(_turned(lhs, first, -1), rhs, sizes, False, spec.out_dtype), first, 1)), None
 
 
 def backward(
     spec: GroupedSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
 ) -> Operands:
     del config, outputs, residuals
-    lhs, rhs, sizes = operands
-    dout = cotangents.out.astype(lhs.dtype)
-    d_lhs = _rows(dout, rhs, sizes, True, lhs.dtype)
+    lhs, rhs, sizes, _, first = operands
+    lhs, dout = (_turned(x, first, -1) for x in (lhs, cotangents.out.astype(lhs.dtype)))
+    d_lhs = _turned(_rows(dout, rhs, sizes, True, lhs.dtype), first, 1)
     shared = rhs.shape[0] != spec.batch  # then a sum over the batch follows, in the wider dtype
     d_rhs = _weights(lhs, dout, sizes, spec.accumulator if shared else rhs.dtype)
-    return Operands(d_lhs, sum_shared(d_rhs, rhs), None)
+    return gradients(operands, d_lhs, sum_shared(d_rhs, rhs))
 
 
 NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)

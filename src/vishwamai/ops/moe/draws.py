@@ -19,11 +19,14 @@ def draw(d: Sizes) -> Case:
     share = rng.dirichlet(np.full(groups, 0.5), batch) * rows * d.choose((1.0, 0.7, 1.0, 0.0))
     sizes = np.floor(share).astype(np.int32)
     dtype = d.dtype()
+    held = d.choose((1, groups)) if d.flag(4) else groups
     arrays = {
         "lhs": ArrayInit((*batch, rows, depth), dtype),
-        "rhs": ArrayInit((*batch, groups, depth, columns), dtype, scale=depth**-0.5),
+        "rhs": ArrayInit((*batch, held, depth, columns), dtype, scale=depth**-0.5),
     }
     options: dict[str, Any] = {"group_sizes": sizes}
+    if held < groups:
+        options["group_offset"] = int(rng.integers(0, groups - held + 1))
     if d.flag(4):
         options["out_dtype"] = "float32"
     return Case("", "grouped_gemm", grouped_gemm, arrays, options)

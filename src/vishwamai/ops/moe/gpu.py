@@ -100,6 +100,10 @@ def why_not(spec: GroupedSpec, target: Target) -> str | None:
             return f"{name} is {dtype.name}; the Triton kernels take {', '.join(_DTYPES)}."
     if 0 in (spec.batch, spec.groups, spec.m, spec.n, spec.k):
         return "an array is empty."
+    if spec.operands.rhs_scale is not None:
+        return f"`rhs` is a QTensor of {spec.operands.rhs.dtype.name}, which the Triton kernels do not read."
+    if spec.operands.first_row is not None:
+        return "`group_offset` is given; the Triton kernels begin at the first row."
     if spec.groups > _MOST_GROUPS:
         return f"there are {spec.groups:,} groups; a program holds the sizes of {_MOST_GROUPS:,} in its registers."
     return gpu.why_not(target)
@@ -238,7 +242,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 def forward(spec: GroupedSpec, config: GroupedGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del residuals  # the backward pass needs the operands alone
-    lhs, rhs, sizes = operands
+    lhs, rhs, sizes, *_ = operands
     return Outputs(rows_product(spec, config, config.forward, lhs, rhs, sizes, False, spec.out_dtype)), None
 
 
@@ -251,11 +255,11 @@ def backward(
     cotangents: Outputs,
 ) -> Operands:
     del outputs, residuals
-    lhs, rhs, sizes = operands
+    lhs, rhs, sizes, *_ = operands
     dtype = spec.operands.lhs.dtype
     dout = _cast(cotangents.out, dtype)
     d_lhs = rows_product(spec, config, config.backward_lhs, dout, rhs, sizes, True, dtype)
-    return Operands(d_lhs, weights_product(spec, config, lhs, dout, sizes), None)
+    return Operands(d_lhs, weights_product(spec, config, lhs, dout, sizes), None, None, None)
 
 
 TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, GroupedGpuConfig)

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.packed_qtensor import PackedQTensor
+from vishwamai.core.qtensor import QTensor
 from vishwamai.core.sharding import mesh_axis_size
-from vishwamai.core.spec import array_spec, as_array
+from vishwamai.core.spec import ArraySpec, array_spec, as_array
 from vishwamai.ops.moe import parallel
 from vishwamai.ops.moe.api import grouped_gemm
 from vishwamai.ops.moe.dispatch import moe_combine, moe_dispatch
@@ -53,9 +55,9 @@ class MoEOutput(NamedTuple):
 def moe_layer(
     tokens: Float[Array, "*tokens d"],
     router_weights: Float[Array, "d experts"],
-    gate: Float[Array, "experts d f"] | None,
-    up: Float[Array, "experts d f"],
-    down: Float[Array, "experts f d"],
+    gate: Float[Array, "experts d f"] | QTensor | PackedQTensor | None,
+    up: Float[Array, "experts d f"] | QTensor | PackedQTensor,
+    down: Float[Array, "experts f d"] | QTensor | PackedQTensor,
     *,
     top_k: int = 2,
     biases: Sequence[Float[Array, "experts _"] | None] | None = None,
@@ -84,7 +86,8 @@ def moe_layer(
     Args:
       tokens: `[..., d]`.
       router_weights: `[d, E]`.
-      gate: `[E, d, f]`, or None for experts without a gate, `down_e(act(x up_e))`.
+      gate: `[E, d, f]`, or None for experts without a gate, `down_e(act(x up_e))`; like `up` and `down` an array, or
+        what `grouped_gemm` takes in its place: a `QTensor`, or a `PackedQTensor` of E experts.
       up: `[E, d, f]`.
       down: `[E, f, d]`.
       top_k: experts of each token.
@@ -123,8 +126,8 @@ def moe_layer(
     if axes is not None and not axes:
         raise ShapeError("moe_layer: `expert_axis` is empty; pass the name of a mesh axis, or None.")
     named = (("tokens", tokens), ("router_weights", router_weights), ("up", up), ("down", down))
-    tokens, router_weights, up, down = (as_array("moe_layer", name, x) for name, x in named)
-    gate = None if gate is None else as_array("moe_layer", "gate", gate)
+    tokens, router_weights, up, down = (_weight(name, x) for name, x in named)
+    gate = None if gate is None else _weight("gate", gate)
     check_layer(tokens, router_weights, gate, up, down, activation, axes, exchange, exchange_factor, capacity_factor)
     gate_bias, up_bias, down_bias = _biases(biases, gate, up, down)
     if activation == CLAMPED and not (gate is not None and isinstance(limit, (int, float)) and limit > 0):
@@ -136,7 +139,7 @@ def moe_layer(
     x = tokens.reshape(-1, tokens.shape[-1])
 
     def experts(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        def product(lhs: jax.Array, rhs: jax.Array, bias: Any) -> jax.Array:
+        def product(lhs: jax.Array, rhs: Any, bias: Any) -> jax.Array:
             out = grouped_gemm(lhs, rhs, group_sizes, config=config, implementation=implementation)
             return out if bias is None else out + _of_rows(bias, group_sizes, out.shape[0]).astype(out.dtype)
 
@@ -152,11 +155,24 @@ def moe_layer(
         out = moe_combine(experts(dispatch.rows, dispatch.group_sizes), dispatch, routing)
         dropped = dispatch.dropped
     elif capacity_factor is not None:
-        out, dropped = parallel.with_capacity(x, routing, axes, capacity_factor, up.shape[0], experts)
+        out, dropped = parallel.with_capacity(x, routing, axes, capacity_factor, experts_spec(up).shape[0], experts)
     else:
         run = parallel.dense if exchange == "dense" else parallel.ragged
-        out, dropped = run(x, routing, axes, exchange_factor, up.shape[0], experts)
+        out, dropped = run(x, routing, axes, exchange_factor, experts_spec(up).shape[0], experts)
     return MoEOutput(out.reshape(tokens.shape), routing, dropped)
+
+
+def _weight(name: str, x: Any) -> Any:
+    """An argument as an array of JAX; experts may be quantized."""
+    quantized = isinstance(x, (QTensor, PackedQTensor)) and name in ("gate", "up", "down")
+    return x if quantized else as_array("moe_layer", name, x)
+
+
+def experts_spec(weight: Any) -> ArraySpec:
+    """Shape and dtype of experts' weights, packed or not."""
+    if not isinstance(weight, PackedQTensor):
+        return array_spec(weight)
+    return ArraySpec((*weight.values.shape[:-2], *weight.shape), weight.values.dtype)
 
 
 def _clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -183,8 +199,9 @@ def _biases(biases: Any, gate: Any, up: Any, down: Any) -> tuple[Any, Any, Any]:
     found = []
     for name, bias, weight in zip(("gate", "up", "down"), biases, (gate, up, down), strict=True):
         bias = None if bias is None else as_array("moe_layer", f"biases[{name}]", bias)
-        if bias is not None and (weight is None or bias.shape != (weight.shape[0], weight.shape[2])):
-            wanted = "None, as `gate` is" if weight is None else (weight.shape[0], weight.shape[2])
+        shape = None if weight is None else experts_spec(weight).shape
+        if bias is not None and (shape is None or bias.shape != (shape[0], shape[2])):
+            wanted = "None, as `gate` is" if shape is None else (shape[0], shape[2])
             raise ShapeError(f"moe_layer: the bias of `{name}` has shape {bias.shape}; pass {wanted}.")
         found.append(bias)
     return tuple(found)
@@ -203,7 +220,7 @@ def check_layer(
     capacity_factor: float | None,
 ) -> None:
     """Raises ShapeError where the arguments of `moe_layer`, arrays of any framework, contradict one another."""
-    x, router, w_up, w_down = (array_spec(a) for a in (tokens, router_weights, up, down))
+    x, router, w_up, w_down = (experts_spec(a) for a in (tokens, router_weights, up, down))
     for label, found, what in (("tokens", x, "[..., features]"), ("router_weights", router, "[features, experts]")):
         if len(found.shape) < what.count(",") + (label == "router_weights"):
             raise ShapeError(f"moe_layer: `{label}` has shape {found.shape}; pass {what}.")
@@ -212,9 +229,9 @@ def check_layer(
             f"moe_layer: `up` has shape {w_up.shape}, but `tokens` of shape {x.shape} have {x.shape[-1]} features; "
             f"pass [experts, {x.shape[-1]}, hidden]."
         )
-    if gate is not None and array_spec(gate) != w_up:
+    if gate is not None and experts_spec(gate) != w_up:
         raise ShapeError(
-            f"moe_layer: `gate` is {array_spec(gate)}, but `up` is {w_up}; pass `gate` like `up`, or None."
+            f"moe_layer: `gate` is {experts_spec(gate)}, but `up` is {w_up}; pass `gate` like `up`, or None."
         )
     if w_down.shape != (w_up.shape[0], w_up.shape[2], w_up.shape[1]):
         raise ShapeError(

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from vishwamai.core.gradients import is_float
 from vishwamai.core.op import Implementation
+from vishwamai.core.qtensor import expand, scale_values
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
 
 _LARGEST_BLOCK = 512
@@ -33,11 +35,12 @@ def block_rows(m: int, groups: int) -> int:
     return min(_LARGEST_BLOCK, max(8, 1 << (half - 1).bit_length()))
 
 
-def layout(group_sizes: jax.Array, m: int, block: int) -> GroupBlocks:
-    """The blocks of `group_sizes` [G]; sizes beyond the m rows there are count as cut off."""
+def layout(group_sizes: jax.Array, first_row: jax.Array | None, m: int, block: int) -> GroupBlocks:
+    """The blocks of `group_sizes` [G], from row `first_row` on; sizes beyond the m rows there are count as cut off."""
     groups = group_sizes.shape[0]
-    ends = jnp.minimum(jnp.cumsum(group_sizes), m)
-    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
+    first = jnp.zeros((), group_sizes.dtype) if first_row is None else first_row
+    ends = jnp.minimum(first + jnp.cumsum(group_sizes), m)
+    starts = jnp.concatenate([first[None], ends[:-1]])
     last_block = jnp.cumsum(-(-(ends - starts) // block))  # blocks up to and with each group
     first_block = last_block + (-(ends - starts) // block)
     count = m // block + min(groups, m)  # at most: every group that has a row adds one part of a block
@@ -48,7 +51,7 @@ def layout(group_sizes: jax.Array, m: int, block: int) -> GroupBlocks:
     rows = jnp.arange(m)
     of_row = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), groups - 1)
     place = first_block[of_row] * block + rows - starts[of_row]
-    place = jnp.where(rows < ends[-1], place, count * block)
+    place = jnp.where((rows >= first) & (rows < ends[-1]), place, count * block)
     return GroupBlocks(group.astype(jnp.int32), jnp.where(inside, row, m).astype(jnp.int32), place.astype(jnp.int32))
 
 
@@ -68,22 +71,54 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
+def _matrix(rhs: jax.Array, scale: jax.Array | None, group: Any, block_k: int, dtype: Any) -> tuple[Any, Any]:
+    """(the matrix of a group `[K, N]`, the scales of its columns `[1, N or 1]`, or None).
+
+    Scales of blocks of K are multiplied in, and the result is rounded to `dtype`.
+    """
+    values = rhs[group]
+    if scale is None:
+        return values, None
+    factor = scale_values(scale[group], jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    if not block_k:
+        return values.astype(dtype), factor
+    return (values.astype(factor.dtype) * expand(factor, -2, block_k, values.shape[0])).astype(dtype), None
+
+
 def product(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transposed: bool, total: Any, out_dtype: Any
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    scale: jax.Array | None,
+    first_row: jax.Array | None,
+    *,
+    transposed: bool,
+    block_k: int,
+    total: Any,
+    out_dtype: Any,
 ) -> jax.Array:
-    """`[M, N]` from lhs `[M, K]`, rhs `[G, K, N]` (`[G, N, K]` if transposed) and sizes `[G]`."""
+    """`[M, N]` from lhs `[M, K]`, rhs `[G, K, N]` (`[G, N, K]` if transposed) and sizes `[G]`.
+
+    The matrix of one group at a time is dequantized.
+    """
     m = lhs.shape[0]
     n = rhs.shape[1 if transposed else 2]
     if 0 in (m, rhs.shape[0]):
         return _zeros((m, n), out_dtype, lhs)
     block = block_rows(m, rhs.shape[0])
-    blocks = layout(group_sizes, m, block)
+    blocks = layout(group_sizes, first_row, m, block)
 
     def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         group, source = block
 
         def dot() -> jax.Array:
-            return _dot(_take(lhs, source), rhs[group], (1, 1 if transposed else 0), total).astype(out_dtype)
+            matrix, columns = _matrix(rhs, scale, group, block_k, lhs.dtype)
+            rows = _take(lhs, source)
+            if transposed:
+                rows = rows if columns is None else (rows * columns).astype(rows.dtype)
+                return _dot(rows, matrix, (1, 1), total).astype(out_dtype)
+            out = _dot(rows, matrix, (1, 0), total)
+            return (out if columns is None else out * columns).astype(out_dtype)
 
         return lax.cond(source[0] < m, dot, lambda: _zeros((source.shape[0], n), out_dtype, lhs))
 
@@ -91,13 +126,15 @@ def product(
     return _take(out.reshape(-1, n), blocks.place)
 
 
-def weight_gradient(lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, *, total: Any) -> jax.Array:
+def weight_gradient(
+    lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, first_row: jax.Array | None, *, total: Any
+) -> jax.Array:
     """`[G, K, N]`: for each group the product of its rows, lhs `[M, K]` transposed with dout `[M, N]`."""
     groups, m = group_sizes.shape[0], lhs.shape[0]
     zeros = _zeros((groups, lhs.shape[1], dout.shape[1]), total, lhs)
     if 0 in (groups, m):
         return zeros
-    blocks = layout(group_sizes, m, block_rows(m, groups))
+    blocks = layout(group_sizes, first_row, m, block_rows(m, groups))
 
     def one(sums: jax.Array, block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         group, source = block
@@ -110,20 +147,23 @@ def weight_gradient(lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, *, 
     return lax.scan(one, zeros, (blocks.group, blocks.source))[0]
 
 
-def _for_each(function: Any, *arrays: jax.Array) -> jax.Array:
+def _for_each(function: Any, *arrays: jax.Array | None) -> jax.Array:
     """`function` of every batch entry; an operand of one entry is shared."""
-    batch = max(x.shape[0] for x in arrays)
+    batch = max(x.shape[0] for x in arrays if x is not None)
+    axes = tuple(None if x is None or x.shape[0] == 1 else 0 for x in arrays)
     if batch == 1:
-        return function(*(x[0] for x in arrays))[None]
-    axes = tuple(None if x.shape[0] == 1 else 0 for x in arrays)
-    return jax.vmap(function, axes)(*(x[0] if axis is None else x for x, axis in zip(arrays, axes)))
+        return function(*(x if x is None else x[0] for x in arrays))[None]
+    entries = (x if x is None or axis == 0 else x[0] for x, axis in zip(arrays, axes))
+    return jax.vmap(function, axes)(*entries)
 
 
 def forward(spec: GroupedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del config, residuals
     if spec.batch == 0:
         return Outputs(jnp.zeros((0, spec.m, spec.n), spec.out_dtype)), None
-    run = functools.partial(product, transposed=False, total=spec.accumulator, out_dtype=spec.out_dtype)
+    run = functools.partial(
+        product, transposed=False, block_k=spec.block_k, total=spec.accumulator, out_dtype=spec.out_dtype
+    )
     return Outputs(_for_each(run, *operands)), None
 
 
@@ -131,14 +171,26 @@ def backward(
     spec: GroupedSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
 ) -> Operands:
     del config, outputs, residuals
-    lhs, rhs, sizes = operands
+    lhs, rhs, sizes, scale, first = operands
     if spec.batch == 0:
-        return Operands(jnp.zeros_like(lhs), jnp.zeros_like(rhs), None)
+        return gradients(operands, jnp.zeros_like(lhs), jnp.zeros_like(rhs))
     dout = cotangents.out.astype(lhs.dtype)
     total = spec.accumulator
-    d_lhs = _for_each(functools.partial(product, transposed=True, total=total, out_dtype=lhs.dtype), dout, rhs, sizes)
-    d_rhs = _for_each(functools.partial(weight_gradient, total=total), lhs, dout, sizes)
-    return Operands(sum_shared(d_lhs, lhs), sum_shared(d_rhs, rhs), None)
+    run = functools.partial(product, transposed=True, block_k=spec.block_k, total=total, out_dtype=lhs.dtype)
+    d_lhs = sum_shared(_for_each(run, dout, rhs, sizes, scale, first), lhs)
+    if scale is not None:
+        return gradients(operands, d_lhs, None)
+    d_rhs = _for_each(functools.partial(weight_gradient, total=total), lhs, dout, sizes, first)
+    return gradients(operands, d_lhs, sum_shared(d_rhs, rhs))
+
+
+def gradients(operands: Operands, d_lhs: jax.Array, d_rhs: jax.Array | None) -> Operands:
+    """The cotangents of all operands; those of quantized weights, which nobody can ask for, are zeros."""
+
+    def none(x: jax.Array | None) -> jax.Array | None:
+        return jnp.zeros_like(x) if x is not None and is_float(x) else None
+
+    return Operands(d_lhs, none(operands.rhs) if d_rhs is None else d_rhs, None, none(operands.rhs_scale), None)
 
 
 def sum_shared(gradient: jax.Array, operand: jax.Array) -> jax.Array:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.precision import accumulator_dtype
+from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
+from vishwamai.core.qtensor import FP4, INT4, QTensor, bits
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import OpSpec, as_dtype
 
 FLOATS = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
+NARROW = (jnp.dtype(jnp.int8), INT4, *FP8_DTYPES, FP4)
 
 
 class Operands(NamedTuple):
@@ -22,8 +25,11 @@ class Operands(NamedTuple):
     """
 
     lhs: Annotated[Any, "batch m k"]
-    rhs: Annotated[Any, "batch? groups k n"]  # of the dtype of lhs
+    rhs: Annotated[Any, "batch? groups k n"]  # of the dtype of lhs; with a scale one of `NARROW`
     group_sizes: Annotated[Any, "batch? groups"]  # int32
+    # One for each block of k, or one block: float; or uint8, the bits of e8m0.
+    rhs_scale: Annotated[Any, "batch? groups _ n?", "optional"]
+    first_row: Annotated[Any, "batch?", "optional"]  # int32: where the first group begins, else at 0
 
 
 class Outputs(NamedTuple):
@@ -34,18 +40,21 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GroupedSpec(OpSpec):
-    """`out[i] = lhs[i] @ rhs[g]` for the rows i of group g, which are consecutive; 0 for the rows after the last group.
+    """`out[i] = lhs[i] @ rhs[g]` for the rows i of group g, which are consecutive; 0 for the rows before the first
+    group and after the last one.
 
     Attributes:
       out_dtype: dtype of the result.
+      block_k: numbers along K that share a scale of rhs; 0 where a column has one scale, or none.
     """
 
     out_dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    block_k: int = 0
 
     @property
     def batch(self) -> int:
         """B: the largest leading axis of any operand (0 where one is empty)."""
-        sizes = {operand.shape[0] for operand in self.operands}
+        sizes = {operand.shape[0] for operand in self.operands if operand is not None}
         return 0 if 0 in sizes else max(sizes)
 
     @property
@@ -77,34 +86,72 @@ class GroupedSpec(OpSpec):
     @property
     def bytes_moved(self) -> int:
         """Bytes that the forward pass must move between HBM and the chip at least, where every group has rows."""
-        return self.batch * self.m * self.n * self.out_dtype.itemsize + sum(o.nbytes for o in self.operands)
+        operands = sum((o.size * bits(o.dtype) + 7) // 8 for o in self.operands if o is not None)
+        return self.batch * self.m * self.n * self.out_dtype.itemsize + operands
 
     def tuning_key(self) -> str:
         o = self.operands
         shared = " shared" if o.rhs.shape[0] != self.batch else ""
+        scaled = "" if o.rhs_scale is None else f" {o.rhs.dtype.name} blocks {self.block_k}"
+        offset = "" if o.first_row is None else " offset"
         return (
             f"{o.lhs.dtype.name} {self.batch}x{self.m}x{self.n}x{self.k} groups {self.groups} "
-            f"{self.out_dtype.name}{shared}"
+            f"{self.out_dtype.name}{shared}{scaled}{offset}"
         )
 
 
-SIGNATURE = Signature(Operands("*batch m k", "*batch? groups k n", "*batch? groups"), Outputs("*batch m n"))
+SIGNATURE = Signature(
+    Operands("*batch m k", "*batch? groups k n", "*batch? groups", "*batch? groups _ n?", "*batch?"),
+    Outputs("*batch m n"),
+)
+
+
+def split(spec: GroupedSpec, backward: bool) -> str:
+    """The dims that may be split over devices; blocks of k that share a scale stay on one."""
+    return "batch n" if spec.block_k else "batch k n"
+
+
+def unpack_weights(rhs: QTensor) -> tuple[Any, Any, int]:
+    """(values, scales `[..., G, blocks, N or 1]`, numbers along K that share a scale or 0); the arrays may be of any
+    framework.
+
+    Raises:
+      ShapeError: the scales are not shared along K, which the product contracts.
+    """
+    values, scales = rhs.values, rhs.scales
+    if rhs.axis is None:
+        lead = tuple(values.shape[:-2])
+        broadcast: Any = jnp.broadcast_to if isinstance(scales, (jax.Array, np.ndarray)) else scales.expand
+        return values, broadcast(scales, (*lead, 1, 1)), 0
+    if rhs.axis != -2:
+        raise ShapeError(
+            f"grouped_gemm: `rhs` of shape {rhs.shape} shares its scales along axis {rhs.axis}, but the product "
+            "contracts axis -2; quantize it with axis=-2."
+        )
+    return values, scales, rhs.block_size or 0
 
 
 @described
-def describe(operands: Operands, out_dtype: str | None) -> GroupedSpec:
+def describe(operands: Operands, out_dtype: str | None, block_k: int = 0) -> GroupedSpec:
     """The spec of the caller's arrays, with or without batch axes.
 
     Raises:
       ShapeError: the arguments contradict one another; the text names them, their values and the fix.
     """
-    x, w, sizes = operands
+    x, w, sizes, scale, _ = operands
     for name, array in (("lhs", x), ("rhs", w)):
-        if array.dtype not in FLOATS:
+        if array.dtype not in (NARROW if scale is not None and name == "rhs" else FLOATS):
             raise ShapeError(
                 f"grouped_gemm: `{name}` has dtype {array.dtype.name}; pass bfloat16, float16, float32 or float64."
             )
-    if x.dtype != w.dtype:
+    if scale is not None:
+        blocks = -(-w.shape[-2] // block_k) if block_k else 1
+        if len(scale.shape) != len(w.shape) or scale.shape[-2] != blocks:
+            raise ShapeError(
+                f"grouped_gemm: `rhs` has values of shape {w.shape} and scales of shape {scale.shape}; along K there "
+                f"are {blocks} scales."
+            )
+    elif x.dtype != w.dtype:
         raise ShapeError(
             f"grouped_gemm: `lhs` has dtype {x.dtype.name}, but `rhs` has dtype {w.dtype.name}; convert one, for "
             f"instance `rhs.astype({x.dtype.name})`."
@@ -121,7 +168,9 @@ def describe(operands: Operands, out_dtype: str | None) -> GroupedSpec:
         )
     specs = SIGNATURE.specs(operands)
     integers = dataclasses.replace(specs.group_sizes, dtype=jnp.dtype(jnp.int32))
-    return GroupedSpec(specs._replace(group_sizes=integers), wanted)
+    if specs.first_row is not None:
+        specs = specs._replace(first_row=dataclasses.replace(specs.first_row, dtype=jnp.dtype(jnp.int32)))
+    return GroupedSpec(specs._replace(group_sizes=integers), wanted, block_k)
 
 
 def check_sizes(sizes: np.ndarray, *, rows: int) -> None:
@@ -140,4 +189,17 @@ def check_sizes(sizes: np.ndarray, *, rows: int) -> None:
         raise ShapeError(
             f"grouped_gemm: `group_sizes` adds up to {total}, but `lhs` has {rows} rows; pass sizes that add up to "
             f"{rows} at most."
+        )
+
+
+def check_offset(offset: np.ndarray, *, groups: int, held: int) -> None:
+    """Checks the value of `group_offset`, with `groups` sizes and the weights of `held` of them.
+
+    Raises:
+      ShapeError: a group that `rhs` has weights for does not exist.
+    """
+    if not 0 <= int(offset) <= groups - held:
+        raise ShapeError(
+            f"grouped_gemm: `group_offset` is {int(offset)}, but `rhs` has the weights of {held} of {groups} groups; "
+            f"pass 0 to {groups - held}."
         )

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES
+from vishwamai.core.qtensor import bits
 from vishwamai.core.target import Target
 from vishwamai.ops.moe import tpu_visits as visits
-from vishwamai.ops.moe.reference import sum_shared
+from vishwamai.ops.moe.reference import gradients, sum_shared
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
 from vishwamai.ops.moe.tpu_rows import rows_product
 from vishwamai.ops.moe.tpu_tiles import GroupedConfig, heuristic
@@ -29,9 +30,13 @@ _SMEM_BYTES = 512 << 10
 
 def why_not(spec: GroupedSpec, target: Target) -> str | None:
     """The reason why these kernels cannot serve `spec`, or None."""
-    for name, dtype in (("lhs", spec.operands.lhs.dtype), ("out_dtype", spec.out_dtype)):
+    o = spec.operands
+    for name, dtype in (("lhs", o.lhs.dtype), ("out_dtype", spec.out_dtype)):
         if dtype not in TPU_DTYPES:
             return f"`{name}` is {dtype.name}, and the TPU computes in float32 and bfloat16."
+    if o.rhs_scale is not None and (spec.block_k or bits(o.rhs.dtype) < 8):
+        kind = f"with scales for blocks of {spec.block_k} rows" if spec.block_k else "of 4 bits"
+        return f"`rhs` is a QTensor of {o.rhs.dtype.name} {kind}; the kernel reads 8 bits with a scale for each column."
     if 0 in (spec.batch, spec.m, spec.n, spec.k, spec.groups):
         return "an array is empty."
     config = heuristic(spec, target)
@@ -47,8 +52,7 @@ def why_not(spec: GroupedSpec, target: Target) -> str | None:
 
 def forward(spec: GroupedSpec, config: GroupedConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del residuals  # the backward pass needs the operands alone
-    lhs, rhs, sizes = operands
-    out = rows_product("grouped_gemm", config.forward, config.vmem_bytes, lhs, rhs, sizes, 0, spec.out_dtype)
+    out = rows_product("grouped_gemm", config.forward, config.vmem_bytes, operands.lhs, operands, 0, spec.out_dtype)
     return Outputs(out), None
 
 
@@ -56,13 +60,15 @@ def backward(
     spec: GroupedSpec, config: GroupedConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
 ) -> Operands:
     del outputs, residuals
-    lhs, rhs, sizes = operands
+    lhs, rhs, sizes, scale, first = operands
     dout = cotangents.out.astype(lhs.dtype)
     vmem = config.vmem_bytes
-    d_lhs = rows_product("grouped_gemm_grad_lhs", config.grad_lhs, vmem, dout, rhs, sizes, 1, lhs.dtype)
+    d_lhs = rows_product("grouped_gemm_grad_lhs", config.grad_lhs, vmem, dout, operands, 1, lhs.dtype)
+    if scale is not None:
+        return gradients(operands, d_lhs, None)
     shared = rhs.shape[0] != spec.batch  # then a sum over the batch follows, in float32
-    d_rhs = weights_product(config.grad_rhs, vmem, lhs, dout, sizes, jnp.float32 if shared else rhs.dtype)
-    return Operands(d_lhs, sum_shared(d_rhs, rhs), None)
+    d_rhs = weights_product(config.grad_rhs, vmem, lhs, dout, sizes, first, jnp.float32 if shared else rhs.dtype)
+    return gradients(operands, d_lhs, sum_shared(d_rhs, rhs))
 
 
 PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, GroupedConfig)

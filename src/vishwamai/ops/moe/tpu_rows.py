@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
 from vishwamai.ops.moe import tpu_visits as visits
+from vishwamai.ops.moe.spec import Operands
 from vishwamai.ops.moe.tpu_pieces import SEMANTICS, Split, for_pieces, keep, product
 from vishwamai.ops.moe.tpu_tiles import GroupedTile, fit
 
@@ -27,6 +28,7 @@ def _rows_kernel(
     following_ref: Any,
     lhs_ref: Any,
     rhs_ref: Any,
+    scale_ref: Any,
     out_ref: Any,
     sum_ref: Any,
     matrix_ref: Any,
@@ -43,6 +45,7 @@ def _rows_kernel(
     """One step: the product of one visit's rows with (a block along the contracted axis of) its group's matrix.
 
     Args:
+      scale_ref: [1, block_n] of the columns of the result, or [1, block_k] of those of lhs (rhs_axis 1).
       sum_ref: [block_m, block_n] if the depth takes several steps or chunks.
       matrix_ref, slot_ref, semaphores: if a group's matrix stays in VMEM, two of them, which of the two is in use, and
         of their copies.
@@ -98,11 +101,16 @@ def _rows_kernel(
     def chunk(at: Any, rows: int, k: Any, size: int, valid: Any) -> jax.Array:
         lhs = lhs_ref[pl.ds(at, rows), pl.ds(k, size)]  # [rows, size]
         rhs = rhs_ref[pl.ds(k, size), :] if rhs_axis == 0 else rhs_ref[:, pl.ds(k, size)]
+        if scale_ref is not None:
+            rhs = rhs.astype(lhs.dtype)
+            if rhs_axis == 1:
+                lhs = (lhs.astype(jnp.float32) * scale_ref[:, pl.ds(k, size)]).astype(lhs.dtype)
         if valid is not None:
             lhs, rhs = keep(lhs, 1, 0, valid), keep(rhs, rhs_axis, 0, valid)
         return product(lhs, rhs, (1, rhs_axis))
 
     def store(at: Any, rows: int, total: jax.Array) -> None:
+        total = total if scale_ref is None or rhs_axis == 1 else total * scale_ref[...]
         index = at + lax.broadcasted_iota(jnp.int32, total.shape, 0)
         old = out_ref[pl.ds(at, rows), :].astype(jnp.float32)
         out_ref[pl.ds(at, rows), :] = jnp.where((index >= start) & (index < stop), total, old).astype(out_ref.dtype)
@@ -148,20 +156,20 @@ def rows_product(
     tile: GroupedTile,
     vmem: int,
     lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
+    operands: Operands,
     rhs_axis: int,
     out_dtype: Any,
 ) -> jax.Array:
-    """`[B, M, N]` from lhs `[B, M, K]`, rhs `[B or 1, G, K, N]` (rhs_axis 0) or `[B or 1, G, N, K]` (1) and sizes
-    `[B or 1, G]`.
+    """`[B, M, N]` from lhs `[B, M, K]` and, of the operands, rhs `[B or 1, G, K, N]` (rhs_axis 0) or `[B or 1, G, N,
+    K]` (1), its scales, and sizes `[B or 1, G]`.
     """
+    _, rhs, group_sizes, scale, first_row = operands
     batch, m, k = lhs.shape
     n = rhs.shape[3 - rhs_axis]
     tile = fit(tile, m, n, k)
     block_m, block_n, block_k = tile.block
     group_sizes = jnp.broadcast_to(group_sizes, (batch, group_sizes.shape[1]))
-    tables, count = visits.tables(group_sizes, m, block_m, every_group=False)
+    tables, count = visits.tables(group_sizes, first_row, m, block_m, every_group=False)
     entries = visits.length(m, group_sizes.shape[1], block_m)
     column_tiles, steps = pl.cdiv(n, block_n), pl.cdiv(k, block_k)
     split = Split(batch, column_tiles)
@@ -181,6 +189,12 @@ def rows_product(
         b, j = split.index(p, b, j)
         return b, tile[b * entries + v], j
 
+    def scale_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, *_: Any) -> Any:
+        b, j = split.index(p, b, j)
+        return (0 if shared else b, group[b * entries + v], 0, j if rhs_axis == 0 else r)
+
+    if scale is not None:
+        scale = jnp.broadcast_to(scale.astype(jnp.float32), (*scale.shape[:3], rhs.shape[3]))
     matrix = (block_k, block_n) if rhs_axis == 0 else (block_n, block_k)
     several = steps > 1 or tile.chunk_depth < block_k
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -194,6 +208,7 @@ def rows_product(
         inputs=dict(
             lhs_ref=(lhs, pl.BlockSpec((None, block_m, block_k), lhs_index)),
             rhs_ref=(rhs, in_hbm if resident else pl.BlockSpec((None, None, *matrix), rhs_index)),
+            scale_ref=(scale, pl.BlockSpec((None, None, 1, block_k if rhs_axis else block_n), scale_index)),
         ),
         outputs=dict(out_ref=((batch, m, n), out_dtype, pl.BlockSpec((None, block_m, block_n), out_index))),
         scratch=dict(

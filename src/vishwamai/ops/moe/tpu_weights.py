@@ -68,7 +68,13 @@ def _weights_kernel(
 
 
 def weights_product(
-    tile: GroupedTile, vmem: int, lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, out_dtype: Any
+    tile: GroupedTile,
+    vmem: int,
+    lhs: jax.Array,
+    dout: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array | None,
+    out_dtype: Any,
 ) -> jax.Array:
     """`[B, G, K, N]`: for each group the product of its rows, lhs `[B, M, K]` transposed with dout `[B, M, N]`."""
     batch, m, k = lhs.shape
@@ -77,7 +83,7 @@ def weights_product(
     block_m, block_n, block_k = tile.block
     groups = group_sizes.shape[1]
     group_sizes = jnp.broadcast_to(group_sizes, (batch, groups))
-    tables, count = visits.tables(group_sizes, m, block_m, every_group=True)
+    tables, count = visits.tables(group_sizes, first_row, m, block_m, every_group=True)
     entries = visits.length(m, groups, block_m)
     column_tiles, depth_tiles = pl.cdiv(n, block_n), pl.cdiv(k, block_k)
     # The axis of tiles that splits evenly in two is the outer one.
