@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from typing import get_args
 
-from vishwamai.cli import function
+from vishwamai.cli import function, model
 from vishwamai.core.errors import FallbackWarning
 from vishwamai.core.explain import explain
+from vishwamai.core.optimization import Purpose, explain_optimization
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     function.add_arguments(parser)
+    model.add_optimization(parser)
     parser.add_argument(
         "--target",
         metavar="CHIP",
@@ -31,5 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     call = function.load_call(arguments.function, arguments.args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)  # the table below says the same, with every reason
-        print(explain(call.function, *call.args, target=arguments.target, **call.kwargs))
+        keys = model.optimization(arguments)
+        with keys.kernels():
+            print(explain(call.function, *call.args, target=arguments.target, **call.kwargs))
+        if keys.given:
+            print(*(explain_optimization(keys, purpose) for purpose in get_args(Purpose)), sep="\n")
     return 0

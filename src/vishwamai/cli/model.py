@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli.function import CommandError
+from vishwamai.core.optimization import Optimization, Purpose, explain_optimization
 
 if TYPE_CHECKING:
     from vishwamai.inference import Embedder, Engine, Load
@@ -36,9 +38,61 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument(
         "--guesses", type=int, default=0, metavar="N", help="guess N tokens a step from the text itself (0)"
     )
+    add_optimization(parser)
     parser.add_argument(
         "--mesh", metavar="AXES", help='split over devices: "tensor=2", or "expert=4,tensor=2" for experts (one device)'
     )
+
+
+def add_optimization(parser: argparse.ArgumentParser) -> None:
+    """The option of the `optimization` dict."""
+    parser.add_argument(
+        "--optimization",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="a key of the dict that training, serving and planning share, such as use_fp8=true or block_size=256; "
+        "or a JSON file of them; may be given more than once",
+    )
+
+
+def optimization(arguments: argparse.Namespace) -> Optimization:
+    """The `optimization` dict of the command line.
+
+    Raises:
+      CommandError: a part is neither key=value nor a JSON file.
+      ConfigError: as `Optimization.of`.
+    """
+    keys: dict[str, Any] = {}
+    for text in arguments.optimization:
+        keys |= _pair(text) if "=" in text else _file(text)
+    return Optimization.of(keys)
+
+
+def _pair(text: str) -> dict[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return {name: json.loads(value)}
+    except ValueError:  # a text, such as the name of a policy
+        return {name: value}
+
+
+def _file(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandError(f"--optimization {text}: {error.strerror}; pass key=value, or a JSON file.") from error
+    except ValueError as error:
+        raise CommandError(f"--optimization {text}: {error}; the file must hold a JSON object.") from error
+    if not isinstance(found, dict):
+        raise CommandError(f"--optimization {text}: the file holds a {type(found).__name__}, not a JSON object.")
+    return found
+
+
+def say_optimization(keys: Optimization, purpose: Purpose, devices: int | None) -> None:
+    """Says what each key does, where one is set."""
+    if keys.given:
+        say(str(explain_optimization(keys, purpose, devices)))
 
 
 def plan(arguments: argparse.Namespace) -> Load:
@@ -51,8 +105,11 @@ def plan(arguments: argparse.Namespace) -> Load:
     for package in ("flax", "safetensors", "tokenizers", "jinja2"):
         if importlib.util.find_spec(package) is None:
             raise CommandError(f'models need the package {package}: pip install "vishwamai[serve]".')
+    import jax
+
     from vishwamai.inference import plan_load
 
+    keys = optimization(arguments)
     load = plan_load(
         arguments.directory,
         dtype=arguments.dtype,
@@ -66,7 +123,9 @@ def plan(arguments: argparse.Namespace) -> Load:
         drafts=arguments.guesses,
         mixed_tokens=arguments.mixed_tokens,
         mesh=arguments.mesh,
+        optimization=keys,
     )
+    say_optimization(keys, "serving", jax.device_count())
     say(f"loading {load}")
     return load
 
@@ -113,7 +172,8 @@ def embed_by_decoder(engine: Engine, mode: str) -> Embedder:
     from vishwamai.inference import Embedder
     from vishwamai.models import Pooling
 
-    embedder = Embedder.of_decoder(engine.model, engine.tokenizer, Pooling(mode), engine.limits.max_length)
+    most, keys = engine.limits.max_length, engine.optimization
+    embedder = Embedder.of_decoder(engine.model, engine.tokenizer, Pooling(mode), most, keys)
     embedder.compile(_progress([]))
     return embedder
 

@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vishwamai.cli import function
+from vishwamai.cli import function, model
 from vishwamai.cli.function import CommandError
+from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.target import Target
 
 
@@ -33,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--search", action="store_true", help="try every mesh, remat and number of microbatches")
     parser.add_argument("--no-verify", action="store_true", help="do not compile what was chosen")
+    model.add_optimization(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--args", metavar="ARGS", help="a function's arguments, as for `vishwamai check`")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences that a model serves at once")
@@ -107,9 +109,14 @@ def _bytes(estimate: Any) -> int | None:
 def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
     from vishwamai.planning.compiler import Compiler
     from vishwamai.planning.search import NOT_TRIED, plan_training
+    from vishwamai.planning.training import devices_of
     from vishwamai.training.config_file import read_config
 
-    config = read_config(arguments.config, arguments.overrides)
+    keys = model.optimization(arguments)
+    given = [f"optimization.{name}={json.dumps(value)}" for name, value in keys.given.items()]
+    config = read_config(arguments.config, [*arguments.overrides, *given])
+    for target in targets:
+        model.say_optimization(config.optimization, "training", devices_of(target))
     with Compiler() as compiler:
         plans = [
             plan_training(
@@ -172,10 +179,28 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
     from vishwamai.planning.analytic import serving_memory
     from vishwamai.planning.compiler import Compiler
     from vishwamai.planning.serving import Serving, kv_bytes_per_token, trace_serving
+    from vishwamai.planning.training import devices_of
 
     config = read_config(arguments.config)
     length = min(4096, config.max_positions) if arguments.length is None else arguments.length
-    serving = Serving(config, arguments.batch, length, arguments.dtype, arguments.dtype)
+    keys = model.optimization(arguments)
+    for target in targets:
+        if keys.over(devices_of(target), 1, "the served model"):
+            raise UnsupportedError(
+                f"plan: use_pjit=true splits a served model over the {devices_of(target)} devices of {target}, which "
+                "is not planned so far; name a chip, or leave use_pjit out."
+            )
+    model.say_optimization(keys, "serving", 1)
+    chosen = keys.settings("serving", {})
+    serving = Serving(
+        config,
+        arguments.batch,
+        length,
+        arguments.dtype,
+        chosen.get("kv_dtype") or arguments.dtype,
+        quantize=chosen.get("quantize"),
+        optimization=keys.of_kernels,
+    )
     each = kv_bytes_per_token(serving)
     lines, data, fits = [], [], True
     with Compiler() as compiler:
@@ -210,7 +235,7 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
             fits &= found.fits
     not_tried = (
         "more than one device for a model",
-        "quantized weights and pages",
+        "weights in int8 and int4, and pages in int8",
         "prompts' steps",
         "the time of a step",
     )
@@ -223,11 +248,14 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
     from vishwamai.planning.program import trace
 
     call = function.load_call(arguments.config, arguments.args)
+    keys = model.optimization(arguments)
+    model.say_optimization(keys, "function", None)
     lines, data, fits = [], [], True
     with Compiler() as compiler:
         for target in targets:
             say(f"{target}: probing {call.name}")
-            program = trace(call.function, *call.args, target=target, **call.kwargs)
+            with keys.kernels():
+                program = trace(call.function, *call.args, target=target, **call.kwargs)
             found = compiler.probe(program)
             if found.fits and not arguments.no_verify:
                 say(f"{target}: compiling it ({found.total})")

@@ -85,6 +85,10 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
     if is_encoder(arguments.directory):
         if arguments.encoder is not None or arguments.pooling is not None:
             raise CommandError(f"{arguments.directory} is an encoder itself; leave --encoder and --pooling out.")
+        if arguments.optimization:
+            raise CommandError(
+                f"--optimization is for decoders, and {arguments.directory} is an encoder; leave it out."
+            )
         return None, model.load_encoder(arguments.directory), (name,), {}
     if arguments.mesh is not None and arguments.pooling is not None:
         raise CommandError("--pooling computes vectors on one device; leave out --mesh, or pass --encoder.")

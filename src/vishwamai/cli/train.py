@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vishwamai.cli import console
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import duration
+from vishwamai.core.optimization import explain_optimization
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,6 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     from vishwamai.core.config import ambient_target
     from vishwamai.training.run import finish, train
 
+    if config.optimization.given:
+        import jax
+
+        effects = explain_optimization(config.optimization, "training", jax.device_count())
+        console.console().print(effects, highlight=False, markup=False)
     if config.precision == "fp8" and (widened := ambient_target().widens_fp8(("float8_e4m3fn", "float8_e5m2"))):
         console.console().print(f"precision=fp8: {widened}.", highlight=False)
     started = time.perf_counter()

@@ -46,7 +46,7 @@ class KernelConfig:
         cores always.
       implementation: name of the implementation to use wherever an operation offers it (`"xla"`, `"pallas_tpu"` ...);
         operations without it choose as usual.
-      use_flash: False replaces blocked attention by the plain reference that holds the score matrix.
+      use_flash: False replaces blocked attention, over pages too, by the plain reference that holds the score matrix.
       use_efficient_attention: another name of `use_flash`; None follows it, and a contradiction is an error.
       auto_optimize: consult the tuning tables; False takes the heuristic alone.
       strict: raise `UnsupportedError` instead of falling back to a slower implementation with a warning.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.optimization import Optimization
 from vishwamai.models.embedding import SentenceEncoder, padded
 from vishwamai.models.pooling import Pooling
 
@@ -56,12 +57,21 @@ class Embedder:
         return cls(encoder, partial(encoder.ids, cut=False), encoder.max_tokens, encoder.config.vocab_size)
 
     @classmethod
-    def of_decoder(cls, model: Decoder, tokenizer: Tokenizer | None, pooling: Pooling, max_tokens: int) -> Embedder:
-        """Of a decoder's hidden states after its last norm."""
+    def of_decoder(
+        cls,
+        model: Decoder,
+        tokenizer: Tokenizer | None,
+        pooling: Pooling,
+        max_tokens: int,
+        optimization: Optimization | None = None,
+    ) -> Embedder:
+        """Of a decoder's hidden states after its last norm; `optimization`: the keys of its kernels."""
+        keys = optimization or Optimization()
 
         @jax.jit
         def forward(model: Decoder, tokens: Any, mask: Any) -> Any:
-            return pooling(model(tokens), mask)
+            with keys.kernels():
+                return pooling(model(tokens), mask)
 
         encode = None if tokenizer is None else lambda texts: [tokenizer.encode(text) for text in texts]
         return cls(partial(forward, model), encode, max_tokens, model.config.vocab_size)

@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vishwamai.core.errors import DeviceError, ShapeError
+from vishwamai.core.optimization import Optimization
 from vishwamai.inference.answers import Answer, Delta, Finish, Writer, joined
 from vishwamai.inference.mesh import mesh_of, place_model
 from vishwamai.inference.pages import PagePool
@@ -54,6 +55,7 @@ class Engine:
       end_tokens: ids that end an answer, besides those of the model's configuration.
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
+      optimization: keys of `vishwamai.performance.Optimization`; `use_fp8` and `use_pjit` belong to `plan_load`.
       on_program: called with (how many programs are compiled, of how many, the next one's name).
 
     Raises:
@@ -83,9 +85,12 @@ class Engine:
         drafts: int = 0,
         end_tokens: Sequence[int] = (),
         mesh: Mesh | None = None,
+        optimization: Optimization | Mapping[str, Any] | None = None,
         on_program: Callable[[int, int, str], None] | None = None,
     ):
         self.limits = limits or Limits(max_length=min(4096, model.config.max_positions))
+        self.optimization = Optimization.of_loaded("Engine", optimization)
+        kv_dtype = self.optimization.settings("serving", {"kv_dtype": kv_dtype}).get("kv_dtype", kv_dtype)
         kv_dtype = kv_dtype_of(model.dtype if kv_dtype is None else kv_dtype)
         if num_pages is None:
             num_pages = self.limits.max_sequences * self.limits.pages_per_sequence
@@ -95,8 +100,9 @@ class Engine:
         self.model, self.tokenizer, self.drafts = model, tokenizer, drafts
         end = model.config.eos_token_id
         self.end_tokens = frozenset(end_tokens) | set(() if end is None else (end,) if isinstance(end, int) else end)
-        pools = make_pools(model, self.limits.page_size, num_pages, kv_dtype, self._calibration(), mesh)
-        self.programs = Programs(model, self.limits, pools, drafts, on_program, mesh)
+        with self.optimization.kernels():
+            pools = make_pools(model, self.limits.page_size, num_pages, kv_dtype, self._calibration(), mesh)
+            self.programs = Programs(model, self.limits, pools, drafts, on_program, mesh)
         self.prompts = Prompts(self.programs.vocab, self.limits, num_pages, tokenizer)
         self.scheduler = Scheduler(self.limits, PagePool(num_pages), rotation_switch(model.config))
         self.statistics = Statistics()

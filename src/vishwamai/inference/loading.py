@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
+from vishwamai.core.optimization import Optimization
 from vishwamai.inference.memory import page_bytes, weight_bytes
 from vishwamai.inference.mesh import serving_mesh, serving_rules
 from vishwamai.inference.pools import kv_dtype_of
@@ -38,6 +39,7 @@ class Load:
       available: what the device, or this process on a CPU, can still have; None where that is not known.
       mesh: the axes over which the model is split, or None. The bytes are those of each device; on a CPU, whose devices
         share its memory, those of all.
+      optimization: the keys that were given, whose settings are in place.
     """
 
     directory: Path
@@ -54,6 +56,7 @@ class Load:
     step: int
     available: int | None
     mesh: str | None = None
+    optimization: Optimization = Optimization()
 
     @property
     def total(self) -> int:
@@ -108,6 +111,7 @@ class Load:
             drafts=self.drafts,
             end_tokens=self.generation.eos_token_ids,
             mesh=placed.get("mesh"),
+            optimization=self.optimization.of_kernels,
             on_program=on_program,
         )
 
@@ -126,6 +130,7 @@ def plan_load(
     drafts: int = 0,
     mixed_tokens: int | None = None,
     mesh: str | None = None,
+    optimization: Optimization | Mapping[str, Any] | None = None,
 ) -> Load:
     """What loading a Hugging Face directory takes; reads its headers only.
 
@@ -139,12 +144,22 @@ def plan_load(
       memory: bytes that all may take; None: 90 % of what is available.
       drafts: as `Engine`.
       mesh: split the model over the first devices, "tensor=2" or "expert=4,tensor=2"; None: one device.
+      optimization: the dict of `vishwamai.performance.explain_optimization`: `use_fp8` and `kv_cache_fp8` set
+        `quantize` and `kv_dtype`, `use_pjit` splits over all devices by the axis tensor.
 
     Raises:
+      ConfigError: `optimization` has an unknown key, or contradicts another option.
       ShapeError: the directory is not a whole model, or an option contradicts it.
       UnsupportedError: weights of that quantization are not split over a mesh.
       DeviceError: it does not fit; the text says what would.
     """
+    keys = Optimization.of(optimization)
+    chosen = keys.settings("serving", {"quantize": quantize, "kv_dtype": kv_dtype})
+    quantize, kv_dtype = chosen.get("quantize", quantize), chosen.get("kv_dtype", kv_dtype)
+    if keys.use_pjit is not None:
+        count = 1 if mesh is None else serving_mesh(mesh).size
+        if keys.over(jax.device_count(), count, f"mesh={mesh}"):
+            mesh = f"tensor={jax.device_count()}"
     directory = Path(directory)
     if not directory.is_dir():
         raise ShapeError(f"{directory}: expected a directory with config.json and safetensors files.")
@@ -189,6 +204,7 @@ def plan_load(
         step,
         available,
         mesh,
+        keys,
     )
     if pages < limits.pages_per_sequence:
         least = weights + step + limits.pages_per_sequence * page

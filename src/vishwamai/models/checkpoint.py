@@ -94,6 +94,18 @@ def from_pretrained(
     return model
 
 
+def quantized(model: Decoder, quantize: str) -> Decoder:
+    """The decoder with the weights of the layers' products quantized, in place; under `nnx.eval_shape`, its shapes.
+
+    Args:
+      quantize: a name of `QUANTIZATIONS`.
+    """
+    for _, parameter, _, held in held_parameters(model):
+        if parameter.matrix:
+            held.set_value(_quantize(held.get_value(), quantize))
+    return model
+
+
 def _quantize(value: jax.Array, name: str) -> QTensor:
     return jax.jit(lambda x: quantize_array(x, axis=-2, **QUANTIZATIONS[name]))(value)
 

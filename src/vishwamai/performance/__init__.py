@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.aot.compile.options.config import RuntimeConfig, configure_runtime_options
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.optimization import Optimization, explain_optimization
 from vishwamai.parallel import (
     DataParallelConfig,
     KernelLayout,
@@ -47,6 +48,7 @@ __all__ = [
     "MemoryPlanner",
     "MemorySettings",
     "MemoryStats",
+    "Optimization",
     "PipelineScheduler",
     "ProfileResults",
     "RuntimeConfig",
@@ -56,6 +58,7 @@ __all__ = [
     "configure_data_parallel",
     "configure_runtime_options",
     "configure_tpu_mesh",
+    "explain_optimization",
     "explain_xla_compilation",
     "flash_attention_forward",
     "optimize_batch_size",

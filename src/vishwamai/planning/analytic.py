@@ -65,7 +65,8 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
 
     Raises: as `planning.training.on_slice` and `training_step`.
     """
-    step = training_step(on_slice(config, target))
+    config = on_slice(config, target)
+    step = training_step(config)
     parts, devices = step.parts, devices_of(target)
     names = [object() for _ in range(devices)]  # only their number counts
     layout = make_layout(config.mesh, parts.params, parts.axes, config.batch_size, config.microbatches, names)
@@ -76,7 +77,7 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
 
     rows = config.batch_size // devices // config.microbatches
     fixed, row = _kept(config)
-    everything = _kept(dataclasses.replace(config, remat="none"))
+    everything = _kept(dataclasses.replace(config, remat="none", optimization=config.optimization.of_kernels))
     layers = step.parts.config.num_layers
     recomputed = 0.0 if config.remat == "none" else rows * everything[1] / layers
     layer = everything[0] / layers  # one layer's weights in the dtype of products
@@ -130,7 +131,15 @@ class _Key:
 def _kept(config: TrainConfig) -> tuple[float, float]:
     """Bytes that the backward pass keeps: those that do not depend on the rows, and those of each row."""
     # What they do not depend on is left out, so that many configurations have one key.
-    alike = dataclasses.replace(config, batch_size=1, microbatches=1, mesh=type(config.mesh)(), steps=1, seed=0)
+    alike = dataclasses.replace(
+        config,
+        batch_size=1,
+        microbatches=1,
+        mesh=type(config.mesh)(),
+        optimization=config.optimization.of_kernels,
+        steps=1,
+        seed=0,
+    )
     return _kept_of(_Key(alike, repr(alike)))
 
 
@@ -140,7 +149,8 @@ def _kept_of(key: _Key) -> tuple[float, float]:
     loss = model_loss(step.parts.graph, step.parts.rest, key.config.loss, step.kept())
 
     def of(rows: int) -> int:
-        return kept_bytes(lambda params, batch: loss(params, batch)[0], step.parts.params, step.batch(rows))
+        with key.config.optimization.kernels():
+            return kept_bytes(lambda params, batch: loss(params, batch)[0], step.parts.params, step.batch(rows))
 
     one, two = of(1), of(2)
     return 2 * one - two, two - one

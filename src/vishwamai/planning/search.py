@@ -98,8 +98,9 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
         raise ConfigError(
             f"config: mesh.expert={config.mesh.expert} does not divide the {devices} devices of {target}."
         )
+    pinned = config.optimization.gradient_checkpointing is not None
     for microbatches in divisors(rows):
-        for remat in REMAT:
+        for remat in (config.remat,) if pinned else REMAT:
             for fsdp in divisors(others):
                 mesh = dataclasses.replace(config.mesh, data=others // fsdp, fsdp=fsdp)
                 yield dataclasses.replace(config, mesh=mesh, remat=remat, microbatches=microbatches)

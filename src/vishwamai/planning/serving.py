@@ -13,7 +13,11 @@ import numpy as np
 from flax import nnx
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.optimization import Optimization
+from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
+from vishwamai.models.checkpoint import quantized
+from vishwamai.models.pages import QuantizedPages
 from vishwamai.planning.program import Program, trace
 
 Tree = Any
@@ -27,6 +31,8 @@ class Serving:
       config: the model.
       batch_size: sequences. length: tokens of each, prompt and answer together.
       dtype: of the parameters. kv_dtype: of stored keys and values. page_size: tokens of a page.
+      quantize: "int8", "int4" or "fp8" weights of the layers' products; None: `dtype`.
+      optimization: whose keys of kernels hold; those of the other fields are in place.
     """
 
     config: ModelConfig
@@ -35,6 +41,8 @@ class Serving:
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
     page_size: int = 16
+    quantize: str | None = None
+    optimization: Optimization = Optimization()
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "length", "page_size"):
@@ -53,14 +61,27 @@ class Serving:
     def parameters(self) -> tuple[Any, Tree]:
         """The decoder's structure, and the shapes of its variables."""
         make = functools.partial(Decoder, self.config, dtype=self.dtype, param_dtype=self.dtype, stacked=True)
-        return nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
 
-    def pages(self, tokens: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Pools for every sequence at its full length, or for so many tokens."""
+        def made() -> Decoder:
+            model = make(rngs=nnx.Rngs(0))
+            return model if self.quantize is None else quantized(model, self.quantize)
+
+        return nnx.split(nnx.eval_shape(made))
+
+    def pages(self, tokens: int | None = None) -> tuple[Any, ...]:
+        """Pools for every sequence at its full length, or for so many tokens; of 8 bits with their scales."""
         count = self.batch_size * self.pages_per_sequence if tokens is None else -(-tokens // self.page_size)
-        return page_shapes(
-            self.config, num_pages=count, page_size=self.page_size, dtype=jnp.dtype(self.kv_dtype), stacked=True
-        )
+        dtype = kv_dtype_of(self.kv_dtype)
+        pools = page_shapes(self.config, num_pages=count, page_size=self.page_size, dtype=dtype, stacked=True)
+        if dtype.itemsize > 1:
+            return pools
+        heads = 1 if self.config.latent is not None else self.config.num_kv_heads
+
+        def scaled(pool: jax.ShapeDtypeStruct) -> QuantizedPages:
+            scale = jax.ShapeDtypeStruct((pool.shape[0] // count, heads), jnp.float32)
+            return QuantizedPages(pool, scale, scale)
+
+        return tuple(map(scaled, pools))
 
 
 def kv_bytes_per_token(serving: Serving) -> int:
@@ -73,7 +94,8 @@ def kv_bytes_per_token(serving: Serving) -> int:
     >>> kv_bytes_per_token(Serving(config, 1, 16))
     256
     """
-    return size(serving.pages(serving.page_size)) // serving.page_size
+    pools = [getattr(pages, "pool", pages) for pages in serving.pages(serving.page_size)]
+    return size(pools) // serving.page_size
 
 
 def size(tree: Tree) -> int:
@@ -91,9 +113,10 @@ def trace_serving(serving: Serving, target: str) -> Program:
     batch = PagedBatch(*_tables(rows, serving.pages_per_sequence), max_q_len=1)
 
     def decoding_step(variables: Tree, pages: Tree, tokens: Any, batch: PagedBatch) -> tuple[Any, Tree]:
-        model = nnx.merge(graph, variables)
-        hidden, written = model.step(tokens, pages, batch)
-        return jnp.argmax(model.logits(hidden), -1), written
+        with serving.optimization.kernels():
+            model = nnx.merge(graph, variables)
+            hidden, written = model.step(tokens, pages, batch)
+            return jnp.argmax(model.logits(hidden), -1), written
 
     tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
     step = jax.jit(decoding_step, donate_argnums=1)

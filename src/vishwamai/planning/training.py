@@ -19,7 +19,7 @@ from vishwamai.core.target import Target
 from vishwamai.models import Decoder, ModelConfig, read_config
 from vishwamai.planning.program import Program, trace
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.mesh import ALL, make_layout
+from vishwamai.training.mesh import ALL, make_layout, over_all_devices
 from vishwamai.training.model import ModelParts, split
 from vishwamai.training.optimizers import optimizer
 from vishwamai.training.remat import checkpoint_policy
@@ -67,7 +67,9 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
       ConfigError: the mesh has more devices than the target, or does not divide the batch.
       UnsupportedError: it trains adapters, or with 8-bit products.
     """
-    devices, asked = devices_of(target), math.prod(dataclasses.astuple(config.mesh))
+    devices = devices_of(target)
+    config = over_all_devices(config, devices)
+    asked = math.prod(dataclasses.astuple(config.mesh))
     if asked != devices:
         sizes = " times ".join(f"mesh.{name}={size}" for name, size in vars(config.mesh).items())
         raise ConfigError(
@@ -146,7 +148,8 @@ def trace_training(config: TrainConfig, target: str) -> Program:
 
     Raises: as `training_step`, `on_slice` and `program.trace`.
     """
-    step = training_step(on_slice(config, target))
+    config = on_slice(config, target)
+    step = training_step(config)
     parts = step.parts
     layout = make_layout(
         config.mesh,
@@ -161,7 +164,8 @@ def trace_training(config: TrainConfig, target: str) -> Program:
     update = optimizer(config.optimizer, config.steps, parts.params, parts.ranks)
 
     def training_step_of(state: TrainState, batch: Tree) -> Tree:
-        return train_step(state, batch, loss=loss, optimizer=update, config=config, layout=layout)
+        with config.optimization.kernels():
+            return train_step(state, batch, loss=loss, optimizer=update, config=config, layout=layout)
 
     state, batch = step.state, step.batch(config.batch_size)
     if layout.mesh is not None:

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import pydantic
+
+from vishwamai.core.optimization import Optimization
 
 Positive = Annotated[int, pydantic.Field(ge=1)]
 Count = Annotated[int, pydantic.Field(ge=0)]
@@ -217,4 +220,21 @@ class TrainConfig(_Section):
         "commas between them",
         "none",
     )
+    optimization: Optimization = key(
+        "the six keys that training, serving and planning share; null leaves a setting alone", factory=Optimization
+    )
     seed: Count = key("seed of parameters and data order", 0)
+
+    def __post_init__(self) -> None:
+        # What differs from its default was given; `config_file.from_dict` also knows of defaults that were written.
+        given = {name: getattr(self, name) for name in OPTIMIZED if getattr(self, name) != DEFAULTS[name]}
+        for name, value in self.optimization.settings("training", given).items():
+            object.__setattr__(self, name, value)
+        sizes = dataclasses.astuple(self.mesh)
+        self.optimization.over(math.prod(sizes), math.prod(sizes), "the section mesh")
+
+
+OPTIMIZED = ("precision", "remat")
+"""Keys that the section `optimization` sets too."""
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}

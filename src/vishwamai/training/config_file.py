@@ -17,7 +17,7 @@ import pydantic
 import yaml
 
 from vishwamai.core.errors import ConfigError
-from vishwamai.training.config import TrainConfig
+from vishwamai.training.config import OPTIMIZED, TrainConfig
 
 
 class _Loader(yaml.SafeLoader):
@@ -80,9 +80,12 @@ def from_dict(values: dict[str, Any]) -> TrainConfig:
     vishwamai.core.errors.ConfigError: config: unknown key optimizer.learning_rat; did you mean optimizer.learning_rate?
     """
     try:
-        return pydantic.TypeAdapter(TrainConfig).validate_python(values)
+        config = pydantic.TypeAdapter(TrainConfig).validate_python(values)
     except pydantic.ValidationError as error:
         raise ConfigError("config: " + "\n  ".join(_problem(found) for found in error.errors())) from None
+    # `TrainConfig` cannot tell a default that was written from one that was not.
+    config.optimization.settings("training", {name: values[name] for name in OPTIMIZED if name in values})
+    return config
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -174,6 +177,8 @@ def _problem(found: Any) -> str:
     if found["type"] == "unexpected_keyword_argument":
         near = nearest(path, found["loc"][:-1])
         return f"unknown key {path}; " + (f"did you mean {near}?" if near else "see `vishwamai train --print-config`.")
+    if found["type"] == "value_error":  # raised by a section itself
+        return str(found["ctx"]["error"])
     if found["type"] == "missing":
         return f"the key {path} is missing; see `vishwamai train --print-config`."
     return f"{path} is {found['input']!r}: {found['msg'][0].lower()}{found['msg'][1:]}."

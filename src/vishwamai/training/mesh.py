@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.models.parameters import LOGICAL_NAMES
 from vishwamai.parallel import LogicalRules
 from vishwamai.parallel.rules import Names
-from vishwamai.training.config import MeshSection
+from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import SCALES
 
 Tree = Any
@@ -125,6 +126,19 @@ class Layout:
             return compute
         places = (self.specs(params), PartitionSpec(ALL))
         return jax.shard_map(compute, mesh=self.mesh, in_specs=places, out_specs=PartitionSpec(ALL), check_vma=False)
+
+
+def over_all_devices(config: TrainConfig, devices: int) -> TrainConfig:
+    """The configuration whose mesh has all devices, where `optimization.use_pjit` asks for it: `mesh.fsdp`, unless the
+    mesh names them all.
+
+    Raises:
+      ConfigError: the mesh contradicts `use_pjit`.
+    """
+    sizes = dataclasses.astuple(config.mesh)
+    if not config.optimization.over(devices, math.prod(sizes), "the section mesh"):
+        return config
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=devices))
 
 
 def make_layout(

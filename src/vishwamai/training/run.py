@@ -26,7 +26,7 @@ from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, tr
 from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.lora import attach, initial_adapters, whole
-from vishwamai.training.mesh import Layout, make_layout
+from vishwamai.training.mesh import Layout, make_layout, over_all_devices
 from vishwamai.training.model import export, make_model
 from vishwamai.training.optimizers import optimizer, schedule
 from vishwamai.training.preferences import answer_logprobs, with_reference
@@ -56,6 +56,7 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
       DeviceError: too many steps in a row were skipped for their gradients, a checkpoint could not be written, or this
         process cannot take the trace that `profile` asks for.
     """
+    config = over_all_devices(config, jax.device_count())
     check(config)
     if profile and (reason := why_no_trace()) is not None:
         raise DeviceError(f"train: `profile` is {profile}, but {reason}.")
@@ -163,7 +164,8 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
 
         def one_step(state: TrainState, batch: Batch, frozen: Any) -> tuple[TrainState, dict[str, Any]]:
             part = functools.partial(loss, frozen=frozen)
-            return train_step(state, batch, loss=part, optimizer=update, config=config, layout=layout)
+            with config.optimization.kernels():
+                return train_step(state, batch, loss=part, optimizer=update, config=config, layout=layout)
 
         return jax.jit(one_step, donate_argnums=0)
 
@@ -171,7 +173,8 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
 
     def evaluation(params: Any, batch: Batch, frozen: Any) -> Any:
         part = functools.partial(_loss_and_count, functools.partial(plain_loss, frozen=frozen))
-        return layout.over_devices(part, params, gradients=False)(params, batch)[1]
+        with config.optimization.kernels():
+            return layout.over_devices(part, params, gradients=False)(params, batch)[1]
 
     state = initial_state(layout.put(params), update, average=config.optimizer.ema_decay is not None)
     state = layout.put(state)
@@ -179,8 +182,9 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     if config.objective == "dpo":
 
         def reference(params: Any, batch: dict[str, Any]) -> Any:
-            made = run_model(parts.graph, parts.rest, params, batch, gather=gather, axes=layout.model_axes)
-            return answer_logprobs(made[0], made[1], batch)
+            with config.optimization.kernels():
+                made = run_model(parts.graph, parts.rest, params, batch, gather=gather, axes=layout.model_axes)
+                return answer_logprobs(made[0], made[1], batch)
 
         start = layout.put(parts.params)
         score = functools.partial(jax.jit(layout.by_row(reference, start)), start)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
+from vishwamai.core.config import current_config
 from vishwamai.core.op import Op
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import as_array
@@ -136,5 +137,7 @@ def ragged_paged_attention(
         columns = spec.head_dim - query.shape[2]
         arrays = arrays._replace(query=jnp.pad(query, ((0, 0), (0, 0), (0, columns))))
     of_caller = signature_of(form, return_lse)
+    if implementation is None and not current_config().use_flash:
+        implementation = XLA.name
     found = public_call(PAGED_ATTENTION, of_caller, spec, arrays, config=config, implementation=implementation)
     return (found.out, found.logsumexp) if return_lse else found.out
