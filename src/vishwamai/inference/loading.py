@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
+from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.memory import page_bytes, weight_bytes
 from vishwamai.inference.mesh import serving_mesh, serving_rules
@@ -77,13 +78,13 @@ class Load:
 
     def __str__(self) -> str:
         form = self.dtype if self.quantize is None else f"{self.quantize} (other arrays {self.dtype})"
-        known = "" if self.available is None else f" of {_gib(self.available)} available"
+        known = "" if self.available is None else f" of {human(self.available)} available"
         tokens = self.num_pages * self.limits.page_size
         where = jax.default_backend() + ("" if self.mesh is None else f" split by {self.mesh}")
         return (
             f"{self.config.family}, {self.config.num_layers} layers, from {self.directory}, in {form}, on "
-            f"{where}: {_gib(self.total)} planned{known}: weights {_gib(self.weights)}, keys and "
-            f"values {_gib(self.pages)} ({tokens} tokens in {self.kv_dtype}), a step {_gib(self.step)}"
+            f"{where}: {human(self.total)} planned{known}: weights {human(self.weights)}, keys and "
+            f"values {human(self.pages)} ({tokens} tokens in {self.kv_dtype}), a step {human(self.step)}"
         )
 
     def engine(self, on_program: Callable[[int, int, str], None] | None = None) -> Engine:
@@ -210,8 +211,8 @@ def plan_load(
         least = weights + step + limits.pages_per_sequence * page
         assert budget is not None
         raise DeviceError(
-            f"{load}. That does not fit: one sequence of {max_length} tokens needs {_gib(least)} in all, and "
-            f"{_gib(budget)} may be used. Choose a smaller --max-length or --max-sequences, or --quantize int8."
+            f"{load}. That does not fit: one sequence of {max_length} tokens needs {human(least)} in all, and "
+            f"{human(budget)} may be used. Choose a smaller --max-length or --max-sequences, or --quantize int8."
         )
     return load
 
@@ -247,7 +248,3 @@ def _available() -> int | None:
     if not found and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min(found, default=None)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"
