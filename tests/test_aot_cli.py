@@ -20,7 +20,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @needs_libtpu
 def test_inspect_prints_the_table_and_writes_what_was_asked(capsys, tmp_path):
-    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
     page, figures = tmp_path / "page.html", tmp_path / "figures.json"
     words = ["inspect", "jax.numpy:matmul", "--args", "bf16[256,256], bf16[256,256]", "--flops", "33554432"]
     assert main([*words, "--report", str(page), "--json", str(figures)]) == 0

@@ -227,8 +227,8 @@ def test_without_rich_the_command_that_installs_it_is_named(capsys, monkeypatch)
     assert status == 2 and 'pip install "vishwamai[cli]"' in err
 
 
-def test_without_plotly_a_page_that_was_asked_for_is_an_error(capsys, monkeypatch, tmp_path):
-    _without(monkeypatch, "plotly")
+def test_without_jinja2_a_page_that_was_asked_for_is_an_error(capsys, monkeypatch, tmp_path):
+    _without(monkeypatch, "jinja2")
     status, _, err = run(capsys, "bench", "--report", str(tmp_path / "x.html"), "--targets", "none")
     assert status == 2 and 'pip install "vishwamai[report]"' in err
 

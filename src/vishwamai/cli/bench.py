@@ -78,12 +78,13 @@ def _targets(arguments: argparse.Namespace) -> list[str]:
 
 
 def _page_path(arguments: argparse.Namespace, notes: list[str]) -> Path | None:
-    if importlib.util.find_spec("plotly") is not None:
+    from vishwamai import reports
+
+    if importlib.util.find_spec(reports.NEEDED) is not None:
         return arguments.report or Path("report.html")
-    install = 'the HTML page needs the package plotly: pip install "vishwamai[report]"'
     if arguments.report is not None:
-        raise CommandError(f"{install}.")
-    notes.append(f"report.html was not written; {install}.")
+        raise CommandError(f"{reports.INSTALL}.")
+    notes.append(f"report.html was not written; {reports.INSTALL}.")
     return None
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vishwamai.training.config import TrainConfig
     from vishwamai.training.records import Record
 
-_NEEDED = ("flax", "optax", "orbax", "grain", "pydantic", "yaml", "plotly")
+_NEEDED = ("flax", "optax", "orbax", "grain", "pydantic", "yaml", "jinja2")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 A chart is as wide as its place, and its text keeps its size: positions are percentages, and curves are drawn in a
 nested SVG that stretches. Colours are the stylesheet's variables `--c0` to `--c7` and `--soft`, so they follow the
-reader's scheme. What plotly shows on hover is a `<title>` here.
+reader's scheme. What a point or a bar is, is its `<title>`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _MARKS = {
 }
 MARKS = tuple(_MARKS)
 
+_SWATCH = '<rect class="bar" x="-8" y="-6" width="16" height="12" rx="2"/>'
+
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
@@ -48,6 +50,18 @@ class Curve:
     hollow: bool = False
     dash: str = ""
     notes: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A stretch of time: from when to when, what is written in it, how full it is (0 to 1), what the reader is told."""
+
+    begin: float
+    end: float
+    text: str = ""
+    colour: str = "c1"
+    share: float = 1.0
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +141,14 @@ def _legend(curves: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="legend">{"".join(entries)}</div>'
 
 
-def _figure(legend: str, unit: str, plot: str, height: int, left: int, below: int) -> Markup:
+def _figure(legend: str, unit: str, plot: str, height: int, left: int, below: int, least: int = 0) -> Markup:
+    """The plot with its margins in pixels; one that needs `least` pixels scrolls in a narrower place."""
     above = f"<figcaption>{_escaped(unit)}</figcaption>" if unit else ""
     padding = f"padding:8px 14px {below}px {left}px"
+    around = ('<div class="scroll">', "</div>", f";min-width:{least}px") if least else ("", "", "")
     return Markup(
-        f'<figure>{legend}{above}<div style="{padding}"><svg class="plot" width="100%" height="{height}" role="img">'
-        f"{plot}</svg></div></figure>"
+        f'<figure>{legend}{above}{around[0]}<div style="{padding}{around[2]}"><svg class="plot" width="100%" '
+        f'height="{height}" role="img">{plot}</svg></div>{around[1]}</figure>'
     )
 
 
@@ -274,10 +290,43 @@ def bars(
     if reference is not None:
         at = axis.share(reference)
         line = f'<line class="limit" x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="100%"/>'
-    entries = [
-        (name, colour, '<rect class="bar" x="-8" y="-6" width="16" height="12" rx="2"/>') for name, colour in legend
-    ]
+    entries = [(name, colour, _SWATCH) for name, colour in legend]
     return _figure(_legend(entries) if entries else "", "", _x_axis(axis, x) + line + "".join(drawn), top, 4, 42)
+
+
+def spans(
+    rows: Sequence[tuple[str, Sequence[Span]]],
+    *,
+    x: str,
+    legend: Sequence[tuple[str, str]] = (),
+    least: int = 0,
+    lowest: float = 0.0,
+) -> Markup:
+    """What each row does over time.
+
+    Args:
+      rows: (name, its spans).
+      x: the unit of time.
+      legend: (name, colour).
+      least: pixels that the texts in the spans need; a narrower place scrolls.
+      lowest: where time begins.
+    """
+    last = max([span.end for _, found in rows for span in found], default=lowest)
+    axis = _Axis(lowest, last if last > lowest else lowest + 1.0, False)
+    size, drawn = 24, []
+    for r, (name, found) in enumerate(rows):
+        top = r * size
+        drawn.append(f'<text x="-8" y="{top + 16}" text-anchor="end">{_escaped(name)}</text>')
+        for span in found:
+            begin, end = axis.share(span.begin), axis.share(span.end)
+            text = f'<text class="inside" x="{begin:.3f}%" dx="3" y="{top + 15}">{_escaped(span.text)}</text>'
+            drawn.append(
+                f'<g style="--c:var(--{span.colour})">{_note(span.note)}<rect class="cell" x="{begin:.3f}%" y="{top}" '
+                f'width="{end - begin:.3f}%" height="{size - 2}" fill-opacity="{min(max(span.share, 0.0), 1.0):.2f}"/>'
+                f"{text if span.text else ''}</g>"
+            )
+    keys = _legend([(name, colour, _SWATCH) for name, colour in legend]) if legend else ""
+    return _figure(keys, "", _x_axis(axis, x) + "".join(drawn), len(rows) * size, 78, 42, least)
 
 
 def shares(
@@ -292,14 +341,14 @@ def shares(
       notes: what the reader is told of each column.
       x: the unit of the edges.
     """
-    axis = _Axis(edges[0], edges[-1] if edges[-1] > edges[0] else edges[0] + 1.0, False)
-    size, drawn = 24, []
-    for r, (name, found) in enumerate(zip(rows, values, strict=True)):
-        drawn.append(f'<text x="-8" y="{r * size + 16}" text-anchor="end">{_escaped(name)}</text>')
-        for c, (share, note) in enumerate(zip(found, notes, strict=True)):
-            begin, end = axis.share(edges[c]), axis.share(edges[c + 1])
-            drawn.append(
-                f'<rect class="cell" x="{begin:.3f}%" y="{r * size}" width="{end - begin:.3f}%" height="{size - 2}" '
-                f'fill-opacity="{min(max(share, 0.0), 1.0):.2f}">{_note(f"{name} {share:.0%}: {note}")}</rect>'
-            )
-    return _figure("", "", _x_axis(axis, x) + "".join(drawn), len(rows) * size, 78, 42)
+    found = [
+        (
+            name,
+            [
+                Span(begin, end, share=share, note=f"{name} {share:.0%}: {note}")
+                for share, note, begin, end in zip(of, notes, edges, edges[1:], strict=False)
+            ],
+        )
+        for name, of in zip(rows, values, strict=True)
+    ]
+    return spans(found, x=x, lowest=edges[0])

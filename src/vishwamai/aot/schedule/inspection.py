@@ -52,7 +52,7 @@ class Schedule(Estimate):
         try.
 
         Raises:
-            DeviceError: plotly is not installed.
+            UnsupportedError: Jinja2 is not installed.
         """
         report.write(self, path)
 

@@ -1,48 +1,54 @@
-"""The timeline of a schedule as a page of HTML: an SVG without scripts or outside files."""
+"""The timeline of a schedule as a page of HTML."""
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING
 
+from vishwamai import reports
+from vishwamai.reports import charts
+
 if TYPE_CHECKING:
+    from vishwamai.parallel.pipeline.actions import Action
     from vishwamai.parallel.pipeline.simulate import Timeline
 
-_COLOURS = {"F": "#4c78a8", "I": "#f58518", "W": "#54a24b"}
-_NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient"}
-_WIDTH, _ROW, _LEFT = 1600, 26, 70
+_KINDS = {"F": ("forward", "c1"), "I": ("input gradient", "c4"), "W": ("weight gradient", "c0")}
+_BOX = 18  # pixels that a microbatch's number needs
 
 
 def page(ran: Timeline) -> str:
-    """The whole page."""
-    scale = _WIDTH / ran.duration if ran.duration else 0.0
-    boxes = []
-    for stage, spans in enumerate(ran.spans):
-        top = stage * _ROW
-        boxes.append(f'<text x="0" y="{top + 17}">stage {stage}</text>')
-        for span in spans:
-            action, width = span.action, (span.end - span.begin) * scale
-            tip = (
-                f"{action}: {_NAMES[action.kind]} of microbatch {action.microbatch}, part {action.part}, "
-                f"{span.begin:g} to {span.end:g}"
-            )
-            x = _LEFT + span.begin * scale
-            boxes.append(
-                f'<g><title>{html.escape(tip)}</title><rect x="{x:.2f}" y="{top + 2}" width="{width:.2f}" '
-                f'height="{_ROW - 4}" fill="{_COLOURS[action.kind]}" stroke="white"/>'
-                + (
-                    f'<text x="{x + 2:.2f}" y="{top + 17}" fill="white">{action.microbatch}</text>'
-                    if width > 14
-                    else ""
+    """The whole page; it needs Jinja2.
+
+    Raises:
+      UnsupportedError: Jinja2 is not installed.
+    """
+    rows = [
+        (
+            f"stage {stage}",
+            [
+                charts.Span(
+                    span.begin,
+                    span.end,
+                    str(span.action.microbatch),
+                    _KINDS[span.action.kind][1],
+                    note=_note(span.action, span.begin, span.end),
                 )
-                + "</g>"
-            )
-    legend = " ".join(f'<b style="color:{_COLOURS[kind]}">&#9632;</b> {name}' for kind, name in _NAMES.items())
-    peak = max(ran.peak_activations)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Pipeline timeline</title>'
-        "<style>body,text{font:12px sans-serif}</style></head><body>"
-        f"<p>{len(ran.spans)} stages, duration {ran.duration:g}, bubble share {ran.bubble_share:.3f}, peak activations "
-        f"{peak:g}. {legend}</p>"
-        f'<svg width="{_LEFT + _WIDTH}" height="{len(ran.spans) * _ROW}">{"".join(boxes)}</svg></body></html>\n'
-    )
+                for span in found
+            ],
+        )
+        for stage, found in enumerate(ran.spans)
+    ]
+    shortest = min((span.end - span.begin for found in ran.spans for span in found if span.end > span.begin), default=1)
+    least = min(int(_BOX * ran.duration / shortest), 12_000)
+    facts = [
+        (f"{ran.bubble_share:.1%}", "bubble"),
+        (f"{ran.duration:g}", "duration"),
+        (str(len(ran.spans)), "stages"),
+        (f"{max(ran.peak_activations):g}", "peak activations"),
+    ]
+    chart = charts.spans(rows, x="time", legend=list(_KINDS.values()), least=least)
+    return reports.render("parallel/pipeline/timeline.html", title="Pipeline timeline", facts=facts, chart=chart)
+
+
+def _note(action: Action, begin: float, end: float) -> str:
+    kind = _KINDS[action.kind][0]
+    return f"{action}: {kind} of microbatch {action.microbatch}, part {action.part}, {begin:g} to {end:g}"
