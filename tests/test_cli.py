@@ -60,6 +60,20 @@ def test_help_names_every_command():
     assert files == set(COMMANDS)
 
 
+def test_the_help_of_every_command_loads_no_jax():
+    """Which alone takes a second; without it, that of all commands together takes less."""
+    code = (
+        "import contextlib, io, sys, time; from vishwamai.cli import COMMANDS, main\n"
+        "for name in COMMANDS:\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:\n"
+        "        main([name, '--help'])\n"
+        "    assert f'usage: vishwamai {name}' in said.getvalue()\n"
+        "print(*sorted({'jax', 'numpy', 'rich', 'torch'} & sys.modules.keys()), time.process_time() < 1.0)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "True"
+
+
 def test_without_a_command_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as stop:
         main([])

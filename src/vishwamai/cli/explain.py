@@ -13,8 +13,6 @@ from typing import get_args
 
 from vishwamai.cli import function, model
 from vishwamai.core.errors import FallbackWarning
-from vishwamai.core.explain import explain
-from vishwamai.core.optimization import Purpose, explain_optimization
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +29,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from vishwamai.core.explain import explain
+    from vishwamai.core.optimization import Purpose, explain_optimization
+
     call = function.load_call(arguments.function, arguments.args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)  # the table below says the same, with every reason

@@ -16,9 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from vishwamai.core.errors import VishwamaiError
 
 
@@ -173,6 +170,9 @@ def _split(text: str) -> list[str]:
 def _value(text: str) -> Any:
     array = _ARRAY.fullmatch(text)
     if array is not None:
+        import jax  # here, so that --help does not load it
+        import jax.numpy as jnp
+
         name = _SHORT.get(array["dtype"], array["dtype"])
         try:
             dtype = jnp.dtype(name)
@@ -193,6 +193,8 @@ def _value(text: str) -> Any:
 
 
 def _is_dynamic(value: Any) -> bool:
+    import jax
+
     return any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))
 
 

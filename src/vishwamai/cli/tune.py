@@ -13,17 +13,20 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+from typing import TYPE_CHECKING
 
 from vishwamai.cli import output
 from vishwamai.cli.console import console
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Steps
-from vishwamai.core.cases import Case
 from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.target import Target
-from vishwamai.ops.catalogue import Operation, chosen
+
+if TYPE_CHECKING:
+    from vishwamai.core.cases import Case
+    from vishwamai.ops.catalogue import Operation
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +58,8 @@ def _operations(names: str | None) -> list[Operation]:
     """The operations that are named; without names, those with a kernel whose tiles the compiler's schedule can
     rank.
     """
+    from vishwamai.ops.catalogue import chosen
+
     if names:
         return chosen(names.split(","))
     return [op for op in chosen(None) if any(impl.platform == "tpu" for impl in op.op.implementations)]
