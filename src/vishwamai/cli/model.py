@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli.function import CommandError
-from vishwamai.core.optimization import Optimization, Purpose, explain_optimization
 
 if TYPE_CHECKING:
+    from vishwamai.core.optimization import Optimization, Purpose
     from vishwamai.inference import Embedder, Engine, Load
 
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
@@ -63,6 +63,8 @@ def optimization(arguments: argparse.Namespace) -> Optimization:
       CommandError: a part is neither key=value nor a JSON file.
       ConfigError: as `Optimization.of`.
     """
+    from vishwamai.core.optimization import Optimization
+
     keys: dict[str, Any] = {}
     for text in arguments.optimization:
         keys |= _pair(text) if "=" in text else _file(text)
@@ -91,6 +93,8 @@ def _file(text: str) -> dict[str, Any]:
 
 def say_optimization(keys: Optimization, purpose: Purpose, devices: int | None) -> None:
     """Says what each key does, where one is set."""
+    from vishwamai.core.optimization import explain_optimization
+
     if keys.given:
         say(str(explain_optimization(keys, purpose, devices)))
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from vishwamai.cli import console
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import duration
-from vishwamai.core.optimization import explain_optimization
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         raise CommandError("train needs a directory for the run: --output DIR.")
     from vishwamai.core.config import ambient_target
+    from vishwamai.core.optimization import explain_optimization
     from vishwamai.training.run import finish, train
 
     if config.optimization.given:
