@@ -21,7 +21,7 @@ from vishwamai.ops.attention.ring import PLACEMENTS
 from vishwamai.ops.attention.spec import Operands, Outputs
 from vishwamai.parallel import from_zigzag, ring_attention, to_zigzag, ulysses_attention
 
-SPLIT = P(None, None, "sequence")
+SPLIT, SPLIT_A = P(None, None, "sequence"), P(None, None, "a")
 
 
 def mesh_of(devices, batch=1):
@@ -70,7 +70,10 @@ def assert_close(ours, theirs, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, np.abs(b).max()))
 
 
+DROPOUT: Any = dict(dropout_rate=0.3, dropout_key=jax.random.key(1))
 RINGS = [
+    dict(devices=4, causal=True, placement="zigzag", **DROPOUT),
+    dict(devices=2, window=(5, 2), placement="contiguous", **DROPOUT),
     dict(devices=4, causal=True, placement="zigzag"),
     dict(devices=4, causal=True, placement="contiguous"),
     dict(devices=8),
@@ -147,7 +150,6 @@ def test_bias_mask_segments_and_sinks_around_a_ring(placement):
 
 
 LENGTHS = jnp.array([20, 31])
-DROPOUT: Any = dict(dropout_rate=0.3, dropout_key=jax.random.key(1))
 EXPLICIT = {
     "causal": dict(way="ring", causal=True),
     "bshd, window": dict(way="ring", window=(5, 2), layout="bshd", axes=("b", "a")),
@@ -155,10 +157,15 @@ EXPLICIT = {
     "kv_lens": dict(way="ring", kv_lens=LENGTHS, causal=True),
     "q_offset": dict(way="ring", q_offset=jnp.array([3, -2]), causal=True),
     "static q_offset": dict(way="ulysses", q_offset=2, causal=True, every=True),
-    "dropout": dict(way="ulysses", causal=True, **DROPOUT),
+    "dropout": dict(way="ring", causal=True, every=True, **DROPOUT),
+    "zigzag": dict(way="ring", causal=True, split_sequence="zigzag", every=True),
+    "zigzag, dropout": dict(way="ring", causal=True, split_sequence="zigzag", **DROPOUT),
+    "zigzag, bshd": dict(way="ring", split_sequence="zigzag", layout="bshd", **DROPOUT),
+    "hybrid": dict(way="hybrid", causal=True, split_sequence="hybrid", every=True, **DROPOUT),
+    "hybrid, window": dict(way="hybrid", window=(9, 3), split_sequence="hybrid", axes=("b", "a")),
     "asked for": dict(way="ulysses", causal=True, window=(9, 0), split_sequence="ulysses"),
     "heads, too": dict(way="ring", causal=True, heads="a", axes=("b",)),
-    "too few heads": dict(way="gathered", heads="a", axes=("b",), devices=(4, 2), **DROPOUT),
+    "too few heads": dict(way="gathered", heads="a", axes=("b",), devices=(4, 2), q_offset=1, causal=True),
     "gather": dict(way="gathered", causal=True, split_sequence="gather"),
     "xla": dict(way="gathered", causal=True, implementation="xla"),
 }
@@ -176,24 +183,35 @@ def test_explicit_axes_are_followed_along_the_sequence(name):
     arrays = (*arrays, *(given.pop(n) for n in ("bias", "sinks") if every))
     flip = (lambda x: x.swapaxes(1, 2)) if options.get("layout") == "bshd" else lambda x: x
 
-    def attend(q, k, v, *more):
+    def attend(q, k, v, *more, placed=False):
         rest = {**given, **options, **dict(zip(("bias", "sinks"), more))}
+        if placed and given:
+            rest["bias"] = zigzag(zigzag(rest["bias"], axis=2), axis=3)
+            rest["mask"] = zigzag(rest["mask"], axis=3)
+            rest["segment_ids"] = tuple(zigzag(ids, axis=1) for ids in rest["segment_ids"])
         return flip(flash_attention(flip(q), flip(k), flip(v), **rest))
 
     mesh = jax.make_mesh(sizes, ("a", "b"), devices=jax.devices()[: math.prod(sizes)])
     spec = P(None, heads, axes)
+    zigzag = functools.partial(to_zigzag if wanted == "zigzag" else lambda x, devices, axis=2: x, devices=4)
     with jax.set_mesh(mesh), kernel_config(split_sequence=wanted):
         put = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in arrays[:3]] + list(arrays[3:])
         found = explain(attend, *put)
         (note,) = (note for note in found.notes if note.startswith("attention"))
-        assert {"ring": "around a ring", "ulysses": "(Ulysses)", "gathered": "it is gathered"}[way] in note
+        assert {
+            "ring": "around a ring",
+            "hybrid": "Ulysses and ring",
+            "ulysses": "(Ulysses)",
+            "gathered": "it is gathered",
+        }[way] in note
         out = jax.eval_shape(attend, *put)
         assert (jax.typeof(out).sharding.spec[2] is not None) == (way != "gathered")
 
     def mapped(*arrays):
-        laid = [jax.sharding.reshard(x, jax.NamedSharding(mesh, spec)) for x in arrays[:3]]
-        y = attend(*laid, *arrays[3:])
-        return jax.sharding.reshard(y, jax.NamedSharding(mesh, P()))
+        laid = [jax.sharding.reshard(zigzag(x), jax.NamedSharding(mesh, spec)) for x in arrays[:3]]
+        y = attend(*laid, *arrays[3:], placed=True)
+        y = jax.sharding.reshard(y, jax.NamedSharding(mesh, P()))
+        return from_zigzag(y, 4) if wanted == "zigzag" else y
 
     def on_mesh(*arrays):
         with kernel_config(split_sequence=wanted):
@@ -226,6 +244,29 @@ def test_hops_that_a_window_leaves_empty_are_not_made():
     assert transfers(window=(5, 4), causal=True) == 4
     assert transfers(window=(4, 4)) == 4  # a hop either way
     assert transfers(window=(40, 40)) == 14
+
+
+def test_a_zigzag_order_that_cannot_be_kept():
+    """A causal mask of a sequence in zig-zag order is never taken for one in order."""
+    arrays, _ = inputs(16)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+
+    def attend(spec, **options):
+        return flash_attention(*(jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in arrays), **options)
+
+    with kernel_config(split_sequence="zigzag"):
+        assert flash_attention(*arrays).shape == (2, 4, 16, 8)  # no order is asked for
+        for call, message in (
+            (lambda: flash_attention(*arrays, causal=True), "not on explicit mesh axes"),
+            (lambda: attend(P("a"), causal=True), "not split along it in the same way"),
+            (lambda: attend(SPLIT_A, window=(3, 0)), "`window` needs the sequence in order"),
+            (lambda: attend(SPLIT_A, causal=True, q_offset=jnp.array(3)), "`q_offset` is an array"),
+            (lambda: attend(SPLIT_A, causal=True, implementation="xla"), "'xla' is the definition"),
+        ):
+            with pytest.raises(UnsupportedError, match=f"'zigzag'.*{message}"):
+                call()
+    with kernel_config(split_sequence="hybrid"), pytest.raises(UnsupportedError, match="needs two mesh axes"):
+        attend(SPLIT_A)
 
 
 def test_a_split_sequence_is_differentiable_once():

@@ -23,6 +23,9 @@ from vishwamai.core.plan import Implementation
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.core.target import Target
 
+SPLIT_SEQUENCE = ("ring", "zigzag", "ulysses", "hybrid", "gather")
+"""What attention can do with a sequence that is split over devices."""
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
@@ -56,7 +59,9 @@ class KernelConfig:
         runs. Each becomes a callback to the host, and a wrong value an error of the program. Eager calls are checked
         always; False costs nothing.
       split_sequence: what attention does where query, key and value are split along the sequence over the same
-        explicit mesh axes: "ring", "ulysses" (see `vishwamai.parallel`) or "gather"; None lets the library choose.
+        explicit mesh axes: one of `SPLIT_SEQUENCE` (see `vishwamai.parallel`); None lets the library choose. "zigzag"
+        is a ring, and says that the sequence lies in zig-zag order (`to_zigzag`): there `causal` means the order of the
+        sequence, and a causal `flash_attention` that cannot go around a ring is an error.
     """
 
     block_size: int | None = None
@@ -103,11 +108,11 @@ class KernelConfig:
         if self.target is not None:
             Target.parse(self.target)
         if self.split_sequence is not None and not (
-            isinstance(self.split_sequence, str) and self.split_sequence in ("ring", "ulysses", "gather")
+            isinstance(self.split_sequence, str) and self.split_sequence in SPLIT_SEQUENCE
         ):
             raise KernelError(
-                f"KernelConfig: `split_sequence` is {self.split_sequence!r}; pass 'ring', 'ulysses', 'gather', or None "
-                "to let the library choose."
+                f"KernelConfig: `split_sequence` is {self.split_sequence!r}; pass one of "
+                f"{', '.join(map(repr, SPLIT_SEQUENCE))}, or None to let the library choose."
             )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 
+from vishwamai.core import dropout
 from vishwamai.core.arguments import checks_its_own
 from vishwamai.core.config import cast_for_matmul, current_config
 from vishwamai.core.errors import ShapeError
@@ -22,14 +23,14 @@ from vishwamai.core.precision import resolve_precision
 from vishwamai.core.sharding import mesh_axis_size
 from vishwamai.core.signature import array_specs, as_arrays
 from vishwamai.core.spec import ArraySpec
-from vishwamai.ops.attention.checks import Options, make_spec, segment_pair
+from vishwamai.ops.attention.checks import Options, check_dropout_key, make_spec, segment_pair
 from vishwamai.ops.attention.reference import XLA
 from vishwamai.ops.attention.ring_hops import ring, why_not_ring
 from vishwamai.ops.attention.spec import SIGNATURE, Operands
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float, Int, Key
 
 PLACEMENTS = ("contiguous", "zigzag")
 
@@ -49,6 +50,8 @@ def ring_attention(
     placement: Literal["contiguous", "zigzag"] = "contiguous",
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     config: Any = None,
@@ -74,6 +77,9 @@ def ring_attention(
         "zigzag" is the same work for every device, and "contiguous" takes as long as without `causal`.
       softcap: as in `flash_attention`.
       sinks: as in `flash_attention`.
+      dropout_rate: as in `flash_attention`.
+      dropout_key: as in `flash_attention`, the same on every device: the ring drops what `flash_attention` drops of the
+        whole sequence in order.
       scale: as in `flash_attention`.
       return_lse: return the logsumexp over the whole sequence too.
       config: as in `flash_attention`, of the attention of one hop.
@@ -108,12 +114,22 @@ def ring_attention(
     spec = make_spec(  # the checks of shapes, dtypes and options
         _of_one_hop(array_specs(arrays), size),
         resolve_precision(None, current_config().precision, query.dtype),
-        *Options(causal=causal, window=window, softcap=softcap, scale=scale, return_lse=True, layout="bhsd"),
+        *Options(
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            dropout_rate=dropout_rate,
+            scale=scale,
+            return_lse=True,
+            layout="bhsd",
+        ),
     )
+    dropout_key = None if dropout_key is None else jnp.asarray(dropout_key)
+    check_dropout_key(spec.dropout_rate, dropout_key)
     reason = why_not_ring(spec)
     if reason is not None:
         raise ShapeError(f"ring_attention: {reason} Split queries and keys in the same way.")
-    zigzag = causal and placement == "zigzag"
+    zigzag = placement == "zigzag" and (causal or spec.dropout_rate > 0)
     if placement == "zigzag" and window is not None:
         raise ShapeError(
             f"ring_attention: `window` is {window}, and `placement` is 'zigzag', in which neighbours are not on one "
@@ -128,6 +144,8 @@ def ring_attention(
         implementation = XLA.name
     ids = {name: getattr(arrays, name) for name in ("q_segment_ids", "kv_segment_ids")}
     arrays = arrays._replace(**{name: None if x is None else x.astype(jnp.int32) for name, x in ids.items()})
+    if spec.dropout_rate:
+        arrays = arrays._replace(dropout_seed=dropout.seeds(dropout_key, spec.batch, spec.q_heads))
     found = ring(
         (axis,), size, spec, SIGNATURE.pack(arrays, spec), zigzag=zigzag, config=config, implementation=implementation
     )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.core import dims
+from vishwamai.core import dims, dropout
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.sharding import match_varying
@@ -53,7 +53,7 @@ class Ring:
       axes: the mesh axes around which the keys travel.
       size: how many devices they have.
       spec: the options; its operands are those of a device, but `bias` and `mask` have the keys of all.
-      zigzag: the sequence lies in zig-zag order.
+      zigzag: the sequence lies in zig-zag order, and something asks for it: a causal mask, or dropout.
       config, implementation: of the attention of one hop.
     """
 
@@ -68,7 +68,7 @@ class Ring:
         """What the devices compute in a hop that have their keys from before them, and those around the end of the
         ring; None for nothing.
         """
-        if self.zigzag and step:
+        if self.zigzag and self.spec.causal and step:
             return Part(columns=0), Part(rows=1)
         near = self._part(step * self.spec.kv_len)
         return near, self._part((step - self.size) * self.spec.kv_len) if step else near
@@ -86,6 +86,20 @@ class Ring:
         if (low is None or last_row + low <= 0) and (high is None or high >= last_key):
             return Part()
         return Part(spec.causal, distance, spec.window)
+
+    def pieces(self, part: Part) -> list[Part]:
+        """The part, or where dropout draws by position the quarters of it whose rows and keys are consecutive."""
+        if not (self.zigzag and self.spec.dropout_rate):
+            return [part]
+        rows, columns = ((0, 1) if half is None else (half,) for half in (part.rows, part.columns))
+        quarters = [(row, column) for row in rows for column in columns if not (part.causal and row < column)]
+        return [Part(part.causal and r == c, rows=r, columns=c) for r, c in quarters]
+
+    def start(self, device: Any, half: int | None, length: int) -> Any:
+        """Where a device's rows or keys begin in the whole sequence, or a half of them in zig-zag order."""
+        if not self.zigzag or half is None:
+            return device * length
+        return (device if half == 0 else 2 * self.size - 1 - device) * (length // 2)
 
     @functools.cached_property
     def steps(self) -> list[int]:
@@ -132,8 +146,12 @@ class Ring:
             found = found._replace(**{name: x})
         if own.q_positions is not None:
             found = found._replace(q_positions=own.q_positions - source.astype(jnp.int32) * length)
-        if step:
+        if step or part.columns:
             found = found._replace(sinks=None)  # they enter the denominator once
+        if own.dropout_seed is not None:
+            rows = self.start(jax.lax.axis_index(self.axes), part.rows, self.spec.q_len)
+            columns = self.start(source, part.columns, length)
+            found = found._replace(dropout_seed=dropout.moved(own.dropout_seed, rows, columns))
         return type(found)(*(self.cut(name, x, part) for name, x in found._asdict().items()))
 
     def cut(self, name: str, x: Any, part: Part) -> Any:
@@ -197,8 +215,6 @@ def why_not_ring(spec: AttentionSpec) -> str | None:
     """Why a ring cannot serve a call, whose `spec` is of a device's part or of the whole; None if it can."""
     if spec.blocks is not None:
         return "a block mask is of the whole score matrix."
-    if spec.dropout_rate:
-        return "`dropout_rate` draws by the row and key of the whole sequence, which a hop does not know."
     if spec.operands.q_positions is None and (spec.causal or spec.window is not None):
         if spec.causal_offset:
             return "`q_offset` and `causal_align` that are static move the diagonal off the devices' own keys."
@@ -275,19 +291,31 @@ def _forward(ring: Ring, own: Operands) -> tuple[Outputs, Any]:
         following = ring.next_keys(keys, i)  # asked for before the products that hide it
 
         def add(part: Part, total: Any, own: Operands, keys: Any, step: int = step) -> Any:
-            found = _hop(ring, part, ring.operands(own, keys, step, part))
-            return _merge(total, (found.out, found.logsumexp), part.rows)
+            for piece in ring.pieces(part):
+                found = _hop(ring, piece, ring.operands(own, keys, step, piece))
+                if total is None and piece.rows is None:
+                    total = (found.out.astype(found.logsumexp.dtype), found.logsumexp)
+                else:
+                    total = _merge(total or _nothing(ring, own, found), (found.out, found.logsumexp), piece.rows)
+            return total
 
         if total is None:
             part = ring.parts(step)[0]
             assert part is not None, "a query sees a key of its own device"
-            found = _hop(ring, part, ring.operands(own, keys, step, part))
-            total = (found.out.astype(found.logsumexp.dtype), found.logsumexp)
+            total = add(part, None, own, keys)
         else:
             total = ring.by_place(step, add, total, own, keys)
         keys = following
     result = Outputs(total[0].astype(own.query.dtype), total[1])
     return result, (own, result)
+
+
+def _nothing(ring: Ring, own: Operands, found: Outputs) -> tuple[Any, Any]:
+    """The attention over no keys, of all rows; `found` is of some."""
+    assert found.logsumexp is not None
+    shape, wide = own.query.shape[:3], found.logsumexp.dtype
+    nothing = (jnp.zeros((*shape, ring.spec.v_dim), wide), jnp.full(shape, -math.inf, wide))
+    return match_varying((nothing, found))[0]
 
 
 def _merge(total: tuple[Any, Any], found: tuple[Any, Any], rows: int | None) -> tuple[Any, Any]:
@@ -326,16 +354,18 @@ def _gradients(ring: Ring, own: Operands, rest: Any) -> Operands:
         following = ring.next_keys(keys, i)
 
         def add(part: Part, sums: Any, own: Operands, rest: Any, keys: Any, step: int = step) -> Any:
-            rows = part.rows
-            rest = rest if rows is None else tuple(jnp.split(x, 2, 2)[rows] for x in rest)
-            found = _hop_gradients(ring, part, ring.operands(own, keys, step, part), rest)
             source = (jax.lax.axis_index(ring.axes) - step) % ring.size * length
+            for piece in ring.pieces(part):
+                rows = piece.rows
+                of_rows = rest if rows is None else tuple(jnp.split(x, 2, 2)[rows] for x in rest)
+                found = _hop_gradients(ring, piece, ring.operands(own, keys, step, piece), of_rows)
 
-            def placed(name: str, x: Any) -> Any:
-                y = getattr(found, name)
-                return x if y is None else ring.place(name, x, y, part, source if name == "bias" else 0)
+                def placed(name: str, x: Any, found: Any = found, piece: Part = piece) -> Any:
+                    y = getattr(found, name)
+                    return x if y is None else ring.place(name, x, y, piece, source if name == "bias" else 0)
 
-            return tuple({name: placed(name, x) for name, x in xs.items()} for xs in sums)
+                sums = tuple({name: placed(name, x) for name, x in xs.items()} for xs in sums)
+            return sums
 
         # What travels arrives while the next hop is computed, and is added to after it.
         stay, more = ring.by_place(step, add, (stay, nothing), own, rest, keys)

@@ -4,8 +4,9 @@ of the keys, or gathered, and which of them.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -35,39 +36,34 @@ def attend_split(
       UnsupportedError: the ambient `split_sequence` names a way that cannot serve the call; or forward-mode
         differentiation.
     """
-    mesh = explicit_mesh(arrays[:3])
-    if mesh is None:
+    found = _decided(spec, signature, arrays, implementation)
+    if found.way is None:
+        if current_config().split_sequence == "zigzag" and (spec.causal or spec.window is not None) and found.size != 1:
+            raise UnsupportedError(
+                "flash_attention: `split_sequence` is 'zigzag', by which the sequence lies in zig-zag order, but "
+                f"{found.why} Split query, key and value along it over the same explicit mesh axes, or pass another "
+                "way."
+            )
         return None
-    of_query, of_keys = _over(signature, arrays)
-    over = of_keys or ()
-    if not over or (of_query and of_query != over):
-        return None
-    axes = _axes(signature, spec, arrays, with_query=bool(of_query))
-    found = assigned(mesh, axes, arrays)
-    size = math.prod(mesh.shape[axis] for axis in over)
-    if found.get(_SPLIT) != over or size == 1:
-        return None
-    heads = spec.q_heads // math.prod(mesh.shape[axis] for axis in found.get("heads", ()))
-    named = implementation or current_config().implementation
-    if of_query:
-        way, why = _way(spec, size, heads, named)
-    else:
-        way, why = _way_of_keys(spec, named)
-    what = "query, key and value" if of_query else "key and value"
-    observe.note(f"attention: {what} are split along the sequence over {', '.join(over)} ({size}): {why}")
-    if way is None:
-        return None
+    over, size, axes = found.over, found.size, found.axes
+    assert axes is not None, "there is a way"
 
     def local(shards: Operands) -> Outputs:
         operands = signature.pack(shards, spec)
-        if way == "ring":
-            outputs = ring(over, size, spec, operands, config=config, implementation=implementation)
-        elif way == "keys":
+        run = functools.partial(ring, spec=spec, config=config, implementation=implementation)
+        if found.way in ("ring", "zigzag"):
+            outputs = run(over, size, operands=operands, zigzag=found.way == "zigzag")
+        elif found.way == "keys":
             outputs = attend_keys(over, spec, operands, config=config, implementation=implementation)
         else:
-            whole = exchange(over, match_varying(operands))
-            outputs = ATTENTION(spec.localize(whole), whole, config=config, implementation=implementation)
-            outputs = jax.tree.map(lambda y: restored(over, y), outputs)
+            exchanged = over if found.way == "ulysses" else over[-1:]
+            whole = exchange(exchanged, match_varying(operands))
+            if found.way == "hybrid":
+                around = over[:-1]
+                outputs = run(around, size // jax.lax.axis_size(exchanged), operands=whole)
+            else:
+                outputs = ATTENTION(spec.localize(whole), whole, config=config, implementation=implementation)
+            outputs = jax.tree.map(lambda y: restored(exchanged, y), outputs)
         if not spec.return_lse:
             outputs = Outputs(outputs.out)
         return signature.unpack(spec.localize(operands), outputs, shards)
@@ -83,18 +79,65 @@ def attend_split(
         ) from error
 
 
-def _way(spec: AttentionSpec, size: int, heads: int, implementation: str | None) -> tuple[str | None, str]:
-    """ "ring", "ulysses" or None, with the reason in words; `heads` are the query heads of a device."""
+class _Decision(NamedTuple):
+    """How a call is spread.
+
+    Attributes:
+      way: "ring", "zigzag", "ulysses", "hybrid", "keys", or None for none of them.
+      why: a sentence.
+      over, size: the mesh axes over which the sequence is split, and their devices.
+      axes: the factors of the arrays.
+    """
+
+    way: str | None
+    why: str
+    over: tuple[str, ...] = ()
+    size: int = 0
+    axes: Axes | None = None
+
+
+def _decided(spec: AttentionSpec, signature: Signature, arrays: Operands, implementation: str | None) -> _Decision:
+    mesh = explicit_mesh(arrays[:3])
+    if mesh is None:
+        return _Decision(None, "it is not on explicit mesh axes.")
+    of_query, of_keys = _over(signature, arrays)
+    over = of_keys or ()
+    if not over or (of_query and of_query != over):
+        return _Decision(None, "query, key and value are not split along it in the same way.")
+    axes = _axes(signature, spec, arrays, with_query=bool(of_query))
+    found = assigned(mesh, axes, arrays)
+    size = math.prod(mesh.shape[axis] for axis in over)
+    if found.get(_SPLIT) != over or size == 1:
+        return _Decision(None, "the devices do not divide it.", size=size)
+    heads = spec.q_heads // math.prod(mesh.shape[axis] for axis in found.get("heads", ()))
+    named = implementation or current_config().implementation
+    if of_query:
+        way, why = _way(spec, [mesh.shape[axis] for axis in over], heads, named)
+    else:
+        way, why = _way_of_keys(spec, named)
+    what = "query, key and value" if of_query else "key and value"
+    observe.note(f"attention: {what} are split along the sequence over {', '.join(over)} ({size}): {why}")
+    return _Decision(way, why, over, size, axes)
+
+
+_SAID = {
+    "ring": "keys and values travel around a ring (ring attention)",
+    "zigzag": "keys and values travel around a ring, the sequence in zig-zag order (ring attention)",
+    "ulysses": "the devices exchange sequence for heads (Ulysses)",
+    "hybrid": "the last axis exchanges sequence for heads, the others are a ring (Ulysses and ring attention)",
+}
+
+
+def _way(spec: AttentionSpec, sizes: list[int], heads: int, implementation: str | None) -> tuple[str | None, str]:
+    """One of `_SAID` or None, with the reason in words; `sizes` are those of the mesh axes, `heads` the query heads of
+    a device.
+    """
     wanted = current_config().split_sequence
     if implementation == XLA.name:
         return None, f"it is gathered, because {XLA.name!r} is the definition of whole sequences."
-    reasons = {"ring": why_not_ring(spec), "ulysses": why_not_ulysses(spec, heads, size)}
-    said = {
-        "ring": "keys and values travel around a ring (ring attention)",
-        "ulysses": "the devices exchange sequence for heads (Ulysses)",
-    }
     if wanted == "gather":
         return None, 'it is gathered, because `split_sequence` is "gather".'
+    reasons = _reasons(spec, sizes, heads)
     if wanted is not None:
         reason = reasons[wanted]
         if reason is not None:
@@ -102,12 +145,30 @@ def _way(spec: AttentionSpec, size: int, heads: int, implementation: str | None)
                 f"flash_attention: `split_sequence` is {wanted!r}, which cannot serve this call: {reason} Pass another "
                 "way, or None to let the library choose."
             )
-        return wanted, f"{said[wanted]}, as `split_sequence` says."
+        return wanted, f"{_SAID[wanted]}, as `split_sequence` says."
     if reasons["ring"] is None:
-        return "ring", f"{said['ring']}, which serves any number of heads and keeps memory linear in a device's part."
+        return "ring", f"{_SAID['ring']}, which serves any number of heads and keeps memory linear in a device's part."
     if reasons["ulysses"] is None:
-        return "ulysses", f"{said['ulysses']}, because a ring declines: {reasons['ring']}"
+        return "ulysses", f"{_SAID['ulysses']}, because a ring declines: {reasons['ring']}"
     return None, f"it is gathered; a ring declines: {reasons['ring']} Ulysses declines: {reasons['ulysses']}"
+
+
+def _reasons(spec: AttentionSpec, sizes: list[int], heads: int) -> dict[str, str | None]:
+    """Why each way cannot serve a call; None where it can."""
+    size, around, zigzag = math.prod(sizes), why_not_ring(spec), None
+    if spec.window is not None:
+        zigzag = "`window` needs the sequence in order."
+    elif spec.operands.q_positions is not None:
+        zigzag = "`q_offset` is an array, which places queries in order."
+    elif spec.q_len // size % 2:
+        zigzag = f"zig-zag order cuts the {spec.q_len // size} rows of a device into two."
+    both = None if len(sizes) > 1 else "it needs two mesh axes, and the sequence is split over one."
+    return {
+        "ring": around,
+        "zigzag": around or zigzag,
+        "ulysses": why_not_ulysses(spec, heads, size),
+        "hybrid": both or around or why_not_ulysses(spec, heads, sizes[-1]),
+    }
 
 
 def _way_of_keys(spec: AttentionSpec, implementation: str | None) -> tuple[str | None, str]:
