@@ -30,9 +30,11 @@ def linear_cross_entropy(
         logits = softcap * jnp.tanh(logits / softcap)
     top = logits.max(-1, keepdims=True)
     logsumexp = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
-    target = (1 - label_smoothing) * (labels[..., None] == jnp.arange(words)) + label_smoothing / words
+    soft = jnp.issubdtype(labels.dtype, jnp.floating)
+    target = labels if soft else labels[..., None] == jnp.arange(words)
+    target = (1 - label_smoothing) * target + label_smoothing / words
     loss = (target * (logsumexp[..., None] - logits)).sum(-1) + z_loss * logsumexp**2
-    counted = labels != ignore_index
+    counted = jnp.ones(loss.shape, bool) if soft else labels != ignore_index
     share = jnp.where(counted, 1.0 if class_weights is None else class_weights[labels], 0.0)
     loss = share * loss
     if reduction != "none":

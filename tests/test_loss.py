@@ -372,3 +372,53 @@ def test_class_weights_on_a_mesh_and_their_errors():
         loss(x, weight, labels, shares[:9])
     with pytest.raises(UnsupportedError, match="`class_weights` with label_smoothing = 0.1"):
         linear_cross_entropy(x, weight, labels, class_weights=shares, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_probabilities_are_those_of_torch(smoothing):
+    """Also those whose sum is not 1, and where the vocab is split over the devices of a shard_map or of an explicit
+    mesh.
+    """
+    torch = pytest.importorskip("torch")
+    x, weight, _ = inputs(8, 40, 16)
+    q = jnp.asarray(np.random.default_rng(0).dirichlet(np.ones(40), 8) * np.linspace(0.5, 1, 8)[:, None], jnp.float32)
+    there = [torch.tensor(np.asarray(a), requires_grad=True) for a in (x, weight, q)]
+    wanted = torch.nn.functional.cross_entropy(there[0] @ there[1].T, there[2], label_smoothing=smoothing)
+    wanted.backward()
+
+    def check(function, placed):
+        value, gradients = jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*placed)
+        np.testing.assert_allclose(value, wanted.item(), rtol=1e-5)
+        for ours, theirs in zip(gradients, there, strict=True):
+            np.testing.assert_allclose(ours, theirs.grad, atol=1e-5)
+
+    loss = functools.partial(linear_cross_entropy, label_smoothing=smoothing)
+    check(loss, (x, weight, q))
+    explicit = jax.make_mesh((2, 4), ("t", "v"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(explicit):
+        specs = (P("t"), P("v"), P("t", "v"))
+        check(loss, [jax.device_put(a, NamedSharding(explicit, s)) for a, s in zip((x, weight, q), specs, strict=True)])
+    auto = jax.make_mesh((4,), ("v",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def part(x, weight, q):
+        return loss(x, weight, q, vocab_axis="v")
+
+    split = {"mesh": auto, "in_specs": (P(), P("v"), P(None, "v")), "out_specs": P()}
+    check(jax.shard_map(part, **split), (x, weight, q))
+
+
+def test_probabilities_hold_no_logits_and_say_what_they_demand():
+    """The gradient of the probabilities, which has the size of the logits, costs nothing where it is not asked for."""
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 32), (16000, 32), (512, 16000))]
+    program = jax.jit(jax.grad(linear_cross_entropy, (0, 1))).lower(*shapes).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 512 * 16000 * 4 / 5
+    x, weight, _ = inputs(6, 20, 8)
+    q = jnp.full((6, 20), 0.05)
+    with pytest.raises(
+        ShapeError, match=r"pass integers, one for each token, or probabilities of shape \[..., vocab\]"
+    ):
+        linear_cross_entropy(x, weight, q[:, 0])
+    with pytest.raises(ShapeError, match=r"pass `labels` of shape \(6, 20\)"):
+        linear_cross_entropy(x, weight, q[:, :10])
+    with pytest.raises(UnsupportedError, match="pass `labels . class_weights`"):
+        linear_cross_entropy(x, weight, q, class_weights=jnp.ones(20))

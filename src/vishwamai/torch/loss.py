@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vishwamai.ops.loss.api import LOSS
 from vishwamai.ops.loss.compose import compose
-from vishwamai.ops.loss.spec import SIGNATURE, Outputs, check_options, describe
+from vishwamai.ops.loss.spec import SIGNATURE, Outputs, check_options, describe, probabilities
 from vishwamai.torch import bridge
 from vishwamai.torch.operator import TorchOperator
 
@@ -28,7 +28,7 @@ _numbers = TorchOperator(
     Outputs,
     SIGNATURE,
     describe,
-    gradients=("x", "weight", "bias"),
+    gradients=("x", "weight", "bias", "targets"),
     saves=lambda call: (*Outputs._fields, *call.operands._fields),
     dtypes=lambda call: (_wide(call.operands.x),) * 3,
 )
@@ -64,9 +64,14 @@ def linear_cross_entropy(
     if bias is not None:
         bias = bias.to(_wide(x))
     cap = None if softcap is None else float(softcap)
-    numbers = Outputs(*_numbers(x, weight, bias, labels, cap, bridge.products(precision), label_smoothing > 0))
-    counted = labels != ignore_index
-    unknown = counted & ((labels < 0) | (labels >= weight.shape[0]))
+    targets, mass = None, None
+    if probabilities(labels, x):
+        targets, mass = labels, labels.sum(-1, dtype=_wide(labels))
+        labels = torch.full_like(mass, -1, dtype=torch.int32)
+    numbers = Outputs(*_numbers(x, weight, bias, labels, targets, cap, bridge.products(precision), label_smoothing > 0))
+    inside = (labels >= 0) & (labels < weight.shape[0])
+    counted = ~inside if targets is not None else labels != ignore_index
     how = label_smoothing, z_loss, reduction
-    loss = compose(torch, numbers, weight.shape[0], counted, unknown, counted, *how)
+    unknown = inside if targets is not None else counted & ~inside
+    loss = compose(torch, numbers, weight.shape[0], counted, unknown, counted, *how, mass)
     return (loss, numbers.logsumexp) if return_logsumexp else loss

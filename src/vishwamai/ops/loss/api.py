@@ -34,6 +34,7 @@ from vishwamai.ops.loss.spec import (
     check_labels,
     check_options,
     describe,
+    probabilities,
 )
 from vishwamai.ops.loss.tpu import PALLAS_TPU
 
@@ -48,7 +49,7 @@ LOSS: Op[LossSpec] = Op("linear_cross_entropy", (PALLAS_TPU, TRITON, NATIVE, XLA
 def linear_cross_entropy(
     x: Float[Array, "*tokens features"],
     weight: Float[Array, "vocab features"],
-    labels: Int[Array, "*tokens"],
+    labels: Int[Array, "*tokens"] | Float[Array, "*tokens vocab"],
     *,
     bias: Float[Array, " vocab"] | None = None,
     class_weights: Float[Array, " vocab"] | None = None,
@@ -70,6 +71,11 @@ def linear_cross_entropy(
 
         lse - (1 - label_smoothing) * z[y] - label_smoothing / V * sum(z) + z_loss * lse^2
 
+    Labels may be probabilities q of all entries, as a teacher's or mixed ones. With their sum Q and s for
+    label_smoothing, the loss of a token is that of the target (1 - s) q + s / V, as in torch:
+
+        ((1 - s) * Q + s) * lse - (1 - s) * sum(q * z) - s / V * sum(z) + z_loss * lse^2
+
     Szegedy et al., "Rethinking the Inception Architecture" (2016) for the smoothing; Chowdhery et al., "PaLM" (2022)
     for the z-loss; the algorithm is that of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"
     (2025).
@@ -79,10 +85,11 @@ def linear_cross_entropy(
       weight: `[vocab, features]`; beside an `x` of another dtype, both are promoted as in JAX.
       labels: `[...]`, integers from 0 to vocab-1, or `ignore_index`. Any other label is an error where its value is
         known. Where labels are traced, it makes the loss NaN and every gradient that its token reaches;
-        `KernelConfig(checks=True)` makes it an error there too.
+        `KernelConfig(checks=True)` makes it an error there too. Or `[..., vocab]`, floating: probabilities, which are
+        not checked; every token counts, and `ignore_index` means nothing. With `vocab_axis`, this device's part.
       bias: `[vocab]`, or None.
       class_weights: `[vocab]`, whole also with `vocab_axis`: the loss of a token, z-loss included, is multiplied by its
-        label's, and "mean" divides by their sum, as in torch. Not with label smoothing.
+        label's, and "mean" divides by their sum, as in torch. Neither with label smoothing nor with probabilities.
       softcap: bound of the logits, or None.
       label_smoothing: share of the target that is spread evenly over all entries.
       z_loss: weight of the squared logsumexp.
@@ -100,7 +107,8 @@ def linear_cross_entropy(
 
     Returns:
       The loss, float32 (float64 for float64 operands): a scalar, or `[...]` for "none"; with `return_logsumexp` the
-      pair (loss, logsumexp `[...]`). Gradients exist for `x`, `weight` and `bias`.
+      pair (loss, logsumexp `[...]`). Gradients exist for `x`, `weight` and `bias`, and for labels that
+      are probabilities.
 
     Raises:
       ShapeError: the arguments contradict one another, or a label is outside the vocab.
@@ -112,11 +120,18 @@ def linear_cross_entropy(
     2.0794
     >>> linear_cross_entropy(x, weight, jnp.array([3, -100]), reduction="none").round(4).tolist()[1]
     0.0
+    >>> smooth = jnp.full((2, 8), 1 / 8)  # as probabilities
+    >>> print(f"{linear_cross_entropy(x, weight, smooth):.4f}")
+    2.0794
     """
     named = (("x", x), ("weight", weight), ("labels", labels))
     x, weight, labels = (as_array("linear_cross_entropy", name, a) for name, a in named)
     bias = None if bias is None else jnp.asarray(bias)
-    check_arrays(array_specs(Operands(x, weight, bias, labels)))  # errors tell the caller's own dtypes
+    targets, mass = None, None
+    if probabilities(labels, x):
+        targets, mass = labels, jnp.sum(labels, axis=-1, dtype=accumulator_dtype(labels.dtype))
+        labels = jnp.full_like(mass, -1, jnp.int32)
+    check_arrays(array_specs(Operands(x, weight, bias, labels, targets)))  # errors tell the caller's own dtypes
     check_options(softcap, label_smoothing, z_loss, ignore_index, reduction)
     if class_weights is not None:
         class_weights = as_array("linear_cross_entropy", "class_weights", class_weights)
@@ -129,16 +144,25 @@ def linear_cross_entropy(
         axes = (vocab_axis,) if isinstance(vocab_axis, str) else tuple(vocab_axis)
         size *= mesh_axis_size("linear_cross_entropy", "vocab_axis", axes)
         first = lax.axis_index(vocab_axis) * weight.shape[0]
-    check_class_weights(None if class_weights is None else array_spec(class_weights), size, label_smoothing)
-    check_values(functools.partial(check_labels, vocab=size, ignore_index=ignore_index), labels)
-    counted = labels != ignore_index
-    unknown = counted & ((labels < 0) | (labels >= size))
-    shares = counted if class_weights is None else _of_labels(class_weights.astype(acc), labels, counted & ~unknown)
-    labels = jnp.where(counted & ~unknown, labels, -1).astype(jnp.int32)  # one of 64 bits may not fit otherwise
+        if mass is not None:
+            mass = lax.psum(mass, vocab_axis)
+            labels = jnp.full_like(mass, -1, jnp.int32)
+    of_classes = None if class_weights is None else array_spec(class_weights)
+    check_class_weights(of_classes, size, label_smoothing, targets is not None)
+    inside = (labels >= 0) & (labels < size)
+    if targets is None:
+        check_values(functools.partial(check_labels, vocab=size, ignore_index=ignore_index), labels)
+        counted = labels != ignore_index
+        unknown = counted & ~inside
+    else:
+        counted, unknown = ~inside, inside  # every token counts, and has no label
+    known = counted & inside
+    shares = counted if class_weights is None else _of_labels(class_weights.astype(acc), labels, known)
+    labels = jnp.where(known, labels, -1).astype(jnp.int32)  # one of 64 bits may not fit otherwise
 
     entries = jnp.arange(weight.shape[0], dtype=jnp.int32)
     bias = None if bias is None else bias.astype(acc)
-    arrays = Operands(x.astype(common), weight.astype(common), bias, labels - first)
+    arrays = Operands(x.astype(common), weight.astype(common), bias, labels - first, targets)
     cap = None if softcap is None else float(softcap)
     spec = describe(array_specs(arrays), cap, products, label_smoothing > 0)
 
@@ -150,7 +174,7 @@ def linear_cross_entropy(
     given = Parts(*arrays, entries)
     parts = public_call(LOSS, PARTS, spec, given, config=config, implementation=implementation, pack=part)
     numbers = _combined(parts, vocab_axis)
-    loss = compose(jnp, numbers, size, counted, unknown, shares, label_smoothing, z_loss, reduction)
+    loss = compose(jnp, numbers, size, counted, unknown, shares, label_smoothing, z_loss, reduction, mass)
     return (loss, numbers.logsumexp) if return_logsumexp else loss
 
 

@@ -26,6 +26,15 @@ class Labels(ArrayInit):
         return np.where(rng.random(self.shape) < 1 / 8, np.int32(-100), labels)
 
 
+@dataclasses.dataclass(frozen=True)
+class Probabilities(ArrayInit):
+    """Probabilities of all entries, some of them 0; a row's sum is from 0.5 to 1."""
+
+    def make(self, rng: np.random.Generator) -> np.ndarray:
+        raw = np.maximum(rng.standard_normal(self.shape), 0.0) + 1e-6
+        return (raw / raw.sum(-1, keepdims=True) * rng.uniform(0.5, 1.0, (*self.shape[:-1], 1))).astype(self.dtype)
+
+
 def _case(
     name: str,
     tokens: tuple[int, ...],
@@ -35,6 +44,7 @@ def _case(
     *,
     bias: bool = False,
     class_weights: bool = False,
+    soft: str | None = None,
     tags: tuple[str, ...] = ("contract",),
     **options: Any,
 ) -> Case:
@@ -44,6 +54,8 @@ def _case(
         "weight": ArrayInit((vocab, features), dtype, scale=2 * features**-0.5),
         "labels": Labels(tokens, "int32", "integers", vocab=vocab),
     }
+    if soft is not None:
+        arrays["labels"] = Probabilities((*tokens, vocab), soft)
     if bias:
         arrays["bias"] = ArrayInit((vocab,), dtype)
     if class_weights:
@@ -67,6 +79,8 @@ CASES = (
     _case("everything bfloat16", (2, 65), 300, 48, "bfloat16", reduction="none", **_EVERYTHING),
     _case("class weights float32", (3, 21), 90, 40, class_weights=True, z_loss=0.01),
     _case("class weights bfloat16", (40,), 300, 48, "bfloat16", class_weights=True, reduction="sum"),
+    _case("probabilities float32", (3, 20), 700, 40, soft="float32", **_EVERYTHING),
+    _case("probabilities bfloat16", (33,), 90, 48, "bfloat16", soft="bfloat16"),
     _case("one token", (1,), 130, 24),
     _case("float16", (9,), 70, 32, "float16"),
     _case("float64", (9,), 70, 32, "float64", **_EVERYTHING),
@@ -92,6 +106,8 @@ _SMALL = Case(
     {"softcap": 4.0, "label_smoothing": 0.1, "z_loss": 0.1, "reduction": "none", "return_logsumexp": True},
 )
 
+_SOFT = dict.fromkeys(("probabilities float32", "probabilities bfloat16"), "`labels` are probabilities")
+
 FACTS = Facts(
     small=_SMALL,
     batched=("x", "labels"),
@@ -102,11 +118,14 @@ FACTS = Facts(
             "float64": "`x` is float64",
             "high": 'precision="high"',
             "no tokens": "there are no tokens",
+            **_SOFT,
         },
         "native_cpu": {
             "no tokens": "there are no tokens",
+            **_SOFT,
         },
         "triton": {
+            **_SOFT,
             "float64": "`x` is float64",
             "no tokens": "there are no tokens",
         },

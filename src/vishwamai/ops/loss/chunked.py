@@ -71,14 +71,20 @@ def each_group(spec: LossSpec, run: Callable[..., Any], operands: Operands, *row
         bias = None if operands.bias is None else operands.bias[0]
         results = run(flat[0], operands.weight[0], bias, flat[1], *flat[2])
         return jax.tree.map(lambda a: a[None], results), True
-    whole = jax.tree.map(lambda a: jnp.broadcast_to(a, (spec.groups, *a.shape[1:])), (operands, rows))
+    whole = jax.tree.map(lambda a: jnp.broadcast_to(a, (spec.groups, *a.shape[1:])), (operands[:4], rows))
     return lax.map(lambda group: run(*group[0], *group[1]), whole), False
 
 
 def forward_by(spec: LossSpec, run: Callable[..., Any], operands: Operands) -> Outputs:
-    """The forward pass by `run(x, weight, bias, labels) -> Outputs` of one group."""
-    results, _ = each_group(spec, run, operands)
+    """The forward pass by `run(x, weight, bias, labels) -> Outputs` of one group; it gets targets [T, V] too, where
+    there are any.
+    """
+    results, _ = each_group(spec, run, operands, *_targets(operands))
     return Outputs(*(None if y is None else y.reshape(operands.labels.shape) for y in results))
+
+
+def _targets(operands: Operands) -> tuple[Any, ...]:
+    return () if operands.targets is None else (operands.targets,)
 
 
 def backward_by(
@@ -97,7 +103,8 @@ def backward_by(
       config: its `block_vocab` is the number of entries at a time.
       slope: `(x, weight, bias, labels, rows, start, size) -> (dz [size, T], dz [T, size] or None, dbias [size] or
         None)` for the entries from `start` on, before the cap, dz in x's dtype for the products to come; rows are the
-        logsumexp and the cotangents of the outputs, `[T]` each. Where dz comes in both orders, neither product has to
+        logsumexp and the cotangents of the outputs, `[T]` each, and targets [T, V] where there are any: then dtargets
+        [T, size] is the fourth result. Where dz comes in both orders, neither product has to
         turn it.
       apart: `slope` is a kernel, whose weight the loop carries apart from the products'. On TPU7x XLA lays the latter
         out in tiles of 16 rows, and would copy all of it to tiles of 8 for the kernel in every turn.
@@ -114,18 +121,19 @@ def gradients_by(
     spec: LossSpec, one: Callable[..., Any], operands: Operands, outputs: Outputs, cotangents: Outputs
 ) -> Operands:
     """The backward pass by `one`: `(x, weight, bias, labels, *rows) -> (dx, dweight, dbias)` of a group, where rows are
-    the logsumexp and the cotangents of the outputs, `[T]` each.
+    the logsumexp and the cotangents of the outputs, `[T]` each; with targets they are the last of the rows, and their
+    gradient the last result.
     """
     zero = jnp.zeros(operands.labels.shape, spec.accumulator)
     d = Outputs(*(zero if c is None else c for c in cotangents))
     rows = (outputs.logsumexp, d.logsumexp, d.label_logit, *((d.logit_sum,) if spec.logit_sum else ()))
-    (dx, dweight, dbias), _ = each_group(spec, one, operands, *rows)
-
+    (dx, dweight, dbias, *dtargets), _ = each_group(spec, one, operands, *rows, *_targets(operands))
     return Operands(
         dx.reshape(operands.x.shape),
         _parameter_gradient(spec, dweight, operands.weight),
         _parameter_gradient(spec, dbias, operands.bias),
         None,
+        dtargets[0].reshape(operands.targets.shape) if dtargets else None,
     )
 
 
@@ -142,7 +150,10 @@ def _parameter_gradient(spec: LossSpec, gradient: Any, operand: Any) -> Any:
 def _gradients(
     spec: LossSpec, block: int, slope: Callable[..., Any], x: Any, weight: Any, bias: Any, labels: Any, rows: Any
 ) -> Any:
-    """(dx, dweight, dbias) of one group: the entries in parts of `block`, then those that are left."""
+    """(dx, dweight, dbias), and dtargets where there are targets, of one group: the entries in parts of `block`, then
+    those that are left.
+    """
+    targets = rows[-1] if rows[-1].ndim == 2 else None
     acc, vocab = spec.accumulator, weight.shape[0]
     precision = lax_precision(spec.precision)
 
@@ -150,19 +161,21 @@ def _gradients(
         return lax.dot_general(a, b, (((axis,), (0,)), ((), ())), precision=precision, preferred_element_type=acc)
 
     def part(carry: Any, start: Any, size: int) -> Any:
-        dx, dweight, dbias = carry
-        dz, turned, dbias_part = slope(bias, labels, rows, start, size)  # [size, T], [T, size]
+        dx, dweight, dbias, *dtargets = carry
+        dz, turned, dbias_part, *dtargets_part = slope(bias, labels, rows, start, size)  # [size, T], [T, size]
         entries = lax.dynamic_slice_in_dim(weight, start, size)
         dx = dx + (dot(dz, entries, 0) if turned is None else dot(turned, entries, 1))
         dweight = lax.dynamic_update_slice_in_dim(dweight, dot(dz, x, 1).astype(weight.dtype), start, 0)
         if dbias is not None:
             dbias = lax.dynamic_update_slice_in_dim(dbias, dbias_part, start, 0)
-        return dx, dweight, dbias
+        pieces = zip(dtargets, dtargets_part, strict=True)
+        return dx, dweight, dbias, *(lax.dynamic_update_slice_in_dim(of, piece, start, 1) for of, piece in pieces)
 
     start = (
         jnp.zeros(x.shape, acc),
         lax.empty(weight.shape, weight.dtype),
         None if bias is None else jnp.zeros_like(bias),
+        *(() if targets is None else (lax.empty(targets.shape, targets.dtype),)),
     )
     carry, _ = match_varying((start, (x, weight, bias, labels, rows)))
     block = min(block, vocab)
@@ -173,8 +186,8 @@ def _gradients(
         carry = part(carry, 0, block)
     if vocab % block:
         carry = part(carry, whole * block, vocab % block)
-    dx, dweight, dbias = carry
-    return dx.astype(x.dtype), dweight, dbias
+    dx, *rest = carry
+    return dx.astype(x.dtype), *rest
 
 
 def _logits(spec: LossSpec, x: Any, weight: Any, bias: Any, start: Any, size: int) -> Any:
@@ -197,18 +210,27 @@ def _is_label(labels: Any, start: Any, size: int) -> Any:
     return lax.broadcasted_iota(jnp.int32, (size, labels.shape[0]), 0) == (labels - start)[None]
 
 
-def _forward_one(spec: LossSpec, block: int, x: Any, weight: Any, bias: Any, labels: Any) -> Outputs:
+def _weights(spec: LossSpec, targets: Any, start: Any, size: int) -> Any:
+    """Targets `[size, T]` of the entries from `start` on."""
+    return lax.dynamic_slice_in_dim(targets, start, size, axis=1).astype(spec.accumulator).T
+
+
+def _forward_one(
+    spec: LossSpec, block: int, x: Any, weight: Any, bias: Any, labels: Any, targets: Any = None
+) -> Outputs:
     def part(carry: Any, start: Any, size: int) -> Any:
         m, l, at_label, total = carry
         z = _logits(spec, x, weight, bias, start, size)
         m_new = jnp.maximum(m, jnp.max(z, axis=0))
         l = l * jnp.exp(m - m_new) + jnp.sum(jnp.exp(z - m_new), axis=0)
         at_label = at_label + jnp.sum(jnp.where(_is_label(labels, start, size), z, 0.0), axis=0)
+        if targets is not None:
+            at_label = at_label + jnp.sum(_weights(spec, targets, start, size) * z, axis=0)
         return m_new, l, at_label, None if total is None else total + jnp.sum(z, axis=0)
 
     zeros = jnp.zeros(x.shape[:1], spec.accumulator)
     start = jnp.full_like(zeros, LOWEST), zeros, zeros, zeros if spec.logit_sum else None
-    carry, _ = match_varying((start, (x, weight, bias, labels)))
+    carry, _ = match_varying((start, (x, weight, bias, labels, targets)))
     whole, vocab = weight.shape[0] // block, weight.shape[0]
     if whole > 1:
         carry = lax.fori_loop(0, whole, lambda i, carry: part(carry, i * block, block), carry)
@@ -242,13 +264,18 @@ def backward(
         """The logits' gradient `[size, T]`, before the cap, in x's dtype for the products to come; and its sum over
         tokens for the bias.
         """
-        logsumexp, dlogsumexp, dlabel, *dtotal = rows
+        logsumexp, dlogsumexp, dlabel, *rest = rows
+        targets = rest.pop() if operands.targets is not None else None
+        dtotal, dtargets = rest, ()
         z = _logits(spec, x, weight, bias, start, size)
         dz = jnp.exp(z - _finite(logsumexp)) * dlogsumexp + jnp.where(_is_label(labels, start, size), dlabel, 0.0)
         dz = dz + dtotal[0] if dtotal else dz
+        if targets is not None:
+            dz = dz + _weights(spec, targets, start, size) * dlabel
+            dtargets = ((z * dlabel).T.astype(targets.dtype),)
         if spec.softcap is not None:
             dz = dz * (1.0 - jnp.square(z / spec.softcap))
-        return dz.astype(x.dtype), None, None if bias is None else jnp.sum(dz, axis=1)
+        return dz.astype(x.dtype), None, None if bias is None else jnp.sum(dz, axis=1), *dtargets
 
     return backward_by(spec, config, slope, operands, outputs, cotangents)
 

@@ -17,6 +17,7 @@ def compose(
     label_smoothing: float,
     z_loss: float,
     reduction: str,
+    mass: Any = None,
 ) -> Any:
     """`linear_cross_entropy` of the op's outputs `[...]`; see there for the formula.
 
@@ -25,9 +26,11 @@ def compose(
       vocab: entries of the whole vocabulary.
       counted: bool `[...]`, tokens that are not ignored; `unknown`: those whose label is out of range.
       shares: what each token counts in the mean: its class weight, or `counted` where all weigh the same.
+      mass: the sum of each token's probabilities, where the labels are such; else each has one label.
     """
     logsumexp, at_label, total = numbers
-    loss = logsumexp - (1.0 - label_smoothing) * at_label
+    whole = logsumexp if mass is None else ((1.0 - label_smoothing) * mass + label_smoothing) * logsumexp
+    loss = whole - (1.0 - label_smoothing) * at_label
     if label_smoothing > 0:
         loss = loss - label_smoothing / vocab * total
     if z_loss:

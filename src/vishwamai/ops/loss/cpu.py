@@ -13,11 +13,13 @@ from vishwamai.core import ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.ops.loss.chunked import forward_by, gradients_by
-from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
+from vishwamai.ops.loss.spec import WITHOUT_TARGETS, LossSpec, Operands, Outputs
 
 
 def why_not(spec: LossSpec, target: Target) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
+    if spec.operands.targets is not None:
+        return WITHOUT_TARGETS
     if spec.groups * spec.tokens == 0:
         return "there are no tokens."
     return ffi.why_not(target)

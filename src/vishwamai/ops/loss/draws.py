@@ -7,7 +7,7 @@ from typing import Any
 from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.core.draws import Sizes
 from vishwamai.ops.loss.api import linear_cross_entropy
-from vishwamai.ops.loss.cases import Labels
+from vishwamai.ops.loss.cases import Labels, Probabilities
 
 
 def draw(d: Sizes) -> Case:
@@ -19,6 +19,8 @@ def draw(d: Sizes) -> Case:
         "weight": ArrayInit((vocab, features), dtype, scale=2 * features**-0.5),
         "labels": Labels(tokens, "int32", "integers", vocab=vocab),
     }
+    if d.flag(5):
+        arrays["labels"] = Probabilities((*tokens, vocab), d.choose(("float32", dtype)))
     if d.flag(3):
         arrays["bias"] = ArrayInit((vocab,), dtype)
     options: dict[str, Any] = {"reduction": d.choose(("none", "sum", "mean")), "return_logsumexp": d.flag(3)}

@@ -10,13 +10,15 @@ from vishwamai.core.target import Target
 from vishwamai.ops.loss.gpu_backward import backward
 from vishwamai.ops.loss.gpu_forward import forward
 from vishwamai.ops.loss.gpu_tiles import LossGpuConfig, heuristic
-from vishwamai.ops.loss.spec import LossSpec
+from vishwamai.ops.loss.spec import WITHOUT_TARGETS, LossSpec
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def why_not(spec: LossSpec, target: Target) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
+    if spec.operands.targets is not None:
+        return WITHOUT_TARGETS
     dtype = spec.operands.x.dtype.name
     if dtype not in _DTYPES:
         return f"`x` is {dtype}; the Triton kernel takes {', '.join(_DTYPES)}."

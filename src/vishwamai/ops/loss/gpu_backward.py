@@ -151,4 +151,4 @@ def backward(
             result = gpu.result(dx.shape, x.dtype)
             constants = dict(count=size, BLOCK=block)
             (dx,) = gpu.launch(ROUNDED, (gpu.cdiv(size, block),), dict(wide_ptr=dx), dict(out_ptr=result), **constants)
-    return Operands(dx.reshape(*x.shape), dweight, dbias, None)
+    return Operands(dx.reshape(*x.shape), dweight, dbias, None, None)

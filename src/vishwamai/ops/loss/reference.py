@@ -16,7 +16,7 @@ from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
 def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     """Logsumexp, label's logit and sum of the logits `[G, T, V]`."""
     del config, residuals  # nothing to configure, nothing to keep
-    x, weight, bias, labels = operands
+    x, weight, bias, labels, targets = operands
     weight = jnp.broadcast_to(weight, (spec.groups, *weight.shape[1:]))
     z = lax.dot_general(
         x,
@@ -31,8 +31,11 @@ def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -
         z = spec.softcap * jnp.tanh(z / spec.softcap)
     known = (labels >= 0) & (labels < spec.vocab)
     at_label = jnp.take_along_axis(z, jnp.where(known, labels, 0)[..., None], axis=-1)[..., 0]
+    at_label = jnp.where(known, at_label, 0.0)
+    if targets is not None:
+        at_label = at_label + jnp.sum(targets.astype(z.dtype) * z, axis=-1)
     total = jnp.sum(z, axis=-1) if spec.logit_sum else None
-    return Outputs(logsumexp(z, axis=-1), jnp.where(known, at_label, 0.0), total), None
+    return Outputs(logsumexp(z, axis=-1), at_label, total), None
 
 
 def notes(spec: LossSpec, target: Target) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
-from vishwamai.core.spec import ArraySpec, OpSpec
+from vishwamai.core.spec import ArraySpec, OpSpec, array_spec
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -31,13 +31,15 @@ class Operands(NamedTuple):
     weight: Annotated[Any, "groups? vocab features"]  # of x's dtype
     bias: Annotated[Any, "groups? vocab", "optional"]  # in the accumulation dtype
     labels: Annotated[Any, "groups tokens"]  # int32; one outside the vocabulary has no logit
+    targets: Annotated[Any, "groups tokens vocab", "optional"]  # floating: a weight for every logit
 
 
 class Outputs(NamedTuple):
     """Three numbers for each token, in the accumulation dtype."""
 
     logsumexp: Annotated[Any, "groups tokens"]
-    label_logit: Annotated[Any, "groups tokens"]  # 0 where the label is outside the vocabulary
+    # 0 where the label is outside the vocabulary; with targets, their sum of weighted logits is added.
+    label_logit: Annotated[Any, "groups tokens"]
     logit_sum: Annotated[Any, "groups tokens", "optional"]  # None unless the spec asks for it
 
 
@@ -97,14 +99,16 @@ class LossSpec(OpSpec):
     def tuning_key(self) -> str:
         extras = [word for word, given in (("bias", self.operands.bias), ("cap", self.softcap)) if given is not None]
         extras += ["sum"] if self.logit_sum else []
+        extras += ["targets"] if self.operands.targets is not None else []
         extras += [self.precision] if self.precision != "default" else []
         tokens = self.groups * self.tokens if self.shared else f"{self.groups}x{self.tokens}"
         return f"{self.operands.x.dtype.name} {tokens}x{self.vocab}x{self.features} {' '.join(extras)}".rstrip()
 
 
 SIGNATURE = Signature(
-    Operands("*tokens features", "vocab features", "vocab", "*tokens"),
+    Operands("*tokens features", "vocab features", "vocab", "*tokens", "*tokens vocab"),
     lambda spec: Outputs("*tokens", "*tokens", "*tokens" if spec.logit_sum else None),
+    labels={"targets": "labels"},
 )
 
 
@@ -115,6 +119,7 @@ class Parts(NamedTuple):
     weight: Annotated[Any, "vocab features"]
     bias: Annotated[Any, "vocab", "optional"]
     labels: Annotated[Any, "*tokens"]
+    targets: Annotated[Any, "*tokens vocab", "optional"]
     entries: Annotated[Any, "vocab"]  # 0, 1, 2 ...: they tell a device which part it has
 
 
@@ -147,9 +152,9 @@ def check_arrays(operands: Operands) -> None:
     Raises:
       ShapeError: two of them contradict each other or the operation; the text names them, their values and the fix.
     """
-    x, weight, bias, labels = operands
+    x, weight, bias, labels, targets = operands
     name = "linear_cross_entropy"
-    for label, array in (("x", x), ("weight", weight), ("bias", bias)):
+    for label, array in (("x", x), ("weight", weight), ("bias", bias), ("labels", targets)):
         if array is not None:
             check_float(name, label, array.dtype)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -157,6 +162,27 @@ def check_arrays(operands: Operands) -> None:
     SIGNATURE.check(name, operands)
     if 0 in weight.shape:
         raise ShapeError(f"{name}: `weight` has shape {weight.shape}; pass (vocab, features), neither of them 0.")
+
+
+def probabilities(labels: Any, x: Any) -> bool:
+    """Whether the labels are probabilities of all entries, and not one entry for each token; arrays of any framework.
+
+    Raises:
+      ShapeError: they are floating and have no axis of the vocab.
+    """
+    kind = array_spec(labels)
+    if not jnp.issubdtype(kind.dtype, jnp.floating):
+        return False
+    if len(kind.shape) != len(x.shape):
+        raise ShapeError(
+            f"linear_cross_entropy: `labels` has dtype {kind.dtype.name} and shape {kind.shape}; pass integers, one "
+            "for each token, or probabilities of shape [..., vocab]."
+        )
+    return True
+
+
+WITHOUT_TARGETS = "`labels` are probabilities, and the kernel takes one label for each token."
+"""Why an implementation declines them."""
 
 
 def check_labels(labels: np.ndarray, *, vocab: int, ignore_index: int) -> None:
@@ -175,15 +201,21 @@ def check_labels(labels: np.ndarray, *, vocab: int, ignore_index: int) -> None:
         )
 
 
-def check_class_weights(weights: ArraySpec | None, vocab: int, label_smoothing: float) -> None:
+def check_class_weights(weights: ArraySpec | None, vocab: int, label_smoothing: float, targets: bool) -> None:
     """Checks the class weights.
 
     Raises:
       ShapeError: they are no floating-point array with one for each entry of the vocab.
-      UnsupportedError: they come with label smoothing, whose target would need a sum of weighted logits.
+      UnsupportedError: they come with label smoothing, whose target would need a sum of weighted logits; or with
+        labels that are probabilities.
     """
     if weights is None:
         return
+    if targets:
+        raise UnsupportedError(
+            "linear_cross_entropy: `class_weights` with labels that are probabilities; leave it out, and pass "
+            "`labels * class_weights`, which is the same."
+        )
     if weights.shape != (vocab,) or not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ShapeError(
             f"linear_cross_entropy: `class_weights` is {weights}, but the vocab is {vocab}; pass a floating-point "

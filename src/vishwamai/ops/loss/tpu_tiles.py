@@ -10,7 +10,7 @@ from vishwamai.core.pallas import LANES, TPU_DTYPES, VmemTiles, planning_chip, r
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import option, size
 from vishwamai.ops.loss.chunked import part_of_vocabulary
-from vishwamai.ops.loss.spec import LossSpec
+from vishwamai.ops.loss.spec import WITHOUT_TARGETS, LossSpec
 
 _UNROLLED = 1 << 14
 """Cycles of products that one step's program holds at most; more is more program, less is more steps."""
@@ -60,6 +60,8 @@ class LossConfig(VmemTiles):
 
 def why_not(spec: LossSpec, target: Target) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
+    if spec.operands.targets is not None:
+        return WITHOUT_TARGETS
     if spec.operands.x.dtype not in TPU_DTYPES:
         return f"`x` is {spec.operands.x.dtype.name}, and the TPU computes in float32 and bfloat16."
     if spec.precision == "high":
