@@ -135,26 +135,28 @@ def test_fixed_ntk_stretches_the_slowest_pair_by_the_factor():
     np.testing.assert_allclose(stretched[[0, -1]], plain[[0, -1]] / [1, 4])
 
 
-def test_mrope_is_that_of_qwen2_vl():
+@pytest.mark.parametrize("model, sections", [("Qwen2VL", [8, 12, 12]), ("Qwen3VL", [12, 10, 10])])
+def test_mrope_is_that_of_qwen(model, sections):
     torch = pytest.importorskip("torch", reason="torch is an optional dependency")
-    modeling = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
-    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
-
-    sections = [8, 12, 12]
-    config = Qwen2VLTextConfig(
-        hidden_size=4 * HEAD_DIM,
-        num_attention_heads=4,
-        rope_parameters={"rope_theta": THETA, "rope_type": "default", "mrope_section": sections},
+    folder = model.replace("VL", "_vl").lower()
+    modeling = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
+    configuration = pytest.importorskip(f"transformers.models.{folder}.configuration_{folder}")
+    rotary = getattr(modeling, "Qwen3VLTextRotaryEmbedding", None) or modeling.Qwen2VLRotaryEmbedding
+    interleaved = model == "Qwen3VL"
+    parameters = {"rope_theta": THETA, "rope_type": "default", "mrope_section": sections}
+    parameters |= {"mrope_interleaved": True} if interleaved else {}
+    config = getattr(configuration, f"{model}TextConfig")(
+        hidden_size=4 * HEAD_DIM, num_attention_heads=4, head_dim=HEAD_DIM, rope_parameters=parameters
     )
     rng = np.random.default_rng(0)
     positions = rng.integers(0, 50, (3, 2, 17))
     query, key = normal((2, 4, 17, HEAD_DIM)), normal((2, 2, 17, HEAD_DIM), 1)
     q, k = (torch.tensor(np.asarray(x)) for x in (query, key))
-    cos, sin = modeling.Qwen2VLRotaryEmbedding(config)(q, torch.tensor(positions))
+    cos, sin = rotary(config)(q, torch.tensor(positions))
     expected = [x.numpy() for x in modeling.apply_rotary_pos_emb(q, k, cos, sin)]
-    scaling = MRopeScaling(sections)
+    scaling = MRopeScaling(sections, interleaved)
     cache = RotaryCache(HEAD_DIM, 50, THETA, scaling)
-    for how in ({"theta": THETA, "scaling": scaling}, {"cache": cache}):
+    for how in ({"theta": THETA, "scaling": scaling}, {"scaling": parameters}, {"cache": cache}):
         for ours, theirs in zip(apply_rope((query, key), positions, **how), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=2e-4)
     # Three equal coordinates are one.
@@ -248,6 +250,7 @@ def test_a_long_cache_holds_the_frequencies_of_its_own_length():
         (lambda x: apply_rope(x, scaling={"rope_type": "dynamic", "factor": 2}), ["original_max_position_embeddings"]),
         (lambda x: apply_rope(x, scaling=LinearScaling(0.0)), ["factor = 0.0", "above 0"]),
         (lambda x: apply_rope(x, scaling=MRopeScaling((1, 2, 3))), ["(1, 2, 3)", "8 pairs", "add up to 8"]),
+        (lambda x: apply_rope(x, scaling=MRopeScaling((2, 3, 3), True)), ["(2, 3, 3)", "cannot take turns", "8 pairs"]),
         (lambda x: apply_rope(x, scaling=LongRopeScaling((1,), (1,), 8)), ["short_factor", "8 numbers"]),
         (lambda x: apply_rope(x, cache=RotaryCache(16, 4)), ["`cache` holds 4", "has 9", "cache.grow(9)"]),
         (lambda x: apply_rope(x, cache=RotaryCache(8, 9)), ["head_dim 8", "16 features"]),

@@ -55,10 +55,10 @@ def apply_rope(
       cache: tables made beforehand by `RotaryCache`, which then brings theta, scaling and rotary_dim. Where a position
         is not in it, the result is NaN.
       theta: base of the frequencies; a dictionary's `rope_theta` where it has one.
-      scaling: `LinearScaling`, `NtkScaling`, `Llama3Scaling`, `YarnScaling`, `LongRopeScaling`, `MRopeScaling`, or the
-        dictionary of a Hugging Face configuration: `rope_scaling`, or transformers 5's `rope_parameters`, whose
-        `rope_theta` and `partial_rotary_factor` count too. Where frequencies depend on the length of the
-        sequence, it is the largest position and one more.
+      scaling: `LinearScaling`, `NtkScaling`, `Llama3Scaling`, `YarnScaling`, `LongRopeScaling`, `MRopeScaling`
+        (Qwen2-VL's, or Qwen3-VL's with `interleaved=True`), or the dictionary of a Hugging Face configuration:
+        `rope_scaling`, or transformers 5's `rope_parameters`, whose `rope_theta` and `partial_rotary_factor` count too.
+        Where frequencies depend on the length of the sequence, it is the largest position and one more.
       rotary_dim: how many of a head's first features turn (even); None for all.
       interleaved: pairs are neighbours (GPT-J, DeepSeek); else feature i turns with feature i + rotary_dim / 2
         (GPT-NeoX, Llama).

@@ -254,10 +254,16 @@ class MRopeScaling(RopeScaling):
     al., "Qwen2-VL" (2024).
 
     Attributes:
-      sections: how many pairs follow each coordinate in turn; they add up to `rotary_dim / 2`.
+      sections: how many pairs follow each coordinate; they add up to `rotary_dim / 2`.
+      interleaved: the coordinates take turns (Qwen3-VL): pairs 1, 4, 7 ... follow the height and 2, 5, 8 ... the width,
+        as many as their sections say, and all others the time. Else one section comes after the other (Qwen2-VL).
+
+    >>> MRopeScaling((4, 2, 2), interleaved=True).coordinates.tolist()
+    [0, 1, 2, 0, 1, 2, 0, 0]
     """
 
     sections: tuple[int, ...] = (16, 24, 24)
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sections", tuple(int(x) for x in self.sections))
@@ -268,14 +274,30 @@ class MRopeScaling(RopeScaling):
                 f"apply_rope: `scaling` has sections {self.sections}, but {rotary_dim} rotated features are "
                 f"{rotary_dim // 2} pairs; pass three sections that add up to {rotary_dim // 2}."
             )
+        if not isinstance(self.interleaved, bool):
+            raise ShapeError(f"apply_rope: `scaling` has interleaved = {self.interleaved!r}; pass True or False.")
+        if self.interleaved and np.bincount(self.coordinates, minlength=3).tolist() != list(self.sections):
+            raise ShapeError(
+                f"apply_rope: `scaling` has sections {self.sections}, which cannot take turns among {rotary_dim // 2} "
+                "pairs; pass height and width of a third of them at most, or interleaved=False."
+            )
 
     @property
     def coordinates(self) -> np.ndarray:
         """The coordinate that each pair follows, `[rotary_dim / 2]`."""
-        return np.repeat(np.arange(3), self.sections)
+        if not self.interleaved:
+            return np.repeat(np.arange(3), self.sections)
+        found = np.zeros(sum(self.sections), np.int64)
+        for coordinate in (1, 2):
+            found[coordinate : 3 * self.sections[coordinate] : 3] = coordinate
+        return found
 
 
-_NAMES = {"original_max_position_embeddings": "original_max_positions", "mrope_section": "sections"}
+_NAMES = {
+    "original_max_position_embeddings": "original_max_positions",
+    "mrope_section": "sections",
+    "mrope_interleaved": "interleaved",
+}
 _IGNORED = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 

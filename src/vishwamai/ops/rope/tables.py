@@ -176,12 +176,8 @@ def read(scaling: RopeScaling, table: jax.Array, positions: jax.Array) -> jax.Ar
 
     if not isinstance(scaling, MRopeScaling):
         return rows(positions)
-    ends = np.cumsum(scaling.sections)
-    parts = [
-        rows(positions[i])[..., end - size : end]
-        for i, (end, size) in enumerate(zip(ends, scaling.sections, strict=True))
-    ]
-    return jnp.concatenate(parts, axis=-1)
+    time, height, width = (rows(positions[i]) for i in range(3))
+    return jnp.where(scaling.coordinates == 0, time, jnp.where(scaling.coordinates == 1, height, width))
 
 
 def check_frequencies(
