@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.inference.drafting import UNREAD
 from vishwamai.inference.pages import PagePool
 from vishwamai.inference.scheduler import Limits, Plan, Scheduler, Stream
 
@@ -25,11 +26,13 @@ def next_token(tokens):
 
 
 class Device:
-    """Pages with the tokens that were written to them, and the order of the steps."""
+    """Pages with the tokens that were written to them, and the order of the steps; those of a draft model, too."""
 
     def __init__(self, switch=None):
         self.switch = switch
+        self.random = random.Random(1)
         self.rows = {}
+        self.draft_rows = {}
         self.history = {}
 
     def run(self, plan):
@@ -40,11 +43,14 @@ class Device:
         for work in plan.works:
             history = self.history[work.stream.slot]
             first = work.start + work.count - len(work.drafts)
-            history[first:] = (*work.drafts, *history[first:])
+            history[first:] = (*self.guesses(work, history[:first]), *history[first:])
+            guesses = tuple(history[first : first + len(work.drafts)])
             assert len(history) >= work.start + work.count, "a token is computed before it exists"
             for position in range(work.start, work.start + work.count):
                 page = work.stream.pages[position // LIMITS.page_size]
-                self.rows[page, position % LIMITS.page_size] = history[position], bool(work.stream.turned)
+                row = history[position], bool(work.stream.turned)
+                for rows in (self.rows, self.draft_rows):  # each step of the model is one of the draft
+                    rows[page, position % LIMITS.page_size] = row
             found = [
                 self.rows[work.stream.pages[p // LIMITS.page_size], p % LIMITS.page_size]
                 for p in range(work.start + work.count)
@@ -58,10 +64,26 @@ class Device:
                 sampled.append(None)
                 continue
             drawn = [next_token(seen[: first + i]) for i in range(len(work.drafts) + 1)]
-            wrong = next((i for i, guess in enumerate(work.drafts) if guess != drawn[i]), len(work.drafts))
+            wrong = next((i for i, guess in enumerate(guesses) if guess != drawn[i]), len(guesses))
             history[first:] = drawn[: wrong + 1]
             sampled.append(drawn[: wrong + 1])
         return sampled
+
+    def guesses(self, work, known):
+        """Those of the plan; where only a draft model knows them, it makes them over its pages, one after another."""
+        found = []
+        for place, guess in enumerate(work.drafts):
+            if guess == UNREAD:
+                seen = [*known, *found]
+                at = len(seen) - 1  # the token that is computed for the next guess
+                page = work.stream.pages[at // LIMITS.page_size]
+                self.draft_rows[page, at % LIMITS.page_size] = seen[-1], bool(work.stream.turned)
+                pages = [work.stream.pages[p // LIMITS.page_size] for p in range(at + 1)]
+                rows = [self.draft_rows[page, p % LIMITS.page_size] for p, page in enumerate(pages)]
+                assert rows == [(token, bool(work.stream.turned)) for token in seen], f"guess {place}: another's keys"
+                guess = next_token(seen) if self.random.random() < 0.5 else 2
+            found.append(guess)
+        return found
 
 
 class Serving(RuleBasedStateMachine):
@@ -94,9 +116,11 @@ class Serving(RuleBasedStateMachine):
             self.streams.append(stream)
 
     def guess(self, stream, most):
-        """Right, half of the times."""
+        """Right, half of the times; half of them by a draft model, so that their values are not known here."""
         if not stream.synchronous:
             return ()
+        if self.random.random() < 0.5:
+            return (UNREAD,) * min(most, 3)
         tokens = list(stream.tokens)
         for _ in range(min(most, 3)):
             tokens.append(next_token(tokens) if self.random.random() < 0.5 else 2)

@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             "text": text,
             "finish_reason": deltas[-1].finish,
             "prompt_tokens": len(encoded),
+            **({"accepted_share": round(engine.statistics.accepted_share, 4)} if engine.drafts else {}),
             "timing": {name: round(value, 6) for name, value in timing.items()},
         }
         print(json.dumps(found))

@@ -40,6 +40,13 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     )
     add_optimization(parser)
     parser.add_argument(
+        "--draft-model",
+        metavar="DIR",
+        type=Path,
+        help="a smaller model with the same tokenizer, whose guesses are checked",
+    )
+    parser.add_argument("--draft-tokens", type=int, metavar="K", help="guesses of the draft model a step (4)")
+    parser.add_argument(
         "--mesh", metavar="AXES", help='split over devices: "tensor=2", or "expert=4,tensor=2" for experts (one device)'
     )
 
@@ -109,6 +116,7 @@ def plan(arguments: argparse.Namespace) -> Load:
     for package in ("flax", "safetensors", "tokenizers", "jinja2"):
         if importlib.util.find_spec(package) is None:
             raise CommandError(f'models need the package {package}: pip install "vishwamai[serve]".')
+    drafts = _drafts(arguments)
     import jax
 
     from vishwamai.inference import plan_load
@@ -124,7 +132,8 @@ def plan(arguments: argparse.Namespace) -> Load:
         max_length=arguments.max_length,
         page_size=arguments.page_size,
         memory=None if arguments.memory is None else int(arguments.memory * 2**30),
-        drafts=arguments.guesses,
+        drafts=drafts,
+        draft_model=arguments.draft_model,
         mixed_tokens=arguments.mixed_tokens,
         mesh=arguments.mesh,
         optimization=keys,
@@ -132,6 +141,17 @@ def plan(arguments: argparse.Namespace) -> Load:
     say_optimization(keys, "serving", jax.device_count())
     say(f"loading {load}")
     return load
+
+
+def _drafts(arguments: argparse.Namespace) -> int:
+    """Guesses of a step, by the text itself or by a draft model."""
+    if arguments.draft_model is None:
+        if arguments.draft_tokens is not None:
+            raise CommandError("--draft-tokens counts the guesses of a draft model; pass --draft-model DIR too.")
+        return arguments.guesses
+    if arguments.guesses:
+        raise CommandError("--guesses and --draft-model both guess the next tokens; pass one of them.")
+    return 4 if arguments.draft_tokens is None else arguments.draft_tokens
 
 
 def load(planned: Load) -> tuple[Engine, dict[str, float]]:

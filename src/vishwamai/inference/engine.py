@@ -26,9 +26,10 @@ from jax.sharding import Mesh
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.answers import Answer, Delta, Finish, Writer, joined
+from vishwamai.inference.drafting import UNREAD, check_draft
 from vishwamai.inference.mesh import mesh_of, place_model
 from vishwamai.inference.pages import PagePool
-from vishwamai.inference.pools import kv_dtype_of, make_pools
+from vishwamai.inference.pools import calibration_tokens, kv_dtype_of, make_pools
 from vishwamai.inference.programs import Programs
 from vishwamai.inference.prompts import Prompts
 from vishwamai.inference.requests import Branch, Request, Statistics
@@ -38,7 +39,6 @@ from vishwamai.inference.speculative import accepted, lookup
 from vishwamai.inference.steps import Sent, logprobs_of, send
 from vishwamai.models import Decoder
 from vishwamai.models.attend import rotation_switch
-from vishwamai.models.minilm import sentences
 
 
 class Engine:
@@ -51,7 +51,9 @@ class Engine:
       num_pages: pages of keys and values; None: enough for every sequence at its longest.
       kv_dtype: of keys and values: "float32", "bfloat16", "float16", "int8" or "fp8"; None: the model's. The latter two
         keep a scale for each layer and head, measured at the start (`pools`).
-      drafts: guesses of each step for each sequence (`speculative`); 0: none.
+      drafts: guesses of each step for each sequence; 0: none.
+      draft: a smaller decoder of the same vocab that guesses (`drafting`); None: guesses come from the text itself
+        (`speculative`). It has pages of its own, as many and of the same dtype.
       end_tokens: ids that end an answer, besides those of the model's configuration.
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
@@ -60,7 +62,7 @@ class Engine:
 
     Raises:
       UnsupportedError: keys and values of that dtype are not served, or packed weights are to be split.
-      ShapeError: the mesh does not divide what it is to split.
+      ShapeError: the mesh does not divide what it is to split, or the draft cannot guess for the model.
 
     >>> from flax import nnx
     >>> from vishwamai.models import Decoder, ModelConfig
@@ -83,6 +85,7 @@ class Engine:
         num_pages: int | None = None,
         kv_dtype: Any = None,
         drafts: int = 0,
+        draft: Decoder | None = None,
         end_tokens: Sequence[int] = (),
         mesh: Mesh | None = None,
         optimization: Optimization | Mapping[str, Any] | None = None,
@@ -95,14 +98,20 @@ class Engine:
         if num_pages is None:
             num_pages = self.limits.max_sequences * self.limits.pages_per_sequence
         mesh = mesh_of(model) if mesh is None else mesh
+        if draft is not None:
+            check_draft(model.config, draft.config, drafts, self.limits.max_length)
         if mesh is not None:
-            model = place_model(model, mesh)
+            model, draft = place_model(model, mesh), None if draft is None else place_model(draft, mesh)
         self.model, self.tokenizer, self.drafts = model, tokenizer, drafts
         end = model.config.eos_token_id
         self.end_tokens = frozenset(end_tokens) | set(() if end is None else (end,) if isinstance(end, int) else end)
+        sample = calibration_tokens(model.config.vocab_size, min(256, self.limits.max_length), tokenizer)
         with self.optimization.kernels():
-            pools = make_pools(model, self.limits.page_size, num_pages, kv_dtype, self._calibration(), mesh)
-            self.programs = Programs(model, self.limits, pools, drafts, on_program, mesh)
+            pools, draft_pools = (
+                () if one is None else make_pools(one, self.limits.page_size, num_pages, kv_dtype, sample, mesh)
+                for one in (model, draft)
+            )
+            self.programs = Programs(model, self.limits, pools, drafts, on_program, mesh, draft, draft_pools)
         self.prompts = Prompts(self.programs.vocab, self.limits, num_pages, tokenizer)
         self.scheduler = Scheduler(self.limits, PagePool(num_pages), rotation_switch(model.config))
         self.statistics = Statistics()
@@ -113,13 +122,6 @@ class Engine:
         self.pending = 0  # answers handed in, and not taken from the queue yet
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-
-    def _calibration(self) -> list[int]:
-        """Tokens on which the largest keys and values are measured."""
-        vocab, most = self.model.config.vocab_size, min(256, self.limits.max_length)
-        if self.tokenizer is not None:
-            return self.tokenizer.encode(" ".join(sentences()[:32]))[:most]
-        return np.random.default_rng(0).integers(0, vocab, most).tolist()
 
     # What any thread may call.
 
@@ -358,7 +360,8 @@ class Engine:
         # A grammar's mask is known for the next token alone.
         if self._branches[stream].matcher is not None:
             return ()
-        return lookup(stream.tokens, min(most, self.drafts))
+        most = min(most, self.drafts)
+        return lookup(stream.tokens, most) if self.programs.draft is None else (UNREAD,) * most
 
     def _send(self, plan: Plan) -> Sent:
         for stream in plan.admitted:
@@ -375,15 +378,15 @@ class Engine:
         if sent is None:
             return
         drawn: Sampled = jax.tree.map(np.asarray, sent.sampled)
-        for work, branch, row in sent.works:
+        for i, (work, branch, row) in enumerate(sent.works):
             stream, options = work.stream, branch.request.options
             if stream.finished or not work.samples:
                 continue
-            tokens = accepted(work.drafts, drawn.tokens[row : row + len(work.drafts) + 1].tolist())
+            tokens = accepted(sent.guesses(i), drawn.tokens[row : row + len(work.drafts) + 1].tolist())
             self.statistics.guesses_accepted += len(tokens) - 1 if work.drafts else 0
             logprobs = ()
             if options.logprobs is not None:
-                logprobs = [logprobs_of(drawn, row + i, options.logprobs) for i in range(len(tokens))]
+                logprobs = [logprobs_of(drawn, row + at, options.logprobs) for at in range(len(tokens))]
             room = stream.max_length - len(stream.tokens)
             error = None if branch.matcher is None else branch.matcher.advance(tokens)
             self.scheduler.read(stream, tokens)

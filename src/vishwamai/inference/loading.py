@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
+from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.memory import page_bytes, weight_bytes
 from vishwamai.inference.mesh import serving_mesh, serving_rules
 from vishwamai.inference.pools import kv_dtype_of
@@ -25,8 +26,27 @@ from vishwamai.models.generation import GenerationConfig, read_generation_config
 from vishwamai.models.shards import read_index
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from vishwamai.inference.engine import Engine
+    from vishwamai.models.decoder import Decoder
     from vishwamai.models.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A draft model that is to be loaded (`drafting`), and the bytes of its parameters and pages."""
+
+    directory: Path
+    config: ModelConfig
+    weights: int
+    pages: int
+
+    def __str__(self) -> str:
+        return (
+            f"draft {self.config.family}, {self.config.num_layers} layers, from {self.directory}: weights "
+            f"{human(self.weights)}, keys and values {human(self.pages)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +61,7 @@ class Load:
       mesh: the axes over which the model is split, or None. The bytes are those of each device; on a CPU, whose devices
         share its memory, those of all.
       optimization: the keys that were given, whose settings are in place.
+      draft: a draft model, whose bytes `weights` and `pages` do not count, or None.
     """
 
     directory: Path
@@ -58,11 +79,13 @@ class Load:
     available: int | None
     mesh: str | None = None
     optimization: Optimization = Optimization()
+    draft: Draft | None = None
 
     @property
     def total(self) -> int:
         """Bytes in all."""
-        return self.weights + self.pages + self.step
+        draft = 0 if self.draft is None else self.draft.weights + self.draft.pages
+        return self.weights + self.pages + self.step + draft
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -85,6 +108,7 @@ class Load:
             f"{self.config.family}, {self.config.num_layers} layers, from {self.directory}, in {form}, on "
             f"{where}: {human(self.total)} planned{known}: weights {human(self.weights)}, keys and "
             f"values {human(self.pages)} ({tokens} tokens in {self.kv_dtype}), a step {human(self.step)}"
+            f"{'' if self.draft is None else f', {self.draft}'}"
         )
 
     def engine(self, on_program: Callable[[int, int, str], None] | None = None) -> Engine:
@@ -94,15 +118,10 @@ class Load:
           ShapeError: a file is missing, damaged or contradicts `config.json`.
         """
         from vishwamai.inference.engine import Engine
-        from vishwamai.models import from_pretrained, pack_weights
 
-        placed: dict[str, Any] = {}
-        if self.mesh is not None:
-            mesh = serving_mesh(self.mesh)
-            placed = {"mesh": mesh, "rules": serving_rules(self.config, mesh.shape)}
-        model = from_pretrained(self.directory, dtype=jnp.dtype(self.dtype), quantize=self.quantize, **placed)
-        if jax.default_backend() == "cpu" and self.mesh is None:
-            model = pack_weights(model, quantize_head=_quantizes_head(self.quantize))
+        mesh = None if self.mesh is None else serving_mesh(self.mesh)
+        model = self._decoder(self.directory, self.config, mesh)
+        draft = None if self.draft is None else self._decoder(self.draft.directory, self.draft.config, mesh)
         return Engine(
             model,
             self.tokenizer,
@@ -110,11 +129,23 @@ class Load:
             num_pages=self.num_pages,
             kv_dtype=self.kv_dtype,
             drafts=self.drafts,
+            draft=draft,
             end_tokens=self.generation.eos_token_ids,
-            mesh=placed.get("mesh"),
+            mesh=mesh,
             optimization=self.optimization.of_kernels,
             on_program=on_program,
         )
+
+    def _decoder(self, directory: Path, config: ModelConfig, mesh: Mesh | None) -> Decoder:
+        from vishwamai.models import from_pretrained, pack_weights
+
+        placed: dict[str, Any] = {}
+        if mesh is not None:
+            placed = {"mesh": mesh, "rules": serving_rules(config, mesh.shape)}
+        model = from_pretrained(directory, dtype=jnp.dtype(self.dtype), quantize=self.quantize, **placed)
+        if jax.default_backend() == "cpu" and mesh is None:
+            model = pack_weights(model, quantize_head=_quantizes_head(self.quantize))
+        return model
 
 
 def plan_load(
@@ -132,6 +163,7 @@ def plan_load(
     mixed_tokens: int | None = None,
     mesh: str | None = None,
     optimization: Optimization | Mapping[str, Any] | None = None,
+    draft_model: str | Path | None = None,
 ) -> Load:
     """What loading a Hugging Face directory takes; reads its headers only.
 
@@ -144,13 +176,15 @@ def plan_load(
       max_length: of a sequence; None: the model's own, at most 4096 tokens.
       memory: bytes that all may take; None: 90 % of what is available.
       drafts: as `Engine`.
+      draft_model: a directory of a smaller model with the same tokenizer, which makes the guesses (`drafting`). It is
+        loaded with the same dtypes, quantization and mesh.
       mesh: split the model over the first devices, "tensor=2" or "expert=4,tensor=2"; None: one device.
       optimization: the dict of `vishwamai.performance.explain_optimization`: `use_fp8` and `kv_cache_fp8` set
         `quantize` and `kv_dtype`, `use_pjit` splits over all devices by the axis tensor.
 
     Raises:
       ConfigError: `optimization` has an unknown key, or contradicts another option.
-      ShapeError: the directory is not a whole model, or an option contradicts it.
+      ShapeError: the directory is not a whole model, or an option or the draft model contradicts it.
       UnsupportedError: weights of that quantization are not split over a mesh.
       DeviceError: it does not fit; the text says what would.
     """
@@ -162,9 +196,7 @@ def plan_load(
         if keys.over(jax.device_count(), count, f"mesh={mesh}"):
             mesh = f"tensor={jax.device_count()}"
     directory = Path(directory)
-    if not directory.is_dir():
-        raise ShapeError(f"{directory}: expected a directory with config.json and safetensors files.")
-    config, generation = read_config(directory), read_generation_config(directory)
+    config, generation = _read(directory), read_generation_config(directory)
     if max_length is None:
         max_length = min(4096, config.max_positions)
     elif max_length > config.max_positions:
@@ -180,15 +212,27 @@ def plan_load(
     devices = None if mesh is None else serving_mesh(mesh)
     held = devices.size if devices is not None and jax.default_backend() == "cpu" else 1
     itemsize, head = jnp.dtype(dtype).itemsize, _quantizes_head(quantize)
-    weights = held * weight_bytes(config, itemsize, quantize=quantize, int8_head=head, mesh=devices)
+
+    def sizes(config: ModelConfig) -> tuple[int, int]:
+        """Bytes of the weights, and of a page of every layer."""
+        weights = weight_bytes(config, itemsize, quantize=quantize, int8_head=head, mesh=devices)
+        return held * weights, held * page_bytes(config, page_size, stored, devices)
+
+    weights, page = sizes(config)
     read_index(directory)  # every file is there, and whole
-    width = config.vocab_size * max_sequences * 4 + limits.max_tokens * (config.hidden_size + config.intermediate_size)
+    draft, draft_page, rows = None, 0, (drafts + 1) * max_sequences
+    if draft_model is not None:
+        small = _read_draft(Path(draft_model), directory, config, drafts, max_length)
+        draft_weights, draft_page = sizes(small)
+        draft = Draft(Path(draft_model), small, draft_weights, 0)
+        rows += drafts * max_sequences  # what the guesses were drawn from
+    width = config.vocab_size * rows * 4 + limits.max_tokens * (config.hidden_size + config.intermediate_size)
     step = held * 4 * width
-    page = held * page_bytes(config, page_size, stored, devices)
     available = _available()
     budget = memory if memory is not None else None if available is None else int(0.9 * available)
     wanted = max_sequences * limits.pages_per_sequence
-    left = wanted if budget is None else (budget - weights - step) // page
+    fixed = weights + step + (0 if draft is None else draft.weights)
+    left = wanted if budget is None else (budget - fixed) // (page + draft_page)
     pages = min(wanted, left)
     load = Load(
         directory,
@@ -206,15 +250,43 @@ def plan_load(
         available,
         mesh,
         keys,
+        None if draft is None else dataclasses.replace(draft, pages=max(pages, 0) * draft_page),
     )
     if pages < limits.pages_per_sequence:
-        least = weights + step + limits.pages_per_sequence * page
+        least = fixed + limits.pages_per_sequence * (page + draft_page)
         assert budget is not None
         raise DeviceError(
             f"{load}. That does not fit: one sequence of {max_length} tokens needs {human(least)} in all, and "
             f"{human(budget)} may be used. Choose a smaller --max-length or --max-sequences, or --quantize int8."
         )
     return load
+
+
+def _read(directory: Path) -> ModelConfig:
+    if not directory.is_dir():
+        raise ShapeError(f"{directory}: expected a directory with config.json and safetensors files.")
+    return read_config(directory)
+
+
+def _read_draft(directory: Path, model: Path, config: ModelConfig, drafts: int, max_length: int) -> ModelConfig:
+    """The configuration of a draft model, checked against the model that it guesses for."""
+    found = _read(directory)
+    check_draft(config, found, drafts, max_length)
+    read_index(directory)
+    vocabs = [_vocab(one) for one in (model, directory)]
+    if None not in vocabs and vocabs[0] != vocabs[1]:
+        raise ShapeError(
+            f"{directory / 'tokenizer.json'} gives tokens other ids than {model / 'tokenizer.json'}; pass a draft "
+            "model with the same tokenizer."
+        )
+    return found
+
+
+def _vocab(directory: Path) -> dict[str, int] | None:
+    """The ids of a tokenizer's tokens; None where there is no tokenizer."""
+    from vishwamai.models import read_tokenizer
+
+    return read_tokenizer(directory).encoder.get_vocab() if (directory / "tokenizer.json").exists() else None
 
 
 def _quantizes_head(quantize: str | None) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.inference.mesh import gathered, on_mesh, place_pool
+from vishwamai.models.minilm import sentences
 from vishwamai.models.pages import PagedBatch, QuantizedPages, page_shapes
 
 if TYPE_CHECKING:
@@ -82,6 +83,17 @@ def make_pools(
     factor = _MARGIN[dtype.name] / most
     scales = [[jnp.where(array > 0, factor * array, 1.0) for array in pair] for pair in largest]
     return tuple(place_pool(model.config, QuantizedPages(pool, *pair), mesh) for pool, pair in zip(pools, scales))
+
+
+def calibration_tokens(vocab: int, most: int, tokenizer: Any) -> list[int]:
+    """Tokens on which the largest keys and values are measured: of sentences, or random without a tokenizer.
+
+    >>> len(calibration_tokens(vocab=100, most=8, tokenizer=None))
+    8
+    """
+    if tokenizer is not None:
+        return tokenizer.encode(" ".join(sentences()[:32]))[:most]
+    return np.random.default_rng(0).integers(0, vocab, most).tolist()
 
 
 def _empty(model: Decoder, shapes: Sequence[Any], mesh: Mesh | None) -> tuple[jax.Array, ...]:

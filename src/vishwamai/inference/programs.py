@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from vishwamai.inference.drafting import draft_step
 from vishwamai.inference.mesh import gathered, on_mesh, replicated
-from vishwamai.inference.sampling import Rows, Sampled, all_allowed, empty_rows, sample
+from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
 from vishwamai.inference.scheduler import Limits
 from vishwamai.models import Decoder, PagedBatch
 
@@ -47,7 +48,7 @@ def step_shapes(limits: Limits, drafts: int = 0) -> tuple[StepShape, ...]:
     counts = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
     shapes = [StepShape(n, n, n, 1) for n in counts]
     if drafts:
-        shapes += [StepShape(n * (drafts + 1), n, n * (drafts + 1), drafts + 1) for n in counts]
+        shapes += checking_shapes(limits, drafts)
     mixed = {limits.max_tokens, limits.mixed}
     tokens = limits.mixed
     while (tokens := tokens // 4) > max(8, most):
@@ -56,9 +57,18 @@ def step_shapes(limits: Limits, drafts: int = 0) -> tuple[StepShape, ...]:
     return tuple(sorted(shapes))
 
 
+def checking_shapes(limits: Limits, drafts: int) -> tuple[StepShape, ...]:
+    """The shapes of steps that check guesses: of 1, 2, 4, ... sequences."""
+    most = limits.max_sequences
+    counts = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
+    return tuple(StepShape(n * (drafts + 1), n, n * (drafts + 1), drafts + 1) for n in counts)
+
+
 def _forward(
     model: Decoder,
     pages: Any,
+    draft: Decoder | None,
+    draft_pages: Any,
     history: Any,
     slots: Any,
     kv_lens: Any,
@@ -69,16 +79,21 @@ def _forward(
     *,
     shape: Any,
     mesh: Any,
-) -> tuple[Any, Any]:
-    """Logits `[rows, vocab]` of the step's tokens at `rows`, and the pages."""
+) -> tuple[Any, Any, Any]:
+    """Logits `[rows, vocab]` of the step's tokens at `rows`, and the pages; a draft's get the same tokens."""
     batch = PagedBatch(kv_lens, table, cu_q_lens, shape.longest, lengths)
     tokens = history[slots[batch.sequences(shape.tokens)], batch.positions(shape.tokens)]
     hidden, pages = model.step(tokens, pages, batch)
-    return gathered(model.logits(hidden[rows]), mesh), pages
+    if draft is not None:
+        _, draft_pages = draft.step(tokens, draft_pages, batch)
+    return gathered(model.logits(hidden[rows]), mesh), pages, draft_pages
 
 
-def _draw(logits: Any, rows: Rows, history: Any, allowed: Any) -> tuple[Sampled, Any]:
-    sampled = sample(logits, rows, history, allowed)
+def _draw(
+    logits: Any, rows: Rows, history: Any, allowed: Any, proposals: tuple[Proposals, ...] = ()
+) -> tuple[Sampled, Any]:
+    joined = None if not proposals else jax.tree.map(lambda *parts: jnp.concatenate(parts), *proposals)
+    sampled = sample(logits, rows, history, allowed, joined)
     return sampled, history.at[rows.slot, rows.position].set(sampled.tokens, mode="drop")
 
 
@@ -96,7 +111,9 @@ class Programs:
       pages: the pools (`pools.make_pools`).
       drafts: guesses of a step for each sequence.
       on_program: called with (how many are compiled, of how many, the next one's name) before each.
-      mesh: over which the model and the pools are split; logits and history are whole on each of its devices.
+      mesh: over which the models and the pools are split; logits and history are whole on each of its devices.
+      draft: a model that guesses, or None (`drafting`).
+      draft_pages: its pools.
     """
 
     def __init__(
@@ -107,46 +124,74 @@ class Programs:
         drafts: int = 0,
         on_program: Callable[[int, int, str], None] | None = None,
         mesh: Mesh | None = None,
+        draft: Decoder | None = None,
+        draft_pages: tuple[Any, ...] = (),
     ):
-        self.model, self.limits = model, limits
+        self.model, self.limits, self.draft, self.drafts = model, limits, draft, drafts
         self.vocab = model.config.vocab_size
         self.shapes = step_shapes(limits, drafts)
         self.pages: Any = pages
+        self.draft_pages: Any = draft_pages
         # One column more than tokens: the draw after the last guess may fall there.
         history = jnp.zeros((limits.max_sequences, limits.max_length + drafts + 1), jnp.int32)
         self.history: Any = replicated(history, mesh)
         rows = sorted({shape.rows for shape in self.shapes})
         self._all_allowed = {n: replicated(jnp.asarray(all_allowed(n, self.vocab)), mesh) for n in rows}
-        total = len(self.shapes) + len(rows) + 1
+        drafting = () if draft is None else checking_shapes(limits, drafts)
+        alone = sorted({shape.rows for shape in self.shapes if shape not in drafting})
+        total = len(self.shapes) + len(alone) + 2 * len(drafting) + 1
+        done = 0
 
-        def compiled(done: int, name: str, function: Callable[..., Any], donated: int, *arguments: Any) -> Any:
+        def compiled(name: str, function: Callable[..., Any], donated: int | tuple[int, ...], *arguments: Any) -> Any:
+            nonlocal done
             if on_program is not None:
                 on_program(done, total, name)
+            done += 1
             with on_mesh(mesh):
                 return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
 
         self._forward = {}
-        for i, shape in enumerate(self.shapes):
+        for shape in self.shapes:
             name = f"step of {shape.tokens} tokens, {shape.sequences} sequences"
-            tables = host_tables(shape, limits)
-            function = partial(_forward, shape=shape, mesh=mesh)
-            self._forward[shape] = compiled(i, name, function, 1, model, self.pages, self.history, *tables.values())
-        self._draw = {}
-        for i, n in enumerate(rows):
-            logits = jax.ShapeDtypeStruct((n, self.vocab), jnp.float32)
-            options = empty_rows(n, limits.max_sequences, self.vocab)
-            self._draw[n] = compiled(
-                len(self.shapes) + i, f"sampling of {n}", _draw, 2, logits, options, self.history, self._all_allowed[n]
-            )
+            arguments = *self._state(), self.history, *host_tables(shape, limits).values()
+            self._forward[shape] = compiled(name, partial(_forward, shape=shape, mesh=mesh), (1, 3), *arguments)
+        self._draw, self._checked, self._propose = {}, {}, {}
+        for n in alone:
+            self._draw[n] = compiled(f"sampling of {n}", _draw, 2, *self._sampling(n), self._all_allowed[n])
+        for shape in drafting:
+            n, given = shape.sequences, jnp.float32
+            one = Proposals(jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((n, self.vocab), given))
+            arguments = *self._sampling(shape.rows), self._all_allowed[shape.rows], (one,) * drafts
+            self._checked[shape] = compiled(f"check of {shape.rows}", _draw, 2, *arguments)
+            arguments = self._drafting(host_tables(shape, limits), empty_rows(n, limits.max_sequences, self.vocab))
+            self._propose[shape] = compiled(f"guesses of {n}", partial(draft_step, mesh=mesh), (1, 2), *arguments)
         scalar, tokens = np.int32(0), np.zeros(limits.max_length, np.int32)
-        self._place = compiled(total - 1, "new prompts", _place, 0, self.history, scalar, scalar, tokens)
+        self._place = compiled("new prompts", _place, 0, self.history, scalar, scalar, tokens)
         if on_program is not None:
             on_program(total, total, "")
 
-    def shape_for(self, needed: StepShape) -> StepShape:
-        """The smallest shape that holds a step."""
+    def _state(self) -> tuple[Any, ...]:
+        return self.model, self.pages, self.draft, self.draft_pages
+
+    def _sampling(self, rows: int) -> tuple[Any, ...]:
+        logits = jax.ShapeDtypeStruct((rows, self.vocab), jnp.float32)
+        return logits, empty_rows(rows, self.limits.max_sequences, self.vocab), self.history
+
+    def _drafting(self, tables: Tables, rows: Rows, guesses: Any = None, place: int = 0) -> tuple[Any, ...]:
+        count = len(tables["slots"])
+        guesses = np.zeros(count, np.int32) if guesses is None else guesses
+        # As of the step of one token that comes before the first guess.
+        before = {name: tables[name] - guesses for name in ("kv_lens", "lengths")}
+        named = {**tables, **before}
+        of = (named[name] for name in ("slots", "kv_lens", "lengths", "table"))
+        allowed = self._all_allowed[count]
+        return self.draft, self.draft_pages, self.history, *of, rows, allowed, guesses, np.int32(place)
+
+    def shape_for(self, needed: StepShape, checks: bool = False) -> StepShape:
+        """The smallest shape that holds a step; `checks`: it checks guesses of the draft model."""
         wanted = dataclasses.astuple(needed)
-        return min(s for s in self.shapes if all(has >= needs for has, needs in zip(dataclasses.astuple(s), wanted)))
+        shapes = [shape for shape in self.shapes if (shape in self._propose) == checks]
+        return min(s for s in shapes if all(has >= needs for has, needs in zip(dataclasses.astuple(s), wanted)))
 
     def place(self, slot: int, start: int, tokens: Any) -> None:
         """Writes a sequence's tokens, from position `start` on, into its slot."""
@@ -154,11 +199,37 @@ class Programs:
         padded[: len(tokens)] = tokens
         self.history = self._place(self.history, np.int32(slot), np.int32(start), padded)
 
-    def step(self, shape: StepShape, tables: Tables, rows: Rows, allowed: np.ndarray | None) -> Sampled:
+    def propose(self, shape: StepShape, tables: Tables, rows: Rows, guesses: np.ndarray) -> tuple[Proposals, ...]:
+        """Sends the draft's guesses off, which get their places in the history: entry `p * sequences + i` of all
+        proposals is guess p of sequence i.
+
+        Args:
+          rows: of each sequence's first guess.
+          guesses: `[sequences]` int32, how many of each, most first.
+        """
+        found: list[Proposals] = []
+        for place in range(int(guesses.max())):
+            arguments = self._drafting(tables, rows, guesses, place)
+            proposals, self.draft_pages, self.history = self._propose[shape](*arguments)
+            found.append(proposals)
+        return tuple(found) + (found[-1],) * (self.drafts - len(found))
+
+    def step(
+        self,
+        shape: StepShape,
+        tables: Tables,
+        rows: Rows,
+        allowed: np.ndarray | None,
+        proposals: tuple[Proposals, ...] = (),
+    ) -> Sampled:
         """Sends a step off; the arrays that it returns may not be computed yet."""
-        logits, self.pages = self._forward[shape](self.model, self.pages, self.history, *tables.values())
+        forward = self._forward[shape](*self._state(), self.history, *tables.values())
+        logits, self.pages, self.draft_pages = forward
         mask = self._all_allowed[shape.rows] if allowed is None else allowed
-        sampled, self.history = self._draw[shape.rows](logits, rows, self.history, mask)
+        if proposals:
+            sampled, self.history = self._checked[shape](logits, rows, self.history, mask, proposals)
+        else:
+            sampled, self.history = self._draw[shape.rows](logits, rows, self.history, mask)
         return sampled
 
 

@@ -49,3 +49,8 @@ class Statistics:
     guesses_accepted: int = 0
     preemptions: int = 0
     finished: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def accepted_share(self) -> float:
+        """Guesses that were right, of all that were checked; 0 where there were none."""
+        return self.guesses_accepted / max(self.guesses, 1)

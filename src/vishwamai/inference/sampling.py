@@ -9,7 +9,7 @@ many comparisons for a vocab of any size. The draw is Gumbel-max (argmax of logi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -131,6 +131,15 @@ class Rows(NamedTuple):
     logprobs: Any  # bool
     bias_tokens: Any  # int32 [rows, MAX_BIASES], out of range where there is none
     bias_values: Any  # float32 [rows, MAX_BIASES]
+    proposal: Any  # int32, the entry of `Proposals` that is checked here; -1: none
+    rejects: Any  # bool, proposals are checked by their probability, not by the noise of the draw (`drafting`)
+
+
+class Proposals(NamedTuple):
+    """Tokens that a draft model drew, and from what."""
+
+    tokens: Any  # int32 [proposals]
+    logits: Any  # float32 [proposals, vocab], of the distribution of each
 
 
 class Sampled(NamedTuple):
@@ -160,11 +169,14 @@ def empty_rows(rows: int, slots: int, vocab: int) -> Rows:
         logprobs=np.zeros(rows, bool),
         bias_tokens=np.full((rows, MAX_BIASES), vocab, np.int32),
         bias_values=np.zeros((rows, MAX_BIASES), np.float32),
+        proposal=np.full(rows, -1, np.int32),
+        rejects=np.zeros(rows, bool),
     )
 
 
 def set_row(rows: Rows, row: int, options: Sampling) -> None:
     """Writes a request's options to one row."""
+    rows.rejects[row] = options.seed is None and not options.greedy
     rows.temperature[row] = options.temperature
     rows.top_k[row] = options.top_k
     rows.top_p[row] = options.top_p
@@ -183,7 +195,7 @@ def all_allowed(rows: int, vocab: int) -> np.ndarray:
     return np.full((rows, -(-vocab // 32)), -1, np.int32)
 
 
-def sample(logits: Array, rows: Rows, history: Array, allowed: Array) -> Sampled:
+def sample(logits: Array, rows: Rows, history: Array, allowed: Array, proposals: Proposals | None = None) -> Sampled:
     """Draws a token for each row.
 
     Args:
@@ -191,6 +203,7 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array) -> Sampled
       rows: the options of each row.
       history: `[slots, length]` int32, the tokens of each slot's sequence, as far as `rows.position`.
       allowed: `[rows, ceil(vocab / 32)]` int32, the bits of the tokens that a grammar allows; see `all_allowed`.
+      proposals: what `rows.proposal` counts; a row that `rejects` gives its proposal or, where it is rejected, another.
 
     Returns:
       The tokens, and the log probabilities of those rows that ask for them.
@@ -204,6 +217,43 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array) -> Sampled
     [2]
     """
     logits = logits.astype(jnp.float32)
+
+    def drawn(x: Array) -> Array:
+        x = _shaped(x, rows)
+        found = jnp.argmax(x + _noise(rows, x.shape[1]), axis=1).astype(jnp.int32)
+        if proposals is None:
+            return found
+        checks = rows.rejects & (rows.proposal >= 0)
+        checked = lax.cond(jnp.any(checks), lambda: _checked(x, rows, proposals), lambda: found)
+        return jnp.where(checks, checked, found)
+
+    tokens = _chosen(_changed(logits, rows, history, allowed), rows, drawn)
+    return Sampled(tokens, *lax.cond(jnp.any(rows.logprobs), _logprobs, _no_logprobs, logits, tokens))
+
+
+def propose(logits: Array, rows: Rows, history: Array, allowed: Array) -> Proposals:
+    """Draws a token for each row of a draft model's logits; the arguments are those of `sample`.
+
+    A row with a seed draws with the noise that the model's own draw has at that place, so both often draw the same
+    (Daliri et al., "Coupling without Communication and Drafter-Invariant Speculative Decoding", 2025). A row that
+    `rejects` draws with noise of its own.
+    """
+    rows = rows._replace(choice=jnp.where(rows.rejects, rows.choice + _DRAFT, rows.choice))
+    changed = _changed(logits.astype(jnp.float32), rows, history, allowed)
+    shaped = lax.cond(jnp.any(rows.temperature > 0), lambda x: _shaped(x, rows), lambda x: x, changed)
+
+    def drawn(_: Array) -> Array:
+        return jnp.argmax(shaped + _noise(rows, shaped.shape[1]), axis=1).astype(jnp.int32)
+
+    return Proposals(_chosen(changed, rows, drawn), shaped)
+
+
+_DRAFT, _ACCEPT = np.uint32(1 << 30), np.uint32(1 << 31)
+"""Added to the number of an answer, for noise that is independent of its own draws."""
+
+
+def _changed(logits: Array, rows: Rows, history: Array, allowed: Array) -> Array:
+    """Logits after bias, penalties and the grammar's mask."""
     vocab = logits.shape[1]
 
     def changed(x: Array) -> Array:
@@ -224,11 +274,14 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array) -> Sampled
         & jnp.all((rows.presence == 0) & (rows.frequency == 0))
         & jnp.all(allowed == -1)
     )
-    changed_logits = lax.cond(plain, lambda x: x, changed, logits)
-    best = jnp.argmax(changed_logits, axis=1).astype(jnp.int32)
-    drawn = lax.cond(jnp.any(rows.temperature > 0), lambda x: _drawn(x, rows), lambda x: best, changed_logits)
-    tokens = jnp.where(rows.temperature > 0, drawn, best)
-    return Sampled(tokens, *lax.cond(jnp.any(rows.logprobs), _logprobs, _no_logprobs, logits, tokens))
+    return lax.cond(plain, lambda x: x, changed, logits)
+
+
+def _chosen(logits: Array, rows: Rows, drawn: Callable[[Array], Array]) -> Array:
+    """The largest logit of greedy rows, and what `drawn` gives of the others."""
+    best = jnp.argmax(logits, axis=1).astype(jnp.int32)
+    found = lax.cond(jnp.any(rows.temperature > 0), drawn, lambda x: best, logits)
+    return jnp.where(rows.temperature > 0, found, best)
 
 
 def _penalized(logits: Array, rows: Rows, history: Array) -> Array:
@@ -246,19 +299,45 @@ def _penalized(logits: Array, rows: Rows, history: Array) -> Array:
     return logits - rows.presence[:, None] * (often > 0) - rows.frequency[:, None] * often
 
 
-def _drawn(logits: Array, rows: Rows) -> Array:
+def _shaped(logits: Array, rows: Rows) -> Array:
+    """Logits of the distribution that is drawn from: after temperature, top-k, top-p and min-p."""
     vocab = logits.shape[1]
     x = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     limited = jnp.any(((rows.top_k > 0) & (rows.top_k < vocab)) | (rows.top_p < 1))
     x = lax.cond(limited, lambda x: _limited(x, rows), lambda x: x, x)
     least = jnp.max(x, axis=1) + jnp.log(rows.min_p)  # -inf for min_p of 0
-    x = jnp.where(x >= least[:, None], x, -jnp.inf)
+    return jnp.where(x >= least[:, None], x, -jnp.inf)
 
-    def noise(seed: Array, choice: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
-        return jax.random.gumbel(key, (vocab,), jnp.float32)
 
-    return jnp.argmax(x + jax.vmap(noise)(rows.seed, rows.choice, rows.position), axis=1).astype(jnp.int32)
+def _key(seed: Array, choice: Array, position: Array) -> Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
+
+
+def _noise(rows: Rows, vocab: int) -> Array:
+    """Gumbel noise `[rows, vocab]` of each row's key."""
+
+    def noise(*of: Array) -> Array:
+        return jax.random.gumbel(_key(*of), (vocab,), jnp.float32)
+
+    return jax.vmap(noise)(rows.seed, rows.choice, rows.position)
+
+
+def _checked(x: Array, rows: Rows, proposals: Proposals) -> Array:
+    """Each row's proposal with probability min(1, p / q), otherwise a draw from max(p - q, 0): together a draw from p.
+
+    Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (2023), and Chen et al.,
+    "Accelerating Large Language Model Decoding with Speculative Sampling" (2023).
+    """
+    at = jnp.maximum(rows.proposal, 0)
+    guess = proposals.tokens[at]
+    p, q = jax.nn.softmax(x, axis=1), jax.nn.softmax(proposals.logits[at], axis=1)
+    p_guess, q_guess = (jnp.take_along_axis(of, guess[:, None], axis=1)[:, 0] for of in (p, q))
+    uniform = jax.vmap(lambda *of: jax.random.uniform(_key(*of)))(rows.seed, rows.choice + _ACCEPT, rows.position)
+    rest = jnp.maximum(p - q, 0.0)
+    # Rounding may leave nothing of two distributions that are nearly the same.
+    rest = jnp.where(jnp.any(rest > 0, axis=1, keepdims=True), jnp.log(rest), x)
+    other = jnp.argmax(rest + _noise(rows, x.shape[1]), axis=1).astype(jnp.int32)
+    return jnp.where(uniform * q_guess < p_guess, guess, other)
 
 
 def _limited(x: Array, rows: Rows) -> Array:

@@ -5,22 +5,33 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from vishwamai.inference.answers import TokenLogprobs
 from vishwamai.inference.programs import Programs, StepShape, host_tables
 from vishwamai.inference.requests import Branch
-from vishwamai.inference.sampling import Sampled, empty_rows, set_row
+from vishwamai.inference.sampling import Rows, Sampled, empty_rows, set_row
 from vishwamai.inference.scheduler import Plan, Stream, Work
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """A step that was sent off: its work, the first row of logits of each, and the arrays that it will draw."""
+    """A step that was sent off: its work, the first row of logits of each, and the arrays that it will draw.
+
+    Attributes:
+      guessed: guesses of a draft model, `[sequences]` for each place; none where the works name their guesses.
+    """
 
     works: tuple[tuple[Work, Branch, int], ...]
     sampled: Sampled
+    guessed: tuple[Any, ...] = ()
+
+    def guesses(self, place: int) -> tuple[int, ...]:
+        """What work number `place` guessed; waits for the device."""
+        known = self.works[place][0].drafts
+        return tuple(int(np.asarray(tokens)[place]) for tokens in self.guessed[: len(known)]) if self.guessed else known
 
 
 def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> Sent:
@@ -28,33 +39,37 @@ def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> S
     for stream in plan.admitted:
         assert stream.slot is not None
         programs.place(stream.slot, 0, stream.tokens)
-    counts = [work.count for work in plan.works]
-    wanted = sum(len(work.drafts) + 1 for work in plan.works)
+    order = sorted(plan.works, key=lambda work: -len(work.drafts))  # as `draft_step` takes them
+    counts = [work.count for work in order]
+    wanted = sum(len(work.drafts) + 1 for work in order)
     needed = StepShape(sum(counts), len(counts), wanted, max(counts))
-    shape = programs.shape_for(needed)
+    drafting = programs.draft is not None and bool(order[0].drafts)
+    shape = programs.shape_for(needed, drafting)
     tables = host_tables(shape, programs.limits)
     rows = empty_rows(shape.rows, programs.limits.max_sequences, programs.vocab)
+    firsts = empty_rows(shape.sequences, programs.limits.max_sequences, programs.vocab)
     masks: dict[int, np.ndarray] = {}
     tables["cu_q_lens"][:] = needed.tokens
     tables["cu_q_lens"][: len(counts) + 1] = [0, *itertools.accumulate(counts)]
     works, row = [], 0
-    for i, work in enumerate(plan.works):
+    for i, work in enumerate(order):
         stream, branch = work.stream, branches[work.stream]
         assert stream.slot is not None
         tables["slots"][i] = stream.slot
         tables["kv_lens"][i] = work.start + work.count
         tables["lengths"][i] = max(work.start + work.count, stream.turned)
         tables["table"][i, : len(stream.pages)] = stream.pages
-        if work.drafts:
+        if work.drafts and programs.draft is None:
             programs.place(stream.slot, len(stream.tokens), work.drafts)
         works.append((work, branch, row))
+        position = work.start + work.count - len(work.drafts)
+        if drafting:
+            _set(firsts, i, branch, position)
         for place in range(len(work.drafts) + 1) if work.samples else ():
             tables["rows"][row] = tables["cu_q_lens"][i + 1] - 1 - len(work.drafts) + place
-            set_row(rows, row, branch.request.options)
-            rows.slot[row] = stream.slot
-            rows.position[row] = work.start + work.count - len(work.drafts) + place
-            rows.prompt_length[row] = stream.prompt_length
-            rows.seed[row], rows.choice[row] = branch.seed, branch.choice
+            _set(rows, row, branch, position + place)
+            if drafting and place < len(work.drafts):
+                rows.proposal[row] = place * shape.sequences + i
             if branch.matcher is not None:
                 masks[row] = branch.matcher.mask()
             row += 1
@@ -63,7 +78,21 @@ def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> S
         allowed = np.full((shape.rows, -(-programs.vocab // 32)), -1, np.int32)
         for at, mask in masks.items():
             allowed[at] = mask
-    return Sent(tuple(works), programs.step(shape, tables, rows, allowed))
+    proposals = ()
+    if drafting:
+        count = np.zeros(shape.sequences, np.int32)
+        count[: len(order)] = [len(work.drafts) for work in order]
+        proposals = programs.propose(shape, tables, firsts, count)
+    sampled = programs.step(shape, tables, rows, allowed, proposals)
+    return Sent(tuple(works), sampled, tuple(one.tokens for one in proposals))
+
+
+def _set(rows: Rows, row: int, branch: Branch, position: int) -> None:
+    """Writes a request's options to one row, which draws the token at `position`."""
+    set_row(rows, row, branch.request.options)
+    rows.slot[row], rows.position[row] = branch.stream.slot, position
+    rows.prompt_length[row] = branch.stream.prompt_length
+    rows.seed[row], rows.choice[row] = branch.seed, branch.choice
 
 
 def logprobs_of(drawn: Sampled, row: int, count: int) -> TokenLogprobs:

@@ -40,6 +40,7 @@ class Metrics:
             "pages": ("pages of keys and values", pool.num_pages),
             "pages_held": ("pages that answers hold", pool.num_pages - pool.available),
             "pages_cached": ("pages that only the prefix cache holds", pool.idle),
+            "guesses_accepted_share": ("share of the guesses that were right", statistics.accepted_share),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"vishwamai_{name}", text, value)

@@ -1,0 +1,102 @@
+"""Guesses of the next tokens by a smaller model, the draft (Leviathan et al. 2023; Chen et al. 2023).
+
+    K times: the draft computes one token of each sequence and draws the next -> one step of the model checks all K
+
+The draft has pools of its own, which the same page tables and the same scheduler serve: every step of the model is a
+step of the draft too, so the pages of both hold keys and values of the same tokens, shared prefixes included. What the
+draft draws never changes the distribution of an answer, by one of two rules:
+
+- Greedy rows, and those with a seed, count a guess if it is what the model itself draws there, with the key of the
+  position. The tokens are those without a draft.
+- Other rows take a guess with probability min(1, p / q), which accepts more of them: `sampling.propose`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.inference.mesh import gathered
+from vishwamai.inference.sampling import Proposals, Rows, propose
+from vishwamai.models.attend import rotation_switch
+from vishwamai.models.config import ModelConfig
+from vishwamai.models.pages import PagedBatch
+
+if TYPE_CHECKING:
+    from vishwamai.models.decoder import Decoder
+
+UNREAD = -1
+"""A guess in the plan of a step whose value only the device knows."""
+
+
+def check_draft(config: ModelConfig, draft: ModelConfig, drafts: int, max_length: int) -> None:
+    """Raises an error for a draft that cannot guess for a model.
+
+    Args:
+      config: of the model.
+      drafts: guesses in a step.
+      max_length: tokens of a sequence.
+
+    Raises:
+      ShapeError: there are no guesses to make, the vocabs differ, or the draft has too few positions.
+      UnsupportedError: the draft's rotation changes at a length at which the model's does not.
+    """
+    if drafts < 1:
+        raise ShapeError(
+            f"a draft model guesses tokens, but the number of them in a step is {drafts}; pass at least 1."
+        )
+    if draft.vocab_size != config.vocab_size:
+        raise ShapeError(
+            f"the draft model ({draft.family}) has a vocab of {draft.vocab_size} tokens, the model ({config.family}) "
+            f"one of {config.vocab_size}; pass a draft with the same tokenizer and vocab size."
+        )
+    if draft.max_positions < max_length:
+        raise ShapeError(
+            f"the draft model has {draft.max_positions} positions, but a sequence may have {max_length} tokens; pass a "
+            f"`max_length` of at most {draft.max_positions}."
+        )
+    if rotation_switch(draft) not in (None, rotation_switch(config)):
+        raise UnsupportedError(
+            f"the draft model's rotation changes at {rotation_switch(draft)} tokens (LongRoPE), the model's does not "
+            "change there; pass another draft."
+        )
+
+
+def draft_step(
+    draft: Decoder,
+    pages: Any,
+    history: Any,
+    slots: Any,
+    kv_lens: Any,
+    lengths: Any,
+    table: Any,
+    rows: Rows,
+    allowed: Any,
+    guesses: Any,
+    place: Any,
+    *,
+    mesh: Mesh | None,
+) -> tuple[Proposals, Any, Any]:
+    """Guess number `place` of each sequence: drawn, and written to the history.
+
+    Args:
+      slots, table: as `host_tables` gives them, sequences with most guesses first.
+      kv_lens, lengths: `[sequences]`, as of a step of one token each, before the first guess.
+      rows: of the draw after that token.
+      guesses: `[sequences]` int32, how many each one has; those with `place` of them or fewer compute nothing.
+      place: int32.
+
+    Returns:
+      The proposals `[sequences]`, the draft's pages and the history.
+    """
+    count = slots.shape[0]
+    active = jnp.sum(guesses > place, dtype=jnp.int32)
+    starts = jnp.minimum(jnp.arange(count + 1, dtype=jnp.int32), active)
+    batch = PagedBatch(kv_lens + place, table, starts, 1, lengths + place)
+    hidden, pages = draft.step(history[slots, kv_lens + place - 1], pages, batch)
+    rows = rows._replace(position=rows.position + place)
+    found = propose(gathered(draft.logits(hidden), mesh), rows, history, allowed)
+    return found, pages, history.at[rows.slot, rows.position].set(found.tokens, mode="drop")
