@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -12,14 +13,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import rotation
-from vishwamai import explain, flash_attention, kernel_config
+from vishwamai import aot, explain, flash_attention, kernel_config
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.signature import array_specs
 from vishwamai.ops.attention import ATTENTION
 from vishwamai.ops.attention.checks import Options, make_spec
 from vishwamai.ops.attention.ring import PLACEMENTS
 from vishwamai.ops.attention.spec import Operands, Outputs
-from vishwamai.parallel import from_zigzag, ring_attention, to_zigzag, ulysses_attention
+from vishwamai.parallel import from_zigzag, make_mesh, ring_attention, to_zigzag, ulysses_attention
 
 SPLIT, SPLIT_A = P(None, None, "sequence"), P(None, None, "a")
 
@@ -360,6 +361,48 @@ def test_memory_is_linear_in_the_own_part():
     text = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), in_shardings=places).lower(*arrays).compile().as_text()
     assert text is not None and "collective-permute" in text and "all-gather" not in text
     assert ",2048," not in text
+
+
+def test_the_gradient_of_long_sequences_on_tpu_is_traced():
+    """Sums of the queries' gradients that begin as zeros vary over the mesh axes, as the queries do."""
+    shapes = [jax.ShapeDtypeStruct((2, heads, 1 << 16, 128), jnp.bfloat16) for heads in (2, 1, 1)]
+
+    def total(*arrays):
+        return jnp.sum(flash_attention(*arrays, causal=True, implementation="pallas_tpu").astype(jnp.float32))
+
+    def local(*arrays):
+        return jax.grad(total, argnums=(0, 1, 2))(*arrays)
+
+    mapped = jax.shard_map(local, mesh=mesh_of(1, 2), in_specs=P("data"), out_specs=P("data"))
+    assert [x.shape for x in jax.eval_shape(mapped, *shapes)] == [x.shape for x in shapes]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
+def test_a_million_tokens_on_a_slice():
+    """The program of sixteen chips, with its gradients: a device holds a few times its own part, and keys travel while
+    our kernel runs.
+    """
+    mesh = make_mesh("sequence=16", topology="v5e:4x4")
+    placed = jax.NamedSharding(mesh, SPLIT)
+    attend = functools.partial(ring_attention, axis="sequence", causal=True, placement="zigzag")
+
+    def total(q, k, v):
+        out = jax.shard_map(attend, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT)(q, k, v)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    tokens = 1 << 20
+    shapes = [jax.ShapeDtypeStruct((1, heads, tokens, 128), jnp.bfloat16, sharding=placed) for heads in (2, 1, 1)]
+    program = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shapes).compile()
+    own = tokens // 16 * 128 * 4  # bytes of one head of a device's part in float32
+    assert program.memory_analysis().temp_size_in_bytes < 32 * own  # the scores of one hop would be 512 of them
+    text = program.as_text()
+    steps = re.findall(r" (collective-permute-start|collective-permute-done|custom-call)\(", text)
+    under_way, hidden = 0, 0
+    for step in steps:
+        under_way += {"collective-permute-start": 1, "collective-permute-done": -1}.get(step, 0)
+        hidden += step == "custom-call" and under_way > 0
+    assert "all-gather" not in text and hidden >= 15
 
 
 @pytest.mark.long

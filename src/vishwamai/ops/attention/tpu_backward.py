@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
+from vishwamai.core.sharding import match_varying
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.tpu_backward_walk import Form, Pass, Walk, sum_shape
 from vishwamai.ops.attention.tpu_backward_walk import body as walk_body
@@ -147,7 +148,7 @@ def _products(
         outputs["dq"] = (shape, query.dtype, queries(spec.qk_dim))
     elif which.dq:
         in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-        inputs["dq_zeros"] = (jnp.zeros(shape, jnp.float32), in_hbm)
+        inputs["dq_zeros"] = (match_varying((jnp.zeros(shape, jnp.float32), query))[0], in_hbm)
         outputs["dq_sum"] = (shape, jnp.float32, in_hbm)
         aliases = {"dq_zeros": "dq_sum"}
         scratch |= {"dq": pltpu.VMEM((q_rows, spec.qk_dim), jnp.float32), "copied": pltpu.SemaphoreType.DMA}
