@@ -109,6 +109,26 @@ def pipeline(devices: int) -> list[np.ndarray]:
     return whole(compute(*jax.device_put(arguments, everywhere)))
 
 
+def experts(devices: int) -> list[np.ndarray]:
+    """Experts split over all devices: their outputs, and the gradients of tokens and weights."""
+    mesh = make_mesh({"expert": devices}, devices=jax.devices()[:devices])
+    split, whole_of = PartitionSpec("expert"), PartitionSpec()
+    arrays = (normal(0, 4 * devices, 16), normal(1, 16, devices), *(normal(i, devices, 16, 16) / 4 for i in (2, 3, 4)))
+
+    def local(tokens: Any, *weights: Any) -> Any:
+        return vishwamai.moe_layer(tokens, *weights, top_k=2, expert_axis="expert").out
+
+    specs = (split, whole_of, split, split, split)
+    layer = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+
+    def weighed(*arrays: Any) -> Any:
+        out = layer(*arrays)
+        return jnp.sum(jnp.sin(out)), out
+
+    return whole(jax.jit(jax.value_and_grad(weighed, argnums=range(5), has_aux=True))(*placed))
+
+
 if __name__ == "__main__":
     processes = initialize(timeout=120)
     found = globals()[sys.argv[1]](jax.device_count())

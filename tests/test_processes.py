@@ -55,7 +55,7 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 400) -> list
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("name", ["fsdp", "ring", "pipeline"])
+@pytest.mark.parametrize("name", ["fsdp", "ring", "pipeline", "experts"])
 def test_processes_compute_what_one_computes(name, count, tmp_path):
     file = tmp_path / "found.npz"
     finish(start(count, processes_inside.__file__, name, file))

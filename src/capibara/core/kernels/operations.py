@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import vishwamai
 from vishwamai.kernels import KernelError, ShapeError
+from vishwamai.parallel import ring_attention
 
 
 def attention(
@@ -52,10 +53,10 @@ def boolean(mask: Any) -> Any:
 def sequence_parallel_attention(
     query: Any, key: Any, value: Any, attention_mask: Any, dropout_key: Any, *, dropout_rate: float, causal: bool
 ) -> Any:
-    """Attention with the query rows split over all local devices; keys and values are on every one of them.
+    """Attention with the sequence split over all devices: `vishwamai.parallel.ring_attention`.
 
-    What a row sees is said by a mask of its place in the whole sequence, so `causal` skips no work; dropout draws other
-    bits on every device.
+    Where the devices do not divide the keys, or a causal mask has another number of queries than of keys, each device
+    has its rows and all keys: a mask says what a row sees, and dropout draws other bits on every device.
     """
     devices = jax.devices()
     rows, columns = query.shape[2], key.shape[2]
@@ -69,10 +70,14 @@ def sequence_parallel_attention(
     if mask is not None:
         mask = jnp.reshape(mask, (1,) * (4 - mask.ndim) + mask.shape)
     split, whole = PartitionSpec(None, None, "sequence"), PartitionSpec()
+    around = columns % len(devices) == 0 and (rows == columns or not causal)
     mask_spec = split if mask is not None and mask.shape[2] == rows else whole
 
     def one_device(query: Any, key: Any, value: Any, mask: Any, dropout_key: Any) -> Any:
         device = jax.lax.axis_index("sequence")
+        if around:
+            options = {"causal": causal, "dropout_rate": dropout_rate, "dropout_key": dropout_key}
+            return ring_attention(query, key, value, None, mask, axis="sequence", **options)
         if causal:
             first = device * query.shape[2]
             seen = (first + jnp.arange(query.shape[2]))[:, None] >= jnp.arange(columns)
@@ -80,7 +85,8 @@ def sequence_parallel_attention(
         own = None if dropout_key is None else jax.random.fold_in(dropout_key, device)
         return attention(query, key, value, mask, own, dropout_rate=dropout_rate, causal=False)
 
-    specs = (split, whole, whole, mask_spec, whole)
+    keys = split if around else whole
+    specs = (split, keys, keys, mask_spec, whole)
     return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=split)(query, key, value, mask, dropout_key)
 
 

@@ -118,9 +118,10 @@ class TPUv4Kernels:
             `[batch, heads, q_len, kv_len]`.
           dropout_rate: share of the probabilities to drop.
           causal: query i sees no key after it.
-          sequence_parallel: split the query rows over all devices, keys and values on every one of them; on one device
-            it changes nothing. `causal` then is a mask and skips no work, and dropout draws other bits than on one
-            device.
+          sequence_parallel: split the sequence over all devices, around which keys and values travel
+            (`vishwamai.parallel.ring_attention`); on one device it changes nothing. Where the devices do not divide the
+            keys, or `causal` has another number of queries than of keys, all keys are on every device, and dropout
+            draws other bits than on one device.
           dropout_key: a random key; None takes the next one of the object's own, which is an error inside `jax.jit`.
 
         Returns:
@@ -132,9 +133,9 @@ class TPUv4Kernels:
         Español:
           Atención exacta con memoria lineal. attention_mask: bool o enteros (distinto de cero = atender). dropout_rate:
           proporción de probabilidades que se descartan. causal: la consulta i no ve claves posteriores.
-          sequence_parallel: reparte las filas de `query` entre todos los dispositivos, con claves y valores en cada
-          uno; con uno solo no cambia nada, y `causal` pasa a ser una máscara que no ahorra trabajo. dropout_key: clave
-          aleatoria; None toma la siguiente del objeto.
+          sequence_parallel: reparte la secuencia entre todos los dispositivos, y las claves y los valores circulan en
+          anillo; con uno solo no cambia nada. Si las claves no se reparten por igual, cada dispositivo las tiene todas.
+          dropout_key: clave aleatoria; None toma la siguiente del objeto.
         """
         parallel = sequence_parallel and jax.device_count() > 1
         function = operations.sequence_parallel_attention if parallel else operations.attention
