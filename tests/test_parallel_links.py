@@ -6,7 +6,7 @@ import pytest
 from vishwamai import aot
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS
-from vishwamai.parallel import AxisLinks, axis_links, estimate_collective, make_mesh
+from vishwamai.parallel import AxisLinks, axis_links, estimate_collective, estimate_split_attention, make_mesh
 
 RING = AxisLinks(TPUS["v5p"], (8,), (True,))
 LINE = AxisLinks(TPUS["v5e"], (4,), (False,))
@@ -72,11 +72,50 @@ def test_an_axis_that_shares_its_links():
         axis_links(mesh, "fsdp")
 
 
+def shape(heads, length, dim=128):
+    return jax.ShapeDtypeStruct((1, heads, length, dim), jax.numpy.bfloat16)
+
+
+def test_ways_of_attention_by_hand():
+    """Eight chips, 4096 keys each: a hop is 2 * 2 * heads * 4096^2 * 128 operations, and 2 * kv_heads * 4096 * 128
+    * 2 bytes travel, fewer than a hop hides.
+    """
+    chip, full, few = TPUS["v5p"], shape(8, 8 * 4096), shape(2, 8 * 4096)
+    hop = 4 * 8 * 4096**2 * 128 / chip.peak_bf16
+    found = estimate_split_attention(full, few, few, RING)
+    assert found.seconds["ring"] == pytest.approx(8 * hop)
+    one = 8 * 8 * 4096 * 128 * 2  # bytes of all queries
+    assert found.seconds["ulysses"] == pytest.approx(8 * hop + estimate_collective("all_to_all", 4 * one, RING))
+    assert found.seconds["gather"] == pytest.approx(64 * hop + estimate_collective("all_gather", 1.5 * one, RING))
+    assert found.best == "ring" and "zigzag" not in found.seconds
+
+    causal = estimate_split_attention(full, few, few, RING, causal=True)
+    assert causal.seconds["ring"] == pytest.approx(7.5 * hop, rel=1e-3)  # as the last device sees all
+    assert causal.seconds["zigzag"] == pytest.approx(4 * hop, rel=1e-3)
+    assert causal.seconds["ulysses"] < causal.seconds["ring"] and causal.best == "zigzag"
+    assert str(causal).startswith("zigzag ") and "; ulysses " in str(causal)
+
+
+def test_transfers_that_no_hop_hides():
+    short = shape(8, 8 * 128)
+    found = estimate_split_attention(short, short, short, RING)
+    moved = max(2 * 8 * 128 * 128 * 2 / 90e9, 1e-6)
+    assert found.seconds["ring"] == pytest.approx(7 * moved + 4 * 8 * 128**2 * 128 / 459e12)
+    windowed = estimate_split_attention(short, short, short, RING, window=(100, 0))
+    assert windowed.seconds["ring"] < found.seconds["ring"] / 5  # two hops of eight
+    few = estimate_split_attention(shape(4, 1024), shape(1, 1024), shape(1, 1024), RING)
+    assert "4 query heads do not divide over 8 devices" in few.declined["ulysses"]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: estimate_collective("broadcast", 1, RING), "pass one of all_gather, reduce_scatter"),  # pyright: ignore
         (lambda: estimate_collective("all_gather", -1, RING), "`bytes` is -1"),
+        (
+            lambda: estimate_split_attention(*[shape(2, 1025)] * 3, RING),
+            "8 chips do not divide the 1025 rows",
+        ),
         (lambda: axis_links(make_mesh("data=8"), "tensor"), "`axis` is 'tensor', but the mesh has data"),
         (lambda: axis_links(make_mesh("data=8"), "data"), "the devices are cpu; pass a mesh of TPUs"),
     ],

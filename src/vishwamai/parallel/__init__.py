@@ -7,6 +7,7 @@ from vishwamai.core.errors import ScheduleError
 from vishwamai.ops.attention.decode import decode_attention, merge_shards
 from vishwamai.ops.attention.ring import from_zigzag, ring_attention, to_zigzag
 from vishwamai.ops.attention.ulysses import ulysses_attention
+from vishwamai.parallel.attention_ways import SplitAttentionEstimate, estimate_split_attention
 from vishwamai.parallel.data_parallel import DataParallelConfig, configure_data_parallel
 from vishwamai.parallel.layout import KernelLayout, MemoryLayout, optimize_kernel_layout, optimize_memory_layout
 from vishwamai.parallel.links import AxisLinks, axis_links, estimate_collective
@@ -39,6 +40,7 @@ __all__ = [
     "ScheduleError",
     "ShardingTable",
     "Span",
+    "SplitAttentionEstimate",
     "Timeline",
     "all_gather_gated_linear_unit",
     "all_gather_gemm",
@@ -50,6 +52,7 @@ __all__ = [
     "decode_attention",
     "estimate_collective",
     "estimate_overlap",
+    "estimate_split_attention",
     "explain_sharding",
     "from_zigzag",
     "gemm_reduce_scatter",
