@@ -28,11 +28,8 @@ def visible(
 ) -> np.ndarray:
     """Which key each query may attend to, bool `[batch, heads, rows, columns]`, one condition at a time."""
     see = np.ones((batch, heads, rows, columns), bool)
-    i = np.arange(rows)[:, None] + (columns - rows if causal_align == "bottom_right" else 0)
+    i = stands_at(rows, columns, causal_align, q_offset)
     j = np.arange(columns)[None, :]
-    if q_offset is not None:
-        offset = np.asarray(q_offset)
-        i = (offset if offset.ndim == 2 else offset.reshape(-1, 1) + np.arange(rows))[:, None, :, None]
     if kv_lens is not None:
         see &= j < np.asarray(kv_lens).reshape(-1, 1, 1, 1)
     if kv_starts is not None:
@@ -51,6 +48,14 @@ def visible(
     return see
 
 
+def stands_at(rows: int, columns: int, causal_align: str = "top_left", q_offset: Any = None, **_: Any) -> np.ndarray:
+    """The key that each query stands at, `[rows, 1]` or `[batch or 1, 1, rows, 1]`."""
+    if q_offset is not None:
+        offset = np.asarray(q_offset)
+        return (offset if offset.ndim == 2 else offset.reshape(-1, 1) + np.arange(rows))[:, None, :, None]
+    return np.arange(rows)[:, None] + (columns - rows if causal_align == "bottom_right" else 0)
+
+
 def flash_attention(
     query: Any,
     key: Any,
@@ -60,6 +65,7 @@ def flash_attention(
     *,
     softcap: float | None = None,
     sinks: Any = None,
+    alibi_slopes: Any = None,
     dropout_rate: float = 0.0,
     dropout_key: Any = None,
     scale: float | None = None,
@@ -80,6 +86,9 @@ def flash_attention(
         logits = logits + bias
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
+    if alibi_slopes is not None:
+        slopes = np.asarray(alibi_slopes).reshape(-1, heads, 1, 1)
+        logits = logits - slopes * np.abs(stands_at(rows, columns, **seen) - np.arange(columns))
     see = visible(batch, heads, rows, columns, mask=mask, **seen)
     see = see & (logits > -jnp.inf)
     sink = jnp.full((batch, heads, rows, 1), -jnp.inf)

@@ -229,7 +229,7 @@ def dense_arguments():
     seed = torch.tensor([[[1, -2], [3, 4]]], dtype=torch.int32)
     common = (softcap, scale) = (None, None)
     del softcap, scale
-    plain = (q.detach(), k.detach(), v.detach(), None, None, None, None, None, None, None)
+    plain = (q.detach(), k.detach(), v.detach(), *[None] * 8)
     return [
         (
             q,
@@ -241,6 +241,7 @@ def dense_arguments():
             None,
             sinks,
             seed,
+            None,
             None,
             True,
             True,

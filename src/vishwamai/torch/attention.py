@@ -58,7 +58,7 @@ def _inner(x: Tensor, layout: str | None) -> Tensor:
 
 def _operands(tensors: Operands, layout: str | None, of_bias: bool) -> tuple[Operands, Operands]:
     """(the tensors in the op's own layout, the same as the operator got them except for what `expand` repeats)."""
-    query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, _ = tensors
+    query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, *_ = tensors
     bias = bias if bias is None or of_bias else unexpanded(bias)
     mask = None if mask is None else unexpanded(mask)
     given = Operands(query, key, value, bias, mask, q_ids, kv_ids, sinks, seed)
@@ -215,7 +215,7 @@ def _attend(
         seed = bridge.seeds("flash_attention", "dropout_seed", dropout_seed, shape, query.device)
     out_dtype = query.dtype
     query, key, value = bridge.cast_for_matmul(query, key, value)
-    out, logsumexp = _attention(query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, None, *options)
+    out, logsumexp = _attention(query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, None, None, *options)
     out = out.to(out_dtype)
     return (out, logsumexp) if return_lse else out
 

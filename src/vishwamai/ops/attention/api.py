@@ -14,6 +14,7 @@ from vishwamai.core.arguments import checks_its_own
 from vishwamai.core.config import cast_for_matmul, current_config
 from vishwamai.core.precision import resolve_precision
 from vishwamai.core.signature import array_specs, as_arrays, public_call
+from vishwamai.ops.attention.alibi import constant_slopes
 from vishwamai.ops.attention.block_mask import BlockMask
 from vishwamai.ops.attention.checks import (
     Options,
@@ -52,6 +53,7 @@ def flash_attention(
     segment_ids: tuple[Int[Array, "#batch q_len"], Int[Array, "#batch kv_len"]] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, "#batch heads"] | Float[Array, " heads"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
     scale: float | None = None,
@@ -95,6 +97,11 @@ def flash_attention(
         segment.
       softcap: bounds the logits: softcap * tanh(logits / softcap).
       sinks: `[heads]`, one logit a head that enters the softmax's denominator only.
+      alibi_slopes: `[heads]` or `[batch, heads]`: the logit of a query that stands at key p and of key j is less by
+        `slope * |p - j|`, after the soft-cap. Where queries stand says `q_offset` or `causal_align` ("bottom_right" in
+        FlashAttention). They have no gradient. "native_cpu" takes them with `causal`, and without `softcap`, `bias`
+        and `sinks`: the distance enters there as one number for each key, and rounding may move a logit by the slope
+        times the length times 2^-24. "triton" declines them.
       dropout_rate: share of the probabilities to drop, in [0, 1).
       dropout_key: the random key of the dropout; the same key drops the same positions on every platform. Batch
         elements and heads count from 0 in the arrays given: inside your own `shard_map`, fold the shard's index into
@@ -135,6 +142,7 @@ def flash_attention(
         segment_ids=segment_ids,
         softcap=softcap,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         scale=scale,
@@ -208,6 +216,7 @@ def _attend(
     kv_starts: Any = None,
     segment_ids: Any = None,
     sinks: Any = None,
+    alibi_slopes: Any = None,
     dropout_key: Any = None,
     config: Any = None,
     implementation: str | None = None,
@@ -218,11 +227,14 @@ def _attend(
     name = "flash_attention" if blocks is None else "block_sparse_attention"
     given = Options(**options, q_offset=static_offset(name, q_offset))
     arrays = as_arrays(
-        name, Operands(query, key, value, bias, mask, *segment_pair(segment_ids), sinks), SIGNATURE.labels
+        name,
+        Operands(query, key, value, bias, mask, *segment_pair(segment_ids), sinks, slopes=alibi_slopes),
+        SIGNATURE.labels,
     )
     out_dtype = arrays.query.dtype
     query, key, value = cast_for_matmul(*arrays[:3])
-    arrays = arrays._replace(query=query, key=key, value=value)
+    slopes = None if arrays.slopes is None else constant_slopes(arrays.slopes)
+    arrays = arrays._replace(query=query, key=key, value=value, slopes=slopes)
     if query.ndim == key.ndim == 4:  # others are errors of the spec
         seq = 1 if given.layout == "bshd" else 2
         batch, q_len, kv_len = query.shape[0], query.shape[seq], key.shape[seq]

@@ -17,6 +17,7 @@ from jax import lax
 from vishwamai.core import dropout
 from vishwamai.core.precision import lax_precision, rounded
 from vishwamai.core.tiles import Tiles, size
+from vishwamai.ops.attention import alibi
 from vishwamai.ops.attention.masks import grouped, static_mask, within_reach
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
@@ -81,6 +82,7 @@ class ScoreBlocks:
         rows = operands.q_positions
         self.positions: Any = None if rows is None else self.pad("bhgqk", rows[:, None, None, :, None], "edge")
         self.seed: Any = heads(operands.dropout_seed)  # [B, Hkv, G, 2]
+        self.slopes: Any = heads(operands.slopes)  # [B or 1, Hkv, G]
 
     def pad(self, axes: str, x: Any, mode: Any = "constant") -> Any:
         """Pads the query and key axes to whole blocks, with zeros or with the `edge`; broadcast axes stay 1."""
@@ -211,11 +213,21 @@ class ScoreBlocks:
         return jnp.einsum(formula, x, y, precision=precision, preferred_element_type=self.spec.accumulator)
 
     def logits(self, q: jax.Array, k: jax.Array, at: At) -> jax.Array:
-        """Capped logits, not yet masked."""
+        """Capped logits, not yet masked, without ALiBi."""
         s = rounded(self.spec.scale * self.product("bhgqd,bhkd->bhgqk", q, k))
         if self.bias is not None:
             s = s + self.cut("bhgqk", self.bias, at).astype(s.dtype)
         return s if self.spec.softcap is None else self.spec.softcap * jnp.tanh(s / self.spec.softcap)
+
+    def with_slopes(self, s: jax.Array, at: At) -> jax.Array:
+        """Logits with ALiBi, where the call has it."""
+        if self.slopes is None:
+            return s
+        rows, columns = self._positions(at)
+        where = (rows + self.spec.causal_offset)[:, None]
+        if self.positions is not None:
+            where = self.cut("bhgqk", self.positions, at)
+        return s + alibi.bias(self.spec, self.cut("bhg", self.slopes, at)[..., None, None], where, columns)
 
     def _positions(self, at: At) -> tuple[jax.Array, jax.Array]:
         block_q, block_kv = self.sizes["q"], self.sizes["k"]

@@ -109,7 +109,8 @@ _OFFSETS = np.array([-10, 70], np.int32)
 _POSITIONS = np.random.default_rng(5).permutation(300)[None, :80].astype(np.int32)
 _LENGTHS, _STARTS = np.array([79, 37], np.int32), np.array([0, 20], np.int32)
 _PLACED = ("q_offset by batch", "positions of rows bf16", "places with everything", "varlen of other keys")
-_PLACED = (*_PLACED, "varlen window top-left bf16")
+_PLACED = (*_PLACED, "varlen window top-left bf16", "alibi of rows with positions", "alibi varlen bf16")
+_SLOPES = np.array([0.5, 0.25, 0.0625, 0.01], np.float32)
 _SELF = ([(30, 45, 25)], [(30, 45, 25)])
 
 CASES = (
@@ -146,6 +147,36 @@ CASES = (
     _case("window left of causal bf16", length=300, heads=1, window=(40, None), causal=True, dtype="bfloat16"),
     _case("window right bottom-right", length=(63, 192), dim=100, window=(None, 7), causal_align="bottom_right"),
     _case("window beyond the keys", length=(192, 63), window=(9, 0), return_lse=True),
+    # ALiBi
+    _case(
+        "alibi causal",
+        batch=2,
+        heads=(4, 2),
+        length=(63, 80),
+        causal=True,
+        causal_align="bottom_right",
+        alibi_slopes=_SLOPES,
+        return_lse=True,
+    ),
+    _case(
+        "alibi two-sided",
+        batch=2,
+        heads=(4, 2),
+        length=(80, 63),
+        bias=(1, 4, 80, 63),
+        softcap=2.0,
+        alibi_slopes=np.stack([_SLOPES, _SLOPES[::-1]]),
+    ),
+    _case(
+        "alibi of rows with positions",
+        heads=4,
+        length=(80, 300),
+        causal=True,
+        window=(60, 0),
+        q_offset=_POSITIONS,
+        alibi_slopes=_SLOPES,
+    ),
+    _varlen("alibi varlen bf16", (30, 40), (50, 60), heads=(4, 2), dtype="bfloat16", causal=True, alibi_slopes=_SLOPES),
     # grouped heads
     _case("GQA causal", batch=2, heads=(4, 2), length=80, causal=True),
     _case("GQA 6/2 bf16", heads=(6, 2), length=(63, 100), dtype="bfloat16"),
@@ -375,6 +406,8 @@ _SMALL = Case(
     {"causal": True, "causal_align": "bottom_right", "window": (9, 2), "softcap": 4.0, "return_lse": True},
 )
 
+_ALIBI = tuple(case.name for case in CASES if "alibi_slopes" in case.options)
+
 FACTS = Facts(
     small=_SMALL,
     batched=("query", "key", "value", "mask"),
@@ -382,6 +415,7 @@ FACTS = Facts(
     declines={
         "native_cpu": {
             "no keys": "an axis is empty",
+            "alibi two-sided": "`alibi_slopes` without `causal`",
             **dict.fromkeys(_PLACED, "positions of their own"),
         },
         "pallas_tpu": {
@@ -394,6 +428,7 @@ FACTS = Facts(
             "head dim 2000": "heads of 2000",
             "no keys": "an axis is empty",
             **dict.fromkeys(_PLACED, "positions of their own"),
+            **dict.fromkeys(_ALIBI, "`alibi_slopes` are given"),
         },
     },
     # The gradient of the one bias is a sum of 20,000 terms that cancel: its rounding is that of the terms.

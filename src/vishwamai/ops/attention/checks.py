@@ -70,7 +70,7 @@ def make_spec(arrays: Operands, precision: str, *options: Any) -> AttentionSpec:
     seed = ArraySpec((batch, heads, 2), jnp.dtype(jnp.uint32)) if given.dropout_rate else None
     operands = operands._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids, dropout_seed=seed)
     offset = 0
-    if given.causal or window is not None:
+    if given.causal or window is not None or arrays.slopes is not None:
         aligned = operands.key.shape[2] - q_len if given.causal_align == "bottom_right" else 0
         offset = aligned if given.q_offset is None else given.q_offset
     else:
@@ -137,14 +137,15 @@ def _check_dtypes(arrays: Operands) -> None:
                 f"`{name}` has dtype {array.dtype.name}, but `query` has {arrays.query.dtype.name}; cast them "
                 "and pass arrays of one dtype."
             )
-    mask, bias, sinks = arrays.mask, arrays.bias, arrays.sinks
+    mask, bias = arrays.mask, arrays.bias
     if mask is not None and mask.dtype != jnp.bool_:
         _fail(f"`mask` has dtype {mask.dtype.name}; pass bool (True = attend), or add numbers to the logits by `bias`.")
     if bias is not None and bias.dtype not in FLOATS:
         fix = "pass it as `mask`" if bias.dtype == jnp.bool_ else "pass a floating-point array"
         _fail(f"`bias` has dtype {bias.dtype.name}; {fix}.")
-    if sinks is not None and sinks.dtype not in FLOATS:
-        _fail(f"`sinks` has dtype {sinks.dtype.name}; pass a floating-point array.")
+    for name, array in (("sinks", arrays.sinks), ("alibi_slopes", arrays.slopes)):
+        if array is not None and array.dtype not in FLOATS:
+            _fail(f"`{name}` has dtype {array.dtype.name}; pass a floating-point array.")
     for name, ids in (("q_ids", arrays.q_segment_ids), ("kv_ids", arrays.kv_segment_ids)):
         if ids is not None and not jnp.issubdtype(ids.dtype, jnp.integer):
             _fail(f"`segment_ids` has {name} of dtype {ids.dtype.name}; pass integers.")

@@ -81,7 +81,7 @@ def forward(
         v = blocks.cut("bhkd", blocks.value, at)
         seen = blocks.visible(at)
         k, v = of_seen_keys(k, seen), of_seen_keys(v, seen)
-        s = blocks.logits(q, k, at)
+        s = blocks.with_slopes(blocks.logits(q, k, at), at)
         if seen is not None:
             s = jnp.where(seen, s, -jnp.inf)
         m_new = jnp.maximum(m, jnp.max(s, axis=-1))
@@ -148,6 +148,7 @@ def backward(
         *(jnp.zeros_like(x) for x in operands[:3]),
         bias=None if operands.bias is None else jnp.zeros_like(operands.bias),
         sinks=dsinks,
+        slopes=None if operands.slopes is None else jnp.zeros_like(operands.slopes),
     )
     if spec.batch * spec.live_pairs == 0:
         return match_varying((zeros, operands))[0]
@@ -164,7 +165,7 @@ def backward(
         k, v = of_seen_keys(k, seen), of_seen_keys(v, seen)
         s = blocks.logits(q, k, at)
         # At most 1: of huge logits, another order of this product's sum may exceed the logsumexp.
-        p = jnp.exp(jnp.minimum(s - blocks.cut("bhgq", padded_lse, at)[..., None], 0.0))
+        p = jnp.exp(jnp.minimum(blocks.with_slopes(s, at) - blocks.cut("bhgq", padded_lse, at)[..., None], 0.0))
         if seen is not None:
             p = jnp.where(seen, p, 0.0)
         dv = dv + blocks.product("bhgqk,bhgqd->bhkd", blocks.dropped(p, at).astype(do.dtype), do)

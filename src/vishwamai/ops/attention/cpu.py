@@ -12,6 +12,7 @@ import numpy as np
 from vishwamai.core import dropout, ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
+from vishwamai.ops.attention.alibi import by_key
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 _NATIVE = ("float32", "bfloat16", "float64")
@@ -152,4 +153,4 @@ def _sink_gradient(operands: Operands, outputs: Outputs, logsumexp: Any, cotange
     return gradient if operands.sinks.shape[0] > 1 else jnp.sum(gradient, axis=0, keepdims=True)
 
 
-NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)
+NATIVE = by_key(Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes))

@@ -42,6 +42,8 @@ def draw(d: Sizes) -> Case:
     if d.flag(3):
         rng = d.rng()
         options["segment_ids"] = tuple(np.sort(rng.integers(0, 3, (batch, t)), -1).astype(np.int32) for t in (tq, tk))
+    if d.flag(5):
+        options["alibi_slopes"] = np.linspace(0.5, 0.01, heads).astype(np.float32)
     if d.flag(4):
         options["softcap"] = 3.0
     if d.flag(4):

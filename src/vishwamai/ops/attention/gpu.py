@@ -53,6 +53,8 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
         operand = getattr(spec.operands, name)
         if operand is not None and operand.dtype.name not in _DTYPES:
             return f"`{name}` is {operand.dtype.name}; the Triton kernels take {', '.join(_DTYPES)}."
+    if spec.operands.slopes is not None:
+        return "`alibi_slopes` are given; the Triton kernels have none."
     if spec.operands.q_positions is not None:
         return "rows have positions of their own (`q_offset` is an array); the Triton kernels take an int."
     if spec.batch * spec.q_len * spec.kv_len == 0:

@@ -14,6 +14,7 @@ from vishwamai.core import dropout
 from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import lax_precision, rounded
+from vishwamai.ops.attention import alibi
 from vishwamai.ops.attention.masks import grouped, of_seen_keys, visible
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
@@ -38,6 +39,8 @@ def forward(spec: AttentionSpec, config: None, operands: Operands, residuals: bo
         logits = logits + grouped(operands.bias.astype(acc), spec.kv_heads)
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)
+    if operands.slopes is not None:
+        logits = logits + alibi.of_all(spec, operands)
     if seen is not None:
         logits = jnp.where(seen, logits, -jnp.inf)  # [B, Hkv, G, Tq, Tk]
 

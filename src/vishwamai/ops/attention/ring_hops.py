@@ -213,6 +213,8 @@ def _axis(name: str, word: str) -> int | None:
 
 def why_not_ring(spec: AttentionSpec) -> str | None:
     """Why a ring cannot serve a call, whose `spec` is of a device's part or of the whole; None if it can."""
+    if spec.operands.slopes is not None:
+        return "`alibi_slopes` are given, and a hop does not know how far its keys are."
     if spec.blocks is not None:
         return "a block mask is of the whole score matrix."
     if spec.operands.q_positions is None and (spec.causal or spec.window is not None):

@@ -30,6 +30,7 @@ class Operands(NamedTuple):
     sinks: Annotated[Any, "batch? heads", "optional"] = None  # floating
     dropout_seed: Annotated[Any, "batch heads _", "optional"] = None  # uint32, two numbers
     q_positions: Annotated[Any, "batch? q_len", "optional"] = None  # int32: the key that each query row stands at
+    slopes: Annotated[Any, "batch? heads", "optional"] = None  # floating: ALiBi's
 
 
 class Outputs(NamedTuple):
@@ -200,7 +201,8 @@ class AttentionSpec(OpSpec):
             if operand is not None:
                 letters = zip("bhqk", operand.shape, strict=True)
                 parts.append(f"{name}-" + "".join(letter if extent > 1 else "1" for letter, extent in letters))
-        parts += [name for name, x in (("segments", o.q_segment_ids), ("sinks", o.sinks)) if x is not None]
+        named = (("segments", o.q_segment_ids), ("sinks", o.sinks), ("slopes", o.slopes))
+        parts += [name for name, x in named if x is not None]
         return " ".join(parts)
 
     def gpu_tuning_key(self) -> str:
@@ -233,7 +235,7 @@ def split(spec: AttentionSpec, backward: bool) -> str:
 SIGNATURE = Signature(
     dims.declared(Operands)._replace(sinks="heads"),
     lambda spec: Outputs("batch heads q_len v_dim", "batch heads q_len" if spec.return_lse else None),
-    labels={"q_segment_ids": "q_ids", "kv_segment_ids": "kv_ids", "q_positions": "q_offset"},
+    labels={"q_segment_ids": "q_ids", "kv_segment_ids": "kv_ids", "q_positions": "q_offset", "slopes": "alibi_slopes"},
     hints={"q_segment_ids": "in the pair `segment_ids`", "kv_segment_ids": "in the pair `segment_ids`"},
 )
 BSHD = Signature(

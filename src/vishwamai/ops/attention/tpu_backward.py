@@ -49,6 +49,7 @@ def backward(
         found["dv"].astype(value.dtype),
         bias=None if operands.bias is None else bias_gradient(spec, operands, logsumexp, delta, dout),
         sinks=_sinks_gradient(operands, logsumexp, delta),
+        slopes=None if operands.slopes is None else jnp.zeros_like(operands.slopes),
     )
 
 

@@ -66,7 +66,8 @@ def transposed(x: jax.Array, shown: jax.Array | None = None) -> jax.Array:
 def needs_mask_everywhere(spec: AttentionSpec) -> bool:
     """Whether no tile is without mask code: something is read or drawn for every position, or compared with it."""
     o = spec.operands
-    return o.bias is not None or o.mask is not None or o.q_positions is not None or spec.dropout_rate > 0
+    given = (o.bias, o.mask, o.q_positions, o.slopes)
+    return any(operand is not None for operand in given) or spec.dropout_rate > 0
 
 
 class AttentionRefs(NamedTuple):
@@ -100,6 +101,7 @@ class AttentionRefs(NamedTuple):
     kv_ids: Any = None  # [panel_kv, 1, block_kv]
     shown: Any = None  # [panel_kv, 1, block_kv]: 1 for the keys of `masks.exposed_keys`
     q_positions: Any = None  # [panel_q, 1, block_q]
+    slopes: Any = None  # [1, 1]: ALiBi's, times log2(e)
     dq_zeros: Any = None  # the memory of `dq_sum`
     # Results.
     out: Any = None  # [panel_q * block_q, Dv]
@@ -234,6 +236,16 @@ def visible(spec: AttentionSpec, tiling: Tiling, refs: AttentionRefs, tile: Scor
     return seen
 
 
+def _distance(spec: AttentionSpec, tiling: Tiling, refs: AttentionRefs, tile: ScoreTile) -> jax.Array:
+    """How far each key is from the key that the query stands at, float32 `[block_kv, block_q]`."""
+    shape = (tiling.block_kv, tiling.block_q)
+    key = tile.column + lax.broadcasted_iota(jnp.int32, shape, 0)
+    if spec.operands.q_positions is not None:
+        return jnp.abs(key - refs.q_positions[tile.i]).astype(jnp.float32)
+    row = tile.row + spec.causal_offset + lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jnp.abs(key - row).astype(jnp.float32)
+
+
 def base2_logits(
     spec: AttentionSpec, tiling: Tiling, refs: AttentionRefs, tile: ScoreTile, s: jax.Array, masked: bool
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -250,6 +262,8 @@ def base2_logits(
         t = jnp.tanh(s)
         slope = 1.0 - t * t
         s = t * (spec.softcap * LOG2E)
+    if spec.operands.slopes is not None:
+        s = s - refs.slopes[...] * _distance(spec, tiling, refs, tile)
     if masked:
         seen = visible(spec, tiling, refs, tile)
         if seen is not None:

@@ -105,6 +105,9 @@ def array_operands(
     if operands.q_positions is not None:
         positions = _padded_positions(spec, tiling, operands)
         found["q_positions"] = _broadcast_operand(spec, tiling, positions[:, None, :, None], place)
+    if operands.slopes is not None:
+        slopes = operands.slopes.astype(jnp.float32) * LOG2E
+        found["slopes"] = _broadcast_operand(spec, tiling, slopes[:, :, None, None], place)
     return found
 
 

@@ -13,6 +13,8 @@ from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
 def why_not_ulysses(spec: AttentionSpec, heads: int, size: int) -> str | None:
     """Why an exchange over `size` devices cannot serve a call; None if it can. `heads` are a device's query heads."""
+    if spec.operands.slopes is not None:
+        return "`alibi_slopes` are given, which the exchange does not carry."
     if heads % size:
         return f"{heads} query heads do not divide over {size} devices."
     if spec.blocks is not None and spec.blocks.heads > 1:

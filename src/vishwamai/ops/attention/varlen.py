@@ -37,6 +37,7 @@ def flash_attention_varlen(
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     block_size: int | None = None,
@@ -66,6 +67,7 @@ def flash_attention_varlen(
       window: as in `flash_attention`, for each sequence by itself.
       softcap: as in `flash_attention`.
       sinks: as in `flash_attention`.
+      alibi_slopes: `[heads]`, as in `flash_attention`, for each sequence by itself.
       scale: as in `flash_attention`.
       return_lse: return the logsumexp too.
       block_size: as in `flash_attention`.
@@ -114,7 +116,7 @@ def flash_attention_varlen(
     )
     q_ids, kv_ids = _sequence_of(q_starts, total_q), _sequence_of(kv_starts, total_k)
     offset = None
-    if not same and (causal or window is not None):
+    if not same and (causal or window is not None or alibi_slopes is not None):
         offset = _positions(q_ids, q_starts, kv_starts, causal_align == "bottom_right")[None]
     # What follows the last sequence belongs to none: -1 among the queries, -2 among the keys.
     last = q_starts.shape[0] - 1
@@ -127,6 +129,7 @@ def flash_attention_varlen(
         segment_ids=ids,
         softcap=softcap,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
         scale=scale,
         return_lse=return_lse,
         block_size=block_size,
