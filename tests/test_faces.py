@@ -53,7 +53,7 @@ def fresh():
     op_module._warn_once.cache_clear()
 
 
-@pytest.mark.parametrize("page", ["docs/faces.md", "src/capibara/README.md"])
+@pytest.mark.parametrize("page", ["docs/faces.md", "capibara/README.md"])
 def test_every_documented_example_runs(page):
     """A page's blocks run in order and share their names."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)

@@ -101,6 +101,8 @@ def test_version_agrees_with_metadata():
 
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert vishwamai.__version__ == importlib.metadata.version("vishwamai") == declared
+    project = tomllib.loads((ROOT / "capibara/pyproject.toml").read_text())["project"]
+    assert project["version"] == declared and project["dependencies"] == [f"vishwamai=={declared}"]
 
 
 def test_hard_dependencies_are_jax_and_numpy():
@@ -251,7 +253,9 @@ def test_wheel_from_sdist_holds_the_package(sdist: Path, tmp_path: Path):
     C++.
     """
     names = zipfile.ZipFile(wheel_from(sdist, tmp_path, VISHWAMAI_NATIVE="require")).namelist()
-    wanted = [name.removeprefix("src/") for name in sources("src/*/**/*.py", "src/vishwamai/data/**/*.*")]
+    wanted = sources("src/*/**/*.py", "src/vishwamai/data/**/*.*", "src/**/*.html", "src/**/*.css")
+    wanted = [name.removeprefix("src/") for name in wanted]
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"vishwamai"}  # no package of Capibara's
     assert not set(wanted + ["vishwamai/py.typed"]) - set(names)
     assert not [name for name in names if name.endswith((".cc", ".h"))]
     native = [name for name in names if name.startswith("vishwamai/core/_cpu.")]

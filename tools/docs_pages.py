@@ -16,7 +16,7 @@ def pages() -> dict[str, Path]:
     found = {name.lower() + ".md": ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")}
     for readme in sorted(ROOT.glob("src/vishwamai/ops/*/README.md")):
         found[f"ops/{readme.parent.name}.md"] = readme
-    found["capibara.md"] = ROOT / "src/capibara/README.md"
+    found["capibara.md"] = ROOT / "capibara/README.md"
     return found
 
 
