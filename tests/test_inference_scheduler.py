@@ -18,6 +18,8 @@ from vishwamai.inference.scheduler import Limits, Plan, Scheduler, Stream
 LIMITS = Limits(max_sequences=3, max_tokens=7, max_length=24, page_size=2, aging=2.0)
 PAGES = 14
 SWITCH = 9
+WINDOW = 5
+RING = (WINDOW + LIMITS.max_tokens - 2 + LIMITS.page_size - 1) // LIMITS.page_size + 1
 
 
 def next_token(tokens):
@@ -28,11 +30,12 @@ def next_token(tokens):
 class Device:
     """Pages with the tokens that were written to them, and the order of the steps; those of a draft model, too."""
 
-    def __init__(self, switch=None):
-        self.switch = switch
+    def __init__(self, switch=None, ringed=False):
+        self.switch, self.ringed = switch, ringed
         self.random = random.Random(1)
         self.rows = {}
         self.draft_rows = {}
+        self.rings = {}  # of layers with a window, by slot
         self.history = {}
 
     def run(self, plan):
@@ -51,6 +54,12 @@ class Device:
                 row = history[position], bool(work.stream.turned)
                 for rows in (self.rows, self.draft_rows):  # each step of the model is one of the draft
                     rows[page, position % LIMITS.page_size] = row
+                ring = position // LIMITS.page_size % RING, position % LIMITS.page_size
+                self.rings[work.stream.slot, *ring] = position, history[position]
+            first_seen = max(0, work.start - WINDOW + 1) if self.ringed else work.start
+            for position in range(first_seen, work.start + work.count):
+                ring = position // LIMITS.page_size % RING, position % LIMITS.page_size
+                assert self.rings[work.stream.slot, *ring] == (position, history[position]), "a window lacks a key"
             found = [
                 self.rows[work.stream.pages[p // LIMITS.page_size], p % LIMITS.page_size]
                 for p in range(work.start + work.count)
@@ -87,11 +96,13 @@ class Device:
 
 
 class Serving(RuleBasedStateMachine):
+    ringed = False
+
     def __init__(self):
         super().__init__()
-        self.pool = PagePool(PAGES)
+        self.pool = PagePool(PAGES, shared=not self.ringed)
         self.scheduler = Scheduler(LIMITS, self.pool, SWITCH)
-        self.device = Device(SWITCH)
+        self.device = Device(SWITCH, self.ringed)
         self.unread = []
         self.now = 0.0
         self.streams = []
@@ -182,13 +193,21 @@ class Serving(RuleBasedStateMachine):
         assert not self.scheduler.unfinished and self.pool.available == PAGES
 
 
-def test_random_requests():
-    run_state_machine_as_test(Serving, settings=settings(stateful_step_count=40))
+class Ringed(Serving):
+    """Layers with a window have rings of pages, which no other sequence shares."""
+
+    ringed = True
+
+
+@pytest.mark.parametrize("machine", [Serving, Ringed])
+def test_random_requests(machine):
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=40))
 
 
 @pytest.mark.soak
-def test_ten_thousand_random_runs():
-    run_state_machine_as_test(Serving, settings=settings(max_examples=10_000, stateful_step_count=40, deadline=None))
+@pytest.mark.parametrize("machine", [Serving, Ringed])
+def test_ten_thousand_random_runs(machine):
+    run_state_machine_as_test(machine, settings=settings(max_examples=10_000, stateful_step_count=40, deadline=None))
 
 
 def simulate(scheduler, device, steps, now=0.0):

@@ -47,6 +47,12 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     )
     parser.add_argument("--draft-tokens", type=int, metavar="K", help="guesses of the draft model a step (4)")
     parser.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        help="share the pages of prompts that begin alike; layers with a window then keep all pages (yes, unless that "
+        "doubles their pages)",
+    )
+    parser.add_argument(
         "--mesh", metavar="AXES", help='split over devices: "tensor=2", or "expert=4,tensor=2" for experts (one device)'
     )
 
@@ -134,6 +140,7 @@ def plan(arguments: argparse.Namespace) -> Load:
         memory=None if arguments.memory is None else int(arguments.memory * 2**30),
         drafts=drafts,
         draft_model=arguments.draft_model,
+        prefix_cache=arguments.prefix_cache,
         mixed_tokens=arguments.mixed_tokens,
         mesh=arguments.mesh,
         optimization=keys,

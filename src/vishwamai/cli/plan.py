@@ -212,14 +212,14 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
             if found.fits and not arguments.no_verify:
                 say(f"{target}: compiling it ({found.total})")
                 found = compiler.verify(program)
-            fixed = found.total.value - formula.parts["kv"].value
-            tokens = max(0, int((found.limit - fixed) // each))
+            fixed = found.total.value - each * serving.batch_size * serving.pages_per_sequence * serving.page_size
+            tokens = max(0, int((found.limit - fixed) // each)) if each else None
             lines += [
                 f"{target}: one device, {arguments.batch} sequences of {length} tokens",
                 *(f"  {name:<12} {part}" for name, part in formula.parts.items() if part.value),
                 f"  total        {found.total} of {found.limit / 2**30:.2f} GiB: "
                 f"{'fits' if found.fits else 'does not fit'}",
-                f"  keys and values of {tokens} tokens fit beside the rest",
+                f"  keys and values of {'any number of' if tokens is None else tokens} tokens fit beside the rest",
             ]
             data.append(
                 {

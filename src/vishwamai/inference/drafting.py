@@ -13,6 +13,7 @@ draft draws never changes the distribution of an answer, by one of two rules:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from vishwamai.inference.mesh import gathered
 from vishwamai.inference.sampling import Proposals, Rows, propose
 from vishwamai.models.attend import rotation_switch
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.pages import PagedBatch
+from vishwamai.models.pages import PagedBatch, ring_table
 
 if TYPE_CHECKING:
     from vishwamai.models.decoder import Decoder
@@ -78,6 +79,7 @@ def draft_step(
     guesses: Any,
     place: Any,
     *,
+    rings: Mapping[int, int],
     mesh: Mesh | None,
 ) -> tuple[Proposals, Any, Any]:
     """Guess number `place` of each sequence: drawn, and written to the history.
@@ -88,6 +90,7 @@ def draft_step(
       rows: of the draw after that token.
       guesses: `[sequences]` int32, how many each one has; those with `place` of them or fewer compute nothing.
       place: int32.
+      rings: pages of the rings of the draft's windows (`window_rings`).
 
     Returns:
       The proposals `[sequences]`, the draft's pages and the history.
@@ -95,7 +98,8 @@ def draft_step(
     count = slots.shape[0]
     active = jnp.sum(guesses > place, dtype=jnp.int32)
     starts = jnp.minimum(jnp.arange(count + 1, dtype=jnp.int32), active)
-    batch = PagedBatch(kv_lens + place, table, starts, 1, lengths + place)
+    windows = {window: ring_table(slots, ring, table.shape[1]) for window, ring in rings.items()}
+    batch = PagedBatch(kv_lens + place, table, starts, 1, lengths + place, windows)
     hidden, pages = draft.step(history[slots, kv_lens + place - 1], pages, batch)
     rows = rows._replace(position=rows.position + place)
     found = propose(gathered(draft.logits(hidden), mesh), rows, history, allowed)

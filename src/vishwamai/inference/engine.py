@@ -27,6 +27,7 @@ from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.answers import Answer, Delta, Finish, Writer, joined
 from vishwamai.inference.drafting import UNREAD, check_draft
+from vishwamai.inference.memory import ring_pages, rings_of
 from vishwamai.inference.mesh import mesh_of, place_model
 from vishwamai.inference.pages import PagePool
 from vishwamai.inference.pools import calibration_tokens, kv_dtype_of, make_pools
@@ -54,6 +55,8 @@ class Engine:
       drafts: guesses of each step for each sequence; 0: none.
       draft: a smaller decoder of the same vocab that guesses (`drafting`); None: guesses come from the text itself
         (`speculative`). It has pages of its own, as many and of the same dtype.
+      prefix_cache: whether a prompt that begins like an earlier one shares its pages. Layers with a window then keep
+        all pages; without, a ring of their window's. None: yes, unless rings are at most half as long.
       end_tokens: ids that end an answer, besides those of the model's configuration.
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
@@ -86,6 +89,7 @@ class Engine:
         kv_dtype: Any = None,
         drafts: int = 0,
         draft: Decoder | None = None,
+        prefix_cache: bool | None = None,
         end_tokens: Sequence[int] = (),
         mesh: Mesh | None = None,
         optimization: Optimization | Mapping[str, Any] | None = None,
@@ -98,6 +102,8 @@ class Engine:
         if num_pages is None:
             num_pages = self.limits.max_sequences * self.limits.pages_per_sequence
         mesh = mesh_of(model) if mesh is None else mesh
+        if drafts >= self.limits.max_tokens:
+            raise ShapeError(f"Engine: {drafts} guesses a step do not fit into {self.limits.max_tokens} tokens of it.")
         if draft is not None:
             check_draft(model.config, draft.config, drafts, self.limits.max_length)
         if mesh is not None:
@@ -105,15 +111,21 @@ class Engine:
         self.model, self.tokenizer, self.drafts = model, tokenizer, drafts
         end = model.config.eos_token_id
         self.end_tokens = frozenset(end_tokens) | set(() if end is None else (end,) if isinstance(end, int) else end)
+        page_size = self.limits.page_size
         sample = calibration_tokens(model.config.vocab_size, min(256, self.limits.max_length), tokenizer)
+        rings = [{} if one is None else rings_of(one.config, self.limits, prefix_cache) for one in (model, draft)]
+        rings = rings[0], rings[1] if rings[0] else {}  # a draft's keys must be there where pages are shared
         with self.optimization.kernels():
             pools, draft_pools = (
-                () if one is None else make_pools(one, self.limits.page_size, num_pages, kv_dtype, sample, mesh)
-                for one in (model, draft)
+                ()
+                if one is None
+                else make_pools(one, page_size, num_pages, kv_dtype, sample, mesh, ring_pages(of, self.limits))
+                for one, of in zip((model, draft), rings)
             )
-            self.programs = Programs(model, self.limits, pools, drafts, on_program, mesh, draft, draft_pools)
+            self.programs = Programs(model, self.limits, pools, drafts, on_program, mesh, draft, draft_pools, rings)
         self.prompts = Prompts(self.programs.vocab, self.limits, num_pages, tokenizer)
-        self.scheduler = Scheduler(self.limits, PagePool(num_pages), rotation_switch(model.config))
+        pool = PagePool(num_pages, shared=not rings[0] and prefix_cache is not False)
+        self.scheduler = Scheduler(self.limits, pool, rotation_switch(model.config))
         self.statistics = Statistics()
         self.failure: str | None = None
         self._branches: dict[Stream, Branch] = {}
@@ -331,7 +343,8 @@ class Engine:
             stream.deadline = now + (np.inf if request.deadline is None else request.deadline)
             matcher = None if request.grammar is None else request.grammar.matcher()
             stream.synchronous = bool(self.drafts) or matcher is not None
-            stream.leader = request.branches[0].stream if request.branches else None
+            shares = self.scheduler.pool.shared and request.branches
+            stream.leader = request.branches[0].stream if shares else None
             branch = Branch(
                 request, choice, seed, stream, Writer(options, self.end_tokens, detokenizer, choice), matcher
             )

@@ -16,7 +16,7 @@ from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.drafting import check_draft
-from vishwamai.inference.memory import page_bytes, weight_bytes
+from vishwamai.inference.memory import page_bytes, ring_pages, rings_of, weight_bytes
 from vishwamai.inference.mesh import serving_mesh, serving_rules
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.prompts import Prompts
@@ -61,6 +61,7 @@ class Load:
       mesh: the axes over which the model is split, or None. The bytes are those of each device; on a CPU, whose devices
         share its memory, those of all.
       optimization: the keys that were given, whose settings are in place.
+      prefix_cache: as `Engine`.
       draft: a draft model, whose bytes `weights` and `pages` do not count, or None.
     """
 
@@ -80,6 +81,7 @@ class Load:
     mesh: str | None = None
     optimization: Optimization = Optimization()
     draft: Draft | None = None
+    prefix_cache: bool | None = None
 
     @property
     def total(self) -> int:
@@ -108,7 +110,17 @@ class Load:
             f"{self.config.family}, {self.config.num_layers} layers, from {self.directory}, in {form}, on "
             f"{where}: {human(self.total)} planned{known}: weights {human(self.weights)}, keys and "
             f"values {human(self.pages)} ({tokens} tokens in {self.kv_dtype}), a step {human(self.step)}"
-            f"{'' if self.draft is None else f', {self.draft}'}"
+            f"{'' if self.draft is None else f', {self.draft}'}{self._rings()}"
+        )
+
+    def _rings(self) -> str:
+        rings = rings_of(self.config, self.limits, self.prefix_cache)
+        if not rings:
+            return ""
+        of = " and ".join(f"{ring * self.limits.page_size} tokens (window {window})" for window, ring in rings.items())
+        return (
+            f"; layers with a window keep {of} of each sequence, so there is no prefix cache (--prefix-cache keeps all "
+            "their pages)"
         )
 
     def engine(self, on_program: Callable[[int, int, str], None] | None = None) -> Engine:
@@ -130,6 +142,7 @@ class Load:
             kv_dtype=self.kv_dtype,
             drafts=self.drafts,
             draft=draft,
+            prefix_cache=self.prefix_cache,
             end_tokens=self.generation.eos_token_ids,
             mesh=mesh,
             optimization=self.optimization.of_kernels,
@@ -164,6 +177,7 @@ def plan_load(
     mesh: str | None = None,
     optimization: Optimization | Mapping[str, Any] | None = None,
     draft_model: str | Path | None = None,
+    prefix_cache: bool | None = None,
 ) -> Load:
     """What loading a Hugging Face directory takes; reads its headers only.
 
@@ -178,6 +192,7 @@ def plan_load(
       drafts: as `Engine`.
       draft_model: a directory of a smaller model with the same tokenizer, which makes the guesses (`drafting`). It is
         loaded with the same dtypes, quantization and mesh.
+      prefix_cache: as `Engine`.
       mesh: split the model over the first devices, "tensor=2" or "expert=4,tensor=2"; None: one device.
       optimization: the dict of `vishwamai.performance.explain_optimization`: `use_fp8` and `kv_cache_fp8` set
         `quantize` and `kv_dtype`, `use_pjit` splits over all devices by the axis tensor.
@@ -213,17 +228,23 @@ def plan_load(
     held = devices.size if devices is not None and jax.default_backend() == "cpu" else 1
     itemsize, head = jnp.dtype(dtype).itemsize, _quantizes_head(quantize)
 
-    def sizes(config: ModelConfig) -> tuple[int, int]:
-        """Bytes of the weights, and of a page of every layer."""
-        weights = weight_bytes(config, itemsize, quantize=quantize, int8_head=head, mesh=devices)
-        return held * weights, held * page_bytes(config, page_size, stored, devices)
+    rings = rings_of(config, limits, prefix_cache)
 
-    weights, page = sizes(config)
+    def sizes(config: ModelConfig, rings: dict[int, int]) -> tuple[int, int, int]:
+        """Bytes of the weights, of a page of every layer without a ring, and of all rings."""
+        weights = weight_bytes(config, itemsize, quantize=quantize, int8_head=head, mesh=devices)
+        none, all_rings = dict.fromkeys(rings, 0), ring_pages(rings, limits)
+        page = page_bytes(config, page_size, stored, devices, window_pages=none)
+        ring = page_bytes(config, page_size, stored, devices, num_pages=0, window_pages=all_rings)
+        return held * weights, held * page, held * ring
+
+    weights, page, ring = sizes(config, rings)
     read_index(directory)  # every file is there, and whole
-    draft, draft_page, rows = None, 0, (drafts + 1) * max_sequences
+    draft, draft_page, draft_ring, rows = None, 0, 0, (drafts + 1) * max_sequences
     if draft_model is not None:
         small = _read_draft(Path(draft_model), directory, config, drafts, max_length)
-        draft_weights, draft_page = sizes(small)
+        of_draft = rings_of(small, limits, prefix_cache) if rings else {}
+        draft_weights, draft_page, draft_ring = sizes(small, of_draft)
         draft = Draft(Path(draft_model), small, draft_weights, 0)
         rows += drafts * max_sequences  # what the guesses were drawn from
     width = config.vocab_size * rows * 4 + limits.max_tokens * (config.hidden_size + config.intermediate_size)
@@ -231,8 +252,9 @@ def plan_load(
     available = _available()
     budget = memory if memory is not None else None if available is None else int(0.9 * available)
     wanted = max_sequences * limits.pages_per_sequence
-    fixed = weights + step + (0 if draft is None else draft.weights)
-    left = wanted if budget is None else (budget - fixed) // (page + draft_page)
+    fixed = weights + step + ring + draft_ring + (0 if draft is None else draft.weights)
+    growing = page + draft_page
+    left = wanted if budget is None else (budget - fixed) // max(growing, 1)
     pages = min(wanted, left)
     load = Load(
         directory,
@@ -245,15 +267,16 @@ def plan_load(
         max(pages, 0),
         drafts,
         weights,
-        max(pages, 0) * page,
+        max(pages, 0) * page + ring,
         step,
         available,
         mesh,
         keys,
-        None if draft is None else dataclasses.replace(draft, pages=max(pages, 0) * draft_page),
+        None if draft is None else dataclasses.replace(draft, pages=max(pages, 0) * draft_page + draft_ring),
+        prefix_cache,
     )
     if pages < limits.pages_per_sequence:
-        least = fixed + limits.pages_per_sequence * (page + draft_page)
+        least = fixed + limits.pages_per_sequence * growing
         assert budget is not None
         raise DeviceError(
             f"{load}. That does not fit: one sequence of {max_length} tokens needs {human(least)} in all, and "

@@ -34,6 +34,7 @@ class PagePool:
 
     Args:
       num_pages: how many there are.
+      shared: whether later prompts may find the prefixes of earlier ones (`publish`).
 
     >>> pool = PagePool(2)
     >>> held = pool.take(2)
@@ -43,8 +44,8 @@ class PagePool:
     (True, 1)
     """
 
-    def __init__(self, num_pages: int):
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, shared: bool = True):
+        self.num_pages, self.shared = num_pages, shared
         self._holders = [0] * num_pages
         self._blank = list(reversed(range(num_pages)))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
@@ -100,7 +101,7 @@ class PagePool:
 
     def publish(self, page: int, digest: bytes) -> None:
         """Makes a held page, now full, known by its digest; where another page has that digest, nothing changes."""
-        if page not in self._digest_of and digest not in self._page_of:
+        if self.shared and page not in self._digest_of and digest not in self._page_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 

@@ -7,7 +7,7 @@ margin, become the ends of the range. What is larger later is clipped to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -57,7 +57,13 @@ def kv_dtype_of(name: Any) -> jnp.dtype:
 
 
 def make_pools(
-    model: Decoder, page_size: int, num_pages: int, dtype: Any, tokens: Sequence[int], mesh: Mesh | None = None
+    model: Decoder,
+    page_size: int,
+    num_pages: int,
+    dtype: Any,
+    tokens: Sequence[int],
+    mesh: Mesh | None = None,
+    window_pages: Mapping[int, int] | None = None,
 ) -> tuple[jax.Array | QuantizedPages, ...]:
     """Empty pools, as `Decoder.step` takes them.
 
@@ -67,12 +73,13 @@ def make_pools(
       dtype: as `kv_dtype_of` gives it.
       tokens: on which the scales of 8-bit pools are measured.
       mesh: over which the model is split (`mesh.place_model`).
+      window_pages: pages of one layer with that window, in place of `num_pages`.
 
     Raises:
       UnsupportedError: a key or a value of `tokens` is not finite, so that it has no scale.
     """
     sizes: dict[str, Any] = {"page_size": page_size, "stacked": model.stacked}
-    shapes = page_shapes(model.config, num_pages=num_pages, dtype=dtype, **sizes)
+    shapes = page_shapes(model.config, num_pages=num_pages, dtype=dtype, window_pages=window_pages, **sizes)
     pools = _empty(model, shapes, mesh)
     if dtype.itemsize > 1:
         return pools

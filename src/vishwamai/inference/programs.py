@@ -7,7 +7,7 @@ and sampling writes the new ones there. So a step can be sent off before the hos
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from vishwamai.inference.mesh import gathered, on_mesh, replicated
 from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
 from vishwamai.inference.scheduler import Limits
 from vishwamai.models import Decoder, PagedBatch
+from vishwamai.models.pages import ring_table
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -78,14 +79,25 @@ def _forward(
     rows: Any,
     *,
     shape: Any,
+    rings: Any,
     mesh: Any,
 ) -> tuple[Any, Any, Any]:
     """Logits `[rows, vocab]` of the step's tokens at `rows`, and the pages; a draft's get the same tokens."""
-    batch = PagedBatch(kv_lens, table, cu_q_lens, shape.longest, lengths)
+    batch, draft_batch = (
+        PagedBatch(
+            kv_lens,
+            table,
+            cu_q_lens,
+            shape.longest,
+            lengths,
+            {window: ring_table(slots, ring, table.shape[1]) for window, ring in of.items()},
+        )
+        for of in rings
+    )
     tokens = history[slots[batch.sequences(shape.tokens)], batch.positions(shape.tokens)]
     hidden, pages = model.step(tokens, pages, batch)
     if draft is not None:
-        _, draft_pages = draft.step(tokens, draft_pages, batch)
+        _, draft_pages = draft.step(tokens, draft_pages, draft_batch)
     return gathered(model.logits(hidden[rows]), mesh), pages, draft_pages
 
 
@@ -114,6 +126,7 @@ class Programs:
       mesh: over which the models and the pools are split; logits and history are whole on each of its devices.
       draft: a model that guesses, or None (`drafting`).
       draft_pages: its pools.
+      rings: pages of each sequence's ring, by the window of layers that have one, of the model and of the draft.
     """
 
     def __init__(
@@ -126,6 +139,7 @@ class Programs:
         mesh: Mesh | None = None,
         draft: Decoder | None = None,
         draft_pages: tuple[Any, ...] = (),
+        rings: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {}),
     ):
         self.model, self.limits, self.draft, self.drafts = model, limits, draft, drafts
         self.vocab = model.config.vocab_size
@@ -154,7 +168,9 @@ class Programs:
         for shape in self.shapes:
             name = f"step of {shape.tokens} tokens, {shape.sequences} sequences"
             arguments = *self._state(), self.history, *host_tables(shape, limits).values()
-            self._forward[shape] = compiled(name, partial(_forward, shape=shape, mesh=mesh), (1, 3), *arguments)
+            self._forward[shape] = compiled(
+                name, partial(_forward, shape=shape, rings=rings, mesh=mesh), (1, 3), *arguments
+            )
         self._draw, self._checked, self._propose = {}, {}, {}
         for n in alone:
             self._draw[n] = compiled(f"sampling of {n}", _draw, 2, *self._sampling(n), self._all_allowed[n])
@@ -164,7 +180,9 @@ class Programs:
             arguments = *self._sampling(shape.rows), self._all_allowed[shape.rows], (one,) * drafts
             self._checked[shape] = compiled(f"check of {shape.rows}", _draw, 2, *arguments)
             arguments = self._drafting(host_tables(shape, limits), empty_rows(n, limits.max_sequences, self.vocab))
-            self._propose[shape] = compiled(f"guesses of {n}", partial(draft_step, mesh=mesh), (1, 2), *arguments)
+            self._propose[shape] = compiled(
+                f"guesses of {n}", partial(draft_step, rings=rings[1], mesh=mesh), (1, 2), *arguments
+            )
         scalar, tokens = np.int32(0), np.zeros(limits.max_length, np.int32)
         self._place = compiled("new prompts", _place, 0, self.history, scalar, scalar, tokens)
         if on_program is not None:

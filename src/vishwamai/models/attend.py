@@ -71,13 +71,13 @@ def attend_pages(config: ModelConfig, batch: PagedBatch, first_page: Any = 0) ->
     Args:
       first_page: where the layer's pages start in its group's pool.
     """
-    tables = batch.kv_lens, batch.page_table + first_page, batch.cu_q_lens
 
     def scales(pages: QuantizedPages) -> dict[str, Any]:
         layer = first_page // (pages.pool.shape[0] // pages.k_scale.shape[0])
         return {"k_scale": pages.k_scale[layer], "v_scale": pages.v_scale[layer]}
 
     def attend(kind: LayerKind, query: Any, key: Any, value: Any, sinks: Any, pages: Any) -> tuple[Any, Any]:
+        tables = batch.kv_lens, batch.table(kind.window) + first_page, batch.cu_q_lens
         latent = None if config.latent is None else config.latent.kv_rank
         pool, scaled = (pages.pool, scales(pages)) if isinstance(pages, QuantizedPages) else (pages, {})
         if value is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,6 +29,8 @@ class PagedBatch:
       max_q_len: no sequence has more new tokens; 1 in a step that only decodes. Static.
       lengths: `[sequences]` int32, the lengths by which scalings that depend on them (LongRoPE) rotate; None:
         `kv_lens`. All tokens of a sequence must be computed on the same side of the scaling's switch.
+      windows: page tables, such as `ring_table`, of layers with that window, which have pools of their own; layers of
+        other windows, and all of them where it is None, go by `page_table`.
     """
 
     kv_lens: Int[Array, " sequences"]
@@ -35,6 +38,11 @@ class PagedBatch:
     cu_q_lens: Int[Array, " sequences+1"]
     max_q_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     lengths: Int[Array, " sequences"] | None = None
+    windows: Mapping[int, Int[Array, "sequences pages"]] | None = None
+
+    def table(self, window: int | None) -> Int[Array, "sequences pages"]:
+        """The page table of layers with that window."""
+        return self.page_table if window is None else (self.windows or {}).get(window, self.page_table)
 
     def positions(self, tokens: int) -> Int[Array, " tokens"]:
         """The position of each of `tokens` new tokens in its sequence; 0 past the last sequence's end."""
@@ -64,8 +72,49 @@ class QuantizedPages:
     v_scale: Float[Array, "layers kv_heads"]
 
 
+def window_rings(config: ModelConfig, *, page_size: int, length: int, tokens: int) -> dict[int, int]:
+    """The windows whose layers may keep a ring of pages for each sequence, and the pages of the ring.
+
+    Page p of the sequence lies at place p modulo the ring's length, over pages that no later token sees. A ring that is
+    longer than half of a sequence is not worth it and is left out.
+
+    Args:
+      page_size: tokens of a page.
+      length: most tokens of a sequence.
+      tokens: most new tokens of a sequence in one step, all of which see their windows.
+
+    >>> from vishwamai.models import ModelConfig
+    >>> config = ModelConfig.from_dict({
+    ...     "model_type": "mistral", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
+    ...     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 64,
+    ...     "max_position_embeddings": 512})
+    >>> window_rings(config, page_size=16, length=512, tokens=32)
+    {64: 7}
+    """
+    windows = sorted({kind.window for kind in config.layers if kind.window is not None})
+    # The first new token sees `window - 1` tokens before it, the last one writes `tokens - 1` after it.
+    rings = {window: -(-(window + tokens - 2) // page_size) + 1 for window in windows}
+    return {window: ring for window, ring in rings.items() if 2 * ring <= -(-length // page_size)}
+
+
+def ring_table(slots: Int[Array, " sequences"], ring: int, pages: int) -> Int[Array, "sequences pages"]:
+    """The page table of sequences in rings of `ring` pages: ring number `slots[i]` is that of sequence i.
+
+    >>> import numpy as np
+    >>> ring_table(np.array([1, 0]), ring=3, pages=5).tolist()
+    [[3, 4, 5, 3, 4], [0, 1, 2, 0, 1]]
+    """
+    return slots[:, None] * ring + jnp.arange(pages, dtype=jnp.int32) % ring
+
+
 def page_shapes(
-    config: ModelConfig, *, num_pages: int, page_size: int, dtype: Any, stacked: bool | None = None
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: Any,
+    stacked: bool | None = None,
+    window_pages: Mapping[int, int] | None = None,
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes of the pools of pages that `Decoder.step` takes, one for each layer, or for each group of stacked layers.
 
@@ -76,6 +125,7 @@ def page_shapes(
       page_size: tokens of a page.
       dtype: of the stored keys and values.
       stacked: as of the decoder; None for the platform's default.
+      window_pages: pages of one layer with that window, in place of `num_pages`.
 
     >>> import jax.numpy as jnp
     >>> from vishwamai.models import ModelConfig
@@ -89,8 +139,9 @@ def page_shapes(
     row = (2 * config.num_kv_heads, config.head_dim)
     if config.latent is not None:  # whole lanes of a TPU: see `vishwamai.ragged_paged_attention`
         row = (-(-(config.latent.kv_rank + config.latent.rope_dim) // 128) * 128,)
+    of_window: Mapping[Any, int] = window_pages or {}
     return tuple(
-        jax.ShapeDtypeStruct((segment.repeats * num_pages, page_size, *row), dtype)
+        jax.ShapeDtypeStruct((segment.repeats * of_window.get(kind.window, num_pages), page_size, *row), dtype)
         for segment in segments(config, stacked)
-        for _ in segment.kinds
+        for kind in segment.kinds
     )

@@ -17,7 +17,7 @@ from vishwamai.core.optimization import Optimization
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
 from vishwamai.models.checkpoint import quantized
-from vishwamai.models.pages import QuantizedPages
+from vishwamai.models.pages import QuantizedPages, ring_table, window_rings
 from vishwamai.planning.program import Program, trace
 
 Tree = Any
@@ -33,6 +33,7 @@ class Serving:
       dtype: of the parameters. kv_dtype: of stored keys and values. page_size: tokens of a page.
       quantize: "int8", "int4" or "fp8" weights of the layers' products; None: `dtype`.
       optimization: whose keys of kernels hold; those of the other fields are in place.
+      max_tokens: of one step, which the rings of layers with a window hold next to the window.
     """
 
     config: ModelConfig
@@ -43,6 +44,7 @@ class Serving:
     page_size: int = 16
     quantize: str | None = None
     optimization: Optimization = Optimization()
+    max_tokens: int = 512
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "length", "page_size"):
@@ -69,23 +71,29 @@ class Serving:
         return nnx.split(nnx.eval_shape(made))
 
     def pages(self, tokens: int | None = None) -> tuple[Any, ...]:
-        """Pools for every sequence at its full length, or for so many tokens; of 8 bits with their scales."""
+        """Pools for every sequence at its full length, or for so many tokens without rings; of 8 bits with their
+        scales.
+        """
         count = self.batch_size * self.pages_per_sequence if tokens is None else -(-tokens // self.page_size)
+        held = self.batch_size if tokens is None else 0
+        rings = {window: held * ring for window, ring in self.rings.items()}
         dtype = kv_dtype_of(self.kv_dtype)
-        pools = page_shapes(self.config, num_pages=count, page_size=self.page_size, dtype=dtype, stacked=True)
+        shapes = functools.partial(page_shapes, self.config, page_size=self.page_size, dtype=dtype, stacked=True)
+        pools = shapes(num_pages=count, window_pages=rings)
         if dtype.itemsize > 1:
             return pools
         heads = 1 if self.config.latent is not None else self.config.num_kv_heads
+        scales = (jax.ShapeDtypeStruct((one.shape[0], heads), jnp.float32) for one in shapes(num_pages=1))
+        return tuple(QuantizedPages(pool, scale, scale) for pool, scale in zip(pools, scales, strict=True))
 
-        def scaled(pool: jax.ShapeDtypeStruct) -> QuantizedPages:
-            scale = jax.ShapeDtypeStruct((pool.shape[0] // count, heads), jnp.float32)
-            return QuantizedPages(pool, scale, scale)
-
-        return tuple(map(scaled, pools))
+    @property
+    def rings(self) -> dict[int, int]:
+        """Pages of a sequence's ring, by the window of the layers that keep one."""
+        return window_rings(self.config, page_size=self.page_size, length=self.length, tokens=self.max_tokens)
 
 
 def kv_bytes_per_token(serving: Serving) -> int:
-    """Bytes of the keys and values of one token in all layers.
+    """Bytes of the keys and values of one more token, in all layers but those that keep a ring.
 
     >>> config = ModelConfig.from_dict({
     ...     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
@@ -113,9 +121,11 @@ def trace_serving(serving: Serving, target: str) -> Program:
     batch = PagedBatch(*_tables(rows, serving.pages_per_sequence), max_q_len=1)
 
     def decoding_step(variables: Tree, pages: Tree, tokens: Any, batch: PagedBatch) -> tuple[Any, Tree]:
+        slots = jnp.arange(rows, dtype=jnp.int32)
+        tables = {window: ring_table(slots, ring, batch.page_table.shape[1]) for window, ring in serving.rings.items()}
         with serving.optimization.kernels():
             model = nnx.merge(graph, variables)
-            hidden, written = model.step(tokens, pages, batch)
+            hidden, written = model.step(tokens, pages, dataclasses.replace(batch, windows=tables))
             return jnp.argmax(model.logits(hidden), -1), written
 
     tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
