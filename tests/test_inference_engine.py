@@ -77,6 +77,23 @@ def test_nothing_compiles_while_serving(engine):
         jax.monitoring.unregister_event_duration_listener(seen)
 
 
+def test_lazy_programs_are_compiled_when_a_step_needs_them(peer_and_model, engine):
+    told = []
+    lazy = Engine(peer_and_model[1], limits=LIMITS, compile="lazy", on_program=lambda *what: told.append(what))
+    programs, early = lazy.programs, 5  # a token of one sequence, and prompts; their sampling; new prompts
+    assert told[-1] == (early, programs.total, "") and programs.compiled == len(told) - 1 == early < programs.total
+    options = Sampling(max_new_tokens=4, ignore_eos=True)
+    for prompts, late in ((PROMPTS[1:2], []), (PROMPTS[1:3], ["step of 2 tokens, 2 sequences", "sampling of 2"])):
+        del told[:]
+        for _ in range(2):  # nothing is compiled twice
+            answers = lazy.generate(prompts, options)
+            assert [a.token_ids for a in answers] == [a.token_ids for a in engine.generate(prompts, options)]
+        assert [name for _, _, name in told] == late
+    assert programs.compiled == early + 2 < engine.programs.compiled == engine.programs.total == programs.total
+    with pytest.raises(ShapeError, match="`compile` is 'never'; pass 'ahead' or 'lazy'"):
+        Engine(peer_and_model[1], limits=LIMITS, compile="never")
+
+
 def test_answers_end_as_they_should(engine):
     free = engine.generate([PROMPTS[1]], Sampling(max_new_tokens=20, ignore_eos=True))[0]
     stop = free.token_ids[6]

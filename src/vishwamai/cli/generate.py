@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompt = planned.tokenizer.chat(messages)
     encoded = planned.prompts.encode(prompt)
     planned.prompts.check(encoded, options)
-    engine, timing = model.load(planned)
+    engine, timing = model.load(planned, arguments.compile)
     deltas, spent = _answer(engine, encoded, options, arguments.stream)
     timing |= spent
     tokens = [token for delta in deltas for token in delta.token_ids]

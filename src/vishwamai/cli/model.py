@@ -53,6 +53,12 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
         "doubles their pages)",
     )
     parser.add_argument(
+        "--compile",
+        choices=("ahead", "lazy"),
+        default="ahead",
+        help="the programs of all steps before the first request, or most of them when a step first needs them (ahead)",
+    )
+    parser.add_argument(
         "--mesh", metavar="AXES", help='split over devices: "tensor=2", or "expert=4,tensor=2" for experts (one device)'
     )
 
@@ -161,7 +167,7 @@ def _drafts(arguments: argparse.Namespace) -> int:
     return 4 if arguments.draft_tokens is None else arguments.draft_tokens
 
 
-def load(planned: Load) -> tuple[Engine, dict[str, float]]:
+def load(planned: Load, compile: str = "ahead") -> tuple[Engine, dict[str, float]]:
     """The engine, and the seconds that loading and compiling took.
 
     Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR`, by default `~/.cache/vishwamai/jax`, for the next start.
@@ -169,7 +175,7 @@ def load(planned: Load) -> tuple[Engine, dict[str, float]]:
     _keep_programs()
     started = time.monotonic()
     compiling = [started]
-    engine = planned.engine(_progress(compiling))
+    engine = planned.engine(_progress(compiling, compile == "lazy"), compile)
     ended = time.monotonic()
     say(f"ready after {ended - started:.1f} s")
     return engine, {"load_s": compiling[-1] - started, "compile_s": ended - compiling[-1]}
@@ -230,17 +236,22 @@ def _keep_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def _progress(began: list[float]) -> Callable[[int, int, str], None]:
-    """Says which program is compiled; `began` gets the time of the first."""
+def _progress(began: list[float], lazy: bool = False) -> Callable[[int, int, str], None]:
+    """Says which program is compiled; `began` gets the time of the first. On demand, each has a line of its own."""
+    ready: list[bool] = []
 
     def on_program(done: int, total: int, name: str) -> None:
         if done == 0:
             began.append(time.monotonic())
-        if sys.stderr.isatty():
-            text = f"compiling {done + 1}/{total}: {name}" if done < total else ""
+        if ready:
+            say(f"compiling on demand {done + 1}/{total}: {name}")
+        elif sys.stderr.isatty():
+            text = f"compiling {done + 1}/{total}: {name}" if name else ""
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif done == 0:
-            say(f"compiling {total} programs")
+            say(f"compiling programs: some of {total}, the others on demand" if lazy else f"compiling {total} programs")
+        if not name:
+            ready.append(True)
 
     return on_program
 

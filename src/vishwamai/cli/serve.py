@@ -99,9 +99,9 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
         if names[0] == names[1]:
             raise CommandError(f"the model and the encoder are both called {name!r}; pass another --name.")
         embed = model.load_encoder(arguments.encoder)
-        engine, _ = model.load(planned)
+        engine, _ = model.load(planned, arguments.compile)
     else:
-        engine, _ = model.load(planned)
+        engine, _ = model.load(planned, arguments.compile)
         embed = None if arguments.pooling is None else model.embed_by_decoder(engine, arguments.pooling)
     return engine, embed, names, generate.recommended(planned.generation)
 

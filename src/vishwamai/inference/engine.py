@@ -31,7 +31,7 @@ from vishwamai.inference.memory import ring_pages, rings_of
 from vishwamai.inference.mesh import mesh_of, place_model
 from vishwamai.inference.pages import PagePool
 from vishwamai.inference.pools import calibration_tokens, kv_dtype_of, make_pools
-from vishwamai.inference.programs import Programs
+from vishwamai.inference.programs import COMPILE, Programs
 from vishwamai.inference.prompts import Prompts
 from vishwamai.inference.requests import Branch, Request, Statistics
 from vishwamai.inference.sampling import Sampled, Sampling
@@ -61,6 +61,8 @@ class Engine:
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
       optimization: keys of `vishwamai.performance.Optimization`; `use_fp8` and `use_pjit` belong to `plan_load`.
+      compile: when programs are compiled: "ahead", all before the first request; or "lazy", two steps before it and
+        each other one when it is first needed, while the requests of that step wait.
       on_program: called with (how many programs are compiled, of how many, the next one's name).
 
     Raises:
@@ -93,6 +95,7 @@ class Engine:
         end_tokens: Sequence[int] = (),
         mesh: Mesh | None = None,
         optimization: Optimization | Mapping[str, Any] | None = None,
+        compile: str = "ahead",
         on_program: Callable[[int, int, str], None] | None = None,
     ):
         self.limits = limits or Limits(max_length=min(4096, model.config.max_positions))
@@ -102,6 +105,8 @@ class Engine:
         if num_pages is None:
             num_pages = self.limits.max_sequences * self.limits.pages_per_sequence
         mesh = mesh_of(model) if mesh is None else mesh
+        if compile not in COMPILE:
+            raise ShapeError(f"Engine: `compile` is {compile!r}; pass {' or '.join(map(repr, COMPILE))}.")
         if drafts >= self.limits.max_tokens:
             raise ShapeError(f"Engine: {drafts} guesses a step do not fit into {self.limits.max_tokens} tokens of it.")
         if draft is not None:
@@ -122,7 +127,10 @@ class Engine:
                 else make_pools(one, page_size, num_pages, kv_dtype, sample, mesh, ring_pages(of, self.limits))
                 for one, of in zip((model, draft), rings)
             )
-            self.programs = Programs(model, self.limits, pools, drafts, on_program, mesh, draft, draft_pools, rings)
+        lazy, kernels = compile == "lazy", self.optimization.kernels
+        self.programs = Programs(
+            model, self.limits, pools, drafts, on_program, mesh, draft, draft_pools, rings, lazy, kernels
+        )
         self.prompts = Prompts(self.programs.vocab, self.limits, num_pages, tokenizer)
         pool = PagePool(num_pages, shared=not rings[0] and prefix_cache is not False)
         self.scheduler = Scheduler(self.limits, pool, rotation_switch(model.config))

@@ -123,8 +123,8 @@ class Load:
             "their pages)"
         )
 
-    def engine(self, on_program: Callable[[int, int, str], None] | None = None) -> Engine:
-        """Loads the weights and compiles the programs.
+    def engine(self, on_program: Callable[[int, int, str], None] | None = None, compile: str = "ahead") -> Engine:
+        """Loads the weights and compiles the programs; the arguments are those of `Engine`.
 
         Raises:
           ShapeError: a file is missing, damaged or contradicts `config.json`.
@@ -146,6 +146,7 @@ class Load:
             end_tokens=self.generation.eos_token_ids,
             mesh=mesh,
             optimization=self.optimization.of_kernels,
+            compile=compile,
             on_program=on_program,
         )
 

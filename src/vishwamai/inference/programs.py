@@ -1,4 +1,4 @@
-"""The device's side of the engine: a few programs of fixed shapes, compiled before the first request.
+"""The device's side of the engine: a few programs of fixed shapes, compiled before the first request or on demand.
 
 The tokens of every running sequence lie on the device (`history`, a row for each slot): a step reads its tokens there,
 and sampling writes the new ones there. So a step can be sent off before the host has read what the last one drew.
@@ -6,6 +6,7 @@ and sampling writes the new ones there. So a step can be sent off before the hos
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -32,6 +33,14 @@ class StepShape:
     sequences: int
     rows: int
     longest: int
+
+
+COMPILE = ("ahead", "lazy")
+"""When programs are compiled: all before the first request, or most of them on demand."""
+
+
+Kernels = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Puts a configuration of kernels in force, such as `Optimization.kernels`."""
 
 
 class Tables(dict[str, Any]):
@@ -114,6 +123,33 @@ def _place(history: Any, slot: Any, start: Any, tokens: Any) -> Any:
     return history.at[slot, start + jnp.arange(tokens.shape[0])].set(tokens, mode="drop")
 
 
+class Program:
+    """A function that is compiled once, for the arguments of one shape: by `compile`, or by its first call.
+
+    Args:
+      name: what is told.
+      function: jitted.
+      mesh: for which it is traced.
+      kernels: the configuration of kernels for which it is traced.
+      told: called with the name before it is compiled.
+    """
+
+    def __init__(self, name: str, function: Any, mesh: Mesh | None, kernels: Kernels, told: Callable[[str], None]):
+        self.name, self._function, self._mesh, self._kernels, self._told = name, function, mesh, kernels, told
+        self._compiled: Any = None
+
+    def compile(self, *arguments: Any) -> None:
+        """Compiles it for arguments of these shapes."""
+        self._told(self.name)
+        with on_mesh(self._mesh), self._kernels():
+            self._compiled = self._function.lower(*arguments).compile()
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._compiled is None:
+            self.compile(*arguments)
+        return self._compiled(*arguments)
+
+
 class Programs:
     """The compiled programs and the arrays that they hand on: pages and history.
 
@@ -127,6 +163,11 @@ class Programs:
       draft: a model that guesses, or None (`drafting`).
       draft_pages: its pools.
       rings: pages of each sequence's ring, by the window of layers that have one, of the model and of the draft.
+      lazy: compile the programs of one sequence's token and of prompts only; each other one when a step first needs it.
+      kernels: the configuration of kernels for which programs are traced.
+
+    Attributes:
+      compiled, total: programs that are compiled, and all that may be.
     """
 
     def __init__(
@@ -140,6 +181,8 @@ class Programs:
         draft: Decoder | None = None,
         draft_pages: tuple[Any, ...] = (),
         rings: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {}),
+        lazy: bool = False,
+        kernels: Kernels = contextlib.nullcontext,
     ):
         self.model, self.limits, self.draft, self.drafts = model, limits, draft, drafts
         self.vocab = model.config.vocab_size
@@ -153,40 +196,46 @@ class Programs:
         self._all_allowed = {n: replicated(jnp.asarray(all_allowed(n, self.vocab)), mesh) for n in rows}
         drafting = () if draft is None else checking_shapes(limits, drafts)
         alone = sorted({shape.rows for shape in self.shapes if shape not in drafting})
-        total = len(self.shapes) + len(alone) + 2 * len(drafting) + 1
-        done = 0
+        self.total, self.compiled = len(self.shapes) + len(alone) + 2 * len(drafting) + 1, 0
+        first = (min(self.shapes), max(self.shapes))  # a token of one sequence, and prompts
 
-        def compiled(name: str, function: Callable[..., Any], donated: int | tuple[int, ...], *arguments: Any) -> Any:
-            nonlocal done
+        def told(name: str) -> None:
             if on_program is not None:
-                on_program(done, total, name)
-            done += 1
-            with on_mesh(mesh):
-                return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+                on_program(self.compiled, self.total, name)
+            self.compiled += 1
 
-        self._forward = {}
+        def program(
+            name: str, early: bool, function: Callable[..., Any], donated: int | tuple[int, ...], *arguments: Any
+        ) -> Program:
+            made = Program(name, jax.jit(function, donate_argnums=donated), mesh, kernels, told)
+            if early or not lazy:
+                made.compile(*arguments)
+            return made
+
+        self._forward: dict[StepShape, Program] = {}
+        self._draw: dict[int, Program] = {}
+        self._checked: dict[StepShape, Program] = {}
+        self._propose: dict[StepShape, Program] = {}
         for shape in self.shapes:
             name = f"step of {shape.tokens} tokens, {shape.sequences} sequences"
+            function = partial(_forward, shape=shape, rings=rings, mesh=mesh)
             arguments = *self._state(), self.history, *host_tables(shape, limits).values()
-            self._forward[shape] = compiled(
-                name, partial(_forward, shape=shape, rings=rings, mesh=mesh), (1, 3), *arguments
-            )
-        self._draw, self._checked, self._propose = {}, {}, {}
+            self._forward[shape] = program(name, shape in first, function, (1, 3), *arguments)
         for n in alone:
-            self._draw[n] = compiled(f"sampling of {n}", _draw, 2, *self._sampling(n), self._all_allowed[n])
+            arguments = *self._sampling(n), self._all_allowed[n]
+            self._draw[n] = program(f"sampling of {n}", n in {shape.rows for shape in first}, _draw, 2, *arguments)
         for shape in drafting:
             n, given = shape.sequences, jnp.float32
             one = Proposals(jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((n, self.vocab), given))
             arguments = *self._sampling(shape.rows), self._all_allowed[shape.rows], (one,) * drafts
-            self._checked[shape] = compiled(f"check of {shape.rows}", _draw, 2, *arguments)
+            self._checked[shape] = program(f"check of {shape.rows}", False, _draw, 2, *arguments)
             arguments = self._drafting(host_tables(shape, limits), empty_rows(n, limits.max_sequences, self.vocab))
-            self._propose[shape] = compiled(
-                f"guesses of {n}", partial(draft_step, rings=rings[1], mesh=mesh), (1, 2), *arguments
-            )
+            function = partial(draft_step, rings=rings[1], mesh=mesh)
+            self._propose[shape] = program(f"guesses of {n}", False, function, (1, 2), *arguments)
         scalar, tokens = np.int32(0), np.zeros(limits.max_length, np.int32)
-        self._place = compiled("new prompts", _place, 0, self.history, scalar, scalar, tokens)
+        self._place = program("new prompts", True, _place, 0, self.history, scalar, scalar, tokens)
         if on_program is not None:
-            on_program(total, total, "")
+            on_program(self.compiled, self.total, "")
 
     def _state(self) -> tuple[Any, ...]:
         return self.model, self.pages, self.draft, self.draft_pages

@@ -45,6 +45,7 @@ class Metrics:
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"vishwamai_{name}", text, value)
         counters = {
+            "programs_compiled": ("programs compiled, ahead or on demand", self._engine.programs.compiled),
             "steps": ("steps sent off", statistics.steps),
             "prompt_tokens": ("tokens of prompts", statistics.prompt_tokens),
             "cached_tokens": ("tokens of prompts found in the prefix cache", statistics.cached_tokens),
