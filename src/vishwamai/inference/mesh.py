@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import QuantizedPages
-from vishwamai.models.parameters import LOGICAL_NAMES, layer_parameters
+from vishwamai.models.parameters import LOGICAL_NAMES, split_units
 
 if TYPE_CHECKING:
     from vishwamai.models.decoder import Decoder
@@ -71,12 +70,9 @@ def serving_rules(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, st
     >>> serving_rules(config, {"tensor": 2})
     {'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor'}
     """
-    counts: dict[str, dict[str, tuple[str, int]]] = {TENSOR: {"heads": ("query heads", config.num_heads)}, EXPERT: {}}
-    if config.latent is None:  # latent rows have no heads
-        counts[TENSOR]["kv_heads"] = ("kv heads", config.num_kv_heads)
-    counts[TENSOR]["mlp"] = ("features in its feed-forward networks", _inner(config))
-    if config.experts is not None:
-        counts[EXPERT]["experts"] = ("experts", config.experts.count)
+    units = split_units(config)
+    counts = {TENSOR: {name: units[name] for name in ("heads", "kv_heads", "mlp") if name in units}}
+    counts[EXPERT] = {name: units[name] for name in ("experts",) if name in units}
     rules: dict[str, str] = {}
     for axis, size in sizes.items():
         if axis not in counts:
@@ -178,18 +174,6 @@ def mesh_of(model: Decoder) -> Mesh | None:
     """The mesh on which a decoder's parameters lie, None for one device."""
     found = jax.tree.leaves(model.norm.get_value())[0].sharding
     return found.mesh if isinstance(found, NamedSharding) and isinstance(found.mesh, Mesh) else None
-
-
-def _inner(config: ModelConfig) -> int:
-    """The features that divide every feed-forward network's."""
-    sizes = {
-        size
-        for kind in config.layers
-        for parameter in layer_parameters(config, kind).values()
-        for axis, size in zip(parameter.axes, parameter.shape)
-        if axis == "mlp"
-    }
-    return int(np.gcd.reduce(list(sizes)))
 
 
 def _written(sizes: Mapping[str, int]) -> str:

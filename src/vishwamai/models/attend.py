@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
 import vishwamai
+from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.models.blocks import Attend, Rotate
 from vishwamai.models.config import LayerKind, ModelConfig, Rope
 from vishwamai.models.pages import PagedBatch, QuantizedPages
+from vishwamai.ops.attention.ring import ring_attention
 from vishwamai.ops.rope import LongRopeScaling
 
 
@@ -44,23 +46,34 @@ def rotation(config: ModelConfig, positions: Any, lengths: Any = None) -> Rotate
     return rotate
 
 
-def attend_sequences(config: ModelConfig, segment_ids: Any) -> Attend:
-    """Causal attention within each row, and within each of its segments."""
+def sequence_placement(config: ModelConfig) -> Literal["contiguous", "zigzag"]:
+    """How rows lie on the devices of a split sequence: `ring_attention` balances windows in order, and other layers in
+    zig-zag order.
+    """
+    return "zigzag" if all(kind.window is None for kind in config.layers) else "contiguous"
+
+
+def attend_sequences(config: ModelConfig, segment_ids: Any, axes: Axes = ONE_DEVICE) -> Attend:
+    """Causal attention within each row, and within each of its segments.
+
+    Args:
+      axes: with `sequence`, the device has its part of each row, placed by `sequence_placement`.
+    """
 
     def attend(kind: LayerKind, query: Any, key: Any, value: Any, sinks: Any, pages: Any) -> tuple[Any, Any]:
-        out = vishwamai.flash_attention(
-            query,
-            key,
-            value,
-            causal=True,
-            window=None if kind.window is None else (kind.window - 1, 0),
-            segment_ids=None if segment_ids is None else (segment_ids, segment_ids),
-            softcap=config.attention_softcap,
-            sinks=sinks,
-            scale=config.attention_scale,
-            layout="bshd",
-        )
-        return out, pages
+        options: dict[str, Any] = {
+            "causal": True,
+            "window": None if kind.window is None else (kind.window - 1, 0),
+            "segment_ids": None if segment_ids is None else (segment_ids, segment_ids),
+            "softcap": config.attention_softcap,
+            "sinks": sinks,
+            "scale": config.attention_scale,
+        }
+        if axes.sequence is None:
+            return vishwamai.flash_attention(query, key, value, layout="bshd", **options), pages
+        by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+        out = ring_attention(*by_head, axis=axes.sequence, placement=sequence_placement(config), **options)
+        return jnp.swapaxes(out, 1, 2), pages
 
     return attend
 

@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """Names of mesh axes.
 
+    A loss that every device of `tensor` computes counts once for each of them. Its gradient is that of the sum over
+    all devices, so divide the loss by their number, and add up the gradients of parameters that they all hold.
+
     Attributes:
       tokens: over which tokens are split; the losses and counts of experts are those of all tokens.
       expert: the one of them over which experts are split too; tokens travel to their experts.
+      sequence: the one of them over which each row is split; keys and values travel around a ring.
+      tensor: over which heads, features of feed-forward networks and the vocab are split; all its devices have the
+        same tokens. Shoeybi et al., "Megatron-LM" (2019).
     """
 
     tokens: tuple[str, ...] = ()
     expert: str | None = None
+    sequence: str | None = None
+    tensor: str | None = None
+
+    def total(self, x: Any) -> Any:
+        """The sum of what each device of `tensor` has made of its part."""
+        return x if self.tensor is None else jax.lax.psum(x, self.tensor)
+
+    def once(self, bias: Any) -> Any:
+        """A whole bias on one device of `tensor`, zeros on the others: `total` counts it once. None stays None."""
+        if bias is None or self.tensor is None:
+            return bias
+        return jnp.where(jax.lax.axis_index(self.tensor) == 0, bias, jnp.zeros_like(bias))
 
 
 ONE_DEVICE = Axes()

@@ -81,18 +81,19 @@ def layer(
     """
     x, carry = _enter(config, carry, arrays.get("attention_norm"))
     if config.latent is None:
-        mixed, pages = _attention(config, kind, arrays, x, rotate, attend, pages)
+        mixed, pages = _attention(config, kind, arrays, x, rotate, attend, pages, axes)
     else:
-        mixed, pages = latent_attention(config, config.latent, kind, arrays, x, linear, rotate, attend, pages)
+        mixed, pages = latent_attention(config, config.latent, kind, arrays, x, linear, rotate, attend, pages, axes)
+    mixed = axes.total(mixed)
     x, carry = _enter(config, (carry, _leave(config, mixed, arrays.get("attention_post_norm"))), arrays.get("mlp_norm"))
     load = None
     if kind.experts and config.experts is not None:
         out, load = mixture(config, config.experts, arrays, x, axes)
         if config.experts.shared:
-            out = out + _feed_forward(config, arrays, x, "shared_")
+            out = out + _feed_forward(config, arrays, x, axes, "shared_")
     else:
-        out = _feed_forward(config, arrays, x)
-    return (carry, _leave(config, out, arrays.get("mlp_post_norm"))), pages, load
+        out = _feed_forward(config, arrays, x, axes)
+    return (carry, _leave(config, axes.total(out), arrays.get("mlp_post_norm"))), pages, load
 
 
 def _enter(config: ModelConfig, carry: tuple[Any, Any], scale: Any) -> tuple[Any, Any]:
@@ -111,37 +112,42 @@ def _leave(config: ModelConfig, delta: Any, scale: Any) -> Any:
 
 
 def _attention(
-    config: ModelConfig, kind: LayerKind, arrays: Arrays, x: Any, rotate: Rotate, attend: Attend, pages: Any
+    config: ModelConfig, kind: LayerKind, arrays: Arrays, x: Any, rotate: Rotate, attend: Attend, pages: Any, axes: Axes
 ) -> tuple[Any, Any]:
-    heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
+    """Of the heads that the device has; over the axis `tensor`, the result is its part of a sum."""
     made = {}
-    for name, count in heads.items():
+    for name in ("query", "key", "value"):
         made[name] = checkpoint_name(linear(x, arrays[name], arrays.get(f"{name}_bias")), name)
         scale = arrays.get(f"{name}_norm")
         if config.qk_norm == "all" and scale is not None:
-            made[name] = _norm_of_heads(config, made[name], scale)
-        made[name] = made[name].reshape(*x.shape[:-1], count, config.head_dim)
+            made[name] = _norm_of_heads(config, made[name], scale, axes)
+        made[name] = made[name].reshape(*x.shape[:-1], made[name].shape[-1] // config.head_dim, config.head_dim)
         if config.qk_norm == "head" and scale is not None:
             made[name] = norm(config, made[name], scale)
     query, key = rotate((made["query"], made["key"]), kind.rope)
     mixed, pages = attend(kind, query, key, made["value"], arrays.get("sinks"), pages)
-    flat = checkpoint_name(mixed.reshape(*x.shape[:-1], config.num_heads * config.head_dim), "mixed")
-    return linear(flat, arrays["output"], arrays.get("output_bias")), pages
+    flat = checkpoint_name(mixed.reshape(*x.shape[:-1], mixed.shape[-2] * config.head_dim), "mixed")
+    return linear(flat, arrays["output"], axes.once(arrays.get("output_bias"))), pages
 
 
-def _norm_of_heads(config: ModelConfig, x: Any, scale: Any) -> Any:
-    """`norm` over the features of all heads. Where explicit mesh axes split them, devices add up one sum of squares for
-    each token; the operation would gather the features.
+def _norm_of_heads(config: ModelConfig, x: Any, scale: Any, axes: Axes) -> Any:
+    """`norm` over the features of all heads. Where mesh axes split them, devices add up one sum of squares for each
+    token; the operation would gather the features.
     """
     found = jax.typeof(x).sharding
-    if not found.mesh.explicit_axes or found.spec[-1] is None:
+    explicit = found.mesh.explicit_axes and found.spec[-1] is not None
+    if not explicit and axes.tensor is None:
         return norm(config, x, scale)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.norm_eps)
+    wide, features = x.astype(jnp.promote_types(x.dtype, jnp.float32)), scale.shape[-1]
+    if axes.tensor is not None:  # the scale is whole on every device
+        scale = jax.lax.dynamic_slice_in_dim(scale, jax.lax.axis_index(axes.tensor) * x.shape[-1], x.shape[-1])
+    squares = axes.total(jnp.sum(jnp.square(wide), axis=-1, keepdims=True))
+    inverse = jax.lax.rsqrt(squares / features + config.norm_eps)
     return (wide * inverse * (scale.astype(wide.dtype) + (1.0 if config.norm_offset else 0.0))).astype(x.dtype)
 
 
-def _feed_forward(config: ModelConfig, arrays: Arrays, x: Any, prefix: str = "") -> Any:
+def _feed_forward(config: ModelConfig, arrays: Arrays, x: Any, axes: Axes, prefix: str = "") -> Any:
+    """Over the axis `tensor`, the result is the device's part of a sum."""
     weights = tuple(in_dtype(arrays[prefix + name], x.dtype) for name in ("gate", "up"))
     biases = tuple(arrays.get(f"{prefix}{name}_bias") for name in ("gate", "up", "down"))
     if biases[0] is not None or not all(isinstance(w, jax.Array) for w in weights):
@@ -149,4 +155,4 @@ def _feed_forward(config: ModelConfig, arrays: Arrays, x: Any, prefix: str = "")
         inner = (activate(config.activation, gate) * up).astype(x.dtype)
     else:
         inner = vishwamai.gated_linear_unit(x, weights, config.activation)
-    return linear(inner, arrays[prefix + "down"], biases[2])
+    return linear(inner, arrays[prefix + "down"], axes.once(biases[2]))

@@ -141,8 +141,13 @@ class Decoder(nnx.Module):
         """Hidden states, and the load of the experts: for each entry of `layers` a `Load` (None without experts), with
         a leading axis where its layers are stacked. The arguments are those of a call.
         """
+        if positions is None and axes.sequence is not None:
+            raise ShapeError(
+                f"Decoder: `positions` is None, but the rows are split over the mesh axis {axes.sequence!r}; pass the "
+                "positions of this device's tokens."
+            )
         rotate = rotation(self.config, positions)
-        attend = attend_sequences(self.config, segment_ids)
+        attend = attend_sequences(self.config, segment_ids, axes)
         hidden, _, load = self._run(tokens, rotate, lambda _: attend, None, wrap_layer or (lambda f: f), axes)
         return hidden, load
 
@@ -195,7 +200,7 @@ class Decoder(nnx.Module):
         wrap: Callable[..., Any],
         axes: Axes = ONE_DEVICE,
     ) -> tuple[Any, Any, tuple[Load | None, ...]]:
-        x = _rows(self.embed.get_value(), tokens).astype(self.dtype)
+        x = _rows(self.embed.get_value(), tokens, self.dtype, axes)
         if self.config.scale_embeddings:
             x = x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
         carry, found, at = (x, jnp.zeros_like(x)), [], 0
@@ -212,15 +217,19 @@ class Decoder(nnx.Module):
         return hidden, tuple(found), tuple(loads)
 
 
-def _rows(table: Any, tokens: Any) -> Any:
+def _rows(table: Any, tokens: Any, dtype: Any, axes: Axes) -> Any:
     """Rows of the embedding table; on explicit mesh axes they are split as the tokens are."""
     if isinstance(table, PackedQTensor):
-        return table.columns(tokens)
+        return table.columns(tokens).astype(dtype)
+    if axes.tensor is not None:  # each token's row is on one device
+        tokens = tokens - jax.lax.axis_index(axes.tensor) * table.shape[0]
+        here = (tokens >= 0) & (tokens < table.shape[0])
+        return axes.total(jnp.where(here[..., None], table[jnp.where(here, tokens, 0)].astype(dtype), 0))
     if jax.typeof(table).sharding.mesh.are_all_axes_auto or jax.typeof(table).sharding.mesh.empty:
-        return table[tokens]
+        return table[tokens].astype(dtype)
     spec = tuple(jax.typeof(tokens).sharding.spec)
     spec += (None,) * (tokens.ndim + 1 - len(spec))
-    return table.at[tokens].get(out_sharding=jax.sharding.PartitionSpec(*spec))
+    return table.at[tokens].get(out_sharding=jax.sharding.PartitionSpec(*spec)).astype(dtype)
 
 
 def _run_segment(

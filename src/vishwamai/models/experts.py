@@ -37,13 +37,15 @@ class Load(NamedTuple):
 def mixture(
     config: ModelConfig, experts: Experts, arrays: Mapping[str, Any], x: Any, axes: Axes = ONE_DEVICE
 ) -> tuple[Any, Load]:
-    """What the experts make of `x`, `[batch, seq, hidden]`, without the shared ones, and how they were used.
+    """What the experts make of `x`, `[batch, seq, hidden]`, without the shared ones, and how they were used. Over the
+    axis `tensor`, the first is the device's part of a sum.
 
     Args:
       axes: inside `shard_map`, the mesh axes over which the model is split.
     """
     weights = tuple(arrays[f"expert_{name}"] for name in _NAMES)
-    biases = tuple(arrays.get(f"expert_{name}_bias") for name in _NAMES)
+    gate_bias, up_bias, down_bias = (arrays.get(f"expert_{name}_bias") for name in _NAMES)
+    biases = (gate_bias, up_bias, axes.once(down_bias))
     router, options = arrays["router"].astype(jnp.float32), _routing(experts, arrays)
     if any(isinstance(weight, Weight) for weight in weights):
         if axes.expert is not None or experts.clamped_limit is not None or any(bias is not None for bias in biases):

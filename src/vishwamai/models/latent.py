@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 import vishwamai
+from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.models.config import Latent, LayerKind, ModelConfig
 
 if TYPE_CHECKING:
@@ -30,19 +31,21 @@ def latent_attention(
     rotate: Rotate,
     attend: Attend,
     pages: Any,
+    axes: Axes = ONE_DEVICE,
 ) -> tuple[Any, Any]:
-    """Attention's output `[batch, seq, hidden]`, and the pages.
+    """Attention's output `[batch, seq, hidden]`, and the pages. Over the axis `tensor`, the output is that of the
+    device's heads: a part of a sum.
 
     Args:
       linear: the product with a weight, `blocks.linear`.
     """
-    heads, shape = config.num_heads, x.shape[:-1]
+    shape, width = x.shape[:-1], latent.nope_dim + latent.rope_dim
     if latent.query_rank is None:
         query = linear(x, arrays["query"])
     else:
         low = linear(x, arrays["query_down"], arrays.get("query_down_bias"))
         query = linear(vishwamai.rms_norm(low, arrays["query_down_norm"], eps=_NORM_EPS), arrays["query_up"])
-    query = query.reshape(*shape, heads, latent.nope_dim + latent.rope_dim)
+    query = query.reshape(*shape, query.shape[-1] // width, width)
     low = linear(x, arrays["latent_down"], arrays.get("latent_down_bias"))
     vector = vishwamai.rms_norm(low[..., : latent.kv_rank], arrays["latent_norm"], eps=_NORM_EPS)
     plain, turning = query[..., : latent.nope_dim], query[..., latent.nope_dim :]
@@ -51,8 +54,8 @@ def latent_attention(
         mixed = _expanded(config, latent, kind, arrays, plain, turned, key, vector, linear, attend)
     else:
         mixed, pages = _absorbed(config, latent, kind, arrays, plain, turned, key, vector, attend, pages)
-    flat = mixed.reshape(*shape, heads * latent.value_dim)
-    return linear(flat, arrays["output"], arrays.get("output_bias")), pages
+    flat = mixed.reshape(*shape, mixed.shape[-2] * latent.value_dim)
+    return linear(flat, arrays["output"], axes.once(arrays.get("output_bias"))), pages
 
 
 def _expanded(
@@ -60,7 +63,7 @@ def _expanded(
     linear: Any, attend: Attend,
 ) -> Any:  # fmt: skip
     both = linear(vector, arrays["latent_up"])
-    both = both.reshape(*vector.shape[:-1], config.num_heads, latent.nope_dim + latent.value_dim)
+    both = both.reshape(*plain.shape[:-1], latent.nope_dim + latent.value_dim)
     keys = jnp.broadcast_to(key, (*both.shape[:-1], latent.rope_dim))
     keys = jnp.concatenate([both[..., : latent.nope_dim], keys], axis=-1)
     query = jnp.concatenate([plain, turned], axis=-1)

@@ -6,6 +6,7 @@ Random initialization, loading, saving, sharding and quantization all follow the
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from vishwamai.models.config import Experts, Latent, LayerKind, ModelConfig
 
@@ -54,6 +55,28 @@ def parameter_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
     layers = (layer_parameters(config, kind) for kind in dict.fromkeys(config.layers))
     tables = (top_parameters(config), *layers)
     return {name: parameter.axes for table in tables for name, parameter in table.items()}
+
+
+def split_units(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """What mesh axes may split, by logical axis: in words, and how many of them. A mesh axis divides the number.
+
+    Latent attention has no kv heads, a dense model no experts.
+    """
+    found = {"heads": ("query heads", config.num_heads)}
+    if config.latent is None:
+        found["kv_heads"] = ("kv heads", config.num_kv_heads)
+    sizes = (
+        size
+        for kind in config.layers
+        for parameter in layer_parameters(config, kind).values()
+        for axis, size in zip(parameter.axes, parameter.shape)
+        if axis == "mlp"
+    )
+    found["mlp"] = ("features in its feed-forward networks", math.gcd(*sizes))
+    found["vocab"] = ("entries in its vocab", config.vocab_size)
+    if config.experts is not None:
+        found["experts"] = ("experts", config.experts.count)
+    return found
 
 
 def _norm(config: ModelConfig, size: int) -> Parameter:

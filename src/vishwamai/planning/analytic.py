@@ -69,7 +69,8 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     step = training_step(config)
     parts, devices = step.parts, devices_of(target)
     names = [object() for _ in range(devices)]  # only their number counts
-    layout = make_layout(config.mesh, parts.params, parts.axes, config.batch_size, config.microbatches, names)
+    rows = config.batch_size, config.microbatches
+    layout = make_layout(config.mesh, parts.params, parts.axes, *rows, names, parts.config)
     params = _local(layout, parts.params)
     optimizer = _local(layout, step.state) - params
     wide = config.microbatches > 1  # gradients are added up in float32

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.core.errors import ConfigError, UnsupportedError
@@ -19,7 +19,7 @@ from vishwamai.core.target import Target
 from vishwamai.models import Decoder, ModelConfig, read_config
 from vishwamai.planning.program import Program, trace
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.mesh import ALL, make_layout, over_all_devices
+from vishwamai.training.mesh import BATCH, check_rows, make_layout, over_all_devices, written
 from vishwamai.training.model import ModelParts, split
 from vishwamai.training.optimizers import optimizer
 from vishwamai.training.remat import checkpoint_policy
@@ -71,15 +71,11 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
     config = over_all_devices(config, devices)
     asked = math.prod(dataclasses.astuple(config.mesh))
     if asked != devices:
-        sizes = " times ".join(f"mesh.{name}={size}" for name, size in vars(config.mesh).items())
         raise ConfigError(
-            f"config: {sizes} is {asked} devices, but {target} has {devices}; set mesh.fsdp={devices}, or search."
+            f"config: {written(config.mesh)} is {asked} devices, but {target} has {devices}; set mesh.fsdp={devices}, "
+            "or search."
         )
-    if config.batch_size % (devices * config.microbatches):
-        raise ConfigError(
-            f"config: batch_size={config.batch_size} is not a multiple of {devices} devices times "
-            f"microbatches={config.microbatches}."
-        )
+    check_rows(config.mesh, config.batch_size, config.microbatches)
     if config.lora.rank:
         raise UnsupportedError(
             f"plan: lora.rank={config.lora.rank} trains adapters, whose memory is not planned so far; set lora.rank=0."
@@ -158,6 +154,7 @@ def trace_training(config: TrainConfig, target: str) -> Program:
         config.batch_size,
         config.microbatches,
         devices=libtpu.devices_for(target),
+        model=parts.config,
     )
     gather = None if layout.mesh is None else layout.gather
     loss = model_loss(parts.graph, parts.rest, config.loss, step.kept(), gather, axes=layout.model_axes)
@@ -175,5 +172,5 @@ def trace_training(config: TrainConfig, target: str) -> Program:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
         state = jax.tree.map(placed, state, layout.specs(state))
-        batch = {name: placed(leaf, PartitionSpec(ALL)) for name, leaf in batch.items()}
+        batch = {name: placed(leaf, BATCH) for name, leaf in batch.items()}
     return trace(jax.jit(training_step_of, donate_argnums=0), state, batch, target=target)

@@ -181,6 +181,8 @@ class MeshSection(_Section):
     data: Positive = key("devices over which the batch is split", 1)
     fsdp: Positive = key("devices over which batch, parameters and optimizer state are split", 1)
     expert: Positive = key("devices over which batch and experts are split; tokens travel to their experts", 1)
+    sequence: Positive = key("devices over which each row is split; keys and values travel around a ring", 1)
+    tensor: Positive = key("devices over which heads, feed-forward networks and the vocab are split", 1)
 
 
 @dataclasses.dataclass(frozen=True)

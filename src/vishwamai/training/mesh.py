@@ -1,8 +1,9 @@
-"""Devices: the batch split over all of them, parameters and optimizer state split over the axis "fsdp".
+"""Devices: which mesh axes split the batch, its rows, and what of the parameters and the optimizer's state.
 
-Each layer's parameters are gathered where the layer runs, and the gradient of that gather adds up and splits the
-gradients: Rajbhandari et al., "ZeRO" (2020); Zhao et al., "PyTorch FSDP" (2023). The loss and its gradient run in one
-`shard_map`, so every operation sees the arrays of one device.
+The axis "fsdp" splits parameters. Each layer's are gathered where the layer runs, and the gradient of that gather adds
+up and splits the gradients: Rajbhandari et al., "ZeRO" (2020); Zhao et al., "PyTorch FSDP" (2023). "expert" and
+"tensor" split them too, by the logical names of their axes; these parts are not gathered (`models.axes`). The loss and
+its gradient run in one `shard_map`, so every operation sees the arrays of one device.
 """
 
 from __future__ import annotations
@@ -18,19 +19,32 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.core.errors import ConfigError
+from vishwamai.core.numbers import divisors
+from vishwamai.models.attend import sequence_placement
 from vishwamai.models.axes import ONE_DEVICE, Axes
-from vishwamai.models.parameters import LOGICAL_NAMES
-from vishwamai.parallel import LogicalRules
+from vishwamai.models.config import ModelConfig
+from vishwamai.models.parameters import LOGICAL_NAMES, split_units
+from vishwamai.parallel import LogicalRules, to_zigzag
 from vishwamai.parallel.rules import Names
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import SCALES
 
 Tree = Any
-ALL = ("data", "fsdp", "expert")
-"""The mesh axes, all of which split the batch."""
+ROWS = ("data", "fsdp", "expert")
+"""The mesh axes that split the rows of a batch."""
 
-EXPERTS = LogicalRules({**dict.fromkeys(LOGICAL_NAMES), "experts": "expert"})
-"""What the mesh axis "expert" splits. What "fsdp" splits goes by size: every parameter is gathered where it is used."""
+TOKENS = (*ROWS, "sequence")
+"""Those that split its tokens."""
+
+ALL = (*TOKENS, "tensor")
+"""The mesh axes, the busiest last."""
+
+BATCH = PartitionSpec(ROWS, "sequence")
+"""How the arrays of a batch, `[rows, ...]`, lie over the mesh."""
+
+KEPT_APART = {"expert": ("experts",), "tensor": ("heads", "kv_heads", "mlp", "vocab")}
+"""The logical axes that a mesh axis splits, by mesh axis; no device gathers these parts. What "fsdp" splits goes by
+size: every parameter is gathered where it is used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +55,14 @@ class Layout:
       mesh: of the axes `ALL`; None for one device.
       axes: for the last name of a parameter's path, the axis that is split over "fsdp", counted from the end. A name
         that is not here is whole along that axis of the mesh.
-      experts: the same for "expert"; these parts are not gathered.
+      apart: the same for each mesh axis of `KEPT_APART`.
+      zigzag: a split sequence lies on its devices in zig-zag order.
     """
 
     mesh: Mesh | None = None
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    experts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    apart: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    zigzag: bool = False
 
     @property
     def devices(self) -> int:
@@ -58,7 +74,13 @@ class Layout:
         """What the model has to know of the mesh."""
         if self.mesh is None:
             return ONE_DEVICE
-        return Axes(ALL, "expert" if self.mesh.shape["expert"] > 1 else None)
+        wide = {name: name if self.mesh.shape[name] > 1 else None for name in ("expert", "sequence", "tensor")}
+        return Axes(TOKENS, **wide)
+
+    @property
+    def copies(self) -> int:
+        """How many devices compute the loss of one token."""
+        return 1 if self.mesh is None else self.mesh.shape["tensor"]
 
     def specs(self, tree: Tree) -> Tree:
         """A `PartitionSpec` for each leaf of a tree of parameters, or of what an optimizer keeps for them."""
@@ -66,7 +88,8 @@ class Layout:
 
     def _spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         spec: list[str | None] = [None] * len(shape)
-        for split, axis in (("fsdp", self.axes.get(name)), ("expert", self.experts.get(name))):
+        for split, axes in (("fsdp", self.axes), *self.apart.items()):
+            axis = axes.get(name)
             if self.mesh is None or axis is None or -axis > len(shape) or shape[axis] % self.mesh.shape[split]:
                 continue
             spec[axis] = split
@@ -79,8 +102,13 @@ class Layout:
         return jax.device_put(tree, jax.tree.map(functools.partial(NamedSharding, self.mesh), self.specs(tree)))
 
     def put_batch(self, batch: Tree) -> Tree:
-        """Arrays `[rows, ...]` with the rows split over all devices."""
-        return batch if self.mesh is None else jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(ALL)))
+        """Arrays `[rows, ...]` split over the devices."""
+        if self.mesh is None:
+            return batch
+        if self.zigzag:
+            size = self.mesh.shape["sequence"]
+            batch = jax.tree.map(lambda x: to_zigzag(x, size, axis=1), batch)
+        return jax.device_put(batch, NamedSharding(self.mesh, BATCH))
 
     def gather(self, arrays: Tree) -> Tree:
         """Inside `gradients`: whole parameters from this device's parts, by the last name of each path."""
@@ -92,9 +120,10 @@ class Layout:
         return jax.tree_util.tree_map_with_path(whole, arrays) if self.mesh is not None else arrays
 
     def over_devices(self, compute: Callable[..., Any], params: Tree, gradients: bool = True) -> Callable[..., Any]:
-        """`compute(params, batch, *scalars)` to (gradients, sums) of each device's rows, as one function of all rows.
+        """`compute(params, batch, *scalars)` to (gradients, sums) of each device's tokens, as one function of all.
 
-        The gradients come out split like the parameters; without `gradients`, `compute` gives None in their place.
+        The gradients are those of the sum over all devices, which counts a token `copies` times; they come out split
+        like the parameters. The sums count it once. Without `gradients`, `compute` gives None in their place.
         """
         if self.mesh is None:
             return compute
@@ -106,14 +135,14 @@ class Layout:
             def total(path: Any, g: Any) -> Any:
                 if path[0] == jax.tree_util.DictKey(SCALES):
                     return jax.lax.pmax(g, ALL)
-                # The gradient of a gather has been added up over "fsdp" already, and experts have seen all tokens.
-                done = {"fsdp": _last(path) in self.axes, "expert": _last(path) in self.experts}
-                return jax.lax.psum(g, tuple(axis for axis in ALL if not done.get(axis)))
+                # The gradient of a gather has been added up over "fsdp" already, and what is apart has no copies.
+                done = {split for split, axes in (("fsdp", self.axes), *self.apart.items()) if _last(path) in axes}
+                return jax.lax.psum(g, tuple(axis for axis in ALL if axis not in done))
 
-            return jax.tree_util.tree_map_with_path(total, found), jax.lax.psum(sums, ALL)
+            return jax.tree_util.tree_map_with_path(total, found), jax.lax.psum(sums, TOKENS)
 
         def call(params: Tree, batch: Tree, *scalars: Any) -> tuple[Tree, Tree]:
-            places = (specs, PartitionSpec(ALL), PartitionSpec())
+            places = (specs, BATCH, PartitionSpec())
             out = (specs if gradients else PartitionSpec(), PartitionSpec())
             run = jax.shard_map(local, mesh=self.mesh, in_specs=places, out_specs=out, check_vma=False)
             return run(params, batch, scalars)
@@ -124,8 +153,8 @@ class Layout:
         """`compute(params, batch)` to arrays `[rows, ...]` of each device's rows, as one function of all rows."""
         if self.mesh is None:
             return compute
-        places = (self.specs(params), PartitionSpec(ALL))
-        return jax.shard_map(compute, mesh=self.mesh, in_specs=places, out_specs=PartitionSpec(ALL), check_vma=False)
+        places = (self.specs(params), BATCH)
+        return jax.shard_map(compute, mesh=self.mesh, in_specs=places, out_specs=PartitionSpec(ROWS), check_vma=False)
 
 
 def over_all_devices(config: TrainConfig, devices: int) -> TrainConfig:
@@ -148,11 +177,12 @@ def make_layout(
     batch_size: int,
     microbatches: int,
     devices: Sequence[Any] | None = None,
+    model: ModelConfig | None = None,
 ) -> Layout:
-    """The layout of parameters on the first `data * fsdp * expert` devices.
+    """The layout of parameters on the first devices, as many as the mesh has.
 
-    A parameter is split along its longest axis that "fsdp" divides in every parameter of that name; norms and biases
-    stay whole.
+    "fsdp" splits a parameter along the longest axis that no other mesh axis splits, and that it divides in every
+    parameter of that name; norms and biases stay whole.
 
     Args:
       section: of the configuration.
@@ -160,38 +190,85 @@ def make_layout(
       names: logical names of the axes of each parameter without that of stacked layers, by the last name of its path.
       batch_size: rows of a step. microbatches: into which a step is cut.
       devices: which there are; None for those of JAX.
+      model: which the parameters are of; where "expert", "sequence" and "tensor" are 1, it is not read.
 
     Raises:
-      ConfigError: there are fewer devices, or they do not divide the rows of a microbatch.
+      ConfigError: there are fewer devices, or a mesh axis does not divide what it splits.
     """
-    count = section.data * section.fsdp * section.expert
+    sizes = vars(section)
+    count = math.prod(sizes.values())
     if count == 1:
         return Layout()
     devices = jax.devices() if devices is None else devices
     if count > len(devices):
         raise ConfigError(
-            f"config: mesh.data={section.data} times mesh.fsdp={section.fsdp} times mesh.expert={section.expert} needs "
-            f"{count} devices; JAX has {len(devices)}. On a CPU, "
+            f"config: {written(section)} needs {count} devices; JAX has {len(devices)}. On a CPU, "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes them."
         )
-    if batch_size % (count * microbatches):
-        raise ConfigError(
-            f"config: batch_size={batch_size} is not a multiple of {count} devices times microbatches={microbatches}."
-        )
-    mesh = Mesh(np.array(devices[:count]).reshape(section.data, section.fsdp, section.expert), ALL)
+    check_rows(section, batch_size, microbatches)
+    apart: dict[str, dict[str, int]] = {}
+    for axis, split in KEPT_APART.items():
+        if sizes[axis] > 1 and model is not None:
+            check_units(axis, sizes[axis], model)
+            apart[axis] = _apart(axis, split, names)
+    mesh = Mesh(np.array(devices[:count]).reshape([sizes[axis] for axis in ALL]), ALL)
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         shapes.setdefault(_last(path), []).append(leaf.shape)
-    found = {n: _axis(those, section.fsdp) for n, those in shapes.items() if len(names[n]) >= 2 and not _is_bias(n)}
-    splits = {n: tuple(EXPERTS.partition(names[n], where=n)) for n in shapes} if section.expert > 1 else {}
-    experts = {n: split.index("expert") - len(split) for n, split in splits.items() if "expert" in split}
-    counts = {those[0][experts[n]] for n, those in shapes.items() if n in experts}
-    if section.expert > 1 and (not counts or any(n % section.expert for n in counts)):
+    found = {
+        name: _axis(those, section.fsdp, {axes[name] for axes in apart.values() if name in axes})
+        for name, those in shapes.items()
+        if len(names[name]) >= 2 and not _is_bias(name)
+    }
+    zigzag = section.sequence > 1 and model is not None and sequence_placement(model) == "zigzag"
+    return Layout(mesh, {name: axis for name, axis in found.items() if axis is not None}, apart, zigzag)
+
+
+def written(section: MeshSection) -> str:
+    """The sizes of a mesh, as errors write them.
+
+    >>> written(MeshSection(fsdp=4, tensor=2))
+    'mesh.fsdp=4 times mesh.tensor=2'
+    """
+    return " times ".join(f"mesh.{name}={size}" for name, size in vars(section).items() if size > 1) or "mesh.data=1"
+
+
+def row_parts(section: MeshSection) -> int:
+    """Into how many parts a mesh splits the rows of a batch."""
+    return math.prod(getattr(section, axis) for axis in ROWS)
+
+
+def check_rows(section: MeshSection, batch_size: int, microbatches: int) -> None:
+    """Raises ConfigError where a mesh does not divide the rows of a microbatch."""
+    parts = row_parts(section)
+    if batch_size % (parts * microbatches):
+        axes = " times ".join(f"mesh.{axis}" for axis in ROWS)
         raise ConfigError(
-            f"config: mesh.expert={section.expert}, but the model has {next(iter(counts), 'no')} experts; pass a "
-            "number that divides them."
+            f"config: batch_size={batch_size} is not a multiple of {parts} devices ({axes}) times "
+            f"microbatches={microbatches}."
         )
-    return Layout(mesh, {name: axis for name, axis in found.items() if axis is not None}, experts)
+
+
+def check_units(axis: str, size: int, model: ModelConfig) -> None:
+    """Raises ConfigError where the size of a mesh axis of `KEPT_APART` does not divide what it splits of a model."""
+    units = {name: unit for name, unit in split_units(model).items() if name in KEPT_APART[axis]}
+    if not units:
+        raise ConfigError(f"config: mesh.{axis}={size}, but the model has no {axis}s; set mesh.{axis}=1.")
+    for name, (what, number) in units.items():
+        if number % size:
+            fits = ", ".join(str(n) for n in divisors(math.gcd(*(count for _, count in units.values()))))
+            larger = f", or model.config.vocab_size={-(-number // size) * size}" if name == "vocab" else ""
+            raise ConfigError(
+                f"config: mesh.{axis}={size} does not divide the model's {number} {what}; set mesh.{axis} to one of "
+                f"{fits}{larger}."
+            )
+
+
+def _apart(axis: str, split: Sequence[str], names: Mapping[str, Names]) -> dict[str, int]:
+    """The axis that a mesh axis splits, from the end, by the last name of a parameter's path."""
+    rules = LogicalRules({**dict.fromkeys(LOGICAL_NAMES), **dict.fromkeys(split, axis)})
+    specs = {name: tuple(rules.partition(of, where=name)) for name, of in names.items()}
+    return {name: spec.index(axis) - len(spec) for name, spec in specs.items() if axis in spec}
 
 
 def _is_bias(name: str) -> bool:
@@ -199,11 +276,11 @@ def _is_bias(name: str) -> bool:
     return name.endswith("_bias")
 
 
-def _axis(shapes: list[tuple[int, ...]], parts: int) -> int | None:
-    """The longest of the last two axes that `parts` divides in every shape, from the end."""
+def _axis(shapes: list[tuple[int, ...]], parts: int, taken: set[int]) -> int | None:
+    """The longest of the last two axes that `parts` divides in every shape and that are not taken, from the end."""
     if parts == 1:
         return None
-    fitting = [axis for axis in (-1, -2) if all(shape[axis] % parts == 0 for shape in shapes)]
+    fitting = [axis for axis in (-1, -2) if axis not in taken and all(shape[axis] % parts == 0 for shape in shapes)]
     return max(fitting, key=lambda axis: shapes[0][axis], default=None)
 
 

@@ -17,18 +17,20 @@ import numpy as np
 
 import vishwamai
 from vishwamai.models import Decoder
+from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.training.data import Batch, Corpus, Rows
 from vishwamai.training.mesh import Layout
 from vishwamai.training.packing import IGNORED
 
 
-def answer_logprobs(model: Decoder, hidden: Any, batch: dict[str, Any]) -> Any:
+def answer_logprobs(model: Decoder, hidden: Any, batch: dict[str, Any], axes: Axes = ONE_DEVICE) -> Any:
     """The log-probability of each answer, the sum over its tokens: float32 `[rows, 2]`.
 
     Args:
       model: whose head makes logits.
       hidden: `[rows, seq, hidden]`, of the model.
       batch: `labels` and `segment_ids`, `[rows, seq]`.
+      axes: inside `shard_map`, the mesh axes over which the model is split; rows are whole.
     """
     losses = vishwamai.linear_cross_entropy(
         hidden,
@@ -37,6 +39,7 @@ def answer_logprobs(model: Decoder, hidden: Any, batch: dict[str, Any]) -> Any:
         softcap=model.config.final_logit_softcap,
         ignore_index=IGNORED,
         reduction="none",
+        vocab_axis=axes.tensor,
     )
     return -jnp.stack([jnp.sum(jnp.where(batch["segment_ids"] == s, losses, 0.0), axis=1) for s in (1, 2)], axis=1)
 

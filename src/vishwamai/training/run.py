@@ -26,7 +26,7 @@ from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, tr
 from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.lora import attach, initial_adapters, whole
-from vishwamai.training.mesh import Layout, make_layout, over_all_devices
+from vishwamai.training.mesh import ALL, Layout, make_layout, over_all_devices
 from vishwamai.training.model import export, make_model
 from vishwamai.training.optimizers import optimizer, schedule
 from vishwamai.training.preferences import answer_logprobs, with_reference
@@ -137,7 +137,8 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     corpus = prepare(config, folder / "data")
     tokenizer = Tokenizer.from_file(str(folder / "data" / "tokenizer.json"))
     parts = make_model(config, tokenizer)
-    layout = make_layout(config.mesh, parts.params, parts.axes, config.batch_size, config.microbatches)
+    rows = config.batch_size, config.microbatches
+    layout = make_layout(config.mesh, parts.params, parts.axes, *rows, model=parts.config)
     params, frozen, ranks, gather = parts.params, None, parts.ranks, layout.gather if layout.mesh is not None else None
     if config.lora.rank:
         frozen, ranks, gather = params, {"down": 2, "up": 2}, whole
@@ -146,7 +147,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     attach_scales = None
     if config.precision == "fp8":
         options = dataclasses.asdict(config.fp8)
-        update = FP8Optimizer(update, ranks=ranks, axes=layout.model_axes.tokens, **options)
+        update = FP8Optimizer(update, ranks=ranks, axes=() if layout.mesh is None else ALL, **options)
         attach_scales = update.attach
 
     def loss_under(policy: str) -> Any:
@@ -184,7 +185,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
         def reference(params: Any, batch: dict[str, Any]) -> Any:
             with config.optimization.kernels():
                 made = run_model(parts.graph, parts.rest, params, batch, gather=gather, axes=layout.model_axes)
-                return answer_logprobs(made[0], made[1], batch)
+                return answer_logprobs(made[0], made[1], batch, layout.model_axes)
 
         start = layout.put(parts.params)
         score = functools.partial(jax.jit(layout.by_row(reference, start)), start)
@@ -252,6 +253,12 @@ def check(config: TrainConfig) -> None:
             f"config: batch_size={config.batch_size} is not a multiple of microbatches={config.microbatches}; every "
             "microbatch has the same number of rows."
         )
+    parts = config.mesh.sequence if config.mesh.sequence == 1 else 2 * config.mesh.sequence
+    if config.data.sequence_length % parts:
+        raise ConfigError(
+            f"config: data.sequence_length={config.data.sequence_length} is not a multiple of {parts}, twice "
+            f"mesh.sequence={config.mesh.sequence}: each device has a piece from each end of a row."
+        )
     memory_limit(config.remat)
     if config.lora.rank and config.model.start_from is None:
         raise ConfigError("config: lora.rank trains adapters of an existing model; set model.start_from.")
@@ -273,6 +280,11 @@ def check(config: TrainConfig) -> None:
                 "set fp8.scaling=delayed."
             )
     if config.objective == "dpo":
+        if config.mesh.sequence > 1:
+            raise UnsupportedError(
+                f"config: objective=dpo needs whole rows, but mesh.sequence={config.mesh.sequence} splits them; set "
+                "mesh.sequence=1, and mesh.fsdp or mesh.tensor in its place."
+            )
         if config.model.start_from is None or config.tokenizer.path is None:
             raise ConfigError(
                 "config: objective=dpo goes on from a trained model; set model.start_from and tokenizer.path, which "

@@ -108,7 +108,7 @@ def model_loss(
         model, hidden, loads = run_model(graph, rest, params, batch, kept, gather, attach, axes)
         labels = batch["labels"]
         if "reference" in batch:
-            return preference_loss(answer_logprobs(model, hidden, batch), batch["reference"], beta)
+            return preference_loss(answer_logprobs(model, hidden, batch, axes), batch["reference"], beta)
         plain, logsumexp = vishwamai.linear_cross_entropy(
             hidden,
             model.head_weight(),
@@ -117,6 +117,7 @@ def model_loss(
             ignore_index=IGNORED,
             reduction="sum",
             return_logsumexp=True,
+            vocab_axis=axes.tensor,
         )
         total, sums = plain, {"loss": plain}
         if section.z_loss:
@@ -222,13 +223,14 @@ def train_step(
     """
     tokens = jnp.sum(batch["labels"] != IGNORED)
     scale = 1.0 / jnp.maximum(counted(batch), 1).astype(jnp.float32)
+    weight = scale  # of a token in the gradient
     compute = functools.partial(accumulated, loss, microbatches=config.microbatches)
     trained = state.params
     if isinstance(optimizer, FP8Optimizer):
         trained = optimizer.with_scales(trained, state.optimizer)
     if layout is not None:
-        compute = layout.over_devices(compute, trained)
-    gradients, sums = compute(trained, batch, scale)
+        compute, weight = layout.over_devices(compute, trained), scale / layout.copies
+    gradients, sums = compute(trained, batch, weight)
     counts = sums.pop(EXPERT_COUNTS, None)
     largest = {SCALES: gradients.pop(SCALES)} if isinstance(gradients, dict) and SCALES in gradients else {}
     norm = optax.tree.norm(gradients)

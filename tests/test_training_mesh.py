@@ -1,0 +1,145 @@
+"""Training over the mesh axes "tensor" and "sequence": the run on one device, whatever they split."""
+
+import numpy as np
+import pytest
+
+from test_training import LLAMA, LOSSES, MIXTRAL, small, tensors
+from vishwamai.core.errors import ConfigError, UnsupportedError
+from vishwamai.training.run import train
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+}
+MODELS = {
+    "llama": LLAMA,
+    "one_layer": LLAMA | {"num_hidden_layers": 1},
+    "gemma2": LLAMA | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8},
+    "olmo2": LLAMA | {"model_type": "olmo2"},
+    "mixtral": MIXTRAL,
+    "deepseek": DEEPSEEK,
+    "gpt_oss": MIXTRAL | {"model_type": "gpt_oss", "head_dim": 8, "sliding_window": 8},
+}
+
+
+def settings(folder, model, /, **changes):
+    """A run of 4 steps on packed documents: two of them in most rows."""
+    words = "the quick brown fox jumps over the lazy dog while five dozen liquor jugs were packed".split()
+    order = np.random.default_rng(0)
+    for number in range(120):
+        chosen = order.choice(words, order.integers(5, 30))
+        (folder / f"document-{number}.txt").write_text(" ".join(chosen))
+    sources = [{"paths": [str(folder / "document-*.txt")]}]
+    common = {
+        "model": {"config": MODELS[model]},
+        "data": {"sources": sources, "sequence_length": 32, "packing": "best_fit", "holdout": 0.4},
+        "evaluation": {"every": 2},
+        # A large eps, so that Adam does not make rounding errors of gradients near 0 as large as other updates.
+        "optimizer": {"learning_rate": 0.01, "eps": 1e-4},
+        "steps": 4,
+        "batch_size": 8,
+    }
+    return small(folder, **common | changes)
+
+
+def assert_equal_runs(folder, one, other, records, spread):
+    np.testing.assert_allclose([r.loss for r in spread], [r.loss for r in records], atol=2e-5)
+    np.testing.assert_allclose([r.gradient_norm for r in spread], [r.gradient_norm for r in records], rtol=1e-4)
+    if records[1].evaluation_loss is not None:
+        assert spread[1].evaluation_loss == pytest.approx(records[1].evaluation_loss, abs=2e-5)
+    left, right = tensors(folder / one), tensors(folder / other)
+    for name in left:
+        np.testing.assert_allclose(right[name], left[name], atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "changes"),
+    [
+        ("one_layer", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"steps": 2, "evaluation": {}}),
+        *(
+            pytest.param(model, mesh, changes, marks=pytest.mark.long)
+            for model, mesh, changes in [
+                ("llama", {"fsdp": 4, "tensor": 2}, {"remat": "full", "microbatches": 2}),
+                ("llama", {"data": 2, "sequence": 4}, {"optimizer": {"name": "muon", "eps": 1e-4}}),
+                ("gemma2", {"fsdp": 4, "tensor": 2}, {"optimizer": {"eps": 1e-4, "ema_decay": 0.5}}),
+                ("gemma2", {"fsdp": 2, "sequence": 4}, {"loss": {"z_loss": 0.001}}),
+                ("olmo2", {"fsdp": 4, "tensor": 2}, {}),
+                ("mixtral", {"data": 2, "expert": 2, "tensor": 2}, {"loss": LOSSES}),
+                ("mixtral", {"fsdp": 4, "sequence": 2}, {"loss": LOSSES}),
+                ("deepseek", {"expert": 2, "sequence": 2, "tensor": 2}, {"loss": {"bias_rate": 0.01}}),
+                ("gpt_oss", {"expert": 2, "sequence": 2, "tensor": 2}, {}),
+            ]
+        ),
+    ],
+)
+def test_split_heads_and_rows_change_no_run(tmp_path, model, mesh, changes):
+    alone = list(train(settings(tmp_path, model, **changes), tmp_path / "one"))
+    spread = list(train(settings(tmp_path, model, **changes, mesh=mesh), tmp_path / "all"))
+    assert_equal_runs(tmp_path, "one", "all", alone, spread)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_8_bit_products_of_split_heads(tmp_path, scaling):
+    changes = {"precision": "fp8", "fp8": {"scaling": scaling}}
+    alone = [r.loss for r in train(settings(tmp_path, "llama", **changes), tmp_path / "one")]
+    spread = [r.loss for r in train(settings(tmp_path, "llama", **changes, mesh={"tensor": 2}), tmp_path / "all")]
+    # As `test_training_fp8`: sums in another order round to another neighbour of 8 bits here and there.
+    assert spread[0] == pytest.approx(alone[0], abs=1e-3)
+    np.testing.assert_allclose(spread, alone, atol=0.02)
+
+
+@pytest.mark.long
+def test_a_checkpoint_goes_to_other_axes(tmp_path):
+    common = {"optimizer": {"eps": 1e-4, "schedule": "constant"}}  # a schedule would depend on `steps`
+    alone = list(train(settings(tmp_path, "llama", **common, steps=6), tmp_path / "one"))
+    records = []
+    for steps, mesh in ((2, {"fsdp": 2, "sequence": 2, "tensor": 2}), (4, {"fsdp": 4}), (6, {"tensor": 2})):
+        records += train(settings(tmp_path, "llama", **common, steps=steps, mesh=mesh), tmp_path / "run", resume=True)
+    assert [r.step for r in records] == [1, 2, 3, 4, 5, 6]
+    assert_equal_runs(tmp_path, "one", "run", alone, records)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"mesh": {"tensor": 3}}, ConfigError, r"mesh\.tensor=3 does not divide the model's 4 query heads; .* 1, 2\.$"),
+        ({"mesh": {"tensor": 4}}, ConfigError, r"mesh\.tensor=4 does not divide the model's 2 kv heads"),
+        (
+            {"mesh": {"tensor": 2}, "model": {"config": LLAMA | {"vocab_size": 301}}},
+            ConfigError,
+            r"mesh\.tensor=2 does not divide the model's 301 entries in its vocab; .* or model\.config\.vocab_size=302",
+        ),
+        ({"mesh": {"expert": 2}}, ConfigError, r"mesh\.expert=2, but the model has no experts"),
+        (
+            {"mesh": {"sequence": 3}},
+            ConfigError,
+            r"data\.sequence_length=32 is not a multiple of 6, twice mesh\.sequence=3",
+        ),
+        (
+            {"mesh": {"sequence": 4, "tensor": 4}},
+            ConfigError,
+            r"mesh\.sequence=4 times mesh\.tensor=4 needs 16 devices",
+        ),
+        ({"mesh": {"data": 3}}, ConfigError, r"batch_size=8 is not a multiple of 3 devices"),
+        ({"mesh": {"sequence": 2}, "objective": "dpo"}, UnsupportedError, r"dpo needs whole rows, .*mesh\.sequence=2"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(tmp_path, changes, error, text):
+    with pytest.raises(error, match=text):
+        next(train(settings(tmp_path, "llama", **changes), tmp_path / "run"))
