@@ -56,25 +56,34 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError("train needs a directory for the run: --output DIR.")
     from vishwamai.core.config import ambient_target
     from vishwamai.core.optimization import explain_optimization
+    from vishwamai.parallel import initialize
     from vishwamai.training.run import finish, train
+    from vishwamai.training.together import first_alone
 
-    if config.optimization.given:
+    first = initialize().index == 0  # the others compute with it and say nothing
+    if first and config.optimization.given:
         import jax
 
         effects = explain_optimization(config.optimization, "training", jax.device_count())
         console.console().print(effects, highlight=False, markup=False)
-    if config.precision == "fp8" and (widened := ambient_target().widens_fp8(("float8_e4m3fn", "float8_e5m2"))):
-        console.console().print(f"precision=fp8: {widened}.", highlight=False)
+    if first and config.precision == "fp8":
+        widened = ambient_target().widens_fp8(("float8_e4m3fn", "float8_e5m2"))
+        if widened:
+            console.console().print(f"precision=fp8: {widened}.", highlight=False)
     started = time.perf_counter()
     records = train(config, arguments.output, arguments.resume, arguments.profile)
-    last = _follow(config, records)
+    last = _follow(config, records, show=first)
     if last is not None and last.step < config.steps:
-        console.console().print(
+        text = (
             f"Stopped at step {last.step} of {config.steps}; the checkpoint is in {arguments.output / 'checkpoints'}. "
             "The same command with --resume goes on."
         )
+        if first:
+            console.console().print(text)
         return 0
-    text = finish(config, arguments.output)
+    text = first_alone(lambda: finish(config, arguments.output))
+    if not first:
+        return 0
     if text is not None:
         console.console().print(console_rule("sample"), text, console_rule(""), sep="\n", markup=False, highlight=False)
     console.console().print(
@@ -88,14 +97,14 @@ def console_rule(title: str) -> str:
     return f"{f' {title} ' if title else '':-^80}"
 
 
-def _follow(config: TrainConfig, records: Any) -> Record | None:
+def _follow(config: TrainConfig, records: Any, show: bool) -> Record | None:
     """Shows the records as they come: a live table on a terminal, a line now and then in a file."""
     out = console.console()
     last = None
-    if not out.is_terminal:
+    if not (out.is_terminal and show):
         every = max(config.steps // 20, 1)
         for last in records:
-            if last.step == 1 or last.step % every == 0 or last.evaluation_loss is not None:
+            if show and (last.step == 1 or last.step % every == 0 or last.evaluation_loss is not None):
                 print(_line(config, last), flush=True)
         return last
     from rich.live import Live

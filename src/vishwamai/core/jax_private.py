@@ -9,6 +9,7 @@ from typing import Any
 
 from jax._src import source_info_util
 from jax._src.clusters import ClusterEnv
+from jax._src.distributed import global_state
 from jax._src.mesh import get_concrete_mesh
 from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
@@ -38,6 +39,16 @@ def cluster_of_processes(
 def devices_are_taken() -> bool:
     """Whether JAX has asked the platform for its devices, after which no process can join others."""
     return backends_are_initialized()
+
+
+def tell(key: str, text: str) -> None:
+    """Tells the processes that `vishwamai.parallel.initialize` joined a text by a key, which is used once."""
+    global_state.client.key_value_set(key, text)
+
+
+def heard(key: str) -> str:
+    """What a process tells by a key, however long that takes; an error where the connection to process 0 closes."""
+    return global_state.client.blocking_key_value_get(key, 30 * 24 * 3600 * 1000)
 
 
 def source_of(eqn: Any) -> str:

@@ -196,7 +196,7 @@ def save_pretrained(model: Decoder, directory: str | Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     for name, parameter, layer, value in named_parameters(model):
-        if not isinstance(value, jax.Array):
+        if not isinstance(value, (jax.Array, np.ndarray)):
             raise ShapeError(
                 f"save_pretrained: parameter `{name}` is a {type(value).__name__}; save the model that it came from."
             )

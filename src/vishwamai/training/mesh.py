@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.core.errors import ConfigError
@@ -96,19 +97,58 @@ class Layout:
         return PartitionSpec(*spec) if any(spec) else PartitionSpec()
 
     def put(self, tree: Tree) -> Tree:
-        """A tree of parameters or of an optimizer's state, laid out over the mesh."""
+        """A tree of parameters or of an optimizer's state, laid out over the mesh. Every process passes the same."""
         if self.mesh is None:
             return tree
-        return jax.device_put(tree, jax.tree.map(functools.partial(NamedSharding, self.mesh), self.specs(tree)))
+        return jax.tree.map(_put, tree, jax.tree.map(functools.partial(NamedSharding, self.mesh), self.specs(tree)))
+
+    def on_host(self, tree: Tree) -> Tree:
+        """A tree that `put` laid out, whole: NumPy arrays on process 0 and None on the others, in which every process
+        takes part; on one process the tree itself.
+        """
+        if jax.process_count() == 1:
+            return tree
+        one = (lambda x: x) if jax.process_index() == 0 else lambda x: None
+        return jax.tree.map(lambda x: one(multihost_utils.process_allgather(x, tiled=True)), tree)
+
+    @property
+    def reader(self) -> tuple[int, int]:
+        """Which part of each batch this process reads, and of how many. Processes that have the same rows read the
+        same part; where parts would differ in size, each process reads all.
+        """
+        if self.mesh is None:
+            return 0, 1
+        rows: dict[int, set[int]] = {}
+        for row, devices in enumerate(self.mesh.devices.reshape(math.prod(self.mesh.shape[a] for a in ROWS), -1)):
+            for device in devices:
+                rows.setdefault(device.process_index, set()).add(row)
+        parts = sorted({tuple(sorted(mine)) for mine in rows.values()})
+        joined = [row for part in parts for row in part]
+        if joined != list(range(len(joined))) or len({len(part) for part in parts}) > 1:
+            return 0, 1
+        return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 
     def put_batch(self, batch: Tree) -> Tree:
-        """Arrays `[rows, ...]` split over the devices."""
+        """Arrays `[rows, ...]` split over the devices: this process's part of the rows, as `reader` says."""
         if self.mesh is None:
             return batch
         if self.zigzag:
             size = self.mesh.shape["sequence"]
             batch = jax.tree.map(lambda x: to_zigzag(x, size, axis=1), batch)
-        return jax.device_put(batch, NamedSharding(self.mesh, BATCH))
+        sharding, (index, count) = NamedSharding(self.mesh, BATCH), self.reader
+
+        def put(x: Any) -> Any:
+            if sharding.is_fully_addressable:
+                return jax.device_put(x, sharding)
+            first = index * x.shape[0]
+
+            def of_device(place: tuple[slice, ...]) -> Any:
+                begin, end, _ = place[0].indices(x.shape[0] * count)
+                return x[(slice(begin - first, end - first), *place[1:])]
+
+            return jax.make_array_from_callback((x.shape[0] * count, *x.shape[1:]), sharding, of_device)
+
+        return jax.tree.map(put, batch)
 
     def gather(self, arrays: Tree) -> Tree:
         """Inside `gradients`: whole parameters from this device's parts, by the last name of each path."""
@@ -269,6 +309,15 @@ def _apart(axis: str, split: Sequence[str], names: Mapping[str, Names]) -> dict[
     rules = LogicalRules({**dict.fromkeys(LOGICAL_NAMES), **dict.fromkeys(split, axis)})
     specs = {name: tuple(rules.partition(of, where=name)) for name, of in names.items()}
     return {name: spec.index(axis) - len(spec) for name, spec in specs.items() if axis in spec}
+
+
+def _put(x: Any, sharding: NamedSharding) -> Any:
+    """An array that every process has, or one that lies on the mesh already, with a sharding."""
+    if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return jax.device_put(x, sharding)
+    whole = np.asarray(x)
+    # A copy for each device, whose memory may be donated.
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 
 
 def _is_bias(name: str) -> bool:

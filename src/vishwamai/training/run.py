@@ -5,6 +5,7 @@ The loop is a generator of records, so whoever iterates shows them as he likes a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -26,7 +27,7 @@ from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, tr
 from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.lora import attach, initial_adapters, whole
-from vishwamai.training.mesh import ALL, Layout, make_layout, over_all_devices
+from vishwamai.training.mesh import ALL, Layout, make_layout, over_all_devices, written
 from vishwamai.training.model import export, make_model
 from vishwamai.training.optimizers import optimizer, schedule
 from vishwamai.training.preferences import answer_logprobs, with_reference
@@ -36,6 +37,7 @@ from vishwamai.training.report import write_report
 from vishwamai.training.sample import sample
 from vishwamai.training.step import Loss, TrainState, counted, initial_state, model_loss, run_model, train_step
 from vishwamai.training.stop import stop_signals
+from vishwamai.training.together import AnyAsked, check_shared, first_alone, is_first
 
 
 def train(config: TrainConfig, output: str | Path, resume: bool = False, profile: int = 0) -> Iterator[Record]:
@@ -44,6 +46,8 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
     `output` gets `config.yaml`, `data/` (tokens), `metrics.jsonl`, `checkpoints/`, and at the end `model/`, in Hugging
     Face's form; with `log.tensorboard` also `tensorboard/`. SIGTERM, Ctrl-C and closing the generator save a checkpoint
     at the step reached; `resume` goes on from the newest one, with the same bits as a run that was never interrupted.
+    Where JAX has several processes (`vishwamai.parallel.initialize`), each calls this with the same arguments, and
+    process 0 writes the files; a signal to one of them stops all after the same step.
 
     Args:
       config: of `read_config`.
@@ -61,19 +65,21 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
     if profile and (reason := why_no_trace()) is not None:
         raise DeviceError(f"train: `profile` is {profile}, but {reason}.")
     folder = Path(output)
-    claim(config, folder, resume)
+    first_alone(lambda: claim(config, folder, resume))
+    check_shared(folder, "config.yaml")
     job, state = make_job(config, folder)
-    batches, at = iter(training_batches(job.corpus, config.seed, config.batch_size)), 0
-    held_out = held_out_batches(job.corpus, config.batch_size)
-    with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints, stop_signals() as stop:
+    batches, at = iter(training_batches(job.corpus, config.seed, config.batch_size, *job.layout.reader)), 0
+    held_out = held_out_batches(job.corpus, config.batch_size, *job.layout.reader)
+    with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints, stop_signals() as asked:
         if resume and checkpoints.latest() is not None:
             restored = checkpoints.restore(state)
             state, at = restored.state, int(restored.state.step)
             batches.set_state(restored.data)
-        exploded = None
+        exploded, stop = None, AnyAsked(asked)
         meter = Meter(at, config.batch_size * config.data.sequence_length, job.flops_per_token, job.peak_flops)
-        with RecordFiles(folder, at, config.log.tensorboard) as files, _Trace(folder, profile, at + 2) as trace:
-            while at < config.steps and not stop.is_set():
+        writes = RecordFiles(folder, at, config.log.tensorboard) if is_first() else contextlib.nullcontext()
+        with writes as files, _Trace(folder, profile, at + 2) as trace:
+            while at < config.steps and not stop():
                 trace.before(at)
                 with meter.step():
                     state, shown = job.step(state, job.layout.put_batch(next(batches)))
@@ -91,7 +97,8 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
                     learning_rate=float(np.asarray(job.rate(at - 1 - int(shown["skipped"])))),
                     evaluation_loss=_evaluated(config, job, state.params, held_out, at),
                 )
-                files.write(record)
+                if files is not None:
+                    files.write(record)
                 if int(shown["skips"]) >= config.guard.max_skips:
                     exploded = record
                 try:
@@ -134,7 +141,8 @@ class Job:
 
 def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     """Prepares the data, makes the model, the optimizer and the jitted functions of a run, and its initial state."""
-    corpus = prepare(config, folder / "data")
+    prepared = first_alone(lambda: prepare(config, folder / "data"))
+    corpus = prepare(config, folder / "data") if prepared is None else prepared  # the others read what it wrote
     tokenizer = Tokenizer.from_file(str(folder / "data" / "tokenizer.json"))
     parts = make_model(config, tokenizer)
     rows = config.batch_size, config.microbatches
@@ -193,7 +201,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
 
     policy, limit = config.remat, memory_limit(config.remat)
     if limit is not None:
-        first = layout.put_batch(next(iter(training_batches(corpus, config.seed, config.batch_size))))
+        first = layout.put_batch(next(iter(training_batches(corpus, config.seed, config.batch_size, *layout.reader))))
 
         def needs(policy: str) -> int:
             found = step_under(policy).lower(state, first, frozen).compile().memory_analysis()
@@ -205,7 +213,8 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     def write(params: Any) -> None:
         if frozen is not None:
             params = whole(attach(config.lora, frozen, params))
-        export(parts, params, tokenizer, config.tokenizer.end_of_text, folder / "model")
+        params = layout.on_host(params)
+        first_alone(lambda: export(parts, params, tokenizer, config.tokenizer.end_of_text, folder / "model"))
 
     peak = peak_flops(config.model.compute_dtype)
     job = Job(
@@ -239,14 +248,15 @@ def check(config: TrainConfig) -> None:
 
     Raises:
       ConfigError: the text names the keys.
-      UnsupportedError: JAX runs several processes, or adapters would be split over devices.
+      UnsupportedError: the configuration asks for two things that do not work together so far.
     """
     if not config.data.sources:
         raise ConfigError("config: data.sources is empty; name at least one source with its paths.")
-    if jax.process_count() > 1:
-        raise UnsupportedError(
-            f"train: JAX runs {jax.process_count()} processes; the run's files are written by one process so far. "
-            "Start one process with all its devices (mesh.data, mesh.fsdp)."
+    devices, processes = math.prod(dataclasses.astuple(config.mesh)), jax.process_count()
+    if processes > 1 and devices != jax.device_count():
+        raise ConfigError(
+            f"config: {written(config.mesh)} is {devices} devices, but JAX has {jax.device_count()} in {processes} "
+            "processes, and each of them takes part; set sizes of mesh whose product is that."
         )
     if config.batch_size % config.microbatches:
         raise ConfigError(
@@ -264,7 +274,7 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("config: lora.rank trains adapters of an existing model; set model.start_from.")
     if config.lora.quantize and not config.lora.rank:
         raise ConfigError("config: lora.quantize freezes quantized weights; set lora.rank, such as 16.")
-    if config.lora.rank and math.prod(dataclasses.astuple(config.mesh)) > 1:
+    if config.lora.rank and devices > 1:
         raise UnsupportedError(
             f"config: lora.rank={config.lora.rank} runs on one device so far; set the sizes of mesh to 1."
         )
@@ -280,6 +290,11 @@ def check(config: TrainConfig) -> None:
                 "set fp8.scaling=delayed."
             )
     if config.objective == "dpo":
+        if processes > 1:
+            raise UnsupportedError(
+                f"config: objective=dpo runs in one process so far, and JAX has {processes}; start one with all its "
+                "devices."
+            )
         if config.mesh.sequence > 1:
             raise UnsupportedError(
                 f"config: objective=dpo needs whole rows, but mesh.sequence={config.mesh.sequence} splits them; set "

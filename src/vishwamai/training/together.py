@@ -1,0 +1,90 @@
+"""What the processes of a run do together: process 0 writes the files, and all of them take the same steps."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from vishwamai.core import jax_private
+from vishwamai.core.errors import DeviceError
+
+T = TypeVar("T")
+
+_turns = itertools.count()
+_DONE = "done"
+
+
+def is_first() -> bool:
+    """Whether this process writes the files of a run: process 0 does, which may be the only one."""
+    return jax.process_index() == 0
+
+
+def first_alone(work: Callable[[], T]) -> T | None:
+    """What `work` returns on process 0, and None on the others, which wait until it is done. Every process calls it.
+
+    Raises:
+      DeviceError: on the others, `work` failed on process 0; the text has its error.
+
+    >>> first_alone(lambda: 3)
+    3
+    """
+    if jax.process_count() == 1:
+        return work()
+    key = f"vishwamai/first_alone/{next(_turns)}"
+    if not is_first():
+        said = jax_private.heard(key)
+        if said != _DONE:
+            raise DeviceError(f"train: process 0 stopped: {said}")
+        return None
+    try:
+        made = work()
+    except BaseException as error:
+        jax_private.tell(key, f"{type(error).__name__}: {error}")
+        raise
+    jax_private.tell(key, _DONE)
+    return made
+
+
+def check_shared(folder: Path, file: str) -> None:
+    """Raises DeviceError where this process does not see a file that process 0 has written into the run's directory."""
+    if not (folder / file).exists():
+        raise DeviceError(
+            f"train: process {jax.process_index()} does not see {folder / file}, which process 0 has written; pass an "
+            "output directory on a file system that all processes share."
+        )
+
+
+class AnyAsked:
+    """Whether any process was asked to stop: an answer that all of them get at the same step.
+
+    With several processes the answer is that of the call before, so that no device waits for it: a request is heard one
+    step later.
+
+    Args:
+      asked: of this process.
+    """
+
+    def __init__(self, asked: threading.Event):
+        self.asked = asked
+        self._before: Any = None
+        if jax.process_count() > 1:
+            mesh = Mesh(np.array(jax.devices()), ("all",))
+            self._split = NamedSharding(mesh, PartitionSpec("all"))
+            self._any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def __call__(self) -> bool:
+        """Every process calls it before each step."""
+        if jax.process_count() == 1:
+            return self.asked.is_set()
+        mine = np.array([self.asked.is_set()])
+        flags = jax.make_array_from_callback((jax.device_count(),), self._split, lambda index: mine)
+        before, self._before = self._before, self._any(flags)
+        return before is not None and bool(before)

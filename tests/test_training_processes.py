@@ -1,0 +1,98 @@
+"""`vishwamai train` in several processes: the run of one process, stopped and resumed together."""
+
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+from test_processes import finish, start
+from test_training import small_values, tensors
+from vishwamai.training.config_file import from_dict
+from vishwamai.training.mesh import Layout
+from vishwamai.training.records import read_records
+from vishwamai.training.run import train
+
+
+def values(folder, mesh):
+    words = "the quick brown fox jumps over the lazy dog while five dozen liquor jugs were packed".split()
+    order = np.random.default_rng(0)
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": " ".join(order.choice(words, 20))}) + "\n" for _ in range(200))
+    )
+    data = {"sources": [{"paths": [str(folder / "rows.jsonl")]}], "sequence_length": 16, "holdout": 0.3}
+    # A schedule that does not depend on `steps`, which a resumed run changes.
+    rate = {"learning_rate": 0.001, "schedule": "constant", "eps": 1e-4}
+    changes = {"data": data, "optimizer": rate, "evaluation": {"every": 2, "batches": 2}, "mesh": mesh}
+    return small_values(folder, batch_size=8, checkpoint={"every": 50}, **changes)
+
+
+def command(folder, run, steps, *options):
+    return ("-m", "vishwamai", "train", folder / "config.yaml", f"steps={steps}", "--output", folder / run, *options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"sequence": 2, "tensor": 2}], ids=str)
+def test_two_processes_are_one_run(tmp_path, mesh):
+    described = values(tmp_path, mesh)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(described))
+    metrics = tmp_path / "two" / "metrics.jsonl"
+    processes = start(2, *command(tmp_path, "two", 100_000))
+    until = time.monotonic() + 200
+    while len(read_records(metrics)) < 3 and time.monotonic() < until:
+        assert all(one.poll() is None for one in processes), [one.communicate()[0] for one in processes]
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGTERM)  # the other one has to hear of it
+    texts = finish(processes)
+    stopped = read_records(metrics)[-1].step
+    assert f"Stopped at step {stopped} of 100000" in texts[0]
+    assert "step" not in texts[1] and "Stopped" not in texts[1]
+    assert (tmp_path / "two" / "checkpoints" / str(stopped)).is_dir()
+
+    texts = finish(start(2, *command(tmp_path, "two", stopped + 2, "--resume")))
+    assert "Done in" in texts[0] and "Done in" not in texts[1]
+    assert (tmp_path / "two" / "report.html").exists()
+    expected = list(train(from_dict(described | {"steps": stopped + 2}), tmp_path / "one"))
+    found = read_records(metrics)
+    assert [r.step for r in found] == [r.step for r in expected]
+    for name in ("loss", "gradient_norm", "evaluation_loss"):
+        one, other = ([getattr(r, name) for r in records if getattr(r, name)] for records in (found, expected))
+        np.testing.assert_allclose(one, other, rtol=2e-6 if name == "loss" else 2e-5, err_msg=name)
+    left, right = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    for name in left:
+        np.testing.assert_allclose(right[name], left[name], atol=2e-5, err_msg=name)
+
+    # One process goes on from what two have written.
+    more = from_dict(described | {"steps": stopped + 3})
+    (after,) = train(more, tmp_path / "two", resume=True)
+    (whole,) = train(more, tmp_path / "one", resume=True)
+    assert after.loss == pytest.approx(whole.loss, rel=2e-6)
+
+
+class Device:
+    """A device of a process, as `Layout.reader` sees it."""
+
+    def __init__(self, process_index):
+        self.process_index = process_index
+
+
+@pytest.mark.parametrize(
+    ("shape", "processes", "reader"),
+    [
+        ((2, 2, 1, 1, 1), (0, 0, 1, 1), (0, 2)),
+        ((2, 1, 1, 1, 2), (0, 0, 1, 1), (0, 2)),
+        ((1, 1, 1, 2, 2), (0, 0, 1, 1), (0, 1)),  # each process has a part of every row
+        ((2, 1, 1, 1, 4), (0, 0, 1, 1, 2, 2, 3, 3), (0, 2)),  # two processes share a row
+        ((2, 1, 1, 1, 3), (0, 0, 1, 1, 2, 2), (0, 1)),  # process 1 has parts of both
+    ],
+)
+def test_processes_read_the_rows_that_their_devices_have(shape, processes, reader):
+    from types import SimpleNamespace
+
+    from vishwamai.training.mesh import ALL
+
+    devices = np.array([Device(p) for p in processes]).reshape(shape)
+    layout = Layout(SimpleNamespace(devices=devices, shape=dict(zip(ALL, shape))))  # pyright: ignore[reportArgumentType]
+    assert layout.reader == reader
