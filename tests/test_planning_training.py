@@ -126,7 +126,7 @@ def test_a_search_probes_in_order_and_verifies_what_fits(monkeypatch):
     monkeypatch.setattr(search, "trace_training", fake_trace)
     asked = []
 
-    def answer(self, program, hbm_mib):
+    def answer(self, program, hbm_mib, *_):
         asked.append((program.name, hbm_mib))
         if program.name.endswith("none 1"):  # formulas say that it fits, the compiler does not
             return {"needed": 20 * GIB, "allocations": []}

@@ -58,8 +58,18 @@ def _check(arguments: argparse.Namespace, targets: list[str]) -> int:
 
     call = function.load_call(arguments.function, arguments.args)
     reports = [check(call.function, *call.args, target=target, **call.kwargs) for target in targets]
-    print(*reports, sep="\n")
+    print(*reports, sep="\n", flush=True)
+    for target, report in zip(targets, reports):
+        if any(problem.kind == "hbm" for problem in report.problems):
+            _explain(call, target)
     return 0 if all(report.fits for report in reports) else 1
+
+
+def _explain(call: function.Call, target: str) -> None:
+    """Says what lies in the memory at the peak, and which changes make it fit."""
+    from vishwamai.planning.diagnosis import explain_memory
+
+    print(explain_memory(call.function, *call.args, target=target, **call.kwargs))
 
 
 def _check_apart(arguments: argparse.Namespace, target: str) -> int:

@@ -107,6 +107,7 @@ def _bytes(estimate: Any) -> int | None:
 
 
 def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
+    from vishwamai.planning.advice import explain_training
     from vishwamai.planning.compiler import Compiler
     from vishwamai.planning.search import NOT_TRIED, plan_training
     from vishwamai.planning.training import devices_of
@@ -129,6 +130,11 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
             )
             for target in targets
         ]
+        reasons = [
+            explain_training(min(plan.candidates, key=_needs).config, plan.target, compiler, say)
+            for plan in plans
+            if plan.chosen is None
+        ]
     not_tried = NOT_TRIED if arguments.search else ("other settings than those of the configuration: pass --search",)
     lines = []
     for plan in plans:
@@ -148,7 +154,7 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
             f"  chosen: {plan.chosen.name}" if plan.chosen is not None else "  nothing that was tried fits this target"
         )
         lines.append(f"  too large by formulas: {plan.pruned}; after the chosen one, not probed: {plan.unprobed}")
-    lines += ["not tried:", *(f"  {text}" for text in not_tried)]
+    lines += ["not tried:", *(f"  {text}" for text in not_tried), *map(str, reasons)]
 
     def as_dict(one: Any) -> dict[str, Any]:
         return {
@@ -171,7 +177,36 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
         for plan in plans
     ]
     fits = all(plan.chosen is not None for plan in plans)
-    return {"json": {"plans": data, "not_tried": list(not_tried)}, "text": "\n".join(lines), "fits": fits}
+    found = {"plans": data, "not_tried": list(not_tried), "too_large": [_diagnosis(one) for one in reasons]}
+    return {"json": found, "text": "\n".join(lines), "fits": fits}
+
+
+def _needs(candidate: Any) -> tuple[bool, float]:
+    """What a candidate needs, those that were probed first."""
+    return candidate.probe is None, candidate.best.value
+
+
+def _diagnosis(found: Any) -> dict[str, Any]:
+    return {
+        "target": found.peak.target,
+        "total_bytes": _bytes(found.peak.total),
+        "limit_bytes": found.peak.limit,
+        "by_use_bytes": found.peak.by_use,
+        "arrays": [dataclasses.asdict(one) for one in found.peak.arrays],
+        "changes": [
+            {
+                "change": one.words,
+                "changes_numbers": one.rounds,
+                "saving_bytes": _bytes(one.saving),
+                "cost_s": None if one.cost is None else one.cost.value,
+                "probe_bytes": _bytes(one.probe),
+                "fits": one.fits,
+                "declined": one.declined,
+            }
+            for one in found.changes
+        ],
+        "not_probed": list(found.hints),
+    }
 
 
 def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
@@ -245,9 +280,11 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
 
 def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
     from vishwamai.planning.compiler import Compiler
+    from vishwamai.planning.diagnosis import explain_memory
     from vishwamai.planning.program import trace
 
     call = function.load_call(arguments.config, arguments.args)
+    reasons = []
     keys = model.optimization(arguments)
     model.say_optimization(keys, "function", None)
     lines, data, fits = [], [], True
@@ -271,8 +308,14 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
                     "fits": found.fits,
                 }
             )
+            if not found.fits:
+                say(f"{target}: reading what lies in the memory at the peak, and probing changes")
+                with keys.kernels():
+                    reasons.append(explain_memory(call.function, *call.args, target=target, **call.kwargs))
+                lines.append(str(reasons[-1]))
             fits &= found.fits
-    return {"json": {"plans": data, "not_tried": []}, "text": "\n".join(lines), "fits": fits}
+    too_large = [_diagnosis(one) for one in reasons]
+    return {"json": {"plans": data, "not_tried": [], "too_large": too_large}, "text": "\n".join(lines), "fits": fits}
 
 
 def _largest(program: Any) -> list[Any]:

@@ -40,7 +40,15 @@ class LiveAt:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """An instruction of a compiled program.
+
+    Attributes:
+      name, opcode: as in its text. made: bytes of its result. operands: names. called: computations.
+      source: as of `LiveAt`. kernel: the target of a custom call. root: whether it is the result of its computation.
+      frame: number of its stack frame in the tables of the program; "" for none.
+    """
+
     name: str
     opcode: str
     made: int
@@ -49,6 +57,12 @@ class _Instruction:
     source: str
     kernel: str
     root: bool
+    frame: str = ""
+
+
+def instructions(text: str) -> dict[str, list[Instruction]]:
+    """The instructions of every computation of a compiled program, in order."""
+    return _read(text)[0]
 
 
 def live_bytes(text: str) -> tuple[LiveAt, ...]:
@@ -95,8 +109,8 @@ def origins(text: str) -> dict[str, Origin]:
     return {one.name: Origin(one.source, one.kernel, one.opcode in _INSIDE) for one in every}
 
 
-def _read(text: str) -> tuple[dict[str, list[_Instruction]], str | None]:
-    computations: dict[str, list[_Instruction]] = {}
+def _read(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
+    computations: dict[str, list[Instruction]] = {}
     current, entry = None, None
     for line in text.splitlines():
         if current is None:
@@ -111,7 +125,7 @@ def _read(text: str) -> tuple[dict[str, list[_Instruction]], str | None]:
     return computations, entry
 
 
-def _instruction(name: str, rest: str, root: bool) -> _Instruction:
+def _instruction(name: str, rest: str, root: bool) -> Instruction:
     shape, rest = _shape(rest)
     opcode, _, rest = rest.partition("(")
     end = _closing(rest)
@@ -121,8 +135,9 @@ def _instruction(name: str, rest: str, root: bool) -> _Instruction:
     for branches in _BRANCHES.findall(attributes):
         called += [one.strip().lstrip("%") for one in branches.split(",")]
     source = re.search(r'op_name="([^"]*)"', attributes)
+    frame = re.search(r"stack_frame_id=(\d+)", attributes)
     kernel = re.search(r'custom_call_target="([^"]*)"', attributes)
-    return _Instruction(
+    return Instruction(
         name=name,
         opcode=opcode.strip(),
         made=_size(shape),
@@ -130,6 +145,7 @@ def _instruction(name: str, rest: str, root: bool) -> _Instruction:
         called=tuple(called),
         source=source[1] if source else "",
         kernel=kernel[1] if kernel else "",
+        frame=frame[1] if frame else "",
         root=root,
     )
 
@@ -167,7 +183,7 @@ def _bits(kind: str) -> int:
     return 0 if digits is None else int(digits[0])
 
 
-def _follow(computations: dict[str, list[_Instruction]], name: str, donated: frozenset[int] | None) -> list[LiveAt]:
+def _follow(computations: dict[str, list[Instruction]], name: str, donated: frozenset[int] | None) -> list[LiveAt]:
     """`donated`: results of the entry that lie in arguments; None for another computation than the entry."""
     body, entry = computations[name], donated is not None
     aliases: dict[str, frozenset[str]] = {}
@@ -208,5 +224,5 @@ def _follow(computations: dict[str, list[_Instruction]], name: str, donated: fro
     return found
 
 
-def _peak(computations: dict[str, list[_Instruction]], name: str) -> int:
+def _peak(computations: dict[str, list[Instruction]], name: str) -> int:
     return max((one.live for one in _follow(computations, name, None)), default=0)

@@ -6,17 +6,24 @@ compiled program).
 
 from vishwamai.planning.compiler import Compiler, ProgramMemory, probe, verify
 from vishwamai.planning.controller import MemorySettings, optimize_memory_usage
+from vishwamai.planning.diagnosis import Change, Diagnosis, explain_memory
 from vishwamai.planning.figures import Estimate, Level, Measurement
+from vishwamai.planning.peak import LiveArray, PeakMemory
 from vishwamai.planning.program import Program, trace
 
 __all__ = [
+    "Change",
     "Compiler",
+    "Diagnosis",
     "Estimate",
     "Level",
+    "LiveArray",
     "Measurement",
     "MemorySettings",
+    "PeakMemory",
     "Program",
     "ProgramMemory",
+    "explain_memory",
     "optimize_memory_usage",
     "probe",
     "trace",

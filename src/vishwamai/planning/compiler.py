@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -17,13 +18,18 @@ from typing import Any
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.diagnose import as_error
+from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options_of
 from vishwamai.core import caches
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import KernelError, UnsupportedError
 from vishwamai.core.numbers import human
 from vishwamai.planning import cache
 from vishwamai.planning.figures import Estimate
+from vishwamai.planning.peak import PeakMemory, peak_memory
 from vishwamai.planning.program import Program, trace
+
+Options = Mapping[str, "str | bool"]
+"""Options of the compiler, checked by `compiler_options_of`."""
 
 PROBE_MIB = 1
 """The HBM that a probe allows, in MiB: the compiler declines almost every program, and says what it needs, before it
@@ -86,33 +92,47 @@ class Compiler:
         if asked:
             caches.trim("aot")
 
-    def probe(self, program: Program) -> ProgramMemory:
-        """What the compiler says that the program needs, before it compiles it.
+    def probe(self, program: Program, options: Options | None = None) -> ProgramMemory:
+        """What the compiler says that the program needs, before it compiles it; `options`: of the compiler, checked.
 
         Raises:
           UnsupportedError, KernelError: the compiler rejects the program, or ended its process; the text says which.
         """
-        found = self._ask(program, PROBE_MIB)
+        found = self._ask(program, PROBE_MIB, options)
         if "memory" in found:  # a program so small that it fits
             return _verified(program, found["memory"])
         return ProgramMemory(program.target, Estimate(found["needed"], "probe"), program.limit)
 
-    def verify(self, program: Program) -> ProgramMemory:
+    def verify(self, program: Program, options: Options | None = None) -> ProgramMemory:
         """The memory of the program that the compiler makes; a program that does not fit has the compiler's total.
 
         Raises: as `probe`.
         """
-        found = self._ask(program, None)
+        found = self._ask(program, None, options)
         if "memory" in found:
             return _verified(program, found["memory"])
         needed = Estimate(found["needed"], "verified")
         return ProgramMemory(program.target, needed, program.limit, allocations=tuple(found["allocations"]))
 
-    def _ask(self, program: Program, hbm_mib: int | None) -> dict[str, Any]:
-        key = f"{program.fingerprint}-{'full' if hbm_mib is None else hbm_mib}"
+    def peak(self, program: Program, options: Options | None = None) -> PeakMemory:
+        """What lies in the memory at the program's peak, by the live ranges of a probe.
+
+        Raises: as `probe`; also KernelError: the installed libtpu writes no live ranges that can be read.
+        """
+        found = self._ask(program, PROBE_MIB, options, dump=True)
+        needed = found["needed"] if "needed" in found else _verified(program, found["memory"]).total.value
+        return peak_memory(program, needed, found["peak"])
+
+    def _ask(
+        self, program: Program, hbm_mib: int | None, options: Options | None, dump: bool = False
+    ) -> dict[str, Any]:
+        options = dict(options or {})
+        key = f"{program.fingerprint}-{'full' if hbm_mib is None else hbm_mib}{'-peak' if dump else ''}"
+        if options:
+            key += f"-{hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]}"
         found = cache.read(key)
-        if found is None or not _sound(found):
-            found = self._answer(program, hbm_mib)
+        if found is None or not _sound(found) or (dump and "rejected" not in found and "peak" not in found):
+            found = self._answer(program, hbm_mib, options, dump)
             cache.write(key, found)
         if "rejected" in found:
             error = as_error(None, found["rejected"])
@@ -121,7 +141,7 @@ class Compiler:
             raise error
         return found
 
-    def _answer(self, program: Program, hbm_mib: int | None) -> dict[str, Any]:
+    def _answer(self, program: Program, hbm_mib: int | None, options: Options, dump: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="vishwamai-plan-") as directory:
             blob = pathlib.Path(directory) / "program"
             blob.write_bytes(program.blob)
@@ -131,6 +151,8 @@ class Compiler:
                 "donated": [argument.donated for argument in program.arguments],
                 "places": [argument.place for argument in program.arguments],
                 "hbm_mib": hbm_mib,
+                "options": dict(options),
+                "dump": str(pathlib.Path(directory) / "dump") if dump else None,
             }
             try:
                 line = self._exchange(json.dumps(request))
@@ -222,7 +244,13 @@ def _verified(program: Program, memory: dict[str, int]) -> ProgramMemory:
 
 
 @checked
-def probe(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any) -> ProgramMemory:
+def probe(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str = "v5e",
+    compiler_options: Mapping[str, Any] | RuntimeConfig | None = None,
+    **kwargs: Any,
+) -> ProgramMemory:
     """The HBM that `fn(*args, **kwargs)` needs on each device of a target, asked of its compiler without compiling.
 
     The compiler is told of a device with almost no memory. It declines the program after it has scheduled it, and
@@ -233,12 +261,14 @@ def probe(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any
       fn: a function, jitted or not; a jitted one's donated arguments stay donated.
       *args: its arguments: arrays or `jax.ShapeDtypeStruct`s, with shardings where the target has many devices.
       target: "v5e" for one device, "v5e:4x4" for all devices of a slice.
+      compiler_options: options of libtpu's compiler, as of `vishwamai.aot.compile_for`.
       **kwargs: keyword arguments of `fn`.
 
     Raises:
       DeviceError: libtpu is missing, or the target is unknown.
       UnsupportedError: the compiler cannot build an operation of a kernel, or split a kernel over devices.
       KernelError: the compiler rejects for another reason, or ended its process; the text gives its words.
+      ConfigError: the installed libtpu lacks an option, or does not take its value.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
@@ -246,13 +276,20 @@ def probe(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any
     >>> found.fits, found.total.level  # doctest: +SKIP
     (True, 'probe')
     """
+    options = compiler_options_of("probe", compiler_options)
     program = trace(fn, *args, target=target, **kwargs)
     with Compiler() as compiler:
-        return compiler.probe(program)
+        return compiler.probe(program, options)
 
 
 @checked
-def verify(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any) -> ProgramMemory:
+def verify(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str = "v5e",
+    compiler_options: Mapping[str, Any] | RuntimeConfig | None = None,
+    **kwargs: Any,
+) -> ProgramMemory:
     """The HBM of `fn(*args, **kwargs)` compiled for a target, to the byte; takes as long as the compilation.
 
     Args, Raises: as `probe`.
@@ -263,6 +300,7 @@ def verify(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: An
     >>> int(found.parts["arguments"].value) >> 20, found.total.level  # doctest: +SKIP
     (2, 'verified')
     """
+    options = compiler_options_of("verify", compiler_options)
     program = trace(fn, *args, target=target, **kwargs)
     with Compiler() as compiler:
-        return compiler.verify(program)
+        return compiler.verify(program, options)

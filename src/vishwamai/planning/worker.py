@@ -18,7 +18,9 @@ from jax import export
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.diagnose import diagnose, from_compiler, translate
+from vishwamai.core.errors import KernelError
 from vishwamai.core.target import Target
+from vishwamai.planning.peak import OPTIONS, read_dump
 from vishwamai.planning.program import read_sharding
 
 
@@ -27,12 +29,23 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
       request: "blob" (path of the export), "target", "donated" and "places" (for each argument), "hbm_mib" (the HBM
-        that the compiler is told the device has; None for what it has).
+        that the compiler is told the device has; None for what it has), "options" of the compiler, and "dump" (a
+        directory for its live ranges, or None).
 
     Returns:
       "memory" of the program, or what keeps it from compiling: "needed" (bytes of HBM) with the largest "allocations",
-      or "rejected" in words.
+      or "rejected" in words. With a dump also "peak", of `peak.read_dump`.
     """
+    found = _compiled(request)
+    if request["dump"] is not None and "rejected" not in found:
+        try:
+            found["peak"] = read_dump(pathlib.Path(request["dump"]))
+        except KernelError as error:
+            return {"rejected": str(error), "kind": "compiler"}
+    return found
+
+
+def _compiled(request: dict[str, Any]) -> dict[str, Any]:
     chip = Target.parse_chip(request["target"])
     exported = export.deserialize(bytearray(pathlib.Path(request["blob"]).read_bytes()))
     devices = libtpu.devices_for(request["target"])
@@ -44,7 +57,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     hbm = request["hbm_mib"]
     try:
         lowered = jax.jit(exported.call, donate_argnums=donated, **out).lower(*shapes)
-        compiled = lowered.compile(compiler_options={} if hbm is None else {"xla_tpu_max_hbm_size_mib": str(hbm)})
+        options = request["options"] | ({} if hbm is None else {"xla_tpu_max_hbm_size_mib": str(hbm)})
+        if request["dump"] is not None:
+            options |= {"xla_dump_to": request["dump"], **OPTIONS}
+        compiled = lowered.compile(compiler_options=options)
     except Exception as error:
         if not from_compiler(error):
             raise

@@ -1,0 +1,157 @@
+"""Changes of a training configuration that make its step smaller: what each saves and costs, and what a probe says.
+
+Savings are differences of `analytic.training_memory`. Costs are differences of a lower bound of the step's time: its
+products at the chip's peak, the weights through HBM once a pass, and the collectives of FSDP over a ring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+
+from vishwamai.core.errors import ConfigError, KernelError
+from vishwamai.core.numbers import divisors
+from vishwamai.core.target import Target
+from vishwamai.parallel.links import AxisLinks, estimate_collective
+from vishwamai.planning.analytic import training_memory
+from vishwamai.planning.compiler import Compiler
+from vishwamai.planning.controller import REMAT
+from vishwamai.planning.diagnosis import Change, Diagnosis, ranked
+from vishwamai.planning.figures import Estimate
+from vishwamai.planning.serving import size
+from vishwamai.planning.training import devices_of, on_slice, trace_training, training_step
+from vishwamai.training.config import TrainConfig
+from vishwamai.training.flops import flops_per_token
+
+MOST = 6
+"""Changes that are probed."""
+
+
+def explain_training(
+    config: TrainConfig, target: str, compiler: Compiler, report: Callable[[str], None] = lambda text: None
+) -> Diagnosis:
+    """What lies in the memory of one device at the peak of a training step; if that does not fit, what to change.
+
+    Args:
+      config: of the step. target: the slice.
+      compiler: the process to ask. report: called with a line of text before each step that takes time.
+
+    Raises: as `planning.training.trace_training`, and as `explain_memory`.
+    """
+    report(f"{target}: reading what lies in the memory at the peak")
+    peak = compiler.peak(trace_training(config, target))
+    if peak.total.value <= peak.limit:
+        return Diagnosis(peak)
+    return Diagnosis(peak, training_changes(config, target, compiler, report))
+
+
+def training_changes(
+    config: TrainConfig, target: str, compiler: Compiler, report: Callable[[str], None] = lambda text: None
+) -> tuple[Change, ...]:
+    """The changes that save memory, each probed, the cheapest that fits first; at most `MOST`.
+
+    Args:
+      config: of the step that is too large. target: the slice.
+      compiler: the process to ask. report: called with a line of text before each probe.
+
+    Raises: as `planning.training.trace_training` for the configuration itself.
+    """
+    config = on_slice(config, target)
+    base, seconds = training_memory(config, target), least_seconds(config, target)
+    proposed = []
+    for words, changed in alternatives(config, target):
+        saving = base.total.value - _total(changed, target)
+        cost = None if changed.remat == "offload" else least_seconds(changed, target) - seconds
+        if saving > 0:
+            found = None if cost is None else Estimate(cost, "analytic", "s")
+            proposed.append(
+                Change(
+                    words,
+                    Estimate(saving, "analytic"),
+                    found,
+                    base.limit,
+                    config=changed,
+                    rounds=changed.optimizer != config.optimizer,
+                )
+            )
+    # Those that are predicted to fit come first, the cheapest of them first.
+    proposed.sort(
+        key=lambda one: (
+            base.total.value - one.saving.value > base.limit,
+            float("inf") if one.cost is None else one.cost.value,
+            -one.saving.value,
+        )
+    )
+    changes = []
+    for one in proposed[:MOST]:
+        report(f"{target}: probing {one.words}")
+        assert one.config is not None
+        try:
+            found = compiler.probe(trace_training(one.config, target))
+        except (ConfigError, KernelError) as error:  # such as a policy that the compiler cannot place
+            changes.append(dataclasses.replace(one, declined=str(error).splitlines()[0][:200]))
+            continue
+        changes.append(dataclasses.replace(one, probe=found.total))
+    return ranked(changes)
+
+
+def alternatives(config: TrainConfig, target: str) -> Iterator[tuple[str, TrainConfig]]:
+    """Every single change of a configuration that may save memory, in the words of its keys.
+
+    >>> [words for words, _ in alternatives(TrainConfig(batch_size=4), "v5e")]
+    ['microbatches=2', 'microbatches=4', 'remat=dots', 'remat=block_wise', 'remat=full', 'remat=offload', ...]
+    """
+    free = dataclasses.replace(config, optimization=config.optimization.of_kernels)  # whose settings are in place
+    rows = config.batch_size // devices_of(target)
+    for microbatches in divisors(rows):
+        if microbatches > config.microbatches:
+            yield f"microbatches={microbatches}", dataclasses.replace(free, microbatches=microbatches)
+    if config.remat in (*REMAT, "offload"):
+        at = REMAT.index(config.remat) if config.remat in REMAT else len(REMAT)
+        for remat in (*REMAT[at + 1 :], *(() if config.remat == "offload" else ("offload",))):
+            yield f"remat={remat}", dataclasses.replace(free, remat=remat)
+    for fsdp in divisors(config.mesh.data):
+        if fsdp > 1:
+            mesh = dataclasses.replace(config.mesh, data=config.mesh.data // fsdp, fsdp=config.mesh.fsdp * fsdp)
+            yield f"mesh.data={mesh.data} mesh.fsdp={mesh.fsdp}", dataclasses.replace(free, mesh=mesh)
+    narrower = {"float32": ("bfloat16", "int8"), "bfloat16": ("int8",)}.get(config.optimizer.moment_dtype, ())
+    for dtype in narrower:
+        if dtype == "bfloat16" or config.optimizer.name == "adamw":
+            optimizer = dataclasses.replace(config.optimizer, moment_dtype=dtype)
+            yield f"optimizer.moment_dtype={dtype}", dataclasses.replace(free, optimizer=optimizer)
+
+
+def _total(config: TrainConfig, target: str) -> float:
+    """Bytes by formulas; of `offload`, without what lies in the host's memory."""
+    if config.remat != "offload":
+        return training_memory(config, target).total.value
+    found = training_memory(dataclasses.replace(config, remat="block_wise"), target)
+    return found.total.value - found.parts["activations"].value
+
+
+def least_seconds(config: TrainConfig, target: str) -> float:
+    """A lower bound of a step's time on each device, in seconds, of which only differences are used.
+
+    Recomputation of a block counts as one more forward pass. Arithmetic of norms and of the optimizer is not counted.
+    """
+    chip, devices = Target.parse_chip(target), devices_of(target)
+    parts = training_step(config).parts
+    tokens = config.batch_size * config.data.sequence_length / devices
+    passes = 4 / 3 if config.remat in ("block_wise", "full", "offload") else 1
+    flops = passes * flops_per_token(parts.config, config.data.sequence_length) * tokens
+    dtype = jnp.dtype(config.model.compute_dtype)
+    whole = size(parts.params)
+    numbers = whole / jnp.dtype(config.model.param_dtype).itemsize
+    moved = 2 * numbers * dtype.itemsize * config.microbatches
+    if config.microbatches > 1:  # the sum of the gradients is read and written
+        moved += 2 * 4 * numbers / config.mesh.fsdp * config.microbatches
+    gathers = 0.0
+    if config.mesh.fsdp > 1:
+        ring = AxisLinks(chip, (config.mesh.fsdp,), (True,))
+        once = [estimate_collective("all_gather", whole, ring)] * 2 + [
+            estimate_collective("reduce_scatter", whole, ring)
+        ]
+        gathers = config.microbatches * sum(once)
+    return flops / chip.peak_per_device(str(dtype)) + moved / chip.hbm_bandwidth_per_device + gathers

@@ -1,0 +1,289 @@
+"""What lies in a TPU's memory at the peak of a program, from the compiler's own live ranges.
+
+libtpu writes them as text when it is asked to dump a program, before it declines one that does not fit: which arrays
+are alive at the peak, where each lies, and the program whose instructions made them. The forms were collected from
+libtpu 0.0.51; texts of another form are an error that says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vishwamai.core.errors import KernelError
+from vishwamai.core.numbers import human
+from vishwamai.measure.live import Instruction, instructions
+from vishwamai.planning.figures import Estimate
+from vishwamai.planning.program import Program
+
+OPTIONS = {"xla_dump_hlo_as_text": True}
+"""Options of the compiler with which `read_dump` finds what it needs; `xla_dump_to` names the directory."""
+
+_SUFFIXES = ("live-range.txt", "buffer-assignment.txt", "")
+_VALUE = re.compile(r"^ value: <\d+ (.+?) @\d+> \(size=(\d+),offset=(\d+)\): (\S+)", re.M)
+_ALLOCATION = re.compile(r"^allocation (\d+): size \d+,(?: color (\d+),)?.*$", re.M)
+_FRAMEWORK = ("/jax/", "/jaxlib/", "/flax/", "/optax/", "/vishwamai/core/", "/vishwamai/ops/")
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveArray:
+    """Arrays of one origin that are alive at the peak.
+
+    Attributes:
+      use: "parameters", "optimizer", "batch" or "arguments" for what the caller passes; "activations" for what the
+        forward pass keeps, "gradients" for arrays of a parameter's shape from the backward pass, "temporaries" for the
+        rest.
+      nbytes: of all of them, on one device. count: how many there are. shape: of each, such as "bf16[8,2048]".
+      path: of an argument, such as "[0].params['embed']"; "" for others.
+      source: the operation that made it, such as "attention_forward"; "" where the program does not say.
+      where: its line in the source, such as "blocks.py:123"; "" where the program does not say.
+    """
+
+    use: str
+    nbytes: int
+    count: int
+    shape: str
+    path: str
+    source: str
+    where: str
+
+    def __str__(self) -> str:
+        origin = self.path or " at ".join(part for part in (self.source, self.where) if part) or "unnamed"
+        times = f"{self.count} x " if self.count > 1 else ""
+        return f"{human(self.nbytes):>10}  {self.use:<12} {times}{self.shape}  {origin}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakMemory:
+    """HBM of one device at the peak of a program.
+
+    Attributes:
+      target: the chip or slice. total: bytes that the compiler asks for. limit: bytes that it lets one device use.
+      arrays: what is alive at the peak, the largest first.
+    """
+
+    target: str
+    total: Estimate
+    limit: int
+    arrays: tuple[LiveArray, ...]
+
+    @property
+    def by_use(self) -> dict[str, int]:
+        """Bytes by use, the largest first; "gaps" is what the total has beyond the arrays: padding and fragments."""
+        found: dict[str, int] = {}
+        for one in self.arrays:
+            found[one.use] = found.get(one.use, 0) + one.nbytes
+        found["gaps"] = max(0, int(self.total.value) - sum(found.values()))
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        uses = ", ".join(f"{name} {human(size)}" for name, size in self.by_use.items() if size)
+        lines = [f"{self.target}: {self.total} of {human(self.limit)} at the peak: {uses}"]
+        lines += [f"  {one}" for one in self.arrays[:SHOWN]]
+        if len(self.arrays) > SHOWN:
+            lines.append(f"  {human(sum(one.nbytes for one in self.arrays[SHOWN:])):>10}  in smaller ones")
+        return "\n".join(lines)
+
+
+SHOWN = 12
+"""Arrays that the text of a `PeakMemory` lists."""
+
+
+def read_dump(directory: pathlib.Path) -> list[dict[str, Any]]:
+    """The arrays in HBM at the peak: bytes, shape, number of the argument or None, source, line, and the pass that made
+    it, "forward", "backward" or "".
+
+    Raises:
+      KernelError: the compiler wrote no live ranges, or in another form.
+    """
+    texts = {}
+    for suffix in _SUFFIXES:
+        name = f"after_optimizations-{suffix}" if suffix else "after_optimizations.txt"
+        found = sorted(directory.glob(f"*.{name}"))
+        if not found:
+            raise KernelError(f"the installed libtpu wrote no {name}, from which the peak would be read.")
+        texts[suffix] = found[-1].read_text(errors="replace")
+    peak = re.search(r"Live ranges at \d+ \(peak\):\n((?:    .*\n?)*)", texts["live-range.txt"])
+    live = re.findall(r"^    (\S+): (\d+) bytes", peak[1], re.M) if peak else []
+    if not live:
+        raise KernelError("the installed libtpu wrote live ranges in an unknown form, so the peak is not read.")
+    places = _places(texts["buffer-assignment.txt"])
+    program = _Origins(texts[""], places)
+    arrays = []
+    for written, size in live:
+        name = written.removesuffix("{}")
+        place = places.get(name)
+        if place is not None and place.hbm and int(size):
+            arrays.append({"nbytes": int(size), "shape": place.shape, **program.origin(name)})
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a value lies: its allocation, offset and size; `shape` without its layout."""
+
+    allocation: str
+    offset: str
+    size: str
+    shape: str
+    hbm: bool
+
+
+def _places(text: str) -> dict[str, _Place]:
+    found = {}
+    starts = [*_ALLOCATION.finditer(text)]
+    for start, end in zip(starts, [*(s.start() for s in starts[1:]), len(text)]):
+        for name, size, offset, shape in _VALUE.findall(text, start.end(), end):
+            short = re.sub(r"\{[^}]*\}", "", shape)
+            hbm = start[2] is None and not re.search(r"S\([1-9]", shape)
+            found[name.removesuffix("{}")] = _Place(start[1], offset, size, short, hbm)
+    return found
+
+
+class _Origins:
+    """Where the values of a program come from."""
+
+    def __init__(self, text: str, places: Mapping[str, _Place]):
+        self.bodies = instructions(text)
+        self.every = {one.name: one for body in self.bodies.values() for one in body}
+        self.lines = _Lines(text)
+        self.sharing: dict[tuple[str, str, str], list[str]] = {}
+        for name, place in places.items():
+            self.sharing.setdefault((place.allocation, place.offset, place.size), []).append(name)
+        self.places = places
+
+    def origin(self, name: str) -> dict[str, Any]:
+        """Number of the argument, source, line and pass of a value."""
+        one = self.every.get(name.partition("{")[0])
+        if one is None:
+            return {"argument": None, "source": "", "where": "", "pass": ""}
+        argument = re.match(r"args\[(\d+)\]", one.source)
+        if one.opcode == "parameter" and argument:
+            return {"argument": int(argument[1]), "source": "", "where": "", "pass": ""}
+        filler, one = self._written(name, one)
+        found = "backward" if "transpose(" in filler.source else "forward" if "jvp(" in filler.source else ""
+        source = operation(one.source) or self._unnamed(one)
+        return {"argument": None, "source": source, "where": self.lines.of(one), "pass": found}
+
+    def _unnamed(self, one: Instruction) -> str:
+        """What the compiler made by itself: its opcode, with the argument that it is made of."""
+        root, seen = one, 0
+        while root.opcode != "parameter" and len(root.operands) == 1 and root.operands[0] in self.every and seen < 8:
+            root, seen = self.every[root.operands[0]], seen + 1
+        found = re.match(r"args\[\d+\]", root.source)
+        return f"{one.opcode} of {found[0]}" if root.opcode == "parameter" and found else one.opcode
+
+    def _written(self, name: str, one: Instruction) -> tuple[Instruction, Instruction]:
+        """What fills a value, and what made its content: an empty buffer is filled by the turns of a loop."""
+        if not (one.kernel == "AllocateBuffer" or one.opcode == "broadcast"):
+            return one, one
+        place = self.places[name]
+        for other in self.sharing[place.allocation, place.offset, place.size]:
+            writer = self.every.get(other.partition("{")[0])
+            if writer is None or "dynamic_update_slice" not in writer.source:
+                continue
+            parts = [self.every[operand] for operand in writer.operands if operand in self.every]
+            named = [part for part in parts if part.made < one.made and part.made > 4 and operation(part.source)]
+            source = max(named, key=lambda part: part.made, default=writer)
+            return writer, source
+        return one, one
+
+
+class _Lines:
+    """Lines of the source, from the tables at the head of a program's text."""
+
+    def __init__(self, text: str):
+        def table(name: str, row: str) -> dict[str, tuple[str, ...]]:
+            found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
+            lines = found[1].splitlines() if found else []
+            return {line.partition(" ")[0]: m.groups() for line in lines if (m := re.search(row, line))}
+
+        self.files = table("FileNames", r'"(.*)"')
+        self.locations = table("FileLocations", r"file_name_id=(\d+) .*? line=(\d+)")
+        self.frames = table("StackFrames", r"file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+
+    def of(self, one: Instruction) -> str:
+        """The innermost line that is not one of the framework's, such as "blocks.py:123"."""
+        frame, seen = one.frame, set()
+        while frame in self.frames and frame not in seen:
+            seen.add(frame)
+            location, parent = self.frames[frame]
+            file, line = self.locations.get(location, ("", ""))
+            name = self.files.get(file, ("",))[0]
+            if name and not any(part in name for part in _FRAMEWORK):
+                return f"{name.rpartition('/')[2]}:{line}"
+            frame = parent
+        return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def operation(source: str) -> str:
+    """The operation that a source of the compiler names, with its scopes, without what JAX puts around it.
+
+    >>> operation("jit(call)/call_exported/jit(step)/jvp(mixer)/while/body/closed_call/attention_forward/pallas_call")
+    'mixer/attention_forward'
+    >>> operation("jit(call)/call_exported/jit(f)/transpose(jvp())/while/body/dot_general")
+    'dot_general'
+    """
+    parts = []
+    for part in source.split("/"):
+        while (wrapped := re.fullmatch(r"(?:jvp|transpose|vmap|checkpoint|remat)\((.*)\)", part)) is not None:
+            part = wrapped[1]
+        if part and not re.fullmatch(_AROUND, part):
+            parts.append(part)
+    return "/".join(parts[-3:])
+
+
+_AROUND = (
+    r"jit\(.*\)|call_exported|while|body|cond|closed_call|branch_\d+_fun|checkpoint|remat\d*|rematted_computation|"
+    r"pallas_call|custom_[vj][jv]p_call|shard_map|core_call|pjit|args\[\d+\]"
+)
+
+
+def peak_memory(program: Program, needed: float, arrays: Iterable[Mapping[str, Any]]) -> PeakMemory:
+    """What `read_dump` found, in words: arguments by their paths, arrays of one origin together.
+
+    Args:
+      program: which was compiled. needed: bytes that the compiler asks for. arrays: of `read_dump`.
+    """
+    arrays = [*arrays]
+    passed = [one for one in arrays if one["argument"] is not None]
+    params = {_dims(one["shape"]) for one in passed if _use(program, one["argument"]) == "parameters"}
+    merged: dict[tuple[str, ...], list[int]] = {}
+    for one in arrays:
+        use, path = "temporaries", ""
+        if one["argument"] is not None:
+            use, path = _use(program, one["argument"]), program.arguments[one["argument"]].path
+        elif one["pass"] == "backward" and _dims(one["shape"]) in params:
+            use = "gradients"
+        elif one["pass"] == "forward":
+            use = "activations"
+        source = re.sub(r"args\[(\d+)\]", lambda m: program.arguments[int(m[1])].path, one["source"])
+        key = (use, one["shape"], path, source, one["where"])
+        merged.setdefault(key, []).append(one["nbytes"])
+    found = [
+        LiveArray(use, sum(sizes), len(sizes), shape, path, source, where)
+        for (use, shape, path, source, where), sizes in merged.items()
+    ]
+    found.sort(key=lambda one: -one.nbytes)
+    return PeakMemory(program.target, Estimate(needed, "probe"), program.limit, tuple(found))
+
+
+def _dims(shape: str) -> tuple[str, ...]:
+    """The dims of a shape such as "bf16[8,1,2048]", without those of 1."""
+    return tuple(n for n in re.findall(r"\d+", shape.partition("[")[2]) if n != "1")
+
+
+_USES = {"params": "parameters", "frozen": "parameters", "optimizer": "optimizer", "average": "optimizer"}
+
+
+def _use(program: Program, number: int) -> str:
+    """What an argument is for: by the fields of a `TrainState`, where the program is a training step."""
+    path = program.arguments[number].path
+    if program.name != "training_step_of":
+        return "arguments"
+    return next((use for name, use in _USES.items() if path.startswith(f"[0].{name}")), "batch")
