@@ -357,3 +357,15 @@ def test_the_estimate_of_a_target_stands_apart(known_peak, no_trace, monkeypatch
     with pytest.raises(TypeError):
         _ = estimate.step + found.step  # type: ignore[operator]
     assert "libtpu is loaded" in (trace.why_no_trace() or "")
+
+
+def test_a_measurement_outlives_a_compiler_that_declines(known_peak, no_trace, monkeypatch):
+    def declines(*_):
+        raise UnsupportedError("kernel 'k' does not compile for v5e")
+
+    monkeypatch.setattr(profiler, "has_libtpu", lambda: True)
+    monkeypatch.setattr(profiler, "_estimate", declines)
+    found = TPUProfiler("v5e").profile_execution(jnp.sin, (8, 8), 0, 2)
+    assert len(found.times) == 2 and found.estimate is None
+    assert found.notes[-1] == "no estimate for v5e: kernel 'k' does not compile for v5e"
+    assert "does not compile for v5e" in str(found)

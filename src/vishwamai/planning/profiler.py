@@ -96,7 +96,8 @@ class TPUProfiler:
         The model is compiled once. After the steps that warm up, every step is timed with its results waited for. Then
         up to 5 more steps are traced by `jax.profiler`, and the trace is read back. The estimate of the target, where
         there is one, is made last; it takes seconds to minutes. It loads libtpu, and a process that has loaded libtpu
-        without a TPU takes no trace any more: `notes` say so.
+        without a TPU takes no trace any more: `notes` say so. If the target's compiler declines the program, `estimate`
+        is None and `notes` say why.
 
         FLOP are those of the program's products and of this library's operations, with loops as often as they run.
         MFU compares them with the peak of each dtype: published for a TPU, measured on this machine for others.
@@ -114,7 +115,6 @@ class TPUProfiler:
           ShapeError: the steps or the shapes are not as above, or `model` does not take such inputs.
           ConfigError: the trace's directory cannot be written.
           DeviceError: the program does not fit the memory, or libtpu is missing for the target's estimate.
-          KernelError, UnsupportedError: the target's compiler declines the program.
         """
         check_callable(_NAME, "model", model)
         for name, steps, least in (("warmup_steps", warmup_steps, 0), ("profile_steps", profile_steps, 1)):
@@ -155,7 +155,10 @@ class TPUProfiler:
             estimate = None
             if self.target is not None:  # after the trace, which a loaded libtpu forbids
                 progress.say(f"compiling for {self.target}")
-                estimate = _estimate(subject, self.target, flops)
+                try:
+                    estimate = _estimate(subject, self.target, flops)
+                except VishwamaiError as error:  # what was measured is kept, and the reason is said
+                    notes = (*notes, f"no estimate for {self.target}: {error}")
         kind = jax.devices()[0].device_kind
         moved = sum(parts[name].value for name in ("arguments", "outputs")) - parts["aliased"].value
         return ProfileResults(
