@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -53,7 +54,7 @@ def run(capsys, *arguments):
 
 def test_help_names_every_command():
     said = subprocess.run([sys.executable, "-m", "vishwamai", "--help"], capture_output=True, text=True, check=True)
-    assert all(f"    {name} " in said.stdout for name in COMMANDS)
+    assert all(re.search(rf"^    {name}\b", said.stdout, re.M) for name in COMMANDS)
     files = {
         path.stem for path in pathlib.Path(cli.__file__).parent.glob("*.py") if "def configure(" in path.read_text()
     }

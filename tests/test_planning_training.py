@@ -18,6 +18,7 @@ from vishwamai.planning import search
 from vishwamai.planning.analytic import CLASSES, serving_memory, training_memory
 from vishwamai.planning.controller import REMAT, TARGET, optimize_memory_usage
 from vishwamai.planning.kept import kept_bytes
+from vishwamai.planning.program_time import Row
 from vishwamai.planning.search import candidates, plan_training
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
 from vishwamai.planning.training import training_step
@@ -137,12 +138,50 @@ def test_a_search_probes_in_order_and_verifies_what_fits(monkeypatch):
 
     monkeypatch.setattr(planning.Compiler, "_answer", answer)
     said = []
-    plan = plan_training(training(), "v5e:2x2", search=True, report=said.append)
+    plan = plan_training(training(), "v5e:2x2", search=True, time=False, report=said.append)
     assert asked == [("1 none 1", 1), ("2 none 1", 1), ("4 none 1", 1), ("1 dots 1", 1), ("1 dots 1", None)]
     assert plan.chosen is not None and plan.chosen.config.remat == "dots" and plan.chosen.verified is not None
     assert plan.chosen.verified.value == 3 * GIB and plan.chosen.best.level == "verified"
     assert plan.pruned == 0 and len(plan.candidates) == 24 and plan.unprobed == 20
     assert said[0].startswith("v5e:2x2: 24 candidates") and len(said) == 6
+
+
+def timed_program(compiler, program):
+    """A compiled program of 3 GiB that takes half a second."""
+    memory = planning.ProgramMemory(program.target, planning.Estimate(3 * GIB, "verified"), 15 * GIB)
+    half = planning.Estimate(0.5, "verified", "s")
+    row = Row("kernels", "attention", 0.25, 4)
+    return memory, planning.StepTime(program.target, half, {"kernels": half}, {}, (row,), memory)
+
+
+@pytest.mark.long
+def test_a_search_tries_the_fastest_first_and_reports_the_front(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(search, "trace_training", fake_trace)
+    monkeypatch.setattr(search, "time_program", timed_program)
+    monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": 3 * GIB, "allocations": []})
+    monkeypatch.setattr(search, "REMAT", ("none", "full"))
+    path, page = tmp_path / "run.yaml", tmp_path / "plan.html"
+    path.write_text(json.dumps({"model": {"config": LLAMA}, "data": {"sequence_length": 128}, "batch_size": 8}))
+    command = ["plan", str(path), "--target", "v5e:2x2", "--search", "--price", "1.2", "--report", str(page)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for text in (
+        "step 500 ms (verified)",
+        "512 tokens/s a chip",
+        "its peak of",
+        "USD per million tokens",
+        "attention",
+    ):
+        assert text in out, text
+    written = page.read_text()
+    assert written.count("<title>data=") == 13 and "USD per million tokens" in written and "http" not in written
+    assert main([*command, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    times = [candidate["step_seconds"] for candidate in found["candidates"][1:]]
+    assert times == sorted(times) and found["chosen"] == found["candidates"][0]
+    assert found["chosen"]["step_seconds"] == 0.5 and found["chosen"]["step_level"] == "verified"
+    assert any(candidate["on_front"] for candidate in found["candidates"])
 
 
 def test_serving_counts_pages_and_weights():
@@ -210,6 +249,8 @@ def test_what_the_controller_cannot_use(arguments, keys, words):
     "arguments, words",
     [
         (["examples/train_stdlib.yaml"], "plan needs a target"),
+        (["jax.numpy:sin", "--target", "v5e", "--report", "plan.html"], "--report is for training"),
+        (["jax.numpy:sin", "--target", "v5e", "--price", "-1"], "--price is -1.0"),
         (["examples/train_stdlib.yaml", "--target", "h100"], "is a GPU"),
         (["examples/train_stdlib.yaml", "--target", "v5e:3x3"], "no slice of 3x3"),
         (["nothing", "--target", "v5e"], "'nothing' is no CONFIG"),
@@ -246,9 +287,12 @@ def test_the_command_plans_a_training_step(capsys, monkeypatch, tmp_path):
 @pytest.mark.long
 def test_the_command_plans_a_served_model_and_a_function(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert main(["plan", str(tmp_path), "--target", "v5e", "--batch", "2", "--json", "--no-verify"]) == 0
+    assert main(["plan", str(tmp_path), "--target", "v5e", "--batch", "2", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)["plans"]
-    assert plan["fits"] and plan["kv_capacity_tokens"] > 1e6
+    assert plan["fits"] and plan["kv_capacity_tokens"] > 1e6 and 0 < plan["step_seconds"] < 0.01
+    assert main(["plan", str(tmp_path), "--target", "v5e", "--batch", "2", "--no-verify", "--price", "1.2"]) == 0
+    out = capsys.readouterr().out
+    assert "USD per million tokens" in out and "ms a token" in out and max(map(len, out.splitlines())) <= 80
     assert main(["plan", "jax.numpy:sin", "--target", "v6e", "--args", "f32[1024,1024]"]) == 0
     assert "verified" in capsys.readouterr().out
     assert main(["plan", "jax.numpy:sin", "--target", "v5e", "--args", "f32[100000,100000]"]) == 1

@@ -28,7 +28,8 @@ COMMANDS = {
     "explain": "which implementation runs for every operation in a function, and why not the others",
     "matrix": "the support matrix: which implementation serves which dtype and feature",
     "train": "trains a language model from text files to a checkpoint that serves",
-    "plan": "memory of a training step, a served model or a function on TPUs you do not have",
+    "plan": "memory and time of a training step, a served model or a function on TPUs you do not have",
+    "calibrate": "measures operations and a layer on a TPU next to their estimates, and corrects those",
     "cache": "show or clear what is kept between runs",
 }
 """The subcommands, with their lines in the help."""

@@ -1,12 +1,13 @@
 """Says whether a training step, a served model or a function fits TPUs you do not have, and what makes it fit.
 
-vishwamai plan examples/train_stdlib.yaml --target v5e:2x2 --search
+vishwamai plan examples/train_stdlib.yaml --target v5e:2x2 --search --price 1.2 --report plan.html
 vishwamai plan models/Llama-3-8B --target v6e --batch 16 --length 4096
 vishwamai plan mymodel.layers:block --target v5e --args 'bf16[8,4096]'
 
 CONFIG is a training configuration (key=value changes it), a directory of a Hugging Face model, which is served, or a
 function. Memory is found at three levels: analytic (formulas), probe (the compiler's total before it compiles) and
-verified (the compiled program). docs/planning.md has their errors.
+verified (the compiled program). The time of a step is by formulas, and of the chosen one by the compiled program.
+docs/planning.md has their errors.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="try every mesh, remat and number of microbatches")
     parser.add_argument("--no-verify", action="store_true", help="do not compile what was chosen")
     model.add_optimization(parser)
+    parser.add_argument("--no-time", action="store_true", help="find memory alone, and no time of a step")
+    parser.add_argument("--price", type=float, metavar="USD", help="of a chip and hour: prints the cost of tokens")
+    parser.add_argument("--report", metavar="HTML", help="write memory against time of all candidates as a page")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--args", metavar="ARGS", help="a function's arguments, as for `vishwamai check`")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences that a model serves at once")
@@ -81,6 +85,10 @@ def _kind(arguments: argparse.Namespace) -> str:
         raise CommandError(f"--search is for training configurations; {text} has nothing to search.")
     if arguments.args is not None and kind != "function":
         raise CommandError(f"--args is for functions; {text} has no arguments.")
+    if arguments.report is not None and kind != "training":
+        raise CommandError(f"--report is for training configurations; {text} has no candidates to show.")
+    if arguments.price is not None and not 0 < arguments.price < float("inf"):
+        raise CommandError(f"--price is {arguments.price}; pass USD of a chip and hour, such as 1.2.")
     needed = {"training": ("optax", "flax", "pydantic", "yaml"), "serving": ("flax",), "function": ()}[kind]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -98,15 +106,12 @@ def _reporter() -> Any:
     return say
 
 
-def _gib(estimate: Any) -> str:
-    return "-" if estimate is None else f"{estimate.value / 2**30:.2f}"
-
-
 def _bytes(estimate: Any) -> int | None:
     return None if estimate is None else int(estimate.value)
 
 
 def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
+    from vishwamai.cli.plan_training import as_dict, table
     from vishwamai.planning.advice import explain_training
     from vishwamai.planning.compiler import Compiler
     from vishwamai.planning.search import NOT_TRIED, plan_training
@@ -125,6 +130,7 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
                 target,
                 search=arguments.search,
                 verify=not arguments.no_verify,
+                time=not arguments.no_time,
                 compiler=compiler,
                 report=say,
             )
@@ -136,48 +142,19 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
             if plan.chosen is None
         ]
     not_tried = NOT_TRIED if arguments.search else ("other settings than those of the configuration: pass --search",)
-    lines = []
-    for plan in plans:
-        lines += [
-            f"{plan.target}: HBM of one device in GiB, of {plan.limit / 2**30:.2f}",
-            f"  {'data':>4} {'fsdp':>4}  {'remat':<12} {'micro':>5} {'analytic':>9} {'probe':>8} {'verified':>9}",
-        ]
-        for one in plan.candidates[:12]:
-            mesh, mark = one.config.mesh, "fits" if one is plan.chosen else "" if one.fits else "too large"
-            lines.append(
-                f"  {mesh.data:>4} {mesh.fsdp:>4}  {one.config.remat[:12]:<12} {one.config.microbatches:>5} "
-                f"{_gib(one.analytic):>9} {_gib(one.probe):>8} {_gib(one.verified):>9}  {mark}"
-            )
-        if len(plan.candidates) > 12:
-            lines.append(f"  ... and {len(plan.candidates) - 12} more")
-        lines.append(
-            f"  chosen: {plan.chosen.name}" if plan.chosen is not None else "  nothing that was tried fits this target"
-        )
-        lines.append(f"  too large by formulas: {plan.pruned}; after the chosen one, not probed: {plan.unprobed}")
+    lines = [line for plan in plans for line in table(plan, arguments.price)]
     lines += ["not tried:", *(f"  {text}" for text in not_tried), *map(str, reasons)]
+    if arguments.report is not None:
+        from vishwamai.planning.page import write_page
 
-    def as_dict(one: Any) -> dict[str, Any]:
-        return {
-            "mesh": {"data": one.config.mesh.data, "fsdp": one.config.mesh.fsdp},
-            "remat": one.config.remat,
-            "microbatches": one.config.microbatches,
-            "analytic_bytes": _bytes(one.analytic),
-            "probe_bytes": _bytes(one.probe),
-            "verified_bytes": _bytes(one.verified),
-            "fits": one.fits,
-        }
-
-    data = [
-        {
-            "target": plan.target,
-            "limit_bytes": plan.limit,
-            "chosen": None if plan.chosen is None else as_dict(plan.chosen),
-            "candidates": [as_dict(one) for one in plan.candidates],
-        }
-        for plan in plans
-    ]
+        write_page(plans, arguments.report, arguments.price)
+        say(f"{arguments.report} has the page")
     fits = all(plan.chosen is not None for plan in plans)
-    found = {"plans": data, "not_tried": list(not_tried), "too_large": [_diagnosis(one) for one in reasons]}
+    found = {
+        "plans": [as_dict(plan, arguments.price) for plan in plans],
+        "not_tried": list(not_tried),
+        "too_large": [_diagnosis(one) for one in reasons],
+    }
     return {"json": found, "text": "\n".join(lines), "fits": fits}
 
 
@@ -243,10 +220,7 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
             formula = serving_memory(serving, target)
             say(f"{target}: probing a decoding step of {arguments.batch} sequences of {length} tokens")
             program = trace_serving(serving, target)
-            found = compiler.probe(program)
-            if found.fits and not arguments.no_verify:
-                say(f"{target}: compiling it ({found.total})")
-                found = compiler.verify(program)
+            found, timed = _compiled(arguments, compiler, program, say)
             fixed = found.total.value - each * serving.batch_size * serving.pages_per_sequence * serving.page_size
             tokens = max(0, int((found.limit - fixed) // each)) if each else None
             lines += [
@@ -254,7 +228,8 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
                 *(f"  {name:<12} {part}" for name, part in formula.parts.items() if part.value),
                 f"  total        {found.total} of {found.limit / 2**30:.2f} GiB: "
                 f"{'fits' if found.fits else 'does not fit'}",
-                f"  keys and values of {'any number of' if tokens is None else tokens} tokens fit beside the rest",
+                f"  keys and values of {'any number of' if tokens is None else tokens} tokens fit next to the rest",
+                *_decoding(arguments, Target.parse_chip(target), formula, timed),
             ]
             data.append(
                 {
@@ -263,6 +238,8 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
                     "total_bytes": _bytes(found.total),
                     "level": found.total.level,
                     "kv_capacity_tokens": tokens,
+                    "batch": arguments.batch,
+                    "step_seconds": None if timed is None else timed.step.value,
                     "fits": found.fits,
                     "parts": {name: dataclasses.asdict(part) for name, part in formula.parts.items()},
                 }
@@ -272,10 +249,37 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
         "more than one device for a model",
         "weights in int8 and int4, and pages in int8",
         "prompts' steps",
-        "the time of a step",
     )
     lines += ["not tried:", *(f"  {text}" for text in not_tried)]
     return {"json": {"plans": data, "not_tried": list(not_tried)}, "text": "\n".join(lines), "fits": fits}
+
+
+def _compiled(arguments: argparse.Namespace, compiler: Any, program: Any, say: Any) -> tuple[Any, Any]:
+    """The memory of a program, and its time; None where it does not fit or was not asked for."""
+    from vishwamai.planning.program_time import time_program
+
+    found = compiler.probe(program)
+    if not found.fits or arguments.no_verify:
+        return found, None
+    say(f"{program.target}: compiling it ({found.total})")
+    return (compiler.verify(program), None) if arguments.no_time else time_program(compiler, program)
+
+
+def _decoding(arguments: argparse.Namespace, chip: Any, formula: Any, timed: Any) -> list[str]:
+    """Lines about the time of a decoding step, which gives every sequence one token."""
+    read = sum(formula.parts[name].value for name in ("parameters", "kv"))
+    least = read / chip.hbm_bandwidth_per_device
+    lines = [f"  a token takes at least {least * 1e3:.3f} ms (analytic: weights and pages read once)"]
+    seconds = least
+    if timed is not None:
+        lines += [f"  {line}" for line in str(timed).splitlines()]
+        seconds = max(least, timed.step.value)
+    rate = arguments.batch / seconds
+    lines.append(f"  {seconds * 1e3:.3f} ms a token, {rate:.0f} tokens/s for {arguments.batch} sequences")
+    if arguments.price is not None:
+        cost = arguments.price / chip.devices / 3600 / rate * 1e6
+        lines.append(f"  {cost:.4g} USD per million tokens, at {arguments.price:g} USD a chip-hour")
+    return lines
 
 
 def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
@@ -293,11 +297,8 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
             say(f"{target}: probing {call.name}")
             with keys.kernels():
                 program = trace(call.function, *call.args, target=target, **call.kwargs)
-            found = compiler.probe(program)
-            if found.fits and not arguments.no_verify:
-                say(f"{target}: compiling it ({found.total})")
-                found = compiler.verify(program)
-            lines.append(str(found))
+            found, timed = _compiled(arguments, compiler, program, say)
+            lines += [str(found), *([] if timed is None else str(timed).splitlines())]
             lines += [f"  {part.nbytes / 2**20:10.1f} MiB  argument {part.path}" for part in _largest(program)]
             data.append(
                 {
@@ -305,6 +306,7 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
                     "limit_bytes": found.limit,
                     "total_bytes": _bytes(found.total),
                     "level": found.total.level,
+                    "step_seconds": None if timed is None else timed.step.value,
                     "fits": found.fits,
                 }
             )

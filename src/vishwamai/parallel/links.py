@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
@@ -71,22 +72,32 @@ def axis_links(mesh: Mesh, axis: str) -> AxisLinks:
     """
     if axis not in mesh.shape:
         raise ShapeError(f"axis_links: `axis` is {axis!r}, but the mesh has {', '.join(mesh.axis_names)}.")
-    devices = mesh.devices.reshape(-1).tolist()
+    line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])[0]
+    return group_links(line.tolist(), mesh.devices.reshape(-1).tolist(), repr(axis))
+
+
+def group_links(group: Sequence[Any], devices: Sequence[Any], name: str = "the group") -> AxisLinks:
+    """The links of some devices of a slice that communicate among themselves.
+
+    Args:
+      group: the devices that do. devices: all of the slice. name: of the group, for errors.
+
+    Raises: as `axis_links`.
+    """
     chip = tpu_for(devices[0].device_kind)
     if chip is None:
         raise ShapeError(
             f"axis_links: the devices are {devices[0].device_kind}; pass a mesh of TPUs, such as make_mesh(..., "
             'topology="v5e:4x4").'
         )
-    line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])[0]
-    if len({getattr(device, "slice_index", 0) for device in line}) > 1:
-        raise UnsupportedError(f"axis_links: {axis!r} goes over several slices, and this model has the links of one.")
+    if len({getattr(device, "slice_index", 0) for device in group}) > 1:
+        raise UnsupportedError(f"axis_links: {name} goes over several slices, and this model has the links of one.")
     whole = torus.sides_of(devices)
-    places = {torus.place(device)[: len(whole)] for device in line}
+    places = {torus.place(device)[: len(whole)] for device in group}
     box = [1 + max(axis) - min(axis) for axis in zip(*places)]
     if math.prod(box) != len(places):
         raise UnsupportedError(
-            f"axis_links: the {len(places)} chips of {axis!r} are not a box of the slice, so other axes use their "
+            f"axis_links: the {len(places)} chips of {name} are not a box of the slice, so other axes use their "
             "links, too; make the mesh with make_mesh, or choose sizes that divide the sides."
         )
     closed = hardware.wraps(chip, whole[: hardware.rank(chip)])

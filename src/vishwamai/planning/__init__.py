@@ -10,6 +10,7 @@ from vishwamai.planning.diagnosis import Change, Diagnosis, explain_memory
 from vishwamai.planning.figures import Estimate, Level, Measurement
 from vishwamai.planning.peak import LiveArray, PeakMemory
 from vishwamai.planning.program import Program, trace
+from vishwamai.planning.program_time import StepTime, step_time
 
 __all__ = [
     "Change",
@@ -23,9 +24,11 @@ __all__ = [
     "PeakMemory",
     "Program",
     "ProgramMemory",
+    "StepTime",
     "explain_memory",
     "optimize_memory_usage",
     "probe",
+    "step_time",
     "trace",
     "verify",
 ]

@@ -13,12 +13,13 @@ import selectors
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.diagnose import as_error
 from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options_of
+from vishwamai.aot.schedule.dump import dump_flags
 from vishwamai.core import caches
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import KernelError, UnsupportedError
@@ -38,6 +39,10 @@ generates code.
 
 COMMAND = ("-m", "vishwamai.planning.worker")
 """What Python runs as the compiler's process."""
+
+
+TEXT = "program.hlo"
+"""The file of the optimised program, next to the bundles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Compiler:
     def __init__(self, timeout: float = 900.0):
         self.timeout = timeout
         self._process: subprocess.Popen[str] | None = None
+        self._written: pathlib.Path | None = None
         self._files = contextlib.ExitStack()
 
     def __enter__(self) -> Compiler:
@@ -108,11 +114,26 @@ class Compiler:
 
         Raises: as `probe`.
         """
-        found = self._ask(program, None, options)
-        if "memory" in found:
-            return _verified(program, found["memory"])
-        needed = Estimate(found["needed"], "verified")
-        return ProgramMemory(program.target, needed, program.limit, allocations=tuple(found["allocations"]))
+        return verified_memory(program, self._ask(program, None, options))
+
+    @contextlib.contextmanager
+    def written(self, program: Program) -> Iterator[tuple[dict[str, Any], pathlib.Path]]:
+        """Compiles the program, with what the compiler writes of it: its answer, and a directory that has the bundles
+        and, where it can be read, the optimised program as `TEXT`. The directory is removed after the block.
+
+        Raises: as `probe`.
+        """
+        with tempfile.TemporaryDirectory(prefix="vishwamai-plan-") as directory:
+            self._stop()  # the options that make libtpu write are read when it is loaded
+            self._written = pathlib.Path(directory)
+            try:
+                found = self._answer(program, None, {}, False, self._written / TEXT)
+                cache.write(f"{program.fingerprint}-full", found)
+                _raise_rejected(found)
+                yield found, self._written
+            finally:
+                self._written = None
+                self._stop()
 
     def peak(self, program: Program, options: Options | None = None) -> PeakMemory:
         """What lies in the memory at the program's peak, by the live ranges of a probe.
@@ -134,14 +155,17 @@ class Compiler:
         if found is None or not _sound(found) or (dump and "rejected" not in found and "peak" not in found):
             found = self._answer(program, hbm_mib, options, dump)
             cache.write(key, found)
-        if "rejected" in found:
-            error = as_error(None, found["rejected"])
-            if found.get("kind") in ("mosaic", "pallas", "sharding"):
-                error = UnsupportedError(found["rejected"])
-            raise error
+        _raise_rejected(found)
         return found
 
-    def _answer(self, program: Program, hbm_mib: int | None, options: Options, dump: bool) -> dict[str, Any]:
+    def _answer(
+        self,
+        program: Program,
+        hbm_mib: int | None,
+        options: Options,
+        dump: bool,
+        text: pathlib.Path | None = None,
+    ) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="vishwamai-plan-") as directory:
             blob = pathlib.Path(directory) / "program"
             blob.write_bytes(program.blob)
@@ -153,6 +177,7 @@ class Compiler:
                 "hbm_mib": hbm_mib,
                 "options": dict(options),
                 "dump": str(pathlib.Path(directory) / "dump") if dump else None,
+                "text": None if text is None else str(text),
             }
             try:
                 line = self._exchange(json.dumps(request))
@@ -185,6 +210,9 @@ class Compiler:
             source = str(pathlib.Path(__file__).parents[2])
             path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
             more = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
+            if self._written is not None:
+                options = os.environ.get("LIBTPU_INIT_ARGS", "")
+                more["LIBTPU_INIT_ARGS"] = f"{options} {dump_flags(self._written)}".strip()
             self._noise = self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
             self._process = subprocess.Popen(
                 [sys.executable, *COMMAND],
@@ -235,6 +263,23 @@ def _sound(found: dict[str, Any]) -> bool:
 
 
 _PARTS = ("arguments", "outputs", "temporaries", "code", "aliased")
+
+
+def _raise_rejected(found: dict[str, Any]) -> None:
+    """Raises what keeps a program from compiling, where its answer says so."""
+    if "rejected" not in found:
+        return
+    if found.get("kind") in ("mosaic", "pallas", "sharding"):
+        raise UnsupportedError(found["rejected"])
+    raise as_error(None, found["rejected"])
+
+
+def verified_memory(program: Program, found: dict[str, Any]) -> ProgramMemory:
+    """The memory of an answer about the compiled program."""
+    if "memory" in found:
+        return _verified(program, found["memory"])
+    needed = Estimate(found["needed"], "verified")
+    return ProgramMemory(program.target, needed, program.limit, allocations=tuple(found["allocations"]))
 
 
 def _verified(program: Program, memory: dict[str, int]) -> ProgramMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from vishwamai.core.errors import ConfigError
 from vishwamai.core.numbers import divisors
@@ -11,6 +11,8 @@ from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.controller import REMAT
 from vishwamai.planning.figures import Estimate
+from vishwamai.planning.program_time import StepTime, time_program
+from vishwamai.planning.speed import Speed, training_speed, training_time
 from vishwamai.planning.training import devices_of, trace_training
 from vishwamai.training.config import TrainConfig
 
@@ -18,7 +20,7 @@ MARGIN = 1.25
 """A candidate is pruned where the analytic estimate exceeds the limit by more; docs/planning.md has its errors."""
 
 NOT_TRIED = (
-    "the time of a step, so candidates are ordered by what they recompute",
+    "compiled programs of all but the chosen one: their times are formulas",
     "tensor, pipeline, context and expert parallelism",
     "other batch sizes, sequence lengths, optimizers and precisions",
     "remat: offload, and lists of activations",
@@ -36,6 +38,7 @@ class Candidate:
       config: the configuration with the candidate's mesh, remat and microbatches. target: the slice.
       analytic, probe, verified: bytes of one device; None where that level was not asked.
       limit: bytes that the compiler lets one device use.
+      formula: seconds of a step by formulas. time: by the compiled program; None where it was not made.
     """
 
     config: TrainConfig
@@ -44,6 +47,8 @@ class Candidate:
     analytic: Estimate
     probe: Estimate | None = None
     verified: Estimate | None = None
+    formula: Estimate | None = None
+    time: StepTime | None = None
 
     @property
     def best(self) -> Estimate:
@@ -54,6 +59,16 @@ class Candidate:
     def fits(self) -> bool:
         """Whether one device holds the step, by the strongest level."""
         return self.best.value <= self.limit
+
+    @property
+    def step(self) -> Estimate | None:
+        """Seconds of a step, of the strongest level."""
+        return self.formula if self.time is None else self.time.step
+
+    @property
+    def speed(self) -> Speed | None:
+        """What its time means; None where it has none."""
+        return None if self.step is None else training_speed(self.config, self.target, self.step)
 
     @property
     def name(self) -> str:
@@ -77,6 +92,26 @@ class Plan:
     chosen: Candidate | None
     pruned: int
     unprobed: int
+
+
+def front(found: Sequence[Candidate]) -> set[int]:
+    """Which candidates fit and have no other that fits with less memory and less time: the Pareto front.
+
+    Memory and time are those by formulas, so that all are compared alike.
+
+    >>> config = TrainConfig()
+    >>> def one(memory, seconds):
+    ...     time = Estimate(seconds, "analytic", "s")
+    ...     return Candidate(config, "v5e", 10, Estimate(memory, "analytic"), formula=time)
+    >>> sorted(front([one(1, 3), one(2, 2), one(2, 3), one(11, 1)]))
+    [0, 1]
+    """
+    points = {i: (c.analytic.value, c.formula.value) for i, c in enumerate(found) if c.fits and c.formula is not None}
+    return {
+        i
+        for i, mine in points.items()
+        if not any(its != mine and its[0] <= mine[0] and its[1] <= mine[1] for its in points.values())
+    }
 
 
 def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
@@ -112,6 +147,7 @@ def plan_training(
     *,
     search: bool = False,
     verify: bool = True,
+    time: bool = True,
     compiler: Compiler | None = None,
     report: Report = lambda text: None,
 ) -> Plan:
@@ -121,6 +157,8 @@ def plan_training(
       config: the step; without `search`, as it is. target: a chip or slice.
       search: try every candidate.
       verify: compile the chosen one, which takes as long as that takes.
+      time: estimate its time from the compiled program, too; candidates are then tried in the order of their times by
+        formulas.
       compiler: the process to ask; None starts one.
       report: called with a line of text before each step that takes time.
 
@@ -133,7 +171,9 @@ def plan_training(
     estimated = []
     for one in every:
         found = training_memory(one, target)
-        estimated.append(Candidate(one, target, found.limit, found.total))
+        estimated.append(Candidate(one, target, found.limit, found.total, formula=training_time(one, target, found)))
+    if search and time:
+        estimated.sort(key=lambda candidate: candidate.formula.value if candidate.formula else 0.0)
     kept = [c for c in estimated if not search or c.analytic.value <= MARGIN * c.limit]
     limit = estimated[0].limit
     asked = compiler or Compiler()
@@ -146,7 +186,11 @@ def plan_training(
             candidate = dataclasses.replace(candidate, probe=asked.probe(program).total)
             if candidate.fits and verify:
                 report(f"{target}: compiling {candidate.name} ({candidate.probe})")
-                candidate = dataclasses.replace(candidate, verified=asked.verify(program).total)
+                if time:
+                    memory, timed = time_program(asked, program)
+                    candidate = dataclasses.replace(candidate, verified=memory.total, time=timed)
+                else:
+                    candidate = dataclasses.replace(candidate, verified=asked.verify(program).total)
             tried.append(candidate)
             if candidate.fits:
                 chosen = candidate

@@ -6,6 +6,7 @@ input, its answer a line on standard output.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -29,8 +30,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
       request: "blob" (path of the export), "target", "donated" and "places" (for each argument), "hbm_mib" (the HBM
-        that the compiler is told the device has; None for what it has), "options" of the compiler, and "dump" (a
-        directory for its live ranges, or None).
+        that the compiler is told the device has; None for what it has), "options" of the compiler, "dump" (a directory
+        for its live ranges, or None), and "text" (where the optimised program is written, or None).
 
     Returns:
       "memory" of the program, or what keeps it from compiling: "needed" (bytes of HBM) with the largest "allocations",
@@ -68,6 +69,9 @@ def _compiled(request: dict[str, Any]) -> dict[str, Any]:
         if problem.kind == "hbm":
             return {"needed": problem.used, "allocations": problem.allocations}
         return {"rejected": str(translate(error, chip)), "kind": problem.kind}
+    if request["text"] is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # copies of the SparseCore: the dump has the program
+            pathlib.Path(request["text"]).write_text(compiled.as_text() or "")
     stats = compiled.memory_analysis()
     assert stats is not None  # libtpu always gives it
     return {

@@ -49,7 +49,8 @@ class Dump:
     warning: str | None
 
 
-def _flags(directory: pathlib.Path) -> str:
+def dump_flags(directory: pathlib.Path) -> str:
+    """Options under which libtpu writes the programs that it makes into a directory."""
     return " ".join(
         (
             f"--xla_jf_dump_to={directory}",
@@ -240,7 +241,7 @@ def _run_worker(root: pathlib.Path, jobs: Sequence[tuple[int, Job]], timeout: fl
         os.environ
         | libtpu.environment()
         | {
-            "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_flags(root / 'dump')}".strip(),
+            "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump_flags(root / 'dump')}".strip(),
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "TF_CPP_MIN_LOG_LEVEL": "3",

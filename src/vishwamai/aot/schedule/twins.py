@@ -8,43 +8,13 @@ for: those of equal opcode, shapes, layouts, body and configuration.
 from __future__ import annotations
 
 import hashlib
-import re
 
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
-_NAME = re.compile(r"%[\w.\-]+")
-_CALLED = re.compile(r"(calls|to_apply|body|condition)=%([\w.\-]+)")
+from vishwamai.aot.schedule.hlo import CALLED, COMPUTATION, INSTRUCTION, NAME, split
+
 _EMITTED = frozenset(
     ("fusion", "copy", "custom-call", "convert", "transpose", "reduce", "broadcast", "reduce-window", "pad", "slice")
+    + ("reshape", "dynamic-update-slice")
 )
-
-
-def _closing(text: str, start: int) -> int:
-    """Index after the bracket that closes the one at `start`."""
-    depth = 0
-    for index in range(start, len(text)):
-        depth += (text[index] in "({[") - (text[index] in ")}]")
-        if depth == 0:
-            return index + 1
-    return len(text)
-
-
-def _without(text: str, key: str) -> str:
-    """Drops an attribute `key={...}`."""
-    at = text.find(f", {key}={{")
-    return text if at < 0 else text[:at] + text[_closing(text, at + len(key) + 3) :]
-
-
-def _split(line: str) -> tuple[str, str, str, str]:
-    """Shape, opcode, operands and attributes of what stands right of the equals sign."""
-    end = _closing(line, 0) if line.startswith("(") else line.find(" ")
-    shape, rest = line[:end], line[end:].lstrip()
-    paren = rest.find("(")
-    close = _closing(rest, paren)
-    attributes = rest[close:]
-    for key in ("metadata", "frontend_attributes"):
-        attributes = _without(attributes, key)
-    return shape, rest[:paren], rest[paren + 1 : close - 1], attributes
 
 
 def _digest(*parts: str) -> str:
@@ -68,18 +38,18 @@ def twins(hlo: str) -> dict[str, str]:
     bodies: dict[str, list[str]] = {}
     body: list[str] = []
     for line in hlo.splitlines():
-        head = _COMPUTATION.match(line)
+        head = COMPUTATION.match(line)
         if head:
             body = bodies.setdefault(head[1], [])
-        elif _INSTRUCTION.match(line):
+        elif INSTRUCTION.match(line):
             body.append(line)
     shapes: dict[str, str] = {}
     parsed: dict[str, tuple[str, str, str, str]] = {}
     for lines in bodies.values():
         for line in lines:
-            match = _INSTRUCTION.match(line)
+            match = INSTRUCTION.match(line)
             if match:
-                parsed[match[1]] = _split(match[2])
+                parsed[match[1]] = split(match[2])
                 shapes[match[1]] = parsed[match[1]][0]
     digests: dict[str, str] = {}
 
@@ -89,19 +59,19 @@ def twins(hlo: str) -> dict[str, str]:
             numbers: dict[str, str] = {}
             lines = []
             for line in bodies.get(name, ()):
-                match = _INSTRUCTION.match(line)
+                match = INSTRUCTION.match(line)
                 assert match
                 shape, opcode, operands, attributes = parsed[match[1]]
-                attributes = _CALLED.sub(lambda m: f"{m[1]}={computation(m[2])}", attributes)
+                attributes = CALLED.sub(lambda m: f"{m[1]}={computation(m[2])}", attributes)
                 text = f"%{match[1]} = {shape} {opcode}({operands}){attributes}"
-                lines.append(_NAME.sub(lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), text))
+                lines.append(NAME.sub(lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), text))
             digests[name] = _digest(*lines)
         return digests[name]
 
     found = {}
     for name, (shape, opcode, operands, attributes) in parsed.items():
         if opcode in _EMITTED:
-            inputs = [shapes.get(operand[1:], "?") for operand in _NAME.findall(operands)]
-            attributes = _CALLED.sub(lambda m: f"{m[1]}={computation(m[2])}", attributes)
+            inputs = [shapes.get(operand[1:], "?") for operand in NAME.findall(operands)]
+            attributes = CALLED.sub(lambda m: f"{m[1]}={computation(m[2])}", attributes)
             found[name] = _digest(shape, opcode, *inputs, attributes)
     return found

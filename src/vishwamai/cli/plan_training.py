@@ -1,0 +1,91 @@
+"""What `vishwamai plan` says of a training step: the table of candidates, and the same as plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vishwamai.planning.figures import Estimate
+from vishwamai.planning.search import Candidate, Plan, front
+
+_SHOWN = 12
+
+
+def table(plan: Plan, price: float | None = None) -> list[str]:
+    """Lines of at most 80 columns; `price`: USD for a chip and hour."""
+    best = front(plan.candidates)
+    lines = [
+        f"{plan.target}: HBM of one device in GiB, of {plan.limit / 2**30:.2f}",
+        "  data fsdp  remat        micro  analytic    probe  verified step, ms",
+    ]
+    for index, one in enumerate(plan.candidates[:_SHOWN]):
+        mesh, mark = one.config.mesh, "fits" if one is plan.chosen else "" if one.fits else "too large"
+        milliseconds = "-" if one.step is None else f"{one.step.value * 1e3:.4g}"
+        lines.append(
+            f"{'*' if index in best else ' '} {mesh.data:>4} {mesh.fsdp:>4}  {one.config.remat[:12]:<12} "
+            f"{one.config.microbatches:>5} {_gib(one.analytic):>9} {_gib(one.probe):>8} {_gib(one.verified):>9} "
+            f"{milliseconds:>8}  {mark}".rstrip()
+        )
+    if len(plan.candidates) > _SHOWN:
+        lines.append(f"  ... and {len(plan.candidates) - _SHOWN} more")
+    if len(plan.candidates) > 1:
+        lines.append("  * by formulas, no other that fits takes less memory and less time")
+    lines.append(
+        f"  chosen: {plan.chosen.name}" if plan.chosen is not None else "  nothing that was tried fits this target"
+    )
+    lines.append(f"  too large by formulas: {plan.pruned}; after the chosen one, not probed: {plan.unprobed}")
+    return lines + ([] if plan.chosen is None else _time(plan.chosen, price))
+
+
+def _time(chosen: Candidate, price: float | None) -> list[str]:
+    """What is known of the time of the chosen one."""
+    speed = chosen.speed
+    if speed is None:
+        return []
+    lines = [
+        f"  step {speed.step}: {speed.tokens_per_chip.value:.0f} tokens/s a chip",
+        f"  MFU {speed.mfu.value:.1%} of {speed.peak / 1e12:.0f} TFLOP/s a chip, its peak of {speed.dtype}",
+    ]
+    if price is not None:
+        lines.append(f"  {speed.cost(price).value:.4g} USD per million tokens, at {price:g} USD a chip-hour")
+    if chosen.time is not None:
+        lines += [f"  {line}" for line in str(chosen.time).splitlines()[1:]]
+    return lines
+
+
+def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
+    """The plan as plain values, for JSON."""
+    best = front(plan.candidates)
+    candidates = [_candidate(one, index in best, price) for index, one in enumerate(plan.candidates)]
+    chosen = None if plan.chosen is None else candidates[plan.candidates.index(plan.chosen)]
+    return {"target": plan.target, "limit_bytes": plan.limit, "chosen": chosen, "candidates": candidates}
+
+
+def _candidate(one: Candidate, on_front: bool, price: float | None) -> dict[str, Any]:
+    speed = one.speed
+    found = {
+        "mesh": {"data": one.config.mesh.data, "fsdp": one.config.mesh.fsdp},
+        "remat": one.config.remat,
+        "microbatches": one.config.microbatches,
+        "analytic_bytes": _bytes(one.analytic),
+        "probe_bytes": _bytes(one.probe),
+        "verified_bytes": _bytes(one.verified),
+        "step_seconds": None if speed is None else speed.step.value,
+        "step_level": None if speed is None else speed.step.level,
+        "tokens_per_second_per_chip": None if speed is None else speed.tokens_per_chip.value,
+        "mfu": None if speed is None else speed.mfu.value,
+        "usd_per_million_tokens": None if speed is None or price is None else speed.cost(price).value,
+        "on_front": on_front,
+        "fits": one.fits,
+    }
+    if one.time is not None:
+        found["step_parts"] = {name: part.value for name, part in one.time.parts.items()}
+        found["step_missing"] = list(one.time.missing)
+    return found
+
+
+def _gib(estimate: Estimate | None) -> str:
+    return "-" if estimate is None else f"{estimate.value / 2**30:.2f}"
+
+
+def _bytes(estimate: Estimate | None) -> int | None:
+    return None if estimate is None else int(estimate.value)

@@ -1,0 +1,115 @@
+"""Measures the benchmark's cases and a layer on the device of this machine, for a `Calibration`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.bench import machine, schedules
+from vishwamai.bench.runner import Measurement, Meter, Settings, Step, run
+from vishwamai.core.hardware import TpuChip, tpu_for
+from vishwamai.measure.flops import program_flops
+from vishwamai.measure.machine_peaks import measure_machine
+from vishwamai.measure.program import measure
+from vishwamai.ops.catalogue import specs_of
+from vishwamai.planning.calibration import Calibration, Row
+
+_VERSIONS = ("vishwamai", "jax", "jaxlib", "libtpu", "numpy")
+
+
+def calibrate(
+    wanted: Sequence[Step],
+    settings: Settings,
+    layer: bool = True,
+    report: Callable[[str], None] = lambda text: None,
+) -> Calibration:
+    """Runs the steps, each checked against float64 and timed, and a decoder's layer.
+
+    On a TPU every row has an estimate: that of the kernel's schedule, where one ships for the case and it runs in its
+    full size, else the roofline. On other devices rows are measured alone.
+
+    Args:
+      wanted: what to run, of `bench.runner.steps`. settings: how long. layer: whether to measure one.
+      report: called with a line of text before each.
+    """
+    device = jax.devices()[0]
+    chip = tpu_for(device.device_kind)
+    report("measuring this machine's peaks")
+    meter = Meter(measure_machine(quick=True), True)
+    rows = []
+    for step, measurements in run(wanted, meter, settings, lambda i, total, name: report(f"{i} of {total}: {name}")):
+        rows += [_row(step, one, chip) for one in measurements if one.framework == "vishwamai" and one.default]
+    if layer:
+        report("a layer")
+        rows.append(_layer(chip))
+    installed = machine.versions()
+    versions = {name: installed.get(name) for name in _VERSIONS}
+    kind = machine.cpu().name if device.platform == "cpu" else device.device_kind
+    return Calibration(kind, None if chip is None else chip.name, versions, tuple(rows))
+
+
+def _row(step: Step, found: Measurement, chip: TpuChip | None) -> Row:
+    name, implementation = f"{found.op}: {found.case}", found.implementation or ""
+    if found.timing is None:
+        return Row(name, implementation, found.gradients, None, note=found.note or "its numbers are wrong: not timed")
+    note = found.note
+    estimate, level, bound = None, "", ""
+    if chip is not None:
+        estimate, bound = _roofline(chip, found.flops, found.bytes_moved, found.dtype)
+        level = "analytic"
+        stored = schedules.stored(found.op, found.case, chip.name)
+        whole = found.flops == specs_of(step.operation, step.case)[0].flops
+        if stored is not None and stored.seconds is not None and not found.gradients:
+            if not whole:
+                note = "run in a smaller size, so its schedule does not compare"
+            elif stored.implementation != implementation:
+                note = f"the schedule is that of {stored.implementation}, so it does not compare"
+            else:
+                estimate, level = stored.seconds, "verified"
+    timing = found.timing
+    return Row(name, implementation, found.gradients, timing.median, timing.spread, estimate, level, bound, note)
+
+
+def _roofline(chip: TpuChip, flops: float, nbytes: float, dtype: str) -> tuple[float, str]:
+    """Seconds at the least, and what bounds them."""
+    compute, memory = flops / chip.peak_per_device(dtype), nbytes / chip.hbm_bandwidth_per_device
+    return max(compute, memory), "compute" if compute >= memory else "memory"
+
+
+def _layer(chip: TpuChip | None) -> Row:
+    """A decoder's layer of Llama 3 8B on a TPU, a small one elsewhere: a forward pass of 2048 or 256 tokens."""
+    from flax import nnx
+
+    from vishwamai.models import Decoder, ModelConfig
+
+    width, tokens = (4096, 2048) if chip is not None else (256, 256)
+    config = ModelConfig.from_dict(
+        {
+            "model_type": "llama",
+            "vocab_size": 1024,
+            "hidden_size": width,
+            "intermediate_size": width * 7 // 2,
+            "num_hidden_layers": 1,
+            "num_attention_heads": width // 128,
+            "num_key_value_heads": max(1, width // 512),
+            "max_position_embeddings": tokens,
+        }
+    )
+    dtype = jnp.bfloat16 if chip is not None else jnp.float32
+    graph, state = nnx.split(Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    batch = jnp.asarray(np.random.default_rng(0).integers(0, 1024, (1, tokens)), jnp.int32)
+
+    def forward(state: object, batch: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(batch)
+
+    found = measure(forward, state, batch, repeats=20)
+    estimate, level, bound = None, "", ""
+    if chip is not None:
+        flops = program_flops(forward, state, batch).total
+        estimate, bound = _roofline(chip, flops, found.useful, str(jnp.dtype(dtype)))
+        level = "analytic"
+    name = f"a layer of width {width}, {tokens} tokens"
+    return Row(name, "", False, found.seconds, 0.0, estimate, level, bound)

@@ -1,0 +1,90 @@
+"""The page of a plan: candidates by memory and time of a step, as one file without other resources."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vishwamai import reports
+from vishwamai.core import caches
+from vishwamai.core.errors import ConfigError
+from vishwamai.planning.search import Candidate, Plan, front
+from vishwamai.reports import charts
+
+_COLUMNS = ("settings", "front", "memory, GiB", "level", "step, s", "step's level", "tokens/s a chip", "MFU")
+_COST = "USD per million tokens"
+
+
+def write_page(plans: Sequence[Plan], path: str | os.PathLike[str], price: float | None = None) -> None:
+    """Writes the page of the plans of one configuration; `price`: USD for a chip and hour.
+
+    Raises:
+      ConfigError: the file cannot be written.
+      UnsupportedError: Jinja2 is not installed.
+    """
+    page = reports.render(
+        "planning/plan.html", title="Plan of a training step", sections=[_section(plan, price) for plan in plans]
+    )
+    try:
+        caches.write(Path(path), page)
+    except OSError as error:
+        raise ConfigError(f"plan: the page {os.fspath(path)} cannot be written: {error}") from error
+
+
+def _section(plan: Plan, price: float | None) -> dict[str, Any]:
+    best = front(plan.candidates)
+    facts = []
+    if plan.chosen is not None and plan.chosen.speed is not None:
+        speed = plan.chosen.speed
+        facts = [
+            (plan.chosen.name, "chosen"),
+            (str(speed.step), "a step"),
+            (f"{speed.tokens_per_chip.value:.0f}", "tokens/s a chip"),
+            (f"{speed.mfu.value:.1%}", f"MFU, of {speed.peak / 1e12:.0f} TFLOP/s ({speed.dtype})"),
+        ]
+        if price is not None:
+            facts.append((f"{speed.cost(price).value:.4g}", f"{_COST}, at {price:g} USD a chip-hour"))
+    columns = [*_COLUMNS, *([_COST] if price is not None else [])]
+    return {
+        "target": plan.target,
+        "facts": facts,
+        "figure": _chart(plan, best),
+        "columns": columns,
+        "numbers": [name for name in columns if name not in ("settings", "front", "level", "step's level")],
+        "rows": [_cells(one, index in best, price) for index, one in enumerate(plan.candidates)],
+    }
+
+
+def _chart(plan: Plan, best: set[int]) -> reports.Markup:
+    """Memory against time by formulas, with the front; the chosen one by its compiled program, too."""
+
+    def curve(name: str, colour: str, mark: str, wanted: Sequence[tuple[int, Candidate]]) -> charts.Curve:
+        known = [(one, one.formula.value) for _, one in wanted if one.formula is not None]
+        points = [(one.analytic.value / 2**30, seconds) for one, seconds in known]
+        notes = [f"{one.name}: {one.analytic}, {one.formula}" for one, _ in known]
+        return charts.Curve(name, points, colour, [mark] * len(points), notes=notes)
+
+    every = list(enumerate(plan.candidates))
+    curves = [
+        curve("too large", "soft", "square", [(i, one) for i, one in every if not one.fits]),
+        curve("fits", "c1", "circle", [(i, one) for i, one in every if one.fits and i not in best]),
+        curve("Pareto front", "c0", "diamond", [(i, one) for i, one in every if i in best]),
+    ]
+    chosen = plan.chosen
+    if chosen is not None and chosen.time is not None:
+        point = (chosen.best.value / 2**30, chosen.time.step.value)
+        note = f"{chosen.name}: {chosen.best}, {chosen.time.step}"
+        curves.append(charts.Curve("chosen, by its compiled program", [point], "c4", ["star"], notes=[note]))
+    return charts.lines([one for one in curves if one.points], x="HBM of one device, GiB", y="a step, s", zero=True)
+
+
+def _cells(one: Candidate, on_front: bool, price: float | None) -> list[str]:
+    cells = [one.name, "yes" if on_front else "", f"{one.best.value / 2**30:.2f}", one.best.level]
+    if one.speed is None:
+        return cells + ["-"] * (4 + (price is not None))
+    speed = one.speed
+    cells += [f"{speed.step.value:.3g}", speed.step.level, f"{speed.tokens_per_chip.value:.0f}"]
+    cells.append(f"{speed.mfu.value:.1%}")
+    return cells + ([f"{speed.cost(price).value:.4g}"] if price is not None else [])

@@ -1,0 +1,229 @@
+"""`step_time`: how long a program takes on each device of a TPU slice, from the compiled program.
+
+Kernels take the time of their schedules (`vishwamai.aot.schedule`), the compiler's own fusions the cycles that it
+estimates, collectives that of the links; `planning.timeline` puts them together. docs/planning.md compares the sum with
+published steps.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vishwamai.aot.compile import libtpu
+from vishwamai.aot.schedule.dump import read_sources
+from vishwamai.aot.schedule.hlo import parse_module
+from vishwamai.aot.schedule.simulate import Source, simulate
+from vishwamai.aot.schedule.twins import twins
+from vishwamai.core.arguments import checked
+from vishwamai.core.errors import DeviceError
+from vishwamai.core.numbers import human
+from vishwamai.core.target import Target
+from vishwamai.planning import cache, calibration
+from vishwamai.planning.collectives import link_seconds
+from vishwamai.planning.compiler import TEXT, Compiler, ProgramMemory, verified_memory
+from vishwamai.planning.figures import Estimate
+from vishwamai.planning.program import Program, trace
+from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
+
+FORMAT = 1
+"""Counts up when a timeline is followed in another way, so that kept ones are not read."""
+
+_SHOWN = 8
+_WIDTH = 78
+"""Columns of a note, two less than a terminal's: `vishwamai plan` indents them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The calls of one kernel, fusion or kind of collective, all together.
+
+    Attributes:
+      part: one of `timeline.PARTS`. name: without number. seconds: of all calls, hidden ones too. calls: how many.
+    """
+
+    part: str
+    name: str
+    seconds: float
+    calls: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The time of a compiled program on one device of its target; print it for the table.
+
+    Attributes:
+      target: the chip or slice.
+      step: seconds, the sum of `parts`.
+      parts: seconds that each of `timeline.PARTS` takes: kernels, fusions, and waiting for collectives and copies.
+      hidden: seconds of collectives and copies that go on behind other work.
+      rows: where it goes, the longest first.
+      memory: HBM of the same compiled program.
+      missing: what takes time that is not in the sum.
+      uncertain: what a schedule does not tell: loops and copies that depend on data.
+      kernel_factor: what the kernels' part was multiplied with, as `vishwamai calibrate` measured; None without it.
+    """
+
+    target: str
+    step: Estimate
+    parts: Mapping[str, Estimate]
+    hidden: Mapping[str, Estimate]
+    rows: tuple[Row, ...]
+    memory: ProgramMemory
+    missing: tuple[str, ...] = ()
+    uncertain: tuple[str, ...] = ()
+    kernel_factor: float | None = None
+
+    def __str__(self) -> str:
+        least = "at least " if self.missing else ""
+        lines = [f"{self.target}: {least}{self.step} on each device"]
+        whole = self.step.value or 1.0
+        for name, part in self.parts.items():
+            hidden = self.hidden[name].value if name in self.hidden else 0.0
+            behind = f"  and {hidden * 1e3:.3f} ms hidden" if hidden else ""
+            lines.append(f"  {name:<12}{part.value * 1e3:>12.3f} ms {part.value / whole:>6.1%}{behind}")
+        lines += [
+            f"    {row.name[:40]:<40}{row.seconds * 1e3:>12.3f} ms {row.calls:>6} calls" for row in self.rows[:_SHOWN]
+        ]
+        if self.kernel_factor is not None:
+            lines.append(f"  kernels are multiplied with {self.kernel_factor:.3f}, which was measured")
+        notes = [f"not in the sum: {text}" for text in self.missing]
+        notes += [f"less certain: {text}" for text in self.uncertain]
+        for note in notes:
+            lines += textwrap.wrap(note, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        return "\n".join(lines)
+
+
+@checked
+def step_time(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any) -> StepTime:
+    """Estimates how long `fn(*args, **kwargs)` takes on each device of a target, from its compiled program.
+
+    The program is compiled, and followed in the order of its schedule. Every loop counts as often as it runs. A
+    collective takes what `parallel.estimate_collective` says of its devices, at the least. An asynchronous one costs
+    what the work between its start and its end does not hide. Nothing runs, so the level of the result is "verified".
+    docs/planning.md says what it leaves out and how far it is from published steps.
+
+    Args:
+      fn: a function, jitted or not.
+      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s, with shardings where the target has many devices.
+      target: "v5e" for one device, "v5e:4x4" for all devices of a slice.
+      **kwargs: keyword arguments of `fn`.
+
+    Raises:
+      DeviceError: libtpu is missing or writes no schedules, the target is unknown, or the program does not fit.
+      UnsupportedError, KernelError: as `probe`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    >>> found = step_time(lambda a, b: a @ b, x, x, target="v5e")  # doctest: +SKIP
+    >>> found.step.level, found.step.value < 0.002  # doctest: +SKIP
+    ('verified', True)
+    """
+    with Compiler() as compiler:
+        memory, found = time_program(compiler, trace(fn, *args, target=target, **kwargs))
+    if found is None:
+        raise DeviceError(f"step_time: the program needs {memory.total}, but {target} has {human(memory.limit)}.")
+    return found
+
+
+def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, StepTime | None]:
+    """The memory of the compiled program, and its time; no time where it does not fit.
+
+    Raises: as `step_time`, for a program that fits.
+    """
+    key = f"{program.fingerprint}-time{FORMAT}"
+    found, full = cache.read(key), cache.read(f"{program.fingerprint}-full")
+    if full is not None and "needed" in full:  # it does not fit, which is all there is to know
+        return verified_memory(program, full), None
+    if found is None or not {"memory", "time"} <= found.keys():
+        with compiler.written(program) as (answer, directory):
+            found = dict(answer)
+            if "memory" in found:
+                found["time"] = _followed(program.target, directory)
+        if "time" in found:
+            cache.write(key, found)
+    memory = verified_memory(program, found)
+    return memory, _read(program.target, memory, found["time"]) if "time" in found else None
+
+
+def _followed(target: str, directory: pathlib.Path) -> dict[str, Any]:
+    """The timeline of what the compiler wrote, as plain values."""
+    written = directory / TEXT
+    estimated = written.exists()
+    text = written if estimated else next(directory.glob("*-TLP-hlo.txt"), None)
+    sources = read_sources(directory)
+    if text is None or not sources:
+        raise DeviceError(
+            f"step_time: libtpu {libtpu.versions()['libtpu']} wrote no schedules for {target}; 0.0.51 is known to."
+        )
+    hlo = text.read_text()
+    module, chip = parse_module(hlo), Target.parse_chip(target)
+    schedules = _Schedules(sources, target, twins(hlo))
+    follower = Follower(module, chip, schedules.cycles, link_seconds(module, libtpu.devices_for(target)))
+    timeline = follower.follow()
+    names = ", ".join(f"{name} ({count})" for name, count in schedules.unknown.items())
+    uncertain = [f"branches and copies that depend on data: {names}"] if names else []
+    if not estimated:
+        uncertain.append("the compiler's cycles cannot be read back, so its fusions have the time of their schedules")
+    return _plain(timeline) | {"uncertain": uncertain}
+
+
+class _Schedules:
+    """The cycles of one call of an instruction, by the schedule of its program, each followed once."""
+
+    def __init__(self, sources: Mapping[str, Source], target: str, marks: Mapping[str, str]):
+        self.sources, self.chip, self.marks = sources, Target.parse_chip(target), marks
+        self.emitted = {marks[name]: name for name in sources if name in marks}
+        self.known: dict[str, float] = {}
+        self.unknown: collections.Counter[str] = collections.Counter()
+
+    def cycles(self, name: str) -> float | None:
+        """None where the compiler wrote no schedule for it."""
+        own = name if name in self.sources else self.emitted.get(self.marks.get(name, ""))
+        if own is None:
+            return None
+        if own not in self.known:
+            found = simulate({own: self.sources[own]}, self.chip)
+            self.known[own] = found.cycles
+            if found.unknown:
+                self.unknown[family(own)] += sum(found.unknown.values())
+        return self.known[own]
+
+
+def _plain(timeline: Timeline) -> dict[str, Any]:
+    missing = [f"{what}{f' ({count} times)' if count > 1 else ''}" for what, count in timeline.missing.items()]
+    if timeline.host_bytes:
+        missing.append(f"{human(timeline.host_bytes)} to and from the host's memory, whose bandwidth is not known")
+    rows = sorted(timeline.by_name.items(), key=lambda row: -row[1][0])
+    return {
+        "exposed": dict(timeline.exposed),
+        "hidden": dict(timeline.hidden),
+        "rows": [[part, name, seconds, calls] for (part, name), (seconds, calls) in rows],
+        "missing": missing,
+    }
+
+
+def _read(target: str, memory: ProgramMemory, plain: Mapping[str, Any]) -> StepTime:
+    def seconds(value: float) -> Estimate:
+        return Estimate(value, "verified", "s")
+
+    measured = calibration.in_use(Target.parse_chip(target).name)
+    factor = None if measured is None else measured.factor
+    exposed = dict(plain["exposed"])
+    exposed["kernels"] = exposed.get("kernels", 0.0) * (factor or 1.0)
+    parts = {name: seconds(exposed.get(name, 0.0)) for name in PARTS}
+    return StepTime(
+        target=target,
+        step=seconds(sum(part.value for part in parts.values())),
+        parts=parts,
+        hidden={name: seconds(value) for name, value in plain["hidden"].items()},
+        rows=tuple(Row(*row) for row in plain["rows"]),
+        memory=memory,
+        missing=tuple(plain["missing"]),
+        uncertain=tuple(plain["uncertain"]),
+        kernel_factor=factor,
+    )

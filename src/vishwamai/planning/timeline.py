@@ -1,0 +1,291 @@
+"""The timeline of a compiled program on one device, followed in the order of its schedule.
+
+One instruction runs after the other. What an asynchronous pair starts goes on meanwhile: collectives on the links,
+copies between HBM and VMEM, each in a queue. At its end the program waits for what is left; only that is exposed.
+A loop takes one turn's time as often as it runs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+
+from vishwamai.aot.schedule.hlo import Instruction, Module, shape_bytes
+from vishwamai.aot.schedule.machine import Model
+from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.hardware import TpuChip
+from vishwamai.planning.collectives import base, inside, is_collective
+
+PARTS = ("kernels", "fusions", "collectives", "copies")
+"""What a device spends its time on: our kernels and others by Pallas, the compiler's own code, waiting for collectives,
+waiting for copies between HBM and VMEM."""
+
+_FREE = frozenset(
+    ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id", "replica-id")
+    + ("opt-barrier", "domain")
+)
+"""Instructions without code of their own."""
+_COPIES = frozenset(("copy", "slice", "dynamic-slice", "dynamic-update-slice"))
+"""What moves data and computes nothing, where it runs asynchronously."""
+_NO_WORK = frozenset(("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding"))
+"""Custom calls of the compiler that run nothing."""
+_SCALAR = 64 << 10
+"""Bytes up to which an instruction without an estimate is one of the scalar unit or of a few vectors."""
+_HOST = re.compile(r"S\(5\)")
+
+
+@dataclasses.dataclass
+class Timeline:
+    """What was found, for one device.
+
+    Attributes:
+      exposed: seconds by each of `PARTS`. hidden: seconds of collectives and copies behind other work.
+      by_name: seconds and calls of each kernel and fusion, and of each kind of collective, by part and name.
+      host_bytes: to and from the host's memory. missing: what has no time, with how often it runs.
+    """
+
+    exposed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    hidden: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    by_name: dict[tuple[str, str], tuple[float, int]] = dataclasses.field(default_factory=dict)
+    host_bytes: int = 0
+    missing: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def seconds(self) -> float:
+        """All exposed parts together."""
+        return float(sum(self.exposed.values()))
+
+    def add(self, part: str, name: str, seconds: float) -> None:
+        """One instruction's time."""
+        self.exposed[part] += seconds
+        self.note(part, name, seconds)
+
+    def note(self, part: str, name: str, seconds: float, calls: int = 1) -> None:
+        """Its row in `by_name`."""
+        before = self.by_name.get((part, name), (0.0, 0))
+        self.by_name[part, name] = (before[0] + seconds, before[1] + calls)
+
+    def include(self, other: Timeline, times: int = 1) -> None:
+        """Another timeline, so many times over."""
+        for mine, its in ((self.exposed, other.exposed), (self.hidden, other.hidden), (self.missing, other.missing)):
+            for name, value in its.items():
+                mine[name] += value * times
+        for (part, name), (seconds, calls) in other.by_name.items():
+            self.note(part, name, seconds * times, calls * times)
+        self.host_bytes += other.host_bytes * times
+
+
+class _Running:
+    """What goes on asynchronously in one computation: when each start is done, one queue for each part."""
+
+    def __init__(self) -> None:
+        self.free: collections.Counter[str] = collections.Counter()
+        self.pending: dict[str, tuple[str, float, float]] = {}
+
+    def start(self, name: str, part: str, now: float, seconds: float) -> None:
+        self.free[part] = max(self.free[part], now) + seconds
+        self.pending[name] = (part, self.free[part], seconds)
+
+
+class Follower:
+    """Follows a module.
+
+    Args:
+      module: the program. chip: that it runs on.
+      cycles: of one call of an instruction by its schedule; None where there is none.
+      links: seconds of a collective, and of one whose sum is split again.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        chip: TpuChip,
+        cycles: Callable[[str], float | None],
+        links: Callable[[Instruction, bool], float],
+    ):
+        self.module, self.chip, self.cycles, self.links = module, chip, cycles, links
+        self._channels = {
+            _channel(part)
+            for body in module.computations.values()
+            if any(part.target == "AsyncCollectiveStart" for part in body)
+            for part in body
+            if _channel(part)
+        }
+        self._copied = chip.hbm_bandwidth_per_device * Model().hbm_efficiency
+
+    def follow(self, name: str | None = None) -> Timeline:
+        """The timeline of a computation, of the whole program by default."""
+        found, running = Timeline(), _Running()
+        body = self.module.computations[name or self.module.entry]
+        sources = {one.name: one.operands for one in body}
+        for one in body:
+            self._one(one, found, running, sources)
+        for start in list(running.pending):  # waited for in the next turn, which waits for this one
+            self._wait(start, found, running)
+        return found
+
+    def _one(
+        self, one: Instruction, found: Timeline, running: _Running, sources: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        opcode = one.opcode
+        if opcode in _FREE or one.target in _NO_WORK:
+            return
+        if opcode == "while":
+            self._loop(one, found)
+        elif opcode in ("call", "conditional"):
+            names = one.branches or tuple(name for kind in ("to_apply", "calls") if (name := one.called(kind)))
+            branches = [self.follow(name) for name in names]
+            found.include(max(branches, key=lambda branch: branch.seconds, default=Timeline()))
+        elif opcode.endswith("-done") or self._halves(one) == "done":
+            start = _start_of(one, running.pending, sources)
+            if start is not None:
+                self._wait(start, found, running)
+        elif self._halves(one) == "between":
+            self._code(one, found)
+        elif is_collective(opcode) or (opcode in ("fusion", "async-start") and inside(self.module, one)):
+            self._collective(one, found, running)
+        elif opcode.endswith("-start"):
+            self._copy(one, found, running)
+        else:
+            self._code(one, found)
+
+    def _halves(self, one: Instruction) -> str | None:
+        """Which part of an asynchronous collective a fusion has: "start", "done", or "between" (work that hides it)."""
+        body = self.module.computations.get(one.called("calls") or "", ()) if one.opcode == "fusion" else ()
+        targets = {part.target for part in body}
+        opcodes = {part.opcode.rpartition("-")[2] for part in body if is_collective(part.opcode)}
+        if "AsyncCollectiveStart" in targets or opcodes == {"start"}:
+            return "start"
+        if "AsyncCollectiveDone" in targets or opcodes == {"done"}:
+            return "done"
+        return "between" if any(_channel(part) in self._channels for part in body if _channel(part)) else None
+
+    def _loop(self, one: Instruction, found: Timeline) -> None:
+        turns = trip_count(self.module, one)
+        if turns is None:
+            found.missing[f"loop {one.name}: how often it runs is not known; it counts once"] += 1
+        found.include(self.follow(one.called("body")), 1 if turns is None else turns)
+
+    def _collective(self, one: Instruction, found: Timeline, running: _Running) -> None:
+        parts = [one] if is_collective(one.opcode) else inside(self.module, one)
+        body = self.module.computations.get(one.called("calls") or "", ())
+        scattered = any(part.opcode == "dynamic-slice" for part in body)
+        try:
+            seconds = sum(self.links(part, scattered) for part in parts if not part.opcode.endswith("-done"))
+        except UnsupportedError as error:
+            found.missing[f"{base(parts[0].opcode)}: {error}"] += 1
+            return
+        kind = "reduce-scatter" if scattered and parts[0].opcode == "all-reduce" else base(parts[0].opcode)
+        if one.opcode.endswith("-start") or self._halves(one) == "start":
+            running.start(one.name, "collectives", found.seconds, seconds)
+            found.note("collectives", kind, seconds)
+        else:
+            found.add("collectives", kind, seconds)
+        if one.opcode == "fusion" and one.cycles:
+            found.add("fusions", "fusion with a collective", one.cycles / self.chip.clock)
+
+    def _copy(self, one: Instruction, found: Timeline, running: _Running) -> None:
+        nbytes = _moved(self.module, one)
+        body = self.module.computations.get(one.called("calls") or "", ())
+        if _HOST.search(one.shape) or any(_HOST.search(part.shape) for part in body):
+            found.host_bytes += nbytes
+            return
+        opcodes = {part.opcode for part in body} - _FREE or {base(one.opcode)}
+        if not opcodes <= _COPIES:
+            found.missing[f"{one.opcode} {one.name}: its time is not known"] += 1
+            return
+        running.start(one.name, "copies", found.seconds, nbytes / self._copied + Model().dma_latency)
+
+    def _wait(self, start: str, found: Timeline, running: _Running) -> None:
+        part, end, seconds = running.pending.pop(start)
+        left = max(0.0, end - found.seconds)
+        found.exposed[part] += left
+        found.hidden[part] += max(0.0, seconds - left)
+
+    def _code(self, one: Instruction, found: Timeline) -> None:
+        kernel = one.opcode == "custom-call"
+        cycles = None if kernel else one.cycles
+        if cycles is None:
+            cycles = self.cycles(one.name)
+        if cycles is not None:
+            found.add("kernels" if kernel else "fusions", family(one.name), cycles / self.chip.clock)
+        elif kernel or one.opcode == "fusion" or one.nbytes > _SCALAR:
+            what = one.target if kernel and one.target != "tpu_custom_call" else family(one.name)
+            found.missing[f"{one.opcode} {what}: no schedule was found"] += 1
+
+
+def _channel(one: Instruction) -> str | None:
+    """The number that the parts of one collective share."""
+    found = re.search(r"channel_id=(\d+)", one.attributes) if is_collective(one.opcode) else None
+    return None if found is None else found[1]
+
+
+def family(name: str) -> str:
+    """An instruction's name without its number.
+
+    >>> family("attention_forward.12")
+    'attention_forward'
+    """
+    return re.sub(r"[.\d]+$", "", name) or name
+
+
+def _moved(module: Module, start: Instruction) -> int:
+    """Bytes that an asynchronous copy brings: what its end gives."""
+    for body in module.computations.values():
+        for one in body:
+            if one.opcode.endswith("-done") and start.name in one.operands:
+                return one.nbytes
+    return shape_bytes(start.shape) // 2
+
+
+def _start_of(done: Instruction, pending: Mapping[str, object], sources: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The pending start that an end belongs to, through what hands it on."""
+    seen, names = set(), list(done.operands)
+    while names:
+        name = names.pop(0)
+        if name in pending:
+            return name
+        if name not in seen and len(seen) < 64:
+            seen.add(name)
+            names += sources.get(name, ())
+    return None
+
+
+def trip_count(module: Module, loop: Instruction) -> int | None:
+    """How often a loop runs: its condition compares a counter with a constant; None where it does not.
+
+    The counter starts at the constant that the loop's operand has, else at 0, and grows by 1, as in every loop of
+    `jax.lax.scan`.
+    """
+    known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if known:
+        return int(known[1])
+    condition = module.computations.get(loop.called("condition") or "", ())
+    root = condition[-1] if condition else None
+    if root is None or root.opcode != "compare" or "direction=LT" not in root.attributes:
+        return None
+    counter, bound = (module.by_name.get(name) for name in root.operands)
+    limit = _constant(module, bound)
+    if limit is None or counter is None or counter.opcode != "get-tuple-element":
+        return None
+    index = re.search(r"index=(\d+)", counter.attributes)
+    carried = module.by_name.get(loop.operands[0])
+    first = None
+    if index and carried is not None and carried.opcode == "tuple":
+        first = _constant(module, module.by_name.get(carried.operands[int(index[1])]))
+    return max(0, limit - (first or 0))
+
+
+def _constant(module: Module, one: Instruction | None) -> int | None:
+    """The integer that an instruction is, through copies; None where it is not one."""
+    for _ in range(8):
+        if one is None or one.opcode == "constant":
+            break
+        if base(one.opcode) not in ("copy", "bitcast", "convert", "reshape") or not one.operands:
+            return None
+        one = module.by_name.get(one.operands[0])
+    if one is None or not re.fullmatch(r"-?\d+", one.text.strip()):
+        return None
+    return int(one.text)

@@ -1,0 +1,233 @@
+"""The time of a step: the timeline of a written program, the compiler's own, and what is made of them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from vishwamai import aot, planning
+from vishwamai.aot.schedule.hlo import parse_module
+from vishwamai.core.errors import DeviceError, UnsupportedError
+from vishwamai.core.hardware import TPUS
+from vishwamai.planning import program_time
+from vishwamai.planning.analytic import CLASSES, Breakdown
+from vishwamai.planning.collectives import group_of, link_seconds
+from vishwamai.planning.speed import training_speed, training_time
+from vishwamai.planning.timeline import Follower, trip_count
+from vishwamai.training.config_file import from_dict
+
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
+CHIP = TPUS["v5e"]
+
+PROGRAM = """HloModule program, is_scheduled=true
+
+%condition (c: (s32[], bf16[1024,1024])) -> pred[] {
+  %limit = s32[] constant(5)
+  %c = (s32[], bf16[1024,1024]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (b: (s32[], bf16[1024,1024])) -> (s32[], bf16[1024,1024]) {
+  %b = (s32[], bf16[1024,1024]) parameter(0)
+  %x = bf16[1024,1024]{1,0} get-tuple-element(%b), index=1
+  %all-gather-start.1 = (bf16[1024,1024]{1,0}, bf16[4096,1024]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3}}
+  %fusion.1 = bf16[1024,1024]{1,0} fusion(%x), kind=kOutput, calls=%f, backend_config={"estimated_cycles":"15000"}
+  %all-gather-done.1 = bf16[4096,1024]{1,0} all-gather-done(%all-gather-start.1)
+  %kernel.1 = bf16[1024,1024]{1,0} custom-call(%fusion.1), custom_call_target="tpu_custom_call"
+  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%x, %kernel.1)
+}
+
+ENTRY %main (p: bf16[1024,1024]) -> bf16[1024,1024] {
+  %p = bf16[1024,1024]{1,0} parameter(0)
+  %first = s32[] constant(2)
+  %start = (s32[], bf16[1024,1024]{1,0}) tuple(%first, %p)
+  %while.1 = (s32[], bf16[1024,1024]{1,0}) while(%start), condition=%condition, body=%body
+  %y = bf16[1024,1024]{1,0} get-tuple-element(%while.1), index=1
+  %all-reduce.1 = bf16[1024,1024]{1,0} all-reduce(%y), replica_groups=[1,4]<=[4], to_apply=%add
+  %copy-start.1 = (bf16[1024,1024]{1,0:S(5)}, bf16[1024,1024]{1,0}, u32[]) copy-start(%all-reduce.1)
+  ROOT %copy-done.1 = bf16[1024,1024]{1,0:S(5)} copy-done(%copy-start.1)
+}
+"""
+MIB = 1 << 20
+
+
+def follow(text=PROGRAM, cycles=lambda name: 3000.0, links=lambda one, scattered: 30e-6):
+    return Follower(parse_module(text), CHIP, cycles, links).follow()
+
+
+def test_loops_collectives_and_what_hides_them():
+    found = follow()
+    assert trip_count(parse_module(PROGRAM), parse_module(PROGRAM).by_name["while.1"]) == 3  # from 2 to 5
+    assert found.exposed["fusions"] == pytest.approx(3 * 15000 / CHIP.clock)
+    assert found.exposed["kernels"] == pytest.approx(3 * 3000 / CHIP.clock)
+    # 10 us of the fusion hide as much of each gather; the sum afterwards hides behind nothing.
+    assert found.exposed["collectives"] == pytest.approx(3 * 20e-6 + 30e-6)
+    assert found.hidden["collectives"] == pytest.approx(3 * 10e-6)
+    assert found.by_name["collectives", "all-gather"] == (pytest.approx(90e-6), 3)
+    assert found.host_bytes == 2 * MIB and not found.missing
+    assert found.seconds == pytest.approx(sum(found.exposed.values()))
+
+
+def test_what_has_no_time_is_named():
+    found = follow(cycles=lambda name: None)
+    assert found.missing == {"custom-call kernel: no schedule was found": 3} and found.exposed["kernels"] == 0
+    endless = follow(PROGRAM.replace("direction=LT", "direction=NE"))
+    assert any("while.1: how often it runs" in text for text in endless.missing)
+
+    def no_links(one, scattered):
+        raise UnsupportedError("no model of these links")
+
+    assert follow(links=no_links).missing["all-reduce: no model of these links"] == 1
+
+
+def test_branches_and_what_runs_next_to_the_core():
+    body = """HloModule m
+
+%a (x: f32[1024,1024]) -> f32[1024,1024] {
+  %x = f32[1024,1024]{1,0} parameter(0)
+  ROOT %fusion.1 = f32[1024,1024]{1,0} fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"3000"}
+}
+
+%b (y: f32[1024,1024]) -> f32[1024,1024] {
+  %y = f32[1024,1024]{1,0} parameter(0)
+  ROOT %fusion.2 = f32[1024,1024]{1,0} fusion(%y), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"9000"}
+}
+
+%moved (z: f32[1024,1024]) -> f32[512,1024] {
+  %z = f32[1024,1024]{1,0} parameter(0)
+  ROOT %slice.1 = f32[512,1024]{1,0} slice(%z), slice={[0:512], [0:1024]}
+}
+
+ENTRY %main (i: s32[], p: f32[1024,1024]) -> f32[512,1024] {
+  %i = s32[] parameter(0)
+  %p = f32[1024,1024]{1,0} parameter(1)
+  %either = f32[1024,1024]{1,0} conditional(%i, %p, %p), branch_computations={%a, %b}
+  %start = ((f32[1024,1024]{1,0}), f32[512,1024]{1,0}, s32[]) async-start(%either), calls=%moved
+  ROOT %done = f32[512,1024]{1,0} async-done(%start)
+}
+"""
+    found = follow(body)
+    assert found.exposed["fusions"] == pytest.approx(9000 / CHIP.clock)  # the slower branch
+    assert found.exposed["copies"] == pytest.approx(2 * MIB / (0.9 * CHIP.hbm_bandwidth) + 0.55e-6)
+    elsewhere = follow(body.replace(" slice(%z), slice={[0:512], [0:1024]}", " sort(%z), dimensions={0}"))
+    assert elsewhere.missing == {"async-start start: its time is not known": 1} and not elsewhere.exposed["copies"]
+
+
+def test_a_collective_in_three_fusions_counts_once():
+    """libtpu starts it in one fusion, computes next to it in a second one, and ends it in a third."""
+    text = """HloModule m
+
+%a (x: bf16[8,1024]) -> bf16[32,1024] {
+  %x = bf16[8,1024]{1,0} parameter(0)
+  %all-gather.1 = bf16[32,1024]{1,0} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3}}
+  ROOT %s = bf16[32,1024]{1,0} custom-call(%x, %all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%b (x.1: bf16[8,1024]) -> bf16[32,1024] {
+  %x.1 = bf16[8,1024]{1,0} parameter(0)
+  ROOT %all-gather.2 = bf16[32,1024]{1,0} all-gather(%x.1), channel_id=7, replica_groups={{0,1,2,3}}
+}
+
+%c (x.2: bf16[8,1024]) -> bf16[32,1024] {
+  %x.2 = bf16[8,1024]{1,0} parameter(0)
+  %all-gather.3 = bf16[32,1024]{1,0} all-gather(%x.2), channel_id=7, replica_groups={{0,1,2,3}}
+  ROOT %d = bf16[32,1024]{1,0} custom-call(%all-gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (p: bf16[8,1024]) -> bf16[32,1024] {
+  %p = bf16[8,1024]{1,0} parameter(0)
+  %start = bf16[32,1024]{1,0} fusion(%p), kind=kCustom, calls=%a
+  %between = bf16[32,1024]{1,0} fusion(%start), kind=kOutput, calls=%b, backend_config={"estimated_cycles":"15000"}
+  ROOT %done = bf16[32,1024]{1,0} fusion(%between), kind=kCustom, calls=%c
+}
+"""
+    found = follow(text)
+    assert found.by_name["collectives", "all-gather"] == (pytest.approx(30e-6), 1)
+    assert found.exposed["collectives"] == pytest.approx(20e-6)
+    assert found.exposed["fusions"] == pytest.approx(10e-6) and not found.missing
+
+
+def test_groups_in_every_form():
+    assert group_of("replica_groups={}", 3) == [0, 1, 2]
+    assert group_of("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", 8) == [0, 2]
+    assert group_of("replica_groups=mesh['a'=2,'b'=2] {'a'}", 4) == [0, 2]
+    assert group_of("source_target_pairs={{3,1},{1,3}}", 4) == [3, 1]
+    with pytest.raises(UnsupportedError, match="cannot be read"):
+        group_of("replica_groups=mesh['a'=2,'b'=2] {'a':(1)2}", 4)
+
+
+@needs_libtpu
+def test_bytes_and_links_of_a_collective():
+    module = parse_module(PROGRAM)
+    seconds = link_seconds(module, aot.mesh_for("v5e:2x2", {"x": 4}).devices.tolist())
+    bandwidth = 2 * CHIP.ici_bandwidth  # a square of four chips: two links into each
+    assert seconds(module.by_name["all-gather-start.1"], False) == pytest.approx(8 * MIB * 3 / 4 / bandwidth)
+    assert seconds(module.by_name["all-reduce.1"], False) == pytest.approx(2 * 2 * MIB * 3 / 4 / bandwidth)
+    assert seconds(module.by_name["all-reduce.1"], True) == pytest.approx(2 * MIB * 3 / 4 / bandwidth)
+
+
+@needs_libtpu
+@pytest.mark.long
+def test_the_time_of_a_compiled_program_over_a_slice(monkeypatch, tmp_path):
+    monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path))
+    mesh = Mesh(aot.mesh_for("v5e:2x2", {"fsdp": 4}).devices, ("fsdp",))
+
+    def shape(size, *spec):
+        return jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+    def forward(weights, x):
+        return jax.lax.scan(lambda h, w: (jax.nn.gelu(h @ w), None), x, weights)[0]
+
+    def arguments(layers):
+        return shape((layers, 4096, 4096), None, None, "fsdp"), shape((8192, 4096), "fsdp")
+
+    six = planning.step_time(forward, *arguments(6), target="v5e:2x2")
+    products = 6 * 2 * 2048 * 4096**2 / CHIP.peak_bf16
+    gathers = 6 * 32 * MIB * 3 / 4 / (2 * CHIP.ici_bandwidth)
+    assert six.step.level == "verified" and not six.missing and six.memory.fits
+    assert products < six.parts["fusions"].value < 1.5 * products
+    (row,) = (row for row in six.rows if row.part == "collectives")
+    assert (row.name, row.calls, row.seconds) == ("all-gather", 6, pytest.approx(gathers))
+    assert max(map(len, str(six).splitlines())) <= 80
+
+    monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: pytest.fail("asked again"))
+    assert planning.step_time(forward, *arguments(6), target="v5e:2x2") == six
+
+
+@needs_libtpu
+def test_a_libtpu_that_writes_no_schedules_is_an_error(tmp_path):
+    with pytest.raises(DeviceError, match="wrote no schedules for v5e"):
+        program_time._followed("v5e", tmp_path)
+
+
+def training(**keys):
+    model = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    }
+    return from_dict(
+        {"model": {"config": model, "compute_dtype": "bfloat16"}, "data": {"sequence_length": 512}, **keys}
+    )
+
+
+def test_the_analytic_time_follows_what_a_step_does():
+    parts = dict.fromkeys(CLASSES, planning.Estimate(64 * MIB, "analytic"))
+
+    def seconds(target="v5e:2x2", **keys):
+        return training_time(training(batch_size=64, **keys), target, Breakdown(target, 1 << 34, parts)).value
+
+    fsdp = seconds(mesh={"fsdp": 4})
+    assert seconds(mesh={"fsdp": 4}, remat="full") > fsdp
+    assert seconds(mesh={"fsdp": 4}, microbatches=4) > fsdp
+    assert seconds(mesh={"data": 4}) != fsdp and seconds("v5p") < seconds("v5e")
+    speed = training_speed(training(batch_size=64), "v5e", planning.Estimate(0.5, "verified", "s"))
+    assert speed.tokens_per_chip.value == 64 * 512 / 0.5 and 0 < speed.mfu.value < 1 and speed.mfu.level == "verified"
+    assert speed.cost(1.2).value == pytest.approx(1.2 / 3600 * 0.5 / (64 * 512) * 1e6)
+    assert "197 TFLOP/s (bfloat16)" in str(speed)
