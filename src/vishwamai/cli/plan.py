@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vishwamai import reports
 from vishwamai.cli import function, model
 from vishwamai.cli.function import CommandError
 from vishwamai.core.errors import UnsupportedError
@@ -87,6 +88,11 @@ def _kind(arguments: argparse.Namespace) -> str:
         raise CommandError(f"--args is for functions; {text} has no arguments.")
     if arguments.report is not None and kind != "training":
         raise CommandError(f"--report is for training configurations; {text} has no candidates to show.")
+    if arguments.report is not None:
+        if importlib.util.find_spec(reports.NEEDED) is None:
+            raise CommandError(f"{reports.INSTALL}.")
+        if not Path(arguments.report).absolute().parent.is_dir():
+            raise CommandError(f"--report {arguments.report}: there is no such directory.")
     if arguments.price is not None and not 0 < arguments.price < float("inf"):
         raise CommandError(f"--price is {arguments.price}; pass USD of a chip and hour, such as 1.2.")
     needed = {"training": ("optax", "flax", "pydantic", "yaml"), "serving": ("flax",), "function": ()}[kind]
