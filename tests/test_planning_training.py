@@ -118,6 +118,26 @@ def test_candidates_keep_the_global_batch():
         list(candidates(training(batch_size=12), "v5e:2x4"))
 
 
+def test_split_heads_and_rows_take_their_share():
+    def parts(**mesh):
+        return training_memory(training(layers=1, mesh=mesh), "v5e:2x2").parts
+
+    whole, split, ring = parts(data=4), parts(data=2, tensor=2), parts(sequence=4)
+    norms = 4 * 128 * 3
+    assert split["parameters"].value == (whole["parameters"].value - norms) / 2 + norms
+    rows = whole["activations"].value
+    assert ring["activations"].value == rows
+    # The residual stream is whole on each device, with the tokens of two.
+    assert rows < split["activations"].value < 2 * rows
+    found = list(candidates(training(batch_size=16, mesh={"tensor": 2}), "v5e:2x4"))
+    assert all(c.mesh.tensor == 2 and c.mesh.data * c.mesh.fsdp == 4 for c in found)
+    assert {c.microbatches for c in found} == {1, 2, 4}
+    with pytest.raises(ConfigError, match=r"mesh\.tensor=3 does not divide the 8 devices"):
+        list(candidates(training(mesh={"tensor": 3}), "v5e:2x4"))
+    with pytest.raises(ConfigError, match=r"mesh\.tensor=8 does not divide the model's 4 query heads"):
+        training_memory(training(mesh={"tensor": 8}), "v5e:2x4")
+
+
 def fake_trace(config, target):
     name = f"{config.mesh.fsdp} {config.remat} {config.microbatches}"
     return planning.Program(name, target, b"", (), name)

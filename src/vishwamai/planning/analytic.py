@@ -21,7 +21,7 @@ from vishwamai.planning.kept import kept_bytes
 from vishwamai.planning.serving import Serving, size
 from vishwamai.planning.training import devices_of, on_slice, training_step
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.mesh import Layout, make_layout
+from vishwamai.training.mesh import Layout, make_layout, row_parts
 from vishwamai.training.step import model_loss
 
 Tree = Any
@@ -76,13 +76,14 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     wide = config.microbatches > 1  # gradients are added up in float32
     gradients = params * (4 / jnp.dtype(config.model.param_dtype).itemsize if wide else 1)
 
-    rows = config.batch_size // devices // config.microbatches
+    # Of a device's tokens, in rows.
+    rows = config.batch_size / (row_parts(config.mesh) * config.mesh.sequence) / config.microbatches
     fixed, row = _kept(config)
     everything = _kept(dataclasses.replace(config, remat="none", optimization=config.optimization.of_kernels))
     layers = step.parts.config.num_layers
     recomputed = 0.0 if config.remat == "none" else rows * everything[1] / layers
     layer = everything[0] / layers  # one layer's weights in the dtype of products
-    table = max(size(leaf) for name, leaf in parts.params.items() if name != "layers")
+    table = max(size(leaf) for name, leaf in parts.params.items() if name != "layers") / config.mesh.tensor
     split = layout.mesh is not None and layout.mesh.shape["fsdp"] > 1
 
     # While a layer's gradient is computed: its weights whole, and the gradient of the head.
@@ -136,7 +137,7 @@ def _kept(config: TrainConfig) -> tuple[float, float]:
         config,
         batch_size=1,
         microbatches=1,
-        mesh=type(config.mesh)(),
+        mesh=type(config.mesh)(tensor=config.mesh.tensor),
         optimization=config.optimization.of_kernels,
         steps=1,
         seed=0,
@@ -146,7 +147,7 @@ def _kept(config: TrainConfig) -> tuple[float, float]:
 
 @functools.lru_cache(maxsize=64)
 def _kept_of(key: _Key) -> tuple[float, float]:
-    step = training_step(key.config)
+    step = training_step(key.config, of_one_device=True)
     loss = model_loss(step.parts.graph, step.parts.rest, key.config.loss, step.kept())
 
     def of(rows: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from vishwamai.core.errors import ConfigError
@@ -15,13 +16,14 @@ from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
 from vishwamai.planning.training import devices_of, trace_training
 from vishwamai.training.config import TrainConfig
+from vishwamai.training.mesh import row_parts, written
 
 MARGIN = 1.25
 """A candidate is pruned where the analytic estimate exceeds the limit by more; docs/planning.md has its errors."""
 
 NOT_TRIED = (
     "compiled programs of all but the chosen one: their times are formulas",
-    "tensor, pipeline, context and expert parallelism",
+    "other sizes of mesh.expert, mesh.sequence and mesh.tensor than the configuration's; pipelines",
     "other batch sizes, sequence lengths, optimizers and precisions",
     "remat: offload, and lists of activations",
 )
@@ -73,8 +75,9 @@ class Candidate:
     @property
     def name(self) -> str:
         """Its settings in words."""
-        mesh = self.config.mesh
-        return f"data={mesh.data} fsdp={mesh.fsdp} remat={self.config.remat} microbatches={self.config.microbatches}"
+        sizes = vars(self.config.mesh).items()
+        mesh = " ".join(f"{axis}={size}" for axis, size in sizes if axis in ("data", "fsdp") or size > 1)
+        return f"{mesh} remat={self.config.remat} microbatches={self.config.microbatches}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +118,8 @@ def front(found: Sequence[Candidate]) -> set[int]:
 
 
 def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
-    """Every mesh, policy and number of microbatches with the same global batch, the preferred ones first.
+    """Every split into data and fsdp, policy and number of microbatches with the same global batch, the preferred
+    ones first. The other axes of the mesh stay as they are.
 
     The fewest microbatches come first, then what recomputes least, then the mesh that gathers least.
 
@@ -123,17 +127,17 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
     >>> len(found), found[0].mesh.data, found[0].remat, found[0].microbatches
     (24, 4, 'none', 1)
     """
-    devices = devices_of(target)
-    if config.batch_size % devices:
+    devices, fixed = devices_of(target), dataclasses.replace(config.mesh, data=1, fsdp=1)
+    others, odd = divmod(devices, math.prod(vars(fixed).values()))
+    if odd or not others:
+        raise ConfigError(f"config: {written(fixed)} does not divide the {devices} devices of {target}.")
+    parts = others * row_parts(fixed)
+    if config.batch_size % parts:
         raise ConfigError(
-            f"config: batch_size={config.batch_size} is not a multiple of the {devices} devices of {target}."
+            f"config: batch_size={config.batch_size} is not a multiple of the {parts} devices of {target} that split "
+            "it."
         )
-    rows, others = config.batch_size // devices, devices // config.mesh.expert
-    if others * config.mesh.expert != devices:
-        raise ConfigError(
-            f"config: mesh.expert={config.mesh.expert} does not divide the {devices} devices of {target}."
-        )
-    pinned = config.optimization.gradient_checkpointing is not None
+    rows, pinned = config.batch_size // parts, config.optimization.gradient_checkpointing is not None
     for microbatches in divisors(rows):
         for remat in (config.remat,) if pinned else REMAT:
             for fsdp in divisors(others):

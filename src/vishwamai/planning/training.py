@@ -19,7 +19,7 @@ from vishwamai.core.target import Target
 from vishwamai.models import Decoder, ModelConfig, read_config
 from vishwamai.planning.program import Program, trace
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.mesh import BATCH, check_rows, make_layout, over_all_devices, written
+from vishwamai.training.mesh import BATCH, check_rows, check_units, make_layout, over_all_devices, written
 from vishwamai.training.model import ModelParts, split
 from vishwamai.training.optimizers import optimizer
 from vishwamai.training.remat import checkpoint_policy
@@ -92,13 +92,19 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
     return config
 
 
-def training_step(config: TrainConfig) -> TrainingStep:
+def training_step(config: TrainConfig, of_one_device: bool = False) -> TrainingStep:
     """The step's shapes; no array is made.
+
+    Args:
+      config: the configuration.
+      of_one_device: the model is what one device of `mesh.tensor` computes: a share of heads, features and vocab.
 
     Raises:
       ConfigError, UnsupportedError, ShapeError: the configuration describes no model that trains.
     """
     described = model_config(config)
+    if of_one_device:
+        described = share_of(described, config.mesh.tensor)
     dtype, param_dtype = jnp.dtype(config.model.compute_dtype), jnp.dtype(config.model.param_dtype)
     # Layers are stacked, as they are on a TPU.
     make = functools.partial(Decoder, described, dtype=dtype, param_dtype=param_dtype, stacked=True)
@@ -122,6 +128,32 @@ def model_config(config: TrainConfig) -> ModelConfig:
         return read_config(section.start_from)
     usual = {"vocab_size": _vocab(config), "max_position_embeddings": config.data.sequence_length}
     return ModelConfig.from_dict({**usual, **(section.config or {})}, "config: model.config")
+
+
+def share_of(model: ModelConfig, devices: int) -> ModelConfig:
+    """A model with a device's share of what `mesh.tensor` splits.
+
+    >>> from vishwamai.training.config import ModelSection
+    >>> model = model_config(TrainConfig(model=ModelSection(config={"model_type": "llama", "hidden_size": 64,
+    ...     "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4})))
+    >>> part = share_of(model, 2)
+    >>> part.num_heads, part.intermediate_size, part.hidden_size
+    (2, 64, 64)
+    """
+    if devices == 1:
+        return model
+    check_units("tensor", devices, model)
+    experts = model.experts
+    if experts is not None and experts.inner_size is not None:
+        experts = dataclasses.replace(experts, inner_size=experts.inner_size // devices)
+    return dataclasses.replace(
+        model,
+        num_heads=model.num_heads // devices,
+        num_kv_heads=max(model.num_kv_heads // devices, 1),
+        intermediate_size=model.intermediate_size // devices,
+        vocab_size=model.vocab_size // devices,
+        experts=experts,
+    )
 
 
 def _vocab(config: TrainConfig) -> int:
