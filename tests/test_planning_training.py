@@ -78,6 +78,26 @@ def test_exact_parts_of_a_training_step():
     assert half["parameters"].value == (4 * count - norms) / 4 + norms
 
 
+def test_adapters_scales_and_pairs_are_counted():
+    plain = training_memory(training(), "v5e").parts
+    found = training_memory(training(lora={"rank": 4, "targets": "/(gate|up)$"}), "v5e").parts
+    adapters = 4 * 2 * 4 * (128 + 256)  # layers, weights, rank, rows and columns
+    assert found["parameters"].value == plain["parameters"].value + 4 * adapters
+    assert found["gradients"].value == 4 * adapters and 8 * adapters <= found["optimizer"].value < 8 * adapters + 64
+    quantized = training_memory(training(lora={"rank": 4, "targets": "/(gate|up)$", "quantize": "int8"}), "v5e").parts
+    weights, columns = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256), 4 * (128 + 64 + 64 + 128 + 256 + 256 + 128)
+    assert found["parameters"].value - quantized["parameters"].value == 4 * weights - weights - 4 * columns
+
+    scaled = training_memory(training(precision="fp8", fp8={"history": 16}), "v5e").parts
+    products = 4 * 7
+    assert scaled["optimizer"].value == plain["optimizer"].value + 4 * products * 3 * (16 + 1)
+    assert scaled["gradients"].value == plain["gradients"].value
+
+    step = training_step(training(objective="dpo"))
+    assert step.batch(8)["reference"].shape == (8, 2) and "reference" not in training_step(training()).batch(8)
+    assert training_memory(training(objective="dpo"), "v5e").parts["optimizer"] == plain["optimizer"]
+
+
 def test_activations_follow_the_policy_and_the_rows():
     sizes = [training_memory(training(remat=remat), "v5e").parts["activations"].value for remat in REMAT]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
@@ -94,9 +114,8 @@ def test_activations_follow_the_policy_and_the_rows():
         ({"mesh": {"fsdp": 2}}, "v5e:2x2", ConfigError, "is 2 devices, but v5e:2x2 has 4"),
         ({"batch_size": 6, "mesh": {"fsdp": 4}}, "v5e:2x2", ConfigError, "batch_size=6 is not a multiple of 4 devices"),
         ({"microbatches": 3}, "v5e", ConfigError, "microbatches=3"),
-        ({"lora": {"rank": 4}}, "v5e", UnsupportedError, "lora.rank=4"),
-        ({"precision": "fp8"}, "v5e", UnsupportedError, "precision=fp8"),
-        ({"objective": "dpo"}, "v5e", UnsupportedError, "objective=dpo"),
+        ({"lora": {"rank": 4}, "mesh": {"fsdp": 4}}, "v5e:2x2", UnsupportedError, "lora.rank=4 .* one device so far"),
+        ({"lora": {"rank": 4}, "precision": "fp8"}, "v5e", UnsupportedError, "precision=fp8 trains all parameters"),
         ({"model": {}}, "v5e", ConfigError, "set either model.config"),
         ({"tokenizer": {"path": "nowhere"}}, "v5e", ConfigError, "tokenizer.path='nowhere'"),
     ],
@@ -336,4 +355,25 @@ def test_formulas_are_near_the_probe(remat):
     )
     plan = plan_training(config, "v5e:2x2", verify=False)
     (one,) = plan.candidates
+    assert one.probe is not None and one.analytic.value == pytest.approx(one.probe.value, rel=0.25)
+
+
+@needs_libtpu
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"precision": "fp8", "remat": "full"},
+        {"precision": "fp8", "remat": "none", "batch_size": 4},
+        {"lora": {"rank": 16, "quantize": "int8"}, "remat": "full"},
+        {"objective": "dpo", "remat": "full"},
+    ],
+    ids=["fp8-full", "fp8-none", "qlora", "dpo"],
+)
+def test_formulas_of_scales_adapters_and_pairs_are_near_the_probe(keys):
+    wide = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 32000}
+    wide |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
+    model = {"config": wide, "compute_dtype": "bfloat16"}
+    config = from_dict({"model": model, "data": {"sequence_length": 2048}, "batch_size": 8, **keys})
+    (one,) = plan_training(config, "v5e", verify=False).candidates
     assert one.probe is not None and one.analytic.value == pytest.approx(one.probe.value, rel=0.25)

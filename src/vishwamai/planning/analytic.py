@@ -21,8 +21,8 @@ from vishwamai.planning.kept import kept_bytes
 from vishwamai.planning.serving import Serving, size
 from vishwamai.planning.training import devices_of, on_slice, training_step
 from vishwamai.training.config import TrainConfig
+from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.mesh import Layout, make_layout, row_parts
-from vishwamai.training.step import model_loss
 
 Tree = Any
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "temporaries")
@@ -71,15 +71,18 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     names = [object() for _ in range(devices)]  # only their number counts
     rows = config.batch_size, config.microbatches
     layout = make_layout(config.mesh, parts.params, parts.axes, *rows, names, parts.config)
-    params = _local(layout, parts.params)
-    optimizer = _local(layout, step.state) - params
+    trained = _local(layout, step.state.params)
+    params = trained if step.frozen is None else trained + size(step.frozen)
+    optimizer = _local(layout, step.state) - trained
     wide = config.microbatches > 1  # gradients are added up in float32
-    gradients = params * (4 / jnp.dtype(config.model.param_dtype).itemsize if wide else 1)
+    gradients = trained * (4 / jnp.dtype(config.model.param_dtype).itemsize if wide else 1)
 
     # Of a device's tokens, in rows.
     rows = config.batch_size / (row_parts(config.mesh) * config.mesh.sequence) / config.microbatches
     fixed, row = _kept(config)
-    everything = _kept(dataclasses.replace(config, remat="none", optimization=config.optimization.of_kernels))
+    # A layer that is computed again takes what a plain one takes, by the probes of docs/planning.md.
+    keys = config.optimization.of_kernels
+    everything = _kept(dataclasses.replace(config, remat="none", precision="plain", optimization=keys))
     layers = step.parts.config.num_layers
     recomputed = 0.0 if config.remat == "none" else rows * everything[1] / layers
     layer = everything[0] / layers  # one layer's weights in the dtype of products
@@ -148,11 +151,14 @@ def _kept(config: TrainConfig) -> tuple[float, float]:
 @functools.lru_cache(maxsize=64)
 def _kept_of(key: _Key) -> tuple[float, float]:
     step = training_step(key.config, of_one_device=True)
-    loss = model_loss(step.parts.graph, step.parts.rest, key.config.loss, step.kept())
+    update, attach_scales = step.update_rule()
+    loss, params = step.loss(Layout(), attach_scales), step.state.params
+    if isinstance(update, FP8Optimizer):
+        params = jax.eval_shape(update.with_scales, params, step.state.optimizer)
 
     def of(rows: int) -> int:
         with key.config.optimization.kernels():
-            return kept_bytes(lambda params, batch: loss(params, batch)[0], step.parts.params, step.batch(rows))
+            return kept_bytes(lambda *args: loss(*args)[0], params, step.batch(rows), step.frozen)
 
     one, two = of(1), of(2)
     return 2 * one - two, two - one

@@ -17,13 +17,14 @@ from vishwamai.aot.compile import libtpu
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.core.target import Target
 from vishwamai.models import Decoder, ModelConfig, read_config
+from vishwamai.models.checkpoint import quantized
 from vishwamai.planning.program import Program, trace
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.mesh import BATCH, check_rows, check_units, make_layout, over_all_devices, written
+from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
+from vishwamai.training.mesh import BATCH, Layout, check_rows, check_units, make_layout, over_all_devices, written
 from vishwamai.training.model import ModelParts, split
-from vishwamai.training.optimizers import optimizer
 from vishwamai.training.remat import checkpoint_policy
-from vishwamai.training.step import TrainState, initial_state, model_loss, train_step
+from vishwamai.training.step import TrainState, initial_state, model_loss, train_step, update_rule
 
 Tree = Any
 
@@ -34,11 +35,13 @@ class TrainingStep:
 
     Attributes:
       config: the configuration. parts: its model, with shapes for parameters. state: shapes of what a step changes.
+      frozen: shapes of the parameters below adapters; None without adapters.
     """
 
     config: TrainConfig
     parts: ModelParts
     state: TrainState
+    frozen: Tree = None
 
     def kept(self) -> Any:
         """What the backward pass keeps, of `training.remat`."""
@@ -51,7 +54,34 @@ class TrainingStep:
     def batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a batch of so many rows."""
         shape = jax.ShapeDtypeStruct((rows, self.config.data.sequence_length), jnp.int32)
-        return dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), shape)
+        found = dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), shape)
+        if self.config.objective == "dpo":  # what the reference thinks of both answers
+            found["reference"] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
+        return found
+
+    def update_rule(self, axes: tuple[str, ...] = ()) -> Any:
+        """As `training.step.update_rule`, of the parameters that are trained."""
+        ranks = self.parts.ranks if self.frozen is None else ADAPTER_RANKS
+        return update_rule(self.config, self.state.params, ranks, axes)
+
+    def loss(self, layout: Layout, attach_scales: Any) -> Any:
+        """The loss as a function of the trained parameters, a batch and the frozen parameters."""
+        config, gather = self.config, None if layout.mesh is None else layout.gather
+        full = model_loss(
+            self.parts.graph,
+            self.parts.rest,
+            config.loss,
+            self.kept(),
+            gather if self.frozen is None else whole,
+            attach_scales,
+            layout.model_axes,
+            config.dpo.beta,
+        )
+
+        def loss(params: Tree, batch: Tree, frozen: Tree) -> Any:
+            return full(params if frozen is None else attach(config.lora, frozen, params), batch)
+
+        return loss
 
 
 def devices_of(target: str) -> int:
@@ -76,18 +106,13 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
             "or search."
         )
     check_rows(config.mesh, config.batch_size, config.microbatches)
-    if config.lora.rank:
+    if config.lora.rank and devices > 1:
         raise UnsupportedError(
-            f"plan: lora.rank={config.lora.rank} trains adapters, whose memory is not planned so far; set lora.rank=0."
+            f"plan: lora.rank={config.lora.rank} trains adapters, which runs on one device so far; name a chip."
         )
-    if config.objective != "next_token":
+    if config.precision == "fp8" and config.lora.rank:
         raise UnsupportedError(
-            f"plan: objective={config.objective} trains on pairs of answers, whose memory is not planned so far; set "
-            "objective=next_token."
-        )
-    if config.precision != "plain":
-        raise UnsupportedError(
-            f"plan: precision={config.precision} keeps scales, whose memory is not planned so far; set precision=plain."
+            "plan: precision=fp8 trains all parameters; with lora.rank, quantize the frozen ones by lora.quantize=fp8."
         )
     return config
 
@@ -108,11 +133,20 @@ def training_step(config: TrainConfig, of_one_device: bool = False) -> TrainingS
     dtype, param_dtype = jnp.dtype(config.model.compute_dtype), jnp.dtype(config.model.param_dtype)
     # Layers are stacked, as they are on a TPU.
     make = functools.partial(Decoder, described, dtype=dtype, param_dtype=param_dtype, stacked=True)
-    parts = split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
-    update = optimizer(config.optimizer, config.steps, parts.params, parts.ranks)
+
+    def made() -> Decoder:
+        model = make(rngs=nnx.Rngs(0))
+        return model if config.lora.quantize is None else quantized(model, config.lora.quantize)
+
+    parts = split(nnx.eval_shape(made))
     average = config.optimizer.ema_decay is not None
-    state = jax.eval_shape(lambda p: initial_state(p, update, average), parts.params)
-    return TrainingStep(config, parts, state)
+    params, frozen, ranks = parts.params, None, parts.ranks
+    if config.lora.rank:
+        frozen, ranks = params, ADAPTER_RANKS
+        params = jax.eval_shape(lambda p: initial_adapters(config.lora, p, jax.random.key(0)), frozen)
+    update, _ = update_rule(config, params, ranks)
+    state = jax.eval_shape(lambda p: initial_state(p, update, average), params)
+    return TrainingStep(config, parts, state, frozen)
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
@@ -188,13 +222,13 @@ def trace_training(config: TrainConfig, target: str) -> Program:
         devices=libtpu.devices_for(target),
         model=parts.config,
     )
-    gather = None if layout.mesh is None else layout.gather
-    loss = model_loss(parts.graph, parts.rest, config.loss, step.kept(), gather, axes=layout.model_axes)
-    update = optimizer(config.optimizer, config.steps, parts.params, parts.ranks)
+    update, attach_scales = step.update_rule(layout.mesh_axes)
+    loss = step.loss(layout, attach_scales)
 
-    def training_step_of(state: TrainState, batch: Tree) -> Tree:
+    def training_step_of(state: TrainState, batch: Tree, frozen: Tree = None) -> Tree:
+        part = functools.partial(loss, frozen=frozen)
         with config.optimization.kernels():
-            return train_step(state, batch, loss=loss, optimizer=update, config=config, layout=layout)
+            return train_step(state, batch, loss=part, optimizer=update, config=config, layout=layout)
 
     state, batch = step.state, step.batch(config.batch_size)
     if layout.mesh is not None:
@@ -205,4 +239,5 @@ def trace_training(config: TrainConfig, target: str) -> Program:
 
         state = jax.tree.map(placed, state, layout.specs(state))
         batch = {name: placed(leaf, BATCH) for name, leaf in batch.items()}
-    return trace(jax.jit(training_step_of, donate_argnums=0), state, batch, target=target)
+    frozen = () if step.frozen is None else (step.frozen,)
+    return trace(jax.jit(training_step_of, donate_argnums=0), state, batch, *frozen, target=target)

@@ -21,6 +21,9 @@ from vishwamai.training.optimizers import path_names
 
 Tree = Any
 
+ADAPTER_RANKS = {"down": 2, "up": 2}
+"""Axes of the arrays of an adapter, without that of stacked layers."""
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("weight", "down", "up"), meta_fields=("scale",))
 @dataclasses.dataclass(frozen=True)

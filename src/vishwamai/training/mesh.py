@@ -71,6 +71,11 @@ class Layout:
         return 1 if self.mesh is None else self.mesh.size
 
     @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The names of the mesh's axes."""
+        return () if self.mesh is None else ALL
+
+    @property
     def model_axes(self) -> Axes:
         """What the model has to know of the mesh."""
         if self.mesh is None:

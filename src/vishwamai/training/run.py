@@ -25,17 +25,25 @@ from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
 from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, training_batches
 from vishwamai.training.flops import flops_per_token, peak_flops
-from vishwamai.training.fp8 import FP8Optimizer
-from vishwamai.training.lora import attach, initial_adapters, whole
-from vishwamai.training.mesh import ALL, Layout, make_layout, over_all_devices, written
+from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
+from vishwamai.training.mesh import Layout, make_layout, over_all_devices, written
 from vishwamai.training.model import export, make_model
-from vishwamai.training.optimizers import optimizer, schedule
+from vishwamai.training.optimizers import schedule
 from vishwamai.training.preferences import answer_logprobs, with_reference
 from vishwamai.training.records import Meter, Record, RecordFiles, read_records
 from vishwamai.training.remat import checkpoint_policy, fitting_policy, memory_limit
 from vishwamai.training.report import write_report
 from vishwamai.training.sample import sample
-from vishwamai.training.step import Loss, TrainState, counted, initial_state, model_loss, run_model, train_step
+from vishwamai.training.step import (
+    Loss,
+    TrainState,
+    counted,
+    initial_state,
+    model_loss,
+    run_model,
+    train_step,
+    update_rule,
+)
 from vishwamai.training.stop import stop_signals
 from vishwamai.training.together import AnyAsked, check_shared, first_alone, is_first
 
@@ -149,14 +157,9 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     layout = make_layout(config.mesh, parts.params, parts.axes, *rows, model=parts.config)
     params, frozen, ranks, gather = parts.params, None, parts.ranks, layout.gather if layout.mesh is not None else None
     if config.lora.rank:
-        frozen, ranks, gather = params, {"down": 2, "up": 2}, whole
+        frozen, ranks, gather = params, ADAPTER_RANKS, whole
         params = initial_adapters(config.lora, frozen, jax.random.key(config.seed))
-    update = optimizer(config.optimizer, config.steps, params, ranks)
-    attach_scales = None
-    if config.precision == "fp8":
-        options = dataclasses.asdict(config.fp8)
-        update = FP8Optimizer(update, ranks=ranks, axes=() if layout.mesh is None else ALL, **options)
-        attach_scales = update.attach
+    update, attach_scales = update_rule(config, params, ranks, layout.mesh_axes)
 
     def loss_under(policy: str) -> Any:
         kept = checkpoint_policy(parts.merge(parts.params), policy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from vishwamai.models.experts import Load
 from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
 from vishwamai.training.mesh import Layout
+from vishwamai.training.optimizers import optimizer
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.preferences import answer_logprobs, preference_loss
 from vishwamai.training.remat import checkpointed
@@ -57,6 +58,24 @@ Loss = Callable[[Tree, dict[str, Any]], tuple[Any, dict[str, Any]]]
 
 
 Optimizer = optax.GradientTransformation | FP8Optimizer
+
+
+def update_rule(
+    config: TrainConfig, params: Tree, ranks: Mapping[str, int], axes: tuple[str, ...] = ()
+) -> tuple[Optimizer, Callable[[Tree], Tree] | None]:
+    """The update rule of a configuration, and what `model_loss` takes as `attach`.
+
+    Args:
+      config: of the run.
+      params: those that are trained, or their shapes.
+      ranks: axes of a parameter by the last name of its path, without that of stacked layers.
+      axes: inside `shard_map`, the axes of the mesh.
+    """
+    update = optimizer(config.optimizer, config.steps, params, ranks)
+    if config.precision != "fp8":
+        return update, None
+    scaled = FP8Optimizer(update, ranks=ranks, axes=axes, **dataclasses.asdict(config.fp8))
+    return scaled, scaled.attach
 
 
 def initial_state(params: Tree, optimizer: Optimizer, average: bool = False) -> TrainState:
