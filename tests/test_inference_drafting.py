@@ -1,9 +1,8 @@
 """Guesses of a draft model: answers are those of the model alone, token by token or in distribution."""
 
 import dataclasses
-import itertools
 import json
-import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +82,7 @@ def test_greedy_and_seeded_tokens_are_those_without_a_draft(plain, engine):
     for ours, theirs in zip(answers[-1].logprobs, expected[-1].logprobs, strict=True):
         assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert engine.idle and engine.scheduler.pool.available == 13
-    metrics = types.SimpleNamespace(_engine=engine)
-    shown = {m.name: m.samples[0].value for m in Metrics.collect(metrics) if m.samples}
+    shown = {metric.name: metric.samples[0].value for metric in Metrics(engine).collect() if metric.samples}
     assert shown["vishwamai_guesses_accepted_share"] == engine.statistics.accepted_share
 
 
@@ -159,14 +157,14 @@ def p_value(drawn, probabilities):
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5, "temperature": 0.8}, {"top_p": 0.8, "min_p": 0.02}])
-def test_a_checked_guess_has_the_models_distribution(options):
+def test_a_checked_guess_has_the_models_distribution(options: dict[str, Any]):
     """A guess of a draft whose logits differ, checked: tokens follow p, and 1 - TV(p, q) of the guesses are taken."""
     count, draws = 12, 20_000
-    options = Sampling(**{"temperature": 1.0, **options})
+    sampling = Sampling(**{"temperature": 1.0, **options})
     p_logits, q_logits = np.random.default_rng(5).normal(size=(2, count)).astype(np.float32) * 1.5
     rows = empty_rows(draws, 1, count)
     for i in range(draws):
-        set_row(rows, i, options)
+        set_row(rows, i, sampling)
     rows.seed[:] = np.arange(draws)
     assert rows.rejects.all()
     history, allowed = jnp.zeros((1, 4), jnp.int32), all_allowed(draws, count)
@@ -174,7 +172,7 @@ def test_a_checked_guess_has_the_models_distribution(options):
     checked = rows._replace(proposal=np.arange(draws, dtype=np.int32))
     tiled = np.tile(p_logits, (draws, 1))
     drawn = np.asarray(jax.jit(sample)(tiled, checked, history, allowed, proposals).tokens)
-    p, q = (support(logits, options) for logits in (p_logits, q_logits))
+    p, q = (support(logits, sampling) for logits in (p_logits, q_logits))
     guesses = np.asarray(proposals.tokens)
     assert p_value(guesses, q) > 1e-3
     assert p_value(drawn, p) > 1e-3
@@ -209,23 +207,22 @@ def test_answers_without_a_seed_have_the_models_distribution(models, engine, mon
     before = engine.statistics.guesses
     found = [answer.token_ids for answer in engine.generate([[9, 4]] * 16, options)]
     assert engine.statistics.guesses > before
-    expected = {}
-    for tokens in itertools.chain.from_iterable(_continued(models[0], options, (), 1.0)):
-        expected[tokens[0]] = tokens[1]
+    expected = dict(continuations(models[0], options, (), 1.0))
     outcomes = sorted(expected)
     assert len(outcomes) == 27
     drawn = np.array([outcomes.index(tokens) for tokens in found])
     assert p_value(drawn, np.array([expected[one] for one in outcomes])) > 1e-3
 
 
-def _continued(model, options, tokens, chance):
+def continuations(model, options, tokens, chance):
+    """Every answer of three tokens that goes on from `tokens`, and its probability."""
     if len(tokens) == 3:
-        yield [(tokens, chance)]
+        yield tokens, chance
         return
     logits = model.logits(model(jnp.asarray([[9, 4, *tokens]])))[0, -1]
     p = support(np.asarray(logits), options)
     for token in np.flatnonzero(p):
-        yield from _continued(model, options, (*tokens, int(token)), chance * p[token])
+        yield from continuations(model, options, (*tokens, int(token)), chance * p[token])
 
 
 def test_a_draft_that_cannot_guess_is_an_error_before_loading(tmp_path, models):
@@ -246,7 +243,7 @@ def test_a_draft_that_cannot_guess_is_an_error_before_loading(tmp_path, models):
     for name, one in (("model", model), ("draft", draft)):
         save_pretrained(one, tmp_path / name)
         (tmp_path / name / "tokenizer.json").write_text(_tokenizer(["a", "b"]))
-    sizes = {"dtype": "float32", "max_sequences": 2, "max_length": 48, "memory": 2**24}
+    sizes: dict[str, Any] = {"dtype": "float32", "max_sequences": 2, "max_length": 48, "memory": 2**24}
     alone = plan_load(tmp_path / "model", drafts=3, **sizes)
     both = plan_load(tmp_path / "model", drafts=3, draft_model=tmp_path / "draft", **sizes)
     assert both.draft.pages == both.pages // 2 and both.draft.weights < both.weights

@@ -1,5 +1,7 @@
 """Layers with a window keep a ring of their window's pages: the same tokens, with less memory."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,8 +85,8 @@ def test_guesses_and_a_draft_with_a_window_of_its_own():
     options = Sampling(max_new_tokens=24, temperature=0.5, seed=1)
     prompts = [[5, 6, 7, 8] * 5, PROMPTS[1]]
     expected = Engine(model, limits=LIMITS, prefix_cache=True).generate(prompts, options)
-    for given in ({"drafts": 3}, {"drafts": 3, "draft": draft}, {"drafts": 3, "draft": model}):
-        engine = Engine(model, limits=LIMITS, **given)
+    for guesser in (None, draft, model):
+        engine = Engine(model, limits=LIMITS, drafts=3, draft=guesser)
         assert [a.token_ids for a in engine.generate(prompts, options)] == [a.token_ids for a in expected]
         assert engine.statistics.guesses
     assert engine.statistics.accepted_share == 1  # the model itself
@@ -93,7 +95,7 @@ def test_guesses_and_a_draft_with_a_window_of_its_own():
 def test_the_memory_plan_counts_rings(tmp_path):
     model = decoder(GEMMA)
     save_pretrained(model, tmp_path)
-    sizes = {"dtype": "float32", "max_sequences": 2, "max_tokens": 8, "max_length": 64, "page_size": 4}
+    sizes: dict[str, Any] = {"dtype": "float32", "max_sequences": 2, "max_tokens": 8, "max_length": 64, "page_size": 4}
     planned, keeping = (plan_load(tmp_path, prefix_cache=keep, **sizes) for keep in (None, True))
     page = 4 * 2 * 16 * 4  # bytes of a page of one layer
     assert keeping.pages == 4 * 32 * page and planned.pages == (2 * 32 + 2 * 2 * RING) * page
