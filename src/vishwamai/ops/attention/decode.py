@@ -107,12 +107,13 @@ def decode_attention(
             here = jnp.clip(lens - jax.lax.axis_index(axis) * kv_len, 0, kv_len)
             q_ids, kv_ids = existing_keys(_NAME, arrays[5:7], here, None, batch, q_len, kv_len)
             arrays = arrays._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
-        if q_offset is None and (lens is None or (q_len == 1 and window is None)):
-            static = size * kv_len - q_len  # one query at the last key that exists sees them all
-        elif static is None:
-            arrays = arrays._replace(
-                q_positions=row_positions(_NAME, lens - q_len if q_offset is None else q_offset, batch, q_len)
-            )
+        if q_offset is None:
+            if lens is None or (q_len == 1 and window is None):
+                static = size * kv_len - q_len  # one query at the last key that exists sees them all
+            else:
+                q_offset = lens - q_len
+        if static is None:
+            arrays = arrays._replace(q_positions=row_positions(_NAME, q_offset, batch, q_len))
     spec = make_spec(
         array_specs(arrays),
         resolve_precision(None, current_config().precision, query.dtype),

@@ -144,7 +144,7 @@ def ring_attention(
         implementation = XLA.name
     ids = {name: getattr(arrays, name) for name in ("q_segment_ids", "kv_segment_ids")}
     arrays = arrays._replace(**{name: None if x is None else x.astype(jnp.int32) for name, x in ids.items()})
-    if spec.dropout_rate:
+    if spec.dropout_rate and dropout_key is not None:
         arrays = arrays._replace(dropout_seed=dropout.seeds(dropout_key, spec.batch, spec.q_heads))
     found = ring(
         (axis,), size, spec, SIGNATURE.pack(arrays, spec), zigzag=zigzag, config=config, implementation=implementation
