@@ -30,7 +30,7 @@ SPLIT_SEQUENCE = ("ring", "zigzag", "ulysses", "hybrid", "gather")
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
     """How operations run; every field may change speed only, except `precision` and the `use_...` fields about dtypes,
-    which change rounding.
+    which change rounding, and `split_sequence="zigzag"`, which says in what order a sequence lies.
 
     A field that can have no effect on a platform is named by `without_effect`, which `explain` prints.
 
@@ -61,7 +61,8 @@ class KernelConfig:
       split_sequence: what attention does where query, key and value are split along the sequence over the same
         explicit mesh axes: one of `SPLIT_SEQUENCE` (see `vishwamai.parallel`); None lets the library choose. "zigzag"
         is a ring, and says that the sequence lies in zig-zag order (`to_zigzag`): there `causal` means the order of the
-        sequence, and a causal `flash_attention` that cannot go around a ring is an error.
+        sequence, and a causal `flash_attention` that cannot go around a ring is an error. Other functions, and those of
+        `vishwamai.torch`, take sequences in order whatever it says.
     """
 
     block_size: int | None = None
