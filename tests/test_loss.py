@@ -392,6 +392,15 @@ def test_probabilities_are_those_of_torch(smoothing):
         for ours, theirs in zip(gradients, there, strict=True):
             np.testing.assert_allclose(ours, theirs.grad, atol=1e-5)
 
+    import vishwamai.torch as vt
+
+    ours = [torch.tensor(np.asarray(a), requires_grad=True) for a in (x, weight, q)]
+    value = vt.linear_cross_entropy(*ours, label_smoothing=smoothing)
+    value.backward()
+    np.testing.assert_allclose(value.item(), wanted.item(), rtol=1e-5)
+    for a, b in zip(ours, there, strict=True):
+        np.testing.assert_allclose(a.grad, b.grad, atol=1e-5)
+
     loss = functools.partial(linear_cross_entropy, label_smoothing=smoothing)
     check(loss, (x, weight, q))
     explicit = jax.make_mesh((2, 4), ("t", "v"), axis_types=(AxisType.Explicit,) * 2)
