@@ -102,11 +102,13 @@ examples: $(VENV)/.dev ## doctests of src, and the code blocks of every Markdown
 train-example: $(VENV)/.dev ## train a small language model on Python's standard library, in minutes on a CPU, and resume it
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/vishwamai train examples/train_stdlib.yaml --output build/train-example --resume $(TRAIN)
 
-readme: $(VENV)/.dev ## write the support matrix of README.md and docs/support.md again
+readme: $(VENV)/.dev ## write the support matrix of README.md and docs/support.md again, and README's picture
 	$(PY) tools/support_matrix.py
+	$(PY) tools/speed_chart.py
 
 readme-check: $(VENV)/.dev
 	$(PY) tools/support_matrix.py --check
+	$(PY) tools/speed_chart.py --check
 
 docs: $(VENV)/.dev ## the documentation site, into site/
 	$(BIN)/mkdocs build --strict # not --quiet, which keeps --strict from seeing the warnings
