@@ -27,7 +27,7 @@ EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install 
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-gpu triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs native clean
+.PHONY: help bench test test-gpu triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -112,6 +112,11 @@ readme-check: $(VENV)/.dev
 
 docs: $(VENV)/.dev ## the documentation site, into site/
 	$(BIN)/mkdocs build --strict # not --quiet, which keeps --strict from seeing the warnings
+
+# pip compiles each in an environment of its own, for several minutes.
+PYTHONS ?= python3.11 python3.12 python3.13
+wheels: ## wheels for strangers into dist/, tried in empty environments of PYTHONS='python3.11 python3.12 python3.13'
+	$(PYTHON) tools/wheels.py --out dist $(foreach python,$(PYTHONS),--python $(python))
 
 native: $(VENV)/.native ## the C++ module, after a change of its sources
 
