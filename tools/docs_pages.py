@@ -1,10 +1,12 @@
 """mkdocs hook: takes the pages next to the code, such as an operation's README, into the site without copying them, and
-lists them in the navigation.
+lists them in the navigation. Formulas become MathML, which browsers draw without a script.
 """
 
+import html
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -56,6 +58,19 @@ def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) ->
     if page.file.generated_by:
         return markdown
     return _relinked((ROOT / "docs" / page.file.src_uri).parent, page.file.src_uri, markdown)
+
+
+def on_page_content(content: str, page, config: MkDocsConfig, files: Files) -> str:
+    """Formulas as MathML; arithmatex has marked them."""
+    return re.sub(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', _math, content, flags=re.DOTALL)
+
+
+def _math(match: re.Match[str]) -> str:
+    made = convert(html.unescape(match[3]), display="inline" if match[2] == "(" else "block")
+    unknown = re.search(r"\\[a-zA-Z]+", html.unescape(made))
+    if unknown:
+        raise ValueError(f"a formula has {unknown[0]}, which latex2mathml does not know: {match[3]}")
+    return made
 
 
 def _title(path: Path) -> str:
