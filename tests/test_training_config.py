@@ -1,6 +1,7 @@
 """The configuration of a run: what is read is what was printed, and every mistake names its key."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import yaml
@@ -9,6 +10,8 @@ from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, nearest, read_config, to_dict
+from vishwamai.training.records import Record
+from vishwamai.training.report import write_report
 from vishwamai.training.run import check
 
 
@@ -83,3 +86,19 @@ def test_the_command_prints_the_config_and_fails_with_the_key(tmp_path, capsys):
     assert "--output DIR" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", str(tmp_path / "run.yaml"), "--outptu", "x"])
+
+
+def test_the_report_of_a_run(tmp_path):
+    """It begins with the result, names the steps whose loss is not finite, and loads nothing."""
+    every: dict[str, Any] = dict(
+        tokens=1, gradient_norm=1.0, learning_rate=1e-3, tokens_per_second=5.0, skipped=0, memory=1 << 30
+    )
+    records = [
+        Record(**every | dict(step=i, loss=loss, evaluation_loss=held, seconds=i + 1.0, step_seconds=i + 0.5))
+        for i, (loss, held) in enumerate([(4.0, None), (3.0, 3.5), (float("nan"), None), (2.5, 2.75)])
+    ]
+    write_report(TrainConfig(), records, tmp_path / "report.html", ["a <bad> record"], "once upon")
+    page = (tmp_path / "report.html").read_text()
+    assert page.index("<b>2.750</b><span>held-out loss") < page.index("last loss") < page.index("<figure>")
+    assert page.count("<figure>") == 4 and "<script" not in page and "http:" not in page
+    assert "not a finite number at 1 of the steps, first at step 2" in page and "a &lt;bad&gt; record" in page
