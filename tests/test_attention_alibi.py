@@ -3,6 +3,7 @@ declines.
 """
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from vishwamai import ShapeError, UnsupportedError, explain, flash_attention
 from vishwamai.core.config import kernel_config
 
-SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+SLOPES: Any = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 
 
 def draw(batch=2, heads=4, length=24, dim=8):

@@ -18,7 +18,7 @@ from vishwamai.planning.calibration import Calibration, Row
 from vishwamai.planning.figures import Estimate
 
 
-def recorded(chip="v5e", ratio=1.25):
+def recorded(chip: str | None = "v5e", ratio=1.25):
     """A file as a TPU would write it: kernels that take `ratio` times their schedule, and a roofline."""
     kernels = [
         Row(f"gemm: case {i}", "pallas_tpu", False, ratio * 1e-3 * i, 0.01, 1e-3 * i, "verified", bound)

@@ -292,7 +292,8 @@ def test_loss_of_groups_with_a_weight_or_a_bias_of_their_own():
     labels = jnp.asarray(rng.integers(0, 40, (2, 6)), jnp.int32)
     for groups_w, groups_b in ((1, 2), (2, 1)):
         operands = Operands(normal(2, 6, 16), normal(groups_w, 40, 16), normal(groups_b, 40), labels, None)
-        spec = LossSpec(Operands(*map(array_spec, operands[:4]), None), 3.0, "highest", True)
+        specs = Operands(*(None if x is None else array_spec(x) for x in operands))
+        spec = LossSpec(specs, 3.0, "highest", True)
         assert not spec.shared
         config = dataclasses.replace(
             implementation.heuristic(spec, Target("cuda")), tile_vocab=16, block_vocab=32, splits=2

@@ -154,7 +154,7 @@ def test_parts_of_the_groups_add_up():
     with jax.set_mesh(mesh):
         (d_lhs, d_rhs), out = jax.jit(jax.grad(total, (0, 1), has_aux=True))(lhs, rhs)
     np.testing.assert_allclose(out, by_group(lhs, rhs, sizes), atol=1e-5)
-    expected = jax.grad(lambda *a: jax.lax.ragged_dot(*a, sizes).sum(), (0, 1))(lhs, rhs)
+    expected = jax.grad(lambda lhs, rhs: jax.lax.ragged_dot(lhs, rhs, jnp.asarray(sizes)).sum(), (0, 1))(lhs, rhs)
     np.testing.assert_allclose(d_lhs, expected[0], atol=1e-5)
     np.testing.assert_allclose(d_rhs, expected[1], atol=1e-5)
 

@@ -196,7 +196,7 @@ def test_loading_reads_the_keys(directory, capsys):
         ({"user_fp8": True}, {}, "unknown key 'user_fp8'; did you mean use_fp8"),
     ):
         with pytest.raises(ConfigError, match=words):
-            plan_load(directory, optimization=keys, **options)
+            plan_load(directory, optimization=keys, **options)  # pyright: ignore
 
     arguments = ["generate", str(directory), "--token-ids", "1,2", "--max-new-tokens", "1", "--max-length", "16"]
     assert main([*arguments, "--optimization", "use_fp9=true"]) == 2

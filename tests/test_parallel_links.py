@@ -113,7 +113,7 @@ def test_transfers_that_no_hop_hides():
         (lambda: estimate_collective("broadcast", 1, RING), "pass one of all_gather, reduce_scatter"),  # pyright: ignore
         (lambda: estimate_collective("all_gather", -1, RING), "`bytes` is -1"),
         (
-            lambda: estimate_split_attention(*[shape(2, 1025)] * 3, RING),
+            lambda: estimate_split_attention(shape(2, 1025), shape(2, 1025), shape(2, 1025), RING),
             "8 chips do not divide the 1025 rows",
         ),
         (lambda: axis_links(make_mesh("data=8"), "tensor"), "`axis` is 'tensor', but the mesh has data"),

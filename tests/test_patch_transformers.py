@@ -230,6 +230,6 @@ def test_errors():
     with pytest.raises(ShapeError, match="`model` is of type Linear; pass a transformers model"):
         vishwamai.patch.transformers(torch.nn.Linear(2, 2))
     with pytest.raises(ShapeError, match="`norm` is 'yes'"):
-        vishwamai.patch.transformers(model, norm="yes")
+        vishwamai.patch.transformers(model, norm="yes")  # pyright: ignore
     patched.undo()
     vishwamai.patch.transformers(model).undo()

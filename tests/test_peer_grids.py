@@ -92,8 +92,8 @@ def test_flash_attention_2(dtype, kv_heads, causal, local, dim, lengths, softcap
         options = {"causal": causal, "causal_align": "bottom_right", "window": window, "softcap": softcap or None}
         return vt.flash_attention(*(a[None] for a in x), **options)[0]
 
-    def formula(*x):
-        return attend(*x, see, softcap)
+    def formula(query, key, value):
+        return attend(query, key, value, see, softcap)
 
     for ours, same, true in zip(run(kernel, dtype), run(formula, dtype), run(formula, torch.float64), strict=True):
         close(ours, same, true)
@@ -110,10 +110,8 @@ def test_vllm_paged(runs, heads, dim, page, window, softcap):
     ours = vt.ragged_paged_attention(query, pool, kv_lens, table.int(), starts, window=window, softcap=softcap)
     for n, (q_len, kv_len) in enumerate(runs):
         held = pool[table[n]].flatten(0, 1)[:kv_len]
-        operands = [query[starts[n] : starts[n + 1]], held[:, 0::2], held[:, 1::2]]
+        operands = [x.transpose(0, 1) for x in (query[starts[n] : starts[n + 1]], held[:, 0::2], held[:, 1::2])]
         see = visible(q_len, kv_len, True, None if window is None else (window, 0))
-        same, true = (
-            attend(*(x.transpose(0, 1).to(wide) for x in operands), see, softcap)
-            for wide in (torch.bfloat16, torch.float64)
-        )
+        same = attend(operands[0], operands[1], operands[2], see, softcap)
+        true = attend(operands[0].double(), operands[1].double(), operands[2].double(), see, softcap)
         close(ours[starts[n] : starts[n + 1]].transpose(0, 1), same, true)

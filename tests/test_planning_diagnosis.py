@@ -15,6 +15,7 @@ from vishwamai.planning import Change, Estimate, advice, search, training
 from vishwamai.planning.advice import alternatives, explain_training, least_seconds, training_changes
 from vishwamai.planning.diagnosis import ranked
 from vishwamai.planning.peak import peak_memory, read_dump
+from vishwamai.planning.program import Argument
 from vishwamai.training.config_file import from_dict, read_config, to_dict
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
@@ -91,7 +92,7 @@ def write_dump(folder, **changes):
 
 def of_arguments(name="training_step_of"):
     paths = ("[0].step", "[0].params['layers'][0]['up']")
-    arguments = tuple(planning.program.Argument(path, 2048, False, None) for path in paths)
+    arguments = tuple(Argument(path, 2048, False, None) for path in paths)
     return planning.Program(name, "v5e", b"", arguments, "f" * 32)
 
 

@@ -218,7 +218,8 @@ def training(**keys):
 
 
 def test_the_analytic_time_follows_what_a_step_does():
-    parts = dict.fromkeys(CLASSES, planning.Estimate(64 * MIB, "analytic"))
+    parts: dict[str, planning.Estimate] = {}
+    parts |= dict.fromkeys(CLASSES, planning.Estimate(64 * MIB, "analytic"))
 
     def seconds(target="v5e:2x2", **keys):
         return training_time(training(batch_size=64, **keys), target, Breakdown(target, 1 << 34, parts)).value

@@ -94,7 +94,7 @@ def test_the_report_of_a_run(tmp_path):
         tokens=1, gradient_norm=1.0, learning_rate=1e-3, tokens_per_second=5.0, skipped=0, memory=1 << 30
     )
     records = [
-        Record(**every | dict(step=i, loss=loss, evaluation_loss=held, seconds=i + 1.0, step_seconds=i + 0.5))
+        Record(**every | dict[str, Any](step=i, loss=loss, evaluation_loss=held, seconds=i + 1.0, step_seconds=i + 0.5))
         for i, (loss, held) in enumerate([(4.0, None), (3.0, 3.5), (float("nan"), None), (2.5, 2.75)])
     ]
     write_report(TrainConfig(), records, tmp_path / "report.html", ["a <bad> record"], "once upon")

@@ -35,14 +35,16 @@ def run(arguments: argparse.Namespace) -> int:
     """0; 1 where a case gave wrong numbers."""
     from vishwamai.planning import calibration
 
-    if arguments.use is not None or arguments.show is not None:
-        if arguments.use is not None and arguments.show is not None:
-            raise CommandError("pass either --use or --show.")
+    use, show = arguments.use, arguments.show
+    if use is not None and show is not None:
+        raise CommandError("pass either --use or --show.")
+    if use is not None or show is not None:
         kept = None
-        if arguments.use is not None:
-            found, kept = calibration.use(arguments.use)
+        if use is not None:
+            found, kept = calibration.use(use)
         else:
-            found = calibration.parse(_text(arguments.show), str(arguments.show))
+            assert show is not None
+            found = calibration.parse(_text(show), str(show))
         print("\n".join(calibration.table(found)))
         if kept is not None:
             print(f"  in use: {kept}")

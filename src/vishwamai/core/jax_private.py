@@ -41,14 +41,19 @@ def devices_are_taken() -> bool:
     return backends_are_initialized()
 
 
+def _connection() -> Any:
+    """To process 0, of a process that `vishwamai.parallel.initialize` joined to others."""
+    return global_state.client
+
+
 def tell(key: str, text: str) -> None:
     """Tells the processes that `vishwamai.parallel.initialize` joined a text by a key, which is used once."""
-    global_state.client.key_value_set(key, text)
+    _connection().key_value_set(key, text)
 
 
 def heard(key: str) -> str:
     """What a process tells by a key, however long that takes; an error where the connection to process 0 closes."""
-    return global_state.client.blocking_key_value_get(key, 30 * 24 * 3600 * 1000)
+    return _connection().blocking_key_value_get(key, 30 * 24 * 3600 * 1000)
 
 
 def source_of(eqn: Any) -> str:

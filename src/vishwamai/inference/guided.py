@@ -19,7 +19,7 @@ from vishwamai.core.errors import ShapeError
 _LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000)
 """Work that one grammar may cause, about a second; beyond it, it is an error of its request."""
 
-_JSON_FORM = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})?"}
+_JSON_FORM: Any = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})?"}
 """Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Without a bound, a weak model
 writes whitespace until its tokens end. A schema with `x-guidance` of its own is left as it is."""
 

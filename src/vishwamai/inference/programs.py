@@ -138,16 +138,18 @@ class Program:
         self.name, self._function, self._mesh, self._kernels, self._told = name, function, mesh, kernels, told
         self._compiled: Any = None
 
-    def compile(self, *arguments: Any) -> None:
-        """Compiles it for arguments of these shapes."""
+    def compile(self, *arguments: Any) -> Any:
+        """Compiles it for arguments of these shapes; the compiled function."""
         self._told(self.name)
         with on_mesh(self._mesh), self._kernels():
             self._compiled = self._function.lower(*arguments).compile()
+        return self._compiled
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._compiled is None:
-            self.compile(*arguments)
-        return self._compiled(*arguments)
+        compiled = self._compiled
+        if compiled is None:
+            compiled = self.compile(*arguments)
+        return compiled(*arguments)
 
 
 class Programs:

@@ -221,10 +221,11 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array, proposals:
     def drawn(x: Array) -> Array:
         x = _shaped(x, rows)
         found = jnp.argmax(x + _noise(rows, x.shape[1]), axis=1).astype(jnp.int32)
-        if proposals is None:
+        guesses = proposals
+        if guesses is None:
             return found
         checks = rows.rejects & (rows.proposal >= 0)
-        checked = lax.cond(jnp.any(checks), lambda: _checked(x, rows, proposals), lambda: found)
+        checked = lax.cond(jnp.any(checks), lambda: _checked(x, rows, guesses), lambda: found)
         return jnp.where(checks, checked, found)
 
     tokens = _chosen(_changed(logits, rows, history, allowed), rows, drawn)

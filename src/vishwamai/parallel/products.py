@@ -176,7 +176,9 @@ def gemm_reduce_scatter(
     wide = accumulator_dtype(x.dtype)
     if _rings(name, "reduce_scatter", x, w.shape[1], axis, size, overlap, links):
         products = resolve_precision(precision, current_config().precision, x.dtype)
-        total = scattered_product(Static(Pieces(axis, size), products, implementation, None, out_dtype, config), x, w)
+        total: Any = scattered_product(
+            Static(Pieces(axis, size), products, implementation, None, out_dtype, config), x, w
+        )
     else:
         y = gemm(x, w, precision=precision, out_dtype=out_dtype, config=config, implementation=implementation)
         total = jax.lax.psum_scatter(y, axis, scatter_dimension=y.ndim - 2, tiled=True).astype(wide)
@@ -247,7 +249,8 @@ def all_gather_gated_linear_unit(
         return y.astype(out_dtype)
     products = resolve_precision(precision, current_config().precision, x.dtype)
     static = Static(Pieces(axis, size), products, implementation, activation, x.dtype, config)
-    return gathered_gated(static, x, gate, up).astype(out_dtype)
+    y: Any = gathered_gated(static, x, gate, up)
+    return y.astype(out_dtype)
 
 
 def _rings(

@@ -101,6 +101,7 @@ def _gathered_gradients(static: Static, saved: Any, dy: Any) -> Any:
     if y is not None:
         dz = jnp.where(y > 0, dz, 0)
     elif z is not None:
+        assert static.activation is not None  # whose argument was kept
         dz = dz * derivative(static.activation, z.astype(wide))
     dbias = None if bias is None else jnp.sum(dz, range(dz.ndim - 1)).astype(bias.dtype)
     dz = dz.astype(x.dtype)
@@ -163,8 +164,9 @@ def _gated_backward(static: Static, saved: Any, dh: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated_gradients(static: Static, saved: Any, dh: Any) -> Any:
-    x, *weights, residuals = saved
-    arrays = GatedOperands(x, *weights, None)
+    x, gate, up, residuals = saved
+    weights = [gate, up]
+    arrays = GatedOperands(x, gate, up, None)
     spec = describe(array_specs(arrays), static.activation, static.precision)
     dz, pieces = slopes(spec, residuals, dh), static.pieces
 

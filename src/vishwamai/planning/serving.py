@@ -83,7 +83,7 @@ class Serving:
         if dtype.itemsize > 1:
             return pools
         heads = 1 if self.config.latent is not None else self.config.num_kv_heads
-        scales = (jax.ShapeDtypeStruct((one.shape[0], heads), jnp.float32) for one in shapes(num_pages=1))
+        scales: Any = (jax.ShapeDtypeStruct((one.shape[0], heads), jnp.float32) for one in shapes(num_pages=1))
         return tuple(QuantizedPages(pool, scale, scale) for pool, scale in zip(pools, scales, strict=True))
 
     @property

@@ -46,8 +46,8 @@ class Timeline:
       host_bytes: to and from the host's memory. missing: what has no time, with how often it runs.
     """
 
-    exposed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    hidden: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    exposed: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
+    hidden: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
     by_name: dict[tuple[str, str], tuple[float, int]] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0
     missing: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -69,9 +69,11 @@ class Timeline:
 
     def include(self, other: Timeline, times: int = 1) -> None:
         """Another timeline, so many times over."""
-        for mine, its in ((self.exposed, other.exposed), (self.hidden, other.hidden), (self.missing, other.missing)):
+        for mine, its in ((self.exposed, other.exposed), (self.hidden, other.hidden)):
             for name, value in its.items():
                 mine[name] += value * times
+        for name, value in other.missing.items():
+            self.missing[name] += value * times
         for (part, name), (seconds, calls) in other.by_name.items():
             self.note(part, name, seconds * times, calls * times)
         self.host_bytes += other.host_bytes * times
@@ -81,7 +83,7 @@ class _Running:
     """What goes on asynchronously in one computation: when each start is done, one queue for each part."""
 
     def __init__(self) -> None:
-        self.free: collections.Counter[str] = collections.Counter()
+        self.free: dict[str, float] = collections.defaultdict(float)
         self.pending: dict[str, tuple[str, float, float]] = {}
 
     def start(self, name: str, part: str, now: float, seconds: float) -> None:

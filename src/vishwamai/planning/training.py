@@ -54,7 +54,8 @@ class TrainingStep:
     def batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a batch of so many rows."""
         shape = jax.ShapeDtypeStruct((rows, self.config.data.sequence_length), jnp.int32)
-        found = dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), shape)
+        found: dict[str, jax.ShapeDtypeStruct] = {}
+        found |= dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), shape)
         if self.config.objective == "dpo":  # what the reference thinks of both answers
             found["reference"] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
         return found

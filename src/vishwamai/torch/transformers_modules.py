@@ -156,7 +156,9 @@ def mlp_why_not(module: nn.Module) -> str | None:
 
 
 def mlp(module: Any) -> Callable[..., Any]:
-    return functools.partial(_gated_mlp, activation(module.act_fn))
+    act = activation(module.act_fn)
+    assert act is not None  # or `mlp_why_not` says so
+    return functools.partial(_gated_mlp, act)
 
 
 def _gated_mlp(act: str, self: Any, x: Tensor) -> Tensor:
@@ -228,7 +230,7 @@ def loss_why_not(model: Any) -> str | None:
 def with_loss(model: Any) -> Callable[..., Any]:
     """The forward pass of a causal language model, whose loss holds no logits where it is in training."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
-    from transformers.utils import can_return_tuple
+    from transformers.utils.generic import can_return_tuple
 
     theirs = type(model).forward
     parameters = inspect.signature(theirs)

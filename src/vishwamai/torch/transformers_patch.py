@@ -156,7 +156,7 @@ def _visit_attention(module: Any, model: Any, walk: _Walk, routed: bool, rope: b
 
 def _visit_mlp(module: Any, walk: _Walk, why: str | None, mlp: bool | None) -> None:
     weight = module.gate_proj.weight if why is None else None
-    if why is None and mlp is None and weight.device.type == "cpu" and weight.dtype == torch.float32:
+    if weight is not None and mlp is None and weight.device.type == "cpu" and weight.dtype == torch.float32:
         why = "on a CPU, torch's own products of float32 are faster for few rows; mlp=True swaps it"
     if why is None and mlp is False:
         why = "mlp=False"

@@ -147,7 +147,7 @@ class Layout:
                 return jax.device_put(x, sharding)
             first = index * x.shape[0]
 
-            def of_device(place: tuple[slice, ...]) -> Any:
+            def of_device(place: Any) -> Any:
                 begin, end, _ = place[0].indices(x.shape[0] * count)
                 return x[(slice(begin - first, end - first), *place[1:])]
 
