@@ -264,6 +264,13 @@ def test_page_is_self_contained(tmp_path):
 
 
 @needs_libtpu
+def test_a_slice_is_declined():
+    """Its schedule would leave out what waits for other devices."""
+    with pytest.raises(UnsupportedError, match=r"'v5e:2x2' is a slice.*planning.step_time"):
+        aot.inspect(jnp.sin, (jax.ShapeDtypeStruct((8, 128), jnp.float32),), "v5e:2x2")
+
+
+@needs_libtpu
 def test_inspect_many_targets_and_errors(cache):
     matmul, args = programs.PROGRAMS["matmul"]
 

@@ -134,9 +134,8 @@ def inspect(
           tables, group sizes) are
             used; of a ShapeDtypeStruct they are unknown, and loops that hang on them are reported in
             `Schedule.guessed`.
-        target: "v4", "v5e", "v5p", "v6e", "tpu7x", or a topology with sharded arguments (then for one of its devices;
-          the time of
-            communication is not counted).
+        target: "v4", "v5e", "v5p", "v6e" or "tpu7x". A slice of several devices is for `vishwamai.planning.step_time`,
+            which counts communication, too.
         kwargs: keyword arguments.
         flops: useful FLOP of the call; default: the compiler's count, or what the matrix units are given.
         nbytes: useful bytes to and from HBM; default: all arguments and results once.
@@ -145,7 +144,8 @@ def inspect(
         compiler_options: as `compile_for`'s.
 
     Raises:
-        DeviceError, UnsupportedError, KernelError, ConfigError: as `compile_for`.
+        UnsupportedError: the target is a slice; or as `compile_for`.
+        DeviceError, KernelError, ConfigError: as `compile_for`.
 
     Example:
         >>> import jax, jax.numpy as jnp

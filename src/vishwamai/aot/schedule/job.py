@@ -17,7 +17,7 @@ from jax import export
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.program import in_words, place, tracing_for
 from vishwamai.aot.schedule import known
-from vishwamai.core.errors import DeviceError
+from vishwamai.core.errors import DeviceError, UnsupportedError
 from vishwamai.core.target import Target
 
 FORMAT = 3
@@ -104,7 +104,7 @@ def prepare(
 
     Raises:
         whatever `fn` raises while it is traced; DeviceError where libtpu or flatbuffers is missing; UnsupportedError
-        where Pallas cannot lower a kernel.
+        where Pallas cannot lower a kernel, or the target is a slice of several devices.
     """
     target = Target.parse_tpu(target).name or target  # one program has one entry in the cache, however it is written
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
@@ -112,8 +112,12 @@ def prepare(
 
     flat = over_arrays(fn, leaves, tree, arrays)
     placed = place([leaves[i] for i in arrays], target)
-    many = len(libtpu.devices_for(target)) > 1
-    shapes = placed if many else [jax.ShapeDtypeStruct(s.shape, s.dtype, weak_type=s.weak_type) for s in placed]
+    if len(libtpu.devices_for(target)) > 1:
+        raise UnsupportedError(
+            f"inspect: target {target!r} is a slice, and schedules count no communication; pass a chip and the part "
+            "of one device, or take vishwamai.planning.step_time, which adds the collectives."
+        )
+    shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, weak_type=s.weak_type) for s in placed]
     identity = libtpu.identity()
     with tracing_for(target), in_words(Target.parse_chip(target)):
         traced = jax.jit(flat).trace(*shapes)

@@ -16,11 +16,8 @@ import traceback
 from typing import Any
 
 import jax
-import numpy as np
 from jax import export
-from jax.sharding import Mesh
 
-from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.diagnose import find_problem
 from vishwamai.aot.compile.options.config import RuntimeConfig
 from vishwamai.aot.compile.program import compile_for
@@ -39,10 +36,6 @@ def compile_job(blob: bytes, target: str, options: dict[str, str]) -> dict[str, 
     """
     exported = export.deserialize(bytearray(blob))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in exported.in_avals]
-    if exported.nr_devices > 1:
-        mesh = Mesh(np.asarray(libtpu.devices_for(target), dtype=object), ("devices",))
-        placed = exported.in_shardings_jax(mesh)
-        shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p) for s, p in zip(shapes, placed)]
     checked = RuntimeConfig(compiler=tuple(options.items()))
     program = compile_for(exported.call, *shapes, target=target, compiler_options=checked)
     result = {"memory": dataclasses.asdict(program.memory), "cost": dataclasses.asdict(program.cost)}
