@@ -233,6 +233,13 @@ def test_what_a_step_takes_and_keeps():
     clean = performance.track_memory_usage(jax.jit(lambda w, x: w - x.sum(), donate_argnums=0), inputs, steps=3)
     assert clean.leaked.value == 0 and clean.donated == {"[0]": 64 * 64 * 4} and clean.donatable == {}
     assert clean.parts["aliased"].value == 64 * 64 * 4 and "left behind" in str(clean)
+
+    def cyclic(w, x):
+        loop: list[Any] = [x + 1]
+        loop.append(loop)
+        return w * 2
+
+    assert performance.track_memory_usage(cyclic, inputs, steps=3).leaked.value == 0  # the collector frees it
     with pytest.raises(ShapeError, match="does not take these inputs"):
         performance.track_memory_usage(step, (jnp.ones(3),))
     with pytest.raises(ShapeError, match=r"`inputs`\[0\] is of type object"):

@@ -167,13 +167,13 @@ def _donation(lowered: Any) -> tuple[dict[str, int], dict[str, int]]:
 def _run(step_fn: Callable[..., Any], inputs: tuple[Any, ...], steps: int) -> tuple[float, int | None]:
     """Bytes of arrays that a step leaves behind, the median over the steps, and the process's growth over them all."""
     left, resident = [], None
-    with _collecting_what_is_new():
+    with _without_collections():
         for turn in range(steps + 1):
             arguments = jax.tree.map(jax.numpy.array, inputs)
-            gc.collect()
+            _collect_young()
             before = _alive()
             jax.block_until_ready(step_fn(*arguments))
-            gc.collect()
+            _collect_young()
             if turn:
                 left.append(_bytes_of_new(before, arguments))
             else:
@@ -184,19 +184,20 @@ def _run(step_fn: Callable[..., Any], inputs: tuple[Any, ...], steps: int) -> tu
 
 
 @contextlib.contextmanager
-def _collecting_what_is_new() -> Iterator[None]:
-    """Lets the garbage collector look only at objects made in this block: of a large process, the others take it
-    seconds each time.
-    """
-    gc.collect()
-    frozen = gc.get_freeze_count()  # what the caller has frozen stays so
-    if not frozen:
-        gc.freeze()
+def _without_collections() -> Iterator[None]:
+    """Keeps the garbage collector from running by itself, so that what is made in this block stays young."""
+    was_on = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        if not frozen:
-            gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def _collect_young() -> None:
+    """Collects cycles among young objects; of a large process, the others take seconds each time."""
+    gc.collect(1)
 
 
 def _alive() -> dict[int, Any]:
