@@ -89,6 +89,15 @@ def test_a_schema_is_followed(client):
     assert answer.choices[0].text[3] == "c" and len(answer.choices[0].text) == 4
 
 
+def test_the_example_of_the_client(address, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{address}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    runpy.run_path(str(Path(__file__).parents[1] / "examples" / "openai_client.py"))
+    said = capsys.readouterr().out
+    assert "model: tiny" in said and "as JSON: {" in said and "declined: `temperature`" in said
+    assert "vishwamai_" in said
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called(client, stream):
     parameters = {
@@ -234,12 +243,3 @@ def test_vectors_of_a_decoder(engine):
         found, tokens = Embedder.of_decoder(model, tokenizer, Pooling(mode), 64)([text])
         assert tokens == len(text.encode())
         np.testing.assert_allclose(found[0], expected / np.linalg.norm(expected), atol=1e-5)
-
-
-def test_the_example_of_the_client(address, monkeypatch, capsys):
-    monkeypatch.setenv("OPENAI_BASE_URL", f"{address}/v1")
-    monkeypatch.setenv("OPENAI_API_KEY", "any")
-    runpy.run_path(str(Path(__file__).parents[1] / "examples" / "openai_client.py"))
-    said = capsys.readouterr().out
-    assert "model: tiny" in said and "as JSON: {" in said and "declined: `temperature`" in said
-    assert "vishwamai_" in said

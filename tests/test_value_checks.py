@@ -11,10 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from vishwamai import (
     ShapeError,
-    UnsupportedError,
     grouped_gemm,
     kernel_config,
-    quantize,
     ragged_paged_attention,
     update_pages,
 )
@@ -117,9 +115,3 @@ def test_checks_compose(transform, wrong, checks):
             assert np.isfinite(jax.jit(run)(sizes)).all()
     text = jax.jit(run).lower(sizes).as_text()
     assert "callback" not in text  # without checks nothing of them is in the program
-
-
-def test_a_quantized_operand_has_a_hint():
-    weight = quantize(EXPERTS, "int8", axis=-2)
-    with pytest.raises(UnsupportedError, match=r"`rhs` is a QTensor of int8.*vishwamai.dequantize\(rhs\)"):
-        grouped_gemm(ROWS, weight, jnp.array([1, 2, 3]))  # pyright: ignore[reportArgumentType]

@@ -65,7 +65,7 @@ def linear_cross_entropy(
         bias = bias.to(_wide(x))
     cap = None if softcap is None else float(softcap)
     targets, mass = None, None
-    if probabilities(labels, x):
+    if probabilities(labels, x, labels.is_floating_point()):
         targets, mass = labels, labels.sum(-1, dtype=_wide(labels))
         labels = torch.full_like(mass, -1, dtype=torch.int32)
     numbers = Outputs(*_numbers(x, weight, bias, labels, targets, cap, bridge.products(precision), label_smoothing > 0))

@@ -128,7 +128,7 @@ def linear_cross_entropy(
     x, weight, labels = (as_array("linear_cross_entropy", name, a) for name, a in named)
     bias = None if bias is None else jnp.asarray(bias)
     targets, mass = None, None
-    if probabilities(labels, x):
+    if probabilities(labels, x, jnp.issubdtype(labels.dtype, jnp.floating)):
         targets, mass = labels, jnp.sum(labels, axis=-1, dtype=accumulator_dtype(labels.dtype))
         labels = jnp.full_like(mass, -1, jnp.int32)
     check_arrays(array_specs(Operands(x, weight, bias, labels, targets)))  # errors tell the caller's own dtypes

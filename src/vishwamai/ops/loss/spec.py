@@ -19,7 +19,7 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
-from vishwamai.core.spec import ArraySpec, OpSpec, array_spec
+from vishwamai.core.spec import ArraySpec, OpSpec
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -164,21 +164,23 @@ def check_arrays(operands: Operands) -> None:
         raise ShapeError(f"{name}: `weight` has shape {weight.shape}; pass (vocab, features), neither of them 0.")
 
 
-def probabilities(labels: Any, x: Any) -> bool:
-    """Whether the labels are probabilities of all entries, and not one entry for each token; arrays of any framework.
+def probabilities(labels: Any, x: Any, floating: bool) -> bool:
+    """Whether the labels are probabilities of all entries, and not one entry for each token.
+
+    Args:
+      labels, x: arrays of any framework.
+      floating: whether the labels are.
 
     Raises:
       ShapeError: they are floating and have no axis of the vocab.
     """
-    kind = array_spec(labels)
-    if not jnp.issubdtype(kind.dtype, jnp.floating):
-        return False
-    if len(kind.shape) != len(x.shape):
+    if floating and len(labels.shape) != len(x.shape):
+        dtype = str(labels.dtype).removeprefix("torch.")
         raise ShapeError(
-            f"linear_cross_entropy: `labels` has dtype {kind.dtype.name} and shape {kind.shape}; pass integers, one "
+            f"linear_cross_entropy: `labels` has dtype {dtype} and shape {tuple(labels.shape)}; pass integers, one "
             "for each token, or probabilities of shape [..., vocab]."
         )
-    return True
+    return floating
 
 
 WITHOUT_TARGETS = "`labels` are probabilities, and the kernel takes one label for each token."
