@@ -44,7 +44,7 @@ ROTATING = (
 def marks(case):
     key = (case.op, case.name)
     if key in ROTATING:
-        return rotation.one_in(3, ROTATING.index(key))
+        return rotation.one_in(5, ROTATING.index(key))
     return () if key in ALWAYS else pytest.mark.long
 
 

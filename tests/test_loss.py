@@ -63,7 +63,8 @@ def test_a_twentieth_of_the_memory(dtype):
 
 
 @pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
-@pytest.mark.parametrize("target", ["v5e", pytest.param("v5p", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["v5e", "v5p"])
 def test_a_twentieth_of_the_memory_on_tpu(target):
     """The last layer of Llama 3 8B over 4096 tokens, in bfloat16."""
     shapes = structs(4096, 128256, 4096, jnp.bfloat16)

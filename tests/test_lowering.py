@@ -80,7 +80,7 @@ def compile_or_name(operation, case, target):
         compile_and_check(operation, case, target)
 
 
-@pytest.mark.parametrize("operation, case, target", parameters(once_each(), one_in=4))
+@pytest.mark.parametrize("operation, case, target", parameters(once_each(), one_in=6))
 def test_case_compiles(operation, case, target):
     compile_or_name(operation, case, target)
 
