@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-# By default one case of each kind of code, and one in three of those that show the same of other operations; the rest
+# By default one case of each kind of code, and one in five of those that show the same of other operations; the rest
 # is `long`.
 ALWAYS = {("norm", "Llama 3 8B"), ("gemm", "Llama 3 8B gate"), ("gemm", "BERT base up float32")}
 ROTATING = (
