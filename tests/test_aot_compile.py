@@ -17,6 +17,7 @@ from vishwamai.aot.compile import diagnose, libtpu
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import DeviceError, KernelError, ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS, tpu_for
+from vishwamai.parallel import make_mesh
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
 
@@ -175,6 +176,20 @@ def test_topology_with_shardings():
     assert "axis_types=(jax.sharding.AxisType.Explicit,) * len(names)" in report.problems[0].fix
     with pytest.raises(ShapeError, match="hold 8 devices, but 'v5e:4x4' has 16"):
         aot.mesh_for("v5e:4x4", {"data": 8})
+
+
+@needs_libtpu
+def test_a_mesh_of_the_targets_own_devices_keeps_their_order():
+    """A ring over two sides of the torus, say; other arguments follow."""
+    mesh = make_mesh("ring=8", topology="v5e:2x4")
+    spec = PartitionSpec("ring")
+    split = jax.shard_map(
+        lambda x, y: jax.lax.psum(x, "ring") + y, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
+    )
+    x = shape((64, 128), jnp.float32, NamedSharding(mesh, spec))
+    placed = aot.compile.program.place((x, shape((8, 128), jnp.float32)), "v5e:2x4")
+    assert [d.id for d in placed[1].sharding.mesh.devices.flat] == [d.id for d in mesh.devices.flat] != list(range(8))
+    assert aot.compile_for(split, *placed, target="v5e:2x4").devices == 8
 
 
 @needs_libtpu

@@ -144,13 +144,14 @@ def _one_mesh(tree: Any) -> Any:
 def write_sharding(sharding: NamedSharding) -> str:
     """A sharding over all devices of a target as text, which `read_sharding` reads in another process."""
     mesh = sharding.mesh
-    types = [kind.name for kind in mesh.axis_types]
-    return json.dumps([list(mesh.axis_names), list(mesh.shape.values()), types, list(sharding.spec)])
+    types, order = [kind.name for kind in mesh.axis_types], [int(device.id) for device in mesh.devices.flat]
+    return json.dumps([list(mesh.axis_names), list(mesh.shape.values()), types, order, list(sharding.spec)])
 
 
 def read_sharding(text: str, devices: tuple[Any, ...]) -> NamedSharding:
     """The sharding that `write_sharding` wrote, over these devices."""
-    names, sizes, types, spec = json.loads(text)
-    grid = np.asarray(devices, dtype=object).reshape(sizes)
+    names, sizes, types, order, spec = json.loads(text)
+    by_id = {int(device.id): device for device in devices}
+    grid = np.asarray([by_id[i] for i in order], dtype=object).reshape(sizes)
     mesh = Mesh(grid, tuple(names), axis_types=tuple(AxisType[kind] for kind in types))
     return NamedSharding(mesh, PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec)))

@@ -160,13 +160,23 @@ def _sharding(leaf: Any, devices: tuple[Any, ...], target: str) -> jax.sharding.
     return NamedSharding(Mesh(np.asarray(devices, dtype=object), ("devices",)), PartitionSpec())
 
 
+def _in_order(tree: Any, devices: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The devices in the order of the first mesh that is made of them, such as a ring; else as they are."""
+    for leaf in jax.tree.leaves(tree):
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(mesh, Mesh) and mesh.size == len(devices) and set(mesh.devices.flat) == set(devices):
+            return tuple(mesh.devices.flat)
+    return devices
+
+
 @checked
 def place(tree: Any, target: str) -> Any:
     """The shapes of a tree of arguments, placed on the devices of a target.
 
     Arrays and `jax.ShapeDtypeStruct`s become ShapeDtypeStructs; everything else (static arguments) stays. A
     NamedSharding over several devices is carried over by mesh axis, whatever its mesh was made of; anything else is
-    replicated over the topology.
+    replicated over the topology. A mesh of the target's own devices (`parallel.make_mesh(topology=...)`) keeps their
+    order.
 
     Raises:
         ShapeError: a sharding spans another number of devices than the target has.
@@ -177,7 +187,7 @@ def place(tree: Any, target: str) -> Any:
         >>> placed["n"], placed["x"].sharding.num_devices  # doctest: +SKIP
         (3, 1)
     """
-    devices = libtpu.devices_for(target)
+    devices = _in_order(tree, libtpu.devices_for(target))
 
     def one(leaf: Any) -> Any:
         if not _is_array(leaf):
