@@ -19,6 +19,7 @@ def pages() -> dict[str, Path]:
     for readme in sorted(ROOT.glob("src/vishwamai/ops/*/README.md")):
         found[f"ops/{readme.parent.name}.md"] = readme
     found["capibara.md"] = ROOT / "capibara/README.md"
+    found["index.md"] = ROOT / "README.md"
     return found
 
 
@@ -90,7 +91,9 @@ def _relinked(folder: Path, address: str, text: str) -> str:
         if there in site:
             return f"[{text}]({up}{site[there]}{anchor})"
         if there.is_relative_to(ROOT / "docs"):
-            return f"[{text}]({up}{there.relative_to(ROOT / 'docs')}{anchor})"
+            return f"{match['image']}[{text}]({up}{there.relative_to(ROOT / 'docs')}{anchor})"
         return text if text.startswith("`") else f"`{text}`"
 
-    return re.sub(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>(?![a-z]+:)[^)#\s]+)(?P<anchor>#[^)]*)?\)", link, text)
+    return re.sub(
+        r"(?P<image>!?)\[(?P<text>[^\]]+)\]\((?P<target>(?![a-z]+:)[^)#\s]+)(?P<anchor>#[^)]*)?\)", link, text
+    )
