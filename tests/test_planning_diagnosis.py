@@ -188,7 +188,9 @@ def test_the_bound_of_time_grows_with_what_is_computed_again():
 
 
 @pytest.mark.long
-def test_each_change_is_probed_and_what_is_declined_says_why(monkeypatch):
+def test_each_change_is_probed_and_what_is_declined_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path))
+
     def answer(self, program, hbm_mib, *_):
         if program.name == "optimizer.moment_dtype=int8":
             return {"rejected": "no such thing", "kind": "compiler"}
