@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import vishwamai
 from vishwamai import aot
 from vishwamai.aot.compile import diagnose, libtpu
+from vishwamai.aot.compile.program import place
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import DeviceError, KernelError, ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS, tpu_for
@@ -187,7 +188,7 @@ def test_a_mesh_of_the_targets_own_devices_keeps_their_order():
         lambda x, y: jax.lax.psum(x, "ring") + y, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
     )
     x = shape((64, 128), jnp.float32, NamedSharding(mesh, spec))
-    placed = aot.compile.program.place((x, shape((8, 128), jnp.float32)), "v5e:2x4")
+    placed = place((x, shape((8, 128), jnp.float32)), "v5e:2x4")
     assert [d.id for d in placed[1].sharding.mesh.devices.flat] == [d.id for d in mesh.devices.flat] != list(range(8))
     assert aot.compile_for(split, *placed, target="v5e:2x4").devices == 8
 

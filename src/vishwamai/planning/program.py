@@ -143,7 +143,7 @@ def _one_mesh(tree: Any) -> Any:
 
 def write_sharding(sharding: NamedSharding) -> str:
     """A sharding over all devices of a target as text, which `read_sharding` reads in another process."""
-    mesh = sharding.mesh
+    mesh: Any = sharding.mesh
     types, order = [kind.name for kind in mesh.axis_types], [int(device.id) for device in mesh.devices.flat]
     return json.dumps([list(mesh.axis_names), list(mesh.shape.values()), types, order, list(sharding.spec)])
 
