@@ -176,7 +176,8 @@ def test_an_interrupted_run_keeps_what_it_has_and_goes_on(small_norm, monkeypatc
 
 def test_resume_needs_the_same_run(small_norm, monkeypatch, capsys, tmp_path):
     path = tmp_path / "r.json"
-    command = ["bench", "--no-model", "--targets", "none", "--json", str(path), "--resume"]
+    where = ["--json", str(path), "--report", str(tmp_path / "r.html")]
+    command = ["bench", "--no-model", "--targets", "none", *where, "--resume"]
     assert main(command) == 2 and "there is no" in capsys.readouterr().err
     path.write_text("{}")
     assert main(command) == 2 and "no report to go on with" in capsys.readouterr().err
