@@ -275,13 +275,13 @@ def _decoding(arguments: argparse.Namespace, chip: Any, formula: Any, timed: Any
     """Lines about the time of a decoding step, which gives every sequence one token."""
     read = sum(formula.parts[name].value for name in ("parameters", "kv"))
     least = read / chip.hbm_bandwidth_per_device
-    lines = [f"  a token takes at least {least * 1e3:.3f} ms (analytic: weights and pages read once)"]
+    lines = [f"  a token takes at least {least * 1e3:.4g} ms (analytic: weights and pages read once)"]
     seconds = least
     if timed is not None:
         lines += [f"  {line}" for line in str(timed).splitlines()]
         seconds = max(least, timed.step.value)
     rate = arguments.batch / seconds
-    lines.append(f"  {seconds * 1e3:.3f} ms a token, {rate:.0f} tokens/s for {arguments.batch} sequences")
+    lines.append(f"  {seconds * 1e3:.4g} ms a token, {rate:.0f} tokens/s for {arguments.batch} sequences")
     if arguments.price is not None:
         cost = arguments.price / chip.devices / 3600 / rate * 1e6
         lines.append(f"  {cost:.4g} USD per million tokens, at {arguments.price:g} USD a chip-hour")
