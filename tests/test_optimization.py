@@ -156,6 +156,19 @@ def test_training_runs_as_the_keys_say(tmp_path):
         next(train(run_files(tmp_path, optimization={"use_pjit": True}, mesh={"data": 2}), tmp_path / "third"))
 
 
+@pytest.mark.long
+def test_train_says_what_each_key_does(tmp_path, capsys):
+    config = to_dict(run_files(tmp_path))
+    del config["remat"]
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    arguments = ["train", str(tmp_path / "run.yaml"), "optimization.gradient_checkpointing=true"]
+    assert main([*arguments, "--output", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("optimization, training:") and "remat=block_wise" in said
+    # What a run wrote is a configuration of its own.
+    assert main(["train", str(tmp_path / "run" / "config.yaml"), "--output", str(tmp_path / "again")]) == 0
+
+
 def small_decoder():
     return Decoder(ModelConfig.from_dict(LLAMA), rngs=nnx.Rngs(0))
 

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         import jax
 
         effects = explain_optimization(config.optimization, "training", jax.device_count())
-        console.console().print(effects, highlight=False, markup=False)
+        console.console().print(str(effects), highlight=False, markup=False)
     if first and config.precision == "fp8":
         widened = ambient_target().widens_fp8(("float8_e4m3fn", "float8_e5m2"))
         if widened:
