@@ -290,7 +290,7 @@ def _decoding(arguments: argparse.Namespace, chip: Any, formula: Any, timed: Any
 
 def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
     from vishwamai.planning.compiler import Compiler
-    from vishwamai.planning.diagnosis import explain_memory
+    from vishwamai.planning.diagnosis import explain_program
     from vishwamai.planning.program import trace
 
     call = function.load_call(arguments.config, arguments.args)
@@ -319,7 +319,7 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
             if not found.fits:
                 say(f"{target}: reading what lies in the memory at the peak, and probing changes")
                 with keys.kernels():
-                    reasons.append(explain_memory(call.function, *call.args, target=target, **call.kwargs))
+                    reasons.append(explain_program(compiler, program, call.function, call.args, call.kwargs))
                 lines.append(str(reasons[-1]))
             fits &= found.fits
     too_large = [_diagnosis(one) for one in reasons]

@@ -127,13 +127,25 @@ def explain_memory(
     (9539, 'donate [0]')
     """
     options = compiler_options_of("explain_memory", compiler_options)
+    program = trace(fn, *args, target=target, **kwargs)
     with Compiler() as compiler:
-        program = trace(fn, *args, target=target, **kwargs)
-        peak = compiler.peak(program, options)
-        if peak.total.value <= peak.limit:
-            return Diagnosis(peak)
-        calls = (_donation(fn, args, kwargs, program), _narrow(args, kwargs))
-        changes = [_probed(fn, one, program, peak, compiler, options) for one in calls if one is not None]
+        return explain_program(compiler, program, fn, args, kwargs, options)
+
+
+def explain_program(
+    compiler: Compiler,
+    program: Program,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options | None = None,
+) -> Diagnosis:
+    """`explain_memory` of a function that is traced already as `program`, by a compiler that runs."""
+    peak = compiler.peak(program, options)
+    if peak.total.value <= peak.limit:
+        return Diagnosis(peak)
+    calls = (_donation(fn, args, kwargs, program), _narrow(args, kwargs))
+    changes = [_probed(fn, one, program, peak, compiler, options) for one in calls if one is not None]
     kept = peak.by_use.get("activations", 0)
     hint = f"jax.checkpoint around the function whose gradient is taken recomputes up to {human(kept)} of activations"
     return Diagnosis(peak, ranked(changes), (hint,) if kept else ())
@@ -152,7 +164,7 @@ class _Call:
 
 
 def _probed(
-    fn: Callable[..., Any], call: _Call, program: Program, peak: PeakMemory, compiler: Compiler, options: Options
+    fn: Callable[..., Any], call: _Call, program: Program, peak: PeakMemory, compiler: Compiler, options: Options | None
 ) -> Change:
     saving = Estimate(call.saving, "analytic")
     try:

@@ -107,16 +107,16 @@ def prepare(
         where Pallas cannot lower a kernel, or the target is a slice of several devices.
     """
     target = Target.parse_tpu(target).name or target  # one program has one entry in the cache, however it is written
-    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-
-    flat = over_arrays(fn, leaves, tree, arrays)
-    placed = place([leaves[i] for i in arrays], target)
     if len(libtpu.devices_for(target)) > 1:
         raise UnsupportedError(
             f"inspect: target {target!r} is a slice, and schedules count no communication; pass a chip and the part "
             "of one device, or take vishwamai.planning.step_time, which adds the collectives."
         )
+    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    flat = over_arrays(fn, leaves, tree, arrays)
+    placed = place([leaves[i] for i in arrays], target)
     shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, weak_type=s.weak_type) for s in placed]
     identity = libtpu.identity()
     with tracing_for(target), in_words(Target.parse_chip(target)):
