@@ -78,7 +78,8 @@ def fit(tile: GroupedTile, m: int, n: int, k: int) -> GroupedTile:
     small_m = min(chunk_m, round_up(tile.small_rows, ALIGN))
     if rows % ALIGN:
         chunk_m = small_m = rows
-    chunk_k = depth if depth % tile.chunk_depth else tile.chunk_depth
+    chunk_k = round_up(tile.chunk_depth, 128)
+    chunk_k = depth if depth % chunk_k else chunk_k
     return GroupedTile(rows, columns, depth, chunk_m, small_m, chunk_k)
 
 
