@@ -1,7 +1,7 @@
 """Every case compiles ahead of time for every TPU generation, forward and backward, with the kernel in the program: no
 device needed.
 
-By default one case in four is compiled, each for one chip in rotation, so that every chip has its share; the whole
+By default one case in twelve is compiled, each for one chip in rotation, so that every chip has its share; the whole
 cross product is `long`.
 """
 
@@ -80,7 +80,7 @@ def compile_or_name(operation, case, target):
         compile_and_check(operation, case, target)
 
 
-@pytest.mark.parametrize("operation, case, target", parameters(once_each(), one_in=6))
+@pytest.mark.parametrize("operation, case, target", parameters(once_each(), one_in=12))
 def test_case_compiles(operation, case, target):
     compile_or_name(operation, case, target)
 
