@@ -28,6 +28,18 @@ def run(impl, function, *arrays):
         return jax.tree.map(np.asarray, jax.block_until_ready(jax.jit(function)(*arrays)))
 
 
+@functools.cache
+def attention_and_gradients(implementation):
+    """Attention and its gradients, for `run`: one function for all tests, so one program for all values of a shape."""
+    call = functools.partial(flash_attention, scale=0.37, implementation=implementation)
+
+    def both(q, k, v):
+        out, pull = jax.vjp(call, q, k, v)
+        return out, pull(jnp.ones_like(out))
+
+    return both
+
+
 def value_and_slope(function):
     """(f(x), f'(x)) element by element."""
 
@@ -143,13 +155,7 @@ def test_attention_of_huge_logits(impl, dtype, size, rows):
     """Forward and backward: a fused multiply-add after the maximum must not make infinity of it."""
     q, k, v, want = one_hot_attention(dtype, size)
     q, want = q[:, :, :rows], want[:, :, :rows]
-    call = functools.partial(flash_attention, scale=0.37, implementation=impl.name)
-
-    def both(q, k, v):
-        out, pull = jax.vjp(call, q, k, v)
-        return out, pull(jnp.ones_like(out))
-
-    out, gradients = run(impl, both, q, k, v)
+    out, gradients = run(impl, attention_and_gradients(impl.name), q, k, v)
     ties = np.sort(np.asarray(q, np.float64)[..., :40], axis=-1)
     clear = ties[..., -1] > 1.02 * ties[..., -2]  # bfloat16 has rows with two maxima, float32 such within a rounding
     assert clear.any()
