@@ -136,12 +136,13 @@ def test_vmap_folds_into_the_batch(in_axes):
         for x, axis in zip(toy.inputs(), in_axes, strict=True)
     ]
 
+    @jax.jit
     def each(*args):
         return toy.toy(*args), jax.grad(loss, (0, 1, 2))(*args)
 
     jax.clear_caches()  # a jax that finds the trace of another test's call (0.11 and later) would trace nothing here
     toy.SEEN.clear()
-    got = jax.vmap(each, in_axes)(*args)
+    got = jax.jit(jax.vmap(each, in_axes))(*args)
     assert {shape[0] for _, shape, _ in toy.SEEN} == {
         2,
         6,

@@ -130,7 +130,9 @@ def test_a_layer_is_that_of_flax(name, args, options, dtype):
     close(mine(x).astype(jnp.float32), theirs(x).astype(jnp.float32), tolerance)
     graphs = [nnx.split(module) for module in (mine, theirs)]
     found, expected = (
-        jax.grad(lambda state, x, graph=graph: loss(nnx.merge(graph, state), x), (0, 1), allow_int=True)(state, x)
+        jax.jit(jax.grad(lambda state, x, graph=graph: loss(nnx.merge(graph, state), x), (0, 1), allow_int=True))(
+            state, x
+        )
         for graph, state in graphs
     )
     assert jax.tree.structure(nnx.to_pure_dict(found[0])) == jax.tree.structure(nnx.to_pure_dict(expected[0]))
