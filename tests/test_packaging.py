@@ -114,7 +114,11 @@ def test_command_names_the_missing_package():
     """Without rich the command ends with the line that installs it, not with a traceback."""
     code = "import sys; sys.modules['rich'] = None; from vishwamai.cli import main; sys.exit(main())"
     done = subprocess.run(
-        [sys.executable, "-c", code, "matrix"], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code, "matrix", "--ops", "rope"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode not in (0, None)
     assert re.search(r"pip install .vishwamai\[cli\]", done.stderr)
