@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +37,13 @@ def is_due(n: int, index: int) -> bool:
 def one_in(n: int, index: int) -> Any:
     """The marks of the index-th of many like tests, of which one in n runs by default."""
     return marks(is_due(n, index)) if n > 1 else ()
+
+
+def in_turn(n: int, given: Iterable[Any]) -> list[Any]:
+    """The parameters of like tests (tuples where a test has several), of which one in n runs by default."""
+    return [
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=one_in(n, i)) for i, one in enumerate(given)
+    ]
 
 
 def share(cases: Sequence[Case], declined: Container[str], n: int) -> frozenset[str]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rotation
 import vishwamai
 from vishwamai import flash_attention
 from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError
@@ -41,15 +42,18 @@ def close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "causal top-left 63x100",
-        "window beyond the keys",
-        "GQA causal",
-        "segments by batch, some alone",
-        "bias by query and head",
-        "mask of two axes",
-        "everything float32",
-    ],
+    rotation.in_turn(
+        3,
+        [
+            "causal top-left 63x100",
+            "window beyond the keys",
+            "GQA causal",
+            "segments by batch, some alone",
+            "bias by query and head",
+            "mask of two axes",
+            "everything float32",
+        ],
+    ),
 )
 def test_many_small_blocks_give_the_definition(name: str) -> None:
     """Ragged blocks, one problem at a time: what the contract's short sequences, one block each, do not reach."""
@@ -209,12 +213,15 @@ def jax_nn(
 @pytest.mark.parametrize("implementation", JAX_IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "heads, arrays, options",
-    [
-        ((2, 2), {}, {}),
-        ((4, 2), {}, dict(causal=True)),
-        ((4, 1), {}, dict(window=(9, 4), scale=0.2)),
-        ((2, 2), dict(bias=normal(5, 1, 2, 63, 80), mask=normal(6, 2, 1, 63, 80) > -1), {}),
-    ],
+    rotation.in_turn(
+        2,
+        [
+            ((2, 2), {}, {}),
+            ((4, 2), {}, dict(causal=True)),
+            ((4, 1), {}, dict(window=(9, 4), scale=0.2)),
+            ((2, 2), dict(bias=normal(5, 1, 2, 63, 80), mask=normal(6, 2, 1, 63, 80) > -1), {}),
+        ],
+    ),
 )
 def test_equals_jax_nn(
     implementation: str, heads: tuple[int, int], arrays: dict[str, Any], options: dict[str, Any]

@@ -84,7 +84,7 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize(("op", "name"), SAMPLED)
+@pytest.mark.parametrize(("op", "name"), rotation.in_turn(2, SAMPLED))
 def test_a_sample_is_a_part_of_the_whole(op, name):
     case = case_named(op, name)
     arrays = case.make()
@@ -149,7 +149,7 @@ PEERED = [
 ]
 
 
-@pytest.mark.parametrize(("op", "name", "expected"), PEERED)
+@pytest.mark.parametrize(("op", "name", "expected"), rotation.in_turn(2, PEERED))
 def test_peers_mean_the_same(op, name, expected):
     if any(peer.startswith("torch") for peer in expected):
         pytest.importorskip("torch")
@@ -189,7 +189,7 @@ GRADIENTS = [
 ]
 
 
-@pytest.mark.parametrize(("op", "name"), GRADIENTS)
+@pytest.mark.parametrize(("op", "name"), rotation.in_turn(2, GRADIENTS))
 def test_gradients_are_checked_and_timed(op, name):
     operation, case = catalogue.operations()[op], case_named(op, name)
     found = list(runner.run_case(operation, case, PEAKS, SETTINGS, 0.0, gradients=True))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rotation
 from vishwamai import ShapeError, einsum, explain
 from vishwamai.core.observe import record_plans
 
@@ -59,7 +60,7 @@ EQUATIONS = [
 ]
 
 
-@pytest.mark.parametrize("equation, products", EQUATIONS)
+@pytest.mark.parametrize("equation, products", rotation.in_turn(2, EQUATIONS))
 def test_values_gradients_and_what_reaches_gemm(equation, products):
     arrays = arrays_for(equation)
     exact = [a.astype(np.float64) for a in arrays]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rotation
 from vishwamai import ShapeError, explain, gated_linear_unit, kernel_config
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.observe import record_plans
@@ -48,7 +49,7 @@ def test_one_array_of_weights_is_a_pair(implementation):
 
 
 @pytest.mark.parametrize("every", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu", None])
+@pytest.mark.parametrize("activation", rotation.in_turn(3, ["silu", "gelu", None]))
 def test_when_it_gates_changes_no_number(every, activation):
     """Three steps along a ragged K, ragged rows and columns, both places of the gate, with and without a gradient."""
     from jax.experimental.pallas import tpu as pltpu

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import models_peer
+import rotation
 from models_peer import Peer
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.inference import Engine, Limits, Sampling, plan_load
@@ -37,12 +38,15 @@ def config(**changed):
 
 @pytest.mark.parametrize(
     ("changed", "axes", "part"),
-    [
-        ({}, "tensor=2", (2, 4, 2, 8)),
-        ({"model_type": "qwen3_moe", "head_dim": 8, "vocab_size": 63, **MOE}, "expert=2,tensor=2", (2, 4, 2, 8)),
-        ({"model_type": "olmo2"}, "tensor=2", (2, 4, 2, 8)),
-        (DEEPSEEK, "tensor=4", (2, 4, 128)),  # latent rows have no heads
-    ],
+    rotation.in_turn(
+        2,
+        [
+            ({}, "tensor=2", (2, 4, 2, 8)),
+            ({"model_type": "qwen3_moe", "head_dim": 8, "vocab_size": 63, **MOE}, "expert=2,tensor=2", (2, 4, 2, 8)),
+            ({"model_type": "olmo2"}, "tensor=2", (2, 4, 2, 8)),
+            (DEEPSEEK, "tensor=4", (2, 4, 128)),  # latent rows have no heads
+        ],
+    ),
 )
 def test_a_step_over_a_mesh(changed, axes, part):
     """Of 7 tokens, which two devices do not share evenly."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import rotation
 from vishwamai import PackedQTensor, ShapeError, UnsupportedError
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, pack_weights, save_pretrained
 
@@ -140,7 +141,7 @@ def test_shards_are_read_by_their_index(directory: Path) -> None:
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)))
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantize", rotation.in_turn(3, ["int8", "int4", "fp8"]))
 def test_quantized_weights_stay_close(quantize: str, directory: Path) -> None:
     tokens = jnp.arange(12)[None]
     exact = from_pretrained(directory, dtype=jnp.float32)

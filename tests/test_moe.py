@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import contract
+import rotation
 from vishwamai import grouped_gemm, moe_combine, moe_dispatch, moe_layer, moe_routing, pack_weight, quantize
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.ops.moe import tpu_visits as visits
@@ -433,7 +434,7 @@ def on_one_device():
     return with_every_gradient(one)
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", rotation.in_turn(2, EXCHANGES))
 def test_expert_parallel_is_one_device(name, monkeypatch):
     """Values, losses, counts and every gradient on eight devices are those of one with all tokens and experts."""
     shape, names, axis, options = EXCHANGES[name]
@@ -518,7 +519,7 @@ def test_layer_of_gpt_oss(implementation):
     biases = (experts["gate_up_proj_bias"][:, ::2], experts["gate_up_proj_bias"][:, 1::2], experts["down_proj_bias"])
     got = jax.jit(layer)(jnp.asarray(x.numpy()), biases)
     np.testing.assert_allclose(got, want.reshape(got.shape), rtol=1e-4, atol=1e-4)
-    gradients = jax.grad(lambda b: jnp.sum(jnp.square(layer(jnp.asarray(x.numpy()), b))))(biases)
+    gradients = jax.jit(jax.grad(lambda b: jnp.sum(jnp.square(layer(jnp.asarray(x.numpy()), b)))))(biases)
     assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in gradients)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rotation
 import vishwamai
 from vishwamai import PackedQTensor, gated_linear_unit, gemm, grouped_gemm, pack_weight, quantize
 from vishwamai.core import ffi, packed_qtensor
@@ -78,7 +79,7 @@ def test_packing_keeps_every_bit(format, block_size, transpose):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activations", ["int8", "exact"])
-@pytest.mark.parametrize("format, block_size", FORMATS)
+@pytest.mark.parametrize("format, block_size", rotation.in_turn(2, FORMATS))
 def test_product(format, block_size, activations, implementation):
     """Ragged, from one row to several blocks of them, in both dtypes."""
     weight = weight_of(format, block_size, 1000, 100)
@@ -91,7 +92,7 @@ def test_product(format, block_size, activations, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (8, 32), (31, 1), (129, 40)])
+@pytest.mark.parametrize("shape", rotation.in_turn(2, [((1, 1),), ((7, 33),), ((8, 32),), ((31, 1),), ((129, 40),)]))
 def test_sizes_that_fill_no_block(shape, implementation):
     for format, block_size in (("int8", 32), ("int4", 64), ("int8", None), ("int4", None)):
         weight = weight_of(format, block_size, *shape)

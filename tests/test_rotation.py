@@ -34,6 +34,13 @@ def test_one_of_so_many_runs_by_default(monkeypatch):
     assert sorted(sum(chosen, [])) == list(range(9))
 
 
+def test_parameters_in_turn(monkeypatch):
+    monkeypatch.setattr(rotation, "SEED", 1)
+    given = rotation.in_turn(2, ["a", ("b", 2)])
+    assert [one.values for one in given] == [("a",), ("b", 2)]
+    assert [{mark.name for mark in one.marks} for one in given] == [{"rotating", "long"}, {"rotating"}]
+
+
 def test_a_seed_repeats_a_run():
     """Another process with the seed of the header chooses the same cases; another seed chooses others."""
 

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import rotation
 import toy
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.sharding import assign
@@ -67,7 +68,7 @@ def on_one_device():
     return arrays, expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rotation.in_turn(2, LAYOUTS))
 def test_any_sharding_gives_the_same_answer(mesh, layout):
     """Forward and gradients, whatever is split; the kernel sees its share of batch and heads and the whole sequence."""
     specs, local = LAYOUTS[layout]

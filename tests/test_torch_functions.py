@@ -14,6 +14,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 import contract  # noqa: E402
+import rotation  # noqa: E402
 import vishwamai  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
 from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
@@ -194,7 +195,7 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("name", rotation.in_turn(2, ROUTINGS))
 @pytest.mark.parametrize("capacity_factor", [None, 0.7])
 def test_moe(name, capacity_factor):
     """Routing, dispatch, the layer, its losses and all gradients."""
@@ -211,7 +212,7 @@ def test_moe(name, capacity_factor):
         return (result.out**2).sum() + result.routing.load_balance_loss + result.routing.z_loss, result
 
     got = vt.moe_layer(*leaves, capacity_factor=capacity_factor, **given)
-    gradients, want = jax.grad(theirs, has_aux=True)([tokens, router, *weights])
+    gradients, want = jax.jit(jax.grad(theirs, has_aux=True))([tokens, router, *weights])
     for ours, wanted in zip(got.routing, want.routing, strict=True):
         close(ours, wanted)
     assert int(got.dropped) == int(want.dropped) and (capacity_factor is None) == (int(got.dropped) == 0)

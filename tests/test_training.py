@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 
+import rotation
 from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.training.config import GuardSection, OptimizerSection, TrainConfig
 from vishwamai.training.config_file import from_dict
@@ -280,7 +281,7 @@ def torch_losses(directory, batches, section, steps):
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", rotation.in_turn(4, FAMILIES))
 def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
     from vishwamai.training.data import prepare, training_batches
     from vishwamai.training.model import export, make_model

@@ -78,7 +78,7 @@ def test_eager_is_jitted(op, impl):
             impl,
             mapped,
             id=f"{mapped}-{op.name}-{impl.name}",
-            marks=rotation.one_in(6 if impl.platform == "tpu" else 3, i + j),
+            marks=rotation.one_in(12 if impl.platform == "tpu" else 3, i + j),
         )
         for i, (op, impl) in enumerate(contract.pairs())
         for j, mapped in enumerate(("all", "first half", "second half"))
