@@ -8,6 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -91,6 +92,22 @@ def test_the_widest_rows_stay_in_registers():
     wider = jax.ShapeDtypeStruct((8, 32768), jnp.bfloat16)
     with pytest.raises(vishwamai.UnsupportedError, match="rows of 32768 features do not fit the registers"):
         jax.eval_shape(lambda x: vishwamai.rms_norm(x, implementation="triton"), wider)
+
+
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_slopes_of_alibi_spill_nothing(causal):
+    """Forward and backward keep to the registers on Hopper, and compile for the MI300."""
+    arrays = {name: ArrayInit((1, 8, 1024, 128), "bfloat16") for name in ("query", "key", "value")}
+    options = {"causal": causal, "alibi_slopes": np.linspace(0.5, 0.01, 8).astype(np.float32)}
+    recorded = launches(Case("alibi", "attention", vishwamai.flash_attention, arrays, options))
+    names = [launch.launch.kernel.name for launch in recorded]
+    assert names[-3:] == ["delta", "key_gradients", "query_gradients"] and set(names[:-3]) == {"forward"}
+    for launch in recorded:
+        assert [name for name, _ in launch.types].count("terms.slopes_ptr") == (launch.launch.kernel.name != "delta")
+        code = inspect_launch(launch)
+        assert code.spill == 0, code
+    forward = dataclasses.replace(recorded[0], launch=dataclasses.replace(recorded[0].launch, stages=2))
+    assert inspect_launch(forward, "gfx942").mma > 0
 
 
 def odd_case():

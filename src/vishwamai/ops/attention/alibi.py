@@ -1,9 +1,9 @@
 """ALiBi: a bias of `-slope * |p - j|` for the query that stands at key p and key j, with a slope for each head.
 
 Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation" (2022). The
-plain JAX implementations compute it block by block, the TPU kernels tile by tile. The CPU kernels add one number for
-each key instead: a causal query sees keys up to p only, where `-slope * (p - j)` is `slope * (j - c)` less a constant
-of the row, which the softmax does not see.
+plain JAX implementations compute it block by block, the TPU and Triton kernels tile by tile. The CPU kernels add one
+number for each key instead: a causal query sees keys up to p only, where `-slope * (p - j)` is `slope * (j - c)` less a
+constant of the row, which the softmax does not see.
 """
 
 from __future__ import annotations

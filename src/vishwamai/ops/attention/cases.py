@@ -176,6 +176,30 @@ CASES = (
         q_offset=_POSITIONS,
         alibi_slopes=_SLOPES,
     ),
+    _case(
+        "alibi window bf16",
+        heads=(4, 2),
+        length=(63, 150),
+        dtype="bfloat16",
+        window=(60, 3),
+        q_offset=40,
+        segments=([(40, 23)], [(70, 80)]),
+        sinks=True,
+        alibi_slopes=_SLOPES,
+        return_lse=True,
+    ),
+    _case(
+        "alibi blocks",
+        heads=4,
+        length=(150, 200),
+        dim=32,
+        mask=(1, 4, 1, 200),
+        dropout=0.1,
+        causal=True,
+        block_mask=_blocks(3, 5),
+        block_size=(64, 40),
+        alibi_slopes=_SLOPES,
+    ),
     _varlen("alibi varlen bf16", (30, 40), (50, 60), heads=(4, 2), dtype="bfloat16", causal=True, alibi_slopes=_SLOPES),
     # grouped heads
     _case("GQA causal", batch=2, heads=(4, 2), length=80, causal=True),
@@ -406,8 +430,6 @@ _SMALL = Case(
     {"causal": True, "causal_align": "bottom_right", "window": (9, 2), "softcap": 4.0, "return_lse": True},
 )
 
-_ALIBI = tuple(case.name for case in CASES if "alibi_slopes" in case.options)
-
 FACTS = Facts(
     small=_SMALL,
     batched=("query", "key", "value", "mask"),
@@ -415,7 +437,7 @@ FACTS = Facts(
     declines={
         "native_cpu": {
             "no keys": "an axis is empty",
-            "alibi two-sided": "`alibi_slopes` without `causal`",
+            **dict.fromkeys(("alibi two-sided", "alibi window bf16"), "`alibi_slopes` without `causal`"),
             **dict.fromkeys(_PLACED, "positions of their own"),
         },
         "pallas_tpu": {
@@ -428,7 +450,6 @@ FACTS = Facts(
             "head dim 2000": "heads of 2000",
             "no keys": "an axis is empty",
             **dict.fromkeys(_PLACED, "positions of their own"),
-            **dict.fromkeys(_ALIBI, "`alibi_slopes` are given"),
         },
     },
     # The gradient of the one bias is a sum of 20,000 terms that cancel: its rounding is that of the terms.

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
@@ -29,7 +31,7 @@ from vishwamai.ops.attention.gpu_memory import (
     terms_of,
 )
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig, clamp, heuristic, tile_of
-from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
+from vishwamai.ops.attention.spec import SIGNATURE, AttentionSpec, Operands, Outputs
 
 _KERNELS = "vishwamai.ops.attention.gpu_kernels"
 FORWARD = gpu.TritonKernel(_KERNELS, "forward")
@@ -49,12 +51,11 @@ _MOST_PATTERNS = 1 << 26
 
 def why_not(spec: AttentionSpec, target: Target) -> str | None:
     """The reason why these kernels cannot serve `spec`, or None."""
-    for name in ("query", "bias", "sinks"):
+    for name in ("query", "bias", "sinks", "slopes"):
         operand = getattr(spec.operands, name)
         if operand is not None and operand.dtype.name not in _DTYPES:
+            name = SIGNATURE.labels.get(name, name)
             return f"`{name}` is {operand.dtype.name}; the Triton kernels take {', '.join(_DTYPES)}."
-    if spec.operands.slopes is not None:
-        return "`alibi_slopes` are given; the Triton kernels have none."
     if spec.operands.q_positions is not None:
         return "rows have positions of their own (`q_offset` is an array); the Triton kernels take an int."
     if spec.batch * spec.q_len * spec.kv_len == 0:
@@ -213,7 +214,7 @@ def backward(
             )
         if memory.heads_inside:
             dq = dq.swapaxes(-3, -2)
-    dbias = dsinks = None
+    dbias = dsinks = dslopes = None
     if operands.bias is not None and of_bias:
         b, h, q, k = operands.bias.shape
         tiles = b * h * (q_tiles if q > 1 else 1) * (kv_tiles if k > 1 else 1)
@@ -238,7 +239,9 @@ def backward(
             batch_stride=1,
             COLUMNS=min(1024, tile_of(positions)),
         )
-    return Operands(dq, dk, dv, dbias, None, None, None, dsinks, None)
+    if operands.slopes is not None and gpu.framework(operands.slopes) == "jax":
+        dslopes = jnp.zeros_like(operands.slopes)  # which JAX wants of every float; see `alibi.constant_slopes`
+    return Operands(dq, dk, dv, dbias, sinks=dsinks, slopes=dslopes)
 
 
 TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, AttentionGpuConfig)

@@ -38,6 +38,7 @@ class Extents(NamedTuple):
     Attributes:
       q_total, kv_total: positions of the arrays; more than q_len and kv_len, those of the longest sequence, where
         sequences are packed.
+      offset: the key that query 0 stands at, where ALiBi asks for it; else None.
     """
 
     batch: Any
@@ -49,17 +50,19 @@ class Extents(NamedTuple):
     kv_total: Any
     low: Any
     high: Any
+    offset: Any
 
 
 class Terms(NamedTuple):
-    """What changes the logits beside the band: bias and mask, which broadcast to `[batch, heads, q_len, kv_len]`, and
-    segment ids; pointers may be None.
+    """What changes the logits beside the band: bias and mask, which broadcast to `[batch, heads, q_len, kv_len]`,
+    segment ids, and ALiBi's slopes `[batch or 1, heads]`; pointers may be None.
     """
 
     bias_ptr: Any
     mask_ptr: Any
     q_segments_ptr: Any
     kv_segments_ptr: Any
+    slopes_ptr: Any
     bias_b: Any
     bias_h: Any
     bias_q: Any
@@ -70,6 +73,7 @@ class Terms(NamedTuple):
     mask_k: Any
     q_segments_b: Any
     kv_segments_b: Any
+    slopes_b: Any
 
 
 class Own(NamedTuple):

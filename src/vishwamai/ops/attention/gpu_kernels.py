@@ -44,7 +44,7 @@ def logits(
     """(logits in units of log2 with -inf where hidden, tanh of the soft-cap).
 
     `rows` and `columns` are absolute positions that broadcast to the shape of `product`, in either order. EDGE: the
-    block may reach beyond the keys or the band; the mask and the segments are applied either way.
+    block may reach beyond the keys or the band; the mask, the segments and ALiBi are applied either way.
     """
     SCALE: tl.constexpr = LOGITS.SCALE
     SOFTCAP: tl.constexpr = LOGITS.SOFTCAP
@@ -67,6 +67,9 @@ def logits(
     else:
         s = rounded_product(product, SCALE * LOG2E)
         t = s
+    if terms.slopes_ptr is not None:
+        slope = tl.load(terms.slopes_ptr + b.to(tl.int64) * terms.slopes_b + h).to(tl.float32)
+        s -= slope * LOG2E * tl.abs(columns - rows - sizes.offset).to(tl.float32)
     if EDGE:
         if ENDS:
             s = tl.where(columns < sizes.kv_len, s, float("-inf"))

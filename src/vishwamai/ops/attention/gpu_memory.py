@@ -102,8 +102,9 @@ def terms_of(spec: AttentionSpec, operands: Operands) -> Terms:
     """What changes the logits beside the band."""
     o = spec.operands
     return Terms(
-        operands.bias, operands.mask, operands.q_segment_ids, operands.kv_segment_ids,
+        operands.bias, operands.mask, operands.q_segment_ids, operands.kv_segment_ids, operands.slopes,
         *strides(o.bias, 4), *strides(o.mask, 4), *strides(o.q_segment_ids, 1), *strides(o.kv_segment_ids, 1),
+        *strides(o.slopes, 1),
     )  # fmt: skip
 
 
@@ -113,6 +114,7 @@ def sizes_of(spec: AttentionSpec, operands: Operands) -> Extents:
     return Extents(
         spec.batch, spec.q_heads, spec.kv_heads, spec.q_len, spec.kv_len,
         operands.query.shape[2], operands.key.shape[2], low or 0, high or 0,
+        None if spec.operands.slopes is None else spec.causal_offset,
     )  # fmt: skip
 
 

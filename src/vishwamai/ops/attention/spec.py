@@ -216,7 +216,12 @@ class AttentionSpec(OpSpec):
         extras = [name for name in ("bias", "mask") if getattr(o, name) is not None]
         extras += [
             name
-            for name, x in (("segments", o.q_segment_ids), ("sinks", o.sinks), ("softcap", self.softcap))
+            for name, x in (
+                ("segments", o.q_segment_ids),
+                ("sinks", o.sinks),
+                ("slopes", o.slopes),
+                ("softcap", self.softcap),
+            )
             if x is not None
         ]
         extras += ["dropout"] if self.dropout_rate else []
