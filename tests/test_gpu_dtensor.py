@@ -45,11 +45,13 @@ def turned(query, key):
 
 
 def attended(query, key, value, bias, sinks):
-    """With everything that knows of places: dropout by heads, segments by batch."""
+    """With everything that knows of places: dropout and slopes by heads, segments by batch."""
     ids = torch.arange(6) // 3 + torch.zeros(2, 6, dtype=torch.long)
     seed = torch.arange(2 * query.shape[1] * 2).reshape(2, -1, 2) * 77
-    extras = [replicated(x, query) for x in (ids, ids, seed)]
+    slopes = torch.linspace(0.5, 0.1, query.shape[1])
+    extras = [replicated(x, query) for x in (ids, ids, seed, slopes)]
     options: Any = {"segment_ids": extras[:2], "dropout_rate": 0.3, "dropout_seed": extras[2]}
+    options["alibi_slopes"] = extras[3]
     return vt.flash_attention(query, key, value, bias, sinks=sinks, causal=True, return_lse=True, **options)
 
 

@@ -48,6 +48,7 @@ def oracle(
     segment_ids=None,
     softcap=None,
     sinks=None,
+    alibi_slopes=None,
     scale=None,
     kept=None,
     rate=0.0,
@@ -63,6 +64,8 @@ def oracle(
     i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     if causal_align == "bottom_right":
         i = i + k.shape[2] - q.shape[2]
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.double().reshape(-1, s.shape[1], 1, 1) * (i - j).abs()
     left, right = window or (None, None)
     seen = torch.ones(s.shape, dtype=torch.bool)
     seen &= torch.tensor(True) if not causal else j <= i
@@ -206,6 +209,40 @@ def test_everything(dtype):
     )
 
 
+SLOPES = torch.tensor([0.5, 0.25, 0.0625, 0.01])
+
+
+@pytest.mark.parametrize("layout", ["bhsd", pytest.param("bshd", marks=long if contract.INTERPRETED else ())])
+def test_slopes_of_alibi(layout):
+    """By head and by batch element, two-sided and causal, with a soft-cap, more keys than queries."""
+    q, k, v = tensors((2, 4, 18, 16), (2, 2, 25, 16), (2, 2, 25, 8))
+    two_sided = dict(alibi_slopes=torch.stack([SLOPES, SLOPES.flip(0)]), softcap=4.0, window=(9, 5))
+    causal = dict(alibi_slopes=SLOPES, causal=True, causal_align="bottom_right")
+    for options in (two_sided, causal):
+        options: dict[str, Any]
+
+        def call(function, options=options):
+            def run(*arrays):
+                if layout == "bshd":
+                    arrays = tuple(x.transpose(1, 2) for x in arrays)
+                return function(*arrays, layout=layout, **options)
+
+            return run
+
+        agree(call(lambda *a, **o: vt.flash_attention(*a, return_lse=True, **o)), call(oracle), (q, k, v))
+
+
+def test_slopes_of_alibi_and_a_block_mask():
+    q, k, v = tensors((1, 4, 40, 16), (1, 4, 40, 16), (1, 4, 40, 16))
+    blocks = np.array([[True, False, False], [True, True, False], [False, True, True]])
+    mask = torch.from_numpy(blocks.repeat(16, 0).repeat(16, 1)[:40, :40])
+    agree(
+        lambda *a: vt.block_sparse_attention(*a, blocks, block_size=16, alibi_slopes=SLOPES, return_lse=True),
+        lambda *a: oracle(*a, mask=mask, alibi_slopes=SLOPES),
+        (q, k, v),
+    )
+
+
 def test_a_bias_that_needs_no_gradient_and_an_expanded_mask():
     q, k, v = tensors((2, 2, 9, 16), (2, 2, 12, 16), (2, 2, 12, 16))
     bias, mask = torch.randn(9, 12), (torch.rand(2, 1, 1, 12) < 0.7).expand(2, 2, 9, 12)
@@ -226,6 +263,7 @@ def test_dropout_draws_from_torch():
 
 def dense_arguments():
     q, k, v, bias, sinks = tensors((1, 2, 5, 8), (1, 1, 6, 8), (1, 1, 6, 8), (2, 5, 6), (2,))
+    slopes = torch.tensor([0.5, 0.25])
     seed = torch.tensor([[[1, -2], [3, 4]]], dtype=torch.int32)
     common = (softcap, scale) = (None, None)
     del softcap, scale
@@ -242,7 +280,7 @@ def dense_arguments():
             sinks,
             seed,
             None,
-            None,
+            slopes,
             True,
             True,
             3,
@@ -367,6 +405,16 @@ def test_packed_sequences(name):
     )
 
 
+@pytest.mark.parametrize("align", ["bottom_right", pytest.param("top_left", marks=long)])
+def test_packed_sequences_with_slopes_of_alibi(align):
+    options: dict[str, Any] = dict(causal=align == "bottom_right", causal_align=align, alibi_slopes=SLOPES)
+    agree(
+        lambda q, k, v: vt.flash_attention_varlen(q, k, v, Q_STARTS, KV_STARTS, 18, 16, return_lse=True, **options),
+        nan_is_0(lambda q, k, v: by_sequence(q, k, v, **options)),
+        packed_tensors(),
+    )
+
+
 @pytest.mark.long
 def test_packed_sequences_with_sinks_and_dropout():
     sinks = torch.randn(4, requires_grad=True)
@@ -391,7 +439,8 @@ def test_packed_sequences_opcheck_and_compile():
     starts, ends = torch.tensor([0, 3, 8]), torch.tensor([0, 4, 9])
     sinks = torch.zeros(2, requires_grad=True)
     options = (5, 5, True, True, None, None, None, None, 0.0, None, "default", None, None, None, [])
-    arguments = (q, k, v, sinks, None, starts, ends, *options)
+    slopes = torch.tensor([0.5, 0.25])
+    arguments = (q, k, v, sinks, None, slopes, starts, ends, *options)
     assert set(torch.library.opcheck(torch.ops.vishwamai.attention_varlen.default, arguments).values()) == {"SUCCESS"}
     fast = torch.compile(vt.flash_attention_varlen, fullgraph=True, backend="aot_eager")
     want = vt.flash_attention_varlen(q, k, v, starts, ends, 5, 5, causal=True)
@@ -518,7 +567,15 @@ def test_errors():
         vt.flash_attention(q, q, q, config="fast")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="there is no implementation 'cudnn'"):
         vt.flash_attention(q, q, q, implementation="cudnn")
+    with pytest.raises(ShapeError, match=r"`alibi_slopes` has shape \(3,\)"):
+        vt.flash_attention(q, q, q, alibi_slopes=torch.ones(3))
+    with pytest.raises(ShapeError, match="`alibi_slopes` has dtype int64"):
+        vt.flash_attention(q, q, q, alibi_slopes=torch.ones(4, dtype=torch.int64))
+    with pytest.raises(UnsupportedError, match="`alibi_slopes` has no gradient, but requires one; pass `alibi"):
+        vt.flash_attention(q, q, q, alibi_slopes=torch.ones(4, requires_grad=True))
     x, starts = torch.ones(9, 2, 16), torch.tensor([0, 4, 9])
+    with pytest.raises(ShapeError, match=r"`alibi_slopes` has shape \(2, 2\)"):
+        vt.flash_attention_varlen(x, x, x, starts, starts, 5, 5, alibi_slopes=torch.ones(2, 2))
     with pytest.raises(ShapeError, match="flash_attention_varlen: `query` has shape"):
         vt.flash_attention_varlen(q, q, q, starts, starts, 5, 5)
     with pytest.raises(ShapeError, match=r"`cu_seqlens_k` has shape \(2,\).*`cu_seqlens_q` has 3 starts"):

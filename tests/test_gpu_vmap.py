@@ -39,6 +39,11 @@ def attended(q, k, v, *extras):
     return vt.flash_attention(q, k, v, causal=True, **dict(zip(names, extras, strict=True)), **options)
 
 
+def sloped(q, k, v):
+    slopes = torch.tensor([[0.5, 0.25, 0.1, 0.0], [0.1, 0.2, 0.3, 0.4]])
+    return vt.flash_attention(q, k, v, window=(3, 2), alibi_slopes=slopes, return_lse=True)
+
+
 HEADS = (2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)
 
 # name: (function, the elements' shapes, mapped dimensions, calls of a kernel; None: as many as elements)
@@ -55,6 +60,7 @@ CASES: dict[str, tuple[Any, Any, Any, int | None]] = {
     "rope tables": (with_tables, ((1, 2, 3, 8), (1, 3, 4), (1, 3, 4)), (None, 0, 0), 1),
     "attention": (attended, HEADS, (1, None, 4), 1),
     "attention bias": (attended, (*HEADS, (4, 5, 5)), (0, 0, 0, 1), 1),
+    "attention slopes": (sloped, HEADS, (0, None, 0), 1),
     "attention sinks": (attended, (*HEADS, (5, 5), (4,)), (0, None, None, None, 0), None),
     "gemm": (product, ((5, 6), (6, 8), (8,), (5,)), (0, None, None, None), 1),
     "gemm batches": (product, ((5, 6), (2, 6, 8), (8,), ()), (1, None, 1, 0), 1),

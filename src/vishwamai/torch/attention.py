@@ -24,6 +24,7 @@ from vishwamai.torch import bridge
 from vishwamai.torch.attention_options import (
     Options,
     blocks_of,
+    constant_slopes,
     described,
     planned,
     requested,
@@ -58,10 +59,10 @@ def _inner(x: Tensor, layout: str | None) -> Tensor:
 
 def _operands(tensors: Operands, layout: str | None, of_bias: bool) -> tuple[Operands, Operands]:
     """(the tensors in the op's own layout, the same as the operator got them except for what `expand` repeats)."""
-    query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, *_ = tensors
+    query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, _, slopes = tensors
     bias = bias if bias is None or of_bias else unexpanded(bias)
     mask = None if mask is None else unexpanded(mask)
-    given = Operands(query, key, value, bias, mask, q_ids, kv_ids, sinks, seed)
+    given = Operands(query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, slopes=slopes)
     if any(x.dim() != 4 for x in (query, key, value)):
         return given, given  # which the checks will reject
     laid = Operands(
@@ -74,6 +75,7 @@ def _operands(tensors: Operands, layout: str | None, of_bias: bool) -> tuple[Ope
         None if kv_ids is None else _filled(kv_ids.to(torch.int32), 2),
         _filled(sinks, 2),
         None if seed is None else seed.contiguous().view(torch.uint32),
+        slopes=_filled(slopes, 2),
     )
     return laid, given
 
@@ -166,6 +168,7 @@ def flash_attention(
     segment_ids: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: Tensor | None = None,
     scale: float | None = None,
@@ -179,10 +182,10 @@ def flash_attention(
 
     Query, key and value may have any strides in which the elements of a head lie side by side (transposed views, parts
     of one tensor): they are not copied on a GPU. float64 is for the CPU. The gradient of `bias` is computed if it
-    requires one. `config` is an `AttentionGpuConfig`. In place of a key, dropout has `dropout_seed`: integers
-    `[batch, heads, 2]`, of which 32 bits count. The same drop the same positions, here and in JAX, where they are
-    `vishwamai.core.dropout.seeds(dropout_key, batch, heads)`. None draws them from torch's generator of the query's
-    device.
+    requires one; `alibi_slopes` have none, and may not require one. `config` is an `AttentionGpuConfig`. In place of a
+    key, dropout has `dropout_seed`: integers `[batch, heads, 2]`, of which 32 bits count. The same drop the same
+    positions, here and in JAX, where they are `vishwamai.core.dropout.seeds(dropout_key, batch, heads)`. None draws
+    them from torch's generator of the query's device.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 100, 4, 64)
@@ -193,7 +196,7 @@ def flash_attention(
     computed |= dict(dropout_rate=dropout_rate, layout=layout)
     how: Any = dict(block_size=block_size, config=config, implementation=implementation)
     options = requested("flash_attention", **computed, **how)
-    return _attend(query, key, value, bias, mask, segment_ids, sinks, dropout_seed, return_lse, options)
+    return _attend(query, key, value, bias, mask, segment_ids, sinks, alibi_slopes, dropout_seed, return_lse, options)
 
 
 def _attend(
@@ -204,18 +207,20 @@ def _attend(
     mask: Tensor | None,
     segment_ids: tuple[Tensor, Tensor] | None,
     sinks: Tensor | None,
+    slopes: Tensor | None,
     dropout_seed: Tensor | None,
     return_lse: bool,
     options: Options,
 ) -> Any:
     q_ids, kv_ids = segment_pair(segment_ids)
+    slopes = constant_slopes("flash_attention", slopes)
     seed = None
     if options.dropout_rate and query.dim() == 4:
         shape = (query.shape[0], query.shape[2 if options.layout == "bshd" else 1], 2)
         seed = bridge.seeds("flash_attention", "dropout_seed", dropout_seed, shape, query.device)
     out_dtype = query.dtype
     query, key, value = bridge.cast_for_matmul(query, key, value)
-    out, logsumexp = _attention(query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, None, None, *options)
+    out, logsumexp = _attention(query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, None, slopes, *options)
     out = out.to(out_dtype)
     return (out, logsumexp) if return_lse else out
 
@@ -236,6 +241,7 @@ def block_sparse_attention(
     mask: Tensor | None = None,
     segment_ids: tuple[Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     **options: Any,
@@ -258,4 +264,4 @@ def block_sparse_attention(
             block_mask, block_size, *map(bridge.constant, (query.shape[heads], query.shape[seq], key.shape[seq]))
         )
     how = requested("block_sparse_attention", blocks=blocks, **options)
-    return _attend(query, key, value, bias, mask, segment_ids, sinks, dropout_seed, return_lse, how)
+    return _attend(query, key, value, bias, mask, segment_ids, sinks, alibi_slopes, dropout_seed, return_lse, how)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vishwamai.core.config import current_config
-from vishwamai.core.errors import KernelError, ShapeError
+from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError
 from vishwamai.core.op import Plan
 from vishwamai.core.precision import resolve_precision
 from vishwamai.ops.attention.api import ATTENTION
@@ -102,6 +102,20 @@ def requested(
         given.causal, given.causal_align == "bottom_right", left, right, given.softcap, given.scale,
         float(given.dropout_rate), given.layout, precision, blocks, implementation, block_size, fields,
     )  # fmt: skip
+
+
+def constant_slopes(function: str, slopes: Tensor | None) -> Tensor | None:
+    """The slopes of ALiBi as they are.
+
+    Raises:
+      UnsupportedError: they require a gradient, which attention has not.
+    """
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{function}: `alibi_slopes` has no gradient, but requires one; pass `alibi_slopes.detach()`, or the "
+            "distances times the slopes as `bias` of `flash_attention`, which has one."
+        )
+    return slopes
 
 
 def described(arrays: Operands, options: Options) -> AttentionSpec:

@@ -27,6 +27,7 @@ from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.torch import attention, bridge
 from vishwamai.torch.attention_options import (
     Options,
+    constant_slopes,
     described,
     planned,
     requested,
@@ -45,6 +46,7 @@ class Tensors(NamedTuple):
     value: Annotated[Any, "total_k heads/ v_dim"]
     sinks: Annotated[Any, "heads", "optional"]
     dropout_seed: Annotated[Any, "sequences heads _", "optional"]
+    slopes: Annotated[Any, "heads", "optional"]
     cu_seqlens_q: Annotated[Any, "starts"]
     cu_seqlens_k: Annotated[Any, "starts"]
 
@@ -53,7 +55,9 @@ def _fail(text: str) -> NoReturn:
     raise ShapeError(f"{NAME}: {text}")
 
 
-_SIGNATURE = Signature(dims.declared(Tensors), Outputs("total_q heads v_dim", "heads total_q"))
+_SIGNATURE = Signature(
+    dims.declared(Tensors), Outputs("total_q heads v_dim", "heads total_q"), labels={"slopes": "alibi_slopes"}
+)
 
 
 @remembered
@@ -83,8 +87,9 @@ def _describe(operands: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: 
     for x, length in zip(operands[:3], (max_seqlen_q, max_seqlen_k, max_seqlen_k), strict=True):
         packed = array_spec(x)
         arrays.append(ArraySpec((batch, packed.shape[1], length, packed.shape[2]), packed.dtype))
-    sinks, seed = (None if x is None else array_spec(x) for x in operands[3:5])
-    return described(Operands(*arrays, sinks=sinks, dropout_seed=seed), options._replace(bottom_right=False))
+    sinks, seed, slopes = (None if x is None else array_spec(x) for x in operands[3:6])
+    whole = Operands(*arrays, sinks=sinks, dropout_seed=seed, slopes=slopes)
+    return described(whole, options._replace(bottom_right=False))
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -94,12 +99,13 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _whole(tensors: Tensors, given: Sequence[Any]) -> tuple[Plan, Operands, Placement]:
     """(the plan, operands, where they lie) of all sequences at once, on a GPU."""
-    query, key, value, sinks, seed, q_starts, kv_starts = tensors
+    query, key, value, sinks, seed, slopes, q_starts, kv_starts = tensors
     options = Options(*given[2:])
     operands = Operands(
         *(_heads_first(attention.rows(x)) for x in (query, key, value)),
         sinks=None if sinks is None else sinks.contiguous()[None],
         dropout_seed=None if seed is None else seed.contiguous().view(torch.uint32),
+        slopes=None if slopes is None else slopes.contiguous()[None],
     )
     q, kv = q_starts.to(torch.int32).contiguous(), kv_starts.to(torch.int32).contiguous()
     plan = planned(_describe(array_specs(tensors), given[0], given[1], options), query, options)
@@ -110,7 +116,7 @@ def _each(tensors: Tensors, given: Sequence[Any]) -> Iterator[tuple[slice, slice
     """(positions of the queries and of the keys, the plan, operands) of the sequences that have queries, one after the
     other, on the CPU.
     """
-    query, key, value, sinks, seed, q_starts, kv_starts = tensors
+    query, key, value, sinks, seed, slopes, q_starts, kv_starts = tensors
     q_longest, kv_longest, *options = given
     q, kv = _starts("q", q_starts, q_longest, len(query)), _starts("k", kv_starts, kv_longest, len(key))
     for number in range(len(q) - 1):
@@ -118,9 +124,10 @@ def _each(tensors: Tensors, given: Sequence[Any]) -> Iterator[tuple[slice, slice
         if of_q.stop > of_q.start:
             packed = (_heads_first(x[at]) for x, at in ((query, of_q), (key, of_kv), (value, of_kv)))
             bits = None if seed is None else seed[number : number + 1].view(torch.uint32)
-            operands = Operands(*packed, sinks=sinks, dropout_seed=bits)
+            operands = Operands(*packed, sinks=sinks, dropout_seed=bits, slopes=slopes)
             plan = planned(described(array_specs(operands), Options(*options)), query, Options(*options))
-            yield of_q, of_kv, plan, operands._replace(sinks=None if sinks is None else sinks[None])
+            by_head = {n: None if x is None else x[None] for n, x in (("sinks", sinks), ("slopes", slopes))}
+            yield of_q, of_kv, plan, operands._replace(**by_head)
 
 
 def _forward(tensors: Tensors, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -192,6 +199,7 @@ def flash_attention_varlen(
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: Tensor | None = None,
     scale: float | None = None,
@@ -214,6 +222,7 @@ def flash_attention_varlen(
         on a GPU, which is not asked, the results of all that lies beyond become NaN (of keys: of the keys' gradients;
         the keys themselves are all seen).
       causal_align: "bottom_right" by default, as FlashAttention has it.
+      alibi_slopes: `[heads]`; distances count within each sequence.
       dropout_seed: `[batch, heads, 2]`.
 
     Returns:
@@ -235,7 +244,8 @@ def flash_attention_varlen(
         seed = bridge.seeds(NAME, "dropout_seed", dropout_seed, shape, query.device)
     out_dtype = query.dtype
     query, key, value = bridge.cast_for_matmul(query, key, value)
-    tensors = Tensors(query, key, value, sinks, seed, cu_seqlens_q, cu_seqlens_k)
+    slopes = constant_slopes(NAME, alibi_slopes)
+    tensors = Tensors(query, key, value, sinks, seed, slopes, cu_seqlens_q, cu_seqlens_k)
     out, logsumexp = _varlen(*tensors, int(max_seqlen_q), int(max_seqlen_k), *options)
     out = out.to(out_dtype)
     return (out, logsumexp) if return_lse else out
