@@ -59,10 +59,10 @@ class KernelConfig:
         runs. Each becomes a callback to the host, and a wrong value an error of the program. Eager calls are checked
         always; False costs nothing.
       split_sequence: what attention does where query, key and value are split along the sequence over the same
-        explicit mesh axes: one of `SPLIT_SEQUENCE` (see `vishwamai.parallel`); None lets the library choose. "zigzag"
-        is a ring, and says that the sequence lies in zig-zag order (`to_zigzag`): there `causal` means the order of the
-        sequence, and a causal `flash_attention` that cannot go around a ring is an error. Other functions, and those of
-        `vishwamai.torch`, take sequences in order whatever it says.
+        explicit mesh axes: one of `SPLIT_SEQUENCE` (see `vishwamai.parallel`); None lets the library choose, on a TPU
+        by the model of its links. "zigzag" is a ring, and says that the sequence lies in zig-zag order (`to_zigzag`):
+        there `causal` means the order of the sequence, and a causal `flash_attention` that cannot go around a ring is
+        an error. Other functions, and those of `vishwamai.torch`, take sequences in order whatever it says.
     """
 
     block_size: int | None = None

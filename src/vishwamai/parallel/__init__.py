@@ -4,13 +4,13 @@ Everything runs on JAX's own distributed runtime: one program, XLA's collectives
 """
 
 from vishwamai.core.errors import ScheduleError
+from vishwamai.core.links import AxisLinks, axis_links, estimate_collective
 from vishwamai.ops.attention.decode import decode_attention, merge_shards
 from vishwamai.ops.attention.ring import from_zigzag, ring_attention, to_zigzag
+from vishwamai.ops.attention.split_times import SplitAttentionEstimate, estimate_split_attention
 from vishwamai.ops.attention.ulysses import ulysses_attention
-from vishwamai.parallel.attention_ways import SplitAttentionEstimate, estimate_split_attention
 from vishwamai.parallel.data_parallel import DataParallelConfig, configure_data_parallel
 from vishwamai.parallel.layout import KernelLayout, MemoryLayout, optimize_kernel_layout, optimize_memory_layout
-from vishwamai.parallel.links import AxisLinks, axis_links, estimate_collective
 from vishwamai.parallel.mesh import configure_tpu_mesh, make_mesh
 from vishwamai.parallel.overlap import OverlapEstimate, estimate_overlap
 from vishwamai.parallel.pipeline.actions import Action, Schedule, with_transfers

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 
 from vishwamai.aot.schedule.roofline import roofline
 from vishwamai.core.arguments import checked
-from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.core.hardware import TpuChip, tpu_for
-from vishwamai.core.jax_private import concrete_mesh
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.hardware import TpuChip
+from vishwamai.core.links import AxisLinks, estimate_collective, links_known
 from vishwamai.core.spec import as_jax_dtype
-from vishwamai.parallel.links import AxisLinks, axis_links, estimate_collective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,24 +129,6 @@ def _product(chip: TpuChip, m: int, k: int, n: int, dtype: str, nbytes: float) -
     return roofline(chip, 2 * m * k * n, nbytes, dtype).seconds
 
 
-def links_here(axis: str) -> AxisLinks | None:
-    """The links of an axis that the call is mapped over: of the mesh that `jax.set_mesh` has put in force, else a line
-    of neighbours of the chip that the program is for; None where that is not a TPU.
-    """
-    mesh = concrete_mesh()
-    if axis in mesh.shape and tpu_for(mesh.devices.flat[0].device_kind) is not None:
-        try:
-            return axis_links(mesh, axis)
-        except UnsupportedError:  # over several slices, or sharing its links: nothing to go by
-            return None
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    chip = None if device is None else tpu_for(device.device_kind)
-    if chip is None:
-        return None
-    size = jax.lax.axis_size(axis)
-    return AxisLinks(chip, (size,) if size > 1 else (), (False,) if size > 1 else ())
-
-
 def decide(
     kind: Literal["all_gather", "reduce_scatter"],
     m: int,
@@ -158,7 +139,7 @@ def decide(
     links: AxisLinks | None,
 ) -> tuple[bool, str]:
     """Whether a ring pays, and why in words."""
-    links = links or links_here(axis)
+    links = links or links_known(jax.sharding.get_abstract_mesh(), (axis,))
     if links is None:
         return False, "plain: the devices are not TPUs whose links are known; overlap=True asks for the ring."
     if m % links.chips:

@@ -19,13 +19,13 @@ from vishwamai.core.activations import ACTIVATIONS, activate
 from vishwamai.core.arguments import checked
 from vishwamai.core.config import cast_for_matmul, current_config
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.links import AxisLinks
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.shape_checks import Argument, check_float, check_shapes
 from vishwamai.core.sharding import match_varying, mesh_axis_size
 from vishwamai.core.spec import as_jax_dtype
 from vishwamai.ops.gated import gated_linear_unit
 from vishwamai.ops.matmul import gemm
-from vishwamai.parallel.links import AxisLinks
 from vishwamai.parallel.overlap import decide
 from vishwamai.parallel.ring_pieces import Pieces
 from vishwamai.parallel.ring_products import Static, gathered_gated, gathered_product, scattered_product

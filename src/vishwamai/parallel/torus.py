@@ -5,20 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from vishwamai.core import hardware
 from vishwamai.core.hardware import TpuChip
-
-Place = tuple[int, ...]
-
-
-def place(device: Any) -> Place:
-    """The coordinates of a TPU's device, with its core on the chip last; () for any other device."""
-    coords = getattr(device, "coords", None)
-    return () if coords is None else (*coords, getattr(device, "core_on_chip", 0))
+from vishwamai.core.links import Place, place, sides_of
 
 
 def hops(a: Place, b: Place, sides: Sequence[int], wraps: Sequence[bool]) -> int:
@@ -29,12 +21,6 @@ def hops(a: Place, b: Place, sides: Sequence[int], wraps: Sequence[bool]) -> int
     """
     apart = [abs(x - y) for x, y in zip(a, b[: len(sides)])]
     return sum(min(d, n - d) if wrap else d for d, n, wrap in zip(apart, sides, wraps))
-
-
-def sides_of(devices: Sequence[Any]) -> tuple[int, ...]:
-    """The sides of the smallest box that holds the devices, from coordinates of three numbers."""
-    places = np.array([place(device)[:-1] for device in devices])
-    return tuple(int(n) for n in places.max(0) - places.min(0) + 1)
 
 
 def ring(sides: Sequence[int]) -> list[Place]:

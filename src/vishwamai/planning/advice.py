@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 
 from vishwamai.core.errors import ConfigError, KernelError
+from vishwamai.core.links import AxisLinks, estimate_collective
 from vishwamai.core.numbers import divisors
 from vishwamai.core.target import Target
-from vishwamai.parallel.links import AxisLinks, estimate_collective
 from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.controller import REMAT

@@ -11,7 +11,7 @@ import numpy as np
 
 from vishwamai.aot.schedule.hlo import Instruction, Module
 from vishwamai.core.errors import UnsupportedError
-from vishwamai.parallel.links import estimate_collective, group_links
+from vishwamai.core.links import estimate_collective, group_links
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 _KINDS: dict[str, Kind] = {

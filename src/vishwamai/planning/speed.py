@@ -12,9 +12,9 @@ import math
 import jax.numpy as jnp
 
 from vishwamai.core import hardware
+from vishwamai.core.links import AxisLinks, estimate_collective
 from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
-from vishwamai.parallel.links import AxisLinks, estimate_collective
 from vishwamai.planning.analytic import Breakdown, training_memory
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.training import devices_of, model_config

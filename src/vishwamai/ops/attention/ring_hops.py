@@ -1,22 +1,15 @@
-"""The hops of ring attention: which there are, what travels between them, and what each adds, forward and backward.
-
-The keys that are with a device in hop s come from the device s places before it, or, around the end of the ring, from
-one behind it. Both distances are known when the program is traced, and so is what a causal mask and a window leave of
-the hop on either side of the end: the whole, a band, or nothing, in which case it is not made.
-"""
+"""The hops of ring attention: what each adds, forward and backward."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from vishwamai.core import dims, dropout
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.sharding import match_varying
@@ -24,205 +17,8 @@ from vishwamai.ops.attention.chunked import XLA_CHUNKED
 from vishwamai.ops.attention.merge import merged
 from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.reference import XLA
+from vishwamai.ops.attention.ring_plan import TRAVEL, Part, Ring
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
-
-_DIMS = dims.declared(Operands)._asdict()
-_TRAVEL = ("key", "value", "kv_segment_ids")
-
-
-class Part(NamedTuple):
-    """What of one hop is computed.
-
-    Attributes:
-      causal, causal_offset, window: what is left of the static mask, as in `AttentionSpec`.
-      rows, columns: the half of the device's queries, or of the keys; None for all.
-    """
-
-    causal: bool = False
-    causal_offset: int = 0
-    window: tuple[int | None, int | None] | None = None
-    rows: int | None = None
-    columns: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """What is static about a call.
-
-    Attributes:
-      axes: the mesh axes around which the keys travel.
-      size: how many devices they have.
-      spec: the options; its operands are those of a device, but `bias` and `mask` have the keys of all.
-      zigzag: the sequence lies in zig-zag order, and something asks for it: a causal mask, or dropout.
-      config, implementation: of the attention of one hop.
-    """
-
-    axes: tuple[str, ...]
-    size: int
-    spec: AttentionSpec
-    zigzag: bool
-    config: Any
-    implementation: str | None
-
-    def parts(self, step: int) -> tuple[Part | None, Part | None]:
-        """What the devices compute in a hop that have their keys from before them, and those around the end of the
-        ring; None for nothing.
-        """
-        if self.zigzag and self.spec.causal and step:
-            return Part(columns=0), Part(rows=1)
-        near = self._part(step * self.spec.kv_len)
-        return near, self._part((step - self.size) * self.spec.kv_len) if step else near
-
-    def _part(self, distance: int) -> Part | None:
-        """Of keys that stand `distance` before the queries."""
-        spec = self.spec
-        if spec.operands.q_positions is not None:
-            return Part(spec.causal, 0, spec.window)
-        here = dataclasses.replace(spec, causal_offset=distance)
-        low, high = here.band
-        last_row, last_key = spec.q_len - 1, spec.kv_len - 1
-        if (low is not None and low > last_key) or (high is not None and last_row + high < 0):
-            return None
-        if (low is None or last_row + low <= 0) and (high is None or high >= last_key):
-            return Part()
-        return Part(spec.causal, distance, spec.window)
-
-    def pieces(self, part: Part) -> list[Part]:
-        """The part, or where dropout draws by position the quarters of it whose rows and keys are consecutive."""
-        if not (self.zigzag and self.spec.dropout_rate):
-            return [part]
-        rows, columns = ((0, 1) if half is None else (half,) for half in (part.rows, part.columns))
-        quarters = [(row, column) for row in rows for column in columns if not (part.causal and row < column)]
-        return [Part(part.causal and r == c, rows=r, columns=c) for r, c in quarters]
-
-    def start(self, device: Any, half: int | None, length: int) -> Any:
-        """Where a device's rows or keys begin in the whole sequence, or a half of them in zig-zag order."""
-        if not self.zigzag or half is None:
-            return device * length
-        return (device if half == 0 else 2 * self.size - 1 - device) * (length // 2)
-
-    @functools.cached_property
-    def steps(self) -> list[int]:
-        """The hops that some device has something to compute in."""
-        return [step for step in range(self.size) if self.parts(step) != (None, None)]
-
-    @functools.cached_property
-    def holders(self) -> list[set[int]]:
-        """The devices that need keys in each of `steps`: to use them, or to pass them on."""
-        found: list[set[int]] = []
-        later: set[int] = set()
-        for i in reversed(range(len(self.steps))):
-            near, far = self.parts(self.steps[i])
-            users = {j for j in range(self.size) if (near if j >= self.steps[i] else far) is not None}
-            found.append(users | later)
-            way = self.steps[i] - self.steps[i - 1] if i else 0
-            later = {(j - way) % self.size for j in found[-1]}
-        return found[::-1]
-
-    def shift(self, arrays: Any, way: int, holders: Any = None) -> Any:
-        """Every array from the device `way` places before, to those of `holders`."""
-        if way % self.size == 0:
-            return arrays
-        to = range(self.size) if holders is None else sorted(holders)
-        axes, index = _in_mesh_order(self.axes)
-        pairs = [(index[(j - way) % self.size], index[j]) for j in to]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, pairs), arrays)
-
-    def next_keys(self, keys: Any, i: int) -> Any:
-        """The keys of the hop after the i-th of `steps`."""
-        if i + 1 == len(self.steps):
-            return None
-        return self.shift(keys, self.steps[i + 1] - self.steps[i], self.holders[i + 1])
-
-    def operands(self, own: Operands, keys: Any, step: int, part: Part) -> Operands:
-        """The operands of a part of a hop."""
-        length = self.spec.kv_len
-        source = (jax.lax.axis_index(self.axes) - step) % self.size
-        found = own._replace(**dict(zip(_TRAVEL, keys, strict=True)))
-        for name in ("bias", "mask"):
-            x = getattr(own, name)
-            if x is not None and x.shape[3] != 1:
-                x = jax.lax.dynamic_slice_in_dim(x, source * length, length, 3)
-            found = found._replace(**{name: x})
-        if own.q_positions is not None:
-            found = found._replace(q_positions=own.q_positions - source.astype(jnp.int32) * length)
-        if step or part.columns:
-            found = found._replace(sinks=None)  # they enter the denominator once
-        if own.dropout_seed is not None:
-            rows = self.start(jax.lax.axis_index(self.axes), part.rows, self.spec.q_len)
-            columns = self.start(source, part.columns, length)
-            found = found._replace(dropout_seed=dropout.moved(own.dropout_seed, rows, columns))
-        return type(found)(*(self.cut(name, x, part) for name, x in found._asdict().items()))
-
-    def cut(self, name: str, x: Any, part: Part) -> Any:
-        """The halves of an operand that the part has."""
-        for word, half, length in self._halves(part):
-            axis = _axis(name, word)
-            if x is not None and axis is not None and x.shape[axis] == length:
-                x = jax.lax.slice_in_dim(x, half * length // 2, (half + 1) * length // 2, axis=axis)
-        return x
-
-    def place(self, name: str, whole: Any, x: Any, part: Part, start: Any = 0) -> Any:
-        """`whole` plus `x`, where the part cut it from; `start` is its first key in `whole`."""
-        starts: list[Any] = [0] * whole.ndim
-        columns = _axis(name, "kv_len")
-        for word, half, length in self._halves(part):
-            axis = _axis(name, word)
-            if axis is not None and x.shape[axis] * 2 == length:
-                starts[axis] = half * length // 2
-        if columns is not None and whole.shape[columns] != 1:
-            starts[columns] += start
-        if x.shape == whole.shape:
-            return whole + x.astype(whole.dtype)
-        there = jax.lax.dynamic_slice(whole, starts, x.shape)
-        return jax.lax.dynamic_update_slice(whole, there + x.astype(whole.dtype), starts)
-
-    def _halves(self, part: Part) -> list[tuple[str, int, int]]:
-        """(dim, half, length) of what the part does not take whole."""
-        both = (("q_len", part.rows, self.spec.q_len), ("kv_len", part.columns, self.spec.kv_len))
-        return [(word, half, length) for word, half, length in both if half is not None]
-
-    def by_place(self, step: int, run: Any, *values: Any) -> Any:
-        """`run(part, *values)` for the part that this device has in a hop; where it has none, the first value."""
-        near, far = self.parts(step)
-
-        def branch(part: Part | None) -> Any:
-            return (lambda *values: values[0]) if part is None else functools.partial(run, part)
-
-        if near == far:
-            return branch(near)(*values)
-        return jax.lax.cond(jax.lax.axis_index(self.axes) >= step, branch(near), branch(far), *values)
-
-
-def _in_mesh_order(axes: tuple[str, ...]) -> tuple[tuple[str, ...], list[int]]:
-    """The axes in the order of the mesh, by which `ppermute` counts devices whatever order it is given; and the number
-    there of the i-th device of `axes`.
-    """
-    names = jax.sharding.get_abstract_mesh().axis_names
-    ordered = tuple(sorted(axes, key=names.index))
-    sizes = [jax.lax.axis_size(axis) for axis in ordered]
-    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose([ordered.index(axis) for axis in axes])
-    return ordered, numbers.reshape(-1).tolist()
-
-
-def _axis(name: str, word: str) -> int | None:
-    """The axis of an operand that is of a dim."""
-    names = [dim.name for dim in dims.parse(_DIMS[name])]
-    return names.index(word) if word in names else None
-
-
-def why_not_ring(spec: AttentionSpec) -> str | None:
-    """Why a ring cannot serve a call, whose `spec` is of a device's part or of the whole; None if it can."""
-    if spec.operands.slopes is not None:
-        return "`alibi_slopes` are given, and a hop does not know how far its keys are."
-    if spec.blocks is not None:
-        return "a block mask is of the whole score matrix."
-    if spec.operands.q_positions is None and (spec.causal or spec.window is not None):
-        if spec.causal_offset:
-            return "`q_offset` and `causal_align` that are static move the diagonal off the devices' own keys."
-        if spec.q_len != spec.kv_len:
-            return f"`causal` and `window` need as many queries as keys, and there are {spec.q_len} and {spec.kv_len}."
-    return None
 
 
 def ring(
@@ -287,7 +83,7 @@ def _attend(ring: Ring, operands: Operands) -> Outputs:
 
 
 def _forward(ring: Ring, own: Operands) -> tuple[Outputs, Any]:
-    keys = tuple(getattr(own, name) for name in _TRAVEL)
+    keys = tuple(getattr(own, name) for name in TRAVEL)
     total: Any = None
     for i, step in enumerate(ring.steps):
         following = ring.next_keys(keys, i)  # asked for before the products that hide it
@@ -343,7 +139,7 @@ def _backward(ring: Ring, saved: Any, cotangents: Any) -> tuple[Operands]:
 def _gradients(ring: Ring, own: Operands, rest: Any) -> Operands:
     """The gradients of a device's operands. Those of keys and values travel with them."""
     length, wide = ring.spec.kv_len, rest[1].dtype
-    keys = tuple(getattr(own, name) for name in _TRAVEL)
+    keys = tuple(getattr(own, name) for name in TRAVEL)
     zeros = {
         name: jnp.zeros(x.shape, wide)
         for name, x in zip(own._fields, own, strict=True)

@@ -4,6 +4,7 @@ of the keys, or gathered, and which of them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -13,14 +14,18 @@ import jax
 from vishwamai.core import dims, jax_errors, observe
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.links import links_known
 from vishwamai.core.sharding import Axes, assigned, explicit_mesh, follow_explicit_axes, match_varying, mesh_axes
 from vishwamai.core.signature import Signature
+from vishwamai.core.spec import ArraySpec
 from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.reference import XLA
-from vishwamai.ops.attention.ring_hops import ring, why_not_ring
+from vishwamai.ops.attention.ring_hops import ring
+from vishwamai.ops.attention.ring_plan import why_not_ring, why_not_zigzag
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.split_keys import attend_keys
-from vishwamai.ops.attention.ulysses_exchange import exchange, restored, why_not_ulysses
+from vishwamai.ops.attention.split_times import of_part, split_times
+from vishwamai.ops.attention.ulysses_exchange import exchange, gathered, own_rows, restored, why_not_ulysses
 
 _SPLIT = "sequence"
 """The factor of queries and keys together, or of keys alone."""
@@ -55,6 +60,10 @@ def attend_split(
             outputs = run(over, size, operands=operands, zigzag=found.way == "zigzag")
         elif found.way == "keys":
             outputs = attend_keys(over, spec, operands, config=config, implementation=implementation)
+        elif found.way == "gather":
+            whole = gathered(over, match_varying(operands))
+            outputs = ATTENTION(spec.localize(whole), whole, config=config, implementation=implementation)
+            outputs = jax.tree.map(lambda y: own_rows(over, y), outputs)
         else:
             exchanged = over if found.way == "ulysses" else over[-1:]
             whole = exchange(exchanged, match_varying(operands))
@@ -83,7 +92,7 @@ class _Decision(NamedTuple):
     """How a call is spread.
 
     Attributes:
-      way: "ring", "zigzag", "ulysses", "hybrid", "keys", or None for none of them.
+      way: "ring", "zigzag", "ulysses", "hybrid", "gather", "keys", or None for none of them.
       why: a sentence.
       over, size: the mesh axes over which the sequence is split, and their devices.
       axes: the factors of the arrays.
@@ -109,10 +118,10 @@ def _decided(spec: AttentionSpec, signature: Signature, arrays: Operands, implem
     size = math.prod(mesh.shape[axis] for axis in over)
     if found.get(_SPLIT) != over or size == 1:
         return _Decision(None, "the devices do not divide it.", size=size)
-    heads = spec.q_heads // math.prod(mesh.shape[axis] for axis in found.get("heads", ()))
+    own = _of_device(spec, {name: math.prod(mesh.shape[axis] for axis in split) for name, split in found.items()})
     named = implementation or current_config().implementation
     if of_query:
-        way, why = _way(spec, [mesh.shape[axis] for axis in over], heads, named)
+        way, why = _way(own, mesh, over, named)
     else:
         way, why = _way_of_keys(spec, named)
     what = "query, key and value" if of_query else "key and value"
@@ -124,20 +133,40 @@ _SAID = {
     "ring": "keys and values travel around a ring (ring attention)",
     "zigzag": "keys and values travel around a ring, the sequence in zig-zag order (ring attention)",
     "ulysses": "the devices exchange sequence for heads (Ulysses)",
+    "gather": "every device gathers the whole sequence and keeps its own rows of the result",
     "hybrid": "the last axis exchanges sequence for heads, the others are a ring (Ulysses and ring attention)",
 }
 
 
-def _way(spec: AttentionSpec, sizes: list[int], heads: int, implementation: str | None) -> tuple[str | None, str]:
-    """One of `_SAID` or None, with the reason in words; `sizes` are those of the mesh axes, `heads` the query heads of
-    a device.
+def _of_device(spec: AttentionSpec, shares: dict[str, int]) -> AttentionSpec:
+    """The spec of a device's batch elements and heads, with the whole sequence."""
+
+    def part(x: ArraySpec | None, text: str) -> ArraySpec | None:
+        if x is None:
+            return None
+        names = [dim.name for dim in dims.parse(text)]
+        wide = zip(x.shape, names, strict=True)
+        shape = tuple(n // shares.get(name, 1) if n > 1 and name in ("batch", "heads") else n for n, name in wide)
+        return ArraySpec(shape, x.dtype)
+
+    texts = dims.declared(Operands)
+    return dataclasses.replace(spec, operands=Operands(*map(part, spec.operands, texts)))
+
+
+def _way(spec: AttentionSpec, mesh: Any, over: tuple[str, ...], implementation: str | None) -> tuple[str | None, str]:
+    """One of `_SAID` or None, with the reason in words.
+
+    Args:
+      spec: of a device's batch elements and heads, with the whole sequence.
+      mesh: the arrays'. over: its axes over which the sequence is split.
     """
     wanted = current_config().split_sequence
     if implementation == XLA.name:
         return None, f"it is gathered, because {XLA.name!r} is the definition of whole sequences."
     if wanted == "gather":
         return None, 'it is gathered, because `split_sequence` is "gather".'
-    reasons = _reasons(spec, sizes, heads)
+    sizes = [mesh.shape[axis] for axis in over]
+    reasons = _reasons(spec, sizes)
     if wanted is not None:
         reason = reasons[wanted]
         if reason is not None:
@@ -146,28 +175,28 @@ def _way(spec: AttentionSpec, sizes: list[int], heads: int, implementation: str 
                 "way, or None to let the library choose."
             )
         return wanted, f"{_SAID[wanted]}, as `split_sequence` says."
+    if reasons["ring"] is not None and reasons["ulysses"] is not None:
+        return None, f"it is gathered; a ring declines: {reasons['ring']} Ulysses declines: {reasons['ulysses']}"
+    links = links_known(mesh, over)
+    if links is not None:
+        found = split_times(spec, links, math.prod(sizes))
+        way = min(found.seconds.keys() - {"zigzag"}, key=lambda way: (found.seconds[way], way != "ring"))
+        times = str(found).rstrip(".")  # a reason ends with one
+        return way, f"{_SAID[way]}, which takes least time by the links ({links}): {times}."
     if reasons["ring"] is None:
         return "ring", f"{_SAID['ring']}, which serves any number of heads and keeps memory linear in a device's part."
-    if reasons["ulysses"] is None:
-        return "ulysses", f"{_SAID['ulysses']}, because a ring declines: {reasons['ring']}"
-    return None, f"it is gathered; a ring declines: {reasons['ring']} Ulysses declines: {reasons['ulysses']}"
+    return "ulysses", f"{_SAID['ulysses']}, because a ring declines: {reasons['ring']}"
 
 
-def _reasons(spec: AttentionSpec, sizes: list[int], heads: int) -> dict[str, str | None]:
+def _reasons(spec: AttentionSpec, sizes: list[int]) -> dict[str, str | None]:
     """Why each way cannot serve a call; None where it can."""
-    size, around, zigzag = math.prod(sizes), why_not_ring(spec), None
-    if spec.window is not None:
-        zigzag = "`window` needs the sequence in order."
-    elif spec.operands.q_positions is not None:
-        zigzag = "`q_offset` is an array, which places queries in order."
-    elif spec.q_len // size % 2:
-        zigzag = f"zig-zag order cuts the {spec.q_len // size} rows of a device into two."
+    size, around = math.prod(sizes), why_not_ring(spec)
     both = None if len(sizes) > 1 else "it needs two mesh axes, and the sequence is split over one."
     return {
         "ring": around,
-        "zigzag": around or zigzag,
-        "ulysses": why_not_ulysses(spec, heads, size),
-        "hybrid": both or around or why_not_ulysses(spec, heads, sizes[-1]),
+        "zigzag": around or why_not_zigzag(of_part(spec, size)),
+        "ulysses": why_not_ulysses(spec, spec.q_heads, size),
+        "hybrid": both or around or why_not_ulysses(spec, spec.q_heads, sizes[-1]),
     }
 
 

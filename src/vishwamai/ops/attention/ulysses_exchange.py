@@ -44,13 +44,10 @@ def exchange(axes: Any, operands: Operands) -> Operands:
         count = x.shape[1] // size
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * count, count, 1)
 
-    def whole(x: Any, axis: int) -> Any:
-        return None if x is None else jax.lax.all_gather(x, axes, axis=axis, tiled=True)
-
     def rows(x: Any) -> Any:
         if x is None or x.shape[2] == 1:
             return share(x)
-        return whole(x, 2) if x.shape[1] == 1 else swapped(x)
+        return _whole(axes, x, 2) if x.shape[1] == 1 else swapped(x)
 
     key, value = (x if copies == 1 else jnp.repeat(x, copies, 1) for x in operands[1:3])
     return Operands(
@@ -59,12 +56,36 @@ def exchange(axes: Any, operands: Operands) -> Operands:
         swapped(value),
         rows(operands.bias),
         rows(operands.mask),
-        whole(operands.q_segment_ids, 1),
-        whole(operands.kv_segment_ids, 1),
+        _whole(axes, operands.q_segment_ids, 1),
+        _whole(axes, operands.kv_segment_ids, 1),
         share(operands.sinks),
         share(operands.dropout_seed),
-        whole(operands.q_positions, 1),
+        _whole(axes, operands.q_positions, 1),
     )
+
+
+def gathered(axes: Any, operands: Operands) -> Operands:
+    """The operands of the whole sequence, on every device; inside `shard_map`.
+
+    Args:
+      axes, operands: as in `exchange`.
+    """
+    found = {name: _whole(axes, getattr(operands, name), 2) for name in ("query", "key", "value")}
+    for name in ("bias", "mask"):
+        x = getattr(operands, name)
+        found[name] = x if x is None or x.shape[2] == 1 else _whole(axes, x, 2)
+    lines = ("q_segment_ids", "kv_segment_ids", "q_positions")
+    return operands._replace(**found, **{name: _whole(axes, getattr(operands, name), 1) for name in lines})
+
+
+def own_rows(axes: Any, x: Any) -> Any:
+    """This device's rows of a result `[batch, heads, q_len, ...]` that every device has whole."""
+    rows = x.shape[2] // jax.lax.axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * rows, rows, 2)
+
+
+def _whole(axes: Any, x: Any, axis: int) -> Any:
+    return None if x is None else jax.lax.all_gather(x, axes, axis=axis, tiled=True)
 
 
 def restored(axes: Any, x: Any) -> Any:

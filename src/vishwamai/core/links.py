@@ -17,11 +17,13 @@ from jax.sharding import Mesh
 
 from vishwamai.core import hardware
 from vishwamai.core.arguments import checked
+from vishwamai.core.config import ambient_target, current_config
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.hardware import TpuChip, tpu_for
-from vishwamai.parallel import torus
+from vishwamai.core.jax_private import concrete_mesh
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+Place = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,14 @@ class AxisLinks:
         """Links to the farthest chip."""
         return sum(side // 2 if wrap else side - 1 for side, wrap in zip(self.sides, self.wraps))
 
+    def __str__(self) -> str:
+        """For instance "v5p, a ring of 8 chips"."""
+        if self.chips == 1:
+            return f"{self.chip.name}, one chip"
+        if len(self.sides) == 1:
+            return f"{self.chip.name}, a {'ring' if self.wraps[0] else 'line'} of {self.chips} chips"
+        return f"{self.chip.name}, a box of {hardware.written(self.sides)} chips"
+
 
 @checked
 def axis_links(mesh: Mesh, axis: str) -> AxisLinks:
@@ -72,8 +82,52 @@ def axis_links(mesh: Mesh, axis: str) -> AxisLinks:
     """
     if axis not in mesh.shape:
         raise ShapeError(f"axis_links: `axis` is {axis!r}, but the mesh has {', '.join(mesh.axis_names)}.")
-    line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])[0]
-    return group_links(line.tolist(), mesh.devices.reshape(-1).tolist(), repr(axis))
+    return _links_of_axes(mesh, (axis,))
+
+
+def _links_of_axes(mesh: Mesh, axes: Sequence[str]) -> AxisLinks:
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    lines = np.moveaxis(mesh.devices, places, range(-len(places), 0))
+    line = lines.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))[0]
+    return group_links(line.tolist(), mesh.devices.reshape(-1).tolist(), ", ".join(map(repr, axes)))
+
+
+def links_known(mesh: Any, axes: Sequence[str]) -> AxisLinks | None:
+    """The links of mesh axes, as far as they are known where a program is traced: of the mesh that `jax.set_mesh` has
+    put in force, else a line of neighbours of the ambient target's chip, or of the chip that the mesh is of.
+
+    None where that is not a TPU, or where the axes go over several slices or share their links with others.
+
+    Args:
+      mesh: an abstract mesh. axes: one or more of its axes.
+    """
+    named = current_config().target
+    device = mesh.abstract_device
+    chip = ambient_target().tpu if named is not None else None if device is None else tpu_for(device.device_kind)
+    found = concrete_mesh()
+    if dict(found.shape) == dict(mesh.shape):
+        real = tpu_for(found.devices.flat[0].device_kind)
+        if real is not None and (named is None or chip is real):
+            try:
+                return _links_of_axes(found, axes)
+            except UnsupportedError:  # over several slices, or sharing its links: nothing to go by
+                return None
+    if chip is None:
+        return None
+    chips = math.prod(mesh.shape[axis] for axis in axes) // chip.devices
+    return AxisLinks(chip, (chips,) if chips > 1 else (), (False,) if chips > 1 else ())
+
+
+def place(device: Any) -> Place:
+    """The coordinates of a TPU's device, with its core on the chip last; () for any other device."""
+    coords = getattr(device, "coords", None)
+    return () if coords is None else (*coords, getattr(device, "core_on_chip", 0))
+
+
+def sides_of(devices: Sequence[Any]) -> tuple[int, ...]:
+    """The sides of the smallest box that holds the devices, from coordinates of three numbers."""
+    places = np.array([place(device)[:-1] for device in devices])
+    return tuple(int(n) for n in places.max(0) - places.min(0) + 1)
 
 
 def group_links(group: Sequence[Any], devices: Sequence[Any], name: str = "the group") -> AxisLinks:
@@ -92,8 +146,8 @@ def group_links(group: Sequence[Any], devices: Sequence[Any], name: str = "the g
         )
     if len({getattr(device, "slice_index", 0) for device in group}) > 1:
         raise UnsupportedError(f"axis_links: {name} goes over several slices, and this model has the links of one.")
-    whole = torus.sides_of(devices)
-    places = {torus.place(device)[: len(whole)] for device in group}
+    whole = sides_of(devices)
+    places = {place(device)[: len(whole)] for device in group}
     box = [1 + max(axis) - min(axis) for axis in zip(*places)]
     if math.prod(box) != len(places):
         raise UnsupportedError(
