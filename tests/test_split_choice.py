@@ -54,7 +54,7 @@ def test_the_choice_is_the_estimates(way, length, heads, kv_heads, options):
     text = note(*shapes(length, heads, kv_heads, mesh), target="v5p", **options)
     assert WAYS[way] in text
     line = AxisLinks(TPUS["v5p"], (8,), (False,))
-    found = estimate_split_attention(*shapes(length, heads, kv_heads), line, **options)
+    found = estimate_split_attention(*shapes(length, heads, kv_heads), links=line, **options)
     assert min(found.seconds.keys() - {"zigzag"}, key=lambda name: found.seconds[name]) == way
     assert f"by the links (v5p, a line of 8 chips): {found}".rstrip(".") in text
 
@@ -65,7 +65,7 @@ def test_other_axes_share_batch_and_heads():
     spec = P("data", "tensor", "sequence")
     text = note(*shapes(4096, 8, 4, mesh, spec, batch=2), target="v5e", causal=True)
     line = AxisLinks(TPUS["v5e"], (2,), (False,))
-    assert str(estimate_split_attention(*shapes(4096, 4, 2), line, causal=True)) in text
+    assert str(estimate_split_attention(*shapes(4096, 4, 2), links=line, causal=True)) in text
 
 
 @pytest.mark.parametrize("target", [None, "h100", "cpu:avx2"])

@@ -102,6 +102,20 @@ class BlockMask:
         patterns = [np.frombuffer(bits, bool).reshape(block_size) for bits in known]
         return cls(block_size, codes, np.array(patterns, bool).reshape(-1, *block_size))
 
+    def part(self, rows: range, columns: range) -> BlockMask:
+        """The mask of some queries and some keys, both of whole blocks; equal parts of a mask are equal."""
+        (block_q, block_kv), codes = self.block_size, self.codes
+        codes = codes[
+            :, rows.start // block_q : rows.stop // block_q, columns.start // block_kv : columns.stop // block_kv
+        ]
+        used = np.unique(codes[codes > WHOLE])
+        numbers = np.arange(len(self.patterns) + 2, dtype=np.int32)
+        numbers[used] = np.arange(len(used)) + 2
+        codes = numbers[codes]
+        if (codes == codes[:1]).all():
+            codes = codes[:1]
+        return BlockMask(self.block_size, np.ascontiguousarray(codes), np.ascontiguousarray(self.patterns[used - 2]))
+
     def positions(self, q_len: int, kv_len: int) -> np.ndarray:
         """The mask of every position, bool `[heads or 1, q_len, kv_len]`."""
         block_q, block_kv = self.block_size

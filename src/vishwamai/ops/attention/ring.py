@@ -127,7 +127,7 @@ def ring_attention(
     )
     dropout_key = None if dropout_key is None else jnp.asarray(dropout_key)
     check_dropout_key(spec.dropout_rate, dropout_key)
-    reason = why_not_ring(spec)
+    reason = why_not_ring(spec, size)
     if reason is not None:
         raise ShapeError(f"ring_attention: {reason} Split queries and keys in the same way.")
     zigzag = placement == "zigzag" and (causal or spec.dropout_rate > 0)

@@ -67,9 +67,8 @@ def _hop_gradients(ring: Ring, part: Part, operands: Operands, rest: Any) -> Ope
 
 
 def _hop_spec(ring: Ring, part: Part, operands: Operands) -> AttentionSpec:
-    return dataclasses.replace(
-        ring.spec.localize(operands), causal=part.causal, causal_offset=part.causal_offset, window=part.window
-    )
+    mask = {"causal": part.causal, "causal_offset": part.causal_offset, "window": part.window, "blocks": part.blocks}
+    return dataclasses.replace(ring.spec.localize(operands), **mask)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -97,12 +96,7 @@ def _forward(ring: Ring, own: Operands) -> tuple[Outputs, Any]:
                     total = _merge(total or _nothing(ring, own, found), (found.out, found.logsumexp), piece.rows)
             return total
 
-        if total is None:
-            part = ring.parts(step)[0]
-            assert part is not None, "a query sees a key of its own device"
-            total = add(part, None, own, keys)
-        else:
-            total = ring.by_place(step, add, total, own, keys)
+        total = ring.by_place(step, add, total, own, keys)
         keys = following
     result = Outputs(total[0].astype(own.query.dtype), total[1])
     return result, (own, result)

@@ -2,7 +2,8 @@
 
 The keys that are with a device in hop s come from the device s places before it, or, around the end of the ring, from
 one behind it. Both distances are known when the program is traced, and so is what a causal mask and a window leave of
-the hop on either side of the end: the whole, a band, or nothing, in which case it is not made.
+the hop on either side of the end: the whole, a band, or nothing, in which case it is not made. A block mask leaves each
+device a part of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core import dims, dropout
+from vishwamai.ops.attention.block_mask import WHOLE, BlockMask
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
 _DIMS = dims.declared(Operands)._asdict()
@@ -29,6 +31,7 @@ class Part(NamedTuple):
     Attributes:
       causal, causal_offset, window: what is left of the static mask, as in `AttentionSpec`.
       rows, columns: the half of the device's queries, or of the keys; None for all.
+      blocks: the block mask of the device's queries and the keys; None for all of them.
     """
 
     causal: bool = False
@@ -36,6 +39,7 @@ class Part(NamedTuple):
     window: tuple[int | None, int | None] | None = None
     rows: int | None = None
     columns: int | None = None
+    blocks: BlockMask | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +61,32 @@ class Ring:
     config: Any
     implementation: str | None
 
-    def parts(self, step: int) -> tuple[Part | None, Part | None]:
-        """What the devices compute in a hop that have their keys from before them, and those around the end of the
-        ring; None for nothing.
-        """
-        if self.zigzag and self.spec.causal and step:
-            return Part(columns=0), Part(rows=1)
-        near = self._part(step * self.spec.kv_len)
-        return near, self._part((step - self.size) * self.spec.kv_len) if step else near
+    def parts(self, step: int) -> tuple[Part | None, ...]:
+        """What each device computes in a hop; None for nothing."""
+        return self._plan[step]
+
+    @functools.cached_property
+    def _plan(self) -> list[tuple[Part | None, ...]]:
+        plan = []
+        for step in range(self.size):
+            if self.zigzag and self.spec.causal and step:
+                near, far = Part(columns=0), Part(rows=1)
+            else:  # of devices that have their keys from before them, and of those around the end of the ring
+                near = self._part(step * self.spec.kv_len)
+                far = self._part((step - self.size) * self.spec.kv_len) if step else near
+            plan.append(tuple(self._seen(near if j >= step else far, j, step) for j in range(self.size)))
+        return plan
+
+    def _seen(self, part: Part | None, device: int, step: int) -> Part | None:
+        """What the block mask leaves of a part. The first hop is made always: sinks enter in it."""
+        if part is None or self.spec.blocks is None:
+            return part
+        (q_len, kv_len), source = (self.spec.q_len, self.spec.kv_len), (device - step) % self.size
+        rows, columns = range(device * q_len, (device + 1) * q_len), range(source * kv_len, (source + 1) * kv_len)
+        blocks = self.spec.blocks.part(rows, columns)
+        if step and not blocks.codes.any():
+            return None
+        return part if (blocks.codes == WHOLE).all() else part._replace(blocks=blocks)
 
     def _part(self, distance: int) -> Part | None:
         """Of keys that stand `distance` before the queries."""
@@ -97,7 +119,7 @@ class Ring:
     @functools.cached_property
     def steps(self) -> list[int]:
         """The hops that some device has something to compute in."""
-        return [step for step in range(self.size) if self.parts(step) != (None, None)]
+        return [step for step in range(self.size) if any(part is not None for part in self.parts(step))]
 
     @functools.cached_property
     def holders(self) -> list[set[int]]:
@@ -105,8 +127,7 @@ class Ring:
         found: list[set[int]] = []
         later: set[int] = set()
         for i in reversed(range(len(self.steps))):
-            near, far = self.parts(self.steps[i])
-            users = {j for j in range(self.size) if (near if j >= self.steps[i] else far) is not None}
+            users = {j for j, part in enumerate(self.parts(self.steps[i])) if part is not None}
             found.append(users | later)
             way = self.steps[i] - self.steps[i - 1] if i else 0
             later = {(j - way) % self.size for j in found[-1]}
@@ -177,14 +198,19 @@ class Ring:
 
     def by_place(self, step: int, run: Any, *values: Any) -> Any:
         """`run(part, *values)` for the part that this device has in a hop; where it has none, the first value."""
-        near, far = self.parts(step)
+        parts = self.parts(step)
+        kinds = list(dict.fromkeys(parts))
 
         def branch(part: Part | None) -> Any:
             return (lambda *values: values[0]) if part is None else functools.partial(run, part)
 
-        if near == far:
-            return branch(near)(*values)
-        return jax.lax.cond(jax.lax.axis_index(self.axes) >= step, branch(near), branch(far), *values)
+        if len(kinds) == 1:
+            return branch(kinds[0])(*values)
+        device = jax.lax.axis_index(self.axes)
+        if parts == (parts[0],) * step + (parts[-1],) * (self.size - step):
+            return jax.lax.cond(device >= step, branch(parts[-1]), branch(parts[0]), *values)
+        numbers = jnp.array([kinds.index(part) for part in parts])
+        return jax.lax.switch(numbers[device], [branch(part) for part in kinds], *values)
 
 
 def _in_mesh_order(axes: tuple[str, ...]) -> tuple[tuple[str, ...], list[int]]:
@@ -204,22 +230,36 @@ def _axis(name: str, word: str) -> int | None:
     return names.index(word) if word in names else None
 
 
-def why_not_ring(spec: AttentionSpec) -> str | None:
-    """Why a ring cannot serve a call, whose `spec` is of a device's part or of the whole; None if it can."""
-    if spec.operands.slopes is not None:
+MOST_PARTS = 64
+"""Of a block mask: each part that differs from the others is a program of its own."""
+
+
+def why_not_ring(own: AttentionSpec, size: int) -> str | None:
+    """Why a ring of `size` devices cannot serve a call, where `own` is of a device's part; None if it can."""
+    if own.operands.slopes is not None:
         return "`alibi_slopes` are given, and a hop does not know how far its keys are."
-    if spec.blocks is not None:
-        return "a block mask is of the whole score matrix."
-    if spec.operands.q_positions is None and (spec.causal or spec.window is not None):
-        if spec.causal_offset:
+    if own.operands.q_positions is None and (own.causal or own.window is not None):
+        if own.causal_offset:
             return "`q_offset` and `causal_align` that are static move the diagonal off the devices' own keys."
-        if spec.q_len != spec.kv_len:
-            return f"`causal` and `window` need as many queries as keys, and there are {spec.q_len} and {spec.kv_len}."
+        if own.q_len != own.kv_len:
+            return f"`causal` and `window` need as many queries as keys, and there are {own.q_len} and {own.kv_len}."
+    if own.blocks is not None:
+        rows, columns = own.blocks.block_size
+        if own.q_len % rows or own.kv_len % columns:
+            return (
+                f"blocks of {rows} x {columns} do not divide the {own.q_len} queries and {own.kv_len} keys of a device."
+            )
+        plan = Ring((), size, own, False, None, None)
+        parts = len({part for step in range(size) for part in plan.parts(step)})
+        if parts > MOST_PARTS:
+            return f"the block mask has {parts} different parts on {size} devices, and may have {MOST_PARTS}."
     return None
 
 
 def why_not_zigzag(own: AttentionSpec) -> str | None:
-    """Why a ring that can serve a call cannot do so in zig-zag order, where `own` is of a device; None if it can."""
+    """Why a ring that can serve a call cannot do so in zig-zag order, where `own` is of a device's part."""
+    if own.blocks is not None:
+        return "a block mask is of the sequence in order."
     if own.window is not None:
         return "`window` needs the sequence in order."
     if own.operands.q_positions is not None:

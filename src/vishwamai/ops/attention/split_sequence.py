@@ -190,13 +190,18 @@ def _way(spec: AttentionSpec, mesh: Any, over: tuple[str, ...], implementation: 
 
 def _reasons(spec: AttentionSpec, sizes: list[int]) -> dict[str, str | None]:
     """Why each way cannot serve a call; None where it can."""
-    size, around = math.prod(sizes), why_not_ring(spec)
-    both = None if len(sizes) > 1 else "it needs two mesh axes, and the sequence is split over one."
+    size = math.prod(sizes)
+    own = of_part(spec, size)
+    around = why_not_ring(own, size)
+    hybrid = "it needs two mesh axes, and the sequence is split over one."
+    if len(sizes) > 1:
+        places = size // sizes[-1]
+        hybrid = why_not_ring(of_part(spec, places), places) or why_not_ulysses(spec, spec.q_heads, sizes[-1])
     return {
         "ring": around,
-        "zigzag": around or why_not_zigzag(of_part(spec, size)),
+        "zigzag": around or why_not_zigzag(own),
         "ulysses": why_not_ulysses(spec, spec.q_heads, size),
-        "hybrid": both or around or why_not_ulysses(spec, spec.q_heads, sizes[-1]),
+        "hybrid": hybrid,
     }
 
 

@@ -92,7 +92,7 @@ def split_times(whole: AttentionSpec, links: AxisLinks, size: int) -> SplitAtten
     own = of_part(whole, size)
     gathered = estimate_collective("all_gather", moved + sum(x.nbytes for x in [*rows, *lines]), links)
     seconds, declined = {"gather": _compute(chip, whole) + gathered}, {}
-    reason = why_not_ring(own)
+    reason = why_not_ring(own, size)
     if reason is None:
         seconds["ring"] = _around(own, links, size, zigzag=False)
     else:
@@ -147,7 +147,8 @@ def _around(spec: AttentionSpec, links: AxisLinks, size: int, *, zigzag: bool) -
     def part_of(part: Part | None) -> float:
         if part is None:
             return 0.0
-        mask = {"causal": part.causal, "causal_offset": part.causal_offset, "window": part.window}
+        causal, offset, window, *_, blocks = part
+        mask = {"causal": causal, "causal_offset": offset, "window": window, "blocks": blocks}
         halves = (part.rows is not None) + (part.columns is not None)
         return _compute(links.chip, dataclasses.replace(spec, **mask)) / 2**halves
 
@@ -156,7 +157,7 @@ def _around(spec: AttentionSpec, links: AxisLinks, size: int, *, zigzag: bool) -
         transfer = 0.0
         if following is not None:
             transfer = (following - step) * estimate_collective("permute", nbytes, links)
-            if not closed and ring.parts(following)[1] is not None:  # from the end of the line to its start
+            if not closed and ring.parts(following)[0] is not None:  # from the end of the line to its start
                 transfer = max(transfer, links.chip.ici_latency * links.hops)
-        total += max(transfer, *map(part_of, ring.parts(step)))
+        total += max(transfer, *map(part_of, set(ring.parts(step))))
     return total
