@@ -12,9 +12,9 @@ from vishwamai.aot.compile.options.table import TPU_OPTIONS
 from vishwamai.aot.compile.program import Memory
 from vishwamai.aot.schedule.dump import dump_many
 from vishwamai.aot.schedule.inspection import Inspection, schedule_of
-from vishwamai.aot.schedule.job import Job, prepare, with_options
+from vishwamai.aot.schedule.job import Job, check_one_device, prepare, with_options
 from vishwamai.core.arguments import checks_its_own, described
-from vishwamai.core.errors import ConfigError, ShapeError, UnsupportedError, VishwamaiError
+from vishwamai.core.errors import ConfigError, ShapeError, VishwamaiError
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.target import Target
 from vishwamai.measure.progress import Progress
@@ -149,11 +149,8 @@ def tune_flags(
     for name, value, least in (("compilations", compilations, 2), ("workers", workers, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ShapeError(f"{_NAME}: `{name}` is {described(value)}; pass a whole number, {least} or more.")
+    check_one_device(_NAME, target)
     chip = Target.parse_chip(target)
-    if Target.parse_tpu(target).topology is not None:
-        raise UnsupportedError(
-            f"{_NAME}: target {target!r} is a slice, and schedules count no communication; pass a chip."
-        )
     tries, untried = _usual(chip) if options is None else (_given(options), [])
     judge = _Judge(Inspection(fn, args, kwargs or {}, target), prepare(fn, args, kwargs or {}, target), workers)
     with Progress(_NAME) as progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,6 +94,16 @@ def over_arrays(fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, arrays
     return flat
 
 
+def check_one_device(caller: str, target: str) -> None:
+    """Raises UnsupportedError, which names `caller`, where a target has several devices."""
+    found = Target.parse_tpu(target)
+    if found.topology is not None and math.prod(found.topology) * Target.parse_chip(target).devices > 1:
+        raise UnsupportedError(
+            f"{caller}: target {target!r} is a slice, and schedules count no communication; pass a chip and the part "
+            "of one device, or take vishwamai.planning.step_time, which adds the collectives."
+        )
+
+
 def prepare(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -107,11 +118,7 @@ def prepare(
         where Pallas cannot lower a kernel, or the target is a slice of several devices.
     """
     target = Target.parse_tpu(target).name or target  # one program has one entry in the cache, however it is written
-    if len(libtpu.devices_for(target)) > 1:
-        raise UnsupportedError(
-            f"inspect: target {target!r} is a slice, and schedules count no communication; pass a chip and the part "
-            "of one device, or take vishwamai.planning.step_time, which adds the collectives."
-        )
+    check_one_device("inspect", target)
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
