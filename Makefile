@@ -42,8 +42,9 @@ test: $(VENV)/.dev ## the tests, all but the long ones
 	$(MAKE) test-gpu
 	$(PY) -m pytest $(WORKERS) -m "not long and not soak" tests
 
+# The files that have the mark: to import the other ones costs each worker more than many of these tests.
 test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interpreter: no GPU needed
-	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" tests
+	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" $(shell grep -l "mark\.interpreter" tests/test_*.py)
 
 # Beside the pinned release of the environment, which it leaves as it is. NEWEST= (nothing) compiles every model's shapes, which takes several minutes.
 NEWEST ?= --few
