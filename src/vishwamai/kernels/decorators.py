@@ -9,7 +9,6 @@ device the function runs on what is there, and a warning says so once (`strict=T
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import sys
 import warnings
@@ -31,6 +30,7 @@ from vishwamai.core.errors import (
     UnsupportedError,
     VishwamaiError,
 )
+from vishwamai.kernels.call import ARRAY, Call, Constant, is_array, is_torch_tensor
 from vishwamai.measure import profiling
 
 _JAX_PLATFORMS = {"tpu": ("tpu",), "gpu": ("gpu", "cuda", "rocm"), "cpu": ("cpu",)}
@@ -40,50 +40,6 @@ _FIXES = {
     ),
     "gpu": "install a jaxlib with GPU support on a machine that has one",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The static side of one call: the arguments' structure with every value that is no array."""
-
-    treedef: Any
-    static: tuple[Any, ...]  # one entry per leaf; `_ARRAY` where an array stands
-
-    def arguments(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with `arrays` in their places."""
-        rest = iter(arrays)
-        leaves = [
-            next(rest) if value is _ARRAY else value.array if isinstance(value, _Constant) else value
-            for value in self.static
-        ]
-        return jax.tree.unflatten(self.treedef, leaves)
-
-
-class _Constant:
-    """An array that is part of the program; equal to others of the same content."""
-
-    def __init__(self, array: np.ndarray):
-        self.array = array
-        self._content = (array.shape, array.dtype.str, array.tobytes())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Constant) and self._content == other._content
-
-    def __hash__(self) -> int:
-        return hash(self._content)
-
-
-_ARRAY = object()
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) or (
-        hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
-    )
-
-
-def _torch_tensor(leaf: Any) -> bool:
-    return type(leaf).__module__.partition(".")[0] == "torch" and hasattr(leaf, "device")
 
 
 class Kernel:
@@ -123,7 +79,7 @@ class Kernel:
         with self._name_errors(), self.configured():
             pass  # a keyword that is wrong is told where it stands, not at the first call
 
-        def program(call: _Call, *arrays: Any) -> Any:
+        def program(call: Call, *arrays: Any) -> Any:
             return self._run(call, *arrays)
 
         program.__name__ = program.__qualname__ = self.name  # what the compiled program is called
@@ -168,7 +124,7 @@ class Kernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._name_errors(), self.configured() as config:
-            tensors = [leaf for leaf in jax.tree.leaves((args, kwargs)) if _torch_tensor(leaf)]
+            tensors = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_torch_tensor(leaf)]
             if tensors:
                 return self._call_on_tensors(tensors, config, args, kwargs)
             call, arrays = self.split(args, kwargs)
@@ -212,7 +168,7 @@ class Kernel:
         Of torch tensors the function is run once, on the device where they are; see `vishwamai.torch.explain`.
         """
         with self._name_errors(), self.configured():
-            if any(map(_torch_tensor, jax.tree.leaves((args, kwargs)))):
+            if any(map(is_torch_tensor, jax.tree.leaves((args, kwargs)))):
                 if target is not None:
                     raise KernelError(
                         f"{self.name}: `target` is {target!r}, but torch tensors are explained for the device that "
@@ -243,22 +199,22 @@ class Kernel:
             call, arrays = self.split(args, kwargs)
             return self._program.lower(call, *arrays)
 
-    def _run(self, call: _Call, *arrays: Any) -> Any:
+    def _run(self, call: Call, *arrays: Any) -> Any:
         args, kwargs = call.arguments(arrays)
         return self.function(*args, **kwargs)
 
-    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, tuple[Any, ...]]:
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...]]:
         """The static side of a call, which is hashable, and its arrays."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         for leaf in leaves:
-            if _torch_tensor(leaf):
+            if is_torch_tensor(leaf):
                 raise KernelError(
                     f"{self.name}: an argument is a torch tensor of shape {tuple(leaf.shape)}, of which there is "
                     "nothing to trace; pass `jnp.asarray(tensor)`, or a jax.ShapeDtypeStruct."
                 )
         static = tuple(map(self._static, leaves))
-        call = _Call(treedef, static)
-        arrays = tuple(leaf for leaf, value in zip(leaves, static) if value is _ARRAY)
+        call = Call(treedef, static)
+        arrays = tuple(leaf for leaf, value in zip(leaves, static) if value is ARRAY)
         if self._verify is not None:
             key = (call, tuple((x.shape, str(x.dtype)) for x in arrays))
             if key not in self._verified:
@@ -269,8 +225,8 @@ class Kernel:
     def _static(self, leaf: Any) -> Any:
         known = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, jax.core.Tracer)
         if self._constants and known and isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "iub":
-            return _Constant(np.asarray(leaf))
-        return _ARRAY if _is_array(leaf) else leaf
+            return Constant(np.asarray(leaf))
+        return ARRAY if is_array(leaf) else leaf
 
     def _placed(self, arrays: tuple[Any, ...], config: KernelConfig) -> tuple[Any, ...]:
         """The arrays on a device of the kernel's platform; as they are where there is none."""
