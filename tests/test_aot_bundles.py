@@ -9,8 +9,8 @@ import aot_programs as programs
 from vishwamai.aot.schedule import bundles
 from vishwamai.aot.schedule.bundles import UNITS, Bundle, BundleOperand, Matrix, Utilisation, parse
 from vishwamai.aot.schedule.dump import read_sources
-from vishwamai.aot.schedule.interpret import Program, run, smem_words
-from vishwamai.aot.schedule.machine import Machine, Model
+from vishwamai.aot.schedule.interpret import Program, run
+from vishwamai.aot.schedule.machine import Machine, Model, smem_words
 from vishwamai.aot.schedule.mxu import RESERVATIONS, occupancy, product_rows
 from vishwamai.core.hardware import TPUS
 

@@ -12,6 +12,9 @@ import dataclasses
 import heapq
 import itertools
 import math
+from collections.abc import Iterator
+
+import numpy as np
 
 from vishwamai.core.hardware import TpuChip
 
@@ -166,3 +169,31 @@ class Machine:
 
     def _begin(self, thread: object) -> None:
         heapq.heappush(self._moving, (self._moved + self._queues[thread][0][0], next(self._order), thread))
+
+
+def smem_words(array: np.ndarray) -> Iterator[tuple[int, int]]:
+    """The 32-bit words of an integer array in scalar memory, as (word index, value).
+
+    Words hold `4 / itemsize` elements. In one axis, element i of a tile of 128 * pack lies in word i % 128; in more,
+    rows are packed in pairs or fours and padded to 128 words.
+    """
+    array = np.asarray(array)
+    pack = max(1, 4 // array.dtype.itemsize)
+    bits = 8 * array.dtype.itemsize
+    mask = (1 << bits) - 1
+    words: dict[int, int] = collections.defaultdict(int)
+    if array.ndim <= 1:
+        if pack == 1:
+            yield from ((index, int(value) & MASK32) for index, value in enumerate(array.reshape(-1).tolist()))
+            return
+        for index, value in enumerate(array.reshape(-1).tolist()):
+            tile, rest = divmod(index, 128 * pack)
+            words[tile * 128 + rest % 128] |= (int(value) & mask) << (bits * (rest // 128))
+        yield from words.items()
+        return
+    rows, columns = array.shape[-2:]
+    row_tiles, column_tiles = -(-rows // pack), -(-columns // 128)
+    for (head, row, column), value in np.ndenumerate(array.reshape(-1, rows, columns)):
+        word = ((head * row_tiles + row // pack) * column_tiles + column // 128) * 128 + column % 128
+        words[word] |= (int(value) & mask) << (bits * (row % pack))
+    yield from words.items()
