@@ -125,6 +125,18 @@ def test_command_names_the_missing_package():
     assert "Traceback" not in done.stderr
 
 
+def test_wheels_name_the_python_that_does_not_run(tmp_path):
+    """A shim of pyenv is on the path, and fails; another name may not be there at all."""
+    shim = tmp_path / "python9.9"
+    shim.write_text("#!/bin/sh\necho 'python9.9: command not found in this version' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    for python, said in ((shim, "not found in this version"), (tmp_path / "none", "No such file")):
+        command = [sys.executable, str(ROOT / "tools" / "wheels.py"), "--out", str(tmp_path), "--python", str(python)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+        assert re.search(rf"wheels: '{python}' does not run: .*{said}[\s\S]*make wheels PYTHONS=", done.stderr)
+
+
 def call_backend(folder: Path, call: str, status: int = 0, /, **environment: str) -> str:
     """Calls a hook of the build backend that `folder`'s pyproject.toml names, as pip does, in a new process that must
     end with `status`; what it prints.

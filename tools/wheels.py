@@ -55,7 +55,14 @@ def snippets(page: str) -> list[str]:
 
 def version_of(python: str) -> tuple[int, int]:
     code = "import sys; print(*sys.version_info[:2])"
-    said = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+    try:
+        said = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:  # a shim of pyenv is there, and does not run
+        said = getattr(error, "stderr", None) or error
+        sys.exit(
+            f"wheels: {python!r} does not run: {str(said).strip()}\nInstall that Python, or name others, by paths if "
+            "need be: make wheels PYTHONS='python3.11 /opt/python3.13/bin/python3.13'"
+        )
     major, minor = said.split()
     return int(major), int(minor)
 
