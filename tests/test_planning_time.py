@@ -1,21 +1,34 @@
 """The time of a step: the timeline of a written program, the compiler's own, and what is made of them."""
 
+import itertools
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vishwamai import aot, planning
+from vishwamai.aot.compile import libtpu
 from vishwamai.aot.schedule.hlo import parse_module
 from vishwamai.core.errors import DeviceError, UnsupportedError
 from vishwamai.core.hardware import TPUS
+from vishwamai.core.numbers import divisors
+from vishwamai.models import ModelConfig
+from vishwamai.parallel.links import AxisLinks, axis_links, estimate_collective
 from vishwamai.planning import program_time
 from vishwamai.planning.analytic import CLASSES, Breakdown
 from vishwamai.planning.collectives import group_of, link_seconds
+from vishwamai.planning.exchange import exchange_seconds
+from vishwamai.planning.mesh_links import links_of
+from vishwamai.planning.program import devices_in_order, trace
 from vishwamai.planning.speed import training_speed, training_time
 from vishwamai.planning.timeline import Follower, trip_count
+from vishwamai.training.config import MeshSection
 from vishwamai.training.config_file import from_dict
+from vishwamai.training.mesh import make_layout
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 CHIP = TPUS["v5e"]
@@ -199,7 +212,7 @@ def test_the_time_of_a_compiled_program_over_a_slice(monkeypatch, tmp_path):
 @needs_libtpu
 def test_a_libtpu_that_writes_no_schedules_is_an_error(tmp_path):
     with pytest.raises(DeviceError, match="wrote no schedules for v5e"):
-        program_time._followed("v5e", tmp_path)
+        program_time._followed(planning.Program("f", "v5e", b"", (), "f"), tmp_path)
 
 
 def training(**keys):
@@ -232,3 +245,74 @@ def test_the_analytic_time_follows_what_a_step_does():
     assert speed.tokens_per_chip.value == 64 * 512 / 0.5 and 0 < speed.mfu.value < 1 and speed.mfu.level == "verified"
     assert speed.cost(1.2).value == pytest.approx(1.2 / 3600 * 0.5 / (64 * 512) * 1e6)
     assert "197 TFLOP/s (bfloat16)" in str(speed)
+
+
+def test_what_each_mesh_axis_exchanges():
+    links = AxisLinks(CHIP, (4,), (False,))
+
+    def seconds(recomputed=0.0, model=None, **sizes):
+        config = training(batch_size=64, mesh=sizes)
+        described = ModelConfig.from_dict(config.model.config | (model or {}))
+        target = {1: "v5e", 2: "v5e:1x1", 4: "v5e:2x2", 16: "v5e:4x4"}[math.prod(sizes.values())]
+        return exchange_seconds(config, target, described, 64e6, 16e6, recomputed)
+
+    assert seconds(data=1) == {}
+    stream, around = 64 * 512 * 512 * 2, AxisLinks(CHIP, (2, 2), (False, False))
+    tensor = seconds(tensor=4)
+    assert tensor == {"tensor": pytest.approx((4 * 4 + 2) * estimate_collective("all_reduce", stream, around))}
+    assert seconds(recomputed=1.0, tensor=4)["tensor"] == pytest.approx(tensor["tensor"] * 26 / 18)
+    fsdp = seconds(fsdp=4)
+    gathered, added = (estimate_collective(kind, 4 * size, around) for kind, size in _PASSES)
+    assert fsdp == {"fsdp": pytest.approx(2 * gathered + added)}
+
+    ring = seconds(sequence=4)
+    keys = 64 * 512 / 4 * 2 * 512  # numbers: tokens of a device, keys and values, features
+    hop, back = (estimate_collective("permute", keys * size, links) for size in (2, 4))
+    assert ring["sequence"] == pytest.approx(4 * (3 * 2 * hop + 4 * back))
+    assert ring["data"] == pytest.approx(estimate_collective("all_reduce", 64e6, around))
+    windowed = seconds(model={"model_type": "mistral", "sliding_window": 129}, sequence=4)
+    assert windowed["sequence"] == pytest.approx(4 * (1 * 2 * hop + 4 * back))
+
+    mixture = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    found = seconds(model=mixture, data=4, expert=4)
+    line, square = links, AxisLinks(CHIP, (4, 4), (False, False))
+    rows = 4 * 4 * (64 * 512 / 16) * 512 * 2 * 2
+    assert found["expert"] == pytest.approx(4 * 4 * estimate_collective("all_to_all", rows, line))
+    dense, apart = estimate_collective("all_reduce", 48e6, square), estimate_collective("all_reduce", 16e6, line)
+    assert found["data"] == pytest.approx(dense + apart)
+
+
+_PASSES = (("all_gather", 32e6), ("reduce_scatter", 64e6))
+"""Parameters are gathered in bfloat16, and their gradients are added up in float32."""
+
+
+@needs_libtpu
+@pytest.mark.parametrize("target", ["v5e:2x4", "v5e:4x4", "v5p:2x2x4", "tpu7x:2x2x2"])
+def test_the_links_of_a_mesh_are_those_of_its_devices(target):
+    devices = libtpu.devices_for(target)
+    for sizes in itertools.product(divisors(len(devices)), repeat=3):
+        others, odd = divmod(len(devices), math.prod(sizes))
+        if odd or not others:
+            continue
+        section = MeshSection(others, sizes[0], 1, *sizes[1:])
+        params = {"up": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+        mesh = make_layout(section, params, {"up": (None, None)}, 64 * len(devices), 1, devices).mesh
+        assert set(mesh.devices.flat) == set(devices)
+        for axis in (name for name, size in mesh.shape.items() if size > 1):
+            found = links_of(section, target, axis)
+            try:
+                assert found == axis_links(mesh, axis)
+            except UnsupportedError:  # others use its links, too
+                assert len(found.sides) == 1 and found.links == 1
+
+
+@needs_libtpu
+def test_a_program_keeps_the_order_of_its_mesh():
+    devices = libtpu.devices_for("v5e:2x2")
+    order = [devices[i] for i in (2, 0, 3, 1)]
+    sharding = NamedSharding(Mesh(np.array(order), ("x",)), P("x"))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    program = trace(jnp.sin, x, target="v5e:2x2")
+    assert [device.id for device in devices_in_order(program)] == [device.id for device in order]
+    one = trace(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32), target="v5e")
+    assert devices_in_order(one) == libtpu.devices_for("v5e")

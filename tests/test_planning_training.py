@@ -1,4 +1,4 @@
-"""Memory of training steps and of serving by formulas, the search, and the command."""
+"""Memory of training steps and of serving by formulas, and the command."""
 
 import dataclasses
 import json
@@ -10,42 +10,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plans import GIB, LLAMA, training
 from vishwamai import aot, planning
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError, ShapeError, UnsupportedError
 from vishwamai.models import ModelConfig
-from vishwamai.planning import search
-from vishwamai.planning.analytic import CLASSES, serving_memory, training_memory
+from vishwamai.planning import analytic
+from vishwamai.planning.analytic import CLASSES, of_experts, serving_memory, training_memory
 from vishwamai.planning.controller import REMAT, TARGET, optimize_memory_usage
 from vishwamai.planning.kept import kept_bytes
-from vishwamai.planning.program_time import Row
 from vishwamai.planning.search import candidates, plan_training
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
 from vishwamai.planning.training import training_step
+from vishwamai.training.config import MeshSection
 from vishwamai.training.config_file import from_dict
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
-GIB = 1 << 30
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 
 
 @pytest.fixture(autouse=True)
 def fresh_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path))
-
-
-def training(layers=4, **keys):
-    model = {"config": LLAMA | {"num_hidden_layers": layers}, "compute_dtype": "bfloat16"}
-    return from_dict({"model": model, "data": {"sequence_length": 128}, "batch_size": 8, **keys})
 
 
 def test_kept_bytes_counts_what_the_gradient_needs_once():
@@ -129,12 +114,29 @@ def test_what_cannot_be_planned(keys, target, error, words):
         training_memory(config, target)
 
 
-def test_candidates_keep_the_global_batch():
-    found = list(candidates(training(batch_size=16), "v5e:2x4"))
-    assert len(found) == 4 * len(REMAT) * 2 and len({(c.mesh, c.remat, c.microbatches) for c in found}) == len(found)
-    assert all(c.batch_size == 16 and c.mesh.data * c.mesh.fsdp == 8 for c in found)
-    with pytest.raises(ConfigError, match="not a multiple of the 8 devices"):
-        list(candidates(training(batch_size=12), "v5e:2x4"))
+def test_experts_and_heads_of_a_mixture_take_their_share():
+    mixture = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 8}
+    config = training(mesh={"data": 8})
+    described = dataclasses.replace(config.model, config=LLAMA | mixture | {"num_key_value_heads": 8})
+    config = dataclasses.replace(config, model=described)
+
+    def parts(**sizes):
+        return training_memory(dataclasses.replace(config, mesh=MeshSection(**sizes)), "v5e:2x4").parts
+
+    whole, split = parts(data=8), parts(data=2, expert=4)
+    experts = 4 * 8 * 3 * 128 * 256 * 4  # layers, experts, weights, rows and columns, bytes
+    assert whole["parameters"].value - split["parameters"].value == experts * 3 / 4
+    assert of_experts(config) * whole["parameters"].value == pytest.approx(experts)
+    assert of_experts(dataclasses.replace(config, mesh=MeshSection(data=2, expert=4))) == pytest.approx(
+        experts / 4 / split["parameters"].value
+    )
+    # Each device has room for what three others may send.
+    assert split["activations"].value > 1.5 * whole["activations"].value
+    # What two sizes of mesh.tensor tell of a third is what its own trace says.
+    key = analytic._key(config, remat="dots")
+    fixed, row = analytic._kept_of(key, 4, 0)
+    config = dataclasses.replace(config, mesh=MeshSection(data=2, tensor=4), remat="dots")
+    assert analytic._kept(config) == (pytest.approx(fixed), pytest.approx(row))
 
 
 def test_split_heads_and_rows_take_their_share():
@@ -155,72 +157,6 @@ def test_split_heads_and_rows_take_their_share():
         list(candidates(training(mesh={"tensor": 3}), "v5e:2x4"))
     with pytest.raises(ConfigError, match=r"mesh\.tensor=8 does not divide the model's 4 query heads"):
         training_memory(training(mesh={"tensor": 8}), "v5e:2x4")
-
-
-def fake_trace(config, target):
-    name = f"{config.mesh.fsdp} {config.remat} {config.microbatches}"
-    return planning.Program(name, target, b"", (), name)
-
-
-def test_a_search_probes_in_order_and_verifies_what_fits(monkeypatch):
-    monkeypatch.setattr(search, "trace_training", fake_trace)
-    asked = []
-
-    def answer(self, program, hbm_mib, *_):
-        asked.append((program.name, hbm_mib))
-        if program.name.endswith("none 1"):  # formulas say that it fits, the compiler does not
-            return {"needed": 20 * GIB, "allocations": []}
-        if hbm_mib is not None:
-            return {"needed": GIB, "allocations": []}
-        names = ("arguments", "outputs", "temporaries", "code", "aliased")
-        return {"memory": dict.fromkeys(names, GIB)}
-
-    monkeypatch.setattr(planning.Compiler, "_answer", answer)
-    said = []
-    plan = plan_training(training(), "v5e:2x2", search=True, time=False, report=said.append)
-    assert asked == [("1 none 1", 1), ("2 none 1", 1), ("4 none 1", 1), ("1 dots 1", 1), ("1 dots 1", None)]
-    assert plan.chosen is not None and plan.chosen.config.remat == "dots" and plan.chosen.verified is not None
-    assert plan.chosen.verified.value == 3 * GIB and plan.chosen.best.level == "verified"
-    assert plan.pruned == 0 and len(plan.candidates) == 24 and plan.unprobed == 20
-    assert said[0].startswith("v5e:2x2: 24 candidates") and len(said) == 6
-
-
-def timed_program(compiler, program):
-    """A compiled program of 3 GiB that takes half a second."""
-    memory = planning.ProgramMemory(program.target, planning.Estimate(3 * GIB, "verified"), 15 * GIB)
-    half = planning.Estimate(0.5, "verified", "s")
-    row = Row("kernels", "attention", 0.25, 4)
-    return memory, planning.StepTime(program.target, half, {"kernels": half}, {}, (row,), memory)
-
-
-@pytest.mark.long
-def test_a_search_tries_the_fastest_first_and_reports_the_front(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(search, "trace_training", fake_trace)
-    monkeypatch.setattr(search, "time_program", timed_program)
-    monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": 3 * GIB, "allocations": []})
-    monkeypatch.setattr(search, "REMAT", ("none", "full"))
-    path, page = tmp_path / "run.yaml", tmp_path / "plan.html"
-    path.write_text(json.dumps({"model": {"config": LLAMA}, "data": {"sequence_length": 128}, "batch_size": 8}))
-    command = ["plan", str(path), "--target", "v5e:2x2", "--search", "--price", "1.2", "--report", str(page)]
-    assert main(command) == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    for text in (
-        "step 500 ms (verified)",
-        "512 tokens/s a chip",
-        "its peak of",
-        "USD per million tokens",
-        "attention",
-    ):
-        assert text in out, text
-    written = page.read_text()
-    assert written.count("<title>data=") == 13 and "USD per million tokens" in written and "http" not in written
-    assert main([*command, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["plans"]
-    times = [candidate["step_seconds"] for candidate in found["candidates"][1:]]
-    assert times == sorted(times) and found["chosen"] == found["candidates"][0]
-    assert found["chosen"]["step_seconds"] == 0.5 and found["chosen"]["step_level"] == "verified"
-    assert any(candidate["on_front"] for candidate in found["candidates"])
 
 
 def test_serving_counts_pages_and_weights():
@@ -305,22 +241,6 @@ def test_the_command_says_what_is_wrong(capsys, monkeypatch, arguments, words):
     monkeypatch.chdir(Path(__file__).parents[1])
     assert main(["plan", *arguments]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_the_command_plans_a_training_step(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(search, "trace_training", fake_trace)
-    monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": 3 * GIB, "allocations": []})
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps({"model": {"config": LLAMA}, "data": {"sequence_length": 128}, "batch_size": 8}))
-    assert main(["plan", str(path), "mesh.fsdp=4", "--target", "v5e:2x2", "--no-verify", "--json"]) == 0
-    out, said = capsys.readouterr()
-    (plan,) = json.loads(out)["plans"]
-    assert plan["chosen"]["probe_bytes"] == 3 * GIB and plan["chosen"]["mesh"] == {"data": 1, "fsdp": 4}
-    assert "probing" in said and json.loads(out)["not_tried"]
-
-    assert main(["plan", str(path), "mesh.fsdp=4", "--target", "v5e:2x2", "--no-verify"]) == 0
-    out = capsys.readouterr().out
-    assert "chosen: data=1 fsdp=4" in out and max(map(len, out.splitlines())) <= 80
 
 
 @needs_libtpu

@@ -273,18 +273,20 @@ def _compiled(arguments: argparse.Namespace, compiler: Any, program: Any, say: A
 
 def _decoding(arguments: argparse.Namespace, chip: Any, formula: Any, timed: Any) -> list[str]:
     """Lines about the time of a decoding step, which gives every sequence one token."""
+    from vishwamai.planning.figures import Estimate, cost_of_tokens
+
     read = sum(formula.parts[name].value for name in ("parameters", "kv"))
     least = read / chip.hbm_bandwidth_per_device
     lines = [f"  a token takes at least {least * 1e3:.4g} ms (analytic: weights and pages read once)"]
-    seconds = least
+    step = Estimate(least, "analytic", "s")
     if timed is not None:
         lines += [f"  {line}" for line in str(timed).splitlines()]
-        seconds = max(least, timed.step.value)
-    rate = arguments.batch / seconds
-    lines.append(f"  {seconds * 1e3:.4g} ms a token, {rate:.0f} tokens/s for {arguments.batch} sequences")
+        step = max(step, timed.step, key=lambda one: one.value)
+    rate = arguments.batch / step.value
+    lines.append(f"  {step.value * 1e3:.4g} ms a token, {rate:.0f} tokens/s for {arguments.batch} sequences")
     if arguments.price is not None:
-        cost = arguments.price / chip.devices / 3600 / rate * 1e6
-        lines.append(f"  {cost:.4g} USD per million tokens, at {arguments.price:g} USD a chip-hour")
+        cost = cost_of_tokens(arguments.price, step, arguments.batch, 1 / chip.devices)
+        lines.append(f"  {cost.value:.4g} USD per million tokens, at {arguments.price:g} USD a chip-hour")
     return lines
 
 

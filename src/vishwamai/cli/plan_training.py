@@ -8,6 +8,8 @@ from vishwamai.planning.figures import Estimate
 from vishwamai.planning.search import Candidate, Plan, front
 
 _SHOWN = 12
+_MESH = {"data": 4, "fsdp": 4, "expert": 3, "sequence": 3, "tensor": 3}
+"""Columns of the mesh's sizes, and how wide they are."""
 
 
 def table(plan: Plan, price: float | None = None) -> list[str]:
@@ -15,24 +17,25 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
     best = front(plan.candidates)
     lines = [
         f"{plan.target}: HBM of one device in GiB, of {plan.limit / 2**30:.2f}",
-        "  data fsdp  remat        micro  analytic    probe  verified step, ms",
+        "  data fsdp exp seq ten remat      micro analytic  probe verified      ms",
     ]
     for index, one in enumerate(plan.candidates[:_SHOWN]):
-        mesh, mark = one.config.mesh, "fits" if one is plan.chosen else "" if one.fits else "too large"
+        mark = "fits" if one is plan.chosen else "error" if one.declined else "" if one.fits else "large"
+        mesh = " ".join(f"{vars(one.config.mesh)[axis]:>{width}}" for axis, width in _MESH.items())
         milliseconds = "-" if one.step is None else f"{one.step.value * 1e3:.4g}"
         lines.append(
-            f"{'*' if index in best else ' '} {mesh.data:>4} {mesh.fsdp:>4}  {one.config.remat[:12]:<12} "
-            f"{one.config.microbatches:>5} {_gib(one.analytic):>9} {_gib(one.probe):>8} {_gib(one.verified):>9} "
-            f"{milliseconds:>8}  {mark}".rstrip()
+            f"{'*' if index in best else ' '} {mesh} {one.config.remat[:10]:<10} {one.config.microbatches:>5} "
+            f"{_gib(one.analytic):>8} {_gib(one.probe):>6} {_gib(one.verified):>8} {milliseconds:>7} {mark}".rstrip()
         )
-    if len(plan.candidates) > _SHOWN:
-        lines.append(f"  ... and {len(plan.candidates) - _SHOWN} more")
+    if plan.count > _SHOWN:
+        lines.append(f"  ... and {plan.count - _SHOWN} more")
     if len(plan.candidates) > 1:
         lines.append("  * by formulas, no other that fits takes less memory and less time")
     lines.append(
         f"  chosen: {plan.chosen.name}" if plan.chosen is not None else "  nothing that was tried fits this target"
     )
-    lines.append(f"  too large by formulas: {plan.pruned}; after the chosen one, not probed: {plan.unprobed}")
+    lines.append(f"  too large by formulas: {plan.pruned}; not probed: {plan.unprobed}")
+    lines += [f"  {one.name}: {one.declined}"[:80] for one in plan.candidates if one.declined]
     return lines + ([] if plan.chosen is None else _time(plan.chosen, price))
 
 
@@ -57,13 +60,20 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
     best = front(plan.candidates)
     candidates = [_candidate(one, index in best, price) for index, one in enumerate(plan.candidates)]
     chosen = None if plan.chosen is None else candidates[plan.candidates.index(plan.chosen)]
-    return {"target": plan.target, "limit_bytes": plan.limit, "chosen": chosen, "candidates": candidates}
+    return {
+        "target": plan.target,
+        "limit_bytes": plan.limit,
+        "chosen": chosen,
+        "count": plan.count,
+        "too_large_by_formulas": plan.pruned,
+        "candidates": candidates,
+    }
 
 
 def _candidate(one: Candidate, on_front: bool, price: float | None) -> dict[str, Any]:
     speed = one.speed
     found = {
-        "mesh": {"data": one.config.mesh.data, "fsdp": one.config.mesh.fsdp},
+        "mesh": vars(one.config.mesh),
         "remat": one.config.remat,
         "microbatches": one.config.microbatches,
         "analytic_bytes": _bytes(one.analytic),
@@ -76,6 +86,7 @@ def _candidate(one: Candidate, on_front: bool, price: float | None) -> dict[str,
         "usd_per_million_tokens": None if speed is None or price is None else speed.cost(price).value,
         "on_front": on_front,
         "fits": one.fits,
+        "declined": one.declined,
     }
     if one.time is not None:
         found["step_parts"] = {name: part.value for name, part in one.time.parts.items()}

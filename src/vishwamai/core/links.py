@@ -146,7 +146,15 @@ def group_links(group: Sequence[Any], devices: Sequence[Any], name: str = "the g
         )
     if len({getattr(device, "slice_index", 0) for device in group}) > 1:
         raise UnsupportedError(f"axis_links: {name} goes over several slices, and this model has the links of one.")
-    whole = sides_of(devices)
+    return box_links(chip, sides_of(devices), group, name)
+
+
+def box_links(chip: TpuChip, whole: Sequence[int], group: Sequence[Any], name: str = "the group") -> AxisLinks:
+    """As `group_links`, of a slice with the sides `whole`.
+
+    Raises:
+      UnsupportedError: the devices are not a box of the slice.
+    """
     places = {place(device)[: len(whole)] for device in group}
     box = [1 + max(axis) - min(axis) for axis in zip(*places)]
     if math.prod(box) != len(places):
@@ -154,7 +162,7 @@ def group_links(group: Sequence[Any], devices: Sequence[Any], name: str = "the g
             f"axis_links: the {len(places)} chips of {name} are not a box of the slice, so other axes use their "
             "links, too; make the mesh with make_mesh, or choose sizes that divide the sides."
         )
-    closed = hardware.wraps(chip, whole[: hardware.rank(chip)])
+    closed = hardware.wraps(chip, tuple(whole[: hardware.rank(chip)]))
     spanned = [i for i, side in enumerate(box) if side > 1]
     return AxisLinks(
         chip,

@@ -168,11 +168,9 @@ def _mesh(function: str, sizes: dict[str, int], devices: list[Any], topology: st
             f"{_advice(sizes, count, wanted, chip)}"
         )
     try:
-        grid = _grid(tuple(sizes.values()), devices)
+        grid = laid_out(tuple(sizes.values()), devices)
     except ValueError as error:
         raise DeviceError(f"{function}: axes {sizes} cannot be laid on the devices: {error}") from error
-    if chip is not None:
-        grid = torus.on_neighbours(grid, chip)
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
 
 
@@ -194,8 +192,22 @@ def _advice(sizes: dict[str, int], count: int, wanted: int, chip: TpuChip | None
     return f"{said}, or another slice: {', '.join(f'{chip.name}:{hardware.written(s)}' for s in near)}."
 
 
-def _grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
-    """The devices in the shape of the mesh. The first axis goes over slices."""
+def laid_out(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    """The devices in the shape of a mesh, as `make_mesh` places them.
+
+    Raises:
+      ValueError: the first axis does not go over the slices.
+    """
+    grid, chip = on_sides(shape, devices), tpu_for(devices[0].device_kind)
+    return grid if chip is None else torus.on_neighbours(grid, chip)
+
+
+def on_sides(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    """The devices in the shape of a mesh, before its last axis is put in the order of a ring. The first axis goes over
+    slices.
+
+    Raises: as `laid_out`.
+    """
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1:
         if shape[0] % slices:

@@ -1,7 +1,6 @@
 """Changes of a training configuration that make its step smaller: what each saves and costs, and what a probe says.
 
-Savings are differences of `analytic.training_memory`. Costs are differences of a lower bound of the step's time: its
-products at the chip's peak, the weights through HBM once a pass, and the collectives of FSDP over a ring.
+Savings are differences of `analytic.training_memory`, costs of `speed.training_time`.
 """
 
 from __future__ import annotations
@@ -9,21 +8,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-import jax.numpy as jnp
-
 from vishwamai.core.errors import ConfigError, KernelError
-from vishwamai.core.links import AxisLinks, estimate_collective
 from vishwamai.core.numbers import divisors
-from vishwamai.core.target import Target
 from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.controller import REMAT
 from vishwamai.planning.diagnosis import Change, Diagnosis, ranked
 from vishwamai.planning.figures import Estimate
-from vishwamai.planning.serving import size
-from vishwamai.planning.training import devices_of, on_slice, trace_training, training_step
+from vishwamai.planning.speed import training_time
+from vishwamai.planning.training import devices_of, on_slice, trace_training
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.flops import flops_per_token
 
 MOST = 6
 """Changes that are probed."""
@@ -59,11 +53,12 @@ def training_changes(
     Raises: as `planning.training.trace_training` for the configuration itself.
     """
     config = on_slice(config, target)
-    base, seconds = training_memory(config, target), least_seconds(config, target)
+    base = training_memory(config, target)
+    seconds = training_time(config, target, base).value
     proposed = []
     for words, changed in alternatives(config, target):
         saving = base.total.value - _total(changed, target)
-        cost = None if changed.remat == "offload" else least_seconds(changed, target) - seconds
+        cost = None if changed.remat == "offload" else training_time(changed, target).value - seconds
         if saving > 0:
             found = None if cost is None else Estimate(cost, "analytic", "s")
             proposed.append(
@@ -129,29 +124,3 @@ def _total(config: TrainConfig, target: str) -> float:
         return training_memory(config, target).total.value
     found = training_memory(dataclasses.replace(config, remat="block_wise"), target)
     return found.total.value - found.parts["activations"].value
-
-
-def least_seconds(config: TrainConfig, target: str) -> float:
-    """A lower bound of a step's time on each device, in seconds, of which only differences are used.
-
-    Recomputation of a block counts as one more forward pass. Arithmetic of norms and of the optimizer is not counted.
-    """
-    chip, devices = Target.parse_chip(target), devices_of(target)
-    parts = training_step(config).parts
-    tokens = config.batch_size * config.data.sequence_length / devices
-    passes = 4 / 3 if config.remat in ("block_wise", "full", "offload") else 1
-    flops = passes * flops_per_token(parts.config, config.data.sequence_length) * tokens
-    dtype = jnp.dtype(config.model.compute_dtype)
-    whole = size(parts.params)
-    numbers = whole / jnp.dtype(config.model.param_dtype).itemsize
-    moved = 2 * numbers * dtype.itemsize * config.microbatches
-    if config.microbatches > 1:  # the sum of the gradients is read and written
-        moved += 2 * 4 * numbers / config.mesh.fsdp * config.microbatches
-    gathers = 0.0
-    if config.mesh.fsdp > 1:
-        ring = AxisLinks(chip, (config.mesh.fsdp,), (True,))
-        once = [estimate_collective("all_gather", whole, ring)] * 2 + [
-            estimate_collective("reduce_scatter", whole, ring)
-        ]
-        gathers = config.microbatches * sum(once)
-    return flops / chip.peak_per_device(str(dtype)) + moved / chip.hbm_bandwidth_per_device + gathers

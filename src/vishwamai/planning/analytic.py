@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.target import Target
+from vishwamai.models import ModelConfig
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.kept import kept_bytes
 from vishwamai.planning.serving import Serving, size
-from vishwamai.planning.training import devices_of, on_slice, training_step
-from vishwamai.training.config import TrainConfig
+from vishwamai.planning.training import TrainingStep, on_slice, share_of, training_step
+from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.mesh import Layout, make_layout, row_parts
 
@@ -66,16 +67,11 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     Raises: as `planning.training.on_slice` and `training_step`.
     """
     config = on_slice(config, target)
-    step = training_step(config)
-    parts, devices = step.parts, devices_of(target)
-    names = [object() for _ in range(devices)]  # only their number counts
-    rows = config.batch_size, config.microbatches
-    layout = make_layout(config.mesh, parts.params, parts.axes, *rows, names, parts.config)
-    trained = _local(layout, step.state.params)
-    params = trained if step.frozen is None else trained + size(step.frozen)
-    optimizer = _local(layout, step.state) - trained
+    whole, lay = _shapes(_key(config)), _layout(_key(config), config.mesh)
+    frozen = 0 if whole.frozen is None else size(whole.frozen)
+    optimizer = lay.state - lay.params
     wide = config.microbatches > 1  # gradients are added up in float32
-    gradients = trained * (4 / jnp.dtype(config.model.param_dtype).itemsize if wide else 1)
+    gradients = lay.params * (4 / jnp.dtype(config.model.param_dtype).itemsize if wide else 1)
 
     # Of a device's tokens, in rows.
     rows = config.batch_size / (row_parts(config.mesh) * config.mesh.sequence) / config.microbatches
@@ -83,11 +79,11 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     # A layer that is computed again takes what a plain one takes, by the probes of docs/planning.md.
     keys = config.optimization.of_kernels
     everything = _kept(dataclasses.replace(config, remat="none", precision="plain", optimization=keys))
-    layers = step.parts.config.num_layers
+    layers = whole.parts.config.num_layers
     recomputed = 0.0 if config.remat == "none" else rows * everything[1] / layers
     layer = everything[0] / layers  # one layer's weights in the dtype of products
-    table = max(size(leaf) for name, leaf in parts.params.items() if name != "layers") / config.mesh.tensor
-    split = layout.mesh is not None and layout.mesh.shape["fsdp"] > 1
+    tables = (size(leaf) for name, leaf in whole.parts.params.items() if name != "layers")
+    table, split = max(tables) / config.mesh.tensor, config.mesh.fsdp > 1
 
     # While a layer's gradient is computed: its weights whole, and the gradient of the head.
     backward = rows * row + fixed + recomputed + (table if split else 0)
@@ -102,7 +98,7 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     return _breakdown(
         target,
         {
-            "parameters": params,
+            "parameters": lay.params + frozen,
             "gradients": gradients,
             "optimizer": optimizer,
             "activations": activations,
@@ -115,6 +111,55 @@ _LAYER_WORK = 3.4
 """A layer's weights in the dtype of products, so many times: gathered, converted, and their gradient."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """A configuration as a key: its dictionaries have no hash."""
+
+    config: TrainConfig = dataclasses.field(compare=False)
+    text: str
+
+
+def _key(config: TrainConfig, **keys: Any) -> _Key:
+    """Without what neither shapes nor kept bytes depend on, so that many configurations have one key."""
+    alike = dataclasses.replace(
+        config,
+        batch_size=1,
+        microbatches=1,
+        mesh=MeshSection(),
+        optimization=config.optimization.of_kernels,
+        steps=1,
+        seed=0,
+        **{"remat": "none", **keys},
+    )
+    return _Key(alike, repr(alike))
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(key: _Key) -> TrainingStep:
+    return training_step(key.config)
+
+
+def described(config: TrainConfig) -> ModelConfig:
+    """The model that a configuration trains; read once."""
+    return _shapes(_key(config)).parts.config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Local:
+    """Bytes of one device's parameters that are trained, and of all that a step changes."""
+
+    params: float
+    state: float
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(key: _Key, mesh: MeshSection) -> _Local:
+    step = _shapes(key)
+    names = [object() for _ in range(math.prod(vars(mesh).values()))]  # only their number counts
+    layout = make_layout(mesh, step.parts.params, step.parts.axes, len(names), 1, names, step.parts.config)
+    return _Local(_local(layout, step.state.params), _local(layout, step.state))
+
+
 def _local(layout: Layout, tree: Tree) -> float:
     """Bytes of one device's part of a tree."""
     if layout.mesh is None:
@@ -125,32 +170,46 @@ def _local(layout: Layout, tree: Tree) -> float:
     return parts
 
 
-@dataclasses.dataclass(frozen=True)
-class _Key:
-    """A configuration as a key: its dictionaries have no hash."""
-
-    config: TrainConfig = dataclasses.field(compare=False)
-    text: str
-
-
 def _kept(config: TrainConfig) -> tuple[float, float]:
     """Bytes that the backward pass keeps: those that do not depend on the rows, and those of each row."""
-    # What they do not depend on is left out, so that many configurations have one key.
-    alike = dataclasses.replace(
-        config,
-        batch_size=1,
-        microbatches=1,
-        mesh=type(config.mesh)(tensor=config.mesh.tensor),
-        optimization=config.optimization.of_kernels,
-        steps=1,
-        seed=0,
-    )
-    return _kept_of(_Key(alike, repr(alike)))
+    key, tensor, expert = _key(config, remat=config.remat), config.mesh.tensor, config.mesh.expert
+    if tensor > 2 and tensor % 2 == 0:  # every array is whole or split, which two sizes tell
+        one, two = (_kept(dataclasses.replace(config, mesh=MeshSection(expert=expert, tensor=n))) for n in (1, 2))
+        fixed, row = (2 * y - x + 2 * (x - y) / tensor for x, y in zip(one, two))
+        return fixed, row
+    fixed, row = _kept_of(key, tensor, 0)
+    experts = described(config).experts
+    if expert == 1 or experts is None:
+        return fixed, row
+    # The buffers of the exchange have room for all choices of every device's tokens: `moe_layer`'s exchange="dense".
+    more = 1 if experts.top_k < experts.count else -1
+    choices = (_kept_of(key, tensor, more)[1] - row) / more * experts.top_k
+    return fixed * (1 - _of_experts(_key(config)) * (1 - 1 / expert)), row + (expert - 1) * choices
+
+
+def of_experts(config: TrainConfig) -> float:
+    """The share of a device's parameters that `mesh.expert` splits."""
+    share = _of_experts(_key(config)) / config.mesh.expert
+    return share / (1 - (config.mesh.expert - 1) * share)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_experts(key: _Key) -> float:
+    """The share of a model's parameters that are experts'."""
+    parts = _shapes(key).parts
+    leaves = jax.tree_util.tree_leaves_with_path(parts.params)
+    split = sum(size(leaf) for path, leaf in leaves if "experts" in parts.axes[path[-1].key])
+    return split / size(parts.params)
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_of(key: _Key) -> tuple[float, float]:
-    step = training_step(key.config, of_one_device=True)
+def _kept_of(key: _Key, tensor: int, more_choices: int) -> tuple[float, float]:
+    """Of a device of `mesh.tensor`, where each token is sent to so many more experts than the model says."""
+    model = share_of(_shapes(key).parts.config, tensor)
+    if more_choices and model.experts is not None:
+        experts = dataclasses.replace(model.experts, top_k=model.experts.top_k + more_choices)
+        model = dataclasses.replace(model, experts=experts)
+    step = training_step(key.config, model)
     update, attach_scales = step.update_rule()
     loss, params = step.loss(Layout(), attach_scales), step.state.params
     if isinstance(update, FP8Optimizer):

@@ -75,6 +75,18 @@ class Measurement:
         return f"{_written(self.value, self.unit)} (measured on {self.device})"
 
 
+def cost_of_tokens(price: float, step: Estimate, tokens: float, chips: float) -> Estimate:
+    """USD for a million tokens.
+
+    Args:
+      price: USD for a chip and hour. step: seconds in which `tokens` are made. chips: how many are paid for.
+
+    >>> print(cost_of_tokens(1.2, Estimate(0.5, "verified", "s"), 3e6, 4))
+    0.0002222 USD per million tokens (verified)
+    """
+    return Estimate(price * chips * step.value / 3600 / tokens * 1e6, step.level, "USD per million tokens")
+
+
 def _written(value: float, unit: str) -> str:
     if unit == "bytes":
         return human(value)

@@ -155,3 +155,11 @@ def read_sharding(text: str, devices: tuple[Any, ...]) -> NamedSharding:
     grid = np.asarray([by_id[i] for i in order], dtype=object).reshape(sizes)
     mesh = Mesh(grid, tuple(names), axis_types=tuple(AxisType[kind] for kind in types))
     return NamedSharding(mesh, PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec)))
+
+
+def devices_in_order(program: Program) -> tuple[Any, ...]:
+    """The devices of a program in the order of its mesh, by which the compiler numbers them."""
+    devices = libtpu.devices_for(program.target)
+    places = (argument.place for argument in program.arguments if argument.place is not None)
+    first = next(places, None)
+    return devices if first is None else tuple(read_sharding(first, devices).mesh.devices.flat)

@@ -27,10 +27,10 @@ from vishwamai.planning import cache, calibration
 from vishwamai.planning.collectives import link_seconds
 from vishwamai.planning.compiler import TEXT, Compiler, ProgramMemory, verified_memory
 from vishwamai.planning.figures import Estimate
-from vishwamai.planning.program import Program, trace
+from vishwamai.planning.program import Program, devices_in_order, trace
 from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when a timeline is followed in another way, so that kept ones are not read."""
 
 _SHOWN = 8
@@ -143,16 +143,16 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
         with compiler.written(program) as (answer, directory):
             found = dict(answer)
             if "memory" in found:
-                found["time"] = _followed(program.target, directory)
+                found["time"] = _followed(program, directory)
         if "time" in found:
             cache.write(key, found)
     memory = verified_memory(program, found)
     return memory, _read(program.target, memory, found["time"]) if "time" in found else None
 
 
-def _followed(target: str, directory: pathlib.Path) -> dict[str, Any]:
+def _followed(program: Program, directory: pathlib.Path) -> dict[str, Any]:
     """The timeline of what the compiler wrote, as plain values."""
-    written = directory / TEXT
+    target, written = program.target, directory / TEXT
     estimated = written.exists()
     text = written if estimated else next(directory.glob("*-TLP-hlo.txt"), None)
     sources = read_sources(directory)
@@ -163,7 +163,7 @@ def _followed(target: str, directory: pathlib.Path) -> dict[str, Any]:
     hlo = text.read_text()
     module, chip = parse_module(hlo), Target.parse_chip(target)
     schedules = _Schedules(sources, target, twins(hlo))
-    follower = Follower(module, chip, schedules.cycles, link_seconds(module, libtpu.devices_for(target)))
+    follower = Follower(module, chip, schedules.cycles, link_seconds(module, devices_in_order(program)))
     timeline = follower.follow()
     names = ", ".join(f"{name} ({count})" for name, count in schedules.unknown.items())
     uncertain = [f"branches and copies that depend on data: {names}"] if names else []

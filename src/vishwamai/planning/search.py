@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from vishwamai.core.errors import ConfigError
+from vishwamai.core.errors import ConfigError, VishwamaiError
 from vishwamai.core.numbers import divisors
-from vishwamai.planning.analytic import training_memory
+from vishwamai.models.parameters import split_units
+from vishwamai.planning.analytic import described, training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.controller import REMAT
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
 from vishwamai.planning.training import devices_of, trace_training
-from vishwamai.training.config import TrainConfig
-from vishwamai.training.mesh import row_parts, written
+from vishwamai.training.config import MeshSection, TrainConfig
+from vishwamai.training.mesh import KEPT_APART, row_parts, written
 
 MARGIN = 1.25
 """A candidate is pruned where the analytic estimate exceeds the limit by more; docs/planning.md has its errors."""
 
+FINALISTS = 3
+"""Meshes whose programs are compiled, of which the fastest one is chosen."""
+
+LISTED = 200
+"""Candidates that a plan lists, besides those of the Pareto front."""
+
+SHORTEST = 128
+"""Tokens of the shortest piece of a row that the search gives to a device; shorter ones leave lanes of a TPU idle."""
+
 NOT_TRIED = (
-    "compiled programs of all but the chosen one: their times are formulas",
-    "other sizes of mesh.expert, mesh.sequence and mesh.tensor; pipelines",
+    f"compiled programs of all but {FINALISTS} meshes: their times are formulas",
+    f"mesh.sequence that cuts rows into pieces of fewer than {SHORTEST} tokens; pipelines",
     "other batch sizes, sequence lengths, optimizers and precisions",
     "remat: offload, and lists of activations",
 )
@@ -41,6 +52,7 @@ class Candidate:
       analytic, probe, verified: bytes of one device; None where that level was not asked.
       limit: bytes that the compiler lets one device use.
       formula: seconds of a step by formulas. time: by the compiled program; None where it was not made.
+      declined: why the compiler does not take its program; "" where it does, or was not asked.
     """
 
     config: TrainConfig
@@ -51,6 +63,7 @@ class Candidate:
     verified: Estimate | None = None
     formula: Estimate | None = None
     time: StepTime | None = None
+    declined: str = ""
 
     @property
     def best(self) -> Estimate:
@@ -60,7 +73,7 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Whether one device holds the step, by the strongest level."""
-        return self.best.value <= self.limit
+        return not self.declined and self.best.value <= self.limit
 
     @property
     def step(self) -> Estimate | None:
@@ -85,8 +98,10 @@ class Plan:
     """What was found for one target.
 
     Attributes:
-      candidates: in the order of preference. chosen: the first of them that fits, None where none does.
-      pruned: how many were too large by formulas alone. unprobed: how many come after the chosen one.
+      candidates: the chosen one, the others that were tried, then the rest in the order of preference: at most
+        `LISTED`, and the Pareto front. chosen: None where none fits.
+      pruned: how many were too large by formulas alone. unprobed: how many more the compiler was not asked about.
+      count: how many there were.
     """
 
     target: str
@@ -95,6 +110,7 @@ class Plan:
     chosen: Candidate | None
     pruned: int
     unprobed: int
+    count: int
 
 
 def front(found: Sequence[Candidate]) -> set[int]:
@@ -110,39 +126,82 @@ def front(found: Sequence[Candidate]) -> set[int]:
     [0, 1]
     """
     points = {i: (c.analytic.value, c.formula.value) for i, c in enumerate(found) if c.fits and c.formula is not None}
-    return {
-        i
-        for i, mine in points.items()
-        if not any(its != mine and its[0] <= mine[0] and its[1] <= mine[1] for its in points.values())
-    }
+    best: set[int] = set()
+    last = (-1.0, math.inf)
+    for i, point in sorted(points.items(), key=lambda item: item[1]):
+        if point[1] < last[1] or point == last:
+            best.add(i)
+            last = point
+    return best
+
+
+def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
+    """Every mesh of all devices of a target that the model and the batch allow, those that split the model least first.
+
+    Sizes of `expert`, `sequence` and `tensor` above 1 stay as the configuration has them.
+
+    Raises:
+      ConfigError: the configuration's sizes do not divide the devices, or no mesh divides the batch.
+
+    >>> [written(mesh) for mesh in meshes(TrainConfig(batch_size=4), "v5e:2x2")][:3]
+    ['mesh.data=4', 'mesh.data=2 times mesh.fsdp=2', 'mesh.fsdp=4']
+    """
+    devices, fixed = devices_of(target), dataclasses.replace(config.mesh, data=1, fsdp=1)
+    if devices % math.prod(vars(fixed).values()):
+        raise ConfigError(f"config: {written(fixed)} does not divide the {devices} devices of {target}.")
+    sizes = _sizes(config, devices)
+    found = []
+    for expert, sequence, tensor in itertools.product(sizes["expert"], sizes["sequence"], sizes["tensor"]):
+        others, odd = divmod(devices, expert * sequence * tensor)
+        if odd or config.batch_size % (others * expert):
+            continue
+        for fsdp in divisors(others):
+            found.append(MeshSection(others // fsdp, fsdp, expert, sequence, tensor))
+    if not found:
+        least = row_parts(fixed) * devices // math.prod(vars(fixed).values())
+        raise ConfigError(
+            f"config: batch_size={config.batch_size} is not a multiple of the {least} devices of {target} that split "
+            "it, and no mesh.sequence or mesh.tensor that the model allows leaves fewer."
+        )
+    return sorted(found, key=lambda mesh: (mesh.expert * mesh.sequence * mesh.tensor, mesh.fsdp))
+
+
+def _sizes(config: TrainConfig, devices: int) -> dict[str, list[int]]:
+    """The sizes of the axes that split the model, or rows, which divide what they split."""
+    model, length = described(config), config.data.sequence_length
+    allowed = dict.fromkeys(("expert", "sequence", "tensor"), 1)
+    units = split_units(model)
+    for axis, split in KEPT_APART.items():
+        allowed[axis] = math.gcd(*(units[name][1] for name in split if name in units)) or 1
+    if model.experts is not None and config.precision == "fp8":
+        allowed["expert"] = 1  # experts that multiply in 8 bits have no axis of their own
+    if config.objective != "dpo" and length % (2 * SHORTEST) == 0:  # zig-zag order cuts a device's part in two
+        allowed["sequence"] = length // (2 * SHORTEST)
+    if config.lora.rank:
+        allowed = dict.fromkeys(allowed, 1)
+    found = {axis: divisors(math.gcd(most, devices)) for axis, most in allowed.items()}
+    return {axis: sizes if vars(config.mesh)[axis] == 1 else [vars(config.mesh)[axis]] for axis, sizes in found.items()}
 
 
 def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
-    """Every split into data and fsdp, policy and number of microbatches with the same global batch, the preferred
-    ones first. The other axes of the mesh stay as they are.
+    """Every mesh, policy and number of microbatches with the same global batch, the preferred ones first.
 
-    The fewest microbatches come first, then what recomputes least, then the mesh that gathers least.
+    The fewest microbatches come first, then what recomputes least, then the mesh that splits and gathers least.
+
+    Raises: as `meshes`.
 
     >>> found = list(candidates(TrainConfig(batch_size=8), "v5e:2x2"))
-    >>> len(found), found[0].mesh.data, found[0].remat, found[0].microbatches
-    (24, 4, 'none', 1)
+    >>> found[0].mesh.data, found[0].remat, found[0].microbatches
+    (4, 'none', 1)
     """
-    devices, fixed = devices_of(target), dataclasses.replace(config.mesh, data=1, fsdp=1)
-    others, odd = divmod(devices, math.prod(vars(fixed).values()))
-    if odd or not others:
-        raise ConfigError(f"config: {written(fixed)} does not divide the {devices} devices of {target}.")
-    parts = others * row_parts(fixed)
-    if config.batch_size % parts:
-        raise ConfigError(
-            f"config: batch_size={config.batch_size} is not a multiple of the {parts} devices of {target} that split "
-            "it."
-        )
-    rows, pinned = config.batch_size // parts, config.optimization.gradient_checkpointing is not None
-    for microbatches in divisors(rows):
+    found = meshes(config, target)
+    rows = {mesh: config.batch_size // row_parts(mesh) for mesh in found}
+    pinned = config.optimization.gradient_checkpointing is not None
+    for microbatches in divisors(config.batch_size):
         for remat in (config.remat,) if pinned else REMAT:
-            for fsdp in divisors(others):
-                mesh = dataclasses.replace(config.mesh, data=others // fsdp, fsdp=fsdp)
-                yield dataclasses.replace(config, mesh=mesh, remat=remat, microbatches=microbatches)
+            for mesh in found:
+                if rows[mesh] % microbatches == 0:
+                    yield dataclasses.replace(config, mesh=mesh, remat=remat, microbatches=microbatches)
 
 
 def plan_training(
@@ -160,7 +219,8 @@ def plan_training(
     Args:
       config: the step; without `search`, as it is. target: a chip or slice.
       search: try every candidate.
-      verify: compile the chosen one, which takes as long as that takes.
+      verify: compile the chosen one, which takes as long as that takes. With `search` and `time` those are the fastest
+        of `FINALISTS` meshes by formulas, of which the fastest is chosen.
       time: estimate its time from the compiled program, too; candidates are then tried in the order of their times by
         formulas.
       compiler: the process to ask; None starts one.
@@ -179,29 +239,68 @@ def plan_training(
     if search and time:
         estimated.sort(key=lambda candidate: candidate.formula.value if candidate.formula else 0.0)
     kept = [c for c in estimated if not search or c.analytic.value <= MARGIN * c.limit]
-    limit = estimated[0].limit
     asked = compiler or Compiler()
-    tried: list[Candidate] = []
-    chosen = None
     try:
-        for candidate in kept:
-            report(f"{target}: probing {candidate.name} ({candidate.analytic})")
-            program = trace_training(candidate.config, target)
-            candidate = dataclasses.replace(candidate, probe=asked.probe(program).total)
-            if candidate.fits and verify:
-                report(f"{target}: compiling {candidate.name} ({candidate.probe})")
-                if time:
-                    memory, timed = time_program(asked, program)
-                    candidate = dataclasses.replace(candidate, verified=memory.total, time=timed)
-                else:
-                    candidate = dataclasses.replace(candidate, verified=asked.verify(program).total)
-            tried.append(candidate)
-            if candidate.fits:
-                chosen = candidate
-                break
+        tried = _tried(kept, asked, FINALISTS if search and verify and time else 1, verify, time, search, report)
     finally:
         if compiler is None:
             asked.__exit__()
-    rest = [c for c in estimated if c not in kept]
-    shown = (*tried, *kept[len(tried) :], *rest)
-    return Plan(target, limit, shown, chosen, len(rest), len(kept) - len(tried))
+    # Those that fit first, the fastest of them first.
+    order = [*tried]
+    order.sort(key=lambda i: (not tried[i].fits, tried[i].time is None, tried[i].step.value if tried[i].time else 0.0))
+    chosen = tried[order[0]] if order and tried[order[0]].fits else None
+    rest = [c for i, c in enumerate(kept) if i not in tried] + [c for c in estimated if c not in kept]
+    shown = [*(tried[i] for i in order), *rest]
+    best = front(shown)
+    listed = tuple(c for i, c in enumerate(shown) if i < LISTED or i in best)
+    limit, pruned = estimated[0].limit, len(estimated) - len(kept)
+    return Plan(target, limit, listed, chosen, pruned, len(kept) - len(tried), len(estimated))
+
+
+def _tried(
+    kept: Sequence[Candidate], asked: Compiler, finalists: int, verify: bool, time: bool, search: bool, report: Report
+) -> dict[int, Candidate]:
+    """What the compiler says of candidates, by their places, until enough of them with different meshes fit."""
+    tried: dict[int, Candidate] = {}
+    too_large: dict[tuple[int, ...], float] = {}
+    done: set[MeshSection] = set()
+    fastest = math.inf
+    for place, candidate in enumerate(kept):
+        mesh, formula = candidate.config.mesh, candidate.formula
+        if formula is not None and formula.value >= fastest:
+            break  # docs/planning.md: formulas are below the compiled programs' times, and one has reached this
+        axes = mesh.expert, mesh.sequence, mesh.tensor
+        if mesh in done or candidate.analytic.value >= too_large.get(axes, math.inf):
+            continue
+        try:
+            candidate = _asked(candidate, asked, verify, time, report)
+        except VishwamaiError as error:
+            if not search:
+                raise
+            candidate = dataclasses.replace(candidate, declined=str(error).splitlines()[0][:200])
+        tried[place] = candidate
+        if candidate.declined:
+            done.add(mesh)
+        elif not candidate.fits:
+            too_large[axes] = candidate.analytic.value
+        else:
+            done.add(mesh)
+            fastest = min(fastest, math.inf if candidate.time is None else candidate.time.step.value)
+            finalists -= 1
+            if not finalists:
+                break
+    return tried
+
+
+def _asked(candidate: Candidate, asked: Compiler, verify: bool, time: bool, report: Report) -> Candidate:
+    """The candidate with its probe; where it fits, with its compiled program's figures."""
+    report(f"{candidate.target}: probing {candidate.name} ({candidate.analytic})")
+    program = trace_training(candidate.config, candidate.target)
+    candidate = dataclasses.replace(candidate, probe=asked.probe(program).total)
+    if not (candidate.fits and verify):
+        return candidate
+    report(f"{candidate.target}: compiling {candidate.name} ({candidate.probe})")
+    if not time:
+        return dataclasses.replace(candidate, verified=asked.verify(program).total)
+    memory, timed = time_program(asked, program)
+    return dataclasses.replace(candidate, verified=memory.total, time=timed)

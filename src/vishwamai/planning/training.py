@@ -118,19 +118,16 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
     return config
 
 
-def training_step(config: TrainConfig, of_one_device: bool = False) -> TrainingStep:
+def training_step(config: TrainConfig, model: ModelConfig | None = None) -> TrainingStep:
     """The step's shapes; no array is made.
 
     Args:
-      config: the configuration.
-      of_one_device: the model is what one device of `mesh.tensor` computes: a share of heads, features and vocab.
+      config: the configuration. model: in place of the one that it describes.
 
     Raises:
       ConfigError, UnsupportedError, ShapeError: the configuration describes no model that trains.
     """
-    described = model_config(config)
-    if of_one_device:
-        described = share_of(described, config.mesh.tensor)
+    described = model_config(config) if model is None else model
     dtype, param_dtype = jnp.dtype(config.model.compute_dtype), jnp.dtype(config.model.param_dtype)
     # Layers are stacked, as they are on a TPU.
     make = functools.partial(Decoder, described, dtype=dtype, param_dtype=param_dtype, stacked=True)

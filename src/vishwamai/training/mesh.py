@@ -26,6 +26,7 @@ from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.parameters import LOGICAL_NAMES, split_units
 from vishwamai.parallel import LogicalRules, to_zigzag
+from vishwamai.parallel.mesh import laid_out
 from vishwamai.parallel.rules import Names
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import SCALES
@@ -234,7 +235,8 @@ def make_layout(
       params: the parameters or their shapes.
       names: logical names of the axes of each parameter without that of stacked layers, by the last name of its path.
       batch_size: rows of a step. microbatches: into which a step is cut.
-      devices: which there are; None for those of JAX.
+      devices: which there are; None for those of JAX. All devices of a TPU slice are laid on its links, as
+        `parallel.make_mesh` lays them.
       model: which the parameters are of; where "expert", "sequence" and "tensor" are 1, it is not read.
 
     Raises:
@@ -256,7 +258,7 @@ def make_layout(
         if sizes[axis] > 1 and model is not None:
             check_units(axis, sizes[axis], model)
             apart[axis] = _apart(axis, split, names)
-    mesh = Mesh(np.array(devices[:count]).reshape([sizes[axis] for axis in ALL]), ALL)
+    mesh = Mesh(_placed(tuple(sizes[axis] for axis in ALL), devices[:count], count == len(devices)), ALL)
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         shapes.setdefault(_last(path), []).append(leaf.shape)
@@ -267,6 +269,17 @@ def make_layout(
     }
     zigzag = section.sequence > 1 and model is not None and sequence_placement(model) == "zigzag"
     return Layout(mesh, {name: axis for name, axis in found.items() if axis is not None}, apart, zigzag)
+
+
+def _placed(shape: tuple[int, ...], devices: Sequence[Any], all_of_them: bool) -> np.ndarray:
+    """The devices in the shape of a mesh; those of a whole TPU slice so that the busiest axes have links of their own.
+
+    Several slices, whose first axis need not go over them, and a part of a slice keep JAX's order.
+    """
+    one_slice = len({getattr(device, "slice_index", 0) for device in devices}) == 1
+    if all_of_them and one_slice and hasattr(devices[0], "coords"):
+        return laid_out(shape, list(devices))
+    return np.array(devices, dtype=object).reshape(shape)
 
 
 def written(section: MeshSection) -> str:

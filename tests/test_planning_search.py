@@ -1,0 +1,188 @@
+"""The search of a training step's plan, and the command that prints it."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from plans import GIB, LLAMA, training
+from vishwamai import planning
+from vishwamai.cli import main
+from vishwamai.cli.plan_training import table
+from vishwamai.core.errors import ConfigError, KernelError
+from vishwamai.planning import search
+from vishwamai.planning.controller import REMAT
+from vishwamai.planning.program_time import Row
+from vishwamai.planning.search import FINALISTS, candidates, meshes, plan_training
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path))
+
+
+def test_candidates_keep_the_global_batch():
+    found = list(candidates(training(batch_size=16), "v5e:2x4"))
+    whole = [c for c in found if c.mesh.tensor == 1]
+    assert len(whole) == 4 * len(REMAT) * 2 and len({(c.mesh, c.remat, c.microbatches) for c in found}) == len(found)
+    # Rows of 128 tokens are not cut, and two kv heads go on two devices at most.
+    assert len(found) - len(whole) == 3 * len(REMAT) * 3 and {c.mesh.tensor for c in found} == {1, 2}
+    assert all(c.batch_size == 16 and math.prod(vars(c.mesh).values()) == 8 for c in found)
+    split = list(candidates(training(batch_size=12), "v5e:2x4"))
+    assert {c.mesh.tensor for c in split} == {2}  # four parts divide the batch, eight do not
+    with pytest.raises(ConfigError, match=r"not a multiple of the 8 devices .* no mesh\.sequence or mesh\.tensor"):
+        list(candidates(training(batch_size=6), "v5e:2x4"))
+
+
+def test_meshes_are_legal_for_the_model():
+    def sizes(target="v5e:4x4", length=1024, model=None, **keys):
+        config = training(batch_size=16, **keys)
+        data = dataclasses.replace(config.data, sequence_length=length)
+        described = dataclasses.replace(config.model, config=LLAMA | {"max_position_embeddings": 4096} | (model or {}))
+        found = meshes(dataclasses.replace(config, data=data, model=described), target)
+        assert all(math.prod(vars(mesh).values()) == 16 for mesh in found) and len(set(found)) == len(found)
+        return {axis: sorted({getattr(mesh, axis) for mesh in found}) for axis in ("expert", "sequence", "tensor")}
+
+    assert sizes() == {"expert": [1], "sequence": [1, 2, 4], "tensor": [1, 2]}
+    assert sizes(length=1000)["sequence"] == [1]
+    assert sizes(mesh={"sequence": 8}) == {"expert": [1], "sequence": [8], "tensor": [1, 2]}
+    assert sizes(objective="dpo")["sequence"] == [1]
+    mixture = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert sizes(model=mixture)["expert"] == [1, 2, 4, 8]
+    assert sizes(model=mixture, precision="fp8")["expert"] == [1]
+
+
+def fake_trace(config, target):
+    name = f"{config.mesh.fsdp}x{config.mesh.tensor} {config.remat} {config.microbatches}"
+    return planning.Program(name, target, b"", (), name)
+
+
+def test_a_search_probes_in_order_and_verifies_what_fits(monkeypatch):
+    monkeypatch.setattr(search, "trace_training", fake_trace)
+    asked = []
+
+    def answer(self, program, hbm_mib, *_):
+        asked.append((program.name, hbm_mib))
+        if program.name.endswith("none 1"):  # formulas say that it fits, the compiler does not
+            return {"needed": 20 * GIB, "allocations": []}
+        if hbm_mib is not None:
+            return {"needed": GIB, "allocations": []}
+        names = ("arguments", "outputs", "temporaries", "code", "aliased")
+        return {"memory": dict.fromkeys(names, GIB)}
+
+    monkeypatch.setattr(planning.Compiler, "_answer", answer)
+    said = []
+    plan = plan_training(training(), "v5e:2x2", search=True, time=False, report=said.append)
+    # Formulas say that dots on fsdp=1 and 2 needs more than none on fsdp=4, which did not fit.
+    none = [(f"{mesh} none 1", 1) for mesh in ("1x1", "2x1", "4x1", "1x2", "2x2")]
+    assert asked == [*none, ("4x1 dots 1", 1), ("4x1 dots 1", None)]
+    assert plan.chosen is not None and plan.chosen.config.remat == "dots" and plan.chosen.verified is not None
+    assert plan.chosen.verified.value == 3 * GIB and plan.chosen.best.level == "verified"
+    assert plan.pruned == 0 and len(plan.candidates) == plan.count == 48 and plan.unprobed == 48 - 6
+    assert said[0].startswith("v5e:2x2: 48 candidates") and len(said) == 8
+
+
+def test_a_search_compiles_the_best_meshes_and_takes_the_fastest(monkeypatch, tmp_path):
+    monkeypatch.setattr(search, "trace_training", fake_trace)
+    timed = []
+
+    def time_program(compiler, program):
+        timed.append(program.name)
+        memory = planning.ProgramMemory(program.target, planning.Estimate(3 * GIB, "verified"), 15 * GIB)
+        seconds = planning.Estimate(0.5 - 0.1 * len(timed), "verified", "s")
+        return memory, planning.StepTime(program.target, seconds, {}, {}, (), memory)
+
+    def answer(self, program, *_):
+        if program.name in declined:
+            return {"rejected": "no layout for it", "kind": "compiler"}
+        return {"needed": 3 * GIB, "allocations": []}
+
+    monkeypatch.setattr(search, "time_program", time_program)
+    monkeypatch.setattr(planning.Compiler, "_answer", answer)
+    declined: list[str] = []
+    plan = plan_training(training(), "v5e:2x2", search=True)
+    tried = [one for one in plan.candidates if one.time is not None]
+    assert len(timed) == len(tried) == FINALISTS and len({one.config.mesh for one in tried}) == FINALISTS
+    assert plan.chosen is tried[0] and plan.chosen.step.value == pytest.approx(0.5 - 0.1 * FINALISTS)
+    assert plan.chosen.formula.value >= tried[1].formula.value  # formulas had it last
+
+    declined, first = [timed[0]], timed[0]
+    timed.clear()
+    monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path / "declined"))
+    plan = plan_training(training(), "v5e:2x2", search=True)
+    (one,) = (one for one in plan.candidates if one.declined)
+    assert "no layout for it" in one.declined and not one.fits and len(timed) == FINALISTS and first not in timed
+    assert any("no layout" in line for line in table(plan))
+    monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path / "fast"))
+    declined.clear()
+    # A program that is as fast as the next formula says ends the search.
+    monkeypatch.setattr(search, "time_program", lambda *_: timed_at(1e-6))
+    plan = plan_training(training(), "v5e:2x2", search=True)
+    assert sum(one.time is not None for one in plan.candidates) == 1
+    # The configuration itself is not searched: its error is the caller's.
+    declined.append("1x1 none 1")
+    monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path / "alone"))
+    with pytest.raises(KernelError, match="no layout for it"):
+        plan_training(training(mesh={"data": 4}), "v5e:2x2")
+
+
+def timed_at(seconds):
+    """A compiled program of 3 GiB that takes so long."""
+    memory = planning.ProgramMemory("v5e:2x2", planning.Estimate(3 * GIB, "verified"), 15 * GIB)
+    found = planning.Estimate(seconds, "verified", "s")
+    row = Row("kernels", "attention", seconds / 2, 4)
+    return memory, planning.StepTime("v5e:2x2", found, {"kernels": found}, {}, (row,), memory)
+
+
+@pytest.mark.long
+def test_a_search_tries_the_fastest_first_and_reports_the_front(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(search, "trace_training", fake_trace)
+    monkeypatch.setattr(search, "time_program", lambda *_: timed_at(0.5))
+    monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": 3 * GIB, "allocations": []})
+    monkeypatch.setattr(search, "REMAT", ("none", "full"))
+    path, page = tmp_path / "run.yaml", tmp_path / "plan.html"
+    path.write_text(json.dumps({"model": {"config": LLAMA}, "data": {"sequence_length": 128}, "batch_size": 8}))
+    command = ["plan", str(path), "--target", "v5e:2x2", "--search", "--price", "1.2", "--report", str(page)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for text in (
+        "step 500 ms (verified)",
+        "512 tokens/s a chip",
+        "its peak of",
+        "USD per million tokens",
+        "attention",
+    ):
+        assert text in out, text
+    written = page.read_text()
+    assert (
+        written.count("<title>data=") == 24 + 1
+        and "tensor=2" in written
+        and "USD per million tokens" in written
+        and "http" not in written
+    )
+    assert main([*command, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    tried, rest = found["candidates"][:FINALISTS], found["candidates"][FINALISTS:]
+    assert {one["step_level"] for one in tried} == {"verified"} and found["count"] == 24
+    times = [candidate["step_seconds"] for candidate in rest]
+    assert times == sorted(times) and found["chosen"] == found["candidates"][0]
+    assert found["chosen"]["step_seconds"] == 0.5 and found["chosen"]["step_level"] == "verified"
+    assert any(candidate["on_front"] for candidate in found["candidates"])
+
+
+def test_the_command_plans_a_training_step(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(search, "trace_training", fake_trace)
+    monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": 3 * GIB, "allocations": []})
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"model": {"config": LLAMA}, "data": {"sequence_length": 128}, "batch_size": 8}))
+    assert main(["plan", str(path), "mesh.fsdp=4", "--target", "v5e:2x2", "--no-verify", "--json"]) == 0
+    out, said = capsys.readouterr()
+    (plan,) = json.loads(out)["plans"]
+    assert plan["chosen"]["probe_bytes"] == 3 * GIB and plan["chosen"]["mesh"]["fsdp"] == 4
+    assert "probing" in said and json.loads(out)["not_tried"]
+
+    assert main(["plan", str(path), "mesh.fsdp=4", "--target", "v5e:2x2", "--no-verify"]) == 0
+    out = capsys.readouterr().out
+    assert "chosen: data=1 fsdp=4" in out and max(map(len, out.splitlines())) <= 80
