@@ -52,6 +52,7 @@ PROGRAM = """HloModule jit_call, is_scheduled=true
 FileNames
 1 "/home/me/model.py"
 2 "/site-packages/jax/numpy.py"
+3 "/site-packages/vishwamai/aot/schedule/job.py"
 
 FunctionNames
 1 "block"
@@ -59,10 +60,13 @@ FunctionNames
 FileLocations
 1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=1 end_column=9}
 2 {file_name_id=2 function_name_id=1 line=99 end_line=99 column=1 end_column=9}
+3 {file_name_id=3 function_name_id=1 line=90 end_line=90 column=1 end_column=9}
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
 2 {file_location_id=2 parent_frame_id=1}
+3 {file_location_id=3 parent_frame_id=3}
+4 {file_location_id=2 parent_frame_id=3}
 
 %body (p: (bf16[4,16,32])) -> (bf16[4,16,32]) {
   %gate.6 = bf16[16,32]{1,0} custom-call(), custom_call_target="tpu", \
@@ -110,6 +114,13 @@ def test_the_peak_is_read_from_the_texts_of_the_compiler(tmp_path):
     assert found.by_use["gaps"] == 12_000 - 9216 and sum(found.by_use.values()) == 12_000
     assert "activations 4.0 KiB" in str(found) and "gated at model.py:12" in str(found)
     assert peak_memory(of_arguments("f"), 12_000, read_dump(tmp_path)).by_use["arguments"] == 2048
+
+
+def test_a_function_of_a_library_has_no_line(tmp_path):
+    """Its innermost line outside of JAX is that of the file which traces it, which says nothing."""
+    write_dump(tmp_path, **{"": PROGRAM.replace("stack_frame_id=2", "stack_frame_id=4")})
+    gated = peak_memory(of_arguments(), 12_000, read_dump(tmp_path)).arrays[0]
+    assert (gated.source, gated.where) == ("gated", "") and str(gated).endswith("gated")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ OPTIONS = {"xla_dump_hlo_as_text": True}
 _SUFFIXES = ("live-range.txt", "buffer-assignment.txt", "")
 _VALUE = re.compile(r"^ value: <\d+ (.+?) @\d+> \(size=(\d+),offset=(\d+)\): (\S+)", re.M)
 _ALLOCATION = re.compile(r"^allocation (\d+): size \d+,(?: color (\d+),)?.*$", re.M)
-_FRAMEWORK = ("/jax/", "/jaxlib/", "/flax/", "/optax/", "/vishwamai/core/", "/vishwamai/ops/")
+_OURS = ("core", "ops", "aot", "planning")  # what traces and compiles a function of the caller's, or of a library
+_FRAMEWORK = ("/jax/", "/jaxlib/", "/flax/", "/optax/", *(f"/vishwamai/{package}/" for package in _OURS))
 
 
 @dataclasses.dataclass(frozen=True)
