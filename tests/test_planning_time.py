@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from vishwamai.parallel.links import AxisLinks, axis_links, estimate_collective
 
 from vishwamai import aot, planning
 from vishwamai.aot.compile import libtpu
@@ -17,7 +18,6 @@ from vishwamai.core.errors import DeviceError, UnsupportedError
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.numbers import divisors
 from vishwamai.models import ModelConfig
-from vishwamai.parallel.links import AxisLinks, axis_links, estimate_collective
 from vishwamai.planning import program_time
 from vishwamai.planning.analytic import CLASSES, Breakdown
 from vishwamai.planning.collectives import group_of, link_seconds

@@ -8,11 +8,11 @@ import yaml
 
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError
+from vishwamai.training.checks import check
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, nearest, read_config, to_dict
 from vishwamai.training.records import Record
 from vishwamai.training.report import write_report
-from vishwamai.training.run import check
 
 
 def test_what_is_printed_reads_back_and_has_every_key_with_its_doc():

@@ -81,11 +81,13 @@ class Device:
 @pytest.mark.parametrize(
     ("shape", "processes", "reader"),
     [
-        ((2, 2, 1, 1, 1), (0, 0, 1, 1), (0, 2)),
-        ((2, 1, 1, 1, 2), (0, 0, 1, 1), (0, 2)),
-        ((1, 1, 1, 2, 2), (0, 0, 1, 1), (0, 1)),  # each process has a part of every row
-        ((2, 1, 1, 1, 4), (0, 0, 1, 1, 2, 2, 3, 3), (0, 2)),  # two processes share a row
-        ((2, 1, 1, 1, 3), (0, 0, 1, 1, 2, 2), (0, 1)),  # process 1 has parts of both
+        ((1, 2, 2, 1, 1, 1), (0, 0, 1, 1), (0, 2)),
+        ((1, 2, 1, 1, 1, 2), (0, 0, 1, 1), (0, 2)),
+        ((1, 1, 1, 1, 2, 2), (0, 0, 1, 1), (0, 1)),  # each process has a part of every row
+        ((1, 2, 1, 1, 1, 4), (0, 0, 1, 1, 2, 2, 3, 3), (0, 2)),  # two processes share a row
+        ((1, 2, 1, 1, 1, 3), (0, 0, 1, 1, 2, 2), (0, 1)),  # process 1 has parts of both
+        ((2, 2, 1, 1, 1, 1), (0, 0, 1, 1), (0, 1)),  # each process is a stage, which has all rows
+        ((2, 2, 1, 1, 1, 1), (0, 1, 0, 1), (0, 2)),  # each process has both stages of its rows
     ],
 )
 def test_processes_read_the_rows_that_their_devices_have(shape, processes, reader):

@@ -200,21 +200,25 @@ class Decoder(nnx.Module):
         wrap: Callable[..., Any],
         axes: Axes = ONE_DEVICE,
     ) -> tuple[Any, Any, tuple[Load | None, ...]]:
-        x = _rows(self.embed.get_value(), tokens, self.dtype, axes)
-        if self.config.scale_embeddings:
-            x = x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
+        x = embedded(self.config, self.embed.get_value(), tokens, self.dtype, axes)
         carry, found, at = (x, jnp.zeros_like(x)), [], 0
         loads: list[Load | None] = []
         for segment in segments(self.config, self.stacked):
             end = at + len(segment.kinds)
             group = [one.arrays() for one in self.layers[at:end]]
             pools = None if pages is None else tuple(pages[at:end])
-            carry, pools, load = _run_segment(self.config, segment, group, carry, rotate, attend, pools, wrap, axes)
+            carry, pools, load = run_segment(self.config, segment, group, carry, rotate, attend, pools, wrap, axes)
             found += pools or ()
             loads += load
             at = end
         hidden, _ = norm(self.config, carry[1], self.norm.get_value(), residual=carry[0])
         return hidden, tuple(found), tuple(loads)
+
+
+def embedded(config: ModelConfig, table: Any, tokens: Any, dtype: Any, axes: Axes = ONE_DEVICE) -> Any:
+    """The input of the first layer, `[batch, seq, hidden]`, from the embedding table and tokens `[batch, seq]`."""
+    x = _rows(table, tokens, dtype, axes)
+    return x * jnp.asarray(config.hidden_size**0.5, dtype) if config.scale_embeddings else x
 
 
 def _rows(table: Any, tokens: Any, dtype: Any, axes: Axes) -> Any:
@@ -232,7 +236,7 @@ def _rows(table: Any, tokens: Any, dtype: Any, axes: Axes) -> Any:
     return table.at[tokens].get(out_sharding=jax.sharding.PartitionSpec(*spec)).astype(dtype)
 
 
-def _run_segment(
+def run_segment(
     config: ModelConfig,
     segment: Segment,
     group: list[dict[str, Any]],
@@ -245,6 +249,20 @@ def _run_segment(
 ) -> tuple[Any, tuple[Any, ...] | None, tuple[Load | None, ...]]:
     """The layers of one segment: in turn, or by a scan over its periods, with the pools in the scan's carry, so that
     they are written in place.
+
+    Args:
+      config: what the model computes.
+      segment: its layers.
+      group: for each of its kinds the parameters by name, with a leading axis where the segment repeats.
+      carry: (stream, delta), as `blocks.layer`.
+      rotate: the rotation of queries and keys.
+      attend: how tokens see one another, by where the layer's pages start.
+      pools: of pages, for each of its kinds; None without pages.
+      wrap: is applied to the function of one period.
+      axes: as `Decoder.__call__`.
+
+    Returns:
+      The next carry, the pools, and the load of the experts of each kind.
     """
 
     def period(carry: Any, pools: Any, group: Any, index: Any) -> tuple[Any, Any, Any]:

@@ -16,7 +16,7 @@ from vishwamai.planning.controller import REMAT
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
-from vishwamai.planning.training import devices_of, trace_training
+from vishwamai.planning.training import check_no_pipeline, devices_of, trace_training
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.mesh import KEPT_APART, row_parts, written
 
@@ -156,7 +156,8 @@ def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
         if odd or config.batch_size % (others * expert):
             continue
         for fsdp in divisors(others):
-            found.append(MeshSection(others // fsdp, fsdp, expert, sequence, tensor))
+            sizes_of = {"expert": expert, "sequence": sequence, "tensor": tensor}
+            found.append(MeshSection(data=others // fsdp, fsdp=fsdp, **sizes_of))
     if not found:
         least = row_parts(fixed) * devices // math.prod(vars(fixed).values())
         raise ConfigError(
@@ -194,6 +195,7 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
     >>> found[0].mesh.data, found[0].remat, found[0].microbatches
     (4, 'none', 1)
     """
+    check_no_pipeline(config)
     found = meshes(config, target)
     rows = {mesh: config.batch_size // row_parts(mesh) for mesh in found}
     pinned = config.optimization.gradient_checkpointing is not None

@@ -96,8 +96,9 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
 
     Raises:
       ConfigError: the mesh has more devices than the target, or does not divide the batch.
-      UnsupportedError: it trains adapters, or with 8-bit products.
+      UnsupportedError: it trains adapters, with 8-bit products, or by a pipeline.
     """
+    check_no_pipeline(config)
     devices = devices_of(target)
     config = over_all_devices(config, devices)
     asked = math.prod(dataclasses.astuple(config.mesh))
@@ -116,6 +117,15 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
             "plan: precision=fp8 trains all parameters; with lora.rank, quantize the frozen ones by lora.quantize=fp8."
         )
     return config
+
+
+def check_no_pipeline(config: TrainConfig) -> None:
+    """Raises UnsupportedError where a configuration has stages."""
+    if config.mesh.pipeline > 1:
+        raise UnsupportedError(
+            f"plan: mesh.pipeline={config.mesh.pipeline} is not planned so far; set mesh.pipeline=1, and see what a "
+            "schedule costs by vishwamai.parallel.simulate."
+        )
 
 
 def training_step(config: TrainConfig, model: ModelConfig | None = None) -> TrainingStep:

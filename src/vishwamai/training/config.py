@@ -177,7 +177,16 @@ class DpoSection(_Section):
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineSection(_Section):
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"] = key(
+        "in which order stages compute the microbatches (docs/parallel.md, Pipelines)", "1f1b"
+    )
+    chunks: Positive = key("parts of the model on each stage, with interleaved_1f1b", 2)
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshSection(_Section):
+    pipeline: Positive = key("stages over which the layers are split; microbatches go from stage to stage", 1)
     data: Positive = key("devices over which the batch is split", 1)
     fsdp: Positive = key("devices over which batch, parameters and optimizer state are split", 1)
     expert: Positive = key("devices over which batch and experts are split; tokens travel to their experts", 1)
@@ -208,6 +217,7 @@ class TrainConfig(_Section):
     evaluation: EvaluationSection = key("loss on held-out documents", factory=EvaluationSection)
     sample: SampleSection = key("a sample of the trained model", factory=SampleSection)
     mesh: MeshSection = key("devices", factory=MeshSection)
+    pipeline: PipelineSection = key("the schedule of the stages, with mesh.pipeline", factory=PipelineSection)
     log: LogSection = key("what is written during training", factory=LogSection)
     objective: Literal["next_token", "dpo"] = key(
         "next_token, or dpo: the answer of a pair that people preferred becomes likelier than the other", "next_token"

@@ -2,8 +2,9 @@
 
 The axis "fsdp" splits parameters. Each layer's are gathered where the layer runs, and the gradient of that gather adds
 up and splits the gradients: Rajbhandari et al., "ZeRO" (2020); Zhao et al., "PyTorch FSDP" (2023). "expert" and
-"tensor" split them too, by the logical names of their axes; these parts are not gathered (`models.axes`). The loss and
-its gradient run in one `shard_map`, so every operation sees the arrays of one device.
+"tensor" split them too, by the logical names of their axes; these parts are not gathered (`models.axes`). "pipeline"
+splits the layers (`stages.py`). The loss and its gradient run in one `shard_map`, so every operation sees the arrays of
+one device.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ ROWS = ("data", "fsdp", "expert")
 TOKENS = (*ROWS, "sequence")
 """Those that split its tokens."""
 
-ALL = (*TOKENS, "tensor")
+PIPELINE = "pipeline"
+"""The mesh axis that splits the stacked layers; each of its devices has the same rows."""
+
+ALL = (PIPELINE, *TOKENS, "tensor")
 """The mesh axes, the busiest last."""
 
 BATCH = PartitionSpec(ROWS, "sequence")
@@ -89,24 +93,43 @@ class Layout:
         """How many devices compute the loss of one token."""
         return 1 if self.mesh is None else self.mesh.shape["tensor"]
 
-    def specs(self, tree: Tree) -> Tree:
-        """A `PartitionSpec` for each leaf of a tree of parameters, or of what an optimizer keeps for them."""
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: self._spec(_last(path), leaf.shape), tree)
+    def specs(self, tree: Tree, placed: bool = True) -> Tree:
+        """A `PartitionSpec` for each leaf of a tree of parameters, or of what an optimizer keeps for them; without
+        `placed`, of a tree whose layers `Stages.place` has not placed.
+        """
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: self._spec(path, leaf.shape, placed), tree)
 
-    def _spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    def _spec(self, path: Any, shape: tuple[int, ...], placed: bool) -> PartitionSpec:
+        name = _last(path)
         spec: list[str | None] = [None] * len(shape)
+        if placed and self._staged(path) and shape and shape[0] % self.stages == 0:
+            spec[0] = PIPELINE
         for split, axes in (("fsdp", self.axes), *self.apart.items()):
             axis = axes.get(name)
             if self.mesh is None or axis is None or -axis > len(shape) or shape[axis] % self.mesh.shape[split]:
                 continue
-            spec[axis] = split
+            if spec[axis] is None:
+                spec[axis] = split
         return PartitionSpec(*spec) if any(spec) else PartitionSpec()
+
+    @property
+    def stages(self) -> int:
+        """Over how many devices the layers are split."""
+        return 1 if self.mesh is None else self.mesh.shape[PIPELINE]
+
+    def _staged(self, path: Any) -> bool:
+        """Whether a leaf belongs to layers that stages share out."""
+        return self.stages > 1 and jax.tree_util.DictKey("layers") in path
+
+    def shardings(self, tree: Tree, placed: bool = True) -> Tree:
+        """A sharding for each leaf, as `specs`; on one device None."""
+        if self.mesh is None:
+            return None
+        return jax.tree.map(functools.partial(NamedSharding, self.mesh), self.specs(tree, placed))
 
     def put(self, tree: Tree) -> Tree:
         """A tree of parameters or of an optimizer's state, laid out over the mesh. Every process passes the same."""
-        if self.mesh is None:
-            return tree
-        return jax.tree.map(_put, tree, jax.tree.map(functools.partial(NamedSharding, self.mesh), self.specs(tree)))
+        return tree if self.mesh is None else jax.tree.map(_put, tree, self.shardings(tree))
 
     def on_host(self, tree: Tree) -> Tree:
         """A tree that `put` laid out, whole: NumPy arrays on process 0 and None on the others, in which every process
@@ -125,7 +148,8 @@ class Layout:
         if self.mesh is None:
             return 0, 1
         rows: dict[int, set[int]] = {}
-        for row, devices in enumerate(self.mesh.devices.reshape(math.prod(self.mesh.shape[a] for a in ROWS), -1)):
+        grid = np.moveaxis(self.mesh.devices, ALL.index(PIPELINE), -1)
+        for row, devices in enumerate(grid.reshape(math.prod(self.mesh.shape[a] for a in ROWS), -1)):
             for device in devices:
                 rows.setdefault(device.process_index, set()).add(row)
         parts = sorted({tuple(sorted(mine)) for mine in rows.values()})
@@ -183,6 +207,7 @@ class Layout:
                     return jax.lax.pmax(g, ALL)
                 # The gradient of a gather has been added up over "fsdp" already, and what is apart has no copies.
                 done = {split for split, axes in (("fsdp", self.axes), *self.apart.items()) if _last(path) in axes}
+                done |= {PIPELINE} if self._staged(path) else set()
                 return jax.lax.psum(g, tuple(axis for axis in ALL if axis not in done))
 
             return jax.tree_util.tree_map_with_path(total, found), jax.lax.psum(sums, TOKENS)

@@ -45,6 +45,11 @@ class ModelParts:
         """The number of each parameter's axes, as `axes`."""
         return {name: len(names) for name, names in self.axes.items()}
 
+    @property
+    def stacked(self) -> bool:
+        """Whether layers that repeat are stacked."""
+        return self.merge(self.params).stacked
+
     def merge(self, params: Tree) -> Decoder:
         """The module with these parameters."""
         return nnx.merge(self.graph, params, self.rest)

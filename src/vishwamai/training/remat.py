@@ -120,6 +120,11 @@ def checkpointed(model: Decoder, kept: Any, gather: Callable[[Any], Any] | None 
     """
     if kept is None and gather is None:
         return model.with_load
+    return functools.partial(model.with_load, wrap_layer=layer_wrapper(kept, gather))
+
+
+def layer_wrapper(kept: Any, gather: Callable[[Any], Any] | None) -> Callable[..., Any]:
+    """What `Decoder.__call__` takes as `wrap_layer`; the arguments are those of `checkpointed`."""
 
     def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
         def gathered(carry: Any, pages: Any, group: Any, index: Any) -> Any:
@@ -127,7 +132,7 @@ def checkpointed(model: Decoder, kept: Any, gather: Callable[[Any], Any] | None 
 
         return gathered if kept is None else jax.checkpoint(gathered, policy=kept)
 
-    return functools.partial(model.with_load, wrap_layer=wrap)
+    return wrap
 
 
 def activation_names(model: Decoder) -> tuple[str, ...]:

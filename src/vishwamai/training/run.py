@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,30 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from vishwamai.core.errors import ConfigError, DeviceError, UnsupportedError
+from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
 from vishwamai.training.checkpoints import Checkpoints
+from vishwamai.training.checks import check
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
 from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, training_batches
 from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
-from vishwamai.training.mesh import Layout, make_layout, over_all_devices, written
+from vishwamai.training.mesh import Layout, make_layout, over_all_devices
 from vishwamai.training.model import export, make_model
 from vishwamai.training.optimizers import schedule
+from vishwamai.training.pipelined import PipelinedLoss, pipelined
 from vishwamai.training.preferences import answer_logprobs, with_reference
 from vishwamai.training.records import Meter, Record, RecordFiles, read_records
 from vishwamai.training.remat import checkpoint_policy, fitting_policy, memory_limit
 from vishwamai.training.report import write_report
 from vishwamai.training.sample import sample
+from vishwamai.training.stages import make_stages, moved
 from vishwamai.training.step import (
     Loss,
     TrainState,
+    accumulated,
     counted,
     initial_state,
     model_loss,
@@ -80,8 +83,8 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
     held_out = held_out_batches(job.corpus, config.batch_size, *job.layout.reader)
     with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints, stop_signals() as asked:
         if resume and checkpoints.latest() is not None:
-            restored = checkpoints.restore(state)
-            state, at = restored.state, int(restored.state.step)
+            restored = checkpoints.restore(job.usual(state))
+            state, at = job.place(restored.state), int(restored.state.step)
             batches.set_state(restored.data)
         exploded, stop = None, AnyAsked(asked)
         meter = Meter(at, config.batch_size * config.data.sequence_length, job.flops_per_token, job.peak_flops)
@@ -97,7 +100,7 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
                         shown = jax.device_get(shown)
                 trace.after(at, state)
                 if at % config.checkpoint.every == 0:
-                    checkpoints.save(at, state, batches.get_state())
+                    checkpoints.save(at, job.usual(state), batches.get_state())
                 if not logged:
                     continue
                 record = meter.record(
@@ -116,7 +119,7 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
                 if exploded is not None:
                     break
         # After skipped steps the state is as good as the last good one: only the counters have changed.
-        checkpoints.save(at, state, batches.get_state())
+        checkpoints.save(at, job.usual(state), batches.get_state())
     if exploded is not None:
         raise DeviceError(_exploded(config, exploded))
     if at == config.steps:
@@ -130,6 +133,7 @@ class Job:
     Attributes:
       corpus: the rows.
       layout: where batches and state lie.
+      usual: the state with its layers in the usual form; place: as the stages of a pipeline hold them.
       step: state and batch to the next state and what the step shows; it takes the state's memory.
       evaluate: parameters and batch to the sum of the loss, and over how many tokens or pairs.
       rate: the learning rate of a step.
@@ -139,6 +143,8 @@ class Job:
 
     corpus: Corpus
     layout: Layout
+    usual: Callable[[TrainState], TrainState]
+    place: Callable[[TrainState], TrainState]
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
     evaluate: Callable[[Any, Batch], Any]
     rate: Callable[[int], Any]
@@ -155,15 +161,21 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     parts = make_model(config, tokenizer)
     rows = config.batch_size, config.microbatches
     layout = make_layout(config.mesh, parts.params, parts.axes, *rows, model=parts.config)
+    stages = make_stages(config, parts.config, parts.params, parts.ranks, parts.stacked)
     params, frozen, ranks, gather = parts.params, None, parts.ranks, layout.gather if layout.mesh is not None else None
+    if stages is not None:
+        params = stages.place(params)
     if config.lora.rank:
         frozen, ranks, gather = params, ADAPTER_RANKS, whole
         params = initial_adapters(config.lora, frozen, jax.random.key(config.seed))
+    accumulate = accumulated if stages is None else pipelined
     update, attach_scales = update_rule(config, params, ranks, layout.mesh_axes)
 
     def loss_under(policy: str) -> Any:
-        kept = checkpoint_policy(parts.merge(parts.params), policy)
-        axes = layout.model_axes
+        model, axes = parts.merge(parts.params), layout.model_axes
+        kept = checkpoint_policy(model, policy)
+        if stages is not None:
+            return PipelinedLoss(stages, parts.config, model.dtype, config.loss, kept, gather, axes)
         full = model_loss(parts.graph, parts.rest, config.loss, kept, gather, attach_scales, axes, config.dpo.beta)
 
         def loss(params: Any, batch: Batch, frozen: Any) -> tuple[Any, dict[str, Any]]:
@@ -175,16 +187,21 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
         loss = loss_under(policy)
 
         def one_step(state: TrainState, batch: Batch, frozen: Any) -> tuple[TrainState, dict[str, Any]]:
-            part = functools.partial(loss, frozen=frozen)
+            own = {"loss": loss if stages is not None else functools.partial(loss, frozen=frozen)}
             with config.optimization.kernels():
-                return train_step(state, batch, loss=part, optimizer=update, config=config, layout=layout)
+                return train_step(
+                    state, batch, **own, optimizer=update, config=config, layout=layout, accumulate=accumulate
+                )
 
         return jax.jit(one_step, donate_argnums=0)
 
     plain_loss = loss_under("none")
 
     def evaluation(params: Any, batch: Batch, frozen: Any) -> Any:
-        part = functools.partial(_loss_and_count, functools.partial(plain_loss, frozen=frozen))
+        if stages is not None:
+            part = functools.partial(_pipelined_loss_and_count, plain_loss, config.microbatches)
+        else:
+            part = functools.partial(_loss_and_count, functools.partial(plain_loss, frozen=frozen))
         with config.optimization.kernels():
             return layout.over_devices(part, params, gradients=False)(params, batch)[1]
 
@@ -213,9 +230,12 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
 
         policy = fitting_policy(limit, needs)
 
+    usual = functools.partial(moved, stages, layout=layout, placed=False)
+
     def write(params: Any) -> None:
         if frozen is not None:
             params = whole(attach(config.lora, frozen, params))
+        params = usual(params)
         params = layout.on_host(params)
         first_alone(lambda: export(parts, params, tokenizer, config.tokenizer.end_of_text, folder / "model"))
 
@@ -223,6 +243,8 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     job = Job(
         corpus=corpus,
         layout=layout,
+        usual=usual,
+        place=functools.partial(moved, stages, layout=layout, placed=True),
         step=functools.partial(step_under(policy), frozen=frozen),
         evaluate=functools.partial(jax.jit(evaluation), frozen=frozen),
         rate=schedule(config.optimizer, config.steps),
@@ -246,79 +268,7 @@ def finish(config: TrainConfig, output: str | Path) -> str | None:
     return text
 
 
-def check(config: TrainConfig) -> None:
-    """What the sections ask of one another.
-
-    Raises:
-      ConfigError: the text names the keys.
-      UnsupportedError: the configuration asks for two things that do not work together so far.
-    """
-    if not config.data.sources:
-        raise ConfigError("config: data.sources is empty; name at least one source with its paths.")
-    devices, processes = math.prod(dataclasses.astuple(config.mesh)), jax.process_count()
-    if processes > 1 and devices != jax.device_count():
-        raise ConfigError(
-            f"config: {written(config.mesh)} is {devices} devices, but JAX has {jax.device_count()} in {processes} "
-            "processes, and each of them takes part; set sizes of mesh whose product is that."
-        )
-    if config.batch_size % config.microbatches:
-        raise ConfigError(
-            f"config: batch_size={config.batch_size} is not a multiple of microbatches={config.microbatches}; every "
-            "microbatch has the same number of rows."
-        )
-    parts = config.mesh.sequence if config.mesh.sequence == 1 else 2 * config.mesh.sequence
-    if config.data.sequence_length % parts:
-        raise ConfigError(
-            f"config: data.sequence_length={config.data.sequence_length} is not a multiple of {parts}, twice "
-            f"mesh.sequence={config.mesh.sequence}: each device has a piece from each end of a row."
-        )
-    memory_limit(config.remat)
-    if config.lora.rank and config.model.start_from is None:
-        raise ConfigError("config: lora.rank trains adapters of an existing model; set model.start_from.")
-    if config.lora.quantize and not config.lora.rank:
-        raise ConfigError("config: lora.quantize freezes quantized weights; set lora.rank, such as 16.")
-    if config.lora.rank and devices > 1:
-        raise UnsupportedError(
-            f"config: lora.rank={config.lora.rank} runs on one device so far; set the sizes of mesh to 1."
-        )
-    if config.precision == "fp8":
-        if config.lora.rank:
-            raise UnsupportedError(
-                "config: precision=fp8 trains all parameters; with lora.rank, quantize the frozen ones by "
-                "lora.quantize=fp8."
-            )
-        if config.fp8.scaling != "delayed" and not config.fp8.dynamic_scale:
-            raise ConfigError(
-                f"config: fp8.dynamic_scale=false keeps scales, but fp8.scaling={config.fp8.scaling} has none to keep; "
-                "set fp8.scaling=delayed."
-            )
-    if config.objective == "dpo":
-        if processes > 1:
-            raise UnsupportedError(
-                f"config: objective=dpo runs in one process so far, and JAX has {processes}; start one with all its "
-                "devices."
-            )
-        if config.mesh.sequence > 1:
-            raise UnsupportedError(
-                f"config: objective=dpo needs whole rows, but mesh.sequence={config.mesh.sequence} splits them; set "
-                "mesh.sequence=1, and mesh.fsdp or mesh.tensor in its place."
-            )
-        if config.model.start_from is None or config.tokenizer.path is None:
-            raise ConfigError(
-                "config: objective=dpo goes on from a trained model; set model.start_from and tokenizer.path, which "
-                "may be the same directory."
-            )
-        if any((config.loss.z_loss, config.loss.load_balance, config.loss.router_z_loss, config.loss.bias_rate)):
-            raise ConfigError("config: objective=dpo has one loss alone; set the keys of loss to 0.")
-    if config.evaluation.every and not config.data.holdout:
-        raise ConfigError("config: evaluation.every needs held-out documents; set data.holdout, such as 0.01.")
-    if config.optimizer.warmup_steps > config.steps:
-        raise ConfigError(
-            f"config: optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds steps={config.steps}."
-        )
-
-
-MAY_CHANGE = frozenset({"steps", "checkpoint", "evaluation", "guard", "log", "mesh", "sample"})
+MAY_CHANGE = frozenset({"steps", "checkpoint", "evaluation", "guard", "log", "mesh", "pipeline", "sample"})
 """Sections that a resumed run may have otherwise than the run before."""
 
 
@@ -372,6 +322,12 @@ class _Trace:
 def _loss_and_count(loss: Loss, params: Any, batch: Batch) -> tuple[None, tuple[Any, Any]]:
     """The loss of a batch as a sum, and over how many tokens or pairs."""
     return None, (loss(params, batch)[1]["loss"], counted(batch))
+
+
+def _pipelined_loss_and_count(loss: PipelinedLoss, microbatches: int, params: Any, batch: Batch) -> Any:
+    """The same through the stages of a pipeline."""
+    sums = pipelined(loss, params, batch, 1.0, microbatches=microbatches, gradients=False)[1]
+    return None, (sums["loss"], counted(batch))
 
 
 def _evaluated(config: TrainConfig, job: Job, params: Any, held_out: Any, at: int) -> float | None:

@@ -15,6 +15,7 @@ from flax import nnx
 import vishwamai
 from vishwamai.models import Decoder
 from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.config import ModelConfig
 from vishwamai.models.experts import Load
 from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
@@ -128,19 +129,7 @@ def model_loss(
         labels = batch["labels"]
         if "reference" in batch:
             return preference_loss(answer_logprobs(model, hidden, batch, axes), batch["reference"], beta)
-        plain, logsumexp = vishwamai.linear_cross_entropy(
-            hidden,
-            model.head_weight(),
-            labels,
-            softcap=model.config.final_logit_softcap,
-            ignore_index=IGNORED,
-            reduction="sum",
-            return_logsumexp=True,
-            vocab_axis=axes.tensor,
-        )
-        total, sums = plain, {"loss": plain}
-        if section.z_loss:
-            total = total + section.z_loss * jnp.sum(jnp.where(labels != IGNORED, jnp.square(logsumexp), 0.0))
+        total, sums = token_loss(model.config, section, hidden, model.head_weight(), labels, axes)
         found = {str(i): load for i, load in enumerate(loads) if load is not None}
         if found:
             number = jnp.sum(labels != IGNORED)
@@ -151,6 +140,26 @@ def model_loss(
         return total, sums
 
     return loss
+
+
+def token_loss(
+    config: ModelConfig, section: LossSection, hidden: Any, head: Any, labels: Any, axes: Axes = ONE_DEVICE
+) -> tuple[Any, dict[str, Any]]:
+    """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums, as those of `Loss`."""
+    plain, logsumexp = vishwamai.linear_cross_entropy(
+        hidden,
+        head,
+        labels,
+        softcap=config.final_logit_softcap,
+        ignore_index=IGNORED,
+        reduction="sum",
+        return_logsumexp=True,
+        vocab_axis=axes.tensor,
+    )
+    total = plain
+    if section.z_loss:
+        total = total + section.z_loss * jnp.sum(jnp.where(labels != IGNORED, jnp.square(logsumexp), 0.0))
+    return total, {"loss": plain}
 
 
 def run_model(
@@ -214,14 +223,42 @@ def counted(batch: dict[str, Any]) -> Any:
     return jnp.sum(batch["labels"] != IGNORED)
 
 
+def accumulated(loss: Loss, params: Tree, batch: dict[str, Any], scale: Any, *, microbatches: int) -> tuple[Tree, Tree]:
+    """Gradients of `scale * loss`, and the sums that `loss` reports, over equal parts of the batch in turn."""
+
+    def part(batch: dict[str, Any]) -> tuple[Tree, Tree]:
+        def scaled(params: Tree) -> tuple[Any, Any]:
+            total, sums = loss(params, batch)
+            return total * scale, sums
+
+        return jax.grad(scaled, has_aux=True)(params)
+
+    if microbatches == 1:
+        return part(batch)
+    parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+
+    def join(path: Any, total: Any, one: Any) -> Any:
+        one = one.astype(total.dtype)
+        # path[0] is 0 for the gradients, path[1] their first name.
+        return jnp.maximum(total, one) if path[1] == jax.tree_util.DictKey(SCALES) else total + one
+
+    def add(total: Tree, one: dict[str, Any]) -> tuple[Tree, None]:
+        return jax.tree_util.tree_map_with_path(join, total, part(one)), None
+
+    shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
+    return jax.lax.scan(add, zeros, parts)[0]
+
+
 def train_step(
     state: TrainState,
     batch: dict[str, Any],
     *,
-    loss: Loss,
+    loss: Any,
     optimizer: Optimizer,
     config: TrainConfig,
     layout: Layout | None = None,
+    accumulate: Callable[..., tuple[Tree, Tree]] = accumulated,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One step: gradients over the microbatches, clipping, the guard, the update, the average.
 
@@ -231,10 +268,11 @@ def train_step(
     Args:
       state: before the step.
       batch: arrays `[rows, sequence_length]`, as `data.Batch`.
-      loss: of `model_loss`, or another with its signature.
+      loss: of `model_loss`, or another with its signature; or what `accumulate` takes in its place.
       optimizer: of `optimizers.optimizer`.
       config: read for its microbatches, clipping, guard and average.
       layout: the devices; None for one.
+      accumulate: gradients and sums over the microbatches: `accumulated`, or `stages.pipelined`.
 
     Returns:
       The state after the step, and scalars: `loss`, `gradient_norm`, `tokens` (counted ones), `skips`, `skipped`; with
@@ -243,7 +281,7 @@ def train_step(
     tokens = jnp.sum(batch["labels"] != IGNORED)
     scale = 1.0 / jnp.maximum(counted(batch), 1).astype(jnp.float32)
     weight = scale  # of a token in the gradient
-    compute = functools.partial(accumulated, loss, microbatches=config.microbatches)
+    compute = functools.partial(accumulate, loss, microbatches=config.microbatches)
     trained = state.params
     if isinstance(optimizer, FP8Optimizer):
         trained = optimizer.with_scales(trained, state.optimizer)
@@ -280,33 +318,6 @@ def train_step(
         ratios = [jnp.max(count / jnp.maximum(jnp.mean(count, axis=-1, keepdims=True), 1)) for count in counts.values()]
         shown["overload"] = functools.reduce(jnp.maximum, ratios)
     return after, {name: value * scale for name, value in sums.items()} | shown
-
-
-def accumulated(loss: Loss, params: Tree, batch: dict[str, Any], scale: Any, *, microbatches: int) -> tuple[Tree, Tree]:
-    """Gradients of `scale * loss`, and the sums that `loss` reports, over equal parts of the batch in turn."""
-
-    def part(batch: dict[str, Any]) -> tuple[Tree, Tree]:
-        def scaled(params: Tree) -> tuple[Any, Any]:
-            total, sums = loss(params, batch)
-            return total * scale, sums
-
-        return jax.grad(scaled, has_aux=True)(params)
-
-    if microbatches == 1:
-        return part(batch)
-    parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-
-    def join(path: Any, total: Any, one: Any) -> Any:
-        one = one.astype(total.dtype)
-        # path[0] is 0 for the gradients, path[1] their first name.
-        return jnp.maximum(total, one) if path[1] == jax.tree_util.DictKey(SCALES) else total + one
-
-    def add(total: Tree, one: dict[str, Any]) -> tuple[Tree, None]:
-        return jax.tree_util.tree_map_with_path(join, total, part(one)), None
-
-    shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], parts))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
-    return jax.lax.scan(add, zeros, parts)[0]
 
 
 def _where(condition: Any, yes: Tree, no: Tree) -> Tree:

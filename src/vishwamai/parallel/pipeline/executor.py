@@ -1,8 +1,4 @@
-"""Runs any schedule as one SPMD program: a `shard_map` over the stages, a `scan` over ticks, `ppermute` between them.
-
-The table of `ticks.py` says what a stage does in each tick and where its values are. The gradients of inputs and of
-weights are functions of their own (`split.py`).
-"""
+"""Runs any schedule as one SPMD program: a `shard_map` over the stages, in which each runs its share (`stage.py`)."""
 
 from __future__ import annotations
 
@@ -20,8 +16,8 @@ from vishwamai.core.arguments import check_callable, checked, described
 from vishwamai.core.errors import ShapeError
 from vishwamai.parallel.pipeline.actions import Schedule
 from vishwamai.parallel.pipeline.check import num_microbatches
-from vishwamai.parallel.pipeline.split import split_part
-from vishwamai.parallel.pipeline.ticks import COLUMNS, Ticks, ticks_of
+from vishwamai.parallel.pipeline.stage import Ends, run_stage
+from vishwamai.parallel.pipeline.ticks import Ticks, ticks_of
 
 Tree = Any
 
@@ -136,7 +132,7 @@ def pipelined_loss(
         arguments = (params, loss_params, *given, jnp.asarray(ticks.table))
         whole = jax.tree.map(lambda _: PartitionSpec(), loss_params)
         specs = (own, whole, rows, jax.tree.map(lambda _: rows, targets), PartitionSpec(None, axis))
-        run = functools.partial(_run, part, loss, ticks, axis, sizes[axis], batch_axes, shards, own)
+        run = functools.partial(_run, part, loss, ticks, axis, batch_axes, shards, own)
         if mesh.explicit_axes:
             arguments = jax.tree.map(lambda x, spec: _laid(x, mesh, spec), arguments, specs)
         value, of_params, of_loss, of_inputs = jax.shard_map(
@@ -200,7 +196,6 @@ def _run(
     loss: Callable[..., Any],
     ticks: Ticks,
     axis: str,
-    stages: int,
     batch_axes: tuple[str, ...],
     shards: int,
     specs: Tree,
@@ -213,82 +208,19 @@ def _run(
     """One stage's share. `inputs` and `targets` are `[microbatches, rows, ...]`, `table` `[ticks, 1, columns]`."""
     params = jax.tree.map(lambda x: x[0], params)  # [chunks, ...]
     microbatches = inputs.shape[0]
-    split = split_part(part, jax.tree.map(lambda x: _type(x, 0), params), _type(inputs, 0))
 
-    def room(slots: int, kind: Any) -> Any:
-        return jnp.zeros((slots + 1, *kind.shape), kind.dtype)  # the last one takes what nothing reads
+    def mean(loss_params: Tree, y: Any, m: Any) -> tuple[Any, Any]:
+        value = loss(loss_params, y, jax.tree.map(lambda x: x[m], targets)) / (microbatches * shards)
+        return value, value
 
-    def accumulator(x: Any) -> Any:
-        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-
-    state = {
-        "values": room(ticks.values, _type(inputs, 0)),
-        "kept": [room(ticks.kept, kind) for kind in split.kept],
-        "between": [room(ticks.between, kind) for kind in split.between],
-        "params": jax.tree.map(accumulator, params),
-        "loss_params": jax.tree.map(accumulator, loss_params),
-        "inputs": jnp.zeros((microbatches + 1, *inputs.shape[1:]), inputs.dtype),
-        "loss": jnp.zeros((), jnp.float32),
-    }
-
-    def own(row: dict[str, Any]) -> Tree:
-        return jax.tree.map(lambda x: x[row["chunk"]], params)
-
-    def write(buffers: list[Any], slot: Any, values: Sequence[Any]) -> list[Any]:
-        return [buffer.at[slot].set(value) for buffer, value in zip(buffers, values, strict=True)]
-
-    def idle(state: dict, row: dict) -> dict:
-        return state
-
-    def forward(state: dict, row: dict) -> dict:
-        x = jnp.where(row["first"], inputs[row["microbatch"]], state["values"][row["read"]])
-        y, kept = split.forward(own(row), x)
-        return state | {
-            "values": state["values"].at[row["write"]].set(y),
-            "kept": write(state["kept"], row["kept"], kept),
-        }
-
-    def of_loss(state: dict, row: dict) -> tuple[dict, Any]:
-        y, target = state["values"][row["read"]], jax.tree.map(lambda x: x[row["microbatch"]], targets)
-        value, (of_params, dy) = jax.value_and_grad(
-            lambda p, y: loss(p, y, target) / (microbatches * shards), argnums=(0, 1)
-        )(loss_params, y)
-        total = jax.tree.map(jnp.add, state["loss_params"], of_params)
-        return state | {"loss_params": total, "loss": state["loss"] + value.astype(jnp.float32)}, dy
-
-    def of_next(state: dict, row: dict) -> tuple[dict, Any]:
-        return state, state["values"][row["read"]]
-
-    def input_gradient(state: dict, row: dict) -> dict:
-        state, dy = jax.lax.cond(row["last"] == 1, of_loss, of_next, state, row)
-        dx, between = split.input_gradient(own(row), [buffer[row["kept"]] for buffer in state["kept"]], dy)
-        place = jnp.where(row["first"], row["microbatch"], microbatches)
-        return state | {
-            "values": state["values"].at[row["write"]].set(dx),
-            "between": write(state["between"], row["between"], between),
-            "inputs": state["inputs"].at[place].set(dx),
-        }
-
-    def weight_gradient(state: dict, row: dict) -> dict:
-        kept, between = ([b[row[name]] for b in state[name]] for name in ("kept", "between"))
-        found = split.weight_gradient(own(row), kept, between)
-        return state | {"params": jax.tree.map(lambda g, x: g.at[row["chunk"]].add(x), state["params"], found)}
-
-    def transfer(values: Any, row: dict, way: str, step: int) -> Any:
-        ring = [(stage, (stage + step) % stages) for stage in range(stages)]
-        return jax.lax.ppermute(values[row[f"send_{way}"]], axis, ring)
-
-    def tick(state: dict, cells: Any) -> tuple[dict, None]:
-        row: dict[str, Any] = dict(zip(COLUMNS, cells[0]))
-        state = jax.lax.switch(row["kind"], (idle, forward, input_gradient, weight_gradient), state, row)
-        values = state["values"]
-        ways = [(way, step) for way, step, used in (("up", 1, ticks.up), ("down", -1, ticks.down)) if used]
-        received = [(way, transfer(values, row, way, step)) for way, step in ways]
-        for way, value in received:
-            values = values.at[row[f"recv_{way}"]].set(value)
-        return state | {"values": values}, None
-
-    state, _ = jax.lax.scan(tick, state, table)
+    ends = Ends(
+        enter=lambda m: inputs[m],
+        found=jnp.zeros_like(inputs),
+        left=lambda found, m, dx: found.at[m].set(dx),
+        params=loss_params,
+        loss=mean,
+    )
+    found = run_stage(lambda p, x, _: part(p, x), ends, ticks, axis, params, table)
 
     def total(g: Any, like: Any, spec: PartitionSpec) -> Any:
         split_over = {name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())}
@@ -297,13 +229,8 @@ def _run(
 
     everywhere = (axis, *batch_axes)
     return (
-        jax.lax.psum(state["loss"], everywhere),
-        jax.tree.map(total, state["params"], params, specs),
-        jax.tree.map(lambda g, like: jax.lax.psum(g, everywhere).astype(like.dtype), state["loss_params"], loss_params),
-        jax.lax.psum(state["inputs"][:microbatches], axis),
+        jax.lax.psum(found.sums, everywhere),
+        jax.tree.map(total, found.params, params, specs),
+        jax.tree.map(lambda g, like: jax.lax.psum(g, everywhere).astype(like.dtype), found.ends, loss_params),
+        jax.lax.psum(found.entry, axis),
     )
-
-
-def _type(x: Any, axis: int) -> Any:
-    """The type of one entry along the axis."""
-    return jax.ShapeDtypeStruct(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)

@@ -27,10 +27,10 @@ class SplitPart(NamedTuple):
     """A part in three functions.
 
     Attributes:
-      forward: `(params, x) -> (y, kept)`.
-      input_gradient: `(params, kept, dy) -> (dx, between)`.
-      weight_gradient: `(params, kept, between) -> dparams`.
-      kept: types of what the backward pass needs of the forward pass, without what the parameters alone give.
+      forward: `(params, x, *given) -> (y, kept)`.
+      input_gradient: `(params, kept, dy, *given) -> (dx, between)`.
+      weight_gradient: `(params, kept, between, *given) -> dparams`.
+      kept: types of what the backward pass needs of the forward pass, without what the parameters and `given` give.
       between: types of what the weight gradient needs of the input gradient.
     """
 
@@ -41,12 +41,13 @@ class SplitPart(NamedTuple):
     between: list[Any]
 
 
-def split_part(part: Callable[[Tree, Any], Any], params: Tree, x: Any) -> SplitPart:
-    """Traces `y = part(params, x)` and takes its backward pass apart.
+def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree) -> SplitPart:
+    """Traces `y = part(params, x, *given)` and takes its backward pass apart.
 
     Args:
       part: `y` has the shape and dtype of `x`.
       params: pytree of floating arrays, or their types. x: `[rows, ...]`, floating.
+      given: pytrees of arrays without a gradient, such as positions; each function takes them last.
 
     Raises:
       ShapeError: `y` is another array, or a parameter is not floating.
@@ -63,26 +64,31 @@ def split_part(part: Callable[[Tree, Any], Any], params: Tree, x: Any) -> SplitP
             raise ShapeError(f"pipeline: a parameter or an input is {described(leaf)}; pass floating arrays.")
     pulled: Any = None
 
-    def run(leaves: list[Any], x: Any) -> tuple[Any, list[Any]]:
+    def run(leaves: list[Any], x: Any, given: Any) -> tuple[Any, list[Any]]:
         nonlocal pulled
-        y, pull = jax.vjp(lambda leaves, x: part(jax.tree.unflatten(tree, leaves), x), leaves, x)
+        y, pull = jax.vjp(lambda leaves, x: part(jax.tree.unflatten(tree, leaves), x, *given), leaves, x)
         residuals, pulled = jax.tree.flatten(pull)
         return y, residuals
 
-    traced = jax.make_jaxpr(run)(types, x)
+    traced = jax.make_jaxpr(run)(types, x, given)
     out = traced.out_avals[0]
-    if len(jax.tree.leaves(jax.eval_shape(part, params, x))) != 1 or (out.shape, out.dtype) != (x.shape, x.dtype):
+    if len(jax.tree.leaves(jax.eval_shape(part, params, x, *given))) != 1 or (out.shape, out.dtype) != (
+        x.shape,
+        x.dtype,
+    ):
         raise ShapeError(
             f"pipeline: a part takes {x.dtype}{list(x.shape)} and gives {out.dtype}{list(out.shape)}; every part must "
             "give one array of the shape and dtype that it takes."
         )
     forward = _inlined(traced)
-    of_x = _depends(forward.jaxpr, forward.jaxpr.invars[-1])
+    entry = forward.jaxpr.invars[len(types)]
+    of_x = _depends(forward.jaxpr, entry)
     residuals = forward.jaxpr.outvars[1:]
     kept = list(dict.fromkeys(v for v in residuals if not isinstance(v, Literal) and v in of_x))
     run_forward = _function(forward, forward.jaxpr.invars, [forward.jaxpr.outvars[0], *kept])
     of_params = [i for i, v in enumerate(residuals) if isinstance(v, Literal) or v not in of_x]
-    run_params = _function(forward, forward.jaxpr.invars[:-1], [residuals[i] for i in of_params])
+    others = [v for v in forward.jaxpr.invars if v is not entry]
+    run_params = _function(forward, others, [residuals[i] for i in of_params])
 
     def pull(residuals: list[Any], dy: Any) -> tuple[list[Any], Any]:
         return jax.tree.unflatten(pulled, residuals)(dy)
@@ -98,23 +104,23 @@ def split_part(part: Callable[[Tree, Any], Any], params: Tree, x: Any) -> SplitP
     run_first = _function(back, [*in_residuals, in_dy], [out_x, *between], first)
     run_second = _function(back, [*in_residuals, *between], out_params, second)
 
-    def whole(params: Tree, kept_values: Sequence[Any]) -> list[Any]:
-        given = dict(zip(kept, kept_values, strict=True))
-        values = [None if isinstance(v, Literal) else given.get(v) for v in residuals]
-        for i, value in zip(of_params, run_params(*jax.tree.leaves(params)), strict=True):
+    def whole(params: Tree, kept_values: Sequence[Any], given: tuple[Tree, ...]) -> list[Any]:
+        found = dict(zip(kept, kept_values, strict=True))
+        values = [None if isinstance(v, Literal) else found.get(v) for v in residuals]
+        for i, value in zip(of_params, run_params(*jax.tree.leaves((params, given))), strict=True):
             values[i] = value
         return values
 
-    def run_part(params: Tree, x: Any) -> tuple[Any, list[Any]]:
-        y, *kept_values = run_forward(*jax.tree.leaves(params), x)
+    def run_part(params: Tree, x: Any, *given: Tree) -> tuple[Any, list[Any]]:
+        y, *kept_values = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(given))
         return y, kept_values
 
-    def input_gradient(params: Tree, kept_values: Sequence[Any], dy: Any) -> tuple[Any, list[Any]]:
-        dx, *values = run_first(*whole(params, kept_values), dy)
+    def input_gradient(params: Tree, kept_values: Sequence[Any], dy: Any, *given: Tree) -> tuple[Any, list[Any]]:
+        dx, *values = run_first(*whole(params, kept_values, given), dy)
         return dx, values
 
-    def weight_gradient(params: Tree, kept_values: Sequence[Any], values: Sequence[Any]) -> Tree:
-        return jax.tree.unflatten(tree, run_second(*whole(params, kept_values), *values))
+    def weight_gradient(params: Tree, kept_values: Sequence[Any], values: Sequence[Any], *given: Tree) -> Tree:
+        return jax.tree.unflatten(tree, run_second(*whole(params, kept_values, given), *values))
 
     return SplitPart(run_part, input_gradient, weight_gradient, [v.aval for v in kept], [v.aval for v in between])
 

@@ -1,0 +1,177 @@
+"""What one stage does, inside `shard_map`: a `scan` over the ticks of a schedule, with `ppermute` between stages.
+
+The table of `ticks.py` says what a stage does in each tick and where its values are. The gradients of inputs and of
+weights are functions of their own (`split.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from vishwamai.parallel.pipeline.split import split_part
+from vishwamai.parallel.pipeline.ticks import COLUMNS, Ticks
+
+Tree = Any
+
+
+class Ends(NamedTuple):
+    """What comes before the first part and after the last one, as functions of the number of a microbatch.
+
+    Attributes:
+      enter: `m -> x`, the input of the first part.
+      found: where the gradients of `enter` add up, before the first.
+      left: `(found, m, dx) -> found`, with the gradient of microbatch `m` added.
+      params: pytree of the floating parameters of `loss`.
+      loss: `(params, y, m) -> (scalar, sums)`. The gradients are those of the sum of the scalars over all microbatches;
+        `sums` is a pytree of scalars to add up.
+    """
+
+    enter: Callable[[Any], Any]
+    found: Tree
+    left: Callable[[Tree, Any, Any], Tree]
+    params: Tree
+    loss: Callable[[Tree, Any, Any], tuple[Any, Tree]]
+
+
+class Found(NamedTuple):
+    """What one device has found, to be added up over the devices that share it.
+
+    Attributes:
+      sums: of the loss, in float32; zeros on all stages but that of the last part.
+      params: gradients of the stage's parameters. ends: those of `Ends.params`. Both in float32 at least.
+      entry: `Ends.found` with all gradients added.
+    """
+
+    sums: Tree
+    params: Tree
+    ends: Tree
+    entry: Tree
+
+
+def zeros_like(tree: Tree) -> Tree:
+    """Where gradients add up: zeros in float32 at least."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), tree)
+
+
+def run_stage(
+    part: Callable[..., Any],
+    ends: Ends,
+    ticks: Ticks,
+    axis: str,
+    params: Tree,
+    table: Any,
+    given: Tree = (),
+    gradients: bool = True,
+) -> Found:
+    """A stage's share of a schedule.
+
+    Args:
+      part: `(params of one part, x, given) -> y`, like `x`.
+      ends: what comes before and after the parts.
+      ticks: of the schedules.
+      axis: the mesh axis of the stages.
+      params: pytree of arrays `[chunks, ...]`, those of the stage's parts.
+      table: int32 `[ticks, 1, columns]`, the stage's column of `ticks.table`.
+      given: pytree of arrays `[microbatches, rows, ...]` without a gradient, which `part` gets for its microbatch.
+      gradients: False runs the forward passes and the loss alone; the gradients are then zeros.
+    """
+    stages = jax.lax.axis_size(axis)
+    entry = jax.eval_shape(ends.enter, jnp.zeros((), jnp.int32))
+    one_of = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (params, given))
+    split = split_part(part, one_of[0], entry, one_of[1])
+
+    def room(slots: int, kind: Any) -> Any:
+        return jnp.zeros((slots + 1, *kind.shape), kind.dtype)  # the last one takes what nothing reads
+
+    def rooms(slots: int, kinds: list[Any]) -> list[Any]:
+        return [room(slots, kind) for kind in kinds] if gradients else []
+
+    sums = jax.eval_shape(lambda: ends.loss(ends.params, jnp.zeros(entry.shape, entry.dtype), 0)[1])
+    state = {
+        "values": room(ticks.values, entry),
+        "kept": rooms(ticks.kept, split.kept),
+        "between": rooms(ticks.between, split.between),
+        "params": zeros_like(params),
+        "ends": zeros_like(ends.params),
+        "entry": ends.found,
+        "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sums),
+    }
+
+    def own(row: dict[str, Any]) -> Tree:
+        return jax.tree.map(lambda x: x[row["chunk"]], params)
+
+    def also(row: dict[str, Any]) -> Tree:
+        return jax.tree.map(lambda x: x[row["microbatch"]], given)
+
+    def write(buffers: list[Any], slot: Any, values: Sequence[Any]) -> list[Any]:
+        return [buffer.at[slot].set(value) for buffer, value in zip(buffers, values, strict=True)]
+
+    def added(total: Tree, more: Tree) -> Tree:
+        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, more)
+
+    def idle(state: dict, row: dict) -> dict:
+        return state
+
+    def forward(state: dict, row: dict) -> dict:
+        def read(m: Any) -> Any:
+            return state["values"][row["read"]]
+
+        x = jax.lax.cond(row["first"] == 1, ends.enter, read, row["microbatch"])
+        if gradients:
+            y, kept = split.forward(own(row), x, also(row))
+            state = state | {"kept": write(state["kept"], row["kept"], kept)}
+        else:
+            y = part(own(row), x, also(row))
+        return state | {"values": state["values"].at[row["write"]].set(y)}
+
+    def of_loss(state: dict, row: dict) -> tuple[dict, Any]:
+        y, m = state["values"][row["read"]], row["microbatch"]
+        if not gradients:
+            return state | {"sums": added(state["sums"], ends.loss(ends.params, y, m)[1])}, jnp.zeros_like(y)
+        (of_params, dy), sums = jax.grad(ends.loss, argnums=(0, 1), has_aux=True)(ends.params, y, m)
+        return state | {"ends": added(state["ends"], of_params), "sums": added(state["sums"], sums)}, dy
+
+    def of_next(state: dict, row: dict) -> tuple[dict, Any]:
+        return state, state["values"][row["read"]]
+
+    def input_gradient(state: dict, row: dict) -> dict:
+        state, dy = jax.lax.cond(row["last"] == 1, of_loss, of_next, state, row)
+        if not gradients:
+            return state
+        kept = [buffer[row["kept"]] for buffer in state["kept"]]
+        dx, between = split.input_gradient(own(row), kept, dy, also(row))
+        return state | {
+            "values": state["values"].at[row["write"]].set(dx),
+            "between": write(state["between"], row["between"], between),
+            "entry": jax.lax.cond(
+                row["first"] == 1, ends.left, lambda found, m, dx: found, state["entry"], row["microbatch"], dx
+            ),
+        }
+
+    def weight_gradient(state: dict, row: dict) -> dict:
+        kept, between = ([b[row[name]] for b in state[name]] for name in ("kept", "between"))
+        found = split.weight_gradient(own(row), kept, between, also(row))
+        return state | {"params": jax.tree.map(lambda g, x: g.at[row["chunk"]].add(x), state["params"], found)}
+
+    def transfer(values: Any, row: dict, way: str, step: int) -> Any:
+        ring = [(stage, (stage + step) % stages) for stage in range(stages)]
+        return jax.lax.ppermute(values[row[f"send_{way}"]], axis, ring)
+
+    branches = (idle, forward, input_gradient, weight_gradient if gradients else idle)
+
+    def tick(state: dict, cells: Any) -> tuple[dict, None]:
+        row: dict[str, Any] = dict(zip(COLUMNS, cells[0]))
+        state = jax.lax.switch(row["kind"], branches, state, row)
+        values = state["values"]
+        ways = [(way, step) for way, step, used in (("up", 1, ticks.up), ("down", -1, ticks.down)) if used]
+        received = [(way, transfer(values, row, way, step)) for way, step in ways]
+        for way, value in received:
+            values = values.at[row[f"recv_{way}"]].set(value)
+        return state | {"values": values}, None
+
+    state, _ = jax.lax.scan(tick, state, table)
+    return Found(*(state[name] for name in ("sums", "params", "ends", "entry")))

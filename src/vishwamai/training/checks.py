@@ -1,0 +1,105 @@
+"""What the sections of a configuration ask of one another, before anything is read or compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+from vishwamai.core.errors import ConfigError, UnsupportedError
+from vishwamai.training.config import TrainConfig
+from vishwamai.training.mesh import written
+from vishwamai.training.remat import memory_limit
+
+
+def check(config: TrainConfig) -> None:
+    """What the sections ask of one another.
+
+    Raises:
+      ConfigError: the text names the keys.
+      UnsupportedError: the configuration asks for two things that do not work together so far.
+    """
+    if not config.data.sources:
+        raise ConfigError("config: data.sources is empty; name at least one source with its paths.")
+    devices, processes = math.prod(dataclasses.astuple(config.mesh)), jax.process_count()
+    if processes > 1 and devices != jax.device_count():
+        raise ConfigError(
+            f"config: {written(config.mesh)} is {devices} devices, but JAX has {jax.device_count()} in {processes} "
+            "processes, and each of them takes part; set sizes of mesh whose product is that."
+        )
+    if config.batch_size % config.microbatches:
+        raise ConfigError(
+            f"config: batch_size={config.batch_size} is not a multiple of microbatches={config.microbatches}; every "
+            "microbatch has the same number of rows."
+        )
+    parts = config.mesh.sequence if config.mesh.sequence == 1 else 2 * config.mesh.sequence
+    if config.data.sequence_length % parts:
+        raise ConfigError(
+            f"config: data.sequence_length={config.data.sequence_length} is not a multiple of {parts}, twice "
+            f"mesh.sequence={config.mesh.sequence}: each device has a piece from each end of a row."
+        )
+    memory_limit(config.remat)
+    if config.lora.rank and config.model.start_from is None:
+        raise ConfigError("config: lora.rank trains adapters of an existing model; set model.start_from.")
+    if config.lora.quantize and not config.lora.rank:
+        raise ConfigError("config: lora.quantize freezes quantized weights; set lora.rank, such as 16.")
+    if config.lora.rank and devices > 1:
+        raise UnsupportedError(
+            f"config: lora.rank={config.lora.rank} runs on one device so far; set the sizes of mesh to 1."
+        )
+    if config.precision == "fp8":
+        if config.lora.rank:
+            raise UnsupportedError(
+                "config: precision=fp8 trains all parameters; with lora.rank, quantize the frozen ones by "
+                "lora.quantize=fp8."
+            )
+        if config.fp8.scaling != "delayed" and not config.fp8.dynamic_scale:
+            raise ConfigError(
+                f"config: fp8.dynamic_scale=false keeps scales, but fp8.scaling={config.fp8.scaling} has none to keep; "
+                "set fp8.scaling=delayed."
+            )
+    if config.objective == "dpo":
+        if processes > 1:
+            raise UnsupportedError(
+                f"config: objective=dpo runs in one process so far, and JAX has {processes}; start one with all its "
+                "devices."
+            )
+        if config.mesh.sequence > 1:
+            raise UnsupportedError(
+                f"config: objective=dpo needs whole rows, but mesh.sequence={config.mesh.sequence} splits them; set "
+                "mesh.sequence=1, and mesh.fsdp or mesh.tensor in its place."
+            )
+        if config.model.start_from is None or config.tokenizer.path is None:
+            raise ConfigError(
+                "config: objective=dpo goes on from a trained model; set model.start_from and tokenizer.path, which "
+                "may be the same directory."
+            )
+        if any((config.loss.z_loss, config.loss.load_balance, config.loss.router_z_loss, config.loss.bias_rate)):
+            raise ConfigError("config: objective=dpo has one loss alone; set the keys of loss to 0.")
+    if config.evaluation.every and not config.data.holdout:
+        raise ConfigError("config: evaluation.every needs held-out documents; set data.holdout, such as 0.01.")
+    if config.optimizer.warmup_steps > config.steps:
+        raise ConfigError(
+            f"config: optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds steps={config.steps}."
+        )
+    if config.mesh.pipeline > 1:
+        _check_pipeline(config)
+
+
+def _check_pipeline(config: TrainConfig) -> None:
+    """What does not go through stages so far."""
+    found = {
+        "mesh.expert": config.mesh.expert if config.mesh.expert > 1 else None,
+        "mesh.sequence": config.mesh.sequence if config.mesh.sequence > 1 else None,
+        "precision": "fp8" if config.precision == "fp8" else None,
+        "objective": "dpo" if config.objective == "dpo" else None,
+        "remat": "offload" if config.remat == "offload" else None,
+    }
+    usual = {"mesh.expert": 1, "mesh.sequence": 1, "precision": "plain", "objective": "next_token", "remat": "full"}
+    for name, value in found.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"config: {name}={value} does not go together with mesh.pipeline={config.mesh.pipeline} so far; set "
+                f"{name}={usual[name]} or mesh.pipeline=1."
+            )

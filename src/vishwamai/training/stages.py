@@ -1,0 +1,191 @@
+"""Stages of a pipeline: which layers each holds, and the parameters as the stages hold them.
+
+The layers are cut into parts of equal periods, and the schedule says which parts a stage has. A stage's layers lie one
+after another along the leading axis of stacked parameters, which the mesh axis "pipeline" splits. Everything outside of
+the layers is on every stage. Checkpoints and exported models have the usual form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.core.errors import ConfigError, ScheduleError, UnsupportedError
+from vishwamai.core.numbers import divisors
+from vishwamai.models.config import LayerKind, ModelConfig
+from vishwamai.models.periods import segments
+from vishwamai.parallel import PipelineScheduler, Schedule
+from vishwamai.parallel.pipeline.ticks import Ticks, ticks_of
+from vishwamai.training.config import TrainConfig
+from vishwamai.training.mesh import Layout
+from vishwamai.training.optimizers import groups
+
+Tree = Any
+LAYERS = "layers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """How layers lie on stages.
+
+    Attributes:
+      schedules: one for each stage.
+      ticks: what the stages run.
+      kinds: the layers of one period.
+      repeats: periods in the model.
+      stacked: the usual form of the parameters has a leading axis for the periods; otherwise each layer is alone.
+    """
+
+    schedules: tuple[Schedule, ...]
+    ticks: Ticks
+    kinds: tuple[LayerKind, ...]
+    repeats: int
+    stacked: bool
+
+    @property
+    def chunks(self) -> int:
+        """Parts of a stage."""
+        return len(self.schedules[0].parts)
+
+    @property
+    def periods(self) -> int:
+        """Periods of a part."""
+        return self.repeats // len(self.ticks.order)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The periods in the order of the stages."""
+        return tuple(part * self.periods + i for part in self.ticks.order for i in range(self.periods))
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the stages hold the usual form."""
+        return self.stacked and self.order == tuple(range(self.repeats))
+
+    def place(self, tree: Tree) -> Tree:
+        """A tree of parameters, or of what an optimizer keeps for them, with the layers as the stages hold them."""
+        order = self.order
+
+        def placed(layers: dict[Any, Tree]) -> dict[Any, Tree]:
+            if self.stacked:
+                return jax.tree.map(lambda x: x[np.array(order)], layers)
+            own = ([layers[place + len(self.kinds) * i] for i in order] for place in range(len(self.kinds)))
+            return {place: jax.tree.map(lambda *x: jnp.stack(x), *those) for place, those in enumerate(own)}
+
+        return tree if self.unchanged else _of_layers(tree, placed)
+
+    def usual(self, tree: Tree) -> Tree:
+        """The tree that `place` placed."""
+        back = [int(i) for i in np.argsort(self.order)]
+
+        def apart(layers: dict[Any, Tree]) -> dict[Any, Tree]:
+            if self.stacked:
+                return jax.tree.map(lambda x: x[np.array(back)], layers)
+            return {
+                place + len(self.kinds) * i: jax.tree.map(lambda x, at=at: x[at], layers[place])
+                for i, at in enumerate(back)
+                for place in range(len(self.kinds))
+            }
+
+        return tree if self.unchanged else _of_layers(tree, apart)
+
+
+def _of_layers(tree: Tree, change: Callable[[dict[Any, Tree]], dict[Any, Tree]]) -> Tree:
+    """A tree in which every dictionary's entry `LAYERS` is changed."""
+
+    def has_layers(node: Any) -> bool:
+        return isinstance(node, dict) and LAYERS in node
+
+    return jax.tree.map(
+        lambda node: node | {LAYERS: change(node[LAYERS])} if has_layers(node) else node, tree, is_leaf=has_layers
+    )
+
+
+def moved(stages: Stages | None, tree: Tree, layout: Layout, *, placed: bool) -> Tree:
+    """A tree on the mesh in its other form, laid out: `Stages.place` of it if `placed`, otherwise `Stages.usual`."""
+    if stages is None or stages.unchanged:
+        return tree
+    change = stages.place if placed else stages.usual
+    return jax.jit(change, out_shardings=layout.shardings(jax.eval_shape(change, tree), placed))(tree)
+
+
+def make_stages(
+    config: TrainConfig, model: ModelConfig, params: Tree, ranks: Mapping[str, int], stacked: bool
+) -> Stages | None:
+    """The stages of a configuration; None without `mesh.pipeline`.
+
+    Args:
+      config: of the run.
+      model: what it trains.
+      params: its parameters in the usual form, or their shapes. ranks: as `step.update_rule`.
+      stacked: the usual form has stacked layers.
+
+    Raises:
+      ConfigError: the schedule does not suit the microbatches, or the layers do not divide into parts.
+      UnsupportedError: the layers are not equal, or the optimizer tells apart what stages stack.
+    """
+    size = config.mesh.pipeline
+    if size == 1:
+        return None
+    asked = f"mesh.pipeline={size}"
+    if model.experts is not None:
+        raise UnsupportedError(
+            f"config: {asked} splits dense models so far, and this one has a mixture of experts; set mesh.pipeline=1, "
+            "and mesh.expert or mesh.fsdp in its place."
+        )
+    run, *more = segments(model, True)
+    if more:
+        listed = ", ".join(f"{run.repeats} x {len(run.kinds)}" for run in (run, *more))
+        raise UnsupportedError(
+            f"config: {asked} needs layers that repeat from the first to the last, and this model has runs of {listed} "
+            "layers; set mesh.pipeline=1, and mesh.fsdp or mesh.tensor in its place."
+        )
+    section = config.pipeline
+    try:
+        schedules = PipelineScheduler(section.schedule, chunks=section.chunks).schedule_microbatches(
+            size, config.microbatches
+        )
+    except ScheduleError as error:
+        raise ConfigError(f"config: {asked} with microbatches={config.microbatches}: {error}") from error
+    ticks = ticks_of(schedules)
+    if run.repeats % len(ticks.order):
+        chunks = len(ticks.order) // size
+        fits = [1, *(n for n in divisors(run.repeats) if n > 1 and run.repeats % (n * chunks) == 0)]
+        what = "layers" if len(run.kinds) == 1 else f"periods of {len(run.kinds)} layers"
+        way = f"set mesh.pipeline to one of {', '.join(map(str, fits))}"
+        way += ", or a pipeline.schedule with one part on each stage" if chunks > 1 else ""
+        raise ConfigError(
+            f"config: {asked} with pipeline.schedule={section.schedule} cuts the model into {len(ticks.order)} parts, "
+            f"which do not divide its {run.repeats} {what}; {way}."
+        )
+    stages = Stages(tuple(schedules), ticks, run.kinds, run.repeats, stacked)
+    if not stacked:
+        _check_optimizer(config, stages, params, ranks)
+    return stages
+
+
+def _check_optimizer(config: TrainConfig, stages: Stages, params: Tree, ranks: Mapping[str, int]) -> None:
+    """What sees a stack of layers otherwise than the layers."""
+    section = config.optimizer
+    for name, value in (("name", "adafactor"), ("moment_dtype", "int8")):
+        if getattr(section, name) == value:
+            raise UnsupportedError(
+                f"config: optimizer.{name}={value} goes by the size of arrays, and mesh.pipeline stacks layers that "
+                "are apart here; set remat to another policy than none, which stacks them everywhere."
+            )
+    usual = [stages.place(jax.tree.map(jnp.asarray, tree)) for tree in groups(section, params, ranks)]
+    stacks = groups(section, jax.eval_shape(stages.place, params), ranks)
+    for alone, stack in zip(usual, stacks):
+        same = jax.tree.map(lambda a, s: bool(np.all(np.asarray(a) == np.float32(s))), alone, stack)
+        for path, fits in jax.tree_util.tree_leaves_with_path(same):
+            if not fits:
+                raise UnsupportedError(
+                    "config: optimizer.groups tells layers apart that mesh.pipeline stacks, at "
+                    f"{jax.tree_util.keystr(path, simple=True, separator='/')}; write patterns without the number of "
+                    "a layer, such as layers/.*/query."
+                )

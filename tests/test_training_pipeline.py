@@ -1,0 +1,190 @@
+"""Training over the mesh axis "pipeline": the run on one device, whatever the schedule and the other axes."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from test_training import LLAMA, MIXTRAL, tensors
+from test_training_mesh import settings
+from vishwamai.core.errors import ConfigError, UnsupportedError
+from vishwamai.models import ModelConfig
+from vishwamai.parallel.pipeline.generators import GENERATORS
+from vishwamai.planning.search import candidates
+from vishwamai.planning.training import on_slice
+from vishwamai.training.config import MeshSection, PipelineSection, TrainConfig
+from vishwamai.training.run import train
+from vishwamai.training.stages import Stages, make_stages
+from vishwamai.training.step import initial_state
+
+DEEP = LLAMA | {"num_hidden_layers": 4}
+TIED = LLAMA | {"tie_word_embeddings": True}
+GEMMA2 = DEEP | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8}
+
+
+def described(model):
+    return ModelConfig.from_dict(model | {"vocab_size": 300, "max_position_embeddings": 32}, "test")
+
+
+def stages_of(model, stacked, *, stages=2, microbatches=4, params=None, config=None, **section) -> Stages:
+    config = TrainConfig(microbatches=microbatches, batch_size=8) if config is None else config
+    mesh, section = MeshSection(pipeline=stages), PipelineSection(**section)
+    config = dataclasses.replace(config, mesh=mesh, pipeline=section)
+    made = make_stages(config, described(model), {} if params is None else params, {"query": 2, "embed": 2}, stacked)
+    assert made is not None
+    return made
+
+
+def assert_same_runs(folder, records, spread):
+    """Tighter than what the other axes are held to: stages add up in the order of one device."""
+    np.testing.assert_allclose([r.loss for r in spread], [r.loss for r in records], atol=5e-6)
+    np.testing.assert_allclose([r.gradient_norm for r in spread], [r.gradient_norm for r in records], rtol=2e-5)
+    if records[1].evaluation_loss is not None:
+        assert spread[1].evaluation_loss == pytest.approx(records[1].evaluation_loss, abs=5e-6)
+    one, other = tensors(folder / "one"), tensors(folder / "all")
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(other[name], one[name], atol=5e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "changes"),
+    [
+        (TIED, {"pipeline": 2, "fsdp": 2}, {"steps": 2, "microbatches": 2}),
+        *(
+            pytest.param(model, mesh, {"microbatches": 4, "evaluation": {}} | changes, marks=pytest.mark.long)
+            for model, mesh, changes in [
+                (DEEP, {"pipeline": 2}, {"evaluation": {"every": 2}}),
+                (DEEP, {"pipeline": 4}, {"microbatches": 8, "pipeline": {"schedule": "zb_h1"}}),
+                (DEEP, {"pipeline": 2, "data": 2}, {"pipeline": {"schedule": "interleaved_1f1b"}}),
+                (DEEP, {"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "zb_v"}, "remat": "full"}),
+                (DEEP, {"pipeline": 2}, {"pipeline": {"schedule": "dualpipe_v"}, "loss": {"z_loss": 0.001}}),
+                (TIED, {"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "gpipe"}}),
+                (GEMMA2, {"pipeline": 2, "fsdp": 2}, {"optimizer": {"eps": 1e-4, "ema_decay": 0.5}}),
+                (DEEP, {"pipeline": 2, "fsdp": 2}, {"optimizer": {"name": "muon", "eps": 1e-4}, "remat": "dots"}),
+            ]
+        ),
+    ],
+)
+def test_stages_change_no_run(tmp_path, model, mesh, changes):
+    changes = changes | {"model": {"config": model}}
+    alone = list(train(settings(tmp_path, "llama", **changes), tmp_path / "one"))
+    spread = list(train(settings(tmp_path, "llama", **changes, mesh=mesh), tmp_path / "all"))
+    assert_same_runs(tmp_path, alone, spread)
+
+
+@pytest.mark.long
+def test_a_checkpoint_goes_to_other_stages(tmp_path):
+    common = {
+        "model": {"config": DEEP},
+        "optimizer": {"eps": 1e-4, "schedule": "constant"},  # a schedule would depend on `steps`
+        "microbatches": 4,
+        "evaluation": {},
+    }
+    alone = list(train(settings(tmp_path, "llama", **common, steps=6), tmp_path / "one"))
+    records = []
+    for steps, mesh, section in (
+        (2, {"pipeline": 2}, {"schedule": "zb_v"}),
+        (4, {"fsdp": 2}, {}),
+        (6, {"pipeline": 4}, {}),
+    ):
+        config = settings(tmp_path, "llama", **common, steps=steps, mesh=mesh, pipeline=section)
+        records += train(config, tmp_path / "all", resume=True)
+    assert [r.step for r in records] == [1, 2, 3, 4, 5, 6]
+    assert_same_runs(tmp_path, alone, records)
+
+
+def test_layers_lie_where_the_schedule_has_them():
+    """Of 8 layers and the V of 2 stages, stage 0 has the first and the last two."""
+    layers = {i: {"query": jnp.full((2, 3), i, jnp.float32), "attention_norm": jnp.full(3, i)} for i in range(8)}
+    params = {"embed": jnp.zeros((4, 3)), "layers": layers}
+    state = initial_state(params, optax.scale_by_adam())
+    stages = stages_of(LLAMA | {"num_hidden_layers": 8}, False, params=None, schedule="zb_v")
+    placed = stages.place(state)
+    assert placed.params["layers"][0]["query"][:, 0, 0].tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert placed.optimizer.mu["layers"][0]["attention_norm"].shape == (8, 3)
+    back = stages.usual(placed)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+
+    stacked = dataclasses.replace(stages, stacked=True)
+    usual = {"layers": {0: {"query": jnp.arange(8)}}}
+    assert stacked.place(usual)["layers"][0]["query"].tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert stacked.usual(stacked.place(usual))["layers"][0]["query"].tolist() == list(range(8))
+    assert dataclasses.replace(stages_of(DEEP, False), stacked=True).unchanged
+
+
+def test_layers_of_a_period_stay_together():
+    layers = {i: {"query": jnp.full((2, 3), i)} for i in range(4)}
+    stages = stages_of(GEMMA2, False, stages=2)
+    found = stages.place({"layers": layers})["layers"]
+    assert [found[place]["query"][:, 0, 0].tolist() for place in (0, 1)] == [[0, 2], [1, 3]]
+    jax.tree.map(np.testing.assert_array_equal, stages.usual({"layers": found})["layers"], layers)
+
+
+def test_the_config_has_the_names_of_all_schedules():
+    kinds = typing.get_type_hints(PipelineSection)["schedule"]
+    assert typing.get_args(kinds) == tuple(GENERATORS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"mesh": {"expert": 2}}, UnsupportedError, r"mesh\.expert=2 does not go together with mesh\.pipeline=2"),
+        ({"mesh": {"sequence": 2}}, UnsupportedError, r"mesh\.sequence=2 does not go .* or mesh\.pipeline=1\.$"),
+        ({"precision": "fp8"}, UnsupportedError, r"precision=fp8 does not go together"),
+        ({"objective": "dpo"}, (ConfigError, UnsupportedError), r"objective=dpo"),
+        ({"remat": "offload"}, UnsupportedError, r"set remat=full or mesh\.pipeline=1"),
+        ({"batch_size": 3}, ConfigError, r"batch_size=3 is not a multiple of microbatches=4"),
+    ],
+)
+def test_what_stages_do_not_compute_is_named(tmp_path, changes, error, text):
+    changes = {"microbatches": 4} | changes | {"mesh": {"pipeline": 2} | changes.get("mesh", {})}
+    with pytest.raises(error, match=text):
+        next(train(settings(tmp_path, "llama", **changes), tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "text"),
+    [
+        (MIXTRAL, {}, UnsupportedError, r"mesh\.pipeline=2 splits dense models so far"),
+        (DEEP, {"stages": 3}, ConfigError, r"3 parts, which do not divide its 4 layers; .* 1, 2, 4\.$"),
+        (LLAMA, {"schedule": "zb_v"}, ConfigError, r"4 parts, .* one of 1, or a pipeline\.schedule with one part"),
+        (GEMMA2, {"stages": 4}, ConfigError, r"do not divide its 2 periods of 2 layers; .* 1, 2\.$"),
+        (DEEP, {"schedule": "dualpipe_v", "microbatches": 2}, ConfigError, r"with microbatches=2: "),
+        (GEMMA2 | {"num_hidden_layers": 5}, {}, UnsupportedError, r"runs of 2 x 2, 1 x 1 layers"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_named(model, options, error, text):
+    with pytest.raises(error, match=text):
+        stages_of(model, True, **options)
+
+
+def test_an_optimizer_that_tells_layers_apart_is_named():
+    params = {"embed": jnp.zeros((4, 3)), "layers": {i: {"query": jnp.zeros((2, 3))} for i in range(4)}}
+
+    def made(**optimizer):
+        from vishwamai.training.config_file import from_dict
+
+        config = from_dict({"optimizer": optimizer, "microbatches": 4, "batch_size": 8})
+        return stages_of(DEEP, False, params=params, config=config)
+
+    made(groups=[{"pattern": "layers/.*/query", "weight_decay": 0.0}])
+    for group in ("layers/0/", "layers/[01]/"):
+        with pytest.raises(UnsupportedError, match=r"optimizer\.groups tells layers apart .* at layers/0/query"):
+            made(groups=[{"pattern": group, "learning_rate_scale": 0.0}])
+    with pytest.raises(UnsupportedError, match=r"optimizer\.name=adafactor goes by the size of arrays"):
+        made(name="adafactor")
+    with pytest.raises(UnsupportedError, match=r"optimizer\.moment_dtype=int8 goes by the size of arrays"):
+        made(moment_dtype="int8")
+
+
+def test_a_plan_says_that_it_has_no_stages():
+    config = TrainConfig(mesh=MeshSection(pipeline=2), batch_size=8)
+    for plan in (lambda: on_slice(config, "v5e:1x2"), lambda: list(candidates(config, "v5e:1x2"))):
+        with pytest.raises(UnsupportedError, match=r"plan: mesh\.pipeline=2 is not planned so far"):
+            plan()
