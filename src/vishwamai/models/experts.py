@@ -72,12 +72,12 @@ def mixture(
 
 
 def explicit_axis(weight: Any) -> str | None:
-    """The explicit mesh axis over which experts `[experts, in, out]` are split; None where they are whole, as quantized
+    """The explicit mesh axis over which experts `[experts, in, out]` are split; None where they are whole, as packed
     ones are.
     """
-    if isinstance(weight, (QTensor, PackedQTensor)):
+    if isinstance(weight, PackedQTensor):
         return None
-    found = jax.typeof(weight).sharding
+    found = jax.typeof(weight.values if isinstance(weight, QTensor) else weight).sharding
     return found.spec[0] if found.mesh.explicit_axes else None
 
 
@@ -89,7 +89,7 @@ def _over_experts(
     """
     tokens = x.reshape(-1, x.shape[-1])
     missing = -tokens.shape[0] % jax.typeof(tokens).sharding.mesh.shape[axis]
-    tokens = jnp.pad(tokens, ((0, missing), (0, 0)))
+    tokens = jax.sharding.reshard(jnp.pad(tokens, ((0, missing), (0, 0))), PartitionSpec(axis))
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
     static = {name: value for name, value in options.items() if name not in arrays}
 
