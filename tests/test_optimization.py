@@ -16,6 +16,7 @@ from vishwamai.core.observe import Observer, watching
 from vishwamai.core.optimization import Optimization, explain_optimization
 from vishwamai.inference import Engine, Limits, Sampling, plan_load
 from vishwamai.models import Decoder, ModelConfig, save_pretrained
+from vishwamai.models.checkpoint import held_parameters, quantized
 from vishwamai.planning.analytic import serving_memory, training_memory
 from vishwamai.planning.search import candidates
 from vishwamai.planning.serving import Serving
@@ -272,6 +273,18 @@ def test_a_plan_of_serving_counts_fp8_weights_and_pages():
     scales = 4 * (4 * 256 + 2 * 1024 + 256)
     assert plain["parameters"].value - fp8["parameters"].value == 2 * weights - weights - scales
     assert fp8["kv"].value == plain["kv"].value / 2 + 2 * 8 * 4  # a scale for each head's keys and values
+
+
+def test_a_plan_of_serving_counts_4_bits_as_half_a_byte():
+    """As the `QTensor`s of the model do."""
+    config = ModelConfig.from_dict(LLAMA | {"hidden_size": 256, "intermediate_size": 1024})
+    int8, int4 = (serving_memory(Serving(config, 2, 64, quantize=name), "v5e").parts for name in ("int8", "int4"))
+    weights = 4 * 256 * 256 + 3 * 256 * 1024
+    columns, blocks = 4 * 256 + 2 * 1024 + 256, weights // 32
+    assert int8["parameters"].value - int4["parameters"].value == weights // 2 - 4 * (blocks - columns)
+    model = Decoder(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16, stacked=True)
+    held = (entry.get_value() for *_, entry in held_parameters(quantized(model, "int4")))
+    assert int4["parameters"].value == sum(value.nbytes for value in held)
 
 
 def test_the_command_plans_under_the_keys(tmp_path, capsys):

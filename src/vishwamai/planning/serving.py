@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.optimization import Optimization
+from vishwamai.core.qtensor import bits
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
 from vishwamai.models.checkpoint import quantized
@@ -107,8 +107,8 @@ def kv_bytes_per_token(serving: Serving) -> int:
 
 
 def size(tree: Tree) -> int:
-    """Bytes of a tree of shapes, without padding."""
-    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+    """Bytes of a tree of shapes, without padding; two 4-bit numbers take one, as a `QTensor` counts them."""
+    return sum(-(-math.prod(leaf.shape) * bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(tree))
 
 
 def trace_serving(serving: Serving, target: str) -> Program:
