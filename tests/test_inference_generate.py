@@ -96,7 +96,8 @@ def test_what_cannot_be_is_said_before_loading(peer, capsys, tmp_path):
     assert "expected a directory" in capsys.readouterr().err
     for options, said in (
         (["--mesh", "tensor=4"], "pass one of tensor=1, tensor=2"),
-        (["--mesh", "tensor=2", "--quantize", "int8"], "quantized to int8 are not split over a mesh"),
+        (["--mesh", "tensor=2", "--quantize", "int4"], "layers/0/down has 96 rows ('mlp') in blocks of 32"),
+        (["--quantize", "keep"], "config.json has no `quantization_config`: its weights are plain"),
     ):
         assert main(["generate", str(path), "--token-ids", "1", *options]) == 2
         assert said in capsys.readouterr().err

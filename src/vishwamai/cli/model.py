@@ -27,7 +27,12 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of weights and activations"
     )
-    parser.add_argument("--quantize", choices=("int8", "int4", "fp8"), help="quantize the weights while loading")
+    parser.add_argument(
+        "--quantize",
+        choices=("keep", "int8", "int4", "fp8"),
+        help="round the weights of products while loading, or keep those of a checkpoint published quantized as they "
+        "are; without it weights are held in --dtype",
+    )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="of keys and values (--dtype)")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="of a sequence (the model's, at most 4096)")
     parser.add_argument("--max-sequences", type=int, default=sequences, metavar="N", help=f"at once ({sequences})")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
+from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.drafting import check_draft
@@ -102,7 +102,8 @@ class Load:
         return Prompts(self.config.vocab_size, self.limits, self.num_pages, self.tokenizer)
 
     def __str__(self) -> str:
-        form = self.dtype if self.quantize is None else f"{self.quantize} (other arrays {self.dtype})"
+        quantized = {"keep": "its published numbers"}.get(self.quantize or "", self.quantize)
+        form = self.dtype if quantized is None else f"{quantized} (other arrays {self.dtype})"
         known = "" if self.available is None else f" of {human(self.available)} available"
         tokens = self.num_pages * self.limits.page_size
         where = jax.default_backend() + ("" if self.mesh is None else f" split by {self.mesh}")
@@ -156,7 +157,8 @@ class Load:
         placed: dict[str, Any] = {}
         if mesh is not None:
             placed = {"mesh": mesh, "rules": serving_rules(config, mesh.shape)}
-        model = from_pretrained(directory, dtype=jnp.dtype(self.dtype), quantize=self.quantize, **placed)
+        quantize = _of_directory(self.quantize, directory, self.directory)
+        model = from_pretrained(directory, dtype=jnp.dtype(self.dtype), quantize=quantize, **placed)
         if jax.default_backend() == "cpu" and mesh is None:
             model = pack_weights(model, quantize_head=_quantizes_head(self.quantize))
         return model
@@ -185,7 +187,7 @@ def plan_load(
     Args:
       directory: of the model.
       dtype: of the parameters.
-      quantize: "int8", "int4", "fp8" or None.
+      quantize: as of `from_pretrained`; "keep" is of a draft model only where that is published quantized.
       kv_dtype: of keys and values, a name of `pools.KV_DTYPES`; None: `dtype`.
       max_sequences, max_tokens, mixed_tokens, page_size: as `Limits`.
       max_length: of a sequence; None: the model's own, at most 4096 tokens.
@@ -201,7 +203,7 @@ def plan_load(
     Raises:
       ConfigError: `optimization` has an unknown key, or contradicts another option.
       ShapeError: the directory is not a whole model, or an option or the draft model contradicts it.
-      UnsupportedError: weights of that quantization are not split over a mesh.
+      UnsupportedError: as `from_pretrained`.
       DeviceError: it does not fit; the text says what would.
     """
     keys = Optimization.of(optimization)
@@ -223,29 +225,28 @@ def plan_load(
     limits = Limits(max_sequences, max(max_tokens, max_sequences + 1), max_length, page_size, mixed_tokens=mixed_tokens)
     kv_dtype = kv_dtype or dtype
     stored = kv_dtype_of(kv_dtype)
-    if mesh is not None and quantize is not None:
-        raise UnsupportedError(f"weights quantized to {quantize} are not split over a mesh; leave out one of the two.")
     devices = None if mesh is None else serving_mesh(mesh)
     held = devices.size if devices is not None and jax.default_backend() == "cpu" else 1
-    itemsize, head = jnp.dtype(dtype).itemsize, _quantizes_head(quantize)
+    itemsize, head = jnp.dtype(dtype).itemsize, _quantizes_head(quantize, mesh)
 
     rings = rings_of(config, limits, prefix_cache)
 
-    def sizes(config: ModelConfig, rings: dict[int, int]) -> tuple[int, int, int]:
+    def sizes(of: Path, config: ModelConfig, rings: dict[int, int]) -> tuple[int, int, int]:
         """Bytes of the weights, of a page of every layer without a ring, and of all rings."""
-        weights = weight_bytes(config, itemsize, quantize=quantize, int8_head=head, mesh=devices)
+        form = _of_directory(quantize, of, directory)
+        weights = weight_bytes(config, itemsize, quantize=form, int8_head=head, mesh=devices, directory=of)
         none, all_rings = dict.fromkeys(rings, 0), ring_pages(rings, limits)
         page = page_bytes(config, page_size, stored, devices, window_pages=none)
         ring = page_bytes(config, page_size, stored, devices, num_pages=0, window_pages=all_rings)
         return held * weights, held * page, held * ring
 
-    weights, page, ring = sizes(config, rings)
     read_index(directory)  # every file is there, and whole
+    weights, page, ring = sizes(directory, config, rings)
     draft, draft_page, draft_ring, rows = None, 0, 0, (drafts + 1) * max_sequences
     if draft_model is not None:
         small = _read_draft(Path(draft_model), directory, config, drafts, max_length)
         of_draft = rings_of(small, limits, prefix_cache) if rings else {}
-        draft_weights, draft_page, draft_ring = sizes(small, of_draft)
+        draft_weights, draft_page, draft_ring = sizes(Path(draft_model), small, of_draft)
         draft = Draft(Path(draft_model), small, draft_weights, 0)
         rows += drafts * max_sequences  # what the guesses were drawn from
     width = config.vocab_size * rows * 4 + limits.max_tokens * (config.hidden_size + config.intermediate_size)
@@ -313,9 +314,17 @@ def _vocab(directory: Path) -> dict[str, int] | None:
     return read_tokenizer(directory).encoder.get_vocab() if (directory / "tokenizer.json").exists() else None
 
 
-def _quantizes_head(quantize: str | None) -> bool:
-    """Whether the head becomes int8 once the weights are loaded."""
-    return quantize in ("int8", "int4") and jax.default_backend() == "cpu"
+def _quantizes_head(quantize: str | None, mesh: Any = None) -> bool:
+    """Whether the head becomes int8 once the weights are loaded, when they are packed."""
+    return quantize in ("int8", "int4") and jax.default_backend() == "cpu" and mesh is None
+
+
+def _of_directory(quantize: str | None, directory: Path, model: Path) -> str | None:
+    """`quantize` of the model, or of its draft: a plain draft has nothing to keep."""
+    from vishwamai.models.checkpoint import is_quantized
+    from vishwamai.models.storage import KEEP
+
+    return None if quantize == KEEP and directory != model and not is_quantized(directory) else quantize
 
 
 def is_encoder(directory: Path) -> bool:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
 
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.packed_qtensor import BITS
+from vishwamai.core.qtensor import QTensor, bits
 from vishwamai.inference.mesh import logical_rules, pool_sharding
 from vishwamai.inference.scheduler import Limits
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import page_shapes, window_rings
 from vishwamai.models.parameters import Parameter, layer_parameters, top_parameters
 
-# Bytes of one weight of a layer's products, its scales included (a float32 for each 32 rows, or for each column).
-_QUANTIZED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
+if TYPE_CHECKING:
+    from vishwamai.models.storage import Storage
 
 
 def weight_bytes(
@@ -26,42 +30,73 @@ def weight_bytes(
     quantize: str | None = None,
     int8_head: bool = False,
     mesh: Mesh | None = None,
+    directory: Path | None = None,
 ) -> int:
-    """Bytes of the parameters on each device.
+    """Bytes of the parameters on each device, on a CPU without a mesh with the weights packed.
 
     Args:
       itemsize: bytes of an element of those that are not quantized.
       quantize: as of `from_pretrained`.
       int8_head: the head is int8, with a float32 for each token.
       mesh: over which the model is split (`mesh.serving_rules`).
+      directory: of the checkpoint, whose headers say what `quantize="keep"` holds.
 
     Raises:
-      ShapeError: as `mesh.serving_rules`.
+      ShapeError: as `mesh.serving_rules`, or a mesh axis cuts through blocks that share a scale.
+      UnsupportedError: as `from_pretrained`.
     """
+    from vishwamai.models.storage import KEEP, QUANTIZATIONS, parameter_sharding
+
+    storage: Callable[[str, Parameter, int | None], Storage | None] | None = None
+    if quantize == KEEP:
+        from vishwamai.models.checkpoint import storages
+
+        if directory is None:
+            raise ShapeError(
+                f"weight_bytes: `quantize` is {KEEP!r}; pass the `directory` whose headers say what that is."
+            )
+        storage = storages(directory, config)
     head = "embed" if config.tie_embeddings else "head"
-    total = 0.0
-    for name, parameter, count in _held(config, mesh):
-        each: float = 4 if parameter.float32 else itemsize
-        if quantize is not None and parameter.matrix:
-            each = _QUANTIZED[quantize]
-        elif int8_head and name == head:
-            each = 1 + 4 / config.hidden_size
-        total += count * each
-    return int(total)
+    place = None if mesh is None else (mesh, logical_rules(config, mesh))
+    total = 0
+    for name, parameter, layer in _parameters(config):
+        where = name if layer is None else f"layers/{layer}/{name}"
+        if storage is not None:
+            held = storage(name, parameter, layer)
+        else:
+            held = QUANTIZATIONS[quantize] if quantize is not None and parameter.matrix else None
+        if held is None:
+            each = 4 if parameter.float32 else itemsize
+            lies = None if place is None else parameter_sharding(*place, parameter, 1, where)
+            count = math.prod(parameter.shape if lies is None else lies.shard_shape(parameter.shape))
+            total += count + 4 * parameter.shape[0] if int8_head and name == head else count * each
+            continue
+        weight = held.shapes(parameter)
+        if place is not None:
+            split = held.shardings(*place, parameter, 1, where)
+            shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(at.shard_shape(x.shape), x.dtype), weight, split)
+            weight = held.tensor(*jax.tree.leaves(shapes))
+        total += weight.nbytes if _packs(weight, mesh) else _unpacked_bytes(weight)
+    return total
 
 
-def _held(config: ModelConfig, mesh: Mesh | None) -> Iterator[tuple[str, Parameter, int]]:
-    """Every parameter of every layer: its name, its table's entry, and the elements that each device holds."""
-    tables = [top_parameters(config), *(layer_parameters(config, kind) for kind in config.layers)]
-    if mesh is None:
-        yield from ((name, p, math.prod(p.shape)) for table in tables for name, p in table.items())
-        return
-    from vishwamai.models.checkpoint import parameter_sharding
+def _packs(weight: QTensor, mesh: Mesh | None) -> bool:
+    """Whether two 4-bit numbers take a byte: on accelerators, and where weights are packed."""
+    if jax.default_backend() != "cpu":
+        return True
+    return mesh is None and weight.format in BITS and (weight.block_size or 8) % 8 == 0
 
-    rules = logical_rules(config, mesh)
-    for table in tables:
-        for name, p in table.items():
-            yield name, p, math.prod(parameter_sharding(mesh, rules, p, 1, name).shard_shape(p.shape))
+
+def _unpacked_bytes(weight: QTensor) -> int:
+    """Bytes where a 4-bit number takes one, as JAX's arrays do on a CPU."""
+    return sum(x.size * max(bits(x.dtype), 8) // 8 for x in (weight.values, weight.scales))
+
+
+def _parameters(config: ModelConfig) -> Iterator[tuple[str, Parameter, int | None]]:
+    """Every parameter of every layer: its name, its table's entry, and the layer."""
+    yield from ((name, p, None) for name, p in top_parameters(config).items())
+    for layer, kind in enumerate(config.layers):
+        yield from ((name, p, layer) for name, p in layer_parameters(config, kind).items())
 
 
 def rings_of(config: ModelConfig, limits: Limits, prefix_cache: bool | None) -> dict[int, int]:

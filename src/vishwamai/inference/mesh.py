@@ -17,6 +17,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
+from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import QuantizedPages
 from vishwamai.models.parameters import LOGICAL_NAMES, split_units
@@ -111,9 +112,10 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
 
     Raises:
       ShapeError: as `serving_rules`, or the mesh's axes are not explicit.
-      UnsupportedError: weights are packed or quantized, and not on the mesh.
+      UnsupportedError: weights are packed, and not on the mesh.
     """
-    from vishwamai.models.checkpoint import held_parameters, parameter_sharding
+    from vishwamai.models.checkpoint import held_parameters
+    from vishwamai.models.storage import Storage, parameter_sharding
 
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     if any(kind != AxisType.Explicit for kind in kinds.values()):
@@ -126,14 +128,17 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
         value = held.get_value()
         if all(getattr(leaf.sharding, "mesh", None) == mesh for leaf in jax.tree.leaves(value)):
             continue
+        place = mesh, rules, parameter, len(layers or (0,)), name, "Engine"
+        if isinstance(value, QTensor):
+            split = Storage(value.format, value.block_size).shardings(*place)
+            held.set_value(jax.tree.map(jax.device_put, value, split))
+            continue
         if not isinstance(value, jax.Array):
             raise UnsupportedError(
                 f"Engine: parameter `{name}` is a {type(value).__name__}, which is not split over a mesh; load the "
                 "model with from_pretrained(directory, mesh=..., rules=...), without packing it."
             )
-        held.set_value(
-            jax.device_put(value, parameter_sharding(mesh, rules, parameter, len(layers or (0,)), name, "Engine"))
-        )
+        held.set_value(jax.device_put(value, parameter_sharding(*place)))
     return model
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from vishwamai.core.qtensor import bits
 from vishwamai.inference.drafting import draft_step
 from vishwamai.inference.mesh import gathered, on_mesh, replicated
 from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
@@ -142,7 +143,8 @@ class Program:
         """Compiles it for arguments of these shapes; the compiled function."""
         self._told(self.name)
         with on_mesh(self._mesh), self._kernels():
-            self._compiled = self._function.lower(*arguments).compile()
+            compiled = self._function.lower(*arguments).compile()
+        self._compiled = self._jitted if _has_four_bits(arguments) else compiled
         return self._compiled
 
     def __call__(self, *arguments: Any) -> Any:
@@ -150,6 +152,19 @@ class Program:
         if compiled is None:
             compiled = self.compile(*arguments)
         return compiled(*arguments)
+
+    def _jitted(self, *arguments: Any) -> Any:
+        with on_mesh(self._mesh), self._kernels():
+            return self._function(*arguments)
+
+
+def _has_four_bits(arguments: Any) -> bool:
+    """Whether 4-bit arrays of the CPU are among them. A compiled program declines them where they are committed to
+    devices, because JAX reports another layout for them than for its arguments; the jitted function, which finds the
+    same program, takes them.
+    """
+    arrays = (x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array))
+    return jax.default_backend() == "cpu" and any(bits(x.dtype) < 8 for x in arrays)
 
 
 class Programs:

@@ -5,8 +5,9 @@ Tensors are read by parts, straight into (sharded) device arrays: host memory be
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from vishwamai.core.errors import ShapeError
+from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config, read_json
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, layer_parameters, top_parameters
 from vishwamai.models.periods import segments
-from vishwamai.models.published import Decoded, Index, decode_index
+from vishwamai.models.published import Computed, Decoded, Index, decode_index
 from vishwamai.models.shards import Stored, read_index
+from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage, parameter_sharding
 from vishwamai.models.tensors import Piece, piece
-from vishwamai.ops.quantization import quantize as quantize_array
 from vishwamai.parallel import LogicalRules
-
-QUANTIZATIONS: dict[str, dict[str, Any]] = {
-    "int8": {"format": "int8"},
-    "int4": {"format": "int4", "block_size": 32},
-    "fp8": {"format": "fp8_e4m3"},
-}
-"""What `quantize` means, as options of `vishwamai.quantize`: scales for each column, or blocks of 32 rows of it."""
 
 
 def from_pretrained(
@@ -53,18 +47,18 @@ def from_pretrained(
       mesh: devices to split the parameters over; each process reads its own parts only.
       rules: mesh axes by the logical name of an axis, a `LogicalRules` or a dict. The names are
         `parameters.LOGICAL_NAMES`; those without a rule stay whole.
-      quantize: "int8", "int4" or "fp8": weights of the layers' products become `QTensor`s.
+      quantize: "int8", "int4" or "fp8": weights of the layers' products are rounded to `QTensor`s. "keep": those of a
+        checkpoint that is published quantized become the `QTensor`s that have exactly its numbers. None: plain arrays.
       stacked: as of `Decoder`.
 
     Raises:
       ShapeError: a file or a tensor is missing, damaged, or contradicts `config.json`; the text names the file, the
         tensor, what was expected and what was found.
-      UnsupportedError: the configuration is not one that the decoder computes.
+      UnsupportedError: the configuration is not one that the decoder computes, or "keep" is asked for and no `QTensor`
+        has the numbers of a weight; the text names it.
     """
     directory = Path(directory)
     config = read_config(directory)
-    if quantize is not None and quantize not in QUANTIZATIONS:
-        raise ShapeError(f"from_pretrained: `quantize` is {quantize!r}; pass {', '.join(QUANTIZATIONS)} or None.")
     if rules and mesh is None:
         raise ShapeError("from_pretrained: `rules` are given without a `mesh`; pass the mesh whose axes they name.")
     unknown = [name for name in rules or () if name not in LOGICAL_NAMES]
@@ -73,8 +67,7 @@ def from_pretrained(
             f"from_pretrained: `rules` have {unknown[0]!r}; a decoder's axes are named {', '.join(LOGICAL_NAMES)}."
         )
     checked_rules = LogicalRules({**dict.fromkeys(LOGICAL_NAMES), **(rules or {})})
-    settings = read_json(directory / "config.json").get("quantization_config")
-    index = decode_index(read_index(directory), settings, str(directory / "config.json"))
+    index = _index(directory, quantize)
     used: set[str] = set()
 
     def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
@@ -83,11 +76,20 @@ def from_pretrained(
         used.update(name for one in pieces for name in one.tensors)
         kind = jnp.float32 if parameter.float32 else dtype
         where = name if layers is None else f"layers/{layers[0]}/{name}"
-        sharding = None if mesh is None else parameter_sharding(mesh, checked_rules, parameter, len(pieces), where)
-        value = _read(parameter, pieces, stored, kind, sharding)
-        if quantize is None or not parameter.matrix:
-            return value
-        return _quantize(value, quantize)
+        storage = _storage(quantize, parameter, pieces, stored, where)
+        if mesh is None:
+            plain, split = None, None
+        elif storage is None:
+            plain, split = parameter_sharding(mesh, checked_rules, parameter, len(pieces), where), None
+        else:
+            split = storage.shardings(mesh, checked_rules, parameter, len(pieces), where)
+            whole = dataclasses.replace(parameter, axes=(*parameter.axes[:-2], None, parameter.axes[-1]))
+            plain = parameter_sharding(mesh, checked_rules, whole, len(pieces), where)
+        if storage is None:
+            return _read(parameter, pieces, stored, kind, plain)
+        if quantize != KEEP:
+            return storage.quantize(_read(parameter, pieces, stored, kind, plain), split)
+        return _read_kept(storage, parameter, pieces, stored, split)
 
     model = Decoder(config, dtype=dtype, param_dtype=dtype, stacked=stacked, make=make)
     _check_unused(config, directory, index, used)
@@ -102,12 +104,68 @@ def quantized(model: Decoder, quantize: str) -> Decoder:
     """
     for _, parameter, _, held in held_parameters(model):
         if parameter.matrix:
-            held.set_value(_quantize(held.get_value(), quantize))
+            held.set_value(QUANTIZATIONS[quantize].quantize(held.get_value()))
     return model
 
 
-def _quantize(value: jax.Array, name: str) -> QTensor:
-    return jax.jit(lambda x: quantize_array(x, axis=-2, **QUANTIZATIONS[name]))(value)
+def storages(directory: Path, config: ModelConfig) -> Callable[[str, Parameter, int | None], Storage | None]:
+    """How `from_pretrained(directory, quantize="keep")` holds each parameter of each layer, by the headers alone: a
+    function of a parameter's name, entry and layer to its storage, None for a plain array.
+
+    Raises: as `from_pretrained`, as does the function.
+    """
+    index = _index(directory, KEEP)
+
+    def find(name: str, parameter: Parameter, layer: int | None) -> Storage | None:
+        where = piece(config, name, parameter, layer)
+        stored = _find(index, where, parameter, directory)
+        return _storage(KEEP, parameter, [where], [stored], name if layer is None else f"layers/{layer}/{name}")
+
+    return find
+
+
+def is_quantized(directory: Path) -> bool:
+    """Whether a checkpoint is published quantized."""
+    return read_json(directory / "config.json").get("quantization_config") is not None
+
+
+def _index(directory: Path, quantize: str | None) -> Index:
+    if quantize is not None and quantize not in (KEEP, *QUANTIZATIONS):
+        raise ShapeError(
+            f"from_pretrained: `quantize` is {quantize!r}; pass {', '.join((KEEP, *QUANTIZATIONS))} or None."
+        )
+    source = directory / "config.json"
+    settings = read_json(source).get("quantization_config")
+    if quantize == KEEP and settings is None:
+        raise ShapeError(
+            f"from_pretrained: `quantize` is {KEEP!r}, but {source} has no `quantization_config`: its weights are "
+            f"plain. Pass {', '.join(QUANTIZATIONS)} or None."
+        )
+    return decode_index(read_index(directory), settings, str(source))
+
+
+def _storage(
+    quantize: str | None, parameter: Parameter, pieces: list[Piece], stored: list[list[Stored | Decoded]], where: str
+) -> Storage | None:
+    """How a parameter is held; None for a plain array."""
+    if quantize is None or not parameter.matrix:
+        return None
+    if quantize != KEEP:
+        return QUANTIZATIONS[quantize]
+    names = [name for one in pieces for name in one.tensors]
+    tensors = [tensor for group in stored for tensor in group]
+    found: dict[Storage | None, str] = {}
+    for name, tensor in zip(names, tensors):
+        if isinstance(tensor, Decoded):
+            tensor.check_kept()
+        found[tensor.storage if isinstance(tensor, Decoded) else None] = name
+    if len(found) > 1:
+        forms = " and ".join(f"`{name}` as {storage or 'a plain array'}" for storage, name in found.items())
+        raise UnsupportedError(
+            f"from_pretrained: {where} would hold {forms}, which are not one QTensor; pass "
+            f"{'stacked=False' if len(pieces) > 1 else 'quantize=None'}."
+        )
+    return next(iter(found))
 
 
 def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[str]) -> None:
@@ -140,21 +198,21 @@ def _find(index: Index, where: Piece, parameter: Parameter, directory: Path) -> 
     return [index[name] for name in where.tensors]
 
 
-def parameter_sharding(
-    mesh: Mesh, rules: LogicalRules, parameter: Parameter, layers: int, where: str, function: str = "from_pretrained"
-) -> NamedSharding:
-    """Where a parameter lies; with more than one of `layers`, it has a leading axis for them.
+def _read_kept(
+    storage: Storage, parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], split: QTensor | None
+) -> QTensor:
+    """The weight in the numbers of its file: values and scales are read like parameters of their own."""
+    found = [[tensor.kept() for tensor in group] for group in stored]
+    values, scales = ([[pair[part] for pair in group] for group in found] for part in (0, 1))
+    kinds, entries = storage.shapes(parameter), storage.parts(parameter)
+    places = (None, None) if split is None else (split.values, split.scales)
+    return storage.tensor(
+        _read(entries[0], pieces, values, kinds.values.dtype, places[0]),
+        _read(entries[1], pieces, scales, kinds.scales.dtype, places[1]),
+    )
 
-    Args:
-      where, function: what errors call the parameter and the caller.
-    """
-    shape = parameter.shape if layers == 1 else (layers, *parameter.shape)
-    return rules.sharding(mesh, parameter.axes, shape, where=where, function=function)
 
-
-def _read(
-    parameter: Parameter, pieces: list[Piece], stored: list[list[Stored | Decoded]], dtype: Any, sharding: Any
-) -> jax.Array:
+def _read(parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], dtype: Any, sharding: Any) -> jax.Array:
     """The parameter, each device's part read from the files on its own."""
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -170,12 +228,13 @@ def _read(
     return jax.make_array_from_callback(shape, sharding, part)
 
 
-def _slice(
-    parameter: Parameter, where: Piece, stored: list[Stored | Decoded], wanted: tuple[slice, ...], dtype: Any
-) -> Any:
+Readable = Stored | Computed | Decoded
+
+
+def _slice(parameter: Parameter, where: Piece, stored: list[Readable], wanted: tuple[slice, ...], dtype: Any) -> Any:
     inner = where.index(wanted[1:] if where.stacked else wanted, parameter.shape)
 
-    def one(tensor: Stored | Decoded) -> np.ndarray:
+    def one(tensor: Readable) -> np.ndarray:
         found = tensor.read()[inner]
         return np.ascontiguousarray(found.swapaxes(-1, -2) if where.transpose else found, dtype=dtype)
 
@@ -198,7 +257,8 @@ def save_pretrained(model: Decoder, directory: str | Path) -> None:
     for name, parameter, layer, value in named_parameters(model):
         if not isinstance(value, (jax.Array, np.ndarray)):
             raise ShapeError(
-                f"save_pretrained: parameter `{name}` is a {type(value).__name__}; save the model that it came from."
+                f"save_pretrained: parameter `{name}` is a {type(value).__name__}; save the model that it came from, "
+                "or load the directory without `quantize`."
             )
         where = piece(model.config, name, parameter, layer)
         array = np.asarray(value)

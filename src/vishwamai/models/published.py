@@ -1,8 +1,10 @@
 """Quantized checkpoints as people publish them: their tensors seen as the plain ones that the decoder expects.
 
-Each format stores a weight as several tensors. `decode_index` replaces them by one `Decoded`, which computes the
-weight, in float32, when it is read. So a published checkpoint loads like a plain one, and takes the memory of the dtype
-that is asked for; `quantize=` of `from_pretrained` quantizes it again.
+Each format stores a weight as several tensors. `decode_index` replaces them by one `Decoded`: values and scales, as a
+`QTensor` has them. It is held so (`quantize="keep"` of `from_pretrained`), or read as the plain weight that it stands
+for, which takes the memory of the dtype that is asked for.
+
+4-bit numbers with zero points are held as int8: `q - zero` lies in [-16, 15], which int4 does not have.
 """
 
 from __future__ import annotations
@@ -12,12 +14,28 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.qtensor import FORMATS
 from vishwamai.models.shards import Stored
+from vishwamai.models.storage import Storage
 
 Index = Mapping[str, "Stored | Decoded"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """An array that is computed of tensors in a file, anew at every reading."""
+
+    path: Path
+    shape: tuple[int, ...]
+    compute: Callable[[], np.ndarray]
+
+    def read(self) -> np.ndarray:
+        """The array."""
+        return self.compute()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +43,72 @@ class Decoded:
     """A weight that several tensors make up.
 
     Attributes:
-      path: the file of the first of them.
-      shape: the weight's, as a plain checkpoint has it.
-      decode: computes it, float32.
+      values: its numbers before they are scaled, in the weight's shape.
+      scales: float32, or uint8 bits of e8m0: the weight's shape with the blocks along `axis` in place of its numbers.
+      storage: the `QTensor` that holds it without changing a number.
+      axis: the one that a product contracts, -1 or -2.
+      groups: the block of each number along `axis`, where a checkpoint lists them.
     """
 
-    path: Path
-    shape: tuple[int, ...]
-    decode: Callable[[], np.ndarray]
+    values: Stored | Computed
+    scales: Stored | Computed
+    storage: Storage
+    axis: int = -1
+    groups: Stored | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file of its values."""
+        return self.values.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's, as a plain checkpoint has it."""
+        return self.values.shape
 
     def read(self) -> np.ndarray:
-        """The weight; computed anew at every call."""
-        return self.decode()
+        """The plain weight, float32; computed anew at every call."""
+        scales = np.asarray(self.scales.read())
+        if scales.dtype == np.uint8:
+            scales = np.where(scales == 255, np.nan, np.ldexp(np.float32(1), scales.astype(np.int32) - 127))
+        block = self._order() if self.groups is None else np.asarray(self.groups.read())
+        return self.values.read().astype(np.float32) * np.take(scales.astype(np.float32), block, self.axis)
+
+    def check_kept(self) -> None:
+        """Checks that `storage` holds the weight, by the groups alone.
+
+        Raises:
+          UnsupportedError: numbers that share a scale are not neighbours.
+        """
+        if self.groups is not None and not np.array_equal(self.groups.read(), self._order()):
+            raise UnsupportedError(
+                f"{self.path}: rows of a weight of shape {list(self.shape)} that share scales are not neighbours "
+                "(desc_act, actorder), which no QTensor holds; leave out quantize='keep' to read the plain weights."
+            )
+
+    def kept(self) -> tuple[Computed, Stored | Computed]:
+        """Values in the dtype of the format, and scales, of a weight that is checked.
+
+        Raises:
+          ShapeError: when the values are read, one is not in the format.
+        """
+        dtype = FORMATS[self.storage.format].dtype
+
+        def compute() -> np.ndarray:
+            found = self.values.read()
+            if found.dtype == np.int8 and dtype == ml_dtypes.int4 and not -8 <= found.min() <= found.max() <= 7:
+                raise ShapeError(
+                    f"{self.path}: a weight of shape {list(self.shape)} has zero points other than 8, but "
+                    "`quantization_config.sym` is True; leave out quantize='keep' to read the plain weights."
+                )
+            return np.asarray(found).astype(dtype, copy=False)
+
+        return Computed(self.path, self.shape, compute), self.scales
+
+    def _order(self) -> np.ndarray:
+        """The block of each number where neighbours share one."""
+        count = self.shape[self.axis]
+        return np.arange(count) // (self.storage.block_size or count)
 
 
 def decode_index(index: Mapping[str, Stored], settings: Mapping[str, Any] | None, source: str) -> Index:
@@ -56,7 +128,8 @@ def decode_index(index: Mapping[str, Stored], settings: Mapping[str, Any] | None
     method = settings.get("quant_method")
     if method not in _FORMATS:
         raise _unsupported(source, "quant_method", method, ", ".join(_FORMATS))
-    suffixes, name, decoder = _FORMATS[method]
+    packed = method == "compressed-tensors" and settings.get("format") == "pack-quantized"
+    suffixes, name, decoder = _PACKED if packed else _FORMATS[method]
     plain = dict(index)
     found: dict[str, Decoded] = {}
     for first in [key for key in index if key.endswith(suffixes[0])]:
@@ -67,8 +140,8 @@ def decode_index(index: Mapping[str, Stored], settings: Mapping[str, Any] | None
                 f"{index[first].path}: tensor `{absent[0]}` is missing; `{first}` of a {method} checkpoint needs it."
             )
         parts = tuple(plain.pop(stem + suffix) for suffix in suffixes)
-        plain.pop(stem + ".g_idx", None)
-        order = index.get(stem + ".g_idx")
+        order = plain.pop(stem + (".weight_g_idx" if packed else ".g_idx"), None)
+        plain.pop(stem + ".weight_shape", None)
         found[stem + name] = decoder(parts, order, settings, source)
     return {**plain, **found}
 
@@ -85,6 +158,14 @@ def _fits(first: Stored, other: Stored, expected: tuple[int, ...]) -> None:
         )
 
 
+_SMALL = {
+    np.dtype(np.int8): "int8",
+    np.dtype(ml_dtypes.float8_e4m3fn): "fp8_e4m3",
+    np.dtype(ml_dtypes.float8_e5m2): "fp8_e5m2",
+}
+"""Formats by the dtype of a tensor."""
+
+
 def _float8(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], source: str) -> Decoded:
     """float8 with a scale for each block of rows and columns (DeepSeek V3, Qwen3): `weight * weight_scale_inv`."""
     scales, weight = parts
@@ -92,35 +173,78 @@ def _float8(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], 
     if not isinstance(block, list) or len(block) != 2:
         raise _unsupported(source, "weight_block_size", block, "a pair, such as [128, 128]")
     _fits(weight, scales, tuple(-(-n // b) for n, b in zip(weight.shape, block)))
+    if weight.dtype not in _SMALL:
+        raise _unsupported(source, "fmt", settings.get("fmt", weight.dtype.name), "e4m3 and e5m2")
+    out = weight.shape[0]
 
-    def decode() -> np.ndarray:
-        wide = scales.read().astype(np.float32).repeat(block[0], 0).repeat(block[1], 1)
-        return weight.read().astype(np.float32) * wide[: weight.shape[0], : weight.shape[1]]
+    def wide() -> np.ndarray:  # rows of a block share its scale; a QTensor has one for each
+        return scales.read().astype(np.float32).repeat(block[0], 0)[:out]
 
-    return Decoded(weight.path, weight.shape, decode)
+    each = Computed(scales.path, (out, scales.shape[1]), wide)
+    return Decoded(weight, each, Storage(_SMALL[weight.dtype], block[1]))
 
 
 def _compressed(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], source: str) -> Decoded:
     """compressed-tensors: int8 or float8, with a scale for each row `[out, 1]` or one for the weight `[1]`."""
     scales, weight = parts
-    if weight.dtype.itemsize != 1:
-        raise _unsupported(source, "format", settings.get("format"), "int-quantized and float-quantized, 8 bits")
+    if weight.dtype not in _SMALL:
+        raise _unsupported(source, "format", settings.get("format"), f"{_COMPRESSED} of 8 bits, and pack-quantized")
+    _symmetric(settings, source)
+    shape = (weight.shape[0], 1)
+    _fits(weight, scales, shape if len(scales.shape) == 2 else (1,))
+    each = Computed(scales.path, shape, lambda: np.broadcast_to(scales.read().astype(np.float32), shape))
+    return Decoded(weight, each, Storage(_SMALL[weight.dtype]))
+
+
+_COMPRESSED = "int-quantized and float-quantized"
+
+
+def _symmetric(settings: Mapping[str, Any], source: str, bits: int | None = None) -> None:
     for name, group in settings.get("config_groups", {}).items():
-        if not (group.get("weights") or {}).get("symmetric", True):
+        weights = group.get("weights") or {}
+        if not weights.get("symmetric", True):
             raise _unsupported(source, f"config_groups.{name}.weights.symmetric", False, "symmetric weights")
-    if len(scales.shape) == 2:
-        _fits(weight, scales, (weight.shape[0], 1))
-    else:
-        _fits(weight, scales, (1,))
-    return Decoded(
-        weight.path, weight.shape, lambda: weight.read().astype(np.float32) * scales.read().astype(np.float32)
+        if bits is not None and weights.get("num_bits", bits) != bits:
+            raise _unsupported(source, f"config_groups.{name}.weights.num_bits", weights["num_bits"], str(bits))
+
+
+def _compressed_packed(
+    parts: tuple[Stored, ...], order: Stored | None, settings: Mapping[str, Any], source: str
+) -> Decoded:
+    """compressed-tensors, "pack-quantized": 4 bits, stored plus 8, with a scale for each row or for groups of a row."""
+    weight, scales = parts
+    _symmetric(settings, source, 4)
+    out, columns = weight.shape[0], 8 * weight.shape[1]
+    groups = scales.shape[-1]
+    _fits(weight, scales, (out, groups))
+    values = Computed(
+        weight.path,
+        (out, columns),
+        lambda: _nibbles(np.asarray(weight.read()), _PLAIN_ORDER).reshape(out, columns) - np.int8(8),
     )
+    return Decoded(values, _float32(scales), _grouped("int4", columns, groups), groups=order)
+
+
+def _float32(scales: Stored, transpose: bool = False) -> Computed:
+    """Scales `[out, groups]`."""
+
+    def compute() -> np.ndarray:
+        found = scales.read().astype(np.float32)
+        return found.T if transpose else found
+
+    return Computed(scales.path, scales.shape[::-1] if transpose else scales.shape, compute)
+
+
+def _grouped(format: str, rows: int, groups: int) -> Storage:
+    return Storage(format, None if groups == 1 else -(-rows // groups))
 
 
 def _nibbles(packed: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
-    """Eight 4-bit numbers of each int32, along a new last axis; number i of an AWQ word lies at place `order[i]`."""
+    """int8: eight 4-bit numbers of each int32, along a new last axis; number i of an AWQ word lies at place
+    `order[i]`.
+    """
     shifts = 4 * np.array(order, np.uint32)
-    return (packed.view(np.uint32)[..., None] >> shifts) & 15
+    return ((packed.view(np.uint32)[..., None] >> shifts) & 15).astype(np.int8)
 
 
 _PLAIN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
@@ -129,8 +253,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def _gptq(parts: tuple[Stored, ...], order: Stored | None, settings: Mapping[str, Any], source: str) -> Decoded:
-    """GPTQ: `(q - zero) * scale` by groups of rows; zeros are stored minus one but in the "gptq_v2" form. Frantar et
-    al., "GPTQ" (2023).
+    """GPTQ: `(q - zero) * scale` by groups of rows; zeros are stored minus one but in the "gptq_v2" form, and are 8 in
+    a symmetric one. Frantar et al., "GPTQ" (2023).
     """
     weight, zeros, scales = parts
     if settings.get("bits") != 4:
@@ -140,15 +264,15 @@ def _gptq(parts: tuple[Stored, ...], order: Stored | None, settings: Mapping[str
     _fits(weight, scales, (groups, columns))
     _fits(weight, zeros, (groups, columns // 8))
     shift = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    storage = _grouped("int4" if settings.get("sym") else "int8", rows, groups)
 
     def decode() -> np.ndarray:
         values = _nibbles(np.asarray(weight.read()), _PLAIN_ORDER).swapaxes(1, 2).reshape(rows, columns)
-        zero = _nibbles(np.asarray(zeros.read()), _PLAIN_ORDER).reshape(groups, columns).astype(np.float32) + shift
+        zero = _nibbles(np.asarray(zeros.read()), _PLAIN_ORDER).reshape(groups, columns) + np.int8(shift)
         group = np.arange(rows) // -(-rows // groups) if order is None else np.asarray(order.read())
-        scale = scales.read().astype(np.float32)
-        return ((values.astype(np.float32) - zero[group]) * scale[group]).T
+        return (values - zero[group]).T
 
-    return Decoded(weight.path, (columns, rows), decode)
+    return Decoded(Computed(weight.path, (columns, rows), decode), _float32(scales, True), storage, groups=order)
 
 
 def _awq(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], source: str) -> Decoded:
@@ -163,33 +287,34 @@ def _awq(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], sou
     _fits(weight, zeros, (groups, columns // 8))
 
     def decode() -> np.ndarray:
-        values = _nibbles(np.asarray(weight.read()), _AWQ_ORDER).reshape(rows, columns).astype(np.float32)
-        zero = _nibbles(np.asarray(zeros.read()), _AWQ_ORDER).reshape(groups, columns).astype(np.float32)
-        wide = (x.repeat(rows // groups, 0) for x in (zero, scales.read().astype(np.float32)))
-        return ((values - next(wide)) * next(wide)).T
+        values = _nibbles(np.asarray(weight.read()), _AWQ_ORDER).reshape(rows, columns)
+        zero = _nibbles(np.asarray(zeros.read()), _AWQ_ORDER).reshape(groups, columns)
+        return (values - zero.repeat(rows // groups, 0)).T
 
-    return Decoded(weight.path, (columns, rows), decode)
-
-
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The numbers of a 4-bit float, by its bits (OCP Microscaling Formats, 2023)."""
+    return Decoded(
+        Computed(weight.path, (columns, rows), decode), _float32(scales, True), _grouped("int8", rows, groups)
+    )
 
 
 def _mxfp4(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], source: str) -> Decoded:
-    """mxfp4 experts of gpt-oss: `[experts, out, blocks, 16]` pairs of 4-bit floats, and a power of two a block."""
+    """mxfp4 experts of gpt-oss: `[experts, out, blocks, 16]` pairs of 4-bit floats, and a power of two a block (OCP
+    Microscaling Formats, 2023).
+    """
     blocks, scales = parts
     _fits(blocks, scales, blocks.shape[:-1])
     experts, out, count, width = blocks.shape
 
     def decode() -> np.ndarray:
         packed = np.asarray(blocks.read())
-        pairs = np.stack([_E2M1[packed & 15], _E2M1[packed >> 4]], axis=-1).reshape(experts, out, count, 2 * width)
-        power = np.asarray(scales.read()).astype(np.int32) - 127
-        return np.ldexp(pairs, power[..., None]).reshape(experts, out, -1).swapaxes(1, 2)
+        pairs = np.stack([packed & 15, packed >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn)
+        return pairs.reshape(experts, out, -1).swapaxes(1, 2)
 
-    return Decoded(blocks.path, (experts, 2 * width * count, out), decode)
+    values = Computed(blocks.path, (experts, 2 * width * count, out), decode)
+    power = Computed(scales.path, (experts, count, out), lambda: np.asarray(scales.read()).swapaxes(1, 2))
+    return Decoded(values, power, Storage("mxfp4", 2 * width), axis=-2)
 
 
+_PACKED = ((".weight_packed", ".weight_scale"), ".weight", _compressed_packed)
 _FORMATS: dict[str, tuple[tuple[str, ...], str, Callable[..., Decoded]]] = {
     "fp8": ((".weight_scale_inv", ".weight"), ".weight", _float8),
     "compressed-tensors": ((".weight_scale", ".weight"), ".weight", _compressed),

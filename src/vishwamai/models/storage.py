@@ -1,0 +1,120 @@
+"""How the weight of a product is held quantized: a `QTensor` whose scales are shared along its axis -2; its parts as
+entries of the parameters' tables, and where they lie on a mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.qtensor import FORMATS, QTensor
+from vishwamai.models.parameters import Parameter
+from vishwamai.ops.quantization import quantize
+from vishwamai.parallel import LogicalRules
+
+KEEP = "keep"
+"""What `quantize` says to hold a published checkpoint in its own numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """A format of `QTensor`, and the neighbours along axis -2 that share a scale (None: all of them).
+
+    >>> print(Storage("int4", 32))
+    int4 in blocks of 32
+    """
+
+    format: str
+    block_size: int | None = None
+
+    def __str__(self) -> str:
+        return self.format if self.block_size is None else f"{self.format} in blocks of {self.block_size}"
+
+    def parts(self, parameter: Parameter) -> tuple[Parameter, Parameter]:
+        """The entries of the values and of the scales; the axis that shares one scale is never split."""
+        *lead, rows, columns = parameter.shape
+        blocks = 1 if self.block_size is None else -(-rows // self.block_size)
+        axes = parameter.axes if self.block_size else (*parameter.axes[:-2], None, parameter.axes[-1])
+        return parameter, dataclasses.replace(parameter, shape=(*lead, blocks, columns), axes=axes)
+
+    def tensor(self, values: Any, scales: Any) -> QTensor:
+        """The weight of its parts, which may be shapes or shardings."""
+        return QTensor(values, scales, self.format, -2, self.block_size)
+
+    def shapes(self, parameter: Parameter) -> QTensor:
+        """The shapes of the parts."""
+        of_values, of_scales = self.parts(parameter)
+        form = FORMATS[self.format]
+        return self.tensor(
+            jax.ShapeDtypeStruct(of_values.shape, form.dtype),
+            jax.ShapeDtypeStruct(of_scales.shape, "uint8" if form.power_of_two else "float32"),
+        )
+
+    def shardings(
+        self,
+        mesh: Mesh,
+        rules: LogicalRules,
+        parameter: Parameter,
+        layers: int,
+        where: str,
+        function: str = "from_pretrained",
+    ) -> QTensor:
+        """Where values and scales lie, split by the same rules; the arguments are those of `parameter_sharding`.
+
+        Raises:
+          ShapeError: as `parameter_sharding`, or a mesh axis cuts through blocks; the text names the parameter.
+        """
+        of_values, of_scales = self.parts(parameter)
+        values = parameter_sharding(mesh, rules, of_values, layers, where, function)
+        rows, name = parameter.shape[-2], parameter.axes[-2]
+        parts = math.prod(mesh.shape[axis] for axis in (() if name is None else rules[name]))
+        if self.block_size and parts > 1 and rows % (parts * self.block_size):
+            raise ShapeError(
+                f"{function}: {where} has {rows} rows ({name!r}) in blocks of {self.block_size} that share scales, and "
+                f"the mesh splits them into {parts} parts of {rows // parts}; choose a mesh whose parts are multiples "
+                f"of {self.block_size}, map {name!r} to None, or leave the weights unquantized (quantize=None)."
+            )
+        return self.tensor(values, parameter_sharding(mesh, rules, of_scales, layers, f"{where} (scales)", function))
+
+    def quantize(self, value: jax.Array, shardings: QTensor | None = None) -> QTensor:
+        """A weight `[..., in, out]` rounded to the format.
+
+        Args:
+          shardings: where the result lies, of a weight whose axis -2 is whole on each device: every device rounds its
+            part, so the numbers are those of one device.
+        """
+
+        def run(x: jax.Array) -> QTensor:
+            return quantize(x, self.format, axis=-2, block_size=self.block_size)
+
+        if shardings is None:
+            return jax.jit(run)(value)
+        assert isinstance(value.sharding, NamedSharding)
+        spec = value.sharding.spec
+        made = jax.jit(jax.shard_map(run, mesh=value.sharding.mesh, in_specs=spec, out_specs=spec))(value)
+        return jax.tree.map(jax.device_put, made, shardings)
+
+
+QUANTIZATIONS: dict[str, Storage] = {
+    "int8": Storage("int8"),
+    "int4": Storage("int4", 32),
+    "fp8": Storage("fp8_e4m3"),
+}
+"""What `quantize` makes of a weight."""
+
+
+def parameter_sharding(
+    mesh: Mesh, rules: LogicalRules, parameter: Parameter, layers: int, where: str, function: str = "from_pretrained"
+) -> NamedSharding:
+    """Where a parameter lies; with more than one of `layers`, it has a leading axis for them.
+
+    Args:
+      where, function: what errors call the parameter and the caller.
+    """
+    shape = parameter.shape if layers == 1 else (layers, *parameter.shape)
+    return rules.sharding(mesh, parameter.axes, shape, where=where, function=function)

@@ -1,0 +1,171 @@
+"""Quantized checkpoints in the formats in which they are published, with the plain weights that the formats define."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from vishwamai.models import Decoder, ModelConfig, save_pretrained
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+GPT_OSS = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "intermediate_size": 32,
+    "head_dim": 16,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+}
+RNG = np.random.default_rng(0)
+Tensors = dict[str, np.ndarray]
+
+
+def packed(numbers: np.ndarray, places: list[int]) -> np.ndarray:
+    """int32 words of eight 4-bit numbers each along the last axis; number i lies at place `places[i]`."""
+    words = np.zeros((*numbers.shape[:-1], numbers.shape[-1] // 8), np.uint32)
+    for i, place in enumerate(places):
+        words |= numbers[..., i::8].astype(np.uint32) << np.uint32(4 * place)
+    return words.view(np.int32)
+
+
+def fp8(name: str, shape: tuple[int, ...]) -> tuple[Tensors, np.ndarray]:
+    weight = RNG.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    scales = RNG.uniform(0.1, 0.2, (-(-shape[0] // 10), -(-shape[1] // 32))).astype(np.float32)
+    plain = weight.astype(np.float32)
+    for i in range(shape[0]):
+        for j in range(shape[1]):
+            plain[i, j] *= scales[i // 10, j // 32]
+    return {name: weight, f"{name}_scale_inv": scales}, plain
+
+
+def compressed(name: str, shape: tuple[int, ...]) -> tuple[Tensors, np.ndarray]:
+    weight = RNG.integers(-128, 128, shape).astype(np.int8)
+    scales = RNG.uniform(0.001, 0.003, (shape[0], 1)).astype(ml_dtypes.bfloat16)
+    return {name: weight, f"{name}_scale": scales}, weight * scales.astype(np.float32)
+
+
+def compressed_packed(name: str, shape: tuple[int, ...]) -> tuple[Tensors, np.ndarray]:
+    """4 bits, plus 8, in groups of 32."""
+    stem = name.removesuffix(".weight")
+    values, scales = RNG.integers(-8, 8, shape), _scales((shape[0], shape[1] // 32)).astype(ml_dtypes.bfloat16)
+    return {
+        f"{stem}.weight_packed": packed(values + 8, list(range(8))),
+        f"{stem}.weight_scale": scales,
+        f"{stem}.weight_shape": np.array(shape, np.int64),
+    }, (values * scales.astype(np.float32).repeat(32, 1)).astype(np.float32)
+
+
+def _scales(shape: tuple[int, ...]) -> np.ndarray:
+    """Of 4-bit numbers, so that weights are about 0.1."""
+    return RNG.uniform(0.01, 0.04, shape)
+
+
+def gptq(
+    name: str, shape: tuple[int, ...], zero: int | None = None, ordered: bool = True
+) -> tuple[Tensors, np.ndarray]:
+    """Groups of 32 rows, neighbours or in any order (`desc_act`).
+
+    Args:
+      zero: of all groups, or None for zero points of their own.
+    """
+    columns, rows = shape
+    stem, groups = name.removesuffix(".weight"), rows // 32
+    values = RNG.integers(0, 16, (rows, columns))
+    zeros = RNG.integers(1, 17, (groups, columns)) if zero is None else np.full((groups, columns), zero)
+    scales = _scales((groups, columns)).astype(np.float16)
+    group = (np.arange(rows) // 32).astype(np.int32)
+    group = group if ordered else RNG.permutation(group)
+    plain = (values - zeros[group]) * scales[group].astype(np.float32)
+    return {
+        f"{stem}.qweight": np.ascontiguousarray(packed(values.T, list(range(8))).T),
+        f"{stem}.qzeros": packed(zeros - 1, list(range(8))),
+        f"{stem}.scales": scales,
+        f"{stem}.g_idx": group,
+    }, np.ascontiguousarray(plain.T.astype(np.float32))
+
+
+def awq(name: str, shape: tuple[int, ...]) -> tuple[Tensors, np.ndarray]:
+    columns, rows = shape
+    stem = name.removesuffix(".weight")
+    values, zeros = RNG.integers(0, 16, (rows, columns)), RNG.integers(0, 16, (2, columns))
+    scales = _scales((2, columns)).astype(np.float16)
+    places = [0, 4, 1, 5, 2, 6, 3, 7]
+    plain = np.stack(
+        [(values[i] - zeros[2 * i // rows]) * scales[2 * i // rows].astype(np.float32) for i in range(rows)]
+    )
+    return {
+        f"{stem}.qweight": packed(values, places),
+        f"{stem}.qzeros": packed(zeros, places),
+        f"{stem}.scales": scales,
+    }, np.ascontiguousarray(plain.T)
+
+
+def mxfp4(name: str, shape: tuple[int, ...]) -> tuple[Tensors, np.ndarray]:
+    """The plain weights are those that transformers makes of the same bits."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = RNG.integers(0, 256, (shape[0], shape[2], shape[1] // 32, 16)).astype(np.uint8)
+    scales = RNG.integers(120, 125, blocks.shape[:-1]).astype(np.uint8)
+    plain = convert_moe_packed_tensors(torch.as_tensor(blocks), torch.as_tensor(scales), dtype=torch.float32)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, np.ascontiguousarray(plain.numpy())
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4}
+_COMPRESSED = {"quant_method": "compressed-tensors"}
+FORMATS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "fp8": (fp8, LLAMA, {"quant_method": "fp8", "weight_block_size": [10, 32]}, "fp8_e4m3 in blocks of 32"),
+    "compressed-tensors": (compressed, LLAMA, {**_COMPRESSED, "format": "int-quantized"}, "int8"),
+    "pack-quantized": (
+        compressed_packed,
+        LLAMA,
+        {**_COMPRESSED, "format": "pack-quantized"},
+        "int4 in blocks of 32",
+    ),
+    "gptq": (gptq, LLAMA, {**_GPTQ, "sym": False}, "int8 in blocks of 32"),
+    "gptq-symmetric": (functools.partial(gptq, zero=8), LLAMA, {**_GPTQ, "sym": True}, "int4 in blocks of 32"),
+    "gptq-desc-act": (functools.partial(gptq, ordered=False), LLAMA, {**_GPTQ, "desc_act": True}, ""),
+    "awq": (awq, LLAMA, {"quant_method": "awq", "bits": 4, "version": "gemm"}, "int8 in blocks of ROWS / 2"),
+    "mxfp4": (mxfp4, GPT_OSS, {"quant_method": "mxfp4"}, "mxfp4 in blocks of 32"),
+}
+"""By name: what makes the tensors of a weight, the model, `quantization_config`, and the `QTensor` that holds a weight
+exactly ("" where none does).
+"""
+
+
+def write(name: str, directory: Path, **changed: Any) -> tuple[Path, Path]:
+    """A published directory, and the plain one that it must equal; `changed`: of the model."""
+    encode, values, settings, _ = FORMATS[name]
+    save_pretrained(Decoder(ModelConfig.from_dict({**values, **changed}), rngs=nnx.Rngs(0)), directory / "plain")
+    plain = load_file(directory / "plain" / "model.safetensors")
+    published: Tensors = {}
+    for key, value in list(plain.items()):
+        chosen = key.endswith(("gate_up_proj", "experts.down_proj")) if name == "mxfp4" else "_proj.weight" in key
+        if not chosen:
+            published[key] = value
+            continue
+        tensors, plain[key] = encode(key, value.shape)
+        published |= tensors
+    (directory / "published").mkdir()
+    save_file(published, directory / "published" / "model.safetensors")
+    save_file(plain, directory / "plain" / "model.safetensors")
+    config = json.loads((directory / "plain" / "config.json").read_text())
+    (directory / "published" / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return directory / "published", directory / "plain"
