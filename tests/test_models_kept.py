@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import models_peer
 from published import FORMATS, write
 from vishwamai import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
@@ -54,6 +55,15 @@ def test_kept_weights_are_the_plain_ones_in_fewer_bytes(name: str, tmp_path: Pat
     tokens = jnp.array(PROMPTS[:1])
     found, wanted = (m.logits(m(tokens)) for m in (model, expected))
     assert np.abs(found - wanted).max() <= 2e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_64_greedy_tokens_are_those_of_the_plain_weights(name: str, tmp_path: Path) -> None:
+    published, directory = write(name, tmp_path)
+    kept = from_pretrained(published, dtype=jnp.float32, quantize="keep", stacked=False)
+    expected = from_pretrained(directory, dtype=jnp.float32, stacked=False)
+    tokens = models_peer.greedy(expected, PROMPTS, 64)
+    assert models_peer.greedy(kept, PROMPTS, 64) == tokens
 
 
 @pytest.mark.parametrize("name", KEPT)
