@@ -162,6 +162,28 @@ ENTRY %main (p: bf16[8,1024]) -> bf16[32,1024] {
     assert found.exposed["fusions"] == pytest.approx(10e-6) and not found.missing
 
 
+@pytest.mark.parametrize(("back", "seconds"), [("{1,0},{0,1}", 60e-6), ("{0,2},{2,0}", 30e-6)])
+def test_permutes_along_other_links_go_on_side_by_side(back, seconds):
+    text = f"""HloModule m
+
+ENTRY %main (p: bf16[8,1024]) -> (bf16[8,1024], bf16[8,1024]) {{
+  %p = bf16[8,1024]{{1,0}} parameter(0)
+  %a = (bf16[8,1024]{{1,0}}, bf16[8,1024]{{1,0}}) collective-permute-start(%p), source_target_pairs={{{{0,1}},{{1,0}}}}
+  %b = (bf16[8,1024]{{1,0}}, bf16[8,1024]{{1,0}}) collective-permute-start(%p), source_target_pairs={{{back}}}
+  %c = bf16[8,1024]{{1,0}} collective-permute-done(%a)
+  %d = bf16[8,1024]{{1,0}} collective-permute-done(%b)
+  ROOT %t = (bf16[8,1024]{{1,0}}, bf16[8,1024]{{1,0}}) tuple(%c, %d)
+}}
+"""
+    assert follow(text).exposed["collectives"] == pytest.approx(seconds)
+    # A gather takes all links, so it waits for the permutes.
+    gather = text.replace(
+        "collective-permute-start(%p), source_target_pairs={" + back, "all-gather-start(%p), replica_groups={{0,1}"
+    )
+    gather = gather.replace("collective-permute-done(%b)", "all-gather-done(%b)")
+    assert follow(gather).exposed["collectives"] == pytest.approx(60e-6)
+
+
 def test_groups_in_every_form():
     assert group_of("replica_groups={}", 3) == [0, 1, 2]
     assert group_of("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", 8) == [0, 2]

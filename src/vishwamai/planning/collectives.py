@@ -26,6 +26,8 @@ _LISTED = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})?\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
 _PAIR = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{([{}\d, ]*)\}")
+_NUMBERS = re.compile(r"\d+,\d+")
 
 
 def base(opcode: str) -> str:
@@ -73,6 +75,20 @@ def group_of(attributes: str, devices: int) -> list[int]:
     shape, sizes, order = ([int(n) for n in (part or "").split(",") if n] for part in iota.groups())
     numbers = np.arange(np.prod(sizes)).reshape(sizes)
     return (numbers.transpose(order) if order else numbers).reshape(shape)[0].tolist()
+
+
+def directed_links(instruction: Instruction) -> list[str]:
+    """What a permute of neighbours occupies: "from,to" for every pair of devices. Nothing for other collectives, which
+    take all links.
+
+    >>> from vishwamai.aot.schedule.hlo import parse_module
+    >>> line = "ENTRY %m (p: f32[8]) -> f32[8] {\\n %p = f32[8]{0} parameter(0)\\n" + (
+    ...     " %c = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}\\n}\\n")
+    >>> directed_links(parse_module(line).by_name["c"])
+    ['0,1', '1,0']
+    """
+    found = _PAIRS.search(instruction.attributes)
+    return _NUMBERS.findall(found[1]) if found else []
 
 
 def inside(module: Module, instruction: Instruction) -> list[Instruction]:

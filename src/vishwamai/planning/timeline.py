@@ -1,7 +1,8 @@
 """The timeline of a compiled program on one device, followed in the order of its schedule.
 
 One instruction runs after the other. What an asynchronous pair starts goes on meanwhile: collectives on the links,
-copies between HBM and VMEM, each in a queue. At its end the program waits for what is left; only that is exposed.
+copies between HBM and VMEM, each in a queue. Permutes between other pairs of devices have other links, which carry both
+ways at once, and go on side by side. At its end the program waits for what is left; only that is exposed.
 A loop takes one turn's time as often as it runs.
 """
 
@@ -10,13 +11,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from vishwamai.aot.schedule.hlo import Instruction, Module, shape_bytes
 from vishwamai.aot.schedule.machine import Model
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.hardware import TpuChip
-from vishwamai.planning.collectives import base, inside, is_collective
+from vishwamai.planning.collectives import base, directed_links, inside, is_collective
 
 PARTS = ("kernels", "fusions", "collectives", "copies")
 """What a device spends its time on: our kernels and others by Pallas, the compiler's own code, waiting for collectives,
@@ -80,15 +81,24 @@ class Timeline:
 
 
 class _Running:
-    """What goes on asynchronously in one computation: when each start is done, one queue for each part."""
+    """What goes on asynchronously in one computation: when each start is done, one queue for each part.
+
+    What permutes along other links than another permute has a queue of its own; all else waits for every queue.
+    """
 
     def __init__(self) -> None:
         self.free: dict[str, float] = collections.defaultdict(float)
+        self.ways: dict[str, dict[str, float]] = collections.defaultdict(dict)
         self.pending: dict[str, tuple[str, float, float]] = {}
 
-    def start(self, name: str, part: str, now: float, seconds: float) -> None:
-        self.free[part] = max(self.free[part], now) + seconds
-        self.pending[name] = (part, self.free[part], seconds)
+    def start(self, name: str, part: str, now: float, seconds: float, ways: Collection[str] = ()) -> None:
+        mine = self.ways[part]
+        begin = max(self.free[part], now, *(mine.get(way, 0.0) for way in ways or mine))
+        if ways:
+            mine.update(dict.fromkeys(ways, begin + seconds))
+        else:
+            self.free[part] = begin + seconds
+        self.pending[name] = (part, begin + seconds, seconds)
 
 
 class Follower:
@@ -181,7 +191,8 @@ class Follower:
             return
         kind = "reduce-scatter" if scattered and parts[0].opcode == "all-reduce" else base(parts[0].opcode)
         if one.opcode.endswith("-start") or self._halves(one) == "start":
-            running.start(one.name, "collectives", found.seconds, seconds)
+            ways = {way for part in parts for way in directed_links(part)}
+            running.start(one.name, "collectives", found.seconds, seconds, ways)
             found.note("collectives", kind, seconds)
         else:
             found.add("collectives", kind, seconds)
