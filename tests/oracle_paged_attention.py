@@ -20,6 +20,7 @@ def ragged_paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Any = None,
+    alibi_slopes: Any = None,
     k_scale: Any = 1.0,
     v_scale: Any = 1.0,
     latent_dim: int | None = None,
@@ -53,6 +54,8 @@ def ragged_paged_attention(
         if softcap is not None:
             logits = softcap * np.tanh(logits / softcap)
         position = lens[s] - q.shape[0] + np.arange(q.shape[0])[:, None]
+        if alibi_slopes is not None:
+            logits = logits - np.asarray(alibi_slopes)[:, None, None] * (position - where)
         see = where <= position
         if window is not None:
             see &= where >= position - window

@@ -89,7 +89,7 @@ def on_torch(arrays):
 # wider than a tile.
 TILES = [
     (16, 16, 1, {}, (8, 2)),
-    (16, 32, 4, {"window": 9, "sinks": True}, (8, 2)),
+    (16, 32, 4, {"window": 9, "sinks": True, "slopes": True}, (8, 2)),
     (32, 32, 2, {"softcap": 2.0, "max_q_len": 6, "sinks": True}, (4, 1)),
     pytest.param(16, 16, 2, {"max_q_len": 6}, (40, 2), marks=pytest.mark.long),
 ]
@@ -105,6 +105,8 @@ def test_tiles_and_splits(rows, long_rows, splits, options, heads):
     options = dict(options)
     if options.pop("sinks", False):
         options["sinks"] = np.linspace(-1, 2, heads[0], dtype=np.float32)
+    if options.pop("slopes", False):
+        options["alibi_slopes"] = np.linspace(0.5, 0.01, heads[0], dtype=np.float32)
     config = PagedGpuConfig(rows, 16, 4, 2, splits, long_rows, 16, 4, 2)
     call = jax.jit(lambda *a: vishwamai.ragged_paged_attention(*a, **options, implementation="triton", config=config))
     got = np.asarray(jax.block_until_ready(call(*arrays)))
@@ -172,8 +174,11 @@ def test_torch(form):
     query, pool, *rest = on_torch(arrays)
     k, v = pool[:, :, 0::2].contiguous(), pool[:, :, 1::2].contiguous()
     pools = {"combined": pool, "separate": (k, v), "planes": torch.stack((k, v), 1).unbind(1)}[form]
-    got = vt.ragged_paged_attention(query, pools, *rest, window=(12, 0), num_seqs=3)
-    want = expected((arrays[0], *arrays[1:]), window=12, num_seqs=3)
+    slopes = np.array([0.5, 0.25, 0.1, 0.0], np.float32)
+    got = vt.ragged_paged_attention(
+        query, pools, *rest, window=(12, 0), num_seqs=3, alibi_slopes=torch.from_numpy(slopes)
+    )
+    want = expected((arrays[0], *arrays[1:]), window=12, num_seqs=3, alibi_slopes=slopes)
     np.testing.assert_allclose(to_numpy(got, np.float32), want, rtol=2e-5, atol=2e-5)
     assert (got[7:] == 0).all()
 
@@ -230,7 +235,7 @@ def test_update_is_that_of_jax_and_in_place(dtype, form):
 
 def attend_arguments():
     query, pool, lens, table, starts = on_torch(problem(((1, 5), (2, 6))))
-    return query, pool.nan_to_num(), None, lens, table, starts, *(None,) * 9
+    return query, pool.nan_to_num(), None, lens, table, starts, *(None,) * 10
 
 
 def update_arguments():

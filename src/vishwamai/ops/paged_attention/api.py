@@ -51,6 +51,7 @@ def ragged_paged_attention(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
     k_scale: Float[Array, ...] | float | None = None,
     v_scale: Float[Array, ...] | float | None = None,
     latent_dim: int | None = None,
@@ -86,6 +87,8 @@ def ragged_paged_attention(
       window: a query sees this many keys before its own and no others: `left`, `(left, 0)`; None means all.
       softcap: logits become `softcap * tanh(logits / softcap)`.
       sinks: `[heads]` logits that enter the denominators only.
+      alibi_slopes: `[heads]`: the logit of a query at position p and of key j is less by `slope * (p - j)`, after the
+        soft-cap (Press et al. 2022). "triton" and "xla" have them.
       k_scale: what stored keys are multiplied by: a number, or `[kv_heads]`.
       v_scale: the same for stored values.
       latent_dim: for latent pages, columns of the value. `query` then holds the absorbed queries `[latent_dim]` and the
@@ -122,17 +125,19 @@ def ragged_paged_attention(
     kv_lens, page_indices, cu_q_lens = (as_array(_NAME, name, x) for name, x in named)
     num_seqs = as_num_seqs(_NAME, num_seqs, kv_lens.size)
     sinks = None if sinks is None else as_array(_NAME, "sinks", sinks)
+    slopes = None if alibi_slopes is None else as_array(_NAME, "alibi_slopes", alibi_slopes)
     kv_heads = kv_heads_of(k_pages, form)
     k_scale = check_scale(_NAME, "k_scale", k_scale, kv_heads)
     v_scale = check_scale(_NAME, "v_scale", v_scale, kv_heads)
-    arrays = Operands(query, k_pages, v_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale)
+    tables = kv_lens, page_indices, cu_q_lens, num_seqs
+    arrays = Operands(query, k_pages, v_pages, *tables, sinks, k_scale, v_scale, slopes)
     spec = describe(array_specs(arrays), scale, check_window(window), softcap, latent_dim, max_q_len)
     spec = dataclasses.replace(spec, return_lse=True) if return_lse else spec
     pool = k_pages.shape[:2]
     check_values(
         functools.partial(check_table_values, _NAME, pool, query.shape[0], max_q_len),
-        kv_lens, page_indices, cu_q_lens, num_seqs,
-    )  # fmt: skip
+        *tables,
+    )
     if spec.head_dim != query.shape[2]:
         columns = spec.head_dim - query.shape[2]
         arrays = arrays._replace(query=jnp.pad(query, ((0, 0), (0, 0), (0, columns))))

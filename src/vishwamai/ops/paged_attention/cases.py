@@ -71,6 +71,7 @@ def _case(
     form: str = "combined",
     value_dim: int | None = None,
     sinks: bool = False,
+    slopes: bool = False,
     scaled: bool = False,
     spare_tokens: int = 0,
     tags: tuple[str, ...] = ("contract",),
@@ -93,6 +94,8 @@ def _case(
     found |= arrays
     if sinks:
         found["sinks"] = ArrayInit(heads[:1], "float32")
+    if slopes:
+        options["alibi_slopes"] = np.linspace(0.5, 0.01, heads[0], dtype=np.float32)
     if scaled:
         # What makes stored numbers of the dtype's range about 1.
         options |= {
@@ -135,6 +138,8 @@ CASES = (
     _case("pages of 150 keys together", ((1, 147), (3, 20)), (4, 2), 32, 15, "bfloat16", window=40),
     _case("logsumexp", _MIXED, (8, 2), 128, 8, "bfloat16", softcap=3.0, sinks=True, spare_tokens=3, return_lse=True),
     _case("logsumexp of decoding", _DECODE, (4, 2), 64, 8, max_q_len=1, window=9, return_lse=True),
+    _case("alibi", _MIXED, (8, 2), 64, 8, softcap=3.0, sinks=True, window=20, slopes=True),
+    _case("alibi of decoding bf16", _DECODE, (8, 2), 128, 16, "bfloat16", max_q_len=1, slopes=True),
     _case("wide heads", _DECODE, (4, 2), 256, 8, "bfloat16"),
     # A step of decoding: 64 sequences of 4096 tokens, pages of 64.
     *(
@@ -186,12 +191,16 @@ FACTS = Facts(
     batched=("query", "kv_pages", "kv_lens", "page_indices"),
     poison=Poison("mixed bf16", "query"),
     declines={
-        "native_cpu": dict.fromkeys(("logsumexp", "logsumexp of decoding"), "the logsumexp is asked for"),
+        "native_cpu": {
+            **dict.fromkeys(("logsumexp", "logsumexp of decoding"), "the logsumexp is asked for"),
+            **dict.fromkeys(("alibi", "alibi of decoding bf16"), "`alibi_slopes` are given"),
+        },
         "pallas_tpu": {
             "no tokens": "the batch is empty",
             "float16": "`query` is float16",
             "float64": "`query` is float64",
             "three kv heads": "6 rows of bfloat16",
+            **dict.fromkeys(("alibi", "alibi of decoding bf16"), "`alibi_slopes` are given"),
             "wide heads": "256 columns",
         },
         "triton": {

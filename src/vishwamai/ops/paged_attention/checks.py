@@ -194,11 +194,13 @@ def describe(
     Raises:
       ShapeError: an argument does not fit the others.
     """
-    query, k_pages, v_pages, *tables, _, _, _ = arrays
+    query, k_pages, v_pages, *tables, _, _, _, slopes = arrays
     form = form_of(k_pages, v_pages)
     check_tables(_NAME, *tables)
     signature_of(form).check(_NAME, arrays)
     _check_query(query, k_pages, form, latent_dim)
+    if slopes is not None and not jnp.issubdtype(slopes.dtype, jnp.floating):
+        raise ShapeError(f"{_NAME}: `alibi_slopes` has dtype {slopes.dtype.name}; pass floats.")
     tokens, heads, head_dim = query.shape
     window = check_window(window)
     scale = _check_options(scale, softcap, max_q_len, form, head_dim)

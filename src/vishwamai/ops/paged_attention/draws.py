@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.core.draws import Sizes
 from vishwamai.ops.paged_attention.api import ragged_paged_attention
@@ -45,6 +47,8 @@ def draw(d: Sizes) -> Case:
     found |= arrays
     if d.flag(4):
         found["sinks"] = ArrayInit((heads,), "float32")
+    if d.flag(5):
+        options["alibi_slopes"] = np.linspace(0.5, 0.01, heads).astype(np.float32)
     if d.flag(4):
         options["softcap"] = 3.0
     if d.flag(4):

@@ -50,6 +50,7 @@ def attend(
     sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    slopes_ptr,
     out_ptr_init,
     out_ptr,
     lse_ptr,
@@ -77,6 +78,7 @@ def attend(
     sinks_batch,
     k_scale_batch,
     v_scale_batch,
+    slopes_batch,
     window,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -188,6 +190,8 @@ def attend(
         v_ptr += b * v_batch + h.to(tl.int64) * v_head
     page_indices_ptr += b * page_indices_batch + s.to(tl.int64) * entries
     position = (begin + row // HEADS)[:, None]
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + b * slopes_batch + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_TILE], tl.float32)
@@ -217,6 +221,8 @@ def attend(
             x = SOFTCAP * LOG2E * tanh(product * (scale * (1.0 / SOFTCAP)), PRECISE)
         else:
             x = rounded_product(product, scale * LOG2E)
+        if slopes_ptr is not None:
+            x -= slope[:, None] * (position - key[None, :]).to(tl.float32)
         seen = live[None, :] & (key[None, :] <= position)
         if WINDOW:
             seen = seen & (key[None, :] >= position - window)

@@ -91,6 +91,9 @@ def _one(spec: PagedSpec, operands: Operands) -> Outputs:
             s = jnp.einsum("qhgd,khd->hgqk", query, key, precision=precision)
             if spec.softcap is not None:
                 s = spec.softcap * jnp.tanh(s / spec.softcap)
+            if operands.slopes is not None:
+                slopes = operands.slopes.astype(wide).reshape(kv_heads, group, 1, 1)
+                s = s - slopes * (rows[:, None] - columns).astype(wide)
             see = (columns <= rows[:, None]) & (columns < end)
             if spec.window is not None:
                 see &= columns >= rows[:, None] - spec.window

@@ -31,6 +31,7 @@ class Operands(NamedTuple):
     sinks: Annotated[Any, "batch? _", "optional"]
     k_scale: Annotated[Any, "batch? _", "optional"]  # float32
     v_scale: Annotated[Any, "batch? _", "optional"]  # float32
+    slopes: Annotated[Any, "batch? _", "optional"] = None  # floating: ALiBi's
 
 
 class Outputs(NamedTuple):
@@ -64,8 +65,8 @@ PAIRS = "keys and values in turn (k0 v0 k1 v1 ...)"
 def signature_of(form: Form, return_lse: bool = False) -> Signature:
     """The caller's layout."""
     scale = "_" if form == "latent" else "heads/"
-    operands = Operands("tokens heads head_dim", *POOLS[form], *TABLES, "heads", scale, scale)
-    labels = {} if form == "separate" else {"k_pages": "kv_pages"}
+    operands = Operands("tokens heads head_dim", *POOLS[form], *TABLES, "heads", scale, scale, "heads")
+    labels = {"slopes": "alibi_slopes"} | ({} if form == "separate" else {"k_pages": "kv_pages"})
     hints = HINTS | {"k_pages": PAIRS} if form == "combined" else HINTS
     outputs = Outputs("tokens heads value_dim", "tokens heads" if return_lse else None)
     return Signature(operands, outputs, labels=labels, hints=hints)
@@ -179,6 +180,7 @@ class PagedSpec(OpSpec):
         o = self.operands
         options = "".join(f" {n}" for n, v in (("window", self.window), ("softcap", self.softcap)) if v is not None)
         options += " lse" if self.return_lse else ""
+        options += " slopes" if o.slopes is not None else ""
         return (
             f"{self.form} {o.query.dtype.name} {o.k_pages.dtype.name} q{self.tokens}x{self.heads}x{self.head_dim} "
             f"kv{self.kv_heads}x{self.value_dim} pages {self.sequences}x{self.pages_per_sequence}x{self.page_size} run "
@@ -191,6 +193,7 @@ class PagedSpec(OpSpec):
         """
         o = self.operands
         options = "".join(f" {n}" for n, v in (("window", self.window), ("softcap", self.softcap)) if v is not None)
+        options += " slopes" if o.slopes is not None else ""
         tokens, sequences, keys, run = (
             1 << max(0, n - 1).bit_length() for n in (self.tokens, self.sequences, self.visible_tokens, self.max_q_len)
         )

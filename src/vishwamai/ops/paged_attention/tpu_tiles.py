@@ -126,6 +126,8 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
         )
     if o.k_pages.dtype == jnp.float32 and o.query.dtype != jnp.float32:
         return "`kv_pages` is float32 while `query` is narrower, and rounding the pages would lose what they hold."
+    if o.slopes is not None:
+        return "`alibi_slopes` are given, and the kernel computes no distances."
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
         return "the batch is empty."
     if spec.form == "latent":
