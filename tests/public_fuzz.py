@@ -32,6 +32,7 @@ MODULES = (
     "vishwamai.kernels.tpu.tpu_custom_call",
     "vishwamai.aot",
     "vishwamai.nnx",
+    "vishwamai.parallel",
     "vishwamai.patch",
     "vishwamai.performance",
     "capibara.core.kernels",

@@ -26,6 +26,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 Place = tuple[int, ...]
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class AxisLinks:
     """The links that a mesh axis has for itself.
@@ -34,11 +35,25 @@ class AxisLinks:
       chip: the TPU.
       sides: chips along each side of the slice that the axis spans; () where it stays on one chip.
       wraps: whether each side closes into a ring.
+
+    Raises:
+      ShapeError: a side is not a number of chips, or `wraps` is not as long as `sides`.
+
+    >>> from vishwamai.core.hardware import TPUS
+    >>> AxisLinks(TPUS["v5p"], (4, 8), (True, True)).links
+    4
     """
 
     chip: TpuChip
     sides: tuple[int, ...]
     wraps: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        if any(side < 1 for side in self.sides) or len(self.wraps) != len(self.sides):
+            raise ShapeError(
+                f"AxisLinks: `sides` is {self.sides} and `wraps` is {self.wraps}; pass chips along each side, and "
+                "whether each closes."
+            )
 
     @property
     def chips(self) -> int:

@@ -23,7 +23,7 @@ from vishwamai.core.links import AxisLinks
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.shape_checks import Argument, check_float, check_shapes
 from vishwamai.core.sharding import match_varying, mesh_axis_size
-from vishwamai.core.spec import as_jax_dtype
+from vishwamai.core.spec import as_array, as_jax_dtype
 from vishwamai.ops.gated import gated_linear_unit
 from vishwamai.ops.matmul import gemm
 from vishwamai.parallel.overlap import decide
@@ -236,7 +236,7 @@ def all_gather_gated_linear_unit(
     name = "all_gather_gated_linear_unit"
     if not isinstance(weights, (tuple, list)) or len(weights) != 2:
         _fail(name, "`weights` is not a pair; pass (gate, up), each of shape (features, hidden).")
-    gate, up = map(jnp.asarray, weights)
+    gate, up = (as_array(name, f"weights[{i}]", w) for i, w in enumerate(weights))
     _check(name, x, (("weights[0]", gate), ("weights[1]", up)), None, activation)
     size = mesh_axis_size(name, "axis", (axis,))
     out_dtype = x.dtype

@@ -191,11 +191,18 @@ def shardings(tree: Any, mesh: Mesh, rules: LogicalRules, axes: Mapping[str, Nam
     """The sharding of every array of a tree, as `shard` lays it out: for `out_shardings` of `jax.jit`, or a restore.
 
     The arguments and errors are those of `shard`.
+
+    >>> from vishwamai.parallel import make_mesh
+    >>> mesh = make_mesh("tensor=1", devices=jax.devices()[:1])
+    >>> shardings(np.ones((8, 16)), mesh, LogicalRules({"mlp": "tensor"}), {"": (None, "mlp")}).spec
+    P(None, 'tensor')
     """
     known = getattr(tree, "logical_axes", None) if axes is None else axes
 
     def of(path: Any, leaf: Any) -> NamedSharding:
-        shape, where = np.shape(leaf), path_text(path)
+        where = path_text(path)
+        _check_leaf(where, leaf)
+        shape = np.shape(leaf)
         names = _names(where, known or {})
         if names is None:
             if shape:
@@ -209,6 +216,17 @@ def shardings(tree: Any, mesh: Mesh, rules: LogicalRules, axes: Mapping[str, Nam
         return rules.sharding(mesh, names, shape, where=where, function="shard")
 
     return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def _check_leaf(where: str, leaf: Any) -> None:
+    """Raises ShapeError for what is neither an array, nor its shape, nor a number that an array can hold."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        held = isinstance(leaf, (bool, float, complex)) or (isinstance(leaf, int) and -(2**31) <= leaf < 2**31)
+    else:  # a key of jax.random has a dtype of JAX's own
+        held = hasattr(leaf, "shape") and (not isinstance(dtype, np.dtype) or dtype.kind in "biufcV")
+    if not held:
+        raise ShapeError(f"shard: {where or 'the tree'} is {described(leaf)}; pass arrays or jax.ShapeDtypeStructs.")
 
 
 def path_text(path: Any) -> str:

@@ -7,19 +7,29 @@ they give. The gradient of each is the other.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 from jax import Array
 
+from vishwamai.core.arguments import checked
+from vishwamai.core.sharding import mesh_axis_size
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def copy_to_shards(x: Array, axis: str) -> Array:
+if TYPE_CHECKING:
+    from jaxtyping import Num, Shaped
+
+
+@checked
+def copy_to_shards(x: Shaped[Array, ...], axis: str) -> Array:
     """`x` itself, and the sum over the shards for its gradient: before a product whose weight is split by columns.
 
     For use inside `shard_map(..., check_vma=False)`, such as the parts of a pipeline.
 
     Args:
       x: the same on every device of the mesh axis `axis`.
+
+    Raises:
+      ShapeError: an argument is not legal, or the call is not inside a `shard_map` over `axis`.
 
     >>> import numpy as np
     >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
@@ -28,14 +38,20 @@ def copy_to_shards(x: Array, axis: str) -> Array:
     >>> jax.grad(lambda x: f(x).sum())(jax.numpy.ones(2)).tolist()
     [1.0, 1.0]
     """
-    return x
-
-
-copy_to_shards.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (jax.lax.psum(g, axis),))
+    mesh_axis_size("copy_to_shards", "axis", (axis,))
+    return _copied(x, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def sum_of_shards(x: Array, axis: str) -> Array:
+def _copied(x: Array, axis: str) -> Array:
+    return x
+
+
+_copied.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (jax.lax.psum(g, axis),))
+
+
+@checked
+def sum_of_shards(x: Num[Array, ...], axis: str) -> Array:
     """The sum of `x` over the shards, whose gradient every shard gets as it is: after a product whose weight is split
     by rows.
 
@@ -44,6 +60,9 @@ def sum_of_shards(x: Array, axis: str) -> Array:
     Args:
       x: this shard's part of a sum over the mesh axis `axis`.
 
+    Raises:
+      ShapeError: an argument is not legal, or the call is not inside a `shard_map` over `axis`.
+
     >>> import numpy as np
     >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
     >>> f = jax.shard_map(lambda x: sum_of_shards(x, "tensor"), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(),
@@ -51,7 +70,13 @@ def sum_of_shards(x: Array, axis: str) -> Array:
     >>> f(jax.numpy.ones(2)).tolist()
     [1.0, 1.0]
     """
+    mesh_axis_size("sum_of_shards", "axis", (axis,))
+    return _summed(x, axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _summed(x: Array, axis: str) -> Array:
     return jax.lax.psum(x, axis)
 
 
-sum_of_shards.defvjp(lambda x, axis: (jax.lax.psum(x, axis), None), lambda axis, _, g: (g,))
+_summed.defvjp(lambda x, axis: (jax.lax.psum(x, axis), None), lambda axis, _, g: (g,))

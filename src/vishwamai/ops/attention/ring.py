@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax.numpy as jnp
 
 from vishwamai.core import dropout
-from vishwamai.core.arguments import checks_its_own
+from vishwamai.core.arguments import checked, checks_its_own
 from vishwamai.core.config import cast_for_matmul, current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import resolve_precision
@@ -31,7 +31,7 @@ from vishwamai.ops.attention.spec import SIGNATURE, Operands
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Bool, Float, Int, Key
+    from jaxtyping import Bool, Float, Int, Key, Shaped
 
 PLACEMENTS = ("contiguous", "zigzag")
 
@@ -170,7 +170,8 @@ def _of_one_hop(arrays: Any, size: int) -> Any:
     return arrays
 
 
-def to_zigzag(x: Array, devices: int, axis: int = 2) -> Array:
+@checked
+def to_zigzag(x: Shaped[Array, ...], devices: int, axis: int = 2) -> Array:
     """Puts a whole sequence in zig-zag order: of `2 * devices` pieces, device i gets the pieces i and 2 * devices-1-i.
 
     Do it once, with the tokens and their positions, before they are split; the model then works in this order.
@@ -187,7 +188,8 @@ def to_zigzag(x: Array, devices: int, axis: int = 2) -> Array:
     return _placed("to_zigzag", x, devices, axis, False)
 
 
-def from_zigzag(x: Array, devices: int, axis: int = 2) -> Array:
+@checked
+def from_zigzag(x: Shaped[Array, ...], devices: int, axis: int = 2) -> Array:
     """The inverse of `to_zigzag`.
 
     Args:

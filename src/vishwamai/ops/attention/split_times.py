@@ -6,7 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-from vishwamai.core.arguments import checks_its_own
+import numpy as np
+
+from vishwamai.core.arguments import checks_its_own, described
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.links import AxisLinks, estimate_collective
@@ -69,6 +71,9 @@ def estimate_split_attention(
     ('zigzag', True)
     """
     name, size = "estimate_split_attention", links.chips
+    for label, x in (("query", query), ("key", key), ("value", value)):
+        if not hasattr(x, "shape") or not isinstance(getattr(x, "dtype", None), np.dtype):
+            raise ShapeError(f"{name}: `{label}` is {described(x)}; pass an array or a jax.ShapeDtypeStruct.")
     options = Options(causal=causal, window=window, layout="bhsd")
     whole = _spec((query, key, value), options)
     for label, length in (("query", whole.q_len), ("key", whole.kv_len)):

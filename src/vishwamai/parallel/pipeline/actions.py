@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
+from vishwamai.core.arguments import checked, checks_its_own
 from vishwamai.core.errors import ScheduleError
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "I", "W"
@@ -42,7 +43,7 @@ class Action:
 
     def __post_init__(self) -> None:
         numbers = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (self.part, self.microbatch))
-        if self.kind not in KINDS or not numbers:
+        if not isinstance(self.kind, str) or self.kind not in KINDS or not numbers:
             raise ScheduleError(
                 f"Action: kind {self.kind!r}, part {self.part!r}, microbatch {self.microbatch!r}; pass one of "
                 f"{', '.join(KINDS)} and two numbers from 0."
@@ -52,6 +53,7 @@ class Action:
         return f"{self.part}{self.kind}{self.microbatch}"
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """What one stage runs.
@@ -63,6 +65,8 @@ class Schedule:
 
     >>> print(Schedule.parse(0, [0], "0F0 0SEND_F0 0RECV_B0 0I0 0W0"))
     stage 0: 0F0 0SEND_F0 0RECV_B0 0I0 0W0
+    >>> Schedule(0, (0,), (Action("F", 0, 0),)) == Schedule.parse(0, [0], "0F0")
+    True
     """
 
     stage: int
@@ -97,7 +101,8 @@ def placement(schedules: Sequence[Schedule]) -> dict[int, int]:
     Raises:
       ScheduleError: stages or parts are not numbered from 0, or a part has two stages.
     """
-    if not schedules or not all(isinstance(one, Schedule) for one in schedules):
+    several = isinstance(schedules, Sequence) and len(schedules) > 0
+    if not several or not all(isinstance(one, Schedule) for one in schedules):
         raise ScheduleError(f"schedules: pass a list with one `Schedule` for each stage, not {schedules!r}.")
     stages = [one.stage for one in schedules]
     if stages != list(range(len(schedules))):
@@ -139,6 +144,7 @@ def needs(action: Action, stage_of: Mapping[int, int]) -> list[Action]:
     return [made(SEND_F, part - 1)] if kind == RECV_F else [made(SEND_B, part + 1)]
 
 
+@checks_its_own("schedules")
 def with_transfers(schedules: Sequence[Schedule], *, after_weights: bool = False) -> list[Schedule]:
     """Schedules of "F", "I" and "W" with their sends and receives added.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator, Sequence
 
+from vishwamai.core.arguments import checks_its_own
 from vishwamai.core.errors import ScheduleError
 from vishwamai.parallel.pipeline.actions import (
     COMPUTE,
@@ -21,6 +22,7 @@ from vishwamai.parallel.pipeline.actions import (
 )
 
 
+@checks_its_own("schedules")
 def check_schedules(schedules: Sequence[Schedule], max_activations: float | None = None) -> None:
     """Checks that schedules can run together; returns nothing where they can.
 

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from vishwamai.core.arguments import checks_its_own
 from vishwamai.core.errors import ScheduleError
 from vishwamai.parallel.pipeline import timeline
 from vishwamai.parallel.pipeline.actions import COMPUTE, RECV_B, RECV_F, Action, Schedule, needs, placement
@@ -69,6 +70,7 @@ class Timeline:
         return timeline.page(self)
 
 
+@checks_its_own("schedules")
 def simulate(schedules: Sequence[Schedule], times: Callable[[Action], float] | None = None) -> Timeline:
     """Runs schedules on a clock: an action starts when its stage is free and what it reads has arrived.
 
