@@ -237,7 +237,9 @@ def test_slopes_of_alibi_and_a_block_mask():
     blocks = np.array([[True, False, False], [True, True, False], [False, True, True]])
     mask = torch.from_numpy(blocks.repeat(16, 0).repeat(16, 1)[:40, :40])
     agree(
-        lambda *a: vt.block_sparse_attention(*a, blocks, block_size=16, alibi_slopes=SLOPES, return_lse=True),
+        lambda *a: vt.block_sparse_attention(
+            *a, block_mask=blocks, block_size=16, alibi_slopes=SLOPES, return_lse=True
+        ),
         lambda *a: oracle(*a, mask=mask, alibi_slopes=SLOPES),
         (q, k, v),
     )

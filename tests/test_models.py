@@ -185,7 +185,8 @@ def test_a_step_rotates_each_sequence_by_its_own_length() -> None:
     prompts = [np.arange(5), np.arange(20)]
     pages = [jnp.zeros(s.shape, s.dtype) for s in page_shapes(config, num_pages=4, page_size=16, dtype=jnp.float32)]
     batch = PagedBatch(jnp.array([5, 20]), jnp.array([[0, 1], [2, 3]]), jnp.array([0, 5, 25]))
-    hidden, _ = jax.jit(lambda *given: model.step(*given, batch))(jnp.asarray(np.concatenate(prompts)), pages)
+    step = jax.jit(lambda tokens, pages: model.step(tokens, pages, batch))
+    hidden, _ = step(jnp.asarray(np.concatenate(prompts)), pages)
     alone = jax.jit(model.__call__)
     for found, prompt in zip((hidden[:5], hidden[5:]), prompts):
         np.testing.assert_allclose(found, alone(jnp.asarray(prompt)[None])[0], rtol=2e-4, atol=2e-5)

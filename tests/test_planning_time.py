@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from vishwamai.parallel.links import AxisLinks, axis_links, estimate_collective
 
 from vishwamai import aot, planning
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.schedule.hlo import parse_module
 from vishwamai.core.errors import DeviceError, UnsupportedError
 from vishwamai.core.hardware import TPUS
+from vishwamai.core.links import AxisLinks, axis_links, estimate_collective
 from vishwamai.core.numbers import divisors
 from vishwamai.models import ModelConfig
 from vishwamai.planning import program_time
@@ -284,7 +284,11 @@ def test_what_each_mesh_axis_exchanges():
     assert tensor == {"tensor": pytest.approx((4 * 4 + 2) * estimate_collective("all_reduce", stream, around))}
     assert seconds(recomputed=1.0, tensor=4)["tensor"] == pytest.approx(tensor["tensor"] * 26 / 18)
     fsdp = seconds(fsdp=4)
-    gathered, added = (estimate_collective(kind, 4 * size, around) for kind, size in _PASSES)
+    # Parameters are gathered in bfloat16, and their gradients are added up in float32.
+    gathered, added = (
+        estimate_collective("all_gather", 4 * 32e6, around),
+        estimate_collective("reduce_scatter", 4 * 64e6, around),
+    )
     assert fsdp == {"fsdp": pytest.approx(2 * gathered + added)}
 
     ring = seconds(sequence=4)
@@ -304,10 +308,6 @@ def test_what_each_mesh_axis_exchanges():
     assert found["data"] == pytest.approx(dense + apart)
 
 
-_PASSES = (("all_gather", 32e6), ("reduce_scatter", 64e6))
-"""Parameters are gathered in bfloat16, and their gradients are added up in float32."""
-
-
 @needs_libtpu
 @pytest.mark.parametrize("target", ["v5e:2x4", "v5e:4x4", "v5p:2x2x4", "tpu7x:2x2x2"])
 def test_the_links_of_a_mesh_are_those_of_its_devices(target):
@@ -316,9 +316,10 @@ def test_the_links_of_a_mesh_are_those_of_its_devices(target):
         others, odd = divmod(len(devices), math.prod(sizes))
         if odd or not others:
             continue
-        section = MeshSection(others, sizes[0], 1, *sizes[1:])
+        section = MeshSection(data=others, fsdp=sizes[0], sequence=sizes[1], tensor=sizes[2])
         params = {"up": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
         mesh = make_layout(section, params, {"up": (None, None)}, 64 * len(devices), 1, devices).mesh
+        assert mesh is not None
         assert set(mesh.devices.flat) == set(devices)
         for axis in (name for name, size in mesh.shape.items() if size > 1):
             found = links_of(section, target, axis)

@@ -50,12 +50,11 @@ def exchange_seconds(
     found["tensor"] = sums * estimate_collective("all_reduce", stream, links_of(mesh, target, "tensor"))
     found["sequence"] = _ring(config, target, model, tokens, recomputed)
 
-    mixed = model.num_layers - model.dense_layers if model.experts is not None else 0
-    if mixed:
+    if model.experts is not None and model.num_layers > model.dense_layers:
         # Both ways, forward and backward; every device has room for all choices of every other.
         rows = mesh.expert * mesh.expert * stream * model.experts.top_k
         once = estimate_collective("all_to_all", rows, links_of(mesh, target, "expert"))
-        found["expert"] = mixed * (4 + 2 * recomputed) * once
+        found["expert"] = (model.num_layers - model.dense_layers) * (4 + 2 * recomputed) * once
     return {axis: seconds for axis, seconds in found.items() if seconds}
 
 

@@ -162,4 +162,8 @@ def devices_in_order(program: Program) -> tuple[Any, ...]:
     devices = libtpu.devices_for(program.target)
     places = (argument.place for argument in program.arguments if argument.place is not None)
     first = next(places, None)
-    return devices if first is None else tuple(read_sharding(first, devices).mesh.devices.flat)
+    if first is None:
+        return devices
+    mesh = read_sharding(first, devices).mesh
+    assert isinstance(mesh, Mesh)  # `write_sharding` writes of no other
+    return tuple(mesh.devices.flat)

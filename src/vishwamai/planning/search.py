@@ -170,7 +170,7 @@ def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
 def _sizes(config: TrainConfig, devices: int) -> dict[str, list[int]]:
     """The sizes of the axes that split the model, or rows, which divide what they split."""
     model, length = described(config), config.data.sequence_length
-    allowed = dict.fromkeys(("expert", "sequence", "tensor"), 1)
+    allowed: dict[str, int] = dict.fromkeys(("expert", "sequence", "tensor"), 1)
     units = split_units(model)
     for axis, split in KEPT_APART.items():
         allowed[axis] = math.gcd(*(units[name][1] for name in split if name in units)) or 1
@@ -248,8 +248,12 @@ def plan_training(
         if compiler is None:
             asked.__exit__()
     # Those that fit first, the fastest of them first.
-    order = [*tried]
-    order.sort(key=lambda i: (not tried[i].fits, tried[i].time is None, tried[i].step.value if tried[i].time else 0.0))
+
+    def preferred(i: int) -> tuple[bool, bool, float]:
+        time = tried[i].time
+        return not tried[i].fits, time is None, 0.0 if time is None else time.step.value
+
+    order = sorted(tried, key=preferred)
     chosen = tried[order[0]] if order and tried[order[0]].fits else None
     rest = [c for i, c in enumerate(kept) if i not in tried] + [c for c in estimated if c not in kept]
     shown = [*(tried[i] for i in order), *rest]

@@ -132,5 +132,5 @@ def ragged_paged_attention(
     factors = scales(_NAME, k_pages, kv_heads_of(k_pages, form), k_scale=k_scale, v_scale=v_scale)
     sequences = count(num_seqs, page_indices)
     tables = kv_lens, page_indices, cu_q_lens, sequences
-    tensors = Operands(query, k_pages, v_pages, *tables, sinks, *factors, alibi_slopes)
+    tensors = Operands(query, k_pages, v_pages, *tables, sinks, *factors, slopes=alibi_slopes)
     return _attend(*tensors, scale, check_window(window), softcap, latent_dim, max_q_len)[0]
