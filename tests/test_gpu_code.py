@@ -128,12 +128,21 @@ def model_case(op, name):
     return case
 
 
+@pytest.mark.parametrize("amd", ["gfx942", "gfx90a"])
+def test_products_of_float32_compile_for_amd(amd):
+    """AMD's matrix units have other forms of them than NVIDIA's; in a named tuple of constants, too."""
+    arrays = {name: ArrayInit((1, 2, 100, 64), "float32") for name in ("query", "key", "value")}
+    for launch in launches(Case("float32", "attention", vishwamai.flash_attention, arrays)):
+        assert (inspect_launch(launch, amd).mma > 0) == (launch.launch.kernel.name != "delta")
+
+
 @pytest.mark.parametrize(
     "op, name",
     [
         ("norm", "Llama 3 8B"),
         pytest.param("gemm", "Llama 3 8B gate", marks=rotation.one_in(2, 0)),
         pytest.param("rope", "GPT-J 6B", marks=rotation.one_in(2, 1)),
+        ("gemm", "BERT base up float32"),
         pytest.param("gated_linear_unit", "Qwen 3 30B-A3B expert", marks=pytest.mark.long),
         pytest.param("linear_cross_entropy", "GPT-2 small", marks=pytest.mark.long),
         pytest.param("grouped_gemm", "Qwen3 30B-A3B up", marks=pytest.mark.long),

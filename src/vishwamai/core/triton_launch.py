@@ -65,9 +65,29 @@ class TritonDtype:
         return importlib.import_module("triton.language").dtype(self.name)
 
 
-def constants_of(launch: Launch) -> dict[str, Any]:
-    """The values of a launch's constants as Triton takes them."""
-    return {name: value.load() if isinstance(value, TritonDtype) else value for name, value in launch.constants}
+def constants_of(launch: Launch, amd: str | None = None) -> dict[str, Any]:
+    """The values of a launch's constants as Triton takes them; on AMD's architecture `amd` ("gfx942"), in the forms
+    that it has for products of float32.
+    """
+
+    def loaded(value: Any) -> Any:
+        if isinstance(value, TritonDtype):
+            return value.load()
+        if amd is not None and hasattr(value, "_fields"):
+            return type(value)(*map(loaded, value))
+        if amd is None or (value == "tf32" and amd in _WITH_TF32) or not isinstance(value, str):
+            return value
+        return _AMD_PRECISION.get(value, value)
+
+    return {name: loaded(value) for name, value in launch.constants}
+
+
+_AMD_PRECISION = {"tf32x3": "bf16x6", "tf32": "bf16x3"}
+"""`input_precision` of NVIDIA's matrix units, and what comes next above it on AMD's: numbers cut into three parts of
+bfloat16, or into two, for AMD's have no TF32.
+"""
+_WITH_TF32 = ("gfx942",)
+"""AMD's architectures whose matrix units have TF32, by the backend of Triton 3.6."""
 
 
 Bundle = tuple[str, type]
@@ -179,7 +199,7 @@ def compiled(kernel: TritonKernel, types: tuple[tuple[str, str], ...], launch: L
     function = kernel.load()
     if triton_private.is_interpreted(function):
         raise DeviceError(f"{kernel}: it was loaded under TRITON_INTERPRET=1 and cannot be compiled; start without it.")
-    pointers, constants = dict(types), constants_of(launch)
+    pointers, constants = dict(types), constants_of(launch, target if isinstance(target, str) else None)
     parameters = KernelParameters.of(kernel, launch.bundles)
     parameters.check({**pointers, **constants})
     whole = triton_private.constexpr_parameters(function)

@@ -19,17 +19,14 @@ from vishwamai.core.config import current_config, kernel_config
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.op import Choice, Op, Plan
 from vishwamai.core.target import Target
-from vishwamai.torch.launch import launch, torch_dtype
+from vishwamai.torch.launch import amd_architecture, launch, torch_dtype
 
 _INTERPRETED = Target("cuda", None, "torch", local=True)
 
 
 @functools.cache
 def _on_gpu(device: int) -> Target:
-    if torch.version.hip:
-        architecture = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    else:
-        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    architecture = amd_architecture(device) or "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return Target("cuda", hardware.gpu_for(torch.cuda.get_device_name(device), architecture), "torch", local=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -57,7 +58,14 @@ def arguments(
 ) -> dict[str, Any]:
     """The argument of every parameter of the kernel; buffers that are absent are None."""
     starts = {f"{name}_init": results[name] for name, out in outputs.items() if out.initialized}
-    return KernelParameters.of(how.kernel, how.bundles).bind({**constants_of(how), **inputs, **results, **starts})
+    constants = constants_of(how, amd_architecture(next(iter(results.values())).device.index or 0))
+    return KernelParameters.of(how.kernel, how.bundles).bind({**constants, **inputs, **results, **starts})
+
+
+@functools.cache
+def amd_architecture(device: int) -> str | None:
+    """AMD's name of a GPU's architecture ("gfx942"); None where torch is not built for AMD."""
+    return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0] if torch.version.hip else None
 
 
 def _aligned(x: Tensor) -> Tensor:
