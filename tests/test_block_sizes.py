@@ -126,6 +126,15 @@ def test_a_grouped_product_of_small_blocks_compiles(block_size):
 
 
 @needs_libtpu
+@pytest.mark.parametrize("chip", rotation.in_turn(len(TPUS), TPUS))
+def test_the_loss_of_wide_rows_of_float32_compiles(chip):
+    """The compiler keeps the pieces of bfloat16 that it multiplies in place of float32."""
+    x, head = (jax.ShapeDtypeStruct((n, 4096), jnp.float32) for n in (512, 128256))
+    labels = jax.ShapeDtypeStruct((512,), jnp.int32)
+    assert aot.check(vishwamai.linear_cross_entropy, x, head, labels, target=chip).fits
+
+
+@needs_libtpu
 def test_one_row_and_a_ragged_depth_compile():
     """Mosaic has no comparison of a single row of bfloat16, which the last step's zeros need."""
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1000), (1000, 256)))

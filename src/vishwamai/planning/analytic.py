@@ -198,8 +198,13 @@ def _of_experts(key: _Key) -> float:
     """The share of a model's parameters that are experts'."""
     parts = _shapes(key).parts
     leaves = jax.tree_util.tree_leaves_with_path(parts.params)
-    split = sum(size(leaf) for path, leaf in leaves if "experts" in parts.axes[path[-1].key])
+    split = sum(size(leaf) for path, leaf in leaves if "experts" in parts.axes[_name(path)])
     return split / size(parts.params)
+
+
+def _name(path: Any) -> str:
+    """Of a parameter, whose numbers and scales may be leaves of their own."""
+    return next(step.key for step in reversed(path) if isinstance(step, jax.tree_util.DictKey))
 
 
 @functools.lru_cache(maxsize=64)

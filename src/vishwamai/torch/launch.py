@@ -58,8 +58,9 @@ def arguments(
 ) -> dict[str, Any]:
     """The argument of every parameter of the kernel; buffers that are absent are None."""
     starts = {f"{name}_init": results[name] for name, out in outputs.items() if out.initialized}
-    constants = constants_of(how, amd_architecture(next(iter(results.values())).device.index or 0))
-    return KernelParameters.of(how.kernel, how.bundles).bind({**constants, **inputs, **results, **starts})
+    buffers = {**inputs, **results, **starts}
+    constants = constants_of(how, amd_architecture(next(iter(buffers.values())).device.index or 0))
+    return KernelParameters.of(how.kernel, how.bundles).bind({**constants, **buffers})
 
 
 @functools.cache

@@ -79,11 +79,12 @@ def why_not(spec: LossSpec, target: Target) -> str | None:
 
 def _vmem(spec: LossSpec, tokens: int, tile: int, sub: int) -> int:
     """Bytes of VMEM: blocks twice, for a transfer runs beside the computation; two tiles of logits and what the
-    compiler keeps of another two.
+    compiler keeps of another two; and the pieces of bfloat16 into which it cuts one operand of a product of float32.
     """
-    size = spec.operands.x.dtype.itemsize
-    panels = 2 * (tokens + tile) * round_up(spec.features, LANES) * size
-    return panels + 4 * sub * tokens * 4 + 4 * tile * tokens * size + 64 * tokens * 4
+    size, features = spec.operands.x.dtype.itemsize, round_up(spec.features, LANES)
+    panels = 2 * (tokens + tile) * features * size
+    pieces = 4 * min(tokens, sub) * features * 4 if spec.precision == "highest" else 0
+    return panels + pieces + 4 * sub * tokens * 4 + 4 * tile * tokens * size + 64 * tokens * 4
 
 
 def heuristic(spec: LossSpec, target: Target) -> LossConfig:
