@@ -18,7 +18,7 @@ from vishwamai.inference import Engine, Limits, Sampling, plan_load
 from vishwamai.models import Decoder, ModelConfig, save_pretrained
 from vishwamai.models.checkpoint import held_parameters, quantized
 from vishwamai.planning.analytic import serving_memory, training_memory
-from vishwamai.planning.search import candidates
+from vishwamai.planning.search import candidates, meshes
 from vishwamai.planning.serving import Serving
 from vishwamai.training.config_file import describe, from_dict, load_yaml, to_dict
 from vishwamai.training.run import train
@@ -259,8 +259,10 @@ def test_formulas_of_training_read_the_section():
 
 def test_a_search_keeps_what_the_section_sets():
     keys = {"use_pjit": True, "gradient_checkpointing": True}
-    found = list(candidates(planned(optimization=keys), "v5e:2x2"))
-    assert {one.remat for one in found} == {"block_wise"} and len({one.mesh for one in found}) == 3
+    config = planned(optimization=keys)
+    found = list(candidates(config, "v5e:2x2"))
+    assert {one.remat for one in found} == {"block_wise"}
+    assert {one.mesh for one in found} == set(meshes(config, "v5e:2x2")) and len({one.mesh.fsdp for one in found}) == 3
     with pytest.raises(ConfigError, match="use_pjit=false asks for one device"):
         list(candidates(planned(optimization={"use_pjit": False}), "v5e:2x2"))
 
