@@ -143,7 +143,9 @@ def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
     Raises:
       ConfigError: the configuration's sizes do not divide the devices, or no mesh divides the batch.
 
-    >>> [written(mesh) for mesh in meshes(TrainConfig(batch_size=4), "v5e:2x2")][:3]
+    >>> from vishwamai.planning.allocation import llama_like, training_config
+    >>> config = training_config(llama_like(256, 512), {}, "v5e:2x2", batch_size=4, sequence_length=512)
+    >>> [written(mesh) for mesh in meshes(config, "v5e:2x2")][:3]
     ['mesh.data=4', 'mesh.data=2 times mesh.fsdp=2', 'mesh.fsdp=4']
     """
     devices, fixed = devices_of(target), dataclasses.replace(config.mesh, data=1, fsdp=1)
@@ -191,7 +193,9 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
 
     Raises: as `meshes`.
 
-    >>> found = list(candidates(TrainConfig(batch_size=8), "v5e:2x2"))
+    >>> from vishwamai.planning.allocation import llama_like, training_config
+    >>> config = training_config(llama_like(256, 512), {}, "v5e:2x2", batch_size=4, sequence_length=512)
+    >>> found = list(candidates(config, "v5e:2x2"))
     >>> found[0].mesh.data, found[0].remat, found[0].microbatches
     (4, 'none', 1)
     """
