@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import contract  # noqa: E402
+import rotation  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
 from triton_interpreter import interpreted  # noqa: E402
 from vishwamai import kernels  # noqa: E402
@@ -510,9 +511,9 @@ def recorded(run):
     return found
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("slopes", rotation.in_turn(2, [None, 0.25 * torch.ones(8)]))
 @pytest.mark.skipif(contract.INTERPRETED, reason="a process with the interpreter cannot compile")
-def test_code_of_packed_sequences():
+def test_code_of_packed_sequences(slopes):
     """For Hopper: tensor cores, the copy engine, nothing spilled."""
     pytest.importorskip("triton")
     from vishwamai.aot.compile.gpu import inspect_launch
@@ -520,7 +521,11 @@ def test_code_of_packed_sequences():
     q, k = (torch.zeros(4096, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2))
     starts = torch.tensor([0, 1000, 4096])
     launches = recorded(
-        lambda: vt.flash_attention_varlen(q, k, k, starts, starts, 3096, 3096, causal=True).sum().backward()
+        lambda: (
+            vt.flash_attention_varlen(q, k, k, starts, starts, 3096, 3096, causal=True, alibi_slopes=slopes)
+            .sum()
+            .backward()
+        )
     )
     kernels = [launch.launch.kernel.name for launch in launches]
     assert kernels == ["forward", "delta", "key_gradients", "query_gradients"]

@@ -111,7 +111,7 @@ def forward(
         ),
         warps=config.warps,
         stages=config.stages,
-        sizes=sizes_of(spec, operands),
+        sizes=sizes_of(spec, operands, memory),
         sinks_b=strides(spec.operands.sinks, 1)[0],
         LOGITS=logits_of(spec),
         QUERIES=cut(query, block_q),
@@ -157,7 +157,7 @@ def backward(
     how: dict[str, Any] = dict(
         warps=config.backward_warps,
         stages=config.backward_stages,
-        sizes=sizes_of(spec, operands),
+        sizes=sizes_of(spec, operands, memory),
         LOGITS=logits_of(spec),
         QUERIES=cut(query, block_q),
         KEYS=cut(key, block_kv),

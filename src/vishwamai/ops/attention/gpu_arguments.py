@@ -38,7 +38,7 @@ class Extents(NamedTuple):
     Attributes:
       q_total, kv_total: positions of the arrays; more than q_len and kv_len, those of the longest sequence, where
         sequences are packed.
-      offset: the key that query 0 stands at, where ALiBi asks for it; else None.
+      offset: the key that query 0 stands at, with ALiBi or packed sequences; else None.
     """
 
     batch: Any

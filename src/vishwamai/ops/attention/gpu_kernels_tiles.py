@@ -63,12 +63,9 @@ def moved(rows: Rows, first):
 def of_sequence(sizes: Extents, q_len, kv_len, BOTTOM_RIGHT: tl.constexpr):
     """The sizes of one packed sequence."""
     shift = kv_len - q_len if BOTTOM_RIGHT else 0
-    offset = sizes.offset
-    if sizes.offset is not None:
-        offset = sizes.offset + shift
     return Extents(
         sizes.batch, sizes.q_heads, sizes.kv_heads, q_len, kv_len, sizes.q_total, sizes.kv_total,
-        sizes.low + shift, sizes.high + shift, offset,
+        sizes.low + shift, sizes.high + shift, sizes.offset + shift,
     )  # fmt: skip
 
 

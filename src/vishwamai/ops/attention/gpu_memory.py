@@ -108,13 +108,14 @@ def terms_of(spec: AttentionSpec, operands: Operands) -> Terms:
     )  # fmt: skip
 
 
-def sizes_of(spec: AttentionSpec, operands: Operands) -> Extents:
+def sizes_of(spec: AttentionSpec, operands: Operands, memory: Placement) -> Extents:
     """The sizes of the problem, and of its arrays."""
     low, high = spec.band
+    placed = spec.operands.slopes is not None or memory.packed is not None
     return Extents(
         spec.batch, spec.q_heads, spec.kv_heads, spec.q_len, spec.kv_len,
         operands.query.shape[2], operands.key.shape[2], low or 0, high or 0,
-        None if spec.operands.slopes is None else spec.causal_offset,
+        spec.causal_offset if placed else None,
     )  # fmt: skip
 
 
