@@ -69,17 +69,16 @@ def constants_of(launch: Launch, amd: str | None = None) -> dict[str, Any]:
     """The values of a launch's constants as Triton takes them; on AMD's architecture `amd` ("gfx942"), in the forms
     that it has for products of float32.
     """
+    values = {name: value.load() if isinstance(value, TritonDtype) else value for name, value in launch.constants}
+    return values if amd is None else {name: _on_amd(value, amd) for name, value in values.items()}
 
-    def loaded(value: Any) -> Any:
-        if isinstance(value, TritonDtype):
-            return value.load()
-        if amd is not None and hasattr(value, "_fields"):
-            return type(value)(*map(loaded, value))
-        if amd is None or (value == "tf32" and amd in _WITH_TF32) or not isinstance(value, str):
-            return value
-        return _AMD_PRECISION.get(value, value)
 
-    return {name: loaded(value) for name, value in launch.constants}
+def _on_amd(value: Any, architecture: str) -> Any:
+    if hasattr(value, "_fields"):
+        return type(value)(*(_on_amd(field, architecture) for field in value))
+    if not isinstance(value, str) or (value == "tf32" and architecture in _WITH_TF32):
+        return value
+    return _AMD_PRECISION.get(value, value)
 
 
 _AMD_PRECISION = {"tf32x3": "bf16x6", "tf32": "bf16x3"}
