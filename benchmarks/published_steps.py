@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
+from vishwamai.core.target import devices_of
 from vishwamai.planning.allocation import training_config
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.program_time import time_program
 from vishwamai.planning.speed import training_speed, training_time
-from vishwamai.planning.training import devices_of, trace_training
+from vishwamai.planning.training import trace_training
 
 LLAMA_8B = {
     "model_type": "llama",

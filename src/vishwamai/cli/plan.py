@@ -118,10 +118,10 @@ def _bytes(estimate: Any) -> int | None:
 
 def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
     from vishwamai.cli.plan_training import as_dict, table
+    from vishwamai.core.target import devices_of
     from vishwamai.planning.advice import explain_training
     from vishwamai.planning.compiler import Compiler
     from vishwamai.planning.search import NOT_TRIED, plan_training
-    from vishwamai.planning.training import devices_of
     from vishwamai.training.config_file import read_config
 
     keys = model.optimization(arguments)
@@ -193,11 +193,11 @@ def _diagnosis(found: Any) -> dict[str, Any]:
 
 
 def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
+    from vishwamai.core.target import devices_of
     from vishwamai.models import read_config
     from vishwamai.planning.analytic import serving_memory
     from vishwamai.planning.compiler import Compiler
     from vishwamai.planning.serving import Serving, kv_bytes_per_token, trace_serving
-    from vishwamai.planning.training import devices_of
 
     config = read_config(arguments.config)
     length = min(4096, config.max_positions) if arguments.length is None else arguments.length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterable
 
@@ -201,3 +202,13 @@ def _accelerator(name: str, chip: TpuChip, units: int) -> Target:
         what = "chips" if chip.accelerator_units == 1 else "TensorCores"
         raise DeviceError(f"target {name!r}: {chip.name} has no slice of {units} {what}; the nearest are {said}.")
     return Target("tpu", chip, topology=sides)
+
+
+def devices_of(target: str) -> int:
+    """How many jax devices a TPU's target has; 1 for a chip's name alone.
+
+    >>> devices_of("v5e"), devices_of("v5e:4x4"), devices_of("tpu7x:2x2x1")
+    (1, 16, 8)
+    """
+    found = Target.parse_tpu(target)
+    return 1 if found.topology is None else math.prod(found.topology) * Target.parse_chip(target).devices

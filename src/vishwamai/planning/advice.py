@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 
 from vishwamai.core.errors import ConfigError, KernelError
 from vishwamai.core.numbers import divisors
+from vishwamai.core.target import devices_of
 from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.controller import REMAT
 from vishwamai.planning.diagnosis import Change, Diagnosis, ranked
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.speed import training_time
-from vishwamai.planning.training import devices_of, on_slice, trace_training
+from vishwamai.planning.training import on_slice, trace_training
 from vishwamai.training.config import TrainConfig
 
 MOST = 6

@@ -9,13 +9,13 @@ from typing import Any
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ConfigError, ShapeError
-from vishwamai.core.target import Target
+from vishwamai.core.target import Target, devices_of
 from vishwamai.models import ModelConfig
 from vishwamai.planning.analytic import Breakdown, serving_memory, training_memory
 from vishwamai.planning.compiler import Compiler, ProgramMemory
 from vishwamai.planning.figures import Level
 from vishwamai.planning.serving import Serving, trace_serving
-from vishwamai.planning.training import devices_of, trace_training
+from vishwamai.planning.training import trace_training
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import from_dict
 

@@ -23,7 +23,7 @@ from vishwamai.planning.serving import Serving, size
 from vishwamai.planning.training import TrainingStep, on_slice, share_of, training_step
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
-from vishwamai.training.mesh import Layout, make_layout, row_parts
+from vishwamai.training.mesh import Layout, make_layout, parameter_name, row_parts
 
 Tree = Any
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "temporaries")
@@ -198,13 +198,8 @@ def _of_experts(key: _Key) -> float:
     """The share of a model's parameters that are experts'."""
     parts = _shapes(key).parts
     leaves = jax.tree_util.tree_leaves_with_path(parts.params)
-    split = sum(size(leaf) for path, leaf in leaves if "experts" in parts.axes[_name(path)])
+    split = sum(size(leaf) for path, leaf in leaves if "experts" in parts.axes[parameter_name(path)])
     return split / size(parts.params)
-
-
-def _name(path: Any) -> str:
-    """Of a parameter, whose numbers and scales may be leaves of their own."""
-    return next(step.key for step in reversed(path) if isinstance(step, jax.tree_util.DictKey))
 
 
 @functools.lru_cache(maxsize=64)

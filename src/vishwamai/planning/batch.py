@@ -10,12 +10,12 @@ from typing import Any, Literal
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.numbers import human
-from vishwamai.core.target import Target
+from vishwamai.core.target import Target, devices_of
 from vishwamai.planning.allocation import llama_like, training_config
 from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.figures import LEVELS, Level
-from vishwamai.planning.training import devices_of, model_config, trace_training
+from vishwamai.planning.training import model_config, trace_training
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from vishwamai.core.errors import ConfigError, VishwamaiError
 from vishwamai.core.numbers import divisors
+from vishwamai.core.target import devices_of
 from vishwamai.models.parameters import split_units
 from vishwamai.planning.analytic import described, training_memory
 from vishwamai.planning.compiler import Compiler
@@ -16,7 +17,7 @@ from vishwamai.planning.controller import REMAT
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
-from vishwamai.planning.training import check_no_pipeline, devices_of, trace_training
+from vishwamai.planning.training import check_no_pipeline, trace_training
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.mesh import KEPT_APART, row_parts, written
 

@@ -12,12 +12,11 @@ import functools
 
 import jax.numpy as jnp
 
-from vishwamai.core.target import Target
+from vishwamai.core.target import Target, devices_of
 from vishwamai.models import ModelConfig
 from vishwamai.planning.analytic import Breakdown, described, of_experts, training_memory
 from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.figures import Estimate, cost_of_tokens
-from vishwamai.planning.training import devices_of
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
 

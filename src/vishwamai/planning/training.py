@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.core.errors import ConfigError, UnsupportedError
-from vishwamai.core.target import Target
+from vishwamai.core.target import devices_of
 from vishwamai.models import Decoder, ModelConfig, read_config
 from vishwamai.models.checkpoint import quantized
 from vishwamai.planning.program import Program, trace
@@ -83,12 +83,6 @@ class TrainingStep:
             return full(params if frozen is None else attach(config.lora, frozen, params), batch)
 
         return loss
-
-
-def devices_of(target: str) -> int:
-    """How many jax devices a target has; 1 for a chip's name alone."""
-    found = Target.parse_tpu(target)
-    return 1 if found.topology is None else math.prod(found.topology) * Target.parse_chip(target).devices
 
 
 def on_slice(config: TrainConfig, target: str) -> TrainConfig:

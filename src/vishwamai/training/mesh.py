@@ -100,7 +100,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: self._spec(path, leaf.shape, placed), tree)
 
     def _spec(self, path: Any, shape: tuple[int, ...], placed: bool) -> PartitionSpec:
-        name = _last(path)
+        name = parameter_name(path)
         spec: list[str | None] = [None] * len(shape)
         if placed and self._staged(path) and shape and shape[0] % self.stages == 0:
             spec[0] = PIPELINE
@@ -184,7 +184,7 @@ class Layout:
         """Inside `gradients`: whole parameters from this device's parts, by the last name of each path."""
 
         def whole(path: Any, x: Any) -> Any:
-            axis = self.axes.get(_last(path))
+            axis = self.axes.get(parameter_name(path))
             return x if axis is None else jax.lax.all_gather(x, "fsdp", axis=axis + x.ndim, tiled=True)
 
         return jax.tree_util.tree_map_with_path(whole, arrays) if self.mesh is not None else arrays
@@ -206,7 +206,9 @@ class Layout:
                 if path[0] == jax.tree_util.DictKey(SCALES):
                     return jax.lax.pmax(g, ALL)
                 # The gradient of a gather has been added up over "fsdp" already, and what is apart has no copies.
-                done = {split for split, axes in (("fsdp", self.axes), *self.apart.items()) if _last(path) in axes}
+                done = {
+                    split for split, axes in (("fsdp", self.axes), *self.apart.items()) if parameter_name(path) in axes
+                }
                 done |= {PIPELINE} if self._staged(path) else set()
                 return jax.lax.psum(g, tuple(axis for axis in ALL if axis not in done))
 
@@ -286,7 +288,7 @@ def make_layout(
     mesh = Mesh(_placed(tuple(sizes[axis] for axis in ALL), devices[:count], count == len(devices)), ALL)
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        shapes.setdefault(_last(path), []).append(leaf.shape)
+        shapes.setdefault(parameter_name(path), []).append(leaf.shape)
     found = {
         name: _axis(those, section.fsdp, {axes[name] for axes in apart.values() if name in axes})
         for name, those in shapes.items()
@@ -376,7 +378,7 @@ def _axis(shapes: list[tuple[int, ...]], parts: int, taken: set[int]) -> int | N
     return max(fitting, key=lambda axis: shapes[0][axis], default=None)
 
 
-def _last(path: Any) -> str:
+def parameter_name(path: Any) -> str:
     """The name of the parameter: what is below it in the tree, such as the parts of a quantized moment, has no keys."""
     keys = [entry for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     return str(keys[-1].key) if keys else ""

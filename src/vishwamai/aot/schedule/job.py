@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.program import in_words, place, tracing_for
 from vishwamai.aot.schedule import known
 from vishwamai.core.errors import DeviceError, UnsupportedError
-from vishwamai.core.target import Target
+from vishwamai.core.target import Target, devices_of
 
 FORMAT = 3
 """Counts up when the layout of the cache changes."""
@@ -96,8 +95,7 @@ def over_arrays(fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, arrays
 
 def check_one_device(caller: str, target: str) -> None:
     """Raises UnsupportedError, which names `caller`, where a target has several devices."""
-    found = Target.parse_tpu(target)
-    if found.topology is not None and math.prod(found.topology) * Target.parse_chip(target).devices > 1:
+    if devices_of(target) > 1:
         raise UnsupportedError(
             f"{caller}: target {target!r} is a slice, and schedules count no communication; pass a chip and the part "
             "of one device, or take vishwamai.planning.step_time, which adds the collectives."
