@@ -10,7 +10,7 @@ import pytest
 import vishwamai
 from vishwamai import PackedWeight, gemm, pack_weight
 from vishwamai.core import ffi
-from vishwamai.ops.matmul import packed as packed_module
+from vishwamai.ops.matmul import packed_weight
 
 needs_native = pytest.mark.skipif(ffi.why_not() is not None, reason=str(ffi.why_not()))
 
@@ -38,7 +38,7 @@ def test_packing_natively_is_the_permutation(shape, dtype):
     """In either layout, what the native kernel packs is what jax.numpy packs."""
     weight = draw(dtype, *shape)
     native = [pack_weight(weight).data, pack_weight(weight.T, transpose=True).data]
-    want = packed_module.permuted(weight, False, ffi.isa())
+    want = packed_weight.permuted(weight, False, ffi.isa())
     for got in native:
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 

@@ -29,7 +29,7 @@ from vishwamai.core.observe import record_plans
 from vishwamai.core.target import Target
 from vishwamai.ops import catalogue
 from vishwamai.ops.activation.api import ACTIVATION
-from vishwamai.ops.matmul import packed
+from vishwamai.ops.matmul import packed_weight
 
 NAMES = (*hardware.TPUS, *GPUS, *(f"cpu:{isa}" for isa in CPUS))
 
@@ -285,7 +285,7 @@ def test_explain_an_amd_gpu():
 
 
 def test_a_packed_weight_is_for_one_instruction_set():
-    weight = packed.pack_weight(jnp.ones((64, 64), jnp.bfloat16), isa="avx2")
+    weight = packed_weight.pack_weight(jnp.ones((64, 64), jnp.bfloat16), isa="avx2")
     x = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
     runs = {
         isa: explain(lambda x: vishwamai.gemm(x, weight), x, target=f"cpu:{isa}").calls[0] for isa in ("avx2", "avx512")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # the table below, as tools read it
     from vishwamai.ops.loss import linear_cross_entropy
     from vishwamai.ops.matmul import gemm
     from vishwamai.ops.matmul.einsum import einsum
-    from vishwamai.ops.matmul.packed import PackedWeight, pack_weight
+    from vishwamai.ops.matmul.packed_weight import PackedWeight, pack_weight
     from vishwamai.ops.moe import grouped_gemm, moe_combine, moe_dispatch, moe_layer, moe_routing
     from vishwamai.ops.norm import layer_norm, rms_norm
     from vishwamai.ops.paged_attention import ragged_paged_attention, update_pages
@@ -121,7 +121,7 @@ _MODULES = {
     "ops.loss": "linear_cross_entropy",
     "ops.matmul": "gemm",
     "ops.matmul.einsum": "einsum",
-    "ops.matmul.packed": "PackedWeight pack_weight",
+    "ops.matmul.packed_weight": "PackedWeight pack_weight",
     "ops.moe": "grouped_gemm moe_combine moe_dispatch moe_layer moe_routing",
     "ops.norm": "layer_norm rms_norm",
     "ops.paged_attention": "ragged_paged_attention update_pages",

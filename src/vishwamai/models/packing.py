@@ -11,7 +11,7 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.parameters import layer_parameters
 from vishwamai.models.periods import segments
-from vishwamai.ops.matmul.packed import DTYPES, pack_weight
+from vishwamai.ops.matmul.packed_weight import DTYPES, pack_weight
 from vishwamai.ops.quantization import quantize
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from vishwamai.core import dims
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.signature import Signature
-from vishwamai.ops.matmul import packed
+from vishwamai.ops.matmul import packed_weight
 from vishwamai.ops.matmul.packed import PACKED, Operands, check_packed, describe_packed
 from vishwamai.ops.matmul.spec import Outputs
 from vishwamai.torch import bridge
@@ -37,14 +37,16 @@ def _out_dtype(call: Any) -> torch.dtype:
     return dtype if dtype != torch.int8 else torch.int32 if plain else torch.float32
 
 
-class PackedWeight(packed.PackedWeight):
+class PackedWeight(packed_weight.PackedWeight):
     """A `vishwamai.PackedWeight` whose data is a torch tensor."""
 
     data: Any
 
     def unpack(self) -> Any:
         """The weight as it was, bit for bit."""
-        return bridge.on_cpu(lambda x: packed.PackedWeight(x, self.shape, self.dtype, self.isa).unpack(), self.data)
+        return bridge.on_cpu(
+            lambda x: packed_weight.PackedWeight(x, self.shape, self.dtype, self.isa).unpack(), self.data
+        )
 
 
 def pack_weight(weight: Tensor, *, transpose: bool = False, isa: str | None = None) -> PackedWeight:
@@ -64,10 +66,10 @@ def pack_weight(weight: Tensor, *, transpose: bool = False, isa: str | None = No
         )
     if bridge.target_of(weight).platform != "cpu":
         raise UnsupportedError(f"pack_weight: `weight` is on {weight.device}; pass it to `gemm` there as it is.")
-    how: list[packed.PackedWeight] = []
+    how: list[packed_weight.PackedWeight] = []
 
     def pack(x: Any) -> Any:
-        how.append(packed.pack_weight(x, transpose=transpose, isa=isa))
+        how.append(packed_weight.pack_weight(x, transpose=transpose, isa=isa))
         return how[0].data
 
     return PackedWeight(bridge.on_cpu(pack, weight), how[0].shape, how[0].dtype, how[0].isa)

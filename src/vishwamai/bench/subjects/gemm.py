@@ -16,7 +16,7 @@ import numpy as np
 from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, halvings, resized, to_torch, torch_peer
 from vishwamai.core.cases import Case
 from vishwamai.ops.matmul import gemm
-from vishwamai.ops.matmul.packed import pack_weight
+from vishwamai.ops.matmul.packed_weight import pack_weight
 
 _ROWS, _COLUMNS = 64, 256
 _NAMES = ("a", "b", "bias", "scale_a", "scale_b")

@@ -20,7 +20,8 @@ from vishwamai.core.spec import as_array, as_jax_dtype
 from vishwamai.ops.matmul.cpu import NATIVE
 from vishwamai.ops.matmul.gpu import TRITON
 from vishwamai.ops.matmul.layout import make_spec, signature
-from vishwamai.ops.matmul.packed import PackedWeight, packed_gemm
+from vishwamai.ops.matmul.packed import packed_gemm
+from vishwamai.ops.matmul.packed_weight import PackedWeight
 from vishwamai.ops.matmul.quantized import unpack
 from vishwamai.ops.matmul.reference import XLA
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, compute_dtype, split
