@@ -85,7 +85,12 @@ def load(folder: str, format: str, threads: int, max_sequences: int, max_tokens:
     """The engine on a directory; `threads` are those of the process (`taskset`)."""
     del threads
     planned = plan_load(
-        folder, **_OPTIONS[format], max_sequences=max_sequences, max_tokens=512 + max_sequences, max_length=max_tokens
+        folder,
+        **_OPTIONS[format],
+        max_sequences=max_sequences,
+        max_tokens=512 + max_sequences,
+        max_length=max_tokens,
+        keep_packed=True,
     )
     made = Contestant(planned.engine())
     made.bytes = planned.weights

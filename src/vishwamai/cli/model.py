@@ -58,6 +58,12 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
         "doubles their pages)",
     )
     parser.add_argument(
+        "--keep-packed",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on a CPU, keep the packed weights in DIR/.vishwamai, which the next start maps (yes)",
+    )
+    parser.add_argument(
         "--compile",
         choices=("ahead", "lazy"),
         default="ahead",
@@ -152,6 +158,7 @@ def plan(arguments: argparse.Namespace) -> Load:
         drafts=drafts,
         draft_model=arguments.draft_model,
         prefix_cache=arguments.prefix_cache,
+        keep_packed=arguments.keep_packed,
         mixed_tokens=arguments.mixed_tokens,
         mesh=arguments.mesh,
         optimization=keys,
@@ -180,7 +187,7 @@ def load(planned: Load, compile: str = "ahead") -> tuple[Engine, dict[str, float
     _keep_programs()
     started = time.monotonic()
     compiling = [started]
-    engine = planned.engine(_progress(compiling, compile == "lazy"), compile)
+    engine = planned.engine(_progress(compiling, compile == "lazy"), compile, say)
     ended = time.monotonic()
     say(f"ready after {ended - started:.1f} s")
     return engine, {"load_s": compiling[-1] - started, "compile_s": ended - compiling[-1]}

@@ -63,6 +63,7 @@ class Load:
       optimization: the keys that were given, whose settings are in place.
       prefix_cache: as `Engine`.
       draft: a draft model, whose bytes `weights` and `pages` do not count, or None.
+      keep_packed: as of `plan_load`.
     """
 
     directory: Path
@@ -82,6 +83,7 @@ class Load:
     optimization: Optimization = Optimization()
     draft: Draft | None = None
     prefix_cache: bool | None = None
+    keep_packed: bool = False
 
     @property
     def total(self) -> int:
@@ -124,8 +126,14 @@ class Load:
             "their pages)"
         )
 
-    def engine(self, on_program: Callable[[int, int, str], None] | None = None, compile: str = "ahead") -> Engine:
-        """Loads the weights and compiles the programs; the arguments are those of `Engine`.
+    def engine(
+        self,
+        on_program: Callable[[int, int, str], None] | None = None,
+        compile: str = "ahead",
+        say: Callable[[str], None] = lambda text: None,
+    ) -> Engine:
+        """Loads the weights and compiles the programs; `say` is told of weights that are kept, and the other arguments
+        are those of `Engine`.
 
         Raises:
           ShapeError: a file is missing, damaged or contradicts `config.json`.
@@ -133,8 +141,8 @@ class Load:
         from vishwamai.inference.engine import Engine
 
         mesh = None if self.mesh is None else serving_mesh(self.mesh)
-        model = self._decoder(self.directory, self.config, mesh)
-        draft = None if self.draft is None else self._decoder(self.draft.directory, self.draft.config, mesh)
+        model = self._decoder(self.directory, self.config, mesh, say)
+        draft = None if self.draft is None else self._decoder(self.draft.directory, self.draft.config, mesh, say)
         return Engine(
             model,
             self.tokenizer,
@@ -151,16 +159,26 @@ class Load:
             on_program=on_program,
         )
 
-    def _decoder(self, directory: Path, config: ModelConfig, mesh: Mesh | None) -> Decoder:
+    def _decoder(self, directory: Path, config: ModelConfig, mesh: Mesh | None, say: Callable[[str], None]) -> Decoder:
         from vishwamai.models import from_pretrained, pack_weights
+        from vishwamai.models.packed_files import Form, read_packed, write_packed
 
-        placed: dict[str, Any] = {}
-        if mesh is not None:
-            placed = {"mesh": mesh, "rules": serving_rules(config, mesh.shape)}
-        quantize = _of_directory(self.quantize, directory, self.directory)
-        model = from_pretrained(directory, dtype=jnp.dtype(self.dtype), quantize=quantize, **placed)
-        if jax.default_backend() == "cpu" and mesh is None:
-            model = pack_weights(model, quantize_head=_quantizes_head(self.quantize))
+        quantize, dtype = _of_directory(self.quantize, directory, self.directory), jnp.dtype(self.dtype)
+        if jax.default_backend() != "cpu" or mesh is not None:
+            placed = {} if mesh is None else {"mesh": mesh, "rules": serving_rules(config, mesh.shape)}
+            return from_pretrained(directory, dtype=dtype, quantize=quantize, **placed)
+        form = Form(dtype.name, quantize, _quantizes_head(self.quantize))
+        kept = read_packed(directory, form) if self.keep_packed else None
+        if kept is not None:
+            return kept
+        model = from_pretrained(directory, dtype=dtype, quantize=quantize)
+        model = pack_weights(model, quantize_head=form.int8_head)
+        if self.keep_packed:
+            try:
+                folder = write_packed(model, directory, form)
+                say(f"packed weights are kept in {folder} for the next start; --no-keep-packed does without")
+            except OSError as error:
+                say(f"packed weights are not kept for the next start: {error}")
         return model
 
 
@@ -181,6 +199,7 @@ def plan_load(
     optimization: Optimization | Mapping[str, Any] | None = None,
     draft_model: str | Path | None = None,
     prefix_cache: bool | None = None,
+    keep_packed: bool = False,
 ) -> Load:
     """What loading a Hugging Face directory takes; reads its headers only.
 
@@ -196,6 +215,8 @@ def plan_load(
       draft_model: a directory of a smaller model with the same tokenizer, which makes the guesses (`drafting`). It is
         loaded with the same dtypes, quantization and mesh.
       prefix_cache: as `Engine`.
+      keep_packed: on one CPU device, keep the packed weights beside the checkpoint (`models.packed_files`), and map
+        them where they were kept before: the next start reads, rounds and packs nothing.
       mesh: split the model over the first devices, "tensor=2" or "expert=4,tensor=2"; None: one device.
       optimization: the dict of `vishwamai.performance.explain_optimization`: `use_fp8` and `kv_cache_fp8` set
         `quantize` and `kv_dtype`, `use_pjit` splits over all devices by the axis tensor.
@@ -276,6 +297,7 @@ def plan_load(
         keys,
         None if draft is None else dataclasses.replace(draft, pages=max(pages, 0) * draft_page + draft_ring),
         prefix_cache,
+        keep_packed,
     )
     if pages < limits.pages_per_sequence:
         least = fixed + limits.pages_per_sequence * growing

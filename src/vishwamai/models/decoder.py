@@ -174,7 +174,8 @@ class Decoder(nnx.Module):
         def attend(first_page: Any) -> Attend:
             return attend_pages(self.config, batch, first_page)
 
-        hidden, written, _ = self._run(tokens[None], rotate, attend, tuple(pages), lambda f: f)
+        # Layers of one kind are traced and lowered once, so programs of many layers are soon ready.
+        hidden, written, _ = self._run(tokens[None], rotate, attend, tuple(pages), jax.jit)
         return hidden[0], written
 
     def head_weight(self) -> Float[Array, "vocab hidden"]:
@@ -203,11 +204,14 @@ class Decoder(nnx.Module):
         x = embedded(self.config, self.embed.get_value(), tokens, self.dtype, axes)
         carry, found, at = (x, jnp.zeros_like(x)), [], 0
         loads: list[Load | None] = []
+        periods: dict[Any, Callable[..., Any]] = {}
         for segment in segments(self.config, self.stacked):
             end = at + len(segment.kinds)
             group = [one.arrays() for one in self.layers[at:end]]
             pools = None if pages is None else tuple(pages[at:end])
-            carry, pools, load = run_segment(self.config, segment, group, carry, rotate, attend, pools, wrap, axes)
+            carry, pools, load = run_segment(
+                self.config, segment, group, carry, rotate, attend, pools, wrap, axes, periods
+            )
             found += pools or ()
             loads += load
             at = end
@@ -246,6 +250,7 @@ def run_segment(
     pools: tuple[Any, ...] | None,
     wrap: Callable[..., Any],
     axes: Axes,
+    periods: dict[Any, Callable[..., Any]] | None = None,
 ) -> tuple[Any, tuple[Any, ...] | None, tuple[Load | None, ...]]:
     """The layers of one segment: in turn, or by a scan over its periods, with the pools in the scan's carry, so that
     they are written in place.
@@ -260,12 +265,14 @@ def run_segment(
       pools: of pages, for each of its kinds; None without pages.
       wrap: is applied to the function of one period.
       axes: as `Decoder.__call__`.
+      periods: the wrapped functions of segments that ran before with the same other arguments, by what they depend on;
+        it gets this one's. Segments of the same kinds then share one function, which JAX traces once.
 
     Returns:
       The next carry, the pools, and the load of the experts of each kind.
     """
 
-    def period(carry: Any, pools: Any, group: Any, index: Any) -> tuple[Any, Any, Any]:
+    def period(carry: Any, pools: Any, group: Any, index: Any = 0) -> tuple[Any, Any, Any]:
         written, loads = [], []
         for place, kind in enumerate(segment.kinds):
             pool = None if pools is None else pools[place]
@@ -275,9 +282,10 @@ def run_segment(
             loads.append(load)
         return carry, None if pools is None else tuple(written), tuple(loads)
 
-    run = wrap(period)
+    key = segment.kinds, segment.repeats
+    run = wrap(period) if periods is None else periods.setdefault(key, wrap(period))
     if segment.repeats == 1:
-        return run(carry, pools, group, 0)
+        return run(carry, pools, group)
 
     def body(state: Any, xs: Any) -> tuple[Any, Any]:
         *state, loads = run(*state, *xs)

@@ -5,7 +5,9 @@ entries of the parameters' tables, and where they lie on a mesh.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,15 +91,24 @@ class Storage:
             part, so the numbers are those of one device.
         """
 
-        def run(x: jax.Array) -> QTensor:
-            return quantize(x, self.format, axis=-2, block_size=self.block_size)
-
         if shardings is None:
-            return jax.jit(run)(value)
-        assert isinstance(value.sharding, NamedSharding)
-        spec = value.sharding.spec
-        made = jax.jit(jax.shard_map(run, mesh=value.sharding.mesh, in_specs=spec, out_specs=spec))(value)
+            return _rounded(self, None)(value)
+        made = _rounded(self, value.sharding)(value)
         return jax.tree.map(jax.device_put, made, shardings)
+
+
+@functools.lru_cache(maxsize=64)
+def _rounded(storage: Storage, sharding: Any) -> Callable[[jax.Array], QTensor]:
+    """`Storage.quantize` of arrays with this sharding: one function, so that weights of one shape compile once."""
+
+    def run(x: jax.Array) -> QTensor:
+        return quantize(x, storage.format, axis=-2, block_size=storage.block_size)
+
+    if sharding is None:
+        return jax.jit(run)
+    assert isinstance(sharding, NamedSharding)
+    spec = sharding.spec
+    return jax.jit(jax.shard_map(run, mesh=sharding.mesh, in_specs=spec, out_specs=spec))
 
 
 QUANTIZATIONS: dict[str, Storage] = {

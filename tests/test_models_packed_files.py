@@ -1,0 +1,145 @@
+"""Packed weights that are kept beside their checkpoint are those that packing gives, and are used only where they are."""
+
+import collections
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import vishwamai.models.checkpoint as checkpoint
+from vishwamai.inference import Sampling, plan_load
+from vishwamai.models import (
+    Decoder,
+    ModelConfig,
+    PagedBatch,
+    decoder,
+    from_pretrained,
+    page_shapes,
+    save_pretrained,
+    storage,
+)
+from vishwamai.models.packed_files import Form, read_packed
+
+CONFIG = ModelConfig.from_dict(
+    {
+        "model_type": "qwen3",
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_pretrained(Decoder(CONFIG, rngs=nnx.Rngs(0), stacked=False), tmp_path)
+    return tmp_path
+
+
+def load(directory: Path, quantize: str | None = None, keep: bool = True) -> tuple[Decoder, list[str]]:
+    """The decoder, and what was said."""
+    said: list[str] = []
+    planned = plan_load(directory, quantize=quantize, max_sequences=1, max_length=32, keep_packed=keep)
+    return planned._decoder(directory, planned.config, None, said.append), said
+
+
+def same(one: Decoder, other: Decoder) -> None:
+    ours, theirs = (jax.tree.leaves_with_path(nnx.state(x)) for x in (one, other))
+    assert [path for path, _ in ours] == [path for path, _ in theirs]
+    for (_, x), (_, y) in zip(ours, theirs):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
+def test_kept_weights_are_those_of_packing(quantize, directory, monkeypatch):
+    packed, said = load(directory, quantize, keep=False)
+    assert not said and not (directory / ".vishwamai").exists()
+    made, said = load(directory, quantize)
+    assert "packed weights are kept in" in said[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_read", None)  # no tensor of the checkpoint is read
+        mapped, said = load(directory, quantize)
+    assert not said
+    same(made, packed)
+    same(mapped, packed)
+    assert mapped.dtype == packed.dtype and mapped.stacked == packed.stacked
+
+
+def test_an_engine_over_kept_weights_gives_the_same_tokens(directory):
+    sizes = {"dtype": "float32", "max_sequences": 1, "max_length": 32, "max_tokens": 8, "page_size": 8}
+    plans = [plan_load(directory, **sizes, keep_packed=keep) for keep in (False, True, True)]
+    answers = [one.engine(compile="lazy").generate([[5, 17]], Sampling(max_new_tokens=8)) for one in plans]
+    tokens = [answer.token_ids for (answer,) in answers]
+    assert len(tokens[0]) == 8 and tokens[0] == tokens[1] == tokens[2]
+
+
+def test_weights_of_something_else_are_made_again(directory):
+    load(directory)
+    kept = Form("bfloat16", None, False)
+    assert read_packed(directory, kept) is not None
+    save_pretrained(Decoder(CONFIG, rngs=nnx.Rngs(1), stacked=False), directory)
+    assert read_packed(directory, kept) is None
+    again, said = load(directory)
+    assert said
+    same(again, load(directory, keep=False)[0])
+    assert read_packed(directory, Form("float32", None, False)) is None
+    weights = kept.directory(directory) / "weights.bin"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    assert read_packed(directory, kept) is None
+    (kept.directory(directory) / "index.json").write_text("{")
+    assert read_packed(directory, kept) is None
+    same(load(directory)[0], again)
+    assert [path.name for path in (directory / ".vishwamai").iterdir()] == [weights.parent.name]
+
+
+def test_a_directory_that_cannot_be_written_loads_all_the_same(directory, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda path: collections.namedtuple("Usage", "free")(1000))
+        model, said = load(directory)
+    assert "packed weights are not kept for the next start" in said[0] and "the disk has 1000 left" in said[0]
+    same(model, load(directory, keep=False)[0])
+    (directory / ".vishwamai").rmdir()
+    (directory / ".vishwamai").touch()
+    model, said = load(directory)
+    assert "packed weights are not kept for the next start" in said[0]
+
+
+def test_weights_of_one_shape_are_rounded_by_one_program(directory, monkeypatch):
+    shapes = []
+    rounded = storage.quantize
+
+    def counted(x, *args, **options):
+        shapes.append(x.shape)
+        return rounded(x, *args, **options)
+
+    monkeypatch.setattr(storage, "quantize", counted)
+    storage._rounded.cache_clear()
+    from_pretrained(directory, quantize="int8")
+    storage._rounded.cache_clear()
+    assert shapes and len(shapes) == len(set(shapes))
+
+
+def test_layers_of_one_kind_are_traced_once_in_a_step(monkeypatch):
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), stacked=False)
+    calls, layer = [], decoder.layer
+
+    def counted(*args):
+        calls.append(args)
+        return layer(*args)
+
+    monkeypatch.setattr(decoder, "layer", counted)
+    batch = PagedBatch(jnp.array([2]), jnp.arange(4)[None], jnp.array([0, 2]), 2)
+    shapes = page_shapes(CONFIG, num_pages=4, page_size=8, dtype=jnp.float32, stacked=False)
+    pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    jax.make_jaxpr(lambda pages: model.step(jnp.array([3, 4]), pages, batch))(pages)
+    assert len(calls) == 1 and len(model.layers) == 3
