@@ -1,4 +1,4 @@
-"""Packed weights that are kept beside their checkpoint are those that packing gives, and are used only where they are."""
+"""Packed weights kept beside their checkpoint are those that packing gives, and serve only what they were made of."""
 
 import collections
 from pathlib import Path
