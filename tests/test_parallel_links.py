@@ -6,7 +6,14 @@ import pytest
 from vishwamai import aot
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS
-from vishwamai.parallel import AxisLinks, axis_links, estimate_collective, estimate_split_attention, make_mesh
+from vishwamai.parallel import (
+    AxisLinks,
+    axis_links,
+    estimate_collective,
+    estimate_overlap,
+    estimate_split_attention,
+    make_mesh,
+)
 
 RING = AxisLinks(TPUS["v5p"], (8,), (True,))
 LINE = AxisLinks(TPUS["v5e"], (4,), (False,))
@@ -56,12 +63,15 @@ def test_two_sides_have_twice_the_links():
         ("v5p:4x4x4", "data=4,tensor=16", "tensor", (4, 4), (True, True)),
         ("v5p:4x4x4", "data=4,tensor=16", "data", (4,), (True,)),
         ("tpu7x:2x2x1", "data=4,tensor=2", "tensor", (), ()),
+        ("tpu7x:2x2x1", "data=2,tensor=4", "tensor", (2,), (False,)),
     ],
 )
 def test_links_of_a_mesh(topology, axes, axis, sides, wraps):
-    found = axis_links(make_mesh(axes, topology=topology), axis)
+    mesh = make_mesh(axes, topology=topology)
+    found = axis_links(mesh, axis)
     assert found.chip is TPUS[topology.partition(":")[0]]
     assert (found.sides, found.wraps) == (sides, wraps)
+    assert found.devices == mesh.shape[axis]
 
 
 @pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
@@ -108,6 +118,43 @@ def test_transfers_that_no_hop_hides():
     assert "4 query heads do not divide over 8 devices" in few.declined["ulysses"]
 
 
+def test_devices_of_a_chip():
+    """TPU7x has two devices on each chip: they divide the rows, and hops between them take no link."""
+    chip = TPUS["tpu7x"]
+    ring, one = AxisLinks(chip, (4,), (True,)), AxisLinks(chip, (), ())
+    assert (ring.chips, ring.devices, one.devices, AxisLinks(chip, (4,), (True,), 1).devices) == (4, 8, 2, 4)
+    assert ring == AxisLinks(chip, (4,), (True,), 2) and RING.devices == RING.chips
+    assert str(ring) == "tpu7x, a ring of 4 chips, 8 devices" and str(RING) == "v5p, a ring of 8 chips"
+    found = estimate_overlap("all_gather", 8192, 8192, 4096, "bfloat16", ring)
+    assert (found.pieces, found.steps) == (8, 4)
+    assert found.piece == pytest.approx(2 * 1024 * 8192 * 4096 / (chip.peak_bf16 / 2))
+    with pytest.raises(ShapeError, match="the 8 devices do not divide the 12 rows"):
+        estimate_overlap("all_gather", 12, 8, 8, "bfloat16", ring)
+    full, few = shape(8, 8 * 4096), shape(2, 8 * 4096)
+    hop = 4 * 8 * 4096**2 * 128 / (chip.peak_bf16 / 2)
+    assert estimate_split_attention(full, few, few, ring).seconds["ring"] == pytest.approx(8 * hop)
+    assert estimate_split_attention(full, full, full, one).seconds["ring"] == pytest.approx(2 * 16 * hop)
+    with pytest.raises(ShapeError, match="the 8 devices do not divide the 12 rows of `query`"):
+        estimate_split_attention(shape(8, 12), shape(8, 12), shape(8, 12), ring)
+
+
+def test_a_hybrid_by_hand():
+    """Four groups around a ring, two devices in each: a device has half of the heads and a group's keys."""
+    chip, full, few = TPUS["v5p"], shape(8, 8 * 4096), shape(2, 8 * 4096)
+    around, pair = AxisLinks(chip, (4,), (True,)), AxisLinks(chip, (2,), (False,))
+    box = AxisLinks(chip, (4, 2), (True, False))
+    found = estimate_split_attention(full, few, few, box, hybrid=(around, pair))
+    hop = 4 * 4 * (2 * 4096) ** 2 * 128 / chip.peak_bf16
+    one = 8 * 8 * 4096 * 128 * 2 / 4  # bytes of a group's queries
+    exchanged = estimate_collective("all_to_all", 1.5 * one, pair) + estimate_collective("all_to_all", one, pair)
+    assert found.seconds["hybrid"] == pytest.approx(4 * hop + exchanged)
+    causal = estimate_split_attention(full, few, few, box, causal=True, hybrid=(around, pair))
+    assert causal.seconds["hybrid"] == pytest.approx(3.5 * hop + exchanged, rel=1e-3)  # the last group sees all
+    odd = estimate_split_attention(shape(3, 1024), shape(3, 1024), shape(3, 1024), box, hybrid=(around, pair))
+    assert "3 query heads do not divide over 2 devices" in odd.declined["hybrid"] and "hybrid" not in odd.seconds
+    assert "hybrid" not in {**causal.declined, **estimate_split_attention(full, few, few, box).seconds}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -115,7 +162,15 @@ def test_transfers_that_no_hop_hides():
         (lambda: estimate_collective("all_gather", -1, RING), "`bytes` is -1"),
         (
             lambda: estimate_split_attention(shape(2, 1025), shape(2, 1025), shape(2, 1025), RING),
-            "8 chips do not divide the 1025 rows",
+            "8 devices do not divide the 1025 rows",
+        ),
+        (
+            lambda: AxisLinks(TPUS["v5e"], (4,), (False,), 2),
+            "`on_chip` is 2; pass 1 to 1, the devices of a chip",
+        ),
+        (
+            lambda: estimate_split_attention(shape(2, 64), shape(2, 64), shape(2, 64), RING, hybrid=(LINE, LINE)),
+            "`hybrid` has 4 x 4 devices, but `links` has 8",
         ),
         (lambda: axis_links(make_mesh("data=8"), "tensor"), "`axis` is 'tensor', but the mesh has data"),
         (lambda: axis_links(make_mesh("data=8"), "data"), "the devices are cpu; pass a mesh of TPUs"),

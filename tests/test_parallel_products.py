@@ -227,7 +227,7 @@ def test_the_compiler_puts_products_between_transfers(name):
         (lambda x, w: scatter(4)(x[:, :6], w), "the 4 devices of 'tensor' do not divide the 6 rows of `x`"),
         (lambda x, w: all_gather_gated_linear_unit(x, w, axis="tensor"), "`weights` is not a pair"),
         (lambda x, w: estimate_overlap("gather", 8, 8, 8, "bfloat16", RING), "`kind` is 'gather'"),  # pyright: ignore
-        (lambda x, w: estimate_overlap("all_gather", 9, 8, 8, "bfloat16", RING), "8 chips do not divide the 9 rows"),
+        (lambda x, w: estimate_overlap("all_gather", 9, 8, 8, "bfloat16", RING), "8 devices do not divide the 9 rows"),
         (lambda x, w: estimate_overlap("all_gather", 8, 0, 8, "bfloat16", RING), "sizes of at least 1"),
     ],
 )  # fmt: skip

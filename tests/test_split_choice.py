@@ -68,6 +68,18 @@ def test_other_axes_share_batch_and_heads():
     assert str(estimate_split_attention(*shapes(4096, 4, 2), links=line, causal=True)) in text
 
 
+def test_two_axes_are_a_hybrid_too():
+    """The note has the estimate of a hybrid; with too few heads to exchange over all devices, it takes least time."""
+    mesh = jax.make_mesh((4, 2), ("a", "sequence"))
+    spec = P(None, None, ("a", "sequence"))
+    text = note(*shapes(1 << 18, 2, 2, mesh, spec), target="v5p", causal=True)
+    lines = [AxisLinks(TPUS["v5p"], sides, (False,) * len(sides)) for sides in ((4, 2), (4,), (2,))]
+    found = estimate_split_attention(*shapes(1 << 18, 2, 2), links=lines[0], causal=True, hybrid=(lines[1], lines[2]))
+    assert found.seconds["hybrid"] < min(found.seconds["ring"], found.seconds["gather"])
+    assert "(Ulysses and ring attention), which takes least time" in text and str(found).rstrip(".") in text
+    assert "hybrid" in note(*shapes(4096, 16, 16, mesh, spec), target="tpu7x")
+
+
 @pytest.mark.parametrize("target", [None, "h100", "cpu:avx2"])
 def test_where_no_links_are_known_a_ring_stays_the_choice(target):
     mesh = jax.make_mesh((8,), ("sequence",))
@@ -76,6 +88,8 @@ def test_where_no_links_are_known_a_ring_stays_the_choice(target):
     with jax.set_mesh(mesh), kernel_config(target="v5e"):
         found = links_known(mesh.abstract_mesh, ("sequence",))
     assert found == AxisLinks(TPUS["v5e"], (8,), (False,))
+    with kernel_config(target="tpu7x"):  # two devices on each chip
+        assert links_known(mesh.abstract_mesh, ("sequence",)) == AxisLinks(TPUS["tpu7x"], (4,), (False,), 2)
 
 
 def test_a_way_that_is_asked_for_is_taken():

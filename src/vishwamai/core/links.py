@@ -35,18 +35,22 @@ class AxisLinks:
       chip: the TPU.
       sides: chips along each side of the slice that the axis spans; () where it stays on one chip.
       wraps: whether each side closes into a ring.
+      on_chip: devices of each chip that the axis has; 0 for all. TPU7x has two devices on each chip.
 
     Raises:
-      ShapeError: a side is not a number of chips, or `wraps` is not as long as `sides`.
+      ShapeError: a side is not a number of chips, `wraps` is not as long as `sides`, or the chip has fewer devices.
 
     >>> from vishwamai.core.hardware import TPUS
     >>> AxisLinks(TPUS["v5p"], (4, 8), (True, True)).links
     4
+    >>> AxisLinks(TPUS["tpu7x"], (4,), (True,)).devices
+    8
     """
 
     chip: TpuChip
     sides: tuple[int, ...]
     wraps: tuple[bool, ...]
+    on_chip: int = 0
 
     def __post_init__(self) -> None:
         if any(side < 1 for side in self.sides) or len(self.wraps) != len(self.sides):
@@ -54,11 +58,22 @@ class AxisLinks:
                 f"AxisLinks: `sides` is {self.sides} and `wraps` is {self.wraps}; pass chips along each side, and "
                 "whether each closes."
             )
+        if not 0 <= self.on_chip <= self.chip.devices:
+            raise ShapeError(
+                f"AxisLinks: `on_chip` is {self.on_chip}; pass 1 to {self.chip.devices}, the devices of a chip of "
+                f"{self.chip.name}, or 0 for all of them."
+            )
+        object.__setattr__(self, "on_chip", self.on_chip or self.chip.devices)
 
     @property
     def chips(self) -> int:
         """How many chips the axis has."""
         return math.prod(self.sides)
+
+    @property
+    def devices(self) -> int:
+        """How many jax devices the axis has."""
+        return self.chips * self.on_chip
 
     @property
     def links(self) -> int:
@@ -72,11 +87,12 @@ class AxisLinks:
 
     def __str__(self) -> str:
         """For instance "v5p, a ring of 8 chips"."""
+        devices = f", {self.devices} devices" if self.chip.devices > 1 else ""
         if self.chips == 1:
-            return f"{self.chip.name}, one chip"
+            return f"{self.chip.name}, one chip{devices}"
         if len(self.sides) == 1:
-            return f"{self.chip.name}, a {'ring' if self.wraps[0] else 'line'} of {self.chips} chips"
-        return f"{self.chip.name}, a box of {hardware.written(self.sides)} chips"
+            return f"{self.chip.name}, a {'ring' if self.wraps[0] else 'line'} of {self.chips} chips{devices}"
+        return f"{self.chip.name}, a box of {hardware.written(self.sides)} chips{devices}"
 
 
 @checked
@@ -109,7 +125,7 @@ def _links_of_axes(mesh: Mesh, axes: Sequence[str]) -> AxisLinks:
 
 def links_known(mesh: Any, axes: Sequence[str]) -> AxisLinks | None:
     """The links of mesh axes, as far as they are known where a program is traced: of the mesh that `jax.set_mesh` has
-    put in force, else a line of neighbours of the ambient target's chip, or of the chip that the mesh is of.
+    put in force, else a line of neighbours for each axis, of the ambient target's chip or the chip that the mesh is of.
 
     None where that is not a TPU, or where the axes go over several slices or share their links with others.
 
@@ -129,8 +145,11 @@ def links_known(mesh: Any, axes: Sequence[str]) -> AxisLinks | None:
                 return None
     if chip is None:
         return None
-    chips = math.prod(mesh.shape[axis] for axis in axes) // chip.devices
-    return AxisLinks(chip, (chips,) if chips > 1 else (), (False,) if chips > 1 else ())
+    sides = [mesh.shape[axis] for axis in axes]
+    on_chip = 1 if sides[-1] % chip.devices else chip.devices  # the devices of a chip are neighbours on the last axis
+    sides[-1] //= on_chip
+    spanned = tuple(side for side in sides if side > 1)
+    return AxisLinks(chip, spanned, (False,) * len(spanned), on_chip)
 
 
 def place(device: Any) -> Place:
@@ -172,7 +191,7 @@ def box_links(chip: TpuChip, whole: Sequence[int], group: Sequence[Any], name: s
     """
     places = {place(device)[: len(whole)] for device in group}
     box = [1 + max(axis) - min(axis) for axis in zip(*places)]
-    if math.prod(box) != len(places):
+    if math.prod(box) != len(places) or len(group) % len(places):
         raise UnsupportedError(
             f"axis_links: the {len(places)} chips of {name} are not a box of the slice, so other axes use their "
             "links, too; make the mesh with make_mesh, or choose sizes that divide the sides."
@@ -184,6 +203,7 @@ def box_links(chip: TpuChip, whole: Sequence[int], group: Sequence[Any], name: s
         tuple(box[i] for i in spanned),
         # Only a whole side closes. A side of two has one link, there and back.
         tuple(i < len(closed) and closed[i] and box[i] == whole[i] and box[i] > 2 for i in spanned),
+        len(group) // len(places),
     )
 
 

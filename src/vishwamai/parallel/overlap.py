@@ -100,9 +100,9 @@ def estimate_overlap(
         raise ShapeError(f"estimate_overlap: `kind` is {kind!r}; pass 'all_gather' or 'reduce_scatter'.")
     if min(m, k, n) < 1:
         raise ShapeError(f"estimate_overlap: `m`, `k`, `n` are {m}, {k}, {n}; pass sizes of at least 1.")
-    size = links.chips
+    size = links.devices
     if m % size:
-        raise ShapeError(f"estimate_overlap: the {size} chips do not divide the {m} rows of `m`; pad them.")
+        raise ShapeError(f"estimate_overlap: the {size} devices do not divide the {m} rows of `m`; pad them.")
     width, chip, rows = as_jax_dtype("estimate_overlap", "dtype", dtype).itemsize, links.chip, m // size
     product = _product(chip, m, k, n, dtype, (m * k + k * n + m * n) * width)
     travels = rows * (k if kind == "all_gather" else n) * width
@@ -142,7 +142,7 @@ def decide(
     links = links or links_known(jax.sharding.get_abstract_mesh(), (axis,))
     if links is None:
         return False, "plain: the devices are not TPUs whose links are known; overlap=True asks for the ring."
-    if m % links.chips:
-        return False, f"plain: the {links.chips} chips of the axis do not divide the {m} rows."
+    if m % links.devices:
+        return False, f"plain: the {links.devices} devices of the axis do not divide the {m} rows."
     found = estimate_overlap(kind, m, k, n, dtype.name, links)
     return found.pays, str(found)

@@ -52,14 +52,15 @@ def links_of(mesh: MeshSection, target: str, *axes: str) -> AxisLinks:
 def _links(target: str, sizes: tuple[int, ...], among: Sequence[int]) -> AxisLinks:
     chip = Target.parse_chip(target)
     if not among:
-        return AxisLinks(chip, (), ())
+        return AxisLinks(chip, (), (), 1)
     grid, whole = _grid(target, sizes), _sides(target)
     at = tuple(slice(None) if i in among else 0 for i in range(len(sizes)))
     group = grid[at].reshape(-1).tolist()
     try:
         return box_links(chip, whole, group)
     except UnsupportedError:
-        return AxisLinks(chip, (len({one.coords for one in group}),), (False,))
+        chips = len({one.coords for one in group})
+        return AxisLinks(chip, (chips,), (False,), len(group) // chips)
 
 
 def _sides(target: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import jax
 from vishwamai.core import dims, jax_errors, observe
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import UnsupportedError
-from vishwamai.core.links import links_known
+from vishwamai.core.links import AxisLinks, links_known
 from vishwamai.core.sharding import Axes, assigned, explicit_mesh, follow_explicit_axes, match_varying, mesh_axes
 from vishwamai.core.signature import Signature
 from vishwamai.core.spec import ArraySpec
@@ -24,7 +24,7 @@ from vishwamai.ops.attention.ring_hops import ring
 from vishwamai.ops.attention.ring_plan import why_not_ring, why_not_zigzag
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.split_keys import attend_keys
-from vishwamai.ops.attention.split_times import of_part, split_times
+from vishwamai.ops.attention.split_times import of_part, split_times, why_not_hybrid
 from vishwamai.ops.attention.ulysses_exchange import exchange, gathered, own_rows, restored, why_not_ulysses
 
 _SPLIT = "sequence"
@@ -179,13 +179,23 @@ def _way(spec: AttentionSpec, mesh: Any, over: tuple[str, ...], implementation: 
         return None, f"it is gathered; a ring declines: {reasons['ring']} Ulysses declines: {reasons['ulysses']}"
     links = links_known(mesh, over)
     if links is not None:
-        found = split_times(spec, links, math.prod(sizes))
+        found = split_times(spec, links, math.prod(sizes), _of_two(mesh, over))
         way = min(found.seconds.keys() - {"zigzag"}, key=lambda way: (found.seconds[way], way != "ring"))
         times = str(found).rstrip(".")  # a reason ends with one
         return way, f"{_SAID[way]}, which takes least time by the links ({links}): {times}."
     if reasons["ring"] is None:
         return "ring", f"{_SAID['ring']}, which serves any number of heads and keeps memory linear in a device's part."
     return "ulysses", f"{_SAID['ulysses']}, because a ring declines: {reasons['ring']}"
+
+
+def _of_two(mesh: Any, over: tuple[str, ...]) -> tuple[AxisLinks, AxisLinks] | None:
+    """The links of the axes of a ring and of the last axis, which exchanges heads; None for one axis, or where they are
+    not known.
+    """
+    if len(over) == 1:
+        return None
+    around, exchanged = links_known(mesh, over[:-1]), links_known(mesh, over[-1:])
+    return None if around is None or exchanged is None else (around, exchanged)
 
 
 def _reasons(spec: AttentionSpec, sizes: list[int]) -> dict[str, str | None]:
@@ -195,8 +205,7 @@ def _reasons(spec: AttentionSpec, sizes: list[int]) -> dict[str, str | None]:
     around = why_not_ring(own, size)
     hybrid = "it needs two mesh axes, and the sequence is split over one."
     if len(sizes) > 1:
-        places = size // sizes[-1]
-        hybrid = why_not_ring(of_part(spec, places), places) or why_not_ulysses(spec, spec.q_heads, sizes[-1])
+        hybrid = why_not_hybrid(spec, size // sizes[-1], sizes[-1])
     return {
         "ring": around,
         "zigzag": around or why_not_zigzag(own),

@@ -44,14 +44,23 @@ class SplitAttentionEstimate:
 
 @checks_its_own("window")
 def estimate_split_attention(
-    query: Any, key: Any, value: Any, links: AxisLinks, *, causal: bool = False, window: Any = None
+    query: Any,
+    key: Any,
+    value: Any,
+    links: AxisLinks,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    hybrid: tuple[AxisLinks, AxisLinks] | None = None,
 ) -> SplitAttentionEstimate:
-    """The times of `flash_attention` whose sequence is split over a mesh axis: ring, zig-zag ring, Ulysses, gathered.
+    """The times of `flash_attention` whose sequence is split over mesh axes: ring, zig-zag ring, Ulysses, hybrid,
+    gathered.
 
-    `flash_attention` chooses among "ring", "ulysses" and "gather" by it where it knows the chip. A ring hides its
-    transfers behind its products, but in order a causal mask leaves its first devices idle. Ulysses hides nothing, and
-    shares the work evenly. In the gathered form every device computes everything. A product takes as long as its
-    operations at the chip's peak, or as its operands from HBM.
+    `flash_attention` chooses among "ring", "ulysses", "hybrid" and "gather" by it where it knows the chip. A ring
+    hides its transfers behind its products, but in order a causal mask leaves its first devices idle. Ulysses hides
+    nothing, and shares the work evenly. A hybrid does both, each over axes of its own. In the gathered form every
+    device computes everything. A product takes as long as its operations at the chip's peak, or as its operands from
+    HBM.
 
     Args:
       query: array, or `jax.ShapeDtypeStruct`, of the whole sequence: `[batch, heads, seq, dim]`, of the batch elements
@@ -59,9 +68,12 @@ def estimate_split_attention(
       value: as key. links: of `axis_links(mesh, axis)`.
       causal: as in `flash_attention`.
       window: as in `flash_attention`.
+      hybrid: the links of the axes of a ring, and of the axis that exchanges heads, for a sequence that is split over
+        both; None for one axis.
 
     Raises:
-      ShapeError: an argument is not legal, or the devices do not divide the sequence.
+      ShapeError: an argument is not legal, the devices do not divide the sequence, or the links of `hybrid` are not of
+        as many devices as `links`.
 
     >>> import jax
     >>> from vishwamai.core.hardware import TPUS
@@ -70,7 +82,7 @@ def estimate_split_attention(
     >>> found.best, found.seconds["ring"] > 1.5 * found.seconds["zigzag"]
     ('zigzag', True)
     """
-    name, size = "estimate_split_attention", links.chips
+    name, size = "estimate_split_attention", links.devices
     for label, x in (("query", query), ("key", key), ("value", value)):
         if not hasattr(x, "shape") or not isinstance(getattr(x, "dtype", None), np.dtype):
             raise ShapeError(f"{name}: `{label}` is {described(x)}; pass an array or a jax.ShapeDtypeStruct.")
@@ -78,24 +90,29 @@ def estimate_split_attention(
     whole = _spec((query, key, value), options)
     for label, length in (("query", whole.q_len), ("key", whole.kv_len)):
         if length % size:
-            raise ShapeError(f"{name}: the {size} chips do not divide the {length} rows of `{label}`; pad them.")
-    return split_times(whole, links, size)
+            raise ShapeError(f"{name}: the {size} devices do not divide the {length} rows of `{label}`; pad them.")
+    if hybrid is not None and hybrid[0].devices * hybrid[1].devices != size:
+        counts = " x ".join(str(one.devices) for one in hybrid)
+        raise ShapeError(
+            f"{name}: `hybrid` has {counts} devices, but `links` has {size}; pass the links of the axes of the ring "
+            "and of the axis that exchanges heads, and those of both together."
+        )
+    return split_times(whole, links, size, hybrid)
 
 
-def split_times(whole: AttentionSpec, links: AxisLinks, size: int) -> SplitAttentionEstimate:
+def split_times(
+    whole: AttentionSpec, links: AxisLinks, size: int, hybrid: tuple[AxisLinks, AxisLinks] | None = None
+) -> SplitAttentionEstimate:
     """`estimate_split_attention` of a spec.
 
     Args:
       whole: of the whole sequence, for the batch elements and heads of one device.
       links: of the mesh axes over which the sequence is split. size: how many devices they have.
+      hybrid: of the axes of a ring, and of the axis that exchanges heads.
     """
-    chip, given = links.chip, whole.operands
-    q, k, v = given[:3]
-    moved = sum(x.nbytes for x in (q, k, v))
-    rows = [x for x in (given.bias, given.mask) if x is not None and x.shape[2] > 1]
-    lines = [x for x in (given.q_segment_ids, given.kv_segment_ids, given.q_positions) if x is not None]
-    own = of_part(whole, size)
-    gathered = estimate_collective("all_gather", moved + sum(x.nbytes for x in [*rows, *lines]), links)
+    chip, own = links.chip, of_part(whole, size)
+    moved = sum(x.nbytes for x in [*whole.operands[:3], *_rows(whole), *_lines(whole)])
+    gathered = estimate_collective("all_gather", moved, links)
     seconds, declined = {"gather": _compute(chip, whole) + gathered}, {}
     reason = why_not_ring(own, size)
     if reason is None:
@@ -106,19 +123,69 @@ def split_times(whole: AttentionSpec, links: AxisLinks, size: int) -> SplitAtten
         seconds["zigzag"] = _around(own, links, size, zigzag=True)
     reason = why_not_ulysses(whole, whole.q_heads, size)
     if reason is None:
-        copies = math.lcm(whole.kv_heads, size) // whole.kv_heads
-        out = whole.batch * whole.q_heads * whole.q_len * whole.v_dim * q.dtype.itemsize
-        exchanged = q.nbytes + copies * (k.nbytes + v.nbytes) + sum(x.nbytes for x in rows if x.shape[1] > 1)
-        shared = sum(x.nbytes for x in [*lines, *(x for x in rows if x.shape[1] == 1)])
-        seconds["ulysses"] = (
-            _compute(chip, whole) / size
-            + estimate_collective("all_to_all", exchanged, links)
-            + (estimate_collective("all_gather", shared, links) if shared else 0.0)
-            + estimate_collective("all_to_all", out, links)
-        )
+        seconds["ulysses"] = _compute(chip, whole) / size + _exchange(whole, links)
     else:
         declined["ulysses"] = reason
+    if hybrid is not None:
+        around, exchanged = hybrid
+        places = around.devices
+        reason = why_not_hybrid(whole, places, exchanged.devices)
+        if reason is None:
+            own = _of_heads(of_part(whole, places), exchanged.devices)
+            hops = _around(own, around, places, zigzag=False)
+            seconds["hybrid"] = hops + _exchange(whole, exchanged, places)
+        else:
+            declined["hybrid"] = reason
     return SplitAttentionEstimate(seconds, declined)
+
+
+def why_not_hybrid(whole: AttentionSpec, places: int, exchanged: int) -> str | None:
+    """Why a ring of `places` groups of `exchanged` devices, which exchange heads, cannot serve a call; None if it
+    can.
+    """
+    return why_not_ring(of_part(whole, places), places) or why_not_ulysses(whole, whole.q_heads, exchanged)
+
+
+def _rows(spec: AttentionSpec) -> list[ArraySpec]:
+    """What has a row for each query."""
+    return [x for x in (spec.operands.bias, spec.operands.mask) if x is not None and x.shape[2] > 1]
+
+
+def _lines(spec: AttentionSpec) -> list[ArraySpec]:
+    """What has a number for each query or key."""
+    given = spec.operands
+    return [x for x in (given.q_segment_ids, given.kv_segment_ids, given.q_positions) if x is not None]
+
+
+def _exchange(whole: AttentionSpec, links: AxisLinks, places: int = 1) -> float:
+    """Seconds in which the devices of `links` change a part of the sequence for a part of the heads, and back.
+
+    Args:
+      whole: of the whole sequence. places: how many such groups of devices share it.
+    """
+    q, k, v = whole.operands[:3]
+    rows = _rows(whole)
+    copies = math.lcm(whole.kv_heads, links.devices) // whole.kv_heads
+    out = whole.batch * whole.q_heads * whole.q_len * whole.v_dim * q.dtype.itemsize
+    exchanged = q.nbytes + copies * (k.nbytes + v.nbytes) + sum(x.nbytes for x in rows if x.shape[1] > 1)
+    shared = sum(x.nbytes for x in [*_lines(whole), *(x for x in rows if x.shape[1] == 1)])
+    return (
+        estimate_collective("all_to_all", exchanged / places, links)
+        + (estimate_collective("all_gather", shared / places, links) if shared else 0.0)
+        + estimate_collective("all_to_all", out / places, links)
+    )
+
+
+def _of_heads(spec: AttentionSpec, size: int) -> AttentionSpec:
+    """The spec of one device's heads, of `size` that exchange them."""
+    copies = math.lcm(spec.kv_heads, size) // spec.kv_heads
+
+    def part(x: ArraySpec, copies: int) -> ArraySpec:
+        return ArraySpec((x.shape[0], copies * x.shape[1] // size, *x.shape[2:]), x.dtype)
+
+    query, key, value = spec.operands[:3]
+    operands = spec.operands._replace(query=part(query, 1), key=part(key, copies), value=part(value, copies))
+    return dataclasses.replace(spec, operands=operands)
 
 
 def _spec(arrays: Any, options: Options) -> AttentionSpec:
