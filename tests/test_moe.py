@@ -383,8 +383,10 @@ EXCHANGES = {
     "one axis": ((8,), ("x",), "x", {}),
     "two axes": ((2, 4), ("slice", "x"), ("slice", "x"), {}),
     "ragged": ((8,), ("x",), "x", {"exchange": "ragged"}),
+    "pieces": ((4,), ("x",), "x", {"overlap": True}),
     "capacity": ((8,), ("x",), "x", {"capacity_factor": 8.0}),
     "two axes, capacity": ((4, 2), ("slice", "x"), ("slice", "x"), {"capacity_factor": 8.0}),
+    "capacity, pieces": ((4,), ("x",), "x", {"capacity_factor": 8.0, "overlap": True}),
 }
 
 

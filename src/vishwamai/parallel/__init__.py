@@ -9,6 +9,8 @@ from vishwamai.ops.attention.decode import decode_attention, merge_shards
 from vishwamai.ops.attention.ring import from_zigzag, ring_attention, to_zigzag
 from vishwamai.ops.attention.split_times import SplitAttentionEstimate, estimate_split_attention
 from vishwamai.ops.attention.ulysses import ulysses_attention
+from vishwamai.ops.moe.exchange import all_to_all_grouped_gemm, grouped_gemm_all_to_all
+from vishwamai.ops.moe.exchange_times import ExchangeEstimate, estimate_exchange
 from vishwamai.parallel.data_parallel import DataParallelConfig, configure_data_parallel
 from vishwamai.parallel.layout import KernelLayout, MemoryLayout, optimize_kernel_layout, optimize_memory_layout
 from vishwamai.parallel.mesh import configure_tpu_mesh, make_mesh
@@ -30,6 +32,7 @@ __all__ = [
     "ArrayPlace",
     "AxisLinks",
     "DataParallelConfig",
+    "ExchangeEstimate",
     "KernelLayout",
     "LogicalRules",
     "MemoryLayout",
@@ -44,6 +47,7 @@ __all__ = [
     "Timeline",
     "all_gather_gated_linear_unit",
     "all_gather_gemm",
+    "all_to_all_grouped_gemm",
     "axis_links",
     "check_schedules",
     "configure_data_parallel",
@@ -51,11 +55,13 @@ __all__ = [
     "copy_to_shards",
     "decode_attention",
     "estimate_collective",
+    "estimate_exchange",
     "estimate_overlap",
     "estimate_split_attention",
     "explain_sharding",
     "from_zigzag",
     "gemm_reduce_scatter",
+    "grouped_gemm_all_to_all",
     "initialize",
     "make_mesh",
     "merge_shards",

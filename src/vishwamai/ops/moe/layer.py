@@ -4,21 +4,25 @@ on one device or many.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core import observe
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.links import AxisLinks
 from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.sharding import mesh_axis_size
 from vishwamai.core.spec import ArraySpec, array_spec, as_array
 from vishwamai.ops.moe import parallel
-from vishwamai.ops.moe.api import grouped_gemm
-from vishwamai.ops.moe.dispatch import moe_combine, moe_dispatch
+from vishwamai.ops.moe.dispatch import capacity_of, moe_combine, moe_dispatch
+from vishwamai.ops.moe.exchange_times import ExchangeEstimate, decide, estimate_exchange
+from vishwamai.ops.moe.pieces import Pieces, Weights, grouped_products, there_and_back
 from vishwamai.ops.moe.routing import Routing, moe_routing
 
 if TYPE_CHECKING:
@@ -67,6 +71,7 @@ def moe_layer(
     expert_axis: str | Sequence[str] | None = None,
     exchange: str = "dense",
     exchange_factor: float | None = None,
+    overlap: bool | None = None,
     implementation: str | None = None,
     config: Any = None,
     **routing_options: Any,
@@ -104,6 +109,10 @@ def moe_layer(
       exchange_factor: without a capacity, rows that one device may send to another as a multiple of the even share
         `T * k / devices`; what is beyond is dropped and counted. None makes room for the worst case, T * k, and drops
         nothing.
+      overlap: over one axis and not "ragged": True sends the rows in pieces, whose transfers hide behind the products
+        of others (`vishwamai.parallel.all_to_all_grouped_gemm`); such a layer is differentiable once. False sends them
+        all before the products. None lets the model of the links decide, which knows TPUs alone; `vishwamai.explain`
+        gives both times.
       implementation: of the grouped products.
       config: of the grouped products.
       **routing_options: of `moe_routing`: scoring, bias, logit_bias, normalize, scale, num_groups, top_groups,
@@ -129,6 +138,7 @@ def moe_layer(
     tokens, router_weights, up, down = (_weight(name, x) for name, x in named)
     gate = None if gate is None else _weight("gate", gate)
     check_layer(tokens, router_weights, gate, up, down, activation, axes, exchange, exchange_factor, capacity_factor)
+    _check_overlap(axes, exchange, overlap)
     gate_bias, up_bias, down_bias = _biases(biases, gate, up, down)
     if activation == CLAMPED and not (gate is not None and isinstance(limit, (int, float)) and limit > 0):
         raise ShapeError(
@@ -138,27 +148,41 @@ def moe_layer(
     routing = moe_routing(tokens, router_weights, top_k=top_k, axis_name=axes, **routing_options)
     x = tokens.reshape(-1, tokens.shape[-1])
 
-    def experts(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        def product(lhs: jax.Array, rhs: Any, bias: Any) -> jax.Array:
-            out = grouped_gemm(lhs, rhs, group_sizes, config=config, implementation=implementation)
-            return out if bias is None else out + _of_rows(bias, group_sizes, out.shape[0]).astype(out.dtype)
+    first = ((up, up_bias),) if gate is None else ((gate, gate_bias), (up, up_bias))
+    last = ((down, down_bias),)
 
-        above = product(rows, up, up_bias)
+    def unit(*products: jax.Array) -> jax.Array:
         if gate is None:
-            return product(ACTIVATIONS[activation](above), down, down_bias)
-        gated = product(rows, gate, gate_bias)
-        hidden = _clamped(gated, above, limit) if activation == CLAMPED else ACTIVATIONS[activation](gated) * above
-        return product(hidden, down, down_bias)
+            return ACTIVATIONS[activation](products[0])
+        gated, above = products
+        return _clamped(gated, above, limit) if activation == CLAMPED else ACTIVATIONS[activation](gated) * above
+
+    def experts(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        hidden = unit(*grouped_products(rows, first, group_sizes, config, implementation))
+        return grouped_products(hidden, last, group_sizes, config, implementation)[0]
 
     if axes is None:
         dispatch = moe_dispatch(x, routing, capacity_factor=capacity_factor)
         out = moe_combine(experts(dispatch.rows, dispatch.group_sizes), dispatch, routing)
         dropped = dispatch.dropped
-    elif capacity_factor is not None:
-        out, dropped = parallel.with_capacity(x, routing, axes, capacity_factor, experts_spec(up).shape[0], experts)
     else:
-        run = parallel.dense if exchange == "dense" else parallel.ragged
-        out, dropped = run(x, routing, axes, exchange_factor, experts_spec(up).shape[0], experts)
+        size, local = jax.lax.axis_size(axes), experts_spec(up).shape[0]
+        count, top_k = routing.experts.shape
+        if capacity_factor is None:
+            room = parallel.room_of(count, top_k, size, exchange_factor)
+            used = min(room, count * top_k / size)  # by an even load
+        else:
+            room = used = local * capacity_of(count, top_k, size * local, capacity_factor)
+        travel: parallel.Travel | None = None
+        if exchange == "dense" and _in_pieces(axes, size, x.dtype, room, used, first, down, overlap):
+            pieces = Pieces(axes[0], size, config, implementation)
+            travel = functools.partial(there_and_back, pieces, first=first, unit=unit, last=last)
+        if capacity_factor is not None:
+            out, dropped = parallel.with_capacity(x, routing, axes, capacity_factor, local, experts, travel)
+        elif exchange == "dense":
+            out, dropped = parallel.dense(x, routing, axes, exchange_factor, local, experts, travel)
+        else:
+            out, dropped = parallel.ragged(x, routing, axes, exchange_factor, local, experts)
     return MoEOutput(out.reshape(tokens.shape), routing, dropped)
 
 
@@ -175,16 +199,35 @@ def experts_spec(weight: Any) -> ArraySpec:
     return ArraySpec((*weight.values.shape[:-2], *weight.shape), weight.values.dtype)
 
 
+def _in_pieces(
+    axes: tuple[str, ...],
+    size: int,
+    dtype: Any,
+    room: int,
+    used: float,
+    first: Weights,
+    down: Any,
+    overlap: bool | None,
+) -> bool:
+    """Whether the rows travel in pieces, which `explain` says; used: rows of a buffer of `room` that are in use."""
+    experts, hidden, features = experts_spec(down).shape
+    if len(axes) > 1 or 0 in (room, hidden, features):
+        return False
+    axis = next(iter(axes))
+
+    def estimates(links: AxisLinks) -> list[ExchangeEstimate]:
+        estimate = functools.partial(estimate_exchange, room, experts=experts, dtype=dtype.name, links=links, rows=used)
+        return [estimate(k=features, n=len(first) * hidden), estimate(k=hidden, n=features, results=True)]
+
+    chosen, why = decide("moe_layer", axis, size, overlap, None, estimates)
+    observe.note(f"moe_layer over {axis} ({size}): {why}")
+    return chosen
+
+
 def _clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     """See `CLAMPED`."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-
-
-def _of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Array:
-    """The bias of each row's group, `[rows, _]`; 0 in rows after the last group, as the product has there."""
-    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows), side="right")
-    return jnp.take(bias, group, axis=0, mode="fill", fill_value=0)
 
 
 def _biases(biases: Any, gate: Any, up: Any, down: Any) -> tuple[Any, Any, Any]:
@@ -272,4 +315,18 @@ def check_layer(
         raise ShapeError(
             "moe_layer: `capacity_factor` already sizes the dense exchange; leave out `exchange` and "
             "`exchange_factor`, or the capacity."
+        )
+
+
+def _check_overlap(axes: tuple[str, ...] | None, exchange: str, overlap: bool | None) -> None:
+    """Raises ShapeError where an exchange cannot be in pieces."""
+    if overlap is not None and axes is None:
+        raise ShapeError(
+            "moe_layer: `overlap` is given, but `expert_axis` is None: nothing is exchanged; pass the axis, or leave "
+            "it out."
+        )
+    if overlap and axes is not None and (len(axes) > 1 or exchange == "ragged"):
+        raise ShapeError(
+            f"moe_layer: `overlap` is True, but `expert_axis` is {axes} with exchange={exchange!r}; pass one axis and "
+            "the dense exchange, or leave `overlap` out."
         )

@@ -20,8 +20,12 @@ from vishwamai.ops.moe.routing import Routing
 Experts = Callable[[jax.Array, jax.Array], jax.Array]
 """(rows sorted by local expert, rows of each) -> their results."""
 
+Travel = Callable[[jax.Array, jax.Array], jax.Array]
+"""(rows `[devices, room, d]` for each device, rows `[devices, local]` that come from each device for each expert) ->
+the results of the rows, in the same places."""
 
-def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+
+def all_to_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """`[devices, ...]`: part i goes to device i, and part i of the result comes from device i; over two axes in two
     stages, the inner one first.
     """
@@ -34,7 +38,7 @@ def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return parts.reshape(x.shape)
 
 
-def _by_expert(sizes: jax.Array, room: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def by_expert(sizes: jax.Array, room: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """How received rows are sorted by local expert.
 
     Args:
@@ -59,18 +63,18 @@ def _by_expert(sizes: jax.Array, room: int) -> tuple[jax.Array, jax.Array, jax.A
     return choice, jnp.where(used, at, total)[:, None], sizes.sum(axis=0)
 
 
-def _run_experts(received: jax.Array, sizes: jax.Array, experts: Experts) -> jax.Array:
+def run_experts(received: jax.Array, sizes: jax.Array, experts: Experts) -> jax.Array:
     """The experts' results for received rows `[devices, room, d]`, in the same places; zeros where a place is
     unused.
     """
     devices, room, features = received.shape
-    choice, place, group_sizes = _by_expert(sizes, room)
+    choice, place, group_sizes = by_expert(sizes, room)
     rows = permute(received.reshape(devices * room, features), choice, place)
     results = experts(rows, group_sizes)
     return unpermute(results, choice, place)[:, 0].reshape(devices, room, -1)
 
 
-def _room(tokens: int, top_k: int, devices: int, factor: float | None) -> int:
+def room_of(tokens: int, top_k: int, devices: int, factor: float | None) -> int:
     worst = tokens * top_k
     return worst if factor is None else min(worst, max(1, math.ceil(factor * worst / devices)))
 
@@ -82,7 +86,13 @@ def _weighted_sum(rows: jax.Array, choice: jax.Array, place: jax.Array, routing:
 
 
 def dense(
-    x: jax.Array, routing: Routing, axes: tuple[str, ...], factor: float | None, local: int, experts: Experts
+    x: jax.Array,
+    routing: Routing,
+    axes: tuple[str, ...],
+    factor: float | None,
+    local: int,
+    experts: Experts,
+    travel: Travel | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out `[T, d]`, choices dropped on all devices): buffers of one size between every pair of devices.
 
@@ -91,10 +101,11 @@ def dense(
       factor: see `moe_layer`'s exchange_factor.
       local: experts of each device.
       experts: runs them.
+      travel: takes rows to their experts and results back in another way; None for an all-to-all before and after.
     """
     devices = lax.axis_size(axes)
     count, top_k = routing.experts.shape
-    room = _room(count, top_k, devices, factor)
+    room = room_of(count, top_k, devices, factor)
     # Sorted by expert, so that what one device gets is sorted too; the first `room` rows for each device find a place.
     sizes, choice, place, _ = sort_choices(routing.experts, devices * local, None)
     starts = (jnp.cumsum(sizes) - sizes)[::local]  # [devices]
@@ -112,26 +123,40 @@ def dense(
     dropped = lax.psum(jnp.sum(sizes) - jnp.sum(kept), axes)
 
     rows = permute(x, choice, place).reshape(devices, room, -1)
-    received = _exchange(rows, axes)
-    results = _run_experts(received, _exchange(kept, axes), experts)
-    back = _exchange(results, axes).reshape(devices * room, -1)
-    return _weighted_sum(back, choice, place, routing), dropped
+    arriving = all_to_all(kept, axes)
+    if travel is None:
+        back = all_to_all(run_experts(all_to_all(rows, axes), arriving, experts), axes)
+    else:
+        back = travel(rows, arriving)
+    return _weighted_sum(back.reshape(devices * room, -1), choice, place, routing), dropped
 
 
 def with_capacity(
-    x: jax.Array, routing: Routing, axes: tuple[str, ...], factor: float, local: int, experts: Experts
+    x: jax.Array,
+    routing: Routing,
+    axes: tuple[str, ...],
+    factor: float,
+    local: int,
+    experts: Experts,
+    travel: Travel | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out `[T, d]`, choices dropped on all devices): each expert has the same number of slots for every device's
     tokens.
+
+    Arguments as of `dense`.
     """
     devices = lax.axis_size(axes)
     dispatch = moe_dispatch(x, routing, capacity_factor=factor)
     capacity = dispatch.rows.shape[0] // (devices * local)
-    received = _exchange(dispatch.rows.reshape(devices, local * capacity, -1), axes)
-    by_expert = received.reshape(devices, local, capacity, -1).swapaxes(0, 1).reshape(local * devices * capacity, -1)
-    results = experts(by_expert, jnp.full(local, devices * capacity, jnp.int32))
+    rows = dispatch.rows.reshape(devices, local * capacity, -1)
+    if travel is not None:
+        back = travel(rows, jnp.full((devices, local), capacity, jnp.int32)).reshape(dispatch.rows.shape)
+        return moe_combine(back, dispatch, routing), lax.psum(dispatch.dropped, axes)
+    received = all_to_all(rows, axes)
+    together = received.reshape(devices, local, capacity, -1).swapaxes(0, 1).reshape(local * devices * capacity, -1)
+    results = experts(together, jnp.full(local, devices * capacity, jnp.int32))
     results = results.reshape(local, devices, capacity, -1).swapaxes(0, 1).reshape(devices, local * capacity, -1)
-    back = _exchange(results, axes).reshape(dispatch.rows.shape)
+    back = all_to_all(results, axes).reshape(dispatch.rows.shape)
     return moe_combine(back, dispatch, routing), lax.psum(dispatch.dropped, axes)
 
 
@@ -144,7 +169,7 @@ def ragged(
     (axis,) = axes
     devices, me = lax.axis_size(axis), lax.axis_index(axis)
     count, top_k = routing.experts.shape
-    room = _room(count, top_k, devices, factor)
+    room = room_of(count, top_k, devices, factor)
     total = count * top_k
     sizes, choice, place, _ = sort_choices(routing.experts, devices * local, None)
     starts = (jnp.cumsum(sizes) - sizes)[::local]  # [devices]
@@ -167,7 +192,7 @@ def ragged(
     # My rows stand in every receiver's buffer where its part for me begins; its results return to where my rows for it
     # began.
     there = travel(permute(x, choice, place), devices * room, starts, sends, jnp.full(devices, me * room), receives)
-    results = _run_experts(there.reshape(devices, room, -1), arriving, experts).reshape(devices * room, -1)
+    results = run_experts(there.reshape(devices, room, -1), arriving, experts).reshape(devices * room, -1)
     origin = lax.all_to_all(starts, axis, 0, 0)
     back = travel(results, total, parts, receives, origin, sends)
     return _weighted_sum(back, choice, place, routing), dropped

@@ -1,0 +1,236 @@
+"""Grouped products of rows that travel between the devices of experts, in pieces whose transfers hide behind products.
+
+Every device has rows for every other one. A piece goes straight from one device to another, all devices to the one
+`distance` places on at once. A device multiplies its own piece while the first ones are under way, and then each piece
+as it arrives; results go back alike. He et al., "FasterMoE" (2022) and Hwang et al., "Tutel" (2023) cut the exchange of
+experts into pieces.
+
+The gradient of each way is the other one: gradients of results arrive in pieces, and gradients of rows leave in pieces.
+The weights' gradient is one product of the rows of all pieces, sorted by expert, so no piece is rounded by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.packed_qtensor import PackedQTensor
+from vishwamai.core.qtensor import QTensor
+from vishwamai.core.sharding import match_varying
+from vishwamai.ops.moe.api import grouped_gemm
+from vishwamai.ops.moe.dispatch import permute
+from vishwamai.ops.moe.parallel import by_expert
+
+Weights = tuple[tuple[Any, Any], ...]
+"""Pairs (matrices `[experts, in, out]`, bias `[experts, out]` or None) that multiply the same rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """What is static about an exchange in pieces; for use inside `shard_map`.
+
+    Attributes:
+      axis: the mesh axis. size: how many devices it has.
+      config, implementation, out_dtype: of the grouped products.
+    """
+
+    axis: str
+    size: int
+    config: Any = None
+    implementation: str | None = None
+    out_dtype: Any = None
+
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """How many places on a device's pieces go: its own first, then the nearest, both ways in turn.
+
+        >>> Pieces("x", 5).distances, Pieces("x", 2).distances
+        ((0, 1, -1, 2, -2), (0, 1))
+        """
+        both = [way * step for step in range(1, self.size // 2 + 1) for way in (1, -1)]
+        return (0, *both[: self.size - 1])
+
+    def products(self, rows: Any, weights: Weights, sizes: Any) -> tuple[Any, ...]:
+        """The grouped product with each pair of `weights`."""
+        return grouped_products(rows, weights, sizes, self.config, self.implementation, self.out_dtype)
+
+    def sent(self, x: Any, distance: int) -> Any:
+        """Of `[size, ...]`, the part for the device `distance` places on travels there; its like comes from the device
+        as far before.
+        """
+        return self.shift(jax.lax.dynamic_index_in_dim(x, self.at(distance), 0, keepdims=False), distance)
+
+    def shift(self, piece: Any, distance: int) -> Any:
+        """What the device `distance` places before this one has."""
+        if not distance:
+            return piece
+        return jax.lax.ppermute(piece, self.axis, [(i, (i + distance) % self.size) for i in range(self.size)])
+
+    def at(self, distance: int) -> Any:
+        """The place of the device `distance` places on."""
+        return (jax.lax.axis_index(self.axis) + distance) % self.size
+
+    def cut(self, x: Any) -> tuple[Any, ...]:
+        """The parts of `[size, ...]` that belong to the devices before this one, in the order of `distances`."""
+        return tuple(jax.lax.dynamic_index_in_dim(x, self.at(-d), 0, keepdims=False) for d in self.distances)
+
+    def joined(self, pieces: Iterable[Any], way: int) -> Any:
+        """`[size, ...]` of pieces in the order of `distances`: each at the place of the device so far on (`way=1`) or
+        before (`way=-1`).
+        """
+        whole: Any = None
+        for distance, piece in zip(self.distances, pieces, strict=True):
+            if whole is None:
+                whole = match_varying((jnp.zeros((self.size, *piece.shape), piece.dtype), piece))[0]
+            whole = jax.lax.dynamic_update_index_in_dim(whole, piece, self.at(way * distance), 0)
+        return whole
+
+
+def grouped_products(
+    rows: Any, weights: Weights, sizes: Any, config: Any, implementation: str | None, out_dtype: Any = None
+) -> tuple[Any, ...]:
+    """`grouped_gemm` of the same rows with each pair of `weights`, and the bias of each row's group."""
+
+    def product(rhs: Any, bias: Any) -> Any:
+        out = grouped_gemm(rows, rhs, sizes, out_dtype=out_dtype, config=config, implementation=implementation)
+        return out if bias is None else out + _of_rows(bias, sizes, out.shape[0]).astype(out.dtype)
+
+    return tuple(product(rhs, bias) for rhs, bias in weights)
+
+
+def _of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Array:
+    """The bias of each row's group, `[rows, _]`; 0 in rows after the last group, as the product has there."""
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows), side="right")
+    return jnp.take(bias, group, axis=0, mode="fill", fill_value=0)
+
+
+def arrive(pieces: Pieces, rows: Any, weights: Weights, arriving: Any) -> list[tuple[Any, ...]]:
+    """The products of the rows that all devices have for this one.
+
+    Args:
+      rows: `[size, room, in]`, for each device; those for one device are sorted by its experts.
+      arriving: `[size, experts]`, rows for each of this device's experts that come from each device.
+
+    Returns:
+      For each of `pieces.distances`, the products `[room, out]` of the piece from the device so far before.
+    """
+    rows, weights, sizes = match_varying((rows, weights, pieces.cut(arriving)))
+    return list((_arrived if _quantized(weights) else _arrive)(pieces, rows, weights, sizes))
+
+
+def depart(pieces: Pieces, rows: Iterable[Any], weights: Weights, arriving: Any) -> Any:
+    """The products of this device's rows go back to where the rows came from.
+
+    Args:
+      rows: for each of `pieces.distances`, `[room, in]`: of the piece from the device so far before.
+      weights: one pair.
+      arriving: as in `arrive`.
+
+    Returns:
+      `[size, room, out]`, what comes from each device.
+    """
+    given, weights, sizes = match_varying((tuple(rows), weights, pieces.cut(arriving)))
+    return (_departed if _quantized(weights) else _depart)(pieces, given, weights, sizes)
+
+
+def there_and_back(
+    pieces: Pieces, rows: Any, arriving: Any, first: Weights, unit: Callable[..., Any], last: Weights
+) -> Any:
+    """`[size, room, out]`: what the experts of each device make of the rows `[size, room, in]` for it.
+
+    Args:
+      arriving: as in `arrive`.
+      first: the weights of the first products. unit: of these products, row by row. last: of the product after it.
+    """
+    hidden = [unit(*products) for products in arrive(pieces, rows, first, arriving)]
+    return depart(pieces, hidden, last, arriving)
+
+
+def _quantized(weights: Weights) -> bool:
+    """Whether weights have no gradient; then JAX's own gradient of the rows' way is the pieces' too."""
+    return any(isinstance(rhs, (QTensor, PackedQTensor)) for rhs, _ in weights)
+
+
+def _arrived(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> Any:
+    return tuple(pieces.products(pieces.sent(rows, d), weights, n) for d, n in zip(pieces.distances, sizes))
+
+
+def _departed(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> Any:
+    results = [pieces.products(x, weights, n)[0] for x, n in zip(rows, sizes, strict=True)]
+    return pieces.joined((pieces.shift(y, -d) for d, y in zip(pieces.distances, results)), 1)
+
+
+_arrive = jax.custom_vjp(_arrived, nondiff_argnums=(0,))
+_depart = jax.custom_vjp(_departed, nondiff_argnums=(0,))
+
+
+def _arrive_forward(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> tuple[Any, Any]:
+    came = tuple(pieces.sent(rows, d) for d in pieces.distances)
+    return tuple(pieces.products(x, weights, n) for x, n in zip(came, sizes)), (came, weights, sizes)
+
+
+def _depart_forward(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> tuple[Any, Any]:
+    return _departed(pieces, rows, weights, sizes), (rows, weights, sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _arrive_gradients(pieces: Pieces, saved: Any, dz: Any) -> tuple[Any, Any]:
+    came, weights, sizes = saved
+    back = (_rows_gradient(pieces, x, weights, n, each) for x, n, each in zip(came, sizes, dz, strict=True))
+    d_rows = pieces.joined((pieces.shift(dx, -d) for d, dx in zip(pieces.distances, back)), 1)
+    return d_rows, _weights_gradient(pieces, came, weights, sizes, dz)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _depart_gradients(pieces: Pieces, saved: Any, d_out: Any) -> tuple[Any, Any]:
+    rows, weights, sizes = saved
+    dz = tuple((pieces.sent(d_out, d),) for d in pieces.distances)
+    d_rows = tuple(_rows_gradient(pieces, x, weights, n, each) for x, n, each in zip(rows, sizes, dz))
+    return d_rows, _weights_gradient(pieces, rows, weights, sizes, dz)
+
+
+def _rows_gradient(pieces: Pieces, rows: Any, weights: Weights, sizes: Any, dz: Any) -> Any:
+    """Of one piece; the products themselves are not used, and no program computes them."""
+    return jax.vjp(lambda x: pieces.products(x, weights, sizes), rows)[1](dz)[0]
+
+
+def _weights_gradient(pieces: Pieces, rows: Any, weights: Weights, sizes: Any, dz: Any) -> Any:
+    """Of all pieces in one product."""
+    choice, place, total = by_expert(jnp.stack(sizes), rows[0].shape[0])
+
+    def by_group(parts: Iterable[Any]) -> Any:
+        whole = jnp.concatenate(list(parts))
+        return permute(whole, choice, place)
+
+    joined = by_group(rows)
+    pull = jax.vjp(lambda w: pieces.products(joined, w, total), weights)[1]
+    return pull(tuple(by_group(parts) for parts in zip(*dz, strict=True)))[0]
+
+
+def _backward(gradients: Callable[..., Any], pieces: Pieces, saved: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+    nothing = jax.tree.map(lambda n: np.zeros(n.shape, jax.dtypes.float0), saved[2])
+    return *gradients(pieces, saved, cotangent), nothing
+
+
+def _once(gradients: Any, pieces: Pieces, saved: Any, cotangent: Any) -> Any:
+    return gradients(pieces, saved, cotangent), None
+
+
+def _twice(pieces: Pieces, saved: Any, cotangents: Any) -> Any:
+    raise UnsupportedError(
+        "grouped products with their all-to-all in pieces are differentiable once; for a second derivative pass "
+        "overlap=False."
+    )
+
+
+_arrive_gradients.defvjp(functools.partial(_once, _arrive_gradients), _twice)
+_depart_gradients.defvjp(functools.partial(_once, _depart_gradients), _twice)
+_arrive.defvjp(_arrive_forward, functools.partial(_backward, _arrive_gradients))
+_depart.defvjp(_depart_forward, functools.partial(_backward, _depart_gradients))
