@@ -4,7 +4,9 @@ Every function takes the number of devices and gives NumPy arrays, the same ones
 """
 
 import functools
+import math
 import sys
+import unittest.mock
 from typing import Any
 
 import jax
@@ -111,12 +113,30 @@ def pipeline(devices: int) -> list[np.ndarray]:
 
 def experts(devices: int) -> list[np.ndarray]:
     """Experts split over all devices: their outputs, and the gradients of tokens and weights."""
-    mesh = make_mesh({"expert": devices}, devices=jax.devices()[:devices])
-    split, whole_of = PartitionSpec("expert"), PartitionSpec()
+    return _experts({"expert": devices})
+
+
+def experts_of_slices(devices: int) -> list[np.ndarray]:
+    """As `experts`, whose tokens travel within a slice first, and then between two slices."""
+    return _experts({"slice": 2, "expert": devices // 2})
+
+
+def experts_ragged(devices: int) -> list[np.ndarray]:
+    """As `experts`, where only the rows travel that there are, by what stands in for it on CPUs."""
+    from test_moe import gathered_ragged_all_to_all
+
+    with unittest.mock.patch.object(jax.lax, "ragged_all_to_all", gathered_ragged_all_to_all):
+        return _experts({"expert": devices}, exchange="ragged")
+
+
+def _experts(sizes: dict[str, int], **options: Any) -> list[np.ndarray]:
+    devices, axes = math.prod(sizes.values()), tuple(sizes)
+    mesh = make_mesh(sizes, devices=jax.devices()[:devices])
+    split, whole_of = PartitionSpec(axes), PartitionSpec()
     arrays = (normal(0, 4 * devices, 16), normal(1, 16, devices), *(normal(i, devices, 16, 16) / 4 for i in (2, 3, 4)))
 
     def local(tokens: Any, *weights: Any) -> Any:
-        return vishwamai.moe_layer(tokens, *weights, top_k=2, expert_axis="expert").out
+        return vishwamai.moe_layer(tokens, *weights, top_k=2, expert_axis=axes, **options).out
 
     specs = (split, whole_of, split, split, split)
     layer = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split)

@@ -55,7 +55,7 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 400) -> list
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("name", ["fsdp", "ring", "pipeline", "experts"])
+@pytest.mark.parametrize("name", ["fsdp", "ring", "pipeline", "experts", "experts_of_slices", "experts_ragged"])
 def test_processes_compute_what_one_computes(name, count, tmp_path):
     file = tmp_path / "found.npz"
     finish(start(count, processes_inside.__file__, name, file))
@@ -84,6 +84,24 @@ def test_slurm_is_found(tmp_path):
     texts = finish(processes)
     for index, text in enumerate(texts):
         assert f"Processes(index={index}, count=2, coordinator='localhost:{address}')" in text
+        assert text.count("CpuDevice") == 4
+
+
+@pytest.mark.long
+def test_gke_is_found():
+    """The variables that GKE sets for two slices of one host each are enough."""
+    program = (
+        "import jax._src.clusters.cloud_tpu_cluster as cluster; cluster.running_in_cloud_tpu_vm = True; "
+        "from vishwamai.parallel import initialize; print(initialize(timeout=120)); import jax; print(jax.devices())"
+    )
+    port, processes = free_port(), []
+    for index in range(2):
+        slices = {"MEGASCALE_COORDINATOR_ADDRESS": "localhost:8080", "MEGASCALE_NUM_SLICES": "2"}
+        values = {**slices, "MEGASCALE_SLICE_ID": str(index), "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}
+        values |= {"JAX_COORDINATOR_PORT": str(port), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+        processes += start(1, "-c", program, **values, **dict.fromkeys(NAMES, ""))
+    for index, text in enumerate(finish(processes)):
+        assert f"Processes(index={index}, count=2, coordinator='localhost:{port}')" in text
         assert text.count("CpuDevice") == 4
 
 
