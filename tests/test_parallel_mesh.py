@@ -1,5 +1,6 @@
 """Meshes: what the text says, on neighbours of the torus, and errors that name what to pass."""
 
+import dataclasses
 import itertools
 import math
 
@@ -12,6 +13,7 @@ from vishwamai.core import hardware
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.hardware import tpu_for
 from vishwamai.parallel import configure_tpu_mesh, make_mesh, torus
+from vishwamai.parallel.mesh import laid_out
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 
@@ -46,6 +48,32 @@ def test_the_busiest_axis_is_a_ring_of_neighbours(topology, axes):
     for line in mesh.devices.reshape(-1, mesh.devices.shape[-1]):
         for a, b in zip(line, [*line[1:], line[0]]):
             assert torus.hops(torus.place(a), torus.place(b), sides, wraps) <= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What a placement reads of a device."""
+
+    id: int
+    coords: tuple[int, int, int]
+    slice_index: int
+    device_kind: str = "TPU v5 lite"
+    platform: str = "tpu"
+    core_on_chip: int = 0
+    process_index: int = 0
+
+
+def test_the_first_axis_goes_over_slices():
+    """Two slices of 2x4: what is next to each other in the other axes is so within a slice."""
+    places = itertools.product(range(2), range(4), range(2))
+    chips = [Chip(i, (x, y, 0), index) for i, (index, y, x) in enumerate(places)]
+    for shape in ((2, 8), (2, 2, 4), (4, 4)):
+        grid = laid_out(shape, chips)
+        assert grid.shape == shape and {chip.id for chip in grid.flat} == set(range(16))
+        for index, slice_of in enumerate(grid.reshape(2, 8)):
+            assert {chip.slice_index for chip in slice_of} == {index}
+    with pytest.raises(ValueError, match="there are 2 slices, which do not divide the first axis of 1"):
+        laid_out((1, 16), chips)
 
 
 @pytest.mark.parametrize(
