@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from vishwamai import aot, planning
 from vishwamai.aot.compile import libtpu
-from vishwamai.aot.schedule.hlo import parse_module
 from vishwamai.core.errors import DeviceError, UnsupportedError
 from vishwamai.core.hardware import TPUS
+from vishwamai.core.hlo import parse_module
 from vishwamai.core.links import AxisLinks, axis_links, estimate_collective
 from vishwamai.core.numbers import divisors
 from vishwamai.models import ModelConfig

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vishwamai.aot.schedule.hlo import Instruction, Module
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.hlo import Instruction, Module
 from vishwamai.core.links import estimate_collective, group_links
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
@@ -81,7 +81,7 @@ def directed_links(instruction: Instruction) -> list[str]:
     """What a permute of neighbours occupies: "from,to" for every pair of devices. Nothing for other collectives, which
     take all links.
 
-    >>> from vishwamai.aot.schedule.hlo import parse_module
+    >>> from vishwamai.core.hlo import parse_module
     >>> line = "ENTRY %m (p: f32[8]) -> f32[8] {\\n %p = f32[8]{0} parameter(0)\\n" + (
     ...     " %c = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}\\n}\\n")
     >>> directed_links(parse_module(line).by_name["c"])

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vishwamai.core.errors import KernelError
+from vishwamai.core.hlo import Instruction, parse_module
 from vishwamai.core.numbers import human
-from vishwamai.measure.live import Instruction, instructions
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.program import Program
 
@@ -149,8 +149,7 @@ class _Origins:
     """Where the values of a program come from."""
 
     def __init__(self, text: str, places: Mapping[str, _Place]):
-        self.bodies = instructions(text)
-        self.every = {one.name: one for body in self.bodies.values() for one in body}
+        self.every = parse_module(text).by_name
         self.lines = _Lines(text)
         self.sharing: dict[tuple[str, str, str], list[str]] = {}
         for name, place in places.items():
@@ -180,7 +179,7 @@ class _Origins:
 
     def _written(self, name: str, one: Instruction) -> tuple[Instruction, Instruction]:
         """What fills a value, and what made its content: an empty buffer is filled by the turns of a loop."""
-        if not (one.kernel == "AllocateBuffer" or one.opcode == "broadcast"):
+        if not (one.target == "AllocateBuffer" or one.opcode == "broadcast"):
             return one, one
         place = self.places[name]
         for other in self.sharing[place.allocation, place.offset, place.size]:
@@ -188,8 +187,8 @@ class _Origins:
             if writer is None or "dynamic_update_slice" not in writer.source:
                 continue
             parts = [self.every[operand] for operand in writer.operands if operand in self.every]
-            named = [part for part in parts if part.made < one.made and part.made > 4 and operation(part.source)]
-            source = max(named, key=lambda part: part.made, default=writer)
+            named = [part for part in parts if part.nbytes < one.nbytes and part.nbytes > 4 and operation(part.source)]
+            source = max(named, key=lambda part: part.nbytes, default=writer)
             return writer, source
         return one, one
 

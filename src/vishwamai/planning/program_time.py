@@ -16,11 +16,11 @@ from typing import Any
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.schedule.dump import read_sources
-from vishwamai.aot.schedule.hlo import parse_module
 from vishwamai.aot.schedule.simulate import Source, simulate
 from vishwamai.aot.schedule.twins import twins
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.hlo import parse_module
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
 from vishwamai.planning import cache, calibration
@@ -160,9 +160,8 @@ def _followed(program: Program, directory: pathlib.Path) -> dict[str, Any]:
         raise DeviceError(
             f"step_time: libtpu {libtpu.versions()['libtpu']} wrote no schedules for {target}; 0.0.51 is known to."
         )
-    hlo = text.read_text()
-    module, chip = parse_module(hlo), Target.parse_chip(target)
-    schedules = _Schedules(sources, target, twins(hlo))
+    module, chip = parse_module(text.read_text()), Target.parse_chip(target)
+    schedules = _Schedules(sources, target, twins(module))
     follower = Follower(module, chip, schedules.cycles, link_seconds(module, devices_in_order(program)))
     timeline = follower.follow()
     names = ", ".join(f"{name} ({count})" for name, count in schedules.unknown.items())

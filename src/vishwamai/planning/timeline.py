@@ -13,10 +13,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
 
-from vishwamai.aot.schedule.hlo import Instruction, Module, shape_bytes
 from vishwamai.aot.schedule.machine import Model
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.hardware import TpuChip
+from vishwamai.core.hlo import Instruction, Module, shape_bytes
 from vishwamai.planning.collectives import base, directed_links, inside, is_collective
 
 PARTS = ("kernels", "fusions", "collectives", "copies")

@@ -26,6 +26,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import KernelError, ShapeError
 from vishwamai.core.hardware import TpuChip
+from vishwamai.core.hlo import parse_module
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
 
@@ -124,17 +125,20 @@ class Compiled:
         return tuple(_kernels(self.text))
 
 
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = .*?backend_config=(\{.*\})", re.M)
+_CONFIG = re.compile(r"backend_config=(\{.*\})")
 
 
 def _kernels(text: str) -> Iterator[KernelMemory]:
-    for match in _INSTRUCTION.finditer(text):
-        pallas = 'custom_call_target="tpu_custom_call"' in match[0]
-        config, _ = json.JSONDecoder().raw_decode(match[2])
+    for one in parse_module(text).by_name.values():
+        match = _CONFIG.search(one.attributes)
+        if match is None:
+            continue
+        pallas = one.target == "tpu_custom_call"
+        config, _ = json.JSONDecoder().raw_decode(match[1])
         # memory_space 1 is VMEM, as in the layouts' S(1)
         used = sum(int(m["size"]) for m in config.get("used_scoped_memory_configs", ()) if m.get("memory_space") == "1")
         if pallas or used:
-            yield KernelMemory(match[1], used, pallas)
+            yield KernelMemory(one.name, used, pallas)
 
 
 def _is_array(leaf: object) -> bool:

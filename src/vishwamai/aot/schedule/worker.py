@@ -23,6 +23,7 @@ from vishwamai.aot.compile.options.config import RuntimeConfig
 from vishwamai.aot.compile.program import compile_for
 from vishwamai.aot.schedule.twins import twins
 from vishwamai.core.errors import KernelError, VishwamaiError
+from vishwamai.core.hlo import parse_module
 from vishwamai.core.jax_errors import unreadable_program
 
 OFFLOADED = (
@@ -42,7 +43,7 @@ def compile_job(blob: bytes, target: str, options: dict[str, str]) -> dict[str, 
     try:
         return result | {
             "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
-            "twins": twins(program.text),
+            "twins": twins(parse_module(program.text)),
         }
     except KernelError as error:
         return result | {"warning": OFFLOADED if unreadable_program(str(error)) else str(error)}
