@@ -1,5 +1,11 @@
 """The compiler's answers about memory: probed, verified, kept, and from a process that may die."""
 
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -172,6 +178,22 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     assert not cache.write("key", {}) and cache.read("key") is None
 
 
+def test_a_full_disk_is_an_error_that_says_where_and_the_cache_stays(monkeypatch, fresh_cache):
+    good = {"needed": 5 * MIB, "allocations": []}
+    assert cache.write(f"{'f' * 32}-1", good)
+    before = {path: path.read_bytes() for path in fresh_cache.rglob("*") if path.is_file()}
+
+    def full(path, data):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    with planning.Compiler() as asked:
+        with pytest.raises(DeviceError, match=r"'fake' for v5e: .*No space left on device.*vishwamai-plan-.*TMPDIR"):
+            asked.verify(fake())
+        assert asked.probe(fake()).total == Estimate(5 * MIB, "probe")  # what was known still is
+    assert {path: path.read_bytes() for path in fresh_cache.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize("kind, error", [("mosaic", "UnsupportedError"), ("compiler", "KernelError")])
 def test_a_rejected_program_is_the_error_of_compile_for(monkeypatch, kind, error):
     monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"rejected": "words", "kind": kind})
@@ -185,3 +207,46 @@ def test_targets_are_checked_first():
         planning.probe(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32), target="h100")
     with pytest.raises(DeviceError, match="v5e has no slice of 3x5"):
         planning.verify(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32), target="v5e:3x5")
+
+
+KILLED = """
+import sys
+from vishwamai.planning import cache
+for turn in range(10**9):
+    cache.write(str(turn % 8), {"needed": turn, "allocations": ["x" * 100_000]})
+    print(turn, flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_killed_planner_leaves_whole_answers(fresh_cache):
+    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(100):
+        assert process.stdout.readline()
+    process.kill()
+    process.communicate(timeout=60)
+    found = [cache.read(str(turn)) for turn in range(8)]
+    assert all(one is not None and one["needed"] % 8 == turn for turn, one in enumerate(found))
+
+
+@needs_libtpu
+@pytest.mark.long
+def test_a_compiler_ends_with_a_planner_that_is_killed():
+    """libtpu's process sees that nobody asks any more."""
+    script = "import time; from vishwamai import planning; c = planning.Compiler(); print(c._started().pid, flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", f"{script}; time.sleep(600)"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    os.kill(worker, 0)
+    process.kill()
+    process.communicate(timeout=60)
+    for _ in range(600):
+        if not pathlib.Path(f"/proc/{worker}").exists() or _is_zombie(worker):
+            return
+        time.sleep(0.1)
+    pytest.fail("the compiler's process still runs")
+
+
+def _is_zombie(pid):
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

@@ -22,7 +22,7 @@ from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options
 from vishwamai.aot.schedule.dump import dump_flags
 from vishwamai.core import caches
 from vishwamai.core.arguments import checked
-from vishwamai.core.errors import KernelError, UnsupportedError
+from vishwamai.core.errors import DeviceError, KernelError, UnsupportedError
 from vishwamai.core.numbers import human
 from vishwamai.planning import cache
 from vishwamai.planning.figures import Estimate
@@ -123,9 +123,9 @@ class Compiler:
 
         Raises: as `probe`.
         """
-        with tempfile.TemporaryDirectory(prefix="vishwamai-plan-") as directory:
+        with _scratch(program) as directory:
             self._stop()  # the options that make libtpu write are read when it is loaded
-            self._written = pathlib.Path(directory)
+            self._written = directory
             try:
                 found = self._answer(program, None, {}, False, self._written / TEXT)
                 cache.write(f"{program.fingerprint}-full", found)
@@ -166,8 +166,8 @@ class Compiler:
         dump: bool,
         text: pathlib.Path | None = None,
     ) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="vishwamai-plan-") as directory:
-            blob = pathlib.Path(directory) / "program"
+        with _scratch(program) as directory:
+            blob = directory / "program"
             blob.write_bytes(program.blob)
             request = {
                 "blob": str(blob),
@@ -176,7 +176,7 @@ class Compiler:
                 "places": [argument.place for argument in program.arguments],
                 "hbm_mib": hbm_mib,
                 "options": dict(options),
-                "dump": str(pathlib.Path(directory) / "dump") if dump else None,
+                "dump": str(directory / "dump") if dump else None,
                 "text": None if text is None else str(text),
             }
             try:
@@ -250,6 +250,23 @@ class Compiler:
                 assert pipe is not None
                 pipe.close()
         self._process = None
+
+
+@contextlib.contextmanager
+def _scratch(program: Program) -> Iterator[pathlib.Path]:
+    """A directory for the files of a question, removed after the block.
+
+    Raises:
+      DeviceError: it cannot be written, as on a full disk.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="vishwamai-plan-") as directory:
+            yield pathlib.Path(directory)
+    except OSError as error:
+        raise DeviceError(
+            f"planning {program.name!r} for {program.target}: the compiler's files cannot be written: {error}. Free "
+            "space there, or let TMPDIR name another directory."
+        ) from error
 
 
 def _sound(found: dict[str, Any]) -> bool:
