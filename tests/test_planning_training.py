@@ -50,6 +50,14 @@ def test_kept_bytes_counts_what_the_gradient_needs_once():
     assert kept_bytes(lambda x: jnp.sum(jax.lax.scan(lambda h, _: (remat(h), None), x, None, length=5)[0]), x) == 640
 
 
+def test_sums_of_microbatches_are_alive_when_they_are():
+    one = training_memory(training(batch_size=64), "v5e")
+    many = training_memory(training(batch_size=128, microbatches=2), "v5e")
+    gradients = one.parts["gradients"].value
+    # While a layer's gradient is computed, only the sum of the microbatches before takes more.
+    assert many.total.value - one.total.value == pytest.approx(gradients)
+
+
 def test_exact_parts_of_a_training_step():
     config = training()
     step = training_step(config)

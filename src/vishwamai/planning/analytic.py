@@ -91,9 +91,9 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
         backward += _LAYER_WORK * layer
     # At the end of the backward pass: the embedding's gradient whole, before it is split, and what it is made of.
     embedding = 3.0 * table if split else table
-    peak = max(backward, embedding)
-    if wide:
-        peak += 2 * gradients  # the sum before and after a microbatch
+    # The sum of the microbatches before is alive all the time, the one with this microbatch from the end on.
+    before = gradients if wide else 0.0
+    peak = max(backward + before, embedding + 2 * before)
     activations = min(rows * row, peak)
     return _breakdown(
         target,
