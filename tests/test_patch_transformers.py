@@ -1,6 +1,8 @@
 """`vishwamai.patch.transformers`: models of transformers before and after, on random weights."""
 
 import copy
+import importlib
+import types
 from typing import Any
 
 import pytest
@@ -33,15 +35,19 @@ MORE: dict[str, dict[str, Any]] = {
     "Gemma": {},
     "Gemma2": dict(sliding_window=4, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "Gemma3Text": dict(sliding_window=4),
-    "Phi3": dict(partial_rotary_factor=0.5),
+    # Few enough features that the batch is computed by the joint weight's halves, and a step of decoding is not.
+    "Phi3": dict(partial_rotary_factor=0.5, hidden_size=8, num_attention_heads=2, num_key_value_heads=1),
     "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "Qwen3Moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]),
     "Olmo2": {},
 }
 LEFT_OUT = {"Phi3": {"head_dim"}, "Qwen2": {"head_dim"}, "Olmo2": {"head_dim"}}
 WHOLE = {"flash_attention", "apply_rope", "gated_linear_unit", "rms_norm"}
+JOINT = "gated_linear_unit, in calls of at least twice as many rows as features"
 EXPECTED = dict.fromkeys(MORE, WHOLE) | {
-    "Phi3": WHOLE - {"gated_linear_unit"},  # gate and up are one weight
-    "Mixtral": WHOLE - {"gated_linear_unit"},  # experts
+    "Phi3": WHOLE - {"gated_linear_unit"} | {JOINT},
+    "Mixtral": WHOLE - {"gated_linear_unit"} | {"grouped_gemm"},
+    "Qwen3Moe": WHOLE | {"grouped_gemm"},
 }
 IDS = torch.tensor([[7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 12], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]])
 PADDING = torch.tensor([[1] * 11, [0] * 3 + [1] * 8])
@@ -71,7 +77,7 @@ def same(got: Any, want: Any, rtol: float) -> None:
     assert float((got - want).abs().max()) <= rtol * float(want.abs().max()) > 0
 
 
-DEFAULT = ("Llama", "Qwen3", "Gemma2", "Phi3")
+DEFAULT = ("Llama", "Qwen3Moe", "Gemma2", "Phi3")
 
 
 @pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.long) for n in MORE])
@@ -147,15 +153,85 @@ def test_the_loss_holds_no_logits_in_training(name):
     same(evaluated.loss, wants[0][1], 1e-5)
 
 
+EXPERTS = {
+    "mixtral.MixtralExperts": {},
+    "qwen2_moe.Qwen2MoeExperts": {},
+    "qwen3_moe.Qwen3MoeExperts": {},
+    "olmoe.OlmoeExperts": {},
+    "deepseek_v3.DeepseekV3Experts": {},
+    "glm4_moe.Glm4MoeExperts": dict(hidden_act="gelu_new"),  # an activation that no gated unit has
+}
+
+
+@pytest.mark.parametrize("path", EXPERTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_of_experts(path, dtype):
+    """Against float64 no further than transformers' own, with an expert that gets one token, and one that gets none."""
+    family, name = path.split(".")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    prefix = name.removesuffix("Experts")
+    sizes = dict(hidden_size=24, intermediate_size=40, moe_intermediate_size=40, num_experts_per_tok=3)
+    counts = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 8)
+    config = getattr(transformers, f"{prefix}Config")(
+        **sizes, **counts, **EXPERTS[path], experts_implementation="eager"
+    )
+    torch.manual_seed(0)
+    theirs = getattr(module, name)(config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.3)
+    experts = torch.rand(13, 8).topk(3).indices % 7  # the last expert gets nothing
+    drawn = torch.randn(13, 24), torch.rand(13, 3)
+
+    def run(block: Any, kind: Any) -> list[Any]:
+        block = block.to(kind)
+        x, shares = (t.to(dtype).to(kind).requires_grad_() for t in drawn)
+        out = block(x, experts, shares)
+        cotangent = torch.linspace(-1, 1, out.numel(), dtype=kind).view_as(out)
+        return [out, *torch.autograd.grad(out, [x, shares, *block.parameters()], cotangent)]
+
+    theirs.to(dtype)  # what is rounded is the same for all three
+    exact, near = run(copy.deepcopy(theirs), torch.float64), run(theirs, dtype)
+    assert modules.mlp_why_not(theirs) is None
+    modules.turn(theirs)
+    theirs.forward = types.MethodType(modules.mlp(theirs), theirs)
+    ours = run(theirs, dtype)
+    step = torch.finfo(dtype).eps
+    for got, their, true in zip(ours, near, exact, strict=True):
+        assert got.shape == true.shape and got.dtype == dtype
+        got, their, true = (t.detach() for t in (got, their, true))
+        scale = float(true.abs().max())
+        error, allowed = (float((t.double() - true).abs().max()) for t in (got, their))
+        assert error <= 2 * allowed + 2 * step * scale and scale > 0
+    assert run(theirs, dtype)[0].equal(ours[0])
+
+
+def test_experts_that_are_not_plain_are_left():
+    """Of another layout (gpt-oss), split over devices, or of another type than parameters."""
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, experts_implementation="eager")
+    experts = importlib.import_module("transformers.models.mixtral.modeling_mixtral").MixtralExperts(config)
+    assert modules.mlp_why_not(experts) is None
+    experts._is_expert_parallel = True
+    assert modules.mlp_why_not(experts) == "its experts are split over devices by transformers"
+    experts._is_expert_parallel = False
+    weight = experts.down_proj.data
+    del experts.down_proj
+    experts.register_buffer("down_proj", weight)
+    assert modules.mlp_why_not(experts) == "down_proj has a weight or a hook that is not plain"
+    other = importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss").GptOssExperts
+    assert modules.feed_forward(other) is None
+
+
 def test_what_is_left_is_named():
     model = random_model("Mixtral")
     left = {entry.module: entry.what for entry in vishwamai.patch.transformers(model).left}
-    assert left["MixtralExperts"] == left["MixtralTopKRouter"] == "no operation is known that computes it"
+    assert left["MixtralTopKRouter"] == "no operation is known that computes it"
+    assert "float32 are faster for few rows" in left["MixtralExperts"]
     assert left["Linear"] == "torch's own" and left["loss"].startswith("its forward pass is not that of a plain")
     model = random_model("Phi3")
     left = {entry.module: entry.what for entry in vishwamai.patch.transformers(model, norm=False, rope=False).left}
-    assert "one weight" in left["Phi3MLP"] and left["Phi3RMSNorm"] == "norm=False"
-    assert left["Phi3Attention"] == "rope=False"
+    assert left["Phi3RMSNorm"] == "norm=False" and left["Phi3Attention"] == "rope=False"
+    assert left["Linear"] == "torch's own"  # the joint product of query, key and value among them
     model = random_model("Llama")
     patched = vishwamai.patch.transformers(model, attention=False, mlp=False)
     left = {entry.module: entry.what for entry in patched.left}

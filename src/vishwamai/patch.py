@@ -46,13 +46,15 @@ def transformers(
     gradients; rows that are padding may differ. Swap before `torch.compile`, and after a change of dtype or device.
 
     Args:
-      model: a `transformers.PreTrainedModel`: Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, BERT and
-        others of the same modules.
+      model: a `transformers.PreTrainedModel`: Llama, Mistral, Mixtral, Qwen 2 and 3 (MoE too), Gemma 2 and 3, Phi-3,
+        BERT and others of the same modules.
       attention: attention by `flash_attention`, through transformers' `AttentionInterface`.
       norm: RMSNorm and LayerNorm by `rms_norm` and `layer_norm`.
       rope: rotary embeddings by `apply_rope`.
-      mlp: SwiGLU and GeGLU by `gated_linear_unit`. Their two weights are stored transposed, behind the same shape.
-        None swaps them except for float32 on a CPU, where torch is faster for few rows.
+      mlp: SwiGLU and GeGLU by `gated_linear_unit`, blocks of experts by `grouped_gemm`. Their weights are stored
+        transposed, behind the same shape. Phi-3's one weight for gate and up stays, and its halves are copied in calls
+        of at least twice as many rows as features; torch computes the others. None swaps all except for float32 on a
+        CPU, where torch is faster for few rows.
       loss: the head and the loss by `linear_cross_entropy`, which holds no logits. A call with labels in training then
         returns `logits=None`.
 

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vishwamai.ops.moe.routing import Routing
 from vishwamai.torch.gated import gated_linear_unit
 from vishwamai.torch.loss import linear_cross_entropy
+from vishwamai.torch.moe import grouped_gemm, moe_combine, moe_dispatch
 from vishwamai.torch.norm import layer_norm, rms_norm
 from vishwamai.torch.rope import apply_rope
 
@@ -136,42 +138,115 @@ def activation(module: Any) -> str | None:
     return name
 
 
-def mlp_why_not(module: nn.Module) -> str | None:
-    """Why a gated feed-forward network cannot be ours, or None; "" for what is not one."""
-    if known("phi3.Phi3MLP.forward", type(module).forward):
-        return "gate and up are one weight, whose halves the kernel would copy in every call"
-    if not known("llama.LlamaMLP.forward", type(module).forward):
+class FeedForward(NamedTuple):
+    """A gated feed-forward network, or a block of them, that is known.
+
+    Attributes:
+      path: where transformers has it.
+      weights: products or weights that our operation computes with.
+      activation: the module's name of its activation.
+      operation: ours.
+      stored_transposed: the kernel reads `[..., features, hidden]`, and would copy each weight in every call.
+    """
+
+    path: str
+    weights: tuple[str, ...]
+    activation: str
+    operation: str
+    stored_transposed: bool = True
+
+
+_GATED = FeedForward("llama.LlamaMLP", ("gate_proj", "up_proj"), "act_fn", "gated_linear_unit")
+_JOINT = FeedForward(  # its halves have no strides in which a kernel could read both without a copy
+    "phi3.Phi3MLP",
+    ("gate_up_proj",),
+    "activation_fn",
+    "gated_linear_unit, in calls of at least twice as many rows as features",
+    stored_transposed=False,
+)
+_EXPERTS = FeedForward("mixtral.MixtralExperts", ("gate_up_proj", "down_proj"), "act_fn", "grouped_gemm")
+
+
+@functools.cache
+def feed_forward(kind: type[nn.Module]) -> FeedForward | None:
+    """Which of the known networks a class is, or None."""
+    return next((form for form in (_GATED, _JOINT, _EXPERTS) if known(f"{form.path}.forward", kind.forward)), None)
+
+
+def weights(module: nn.Module, form: FeedForward) -> list[Any]:
+    """The weights that our operation computes with."""
+    found: list[Any] = [getattr(module, name) for name in form.weights]
+    return [part.weight if isinstance(part, nn.Module) else part for part in found]
+
+
+def mlp_why_not(module: Any) -> str | None:
+    """Why a feed-forward network cannot be ours, or None; "" for what is not one."""
+    form = feed_forward(type(module))
+    if form is None:
         return ""
-    if activation(module.act_fn) is None:
-        return f"its activation is {type(module.act_fn).__name__}, which gated_linear_unit does not have"
-    for name in ("gate_proj", "up_proj"):
-        linear: Any = getattr(module, name)
-        if type(linear) is not nn.Linear or own_forward(linear):
-            return f"{name} is a {type(linear).__name__} that does more than its product"
-        if linear.bias is not None:
-            return f"{name} has a bias"
-        if type(linear.weight) is not nn.Parameter or linear.weight.is_meta or linear._forward_hooks:
+    act = getattr(module, form.activation)
+    if form is not _EXPERTS and activation(act) is None:
+        return f"its activation is {type(act).__name__}, which gated_linear_unit does not have"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are split over devices by transformers"
+    for name, weight in zip(form.weights, weights(module, form), strict=True):
+        part = getattr(module, name)
+        if isinstance(part, nn.Module):
+            if type(part) is not nn.Linear or own_forward(part):
+                return f"{name} is a {type(part).__name__} that does more than its product"
+            if part.bias is not None:
+                return f"{name} has a bias"
+        if type(weight) is not nn.Parameter or weight.is_meta or getattr(part, "_forward_hooks", None):
             return f"{name} has a weight or a hook that is not plain"
     return None
 
 
 def mlp(module: Any) -> Callable[..., Any]:
-    act = activation(module.act_fn)
-    assert act is not None  # or `mlp_why_not` says so
-    return functools.partial(_gated_mlp, act)
+    """The forward pass of a feed-forward network on our operation."""
+    form = feed_forward(type(module))
+    assert form is not None  # or `mlp_why_not` says so
+    if form is _EXPERTS:
+        return _experts
+    act = activation(getattr(module, form.activation))
+    assert act is not None
+    return functools.partial(_gated_mlp if form is _GATED else _joint_mlp, act)
 
 
 def _gated_mlp(act: str, self: Any, x: Tensor) -> Tensor:
     return self.down_proj(gated_linear_unit(x, (self.gate_proj.weight.t(), self.up_proj.weight.t()), act))
 
 
-def turn(module: Any, back: bool = False) -> None:
-    """Stores the weights of gate and up transposed, behind the same shape: the kernel reads `[features, hidden]`, and
-    would copy each weight in every call.
+def _joint_mlp(act: str, self: Any, hidden_states: Tensor) -> Tensor:
+    """Of one weight for gate and up, which is copied: that costs as many bytes as the sums of twice as many rows as
+    features save that are not written and read.
     """
-    for linear in (module.gate_proj, module.up_proj):
-        weight = linear.weight
-        weight.data = weight.data.contiguous() if back else weight.data.t().contiguous().t()
+    features = hidden_states.shape[-1]
+    if hidden_states.numel() < 2 * features**2:
+        return type(self).forward(self, hidden_states)
+    both = self.gate_up_proj.weight.unflatten(0, (2, -1)).mT  # [2, features, hidden]
+    return self.down_proj(gated_linear_unit(hidden_states, both, act))
+
+
+def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Each token's sum over the experts that the router chose, `[tokens, features]`; gate and up are one product."""
+    flat = top_k_index.flatten().long()
+    counts = torch.zeros(self.num_experts, dtype=torch.int32, device=flat.device)
+    counts = counts.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    no_loss = top_k_weights.new_zeros(())
+    routing = Routing(top_k_weights, top_k_index.int(), no_loss, no_loss, counts)
+    sent = moe_dispatch(hidden_states, routing)
+    gate, up = grouped_gemm(sent.rows, self.gate_up_proj.mT, sent.group_sizes).chunk(2, dim=-1)
+    out = grouped_gemm(self.act_fn(gate) * up, self.down_proj.mT, sent.group_sizes)
+    return moe_combine(out, sent, routing).reshape(hidden_states.shape)
+
+
+def turn(module: nn.Module, back: bool = False) -> None:
+    """Stores the weights as the kernel reads them, transposed behind the same shape; or `back` as they were."""
+    form = feed_forward(type(module))
+    assert form is not None
+    if form.stored_transposed:
+        for weight in weights(module, form):
+            weight.data = weight.data.contiguous() if back else weight.data.mT.contiguous().mT
 
 
 def rope_why_not(module: nn.Module, model: nn.Module) -> str | None:

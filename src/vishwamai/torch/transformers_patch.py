@@ -155,9 +155,11 @@ def _visit_attention(module: Any, model: Any, walk: _Walk, routed: bool, rope: b
 
 
 def _visit_mlp(module: Any, walk: _Walk, why: str | None, mlp: bool | None) -> None:
-    weight = module.gate_proj.weight if why is None else None
-    if weight is not None and mlp is None and weight.device.type == "cpu" and weight.dtype == torch.float32:
-        why = "on a CPU, torch's own products of float32 are faster for few rows; mlp=True swaps it"
+    form = modules.feed_forward(type(module))
+    assert form is not None  # or `why` is ""
+    if why is None and mlp is None:
+        if any(w.device.type == "cpu" and w.dtype == torch.float32 for w in modules.weights(module, form)):
+            why = "on a CPU, torch's own products of float32 are faster for few rows; mlp=True swaps it"
     if why is None and mlp is False:
         why = "mlp=False"
     if why is not None:
@@ -165,9 +167,9 @@ def _visit_mlp(module: Any, walk: _Walk, why: str | None, mlp: bool | None) -> N
     else:
         modules.turn(module)
         walk.undo.append(lambda: modules.turn(module, back=True))
-        walk.swap(module, modules.mlp(module), "gated_linear_unit")
-        walk.inside |= {id(part) for part in (module.gate_proj, module.up_proj)}
-    walk.inside |= {id(part) for part in (getattr(module, n, None) for n in ("act_fn", "activation_fn"))}
+        walk.swap(module, modules.mlp(module), form.operation)
+        walk.inside |= {id(getattr(module, name)) for name in form.weights}
+    walk.inside.add(id(getattr(module, form.activation)))
 
 
 def _computes(module: nn.Module) -> bool:
