@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from vishwamai.bench import machine, report, runner, targets
+from vishwamai.aot.compile import libtpu
+from vishwamai.bench import budget, machine, model, report, runner, schedules, targets
 from vishwamai.bench.machine import Usage
 from vishwamai.bench.numbers import Numbers
 from vishwamai.bench.subject import subject
@@ -21,6 +22,7 @@ from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.measure import machine_peaks
 from vishwamai.measure.machine_peaks import MachinePeaks
 from vishwamai.measure.timing import Timing
+from vishwamai.models import minilm
 from vishwamai.ops import catalogue
 from vishwamai.ops.norm import rms_norm
 
@@ -187,6 +189,62 @@ def test_resume_needs_the_same_run(small_norm, monkeypatch, capsys, tmp_path):
     capsys.readouterr()
     assert main(command) == 2
     assert "of another run, with other selection and versions" in capsys.readouterr().err
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only where a test says so."""
+    now = [1000.0]
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(("seconds", "cases", "model_runs"), [(1.0, 41, True), (6.0, 29, True), (50.0, 3, False)])
+def test_a_run_keeps_to_five_minutes(small_norm, clock, monkeypatch, tmp_path, seconds, cases, model_runs):
+    """On a machine of any speed: what does not fit is not begun, and is counted."""
+
+    def takes(seconds, result=None):
+        clock[0] += seconds
+        return result
+
+    operation = catalogue.operations()["norm"]
+    many = tuple(dataclasses.replace(operation.cases[0], name=f"case {i}") for i in range(40))
+    found = {"norm": dataclasses.replace(operation, cases=many)}
+    monkeypatch.setattr(catalogue, "operations", lambda: found)
+    monkeypatch.setattr(bench, "_settings", lambda arguments: ("small", runner.Settings(cases_per_op=None)))
+    monkeypatch.setattr(machine_peaks, "measure_machine", lambda quick: takes(1.2 * seconds, PEAKS))
+    monkeypatch.setattr(runner, "run_case", lambda *rest: takes(seconds, [measured(case=rest[1].name)]))
+    monkeypatch.setattr(schedules, "rows", lambda cases, targets: [])
+    monkeypatch.setattr(libtpu, "has_libtpu", lambda: True)
+
+    def compile_case(operation, case, chip):
+        return takes(
+            seconds,
+            targets.TargetRow(operation.name, case.name, chip, "pallas_tpu", 1e-3, None, True, 1, 1, True),
+        )
+
+    monkeypatch.setattr(targets, "compile_case", compile_case)
+    monkeypatch.setattr(minilm, "why_not", lambda: None)
+    monkeypatch.setattr(model, "run", lambda seconds: takes(45.0, model.ModelResult((), ())))
+    start = clock[0]
+    where = ["--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "r.html")]
+    assert main(["bench", "--targets", "v5e", *where]) == 0
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert clock[0] - start <= 285.0 and (saved["model"] is not None) == model_runs
+    assert len(saved["done"]) == cases and saved["wanted"] == 41 and 0 < len(saved["targets"]) < 40
+    notes = "\n".join(saved["notes"])
+    assert (f"{41 - cases} of 41 cases were not begun: " in notes) == (cases < 41)
+    assert f"{40 - len(saved['targets'])} of 40 programs" in notes
+
+
+def test_the_model_is_left_out_where_its_time_was_used(clock):
+    whole, notes = budget.Budget(285.0), []
+    clock[0] += 241.0
+    steps = progress.Steps()
+    assert bench._model(runner.Settings(), whole, False, steps, notes) is None
+    assert notes == [
+        "all-MiniLM-L6-v2 was not run: it is given 45 seconds, and less was left of the run's 285; --all has no bound."
+    ]
 
 
 @pytest.mark.parametrize(

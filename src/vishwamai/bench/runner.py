@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vishwamai.bench import numbers
+from vishwamai.bench.budget import Budget
 from vishwamai.bench.candidates import candidates
 from vishwamai.bench.contest import contest
 from vishwamai.bench.gradient import gradient_case, has_gradient, work
@@ -34,8 +35,12 @@ class Settings:
       cases_per_op: at most so many cases of each operation; None = all.
       gradients_per_op: backward passes of at most so many of them; None = of all.
       long: the cases that are tagged long too; without it, only where an operation has no others.
-      case_seconds: after so long, no further case is begun; None = no bound.
-      compile_seconds: after so long, no further case is compiled for TPUs you do not have; None = no bound.
+      case_seconds: for all cases; one that would take longer, were it as slow as the slowest so far, is not begun.
+        None = no bound.
+      compile_seconds: the same for compiling cases for TPUs you do not have.
+      model_seconds: kept for the real model.
+      total_seconds: for the whole run; the cases and the compiling get less where the rest of it is needed, and the
+        model is left out where less than `model_seconds` is left.
       spread: ratios of a timing with a larger spread are held back.
       others: and those of a case, while other processes used more than this share of the cores.
     """
@@ -47,16 +52,27 @@ class Settings:
     long: bool = False
     case_seconds: float | None = 180.0
     compile_seconds: float | None = 30.0
+    model_seconds: float = 45.0
+    total_seconds: float | None = 285.0
     spread: float = 0.5
     others: float = 0.5
 
     @classmethod
     def quick(cls) -> Settings:
-        return cls(12.0, 0.06, cases_per_op=1, gradients_per_op=0, case_seconds=50.0, compile_seconds=0.0)
+        return cls(
+            12.0,
+            0.06,
+            cases_per_op=1,
+            gradients_per_op=0,
+            case_seconds=50.0,
+            compile_seconds=0.0,
+            model_seconds=20.0,
+            total_seconds=90.0,
+        )
 
     @classmethod
     def all(cls) -> Settings:
-        return cls(120.0, 0.7, None, None, long=True, case_seconds=None, compile_seconds=None)
+        return cls(120.0, 0.7, None, None, long=True, case_seconds=None, compile_seconds=None, total_seconds=None)
 
 
 @dataclasses.dataclass
@@ -287,19 +303,21 @@ def run(
     meter: Meter,
     settings: Settings,
     on_case: Callable[[int, int, str], None] = lambda done, total, name: None,
+    budget: Budget | None = None,
 ) -> Iterator[tuple[Step, list[Measurement]]]:
-    """Each step with its measurements; `on_case(done, total, name)` is called before each. After
-    `settings.case_seconds` no further step is begun.
+    """Each step with its measurements; `on_case(done, total, name)` is called before each. A step that would not end
+    within `settings.case_seconds`, or `budget`, is not begun, nor is any after it.
 
     The peaks are measured again now and then, and after the last: `meter.best` has them at the end, and
     `Measurement.against` takes the share of them.
     """
     left = settings.seconds
-    begun = measured = time.perf_counter()
+    bound = (budget or Budget()).part(settings.case_seconds)
+    measured = time.perf_counter()
     for i, step in enumerate(wanted):
-        start = time.perf_counter()
-        if settings.case_seconds is not None and start - begun > settings.case_seconds:
+        if not bound.has_room:
             break
+        start = time.perf_counter()
         on_case(i, len(wanted), str(step))
         share = left / (len(wanted) - i)
         found = list(run_case(step.operation, step.case, meter.best, settings, share, step.gradients))
@@ -310,5 +328,6 @@ def run(
         if i + 1 == len(wanted) or now - measured > _PEAKS_SECONDS:
             meter.again()
             measured = time.perf_counter()
+        bound.took(time.perf_counter() - start)
         yield step, [m.against(meter.best) for m in found]
     on_case(len(wanted), len(wanted), "done")

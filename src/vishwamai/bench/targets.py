@@ -15,6 +15,7 @@ from vishwamai.aot import compile_for
 from vishwamai.aot.compile.libtpu import quiet_stderr
 from vishwamai.aot.schedule import inspection
 from vishwamai.aot.tuning.tuner import arguments
+from vishwamai.bench.budget import Budget
 from vishwamai.bench.runner import by_turns
 from vishwamai.core.cases import Case
 from vishwamai.core.errors import FallbackWarning, KernelError, VishwamaiError
@@ -124,17 +125,20 @@ def run(
     on_case: Callable[[int, int, str], None] = lambda done, total, name: None,
     seconds: float | None = None,
 ) -> Iterator[TargetRow]:
-    """A row for every (operation, case, target), the first case of every operation first; after `seconds` (None = no
-    bound) no further program is begun, and its row is missing.
+    """A row for every (operation, case, target), the first case of every operation first. A program that would not end
+    within `seconds` (None = no bound), were it as slow as the slowest so far, is not begun, and its row is missing.
     """
-    start = time.perf_counter()
+    bound = Budget(seconds)
     order = {(op.name, case.name): i for i, (op, case) in enumerate(by_turns(list(_cases(programs))))}
     ordered = sorted(programs, key=lambda program: order[program[0].name, program[1].name])
     for i, (operation, case, target) in enumerate(ordered):
-        if seconds is not None and time.perf_counter() - start > seconds:
+        if not bound.has_room:
             break
         on_case(i, len(ordered), f"{target}: {operation.name}: {case.name}")
-        yield compile_case(operation, case, target)
+        start = time.perf_counter()
+        made = compile_case(operation, case, target)
+        bound.took(time.perf_counter() - start)
+        yield made
     on_case(len(ordered), len(ordered), "done")
 
 
