@@ -1,15 +1,19 @@
 """The `vishwamai` command: what each subcommand prints and returns, and what it says when it cannot."""
 
+import errno
 import importlib
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from vishwamai import cli
+from vishwamai.aot.compile import libtpu
 from vishwamai.bench import machine
 from vishwamai.cli import COMMANDS, function, main
 from vishwamai.core.hardware import TPUS
@@ -301,3 +305,36 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "heard\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "r.json"), "r.json could not be written: No space left"),
+        (OSError(errno.EFBIG, "File too large"), "a file could not be written: File too large. Make room"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "set TMPDIR to another"),
+    ],
+)
+def test_without_room_the_file_is_named(error, said, capsys, monkeypatch):
+    def run(arguments):
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("vishwamai.cli.cache"), "run", run)
+    assert main(["cache"]) == 2 and said in capsys.readouterr().err
+
+
+def test_other_errors_of_files_are_not_hidden(monkeypatch):
+    def run(arguments):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "x")
+
+    monkeypatch.setattr(importlib.import_module("vishwamai.cli.cache"), "run", run)
+    with pytest.raises(FileNotFoundError):
+        main(["cache"])
+
+
+def test_cpp_is_quiet_without_a_directory_for_temporary_files(monkeypatch):
+    monkeypatch.setattr(tempfile, "TemporaryFile", None)
+    with libtpu.quiet_stderr() as noise:
+        os.write(2, b"words")
+        noise.seek(0)
+        assert noise.read() == b"words"

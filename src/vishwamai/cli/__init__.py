@@ -8,6 +8,7 @@ command that was asked for is loaded, and no other.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -61,7 +62,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # The options before a subcommand take no values, so the first other word is its name.
-    top = parser(next((argument for argument in arguments if not argument.startswith("-")), None))
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        with insistent_interrupt():
+            return _run(arguments, wanted)
+    except VishwamaiError as error:
+        print(f"vishwamai {wanted}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        said = _without_room(error)
+        if said is None:
+            raise
+        print(f"vishwamai {wanted}: {said}", file=sys.stderr)
+        return 2
+    except Terminated:
+        print(f"vishwamai {wanted}: terminated", file=sys.stderr)
+        return 143
+    except KeyboardInterrupt:
+        print(f"vishwamai {wanted}: interrupted", file=sys.stderr)
+        return 130
+
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+"""A disk that is full, a quota or a limit that is reached, or a directory for reading only."""
+
+
+def _without_room(error: OSError) -> str | None:
+    """What a command says where a file could not be written for want of room; None for any other error."""
+    if error.errno in _NO_ROOM:
+        what = error.filename or "a file"
+        return f"{what} could not be written: {error.strerror}. Make room, or choose another directory."
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error.strerror):  # tempfile's own words
+        return f"temporary files could not be written: {error.strerror}. Make room there, or set TMPDIR to another."
+    return None
+
+
+def _run(arguments: list[str], wanted: str | None) -> int:
+    top = parser(wanted)
     chosen, rest = top.parse_known_args(arguments)
     # argparse does not know positionals after an option as those of a `nargs="*"` before it.
     if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):
@@ -73,15 +110,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # jax loads libtpu where it is installed, which would otherwise ask a metadata server that a laptop does not have.
     for name, value in libtpu.environment().items():
         os.environ.setdefault(name, value)
-    try:
-        with insistent_interrupt():
-            return chosen.run(chosen)
-    except VishwamaiError as error:
-        print(f"vishwamai {chosen.command}: {error}", file=sys.stderr)
-        return 2
-    except Terminated:
-        print(f"vishwamai {chosen.command}: terminated", file=sys.stderr)
-        return 143
-    except KeyboardInterrupt:
-        print(f"vishwamai {chosen.command}: interrupted", file=sys.stderr)
-        return 130
+    return chosen.run(chosen)

@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import signal
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import generate, model
@@ -71,9 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
         access_log=False,
         timeout_graceful_shutdown=max(1, int(arguments.drain)),
     )
-    # uvicorn drains at SIGTERM and raises the signal again at its end, for whoever handled it before: nobody, here.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    uvicorn.Server(config).run()
+    server = uvicorn.Server(config)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # Until uvicorn takes SIGTERM, and drains at it. It raises the signal again at its end, for who handled it before.
+    signal.signal(signal.SIGTERM, stop)
+    server.run()
     return 0 if engine is None or engine.failure is None else 1
 
 

@@ -83,7 +83,7 @@ def write(path: Path, content: str | bytes) -> None:
     """Writes a file whole: a reader sees the old content or the new, and an interrupted or failed write leaves the old.
 
     Raises:
-      OSError: the file cannot be written; nothing is left of it.
+      OSError: the file, which it names, cannot be written; nothing is left of it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
@@ -91,9 +91,11 @@ def write(path: Path, content: str | bytes) -> None:
         with open(temporary, "xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None  # a failed write has none, others the temporary's
         raise
 
 

@@ -75,11 +75,12 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[Any]:
-    """Sends file descriptor 2 to a temporary file for the block, so that C++ code cannot print; yields that file."""
+    """Sends file descriptor 2 to a file in memory for the block, so that C++ code cannot print; yields that file."""
     with contextlib.suppress(ValueError, OSError):
         sys.stderr.flush()
     saved = os.dup(2)
-    with tempfile.TemporaryFile("w+b") as sink:
+    # In memory: there may be no directory for temporary files, or no room in it.
+    with open(os.memfd_create("stderr"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile() as sink:
         os.dup2(sink.fileno(), 2)
         try:
             yield sink
