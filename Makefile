@@ -27,7 +27,7 @@ EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install 
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-gpu triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels native clean
+.PHONY: help bench test test-gpu triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -82,7 +82,7 @@ arm64: ## compile the CPU kernels for 64-bit Arm and check their numbers under q
 	  tests/cpp/kernels_check.cc src/vishwamai/core/cpp/parallel.cc src/vishwamai/core/cpp/isa.cc $(wildcard src/vishwamai/core/cpp/*.isa.cc src/vishwamai/ops/*/cpu*.isa.cc) -o build/kernels_check_arm64
 	qemu-aarch64 build/kernels_check_arm64
 
-check: lint types layers prose examples readme-check ## everything but the tests
+check: lint types layers prose examples readme-check docs ## everything but the tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -118,6 +118,13 @@ docs: $(VENV)/.dev ## the documentation site, into site/
 PYTHONS ?= python3.11 python3.12 python3.13
 wheels: ## wheels for strangers into dist/, tried in empty environments of PYTHONS='python3.11 python3.12 python3.13'
 	$(PYTHON) tools/wheels.py --out dist $(foreach python,$(PYTHONS),--python $(python))
+
+# The versions of the tests' own environment: what was released since is no fault of a change.
+first-hour: $(VENV)/.dev ## a wheel in an empty environment of one Python, its examples pasted, its commands interrupted; MINUTES=20 bounds it
+	mkdir -p build
+	$(PIP) freeze --exclude-editable | grep -v ' @ ' > build/versions.txt
+	$(PYTHON) tools/wheels.py --out build/wheels --one --constraint build/versions.txt --interrupts 2 \
+	  --seed $${VISHWAMAI_TEST_SEED:-1} --minutes $(or $(MINUTES),20) $(foreach python,$(PYTHONS),--python $(python))
 
 native: $(VENV)/.native ## the C++ module, after a change of its sources
 

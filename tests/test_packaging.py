@@ -110,6 +110,19 @@ def test_hard_dependencies_are_jax_and_numpy():
     assert sorted(re.split(r"[^\w-]", r)[0] for r in requirements) == ["jax", "numpy"]
 
 
+def test_the_benchmark_is_installed_without_libtpu():
+    """Which is as large as all else, and has a licence of its own; README names both."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    def required(extra: str) -> set[str]:
+        inner = [name for r in extras[extra] if (m := re.match(r"vishwamai\[(.*)\]", r)) for name in m[1].split(",")]
+        return {re.split(r"[^\w-]", r)[0] for r in extras[extra]}.union(*map(required, inner))
+
+    assert "libtpu" not in required("bench") and {"rich", "jinja2", "tokenizers"} <= required("bench")
+    assert "libtpu" in required("aot") & required("dev")
+    assert "libtpu: Google Cloud Platform Terms of Service" in (ROOT / "README.md").read_text()
+
+
 def test_command_names_the_missing_package():
     """Without rich the command ends with the line that installs it, not with a traceback."""
     code = "import sys; sys.modules['rich'] = None; from vishwamai.cli import main; sys.exit(main())"

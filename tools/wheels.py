@@ -2,55 +2,36 @@
 
 One wheel serves Python 3.11, and one by the stable ABI serves 3.12 and later. auditwheel checks that the native module
 needs no newer system than `PLATFORM`, and names the wheel after it. Then each Python gets an environment with nothing
-in it, installs its wheel, and runs the Python blocks of README.md as a reader would paste them, without a home
-directory and with a cache that cannot be written.
+in it, installs its wheel, and does there what first_hour.py says: pasted examples, hostile places, interrupts.
 
 python tools/wheels.py --out dist --python python3.11 --python python3.12 --python python3.13
 python tools/wheels.py --out dist --python python3.11 --built   # try what --out has already
 """
 
 import argparse
+import contextlib
 import os
-import re
+import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+import first_hour
 
 ROOT = Path(__file__).parent.parent
 PLATFORM = "manylinux_2_34_x86_64"
 ABI = (3, 12)
 """The Python from which on one wheel serves all: pyproject.toml's `wheel.py-api`."""
 
-RUN = """
-import doctest, sys
-from pathlib import Path
-from vishwamai.core import ffi
+EXTRAS = "aot,bench,serve,train"
+"""What the commands need that are interrupted, and all pages but those for torch."""
 
-why = ffi.why_not()
-assert why is None, f"the wheel has no native module that loads: {why}"
-names = {"__name__": "__main__"}
-for number, block in enumerate(Path(sys.argv[1]).read_text().split("\\0")):
-    if block.startswith(">>>"):
-        example = doctest.DocTestParser().get_doctest(block, names, f"block {number}", "README.md", 0)
-        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-        runner.run(example, clear_globs=False)
-        assert not runner.failures, f"block {number} of README.md prints something else"
-        names |= example.globs
-    else:
-        exec(compile(block, f"README.md, block {number}", "exec"), names)
-print(f"{number + 1} blocks of README.md ran on Python {sys.version.split()[0]}")
-"""
+COMMANDS = (["--version"], ["doctor"], ["explain", "vishwamai:rms_norm", "--args", "bf16[8,256], bf16[256]"])
+"""Commands that need no extra."""
 
-
-def snippets(page: str) -> list[str]:
-    """The Python blocks of a page that need no more than the package: not torch.
-
-    >>> snippets("```python\\nimport jax\\n```\\n```sh\\nls\\n```\\n```python\\nimport torch\\n```\\n")
-    ['import jax\\n']
-    """
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    return [block for block in blocks if "torch" not in block]
+NATIVE = "from vishwamai.core import ffi; why = ffi.why_not(); assert why is None, why"
 
 
 def version_of(python: str) -> tuple[int, int]:
@@ -98,25 +79,46 @@ def repair(python: str, wheel: Path, out: Path, folder: Path) -> None:
     subprocess.run([str(binaries / "python"), *words], check=True, env=os.environ | {"PATH": path})
 
 
-def attempt(python: str, out: Path, folder: Path) -> None:
-    """Installs the wheel that pip takes for this Python, and runs what README.md shows."""
+def attempt(python: str, out: Path, folder: Path, arguments: argparse.Namespace) -> None:
+    """Installs the wheel that pip takes for this Python, and does what a stranger does in the first hour.
+
+    Raises:
+      Failed: something did not work.
+    """
+    end = time.monotonic() + 60 * arguments.minutes
+    constraint = [] if arguments.constraint is None else ["--constraint", str(arguments.constraint)]
     binaries = environment(python, folder / "empty")
     install(binaries, "--no-deps", "--no-index", "--find-links", str(out), "vishwamai")
-    install(binaries, "vishwamai")  # what it depends on
-    blocks, script = folder / "blocks", folder / "run.py"
-    blocks.write_text("\0".join(snippets((ROOT / "README.md").read_text())))
-    script.write_text(RUN)
-    elsewhere = folder / "elsewhere"  # nothing of the repository is on the path there
-    elsewhere.mkdir()
-    around = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "XDG_CACHE_HOME": "/proc", "JAX_PLATFORMS": "cpu"}
-    commands = [[str(binaries / "vishwamai"), *words] for words in COMMANDS]
-    calls = [[str(binaries / "python"), str(script), str(blocks)], *commands]
-    for call in calls:
-        subprocess.run(call, check=True, cwd=elsewhere, env=around)
+    install(binaries, *constraint, "vishwamai")  # what it depends on
+    place = first_hour.Environment(binaries, folder / "first hour")
+    place.run("no home directory", place.python, "-c", NATIVE)
+    for words in COMMANDS:
+        print(place.run("no home directory", place.vishwamai, *words), end="", flush=True)
+    whole = first_hour.follow(first_hour.bare(place), end)
+    install(binaries, *constraint, "--find-links", str(out), f"vishwamai[{EXTRAS}]")
+    lines = first_hour.everything(place, arguments.interrupts, arguments.seed)
+    whole = first_hour.follow(lines, end) and whole
+    print(f"{python}: {'all of it' if whole else 'NOT CHECKED TO THE END, there was no time for the rest'}")
 
 
-COMMANDS = (["--version"], ["doctor"], ["explain", "vishwamai:rms_norm", "--args", "bf16[8,256], bf16[256]"])
-"""Commands that need no extra."""
+def one_of(pythons: list[str], seed: int) -> str | None:
+    """One of the Pythons that run here, or None.
+
+    >>> one_of([sys.executable, "no-such-python"], 3) == sys.executable
+    True
+    """
+    there = [path for python in pythons if (path := that_runs(python)) is not None]
+    return there[seed % len(there)] if there else None
+
+
+def that_runs(python: str) -> str | None:
+    """This Python, or where its name is but a shim of pyenv that fails, pyenv's own; None where there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    for path in (python, *sorted(map(str, pyenv.glob(f"*/bin/{Path(python).name}")))):
+        with contextlib.suppress(OSError):
+            if subprocess.run([path, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
+                return path
+    return None
 
 
 def main() -> int:
@@ -124,18 +126,32 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the wheels' directory (dist)")
     parser.add_argument("--python", action="append", required=True, help="an interpreter to serve; repeatable")
     parser.add_argument("--built", action="store_true", help="compile nothing: try what --out has")
+    parser.add_argument("--one", action="store_true", help="serve one of the Pythons that run here, by the seed")
+    parser.add_argument("--constraint", type=Path, help="versions for pip (the newest)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the moments of the interrupts")
+    parser.add_argument("--interrupts", type=int, default=4, help="of each command (4)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="for each environment (60)")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
-    pythons = {version_of(python): python for python in arguments.python}
+    asked = arguments.python
+    if arguments.one:
+        one = one_of(asked, arguments.seed)
+        if one is None:
+            print(f"wheels: NOT CHECKED, none of {', '.join(asked)} runs here")
+            return 0
+        asked = [one]
+    pythons = {version_of(python): python for python in asked}
     builders = [python for version, python in sorted(pythons.items()) if version < ABI]
     builders += [python for version, python in sorted(pythons.items()) if version >= ABI][:1]
     with tempfile.TemporaryDirectory() as folder:
         for number, python in enumerate([] if arguments.built else builders):
             build(python, out, Path(folder, f"build{number}"))
         for number, python in enumerate(pythons.values()):
-            place = Path(folder, f"try{number}")
-            place.mkdir()
-            attempt(python, out, place)
+            print(f"{python}: --seed {arguments.seed} repeats the moments of the interrupts", flush=True)
+            try:
+                attempt(python, out, Path(folder, f"try{number}"), arguments)
+            except first_hour.Failed as error:
+                sys.exit(f"wheels: {python} FAILED (--seed {arguments.seed}): {error}")
     print("\n".join(str(wheel) for wheel in sorted(out.glob("vishwamai-*.whl"))))
     return 0
 
