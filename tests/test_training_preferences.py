@@ -1,5 +1,6 @@
 """Direct preference optimization: pairs from files, the reference, and the same steps in transformers and torch."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from test_training import small, tensors
 from vishwamai.core.errors import ConfigError
-from vishwamai.training.config import DpoSection, SourceSection
+from vishwamai.training.config import DpoSection, MeshSection, SourceSection
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.run import train
 from vishwamai.training.sources import Bad, Pair, pairs
@@ -98,6 +99,24 @@ def test_devices_microbatches_and_adapters(tmp_path, changes):
     records = list(train(config, tmp_path / "run"))
     assert records[0].loss == pytest.approx(np.log(2), abs=1e-5) and records[-1].accuracy == 1
     assert tensors(tmp_path / "run").keys() == tensors(tmp_path / "start").keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [{"sequence": 2}, {"fsdp": 2, "sequence": 2, "tensor": 2}])
+def test_split_rows_change_no_preferences(tmp_path, mesh):
+    optimizer = {"learning_rate": 0.003, "eps": 1e-4}
+    config = preferences(tmp_path, optimizer=optimizer, evaluation={"every": 2}, steps=2, microbatches=2)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, holdout=0.4))
+    alone = list(train(config, tmp_path / "one"))
+    spread = list(train(dataclasses.replace(config, mesh=MeshSection(**mesh)), tmp_path / "all"))
+    for name in ("loss", "gradient_norm", "margin"):
+        one, other = ([getattr(r, name) for r in records] for records in (alone, spread))
+        np.testing.assert_allclose(other, one, atol=2e-5, rtol=1e-4, err_msg=name)
+    assert [r.accuracy for r in spread] == [r.accuracy for r in alone]
+    assert spread[1].evaluation_loss == pytest.approx(alone[1].evaluation_loss, abs=2e-5)
+    one, other = tensors(tmp_path / "one"), tensors(tmp_path / "all")
+    for name in one:
+        np.testing.assert_allclose(other[name], one[name], atol=2e-5, err_msg=name)
 
 
 def test_pairs_that_cannot_be_read_are_named(tmp_path):

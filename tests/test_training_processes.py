@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from test_processes import finish, start
-from test_training import small_values, tensors
+from test_training import LLAMA, small, small_values, tensors
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.mesh import Layout
 from vishwamai.training.records import read_records
@@ -69,6 +69,47 @@ def test_two_processes_are_one_run(tmp_path, mesh):
     (after,) = train(more, tmp_path / "two", resume=True)
     (whole,) = train(more, tmp_path / "one", resume=True)
     assert after.loss == pytest.approx(whole.loss, rel=2e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mesh", "lora"), [({"fsdp": 2, "sequence": 2}, {}), ({"fsdp": 4}, {"rank": 4, "quantize": "int4"})], ids=str
+)
+def test_two_processes_prefer_as_one(tmp_path, mesh, lora):
+    """Preferences, and adapters of quantized weights: their reference, their steps and the merged model."""
+    model = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    list(train(small(tmp_path, steps=1, model={"config": model}), tmp_path / "start"))
+    begin = str(tmp_path / "start" / "model")
+    lines = [
+        {"prompt": f"the quick{'!' * (n % 3)}", "chosen": " brown fox", "rejected": " lazy dog."} for n in range(21)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    described = {
+        "model": {"start_from": begin},
+        "tokenizer": {"path": begin},
+        "data": {"sources": [{"paths": [str(tmp_path / "pairs.jsonl")]}], "sequence_length": 64},
+        "optimizer": {"learning_rate": 0.003, "schedule": "constant", "eps": 1e-4},
+        "objective": "dpo",
+        "lora": lora,
+        "mesh": mesh,
+        "batch_size": 4,
+        "steps": 3,
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(described))
+    texts = finish(start(2, *command(tmp_path, "two", 3)))
+    assert "Done in" in texts[0]
+    expected, found = (
+        list(train(from_dict(described), tmp_path / "one")),
+        read_records(tmp_path / "two" / "metrics.jsonl"),
+    )
+    for name in ("loss", "gradient_norm", "margin"):
+        one, other = ([getattr(r, name) for r in records] for records in (found, expected))
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=name)
+    references = [np.load(tmp_path / run / "data" / "reference-training-0.npy") for run in ("one", "two")]
+    np.testing.assert_allclose(*references, rtol=2e-6)
+    left, right = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    for name in left:
+        np.testing.assert_allclose(right[name], left[name], atol=2e-5, err_msg=name)
 
 
 class Device:

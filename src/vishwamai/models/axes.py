@@ -35,9 +35,21 @@ class Axes:
 
     def once(self, bias: Any) -> Any:
         """A whole bias on one device of `tensor`, zeros on the others: `total` counts it once. None stays None."""
-        if bias is None or self.tensor is None:
-            return bias
-        return jnp.where(jax.lax.axis_index(self.tensor) == 0, bias, jnp.zeros_like(bias))
+        return _on_first(self.tensor, bias)
+
+    def row_total(self, x: Any) -> Any:
+        """The sum of what each device of `sequence` has made of its part of the rows."""
+        return x if self.sequence is None else jax.lax.psum(x, self.sequence)
+
+    def row_once(self, x: Any) -> Any:
+        """What all devices of `sequence` have, on one of them, and zeros on the others: it counts once among tokens."""
+        return _on_first(self.sequence, x)
+
+
+def _on_first(axis: str | None, x: Any) -> Any:
+    if x is None or axis is None:
+        return x
+    return jnp.where(jax.lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
 
 
 ONE_DEVICE = Axes()

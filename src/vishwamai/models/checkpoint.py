@@ -96,15 +96,20 @@ def from_pretrained(
     return model
 
 
-def quantized(model: Decoder, quantize: str) -> Decoder:
+def quantized(model: Decoder, quantize: str, directory: str | Path | None = None) -> Decoder:
     """The decoder with the weights of the layers' products quantized, in place; under `nnx.eval_shape`, its shapes.
 
     Args:
-      quantize: a name of `QUANTIZATIONS`.
+      quantize: a name of `QUANTIZATIONS`, or "keep": the formats of the checkpoint in `directory`.
     """
-    for _, parameter, _, held in held_parameters(model):
-        if parameter.matrix:
-            held.set_value(QUANTIZATIONS[quantize].quantize(held.get_value()))
+    find = storages(Path(directory), model.config) if quantize == KEEP and directory is not None else None
+    for name, parameter, layers, held in held_parameters(model):
+        if find is not None:
+            storage = find(name, parameter, None if layers is None else layers[0])
+        else:
+            storage = QUANTIZATIONS[quantize] if parameter.matrix else None
+        if storage is not None:
+            held.set_value(storage.quantize(held.get_value()))
     return model
 
 

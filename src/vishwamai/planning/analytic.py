@@ -23,7 +23,8 @@ from vishwamai.planning.serving import Serving, size
 from vishwamai.planning.training import TrainingStep, on_slice, share_of, training_step
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
-from vishwamai.training.mesh import Layout, make_layout, parameter_name, row_parts
+from vishwamai.training.mesh import Layout, make_layout, row_parts
+from vishwamai.training.parts import parameter_name
 
 Tree = Any
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "temporaries")

@@ -21,8 +21,9 @@ from vishwamai.models.checkpoint import quantized
 from vishwamai.planning.program import Program, trace
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
-from vishwamai.training.mesh import BATCH, Layout, check_rows, check_units, make_layout, over_all_devices, written
+from vishwamai.training.mesh import Layout, batch_spec, check_rows, check_units, make_layout, over_all_devices, written
 from vishwamai.training.model import ModelParts, split
+from vishwamai.training.packing import REFERENCE
 from vishwamai.training.remat import checkpoint_policy
 from vishwamai.training.step import TrainState, initial_state, model_loss, train_step, update_rule
 
@@ -57,7 +58,7 @@ class TrainingStep:
         found: dict[str, jax.ShapeDtypeStruct] = {}
         found |= dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), shape)
         if self.config.objective == "dpo":  # what the reference thinks of both answers
-            found["reference"] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
+            found[REFERENCE] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
         return found
 
     def update_rule(self, axes: tuple[str, ...] = ()) -> Any:
@@ -79,7 +80,7 @@ class TrainingStep:
             config.dpo.beta,
         )
 
-        def loss(params: Tree, batch: Tree, frozen: Tree) -> Any:
+        def loss(params: Tree, batch: Tree, frozen: Tree = None) -> Any:
             return full(params if frozen is None else attach(config.lora, frozen, params), batch)
 
         return loss
@@ -90,7 +91,7 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
 
     Raises:
       ConfigError: the mesh has more devices than the target, or does not divide the batch.
-      UnsupportedError: it trains adapters, with 8-bit products, or by a pipeline.
+      UnsupportedError: it trains adapters on several devices or with 8-bit products, or by a pipeline.
     """
     check_no_pipeline(config)
     devices = devices_of(target)
@@ -104,7 +105,7 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
     check_rows(config.mesh, config.batch_size, config.microbatches)
     if config.lora.rank and devices > 1:
         raise UnsupportedError(
-            f"plan: lora.rank={config.lora.rank} trains adapters, which runs on one device so far; name a chip."
+            f"plan: lora.rank={config.lora.rank} trains adapters, which are planned on one device so far; name a chip."
         )
     if config.precision == "fp8" and config.lora.rank:
         raise UnsupportedError(
@@ -138,14 +139,15 @@ def training_step(config: TrainConfig, model: ModelConfig | None = None) -> Trai
 
     def made() -> Decoder:
         model = make(rngs=nnx.Rngs(0))
-        return model if config.lora.quantize is None else quantized(model, config.lora.quantize)
+        start = config.model.start_from
+        return model if config.lora.quantize is None else quantized(model, config.lora.quantize, start)
 
     parts = split(nnx.eval_shape(made))
     average = config.optimizer.ema_decay is not None
     params, frozen, ranks = parts.params, None, parts.ranks
     if config.lora.rank:
         frozen, ranks = params, ADAPTER_RANKS
-        params = jax.eval_shape(lambda p: initial_adapters(config.lora, p, jax.random.key(0)), frozen)
+        params = jax.eval_shape(lambda p: initial_adapters(config.lora, p, jax.random.key(0), parts.ranks), frozen)
     update, _ = update_rule(config, params, ranks)
     state = jax.eval_shape(lambda p: initial_state(p, update, average), params)
     return TrainingStep(config, parts, state, frozen)
@@ -228,9 +230,9 @@ def trace_training(config: TrainConfig, target: str) -> Program:
     loss = step.loss(layout, attach_scales)
 
     def training_step_of(state: TrainState, batch: Tree, frozen: Tree = None) -> Tree:
-        part = functools.partial(loss, frozen=frozen)
+        own = {"loss": loss, "frozen": frozen}
         with config.optimization.kernels():
-            return train_step(state, batch, loss=part, optimizer=update, config=config, layout=layout)
+            return train_step(state, batch, **own, optimizer=update, config=config, layout=layout)
 
     state, batch = step.state, step.batch(config.batch_size)
     if layout.mesh is not None:
@@ -240,6 +242,6 @@ def trace_training(config: TrainConfig, target: str) -> Program:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
         state = jax.tree.map(placed, state, layout.specs(state))
-        batch = {name: placed(leaf, BATCH) for name, leaf in batch.items()}
+        batch = {name: placed(leaf, batch_spec(name)) for name, leaf in batch.items()}
     frozen = () if step.frozen is None else (step.frozen,)
     return trace(jax.jit(training_step_of, donate_argnums=0), state, batch, *frozen, target=target)

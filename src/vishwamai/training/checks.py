@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 
 from vishwamai.core.errors import ConfigError, UnsupportedError
+from vishwamai.models import ModelConfig
+from vishwamai.models.checkpoint import is_quantized, storages
+from vishwamai.models.parameters import Parameter, layer_parameters
+from vishwamai.models.periods import segments, stacks_layers
+from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.mesh import written
+from vishwamai.training.mesh import KEPT_APART, written
+from vishwamai.training.model import model_config, stacked_layers
 from vishwamai.training.remat import memory_limit
 
 
@@ -44,10 +52,6 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("config: lora.rank trains adapters of an existing model; set model.start_from.")
     if config.lora.quantize and not config.lora.rank:
         raise ConfigError("config: lora.quantize freezes quantized weights; set lora.rank, such as 16.")
-    if config.lora.rank and devices > 1:
-        raise UnsupportedError(
-            f"config: lora.rank={config.lora.rank} runs on one device so far; set the sizes of mesh to 1."
-        )
     if config.precision == "fp8":
         if config.lora.rank:
             raise UnsupportedError(
@@ -60,16 +64,6 @@ def check(config: TrainConfig) -> None:
                 "set fp8.scaling=delayed."
             )
     if config.objective == "dpo":
-        if processes > 1:
-            raise UnsupportedError(
-                f"config: objective=dpo runs in one process so far, and JAX has {processes}; start one with all its "
-                "devices."
-            )
-        if config.mesh.sequence > 1:
-            raise UnsupportedError(
-                f"config: objective=dpo needs whole rows, but mesh.sequence={config.mesh.sequence} splits them; set "
-                "mesh.sequence=1, and mesh.fsdp or mesh.tensor in its place."
-            )
         if config.model.start_from is None or config.tokenizer.path is None:
             raise ConfigError(
                 "config: objective=dpo goes on from a trained model; set model.start_from and tokenizer.path, which "
@@ -83,8 +77,11 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"config: optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds steps={config.steps}."
         )
+    model = model_config(config, config.tokenizer.vocab_size)
     if config.mesh.pipeline > 1:
         _check_pipeline(config)
+    if config.lora.quantize is not None:
+        _check_frozen(config, config.lora.quantize, model)
 
 
 def _check_pipeline(config: TrainConfig) -> None:
@@ -94,12 +91,58 @@ def _check_pipeline(config: TrainConfig) -> None:
         "mesh.sequence": config.mesh.sequence if config.mesh.sequence > 1 else None,
         "precision": "fp8" if config.precision == "fp8" else None,
         "objective": "dpo" if config.objective == "dpo" else None,
+        "lora.rank": config.lora.rank or None,
         "remat": "offload" if config.remat == "offload" else None,
     }
     usual = {"mesh.expert": 1, "mesh.sequence": 1, "precision": "plain", "objective": "next_token", "remat": "full"}
+    usual["lora.rank"] = 0
     for name, value in found.items():
         if value is not None:
             raise UnsupportedError(
                 f"config: {name}={value} does not go together with mesh.pipeline={config.mesh.pipeline} so far; set "
                 f"{name}={usual[name]} or mesh.pipeline=1."
+            )
+
+
+def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig) -> None:
+    """Whether the frozen weights can be held as `lora.quantize` says, and split as `mesh` says, by the headers of the
+    checkpoint alone.
+    """
+    start = Path(config.model.start_from or "")
+    if quantize == KEEP and not is_quantized(start):
+        raise ConfigError(
+            f"config: lora.quantize={KEEP}, but {start} is not published quantized; set lora.quantize to one of "
+            f"{', '.join(QUANTIZATIONS)}, or null."
+        )
+    find: Callable[[str, Parameter, int | None], Storage | None]
+    if quantize == KEEP:
+        find = storages(start, model)
+    else:
+        find = lambda name, parameter, layer: QUANTIZATIONS[quantize] if parameter.matrix else None  # noqa: E731
+    for segment in segments(model, stacks_layers(stacked_layers(config))):
+        for place, kind in enumerate(segment.kinds):
+            for name, parameter in layer_parameters(model, kind).items():
+                layers = segment.layers(place)
+                found = {layer: find(name, parameter, layer) for layer in layers}
+                if len(set(found.values())) > 1:
+                    forms = ", ".join(f"{form or 'a plain array'} in layer {layer}" for layer, form in found.items())
+                    apart = "" if stacks_layers(None) else "remat=none, which keeps layers apart, or "
+                    raise ConfigError(
+                        f"config: lora.quantize={KEEP} would stack {name} of layers that differ ({forms}); set {apart}"
+                        "lora.quantize=null."
+                    )
+                _check_blocks(config, quantize, name, parameter, found[layers[0]])
+
+
+def _check_blocks(config: TrainConfig, quantize: str, name: str, parameter: Parameter, storage: Storage | None) -> None:
+    """No mesh axis that splits the rows of a weight for good may cut through rows that share scales."""
+    if storage is None or storage.block_size is None:
+        return
+    for axis, names in KEPT_APART.items():
+        size, rows = getattr(config.mesh, axis), parameter.shape[-2]
+        if size > 1 and parameter.axes[-2] in names and rows % (size * storage.block_size):
+            raise ConfigError(
+                f"config: lora.quantize={quantize} holds the {rows} rows of {name} as {storage} that share scales, and "
+                f"mesh.{axis}={size} cuts them into parts of {rows / size:g}; set mesh.{axis}=1, or lora.quantize to "
+                "int8 or fp8, whose scales are those of whole columns."
             )

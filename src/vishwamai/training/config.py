@@ -165,7 +165,10 @@ class LoraSection(_Section):
         "regular expression that is searched in the paths of the layers' matrices",
         r"/(query|key|value|output|gate|up|down)$",
     )
-    quantize: Literal["int8", "int4", "fp8"] | None = key("format of the frozen weights; null keeps them", None)
+    quantize: Literal["int8", "int4", "fp8", "keep"] | None = key(
+        "format of the frozen weights; keep: the numbers of a checkpoint that is published quantized; null: plain ones",
+        None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

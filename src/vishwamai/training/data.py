@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.packing import Plan, pair_rows, plan_rows, row
+from vishwamai.training.packing import REFERENCE, Plan, pair_rows, plan_rows, row
 from vishwamai.training.sources import Bad
 from vishwamai.training.tokens import Tokens, make_tokenizer, read_tokens, write_tokens
 
@@ -44,7 +44,7 @@ class Rows:
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]:
         made = row(self.plan, self.tokens.tokens, self.tokens.targets, int(index), self.length)
-        return made if self.reference is None else made | {"reference": self.reference[int(index)]}
+        return made if self.reference is None else made | {REFERENCE: self.reference[int(index)]}
 
 
 @dataclasses.dataclass(frozen=True)

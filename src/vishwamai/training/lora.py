@@ -2,6 +2,8 @@
 
 Hu et al., "LoRA" (2021). With a quantized W it is QLoRA (Dettmers et al., 2023): a layer's W is dequantized where the
 layer runs, and again in the backward pass if the layer is recomputed (`remat`).
+
+Over several devices, the thin matrices are split as the axes of W that they have, and are made whole with it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +21,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.training.config import LoraSection
 from vishwamai.training.optimizers import path_names
+from vishwamai.training.parts import parameter_name
 
 Tree = Any
 
@@ -47,13 +51,16 @@ class Adapted:
         return weight.astype(self.down.dtype) + self.scale * (self.down @ self.up)
 
 
-def initial_adapters(section: LoraSection, params: Tree, key: Any) -> dict[str, dict[str, Any]]:
+def initial_adapters(
+    section: LoraSection, params: Tree, key: Any, ranks: Mapping[str, int] | None = None
+) -> dict[str, dict[str, Any]]:
     """Adapters of the weights that the section's pattern names, by path; they start as no change.
 
     Args:
       section: of the configuration.
       params: the frozen parameters.
       key: of the random `down` matrices; `up` starts at 0.
+      ranks: axes of a parameter by the last name of its path, where the parameter has one more for stacked layers.
 
     Raises:
       ConfigError: the pattern names no matrix of a layer.
@@ -66,7 +73,12 @@ def initial_adapters(section: LoraSection, params: Tree, key: Any) -> dict[str, 
     names = jax.tree.leaves(path_names_of_weights(params))
     weights = jax.tree.leaves(params, is_leaf=_is_weight)
     inside = {name: w for name, w in zip(names, weights) if name.startswith("layers/")}
-    chosen = {name: w for name, w in inside.items() if re.search(section.targets, name) and len(w.shape) >= 2}
+
+    def is_matrix(name: str, weight: Any) -> bool:
+        rank = len(weight.shape) if ranks is None else ranks[name.rpartition("/")[2]]
+        return rank >= 2 and not name.endswith("_bias")  # those of experts have an axis more
+
+    chosen = {name: w for name, w in inside.items() if re.search(section.targets, name) and is_matrix(name, w)}
     if not chosen:
         raise ConfigError(
             f"config: lora.targets {section.targets!r} names no matrix of a layer; the first layer has "
@@ -90,15 +102,23 @@ def attach(section: LoraSection, params: Tree, adapters: dict[str, dict[str, Any
     return jax.tree.map(one, path_names_of_weights(params), params)
 
 
-def whole(tree: Tree) -> Tree:
-    """Plain arrays in place of each `Adapted`, and of each quantized weight."""
+def whole(tree: Tree, gather: Callable[[str, Any], Any] = lambda _, x: x) -> Tree:
+    """Plain arrays in place of each `Adapted`, and of each quantized weight.
 
-    def one(leaf: Any) -> Any:
+    Args:
+      tree: parameters of `attach`.
+      gather: makes an array or a `QTensor` whole, by the name of `parts.parameter_name`, such as `Layout.whole`.
+    """
+
+    def one(path: Any, leaf: Any) -> Any:
+        name = parameter_name(path)
         if isinstance(leaf, Adapted):
-            return leaf.whole()
+            thin = {part: gather(f"{name}/{part}", getattr(leaf, part)) for part in ADAPTER_RANKS}
+            return dataclasses.replace(leaf, weight=gather(name, leaf.weight), **thin).whole()
+        leaf = gather(name, leaf)
         return leaf.dequantize() if isinstance(leaf, QTensor) else leaf
 
-    return jax.tree.map(one, tree, is_leaf=_is_weight)
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_weight)
 
 
 def path_names_of_weights(params: Tree) -> Tree:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.core.errors import ConfigError
 from vishwamai.core.numbers import divisors
+from vishwamai.core.qtensor import QTensor
 from vishwamai.models.attend import sequence_placement
 from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.models.config import ModelConfig
@@ -31,6 +32,8 @@ from vishwamai.parallel.mesh import laid_out
 from vishwamai.parallel.rules import Names
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import SCALES
+from vishwamai.training.packing import REFERENCE
+from vishwamai.training.parts import gathered, parameter_name, split_axis
 
 Tree = Any
 ROWS = ("data", "fsdp", "expert")
@@ -44,9 +47,6 @@ PIPELINE = "pipeline"
 
 ALL = (PIPELINE, *TOKENS, "tensor")
 """The mesh axes, the busiest last."""
-
-BATCH = PartitionSpec(ROWS, "sequence")
-"""How the arrays of a batch, `[rows, ...]`, lie over the mesh."""
 
 KEPT_APART = {"expert": ("experts",), "tensor": ("heads", "kv_heads", "mlp", "vocab")}
 """The logical axes that a mesh axis splits, by mesh axis; no device gathers these parts. What "fsdp" splits goes by
@@ -104,13 +104,17 @@ class Layout:
         spec: list[str | None] = [None] * len(shape)
         if placed and self._staged(path) and shape and shape[0] % self.stages == 0:
             spec[0] = PIPELINE
-        for split, axes in (("fsdp", self.axes), *self.apart.items()):
-            axis = axes.get(name)
+        for split, axes in self._splits:
+            axis = split_axis(axes, name)
             if self.mesh is None or axis is None or -axis > len(shape) or shape[axis] % self.mesh.shape[split]:
                 continue
             if spec[axis] is None:
                 spec[axis] = split
         return PartitionSpec(*spec) if any(spec) else PartitionSpec()
+
+    @property
+    def _splits(self) -> tuple[tuple[str, Mapping[str, int]], ...]:
+        return (("fsdp", self.axes), *self.apart.items())
 
     @property
     def stages(self) -> int:
@@ -162,12 +166,12 @@ class Layout:
         """Arrays `[rows, ...]` split over the devices: this process's part of the rows, as `reader` says."""
         if self.mesh is None:
             return batch
-        if self.zigzag:
-            size = self.mesh.shape["sequence"]
-            batch = jax.tree.map(lambda x: to_zigzag(x, size, axis=1), batch)
-        sharding, (index, count) = NamedSharding(self.mesh, BATCH), self.reader
+        mesh, (index, count) = self.mesh, self.reader
 
-        def put(x: Any) -> Any:
+        def put(name: str, x: Any) -> Any:
+            if self.zigzag and name != REFERENCE:
+                x = to_zigzag(x, mesh.shape["sequence"], axis=1)
+            sharding = NamedSharding(mesh, batch_spec(name))
             if sharding.is_fully_addressable:
                 return jax.device_put(x, sharding)
             first = index * x.shape[0]
@@ -178,47 +182,53 @@ class Layout:
 
             return jax.make_array_from_callback((x.shape[0] * count, *x.shape[1:]), sharding, of_device)
 
-        return jax.tree.map(put, batch)
+        return {name: put(name, x) for name, x in batch.items()}
 
     def gather(self, arrays: Tree) -> Tree:
-        """Inside `gradients`: whole parameters from this device's parts, by the last name of each path."""
+        """Inside `over_devices`: whole parameters from this device's parts, by the last name of each path."""
+        if self.mesh is None:
+            return arrays
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: self.whole(parameter_name(path), x), arrays, is_leaf=_is_quantized
+        )
 
-        def whole(path: Any, x: Any) -> Any:
-            axis = self.axes.get(parameter_name(path))
-            return x if axis is None else jax.lax.all_gather(x, "fsdp", axis=axis + x.ndim, tiled=True)
+    def whole(self, name: str, x: Any) -> Any:
+        """Inside `over_devices`: one of them, an array or a `QTensor`, by its name."""
+        axis = split_axis(self.axes, name)
+        return x if axis is None else gathered(x, axis, "fsdp")
 
-        return jax.tree_util.tree_map_with_path(whole, arrays) if self.mesh is not None else arrays
-
-    def over_devices(self, compute: Callable[..., Any], params: Tree, gradients: bool = True) -> Callable[..., Any]:
+    def over_devices(
+        self, compute: Callable[..., Any], params: Tree, gradients: bool = True, frozen: Tree = None
+    ) -> Callable[..., Any]:
         """`compute(params, batch, *scalars)` to (gradients, sums) of each device's tokens, as one function of all.
 
         The gradients are those of the sum over all devices, which counts a token `copies` times; they come out split
-        like the parameters. The sums count it once. Without `gradients`, `compute` gives None in their place.
+        like the parameters. The sums count it once. Without `gradients`, `compute` gives None in their place. It takes
+        `frozen` by that name, parameters without gradients, where there are some.
         """
         if self.mesh is None:
-            return compute
-        specs = self.specs(params)
+            return compute if frozen is None else functools.partial(compute, frozen=frozen)
+        specs, others = self.specs(params), self.specs(frozen)
 
-        def local(params: Tree, batch: Tree, scalars: Tree) -> tuple[Tree, Tree]:
-            found, sums = compute(params, batch, *scalars)
+        def local(params: Tree, batch: Tree, scalars: Tree, frozen: Tree) -> tuple[Tree, Tree]:
+            found, sums = compute(params, batch, *scalars, **({} if frozen is None else {"frozen": frozen}))
 
             def total(path: Any, g: Any) -> Any:
                 if path[0] == jax.tree_util.DictKey(SCALES):
                     return jax.lax.pmax(g, ALL)
-                # The gradient of a gather has been added up over "fsdp" already, and what is apart has no copies.
-                done = {
-                    split for split, axes in (("fsdp", self.axes), *self.apart.items()) if parameter_name(path) in axes
-                }
+                # The gradient of a gather has been added up already, and what is apart has no copies.
+                name = parameter_name(path)
+                done = {split for split, axes in self._splits if split_axis(axes, name) is not None}
                 done |= {PIPELINE} if self._staged(path) else set()
                 return jax.lax.psum(g, tuple(axis for axis in ALL if axis not in done))
 
             return jax.tree_util.tree_map_with_path(total, found), jax.lax.psum(sums, TOKENS)
 
         def call(params: Tree, batch: Tree, *scalars: Any) -> tuple[Tree, Tree]:
-            places = (specs, BATCH, PartitionSpec())
+            places = (specs, batch_specs(batch), PartitionSpec(), others)
             out = (specs if gradients else PartitionSpec(), PartitionSpec())
             run = jax.shard_map(local, mesh=self.mesh, in_specs=places, out_specs=out, check_vma=False)
-            return run(params, batch, scalars)
+            return run(params, batch, scalars, frozen)
 
         return call
 
@@ -226,8 +236,26 @@ class Layout:
         """`compute(params, batch)` to arrays `[rows, ...]` of each device's rows, as one function of all rows."""
         if self.mesh is None:
             return compute
-        places = (self.specs(params), BATCH)
-        return jax.shard_map(compute, mesh=self.mesh, in_specs=places, out_specs=PartitionSpec(ROWS), check_vma=False)
+        specs = self.specs(params)
+
+        def call(params: Tree, batch: Tree) -> Any:
+            places = (specs, batch_specs(batch))
+            run = jax.shard_map(
+                compute, mesh=self.mesh, in_specs=places, out_specs=PartitionSpec(ROWS), check_vma=False
+            )
+            return run(params, batch)
+
+        return call
+
+
+def batch_spec(name: str) -> PartitionSpec:
+    """How an array of a batch, `[rows, ...]`, lies over the mesh."""
+    return PartitionSpec(ROWS) if name == REFERENCE else PartitionSpec(ROWS, "sequence")
+
+
+def batch_specs(batch: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+    """The same for each array."""
+    return {name: batch_spec(name) for name in batch}
 
 
 def over_all_devices(config: TrainConfig, devices: int) -> TrainConfig:
@@ -287,7 +315,7 @@ def make_layout(
             apart[axis] = _apart(axis, split, names)
     mesh = Mesh(_placed(tuple(sizes[axis] for axis in ALL), devices[:count], count == len(devices)), ALL)
     shapes: dict[str, list[tuple[int, ...]]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_quantized):
         shapes.setdefault(parameter_name(path), []).append(leaf.shape)
     found = {
         name: _axis(those, section.fsdp, {axes[name] for axes in apart.values() if name in axes})
@@ -378,7 +406,5 @@ def _axis(shapes: list[tuple[int, ...]], parts: int, taken: set[int]) -> int | N
     return max(fitting, key=lambda axis: shapes[0][axis], default=None)
 
 
-def parameter_name(path: Any) -> str:
-    """The name of the parameter: what is below it in the tree, such as the parts of a quantized moment, has no keys."""
-    keys = [entry for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-    return str(keys[-1].key) if keys else ""
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QTensor)

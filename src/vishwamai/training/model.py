@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vishwamai.core.errors import ConfigError
-from vishwamai.models import Decoder, ModelConfig, from_pretrained, save_pretrained
+from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config, save_pretrained
 from vishwamai.models.parameters import parameter_axes
 from vishwamai.training.config import TrainConfig
 
@@ -61,6 +61,33 @@ def split(model: Decoder) -> ModelParts:
     return ModelParts(model.config, graph, nnx.to_pure_dict(params), rest)
 
 
+def model_config(config: TrainConfig, vocab: int, **usual: Any) -> ModelConfig:
+    """What a configuration trains, without its weights.
+
+    Args:
+      config: of the run.
+      vocab: of its tokenizer.
+      usual: further keys that `model.config` may leave out.
+
+    Raises:
+      ConfigError: the section model says neither or both.
+    """
+    section = config.model
+    if (section.start_from is None) == (section.config is None):
+        raise ConfigError("config: set either model.config (a new model) or model.start_from (a directory), not both.")
+    if section.start_from is not None:
+        return read_config(section.start_from)
+    usual |= {"vocab_size": vocab, "max_position_embeddings": config.data.sequence_length}
+    return ModelConfig.from_dict({**usual, **(section.config or {})}, "config: model.config")
+
+
+def stacked_layers(config: TrainConfig) -> bool | None:
+    """What `Decoder` takes as `stacked`: XLA on the CPU merges what is recomputed with the first computation, except in
+    the body of a loop over the layers.
+    """
+    return None if config.remat == "none" else True
+
+
 def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
     """The model that a configuration describes, with random weights of its seed or those of `model.start_from`.
 
@@ -69,18 +96,14 @@ def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
     """
     section = config.model
     dtype, param_dtype = jnp.dtype(section.compute_dtype), jnp.dtype(section.param_dtype)
-    # XLA on the CPU merges what is recomputed with the first computation, except in the body of a loop over the layers.
-    stacked = None if config.remat == "none" else True
-    if (section.start_from is None) == (section.config is None):
-        raise ConfigError("config: set either model.config (a new model) or model.start_from (a directory), not both.")
-    if section.start_from is not None:
+    stacked = stacked_layers(config)
+    if section.start_from is not None and section.config is None:
         made = from_pretrained(section.start_from, dtype=param_dtype, stacked=stacked, quantize=config.lora.quantize)
         made.dtype = dtype  # of activations; the reader has one dtype for both
     else:
         end = tokenizer.token_to_id(config.tokenizer.end_of_text)
         size = tokenizer.get_vocab_size()
-        usual = {"vocab_size": size, "eos_token_id": end, "max_position_embeddings": config.data.sequence_length}
-        described = ModelConfig.from_dict({**usual, **(section.config or {})}, "config: model.config")
+        described = model_config(config, size, eos_token_id=end)
         made = Decoder(described, rngs=nnx.Rngs(config.seed), dtype=dtype, param_dtype=param_dtype, stacked=stacked)
     if made.config.vocab_size < tokenizer.get_vocab_size():
         raise ConfigError(

@@ -17,6 +17,9 @@ from vishwamai.core.errors import ConfigError
 IGNORED = -100
 """Label of a token that is not in the loss; the default `ignore_index` of `linear_cross_entropy`."""
 
+REFERENCE = "reference"
+"""Key of the one array of a batch that has no tokens: float32 `[rows, 2]`, of pairs of answers."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

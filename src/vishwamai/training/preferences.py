@@ -21,6 +21,7 @@ from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.training.data import Batch, Corpus, Rows
 from vishwamai.training.mesh import Layout
 from vishwamai.training.packing import IGNORED
+from vishwamai.training.together import as_first, first_alone
 
 
 def answer_logprobs(model: Decoder, hidden: Any, batch: dict[str, Any], axes: Axes = ONE_DEVICE) -> Any:
@@ -30,7 +31,7 @@ def answer_logprobs(model: Decoder, hidden: Any, batch: dict[str, Any], axes: Ax
       model: whose head makes logits.
       hidden: `[rows, seq, hidden]`, of the model.
       batch: `labels` and `segment_ids`, `[rows, seq]`.
-      axes: inside `shard_map`, the mesh axes over which the model is split; rows are whole.
+      axes: inside `shard_map`, the mesh axes over which the model and its rows are split.
     """
     losses = vishwamai.linear_cross_entropy(
         hidden,
@@ -41,7 +42,8 @@ def answer_logprobs(model: Decoder, hidden: Any, batch: dict[str, Any], axes: Ax
         reduction="none",
         vocab_axis=axes.tensor,
     )
-    return -jnp.stack([jnp.sum(jnp.where(batch["segment_ids"] == s, losses, 0.0), axis=1) for s in (1, 2)], axis=1)
+    found = [jnp.sum(jnp.where(batch["segment_ids"] == s, losses, 0.0), axis=1) for s in (1, 2)]
+    return -axes.row_total(jnp.stack(found, axis=1))
 
 
 def preference_loss(logprobs: Any, reference: Any, beta: float) -> tuple[Any, dict[str, Any]]:
@@ -67,7 +69,8 @@ def preference_loss(logprobs: Any, reference: Any, beta: float) -> tuple[Any, di
 def with_reference(
     corpus: Corpus, score: Callable[[Batch], Any], layout: Layout, batch_size: int, folder: Path
 ) -> Corpus:
-    """The corpus with what the reference thinks of every pair, computed once into `folder`.
+    """The corpus with what the reference thinks of every pair, computed once into `folder`. Every process calls it, and
+    process 0 writes.
 
     Args:
       corpus: of `data.prepare`.
@@ -77,18 +80,24 @@ def with_reference(
       folder: of the run's data.
     """
 
+    process, processes = layout.reader
+    mine = range(batch_size * process // processes, batch_size * (process + 1) // processes)
+
+    def write(path: Path, parts: list[Any], count: int) -> None:
+        draft = path.with_suffix(".partial.npy")
+        np.save(draft, np.concatenate([np.asarray(part, np.float32) for part in parts])[:count])
+        draft.replace(path)
+
     def filled(kind: str, number: int, rows: Rows) -> Rows:
         path = folder / f"reference-{kind}-{number}.npy"
-        if not path.exists():
+        if not as_first(path.exists()):
             parts = []
             for start in range(0, len(rows), batch_size):
                 # The last batch is filled up with the first rows, so that all have one shape.
-                found = [rows[(start + i) % len(rows)] for i in range(batch_size)]
+                found = [rows[(start + i) % len(rows)] for i in mine]
                 batch = {name: np.stack([one[name] for one in found]) for name in found[0]}
-                parts.append(np.asarray(score(layout.put_batch(batch)), np.float32))
-            draft = path.with_suffix(".partial.npy")
-            np.save(draft, np.concatenate(parts)[: len(rows)])
-            draft.replace(path)
+                parts.append(layout.on_host(score(layout.put_batch(batch))))
+            first_alone(lambda: write(path, parts, len(rows)))
         return Rows(rows.tokens, rows.plan, rows.length, np.load(path))
 
     training = tuple(filled("training", i, rows) for i, rows in enumerate(corpus.training))

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
+from vishwamai.models.axes import Axes
 from vishwamai.training.checkpoints import Checkpoints
 from vishwamai.training.checks import check
 from vishwamai.training.config import TrainConfig
@@ -166,8 +167,9 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     if stages is not None:
         params = stages.place(params)
     if config.lora.rank:
-        frozen, ranks, gather = params, ADAPTER_RANKS, whole
-        params = initial_adapters(config.lora, frozen, jax.random.key(config.seed))
+        ranks, gather = ADAPTER_RANKS, functools.partial(whole, gather=layout.whole)
+        params = initial_adapters(config.lora, parts.params, jax.random.key(config.seed), parts.ranks)
+        frozen = layout.put(parts.params)
     accumulate = accumulated if stages is None else pipelined
     update, attach_scales = update_rule(config, params, ranks, layout.mesh_axes)
 
@@ -178,7 +180,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
             return PipelinedLoss(stages, parts.config, model.dtype, config.loss, kept, gather, axes)
         full = model_loss(parts.graph, parts.rest, config.loss, kept, gather, attach_scales, axes, config.dpo.beta)
 
-        def loss(params: Any, batch: Batch, frozen: Any) -> tuple[Any, dict[str, Any]]:
+        def loss(params: Any, batch: Batch, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
             return full(params if frozen is None else attach(config.lora, frozen, params), batch)
 
         return loss
@@ -187,11 +189,9 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
         loss = loss_under(policy)
 
         def one_step(state: TrainState, batch: Batch, frozen: Any) -> tuple[TrainState, dict[str, Any]]:
-            own = {"loss": loss if stages is not None else functools.partial(loss, frozen=frozen)}
+            own = {"loss": loss, "accumulate": accumulate, "frozen": frozen}
             with config.optimization.kernels():
-                return train_step(
-                    state, batch, **own, optimizer=update, config=config, layout=layout, accumulate=accumulate
-                )
+                return train_step(state, batch, **own, optimizer=update, config=config, layout=layout)
 
         return jax.jit(one_step, donate_argnums=0)
 
@@ -201,9 +201,9 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
         if stages is not None:
             part = functools.partial(_pipelined_loss_and_count, plain_loss, config.microbatches)
         else:
-            part = functools.partial(_loss_and_count, functools.partial(plain_loss, frozen=frozen))
+            part = functools.partial(_loss_and_count, plain_loss, layout.model_axes)
         with config.optimization.kernels():
-            return layout.over_devices(part, params, gradients=False)(params, batch)[1]
+            return layout.over_devices(part, params, gradients=False, frozen=frozen)(params, batch)[1]
 
     state = initial_state(layout.put(params), update, average=config.optimizer.ema_decay is not None)
     state = layout.put(state)
@@ -215,7 +215,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
                 made = run_model(parts.graph, parts.rest, params, batch, gather=gather, axes=layout.model_axes)
                 return answer_logprobs(made[0], made[1], batch, layout.model_axes)
 
-        start = layout.put(parts.params)
+        start = layout.put(parts.params) if frozen is None else frozen
         score = functools.partial(jax.jit(layout.by_row(reference, start)), start)
         corpus = with_reference(corpus, score, layout, config.batch_size, folder / "data")
 
@@ -232,9 +232,13 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
 
     usual = functools.partial(moved, stages, layout=layout, placed=False)
 
+    def merged(params: Any, frozen: Any) -> Any:
+        return whole(attach(config.lora, frozen, params))
+
     def write(params: Any) -> None:
         if frozen is not None:
-            params = whole(attach(config.lora, frozen, params))
+            places = layout.shardings(jax.eval_shape(merged, params, frozen))
+            params = jax.jit(merged, out_shardings=places)(params, frozen)
         params = usual(params)
         params = layout.on_host(params)
         first_alone(lambda: export(parts, params, tokenizer, config.tokenizer.end_of_text, folder / "model"))
@@ -319,9 +323,9 @@ class _Trace:
             self.__exit__()
 
 
-def _loss_and_count(loss: Loss, params: Any, batch: Batch) -> tuple[None, tuple[Any, Any]]:
+def _loss_and_count(loss: Loss, axes: Axes, params: Any, batch: Batch, **frozen: Any) -> tuple[None, tuple[Any, Any]]:
     """The loss of a batch as a sum, and over how many tokens or pairs."""
-    return None, (loss(params, batch)[1]["loss"], counted(batch))
+    return None, (loss(params, batch, **frozen)[1]["loss"], counted(batch, axes))
 
 
 def _pipelined_loss_and_count(loss: PipelinedLoss, microbatches: int, params: Any, batch: Batch) -> Any:

@@ -21,7 +21,7 @@ from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
 from vishwamai.training.mesh import Layout
 from vishwamai.training.optimizers import optimizer
-from vishwamai.training.packing import IGNORED
+from vishwamai.training.packing import IGNORED, REFERENCE
 from vishwamai.training.preferences import answer_logprobs, preference_loss
 from vishwamai.training.remat import checkpointed
 
@@ -127,8 +127,9 @@ def model_loss(
     def loss(params: Tree, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         model, hidden, loads = run_model(graph, rest, params, batch, kept, gather, attach, axes)
         labels = batch["labels"]
-        if "reference" in batch:
-            return preference_loss(answer_logprobs(model, hidden, batch, axes), batch["reference"], beta)
+        if REFERENCE in batch:
+            found = preference_loss(answer_logprobs(model, hidden, batch, axes), batch[REFERENCE], beta)
+            return jax.tree.map(axes.row_once, found)
         total, sums = token_loss(model.config, section, hidden, model.head_weight(), labels, axes)
         found = {str(i): load for i, load in enumerate(loads) if load is not None}
         if found:
@@ -216,10 +217,12 @@ def moved_corrections(params: Tree, counts: dict[str, Any], rate: float) -> Tree
     return params | {"layers": layers}
 
 
-def counted(batch: dict[str, Any]) -> Any:
-    """Over what the loss of a batch is a mean: tokens in the loss, or pairs of answers."""
-    if "reference" in batch:
-        return jnp.asarray(batch["reference"].shape[0])
+def counted(batch: dict[str, Any], axes: Axes = ONE_DEVICE) -> Any:
+    """Over what the loss of a batch is a mean: tokens in the loss, or pairs of answers. Inside `shard_map`, those of
+    this device, to be added up over the devices of tokens.
+    """
+    if REFERENCE in batch:
+        return axes.row_once(jnp.asarray(batch[REFERENCE].shape[0]))
     return jnp.sum(batch["labels"] != IGNORED)
 
 
@@ -259,6 +262,7 @@ def train_step(
     config: TrainConfig,
     layout: Layout | None = None,
     accumulate: Callable[..., tuple[Tree, Tree]] = accumulated,
+    frozen: Tree = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One step: gradients over the microbatches, clipping, the guard, the update, the average.
 
@@ -273,6 +277,7 @@ def train_step(
       config: read for its microbatches, clipping, guard and average.
       layout: the devices; None for one.
       accumulate: gradients and sums over the microbatches: `accumulated`, or `stages.pipelined`.
+      frozen: parameters without gradients, which `loss` takes by that name where there are some.
 
     Returns:
       The state after the step, and scalars: `loss`, `gradient_norm`, `tokens` (counted ones), `skips`, `skipped`; with
@@ -280,14 +285,17 @@ def train_step(
     """
     tokens = jnp.sum(batch["labels"] != IGNORED)
     scale = 1.0 / jnp.maximum(counted(batch), 1).astype(jnp.float32)
-    weight = scale  # of a token in the gradient
-    compute = functools.partial(accumulate, loss, microbatches=config.microbatches)
     trained = state.params
     if isinstance(optimizer, FP8Optimizer):
         trained = optimizer.with_scales(trained, state.optimizer)
-    if layout is not None:
-        compute, weight = layout.over_devices(compute, trained), scale / layout.copies
-    gradients, sums = compute(trained, batch, weight)
+
+    def compute(params: Tree, batch: Tree, scale: Any, **frozen: Tree) -> tuple[Tree, Tree]:
+        own = functools.partial(loss, **frozen) if frozen else loss
+        return accumulate(own, params, batch, scale, microbatches=config.microbatches)
+
+    layout = Layout() if layout is None else layout
+    of_all = layout.over_devices(compute, trained, frozen=frozen)
+    gradients, sums = of_all(trained, batch, scale / layout.copies)
     counts = sums.pop(EXPERT_COUNTS, None)
     largest = {SCALES: gradients.pop(SCALES)} if isinstance(gradients, dict) and SCALES in gradients else {}
     norm = optax.tree.norm(gradients)

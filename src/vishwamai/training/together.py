@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.core import jax_private
@@ -51,6 +52,15 @@ def first_alone(work: Callable[[], T]) -> T | None:
         raise
     jax_private.tell(key, _DONE)
     return made
+
+
+def as_first(flag: bool) -> bool:
+    """What process 0 passes; every process calls it.
+
+    >>> as_first(True)
+    True
+    """
+    return flag if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.asarray(flag)))
 
 
 def check_shared(folder: Path, file: str) -> None:
