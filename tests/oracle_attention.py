@@ -64,6 +64,7 @@ def flash_attention(
     mask: Any = None,
     *,
     softcap: float | None = None,
+    bias_after_softcap: bool = False,
     sinks: Any = None,
     alibi_slopes: Any = None,
     dropout_rate: float = 0.0,
@@ -82,10 +83,12 @@ def flash_attention(
     key, value = (jnp.repeat(x, group, axis=1) for x in (key, value))
     scale = 1 / np.sqrt(features) if scale is None else scale
     logits = scale * jnp.einsum("bhid,bhjd->bhij", query, key)
-    if bias is not None:
+    if bias is not None and not bias_after_softcap:
         logits = logits + bias
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
+    if bias is not None and bias_after_softcap:
+        logits = logits + bias
     if alibi_slopes is not None:
         slopes = np.asarray(alibi_slopes).reshape(-1, heads, 1, 1)
         logits = logits - slopes * np.abs(stands_at(rows, columns, **seen) - np.arange(columns))

@@ -21,6 +21,7 @@ def ragged_paged_attention(
     softcap: float | None = None,
     sinks: Any = None,
     alibi_slopes: Any = None,
+    tree_mask: Any = None,
     k_scale: Any = 1.0,
     v_scale: Any = 1.0,
     latent_dim: int | None = None,
@@ -59,6 +60,11 @@ def ragged_paged_attention(
         see = where <= position
         if window is not None:
             see &= where >= position - window
+        for i in range(0 if tree_mask is None else q.shape[0]):
+            allowed = np.asarray(tree_mask)[starts[s] + i]
+            for j in range(min(q.shape[0], len(allowed))):
+                if lens[s] - q.shape[0] + j >= 0:
+                    see[i, lens[s] - q.shape[0] + j] &= allowed[j]
         weights = np.where(see, np.exp(logits), 0)
         total = weights.sum(-1)
         if sinks is not None:

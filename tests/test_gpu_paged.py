@@ -90,6 +90,7 @@ def on_torch(arrays):
 TILES = [
     (16, 16, 1, {}, (8, 2)),
     (16, 32, 4, {"window": 9, "sinks": True, "slopes": True}, (8, 2)),
+    (16, 32, 4, {"tree": 4, "sinks": True}, (8, 2)),
     (32, 32, 2, {"softcap": 2.0, "max_q_len": 6, "sinks": True}, (4, 1)),
     pytest.param(16, 16, 2, {"max_q_len": 6}, (40, 2), marks=pytest.mark.long),
 ]
@@ -107,6 +108,8 @@ def test_tiles_and_splits(rows, long_rows, splits, options, heads):
         options["sinks"] = np.linspace(-1, 2, heads[0], dtype=np.float32)
     if options.pop("slopes", False):
         options["alibi_slopes"] = np.linspace(0.5, 0.01, heads[0], dtype=np.float32)
+    if columns := options.pop("tree", 0):
+        options["tree_mask"] = np.random.default_rng(1).random((len(arrays[0]), columns)) < 0.7
     config = PagedGpuConfig(rows, 16, 4, 2, splits, long_rows, 16, 4, 2)
     call = jax.jit(lambda *a: vishwamai.ragged_paged_attention(*a, **options, implementation="triton", config=config))
     got = np.asarray(jax.block_until_ready(call(*arrays)))
@@ -175,10 +178,10 @@ def test_torch(form):
     k, v = pool[:, :, 0::2].contiguous(), pool[:, :, 1::2].contiguous()
     pools = {"combined": pool, "separate": (k, v), "planes": torch.stack((k, v), 1).unbind(1)}[form]
     slopes = np.array([0.5, 0.25, 0.1, 0.0], np.float32)
-    got = vt.ragged_paged_attention(
-        query, pools, *rest, window=(12, 0), num_seqs=3, alibi_slopes=torch.from_numpy(slopes)
-    )
-    want = expected((arrays[0], *arrays[1:]), window=12, num_seqs=3, alibi_slopes=slopes)
+    tree = np.random.default_rng(1).random((len(query), 3)) < 0.7
+    options = {"alibi_slopes": torch.from_numpy(slopes), "tree_mask": torch.from_numpy(tree)}
+    got = vt.ragged_paged_attention(query, pools, *rest, window=(12, 0), num_seqs=3, **options)
+    want = expected((arrays[0], *arrays[1:]), window=12, num_seqs=3, alibi_slopes=slopes, tree_mask=tree)
     np.testing.assert_allclose(to_numpy(got, np.float32), want, rtol=2e-5, atol=2e-5)
     assert (got[7:] == 0).all()
 
@@ -235,7 +238,7 @@ def test_update_is_that_of_jax_and_in_place(dtype, form):
 
 def attend_arguments():
     query, pool, lens, table, starts = on_torch(problem(((1, 5), (2, 6))))
-    return query, pool.nan_to_num(), None, lens, table, starts, *(None,) * 10
+    return query, pool.nan_to_num(), None, lens, table, starts, *(None,) * 11
 
 
 def update_arguments():
@@ -307,13 +310,17 @@ def test_a_pool_is_not_copied_for_its_alignment():
 compiler = pytest.mark.skipif(core_gpu.why_not() is not None, reason=str(core_gpu.why_not()))
 
 
-def step(dim=128, heads=(32, 8), page_size=16, dtype="bfloat16", pages=None, queries=1, sequences=32, **options):
+def step(
+    dim=128, heads=(32, 8), page_size=16, dtype="bfloat16", pages=None, queries=1, sequences=32, tree=0, **options
+):
     """The launches of a batch of sequences of 4096 tokens."""
     scaled = {"k_scale": 0.1, "v_scale": 0.1} if pages else {}
     latent = "latent_dim" in options
     inits, number = tables(((queries, 4096),) * sequences, page_size)
     arrays = {"query": ArrayInit((queries * sequences, heads[0], dim), dtype)}
     arrays["kv_pages"] = ArrayInit((number, page_size, *(() if latent else (2 * heads[1],)), dim), pages or dtype)
+    if tree:
+        arrays["tree_mask"] = ArrayInit((queries * sequences, tree), "bool", "mask")
     call = vishwamai.ragged_paged_attention
     case = ForwardCase("step", "paged_attention", call, arrays | inits, options | scaled | {"max_q_len": queries})
     return launches(case)
@@ -335,6 +342,7 @@ STEPS = {
     ),
     "prefill of wide heads": ({"queries": 512, "dim": 256}, pytest.mark.long),
     "prefill float32": ({"queries": 512, "dim": 64, "dtype": "float32"}, pytest.mark.long),
+    "prefill beside trees": ({"queries": 512, "tree": 64}, pytest.mark.long),
     "latent": (LATENT, pytest.mark.long),
     "latent fp8": (LATENT | {"pages": "float8_e4m3fn"}, pytest.mark.long),
     "latent, 16 heads": (LATENT | {"heads": (16, 1)}, pytest.mark.long),

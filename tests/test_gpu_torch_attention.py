@@ -48,6 +48,7 @@ def oracle(
     window=None,
     segment_ids=None,
     softcap=None,
+    bias_after_softcap=False,
     sinks=None,
     alibi_slopes=None,
     scale=None,
@@ -60,8 +61,9 @@ def oracle(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    s = (q @ k.mT) * (scale or q.shape[-1] ** -0.5) + (0 if bias is None else bias.double())
-    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    bias = 0 if bias is None else bias.double()
+    s = (q @ k.mT) * (scale or q.shape[-1] ** -0.5) + (0 if bias_after_softcap else bias)
+    s = (s if softcap is None else softcap * torch.tanh(s / softcap)) + (bias if bias_after_softcap else 0)
     i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     if causal_align == "bottom_right":
         i = i + k.shape[2] - q.shape[2]
@@ -210,6 +212,14 @@ def test_everything(dtype):
     )
 
 
+def test_a_bias_after_the_soft_cap():
+    q, k, v, bias = tensors((2, 4, 18, 16), (2, 2, 25, 16), (2, 2, 25, 8), (1, 4, 18, 25))
+    options: dict[str, Any] = dict(softcap=1.5, bias_after_softcap=True, causal=True, causal_align="bottom_right")
+    agree(
+        lambda *a: vt.flash_attention(*a, return_lse=True, **options), lambda *a: oracle(*a, **options), (q, k, v, bias)
+    )
+
+
 SLOPES = torch.tensor([0.5, 0.25, 0.0625, 0.01])
 
 
@@ -268,8 +278,8 @@ def dense_arguments():
     q, k, v, bias, sinks = tensors((1, 2, 5, 8), (1, 1, 6, 8), (1, 1, 6, 8), (2, 5, 6), (2,))
     slopes = torch.tensor([0.5, 0.25])
     seed = torch.tensor([[[1, -2], [3, 4]]], dtype=torch.int32)
-    common = (softcap, scale) = (None, None)
-    del softcap, scale
+    common = (softcap, bias_after_softcap, scale) = (None, False, None)
+    del softcap, bias_after_softcap, scale
     plain = (q.detach(), k.detach(), v.detach(), *[None] * 8)
     return [
         (
@@ -305,6 +315,7 @@ def dense_arguments():
             None,
             None,
             5.0,
+            False,
             0.1,
             0.0,
             "bshd",
@@ -441,7 +452,7 @@ def test_packed_sequences_opcheck_and_compile():
     q, k, v = tensors((8, 2, 8), (9, 1, 8), (9, 1, 8))
     starts, ends = torch.tensor([0, 3, 8]), torch.tensor([0, 4, 9])
     sinks = torch.zeros(2, requires_grad=True)
-    options = (5, 5, True, True, None, None, None, None, 0.0, None, "default", None, None, None, [])
+    options = (5, 5, True, True, None, None, None, False, None, 0.0, None, "default", None, None, None, [])
     slopes = torch.tensor([0.5, 0.25])
     arguments = (q, k, v, sinks, None, slopes, starts, ends, *options)
     assert set(torch.library.opcheck(torch.ops.vishwamai.attention_varlen.default, arguments).values()) == {"SUCCESS"}

@@ -421,6 +421,13 @@ ERRORS = {
         "`scale` is None with latent",
     ),
     "sinks": (lambda a: a | {"sinks": np.zeros(2)}, r"`sinks` has shape \(2,\)"),
+    "tree_mask": (
+        lambda a: a | {"tree_mask": np.ones((7, 3), bool)},
+        r"`tree_mask` has shape \(7, 3\), but `query` has 8 tokens in axis -3; pass `tree_mask` of shape \(8, "
+        r"columns\), a row for each query",
+    ),
+    "tree_mask dtype": (lambda a: a | {"tree_mask": np.ones((8, 3), np.int32)}, r"`tree_mask`.*int32"),
+    "tree_mask columns": (lambda a: a | {"tree_mask": np.ones((8, 0), bool)}, r"`tree_mask` is bool\[8,0\]; pass bool"),
     "k_scale": (lambda a: a | {"k_scale": np.ones(3)}, r"`k_scale` has shape \(3,\)"),
     "max_q_len": (lambda a: a | {"max_q_len": 0}, "`max_q_len` is 0"),
     "num_seqs": (

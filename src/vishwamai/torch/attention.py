@@ -167,6 +167,7 @@ def flash_attention(
     window: tuple[int | None, int | None] | None = None,
     segment_ids: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
+    bias_after_softcap: bool = False,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_rate: float = 0.0,
@@ -193,7 +194,7 @@ def flash_attention(
     torch.Size([1, 100, 4, 64])
     """
     computed: Any = dict(causal=causal, causal_align=causal_align, window=window, softcap=softcap, scale=scale)
-    computed |= dict(dropout_rate=dropout_rate, layout=layout)
+    computed |= dict(dropout_rate=dropout_rate, layout=layout, bias_after_softcap=bias_after_softcap)
     how: Any = dict(block_size=block_size, config=config, implementation=implementation)
     options = requested("flash_attention", **computed, **how)
     return _attend(query, key, value, bias, mask, segment_ids, sinks, alibi_slopes, dropout_seed, return_lse, options)

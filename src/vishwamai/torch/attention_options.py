@@ -46,6 +46,7 @@ class Options(NamedTuple):
     left: int | None
     right: int | None
     softcap: float | None
+    bias_after_softcap: bool
     scale: float | None
     dropout_rate: float
     layout: str | None
@@ -99,8 +100,9 @@ def requested(
         if not fields:
             block_size = block_size or ambient.block_size
     return Options(
-        given.causal, given.causal_align == "bottom_right", left, right, given.softcap, given.scale,
-        float(given.dropout_rate), given.layout, precision, blocks, implementation, block_size, fields,
+        given.causal, given.causal_align == "bottom_right", left, right, given.softcap,
+        given.bias_after_softcap, given.scale, float(given.dropout_rate), given.layout, precision, blocks,
+        implementation, block_size, fields,
     )  # fmt: skip
 
 
@@ -125,14 +127,14 @@ def described(arrays: Operands, options: Options) -> AttentionSpec:
 
 @functools.lru_cache(maxsize=4096)
 def _described(arrays: Operands, options: tuple[Any, ...]) -> AttentionSpec:
-    causal, bottom_right, left, right, softcap, scale, dropout_rate, layout, precision, blocks = options
+    causal, bottom_right, left, right, softcap, after, scale, dropout_rate, layout, precision, blocks = options
     q_ids, kv_ids, seed = arrays.q_segment_ids, arrays.kv_segment_ids, arrays.dropout_seed
     segment_pair(None if q_ids is None and kv_ids is None else (q_ids, kv_ids))
     rate = 0.0 if seed is None else dropout_rate
     spec = make_spec(
         arrays._replace(dropout_seed=None),
         resolve_precision(precision, current_config().precision, arrays.query.dtype),
-        *CallOptions(causal, ALIGNMENTS[bottom_right], (left, right), softcap, rate, scale, layout=layout),
+        *CallOptions(causal, ALIGNMENTS[bottom_right], (left, right), softcap, after, rate, scale, layout=layout),
     )
     if seed is not None and tuple(seed.shape) != (spec.batch, spec.q_heads, 2):
         raise ShapeError(f"attention: `dropout_seed` has shape {seed.shape}; pass [batch, heads, 2].")

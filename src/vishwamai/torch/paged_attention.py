@@ -68,13 +68,14 @@ def count(num_seqs: Any, like: Tensor) -> Tensor | None:
 
 def _pack(spec: PagedSpec, tensors: Operands) -> Operands:
     """Pools stay where they are, of whatever strides; the query gets the columns that latent pages have beyond it."""
-    query, k_pages, v_pages, *tables, num_seqs, sinks, k_scale, v_scale, slopes = tensors
+    query, k_pages, v_pages, *tables, num_seqs, sinks, k_scale, v_scale, slopes, tree_mask = tensors
     query = torch.nn.functional.pad(query, (0, spec.head_dim - query.shape[2]))
     if bridge.platform_of(query) == "cuda":
         aligned(_NAME, k_pages, v_pages)
     elif num_seqs is None:  # which only Triton's kernels do without
         num_seqs = count(spec.sequences, query)
-    rest = (None if x is None else x.contiguous()[None] for x in (*tables, num_seqs, sinks, k_scale, v_scale, slopes))
+    rest = (*tables, num_seqs, sinks, k_scale, v_scale, slopes, tree_mask)
+    rest = (None if x is None else x.contiguous()[None] for x in rest)
     pages = (None if x is None else x[None] for x in (k_pages, v_pages))
     return Operands(query.contiguous()[None], *pages, *rest)
 
@@ -110,6 +111,7 @@ def ragged_paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
     latent_dim: int | None = None,
@@ -132,5 +134,5 @@ def ragged_paged_attention(
     factors = scales(_NAME, k_pages, kv_heads_of(k_pages, form), k_scale=k_scale, v_scale=v_scale)
     sequences = count(num_seqs, page_indices)
     tables = kv_lens, page_indices, cu_q_lens, sequences
-    tensors = Operands(query, k_pages, v_pages, *tables, sinks, *factors, slopes=alibi_slopes)
+    tensors = Operands(query, k_pages, v_pages, *tables, sinks, *factors, slopes=alibi_slopes, tree_mask=tree_mask)
     return _attend(*tensors, scale, check_window(window), softcap, latent_dim, max_q_len)[0]

@@ -52,6 +52,7 @@ def flash_attention(
     kv_starts: Int[Array, ...] | None = None,
     segment_ids: tuple[Int[Array, "#batch q_len"], Int[Array, "#batch kv_len"]] | None = None,
     softcap: float | None = None,
+    bias_after_softcap: bool = False,
     sinks: Float[Array, " heads"] | None = None,
     alibi_slopes: Float[Array, "#batch heads"] | Float[Array, " heads"] | None = None,
     dropout_rate: float = 0.0,
@@ -81,7 +82,7 @@ def flash_attention(
         // (heads // kv_heads).
       value: `[batch, kv_heads, kv_len, v_dim]`.
       bias: added to the scaled logits; broadcasts to `[batch, heads, q_len, kv_len]`. -inf forbids a position (except
-        for `softcap`, which bounds it like every logit: use `mask` there).
+        for `softcap`, which bounds it like every logit: use `mask` there, or `bias_after_softcap`).
       mask: bool, True = attend; broadcasts the same way.
       causal: query i sees no key after it.
       causal_align: where the diagonal of `causal` and `window` starts when q_len != kv_len. "top_left": query 0 stands
@@ -96,6 +97,8 @@ def flash_attention(
       segment_ids: (q_ids, kv_ids), integers `[batch, q_len]` and `[batch, kv_len]`; a query sees the keys of its own
         segment.
       softcap: bounds the logits: softcap * tanh(logits / softcap).
+      bias_after_softcap: add the bias to the capped logits, softcap * tanh(scale * query key^T / softcap) + bias, so
+        that the cap bounds the products alone and -inf forbids a position; FlashAttention adds ALiBi's bias there.
       sinks: `[heads]`, one logit a head that enters the softmax's denominator only.
       alibi_slopes: `[heads]` or `[batch, heads]`: the logit of a query that stands at key p and of key j is less by
         `slope * |p - j|`, after the soft-cap. Where queries stand says `q_offset` or `causal_align` ("bottom_right" in
@@ -141,6 +144,7 @@ def flash_attention(
         kv_starts=kv_starts,
         segment_ids=segment_ids,
         softcap=softcap,
+        bias_after_softcap=bias_after_softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         dropout_rate=dropout_rate,

@@ -213,14 +213,17 @@ class ScoreBlocks:
         return jnp.einsum(formula, x, y, precision=precision, preferred_element_type=self.spec.accumulator)
 
     def logits(self, q: jax.Array, k: jax.Array, at: At) -> jax.Array:
-        """Capped logits, not yet masked, without ALiBi."""
+        """Capped logits, not yet masked, without what `after_cap` adds."""
         s = rounded(self.spec.scale * self.product("bhgqd,bhkd->bhgqk", q, k))
-        if self.bias is not None:
+        if self.bias is not None and not self.spec.bias_after_softcap:
             s = s + self.cut("bhgqk", self.bias, at).astype(s.dtype)
         return s if self.spec.softcap is None else self.spec.softcap * jnp.tanh(s / self.spec.softcap)
 
-    def with_slopes(self, s: jax.Array, at: At) -> jax.Array:
-        """Logits with ALiBi, where the call has it."""
+    def after_cap(self, s: jax.Array, at: At) -> jax.Array:
+        """Logits with what is added to capped ones: ALiBi, and the bias where the call says so."""
+        if self.spec.bias_after_softcap:
+            assert self.bias is not None
+            s = s + self.cut("bhgqk", self.bias, at).astype(s.dtype)
         if self.slopes is None:
             return s
         rows, columns = self._positions(at)

@@ -218,6 +218,18 @@ CASES = (
     # softcap, sinks, dropout
     _case("softcap", softcap=3.0, scale=0.5),
     _case("one bias softcap", softcap=3.0, scale=0.5, bias=(1,)),
+    _case("bias after softcap", heads=(4, 2), length=80, bias=(1, 4, 80, 80), softcap=3.0, bias_after_softcap=True),
+    _case(
+        "bias by key after softcap bf16",
+        batch=2,
+        length=80,
+        bias=(2, 1, 1, 80),
+        softcap=2.0,
+        causal=True,
+        sinks=True,
+        dtype="bfloat16",
+        bias_after_softcap=True,
+    ),
     _case("softcap causal bf16", softcap=5.0, causal=True, dtype="bfloat16"),
     _case("sinks", sinks=True, return_lse=True),
     _case("sinks window bf16", sinks=True, window=(15, 0), causal=True, dtype="bfloat16"),
@@ -439,6 +451,7 @@ FACTS = Facts(
             "no keys": "an axis is empty",
             **dict.fromkeys(("alibi two-sided", "alibi window bf16"), "`alibi_slopes` without `causal`"),
             **dict.fromkeys(_PLACED, "positions of their own"),
+            **dict.fromkeys(("bias after softcap", "bias by key after softcap bf16"), "`bias_after_softcap`"),
         },
         "pallas_tpu": {
             "full f16": "float16",

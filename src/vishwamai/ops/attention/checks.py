@@ -38,6 +38,7 @@ class Options(NamedTuple):
     causal_align: Any = "top_left"
     window: Any = None
     softcap: Any = None
+    bias_after_softcap: Any = False
     dropout_rate: Any = 0.0
     scale: Any = None
     return_lse: Any = False
@@ -58,6 +59,8 @@ def make_spec(arrays: Operands, precision: str, *options: Any) -> AttentionSpec:
     check_arrays(arrays, given.layout)
     if not isinstance(given.causal, (bool, np.bool_)):
         _fail(f"`causal` is {given.causal!r}; pass True or False.")
+    if not isinstance(given.bias_after_softcap, (bool, np.bool_)):
+        _fail(f"`bias_after_softcap` is {given.bias_after_softcap!r}; pass True or False.")
     if given.causal_align not in ALIGNMENTS:
         _fail(f"`causal_align` is {given.causal_align!r}; pass 'top_left' or 'bottom_right'.")
     window = check_window(given.window)
@@ -86,6 +89,7 @@ def make_spec(arrays: Operands, precision: str, *options: Any) -> AttentionSpec:
         causal_offset=offset,
         window=window,
         softcap=cap,
+        bias_after_softcap=bool(given.bias_after_softcap) and cap is not None and operands.bias is not None,
         scale=1.0 / math.sqrt(qk_dim) if scale is None else scale,
         dropout_rate=float(given.dropout_rate),
         return_lse=bool(given.return_lse),

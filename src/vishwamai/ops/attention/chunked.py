@@ -81,7 +81,7 @@ def forward(
         v = blocks.cut("bhkd", blocks.value, at)
         seen = blocks.visible(at)
         k, v = of_seen_keys(k, seen), of_seen_keys(v, seen)
-        s = blocks.with_slopes(blocks.logits(q, k, at), at)
+        s = blocks.after_cap(blocks.logits(q, k, at), at)
         if seen is not None:
             s = jnp.where(seen, s, -jnp.inf)
         m_new = jnp.maximum(m, jnp.max(s, axis=-1))
@@ -165,18 +165,17 @@ def backward(
         k, v = of_seen_keys(k, seen), of_seen_keys(v, seen)
         s = blocks.logits(q, k, at)
         # At most 1: of huge logits, another order of this product's sum may exceed the logsumexp.
-        p = jnp.exp(jnp.minimum(blocks.with_slopes(s, at) - blocks.cut("bhgq", padded_lse, at)[..., None], 0.0))
+        p = jnp.exp(jnp.minimum(blocks.after_cap(s, at) - blocks.cut("bhgq", padded_lse, at)[..., None], 0.0))
         if seen is not None:
             p = jnp.where(seen, p, 0.0)
         dv = dv + blocks.product("bhgqk,bhgqd->bhkd", blocks.dropped(p, at).astype(do.dtype), do)
         dp = blocks.dropped(blocks.product("bhgqd,bhkd->bhgqk", do, v), at)
         ds = p * (dp - blocks.cut("bhgq", padded_delta, at)[..., None])
-        if spec.softcap is not None:
-            ds = ds * (1.0 - jnp.square(s / spec.softcap))
+        capped = ds if spec.softcap is None else ds * (1.0 - jnp.square(s / spec.softcap))
         if dbias is not None:
             shared = tuple(axis for axis, extent in enumerate(dbias.shape) if extent < ds.shape[axis])
-            dbias = dbias + jnp.sum(ds, axis=shared, keepdims=True)
-        ds = (spec.scale * ds).astype(q.dtype)
+            dbias = dbias + jnp.sum(ds if spec.bias_after_softcap else capped, axis=shared, keepdims=True)
+        ds = (spec.scale * capped).astype(q.dtype)
         dq = dq + blocks.product("bhgqk,bhkd->bhgqd", ds, k)
         return dq, dk + blocks.product("bhgqk,bhgqd->bhkd", ds, q), dv, dbias
 

@@ -28,6 +28,8 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
             return f"`{name}` is {getattr(o, name).dtype.name}; the CPU kernel takes {', '.join(_NATIVE)} and float16."
     if o.q_positions is not None:
         return "rows have positions of their own (`q_offset` is an array); the CPU kernel takes an int."
+    if spec.bias_after_softcap:
+        return "`bias_after_softcap`; the CPU kernel caps the bias with the logits."
     if min(spec.qk_dim, spec.v_dim, spec.kv_len, spec.q_len, spec.batch, spec.q_heads) == 0:
         return "an axis is empty."
     if spec.blocks is not None and spec.blocks.heads not in (1, spec.q_heads):

@@ -46,6 +46,7 @@ def draw(d: Sizes) -> Case:
         options["alibi_slopes"] = np.linspace(0.5, 0.01, heads).astype(np.float32)
     if d.flag(4):
         options["softcap"] = 3.0
+        options["bias_after_softcap"] = d.flag()
     if d.flag(4):
         options["scale"] = 0.2
     if d.flag(4):

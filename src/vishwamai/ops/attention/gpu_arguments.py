@@ -113,6 +113,7 @@ class Logits(NamedTuple):
       LOW, HIGH: whether the band has that edge.
       KEEP_FROM, RESCALE: dropout's threshold, and the factor of what it keeps.
       PRECISION: of the products of float32.
+      BIAS_AFTER: whether the bias is added to the capped logits.
     """
 
     SCALE: float
@@ -122,3 +123,4 @@ class Logits(NamedTuple):
     KEEP_FROM: int
     RESCALE: float
     PRECISION: str | None
+    BIAS_AFTER: bool

@@ -58,11 +58,15 @@ def logits(
                 + rows.to(tl.int64) * terms.bias_q
                 + columns * terms.bias_k
             )
-            s += tl.load(terms.bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            bias = tl.load(terms.bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            if not LOGITS.BIAS_AFTER:
+                s += bias
         t = s
         if SOFTCAP is not None:
             t = tanh(s * (1.0 / SOFTCAP), PRECISE)
             s = t * SOFTCAP
+            if LOGITS.BIAS_AFTER:
+                s += bias
         s = rounded_product(s, LOG2E)
     else:
         s = rounded_product(product, SCALE * LOG2E)

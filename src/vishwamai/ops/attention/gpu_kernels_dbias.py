@@ -80,7 +80,10 @@ def bias_gradient(
             v = load_rows(values, value, b, kv_h, column, sizes.kv_len, VALUES)
             dp = tl.dot(dout, v.T, input_precision=LOGITS.PRECISION)
             _, dp = after_dropout(p, dp, seed_ptr, plane, rows, columns, LOGITS)
-            dbias += logit_gradient(p, dp, total[:, None], t, LOGITS.SOFTCAP)
+            if LOGITS.BIAS_AFTER:
+                dbias += logit_gradient(p, dp, total[:, None], t, None)
+            else:
+                dbias += logit_gradient(p, dp, total[:, None], t, LOGITS.SOFTCAP)
     at = at_b.to(tl.int64) * terms.bias_b + at_h.to(tl.int64) * terms.bias_h
     rows = at_q * ROWS + tl.arange(0, ROWS)
     columns = at_k * COLUMNS + tl.arange(0, COLUMNS)

@@ -130,4 +130,5 @@ def logits_of(spec: AttentionSpec) -> Logits:
         KEEP_FROM=dropout.threshold(spec.dropout_rate),
         RESCALE=1.0 / (1.0 - spec.dropout_rate),
         PRECISION="tf32x3" if spec.operands.query.dtype.itemsize == 4 else None,
+        BIAS_AFTER=spec.bias_after_softcap,
     )

@@ -35,10 +35,13 @@ def forward(spec: AttentionSpec, config: None, operands: Operands, residuals: bo
     logits = rounded(
         spec.scale * jnp.einsum("bhgqd,bhkd->bhgqk", q, key, precision=precision, preferred_element_type=acc)
     )
-    if operands.bias is not None:
-        logits = logits + grouped(operands.bias.astype(acc), spec.kv_heads)
+    bias = None if operands.bias is None else grouped(operands.bias.astype(acc), spec.kv_heads)
+    if bias is not None and not spec.bias_after_softcap:
+        logits = logits + bias
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)
+    if bias is not None and spec.bias_after_softcap:
+        logits = logits + bias
     if operands.slopes is not None:
         logits = logits + alibi.of_all(spec, operands)
     if seen is not None:

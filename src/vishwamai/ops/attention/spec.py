@@ -54,6 +54,7 @@ class AttentionSpec(OpSpec):
       window: (left, right), None = unbounded: i + causal_offset - left <= j <= i + causal_offset + right; None for no
         window at all.
       softcap: logits become softcap * tanh(logits / softcap); None for no cap.
+      bias_after_softcap: the bias is added to the capped logits; False where there is no bias or no cap.
       scale: multiplies q.k.
       dropout_rate: share of the probabilities that are dropped, in [0, 1).
       return_lse: the caller wants `Outputs.logsumexp`. The residual of the backward pass is the logsumexp either way.
@@ -65,6 +66,7 @@ class AttentionSpec(OpSpec):
     causal_offset: int = 0
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
+    bias_after_softcap: bool = False
     scale: float = 1.0
     dropout_rate: float = 0.0
     return_lse: bool = False
@@ -193,7 +195,7 @@ class AttentionSpec(OpSpec):
         if self.blocks is not None:
             parts.append("blocks{}x{}-{}".format(*self.blocks.block_size, self.blocks.digest[:12]))
         if self.softcap is not None:
-            parts.append("softcap")
+            parts.append("softcap" + " bias after it" * self.bias_after_softcap)
         if self.dropout_rate:
             parts.append("dropout")
         for name in ("bias", "mask"):
@@ -224,6 +226,7 @@ class AttentionSpec(OpSpec):
             )
             if x is not None
         ]
+        extras += ["bias after softcap"] if self.bias_after_softcap else []
         extras += ["dropout"] if self.dropout_rate else []
         extras += ["blocks"] if self.blocks is not None else []
         return " ".join([o.query.dtype.name, f"d{self.qk_dim}/{self.v_dim}", seen, "t{}x{}".format(*lengths), *extras])

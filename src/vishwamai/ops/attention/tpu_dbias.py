@@ -53,7 +53,7 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, order: tu
     def _() -> None:
         query = scaled_query(spec, refs.query[...])
         s, dp = dot(refs.key[...], query, (1, 1)), dot(refs.value[...], refs.do[...], (1, 1))
-        _, ds = probabilities(spec, tiling, refs, tile, s, dp, batch * spec.q_heads + head, True)
+        _, ds = probabilities(spec, tiling, refs, tile, s, dp, batch * spec.q_heads + head, True, of_bias=True)
         _, _, rows, columns = spec.operands.bias.shape
         if columns > 1:
             ds = ds.T  # [block_q, block_kv]

@@ -191,9 +191,9 @@ def _spread(spec: AttentionSpec, tiling: Tiling, shape: tuple[int, ...], ref: An
 
 
 def bias_tile(spec: AttentionSpec, tiling: Tiling, refs: AttentionRefs, tile: ScoreTile) -> jax.Array:
-    """The bias of a tile in the units of the products."""
+    """The bias of a tile in the units of what it is added to: of the products, or of the capped logits."""
     bias = _spread(spec, tiling, spec.operands.bias.shape, refs.bias, tile).astype(jnp.float32)
-    if spec.softcap is not None:
+    if spec.softcap is not None and not spec.bias_after_softcap:
         return bias * (1.0 / spec.softcap)
     # A finite bias stays finite in base 2: float32's lowest number is a common way to write "never".
     lowest = float(jnp.finfo(jnp.float32).min) / LOG2E * 0.99
@@ -255,13 +255,15 @@ def base2_logits(
     _, factor = query_factor(spec)
     if factor != 1.0:
         s = s * factor
-    if spec.operands.bias is not None:
+    if spec.operands.bias is not None and not spec.bias_after_softcap:
         s = s + bias_tile(spec, tiling, refs, tile)
     slope = None
     if spec.softcap is not None:
         t = jnp.tanh(s)
         slope = 1.0 - t * t
         s = t * (spec.softcap * LOG2E)
+    if spec.bias_after_softcap:
+        s = s + bias_tile(spec, tiling, refs, tile)
     if spec.operands.slopes is not None:
         s = s - refs.slopes[...] * _distance(spec, tiling, refs, tile)
     if masked:
@@ -287,9 +289,10 @@ def probabilities(
     dp: jax.Array,
     head: Any,
     masked: bool,
+    of_bias: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(P with dropout, gradient of the logits before the soft cap), `[block_kv, block_q]`, from the products of a
-    tile.
+    tile. `of_bias`: the gradient of the logits where the bias is added, which may be after the soft cap.
     """
     s, slope = base2_logits(spec, tiling, refs, tile, s, masked)
     # At most 1: of huge logits, the other order of this product's sum may exceed the logsumexp.
@@ -302,7 +305,7 @@ def probabilities(
         scale = jnp.where(keep_mask(spec, tiling, refs, tile, head), 1.0 / (1.0 - spec.dropout_rate), 0.0)
         dropped, dp = p * scale, dp * scale
     ds = p * (dp - refs.delta[tile.i])  # [block_kv, block_q]
-    if slope is not None:
+    if slope is not None and not (of_bias and spec.bias_after_softcap):
         ds = ds * slope
     if hides:
         ds = jnp.where(p == 0.0, 0.0, ds)

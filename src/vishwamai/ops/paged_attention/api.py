@@ -31,7 +31,7 @@ from vishwamai.ops.paged_attention.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 PAGED_ATTENTION: Op[PagedSpec] = Op("paged_attention", (PALLAS_TPU, TRITON, NATIVE, XLA), split="batch heads")
 
@@ -52,6 +52,7 @@ def ragged_paged_attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
+    tree_mask: Bool[Array, "tokens columns"] | None = None,
     k_scale: Float[Array, ...] | float | None = None,
     v_scale: Float[Array, ...] | float | None = None,
     latent_dim: int | None = None,
@@ -89,6 +90,11 @@ def ragged_paged_attention(
       sinks: `[heads]` logits that enter the denominators only.
       alibi_slopes: `[heads]`: the logit of a query at position p and of key j is less by `slope * (p - j)`, after the
         soft-cap (Press et al. 2022). "triton" and "xla" have them.
+      tree_mask: `[tokens, columns]` bool, for a tree of guesses (speculative decoding; Miao et al., "SpecInfer", 2024):
+        query t sees the new token j of its own sequence, key `kv_lens[s] - q_len + j`, only if `tree_mask[t, j]`: its
+        ancestors and itself, in any order in which none comes after its descendants. Keys before the new tokens are
+        seen by all; so are new tokens from `columns` on up to the query's own, so a batch may hold prefills beside
+        trees whose rows are True. `window` and `alibi_slopes` count keys, not depths. "triton" and "xla" have it.
       k_scale: what stored keys are multiplied by: a number, or `[kv_heads]`.
       v_scale: the same for stored values.
       latent_dim: for latent pages, columns of the value. `query` then holds the absorbed queries `[latent_dim]` and the
@@ -118,6 +124,14 @@ def ragged_paged_attention(
     >>> out = ragged_paged_attention(query, pages, lens, table, jnp.array([0, 1, 4], jnp.int32))
     >>> out.shape, bool(jnp.allclose(out[1], pages[7, 0, 1], atol=1e-5))  # the first of three sees its own key only
     ((4, 2, 16), True)
+
+    Two guesses at the token after the first of sequence 1; the second guess does not see the first:
+
+    >>> tree = jnp.array([[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    >>> tables = lens, table, jnp.array([0, 1, 4], jnp.int32)
+    >>> attend = lambda pages: ragged_paged_attention(query, pages, *tables, tree_mask=tree)
+    >>> bool((attend(pages)[3] == attend(pages.at[7, 1].set(0.0))[3]).all())
+    True
     """
     query = as_array(_NAME, "query", query)
     k_pages, v_pages, form = page_pools(_NAME, kv_pages)
@@ -126,11 +140,12 @@ def ragged_paged_attention(
     num_seqs = as_num_seqs(_NAME, num_seqs, kv_lens.size)
     sinks = None if sinks is None else as_array(_NAME, "sinks", sinks)
     slopes = None if alibi_slopes is None else as_array(_NAME, "alibi_slopes", alibi_slopes)
+    tree = None if tree_mask is None else as_array(_NAME, "tree_mask", tree_mask)
     kv_heads = kv_heads_of(k_pages, form)
     k_scale = check_scale(_NAME, "k_scale", k_scale, kv_heads)
     v_scale = check_scale(_NAME, "v_scale", v_scale, kv_heads)
     tables = kv_lens, page_indices, cu_q_lens, num_seqs
-    arrays = Operands(query, k_pages, v_pages, *tables, sinks, k_scale, v_scale, slopes)
+    arrays = Operands(query, k_pages, v_pages, *tables, sinks, k_scale, v_scale, slopes, tree)
     spec = describe(array_specs(arrays), scale, check_window(window), softcap, latent_dim, max_q_len)
     spec = dataclasses.replace(spec, return_lse=True) if return_lse else spec
     pool = k_pages.shape[:2]

@@ -72,6 +72,7 @@ def _case(
     value_dim: int | None = None,
     sinks: bool = False,
     slopes: bool = False,
+    tree: int = 0,
     scaled: bool = False,
     spare_tokens: int = 0,
     tags: tuple[str, ...] = ("contract",),
@@ -94,6 +95,8 @@ def _case(
     found |= arrays
     if sinks:
         found["sinks"] = ArrayInit(heads[:1], "float32")
+    if tree:
+        found["tree_mask"] = ArrayInit((found["query"].shape[0], tree), "bool", "mask")
     if slopes:
         options["alibi_slopes"] = np.linspace(0.5, 0.01, heads[0], dtype=np.float32)
     if scaled:
@@ -108,6 +111,7 @@ def _case(
 
 _MIXED: Runs = ((1, 21), (5, 5), (1, 8), (0, 9), (11, 30))
 _DECODE: Runs = ((1, 17), (1, 3), (1, 32))
+_TREES: Runs = ((7, 40), (1, 3), (5, 5))
 
 _DECODING: tuple[tuple[str, tuple[int, int], int, dict[str, Any]], ...] = (
     ("decode Llama 3 8B", (32, 8), 128, {}),
@@ -140,6 +144,9 @@ CASES = (
     _case("logsumexp of decoding", _DECODE, (4, 2), 64, 8, max_q_len=1, window=9, return_lse=True),
     _case("alibi", _MIXED, (8, 2), 64, 8, softcap=3.0, sinks=True, window=20, slopes=True),
     _case("alibi of decoding bf16", _DECODE, (8, 2), 128, 16, "bfloat16", max_q_len=1, slopes=True),
+    # One run is longer than the mask has columns.
+    _case("tree mask", _MIXED, (8, 2), 64, 8, softcap=3.0, sinks=True, window=20, tree=6),
+    _case("tree mask of int8 pages bf16", _TREES, (8, 2), 64, 16, "bfloat16", "int8", scaled=True, max_q_len=7, tree=7),
     _case("wide heads", _DECODE, (4, 2), 256, 8, "bfloat16"),
     # A step of decoding: 64 sequences of 4096 tokens, pages of 64.
     *(
@@ -186,6 +193,8 @@ _SMALL = ForwardCase(
     {"softcap": 4.0},
 )
 
+_WITH_TREES = "tree mask", "tree mask of int8 pages bf16"
+
 FACTS = Facts(
     small=_SMALL,
     batched=("query", "kv_pages", "kv_lens", "page_indices"),
@@ -194,6 +203,7 @@ FACTS = Facts(
         "native_cpu": {
             **dict.fromkeys(("logsumexp", "logsumexp of decoding"), "the logsumexp is asked for"),
             **dict.fromkeys(("alibi", "alibi of decoding bf16"), "`alibi_slopes` are given"),
+            **dict.fromkeys(_WITH_TREES, "`tree_mask` is given"),
         },
         "pallas_tpu": {
             "no tokens": "the batch is empty",
@@ -201,6 +211,7 @@ FACTS = Facts(
             "float64": "`query` is float64",
             "three kv heads": "6 rows of bfloat16",
             **dict.fromkeys(("alibi", "alibi of decoding bf16"), "`alibi_slopes` are given"),
+            **dict.fromkeys(_WITH_TREES, "`tree_mask` is given"),
             "wide heads": "256 columns",
         },
         "triton": {

@@ -194,13 +194,18 @@ def describe(
     Raises:
       ShapeError: an argument does not fit the others.
     """
-    query, k_pages, v_pages, *tables, _, _, _, slopes = arrays
+    query, k_pages, v_pages, *tables, _, _, _, slopes, tree_mask = arrays
     form = form_of(k_pages, v_pages)
     check_tables(_NAME, *tables)
     signature_of(form).check(_NAME, arrays)
     _check_query(query, k_pages, form, latent_dim)
     if slopes is not None and not jnp.issubdtype(slopes.dtype, jnp.floating):
         raise ShapeError(f"{_NAME}: `alibi_slopes` has dtype {slopes.dtype.name}; pass floats.")
+    if tree_mask is not None and (tree_mask.dtype != jnp.bool_ or not tree_mask.shape[1]):
+        raise ShapeError(
+            f"{_NAME}: `tree_mask` is {tree_mask}; pass bool [tokens, columns] of one column at least, True where a "
+            "query sees the new token of its own sequence that the column counts."
+        )
     tokens, heads, head_dim = query.shape
     window = check_window(window)
     scale = _check_options(scale, softcap, max_q_len, form, head_dim)

@@ -33,6 +33,8 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
         return "the logsumexp is asked for, and the CPU kernel writes the output only."
     if o.slopes is not None:
         return "`alibi_slopes` are given, and the CPU kernel computes no distances."
+    if o.tree_mask is not None:
+        return "`tree_mask` is given, and the CPU kernel knows the causal mask only."
     if min(spec.head_dim, spec.value_dim) == 0:
         return "a head has no features."
     return ffi.why_not(target)
@@ -48,7 +50,7 @@ def forward(spec: PagedSpec, config: None, operands: Operands, residuals: bool) 
     (out,) = ffi.call(
         "vishwamai_paged_attention",
         (ffi.result((*o.query.shape[:3], spec.value_dim), o.query.dtype),),
-        *o._replace(sinks=None if o.sinks is None else o.sinks.astype(wide))[:-1],  # without the slopes
+        *o._replace(sinks=None if o.sinks is None else o.sinks.astype(wide))[: Operands._fields.index("slopes")],
         scale=np.float64(spec.scale),
         softcap=np.float64(spec.softcap or 0.0),
         window=np.int64(-1 if spec.window is None else spec.window),

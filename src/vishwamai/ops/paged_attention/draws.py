@@ -49,6 +49,8 @@ def draw(d: Sizes) -> Case:
         found["sinks"] = ArrayInit((heads,), "float32")
     if d.flag(5):
         options["alibi_slopes"] = np.linspace(0.5, 0.01, heads).astype(np.float32)
+    if d.flag(5):
+        found["tree_mask"] = ArrayInit((found["query"].shape[0], d.choose((1, 3, 40))), "bool", "mask")
     if d.flag(4):
         options["softcap"] = 3.0
     if d.flag(4):

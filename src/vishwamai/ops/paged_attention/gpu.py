@@ -51,6 +51,9 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
         return "the logsumexp is asked for, and the Triton kernels write the output only."
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
         return "the batch is empty."
+    tree = spec.operands.tree_mask
+    if tree is not None and tree.shape[1] * tree.shape[2] >= 2**31:
+        return f"`tree_mask` has {tree.shape[1]} x {tree.shape[2]} entries; the Triton kernels count them in 32 bits."
     if spec.form == "latent":
         rest = spec.head_dim - spec.value_dim
         if spec.value_dim > _WIDEST_LATENT or rest > _WIDEST_REST:
@@ -139,6 +142,7 @@ def _attend(
             k_scale_ptr=o.k_scale,
             v_scale_ptr=o.v_scale,
             slopes_ptr=o.slopes,
+            tree_ptr=o.tree_mask,
         ),
         dict(out_ptr=out, lse_ptr=lse),
         warps=warps,
@@ -155,6 +159,7 @@ def _attend(
         **places_of(o.k_pages, o.v_pages, spec.form),
         **_batches(o, "kv_lens", "page_indices", "cu_q_lens", "num_seqs", "sinks", "k_scale", "v_scale"),
         **({} if o.slopes is None else _batches(o, "slopes")),
+        **({} if o.tree_mask is None else dict(tree_columns=o.tree_mask.shape[2], **_batches(o, "tree_mask"))),
         SCALE=spec.scale,
         SOFTCAP=spec.softcap,
         WINDOW=spec.window is not None,

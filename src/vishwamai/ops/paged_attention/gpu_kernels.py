@@ -51,6 +51,7 @@ def attend(
     k_scale_ptr,
     v_scale_ptr,
     slopes_ptr,
+    tree_ptr,
     out_ptr_init,
     out_ptr,
     lse_ptr,
@@ -79,6 +80,8 @@ def attend(
     k_scale_batch,
     v_scale_batch,
     slopes_batch,
+    tree_mask_batch,
+    tree_columns,
     window,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -192,6 +195,10 @@ def attend(
     position = (begin + row // HEADS)[:, None]
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b * slopes_batch + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
+    if tree_ptr is not None:
+        first_new = kv_len - length
+        tree_ptr += b * tree_mask_batch
+        tree_row = token * tree_columns  # below 2^31, which `why_not` sees to
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_TILE], tl.float32)
@@ -226,6 +233,11 @@ def attend(
         seen = live[None, :] & (key[None, :] <= position)
         if WINDOW:
             seen = seen & (key[None, :] >= position - window)
+        if tree_ptr is not None:
+            if (j + COLUMNS > first_new) & (j < first_new + tree_columns):
+                new = (key - first_new)[None, :]
+                among = mine[:, None] & (new >= 0) & (new < tree_columns)
+                seen = seen & (tl.load(tree_ptr + (tree_row[:, None] + new), mask=among, other=1) != 0)
         x = tl.where(seen, x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, 1))
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet

@@ -95,7 +95,8 @@ def most_rows(spec: PagedSpec) -> tuple[int, int]:
         return (64, 32) if dim <= 128 and not latent else (32, 16) if dim <= 128 else (16, 16)
     eight_bits = spec.operands.k_pages.dtype.itemsize == 1
     if dim <= 128:
-        return 128, 64
+        # Places in the mask take a register for each pair of a row and a key.
+        return 128 if spec.operands.tree_mask is None else 64, 64
     if latent:
         return (32 if eight_bits else 64), 32
     return (64 if eight_bits else 128), 32

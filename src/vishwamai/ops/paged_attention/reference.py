@@ -77,6 +77,9 @@ def _one(spec: PagedSpec, operands: Operands) -> Outputs:
         # rounding of huge logits is then all that is left.
         query = query.reshape(block, kv_heads, group, spec.head_dim).astype(wide) * spec.scale
         table = operands.page_indices[sequence]
+        if operands.tree_mask is not None:
+            first_new = of.kv_len[sequence] - of.length[sequence]
+            tree = operands.tree_mask[jnp.clip(token + jnp.arange(block), 0, spec.tokens - 1)]  # [block, columns]
 
         def step(carry: Any, j: Any) -> Any:
             m, l, acc = carry
@@ -97,6 +100,10 @@ def _one(spec: PagedSpec, operands: Operands) -> Outputs:
             see = (columns <= rows[:, None]) & (columns < end)
             if spec.window is not None:
                 see &= columns >= rows[:, None] - spec.window
+            if operands.tree_mask is not None:
+                new = columns - first_new
+                among = (new >= 0) & (new < tree.shape[1])
+                see &= tree[:, jnp.clip(new, 0, tree.shape[1] - 1)] | ~among
             new = jnp.maximum(m, jnp.max(jnp.where(see, s, _LOWEST), axis=-1))
             new = lax.stop_gradient(new)
             p = jnp.where(see, jnp.exp(jnp.where(see, s - new[..., None], 0)), 0)

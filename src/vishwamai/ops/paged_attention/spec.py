@@ -32,6 +32,7 @@ class Operands(NamedTuple):
     k_scale: Annotated[Any, "batch? _", "optional"]  # float32
     v_scale: Annotated[Any, "batch? _", "optional"]  # float32
     slopes: Annotated[Any, "batch? _", "optional"] = None  # floating: ALiBi's
+    tree_mask: Annotated[Any, "batch? tokens _", "optional"] = None  # bool
 
 
 class Outputs(NamedTuple):
@@ -53,10 +54,12 @@ v1 divide as the heads do where every device gets pairs; latent pages have no he
 """
 TABLES = ("sequences", "sequences entries", "sequences+1", "1")
 """Of kv_lens, page_indices, cu_q_lens and num_seqs."""
+_TREE = "tokens columns"
 HINTS = {
     "query": "the sequences' tokens one after another",
     "cu_q_lens": "where each sequence's queries start, and the end",
     "num_seqs": "or an int",
+    "tree_mask": "a row for each query, a column for each new token of its sequence",
 }
 PAIRS = "keys and values in turn (k0 v0 k1 v1 ...)"
 
@@ -65,7 +68,7 @@ PAIRS = "keys and values in turn (k0 v0 k1 v1 ...)"
 def signature_of(form: Form, return_lse: bool = False) -> Signature:
     """The caller's layout."""
     scale = "_" if form == "latent" else "heads/"
-    operands = Operands("tokens heads head_dim", *POOLS[form], *TABLES, "heads", scale, scale, "heads")
+    operands = Operands("tokens heads head_dim", *POOLS[form], *TABLES, "heads", scale, scale, "heads", _TREE)
     labels = {"slopes": "alibi_slopes"} | ({} if form == "separate" else {"k_pages": "kv_pages"})
     hints = HINTS | {"k_pages": PAIRS} if form == "combined" else HINTS
     outputs = Outputs("tokens heads value_dim", "tokens heads" if return_lse else None)
@@ -181,6 +184,7 @@ class PagedSpec(OpSpec):
         options = "".join(f" {n}" for n, v in (("window", self.window), ("softcap", self.softcap)) if v is not None)
         options += " lse" if self.return_lse else ""
         options += " slopes" if o.slopes is not None else ""
+        options += " tree" if o.tree_mask is not None else ""
         return (
             f"{self.form} {o.query.dtype.name} {o.k_pages.dtype.name} q{self.tokens}x{self.heads}x{self.head_dim} "
             f"kv{self.kv_heads}x{self.value_dim} pages {self.sequences}x{self.pages_per_sequence}x{self.page_size} run "
@@ -194,6 +198,7 @@ class PagedSpec(OpSpec):
         o = self.operands
         options = "".join(f" {n}" for n, v in (("window", self.window), ("softcap", self.softcap)) if v is not None)
         options += " slopes" if o.slopes is not None else ""
+        options += " tree" if o.tree_mask is not None else ""
         tokens, sequences, keys, run = (
             1 << max(0, n - 1).bit_length() for n in (self.tokens, self.sequences, self.visible_tokens, self.max_q_len)
         )

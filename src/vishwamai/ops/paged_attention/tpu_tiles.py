@@ -128,6 +128,8 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
         return "`kv_pages` is float32 while `query` is narrower, and rounding the pages would lose what they hold."
     if o.slopes is not None:
         return "`alibi_slopes` are given, and the kernel computes no distances."
+    if o.tree_mask is not None:
+        return "`tree_mask` is given, and the kernel knows the causal mask only."
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
         return "the batch is empty."
     if spec.form == "latent":
