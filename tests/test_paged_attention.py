@@ -258,12 +258,14 @@ def test_update_then_attend():
     assert (few != pool).any(axis=(2, 3)).sum() == 1
 
 
-@pytest.mark.parametrize("dtype, error", [("int8", 0.51 / 127), ("float8_e4m3fn", 2**-4), ("float8_e5m2", 2**-3)])
+@pytest.mark.parametrize(
+    "dtype, error", [("int8", 0.51 / 127), ("int4", 0.51 / 7), ("float8_e4m3fn", 2**-4), ("float8_e5m2", 2**-3)]
+)
 def test_update_of_narrow_pages(dtype, error):
     """Divided by their scales, rounded to the nearest and clipped; read back within half a unit."""
     _, pool, lens, table, starts = problem(RUNS)
     key, value = new_rows(8, 2, 16)
-    most = 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
+    most = {"int8": 127.0, "int4": 7.0}.get(dtype) or float(jnp.finfo(dtype).max)
     scales = (
         np.abs(key).max(axis=(0, 2)) / most,
         float(np.abs(value).max() / most / 2),

@@ -21,9 +21,9 @@ class ArrayInit:
     Attributes:
       shape: its shape.
       dtype: its dtype's name.
-      kind: "normal" (mean 0), "positive" (around 1, for scales), "integers" (the dtype's whole range for int8, small
-        numbers for fp8), "mask" (bool, about four in five True), "segments" (sorted int32 ids along the last axis),
-        "key" (raw data of a random key).
+      kind: "normal" (mean 0), "positive" (around 1, for scales), "integers" (the dtype's whole range for int8 and
+        int4, small numbers for fp8), "mask" (bool, about four in five True), "segments" (sorted int32 ids along the
+        last axis), "key" (raw data of a random key).
       scale: standard deviation of "normal".
     """
 
@@ -40,11 +40,8 @@ class ArrayInit:
         if self.kind == "positive":
             return (1.0 + 0.2 * rng.standard_normal(self.shape)).astype(dtype)
         if self.kind == "integers":
-            return (
-                rng.integers(-127, 128, self.shape).astype(dtype)
-                if dtype == np.int8
-                else rng.integers(-8, 9, self.shape).astype(dtype)
-            )
+            most = {"int8": 127, "int4": 7}.get(dtype.name, 8)
+            return rng.integers(-most, most + 1, self.shape).astype(dtype)
         if self.kind == "mask":
             return rng.random(self.shape) < 0.8
         if self.kind == "segments":

@@ -131,6 +131,19 @@ CASES = (
     _case("window", _MIXED, (8, 2), 128, 4, "bfloat16", window=6),
     _case("softcap and sinks", _MIXED, (8, 2), 128, 8, "bfloat16", softcap=3.0, sinks=True),
     _case("int8 pages", _MIXED, (8, 2), 128, 8, "bfloat16", "int8", scaled=True),
+    _case("int4 pages", _MIXED, (8, 2), 128, 8, "bfloat16", "int4", scaled=True),
+    _case(
+        "int4 pages separate",
+        _DECODE,
+        (4, 2),
+        64,
+        8,
+        pages="int4",
+        form="separate",
+        value_dim=32,
+        scaled=True,
+        window=9,
+    ),
     _case("fp8 pages", _DECODE, (8, 4), 128, 8, "bfloat16", "float8_e4m3fn", scaled=True, max_q_len=1),
     _case("fp8 e5m2 pages", _DECODE, (4, 2), 64, 8, "bfloat16", "float8_e5m2", scaled=True, max_q_len=1),
     _case("separate", _MIXED, (4, 2), 64, 8, "bfloat16", form="separate", value_dim=32),
@@ -193,6 +206,7 @@ _SMALL = ForwardCase(
     {"softcap": 4.0},
 )
 
+_INT4 = "int4 pages", "int4 pages separate"
 _WITH_TREES = "tree mask", "tree mask of int8 pages bf16"
 
 FACTS = Facts(
@@ -204,6 +218,7 @@ FACTS = Facts(
             **dict.fromkeys(("logsumexp", "logsumexp of decoding"), "the logsumexp is asked for"),
             **dict.fromkeys(("alibi", "alibi of decoding bf16"), "`alibi_slopes` are given"),
             **dict.fromkeys(_WITH_TREES, "`tree_mask` is given"),
+            **dict.fromkeys(_INT4, "`kv_pages` is int4"),
         },
         "pallas_tpu": {
             "no tokens": "the batch is empty",
@@ -212,12 +227,14 @@ FACTS = Facts(
             "three kv heads": "6 rows of bfloat16",
             **dict.fromkeys(("alibi", "alibi of decoding bf16"), "`alibi_slopes` are given"),
             **dict.fromkeys(_WITH_TREES, "`tree_mask` is given"),
+            **dict.fromkeys(_INT4, "`kv_pages` is int4"),
             "wide heads": "256 columns",
         },
         "triton": {
             "no tokens": "the batch is empty",
             "float64": "`query` is float64",
             **dict.fromkeys(("logsumexp", "logsumexp of decoding"), "the logsumexp is asked for"),
+            **dict.fromkeys(_INT4, "the pages are int4"),
         },
     },
 )

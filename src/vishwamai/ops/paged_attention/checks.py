@@ -17,7 +17,7 @@ from vishwamai.ops.paged_attention.spec import HINTS, TABLES, Form, Operands, Pa
 
 _NAME = "ragged_paged_attention"
 _QUERY_DTYPES = ("bfloat16", "float16", "float32", "float64")
-_NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
+_NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 
 
 def _array(name: str, x: Any) -> Any:

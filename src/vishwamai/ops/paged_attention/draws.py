@@ -27,7 +27,7 @@ def draw(d: Sizes) -> Case:
         runs.append((new, new + d.choose((0, 1, 5, 30, 129, 300))))
     arrays, number = tables(tuple(runs), page)
     dtype = d.dtype()
-    stored = d.choose((dtype, dtype, "int8", "float8_e4m3fn", "float8_e5m2"))
+    stored = d.choose((dtype, dtype, "int8", "int4", "float8_e4m3fn", "float8_e5m2"))
     kind: Any = "integers" if stored != dtype else "normal"
     options: dict[str, Any] = {"max_q_len": 1} if decode and d.flag() else {}
 

@@ -67,7 +67,7 @@ _put.defvjp(_put_fwd, _put_bwd)
 
 @jax.custom_batching.custom_vmap
 def _mapped(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
-    if ffi.why_not(None, _HANDLER) is not None:
+    if pool.dtype == jnp.int4 or ffi.why_not(None, _HANDLER) is not None:  # a row of int4 may not be whole bytes
         return _scatter(pool, rows, page, slot)
     native = sharding.partitioned(_native, _axes(pool.ndim))
     return jax.lax.platform_dependent(pool, rows, page, slot, cpu=native, default=_scatter)

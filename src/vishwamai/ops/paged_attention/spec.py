@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax.numpy as jnp
 
 from vishwamai.core.precision import accumulator_dtype
+from vishwamai.core.qtensor import bits
 from vishwamai.core.signature import Signature
 from vishwamai.core.spec import OpSpec
 
@@ -171,7 +172,7 @@ class PagedSpec(OpSpec):
         """Bytes of one token's keys and values over all heads."""
         o = self.operands
         pages = [p for p in (o.k_pages, o.v_pages) if p is not None]
-        return sum(p.nbytes // (p.shape[0] * p.shape[1] * p.shape[2]) for p in pages)
+        return sum(p.size // (p.shape[0] * p.shape[1] * p.shape[2]) * bits(p.dtype) for p in pages) // 8
 
     @property
     def visible_tokens(self) -> int:

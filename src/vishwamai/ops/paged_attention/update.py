@@ -46,7 +46,8 @@ def update_pages(
     Token i of sequence s, `key[cu_q_lens[s] + i]`, becomes key `kv_lens[s] - q_len + i` of the sequence; all other rows
     stay. Under `jax.jit(..., donate_argnums=...)` of the pages the program writes in place, without a second pool.
     XLA's own scatter does it on accelerators: it moves the new rows only, so there is no kernel to prefer to it
-    (latent pages: if their columns are a multiple of 128; see there). On the CPU a native kernel copies the rows.
+    (latent pages: if their columns are a multiple of 128; see there). On the CPU a native kernel copies the rows;
+    pages of int4 have XLA's scatter there too, which widens the whole pool.
 
     Args:
       kv_pages: any of the three forms of `ragged_paged_attention`.
@@ -56,8 +57,9 @@ def update_pages(
       page_indices: as there.
       cu_q_lens: as there.
       num_seqs: as there.
-      k_scale: what stored keys will be multiplied by, a number or `[kv_heads]`. Keys are divided by it; for int8 they
-        are rounded to the nearest and clipped to -127 ... 127, for 8-bit floats clipped to the largest finite number.
+      k_scale: what stored keys will be multiplied by, a number or `[kv_heads]`. Keys are divided by it; for int8
+        and int4 they are rounded to the nearest and clipped to -127 ... 127 and -7 ... 7, for 8-bit floats clipped to
+        the largest finite number.
       v_scale: the same for values.
 
     Returns:
@@ -138,8 +140,9 @@ def _stored(x: Any, scale: Any, dtype: Any) -> Any:
     xp = namespace(x)
     if scale is not None:
         x = widened(x) / (scale[:, None] if x.ndim == 3 else scale)
-    if dtype == jnp.int8:
-        return cast(xp.clip(xp.round(widened(x)), -127, 127), dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        most = int(jnp.iinfo(dtype).max)
+        return cast(xp.clip(xp.round(widened(x)), -most, most), dtype)
     if dtype.itemsize == 1:
         most = float(jnp.finfo(dtype).max)
         return cast(xp.clip(widened(x), -most, most), dtype)
