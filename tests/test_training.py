@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,14 +19,17 @@ import optax
 import pytest
 
 import rotation
+import vishwamai
 from vishwamai.core.errors import ConfigError, DeviceError
-from vishwamai.training.config import GuardSection, OptimizerSection, TrainConfig
+from vishwamai.models.config import ModelConfig
+from vishwamai.training.config import GuardSection, LossSection, OptimizerSection, TrainConfig
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.optimizers import groups, optimizer, path_names, schedule
 from vishwamai.training.packing import IGNORED
+from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.records import read_records
 from vishwamai.training.run import train
-from vishwamai.training.step import accumulated, initial_state, moved_corrections, train_step
+from vishwamai.training.step import accumulated, initial_state, moved_corrections, token_loss, train_step
 
 LLAMA = {
     "model_type": "llama",
@@ -180,6 +184,31 @@ def test_microbatches_change_nothing_though_their_tokens_differ():
     params = {"w": jnp.array([3.0, 4.0])}
     whole, parts = (accumulated(quadratic, params, batch, 1 / 6, microbatches=n) for n in (1, 4))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), whole, parts)
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+def test_the_loss_multiplies_a_float32_head_in_the_dtype_of_the_hidden_states(compute):
+    config = ModelConfig.from_dict(LLAMA | {"vocab_size": 96, "max_position_embeddings": 64})
+    keys = jax.random.split(jax.random.key(3), 3)
+    hidden = jax.random.normal(keys[0], (2, 8, 32)).astype(compute)
+    head, labels = jax.random.normal(keys[1], (96, 32)), jax.random.randint(keys[2], (2, 8), 0, 96)
+
+    def plain(weight):
+        return vishwamai.linear_cross_entropy(hidden, weight, labels, reduction="sum")
+
+    def of_step(weight):
+        return token_loss(config, LossSection(), hidden, weight, labels)[0]
+
+    def of_answers(weight):
+        model: Any = SimpleNamespace(config=config, head_weight=lambda: weight)
+        return -answer_logprobs(model, hidden, {"labels": labels, "segment_ids": jnp.ones_like(labels)}).sum()
+
+    loss, gradient = jax.value_and_grad(plain)(head.astype(compute))
+    for given in (of_step, of_answers):
+        value, found = jax.value_and_grad(given)(head)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(value, loss, rtol=1e-6)
+        np.testing.assert_array_equal(found, gradient.astype(jnp.float32))  # of bfloat16, each number is one
 
 
 def test_groups_choose_decay_and_rate_by_path():

@@ -18,6 +18,7 @@ import numpy as np
 import vishwamai
 from vishwamai.models import Decoder
 from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.blocks import in_dtype
 from vishwamai.training.data import Batch, Corpus, Rows
 from vishwamai.training.mesh import Layout
 from vishwamai.training.packing import IGNORED
@@ -35,7 +36,7 @@ def answer_logprobs(model: Decoder, hidden: Any, batch: dict[str, Any], axes: Ax
     """
     losses = vishwamai.linear_cross_entropy(
         hidden,
-        model.head_weight(),
+        in_dtype(model.head_weight(), hidden.dtype),
         batch["labels"],
         softcap=model.config.final_logit_softcap,
         ignore_index=IGNORED,

@@ -15,6 +15,7 @@ from flax import nnx
 import vishwamai
 from vishwamai.models import Decoder
 from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.blocks import in_dtype
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.experts import Load
 from vishwamai.training.config import LossSection, TrainConfig
@@ -146,10 +147,12 @@ def model_loss(
 def token_loss(
     config: ModelConfig, section: LossSection, hidden: Any, head: Any, labels: Any, axes: Axes = ONE_DEVICE
 ) -> tuple[Any, dict[str, Any]]:
-    """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums, as those of `Loss`."""
+    """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums, as those of `Loss`; the head
+    is multiplied in their dtype, as it is for logits.
+    """
     plain, logsumexp = vishwamai.linear_cross_entropy(
         hidden,
-        head,
+        in_dtype(head, hidden.dtype),
         labels,
         softcap=config.final_logit_softcap,
         ignore_index=IGNORED,
