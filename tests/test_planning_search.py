@@ -12,9 +12,12 @@ from vishwamai.cli import main
 from vishwamai.cli.plan_training import table
 from vishwamai.core.errors import ConfigError, KernelError
 from vishwamai.planning import search
+from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.controller import REMAT
 from vishwamai.planning.program_time import Row
 from vishwamai.planning.search import FINALISTS, candidates, meshes, plan_training
+from vishwamai.planning.speed import training_time
+from vishwamai.training.config import MeshSection
 
 
 @pytest.fixture(autouse=True)
@@ -186,3 +189,14 @@ def test_the_command_plans_a_training_step(capsys, monkeypatch, tmp_path):
     assert main(["plan", str(path), "mesh.fsdp=4", "--target", "v5e:2x2", "--no-verify"]) == 0
     out = capsys.readouterr().out
     assert "chosen: data=1 fsdp=4" in out and max(map(len, out.splitlines())) <= 80
+
+
+def test_a_pod_of_18_thousand_devices_is_planned_by_formulas():
+    model = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
+    config = training(batch_size=18432, mesh={"data": 72, "fsdp": 256})
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, config=model))
+    found = training_memory(config, "tpu7x:16x24x24")
+    step = training_time(config, "tpu7x:16x24x24", found)
+    assert found.fits and step.level == "analytic" and 0 < step.value < 1
+    alone = training_memory(dataclasses.replace(config, batch_size=1, mesh=MeshSection()), "tpu7x")
+    assert found.parts["parameters"].value < alone.parts["parameters"].value / 100

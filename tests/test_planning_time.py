@@ -32,6 +32,7 @@ from vishwamai.training.mesh import make_layout
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 CHIP = TPUS["v5e"]
+HOST = float(CHIP.host_bandwidth or 0)
 
 PROGRAM = """HloModule program, is_scheduled=true
 
@@ -79,8 +80,50 @@ def test_loops_collectives_and_what_hides_them():
     assert found.exposed["collectives"] == pytest.approx(3 * 20e-6 + 30e-6)
     assert found.hidden["collectives"] == pytest.approx(3 * 10e-6)
     assert found.by_name["collectives", "all-gather"] == (pytest.approx(90e-6), 3)
-    assert found.host_bytes == 2 * MIB and not found.missing
+    assert found.exposed["host"] == pytest.approx(2 * MIB / HOST)
+    assert not found.host_bytes and not found.missing
     assert found.seconds == pytest.approx(sum(found.exposed.values()))
+
+
+OFFLOADED = """HloModule m
+
+%put (stack: f32[4,1024,1024], piece: f32[1,1024,1024], i: s32[]) -> f32[4,1024,1024] {
+  %stack = f32[4,1024,1024]{2,1,0:S(5)} parameter(0)
+  %piece = f32[1,1024,1024]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %into = f32[4,1024,1024]{2,1,0:S(5)} dynamic-update-slice(%stack, %piece, %i)
+}
+
+%take (from: f32[4,1024,1024], j: s32[]) -> f32[1,1024,1024] {
+  %from = f32[4,1024,1024]{2,1,0:S(5)} parameter(0)
+  %j = s32[] parameter(1)
+  ROOT %part = f32[1,1024,1024]{2,1,0} dynamic-slice(%from, %j), dynamic_slice_sizes={1,1024,1024}
+}
+
+ENTRY %main (all: f32[4,1024,1024], one: f32[1,1024,1024], at: s32[]) -> f32[1,1024,1024] {
+  %all = f32[4,1024,1024]{2,1,0:S(5)} parameter(0)
+  %one = f32[1,1024,1024]{2,1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %out = ((f32[4,1024,1024]{2,1,0:S(5)}, f32[1,1024,1024]{2,1,0}, s32[]), f32[4,1024,1024]{2,1,0:S(5)}, u32[]) \
+async-start(%all, %one, %at), calls=%put
+  %in = ((f32[4,1024,1024]{2,1,0:S(5)}, s32[]), f32[1,1024,1024]{2,1,0}, u32[]) async-start(%all, %at), calls=%take
+  %work = f32[1,1024,1024]{2,1,0} fusion(%one), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"150000"}
+  %out.1 = f32[4,1024,1024]{2,1,0:S(5)} async-done(%out)
+  ROOT %in.1 = f32[1,1024,1024]{2,1,0} async-done(%in)
+}
+"""
+
+
+def test_the_host_gives_and_takes_at_once_behind_work():
+    found = follow(OFFLOADED)
+    each = 4 * MIB / HOST  # a piece each way, not the stack that it lies in
+    assert found.exposed["host"] == pytest.approx(each - 150000 / CHIP.clock)
+    assert found.hidden["host"] == pytest.approx(each + 150000 / CHIP.clock)
+    assert found.by_name["host", "to the host's memory"] == (pytest.approx(each), 1)
+    assert found.by_name["host", "from the host's memory"] == (pytest.approx(each), 1) and not found.missing
+    ironwood = Follower(parse_module(OFFLOADED), TPUS["tpu7x"], lambda name: 0.0, lambda one, scattered: 0.0).follow()
+    assert ironwood.host_bytes == 8 * MIB and not ironwood.exposed["host"]  # no source states its bandwidth
+    assert "8.0 MiB to and from the host's memory" in program_time._plain(ironwood)["missing"][0]
 
 
 def test_what_has_no_time_is_named():

@@ -21,6 +21,7 @@ from vishwamai.planning.controller import REMAT, TARGET, optimize_memory_usage
 from vishwamai.planning.kept import kept_bytes
 from vishwamai.planning.search import candidates, plan_training
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
+from vishwamai.planning.speed import training_time
 from vishwamai.planning.training import training_step
 from vishwamai.training.config import MeshSection
 from vishwamai.training.config_file import from_dict
@@ -56,6 +57,21 @@ def test_sums_of_microbatches_are_alive_when_they_are():
     gradients = one.parts["gradients"].value
     # While a layer's gradient is computed, only the sum of the microbatches before takes more.
     assert many.total.value - one.total.value == pytest.approx(gradients)
+
+
+def test_what_is_offloaded_is_not_on_the_device_and_takes_time():
+    def found(remat, target="v5e"):
+        config = training(remat=remat)
+        memory = training_memory(config, target)
+        return memory.parts["activations"].value, training_time(config, target, memory).value
+
+    kept, seconds = found("block_wise")
+    less, slower = found("offload")
+    stream = 4 * 8 * 128 * 128 * 2  # layers, rows, tokens, features, bytes
+    assert kept - less == stream
+    moved = seconds + 2 * stream / 1.5e10 - 2 * stream / 819e9  # each way over PCIe, and not through HBM
+    assert slower == pytest.approx(moved)
+    assert found("offload", "tpu7x")[1] <= found("block_wise", "tpu7x")[1]  # no source states its bandwidth
 
 
 def test_exact_parts_of_a_training_step():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from vishwamai.core.errors import ConfigError, KernelError
 from vishwamai.core.numbers import divisors
-from vishwamai.core.target import devices_of
+from vishwamai.core.target import Target, devices_of
 from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.controller import REMAT
@@ -56,10 +56,11 @@ def training_changes(
     config = on_slice(config, target)
     base = training_memory(config, target)
     seconds = training_time(config, target, base).value
+    unknown = Target.parse_chip(target).host_bandwidth is None
     proposed = []
     for words, changed in alternatives(config, target):
-        saving = base.total.value - _total(changed, target)
-        cost = None if changed.remat == "offload" else training_time(changed, target).value - seconds
+        saving = base.total.value - training_memory(changed, target).total.value
+        cost = None if changed.remat == "offload" and unknown else training_time(changed, target).value - seconds
         if saving > 0:
             found = None if cost is None else Estimate(cost, "analytic", "s")
             proposed.append(
@@ -117,11 +118,3 @@ def alternatives(config: TrainConfig, target: str) -> Iterator[tuple[str, TrainC
         if dtype == "bfloat16" or config.optimizer.name == "adamw":
             optimizer = dataclasses.replace(config.optimizer, moment_dtype=dtype)
             yield f"optimizer.moment_dtype={dtype}", dataclasses.replace(free, optimizer=optimizer)
-
-
-def _total(config: TrainConfig, target: str) -> float:
-    """Bytes by formulas; of `offload`, without what lies in the host's memory."""
-    if config.remat != "offload":
-        return training_memory(config, target).total.value
-    found = training_memory(dataclasses.replace(config, remat="block_wise"), target)
-    return found.total.value - found.parts["activations"].value

@@ -16,8 +16,8 @@ _MOVES = ("reshape", "transpose", "name", "squeeze", "expand_dims", "copy", "bro
 
 
 def kept_bytes(fn: Callable[..., Any], argument: Tree, *rest: Tree) -> int:
-    """Bytes that the gradient of `fn(argument, *rest)` by `argument` keeps between its passes, arguments and equal
-    arrays apart. Shapes are enough.
+    """Bytes that the gradient of `fn(argument, *rest)` by `argument` keeps between its passes on the device, arguments
+    and equal arrays apart. Shapes are enough.
 
     The residuals are those that JAX traces. Of arrays that differ in shape alone, one is counted. Arrays that a loop
     over layers keeps for every layer are counted for each.
@@ -50,7 +50,7 @@ def _unique(jaxpr: Any, wanted: list[Any], ignored: set[int]) -> int:
         if equation.primitive.name == "scan":
             loops.setdefault(id(equation), (equation, []))[1].append(root)
         else:
-            total += _size(root.aval)
+            total += _kept(root.aval)
     return total + sum(_loop(equation, roots) for equation, roots in loops.values())
 
 
@@ -58,7 +58,7 @@ def _loop(equation: Any, roots: list[Any]) -> int:
     """Bytes of the results of a scan: its last carry, and what it stacks."""
     body, carried = equation.params["jaxpr"].jaxpr, equation.params["num_carry"]
     wanted = {id(root) for root in roots}
-    final = sum(_size(v.aval) for v in equation.outvars[:carried] if id(v) in wanted)
+    final = sum(_kept(v.aval) for v in equation.outvars[:carried] if id(v) in wanted)
     stacked = [inner for v, inner in zip(equation.outvars, body.outvars) if id(v) in wanted]
     stacked = [inner for inner in stacked if inner not in body.outvars[:carried]]
     made = {id(v): e for e in body.eqns for v in e.outvars}
@@ -67,7 +67,7 @@ def _loop(equation: Any, roots: list[Any]) -> int:
     carries_in = body.invars[constants : constants + carried]
     handed = {id(_root(v, made)) for v in body.outvars[:carried] if not hasattr(v, "val")}
     own = {id(v) for v in stacked}
-    inputs = sum(_size(v.aval) for v in carries_in if id(v) in own)
+    inputs = sum(_kept(v.aval) for v in carries_in if id(v) in own)
     return final + equation.params["length"] * (inputs + _unique(body, stacked, handed if inputs else set()))
 
 
@@ -80,6 +80,11 @@ def _root(variable: Any, made: dict[int, Any]) -> Any:
         if hasattr(source, "val") or _size(source.aval) != _size(variable.aval):
             return variable
         variable = source
+
+
+def _kept(aval: Any) -> int:
+    """Bytes of the device's memory."""
+    return 0 if getattr(aval, "memory_space", None) is jax.memory.Space.Host else _size(aval)
 
 
 def _size(aval: Any) -> int:

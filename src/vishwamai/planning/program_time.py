@@ -30,7 +30,7 @@ from vishwamai.planning.figures import Estimate
 from vishwamai.planning.program import Program, devices_in_order, trace
 from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
 
-FORMAT = 2
+FORMAT = 3
 """Counts up when a timeline is followed in another way, so that kept ones are not read."""
 
 _SHOWN = 8
@@ -59,7 +59,8 @@ class StepTime:
     Attributes:
       target: the chip or slice.
       step: seconds, the sum of `parts`.
-      parts: seconds that each of `timeline.PARTS` takes: kernels, fusions, and waiting for collectives and copies.
+      parts: seconds that each of `timeline.PARTS` takes: kernels, fusions, and waiting for collectives, copies and
+        the host's memory.
       hidden: seconds of collectives and copies that go on behind other work.
       rows: where it goes, the longest first.
       memory: HBM of the same compiled program.
@@ -84,6 +85,8 @@ class StepTime:
         whole = self.step.value or 1.0
         for name, part in self.parts.items():
             hidden = self.hidden[name].value if name in self.hidden else 0.0
+            if not (part.value or hidden) and name == "host":
+                continue  # most programs leave the host alone
             behind = f"  and {hidden * 1e3:.3f} ms hidden" if hidden else ""
             lines.append(f"  {name:<12}{part.value * 1e3:>12.3f} ms {part.value / whole:>6.1%}{behind}")
         lines += [
@@ -196,7 +199,7 @@ class _Schedules:
 def _plain(timeline: Timeline) -> dict[str, Any]:
     missing = [f"{what}{f' ({count} times)' if count > 1 else ''}" for what, count in timeline.missing.items()]
     if timeline.host_bytes:
-        missing.append(f"{human(timeline.host_bytes)} to and from the host's memory, whose bandwidth is not known")
+        missing.append(f"{human(timeline.host_bytes)} to and from the host's memory, whose bandwidth no source states")
     rows = sorted(timeline.by_name.items(), key=lambda row: -row[1][0])
     return {
         "exposed": dict(timeline.exposed),

@@ -1,14 +1,15 @@
 """The speed of a training step: MFU and tokens of a chip from its time, and a cheap time from shapes alone.
 
 The analytic time is a sum of lower bounds: products at the chip's peak; the optimizer's arrays, the weights of each
-pass and the kept activations through HBM; collectives over the links. Nothing overlaps in it. It ranks candidates;
-docs/planning.md has its error.
+pass and the kept activations through HBM; what is offloaded to the host and back; collectives over the links. Nothing
+overlaps in it. It ranks candidates; docs/planning.md has its error.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax.numpy as jnp
 
@@ -98,9 +99,19 @@ def training_time(config: TrainConfig, target: str, memory: Breakdown | None = N
     moved += (2 + recomputed) * parts["parameters"] * config.mesh.fsdp * narrow * config.microbatches
     moved += 2 * parts["activations"] * config.microbatches
     seconds += moved / chip.hbm_bandwidth_per_device
+    seconds += _offloaded(config, target, parts["activations"]) / (chip.host_bandwidth_per_device or math.inf)
     experts = parts["parameters"] * of_experts(config)
     exchanged = exchange_seconds(config, target, model, parts["parameters"], experts, recomputed)
     return Estimate(seconds + sum(exchanged.values()), "analytic", "s")
+
+
+def _offloaded(config: TrainConfig, target: str, kept: float) -> float:
+    """Bytes that `remat: offload` writes to the host's memory and reads back: what `block_wise` keeps more than it."""
+    if config.remat != "offload":
+        return 0.0
+    alike = dataclasses.replace(config, remat="block_wise", optimization=config.optimization.of_kernels)
+    moved = training_memory(alike, target).parts["activations"].value - kept
+    return 2 * moved * config.microbatches
 
 
 @functools.lru_cache(maxsize=16)

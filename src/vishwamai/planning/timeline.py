@@ -1,9 +1,9 @@
 """The timeline of a compiled program on one device, followed in the order of its schedule.
 
 One instruction runs after the other. What an asynchronous pair starts goes on meanwhile: collectives on the links,
-copies between HBM and VMEM, each in a queue. Permutes between other pairs of devices have other links, which carry both
-ways at once, and go on side by side. At its end the program waits for what is left; only that is exposed.
-A loop takes one turn's time as often as it runs.
+copies between HBM and VMEM, copies to the host's memory and from there, each in a queue. Permutes between other
+pairs of devices have other links, which carry both ways at once, and go on side by side. At its end the program waits
+for what is left; only that is exposed. A loop takes one turn's time as often as it runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from vishwamai.aot.schedule.machine import Model
 from vishwamai.core.errors import UnsupportedError
@@ -19,9 +19,9 @@ from vishwamai.core.hardware import TpuChip
 from vishwamai.core.hlo import Instruction, Module, shape_bytes
 from vishwamai.planning.collectives import base, directed_links, inside, is_collective
 
-PARTS = ("kernels", "fusions", "collectives", "copies")
+PARTS = ("kernels", "fusions", "collectives", "copies", "host")
 """What a device spends its time on: our kernels and others by Pallas, the compiler's own code, waiting for collectives,
-waiting for copies between HBM and VMEM."""
+waiting for copies between HBM and VMEM, waiting for the host's memory."""
 
 _FREE = frozenset(
     ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id", "replica-id")
@@ -43,8 +43,10 @@ class Timeline:
 
     Attributes:
       exposed: seconds by each of `PARTS`. hidden: seconds of collectives and copies behind other work.
-      by_name: seconds and calls of each kernel and fusion, and of each kind of collective, by part and name.
-      host_bytes: to and from the host's memory. missing: what has no time, with how often it runs.
+      by_name: seconds and calls of each kernel and fusion, of each kind of collective, and of both ways to the host, by
+        part and name.
+      host_bytes: to and from the host's memory, where its bandwidth is not known.
+      missing: what has no time, with how often it runs.
     """
 
     exposed: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
@@ -125,6 +127,13 @@ class Follower:
             for part in body
             if _channel(part)
         }
+        self._ends = {
+            start: one
+            for body in module.computations.values()
+            for one in body
+            if one.opcode.endswith("-done")
+            for start in one.operands
+        }
         self._copied = chip.hbm_bandwidth_per_device * Model().hbm_efficiency
 
     def follow(self, name: str | None = None) -> Timeline:
@@ -200,16 +209,26 @@ class Follower:
             found.add("fusions", "fusion with a collective", one.cycles / self.chip.clock)
 
     def _copy(self, one: Instruction, found: Timeline, running: _Running) -> None:
-        nbytes = _moved(self.module, one)
         body = self.module.computations.get(one.called("calls") or "", ())
+        end = self._ends.get(one.name)
+        nbytes = _moved(self.module, one, body, end)
         if _HOST.search(one.shape) or any(_HOST.search(part.shape) for part in body):
-            found.host_bytes += nbytes
+            way = "to" if end is not None and _HOST.search(end.shape) else "from"
+            self._host(one, way, nbytes, found, running)
             return
         opcodes = {part.opcode for part in body} - _FREE or {base(one.opcode)}
         if not opcodes <= _COPIES:
             found.missing[f"{one.opcode} {one.name}: its time is not known"] += 1
             return
         running.start(one.name, "copies", found.seconds, nbytes / self._copied + Model().dma_latency)
+
+    def _host(self, one: Instruction, way: str, nbytes: int, found: Timeline, running: _Running) -> None:
+        bandwidth = self.chip.host_bandwidth_per_device
+        if bandwidth is None:
+            found.host_bytes += nbytes
+            return
+        running.start(one.name, "host", found.seconds, nbytes / bandwidth, (way,))
+        found.note("host", f"{way} the host's memory", nbytes / bandwidth)
 
     def _wait(self, start: str, found: Timeline, running: _Running) -> None:
         part, end, seconds = running.pending.pop(start)
@@ -244,13 +263,12 @@ def family(name: str) -> str:
     return re.sub(r"[.\d]+$", "", name) or name
 
 
-def _moved(module: Module, start: Instruction) -> int:
-    """Bytes that an asynchronous copy brings: what its end gives."""
-    for body in module.computations.values():
-        for one in body:
-            if one.opcode.endswith("-done") and start.name in one.operands:
-                return one.nbytes
-    return shape_bytes(start.shape) // 2
+def _moved(module: Module, start: Instruction, body: Sequence[Instruction], end: Instruction | None) -> int:
+    """Bytes that an asynchronous copy brings: what its end gives, or what it writes into a part of that."""
+    for part in body:
+        if part.opcode == "dynamic-update-slice":
+            return module.by_name[part.operands[1]].nbytes
+    return shape_bytes(start.shape) // 2 if end is None else end.nbytes
 
 
 def _start_of(done: Instruction, pending: Mapping[str, object], sources: Mapping[str, tuple[str, ...]]) -> str | None:

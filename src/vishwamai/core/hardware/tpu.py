@@ -88,6 +88,8 @@ class TpuChip:
     """Seconds of one hop between neighbours."""
     dcn_bandwidth: float
     """Bytes/s of one chip to chips of other slices."""
+    host_bandwidth: float | None
+    """Bytes/s between one chip and the memory of its host, each way; None where no source states it."""
     fp8_formats: tuple[str, ...] = ()
     """The 8-bit float formats that the matrix unit takes as they are, by numpy name."""
 
@@ -162,6 +164,11 @@ class TpuChip:
         """HBM bytes/s of one jax device."""
         return self.hbm_bandwidth / self.devices
 
+    @property
+    def host_bandwidth_per_device(self) -> float | None:
+        """Bytes/s between one jax device and its host, each way; None where no source states it."""
+        return None if self.host_bandwidth is None else self.host_bandwidth / self.devices
+
 
 _V4 = TpuChip(
     name="v4",
@@ -186,6 +193,7 @@ _V4 = TpuChip(
     peak_fp8=None,  # [J], [L] as int8
     ici_bandwidth=4.5e10,  # [B]
     dcn_bandwidth=6.25e9,  # [B]
+    host_bandwidth=1.6e10,  # [B] "PCIe bandwidth for TPU v4 is 16GB / second each way"
 )
 
 _V5E = TpuChip(
@@ -211,6 +219,7 @@ _V5E = TpuChip(
     peak_fp8=None,  # [J] "Not Available"
     ici_bandwidth=4.5e10,  # [B]
     dcn_bandwidth=3.125e9,  # [B]
+    host_bandwidth=1.5e10,  # [B] "PCIe bandwidth is typically around 1.5e10 bytes / second per chip"
 )
 
 _V5P = TpuChip(
@@ -235,6 +244,7 @@ _V5P = TpuChip(
     peak_fp8=None,  # [J] "Not Available"
     ici_bandwidth=9e10,  # [B]; [C] 1200 GB/s for a chip's 6 links, both ways
     dcn_bandwidth=6.25e9,  # [B]
+    host_bandwidth=1.5e10,  # [B] as v5e
 )
 
 _V6E = TpuChip(
@@ -261,6 +271,7 @@ _V6E = TpuChip(
     fp8_formats=("float8_e5m2", "float8_e4m3b11fnuz"),  # [J] is_matmul_supported
     ici_bandwidth=9e10,  # [B]
     dcn_bandwidth=1.25e10,  # [B]
+    host_bandwidth=3.2e10,  # [B] "Trillium (TPU v6e) has 32GB/s"
 )
 
 _TPU7X = TpuChip(
@@ -287,6 +298,7 @@ _TPU7X = TpuChip(
     fp8_formats=("float8_e5m2", "float8_e4m3fn"),  # [J] is_matmul_supported
     ici_bandwidth=9e10,  # [B]
     dcn_bandwidth=1.25e10,  # [B]
+    host_bandwidth=None,  # neither [C] nor [B] states it
 )
 
 TPUS: dict[str, TpuChip] = {c.name: c for c in (_V4, _V5E, _V5P, _V6E, _TPU7X)}
