@@ -265,8 +265,8 @@ def family(name: str) -> str:
 
 def _moved(module: Module, start: Instruction, body: Sequence[Instruction], end: Instruction | None) -> int:
     """Bytes that an asynchronous copy brings: what its end gives, or what it writes into a part of that."""
-    for part in body:
-        if part.opcode == "dynamic-update-slice":
+    for part in (start, *body):
+        if base(part.opcode) == "dynamic-update-slice":
             return module.by_name[part.operands[1]].nbytes
     return shape_bytes(start.shape) // 2 if end is None else end.nbytes
 
