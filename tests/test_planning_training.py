@@ -1,6 +1,7 @@
 """Memory of training steps and of serving by formulas, and the command."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from plans import GIB, LLAMA, training
 from vishwamai import aot, planning
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError, ShapeError, UnsupportedError
+from vishwamai.core.hardware import TPUS
 from vishwamai.models import ModelConfig
 from vishwamai.planning import analytic
 from vishwamai.planning.analytic import CLASSES, of_experts, serving_memory, training_memory
@@ -49,6 +51,32 @@ def test_kept_bytes_counts_what_the_gradient_needs_once():
     assert kept_bytes(loop, x) == 5 * 128  # the cosine of every turn
     remat = jax.checkpoint(jnp.sin)
     assert kept_bytes(lambda x: jnp.sum(jax.lax.scan(lambda h, _: (remat(h), None), x, None, length=5)[0]), x) == 640
+
+
+def test_the_programs_of_the_accuracy_table():
+    path = Path(__file__).parents[1] / "benchmarks" / "plan_accuracy.py"
+    spec = importlib.util.spec_from_file_location("plan_accuracy", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cases = module.CASES
+    assert len(cases) == len({case.label for case in cases}) == 30
+    assert {case.target.partition(":")[0] for case in cases} == set(TPUS)
+    assert {*REMAT, "offload"} <= {case.keys.get("remat") for case in cases}
+    for kind in ("dense", "MoE", "fp8", "served"):
+        assert sum(case.name.startswith(kind) for case in cases) >= 3
+    assert all(case.subject() is not None for case in cases)  # every configuration is one
+    known = {
+        "name": "v5e x",
+        "probe": 90.0,
+        "verified": 100.0,
+        "analytic": 120.0,
+        "errors": {"probe": -0.1, "analytic": 0.2},
+    }
+    probe, analytic = module.summary([known])
+    assert (
+        probe.startswith("probe: 1 of 1 within 10%") and "0 of 1 within 15%" in analytic and "v5e x +20.0%" in analytic
+    )
 
 
 def test_sums_of_microbatches_are_alive_when_they_are():
