@@ -24,6 +24,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import PrecisionConfig, lax_precision, resolve_precision
+from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.matmul.api import gemm
 
@@ -84,7 +85,22 @@ def einsum(
         return jnp.einsum(subscripts, *factors, precision=lax_precision(products))
 
     product = functools.partial(gemm, precision=precision, config=config, implementation=implementation)
-    return contract(steps, arrays, plain, product, jnp.transpose)
+    return contract(steps, arrays, plain, product, jnp.transpose, _on_explicit_axes)
+
+
+def _on_explicit_axes(contraction: Callable[..., Any], subscripts: str, factors: list[Any]) -> Any:
+    """One contraction, where operands may lie on explicit mesh axes: indices of the result stay split, what is summed
+    over is gathered.
+    """
+
+    def axes() -> Axes:
+        inputs, out = subscripts.split("->")
+        terms = inputs.split(",")
+        return Axes(
+            tuple(map(tuple, terms)), tuple(out), frozenset(i for i in out if all(t.count(i) < 2 for t in terms))
+        )
+
+    return follow_explicit_axes(contraction, axes, *factors)
 
 
 def contract(
@@ -93,6 +109,7 @@ def contract(
     plain: Callable[..., Any],
     product: Callable[..., Any],
     permute: Callable[[Any, list[int]], Any],
+    run: Callable[..., Any] = lambda contraction, subscripts, factors: contraction(*factors),
 ) -> Any:
     """The result of the contractions that `plan_steps` gives, on arrays of any framework.
 
@@ -100,16 +117,18 @@ def contract(
       plain: the framework's own einsum, for what is no product.
       product: `gemm` of two arrays with `transpose_a` and `transpose_b`.
       permute: `(array, axes) -> array`.
+      run: `(contraction, subscripts, factors) -> array`, calls one contraction.
     """
     arrays = list(arrays)
     for taken, subscripts in steps:
-        factors = [arrays.pop(i) for i in taken]
-        inputs, out = subscripts.split("->")
-        if len(factors) == 2 and all(array_spec(factor).dtype in _FLOATS for factor in factors):
-            result = _pair(inputs.split(","), out, factors, plain, product, permute)
-        else:
-            result = plain(subscripts, *factors)
-        arrays.append(result)
+
+        def contraction(*factors: Any, subscripts: str = subscripts) -> Any:
+            inputs, out = subscripts.split("->")
+            if len(factors) == 2 and all(array_spec(factor).dtype in _FLOATS for factor in factors):
+                return _pair(inputs.split(","), out, list(factors), plain, product, permute)
+            return plain(subscripts, *factors)
+
+        arrays.append(run(contraction, subscripts, [arrays.pop(i) for i in taken]))
     (result,) = arrays
     return result
 
