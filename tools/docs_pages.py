@@ -3,12 +3,16 @@ lists them in the navigation. Formulas become MathML, which browsers draw withou
 """
 
 import html
+import os
 import re
+import unittest.mock
 from pathlib import Path
 
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+from vishwamai.cli import COMMANDS, parser
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,7 +55,18 @@ def _filled(nav: list, sections: dict[str, list]) -> list:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for address, path in pages().items():
         files.append(File.generated(config, address, content=_relinked(path.parent, address, path.read_text())))
+    files.append(File.generated(config, "command-line.md", content=command_line()))
     return files
+
+
+def command_line() -> str:
+    """The page of the command line: what `--help` prints of every command."""
+    found = ["# Command line\n\nEvery command prints this with `--help`."]
+    with unittest.mock.patch.dict(os.environ, COLUMNS="90"):
+        for name in COMMANDS:
+            (chosen,) = parser(name)._subparsers._group_actions  # type: ignore[union-attr]
+            found.append(f"## vishwamai {name}\n\n```text\n{chosen.choices[name].format_help()}```")  # type: ignore[index]
+    return "\n\n".join(found) + "\n"
 
 
 def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) -> str:

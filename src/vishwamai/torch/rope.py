@@ -79,8 +79,11 @@ def rope_tables(
     """cos and sin for `apply_rope(..., tables=...)`: made once, they serve every layer of a model.
 
     Args:
-      positions, theta, scaling, rotary_dim: as in `vishwamai.apply_rope`; or a number of positions, counted from 0.
+      positions: as in `vishwamai.apply_rope`; or a number of positions, counted from 0.
       head_dim: features of a head.
+      theta: as in `vishwamai.apply_rope`.
+      scaling: as there.
+      rotary_dim: as there.
       device: of the tables, where `positions` is a number.
 
     Returns:

@@ -216,11 +216,12 @@ def flash_attention_varlen(
 
     Args:
       query: `[total_q, heads, qk_dim]`; key, value: `[total_k, kv_heads, qk_dim]` and `[total_k, kv_heads, v_dim]`.
-      cu_seqlens_q, cu_seqlens_k: integers `[batch + 1]`, where each sequence begins, and the last one's end. What lies
+      cu_seqlens_q: integers `[batch + 1]`, where each sequence of queries begins, and the last one's end. What lies
         behind that sees nothing.
-      max_seqlen_q, max_seqlen_k: the longest sequences' lengths, or more. Where one is longer, the CPU raises an error;
-        on a GPU, which is not asked, the results of all that lies beyond become NaN (of keys: of the keys' gradients;
-        the keys themselves are all seen).
+      cu_seqlens_k: the same of the keys.
+      max_seqlen_q: the longest sequence's length, or more. Where one is longer, the CPU raises an error; on a GPU,
+        which is not asked, the results of all that lies beyond become NaN.
+      max_seqlen_k: the same of the keys; on a GPU the keys' gradients beyond become NaN, and all keys are seen.
       causal_align: "bottom_right" by default, as FlashAttention has it.
       alibi_slopes: `[heads]`; distances count within each sequence.
       dropout_seed: `[batch, heads, 2]`.

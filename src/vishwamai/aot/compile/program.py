@@ -255,7 +255,7 @@ def compile_for(
     Args:
         fn: a function, jitted or not.
         *args: its arguments: arrays or `jax.ShapeDtypeStruct`s (only shape, dtype and sharding matter), or static
-          values.
+            values.
         target: "v4", "v5e", "v5p", "v6e", "tpu7x" for one device, or a topology "v5e:4x4" for all devices of it.
             Arguments may then carry NamedShardings over as many devices, of `mesh_for(target, axes)` or any other mesh.
         compiler_options: options of libtpu's compiler by name, or a `RuntimeConfig`. A dict is checked as

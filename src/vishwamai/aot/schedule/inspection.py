@@ -131,9 +131,8 @@ def inspect(
     Args:
         fn: a function, jitted or not.
         args: its arguments: arrays or `jax.ShapeDtypeStruct`s. Values of integer arrays that steer kernels (page
-          tables, group sizes) are
-            used; of a ShapeDtypeStruct they are unknown, and loops that hang on them are reported in
-            `Schedule.guessed`.
+            tables, group sizes) are used; of a ShapeDtypeStruct they are unknown, and loops that hang on them are
+            reported in `Schedule.guessed`.
         target: "v4", "v5e", "v5p", "v6e" or "tpu7x". A slice of several devices is for `vishwamai.planning.step_time`,
             which counts communication, too.
         kwargs: keyword arguments.
