@@ -22,13 +22,16 @@ def ragged_paged_attention(
     sinks: Any = None,
     alibi_slopes: Any = None,
     tree_mask: Any = None,
+    q_scale: Any = 1.0,
     k_scale: Any = 1.0,
     v_scale: Any = 1.0,
     latent_dim: int | None = None,
     max_q_len: int | None = None,
     return_lse: bool = False,
+    out_dtype: Any = None,
 ) -> Any:
     query, kv_pages, sinks = jax.tree.map(np.asarray, (query, kv_pages, sinks))
+    query = query.astype(np.float64) if query.dtype.itemsize == 1 else query
     if latent_dim is not None:
         k_pages = kv_pages[:, :, None]
         v_pages = k_pages[..., :latent_dim]
@@ -37,6 +40,8 @@ def ragged_paged_attention(
     else:
         k_pages, v_pages = kv_pages[:, :, 0::2], kv_pages[:, :, 1::2]
     heads, kv_heads, page_size = query.shape[1], k_pages.shape[2], k_pages.shape[1]
+    of_queries = np.broadcast_to(np.asarray(q_scale, np.float64).reshape(-1), (kv_heads,)).repeat(heads // kv_heads)
+    query = (query * of_queries[:, None]).astype(query.dtype)
     scale = query.shape[2] ** -0.5 if scale is None else scale
     lens, table, starts = (np.asarray(x) for x in (kv_lens, page_indices, cu_q_lens))
     out = [np.zeros((0, heads, v_pages.shape[-1]), query.dtype)]

@@ -197,6 +197,18 @@ def test_torch_latent_pages_wider_than_the_query():
     np.testing.assert_allclose(to_numpy(got, np.float32), want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_torch_quantized_queries(dtype):
+    query, pool, *rest = problem()
+    codes = torch.from_numpy(4 * query).to(dtype)
+    scale = np.array([0.2, 0.3], np.float32)
+    got = vt.ragged_paged_attention(
+        codes, *on_torch((pool, *rest)), q_scale=torch.from_numpy(scale), k_scale=0.5, out_dtype=torch.float32
+    )
+    want = expected((codes.float().numpy() * np.repeat(scale, 2)[:, None], pool, *rest), k_scale=0.5)
+    np.testing.assert_allclose(to_numpy(got, np.float32), want, rtol=2e-5, atol=2e-5)
+
+
 UPDATES = [
     pytest.param("float32", "combined", marks=pytest.mark.long),
     pytest.param("bfloat16", "separate", marks=interpreted_or_long),

@@ -430,6 +430,16 @@ ERRORS = {
     ),
     "tree_mask dtype": (lambda a: a | {"tree_mask": np.ones((8, 3), np.int32)}, r"`tree_mask`.*int32"),
     "tree_mask columns": (lambda a: a | {"tree_mask": np.ones((8, 0), bool)}, r"`tree_mask` is bool\[8,0\]; pass bool"),
+    "q_scale": (lambda a: a | {"q_scale": np.ones(3)}, r"`q_scale` has shape \(3,\)"),
+    "out_dtype": (lambda a: a | {"out_dtype": "float16"}, "`out_dtype` is .*float16.* with queries of float32"),
+    "out_dtype of int8": (
+        lambda a: a | {"query": a["query"].astype(np.int8), "out_dtype": "int8"},
+        "`out_dtype` is .*int8.*; pass one of bfloat16",
+    ),
+    "query of int32": (
+        lambda a: a | {"query": a["query"].astype(np.int32)},
+        "`query` has dtype int32; pass one of.*int8",
+    ),
     "k_scale": (lambda a: a | {"k_scale": np.ones(3)}, r"`k_scale` has shape \(3,\)"),
     "max_q_len": (lambda a: a | {"max_q_len": 0}, "`max_q_len` is 0"),
     "num_seqs": (
@@ -437,6 +447,18 @@ ERRORS = {
         r"`num_seqs` has shape \(2,\); pass `num_seqs` of shape \(1,\), or an int",
     ),
 }
+
+
+def test_quantized_queries_are_those_that_they_stand_for():
+    """Numbers of 8 bits times a scale for each kv head: as the same numbers in float32."""
+    query, pool, lens, table, starts = problem(RUNS)
+    codes = np.clip(np.round(query * 40), -127, 127).astype(np.int8)
+    scale = np.array([0.02, 0.03], np.float32)
+    got = ragged_paged_attention(codes, pool, lens, table, starts, q_scale=scale, k_scale=0.5, out_dtype=np.float32)
+    assert got.dtype == np.float32
+    plain = codes * np.repeat(scale, 2)[:, None]
+    check(got, (plain.astype(np.float32), pool, lens, table, starts), k_scale=0.5)
+    assert ragged_paged_attention(codes, pool, lens, table, starts).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.ops.paged_attention.api import PAGED_ATTENTION
-from vishwamai.ops.paged_attention.checks import check_window, describe, kv_heads_of, no_gradient, page_pools
+from vishwamai.ops.paged_attention.checks import (
+    both,
+    check_window,
+    describe,
+    kv_heads_of,
+    no_gradient,
+    page_pools,
+    wide_query,
+)
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec, signature
 from vishwamai.torch import bridge
 from vishwamai.torch.operator import TorchOperator
@@ -112,10 +120,12 @@ def ragged_paged_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     latent_dim: int | None = None,
     max_q_len: int | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Causal attention of many sequences' latest tokens over keys and values that lie in pages; see
     `vishwamai.ragged_paged_attention`, whose arguments these are.
@@ -131,7 +141,10 @@ def ragged_paged_attention(
     tensor([[[4.]]])
     """
     k_pages, v_pages, form = pools(_NAME, kv_pages)
-    factors = scales(_NAME, k_pages, kv_heads_of(k_pages, form), k_scale=k_scale, v_scale=v_scale)
+    query = wide_query(query, None if out_dtype is None else str(out_dtype).removeprefix("torch."))
+    given = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    q_scale, k_scale, v_scale = scales(_NAME, k_pages, kv_heads_of(k_pages, form), **given)
+    factors = both(q_scale, k_scale), v_scale
     sequences = count(num_seqs, page_indices)
     tables = kv_lens, page_indices, cu_q_lens, sequences
     tensors = Operands(query, k_pages, v_pages, *tables, sinks, *factors, slopes=alibi_slopes, tree_mask=tree_mask)

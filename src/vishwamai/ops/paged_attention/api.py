@@ -12,15 +12,17 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.config import current_config
 from vishwamai.core.op import Op
 from vishwamai.core.signature import array_specs, public_call
-from vishwamai.core.spec import as_array
+from vishwamai.core.spec import as_array, as_jax_dtype
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.paged_attention.checks import (
     as_num_seqs,
+    both,
     check_scale,
     check_window,
     describe,
     kv_heads_of,
     page_pools,
+    wide_query,
 )
 from vishwamai.ops.paged_attention.cpu import NATIVE
 from vishwamai.ops.paged_attention.gpu import TRITON
@@ -31,7 +33,7 @@ from vishwamai.ops.paged_attention.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float, Int, Num
 
 PAGED_ATTENTION: Op[PagedSpec] = Op("paged_attention", (PALLAS_TPU, TRITON, NATIVE, XLA), split="batch heads")
 
@@ -40,7 +42,7 @@ _NAME = "ragged_paged_attention"
 
 @checked
 def ragged_paged_attention(
-    query: Float[Array, "tokens heads head_dim"],
+    query: Num[Array, "tokens heads head_dim"],
     kv_pages: Any,
     kv_lens: Int[Array, " sequences"],
     page_indices: Int[Array, "sequences pages_per_sequence"],
@@ -53,11 +55,13 @@ def ragged_paged_attention(
     sinks: Float[Array, " heads"] | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
     tree_mask: Bool[Array, "tokens columns"] | None = None,
+    q_scale: Float[Array, ...] | float | None = None,
     k_scale: Float[Array, ...] | float | None = None,
     v_scale: Float[Array, ...] | float | None = None,
     latent_dim: int | None = None,
     max_q_len: int | None = None,
     return_lse: bool = False,
+    out_dtype: Any = None,
     config: Any = None,
     implementation: str | None = None,
 ) -> Any:
@@ -71,7 +75,8 @@ def ragged_paged_attention(
     (2023).
 
     Args:
-      query: `[tokens, heads, head_dim]`, bfloat16, float16, float32 or float64.
+      query: `[tokens, heads, head_dim]`, bfloat16, float16, float32 or float64; or quantized, int8, float8_e4m3fn or
+        float8_e5m2 with `q_scale`: such queries are widened to `out_dtype` before the kernel, which is exact.
       kv_pages: `[pages, page_size, 2 * kv_heads, head_dim]`, each head's key and value in turn (k0 v0 k1 v1 ...), the
         layout of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`; or `(k_pages, v_pages)`, each
         `[pages, page_size, kv_heads, dim]`; or latent pages (MLA) `[pages, page_size, latent_dim + rope_dim]` of one
@@ -96,6 +101,8 @@ def ragged_paged_attention(
         ancestors and itself, in any order in which none comes after its descendants. Keys before the new tokens are
         seen by all; so are new tokens from `columns` on up to the query's own, so a batch may hold prefills beside
         trees whose rows are True. `window` and `alibi_slopes` count keys, not depths. "triton" and "xla" have it.
+      q_scale: what queries are multiplied by: a number, or `[kv_heads]` (of the query heads that share a kv head, as
+        FlashAttention's `q_descale`). It becomes a factor of `k_scale`, so every implementation serves it.
       k_scale: what stored keys are multiplied by: a number, or `[kv_heads]`.
       v_scale: the same for stored values.
       latent_dim: for latent pages, columns of the value. `query` then holds the absorbed queries `[latent_dim]` and the
@@ -104,13 +111,15 @@ def ragged_paged_attention(
         is smaller; None promises nothing.
       return_lse: return the logsumexp of the logits too, for merging with attention over other keys
         (`merge_attention`): pages that are split over devices, or a prefix that sequences share.
+      out_dtype: dtype of the result of quantized queries, one of the floating ones above; None for bfloat16. Others
+        have their own.
       config: tiles (a `PagedConfig`), keys of a step, or None.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
 
     Returns:
-      `[tokens, heads, head_dim]` (value_dim, latent_dim) in the query's dtype; 0 where a token belongs to no sequence
-      or sees no key. With `return_lse`, the pair of it and the natural logsumexp `[tokens, heads]`, float32 (float64
-      for float64), which is -inf there.
+      `[tokens, heads, head_dim]` (value_dim, latent_dim) in the query's dtype, or `out_dtype`; 0 where a token
+      belongs to no sequence or sees no key. With `return_lse`, the pair of it and the natural logsumexp
+      `[tokens, heads]`, float32 (float64 for float64), which is -inf there.
 
     Raises:
       ShapeError: an argument does not fit the others. Values of the tables are checked where they are known; where they
@@ -134,7 +143,8 @@ def ragged_paged_attention(
     >>> bool((attend(pages)[3] == attend(pages.at[7, 1].set(0.0))[3]).all())
     True
     """
-    query = as_array(_NAME, "query", query)
+    out_dtype = None if out_dtype is None else as_jax_dtype(_NAME, "out_dtype", out_dtype)
+    query = wide_query(as_array(_NAME, "query", query), out_dtype)
     k_pages, v_pages, form = page_pools(_NAME, kv_pages)
     named = (("kv_lens", kv_lens), ("page_indices", page_indices), ("cu_q_lens", cu_q_lens))
     kv_lens, page_indices, cu_q_lens = (as_array(_NAME, name, x) for name, x in named)
@@ -143,7 +153,8 @@ def ragged_paged_attention(
     slopes = None if alibi_slopes is None else as_array(_NAME, "alibi_slopes", alibi_slopes)
     tree = None if tree_mask is None else as_array(_NAME, "tree_mask", tree_mask)
     kv_heads = kv_heads_of(k_pages, form)
-    k_scale = check_scale(_NAME, "k_scale", k_scale, kv_heads)
+    q_scale = check_scale(_NAME, "q_scale", q_scale, kv_heads)
+    k_scale = both(q_scale, check_scale(_NAME, "k_scale", k_scale, kv_heads))
     v_scale = check_scale(_NAME, "v_scale", v_scale, kv_heads)
     tables = kv_lens, page_indices, cu_q_lens, num_seqs
     arrays = Operands(query, k_pages, v_pages, *tables, sinks, k_scale, v_scale, slopes, tree)

@@ -68,6 +68,7 @@ def _case(
     dtype: str = "float32",
     pages: str | None = None,
     *,
+    quantized: str | None = None,
     form: str = "combined",
     value_dim: int | None = None,
     sinks: bool = False,
@@ -85,7 +86,8 @@ def _case(
     def pool(*shape: int) -> ArrayInit:
         return ArrayInit((number, page_size, *shape), stored, kind)
 
-    found: dict[str, ArrayInit] = {"query": ArrayInit((sum(q for q, _ in runs) + spare_tokens, heads[0], dim), dtype)}
+    query: Any = (quantized, "integers") if quantized else (dtype,)
+    found = {"query": ArrayInit((sum(q for q, _ in runs) + spare_tokens, heads[0], dim), *query)}
     if form == "combined":
         found["kv_pages"] = pool(2 * heads[1], dim)
     elif form == "separate":
@@ -105,6 +107,9 @@ def _case(
             "k_scale": 0.02 if stored == "int8" else 0.2,
             "v_scale": tuple(0.01 * (1 + h) for h in range(heads[1])),
         }
+    if quantized:
+        options |= {"q_scale": tuple((0.01 if quantized == "int8" else 0.2) * (1 + h) for h in range(heads[1]))}
+        options |= {"out_dtype": dtype}
     call: Any = separate_pages if form == "separate" else ragged_paged_attention
     return ForwardCase(name, "paged_attention", call, found, options, frozenset(tags))
 
@@ -146,6 +151,10 @@ CASES = (
     ),
     _case("fp8 pages", _DECODE, (8, 4), 128, 8, "bfloat16", "float8_e4m3fn", scaled=True, max_q_len=1),
     _case("fp8 e5m2 pages", _DECODE, (4, 2), 64, 8, "bfloat16", "float8_e5m2", scaled=True, max_q_len=1),
+    _case("int8 queries", _MIXED, (8, 2), 128, 8, "bfloat16", "int8", quantized="int8", scaled=True),
+    _case(
+        "fp8 queries float32", _DECODE, (4, 2), 64, 8, "float32", quantized="float8_e4m3fn", max_q_len=1, softcap=3.0
+    ),
     _case("separate", _MIXED, (4, 2), 64, 8, "bfloat16", form="separate", value_dim=32),
     _case("latent", _MIXED, (8, 1), 80, 16, "bfloat16", form="latent", latent_dim=64, scale=0.2),
     _case("no tokens", ((0, 4),), (4, 2), 32, 8),

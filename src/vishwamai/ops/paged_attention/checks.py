@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core import gpu
+from vishwamai.core.arrays import cast
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.shape_checks import Argument, check_shapes
-from vishwamai.core.spec import ArraySpec, array_spec, as_array
+from vishwamai.core.spec import ArraySpec, array_spec, as_array, as_dtype
 from vishwamai.ops.paged_attention.spec import HINTS, TABLES, Form, Operands, PagedSpec, signature_of
 
 _NAME = "ragged_paged_attention"
 _QUERY_DTYPES = ("bfloat16", "float16", "float32", "float64")
+QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""What queries may be quantized to."""
 _NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -91,6 +94,33 @@ def as_num_seqs(name: str, num_seqs: Any, sequences: int) -> jax.Array:
     return jnp.asarray(num_seqs, jnp.int32 if isinstance(num_seqs, int) else None).reshape(-1)
 
 
+def both(q_scale: Any, k_scale: Any) -> Any:
+    """The factor of the products: of the keys' scales and the queries', None for 1."""
+    return q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
+
+
+def wide_query(query: Any, out_dtype: Any) -> Any:
+    """Quantized queries in `out_dtype`, which holds every 8-bit number; others as they are.
+
+    Raises:
+      ShapeError: `out_dtype` has no meaning.
+    """
+    own = array_spec(query).dtype
+    if own.name in QUANTIZED:
+        name = "bfloat16" if out_dtype is None else as_dtype(_NAME, "out_dtype", out_dtype).name
+        if name not in _QUERY_DTYPES:
+            raise ShapeError(
+                f"{_NAME}: `out_dtype` is {out_dtype!r}; pass one of {', '.join(_QUERY_DTYPES)}, or None for bfloat16."
+            )
+        return cast(query, jnp.dtype(name))
+    if out_dtype is not None and as_dtype(_NAME, "out_dtype", out_dtype) != own:
+        raise ShapeError(
+            f"{_NAME}: `out_dtype` is {out_dtype!r} with queries of {own.name}, whose result is {own.name}; pass None, "
+            f"or quantized queries ({', '.join(QUANTIZED)})."
+        )
+    return query
+
+
 def check_tables(name: str, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> None:
     """Checks the integer arrays that say which queries meet which pages.
 
@@ -113,7 +143,10 @@ def _check_query(query: ArraySpec, k: ArraySpec, form: Form, latent_dim: int | N
       ShapeError: they do not fit.
     """
     if query.dtype.name not in _QUERY_DTYPES:
-        raise ShapeError(f"{_NAME}: `query` has dtype {query.dtype.name}; pass one of {', '.join(_QUERY_DTYPES)}.")
+        raise ShapeError(
+            f"{_NAME}: `query` has dtype {query.dtype.name}; pass one of {', '.join(_QUERY_DTYPES)}, or of "
+            f"{', '.join(QUANTIZED)} with `q_scale`."
+        )
     if k.dtype != query.dtype and k.dtype.name not in (*_QUERY_DTYPES, *_NARROW):
         raise ShapeError(
             f"{_NAME}: `kv_pages` has dtype {k.dtype.name}; pass the query's {query.dtype.name}, or one of "

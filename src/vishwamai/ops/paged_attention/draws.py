@@ -58,5 +58,7 @@ def draw(d: Sizes) -> Case:
     if stored != dtype:
         options["k_scale"] = 0.02 if stored == "int8" else 0.2
         options["v_scale"] = tuple(0.01 * (1 + h) for h in range(kv_heads))
+    if d.flag(5):
+        options["q_scale"] = tuple(0.5 * (1 + h) for h in range(kv_heads))
     call: Any = separate_pages if form == "separate" else ragged_paged_attention
     return ForwardCase("", "paged_attention", call, found, options)
