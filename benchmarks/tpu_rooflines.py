@@ -7,7 +7,7 @@ backward, whose bytes are those of both, or what it moves where that is less: XL
 for the other.
 
     python benchmarks/tpu_rooflines.py --targets v4,v5e,v5p,v6e,tpu7x --cases
-    gemm,int8,norm,rope,softmax,gated_linear_unit
+    gemm,int8,norm,rope,softmax,gated_linear_unit,gated_gradient
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from vishwamai import apply_rope, gated_linear_unit, gemm, layer_norm, rms_norm,
 from vishwamai.aot import Inspection, Schedule, inspect_many
 from vishwamai.bench import estimates
 from vishwamai.core.errors import VishwamaiError
+from vishwamai.core.signature import array_specs
+from vishwamai.ops.gated import GATED
+from vishwamai.ops.gated import spec as gated
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla")
 
@@ -91,6 +94,23 @@ def gated_units() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, f
     yield f"gated_linear_unit {m}x{k}x{n} backward", both, [x, weights, weights, h], 12.0 * m * n * k, None
 
 
+def gated_gradients() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
+    """The same gradient alone, from both products as the forward pass keeps them."""
+    m, k, n = 4096, 4096, 14336
+    x, weights, h = _array(1, m, k), _array(1, k, n), _array(1, m, n)
+
+    def call(x: Any, gate: Any, up: Any, *kept_and_dh: Any, implementation: str) -> Any:
+        arrays = gated.Operands(x, gate, up, None)
+        *kept, dh = kept_and_dh
+        spec = gated.GatedSpec(gated.Operands(*array_specs(arrays)))
+        choice = GATED.plan(spec, implementation=implementation).choice("tpu")
+        run = choice.implementation.backward
+        return run(spec, choice.config, arrays, None, gated.Residuals(*kept), gated.Outputs(dh))
+
+    name = f"gated_linear_unit {m}x{k}x{n} gradient"
+    yield name, call, [x, weights, weights, h, h, h], 8.0 * m * n * k, None
+
+
 SUITES: dict[str, Callable[[], Iterator[Any]]] = {
     "gemm": lambda: products(jnp.bfloat16),
     "int8": lambda: products(jnp.int8),
@@ -98,6 +118,7 @@ SUITES: dict[str, Callable[[], Iterator[Any]]] = {
     "rope": rotations,
     "softmax": softmaxes,
     "gated_linear_unit": gated_units,
+    "gated_gradient": gated_gradients,
 }
 
 

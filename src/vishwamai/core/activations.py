@@ -107,23 +107,35 @@ def derivative(activation: str, z: jax.Array) -> jax.Array:
         return (z > 0).astype(z.dtype)
     if activation == "relu2":
         return 2.0 * jnp.maximum(z, 0)
-    if activation == "silu":
-        z = _within(z, _bound(z, 110.0, 760.0))
-        s = lax.logistic(z)
-        return s * (1.0 + z * (1.0 - s))
-    if activation == "gelu":
-        z = _within(z, _bound(z, 15.0, 40.0))
-        return _normal_cdf(z) + z * _INV_SQRT_2PI * jnp.exp(-0.5 * z * z)
-    if activation == "gelu_tanh":
-        z = _within(z, _bound(z, 11.0, 22.0))
-        p = lax.logistic(_tanh_argument(z))
-        return p * (1.0 + z * (1.0 - p) * (2.0 * _SQRT_2_OVER_PI) * (1.0 + 3.0 * _CUBIC * z * z))
+    if activation in ("silu", "gelu", "gelu_tanh"):
+        return with_derivative(activation, z)[1]
     if activation == "sigmoid":
         s = lax.logistic(z)
         return s * (1.0 - s)
     assert activation == "tanh", activation
     t = jnp.tanh(z)
     return 1.0 - t * t
+
+
+def with_derivative(activation: str | None, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """activation(z) and its derivative; what they share is computed once."""
+    if activation is None:
+        return z, jnp.ones_like(z)
+    if activation == "silu":
+        near = _within(z, _bound(z, 110.0, 760.0))
+        share = lax.logistic(near)
+        slope = share * (1.0 + near * (1.0 - share))
+    elif activation == "gelu":
+        near = _within(z, _bound(z, 15.0, 40.0))
+        share = _normal_cdf(near)
+        slope = share + near * _INV_SQRT_2PI * jnp.exp(-0.5 * near * near)
+    elif activation == "gelu_tanh":
+        near = _within(z, _bound(z, 11.0, 22.0))
+        share = lax.logistic(_tanh_argument(near))
+        slope = share * (1.0 + near * (1.0 - share) * (2.0 * _SQRT_2_OVER_PI) * (1.0 + 3.0 * _CUBIC * near * near))
+    else:
+        return activate(activation, z), derivative(activation, z)
+    return jnp.maximum(z, near) * share, slope
 
 
 def _within(z: jax.Array, bound: float) -> jax.Array:

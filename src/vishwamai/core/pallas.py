@@ -37,6 +37,8 @@ SMALLEST_TRANSFER, LARGEST_TRANSFER = 512 << 10, 2 << 20
 """Bytes of one array's block: below, a transfer takes less than its latency of about 0.6 us; above, nothing is
 gained.
 """
+_ROWS = 32
+"""Of a tile, that an epilogue works on together."""
 TPU_DTYPES = frozenset(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16))
 """Floating dtypes that every TPU generation loads, stores and converts in the vector unit."""
 
@@ -57,6 +59,27 @@ def dot(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], total: Any = jnp.
         # narrow numbers.
         return dot(lhs, jnp.broadcast_to(rhs, (8, rhs.shape[1])), axes, total, **kwargs)[:, :1]
     return lax.dot_general(lhs, rhs, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=total, **kwargs)
+
+
+def zero_past(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """x with everything from index `size` of `axis` on set to zero."""
+    if x.shape[0] == 1:  # Mosaic compares no single row of packed numbers
+        return zero_past(jnp.broadcast_to(x, (8, x.shape[1])), axis, size)[:1]
+    keep = lax.broadcasted_iota(jnp.int32, x.shape, axis) < size
+    return jnp.where(keep, x, jnp.zeros_like(x))
+
+
+def by_rows(rows: int, work: Callable[[Any], None]) -> None:
+    """`work(slice)` for some rows at a time, few enough for the registers, in a loop."""
+    count, rest = divmod(rows, _ROWS)
+
+    def some(i: jax.Array, carry: None) -> None:
+        work(pl.ds(pl.multiple_of(i * _ROWS, _ROWS), _ROWS))
+
+    if count:
+        lax.fori_loop(0, count, some, None, unroll=2 if count % 2 == 0 else 1)
+    if rest:
+        work(pl.ds(count * _ROWS, rest))
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vishwamai.core.activations import activate, derivative
+from vishwamai.core.activations import activate, with_derivative
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import lax_precision
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
@@ -59,8 +59,8 @@ def slopes(spec: GatedSpec, residuals: Residuals, dh: jax.Array) -> tuple[jax.Ar
     """The gradients of gate's and up's products, rounded to the operands' dtype, as jax.numpy's own would be."""
     dtype = dh.dtype
     gate, up, dh = (a.astype(spec.accumulator) for a in (*residuals, dh))
-    slope = jnp.ones_like(gate) if spec.activation is None else derivative(spec.activation, gate)
-    return (dh * up * slope).astype(dtype), (dh * activate(spec.activation, gate)).astype(dtype)
+    activated, slope = with_derivative(spec.activation, gate)
+    return (dh * up * slope).astype(dtype), (dh * activated).astype(dtype)
 
 
 def backward(

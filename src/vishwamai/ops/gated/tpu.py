@@ -2,71 +2,27 @@
 
 The contracted axis is innermost; both float32 sums live in VMEM, and only the gated product goes to HBM (and both sums,
 rounded, where a gradient will be asked for). Rows and columns past the end compute what is not stored; past the end of
-the contracted axis both operands are zeroed, because what the memory holds there may be NaN. The four products of the
-gradient are XLA's own.
+the contracted axis both operands are zeroed, because what the memory holds there may be NaN. The gradient is
+`tpu_backward`'s.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.activations import activate
-from vishwamai.core.hardware import TpuChip
 from vishwamai.core.op import Implementation
-from vishwamai.core.pallas import TPU_DTYPES, VmemTiles, call, planning_chip, round_up, tiled_bytes
+from vishwamai.core.pallas import TPU_DTYPES, by_rows, call, zero_past
 from vishwamai.core.target import Target
-from vishwamai.core.tiles import Tiles, size
-from vishwamai.ops.gated.reference import backward
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
-
-_EPILOGUE_ROWS = 32
-"""Rows that are gated together: few enough for the registers."""
-_HBM_SHARE = 0.9
-"""Of the peak bandwidth, that large transfers reach."""
-_LATENCY = 0.6e-6
-"""Seconds from the start of a transfer until its data is visible."""
-_STEP_CYCLES = 300
-"""Of a grid step outside its products: transfers started and awaited, the matrix unit filled and drained."""
-_EPILOGUE_OPS = 25
-"""Vector operations for each element of the result: two roundings, the activation, its product."""
-_MOST_WORK = 24576
-"""Cycles of products in one step: they are unrolled, and more is more program for little."""
-
-
-def _whole_lanes(tiles: Tiles, block_size: int) -> int:
-    return round_up(block_size, 128)
-
-
-@dataclasses.dataclass(frozen=True)
-class GatedConfig(VmemTiles):
-    """Tiles of the TPU kernel, in elements; each is clamped to the array.
-
-    Attributes:
-      block_m, block_n, block_k: rows, columns (of either product) and depth of one step.
-      gate_every_step: gate the unfinished sums too, which hides behind the matrix unit; False waits for the last step
-        of a tile.
-      vmem_bytes: what a step plans to use of VMEM, buffers and sums together.
-    """
-
-    block_m: int = size("rows", block_size=_whole_lanes)
-    block_n: int = size("columns", block_size=_whole_lanes)
-    block_k: int = size("depth", block_size=_whole_lanes)
-    gate_every_step: bool = False
-    vmem_bytes: int = 0
-
-    def needs(self, spec: GatedSpec, target: Target) -> dict[str, int]:
-        tile = min(self.block_m, spec.m), min(self.block_n, spec.n), min(self.block_k, spec.k)
-        return {"vmem_bytes": _vmem(spec, tile)}
+from vishwamai.ops.gated.tpu_backward import backward, served
+from vishwamai.ops.gated.tpu_tiles import GatedConfig, clamped, heuristic
 
 
 def why_not(spec: GatedSpec, target: Target) -> str | None:
@@ -76,77 +32,6 @@ def why_not(spec: GatedSpec, target: Target) -> str | None:
     if 0 in (spec.groups, spec.m, spec.n, spec.k):
         return "an array is empty."
     return None
-
-
-def _vmem(spec: GatedSpec, tile: tuple[int, int, int]) -> int:
-    """Bytes of VMEM: blocks twice, for a transfer runs beside the computation, both sums, and both once more as
-    values.
-    """
-    bm, bn, bk = tile
-    dtype = spec.operands.x.dtype
-    blocks = tiled_bytes((bm, bk), dtype) + 2 * tiled_bytes((bk, bn), dtype) + 3 * tiled_bytes((bm, bn), dtype)
-    return 2 * blocks + 4 * tiled_bytes((bm, bn), jnp.float32)
-
-
-def _rate(spec: GatedSpec, chip: TpuChip) -> float:
-    """Multiply-adds a second of one core."""
-    passes = 6 if spec.operands.x.dtype == jnp.float32 else 1
-    return chip.peak_bf16 / chip.cores / 2 / passes
-
-
-def _seconds(spec: GatedSpec, chip: TpuChip, tile: tuple[int, int, int]) -> float:
-    """About how long the forward pass takes with this tile: every step hides the transfers of the next one, or waits
-    for them.
-    """
-    bm, bn, bk = tile
-    size, bandwidth = spec.operands.x.dtype.itemsize, _HBM_SHARE * chip.hbm_bandwidth / chip.cores
-    rows, columns, steps = -(-spec.m // bm), -(-spec.n // bn), -(-spec.k // bk)
-    side = chip.mxu_size
-    work = 2 * round_up(bm, 8) * round_up(bn, side) * round_up(bk, side) / _rate(spec, chip) + _STEP_CYCLES / chip.clock
-    # A block whose index does not change is not read again: x stays for a whole row of tiles if one step is all its
-    # depth.
-    load = max((bm * bk / (columns if steps == 1 else 1) + 2 * bk * bn) * size / bandwidth, _LATENCY)
-    store = bm * bn * size / bandwidth
-    gating = bm * bn * _EPILOGUE_OPS * chip.cores / chip.peak_vector
-    if spec.activation == "gelu":
-        one = (steps - 1) * max(work, load) + max(work + 4 * gating, load + store)
-    else:
-        one = (steps - 1) * max(work, gating, load) + max(work, gating, load + store)
-    tiles = [spec.groups, rows, columns]
-    split = next((i for i, count in enumerate(tiles) if count > 1), 0)
-    tiles[split] = -(-tiles[split] // chip.cores_per_device)
-    return math.prod(tiles) * one + (bm * bk + 2 * bk * bn) * size / bandwidth + store
-
-
-def _sizes(size: int, multiple: int, largest: int) -> list[int]:
-    """Whole, in equal parts of whole tiles, or powers of two."""
-    parts = {min(size, round_up(-(-size // p), multiple)) for p in range(1, 9)} | {1 << i for i in range(7, 12)}
-    return sorted(s for s in parts if s <= min(size, largest) and (s == size or s % multiple == 0)) or [min(size, 128)]
-
-
-def _depths(size: int) -> list[int]:
-    """Divisors in whole tiles, so that no step is ragged; where there are none, equal parts of which the last is
-    ragged.
-    """
-    divisors = [d for d in range(128, 4096 + 1, 128) if size % d == 0]
-    return divisors or _sizes(size, 128, 2048)
-
-
-@functools.lru_cache(maxsize=1024)
-def _best(spec: GatedSpec, chip: TpuChip) -> tuple[int, int, int]:
-    """The tile that the model finds fastest among those that fit three quarters of VMEM."""
-    choices = itertools.product(_sizes(spec.m, 32, 2048), _sizes(spec.n, 128, 2048), _depths(spec.k))
-    cycles = 2 * chip.clock / _rate(spec, chip)
-    fitting = [t for t in choices if _vmem(spec, t) <= chip.vmem_budget and math.prod(t) * cycles <= _MOST_WORK]
-    smallest = (min(spec.m, 128), min(spec.n, 128), min(spec.k, 128))
-    return min(fitting, key=lambda t: (_seconds(spec, chip, t), _vmem(spec, t)), default=smallest)
-
-
-def heuristic(spec: GatedSpec, target: Target) -> GatedConfig:
-    """The tiles that the model of this module finds fastest."""
-    tile = _best(spec, planning_chip(target))
-    # Exact gelu's erf takes longer than a step's products.
-    return GatedConfig(*tile, spec.activation != "gelu", _vmem(spec, tile))
 
 
 def _kernel(
@@ -176,9 +61,9 @@ def _kernel(
         sums = []
         x = x_ref[...]
         if valid != block_k:
-            x = _zero_past(x, 1, valid)
+            x = zero_past(x, 1, valid)
         for w_ref, sum_ref in ((gate_ref, gate_sum), (up_ref, up_sum)):
-            w = w_ref[...] if valid == block_k else _zero_past(w_ref[...], 0, valid)
+            w = w_ref[...] if valid == block_k else zero_past(w_ref[...], 0, valid)
             product = lax.dot_general(  # [block_m, block_n]
                 x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
             )
@@ -205,32 +90,14 @@ def _kernel(
     if gate_every_step and keep_gate is None:
         return
 
-    @pl.when(step == steps - 1)
-    def _() -> None:
-        count, rest = divmod(gate_sum.shape[0], _EPILOGUE_ROWS)
-
-        def some(i: jax.Array, carry: None) -> None:
-            finish(pl.ds(pl.multiple_of(i * _EPILOGUE_ROWS, _EPILOGUE_ROWS), _EPILOGUE_ROWS))
-
-        if count:
-            lax.fori_loop(0, count, some, None, unroll=2 if count % 2 == 0 else 1)
-        if rest:
-            finish(pl.ds(count * _EPILOGUE_ROWS, rest))
-
-
-def _zero_past(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """x with everything from index `size` of `axis` on set to zero."""
-    if x.shape[0] == 1:  # Mosaic compares no single row of packed numbers
-        return _zero_past(jnp.broadcast_to(x, (8, x.shape[1])), axis, size)[:1]
-    keep = lax.broadcasted_iota(jnp.int32, x.shape, axis) < size
-    return jnp.where(keep, x, jnp.zeros_like(x))
+    pl.when(step == steps - 1)(lambda: by_rows(gate_sum.shape[0], finish))
 
 
 def forward(
     spec: GatedSpec, config: GatedConfig, operands: Operands, residuals: bool
 ) -> tuple[Outputs, Residuals | None]:
     x, gate, up, both = operands
-    bm, bn, bk = min(config.block_m, spec.m), min(config.block_n, spec.n), min(config.block_k, spec.k)
+    bm, bn, bk = clamped((config.block_m, config.block_n, config.block_k), spec.m, spec.n, spec.k)
 
     def weights(part: int, w: Any) -> pl.BlockSpec:
         own = w.shape[0] > 1
@@ -267,7 +134,7 @@ def forward(
 
 def notes(spec: GatedSpec, target: Target) -> tuple[str, ...]:
     """What `explain` adds: who computes the gradient, how float32 is multiplied, where the kernel gains nothing."""
-    said = ["the gradient's products are XLA's own"]
+    said = [] if served(spec, heuristic(spec, target)) else ["the gradient's products are XLA's own"]
     if spec.precision != "default":
         said.append("float32 is multiplied by six bfloat16 products")
     chip = target.tpu

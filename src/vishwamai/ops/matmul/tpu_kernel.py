@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from vishwamai.core.pallas import dot
+from vishwamai.core.pallas import dot, zero_past
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.ops.matmul.epilogue import activate
 from vishwamai.ops.matmul.spec import INTEGERS
@@ -68,12 +68,6 @@ def tile_product(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], precisio
     return small + dot(lhs_high, rhs_high, axes, jnp.float32)
 
 
-def _zero_past(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """x with everything from index `size` of `axis` on set to zero."""
-    keep = lax.broadcasted_iota(jnp.int32, x.shape, axis) < size
-    return jnp.where(keep, x, jnp.zeros_like(x))
-
-
 def kernel(
     refs: MatmulRefs,
     *,
@@ -113,7 +107,7 @@ def kernel(
         lhs = operands[0].tile(refs.lhs, refs.lhs_scales, axes[0], start, size, offsets[0], wide)
         rhs = operands[1].tile(refs.rhs, refs.rhs_scales, axes[1], start, size, offsets[1], wide)
         if valid != size:
-            lhs, rhs = _zero_past(lhs, axes[0], valid), _zero_past(rhs, axes[1], valid)
+            lhs, rhs = zero_past(lhs, axes[0], valid), zero_past(rhs, axes[1], valid)
         return tile_product(lhs, rhs, axes, precision, native)
 
     def store(total: jax.Array) -> None:
