@@ -49,7 +49,8 @@ def _whole_tile(name: str) -> Any:
     """A tile of the backward pass under a block size; None stays None."""
 
     def resize(tiles: Tiles, block_size: int) -> Tile | None:
-        return None if getattr(tiles, name) is None else (round_up(block_size, 128),) * 3
+        edge = round_up(block_size, 128)
+        return None if getattr(tiles, name) is None else (edge, edge, edge)
 
     return resize
 
