@@ -147,6 +147,16 @@ def test_gradients_apart():
     for ours, theirs in zip(jax.tree.leaves(by_split(params, x)), jax.tree.leaves(by_jax(params, x))):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
+    # What a part sees passes by, and changes no gradient.
+    seeing = split_part(lambda params, x: (part(params, x), {"rows": jnp.sum(x, 1)}), params, x, sees=True)
+    (y, seen), kept = seeing.forward(params, x)
+    np.testing.assert_array_equal(seen["rows"], jnp.sum(x, 1))
+    dx, between = seeing.input_gradient(params, kept, jnp.cos(y))
+    theirs = by_jax(params, x)
+    np.testing.assert_allclose(dx, theirs[2], rtol=1e-6, atol=1e-6)
+    found = seeing.weight_gradient(params, kept, between)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, theirs[1])
+
     def products(function, *arguments):
         return str(jax.make_jaxpr(function)(*arguments)).count("dot_general")
 

@@ -185,6 +185,19 @@ def test_a_run_on_many_devices_is_that_on_one(tmp_path, scaling):
     assert losses == pytest.approx(alone, abs=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("model", "mesh", "text"),
+    [
+        (MOE, {"expert": 2}, r"precision=fp8 of experts does not go together with mesh\.expert=2"),
+        (MOE | {"model_type": "gpt_oss", "head_dim": 8}, {}, r"no experts with biases or a clamped unit, as gpt_oss"),
+    ],
+)
+def test_experts_that_8_bits_do_not_multiply_are_named_before_the_data(tmp_path, model, mesh, text):
+    with pytest.raises(UnsupportedError, match=text):
+        next(train(small(tmp_path, precision="fp8", model={"config": model}, mesh=mesh), tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_adapters_and_8_bit_products_do_not_mix(tmp_path):
     lora = {"lora": {"rank": 4}, "model": {"start_from": "x"}}
     with pytest.raises(UnsupportedError, match=r"lora\.quantize=fp8"):

@@ -12,6 +12,7 @@ import jax
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.models import ModelConfig
 from vishwamai.models.checkpoint import is_quantized, storages
+from vishwamai.models.config import Experts
 from vishwamai.models.parameters import Parameter, layer_parameters
 from vishwamai.models.periods import segments, stacks_layers
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage
@@ -19,6 +20,7 @@ from vishwamai.training.config import TrainConfig
 from vishwamai.training.mesh import KEPT_APART, written
 from vishwamai.training.model import model_config, stacked_layers
 from vishwamai.training.remat import memory_limit
+from vishwamai.training.stages import cut
 
 
 def check(config: TrainConfig) -> None:
@@ -79,29 +81,45 @@ def check(config: TrainConfig) -> None:
         )
     model = model_config(config, config.tokenizer.vocab_size)
     if config.mesh.pipeline > 1:
-        _check_pipeline(config)
+        _check_pipeline(config, model)
+    if config.precision == "fp8" and model.experts is not None:
+        _check_fp8_experts(config, model, model.experts)
     if config.lora.quantize is not None:
         _check_frozen(config, config.lora.quantize, model)
 
 
-def _check_pipeline(config: TrainConfig) -> None:
+def _check_pipeline(config: TrainConfig, model: ModelConfig) -> None:
     """What does not go through stages so far."""
     found = {
         "mesh.expert": config.mesh.expert if config.mesh.expert > 1 else None,
         "mesh.sequence": config.mesh.sequence if config.mesh.sequence > 1 else None,
-        "precision": "fp8" if config.precision == "fp8" else None,
         "objective": "dpo" if config.objective == "dpo" else None,
         "lora.rank": config.lora.rank or None,
         "remat": "offload" if config.remat == "offload" else None,
     }
-    usual = {"mesh.expert": 1, "mesh.sequence": 1, "precision": "plain", "objective": "next_token", "remat": "full"}
-    usual["lora.rank"] = 0
+    usual = {"mesh.expert": 1, "mesh.sequence": 1, "objective": "next_token", "lora.rank": 0, "remat": "full"}
     for name, value in found.items():
         if value is not None:
             raise UnsupportedError(
                 f"config: {name}={value} does not go together with mesh.pipeline={config.mesh.pipeline} so far; set "
                 f"{name}={usual[name]} or mesh.pipeline=1."
             )
+    cut(config, model)
+
+
+def _check_fp8_experts(config: TrainConfig, model: ModelConfig, experts: Experts) -> None:
+    """What experts that multiply in 8 bits do not have so far; `models.experts.mixture` says it too."""
+    for axis in ("expert", "pipeline"):
+        if getattr(config.mesh, axis) > 1:
+            raise UnsupportedError(
+                f"config: precision=fp8 of experts does not go together with mesh.{axis}={getattr(config.mesh, axis)} "
+                f"so far; set mesh.{axis}=1, and mesh.fsdp in its place, or precision=plain."
+            )
+    if experts.biases or experts.clamped_limit is not None:
+        raise UnsupportedError(
+            f"config: precision=fp8 has no experts with biases or a clamped unit, as {model.family} has them, so far; "
+            "set precision=plain."
+        )
 
 
 def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig) -> None:

@@ -243,6 +243,26 @@ def attach(trained: Tree, recipe: Recipe, is_target: Callable[[str], bool]) -> T
     return jax.tree.map(one, path_names(params), params)
 
 
+def detach(attached: Tree) -> Tree:
+    """The tree that `attach` took, of the one that it gave or of its gradients."""
+    scales: dict[str, dict[str, Any]] = {}
+
+    def one(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, FP8Weight):
+            return leaf
+        if leaf.scales:
+            scales[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf.scales
+        return leaf.weight
+
+    params = jax.tree_util.tree_map_with_path(one, attached, is_leaf=lambda x: isinstance(x, FP8Weight))
+    return params | ({SCALES: scales} if scales else {})
+
+
+def are_scales(attached: Tree) -> Tree:
+    """For each leaf of what `attach` gives, whether it is a scale, whose gradients are joined by the maximum."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.GetAttrKey("scales") in path, attached)
+
+
 class _Form(NamedTuple):
     """What of a product is known when it is traced."""
 

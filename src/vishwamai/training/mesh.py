@@ -33,7 +33,7 @@ from vishwamai.parallel.rules import Names
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import SCALES
 from vishwamai.training.packing import REFERENCE
-from vishwamai.training.parts import gathered, parameter_name, split_axis
+from vishwamai.training.parts import gathered, in_layers, parameter_name, split_axis
 
 Tree = Any
 ROWS = ("data", "fsdp", "expert")
@@ -62,12 +62,14 @@ class Layout:
       axes: for the last name of a parameter's path, the axis that is split over "fsdp", counted from the end. A name
         that is not here is whole along that axis of the mesh.
       apart: the same for each mesh axis of `KEPT_APART`.
+      ends: the same for "pipeline", of the embedding and the head, which a step makes whole (`pipelined`).
       zigzag: a split sequence lies on its devices in zig-zag order.
     """
 
     mesh: Mesh | None = None
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     apart: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    ends: Mapping[str, int] = dataclasses.field(default_factory=dict)
     zigzag: bool = False
 
     @property
@@ -77,8 +79,8 @@ class Layout:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The names of the mesh's axes."""
-        return () if self.mesh is None else ALL
+        """The names of the mesh's axes whose devices compute the same layers."""
+        return () if self.mesh is None else tuple(axis for axis in ALL if axis != PIPELINE)
 
     @property
     def model_axes(self) -> Axes:
@@ -114,7 +116,7 @@ class Layout:
 
     @property
     def _splits(self) -> tuple[tuple[str, Mapping[str, int]], ...]:
-        return (("fsdp", self.axes), *self.apart.items())
+        return (("fsdp", self.axes), (PIPELINE, self.ends), *self.apart.items())
 
     @property
     def stages(self) -> int:
@@ -123,7 +125,7 @@ class Layout:
 
     def _staged(self, path: Any) -> bool:
         """Whether a leaf belongs to layers that stages share out."""
-        return self.stages > 1 and jax.tree_util.DictKey("layers") in path
+        return self.stages > 1 and any(in_layers(getattr(entry, "key", None)) for entry in path)
 
     def shardings(self, tree: Tree, placed: bool = True) -> Tree:
         """A sharding for each leaf, as `specs`; on one device None."""
@@ -214,13 +216,13 @@ class Layout:
             found, sums = compute(params, batch, *scalars, **({} if frozen is None else {"frozen": frozen}))
 
             def total(path: Any, g: Any) -> Any:
+                staged = {PIPELINE} if self._staged(path) else set()
                 if path[0] == jax.tree_util.DictKey(SCALES):
-                    return jax.lax.pmax(g, ALL)
+                    return jax.lax.pmax(g, tuple(axis for axis in ALL if axis not in staged))
                 # The gradient of a gather has been added up already, and what is apart has no copies.
                 name = parameter_name(path)
                 done = {split for split, axes in self._splits if split_axis(axes, name) is not None}
-                done |= {PIPELINE} if self._staged(path) else set()
-                return jax.lax.psum(g, tuple(axis for axis in ALL if axis not in done))
+                return jax.lax.psum(g, tuple(axis for axis in ALL if axis not in done | staged))
 
             return jax.tree_util.tree_map_with_path(total, found), jax.lax.psum(sums, TOKENS)
 
@@ -283,7 +285,8 @@ def make_layout(
     """The layout of parameters on the first devices, as many as the mesh has.
 
     "fsdp" splits a parameter along the longest axis that no other mesh axis splits, and that it divides in every
-    parameter of that name; norms and biases stay whole.
+    parameter of that name; norms and biases stay whole. "pipeline" splits what is outside of the layers likewise, along
+    an axis that is left.
 
     Args:
       section: of the configuration.
@@ -317,13 +320,17 @@ def make_layout(
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_quantized):
         shapes.setdefault(parameter_name(path), []).append(leaf.shape)
-    found = {
-        name: _axis(those, section.fsdp, {axes[name] for axes in apart.values() if name in axes})
-        for name, those in shapes.items()
-        if len(names[name]) >= 2 and not _is_bias(name)
-    }
+
+    def free(parts: int, inside: Sequence[str], *others: Mapping[str, int]) -> dict[str, int]:
+        taken = {name: {axes[name] for axes in (*apart.values(), *others) if name in axes} for name in inside}
+        found = {name: _axis(shapes[name], parts, taken[name]) for name in inside}
+        return {name: axis for name, axis in found.items() if axis is not None}
+
+    matrices = [name for name in shapes if len(names[name]) >= 2 and not _is_bias(name)]
+    found = free(section.fsdp, matrices)
+    ends = free(section.pipeline, [name for name in matrices if name in params], found)
     zigzag = section.sequence > 1 and model is not None and sequence_placement(model) == "zigzag"
-    return Layout(mesh, {name: axis for name, axis in found.items() if axis is not None}, apart, zigzag)
+    return Layout(mesh, found, apart, ends, zigzag)
 
 
 def _placed(shape: tuple[int, ...], devices: Sequence[Any], all_of_them: bool) -> np.ndarray:

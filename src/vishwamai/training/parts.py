@@ -11,6 +11,9 @@ import jax.numpy as jnp
 
 from vishwamai.core.qtensor import QTensor, bits
 
+LAYERS = "layers"
+"""Key of the layers in a tree of parameters."""
+
 ADAPTER_AXES = {"down": (-2, -3), "up": (-1, -3)}
 """The axes of a weight that the arrays of its adapter have too (`lora.Adapted`); they are split as the weight is."""
 
@@ -22,6 +25,11 @@ def parameter_name(path: Any) -> str:
     keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     _, inside, weight = keys[-2].rpartition("/") if len(keys) > 1 else ("", "", "")
     return f"{weight}/{keys[-1]}" if inside else keys[-1] if keys else ""
+
+
+def in_layers(key: Any) -> bool:
+    """Whether a key of a dictionary is that of layers, or the path of a parameter of theirs."""
+    return key == LAYERS or (isinstance(key, str) and key.startswith(f"{LAYERS}/"))
 
 
 def split_axis(axes: Mapping[str, int], name: str) -> int | None:

@@ -1,13 +1,14 @@
 """The loss of a batch and its gradients by a pipeline: microbatches go from stage to stage.
 
 The embedding is computed where the first part is, the last norm and the loss where the last part is. Inside a stage,
-the other axes of the mesh work as they do without a pipeline.
+the other axes of the mesh work as they do without a pipeline. The losses of experts have their gradient where the layer
+is: what a loss is multiplied by does not depend on what comes after.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,10 +22,13 @@ from vishwamai.models.decoder import embedded, run_segment
 from vishwamai.models.periods import Segment
 from vishwamai.parallel.pipeline.stage import Ends, run_stage, zeros_like
 from vishwamai.training.config import LossSection
+from vishwamai.training.fp8 import are_scales, detach
 from vishwamai.training.mesh import PIPELINE
+from vishwamai.training.packing import IGNORED
+from vishwamai.training.parts import LAYERS
 from vishwamai.training.remat import layer_wrapper
-from vishwamai.training.stages import LAYERS, Stages
-from vishwamai.training.step import token_loss
+from vishwamai.training.stages import Stages
+from vishwamai.training.step import EXPERT_COUNTS, token_loss
 
 Tree = Any
 
@@ -40,6 +44,8 @@ class PipelinedLoss:
       kept: what the backward pass keeps, of `remat.checkpoint_policy`.
       gather: makes parameters whole where they are used; None where they are.
       axes: the other mesh axes over which the model is split.
+      attach: puts weights that multiply by themselves among the parameters, `FP8Optimizer.attach`; None for none.
+      ends: of `Layout.ends`.
     """
 
     stages: Stages
@@ -49,6 +55,8 @@ class PipelinedLoss:
     kept: Any = None
     gather: Callable[[Tree], Tree] | None = None
     axes: Axes = ONE_DEVICE
+    attach: Callable[[Tree], Tree] | None = None
+    ends: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def whole(self, params: Tree) -> Tree:
         """Parameters outside of the layers."""
@@ -58,8 +66,12 @@ class PipelinedLoss:
         """The input of the first part."""
         return embedded(self.config, self.whole(params)["embed"], tokens, self.dtype, self.axes)
 
-    def part(self, layers: Tree, x: Any, batch: dict[str, Any]) -> Any:
-        """One part: its layers, by place in the period, have a leading axis for the periods."""
+    def part(self, layers: Tree, x: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """One part: its layers, by place in the period, have a leading axis for the periods.
+
+        Returns:
+          Its output, and the share that its experts have in the sums of `step.model_loss`.
+        """
         rotate = rotation(self.config, batch["positions"])
         attend = attend_sequences(self.config, batch["segment_ids"], self.axes)
         wrap = layer_wrapper(self.kept, self.gather)
@@ -69,12 +81,24 @@ class PipelinedLoss:
         if not scanned:
             groups = [jax.tree.map(lambda leaf, i=i: leaf[i], groups[0]) for i in range(periods)]
         segment = Segment(kinds, periods if scanned else 1, 0)
-        carry = (x, jnp.zeros_like(x))
+        carry, loads = (x, jnp.zeros_like(x)), []
         for group in groups:
-            carry, _, _ = run_segment(
+            carry, _, load = run_segment(
                 self.config, segment, group, carry, rotate, lambda _: attend, None, wrap, self.axes
             )
-        return carry[0] + carry[1]
+            loads.append(load)
+        y = carry[0] + carry[1]
+        places = [place for place, kind in enumerate(kinds) if kind.experts]
+        if not places:
+            return y, {}
+        joined = (lambda *x: x[0]) if scanned else (lambda *x: jnp.stack(x))
+        found = {str(place): jax.tree.map(joined, *(load[place] for load in loads)) for place in places}
+        layers_of_model = len(places) * self.stages.repeats
+        balance, z = (sum(jnp.sum(load[i]) for load in found.values()) / layers_of_model for i in (0, 1))
+        y = with_loss(y, self.section.load_balance * balance + self.section.router_z_loss * z, batch["weight"])
+        counts = {place: load.counts for place, load in found.items()}
+        sums = {"load_balance": batch["number"] * balance, "router_z": batch["number"] * z, EXPERT_COUNTS: counts}
+        return y, jax.lax.stop_gradient(sums)
 
     def loss(self, params: Tree, y: Any, labels: Any) -> tuple[Any, Tree]:
         """The loss of the last part's output, and its sums."""
@@ -82,6 +106,19 @@ class PipelinedLoss:
         hidden = norm(self.config, y, params["norm"])
         head = params["embed" if self.config.tie_embeddings else "head"]
         return token_loss(self.config, self.section, hidden, head, labels, self.axes)
+
+
+@jax.custom_vjp
+def with_loss(y: Any, loss: Any, weight: Any) -> Any:
+    """`y` as it is; the gradient of `loss`, a scalar, is `weight`: that of a sum to which `weight * loss` is added."""
+    return y
+
+
+def _with_loss_backward(weight: Any, dy: Any) -> tuple[Any, Any, Any]:
+    return dy, weight, jnp.zeros_like(weight)
+
+
+with_loss.defvjp(lambda y, loss, weight: (y, weight), _with_loss_backward)
 
 
 def pipelined(
@@ -105,6 +142,14 @@ def pipelined(
     stages = loss.stages
     parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
     tokens, labels = parts.pop("tokens"), parts.pop("labels")
+    number = jnp.sum(labels != IGNORED, axis=(1, 2)).astype(jnp.float32)
+    parts |= {"number": number, "weight": number * scale}
+    params = params if loss.attach is None else loss.attach(params)
+    # Both are used inside branches that only one stage takes, so they are gathered before.
+    params = params | {
+        name: jax.lax.all_gather(params[name], PIPELINE, axis=axis + params[name].ndim, tiled=True)
+        for name, axis in loss.ends.items()
+    }
     layers = jax.tree.map(lambda x: x.reshape(stages.chunks, stages.periods, *x.shape[1:]), params[LAYERS])
     first = {"embed": params["embed"]}
     last = {name: leaf for name, leaf in params.items() if name != LAYERS}
@@ -121,11 +166,22 @@ def pipelined(
 
     ends = Ends(lambda m: loss.embed(first, tokens[m]), zeros_like(first), left, last, scaled)
     table = jax.lax.dynamic_slice_in_dim(jnp.asarray(stages.ticks.table), jax.lax.axis_index(PIPELINE), 1, axis=1)
-    found = run_stage(loss.part, ends, stages.ticks, PIPELINE, layers, table, parts, gradients)
-    sums = jax.lax.psum(found.sums, PIPELINE)
+    found = run_stage(
+        loss.part, ends, stages.ticks, PIPELINE, layers, table, parts, gradients, sees=True, largest=are_scales(layers)
+    )
+    counts = found.seen.pop(EXPERT_COUNTS, None)
+    of_experts = {name: jnp.sum(of_chunks) for name, of_chunks in found.seen.items()}
+    sums = jax.lax.psum(found.sums | of_experts, PIPELINE)
+    if counts is not None:
+        flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), counts)  # [periods of the stage, experts]
+        sums[EXPERT_COUNTS] = jax.lax.all_gather(flat, PIPELINE, tiled=True)
     if not gradients:
         return None, sums
     grown = dict(found.ends)
     grown["embed"] = grown["embed"] + found.entry["embed"] if "embed" in grown else found.entry["embed"]
+    grown |= {
+        name: jax.lax.psum_scatter(grown[name], PIPELINE, scatter_dimension=axis + grown[name].ndim, tiled=True)
+        for name, axis in loss.ends.items()
+    }
     grown[LAYERS] = jax.tree.map(lambda g, x: g.reshape(x.shape), found.params, params[LAYERS])
-    return grown, sums
+    return detach(grown), sums

@@ -177,7 +177,9 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
         model, axes = parts.merge(parts.params), layout.model_axes
         kept = checkpoint_policy(model, policy)
         if stages is not None:
-            return PipelinedLoss(stages, parts.config, model.dtype, config.loss, kept, gather, axes)
+            return PipelinedLoss(
+                stages, parts.config, model.dtype, config.loss, kept, gather, axes, attach_scales, layout.ends
+            )
         full = model_loss(parts.graph, parts.rest, config.loss, kept, gather, attach_scales, axes, config.dpo.beta)
 
         def loss(params: Any, batch: Batch, frozen: Any = None) -> tuple[Any, dict[str, Any]]:

@@ -18,15 +18,15 @@ import numpy as np
 from vishwamai.core.errors import ConfigError, ScheduleError, UnsupportedError
 from vishwamai.core.numbers import divisors
 from vishwamai.models.config import LayerKind, ModelConfig
-from vishwamai.models.periods import segments
+from vishwamai.models.periods import Segment, segments
 from vishwamai.parallel import PipelineScheduler, Schedule
 from vishwamai.parallel.pipeline.ticks import Ticks, ticks_of
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.mesh import Layout
 from vishwamai.training.optimizers import groups
+from vishwamai.training.parts import LAYERS, in_layers
 
 Tree = Any
-LAYERS = "layers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +96,23 @@ class Stages:
 
 
 def _of_layers(tree: Tree, change: Callable[[dict[Any, Tree]], dict[Any, Tree]]) -> Tree:
-    """A tree in which every dictionary's entry `LAYERS` is changed."""
+    """A tree in which every dictionary's entry `LAYERS` is changed, and every dictionary by the paths of its leaves."""
 
     def has_layers(node: Any) -> bool:
-        return isinstance(node, dict) and LAYERS in node
+        return isinstance(node, dict) and any(in_layers(key) for key in node)
 
-    return jax.tree.map(
-        lambda node: node | {LAYERS: change(node[LAYERS])} if has_layers(node) else node, tree, is_leaf=has_layers
-    )
+    def one(node: Any) -> Any:
+        if not has_layers(node):
+            return node
+        if LAYERS in node:
+            return node | {LAYERS: change(node[LAYERS])}
+        layers: dict[Any, dict[str, Tree]] = {}
+        for key, leaf in node.items():
+            _, number, name = key.split("/", 2)
+            layers.setdefault(int(number), {})[name] = leaf
+        return {f"{LAYERS}/{i}/{name}": leaf for i, layer in change(layers).items() for name, leaf in layer.items()}
+
+    return jax.tree.map(one, tree, is_leaf=has_layers)
 
 
 def moved(stages: Stages | None, tree: Tree, layout: Layout, *, placed: bool) -> Tree:
@@ -132,12 +141,20 @@ def make_stages(
     size = config.mesh.pipeline
     if size == 1:
         return None
+    run, schedules, ticks = cut(config, model)
+    stages = Stages(tuple(schedules), ticks, run.kinds, run.repeats, stacked)
+    if not stacked:
+        _check_optimizer(config, stages, params, ranks)
+    return stages
+
+
+def cut(config: TrainConfig, model: ModelConfig) -> tuple[Segment, list[Schedule], Ticks]:
+    """The periods of a model, and the schedules of its stages with what they run.
+
+    Raises: as `make_stages`.
+    """
+    size = config.mesh.pipeline
     asked = f"mesh.pipeline={size}"
-    if model.experts is not None:
-        raise UnsupportedError(
-            f"config: {asked} splits dense models so far, and this one has a mixture of experts; set mesh.pipeline=1, "
-            "and mesh.expert or mesh.fsdp in its place."
-        )
     run, *more = segments(model, True)
     if more:
         listed = ", ".join(f"{run.repeats} x {len(run.kinds)}" for run in (run, *more))
@@ -163,10 +180,7 @@ def make_stages(
             f"config: {asked} with pipeline.schedule={section.schedule} cuts the model into {len(ticks.order)} parts, "
             f"which do not divide its {run.repeats} {what}; {way}."
         )
-    stages = Stages(tuple(schedules), ticks, run.kinds, run.repeats, stacked)
-    if not stacked:
-        _check_optimizer(config, stages, params, ranks)
-    return stages
+    return run, schedules, ticks
 
 
 def _check_optimizer(config: TrainConfig, stages: Stages, params: Tree, ranks: Mapping[str, int]) -> None:

@@ -27,7 +27,7 @@ class SplitPart(NamedTuple):
     """A part in three functions.
 
     Attributes:
-      forward: `(params, x, *given) -> (y, kept)`.
+      forward: `(params, x, *given) -> (y, kept)`, or `((y, seen), kept)`.
       input_gradient: `(params, kept, dy, *given) -> (dx, between)`.
       weight_gradient: `(params, kept, between, *given) -> dparams`.
       kept: types of what the backward pass needs of the forward pass, without what the parameters and `given` give.
@@ -41,13 +41,14 @@ class SplitPart(NamedTuple):
     between: list[Any]
 
 
-def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree) -> SplitPart:
+def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree, sees: bool = False) -> SplitPart:
     """Traces `y = part(params, x, *given)` and takes its backward pass apart.
 
     Args:
       part: `y` has the shape and dtype of `x`.
       params: pytree of floating arrays, or their types. x: `[rows, ...]`, floating.
       given: pytrees of arrays without a gradient, such as positions; each function takes them last.
+      sees: `part` gives `(y, seen)`, of which `seen` is a pytree without a gradient, such as counts.
 
     Raises:
       ShapeError: `y` is another array, or a parameter is not floating.
@@ -64,15 +65,23 @@ def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree) -> 
             raise ShapeError(f"pipeline: a parameter or an input is {described(leaf)}; pass floating arrays.")
     pulled: Any = None
 
-    def run(leaves: list[Any], x: Any, given: Any) -> tuple[Any, list[Any]]:
+    def both(params: Tree, x: Any, *given: Tree) -> tuple[Any, Tree]:
+        return part(params, x, *given) if sees else (part(params, x, *given), ())
+
+    def run(leaves: list[Any], x: Any, given: Any) -> tuple[Any, list[Any], list[Any]]:
         nonlocal pulled
-        y, pull = jax.vjp(lambda leaves, x: part(jax.tree.unflatten(tree, leaves), x, *given), leaves, x)
+        y, pull, seen = jax.vjp(
+            lambda leaves, x: both(jax.tree.unflatten(tree, leaves), x, *given), leaves, x, has_aux=True
+        )
         residuals, pulled = jax.tree.flatten(pull)
-        return y, residuals
+        return y, jax.tree.leaves(seen), residuals
 
     traced = jax.make_jaxpr(run)(types, x, given)
     out = traced.out_avals[0]
-    if len(jax.tree.leaves(jax.eval_shape(part, params, x, *given))) != 1 or (out.shape, out.dtype) != (
+    of_y, of_seen = jax.eval_shape(both, params, x, *given)
+    seen_leaves, seen_tree = jax.tree.flatten(of_seen)
+    ends = 1 + len(seen_leaves)
+    if len(jax.tree.leaves(of_y)) != 1 or (out.shape, out.dtype) != (
         x.shape,
         x.dtype,
     ):
@@ -83,9 +92,9 @@ def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree) -> 
     forward = _inlined(traced)
     entry = forward.jaxpr.invars[len(types)]
     of_x = _depends(forward.jaxpr, entry)
-    residuals = forward.jaxpr.outvars[1:]
+    residuals = forward.jaxpr.outvars[ends:]
     kept = list(dict.fromkeys(v for v in residuals if not isinstance(v, Literal) and v in of_x))
-    run_forward = _function(forward, forward.jaxpr.invars, [forward.jaxpr.outvars[0], *kept])
+    run_forward = _function(forward, forward.jaxpr.invars, [*forward.jaxpr.outvars[:ends], *kept])
     of_params = [i for i, v in enumerate(residuals) if isinstance(v, Literal) or v not in of_x]
     others = [v for v in forward.jaxpr.invars if v is not entry]
     run_params = _function(forward, others, [residuals[i] for i in of_params])
@@ -112,8 +121,9 @@ def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree) -> 
         return values
 
     def run_part(params: Tree, x: Any, *given: Tree) -> tuple[Any, list[Any]]:
-        y, *kept_values = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(given))
-        return y, kept_values
+        y, *found = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(given))
+        seen = jax.tree.unflatten(seen_tree, found[: ends - 1])
+        return (y, seen) if sees else y, found[ends - 1 :]
 
     def input_gradient(params: Tree, kept_values: Sequence[Any], dy: Any, *given: Tree) -> tuple[Any, list[Any]]:
         dx, *values = run_first(*whole(params, kept_values, given), dy)

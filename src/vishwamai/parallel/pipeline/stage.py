@@ -44,12 +44,14 @@ class Found(NamedTuple):
       sums: of the loss, in float32; zeros on all stages but that of the last part.
       params: gradients of the stage's parameters. ends: those of `Ends.params`. Both in float32 at least.
       entry: `Ends.found` with all gradients added.
+      seen: what the parts have seen, each leaf `[chunks, ...]`, added up over the microbatches.
     """
 
     sums: Tree
     params: Tree
     ends: Tree
     entry: Tree
+    seen: Tree
 
 
 def zeros_like(tree: Tree) -> Tree:
@@ -66,6 +68,8 @@ def run_stage(
     table: Any,
     given: Tree = (),
     gradients: bool = True,
+    sees: bool = False,
+    largest: Tree = None,
 ) -> Found:
     """A stage's share of a schedule.
 
@@ -78,11 +82,16 @@ def run_stage(
       table: int32 `[ticks, 1, columns]`, the stage's column of `ticks.table`.
       given: pytree of arrays `[microbatches, rows, ...]` without a gradient, which `part` gets for its microbatch.
       gradients: False runs the forward passes and the loss alone; the gradients are then zeros.
+      sees: `part` gives `(y, seen)`, of which `seen` is a pytree without a gradient.
+      largest: pytree of bools like `params`, true where the gradients of microbatches are joined by the maximum and not
+        added; None for none.
     """
     stages = jax.lax.axis_size(axis)
     entry = jax.eval_shape(ends.enter, jnp.zeros((), jnp.int32))
     one_of = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (params, given))
-    split = split_part(part, one_of[0], entry, one_of[1])
+    split = split_part(part, one_of[0], entry, one_of[1], sees=sees)
+    largest = jax.tree.map(lambda _: False, params) if largest is None else largest
+    seen = jax.eval_shape(part, one_of[0], entry, one_of[1])[1] if sees else ()
 
     def room(slots: int, kind: Any) -> Any:
         return jnp.zeros((slots + 1, *kind.shape), kind.dtype)  # the last one takes what nothing reads
@@ -99,6 +108,7 @@ def run_stage(
         "ends": zeros_like(ends.params),
         "entry": ends.found,
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sums),
+        "seen": jax.tree.map(lambda x: jnp.zeros((jax.tree.leaves(params)[0].shape[0], *x.shape), x.dtype), seen),
     }
 
     def own(row: dict[str, Any]) -> Tree:
@@ -126,6 +136,9 @@ def run_stage(
             state = state | {"kept": write(state["kept"], row["kept"], kept)}
         else:
             y = part(own(row), x, also(row))
+        if sees:
+            y, seen = y
+            state = state | {"seen": jax.tree.map(lambda t, s: t.at[row["chunk"]].add(s), state["seen"], seen)}
         return state | {"values": state["values"].at[row["write"]].set(y)}
 
     def of_loss(state: dict, row: dict) -> tuple[dict, Any]:
@@ -155,7 +168,12 @@ def run_stage(
     def weight_gradient(state: dict, row: dict) -> dict:
         kept, between = ([b[row[name]] for b in state[name]] for name in ("kept", "between"))
         found = split.weight_gradient(own(row), kept, between, also(row))
-        return state | {"params": jax.tree.map(lambda g, x: g.at[row["chunk"]].add(x), state["params"], found)}
+        chunk = row["chunk"]
+
+        def joined(total: Any, new: Any, most: bool) -> Any:
+            return total.at[chunk].max(new) if most else total.at[chunk].add(new)
+
+        return state | {"params": jax.tree.map(joined, state["params"], found, largest)}
 
     def transfer(values: Any, row: dict, way: str, step: int) -> Any:
         ring = [(stage, (stage + step) % stages) for stage in range(stages)]
@@ -174,4 +192,4 @@ def run_stage(
         return state | {"values": values}, None
 
     state, _ = jax.lax.scan(tick, state, table)
-    return Found(*(state[name] for name in ("sums", "params", "ends", "entry")))
+    return Found(*(state[name] for name in Found._fields))
