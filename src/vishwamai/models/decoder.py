@@ -272,11 +272,13 @@ def run_segment(
       The next carry, the pools, and the load of the experts of each kind.
     """
 
-    def period(carry: Any, pools: Any, group: Any, index: Any = 0) -> tuple[Any, Any, Any]:
+    def period(carry: Any, pools: Any, group: Any, index: Any) -> tuple[Any, Any, Any]:
         written, loads = [], []
         for place, kind in enumerate(segment.kinds):
             pool = None if pools is None else pools[place]
-            first = 0 if pool is None else index * (jax.tree.leaves(pool)[0].shape[0] // segment.repeats)
+            first = 0
+            if pool is not None and segment.repeats > 1:
+                first = index * (jax.tree.leaves(pool)[0].shape[0] // segment.repeats)
             carry, pool, load = layer(config, kind, group[place], carry, rotate, attend(first), pool, axes)
             written.append(pool)
             loads.append(load)
@@ -285,7 +287,7 @@ def run_segment(
     key = segment.kinds, segment.repeats
     run = wrap(period) if periods is None else periods.setdefault(key, wrap(period))
     if segment.repeats == 1:
-        return run(carry, pools, group)
+        return run(carry, pools, group, 0)
 
     def body(state: Any, xs: Any) -> tuple[Any, Any]:
         *state, loads = run(*state, *xs)
