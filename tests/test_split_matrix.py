@@ -387,14 +387,12 @@ def pages() -> dict[str, Subject]:
 
 SUBJECTS = products() | rows() | attention() | losses_and_experts() | pages()
 WITHOUT_GRADIENTS = ("ragged_paged_attention", "update_pages")
-NOT_EXPLICIT = ("moe_routing", "moe_dispatch", "moe_layer")
-"""JAX asks where the counts of experts lie, which `moe_routing` does not say; `moe_layer` is split in `shard_map`."""
 MATRIX = [
     (name, split, mode)
     for name, subject in SUBJECTS.items()
     for split, how in subject.splits.items()
     for mode in ("explicit", "auto", "shard_map")
-    if (mode != "shard_map" or how.local is not None) and (mode != "explicit" or name not in NOT_EXPLICIT)
+    if mode != "shard_map" or how.local is not None
 ]
 
 

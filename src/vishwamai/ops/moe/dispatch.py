@@ -16,6 +16,7 @@ import numpy as np
 
 from vishwamai.core.arguments import checked, checks_its_own
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import as_array
 from vishwamai.ops.moe.routing import Routing
 
@@ -126,12 +127,22 @@ def moe_dispatch(
     """
     tokens = as_array("moe_dispatch", "tokens", tokens)
     check_dispatch(tokens, routing, capacity_factor)
-    x = tokens.reshape(-1, tokens.shape[-1])
     count, top_k = routing.experts.shape
     experts = routing.expert_counts.shape[0]
     capacity = None if capacity_factor is None else capacity_of(count, top_k, experts, capacity_factor)
-    group_sizes, choice, place, dropped = sort_choices(routing.experts, experts, capacity)
-    return Dispatch(permute(x, choice, place), group_sizes, choice, place, dropped)
+
+    def dispatch(tokens: Any, chosen: Any) -> Dispatch:
+        group_sizes, choice, place, dropped = sort_choices(chosen, experts, capacity)
+        return Dispatch(permute(tokens.reshape(count, -1), choice, place), group_sizes, choice, place, dropped)
+
+    results = Dispatch((None, None), (None,), (None,), (None, None), ())
+    arrays = tokens, routing.experts
+    return follow_explicit_axes(dispatch, lambda: _gathered(arrays, results), *arrays)
+
+
+def _gathered(arrays: tuple[Any, ...], results: Any) -> Axes:
+    """On explicit mesh axes: what is split is gathered, for any token may go to any row."""
+    return Axes(tuple((None,) * x.ndim for x in arrays), results, frozenset())
 
 
 def check_dispatch(tokens: Any, routing: Any, capacity_factor: Any) -> None:
@@ -203,8 +214,13 @@ def moe_combine(rows: Float[Array, "R d"], dispatch: Dispatch, routing: Routing)
     rows = as_array("moe_combine", "rows", rows)
     check_combine(rows, dispatch, routing)
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    each = unpermute(rows, dispatch.choice, dispatch.place).astype(wide)
-    return jnp.einsum("tkd,tk->td", each, routing.weights.astype(wide), precision="highest").astype(rows.dtype)
+
+    def combine(rows: Any, choice: Any, place: Any, weights: Any) -> Any:
+        each = unpermute(rows, choice, place).astype(wide)
+        return jnp.einsum("tkd,tk->td", each, weights.astype(wide), precision="highest").astype(rows.dtype)
+
+    arrays = rows, dispatch.choice, dispatch.place, routing.weights
+    return follow_explicit_axes(combine, lambda: _gathered(arrays, (None, None)), *arrays)
 
 
 def check_combine(rows: Any, dispatch: Any, routing: Any) -> None:

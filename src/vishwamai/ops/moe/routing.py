@@ -4,6 +4,7 @@ every platform.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.sharding import mesh_axis_size
+from vishwamai.core.sharding import Axes, follow_explicit_axes, mesh_axis_size
 from vishwamai.core.spec import array_spec, as_array
 from vishwamai.ops.moe.spec import FLOATS
 
@@ -114,37 +115,51 @@ def moe_routing(
     _check_bias("logit_bias", logit_bias, experts)
     if group_score not in GROUP_SCORES:
         raise ShapeError(f"moe_routing: `group_score` is {group_score!r}; pass one of {', '.join(GROUP_SCORES)}.")
-    x = tokens.reshape(-1, tokens.shape[-1]).astype(jnp.float32)
+    x = tokens.astype(jnp.float32)
     if jitter:
         assert key is not None  # `_check` says so
-        x = x * jax.random.uniform(key, x.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter)
-    logits = jnp.matmul(x, router_weights.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)  # [T, experts]
-    if logit_bias is not None:
-        logits = logits + jnp.asarray(logit_bias).astype(jnp.float32)
-    scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
-    preference = jax.lax.stop_gradient(scores if bias is None else scores + jnp.asarray(bias).astype(jnp.float32))
-    if top_groups is not None and top_groups < num_groups:
-        preference = _within_groups(preference, num_groups, top_groups, GROUP_SCORES[group_score])
-    chosen = jax.lax.top_k(preference, top_k)[1]
-    weights = jnp.take_along_axis(scores, chosen, axis=1)
-    if normalize:
-        weights = weights / jnp.maximum(weights.sum(axis=1, keepdims=True), 1e-20)
+        count = math.prod(x.shape[:-1])
+        noise = jax.random.uniform(key, (count, x.shape[-1]), jnp.float32, 1.0 - jitter, 1.0 + jitter)
+        x = x * noise.reshape(x.shape)
 
-    counts = jnp.zeros(experts, jnp.int32).at[chosen.reshape(-1)].add(1)
-    shares = scores if scoring == "softmax" else scores / jnp.maximum(scores.sum(axis=1, keepdims=True), 1e-20)
-    sums = (counts, shares.sum(axis=0), jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2), jnp.float32(x.shape[0]))
+    def score(x: Any, router: Any, bias: Any, logit_bias: Any) -> tuple[Any, ...]:
+        """Weights and experts of the tokens here, and sums over them."""
+        x = x.reshape(-1, x.shape[-1])
+        logits = jnp.matmul(x, router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)  # [T, experts]
+        if logit_bias is not None:
+            logits = logits + logit_bias.astype(jnp.float32)
+        scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
+        preference = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(jnp.float32))
+        if top_groups is not None and top_groups < num_groups:
+            preference = _within_groups(preference, num_groups, top_groups, GROUP_SCORES[group_score])
+        chosen = jax.lax.top_k(preference, top_k)[1]
+        weights = jnp.take_along_axis(scores, chosen, axis=1)
+        if normalize:
+            weights = weights / jnp.maximum(weights.sum(axis=1, keepdims=True), 1e-20)
+        counts = jnp.zeros(experts, jnp.int32).at[chosen.reshape(-1)].add(1)
+        shares = scores if scoring == "softmax" else scores / jnp.maximum(scores.sum(axis=1, keepdims=True), 1e-20)
+        return weights, chosen, counts, shares.sum(axis=0), jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2)
+
+    vectors = [None if v is None else jnp.asarray(v) for v in (bias, logit_bias)]
+    weights, chosen, *summed = follow_explicit_axes(score, lambda: _axes(x.ndim, vectors), x, router_weights, *vectors)
+    number = jnp.float32(math.prod(x.shape[:-1]))
     if axis_name is not None:
         axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        *summed, count = sums
-        ways = mesh_axis_size("moe_routing", "axis_name", axes)
-        counts, shares, squares = jax.lax.psum(tuple(summed), axes)
-        number = count * ways
-    else:
-        counts, shares, squares, number = sums
+        number = number * mesh_axis_size("moe_routing", "axis_name", axes)
+        summed = jax.lax.psum(tuple(summed), axes)
+    counts, shares, squares = summed
     number = jnp.maximum(number, 1.0)
     used = counts.astype(jnp.float32) / (number * top_k)
     balance = experts * jnp.sum(used * shares / number)
     return Routing(weights * scale, chosen.astype(jnp.int32), balance, squares / number, counts)
+
+
+def _axes(ndim: int, vectors: Sequence[Any]) -> Axes:
+    """The first axis of the tokens may be split; what is summed over them is then summed over its parts."""
+    tokens = ("tokens", *([None] * (ndim - 1)))
+    of_vectors = tuple(None if v is None else (None,) for v in vectors)
+    split = ("tokens" if ndim > 1 else None, None)
+    return Axes((tokens, (None, None), *of_vectors), (split, split, (None,), (None,), ()), frozenset({"tokens"}))
 
 
 def _within_groups(preference: Array, num_groups: int, top_groups: int, counted: int) -> Array:
