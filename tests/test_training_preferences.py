@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from test_training import small, tensors
+from test_training import LLAMA, small, tensors
 from vishwamai.core.errors import ConfigError
 from vishwamai.training.config import DpoSection, MeshSection, SourceSection
 from vishwamai.training.packing import IGNORED
@@ -16,7 +16,8 @@ from vishwamai.training.sources import Bad, Pair, pairs
 
 def preferences(folder, **changes):
     """A run on pairs from a model that two steps have trained."""
-    list(train(small(folder, steps=2), folder / "start"))
+    model = {"config": LLAMA | {"vocab_size": 300}}  # more than the tokenizer has, so that two devices divide it
+    list(train(small(folder, steps=2, model=model), folder / "start"))
     good, bad = " jumps over the lazy dog.", " lazy dog lazy dog lazy fox."
     lines = [{"prompt": f"the quick brown fox{'!' * (n % 3)}", "chosen": good, "rejected": bad} for n in range(12)]
     lines.append({"prompt": "the", "chosen": good * 9, "rejected": bad})

@@ -101,6 +101,8 @@ def test_the_compute_of_a_compiled_program(benchmark):
     expected = sum(parts[name].value for name in ("kernels", "fusions", "copies"))
     assert [row.step.compute.value for row in table.rows] == pytest.approx([expected] * 2)
     assert expected > formulas.rows[0].step.compute.value  # a lower bound
-    # The collectives that the compiler put in are those that the formulas count.
+    # The compiler's collectives are those of the formulas, except that it gathers embedding and head once, and scatters
+    # these small sums, where those of a large model are all-reduces, which take twice as long.
+    step = table.rows[0].step
     counted = sum(row.seconds for row in table.program.rows if row.part == "collectives")
-    assert counted == pytest.approx(table.rows[0].step.collectives.value, rel=0.25)
+    assert counted == pytest.approx(step.sums / 2 + step.gathers * (1 - step.bare / 2), rel=0.1)
