@@ -70,7 +70,7 @@ def optimize_batch_size(
 
     >>> small = {"num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 128}
     >>> optimize_batch_size(small, 32 << 20, sequence_length=64, level="analytic")
-    23
+    24
     >>> optimize_batch_size(small, 4 << 20, sequence_length=64, level="analytic")
     Traceback (most recent call last):
     ...
