@@ -12,7 +12,8 @@ RESULTS = {  # classes that users are given, and do not make
     "PackedQTensor", "PackedWeight", "QTensor", "Allocation", "MemorySettings", "MemoryStats",
     "Estimate", "Measurement", "DataParallelConfig", "KernelLayout", "MemoryLayout", "XlaReport",
     "ProfileResults", "RuntimeConfig", "FlagTrial", "FlagTuning",
-    "ArrayPlace", "OverlapEstimate", "Processes", "ShardingTable", "Span", "SplitAttentionEstimate", "Timeline",
+    "ArrayPlace", "ExchangeEstimate", "OverlapEstimate", "Processes", "ShardingTable", "Span", "SplitAttentionEstimate",
+    "Timeline",
 }  # fmt: skip
 RESULTS |= {"Attention", "LayerNorm", "Linear", "RMSNorm"}  # their constructors are Flax's
 NOTHING_TO_PASS = {"current_config", "has_libtpu", "registered", "versions"}
