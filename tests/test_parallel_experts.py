@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import rotation
+from test_parallel_products import compare
 from vishwamai import aot, explain, moe_layer, quantize
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS
@@ -90,19 +91,6 @@ def one_device(devices, swapped):
         return out.swapaxes(0, 1) if swapped else out
 
     return run
-
-
-def value_and_gradients(function, arrays):
-    y, pull = jax.vjp(function, *arrays)
-    return y, *pull(jnp.cos(y))
-
-
-def compare(ours, theirs, arrays, tolerance=2e-5):
-    found, wanted = (jax.jit(functools.partial(value_and_gradients, f))(arrays) for f in (ours, theirs))
-    for a, b in zip(found, wanted, strict=True):
-        assert a.dtype == b.dtype
-        a, b = (np.asarray(x, np.float64) for x in (a, b))
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, np.abs(b).max()))
 
 
 CASES = [(way, devices, bias) for devices, bias in ((8, True), (5, False), (2, True)) for way in ("there", "back")]
