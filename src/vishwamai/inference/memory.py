@@ -17,7 +17,7 @@ from vishwamai.inference.mesh import logical_rules, pool_sharding
 from vishwamai.inference.scheduler import Limits
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import page_shapes, window_rings
-from vishwamai.models.parameters import Parameter, layer_parameters, top_parameters
+from vishwamai.models.parameters import Parameter, layer_parameters, parameter_path, top_parameters
 
 if TYPE_CHECKING:
     from vishwamai.models.storage import Storage
@@ -60,7 +60,7 @@ def weight_bytes(
     place = None if mesh is None else (mesh, logical_rules(config, mesh))
     total = 0
     for name, parameter, layer in _parameters(config):
-        where = name if layer is None else f"layers/{layer}/{name}"
+        where = parameter_path(name, layer)
         if storage is not None:
             held = storage(name, parameter, layer)
         else:

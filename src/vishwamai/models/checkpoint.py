@@ -21,7 +21,7 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config, read_json
 from vishwamai.models.decoder import Decoder
-from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, layer_parameters, top_parameters
+from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, layer_parameters, parameter_path, top_parameters
 from vishwamai.models.periods import segments
 from vishwamai.models.published import Computed, Decoded, Index, decode_index
 from vishwamai.models.shards import Stored, read_index
@@ -75,7 +75,7 @@ def from_pretrained(
         stored = [_find(index, one, parameter, directory) for one in pieces]
         used.update(name for one in pieces for name in one.tensors)
         kind = jnp.float32 if parameter.float32 else dtype
-        where = name if layers is None else f"layers/{layers[0]}/{name}"
+        where = parameter_path(name, None if layers is None else layers[0])
         storage = _storage(quantize, parameter, pieces, stored, where)
         if mesh is None:
             plain, split = None, None
@@ -124,7 +124,7 @@ def storages(directory: Path, config: ModelConfig) -> Callable[[str, Parameter, 
     def find(name: str, parameter: Parameter, layer: int | None) -> Storage | None:
         where = piece(config, name, parameter, layer)
         stored = _find(index, where, parameter, directory)
-        return _storage(KEEP, parameter, [where], [stored], name if layer is None else f"layers/{layer}/{name}")
+        return _storage(KEEP, parameter, [where], [stored], parameter_path(name, layer))
 
     return find
 

@@ -27,7 +27,7 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.models.checkpoint import held_parameters
 from vishwamai.models.config import read_config
 from vishwamai.models.decoder import Decoder
-from vishwamai.models.parameters import Parameter
+from vishwamai.models.parameters import Parameter, parameter_path
 from vishwamai.ops.matmul.packed_weight import PackedWeight
 
 _ALIGNMENT = 64
@@ -65,7 +65,7 @@ def read_packed(checkpoint: Path, form: Form) -> Decoder | None:
 
     def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
         del parameter
-        entry = index["parameters"][_key(name, layers)]
+        entry = index["parameters"][parameter_path(name, None if layers is None else layers[0])]
         arrays = {field: array(value) for field, value in entry["arrays"].items()}
         if entry["kind"] is None:
             return arrays["values"]
@@ -97,7 +97,11 @@ def write_packed(model: Decoder, checkpoint: Path, form: Form) -> Path:
             entries[field] = {"dtype": part.dtype.name, "shape": list(part.shape), "offset": end}
             arrays.append((end, part))
             end += part.dtype.itemsize * part.size
-        parameters[_key(name, layers)] = {"kind": kind, "meta": meta, "arrays": entries}
+        parameters[parameter_path(name, None if layers is None else layers[0])] = {
+            "kind": kind,
+            "meta": meta,
+            "arrays": entries,
+        }
     folder.parent.mkdir(exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < 2 * end:
@@ -114,10 +118,6 @@ def write_packed(model: Decoder, checkpoint: Path, form: Form) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(made, folder)
     return folder
-
-
-def _key(name: str, layers: tuple[int, ...] | None) -> str:
-    return name if layers is None else f"layers/{layers[0]}/{name}"
 
 
 def _made_of(checkpoint: Path, form: Form) -> dict[str, Any]:

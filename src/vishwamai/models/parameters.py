@@ -50,6 +50,15 @@ def layer_parameters(config: ModelConfig, kind: LayerKind) -> dict[str, Paramete
     return {**_norms(config), **attention, **_feed_forward(config)}
 
 
+def parameter_path(name: str, layer: int | None) -> str:
+    """What a parameter is called among all of a model's: by its layer, the first one of stacked layers; None outside.
+
+    >>> parameter_path("query", 3), parameter_path("embed", None)
+    ('layers/3/query', 'embed')
+    """
+    return name if layer is None else f"layers/{layer}/{name}"
+
+
 def parameter_axes(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
     """The logical names of the axes of every parameter by the parameter's name, without the axis of stacked layers."""
     layers = (layer_parameters(config, kind) for kind in dict.fromkeys(config.layers))
