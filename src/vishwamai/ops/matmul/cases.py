@@ -147,6 +147,10 @@ _CONTRACT = (
         scale_b=(100,),
         activation="gelu_tanh",
     ),
+    # float32 scales next to operands of 16 bits; a scalar's gradient is a sum that cancels.
+    _case("scaled bfloat16", (128, 40), (33, 40), "bfloat16", scale_a=(), scale_b=(33,), activation="gelu", **_T),
+    _case("scaled float16", (3, 17, 63), (63, 100), "float16", scale_a=(3, 17), scale_b=(100,), out_dtype="float32"),
+    _case("scaled bfloat16 with float8", (16, 192), (192, 100), "bfloat16", "float8_e4m3fn", scale_a=(), scale_b=()),
     # Batch axes, shared and not.
     _case("batch", (2, 3, 17, 63), (2, 3, 63, 20)),
     _case("batch of rows", (2, 3, 17, 63), (63, 100), "bfloat16", bias=(100,), activation="silu"),
@@ -250,8 +254,5 @@ FACTS = Facts(
     coarser={
         # Three bfloat16 products for one of float32 keep 16 bits; the reference on a CPU keeps 24.
         "high": dict.fromkeys(("pallas_tpu", "native_cpu", "triton"), 2.0**-16),
-        # The backward product takes the float32 cotangent in bfloat16, beside operands of 8 bits; the scale's gradient
-        # is float32.
-        "float8_e4m3fn": dict.fromkeys(("pallas_tpu", "native_cpu", "triton"), 2.0**-8),
     },
 )

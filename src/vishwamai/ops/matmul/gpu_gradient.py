@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from vishwamai.core import gpu
 from vishwamai.core.gpu_sums import sum_to
 from vishwamai.core.precision import FP8_DTYPES
-from vishwamai.ops.matmul.gradient import GradientSteps, Through
+from vishwamai.ops.matmul.gradient import GradientSteps, Through, scales_by_total
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs
 
 _KERNELS = "vishwamai.ops.matmul.gpu_kernels_gradient"
@@ -31,6 +31,7 @@ def epilogue(
     _, _, bias, scale_a, scale_b = operands
     kept = outputs.out if spec.activation == "relu" else preactivation
     of_a, of_b = spec.differentiable
+    by_total_a, by_total_b = scales_by_total(spec)
     cast = kept is not None or spec.out_dtype != spec.compute_dtype
     shape = (spec.groups, spec.m, spec.n)
     strips, tiles = gpu.cdiv(spec.m, _ROWS), gpu.cdiv(spec.n, _COLUMNS)
@@ -44,15 +45,16 @@ def epilogue(
         dz_a_ptr=dz if of_b and not one and (cast or scale_a is not None) else None,
         dz_b_ptr=dz if (of_a or (of_b and one)) and (cast or scale_b is not None) else None,
         dbias_ptr=None if bias is None else by_column,
-        dscale_a_ptr=by_row if total is not None and scale_a is not None and not of_a else None,
-        dscale_b_ptr=by_column if total is not None and scale_b is not None and not of_b else None,
+        dscale_a_ptr=by_row if total is not None and scale_a is not None and by_total_a else None,
+        dscale_b_ptr=by_column if total is not None and scale_b is not None and by_total_b else None,
     )
     if all(out is None for out in wanted.values()):
         return Through(dout, dout, None, None, None)
+    total_bias = None if total is None else bias
     dz_a, dz_b, dbias, dscale_a, dscale_b = gpu.launch(
         EPILOGUE,
         (strips * tiles * spec.groups,),
-        dict(dout_ptr=dout, kept_ptr=kept, total_ptr=total, scale_a_ptr=scale_a, scale_b_ptr=scale_b),
+        dict(dout_ptr=dout, kept_ptr=kept, total_ptr=total, scale_a_ptr=scale_a, scale_b_ptr=scale_b, bias_ptr=total_bias),
         wanted,
         M=spec.m,
         N=spec.n,
@@ -60,6 +62,8 @@ def epilogue(
         scale_a_row=stride(scale_a, 1),
         scale_b_group=stride(scale_b, 0),
         scale_b_column=stride(scale_b, 1),
+        bias_group=stride(total_bias, 0),
+        bias_column=stride(total_bias, 1),
         ACTIVATION=spec.activation,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
@@ -80,7 +84,9 @@ def epilogue(
     )
 
 
-def unscale(spec: MatmulSpec, gradient: Any, which: str, x: Any, scale: Any, k_axis: int) -> tuple[Any, Any]:
+def unscale(
+    spec: MatmulSpec, gradient: Any, which: str, x: Any, scale: Any, k_axis: int, with_scale: bool
+) -> tuple[Any, Any]:
     stored = getattr(spec.operands, which)
     if scale is None and stored.dtype not in FP8_DTYPES:
         return gradient, None
@@ -91,10 +97,10 @@ def unscale(spec: MatmulSpec, gradient: Any, which: str, x: Any, scale: Any, k_a
     dx, dscale = gpu.launch(
         SCALE,
         (strips * tiles * own,),
-        dict(gradient_ptr=gradient, x_ptr=None if scale is None else x, scale_ptr=scale),
+        dict(gradient_ptr=gradient, x_ptr=x if with_scale and scale is not None else None, scale_ptr=scale),
         dict(
             dx_ptr=gpu.result(x.shape, stored.dtype),
-            dscale_ptr=None if scale is None else gpu.result(partial, "float32"),
+            dscale_ptr=gpu.result(partial, "float32") if with_scale and scale is not None else None,
         ),
         groups=groups,
         rows=rows,
@@ -106,7 +112,7 @@ def unscale(spec: MatmulSpec, gradient: Any, which: str, x: Any, scale: Any, k_a
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
     )  # fmt: skip
-    if scale is None:
+    if dscale is None:
         return dx, None
     return dx, sum_to(dscale, scale.shape, getattr(spec.operands, f"scale_{which}").dtype)
 

@@ -29,6 +29,7 @@ def epilogue_gradient(
     total_ptr,
     scale_a_ptr,
     scale_b_ptr,
+    bias_ptr,
     dz_a_ptr,
     dz_b_ptr,
     dbias_ptr,
@@ -40,6 +41,8 @@ def epilogue_gradient(
     scale_a_row,
     scale_b_group,
     scale_b_column,
+    bias_group,
+    bias_column,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -48,12 +51,14 @@ def epilogue_gradient(
     columns (dz_b).
 
     `kept_ptr` is relu's output, else the activation's argument. Partial rows: dbias and dscale_b `[groups, strips, N]`,
-    dscale_a `[groups, tiles, M]`; those of the scales from the sums `total_ptr`.
+    dscale_a `[groups, tiles, M]`; those of the scales from the sums `total_ptr`, and from the argument of the activation
+    as these sums give it, unrounded.
     """
     strip, tile, strips, tiles, group, i, j = _tile(M, N, ROWS, COLUMNS)
     keep = (i < M)[:, None] & (j < N)[None, :]
     at = (group * M + i)[:, None] * N + j[None, :]
-    dz = tl.load(dout_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    dz = dout
     if kept_ptr is not None:
         kept = tl.load(kept_ptr + at, mask=keep, other=0.0).to(tl.float32)
         if ACTIVATION == "relu":
@@ -76,6 +81,21 @@ def epilogue_gradient(
         tl.store(dbias_ptr + by_column, tl.sum(dz, 0), mask=j < N)
     if total_ptr is not None:
         total = tl.load(total_ptr + at, mask=keep, other=0).to(tl.float32)
+        if kept_ptr is not None and ACTIVATION != "relu":
+            z = total
+            if scale_a_ptr is not None:
+                z *= of_row.to(tl.float32)[:, None]
+            if scale_b_ptr is not None:
+                z *= of_column.to(tl.float32)[None, :]
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + group * bias_group + j * bias_column, mask=j < N, other=0.0)
+                z += bias.to(tl.float32)[None, :]
+            dz = dout * derivative(z, ACTIVATION)
+            dz_a, dz_b = dz, dz
+            if scale_a_ptr is not None:
+                dz_a = dz * of_row.to(tl.float32)[:, None]
+            if scale_b_ptr is not None:
+                dz_b = dz * of_column.to(tl.float32)[None, :]
         if dscale_a_ptr is not None:
             tl.store(dscale_a_ptr + (group * tiles + tile) * M + i, tl.sum(dz_b * total, 1), mask=i < M)
         if dscale_b_ptr is not None:
@@ -103,8 +123,8 @@ def scale_gradient(
     dtype of x.
 
     The gradient is that of scale * x: `[x's groups * groups, rows, columns]`. A scale is of a row (BY_ROW), or of a
-    column. Partial rows of the scale's gradient, the sums of gradient * x: `[groups, tiles, rows]` or
-    `[groups, strips, columns]`.
+    column. Partial rows of the scale's gradient, the sums of gradient * x (where `dscale_ptr` is given):
+    `[groups, tiles, rows]` or `[groups, strips, columns]`.
     """
     strip, tile, strips, tiles, own, i, j = _tile(rows, columns, ROWS, COLUMNS)
     keep = (i < rows)[:, None] & (j < columns)[None, :]
@@ -115,14 +135,17 @@ def scale_gradient(
         group = own * groups + g
         part = tl.load(gradient_ptr + group * rows * columns + within, mask=keep, other=0.0).to(tl.float32)
         if scale_ptr is not None:
-            x = tl.load(x_ptr + at, mask=keep, other=0.0).to(tl.float32)
+            if dscale_ptr is not None:
+                x = tl.load(x_ptr + at, mask=keep, other=0.0).to(tl.float32)
+                if BY_ROW:
+                    tl.store(dscale_ptr + (group * tiles + tile) * rows + i, tl.sum(part * x, 1), mask=i < rows)
+                else:
+                    tl.store(dscale_ptr + (group * strips + strip) * columns + j, tl.sum(part * x, 0), mask=j < columns)
             if BY_ROW:
                 scale = tl.load(scale_ptr + group * scale_group + i * scale_step, mask=i < rows, other=0.0)
-                tl.store(dscale_ptr + (group * tiles + tile) * rows + i, tl.sum(part * x, 1), mask=i < rows)
                 part *= scale.to(tl.float32)[:, None]
             else:
                 scale = tl.load(scale_ptr + group * scale_group + j * scale_step, mask=j < columns, other=0.0)
-                tl.store(dscale_ptr + (group * strips + strip) * columns + j, tl.sum(part * x, 0), mask=j < columns)
                 part *= scale.to(tl.float32)[None, :]
         dx += part
     if LARGEST is not None:  # a plain conversion would give NaN or infinity

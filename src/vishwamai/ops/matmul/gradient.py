@@ -7,8 +7,10 @@ With z = sa * sb * (a @ b) + bias and y = act(z)::
     da' = (dz * sb) @ b^T        da = sa * da'        dsa = sum_k a * da'
     db' = a^T @ (dz * sa)        db = sb * db'        dsb = sum_k b * db'
 
-so the scales' gradients need no further product where their operand is floating. An integer operand has no gradient,
-and there the sum `a @ b` is formed again: dsa = sum_n dz * sb * (a @ b). An operand with a scale for every block of K,
+so the scales' gradients need no further product where the operands are float32 or wider. An integer operand has no
+gradient, and the products of narrower floats take dz in 16 bits, too coarse for the scalar that a long sum leaves of
+it; there the sum `a @ b` is formed again, and z from it: dsa = sum_n dz * sb * (a @ b). (Under `jax.jit` XLA removes
+that product where nothing reads the gradient of a scale.) An operand with a scale for every block of K,
 and those scales, have no gradient (`gemm` declines to differentiate a QTensor): zeros stand for it.
 """
 
@@ -39,8 +41,8 @@ class Through(NamedTuple):
 
     Attributes:
       dz_a, dz_b: dz times the scale of a's rows, and dz times that of b's columns, in the dtype of the products.
-      bias, scale_a, scale_b: gradients; of a scale only where its operand is not differentiable (else
-        `GradientSteps.unscale` has it), else None.
+      bias, scale_a, scale_b: gradients; of a scale only where `scales_by_total` says so (else `GradientSteps.unscale`
+        has it), else None.
     """
 
     dz_a: Any
@@ -57,8 +59,8 @@ class GradientSteps(NamedTuple):
     Attributes:
       epilogue: `(spec, operands, outputs, preactivation, dout, total) -> Through`; `total` is a @ b, None where no
         scale needs it.
-      unscale: `(spec, gradient, which, x, scale, k_axis) -> (gradient of x, of its scale)`, from the gradient of scale
-        * x; x is "a" or "b".
+      unscale: `(spec, gradient, which, x, scale, k_axis, with_scale) -> (gradient of x, of its scale)`, from the
+        gradient of scale * x; x is "a" or "b". Without `with_scale` that of the scale is None.
     """
 
     epilogue: Callable[..., Through]
@@ -87,7 +89,8 @@ def backward(
     of_a, of_b = spec.differentiable
     k_of_a, k_of_b = 1 if spec.transpose_a else 2, 2 if spec.transpose_b else 1
     total = None
-    if (scale_a is not None and not of_a) or (scale_b is not None and not of_b):
+    by_total_a, by_total_b = scales_by_total(spec)
+    if (scale_a is not None and by_total_a) or (scale_b is not None and by_total_b):
         total = product("forward", a, b, k_of_a, k_of_b, joint_groups(a, b), spec.accumulator)  # [G, M, N]
     through = steps.epilogue(spec, operands, outputs, preactivation, dout, total)
     da, db = _zeros(a), _zeros(b)
@@ -100,7 +103,8 @@ def backward(
             da = product("grad_a", b, through.dz_b, n_of_b, 2, groups, exact)  # [G, K, M]
         else:
             da = product("grad_a", through.dz_b, b, 2, n_of_b, groups, exact)  # [G, M, K]
-        da, dscale_a = steps.unscale(spec, da, "a", a, scale_a, k_of_a)
+        da, of_scale = steps.unscale(spec, da, "a", a, scale_a, k_of_a, not by_total_a)
+        dscale_a = dscale_a if by_total_a else of_scale
     if of_b:
         m_of_a = 3 - k_of_a
         groups, exact = joint_groups(b, scale_b), _exact(spec, spec.operands.b, scale_b)
@@ -108,7 +112,8 @@ def backward(
             db = product("grad_b", through.dz_a, a, 1, m_of_a, groups, exact)  # [G, N, K]
         else:
             db = product("grad_b", a, through.dz_a, m_of_a, 1, groups, exact)  # [G, K, N]
-        db, dscale_b = steps.unscale(spec, db, "b", b, scale_b, k_of_b)
+        db, of_scale = steps.unscale(spec, db, "b", b, scale_b, k_of_b, not by_total_b)
+        dscale_b = dscale_b if by_total_b else of_scale
     return Operands(
         da,
         db,
@@ -116,6 +121,13 @@ def backward(
         _zeros(a, of_scales=True) if isinstance(a, Blocked) else dscale_a,
         _zeros(b, of_scales=True) if isinstance(b, Blocked) else dscale_b,
     )
+
+
+def scales_by_total(spec: MatmulSpec) -> tuple[bool, bool]:
+    """Whether the gradient of a's scale, and that of b's, comes from the sum a @ b."""
+    coarse = spec.compute_dtype.itemsize < spec.epilogue_dtype.itemsize
+    of_a, of_b = spec.differentiable
+    return coarse or not of_a, coarse or not of_b
 
 
 def _exact(spec: MatmulSpec, operand: ArraySpec, scale: Any) -> Any:
@@ -136,21 +148,28 @@ def _epilogue(
 ) -> Through:
     _, _, scale_a, scale_b = spec.factors(operands)
     of_a, of_b = spec.differentiable
+    by_total_a, by_total_b = scales_by_total(spec)
     bias, wide, factor = operands.bias, spec.epilogue_dtype, spec.compute_dtype
-    dz = dout.astype(wide)
+    rows_a = None if scale_a is None else rows(scale_a, wide)
+    columns_b = None if scale_b is None else columns(scale_b, wide)
+    dout = dout.astype(wide)
+    dz = dout
     if spec.activation == "relu":
-        dz = jnp.where(outputs.out > 0, dz, 0)
+        dz = jnp.where(outputs.out > 0, dout, 0)
     elif spec.activation is not None:
-        dz = dz * derivative(spec.activation, preactivation.astype(wide))
-    dz_b = dz if scale_b is None else dz * columns(scale_b, wide)
-    dz_a = dz if scale_a is None else dz * rows(scale_a, wide)
+        dz = dout * derivative(spec.activation, preactivation.astype(wide))
+    dz_a, dz_b = _times(dz, rows_a), _times(dz, columns_b)
     dscale_a = dscale_b = None
     if total is not None:
         total = total.astype(wide)
-        if scale_a is not None and not of_a:
-            dscale_a = _vector(jnp.sum(dz_b * total, axis=2), scale_a)
-        if scale_b is not None and not of_b:
-            dscale_b = _vector(jnp.sum(dz_a * total, axis=1), scale_b)
+        exact = dz
+        if spec.keeps_preactivation and spec.out_dtype != wide:
+            z = _times(_times(total, rows_a), columns_b)
+            exact = dout * derivative(spec.activation, z if bias is None else z + columns(bias, wide))
+        if scale_a is not None and by_total_a:
+            dscale_a = _vector(jnp.sum(_times(exact, columns_b) * total, axis=2), scale_a)
+        if scale_b is not None and by_total_b:
+            dscale_b = _vector(jnp.sum(_times(exact, rows_a) * total, axis=1), scale_b)
     dbias = None if bias is None else _vector(jnp.sum(dz, axis=1), bias)
     return Through(
         dz_a.astype(factor) if of_b else None, dz_b.astype(factor) if of_a else None, dbias, dscale_a, dscale_b
@@ -158,14 +177,19 @@ def _epilogue(
 
 
 def _unscale(
-    spec: MatmulSpec, gradient: jax.Array, which: str, x: jax.Array, scale: Any, k_axis: int
+    spec: MatmulSpec, gradient: jax.Array, which: str, x: jax.Array, scale: Any, k_axis: int, with_scale: bool
 ) -> tuple[jax.Array, Any]:
     del which
     dscale, wide = None, spec.epilogue_dtype
     if scale is not None:
-        dscale = _vector(jnp.sum(gradient * x.astype(wide), axis=k_axis), scale)
+        if with_scale:
+            dscale = _vector(jnp.sum(gradient * x.astype(wide), axis=k_axis), scale)
         gradient = gradient * jnp.expand_dims(scale.astype(wide), k_axis)
     return saturate(_sum_to(gradient, x.shape), x.dtype), dscale
+
+
+def _times(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    return x if scale is None else x * scale
 
 
 JAX = GradientSteps(_epilogue, _unscale)
