@@ -84,7 +84,7 @@ def gemm(
     Returns:
       `[..., M, N]` in `out_dtype`. Gradients exist for `a`, `b` (the 8-bit floats' are rounded to the same 8 bits and
       saturate), `bias` and the scales; integers have none, and asking for a QTensor's is an error (`fake_quantize`
-      trains through one).
+      trains through one). Kernels keep an activation's argument in `out_dtype` for them.
 
     Raises:
       ShapeError: the arguments contradict one another.
