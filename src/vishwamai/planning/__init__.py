@@ -11,6 +11,7 @@ from vishwamai.planning.figures import Estimate, Level, Measurement
 from vishwamai.planning.peak import LiveArray, PeakMemory
 from vishwamai.planning.program import Program, trace
 from vishwamai.planning.program_time import StepTime, step_time
+from vishwamai.planning.stage_times import stage_times
 
 __all__ = [
     "Change",
@@ -28,6 +29,7 @@ __all__ = [
     "explain_memory",
     "optimize_memory_usage",
     "probe",
+    "stage_times",
     "step_time",
     "trace",
     "verify",
