@@ -1,5 +1,5 @@
-"""The benchmark's peers compute what our operations compute, forward and backward; and the line that `bench.ratios`
-prints of them.
+"""The benchmark's peers and `vishwamai.torch` compute what our operations compute, forward and backward; and the line
+that `bench.ratios` prints of them.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vishwamai.bench import numbers, ratios
-from vishwamai.bench.candidates import candidates
+from vishwamai.bench.candidates import candidates, theirs
 from vishwamai.bench.contest import contest
 from vishwamai.bench.gradient import gradient_case
 from vishwamai.bench.subject import subject
@@ -50,6 +50,9 @@ def test_peers_compute_the_same(op, name, gradients):
     run = gradient_case(case) if gradients else case
     if run is None or not peers:
         return
+    ours = about.in_torch(case)
+    assert ours is not None
+    peers.append(theirs(ours, case, gradients))
     arrays = run.make()
     sample = about.gradient_sample(run, arrays) if gradients else about.sample(run, arrays)
     right = numbers.truth(sample, gradients)

@@ -2,6 +2,7 @@
 TRITON_INTERPRET=1 alone.
 """
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 import contract
+from vishwamai.bench.subject import subject
 from vishwamai.measure.timing import sampler
+from vishwamai.ops.catalogue import operations
 from vishwamai.ops.norm import layer_norm, rms_norm
 from vishwamai.ops.norm.gpu import NormGpuConfig
 
@@ -19,6 +22,7 @@ pytestmark = [
     pytest.mark.interpreter,
     pytest.mark.skipif(not contract.INTERPRETED, reason="needs a process of its own: make test-gpu"),
 ]
+OPERATIONS = set(operations()) - {"soft_clip"}  # the toy has no peers
 
 
 @pytest.mark.parametrize(
@@ -66,25 +70,38 @@ def benchmark():
 
 
 def test_the_benchmark_runs_dry(benchmark, tmp_path, capsys):
-    """Every suite on tiny tensors: ours is right in every case, and beside a peer where there is one."""
+    """The smallest case of every operation: ours is right in every one, forward and with gradients, next to a peer."""
     out = tmp_path / "rows.json"
     assert benchmark.main(["--dry", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())
-    ours = [row for row in rows if row["contestant"] == "ours"]
-    assert len(ours) >= 10 and all(row["ms"] > 0 and row["error"] < 0.01 for row in ours)
-    assert {row["case"].split()[0] for row in ours} >= {"rms_norm", "layer_norm", "gemm", "attention", "jax"}
+    ours = [row for row in rows if row["contestant"] == benchmark.OURS]
+    assert {row["op"] for row in ours} == OPERATIONS == {row["op"] for row in rows if row not in ours}
+    assert sum("forward and backward" in row["case"] for row in ours) == len(OPERATIONS) - 1  # not of pages
+    assert all(row["ms"] > 0 and row["tflops"] > 0 and row["share"] > 0 and not row["note"] for row in ours)
     assert capsys.readouterr().out.startswith("dry: the times mean nothing")
 
 
 def test_the_benchmark_times_no_wrong_numbers(benchmark):
-    import torch
+    (this, _) = benchmark.comparisons(operations()["norm"], dry=True)
+    ours, peer = this.contestants
 
-    def declines():
+    def off(arrays):
+        call, outputs, memory = peer.build(arrays)
+        return call, lambda result: tuple(x + 1 for x in outputs(result)), memory
+
+    def declines(arrays):
         raise RuntimeError("no such instruction")
 
-    truth = torch.ones(4, dtype=torch.float64)
-    runs = {"ours": lambda: truth * 1.01, "peer": lambda: truth.float(), "another": declines}
-    rows = benchmark.measure(benchmark.Case("x", 1.0, "flop", truth, 1e-6, runs), 1, sampler(), {})
+    another = dataclasses.replace(peer, name="another", build=declines)
+    wrong = dataclasses.replace(this, contestants=[dataclasses.replace(ours, build=off), peer, another])
+    rows = benchmark.measure(wrong, subject("norm"), 1, sampler(), (1e12, 1e12))
     by_name = {row.contestant: row for row in rows}
-    assert by_name["ours"].ms is None and "wrong: error 1.0e-02" in by_name["ours"].note
-    assert by_name["peer"].ms > 0 and by_name["another"].note == "failed: no such instruction"
+    assert by_name[benchmark.OURS].ms is None and "largest error 1, allowed" in by_name[benchmark.OURS].note
+    assert by_name[peer.name].ms > 0 and by_name["another"].note == "it raised RuntimeError: no such instruction"
+
+
+def test_the_benchmark_has_every_case_of_a_model(benchmark):
+    """`vishwamai.torch` computes them all; nothing is run."""
+    for name in OPERATIONS:
+        found = {this.case.name for this in benchmark.comparisons(operations()[name], dry=False)}
+        assert found == {case.name for case in operations()[name].tagged("model")}, name

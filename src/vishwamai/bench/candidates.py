@@ -76,8 +76,8 @@ def ours(case: Case, impl: Implementation, default: bool) -> Candidate:
     return Candidate(f"vishwamai {impl.name}", "vishwamai", impl.name, default, build)
 
 
-def theirs(peer: Peer, case: Case, gradients: bool) -> Candidate:
-    """A peer; `case` is the one without gradients."""
+def theirs(peer: Peer, case: Case, gradients: bool, device: str = "cpu") -> Candidate:
+    """A peer; `case` is the one without gradients, `device` where torch computes it."""
     run = gradient_peer(peer, case) if gradients else peer
 
     def restore(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -90,6 +90,8 @@ def theirs(peer: Peer, case: Case, gradients: bool) -> Candidate:
             return call, lambda result: restore(numbers.as_tuple(result)), memory
         if peer.framework == "numpy":
             return lambda: peer.call(*arguments), lambda result: (result,), None
+        if device != "cpu":
+            arguments = jax.tree.map(lambda x: x.to(device), arguments)
         return _torch_call(run, arguments, gradients), lambda result: restore(_torch_arrays(result)), None
 
     return Candidate(peer.name, peer.framework, None, False, build, peer.checked)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from vishwamai.core.cases import Case
@@ -76,6 +78,10 @@ class Subject:
         """The framework's own ways to compute exactly this; those that mean something else are left out."""
         del case
         return []
+
+    def in_torch(self, case: Case) -> Peer | None:
+        """`vishwamai.torch`'s own function for the case; None where it has none of that name."""
+        return ours_in_torch(case)
 
     def sample(self, case: Case, arrays: Arrays) -> Sample:
         """The part of the result that is checked against the float64 reference; the whole where that is affordable."""
@@ -146,6 +152,40 @@ def torch_peer(name: str, case: Case, call: Callable[..., Any], **how: Any) -> P
     return Peer(name, "torch", prepare, call, arguments=names, **how)
 
 
+def ours_in_torch(case: Case, call: Callable[..., Any] | None = None) -> Peer | None:
+    """The function of `vishwamai.torch` that bears the name of the case's, or `call`, of tensors by the names of the
+    case's arrays; None where it does not have all arguments. Options that are arrays become tensors too.
+    """
+    import torch
+
+    import vishwamai.torch as ours
+
+    function = getattr(ours, case.call.__name__, None) if call is None else call
+    if function is None:
+        return None
+    names = (*case.arrays, *(name for name, value in case.options.items() if _holds_arrays(value)))
+    rest: dict[str, Any] = {name: value for name, value in case.options.items() if name not in names}
+    if isinstance(rest.get("out_dtype"), str):
+        rest["out_dtype"] = getattr(torch, rest["out_dtype"])
+    known = inspect.signature(function).parameters
+    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    if not open_ended and not {*names, *rest} <= set(known):
+        return None
+
+    def prepare(arrays: Arrays) -> tuple[Any, ...]:
+        return tuple(jax.tree.map(to_torch, {**case.options, **arrays}[name]) for name in names)
+
+    return Peer(
+        "vishwamai.torch", "torch", prepare, lambda *x: function(**dict(zip(names, x)), **rest), arguments=names
+    )
+
+
+def _holds_arrays(value: Any) -> bool:
+    """An array, or a tuple of them."""
+    parts = value if isinstance(value, tuple) else (value,)
+    return bool(parts) and all(isinstance(part, np.ndarray) for part in parts)
+
+
 def sample_of_rows(case: Case, arrays: Arrays, names: Sequence[str], count: int) -> Sample | None:
     """`count` rows of the arrays `names`, each of `[..., features]`, and the same rows of every result; None where
     there are no more.
@@ -193,5 +233,5 @@ def to_torch(x: np.ndarray) -> Any:
 
 def from_torch(x: Any) -> np.ndarray:
     """A torch tensor as a NumPy array; bfloat16 becomes float32, exactly."""
-    x = x.detach()
+    x = x.detach().cpu()
     return (x.float() if x.is_floating_point() and x.dtype.itemsize <= 2 else x).numpy()

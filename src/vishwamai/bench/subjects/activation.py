@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, fewer_rows, jax_peer, sample_of_rows, torch_peer
+from vishwamai.bench.subject import (
+    Arrays,
+    Peer,
+    Sample,
+    Subject,
+    fewer_rows,
+    jax_peer,
+    ours_in_torch,
+    sample_of_rows,
+    torch_peer,
+)
 from vishwamai.core.cases import Case
+from vishwamai.core.dropout import seeds
 
 _ROWS = 256
 
@@ -43,6 +56,21 @@ class _Activation(Subject):
             jax_peer(f"jax.nn {case.call.__name__}", case, _jax(case)),
             torch_peer(f"torch {case.call.__name__}", case, _torch(case)),
         ]
+
+    def in_torch(self, case: Case) -> Peer | None:
+        if "key" not in case.arrays:
+            return super().in_torch(case)
+        from vishwamai.torch import fused_gelu_dropout
+
+        ours = ours_in_torch(case, lambda x, key, **options: fused_gelu_dropout(x, seed=key, **options))
+        assert ours is not None
+
+        def prepare(arrays: Arrays) -> tuple[Any, ...]:
+            """With the seeds that JAX draws of the key."""
+            bits = seeds(jax.random.wrap_key_data(arrays["key"]), 1, 1)
+            return ours.prepare({**arrays, "key": np.asarray(bits, np.int64).reshape(2)})
+
+        return dataclasses.replace(ours, prepare=prepare)
 
     def sample(self, case: Case, arrays: Arrays) -> Sample:
         rows = None if "key" in arrays or not case.arrays["x"].shape else sample_of_rows(case, arrays, ("x",), _ROWS)

@@ -8,13 +8,14 @@ are checked against something that does not share their code.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, halvings, resized, to_torch
+from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, halvings, ours_in_torch, resized, to_torch
 from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.ops.attention import flash_attention
 
@@ -79,6 +80,15 @@ class _Attention(Subject):
         if "bias" not in arrays:
             found.append(_torch_peer(case))
         return found
+
+    def in_torch(self, case: Case) -> Peer | None:
+        if "block_mask" not in case.options:
+            return super().in_torch(case)
+        from vishwamai.torch import block_sparse_attention
+
+        options = dict(case.options)  # the mask stays what it is: the host reads it
+        call = functools.partial(block_sparse_attention, block_mask=options.pop("block_mask"))
+        return ours_in_torch(dataclasses.replace(case, options=options), call)
 
     def sample(self, case: Case, arrays: Arrays) -> Sample:
         q_len, axis = _length(case, "query"), _heads_axis(case)

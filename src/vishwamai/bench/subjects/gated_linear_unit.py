@@ -9,7 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, fewer_rows, jax_peer, sample_of_rows, torch_peer
+from vishwamai.bench.subject import (
+    Arrays,
+    Peer,
+    Sample,
+    Subject,
+    fewer_rows,
+    jax_peer,
+    ours_in_torch,
+    sample_of_rows,
+    torch_peer,
+)
 from vishwamai.core.cases import Case
 
 _ROWS = 16
@@ -36,6 +46,14 @@ class _Gated(Subject):
             jax_peer("jax.nn.silu(x @ gate) * (x @ up)", case, _jax),
             torch_peer("torch silu(x @ gate) * (x @ up)", case, _torch),
         ]
+
+    def in_torch(self, case: Case) -> Peer | None:
+        from vishwamai.torch import gated_linear_unit
+
+        def unit(x: Any, gate: Any = None, up: Any = None, both: Any = None, **options: Any) -> Any:
+            return gated_linear_unit(x, (gate, up) if both is None else both, **options)
+
+        return ours_in_torch(case, unit)
 
     def sample(self, case: Case, arrays: Arrays) -> Sample:
         return sample_of_rows(case, arrays, ("x",), _ROWS) or super().sample(case, arrays)

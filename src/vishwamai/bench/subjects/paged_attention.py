@@ -50,7 +50,7 @@ def _torch(scale: float | None) -> Any:
 
     def attend(query: Any, pages: Any, lens: Any, table: Any) -> Any:
         k, v = (x.transpose(1, 2) for x in _gathered(pages, table))
-        mask = (torch.arange(k.shape[2]) < lens[:, None])[:, None, None]
+        mask = (torch.arange(k.shape[2], device=lens.device) < lens[:, None])[:, None, None]
         attention = torch.nn.functional.scaled_dot_product_attention
         return attention(query[:, :, None], k, v, mask, scale=scale, enable_gqa=True)[:, :, 0]
 

@@ -6,13 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from vishwamai.bench.subject import Arrays, Peer, Subject, to_torch
+from vishwamai.bench.subject import Arrays, Peer, Subject, ours_in_torch, to_torch
 from vishwamai.core.cases import Case
 
 _PLAIN = {"theta", "cache", "cached"}
 
 
 class _Rope(Subject):
+    def in_torch(self, case: Case) -> Peer | None:
+        from vishwamai.torch import apply_rope
+
+        if {"cache", "cached"} & set(case.options):
+            return None
+
+        def rope(query: Any, key: Any = None, positions: Any = None, **options: Any) -> Any:
+            return apply_rope(query if key is None else (query, key), positions, **options)
+
+        return ours_in_torch(case, rope)
+
     def peers(self, case: Case) -> list[Peer]:
         """For queries, or queries and keys, `[batch, heads, length, head_dim]` whose positions count from 0 and which
         are rotated whole.
