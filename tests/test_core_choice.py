@@ -14,7 +14,7 @@ import pytest
 import toy
 import vishwamai
 from vishwamai.aot.tuning import tables
-from vishwamai.core import caches, tuning
+from vishwamai.core import caches, execute, tuning
 from vishwamai.core import op as op_module
 from vishwamai.core.config import KernelConfig, current_config, kernel_config
 from vishwamai.core.errors import (
@@ -359,3 +359,34 @@ def test_another_platforms_kernel_by_name():
     for name, platform in (("pallas_tpu", "tpu"), ("triton", "cuda")):
         with pytest.raises(UnsupportedError, match=f"'{name}'.*(is for {platform}, and this program is|not installed)"):
             vishwamai.rms_norm(x, implementation=name)
+
+
+def test_kernels_of_one_platform_alone():
+    """`only_for` traces no kernel of another platform, changes no result, and leaves the same function free to be
+    lowered for every platform after it.
+    """
+    x, y = jnp.ones((256, 256)), jnp.full((256, 256), 2.0)
+    function = jax.jit(lambda x, y: vishwamai.gemm(x, y))
+    with execute.only_for("cpu"):
+        alone = str(jax.make_jaxpr(function)(x, y))
+        got = function(x, y)
+        within = function.lower(x, y).as_text()
+    assert "platform_index" not in alone and "pallas_call" not in alone
+    every = str(jax.make_jaxpr(function)(x, y))
+    assert "platform_index" in every and "pallas_call" in every
+    np.testing.assert_array_equal(got, function(x, y))
+    kernel = "vishwamai_matmul" if "vishwamai_matmul" in function.lower(x, y).as_text() else "dot_general"
+    assert kernel in within
+    with execute.only_for("cpu"):
+        function(x, y)
+    assert "tpu_custom_call" in function.trace(x, y).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_the_platform_that_arrays_say():
+    """Arrays of JAX's default backend say it; shapes, host arrays and traced ones do not."""
+    x, here = jnp.ones(3), jax.default_backend()
+    assert execute.platform_of({"a": x, "b": np.ones(3)}) == {"gpu": "cuda"}.get(here, here)
+    assert execute.platform_of((np.ones(3), jax.ShapeDtypeStruct((3,), "float32"))) is None
+    seen = []
+    jax.jit(lambda x: seen.append(execute.platform_of(x)))(x)
+    assert seen == [None]

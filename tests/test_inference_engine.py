@@ -9,6 +9,7 @@ import pytest
 
 import models_peer
 from models_peer import Peer
+from vishwamai.core import execute
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.inference import Engine, Limits, Sampling
 from vishwamai.inference.pools import kv_dtype_of, make_pools
@@ -75,6 +76,21 @@ def test_nothing_compiles_while_serving(engine):
         engine.generate(PROMPTS, Sampling(max_new_tokens=12, presence_penalty=0.5, n=2, temperature=0.4))
     finally:
         jax.monitoring.unregister_event_duration_listener(seen)
+
+
+def test_programs_have_kernels_of_their_platform_alone(peer_and_model, monkeypatch):
+    """The kernels of other platforms are not traced, which would take most of a start."""
+    traced = []
+    branch = execute._branch
+
+    def record(plan, choice, *rest):
+        traced.append(choice)
+        return branch(plan, choice, *rest)
+
+    monkeypatch.setattr(execute, "_branch", record)
+    Engine(peer_and_model[1], limits=Limits(2, 32, 64), num_pages=16, compile="lazy")
+    here = execute.platform_of(jnp.ones(1))
+    assert traced and all(choice.implementation.platform in (None, here) for choice in traced)
 
 
 def test_lazy_programs_are_compiled_when_a_step_needs_them(peer_and_model, engine):

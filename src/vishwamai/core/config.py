@@ -200,6 +200,11 @@ def ambient_target() -> Target:
     return _local_target(jax.default_backend()) if named is None else Target.parse(named)
 
 
+def local_platform() -> str:
+    """The platform of JAX's default backend, as programs are lowered for it: "tpu", "cuda", "rocm" or "cpu"."""
+    return _local_target(jax.default_backend()).platform
+
+
 @functools.cache
 def _local_target(backend: str) -> Target:
     if backend == "cpu":

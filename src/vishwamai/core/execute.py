@@ -6,23 +6,51 @@
 2. `custom_vmap`: a mapped axis is folded into the leading batch axis that every operand has (size B, or 1 where it is
    shared).
 3. `lax.platform_dependent`: the branch is picked while lowering, so the same traced function lowers for tpu, cuda and
-   cpu.
+   cpu. It traces every branch. Where the platform is known before, `only_for` leaves the others out.
 4. `core.sharding.partitioned`: XLA's partitioner is made to follow the op's factor rule (CPU and GPU kernels; see
    `core.sharding`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from vishwamai.core import observe, sharding
+from vishwamai.core.config import local_platform
 from vishwamai.core.gradients import autodiff_backward, is_float, map_fields
 from vishwamai.core.plan import Choice, Plan
+
+_ONLY = jax.make_user_context(default_value=None)
+
+
+def only_for(platform: str | None) -> contextlib.AbstractContextManager[Any]:
+    """In the `with` block, kernels are traced for `platform` ("tpu", "cuda", "rocm" or "cpu") alone; None: for all.
+
+    For a caller that compiles what it traces, for devices that it knows. Lowered for another platform, such a program
+    would hold kernels that are not of it. The value is part of the key of JAX's trace caches, and plans stay as they
+    are: observers see the choice for every platform.
+    """
+    return _ONLY(platform)
+
+
+def platform_of(arrays: Any) -> str | None:
+    """The platform for `only_for` of a program whose arguments are `arrays`; None if they do not say it: none of them
+    is on a device, or one is on another platform than JAX's default.
+    """
+    found = {
+        device.platform
+        for x in jax.tree.leaves(arrays)
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer)
+        for device in x.devices()
+    }
+    return local_platform() if found == {jax.default_backend()} else None
 
 
 def _replan(plan: Plan, operands: Any) -> Plan:
@@ -184,6 +212,9 @@ def _dispatch_now(plan: Plan, direction: str, *arguments: Any) -> Any:
             return _dispatch_now(_replan(plan, shards[0]), direction, *shards)
 
         return sharding.follow_explicit_axes(local, axes, *arguments)
+    only = _ONLY.value
+    if only is not None:
+        return _branch(plan, plan.choice(only), direction, arguments)(*arguments)
     branches = {choice.platform: _branch(plan, choice, direction, arguments) for choice in plan.choices}
     default = branches.pop(None)
     branches = {platform: branch for platform, branch in branches.items() if platform is not None}

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from vishwamai.core.execute import only_for, platform_of
 from vishwamai.core.qtensor import bits
 from vishwamai.inference.drafting import draft_step
 from vishwamai.inference.mesh import gathered, on_mesh, replicated
@@ -142,7 +143,7 @@ class Program:
     def compile(self, *arguments: Any) -> Any:
         """Compiles it for arguments of these shapes; the compiled function."""
         self._told(self.name)
-        with on_mesh(self._mesh), self._kernels():
+        with on_mesh(self._mesh), self._kernels(), only_for(platform_of(arguments)):
             compiled = self._function.lower(*arguments).compile()
         self._compiled = self._jitted if _has_four_bits(arguments) else compiled
         return self._compiled
@@ -154,7 +155,7 @@ class Program:
         return compiled(*arguments)
 
     def _jitted(self, *arguments: Any) -> Any:
-        with on_mesh(self._mesh), self._kernels():
+        with on_mesh(self._mesh), self._kernels(), only_for(platform_of(arguments)):
             return self._function(*arguments)
 
 
