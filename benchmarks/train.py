@@ -3,10 +3,13 @@
     python benchmarks/train.py                       # 4 layers, 512 hidden, 32,000 tokens in the vocab, 4 x 512 tokens
     python benchmarks/train.py --quick               # a small model, for a test of this file
     python benchmarks/train.py --dtypes bfloat16 --rounds 5
+    python benchmarks/train.py --model mixtral       # 8 experts, of which each token takes 2, with half the features each
+    python benchmarks/train.py --packed              # rows of several documents, which do not see one another
 
 Every contestant runs in a process of its own, in turns, `--rounds` times; its best step and the median over rounds are
 printed. Losses of the first and the last step must agree, or the program ends with an error and prints no speed.
-torch computes bfloat16 by autocast; the others keep float32 parameters and cast them where they are used.
+torch computes bfloat16 by autocast; the others keep float32 parameters and cast them where they are used. Of experts
+and packed rows there is no plain `jax.nn`; torch gets the mask of packed rows ready made.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ import numpy as np
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "vocab_size": 32000}
 QUICK = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
-CONTESTANTS = ("ours", "jax.nn", "torch")
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+MODELS = ("llama", "mixtral")
+IGNORED = -100
 RATE, B1, B2, DECAY = 3e-4, 0.9, 0.999, 0.01
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 
@@ -34,18 +39,42 @@ Go = Callable[[], float]
 """One step, to its loss."""
 
 
-def described(quick: bool) -> dict[str, Any]:
+def contestants(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Who takes part."""
+    plain = arguments.model == "llama" and not arguments.packed
+    return ("ours", "jax.nn", "torch") if plain else ("ours", "torch")
+
+
+def described(arguments: argparse.Namespace) -> dict[str, Any]:
     """The config.json of the model."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     positions = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
-    sizes = QUICK if quick else SIZES
-    return {"model_type": "llama", "head_dim": sizes["hidden_size"] // 8, **heads, **positions, **sizes}
+    sizes = QUICK if arguments.quick else SIZES
+    found = {"model_type": "llama", "head_dim": sizes["hidden_size"] // 8, "rope_theta": 1e4}
+    found |= heads | positions | sizes
+    if arguments.model == "mixtral":  # as many features for each token as the dense model
+        found |= EXPERTS | {"intermediate_size": sizes["intermediate_size"] // EXPERTS["num_experts_per_tok"]}
+    return found
 
 
-def batch(arguments: argparse.Namespace) -> np.ndarray:
-    """`[rows, length + 1]` tokens."""
-    vocab = described(arguments.quick)["vocab_size"]
-    return np.random.default_rng(1).integers(0, vocab, (arguments.rows, arguments.length + 1)).astype(np.int32)
+def batch(arguments: argparse.Namespace) -> dict[str, np.ndarray]:
+    """`tokens`, `labels`, `segment_ids` and `positions`, `[rows, length]`; one document a row, or with `--packed` of an
+    eighth to half a row each.
+    """
+    random, length = np.random.default_rng(1), arguments.length
+    tokens = random.integers(0, described(arguments)["vocab_size"], (arguments.rows, length + 1)).astype(np.int32)
+    segments = np.ones((arguments.rows, length), np.int32)
+    if arguments.packed:
+        for row in segments:
+            starts = np.cumsum(random.integers(length // 8, length // 2, length))
+            row[starts[starts < length]] += 1
+        segments = np.cumsum(segments, axis=1) - np.arange(length, dtype=np.int32)
+    first = np.diff(segments, axis=1, prepend=0) > 0
+    place = np.arange(length, dtype=np.int32)
+    positions = place - np.maximum.accumulate(np.where(first, place, 0), axis=1)
+    last = np.pad(first[:, 1:], ((0, 0), (0, 1)))
+    labels = np.where(last, IGNORED, tokens[:, 1:]).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "labels": labels, "segment_ids": segments, "positions": positions}
 
 
 def ours(arguments: argparse.Namespace) -> Go:
@@ -70,15 +99,8 @@ def ours(arguments: argparse.Namespace) -> Go:
     def one(state: Any, batch: Any) -> Any:
         return train_step(state, batch, loss=loss, optimizer=update, config=config)
 
-    step, tokens = jax.jit(one, donate_argnums=0), batch(arguments)
+    step, given = jax.jit(one, donate_argnums=0), batch(arguments)
     states = [initial_state(parts.params, update)]
-    rows, length = tokens[:, :-1].shape
-    given = {
-        "tokens": tokens[:, :-1],
-        "labels": tokens[:, 1:],
-        "segment_ids": np.ones((rows, length), np.int32),
-        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
-    }
 
     def go() -> float:
         states[0], shown = step(states[0], given)
@@ -96,7 +118,7 @@ def plain(arguments: argparse.Namespace) -> Go:
     from vishwamai.models import from_pretrained
     from vishwamai.training.model import split
 
-    about, dtype = described(arguments.quick), jnp.dtype(arguments.child[1])
+    about, dtype = described(arguments), jnp.dtype(arguments.child[1])
     params = split(from_pretrained(arguments.directory, dtype=jnp.float32)).params
     dim, eps = about["head_dim"], about["rms_norm_eps"]
 
@@ -134,11 +156,11 @@ def plain(arguments: argparse.Namespace) -> Go:
         updates, state = rule.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    step, tokens = jax.jit(one, donate_argnums=(0, 1)), batch(arguments)
+    step, given = jax.jit(one, donate_argnums=(0, 1)), batch(arguments)
     states = [(params, rule.init(params))]
 
     def go() -> float:
-        *after, value = step(*states[0], tokens[:, :-1], tokens[:, 1:])
+        *after, value = step(*states[0], given["tokens"], given["labels"])
         states[0] = tuple(after)
         return float(value)
 
@@ -156,12 +178,18 @@ def torch_step(arguments: argparse.Namespace) -> Go:
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     update = torch.optim.AdamW(groups, RATE, (B1, B2), fused=True)
-    tokens = torch.from_numpy(batch(arguments)).long()
-    given, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    arrays = batch(arguments)
+    tokens, labels = (torch.from_numpy(arrays[name]).long() for name in ("tokens", "labels"))
+    packed: dict[str, Any] = {}
+    if arguments.packed:
+        segments = arrays["segment_ids"]
+        sees = np.tril(segments[:, :, None] == segments[:, None, :])[:, None]  # [rows, 1, length, length]
+        packed["attention_mask"] = torch.from_numpy(sees)
+        packed["position_ids"] = torch.from_numpy(arrays["positions"]).long()
 
     def go() -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=arguments.child[1] == "bfloat16"):
-            logits = model(given).logits
+            logits = model(tokens, **packed).logits
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         loss.backward()
         update.step()
@@ -186,6 +214,8 @@ def child(arguments: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model and few steps")
+    parser.add_argument("--model", choices=MODELS, default="llama")
+    parser.add_argument("--packed", action="store_true", help="rows of several documents")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=list(TOLERANCE))
     parser.add_argument("--rounds", type=int, default=None, help="processes of each contestant; 3, or 1 with --quick")
     parser.add_argument("--steps", type=int, default=None, help="timed steps in a process; 5, or 2 with --quick")
@@ -207,13 +237,15 @@ def compare(arguments: argparse.Namespace, folder: str) -> int:
 
     from vishwamai.models import Decoder, ModelConfig, save_pretrained
 
-    save_pretrained(Decoder(ModelConfig.from_dict(described(arguments.quick)), rngs=nnx.Rngs(0)), folder)
-    entries = [(name, dtype) for dtype in arguments.dtypes for name in CONTESTANTS]
+    save_pretrained(Decoder(ModelConfig.from_dict(described(arguments)), rngs=nnx.Rngs(0)), folder)
+    names = contestants(arguments)
+    entries = [(name, dtype) for dtype in arguments.dtypes for name in names]
     found: dict[tuple[str, str], list[dict[str, Any]]] = {entry: [] for entry in entries}
     for _ in range(arguments.rounds or (1 if arguments.quick else 3)):
         for entry in entries:
             command = [sys.executable, __file__, "--child", *entry, "--directory", folder]
-            command += ["--steps", str(arguments.steps), *(["--quick"] if arguments.quick else [])]
+            command += ["--steps", str(arguments.steps), "--model", arguments.model]
+            command += [f"--{flag}" for flag in ("quick", "packed") if getattr(arguments, flag)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             if not lines:
@@ -221,8 +253,8 @@ def compare(arguments: argparse.Namespace, folder: str) -> int:
                 return 1
             found[entry].append(json.loads(lines[0].removeprefix("RESULT ")))
     for dtype in arguments.dtypes:
-        losses = {name: found[name, dtype][0]["losses"] for name in CONTESTANTS}
-        for name in CONTESTANTS:
+        losses = {name: found[name, dtype][0]["losses"] for name in names}
+        for name in names:
             if not np.allclose(losses[name], losses["torch"], atol=TOLERANCE[dtype]):
                 print(
                     f"{dtype}: the losses of {name} are {losses[name]}, torch's are {losses['torch']}", file=sys.stderr

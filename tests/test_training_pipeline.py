@@ -72,6 +72,7 @@ def assert_same_runs(folder, records, spread):
                 (GEMMA2, {"pipeline": 2, "fsdp": 2}, {"optimizer": {"eps": 1e-4, "ema_decay": 0.5}}),
                 (DEEP, {"pipeline": 2, "fsdp": 2}, {"optimizer": {"name": "muon", "eps": 1e-4}, "remat": "dots"}),
                 (MIXTRAL, {"pipeline": 2}, {"loss": LOSSES}),
+                (MIXTRAL, {"pipeline": 2, "expert": 2}, {"loss": LOSSES}),
                 (MIXTRAL, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {"loss": LOSSES, "remat": "full"}),
                 (CORRECTED, {"pipeline": 2}, {"loss": {"bias_rate": 0.01}, "pipeline": {"schedule": "zb_v"}}),
             ]
@@ -204,12 +205,6 @@ def test_the_config_has_the_names_of_all_schedules():
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"mesh": {"expert": 2}}, UnsupportedError, r"mesh\.expert=2 does not go together with mesh\.pipeline=2"),
-        (
-            {"precision": "fp8", "model": {"config": MIXTRAL}},
-            UnsupportedError,
-            r"fp8 of experts does not go together with mesh\.pipeline=2",
-        ),
         ({"mesh": {"sequence": 2}}, UnsupportedError, r"mesh\.sequence=2 does not go .* or mesh\.pipeline=1\.$"),
         ({"objective": "dpo"}, (ConfigError, UnsupportedError), r"objective=dpo"),
         ({"remat": "offload"}, UnsupportedError, r"set remat=full or mesh\.pipeline=1"),

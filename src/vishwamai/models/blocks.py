@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import vishwamai
+from vishwamai.core.weight import Weight
 from vishwamai.models.activation import activate
 from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.models.config import LayerKind, ModelConfig, Rope
 from vishwamai.models.experts import Load, mixture
 from vishwamai.models.latent import latent_attention
-from vishwamai.models.weights import Weight
 
 Arrays = Mapping[str, Any]
 

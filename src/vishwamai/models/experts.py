@@ -10,13 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import vishwamai
-from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
-from vishwamai.models.activation import activate
+from vishwamai.core.weight import Weight
 from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.models.config import Experts, ModelConfig
-from vishwamai.models.weights import Weight
 
 _NAMES = ("gate", "up", "down")
 
@@ -47,16 +45,7 @@ def mixture(
     gate_bias, up_bias, down_bias = (arrays.get(f"expert_{name}_bias") for name in _NAMES)
     biases = (gate_bias, up_bias, axes.once(down_bias))
     router, options = arrays["router"].astype(jnp.float32), _routing(experts, arrays)
-    if any(isinstance(weight, Weight) for weight in weights):
-        if axes.expert is not None or experts.clamped_limit is not None or any(bias is not None for bias in biases):
-            raise UnsupportedError(
-                f"{config.family}: experts that multiply in 8-bit floats have no biases, no clamped unit and no expert "
-                "axis; set precision=plain."
-            )
-        return _by_weights(config, weights, router, x, options, axes)
-    weights = tuple(
-        weight if isinstance(weight, (QTensor, PackedQTensor)) else weight.astype(x.dtype) for weight in weights
-    )
+    weights = tuple(w if isinstance(w, (QTensor, PackedQTensor, Weight)) else w.astype(x.dtype) for w in weights)
     unit = {"activation": config.activation}
     if experts.clamped_limit is not None:
         unit = {"activation": "swigluoai", "limit": experts.clamped_limit}
@@ -73,9 +62,9 @@ def mixture(
 
 def explicit_axis(weight: Any) -> str | None:
     """The explicit mesh axis over which experts `[experts, in, out]` are split; None where they are whole, as packed
-    ones are.
+    ones and those of a `Weight` are.
     """
-    if isinstance(weight, PackedQTensor):
+    if isinstance(weight, (PackedQTensor, Weight)):
         return None
     found = jax.typeof(weight.values if isinstance(weight, QTensor) else weight).sharding
     return found.spec[0] if found.mesh.explicit_axes else None
@@ -109,20 +98,6 @@ def _over_experts(
 
 def _load(routing: Any) -> Load:
     return Load(routing.load_balance_loss, routing.z_loss, routing.expert_counts)
-
-
-def _by_weights(
-    config: ModelConfig, weights: Any, router: Any, x: Any, options: dict[str, Any], axes: Axes
-) -> tuple[Any, Load]:
-    """`moe_layer` with weights that multiply by themselves."""
-    gate, up, down = weights
-    tokens = x.reshape(-1, x.shape[-1])
-    routing = vishwamai.moe_routing(tokens, router, axis_name=axes.tokens or None, **options)
-    sent = vishwamai.moe_dispatch(tokens, routing)
-    gated, above = (weight.grouped(sent.rows, sent.group_sizes) for weight in (gate, up))
-    rows = down.grouped(activate(config.activation, gated) * above, sent.group_sizes)
-    out = vishwamai.moe_combine(rows, sent, routing)
-    return out.reshape(x.shape), _load(routing)
 
 
 def _routing(experts: Experts, arrays: Mapping[str, Any]) -> dict[str, Any]:

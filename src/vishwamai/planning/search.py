@@ -177,8 +177,6 @@ def _sizes(config: TrainConfig, devices: int) -> dict[str, list[int]]:
     units = split_units(model)
     for axis, split in KEPT_APART.items():
         allowed[axis] = math.gcd(*(units[name][1] for name in split if name in units)) or 1
-    if model.experts is not None and config.precision == "fp8":
-        allowed["expert"] = 1  # experts that multiply in 8 bits have no axis of their own
     if length % (2 * SHORTEST) == 0:  # zig-zag order cuts a device's part in two
         allowed["sequence"] = length // (2 * SHORTEST)
     if config.lora.rank:

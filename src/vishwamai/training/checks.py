@@ -12,7 +12,6 @@ import jax
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.models import ModelConfig
 from vishwamai.models.checkpoint import is_quantized, storages
-from vishwamai.models.config import Experts
 from vishwamai.models.parameters import Parameter, layer_parameters
 from vishwamai.models.periods import segments, stacks_layers
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage
@@ -82,8 +81,6 @@ def check(config: TrainConfig) -> None:
     model = model_config(config, config.tokenizer.vocab_size)
     if config.mesh.pipeline > 1:
         _check_pipeline(config, model)
-    if config.precision == "fp8" and model.experts is not None:
-        _check_fp8_experts(config, model, model.experts)
     if config.lora.quantize is not None:
         _check_frozen(config, config.lora.quantize, model)
 
@@ -91,13 +88,12 @@ def check(config: TrainConfig) -> None:
 def _check_pipeline(config: TrainConfig, model: ModelConfig) -> None:
     """What does not go through stages so far."""
     found = {
-        "mesh.expert": config.mesh.expert if config.mesh.expert > 1 else None,
         "mesh.sequence": config.mesh.sequence if config.mesh.sequence > 1 else None,
         "objective": "dpo" if config.objective == "dpo" else None,
         "lora.rank": config.lora.rank or None,
         "remat": "offload" if config.remat == "offload" else None,
     }
-    usual = {"mesh.expert": 1, "mesh.sequence": 1, "objective": "next_token", "lora.rank": 0, "remat": "full"}
+    usual = {"mesh.sequence": 1, "objective": "next_token", "lora.rank": 0, "remat": "full"}
     for name, value in found.items():
         if value is not None:
             raise UnsupportedError(
@@ -105,21 +101,6 @@ def _check_pipeline(config: TrainConfig, model: ModelConfig) -> None:
                 f"{name}={usual[name]} or mesh.pipeline=1."
             )
     cut(config, model)
-
-
-def _check_fp8_experts(config: TrainConfig, model: ModelConfig, experts: Experts) -> None:
-    """What experts that multiply in 8 bits do not have so far; `models.experts.mixture` says it too."""
-    for axis in ("expert", "pipeline"):
-        if getattr(config.mesh, axis) > 1:
-            raise UnsupportedError(
-                f"config: precision=fp8 of experts does not go together with mesh.{axis}={getattr(config.mesh, axis)} "
-                f"so far; set mesh.{axis}=1, and mesh.fsdp in its place, or precision=plain."
-            )
-    if experts.biases or experts.clamped_limit is not None:
-        raise UnsupportedError(
-            f"config: precision=fp8 has no experts with biases or a clamped unit, as {model.family} has them, so far; "
-            "set precision=plain."
-        )
 
 
 def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig) -> None:

@@ -27,7 +27,7 @@ import optax
 import vishwamai
 from vishwamai.core.arguments import checks_its_own
 from vishwamai.core.errors import ConfigError
-from vishwamai.models.weights import Weight
+from vishwamai.core.weight import Weight
 from vishwamai.training.optimizers import path_names
 
 Tree = Any
@@ -222,6 +222,14 @@ class FP8Weight(Weight):
     weight: Any
     scales: dict[str, Any]
     recipe: Recipe
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.weight.dtype
 
     def product(self, x: Any, out_dtype: Any) -> Any:
         form = _Form(self.recipe, x.dtype, self.weight.dtype, jnp.dtype(out_dtype))

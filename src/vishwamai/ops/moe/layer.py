@@ -19,6 +19,7 @@ from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.sharding import mesh_axis_size
 from vishwamai.core.spec import ArraySpec, array_spec, as_array
+from vishwamai.core.weight import Weight
 from vishwamai.ops.moe import parallel
 from vishwamai.ops.moe.dispatch import capacity_of, moe_combine, moe_dispatch
 from vishwamai.ops.moe.exchange_times import ExchangeEstimate, decide, estimate_exchange
@@ -59,9 +60,9 @@ class MoEOutput(NamedTuple):
 def moe_layer(
     tokens: Float[Array, "*tokens d"],
     router_weights: Float[Array, "d experts"],
-    gate: Float[Array, "experts d f"] | QTensor | PackedQTensor | None,
-    up: Float[Array, "experts d f"] | QTensor | PackedQTensor,
-    down: Float[Array, "experts f d"] | QTensor | PackedQTensor,
+    gate: Float[Array, "experts d f"] | QTensor | PackedQTensor | Weight | None,
+    up: Float[Array, "experts d f"] | QTensor | PackedQTensor | Weight,
+    down: Float[Array, "experts f d"] | QTensor | PackedQTensor | Weight,
     *,
     top_k: int = 2,
     biases: Sequence[Float[Array, "experts _"] | None] | None = None,
@@ -92,7 +93,8 @@ def moe_layer(
       tokens: `[..., d]`.
       router_weights: `[d, E]`.
       gate: `[E, d, f]`, or None for experts without a gate, `down_e(act(x up_e))`; like `up` and `down` an array, or
-        what `grouped_gemm` takes in its place: a `QTensor`, or a `PackedQTensor` of E experts.
+        what `grouped_gemm` takes in its place: a `QTensor`, or a `PackedQTensor` of E experts; or a
+        `vishwamai.core.weight.Weight`, which multiplies by a rule of its own.
       up: `[E, d, f]`.
       down: `[E, f, d]`.
       top_k: experts of each token.
@@ -187,9 +189,9 @@ def moe_layer(
 
 
 def _weight(name: str, x: Any) -> Any:
-    """An argument as an array of JAX; experts may be quantized."""
-    quantized = isinstance(x, (QTensor, PackedQTensor)) and name in ("gate", "up", "down")
-    return x if quantized else as_array("moe_layer", name, x)
+    """An argument as an array of JAX; experts may be quantized, or multiply by themselves."""
+    own = isinstance(x, (QTensor, PackedQTensor, Weight)) and name in ("gate", "up", "down")
+    return x if own else as_array("moe_layer", name, x)
 
 
 def experts_spec(weight: Any) -> ArraySpec:

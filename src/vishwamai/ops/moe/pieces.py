@@ -24,6 +24,7 @@ from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.sharding import match_varying
+from vishwamai.core.weight import Weight
 from vishwamai.ops.moe.api import grouped_gemm
 from vishwamai.ops.moe.dispatch import permute
 from vishwamai.ops.moe.parallel import by_expert
@@ -96,10 +97,15 @@ class Pieces:
 def grouped_products(
     rows: Any, weights: Weights, sizes: Any, config: Any, implementation: str | None, out_dtype: Any = None
 ) -> tuple[Any, ...]:
-    """`grouped_gemm` of the same rows with each pair of `weights`, and the bias of each row's group."""
+    """The grouped product of the same rows with each pair of `weights`, and the bias of each row's group. A `Weight`
+    multiplies by its own rule, whatever the options say.
+    """
 
     def product(rhs: Any, bias: Any) -> Any:
-        out = grouped_gemm(rows, rhs, sizes, out_dtype=out_dtype, config=config, implementation=implementation)
+        if isinstance(rhs, Weight):
+            out = rhs.grouped(rows, sizes)
+        else:
+            out = grouped_gemm(rows, rhs, sizes, out_dtype=out_dtype, config=config, implementation=implementation)
         return out if bias is None else out + _of_rows(bias, sizes, out.shape[0]).astype(out.dtype)
 
     return tuple(product(rhs, bias) for rhs, bias in weights)

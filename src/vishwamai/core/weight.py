@@ -1,4 +1,4 @@
-"""Weights that multiply by a rule of their own, in place of a layer's arrays."""
+"""Weights that multiply by a rule of their own, in place of arrays."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from typing import Any
 class Weight(abc.ABC):
     """What stands for a matrix `[in, out]`, or for a stack of them by expert, and knows how to multiply with it.
 
-    `vishwamai.training.fp8` has one: products of 8-bit floats.
+    `vishwamai.training.fp8` has one: products of 8-bit floats. It is a pytree, and its gradient is one like it.
     """
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of what it stands for."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """Of what it stands for."""
 
     @abc.abstractmethod
     def product(self, x: Any, out_dtype: Any) -> Any:
