@@ -16,7 +16,9 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
+from vishwamai.core.config import local_platform
 from vishwamai.core.errors import ConfigError, DeviceError
+from vishwamai.core.execute import only_for
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
 from vishwamai.models.axes import Axes
@@ -154,6 +156,13 @@ class Job:
     peak_flops: float | None
 
 
+@contextlib.contextmanager
+def _kernels(config: TrainConfig) -> Iterator[None]:
+    """While a function of the run is traced: the kernels that the configuration asks for, for these devices alone."""
+    with config.optimization.kernels(), only_for(local_platform()):
+        yield
+
+
 def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     """Prepares the data, makes the model, the optimizer and the jitted functions of a run, and its initial state."""
     prepared = first_alone(lambda: prepare(config, folder / "data"))
@@ -192,7 +201,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
 
         def one_step(state: TrainState, batch: Batch, frozen: Any) -> tuple[TrainState, dict[str, Any]]:
             own = {"loss": loss, "accumulate": accumulate, "frozen": frozen}
-            with config.optimization.kernels():
+            with _kernels(config):
                 return train_step(state, batch, **own, optimizer=update, config=config, layout=layout)
 
         return jax.jit(one_step, donate_argnums=0)
@@ -204,7 +213,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
             part = functools.partial(_pipelined_loss_and_count, plain_loss, config.microbatches)
         else:
             part = functools.partial(_loss_and_count, plain_loss, layout.model_axes)
-        with config.optimization.kernels():
+        with _kernels(config):
             return layout.over_devices(part, params, gradients=False, frozen=frozen)(params, batch)[1]
 
     state = initial_state(layout.put(params), update, average=config.optimizer.ema_decay is not None)
@@ -213,7 +222,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
     if config.objective == "dpo":
 
         def reference(params: Any, batch: dict[str, Any]) -> Any:
-            with config.optimization.kernels():
+            with _kernels(config):
                 made = run_model(parts.graph, parts.rest, params, batch, gather=gather, axes=layout.model_axes)
                 return answer_logprobs(made[0], made[1], batch, layout.model_axes)
 
