@@ -227,7 +227,7 @@ def test_the_model_decides_and_explain_says_so():
     assert "(8): plain: all-to-all" in note
     run, arrays = layer(8), [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes_of_layer(8)]
     (note,) = (text for text in explain(run, *arrays).notes if text.startswith("moe_layer"))
-    assert "moe_layer over expert (8): plain: the devices are not TPUs" in note
+    assert "moe_layer over expert (8): plain: the links of 'expert' are not known" in note
     (note,) = (text for text in explain(run, *arrays, target="v5p").notes if text.startswith("moe_layer"))
     assert "moe_layer over expert (8): plain: all-to-all and products" in note  # 16 tokens hide nothing
     many = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1 << 19, 4096), (4096, 8), *[(8, 4096, 4096)] * 3)]

@@ -12,7 +12,7 @@ from vishwamai import aot
 from vishwamai.core import hardware
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.hardware import tpu_for
-from vishwamai.parallel import configure_tpu_mesh, make_mesh, torus
+from vishwamai.parallel import axis_links, configure_tpu_mesh, make_mesh, torus
 from vishwamai.parallel.mesh import laid_out
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
@@ -61,6 +61,23 @@ class Chip:
     platform: str = "tpu"
     core_on_chip: int = 0
     process_index: int = 0
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "axes", "sides"),
+    [
+        ("v5e:2x4", "expert=4,tensor=2", [(4,), (2,)]),
+        ("v6e:2x4", "expert=2,tensor=4", [(2,), (4,)]),
+        ("v5e:2x2", "data=2,tensor=2", [(2,), (2,)]),
+        ("v5e:2x4", "data=2,tensor=4,one=1", [(2,), (4,), ()]),
+    ],
+)
+def test_axes_of_a_small_slice_have_their_own_links(topology, axes, sides):
+    """JAX cuts these slices out of one ring, in which an axis that is not the last goes across."""
+    mesh = make_mesh(axes, topology=topology)
+    assert [axis_links(mesh, axis).sides for axis in mesh.axis_names] == sides
+    assert len({device.id for device in mesh.devices.flat}) == mesh.size
 
 
 def test_the_first_axis_goes_over_slices():

@@ -25,6 +25,9 @@ from vishwamai.core.jax_private import concrete_mesh
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 Place = tuple[int, ...]
 
+LINKS_UNKNOWN = "no TPU, several slices, or chips that share their links with another axis"
+"""When `links_known` gives None."""
+
 
 @checked
 @dataclasses.dataclass(frozen=True)

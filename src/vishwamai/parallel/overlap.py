@@ -12,7 +12,7 @@ from vishwamai.aot.schedule.roofline import roofline
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.hardware import TpuChip
-from vishwamai.core.links import AxisLinks, estimate_collective, links_known
+from vishwamai.core.links import LINKS_UNKNOWN, AxisLinks, estimate_collective, links_known
 from vishwamai.core.spec import as_jax_dtype
 
 
@@ -141,7 +141,7 @@ def decide(
     """Whether a ring pays, and why in words."""
     links = links or links_known(jax.sharding.get_abstract_mesh(), (axis,))
     if links is None:
-        return False, "plain: the devices are not TPUs whose links are known; overlap=True asks for the ring."
+        return False, f"plain: the links of {axis!r} are not known ({LINKS_UNKNOWN}); overlap=True asks for the ring."
     if m % links.devices:
         return False, f"plain: the {links.devices} devices of the axis do not divide the {m} rows."
     found = estimate_overlap(kind, m, k, n, dtype.name, links)

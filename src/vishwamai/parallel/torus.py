@@ -90,3 +90,36 @@ def length(grid: np.ndarray, sides: Sequence[int], wraps: Sequence[bool]) -> int
     lines = [[place(device) for device in line] for line in grid.reshape(-1, grid.shape[-1])]
     steps = itertools.chain.from_iterable(zip(line, [*line[1:], line[0]]) for line in lines)
     return sum(max(0, hops(a, b, sides, wraps) - 1) for a, b in steps)
+
+
+def boxes(grid: np.ndarray) -> int:
+    """How many axes of more than one device lie on boxes of the slice, in all of their lines."""
+    return sum(size > 1 and _is_boxes(np.moveaxis(grid, axis, -1)) for axis, size in enumerate(grid.shape))
+
+
+def _is_boxes(grid: np.ndarray) -> bool:
+    """Whether the chips of each line along the last axis are a box, with as many devices of each."""
+    for line in grid.reshape(-1, grid.shape[-1]):
+        places = {place(device)[:-1] for device in line}
+        if math.prod(max(axis) - min(axis) + 1 for axis in zip(*places)) != len(places) or len(line) % len(places):
+            return False
+    return True
+
+
+def along_sides(grid: np.ndarray) -> list[np.ndarray]:
+    """The same devices in the same shape, taken along the sides of their slice in every order of the sides; none where
+    they are no TPUs or do not fill a box.
+    """
+    devices = grid.reshape(-1).tolist()
+    places = [place(device) for device in devices]
+    if () in places or not _is_boxes(grid.reshape(1, -1)):
+        return []
+    orders = itertools.permutations(range(len(places[0])))
+    keys = ([tuple(one[side] for side in order) for one in places] for order in orders)
+    found = ([devices[i] for i in sorted(range(len(devices)), key=key.__getitem__)] for key in keys)
+    whole = []
+    for order in found:
+        one = np.empty(len(order), dtype=object)
+        one[:] = order
+        whole.append(one.reshape(grid.shape))
+    return whole

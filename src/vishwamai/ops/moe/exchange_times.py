@@ -12,7 +12,7 @@ import jax
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.hardware import TpuChip
-from vishwamai.core.links import AxisLinks, estimate_collective, links_known
+from vishwamai.core.links import LINKS_UNKNOWN, AxisLinks, estimate_collective, links_known
 from vishwamai.core.spec import as_jax_dtype
 
 
@@ -170,6 +170,6 @@ def decide(
         return overlap and size > 1, f"{'pieces' if overlap else 'plain'}: `overlap` says so."
     links = links or links_known(jax.sharding.get_abstract_mesh(), (axis,))
     if links is None:
-        return False, "plain: the devices are not TPUs whose links are known; overlap=True asks for pieces."
+        return False, f"plain: the links of {axis!r} are not known ({LINKS_UNKNOWN}); overlap=True asks for pieces."
     found = estimates(links)
     return pays(found), said(found)
