@@ -298,3 +298,25 @@ def call(change, function=all_to_all_grouped_gemm):
 def test_wrong_arguments(wrong, message):
     with pytest.raises(ShapeError, match=message):
         wrong()
+
+
+def test_a_checkpointed_layer_next_to_an_explicit_axis():
+    """Experts over a manual axis, a second axis explicit: with `check_vma=False`, gradients are those of one device."""
+    mesh = jax.make_mesh((2, 2), ("expert", "data"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    arrays = (normal(0, 8, 16), normal(1, 16, 4), *(normal(i, 4, 16, 16) / 4 for i in (2, 3, 4)))
+    specs = (SPLIT, P(), SPLIT, SPLIT, SPLIT)
+
+    def of(options):
+        return jax.checkpoint(lambda *arrays: moe_layer(*arrays, top_k=2, **options).out)
+
+    def gradients(run, arrays):
+        return jax.jit(jax.grad(lambda *arrays: jnp.sum(jnp.sin(run(*arrays))), argnums=range(5)))(*arrays)
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(
+            of({"expert_axis": "expert"}), in_specs=specs, out_specs=SPLIT, axis_names={"expert"}, check_vma=False
+        )
+        placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        found = gradients(run, placed)
+    for a, b in zip(found, gradients(of({}), arrays), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max())
