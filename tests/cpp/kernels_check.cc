@@ -278,11 +278,16 @@ void check_rope(const Kind& kind, bool interleaved, const Threads& threads) {
   compare((std::string("rope ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
 }
 
-// Two queries at the end of 70 tokens in pages of 8, four heads to two, keys and values in turn.
+// Two queries at the end of 70 tokens in pages of 8, four heads to two, keys and values in turn; the second query does
+// not see the first one's key. With a distance and the logsumexp.
 void check_paged(const Kind& kind, const Threads& threads) {
   const int64_t heads = 4, kv_heads = 2, dim = 21, page = 8, entries = 9, queries = 2, length = 70, row = 2 * kv_heads * dim;
   Values q = normal(queries * heads * dim), pool = normal(entries * page * row), want(q.size());
   Bytes qb = stored(q, kind.storage), pb = stored(pool, kind.storage), out(qb.size());
+  const Kind& wide = kind.storage == Storage::f64 ? kind : kKinds[0];
+  const uint8_t tree[] = {1, 0, 0, 1};
+  Values slopes{0.5, 0.1, 0.02, 0}, want_lse(queries * heads);
+  Bytes sb = stored(slopes, wide.storage), lse(sb.size() * queries);
   int32_t table[entries], lens[] = {int32_t(length)}, starts[] = {0, int32_t(queries)}, count[] = {1};
   for (int64_t i = 0; i < entries; ++i) table[i] = static_cast<int32_t>(i * 4 % entries);
   for (int64_t i = 0; i < queries; ++i)
@@ -290,14 +295,16 @@ void check_paged(const Kind& kind, const Threads& threads) {
       double sum = 0;
       double* to = &want[(i * heads + h) * dim];
       for (int64_t t = 0; t <= length - queries + i; ++t) {
+        if (t >= length - queries && !tree[i * queries + t - (length - queries)]) continue;
         const double* key = &pool[(table[t / page] * page + t % page) * row + h / 2 * 2 * dim];
         double score = 0;
         for (int64_t d = 0; d < dim; ++d) score += q[(i * heads + h) * dim + d] * key[d];
-        const double p = std::exp(0.2 * score);
+        const double p = std::exp(0.2 * score - slopes[h] * static_cast<double>(length - queries + i - t));
         sum += p;
         for (int64_t d = 0; d < dim; ++d) to[d] += p * key[dim + d];
       }
       for (int64_t d = 0; d < dim; ++d) to[d] /= sum;
+      want_lse[i * heads + h] = std::log(sum);
     }
   PagedArgs args{};
   args.storage = kind.storage;
@@ -309,8 +316,10 @@ void check_paged(const Kind& kind, const Threads& threads) {
   args.keys = {pb.data(), 0, row, 2 * dim};
   args.values = {pb.data() + dim * kind.size, 0, row, 2 * dim};
   args.kv_lens = lens, args.table = table, args.starts = starts, args.count = count;
+  args.slopes = sb.data(), args.tree = tree, args.tree_columns = queries, args.lse = lse.data();
   VISHWAMAI_ISA::paged_attention(args, threads);
   compare((std::string("paged attention ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+  compare((std::string("logsumexp of paged attention ") + kind.name).c_str(), lse, wide.storage, want_lse, kind.tolerance);
 }
 
 // A gated unit without an activation, and the gradient of x.

@@ -224,9 +224,6 @@ FACTS = Facts(
     poison=Poison("mixed bf16", "query"),
     declines={
         "native_cpu": {
-            **dict.fromkeys(("logsumexp", "logsumexp of decoding"), "the logsumexp is asked for"),
-            **dict.fromkeys(("alibi", "alibi of decoding bf16"), "`alibi_slopes` are given"),
-            **dict.fromkeys(_WITH_TREES, "`tree_mask` is given"),
             **dict.fromkeys(_INT4, "`kv_pages` is int4"),
         },
         "pallas_tpu": {

@@ -1,4 +1,5 @@
 // FFI handler of paged attention: operands in the order of spec.py's Operands, options as attributes.
+#include <algorithm>
 #include <cstring>
 
 #include "cpu_paged.h"
@@ -34,8 +35,8 @@ int64_t batch_stride(const Buffer& buffer) {
 // `value_dim` tells the form of the pages apart: latent ones are [batch, pages, page, dim], the others have an axis of
 // rows.
 ffi::Error paged(ffi::ThreadPool pool, Buffer query, Buffer k_pages, Buffer v_pages, Buffer kv_lens, Buffer page_indices,
-                 Buffer cu_q_lens, Buffer num_seqs, Buffer sinks, Buffer k_scale, Buffer v_scale, ffi::Result<Buffer> out,
-                 double scale, double softcap, int64_t window, int64_t value_dim) {
+                 Buffer cu_q_lens, Buffer num_seqs, Buffer sinks, Buffer k_scale, Buffer v_scale, Buffer slopes, Buffer tree,
+                 ffi::Result<Buffer> out, ffi::Result<Buffer> lse, double scale, double softcap, int64_t window, int64_t value_dim) {
   const auto q = query.dimensions(), k = k_pages.dimensions(), table = page_indices.dimensions();
   PagedArgs a{};
   const bool latent = k.size() == 4, separate = optional(v_pages) != nullptr;
@@ -65,8 +66,18 @@ ffi::Error paged(ffi::ThreadPool pool, Buffer query, Buffer k_pages, Buffer v_pa
   a.sinks = optional(sinks), a.sinks_stride = batch_stride(sinks);
   a.key_scale = optional<float>(k_scale), a.key_scale_stride = batch_stride(k_scale);
   a.value_scale = optional<float>(v_scale), a.value_scale_stride = batch_stride(v_scale);
+  a.slopes = optional(slopes), a.slopes_stride = batch_stride(slopes);
+  a.tree = optional<uint8_t>(tree), a.tree_stride = batch_stride(tree);
+  if (a.tree != nullptr) a.tree_columns = tree.dimensions()[2];
+  // Tokens that belong to no sequence.
   a.out = out->untyped_data();
-  std::memset(a.out, 0, out->size_bytes());  // tokens that belong to no sequence
+  std::memset(a.out, 0, out->size_bytes());
+  if (lse->element_count() > 0) {
+    a.lse = lse->untyped_data();
+    constexpr float none = -__builtin_inff();
+    if (a.storage == Storage::f64) std::fill_n(static_cast<double*>(a.lse), lse->element_count(), none);
+    else std::fill_n(static_cast<float*>(a.lse), lse->element_count(), none);
+  }
   if (out->element_count() == 0 || a.pages * a.page_size * a.sequences * a.entries == 0) return ffi::Error::Success();
   run(a, threads_of(pool));
   return ffi::Error::Success();
@@ -123,7 +134,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_paged_attention, paged,
                                   .Arg<Buffer>()  // sinks
                                   .Arg<Buffer>()  // k_scale
                                   .Arg<Buffer>()  // v_scale
-                                  .Ret<Buffer>()
+                                  .Arg<Buffer>()  // slopes
+                                  .Arg<Buffer>()  // tree_mask
+                                  .Ret<Buffer>()  // out
+                                  .Ret<Buffer>()  // logsumexp
                                   .Attr<double>("scale")
                                   .Attr<double>("softcap")
                                   .Attr<int64_t>("window")

@@ -4,7 +4,6 @@ they are stored.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core import ffi
@@ -29,12 +28,6 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
             return f"`query` is {query} and `kv_pages` {pages}; the CPU kernel takes float64 beside float64 only."
     elif pages not in _PAGES:
         return f"`kv_pages` is {pages}; the CPU kernel reads {', '.join(_PAGES)}."
-    if spec.return_lse:
-        return "the logsumexp is asked for, and the CPU kernel writes the output only."
-    if o.slopes is not None:
-        return "`alibi_slopes` are given, and the CPU kernel computes no distances."
-    if o.tree_mask is not None:
-        return "`tree_mask` is given, and the CPU kernel knows the causal mask only."
     if min(spec.head_dim, spec.value_dim) == 0:
         return "a head has no features."
     return ffi.why_not(target)
@@ -46,17 +39,21 @@ def forward(spec: PagedSpec, config: None, operands: Operands, residuals: bool) 
     """
     del config, residuals
     o = operands
-    wide = jnp.float64 if o.query.dtype == jnp.float64 else jnp.float32
-    (out,) = ffi.call(
+    wide = spec.accumulator
+    sinks, slopes = (None if x is None else x.astype(wide) for x in (o.sinks, o.slopes))
+    out, logsumexp = ffi.call(
         "vishwamai_paged_attention",
-        (ffi.result((*o.query.shape[:3], spec.value_dim), o.query.dtype),),
-        *o._replace(sinks=None if o.sinks is None else o.sinks.astype(wide))[: Operands._fields.index("slopes")],
+        (
+            ffi.result((*o.query.shape[:3], spec.value_dim), o.query.dtype),
+            ffi.result(o.query.shape[:3] if spec.return_lse else None, wide),
+        ),
+        *o._replace(sinks=sinks, slopes=slopes),
         scale=np.float64(spec.scale),
         softcap=np.float64(spec.softcap or 0.0),
         window=np.int64(-1 if spec.window is None else spec.window),
         value_dim=np.int64(spec.value_dim),
     )
-    return Outputs(out), None
+    return Outputs(out, logsumexp), None
 
 
 # Pages are what a served model remembers, and nobody trains through them; whoever asks gets the reference's gradient.

@@ -30,7 +30,11 @@ struct PagedArgs {
   const void* sinks;  // float (double for f64) [batch or 1, heads]
   const float *key_scale, *value_scale;
   int64_t sinks_stride, key_scale_stride, value_scale_stride;
+  const void* slopes;   // float (double for f64) [batch or 1, heads]
+  const uint8_t* tree;  // bool [batch or 1, tokens, tree_columns]
+  int64_t slopes_stride, tree_stride, tree_columns;
   void* out;  // [batch, tokens, heads, value_dim]
+  void* lse;  // float (double for f64) [batch, tokens, heads]
 };
 
 VISHWAMAI_DECLARE(void, paged_attention, const PagedArgs&, const Threads&)

@@ -3,6 +3,8 @@
 // A block of one sequence's queries walks the tokens that it sees, all kv heads of a few tokens together, so that
 // memory is read in the order in which it lies. Long sequences are split between tasks, and the parts joined by their
 // maxima and sums (Flash-Decoding; Dao et al., 2023).
+#include <cmath>
+
 #include "cpu_paged.h"
 #include "vishwamai/core/cpp/cache_products.h"
 
@@ -15,7 +17,8 @@ constexpr int64_t kPartCost = 256 << 10;  // bytes (or as much arithmetic) that 
 // A block of queries, and the keys that any of them sees.
 struct Item {
   int64_t batch, sequence, token, queries;
-  int64_t position;  // of the first query
+  int64_t position;   // of the first query
+  int64_t first_new;  // of the sequence's first new token
   int64_t begin, end, parts;
   int64_t first_task, result;  // result: where the parts' sums begin, in elements
 };
@@ -48,6 +51,7 @@ struct Sequences {
           item.batch = b, item.sequence = s, item.token = i;
           item.queries = least(block, last - i);
           item.position = lens[s] - last + i;
+          item.first_new = lens[s] - (last - first);
           item.end = greatest<int64_t>(0, least(keys, item.position + item.queries));
           const int64_t lowest = a.window < 0 ? 0 : greatest<int64_t>(0, item.position - a.window);
           item.begin = least(item.end, lowest);
@@ -74,9 +78,17 @@ struct Sequences {
     }
   }
 
-  // Products of the keys [first, last) to probabilities relative to the row's running maximum, 0 for the others;
-  // rescales what was summed before.
-  void soften(T* s, int first, int last, T scale, T* state) const {
+  // Where a row stands among the keys of a block.
+  struct Row {
+    int first, last;  // keys that its position and the window leave
+    T slope, distance;  // of ALiBi, and the row's position minus that of the block's first key
+    const uint8_t* tree;  // of each key of the block, whether the row sees it; null for all
+  };
+
+  // Products of a block of keys to probabilities relative to the row's running maximum, 0 for keys that it does not
+  // see; rescales what was summed before.
+  void soften(T* s, const Row& row, T scale, T* state) const {
+    const auto [first, last, slope, distance, tree] = row;
     if (first >= last) {
       memset(s, 0, sizeof(T) * kBlock);
       return;
@@ -87,6 +99,8 @@ struct Sequences {
     for (int i = 0; i < kBlock; i += W) {
       V<T> x = load(s + i) * scale;
       if (cap != 0) x = tanh<T>(x / cap) * cap;
+      if (slope != 0) x -= slope * (distance - numbers(i));
+      if (tree != nullptr) x = load_bools<T>(tree + i) ? x : splat(kNone);
       if (i < first || i + W > last) {
         const Mask<T> index = iota_mask() + static_cast<int>(i);
         x = (index >= first) & (index < last) ? x : splat(kNone);
@@ -110,6 +124,12 @@ struct Sequences {
     }
     l += sum_lanes<T>(sum);
   }
+  // first, first + 1, ...
+  static VISHWAMAI_INLINE V<T> numbers(int first) {
+    V<T> found;
+    for (int i = 0; i < W; ++i) found[i] = static_cast<T>(first + i);
+    return found;
+  }
   static VISHWAMAI_INLINE Mask<T> iota_mask() {
     Mask<T> index;
     for (int i = 0; i < W; ++i) index[i] = i;
@@ -131,7 +151,8 @@ struct Sequences {
         for (int64_t i = 0; i < item.parts; ++i) l += weight(row[i * size + out_stride]) * row[i * size + out_stride + 1];
         const T scale = a.value_scale ? a.value_scale[item.batch * a.value_scale_stride + h] : 1.0f;
         const T inverse = l == 0 ? T(0) : unit * scale / l;
-        const int64_t to = ((item.batch * a.tokens + item.token + r / group) * a.heads + head) * a.value_dim;
+        const int64_t at = (item.batch * a.tokens + item.token + r / group) * a.heads + head, to = at * a.value_dim;
+        if (a.lse != nullptr) static_cast<T*>(a.lse)[at] = l == 0 ? kNone : m + std::log(l);
         auto write = [&](auto s) {
           if constexpr (std::is_same_v<compute_t<decltype(s)>, T>) {
             auto* out = static_cast<decltype(s)*>(a.out) + to;
@@ -206,6 +227,18 @@ void find(const PagedArgs& a, const Item& item, int64_t k, int n, BlockRows<S>& 
   keys.settle(n), values.settle(n);
 }
 
+// Of the keys from k0 on, whether the tree lets query `row` of the item see them; false where it says nothing of them.
+inline bool tree_keys(const PagedArgs& a, const Item& item, int64_t row, int64_t k0, uint8_t* seen) {
+  const int64_t new_keys = k0 - item.first_new;  // the new token that the block's first key is
+  if (new_keys + kBlock <= 0 || new_keys >= a.tree_columns) return false;
+  const uint8_t* mask = a.tree + item.batch * a.tree_stride + (item.token + row) * a.tree_columns;
+  for (int64_t i = 0; i < kBlock; ++i) {
+    const int64_t column = new_keys + i;
+    seen[i] = column < 0 || column >= a.tree_columns ? 1 : mask[column];
+  }
+  return true;
+}
+
 // Keys [begin, end) for every row of the item; writes part_size(item) sums, in the order kv head, query, head of the
 // group.
 template <class S, class T = compute_t<S>>
@@ -226,6 +259,7 @@ void part(const Sequences<T>& of, const Item& item, int64_t begin, int64_t end, 
     memset(result + r * part_stride, 0, sizeof(T) * static_cast<size_t>(part_stride));
     result[r * part_stride + of.out_stride] = Sequences<T>::kNone;
   }
+  const T* slopes = a.slopes == nullptr ? nullptr : static_cast<const T*>(a.slopes) + item.batch * a.slopes_stride;
   BlockRows<S> keys, values;
   for (int64_t k0 = begin; k0 < end; k0 += kBlock) {
     const int n = static_cast<int>(least<int64_t>(kBlock, end - k0));
@@ -241,9 +275,13 @@ void part(const Sequences<T>& of, const Item& item, int64_t begin, int64_t end, 
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t position = item.position + r / of.group;
         const int64_t lowest = a.window < 0 ? 0 : position - a.window;
-        const int first = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, lowest - k0)));
-        const int last = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, position + 1 - k0)));
-        of.soften(p + r * kBlock, first, last, scale, head_result + r * part_stride);
+        typename Sequences<T>::Row row{};
+        row.first = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, lowest - k0)));
+        row.last = static_cast<int>(greatest<int64_t>(0, least<int64_t>(n, position + 1 - k0)));
+        if (slopes != nullptr) row.slope = slopes[h * of.group + r % of.group], row.distance = static_cast<T>(position - k0);
+        uint8_t seen[kBlock];
+        if (a.tree != nullptr && tree_keys(a, item, r / of.group, k0, seen)) row.tree = seen;
+        of.soften(p + r * kBlock, row, scale, head_result + r * part_stride);
       }
       products.add(values, h * a.values.head, n, p, head_result, part_stride, ahead);
     }
