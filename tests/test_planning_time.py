@@ -1,5 +1,6 @@
 """The time of a step: the timeline of a written program, the compiler's own, and what is made of them."""
 
+import functools
 import itertools
 import math
 
@@ -18,6 +19,7 @@ from vishwamai.core.hlo import parse_module
 from vishwamai.core.links import AxisLinks, axis_links, estimate_collective
 from vishwamai.core.numbers import divisors
 from vishwamai.models import ModelConfig
+from vishwamai.parallel import estimate_exchange
 from vishwamai.planning import program_time
 from vishwamai.planning.analytic import CLASSES, Breakdown
 from vishwamai.planning.collectives import group_of, link_seconds
@@ -325,20 +327,29 @@ def test_what_each_mesh_axis_exchanges():
         config = training(batch_size=64, mesh=sizes)
         described = ModelConfig.from_dict(config.model.config | (model or {}))
         target = {1: "v5e", 2: "v5e:1x1", 4: "v5e:2x2", 16: "v5e:4x4"}[math.prod(sizes.values())]
-        return exchange_seconds(config, target, described, 64e6, 16e6, recomputed)
+        axes = {axis for axis, size in sizes.items() if size > 1}
+        # Most of a device's parameters are split by "fsdp", a part of them by "expert" too, and norms by no axis.
+        parts = {("fsdp",): 44e6, ("expert", "fsdp"): 16e6, (): 4e6}
+        found: dict[tuple[str, ...], float] = {}
+        for split, nbytes in parts.items():
+            kept = tuple(axis for axis in split if axis in axes)
+            found[kept] = found.get(kept, 0.0) + nbytes
+        return exchange_seconds(config, target, described, found, recomputed)
 
     assert seconds(data=1) == {}
     stream, around = 64 * 512 * 512 * 2, AxisLinks(CHIP, (2, 2), (False, False))
     tensor = seconds(tensor=4)
-    assert tensor == {"tensor": pytest.approx((4 * 4 + 2) * estimate_collective("all_reduce", stream, around))}
+    assert tensor["tensor"] == pytest.approx((4 * 4 + 2) * estimate_collective("all_reduce", stream, around))
+    assert tensor["data"] == pytest.approx(estimate_collective("all_reduce", 64e6, around))  # as none is split
     assert seconds(recomputed=1.0, tensor=4)["tensor"] == pytest.approx(tensor["tensor"] * 26 / 18)
     fsdp = seconds(fsdp=4)
-    # Parameters are gathered in bfloat16, and their gradients are added up in float32.
+    # Parameters are gathered in bfloat16, and their gradients are added up in float32; norms are whole everywhere.
     gathered, added = (
-        estimate_collective("all_gather", 4 * 32e6, around),
-        estimate_collective("reduce_scatter", 4 * 64e6, around),
+        estimate_collective("all_gather", 4 * 30e6, around),
+        estimate_collective("reduce_scatter", 4 * 60e6, around),
     )
-    assert fsdp == {"fsdp": pytest.approx(2 * gathered + added)}
+    norms = estimate_collective("all_reduce", 4e6, around)
+    assert fsdp == {"fsdp": pytest.approx(2 * gathered + added), "data": pytest.approx(norms)}
 
     ring = seconds(sequence=4)
     keys = 64 * 512 / 4 * 2 * 512  # numbers: tokens of a device, keys and values, features
@@ -351,10 +362,29 @@ def test_what_each_mesh_axis_exchanges():
     mixture = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     found = seconds(model=mixture, data=4, expert=4)
     line, square = links, AxisLinks(CHIP, (4, 4), (False, False))
-    rows = 4 * 4 * (64 * 512 / 16) * 512 * 2 * 2
-    assert found["expert"] == pytest.approx(4 * 4 * estimate_collective("all_to_all", rows, line))
     dense, apart = estimate_collective("all_reduce", 48e6, square), estimate_collective("all_reduce", 16e6, line)
     assert found["data"] == pytest.approx(dense + apart)
+
+
+@pytest.mark.parametrize("batch_size, hidden_away", [(16, False), (256, True)])  # few rows read all weights in vain
+def test_rows_of_experts_count_as_far_as_products_do_not_hide_them(batch_size, hidden_away):
+    links, rows, top_k, inner = AxisLinks(CHIP, (4,), (False,)), batch_size * 512 // 16, 1, 16384
+    mixture = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": top_k}
+    config = training(batch_size=batch_size, mesh={"data": 4, "expert": 4})
+    described = ModelConfig.from_dict(config.model.config | mixture | {"intermediate_size": inner})
+    found = exchange_seconds(config, "v5e:4x4", described, {}, 1.0)["expert"]
+    once = estimate_collective("all_to_all", 4 * 4 * rows * top_k * 512 * 2, links)
+    if not hidden_away:  # to the experts and back, forward, again, and backward, in each of 4 layers
+        assert found == pytest.approx(4 * 6 * once)
+        return
+    estimate = functools.partial(
+        estimate_exchange, rows * top_k, experts=2, dtype="bfloat16", links=links, rows=rows * top_k / 4
+    )
+    there, back = estimate(k=512, n=2 * inner), estimate(k=inner, n=512, results=True)
+    assert there.overlapped + back.overlapped < there.plain + back.plain  # so the layer sends pieces
+    home, away = estimate(k=512, n=inner), estimate(k=2 * inner, n=512, results=True)
+    assert found == pytest.approx(4 * (2 * (there.exposed + back.exposed) + home.exposed + away.exposed))
+    assert found < 4 * 6 * once
 
 
 @needs_libtpu

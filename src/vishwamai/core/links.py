@@ -148,7 +148,17 @@ def links_known(mesh: Any, axes: Sequence[str]) -> AxisLinks | None:
                 return None
     if chip is None:
         return None
-    sides = [mesh.shape[axis] for axis in axes]
+    return line_links(chip, [mesh.shape[axis] for axis in axes])
+
+
+def line_links(chip: TpuChip, sizes: Sequence[int]) -> AxisLinks:
+    """The links of mesh axes of these sizes where each is a line of neighbours.
+
+    >>> from vishwamai.core.hardware import TPUS
+    >>> str(line_links(TPUS["v5e"], (4,)))
+    'v5e, a line of 4 chips'
+    """
+    sides = list(sizes)
     on_chip = 1 if sides[-1] % chip.devices else chip.devices  # the devices of a chip are neighbours on the last axis
     sides[-1] //= on_chip
     spanned = tuple(side for side in sides if side > 1)

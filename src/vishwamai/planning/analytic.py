@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
@@ -23,8 +24,7 @@ from vishwamai.planning.serving import Serving, size
 from vishwamai.planning.training import TrainingStep, on_slice, share_of, training_step
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
-from vishwamai.training.mesh import Layout, make_layout, row_parts
-from vishwamai.training.parts import parameter_name
+from vishwamai.training.mesh import Layout, batch_specs, make_layout, row_parts
 
 Tree = Any
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "temporaries")
@@ -79,7 +79,8 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     fixed, row = _kept(config)
     # A layer that is computed again takes what a plain one takes, by the probes of docs/planning.md.
     keys = config.optimization.of_kernels
-    everything = _kept(dataclasses.replace(config, remat="none", precision="plain", optimization=keys))
+    plain = dataclasses.replace(config, remat="none", precision="plain", optimization=keys)
+    everything = _kept(plain, fused=True)
     layers = whole.parts.config.num_layers
     recomputed = 0.0 if config.remat == "none" else rows * everything[1] / layers
     layer = everything[0] / layers  # one layer's weights in the dtype of products
@@ -147,81 +148,82 @@ def described(config: TrainConfig) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Local:
-    """Bytes of one device's parameters that are trained, and of all that a step changes."""
+    """Bytes of one device's parameters that are trained, by the mesh axes that split them, and of all that a step
+    changes.
+    """
 
-    params: float
+    split: Mapping[tuple[str, ...], float]
     state: float
+
+    @property
+    def params(self) -> float:
+        return sum(self.split.values())
 
 
 @functools.lru_cache(maxsize=4096)
 def _layout(key: _Key, mesh: MeshSection) -> _Local:
     step = _shapes(key)
-    names = [object() for _ in range(math.prod(vars(mesh).values()))]  # only their number counts
-    layout = make_layout(mesh, step.parts.params, step.parts.axes, len(names), 1, names, step.parts.config)
-    return _Local(_local(layout, step.state.params), _local(layout, step.state))
+    layout = _device_layout(step, mesh)
+    return _Local(_split(layout, step.state.params), sum(_split(layout, step.state).values()))
 
 
-def _local(layout: Layout, tree: Tree) -> float:
-    """Bytes of one device's part of a tree."""
+def _split(layout: Layout, tree: Tree) -> dict[tuple[str, ...], float]:
+    """Bytes of one device's part of a tree, by the mesh axes that split them."""
     if layout.mesh is None:
-        return size(tree)
-    parts = 0.0
+        return {(): size(tree)}
+    parts: dict[tuple[str, ...], float] = {}
     for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(layout.specs(tree))):
-        parts += size(leaf) / math.prod(layout.mesh.shape[axis] for axis in spec if axis is not None)
+        axes = tuple(sorted(axis for axis in spec if axis is not None))
+        parts[axes] = parts.get(axes, 0.0) + size(leaf) / math.prod(layout.mesh.shape[axis] for axis in axes)
     return parts
 
 
-def _kept(config: TrainConfig) -> tuple[float, float]:
-    """Bytes that the backward pass keeps: those that do not depend on the rows, and those of each row."""
+def split_parameters(config: TrainConfig) -> Mapping[tuple[str, ...], float]:
+    """Bytes of a device's trained parameters, by the mesh axes that split them."""
+    return _layout(_key(config), config.mesh).split
+
+
+def _kept(config: TrainConfig, fused: bool = False) -> tuple[float, float]:
+    """Bytes that the backward pass keeps: those that do not depend on the rows, and those of each row; `fused` as of
+    `kept_bytes`.
+    """
     key, tensor, expert = _key(config, remat=config.remat), config.mesh.tensor, config.mesh.expert
     if tensor > 2 and tensor % 2 == 0:  # every array is whole or split, which two sizes tell
-        one, two = (_kept(dataclasses.replace(config, mesh=MeshSection(expert=expert, tensor=n))) for n in (1, 2))
+        meshes = (MeshSection(expert=expert, tensor=n) for n in (1, 2))
+        one, two = (_kept(dataclasses.replace(config, mesh=mesh), fused) for mesh in meshes)
         fixed, row = (2 * y - x + 2 * (x - y) / tensor for x, y in zip(one, two))
         return fixed, row
-    fixed, row = _kept_of(key, tensor, 0)
-    experts = described(config).experts
-    if expert == 1 or experts is None:
-        return fixed, row
-    # The buffers of the exchange have room for all choices of every device's tokens: `moe_layer`'s exchange="dense".
-    more = 1 if experts.top_k < experts.count else -1
-    choices = (_kept_of(key, tensor, more)[1] - row) / more * experts.top_k
-    return fixed * (1 - _of_experts(_key(config)) * (1 - 1 / expert)), row + (expert - 1) * choices
-
-
-def of_experts(config: TrainConfig) -> float:
-    """The share of a device's parameters that `mesh.expert` splits."""
-    share = _of_experts(_key(config)) / config.mesh.expert
-    return share / (1 - (config.mesh.expert - 1) * share)
-
-
-@functools.lru_cache(maxsize=16)
-def _of_experts(key: _Key) -> float:
-    """The share of a model's parameters that are experts'."""
-    parts = _shapes(key).parts
-    leaves = jax.tree_util.tree_leaves_with_path(parts.params)
-    split = sum(size(leaf) for path, leaf in leaves if "experts" in parts.axes[parameter_name(path)])
-    return split / size(parts.params)
+    return _kept_of(key, tensor, expert, fused)
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_of(key: _Key, tensor: int, more_choices: int) -> tuple[float, float]:
-    """Of a device of `mesh.tensor`, where each token is sent to so many more experts than the model says."""
+def _kept_of(key: _Key, tensor: int, expert: int, fused: bool) -> tuple[float, float]:
+    """Of a device of `mesh.tensor` and `mesh.expert`."""
     model = share_of(_shapes(key).parts.config, tensor)
-    if more_choices and model.experts is not None:
-        experts = dataclasses.replace(model.experts, top_k=model.experts.top_k + more_choices)
-        model = dataclasses.replace(model, experts=experts)
     step = training_step(key.config, model)
+    layout = _device_layout(step, MeshSection(expert=expert))
     update, attach_scales = step.update_rule()
-    loss, params = step.loss(Layout(), attach_scales), step.state.params
+    loss, params = step.loss(layout, attach_scales), step.state.params
     if isinstance(update, FP8Optimizer):
         params = jax.eval_shape(update.with_scales, params, step.state.optimizer)
 
     def of(rows: int) -> int:
+        batch = step.batch(rows * expert)
         with key.config.optimization.kernels():
-            return kept_bytes(lambda *args: loss(*args)[0], params, step.batch(rows), step.frozen)
+            if layout.mesh is None:
+                return kept_bytes(lambda *args: loss(*args)[0], params, batch, step.frozen, fused=fused)
+            mesh = AbstractMesh(layout.mesh.axis_sizes, layout.mesh.axis_names)
+            specs = (layout.specs(params), batch_specs(batch))
+            return kept_bytes(lambda *args: loss(*args)[0], params, batch, over=(mesh, specs), fused=fused)
 
     one, two = of(1), of(2)
     return 2 * one - two, two - one
+
+
+def _device_layout(step: TrainingStep, mesh: MeshSection) -> Layout:
+    """The layout of a step on a mesh of devices that need not exist."""
+    names = [object() for _ in range(math.prod(vars(mesh).values()))]  # only their number counts
+    return make_layout(mesh, step.parts.params, step.parts.axes, len(names), 1, names, step.parts.config)
 
 
 def serving_memory(serving: Serving, target: str) -> Breakdown:

@@ -1,30 +1,38 @@
 """Seconds that a training step spends in collectives, by formulas: what each mesh axis exchanges, over its links.
 
-Nothing overlaps in these sums: they rank meshes. Narayanan et al., "Efficient Large-Scale Language Model Training on
-GPU Clusters" (2021) count tensor parallelism alike; `ops.attention.ring_hops` is the ring, `ops.moe.parallel` the
-exchange of tokens.
+Nothing overlaps in these sums, except experts' rows that travel in pieces: they rank meshes. Narayanan et al.,
+"Efficient Large-Scale Language Model Training on GPU Clusters" (2021) count tensor parallelism alike;
+`ops.attention.ring_hops` is the ring, `ops.moe.layer` the exchange of tokens.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from vishwamai.core.links import estimate_collective
+from vishwamai.core.links import estimate_collective, line_links
+from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
+from vishwamai.parallel import ExchangeEstimate, estimate_exchange
 from vishwamai.planning.mesh_links import links_of
 from vishwamai.training.config import TrainConfig
+from vishwamai.training.mesh import TOKENS
+
+Split = Mapping[tuple[str, ...], float]
+"""Bytes of a device's trained parameters, by the mesh axes that split them."""
 
 
 def exchange_seconds(
-    config: TrainConfig, target: str, model: ModelConfig, local: float, experts: float, recomputed: float
+    config: TrainConfig, target: str, model: ModelConfig, parameters: Split, recomputed: float
 ) -> dict[str, float]:
-    """Seconds by mesh axis; "data" is the sum of gradients over all axes that split tokens and not parameters.
+    """Seconds by mesh axis; "data" is the sum of gradients over all axes that split no parameter of them.
 
     Args:
       config: the step, whose mesh has all devices of `target`. model: which it trains.
-      local: bytes of a device's parameters. experts: of them, those that `mesh.expert` splits.
+      parameters: what a device has of them.
       recomputed: share of the forward pass that is computed again.
 
     Raises: as `estimate_collective`.
@@ -38,24 +46,58 @@ def exchange_seconds(
     found: dict[str, float] = {}
 
     fsdp = links_of(mesh, target, "fsdp")
-    gathered = estimate_collective("all_gather", local * mesh.fsdp * narrow / wide, fsdp)
-    added = estimate_collective("reduce_scatter", local * mesh.fsdp * 4 / wide, fsdp)
+    split = mesh.fsdp * sum(nbytes for axes, nbytes in parameters.items() if "fsdp" in axes)
+    gathered = estimate_collective("all_gather", split * narrow / wide, fsdp)
+    added = estimate_collective("reduce_scatter", split * 4 / wide, fsdp)
     found["fsdp"] = config.microbatches * (2 * gathered + added)
-    apart, shared = links_of(mesh, target, "data", "sequence"), links_of(mesh, target, "data", "expert", "sequence")
-    found["data"] = estimate_collective("all_reduce", experts * 4 / wide, apart)
-    found["data"] += estimate_collective("all_reduce", (local - experts) * 4 / wide, shared)
+    found["data"] = 0.0
+    for axes, nbytes in parameters.items():
+        alike = links_of(mesh, target, *(axis for axis in (*TOKENS, "tensor") if axis not in axes))
+        found["data"] += estimate_collective("all_reduce", nbytes * 4 / wide, alike)
 
     # The results of attention and of the network of each layer, forward and backward, and those of the embedding.
     sums = model.num_layers * (4 + 2 * recomputed) + 2
     found["tensor"] = sums * estimate_collective("all_reduce", stream, links_of(mesh, target, "tensor"))
     found["sequence"] = _ring(config, target, model, tokens, recomputed)
-
-    if model.experts is not None and model.num_layers > model.dense_layers:
-        # Both ways, forward and backward; every device has room for all choices of every other.
-        rows = mesh.expert * mesh.expert * stream * model.experts.top_k
-        once = estimate_collective("all_to_all", rows, links_of(mesh, target, "expert"))
-        found["expert"] = (model.num_layers - model.dense_layers) * (4 + 2 * recomputed) * once
+    if mesh.expert > 1:
+        found["expert"] = _experts(config, target, model, tokens / config.microbatches, recomputed)
     return {axis: seconds for axis, seconds in found.items() if seconds}
+
+
+def _experts(config: TrainConfig, target: str, model: ModelConfig, tokens: float, recomputed: float) -> float:
+    """What products do not hide of the rows' way to the experts and back, forward and backward; tokens: a device's in a
+    microbatch. Every device has room for all choices of every other.
+    """
+    experts, mesh = model.experts, config.mesh
+    assert experts is not None  # `check_units` has seen to it
+    links, line = links_of(mesh, target, "expert"), line_links(Target.parse_chip(target), (mesh.expert,))
+    room = math.ceil(tokens * experts.top_k)
+    wide, inner = model.hidden_size, (experts.inner_size or model.intermediate_size) // mesh.tensor
+    estimate = functools.partial(
+        estimate_exchange,
+        room,
+        experts=experts.count // mesh.expert,
+        dtype=config.model.compute_dtype,
+        rows=room / mesh.expert,
+    )
+    forward = [
+        functools.partial(estimate, k=wide, n=2 * inner),
+        functools.partial(estimate, k=inner, n=wide, results=True),
+    ]
+    # Gradients of results go where the rows went, and those of rows come back.
+    backward = [
+        functools.partial(estimate, k=wide, n=inner),
+        functools.partial(estimate, k=2 * inner, n=wide, results=True),
+    ]
+    near = [one(links=line) for one in forward]
+    pieces = sum(one.overlapped for one in near) < sum(one.plain for one in near)  # as `moe_layer` decides
+
+    def seconds(ways: list[functools.partial[ExchangeEstimate]]) -> float:
+        found = [one(links=links) for one in ways]
+        return sum(one.exposed if pieces else one.exchange for one in found)
+
+    once = (1 + recomputed) * seconds(forward) + seconds(backward)
+    return config.microbatches * (model.num_layers - model.dense_layers) * once
 
 
 def _ring(config: TrainConfig, target: str, model: ModelConfig, tokens: float, recomputed: float) -> float:

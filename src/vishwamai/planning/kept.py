@@ -8,19 +8,39 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, PartitionSpec
 
 Tree = Any
 
 _MOVES = ("reshape", "transpose", "name", "squeeze", "expand_dims", "copy", "broadcast_in_dim")
 """Primitives whose result holds the numbers of their operand: the compiler keeps one of the two."""
 
+_FUSED = frozenset(
+    "abs add add_any and clamp convert_element_type copy cos div eq erf exp exp2 expm1 ge gt integer_pow is_finite le "
+    "log log1p logistic lt max min mul ne neg not or pow rsqrt select_n sign sin sqrt square stop_gradient sub "
+    "tanh".split()
+)
+"""Primitives that the compiler fuses with what takes their results."""
 
-def kept_bytes(fn: Callable[..., Any], argument: Tree, *rest: Tree) -> int:
+
+def kept_bytes(
+    fn: Callable[..., Any],
+    argument: Tree,
+    *rest: Tree,
+    over: tuple[AbstractMesh, tuple[Tree, ...]] | None = None,
+    fused: bool = False,
+) -> int:
     """Bytes that the gradient of `fn(argument, *rest)` by `argument` keeps between its passes on the device, arguments
     and equal arrays apart. Shapes are enough.
 
     The residuals are those that JAX traces. Of arrays that differ in shape alone, one is counted. Arrays that a loop
     over layers keeps for every layer are counted for each.
+
+    Args:
+      over: the mesh and the specs of the arguments with which `fn` runs in a `shard_map`; the bytes are those of one
+        device.
+      fused: leave out what the compiler need not store where the two passes of a layer follow one another: the results
+        of elementwise operations that only such operations take.
 
     >>> import jax.numpy as jnp
     >>> kept_bytes(lambda x: jnp.sum(jnp.sin(x)), jax.ShapeDtypeStruct((8,), jnp.float32))  # the cosine
@@ -30,12 +50,19 @@ def kept_bytes(fn: Callable[..., Any], argument: Tree, *rest: Tree) -> int:
     def forward(argument: Tree, *rest: Tree) -> list[Any]:
         return jax.tree.leaves(jax.vjp(lambda argument: fn(argument, *rest), argument)[1])
 
-    jaxpr = jax.make_jaxpr(forward)(argument, *rest).jaxpr
-    return _unique(jaxpr, jaxpr.outvars, set())
+    if over is None:
+        jaxpr = jax.make_jaxpr(forward)(argument, *rest).jaxpr
+    else:
+        mesh, specs = over
+        run = jax.shard_map(forward, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        (equation,) = jax.make_jaxpr(run)(argument, *rest).jaxpr.eqns
+        jaxpr = equation.params["jaxpr"]
+    return _unique(jaxpr, jaxpr.outvars, set(), fused)
 
 
-def _unique(jaxpr: Any, wanted: list[Any], ignored: set[int]) -> int:
+def _unique(jaxpr: Any, wanted: list[Any], ignored: set[int], fused: bool) -> int:
     """Bytes of the arrays behind `wanted`, each once, the jaxpr's inputs and `ignored` ones apart."""
+    stored = _stored(jaxpr) if fused else None
     made = {id(v): equation for equation in jaxpr.eqns for v in equation.outvars}
     inputs = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars)}
     seen, total, loops = set(ignored), 0, {}
@@ -49,12 +76,32 @@ def _unique(jaxpr: Any, wanted: list[Any], ignored: set[int]) -> int:
         equation = made[id(root)]
         if equation.primitive.name == "scan":
             loops.setdefault(id(equation), (equation, []))[1].append(root)
-        else:
+        elif stored is None or id(root) in stored or not _is_fused(equation):
             total += _kept(root.aval)
-    return total + sum(_loop(equation, roots) for equation, roots in loops.values())
+    return total + sum(_loop(equation, roots, fused) for equation, roots in loops.values())
 
 
-def _loop(equation: Any, roots: list[Any]) -> int:
+def _stored(jaxpr: Any) -> set[int]:
+    """The variables that an operation takes which the compiler does not fuse with what made them."""
+    found: set[int] = set()
+    for equation in reversed(jaxpr.eqns):
+        moves = equation.primitive.name in _MOVES
+        if not moves and _is_fused(equation):
+            continue
+        if not moves or any(id(v) in found for v in equation.outvars):
+            found |= {id(v) for v in equation.invars}
+    return found
+
+
+def _is_fused(equation: Any) -> bool:
+    """Whether an equation is elementwise, or a call of such ones alone."""
+    inner = equation.params.get("jaxpr") if equation.primitive.name in ("jit", "pjit") else None
+    if inner is None:
+        return equation.primitive.name in _FUSED
+    return all(one.primitive.name in _MOVES or _is_fused(one) for one in inner.jaxpr.eqns)
+
+
+def _loop(equation: Any, roots: list[Any], fused: bool) -> int:
     """Bytes of the results of a scan: its last carry, and what it stacks."""
     body, carried = equation.params["jaxpr"].jaxpr, equation.params["num_carry"]
     wanted = {id(root) for root in roots}
@@ -68,7 +115,7 @@ def _loop(equation: Any, roots: list[Any]) -> int:
     handed = {id(_root(v, made)) for v in body.outvars[:carried] if not hasattr(v, "val")}
     own = {id(v) for v in stacked}
     inputs = sum(_kept(v.aval) for v in carries_in if id(v) in own)
-    return final + equation.params["length"] * (inputs + _unique(body, stacked, handed if inputs else set()))
+    return final + equation.params["length"] * (inputs + _unique(body, stacked, handed if inputs else set(), fused))
 
 
 def _root(variable: Any, made: dict[int, Any]) -> Any:

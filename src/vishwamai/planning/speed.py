@@ -2,7 +2,7 @@
 
 The analytic time is a sum of lower bounds: products at the chip's peak; the optimizer's arrays, the weights of each
 pass and the kept activations through HBM; what is offloaded to the host and back; collectives over the links. Nothing
-overlaps in it. It ranks candidates; docs/planning.md has its error.
+overlaps in it, except experts' rows that travel in pieces. It ranks candidates; docs/planning.md has its error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.target import Target, devices_of
 from vishwamai.models import ModelConfig
-from vishwamai.planning.analytic import Breakdown, described, of_experts, training_memory
+from vishwamai.planning.analytic import Breakdown, described, split_parameters, training_memory
 from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.figures import Estimate, cost_of_tokens
 from vishwamai.training.config import TrainConfig
@@ -96,12 +96,13 @@ def training_time(config: TrainConfig, target: str, memory: Breakdown | None = N
     moved += 2 * parts["gradients"] * config.microbatches
     narrow = jnp.dtype(config.model.compute_dtype).itemsize / jnp.dtype(config.model.param_dtype).itemsize
     # Each pass reads the weights that are gathered, and the activations that it keeps or has kept.
-    moved += (2 + recomputed) * parts["parameters"] * config.mesh.fsdp * narrow * config.microbatches
+    split = split_parameters(config)
+    gathered = (config.mesh.fsdp - 1) * sum(nbytes for axes, nbytes in split.items() if "fsdp" in axes)
+    moved += (2 + recomputed) * (parts["parameters"] + gathered) * narrow * config.microbatches
     moved += 2 * parts["activations"] * config.microbatches
     seconds += moved / chip.hbm_bandwidth_per_device
     seconds += _offloaded(config, target, parts["activations"]) / (chip.host_bandwidth_per_device or math.inf)
-    experts = parts["parameters"] * of_experts(config)
-    exchanged = exchange_seconds(config, target, model, parts["parameters"], experts, recomputed)
+    exchanged = exchange_seconds(config, target, model, split, recomputed)
     return Estimate(seconds + sum(exchanged.values()), "analytic", "s")
 
 
