@@ -138,6 +138,37 @@ def timed_at(seconds):
     return memory, planning.StepTime("v5e:2x2", found, {"kernels": found}, {}, (row,), memory)
 
 
+def test_a_search_takes_moments_of_fewer_bits_where_nothing_else_fits(monkeypatch, tmp_path):
+    def traced(config, target):
+        program = fake_trace(config, target)
+        name = f"{program.name} {config.optimizer.moment_dtype}"
+        return dataclasses.replace(program, name=name, fingerprint=name)
+
+    def answer(self, program, *_):
+        return {"needed": GIB if program.name.endswith("int8") else 20 * GIB, "allocations": []}
+
+    monkeypatch.setattr(search, "trace_training", traced)
+    monkeypatch.setattr(search, "REMAT", ("full",))
+    monkeypatch.setattr(planning.Compiler, "_answer", answer)
+    said = []
+    config = training(batch_size=4, mesh={"tensor": 2})
+    plan = plan_training(config, "v5e:2x2", search=True, verify=False, report=said.append)
+    rounds = [line for line in said if "nothing fits" in line]
+    assert len(rounds) == 2 and "bfloat16" in rounds[0] and "int8" in rounds[1]
+    assert plan.chosen is not None and plan.chosen.config.optimizer.moment_dtype == "int8"
+    assert plan.chosen.name.endswith("moments=int8") and plan.chosen is plan.candidates[0]
+    once = len(list(candidates(config, "v5e:2x2")))
+    assert plan.count == len(plan.candidates) == 3 * once
+    lines = table(plan)
+    assert lines[2][1] == "8" and any("in 8 bits, which changes numbers" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+    # What fits as it is keeps its numbers.
+    monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": 2 * GIB, "allocations": []})
+    monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path / "fits"))
+    plan = plan_training(config, "v5e:2x2", search=True, verify=False)
+    assert {one.config.optimizer.moment_dtype for one in plan.candidates} == {"float32"}
+
+
 @pytest.mark.long
 def test_a_search_tries_the_fastest_first_and_reports_the_front(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(search, "trace_training", fake_trace)

@@ -26,7 +26,7 @@ from vishwamai.planning.serving import Serving, kv_bytes_per_token
 from vishwamai.planning.speed import training_time
 from vishwamai.planning.training import training_step
 from vishwamai.training.config import MeshSection
-from vishwamai.training.config_file import from_dict
+from vishwamai.training.config_file import from_dict, read_config
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 
@@ -104,6 +104,20 @@ def test_the_programs_of_the_accuracy_table():
     assert (
         probe.startswith("probe: 1 of 1 within 10%") and "0 of 1 within 15%" in analytic and "v5e x +20.0%" in analytic
     )
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
+    ],
+)
+def test_the_plans_of_known_models_have_their_parameters(name, parameters):
+    config = read_config(Path(__file__).parents[1] / "examples" / "plans" / f"{name}.yaml")
+    assert sum(leaf.size for leaf in jax.tree.leaves(training_step(config).parts.params)) == parameters
 
 
 def test_sums_of_microbatches_are_alive_when_they_are():
@@ -212,7 +226,19 @@ def test_experts_and_heads_of_a_mixture_take_their_share():
     assert split_parameters(dataclasses.replace(config, mesh=MeshSection(fsdp=8)))[()] == norms
     # Each device has room for what three others may send.
     assert split["activations"].value > 1.5 * whole["activations"].value
-    # What two sizes of mesh.tensor tell of a third is what its own trace says.
+    # Few rows travel at once. Those of many travel in pieces, which are joined for the weights' gradient.
+    wide = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, config=described.config | {"intermediate_size": 4096}),
+        mesh=MeshSection(data=2, expert=4),
+        batch_size=512,
+    )
+    rows = 512 // 8 * 128 * 2 * 4
+    assert analytic._joined(config, "v5e:2x4", analytic.described(config)) == 0  # mesh.expert=1
+    assert analytic._joined(wide, "v5e:2x4", analytic.described(wide)) == rows * (128 + 2 * 4096) * 2
+    # What two sizes of mesh.expert, or of mesh.tensor, tell of a third is what its own trace says.
+    traced = analytic._kept_of(analytic._key(config), 1, 8, False)
+    assert analytic._kept(dataclasses.replace(config, mesh=MeshSection(expert=8))) == pytest.approx(traced, rel=1e-4)
     key = analytic._key(config, remat="dots")
     fixed, row = analytic._kept_of(key, 4, 1, False)
     config = dataclasses.replace(config, mesh=MeshSection(data=2, tensor=4), remat="dots")

@@ -24,19 +24,27 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
         mesh = " ".join(f"{vars(one.config.mesh)[axis]:>{width}}" for axis, width in _MESH.items())
         milliseconds = "-" if one.step is None else f"{one.step.value * 1e3:.4g}"
         lines.append(
-            f"{'*' if index in best else ' '} {mesh} {one.config.remat[:10]:<10} {one.config.microbatches:>5} "
+            f"{'*' if index in best else ' '}{_moments(one)}{mesh} {one.config.remat[:10]:<10} "
+            f"{one.config.microbatches:>5} "
             f"{_gib(one.analytic):>8} {_gib(one.probe):>6} {_gib(one.verified):>8} {milliseconds:>7} {mark}".rstrip()
         )
     if plan.count > _SHOWN:
         lines.append(f"  ... and {plan.count - _SHOWN} more")
     if len(plan.candidates) > 1:
         lines.append("  * by formulas, no other that fits takes less memory and less time")
+    if any(_moments(one).strip() for one in plan.candidates[:_SHOWN]):
+        lines.append("  b, 8: the optimizer's moments in bfloat16, in 8 bits, which changes numbers")
     lines.append(
         f"  chosen: {plan.chosen.name}" if plan.chosen is not None else "  nothing that was tried fits this target"
     )
     lines.append(f"  too large by formulas: {plan.pruned}; not probed: {plan.unprobed}")
     lines += [f"  {one.name}: {one.declined}"[:80] for one in plan.candidates if one.declined]
     return lines + ([] if plan.chosen is None else _time(plan.chosen, price))
+
+
+def _moments(one: Candidate) -> str:
+    """A letter for the optimizer's moments, where they are not float32."""
+    return {"bfloat16": "b", "int8": "8"}.get(one.config.optimizer.moment_dtype, " ")
 
 
 def _time(chosen: Candidate, price: float | None) -> list[str]:
@@ -76,6 +84,7 @@ def _candidate(one: Candidate, on_front: bool, price: float | None) -> dict[str,
         "mesh": vars(one.config.mesh),
         "remat": one.config.remat,
         "microbatches": one.config.microbatches,
+        "moment_dtype": one.config.optimizer.moment_dtype,
         "analytic_bytes": _bytes(one.analytic),
         "probe_bytes": _bytes(one.probe),
         "verified_bytes": _bytes(one.verified),

@@ -17,7 +17,7 @@ from vishwamai.planning.controller import REMAT
 from vishwamai.planning.diagnosis import Change, Diagnosis, ranked
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.speed import training_time
-from vishwamai.planning.training import on_slice, trace_training
+from vishwamai.planning.training import narrower_moments, on_slice, trace_training
 from vishwamai.training.config import TrainConfig
 
 MOST = 6
@@ -113,8 +113,5 @@ def alternatives(config: TrainConfig, target: str) -> Iterator[tuple[str, TrainC
         if fsdp > 1:
             mesh = dataclasses.replace(config.mesh, data=config.mesh.data // fsdp, fsdp=config.mesh.fsdp * fsdp)
             yield f"mesh.data={mesh.data} mesh.fsdp={mesh.fsdp}", dataclasses.replace(free, mesh=mesh)
-    narrower = {"float32": ("bfloat16", "int8"), "bfloat16": ("int8",)}.get(config.optimizer.moment_dtype, ())
-    for dtype in narrower:
-        if dtype == "bfloat16" or config.optimizer.name == "adamw":
-            optimizer = dataclasses.replace(config.optimizer, moment_dtype=dtype)
-            yield f"optimizer.moment_dtype={dtype}", dataclasses.replace(free, optimizer=optimizer)
+    for changed in narrower_moments(free):
+        yield f"optimizer.moment_dtype={changed.optimizer.moment_dtype}", changed

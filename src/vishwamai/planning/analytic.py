@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh
 
 from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
+from vishwamai.planning.exchange import experts_room, rows_in_pieces
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.kept import kept_bytes
 from vishwamai.planning.serving import Serving, size
@@ -91,6 +92,7 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     backward = rows * row + fixed + recomputed + (table if split else 0)
     if config.remat != "none":
         backward += _LAYER_WORK * layer
+    backward += _joined(config, target, whole.parts.config)
     # At the end of the backward pass: the embedding's gradient whole, before it is split, and what it is made of.
     embedding = 3.0 * table if split else table
     # The sum of the microbatches before is alive all the time, the one with this microbatch from the end on.
@@ -107,6 +109,17 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
             "temporaries": peak - activations,
         },
     )
+
+
+def _joined(config: TrainConfig, target: str, model: ModelConfig) -> float:
+    """Where experts' rows travel in pieces: the rows and gradients of all pieces, which the gradient of the weights
+    sorts by expert.
+    """
+    if model.experts is None or not rows_in_pieces(config, target, model):
+        return 0.0
+    inner = (model.experts.inner_size or model.intermediate_size) // config.mesh.tensor
+    features = model.hidden_size + 2 * inner
+    return config.mesh.expert * experts_room(config, model) * features * jnp.dtype(config.model.compute_dtype).itemsize
 
 
 _LAYER_WORK = 3.4
@@ -193,10 +206,15 @@ def _kept(config: TrainConfig, fused: bool = False) -> tuple[float, float]:
         one, two = (_kept(dataclasses.replace(config, mesh=mesh), fused) for mesh in meshes)
         fixed, row = (2 * y - x + 2 * (x - y) / tensor for x, y in zip(one, two))
         return fixed, row
+    experts = described(config).experts
+    if expert > 4 and experts is not None and experts.count % 4 == 0:
+        # Buffers have room for the tokens of all devices of the axis, and weights are split over them.
+        (fixed, row), (less, more) = (_kept_of(key, tensor, size, fused) for size in (2, 4))
+        return 2 * less - fixed + 4 * (fixed - less) / expert, row + (more - row) * (expert - 2) / 2
     return _kept_of(key, tensor, expert, fused)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _kept_of(key: _Key, tensor: int, expert: int, fused: bool) -> tuple[float, float]:
     """Of a device of `mesh.tensor` and `mesh.expert`."""
     model = share_of(_shapes(key).parts.config, tensor)

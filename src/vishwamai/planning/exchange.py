@@ -19,7 +19,7 @@ from vishwamai.models import ModelConfig
 from vishwamai.parallel import ExchangeEstimate, estimate_exchange
 from vishwamai.planning.mesh_links import links_of
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.mesh import TOKENS
+from vishwamai.training.mesh import TOKENS, row_parts
 
 Split = Mapping[tuple[str, ...], float]
 """Bytes of a device's trained parameters, by the mesh axes that split them."""
@@ -60,18 +60,38 @@ def exchange_seconds(
     found["tensor"] = sums * estimate_collective("all_reduce", stream, links_of(mesh, target, "tensor"))
     found["sequence"] = _ring(config, target, model, tokens, recomputed)
     if mesh.expert > 1:
-        found["expert"] = _experts(config, target, model, tokens / config.microbatches, recomputed)
+        found["expert"] = _experts(config, target, model, recomputed)
     return {axis: seconds for axis, seconds in found.items() if seconds}
 
 
-def _experts(config: TrainConfig, target: str, model: ModelConfig, tokens: float, recomputed: float) -> float:
-    """What products do not hide of the rows' way to the experts and back, forward and backward; tokens: a device's in a
-    microbatch. Every device has room for all choices of every other.
+def rows_in_pieces(config: TrainConfig, target: str, model: ModelConfig) -> bool:
+    """Whether `moe_layer` sends the rows of a step to their experts in pieces: by the links of neighbours, as it does.
+
+    Args: as of `exchange_seconds`.
     """
-    experts, mesh = model.experts, config.mesh
-    assert experts is not None  # `check_units` has seen to it
-    links, line = links_of(mesh, target, "expert"), line_links(Target.parse_chip(target), (mesh.expert,))
-    room = math.ceil(tokens * experts.top_k)
+    if config.mesh.expert == 1:
+        return False
+    line = line_links(Target.parse_chip(target), (config.mesh.expert,))
+    found = [one(links=line) for one in _ways(config, model)[0]]
+    return sum(one.overlapped for one in found) < sum(one.plain for one in found)
+
+
+def experts_room(config: TrainConfig, model: ModelConfig) -> int:
+    """Rows that a device has room for in a microbatch, of those that one other device sends to its experts: all choices
+    of its tokens.
+    """
+    assert model.experts is not None  # `check_units` has seen to it
+    parts = row_parts(config.mesh) * config.mesh.sequence * config.microbatches
+    return math.ceil(config.batch_size * config.data.sequence_length / parts * model.experts.top_k)
+
+
+Way = functools.partial[ExchangeEstimate]
+
+
+def _ways(config: TrainConfig, model: ModelConfig) -> tuple[list[Way], list[Way]]:
+    """Estimates of the exchanges of a layer of experts over some links, forward and backward."""
+    experts, mesh, room = model.experts, config.mesh, experts_room(config, model)
+    assert experts is not None
     wide, inner = model.hidden_size, (experts.inner_size or model.intermediate_size) // mesh.tensor
     estimate = functools.partial(
         estimate_exchange,
@@ -89,13 +109,18 @@ def _experts(config: TrainConfig, target: str, model: ModelConfig, tokens: float
         functools.partial(estimate, k=wide, n=inner),
         functools.partial(estimate, k=2 * inner, n=wide, results=True),
     ]
-    near = [one(links=line) for one in forward]
-    pieces = sum(one.overlapped for one in near) < sum(one.plain for one in near)  # as `moe_layer` decides
+    return forward, backward
 
-    def seconds(ways: list[functools.partial[ExchangeEstimate]]) -> float:
+
+def _experts(config: TrainConfig, target: str, model: ModelConfig, recomputed: float) -> float:
+    """What products do not hide of the rows' way to the experts and back, forward and backward."""
+    links, pieces = links_of(config.mesh, target, "expert"), rows_in_pieces(config, target, model)
+
+    def seconds(ways: list[Way]) -> float:
         found = [one(links=links) for one in ways]
         return sum(one.exposed if pieces else one.exchange for one in found)
 
+    forward, backward = _ways(config, model)
     once = (1 + recomputed) * seconds(forward) + seconds(backward)
     return config.microbatches * (model.num_layers - model.dense_layers) * once
 

@@ -17,12 +17,12 @@ from vishwamai.planning.controller import REMAT
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
-from vishwamai.planning.training import check_no_pipeline, trace_training
+from vishwamai.planning.training import check_no_pipeline, narrower_moments, trace_training
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.mesh import KEPT_APART, row_parts, written
 
-MARGIN = 1.25
-"""A candidate is pruned where the analytic estimate exceeds the limit by more; docs/planning.md has its errors."""
+MARGIN = 1.15
+"""A candidate is pruned where the analytic estimate exceeds the limit by more: the bound of its error."""
 
 FINALISTS = 3
 """Meshes whose programs are compiled, of which the fastest one is chosen."""
@@ -36,8 +36,9 @@ SHORTEST = 128
 NOT_TRIED = (
     f"compiled programs of all but {FINALISTS} meshes: their times are formulas",
     f"mesh.sequence that cuts rows into pieces of fewer than {SHORTEST} tokens; pipelines",
-    "other batch sizes, sequence lengths, optimizers and precisions",
-    "remat: offload, and lists of activations",
+    "other batch sizes, sequence lengths, optimizers and precisions of products",
+    "moments of the optimizer in fewer bits, where something fits without",
+    "remat: offload, which needs what full needs; lists of activations",
 )
 """What a search leaves out, in words."""
 
@@ -91,7 +92,9 @@ class Candidate:
         """Its settings in words."""
         sizes = vars(self.config.mesh).items()
         mesh = " ".join(f"{axis}={size}" for axis, size in sizes if axis in ("data", "fsdp") or size > 1)
-        return f"{mesh} remat={self.config.remat} microbatches={self.config.microbatches}"
+        moments = self.config.optimizer.moment_dtype
+        narrow = "" if moments == "float32" else f" moments={moments}"
+        return f"{mesh} remat={self.config.remat} microbatches={self.config.microbatches}{narrow}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +226,7 @@ def plan_training(
 
     Args:
       config: the step; without `search`, as it is. target: a chip or slice.
-      search: try every candidate.
+      search: try every candidate; where none fits, every one with the optimizer's moments in bfloat16, then in 8 bits.
       verify: compile the chosen one, which takes as long as that takes. With `search` and `time` those are the fastest
         of `FINALISTS` meshes by formulas, of which the fastest is chosen.
       time: estimate its time from the compiled program, too; candidates are then tried in the order of their times by
@@ -235,6 +238,37 @@ def plan_training(
       ConfigError: the batch or the mesh does not suit the target.
       DeviceError: libtpu is missing, or the target is unknown.
     """
+    asked = compiler or Compiler()
+    try:
+        plan = _planned(config, target, search, verify, time, asked, report)
+        for narrow in narrower_moments(config) if search else ():
+            if plan.chosen is not None:
+                break
+            report(f"{target}: nothing fits; the optimizer's moments in {narrow.optimizer.moment_dtype}")
+            plan = _joined(_planned(narrow, target, search, verify, time, asked, report), plan)
+    finally:
+        if compiler is None:
+            asked.__exit__()
+    return plan
+
+
+def _joined(last: Plan, before: Plan) -> Plan:
+    """Two rounds of a search as one plan, the last one first."""
+    every = (*last.candidates, *before.candidates)
+    best = front(every)
+    return dataclasses.replace(
+        last,
+        candidates=tuple(one for i, one in enumerate(every) if i < LISTED or i in best),
+        pruned=last.pruned + before.pruned,
+        unprobed=last.unprobed + before.unprobed,
+        count=last.count + before.count,
+    )
+
+
+def _planned(
+    config: TrainConfig, target: str, search: bool, verify: bool, time: bool, asked: Compiler, report: Report
+) -> Plan:
+    """One round of `plan_training`."""
     every = list(candidates(config, target)) if search else [config]
     report(f"{target}: {len(every)} {'candidates' if search else 'configuration'}, by formulas")
     estimated = []
@@ -244,12 +278,7 @@ def plan_training(
     if search and time:
         estimated.sort(key=lambda candidate: candidate.formula.value if candidate.formula else 0.0)
     kept = [c for c in estimated if not search or c.analytic.value <= MARGIN * c.limit]
-    asked = compiler or Compiler()
-    try:
-        tried = _tried(kept, asked, FINALISTS if search and verify and time else 1, verify, time, search, report)
-    finally:
-        if compiler is None:
-            asked.__exit__()
+    tried = _tried(kept, asked, FINALISTS if search and verify and time else 1, verify, time, search, report)
     # Those that fit first, the fastest of them first.
 
     def preferred(i: int) -> tuple[bool, bool, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,17 @@ def check_no_pipeline(config: TrainConfig) -> None:
             f"plan: mesh.pipeline={config.mesh.pipeline} is not planned so far; set mesh.pipeline=1, and see what a "
             "schedule costs by vishwamai.parallel.simulate."
         )
+
+
+def narrower_moments(config: TrainConfig) -> Iterator[TrainConfig]:
+    """The configuration with the optimizer's moments in fewer bits, which changes numbers.
+
+    >>> [one.optimizer.moment_dtype for one in narrower_moments(TrainConfig())]
+    ['bfloat16', 'int8']
+    """
+    for dtype in {"float32": ("bfloat16", "int8"), "bfloat16": ("int8",)}.get(config.optimizer.moment_dtype, ()):
+        if dtype == "bfloat16" or config.optimizer.name == "adamw":
+            yield dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, moment_dtype=dtype))
 
 
 def training_step(config: TrainConfig, model: ModelConfig | None = None) -> TrainingStep:
