@@ -5,6 +5,7 @@ what was found.
 import dataclasses
 import json
 import random
+import re
 import time
 
 import jax
@@ -15,7 +16,9 @@ import pytest
 import rotation
 import vishwamai
 from vishwamai import aot
-from vishwamai.bench import matrix, model, numbers, page, report, runner, schedules, targets
+from vishwamai.bench import contest, matrix, model, numbers, page, report, runner, schedules, targets
+from vishwamai.bench.candidates import Candidate
+from vishwamai.bench.gradient import gradient_case
 from vishwamai.bench.subject import resized, subject
 from vishwamai.cli import main
 from vishwamai.core.cases import ArrayInit, Case
@@ -296,6 +299,52 @@ def test_experts_are_cut_too():
     small = subject("gemm").smaller(mixtral, 0.01)
     assert small is not None and small.arrays["a"].shape == (2, 64, 4096) and small.arrays["b"].shape[0] == 2
     assert "2 of 8 experts, 64 of 512 tokens" in small.name
+
+
+def test_groups_of_experts_are_sampled_and_cut():
+    """The gradients of Qwen3's 128 experts by XLA's own differentiation took minutes for a call."""
+    qwen = case_named("grouped_gemm", "Qwen3 30B-A3B up")
+    small = subject("grouped_gemm").smaller(qwen, 0.1)
+    assert small is not None and small.arrays["rhs"].shape == (8, 2048, 768) and "cut to 8 of 128 groups" in small.name
+    assert small.arrays["lhs"].shape[0] == small.options["group_sizes"].sum() < 8192
+    sizes = np.array([5, 0, 3, 9, 2, 4], np.int32)
+    arrays = {"lhs": ArrayInit((23, 16), "float32"), "rhs": ArrayInit((6, 16, 8), "float32")}
+    case = dataclasses.replace(qwen, arrays=arrays, options={"group_sizes": sizes})
+    gradients = gradient_case(case)
+    assert gradients is not None
+    for whole, sample in ((case, subject("grouped_gemm").sample), (gradients, subject("grouped_gemm").gradient_sample)):
+        made = whole.make()
+        part = sample(whole, made)
+        assert part.words == "4 of 6 groups" and part.arrays["lhs"].shape == (17, 16)
+        outputs = numbers.as_tuple(whole.run(made, implementation="xla"))
+        truth = numbers.truth(part, whole is gradients)
+        found = numbers.check(outputs, part, truth)
+        assert found.right, found.what
+        assert not numbers.check(tuple(y + 0.1 for y in outputs), part, truth).right
+
+
+def test_a_candidate_that_is_far_slower_is_not_timed():
+    """It is checked by one call, and what says so stands in place of its speed."""
+    calls = {"fast": 0, "slow": 0}
+
+    def candidate(name, seconds):
+        def call():
+            calls[name] += 1
+            time.sleep(seconds)
+            return 1.0
+
+        return Candidate(name, "jax", None, False, lambda arrays: (call, lambda result: (result,), None))
+
+    able = [candidate("slow", 0.3), candidate("fast", 0.0)]
+    right = numbers.Numbers(True, 0.0, 1.0, "all of it")
+
+    def outcomes(slowest):
+        return contest.contest(able, {}, lambda one, outputs: right, lambda c: timing.side_by_side(c, 0.0), slowest)
+
+    slow, fast = outcomes(0.1)
+    assert slow.timing is None and slow.numbers is right and calls["slow"] == 1 and fast.timing is not None
+    assert re.fullmatch(r"one call takes 0\.3\d* s, and the fastest candidate's \S+ s", slow.note)
+    assert all(outcome.timing is not None for outcome in outcomes(10.0))  # slow, and still affordable
 
 
 def test_an_operation_that_nobody_knows_is_served():

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,71 @@ def test_the_help_of_every_command_loads_no_jax():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "True"
+
+
+def cpu_seconds(code):
+    """What a new interpreter has used when it ends, its start included."""
+    run = [sys.executable, "-c", f"{code}; import time; print(time.process_time())"]
+    return float(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_quick(command):
+    """0.3 s of CPU time, in one of five tries: another process on the core only adds to it."""
+    words = ["vishwamai", *command.split(), "--help"]
+    code = (
+        f"import contextlib, io, sys; sys.argv = {words!r}; from vishwamai.cli import main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): main()\npass"
+    )
+    assert any(cpu_seconds(code) < 0.3 for _ in range(5))
+
+
+@pytest.mark.long
+def test_the_import_costs_little_more_than_that_of_jax():
+    """At most 1.10 times its CPU time, for the package and one operation with the kernels for its platforms: the median
+    of ratios of neighbours, as a machine's speed moves.
+    """
+
+    def ratio(mine, theirs):
+        return statistics.median(cpu_seconds(mine) / cpu_seconds(theirs) for _ in range(5))
+
+    assert ratio("import vishwamai", "import jax") < 1.0  # which it loads with the first name
+    assert ratio("import vishwamai, jax", "import jax") <= 1.10
+
+
+LONG_COMMANDS = {
+    "generate": "none --prompt x",
+    "serve": "none",
+    "bench": "--quick",
+    "check": "vishwamai:rms_norm",
+    "inspect": "vishwamai:rms_norm",
+    "tune": "--quick",
+    "train": "none.yaml --output none",
+    "plan": "none.yaml --target v5e",
+    "calibrate": "--quick",
+}
+
+
+def test_every_long_command_says_at_once_that_it_has_begun():
+    """Within two seconds of CPU time, and before jax is loaded: its first line in a pipe is progress, and what went
+    wrong comes after it.
+    """
+    assert set(LONG_COMMANDS) == cli.LONG <= set(COMMANDS)
+    for command, words in LONG_COMMANDS.items():
+        run = [sys.executable, "-m", "vishwamai", command, *words.split()]
+        with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "... loading jax\n", command
+                fields = pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                assert (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") < 2.0, command
+            finally:
+                process.kill()
+
+
+def test_a_command_that_only_tells_says_no_progress(capsys):
+    status, _, err = run(capsys, "cache")
+    assert status == 0 and err == ""
 
 
 def test_without_a_command_is_a_usage_error(capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,9 @@ from vishwamai.measure.timing import Call, Timing
 
 Timer = Callable[[Mapping[str, Call]], dict[str, Timing]]
 """Times calls by name."""
+
+_FAR = 4.0
+"""How many times as long as the fastest candidate one may take that is timed however slow both are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +40,11 @@ class Outcome:
 
 
 def contest(
-    able: Sequence[Candidate], arrays: Arrays, check: Callable[[Candidate, tuple[Any, ...]], Numbers], timer: Timer
+    able: Sequence[Candidate],
+    arrays: Arrays,
+    check: Callable[[Candidate, tuple[Any, ...]], Numbers],
+    timer: Timer,
+    slowest: float = math.inf,
 ) -> list[Outcome]:
     """The outcome of every candidate, in their order.
 
@@ -43,14 +52,20 @@ def contest(
       arrays: of the case.
       check: tells of a candidate's whole result whether it is right.
       timer: `measure.timing.side_by_side` with its options.
+      slowest: a candidate is not timed where the call that was checked took more seconds, and `_FAR` times those of
+        the fastest.
     """
     calls: dict[str, Call] = {}
+    took: dict[str, float] = {}
     found: dict[str, Outcome] = {}
     for candidate in able:
         memory = None
         try:
             call, outputs, memory = candidate.build(arrays)
-            result = outputs(call())
+            begun = time.perf_counter()
+            result = call()
+            took[candidate.name] = time.perf_counter() - begun
+            result = outputs(result)
             verdict = check(candidate, result) if candidate.checked else None
         except TooLarge as reason:
             found[candidate.name] = Outcome(candidate, note=str(reason))
@@ -63,6 +78,11 @@ def contest(
         found[candidate.name] = Outcome(candidate, verdict, memory=memory)
         if verdict is None or verdict.right:
             calls[candidate.name] = call
+    fastest = min((took[name] for name in calls), default=0.0)
+    for name in [name for name in calls if took[name] > max(slowest, _FAR * fastest)]:
+        del calls[name]
+        note = f"one call takes {took[name]:.3g} s, and the fastest candidate's {fastest:.3g} s"
+        found[name] = dataclasses.replace(found[name], note=note)
     with out_of_memory_named("bench"):
         timings = timer(calls) if calls else {}
     for name, timing in timings.items():

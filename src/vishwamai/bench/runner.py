@@ -5,6 +5,7 @@ timed side by side.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -32,6 +33,7 @@ class Settings:
     Attributes:
       seconds: for timing all cases together, compiling and checking not included.
       call_seconds: a case is made smaller until its slowest candidate should need no more than this for a call.
+      slowest_call: a candidate whose call took more seconds than this is not timed, unless all are that slow.
       cases_per_op: at most so many cases of each operation; None = all.
       gradients_per_op: backward passes of at most so many of them; None = of all.
       long: the cases that are tagged long too; without it, only where an operation has no others.
@@ -47,6 +49,7 @@ class Settings:
 
     seconds: float = 60.0
     call_seconds: float = 0.2
+    slowest_call: float = 2.0
     cases_per_op: int | None = 2
     gradients_per_op: int | None = 1
     long: bool = False
@@ -62,6 +65,7 @@ class Settings:
         return cls(
             12.0,
             0.06,
+            0.5,
             cases_per_op=1,
             gradients_per_op=0,
             case_seconds=50.0,
@@ -72,7 +76,9 @@ class Settings:
 
     @classmethod
     def all(cls) -> Settings:
-        return cls(120.0, 0.7, None, None, long=True, case_seconds=None, compile_seconds=None, total_seconds=None)
+        return cls(
+            120.0, 0.7, math.inf, None, None, long=True, case_seconds=None, compile_seconds=None, total_seconds=None
+        )
 
 
 @dataclasses.dataclass
@@ -271,7 +277,9 @@ def run_case(
         busy = usage.complaint(settings.others)
         return found
 
-    outcomes = contest(able, arrays, lambda one, outputs: numbers.check(outputs, sample, right), timed)
+    outcomes = contest(
+        able, arrays, lambda one, outputs: numbers.check(outputs, sample, right), timed, settings.slowest_call
+    )
     peers = [o for o in outcomes if o.candidate.implementation is None and o.timing is not None]
     # Those that could not be timed first, as they are known first.
     for outcome in sorted(outcomes, key=lambda o: o.timing is not None):

@@ -35,6 +35,9 @@ COMMANDS = {
 }
 """The subcommands, with their lines in the help."""
 
+LONG = frozenset({"generate", "serve", "bench", "check", "inspect", "tune", "train", "plan", "calibrate"})
+"""Those that take long, and say at once that they have begun: loading jax alone takes a second or more."""
+
 
 def parser(wanted: str | None = None) -> argparse.ArgumentParser:
     """The command's parser, with the options of the subcommand `wanted`."""
@@ -105,6 +108,10 @@ def _run(arguments: list[str], wanted: str | None) -> int:
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         chosen.overrides += rest
+    if wanted in LONG and not getattr(chosen, "in_process", None):
+        from vishwamai.cli.progress import say
+
+        say("loading jax")
     from vishwamai.aot.compile import libtpu
 
     # jax loads libtpu where it is installed, which would otherwise ask a metadata server that a laptop does not have.

@@ -35,6 +35,11 @@ def left(elapsed: float, done: float, total: float) -> float | None:
     return elapsed / done * (total - done) if done > 0 else None
 
 
+def say(text: str) -> None:
+    """A line of progress, on standard error: standard output has results only."""
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
 class Steps:
     """The progress of a command, as a context: `start` names what is done next, `on_case` follows its parts.
 
@@ -92,7 +97,7 @@ class Steps:
 
     def _say(self, text: str) -> None:
         self._told = time.monotonic()
-        print(f"... {text}", file=sys.stderr, flush=True)
+        say(text)
 
 
 def _bar(screen: Any, redirect: bool) -> Progress:

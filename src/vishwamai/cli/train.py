@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import console
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.progress import duration
+from vishwamai.cli.progress import duration, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         widened = ambient_target().widens_fp8(("float8_e4m3fn", "float8_e5m2"))
         if widened:
             console.console().print(f"precision=fp8: {widened}.", highlight=False)
+    if first:
+        say("reading the data, then compiling the first step")
     started = time.perf_counter()
     records = train(config, arguments.output, arguments.resume, arguments.profile)
     last = _follow(config, records, show=first)
