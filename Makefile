@@ -27,7 +27,7 @@ EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install 
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-gpu triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels first-hour native clean
+.PHONY: help bench test test-gpu triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -119,12 +119,15 @@ PYTHONS ?= python3.11 python3.12 python3.13
 wheels: ## wheels for strangers into dist/, tried in empty environments of PYTHONS='python3.11 python3.12 python3.13'
 	$(PYTHON) tools/wheels.py --out dist $(foreach python,$(PYTHONS),--python $(python))
 
+wheel-arm64: ## the wheels for 64-bit Arm alone, by Debian's cross compiler, into dist/; PYTHONS as for wheels
+	$(PYTHON) tools/cross_wheel.py --out dist $(foreach python,$(PYTHONS),--python $(python))
+
 # The versions of the tests' own environment: what was released since is no fault of a change.
 first-hour: $(VENV)/.dev ## a wheel in an empty environment of one Python, its examples pasted, its commands interrupted; MINUTES=20 bounds it
 	mkdir -p build
 	$(PIP) freeze --exclude-editable | grep -v ' @ ' > build/versions.txt
 	$(PYTHON) tools/wheels.py --out build/wheels --one --constraint build/versions.txt --interrupts 2 \
-	  --seed $${VISHWAMAI_TEST_SEED:-1} --minutes $(or $(MINUTES),20) $(foreach python,$(PYTHONS),--python $(python))
+	  --core --seed $${VISHWAMAI_TEST_SEED:-1} --minutes $(or $(MINUTES),20) $(foreach python,$(PYTHONS),--python $(python))
 
 native: $(VENV)/.native ## the C++ module, after a change of its sources
 

@@ -3,13 +3,16 @@
 import random
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tools"))
 
+import cross_wheel  # noqa: E402
 import first_hour  # noqa: E402
 import interrupts  # noqa: E402
 import wheels  # noqa: E402
@@ -61,6 +64,26 @@ def test_blocks_are_pasted_and_what_is_left_out_is_named(tmp_path):
 def test_a_block_that_does_not_hold_is_an_error(tmp_path, changed, status, said):
     done = paste(tmp_path, PAGE.replace(*changed))
     assert done.returncode == status and said in done.stderr
+
+
+def test_a_wheel_for_arm_needs_the_cross_compiler(tmp_path, monkeypatch, capsys):
+    """Which the message names; and its tags are those of the Python it serves."""
+    assert cross_wheel.tags((3, 11)) == ("cp311", "cp311", ".cpython-311-aarch64-linux-gnu.so")
+    assert cross_wheel.tags((3, 12)) == cross_wheel.tags((3, 14)) == ("cp312", "abi3", ".abi3.so")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["cross_wheel.py", "--out", str(tmp_path), "--python", sys.executable])
+    assert cross_wheel.main() == 1 and not list(tmp_path.iterdir())
+    assert "there is no aarch64-linux-gnu-g++ (apt-get install g++-aarch64-linux-gnu)" in capsys.readouterr().err
+
+
+def test_the_jax_of_each_python_is_that_of_the_readme(tmp_path):
+    (tmp_path / "versions.txt").write_text("jax==0.10.2\njaxlib==0.10.2\njaxtyping==0.3.11\nnumpy==2.4.6\n")
+    assert wheels.without_jax(tmp_path / "versions.txt") == "jaxtyping==0.3.11\nnumpy==2.4.6\n"
+    assert wheels.tried_with()[3, 11] == jax.__version__
+    assert all((ROOT / "tests" / f"test_{name}.py").is_file() for name in wheels.CORE)
+    classified = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    versions = {tuple(map(int, c.rpartition(" ")[2].split("."))) for c in classified if ":: 3." in c}
+    assert set(wheels.tried_with()) == versions
 
 
 def test_every_page_with_blocks_is_pasted_or_left_out_with_a_reason():

@@ -1,8 +1,10 @@
 """Builds the wheels that strangers install, and tries them in empty environments: `make wheels`.
 
 One wheel serves Python 3.11, and one by the stable ABI serves 3.12 and later. auditwheel checks that the native module
-needs no newer system than `PLATFORM`, and names the wheel after it. Then each Python gets an environment with nothing
-in it, installs its wheel, and does there what first_hour.py says: pasted examples, hostile places, interrupts.
+needs no newer system than `PLATFORM`, and names the wheel after it. cross_wheel.py makes the same two for 64-bit Arm,
+where there is a cross compiler. Then each Python gets an environment with nothing in it, installs its wheel, and does
+there what first_hour.py says: pasted examples, hostile places, interrupts. With `--core`, a Python that the tests' own
+environment does not have runs the tests of the core too, with the jax that README.md has in its row.
 
 python tools/wheels.py --out dist --python python3.11 --python python3.12 --python python3.13
 python tools/wheels.py --out dist --python python3.11 --built   # try what --out has already
@@ -12,24 +14,30 @@ import argparse
 import contextlib
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import cross_wheel
 import first_hour
 
 ROOT = Path(__file__).parent.parent
 PLATFORM = "manylinux_2_34_x86_64"
-ABI = (3, 12)
-"""The Python from which on one wheel serves all: pyproject.toml's `wheel.py-api`."""
+ABI = cross_wheel.ABI
 
 EXTRAS = "aot,bench,serve,train"
 """What the commands need that are interrupted, and all pages but those for torch."""
 
 COMMANDS = (["--version"], ["doctor"], ["explain", "vishwamai:rms_norm", "--args", "bf16[8,256], bf16[256]"])
 """Commands that need no extra."""
+
+CORE = ("core_choice", "core_gradient", "core_dropout", "config", "observe", "rope")
+"""Files of tests/ that `--core` runs: they need neither torch nor libtpu."""
+
+CORE_NEEDS = ("pytest>=8.4", "pytest-xdist>=3.8", "hypothesis>=6.150", "sybil>=9")
 
 NATIVE = "from vishwamai.core import ffi; why = ffi.why_not(); assert why is None, why"
 
@@ -101,6 +109,47 @@ def attempt(python: str, out: Path, folder: Path, arguments: argparse.Namespace)
     print(f"{python}: {'all of it' if whole else 'NOT CHECKED TO THE END, there was no time for the rest'}")
 
 
+def tried_with() -> dict[tuple[int, int], str]:
+    """The jax of each Python that README.md says was tried.
+
+    >>> tried_with()[3, 11]
+    '0.10.2'
+    """
+    rows = re.findall(r"^\| 3\.(\d+)\.\d+ \| ([\d.]+) \|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    return {(3, int(minor)): jax for minor, jax in rows}
+
+
+def without_jax(constraint: Path) -> str:
+    """The lines of a file of versions but for jax's own."""
+    lines = constraint.read_text("utf-8").splitlines()
+    return "".join(f"{line}\n" for line in lines if line.partition("==")[0] not in ("jax", "jaxlib", "libtpu"))
+
+
+def core(python: str, out: Path, folder: Path, constraint: Path | None) -> None:
+    """The tests of the core in an environment with the wheel and the jax of README.md's row of this Python.
+
+    Raises:
+      Failed: a test does, or the wheel without its native module was installed.
+    """
+    version = version_of(python)
+    if version == version_of(sys.executable) or version not in tried_with():
+        return  # `make test` runs these tests with this Python; or no jax was tried
+    binaries = environment(python, folder / "core")
+    install(binaries, "--no-deps", "--no-index", "--find-links", str(out), "vishwamai")
+    given = []
+    if constraint is not None:
+        versions = folder / "versions.txt"
+        versions.write_text(without_jax(constraint))
+        given = ["--constraint", str(versions)]
+    install(binaries, *given, f"jax=={tried_with()[version]}", *CORE_NEEDS, "vishwamai")
+    files = [str(ROOT / "tests" / f"test_{name}.py") for name in CORE]
+    words = ["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal", *files]
+    around = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([str(binaries / "python"), "-P", "-c", NATIVE], check=True, env=around)
+    if subprocess.run([str(binaries / "python"), *words], cwd=ROOT, env=around, check=False).returncode != 0:
+        raise first_hour.Failed(f"the tests of the core with jax {tried_with()[version]}, see above")
+
+
 def one_of(pythons: list[str], seed: int) -> str | None:
     """One of the Pythons that run here, or None.
 
@@ -127,6 +176,7 @@ def main() -> int:
     parser.add_argument("--python", action="append", required=True, help="an interpreter to serve; repeatable")
     parser.add_argument("--built", action="store_true", help="compile nothing: try what --out has")
     parser.add_argument("--one", action="store_true", help="serve one of the Pythons that run here, by the seed")
+    parser.add_argument("--core", action="store_true", help="the tests of the core too, with README.md's jax")
     parser.add_argument("--constraint", type=Path, help="versions for pip (the newest)")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the moments of the interrupts")
     parser.add_argument("--interrupts", type=int, default=4, help="of each command (4)")
@@ -146,9 +196,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number, python in enumerate([] if arguments.built else builders):
             build(python, out, Path(folder, f"build{number}"))
+        if not (arguments.built or arguments.one):
+            reason = cross_wheel.why_not()
+            if reason is not None:
+                print(f"wheels: NOT MADE for Arm: {reason}")
+            for number, python in enumerate(builders if reason is None else []):
+                cross_wheel.build(python, out, Path(folder, f"arm{number}"))
         for number, python in enumerate(pythons.values()):
             print(f"{python}: --seed {arguments.seed} repeats the moments of the interrupts", flush=True)
             try:
+                if arguments.core:
+                    core(python, out, Path(folder, f"try{number}"), arguments.constraint)
                 attempt(python, out, Path(folder, f"try{number}"), arguments)
             except first_hour.Failed as error:
                 sys.exit(f"wheels: {python} FAILED (--seed {arguments.seed}): {error}")
