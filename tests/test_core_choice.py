@@ -2,6 +2,7 @@
 errors.
 """
 
+import dataclasses
 import json
 import warnings
 from typing import Any
@@ -95,6 +96,29 @@ def test_another_platform_declining_is_not_a_fallback():
         only_tpu.plan(spec)
 
 
+def test_a_heuristic_is_asked_once_for_a_spec_and_a_target():
+    """A search of tiles takes longer than a small call; another chip, and another shape, are other questions."""
+    asked = []
+    rows = toy.implementation("rows_tpu", "tpu")
+    heuristic = rows.heuristic
+    assert heuristic is not None
+
+    def counted(spec, target):
+        asked.append((spec.operands.q.shape, target.chip.name))
+        return heuristic(spec, target)
+
+    op = op_module.Op("toy", (dataclasses.replace(rows, heuristic=counted), toy.MATRIX), toy.SPLIT)
+    specs = [toy.ToySpec(toy.Operands(*(jax.ShapeDtypeStruct((1, 1, n), "float32"),) * 3), False) for n in (6, 8)]
+    configs = []
+    for chip in ("v5e", "v5e", "v4"):
+        with kernel_config(target=chip):
+            configs += [op.plan(spec).choices[0].config for spec in specs for _ in range(3)]
+    assert asked == [((1, 1, n), chip) for chip in ("v5e", "v4") for n in (6, 8)]
+    assert configs == [heuristic(spec, Target("tpu", TPUS["v5e"])) for spec in specs for _ in range(3)] * 3
+    with kernel_config(target="v5e", block_size=4):  # what is asked for is made of the heuristic's
+        assert op.plan(specs[0]).choices[0].config != configs[0]
+
+
 def test_by_name():
     args = toy.inputs(length=7)
     for name in ("rows_cpu", "matrix"):
@@ -180,7 +204,7 @@ def test_ambient_implementation():
         assert explain(toy.toy, *args).calls[0].runs == "matrix"
         toy.toy(*args, implementation="rows_cpu")  # the call itself has the last word
         assert toy.SEEN
-    with kernel_config(implementation="xla_chunked"):
+    with vishwamai.kernel_config(implementation="xla_chunked"):
         assert explain(toy.toy, *args).calls[0].runs == "rows_cpu"
 
 

@@ -36,6 +36,11 @@ def in_fresh_process(code: str, **environment: str) -> str:
     return done.stdout
 
 
+def test_an_ambient_implementation_is_known_before_any_operation_is_used():
+    code = "import vishwamai as v\nwith v.kernel_config(implementation='xla_chunked'): print(v.current_config())"
+    assert "xla_chunked" in in_fresh_process(code)
+
+
 TOP_LEVELS = (
     "import json, sys; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules} - sys.stdlib_module_names)))"
 )

@@ -137,6 +137,9 @@ _PACKAGES = ("core", "ops")
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("KernelConfig", "kernel_config"):  # a config names implementations, which the operations bring
+        for home in _HOMES.values():
+            importlib.import_module(home)
     if name in _HOMES:
         found = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _PACKAGES:

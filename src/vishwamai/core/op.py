@@ -283,9 +283,9 @@ class Op(Generic[S]):
             return wanted
         block_size = wanted if isinstance(wanted, int) else ambient.block_size
         if block_size is not None:
-            return impl.heuristic(spec, target).resized(block_size, spec, target)
+            return _heuristic(impl, spec, target).resized(block_size, spec, target)
         tuned = tuning.lookup(self.name, impl.name, target, spec, impl.config_type) if ambient.auto_optimize else None
-        return tuned or impl.heuristic(spec, target)
+        return tuned or _heuristic(impl, spec, target)
 
     def report_fallback(self, choice: Choice) -> None:
         """Warns once, or raises in strict mode, if a kernel written for the choice's platform declined.
@@ -308,6 +308,13 @@ class Op(Generic[S]):
 def _platforms(implementations: tuple[Implementation, ...]) -> tuple[str, ...]:
     """The platforms that at least one of them is written for."""
     return tuple(p for p in PLATFORMS if any(impl.platform == p for impl in implementations))
+
+
+@functools.lru_cache(maxsize=4096)
+def _heuristic(impl: Implementation, spec: Any, target: Target) -> Any:
+    """The config of an implementation's heuristic, found once: a search of tiles takes longer than a small call."""
+    assert impl.heuristic is not None
+    return impl.heuristic(spec, target)
 
 
 @functools.cache

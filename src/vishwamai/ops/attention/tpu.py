@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from vishwamai.core.op import Implementation
@@ -17,6 +19,7 @@ from vishwamai.ops.attention.tpu_schedule import MOST_PATTERNS
 from vishwamai.ops.attention.tpu_tiles import SCHEDULE_WORDS, AttentionConfig, heuristic, schedule_words, smallest
 
 
+@functools.lru_cache(maxsize=4096)  # it searches tiles, which takes longer than a small call
 def why_not(spec: AttentionSpec, target: Target) -> str | None:
     """The reason why these kernels cannot serve `spec`, or None."""
     o = spec.operands
