@@ -327,6 +327,7 @@ def test_without_libtpu_targets_that_were_asked_for_are_an_error(capsys, monkeyp
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
+@pytest.mark.long  # the compiler takes 15 seconds of a core; `check` itself is tested on small files above
 @needs_libtpu
 def test_the_block_example_fits(capsys):
     status, out, _ = run(capsys, "check", f"{EXAMPLES / 'transformer_block.py'}:block", "--target", "v5e")

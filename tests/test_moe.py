@@ -64,26 +64,31 @@ SMALL, DEEP = GroupedTile(128, 128, 128, 64, 16, 64), GroupedTile(256, 128, 512,
 TILES, WHOLE_DEPTH = GroupedConfig(SMALL, SMALL, SMALL), GroupedConfig(DEEP, DEEP, DEEP)
 
 
-@pytest.mark.parametrize("config", [TILES, WHOLE_DEPTH], ids=["tiles", "whole depth"])
-def test_kernel_with_groups_of_any_size(config):
-    """Groups that begin and end anywhere in a tile, share one, span several, or are empty; two batch entries of
-    different sizes; blocks of the depth, or the matrices copied ahead.
+@functools.cache
+def of_any_size(implementation, config):
+    """Result and gradients of groups that begin and end anywhere in a tile, share one, span several, or are empty; two
+    batch entries of different sizes.
     """
     lhs, rhs = draw(2, 300, 256), draw(2, 6, 256, 256, seed=1)
     sizes = jnp.array([[100, 0, 77, 1, 20, 60], [0, 290, 0, 3, 7, 0]], jnp.int32)
     cotangent = draw(2, 300, 256, seed=2)
 
-    def run(lhs, rhs, implementation, config):
+    @jax.jit
+    def run(lhs, rhs):
         out, pull = jax.vjp(
             lambda *a: grouped_gemm(a[0], a[1], sizes, implementation=implementation, config=config), lhs, rhs
         )
         return out, pull(cotangent)
 
+    return jax.block_until_ready(run(lhs, rhs))
+
+
+@pytest.mark.parametrize("config", [TILES, WHOLE_DEPTH], ids=["tiles", "whole depth"])
+def test_kernel_with_groups_of_any_size(config):
+    """Blocks of the depth, or the matrices copied ahead."""
     with contract.simulated_tpu():
-        got = jax.block_until_ready(
-            jax.jit(functools.partial(run, implementation="pallas_tpu", config=config))(lhs, rhs)
-        )
-    contract.close(got, jax.jit(functools.partial(run, implementation="xla", config=None))(lhs, rhs), 1e-5)
+        got = of_any_size("pallas_tpu", config)
+    contract.close(got, of_any_size("xla", None), 1e-5)
 
 
 def test_kernel_keeps_garbage_of_other_groups_out():
