@@ -15,13 +15,17 @@ import vishwamai
 from vishwamai import PackedQTensor, gated_linear_unit, gemm, grouped_gemm, pack_weight, quantize
 from vishwamai.core import ffi, packed_qtensor
 from vishwamai.core.packed_product import PACKED_PRODUCT
+from vishwamai.core.qtensor import scale_values
 
-NATIVE = ffi.why_not(None, "vishwamai_quantized_product") is None
+NATIVE = ffi.why_not(None, "vishwamai_quantized_multiply") is None
 IMPLEMENTATIONS = [
     pytest.param("native_cpu", marks=pytest.mark.skipif(not NATIVE, reason="the native module lacks the kernel")),
     "xla",
 ]
-FORMATS = [("int8", None), ("int8", 32), ("int4", None), ("int4", 64)]
+FORMATS = [("int8", None), ("int8", 32), ("int4", None), ("int4", 64), ("mxfp4", 32)]
+FLOATS = [("fp8_e4m3", 128), ("fp8_e4m3", None), ("mxfp8_e4m3", 32), ("fp8_e4m3", 40)]  # 8-bit ones
+EVERY = [*((form, activations) for form in FORMATS for activations in ("int8", "exact"))]
+EVERY += [(form, "exact") for form in FLOATS]
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
@@ -46,7 +50,7 @@ def rounded(x: np.ndarray, block: int) -> np.ndarray:
 
 def oracle(x, weight, activations: str) -> np.ndarray:
     dense = np.asarray(weight.values, np.float64)
-    scales = np.asarray(weight.scales, np.float64)
+    scales = np.asarray(scale_values(weight.scales, jnp.float32), np.float64)
     scales = scales if weight.block_size is None else np.repeat(scales, weight.block_size, axis=-2)
     dense = dense * scales[..., : dense.shape[-2], :]
     x = np.asarray(x, np.float32)
@@ -59,7 +63,7 @@ def close(got, want, dtype="float32") -> None:
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("format, block_size", FORMATS)
+@pytest.mark.parametrize("format, block_size", [*FORMATS, *FLOATS])
 def test_packing_keeps_every_bit(format, block_size, transpose):
     """Native and portable packing give the same bytes, which unpack to what was packed; columns are read alone."""
     weight = weight_of(format, block_size, 2, 100, 70)
@@ -68,9 +72,11 @@ def test_packing_keeps_every_bit(format, block_size, transpose):
     packed = pack_weight(vishwamai.QTensor(given.values, given.scales, format, axes, block_size), transpose=transpose)
     assert packed.shape == (100, 70) and packed.values.shape[:2] == (2, 3)
     back = packed.unpack()
-    np.testing.assert_array_equal(np.asarray(back.values, np.int8), np.asarray(weight.values, np.int8))
+    assert back.values.dtype == weight.values.dtype and back.scales.dtype == weight.scales.dtype
+    as_bytes = packed_qtensor._as_bytes
+    np.testing.assert_array_equal(as_bytes(back.values, format), as_bytes(weight.values, format))
     np.testing.assert_array_equal(back.scales, weight.scales)
-    bytes_too = packed_qtensor.permuted(given.values.astype(jnp.int8), 4 if format == "int4" else 8, transpose)
+    bytes_too = packed_qtensor.permuted(as_bytes(given.values, format), format, transpose)
     np.testing.assert_array_equal(bytes_too, packed.values)
     one = jax.tree.map(lambda x: x[1], packed)
     index = jnp.array([[69, 0, 31], [32, 5, 64]])
@@ -78,13 +84,12 @@ def test_packing_keeps_every_bit(format, block_size, transpose):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("activations", ["int8", "exact"])
-@pytest.mark.parametrize("format, block_size", rotation.in_turn(2, FORMATS))
-def test_product(format, block_size, activations, implementation):
+@pytest.mark.parametrize("form, activations", rotation.in_turn(4, EVERY))
+def test_product(form, activations, implementation):
     """Ragged, from one row to several blocks of them, in both dtypes."""
-    weight = weight_of(format, block_size, 1000, 100)
+    weight = weight_of(*form, 1000, 100)
     packed = pack_weight(weight, activations=activations)
-    for rows, dtype in ((1, "bfloat16"), (7, "float32"), (40, "bfloat16")):
+    for rows, dtype in ((1, "bfloat16"), (7, "float32"), (12, "bfloat16"), (40, "bfloat16"), (300, "float32")):
         x = jnp.asarray(draw(rows, 1000), dtype)
         got = gemm(x, packed, implementation=implementation)
         assert got.dtype == dtype
@@ -94,10 +99,11 @@ def test_product(format, block_size, activations, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", rotation.in_turn(2, [((1, 1),), ((7, 33),), ((8, 32),), ((31, 1),), ((129, 40),)]))
 def test_sizes_that_fill_no_block(shape, implementation):
-    for format, block_size in (("int8", 32), ("int4", 64), ("int8", None), ("int4", None)):
+    for format, block_size in (*FORMATS[1:], *FLOATS):
         weight = weight_of(format, block_size, *shape)
-        x = draw(2, 3, shape[0])
-        close(gemm(x, pack_weight(weight), implementation=implementation), oracle(x, weight, "int8"))
+        for rows in (6, 18):
+            x, packed = draw(2, rows // 2, shape[0]), pack_weight(weight)
+            close(gemm(x, packed, implementation=implementation), oracle(x, weight, packed.activations))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -114,9 +120,37 @@ def test_epilogue_and_what_is_not_finite(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_number_of_8_bit_floats(implementation):
+    """All 256 codes, subnormal numbers and NaN among them, for few rows and for many, in float32 and bfloat16."""
+    codes = jnp.arange(256, dtype=jnp.uint8).reshape(1, 256).repeat(8, axis=0)
+    values = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    packed = pack_weight(vishwamai.QTensor(values, jnp.full((1, 256), 0.5), "fp8_e4m3", -2, None))
+    want = np.asarray(values[0], np.float64) * 0.5
+    for rows, dtype in ((1, "float32"), (3, "bfloat16"), (33, "float32"), (64, "bfloat16")):
+        x = jnp.zeros((rows, 8), dtype).at[:, 5].set(1)
+        out = np.asarray(gemm(x, packed, out_dtype="float32", implementation=implementation))
+        np.testing.assert_array_equal(out, np.broadcast_to(want, out.shape))  # 0 times NaN is NaN too
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_number_of_4_bit_floats(implementation):
+    codes = jnp.arange(16, dtype=jnp.uint4).reshape(1, 16).repeat(32, axis=0)
+    values = jax.lax.bitcast_convert_type(codes, jnp.float4_e2m1fn)
+    scales = jnp.arange(120, 136, dtype=jnp.uint8)[None]  # 2^-7 ... 2^8
+    weight = vishwamai.QTensor(values, scales, "mxfp4", -2, 32)
+    want = np.asarray(values[0], np.float64) * 2.0 ** (np.arange(120, 136) - 127)
+    for activations in ("int8", "exact"):
+        packed = pack_weight(weight, activations=activations)
+        for rows in (1, 3, 40):
+            x = jnp.zeros((rows, 32)).at[:, 5].set(127)
+            out = np.asarray(gemm(x, packed, implementation=implementation))
+            np.testing.assert_array_equal(out, np.broadcast_to(127 * want, out.shape))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activations", ["int8", "exact"])
 def test_gated_linear_unit(activations, implementation):
-    for format, block_size in FORMATS[1:4]:
+    for format, block_size in (*FORMATS[1:], *(FLOATS if activations == "exact" else ())):
         gate = weight_of(format, block_size, 160, 100)
         up = quantize(jnp.asarray(draw(160, 100, seed=1)), format, axis=-2, block_size=block_size)
         pair = [pack_weight(w, activations=activations) for w in (gate, up)]
@@ -129,10 +163,10 @@ def test_gated_linear_unit(activations, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("activations", ["int8", "exact"])
-def test_grouped_gemm(activations, implementation):
+@pytest.mark.parametrize("form, activations", [EVERY[8], EVERY[9], (("int4", 32), "int8"), (FLOATS[0], "exact")])
+def test_grouped_gemm(form, activations, implementation):
     """Groups of no rows, of one and of many; rows after the last group give 0."""
-    weight = weight_of("int4", 32, 5, 160, 70)
+    weight = weight_of(*form, 5, 160, 70)
     packed = pack_weight(weight, activations=activations)
     sizes = np.array([3, 0, 1, 300, 7])
     x = draw(320, 160)
@@ -183,7 +217,8 @@ def test_errors_name_what_is_wrong():
         (r"\[\.\.\., 64\]", lambda: gemm(jnp.ones((2, 5)), packed)),
         ("leave out scale_b", lambda: gemm(jnp.ones((2, 64)), packed, scale_b=1.0)),
         ("a multiple of 8", lambda: pack_weight(weight_of("int8", 12, 64, 40))),
-        ("int8 or int4", lambda: pack_weight(weight_of("fp8", 32, 64, 40))),
+        ("int8, int4, mxfp4", lambda: pack_weight(weight_of("fp8_e5m2", 32, 64, 40))),
+        ("not products of bytes", lambda: pack_weight(weight_of("fp8", 32, 64, 40), activations="int8")),
         ("axis -1 of it", lambda: pack_weight(good, transpose=True)),
         ("'exact'", lambda: pack_weight(good, activations="int4")),
         ("no QTensor", lambda: pack_weight(jnp.ones((4, 4)), activations="exact")),

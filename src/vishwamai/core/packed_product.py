@@ -3,7 +3,9 @@
 With `activations="int8"` each row of x is rounded to int8 in blocks along K, those of the weight's scales, or of 128
 where a column of the weight has one scale. The products of bytes are summed exactly in int32 and scaled block by block
 into a float32 sum (Dettmers et al., "LLM.int8()", 2022, with blocks in place of columns; llama.cpp's q8_0 and q4_0 do
-the same in blocks of 32). With "exact" x is not rounded, and the weight is dequantized to float32.
+the same in blocks of 32). With "exact" x is not rounded, and the weight is dequantized to float32. Twice a value of
+mxfp4 is a whole number, so its products are of bytes too. 8-bit floats are always "exact": their values fit bfloat16,
+sums are float32, and the scale of a block comes after its sum.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from vishwamai.core.activations import ACTIVATIONS, activate
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation, Op
-from vishwamai.core.packed_qtensor import BITS, PackedQTensor, unpacked_values
+from vishwamai.core.packed_qtensor import KINDS, PackedQTensor, unpacked_values
 from vishwamai.core.qtensor import undifferentiable
 from vishwamai.core.spec import OpSpec, array_spec
 from vishwamai.core.target import Target
 
 ROUNDED_BLOCK = 128  # numbers of a row of x that share a scale, where the weight's columns have one each
-_HANDLER = "vishwamai_quantized_product"
+_HANDLER = "vishwamai_quantized_multiply"
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -56,7 +58,7 @@ class ProductSpec(OpSpec):
 
     Attributes:
       shape: `(K, N)` of the weight.
-      format: "int8" or "int4".
+      format: of the weight, one of `packed_qtensor.BITS`.
       block_size: numbers along K that share a scale of the weight; None for all of them.
       activations: "int8" or "exact".
       activation: one of `core.activations.ACTIVATIONS`, or None.
@@ -168,7 +170,7 @@ def native_forward(spec: ProductSpec, config: None, operands: Operands, residual
         *weights,
         None if o.bias is None else o.bias[0],
         None if o.sizes is None else o.sizes[0],
-        bits=np.int64(BITS[spec.format]),
+        packing=np.int64(KINDS[spec.format]),
         block=np.int64(spec.rounded_block),
         column_scales=spec.block_size is None,
         exact=spec.activations == "exact",

@@ -1,10 +1,12 @@
-"""`PackedQTensor`: an int8 or int4 weight in the order in which the native CPU kernels read it.
+"""`PackedQTensor`: a weight of 8 or 4 bits in the order in which the native CPU kernels read it.
 
 The order is that of `core/cpp/quantized.h`, the same on every instruction set: panels of 32 columns, each for the
 whole of K, with 4 neighbours along K of a column side by side::
 
     int8: [panel][K / 4][column][4]      a byte is the value + 128
     int4: [panel][K / 8][column][4]      a byte is the value + 8 of neighbour i, and above it of neighbour i + 4
+    mxfp4: as int4, with the bits of the value in place of the value + 8
+    fp8_e4m3, mxfp8_e4m3: [panel][K][column], the bits of the value
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ import numpy as np
 
 from vishwamai.core import ffi
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.qtensor import QTensor
+from vishwamai.core.qtensor import FORMATS, QTensor, scale_values
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int, UInt8
 
 COLUMNS = 32  # of a panel
-BITS = {"int8": 8, "int4": 4}
+KINDS = {"int8": 0, "int4": 1, "mxfp4": 2, "fp8_e4m3": 3, "mxfp8_e4m3": 3}
+"""How the kernels number the formats that they read (`Packing` of quantized.h)."""
+BITS = {"int8": 8, "int4": 4, "mxfp4": 4, "fp8_e4m3": 8, "mxfp8_e4m3": 8}
 ACTIVATIONS = ("int8", "exact")
 LARGEST_BLOCK = 32768  # sums of as many products of bytes fit int32
-_PACK = "vishwamai_quantized_pack"
+_PACK = "vishwamai_quantized_panels"
 
 
 @functools.partial(
@@ -45,9 +49,10 @@ class PackedQTensor:
       values: `[*groups, panels, bytes of a panel]` uint8.
       scales: `[*groups, panels, blocks of K, 32]` float32; one block where a column has one scale.
       shape: `(K, N)` of the weight.
-      format: "int8" or "int4".
+      format: one of `BITS`.
       block_size: numbers along K that share a scale; None for all of them.
-      activations: what a product does with its other operand: "int8" rounds it, "exact" does not; see `pack_weight`.
+      activations: what a product does with its other operand: "int8" rounds it, "exact" does not, as always with 8-bit
+        floats; see `pack_weight`.
 
     >>> from vishwamai import gemm, pack_weight, quantize
     >>> weight = pack_weight(quantize(jnp.ones((256, 64)), "int4", axis=-2, block_size=32))
@@ -74,8 +79,11 @@ class PackedQTensor:
         k, n = self.shape
         lead = self.values.shape[:-2]
         scales = jnp.moveaxis(self.scales, -2, -3).reshape(*lead, self.scales.shape[-2], -1)[..., :n]
+        if FORMATS[self.format].power_of_two:
+            exponents = jax.lax.bitcast_convert_type(scales, jnp.uint32) >> 23
+            scales = jnp.where(jnp.isnan(scales), 255, exponents).astype(jnp.uint8)
         values = unpacked_values(self.values, self.shape, self.format)
-        return QTensor(values.astype(self.format), scales, self.format, -2, self.block_size)
+        return QTensor(values.astype(FORMATS[self.format].dtype), scales, self.format, -2, self.block_size)
 
     def columns(self, index: Int[Array, "*rows"], dtype: Any = jnp.float32) -> Float[Array, "*rows K"]:
         """Columns of the weight, dequantized: the embedding of tokens where the weight is a tied head `[K, vocab]`.
@@ -96,8 +104,9 @@ class PackedQTensor:
         k, n = self.shape
         index = jnp.clip(jnp.asarray(index), 0, max(n - 1, 0))
         panel, column = index // COLUMNS, index % COLUMNS
-        quads = self.values.reshape(self.values.shape[0], -1, COLUMNS, 4)[panel, :, column]  # [*rows, bytes / 4, 4]
-        values = _from_bytes(quads, self.format).reshape(*index.shape, -1)[..., :k]
+        side_by_side = _side_by_side(self.format)
+        found = self.values.reshape(self.values.shape[0], -1, COLUMNS, side_by_side)[panel, :, column]
+        values = _from_bytes(found, self.format).reshape(*index.shape, -1)[..., :k]  # of [*rows, steps, side by side]
         scales = self.scales[panel, :, column]  # [*rows, blocks]
         size = k if self.block_size is None else self.block_size
         scales = jnp.repeat(scales, size, axis=-1)[..., :k]
@@ -111,36 +120,57 @@ class PackedQTensor:
         )
 
 
-def _from_bytes(quads: Any, format: str) -> Any:
-    """int8 values `[..., steps, 4 or 8]` from the bytes `[..., steps, 4]` of a column."""
+def _side_by_side(format: str) -> int:
+    """Bytes of a column that are neighbours."""
+    return 1 if KINDS[format] == KINDS["fp8_e4m3"] else 4
+
+
+def _from_bytes(found: Any, format: str) -> Any:
+    """Values `[..., steps, neighbours along K]` from the bytes `[..., steps, side by side]` of a column; int8 or the
+    format's dtype.
+    """
     if format == "int8":
-        return (quads ^ 128).astype(jnp.int8)
-    low, high = (quads & 15).astype(jnp.int8) - 8, (quads >> 4).astype(jnp.int8) - 8
-    return jnp.concatenate([low, high], axis=-1)
+        return (found ^ 128).astype(jnp.int8)
+    if BITS[format] == 8:
+        return jax.lax.bitcast_convert_type(found, FORMATS[format].dtype)
+    codes = jnp.concatenate([found & 15, found >> 4], axis=-1)
+    if format == "int4":
+        return codes.astype(jnp.int8) - 8
+    return jax.lax.bitcast_convert_type(codes.astype(jnp.uint4), FORMATS[format].dtype)
 
 
 def unpacked_values(values: Any, shape: tuple[int, int], format: str) -> Any:
-    """int8 `[..., K, N]` from `[..., panels, bytes]`."""
+    """`[..., K, N]` from `[..., panels, bytes]`, in int8 or the format's dtype."""
     lead, panels = values.shape[:-2], values.shape[-2]
-    parts = _from_bytes(values.reshape(*lead, panels, -1, COLUMNS, 4), format)  # [..., panels, steps, columns, 4 or 8]
-    parts = jnp.moveaxis(parts, (-4, -2), (-2, -1))  # [..., steps, 4 or 8, panels, columns]
+    parts = values.reshape(*lead, panels, -1, COLUMNS, _side_by_side(format))
+    parts = _from_bytes(parts, format)  # [..., panels, steps, columns, neighbours]
+    parts = jnp.moveaxis(parts, (-4, -2), (-2, -1))  # [..., steps, neighbours, panels, columns]
     return parts.reshape(*lead, parts.shape[-4] * parts.shape[-3], panels * COLUMNS)[..., : shape[0], : shape[1]]
 
 
-def pack_qtensor(weight: QTensor, transpose: bool = False, activations: str = "int8") -> PackedQTensor:
+def pack_qtensor(weight: QTensor, transpose: bool = False, activations: str | None = None) -> PackedQTensor:
     """Packs `weight` `[*groups, K, N]`, or `[*groups, N, K]` with `transpose`; see `pack_weight`.
 
     Raises:
-      ShapeError: its format is neither int8 nor int4; its scales are not shared along K; a block is not a multiple of
-        8, or too large; or `activations` is unknown.
+      ShapeError: no kernel reads its format; its scales are not shared along K; a block is not a multiple of 8, or too
+        large; `activations` is unknown, or "int8" with 8-bit floats.
     """
     contracted = -1 if transpose else -2
-    if activations not in ACTIVATIONS:
+    if activations not in (None, *ACTIVATIONS):
         raise ShapeError(
-            f"pack_weight: `activations` is {activations!r}; pass one of {', '.join(map(repr, ACTIVATIONS))}."
+            f"pack_weight: `activations` is {activations!r}; pass one of {', '.join(map(repr, ACTIVATIONS))}, or None."
         )
     if weight.format not in BITS or weight.ndim < 2:
-        raise ShapeError(f"pack_weight: `weight` is {weight}; pass a QTensor of int8 or int4, of two axes or more.")
+        raise ShapeError(
+            f"pack_weight: `weight` is {weight}; pass a QTensor of {', '.join(BITS)}, of two axes or more."
+        )
+    floats = KINDS[weight.format] == KINDS["fp8_e4m3"]
+    if floats and activations == "int8":
+        raise ShapeError(
+            f"pack_weight: `activations` is 'int8', but products of {weight.format} are not products of bytes; pass "
+            "'exact', or None."
+        )
+    activations = activations or ("exact" if floats else "int8")
     if weight.axis not in (None, contracted):
         raise ShapeError(
             f"pack_weight: `weight` shares its scales along axis {weight.axis}, but a product contracts axis "
@@ -154,41 +184,54 @@ def pack_qtensor(weight: QTensor, transpose: bool = False, activations: str = "i
     lead = weight.shape[:-2]
     k, n = weight.shape[-2:] if not transpose else weight.shape[:-3:-1]
     panels = -(-n // COLUMNS)
-    scales = weight.scales.astype(jnp.float32)
+    scales = scale_values(weight.scales, jnp.float32)
     scales = jnp.broadcast_to(scales, (*lead, 1, n)) if weight.axis is None else scales
     scales = jnp.swapaxes(scales, -1, -2) if transpose and weight.axis is not None else scales
     scales = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, panels * COLUMNS - n),))
     scales = jnp.moveaxis(scales.reshape(*lead, -1, panels, COLUMNS), -2, -3)
-    flat = weight.values.astype(jnp.int8).reshape(-1, *weight.shape[-2:])
-    values = _packed(flat, BITS[weight.format], transpose).reshape(*lead, panels, -1)
+    flat = _as_bytes(weight.values, weight.format).reshape(-1, *weight.shape[-2:])
+    values = _packed(flat, weight.format, transpose).reshape(*lead, panels, -1)
     return PackedQTensor(values, scales, (int(k), int(n)), weight.format, block, activations)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _as_bytes(values: Any, format: str) -> Any:
+    """int8 of values: themselves, the bits of 8-bit floats, or the bits of 4-bit floats - 8, so that 8 is added to each
+    4-bit number.
+    """
+    if format in ("int8", "int4"):
+        return values.astype(jnp.int8)
+    if BITS[format] == 8:
+        return jax.lax.bitcast_convert_type(values, jnp.int8)
+    return jax.lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.int8) - 8
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _packed(values: Any, bits: int, transpose: bool) -> Any:
+def _packed(values: Any, format: str, transpose: bool) -> Any:
     """`[groups, panels, bytes]`; by the native kernel, on all threads, where there is one."""
-    portable = functools.partial(permuted, bits=bits, transpose=transpose)
+    portable = functools.partial(permuted, format=format, transpose=transpose)
     result = jax.eval_shape(portable, values)
 
     def native(values: Any) -> Any:
         results = (ffi.result(result.shape, result.dtype),)
-        return ffi.call(_PACK, results, values, bits=np.int64(bits), transposed=transpose)[0]
+        return ffi.call(_PACK, results, values, packing=np.int64(KINDS[format]), transposed=transpose)[0]
 
     if ffi.why_not(None, _PACK) is not None or result.size == 0:
         return portable(values)
     return jax.lax.platform_dependent(values, cpu=native, default=portable)
 
 
-def permuted(values: Any, bits: int, transpose: bool) -> Any:
-    """`[groups, panels, bytes]` of int8 values `[groups, K, N]`, in jax.numpy."""
+def permuted(values: Any, format: str, transpose: bool) -> Any:
+    """`[groups, panels, bytes]` of `_as_bytes` `[groups, K, N]`, in jax.numpy."""
     x = jnp.swapaxes(values, 1, 2) if transpose else values
     groups, k, n = x.shape
+    bits, beside = BITS[format], _side_by_side(format)
     padded, panels = -(-k // 8) * 8, -(-n // COLUMNS)
     x = jnp.pad(x, ((0, 0), (0, padded - k), (0, panels * COLUMNS - n)))
-    x = x.reshape(groups, -1, 32 // bits, panels, COLUMNS).transpose(0, 3, 1, 4, 2)
-    if bits == 8:
-        packed = x.astype(jnp.uint8) ^ 128
-    else:
+    x = x.reshape(groups, -1, beside * 8 // bits, panels, COLUMNS).transpose(0, 3, 1, 4, 2)
+    if bits == 4:
         x = (x + 8).astype(jnp.uint8)
         packed = x[..., :4] | (x[..., 4:] << 4)
+    else:
+        packed = x.astype(jnp.uint8) ^ (128 if format == "int8" else 0)
     return packed.reshape(groups, panels, padded * COLUMNS * bits // 8)

@@ -76,15 +76,24 @@ def weight_bytes(
             split = held.shardings(*place, parameter, 1, where)
             shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(at.shard_shape(x.shape), x.dtype), weight, split)
             weight = held.tensor(*jax.tree.leaves(shapes))
-        total += weight.nbytes if _packs(weight, mesh) else _unpacked_bytes(weight)
+        total += _packed_bytes(weight) if _packs(weight, mesh) else _unpacked_bytes(weight)
     return total
 
 
 def _packs(weight: QTensor, mesh: Mesh | None) -> bool:
     """Whether two 4-bit numbers take a byte: on accelerators, and where weights are packed."""
-    if jax.default_backend() != "cpu":
+    if not _on_cpu():
         return True
     return mesh is None and weight.format in BITS and (weight.block_size or 8) % 8 == 0
+
+
+def _packed_bytes(weight: QTensor) -> int:
+    """Bytes of a weight as accelerators hold it, or packed for the CPU, where scales are float32."""
+    return weight.nbytes + (weight.scales.size * (4 - weight.scales.dtype.itemsize) if _on_cpu() else 0)
+
+
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
 
 
 def _unpacked_bytes(weight: QTensor) -> int:

@@ -19,8 +19,8 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
     """Packs the weights of the layers' products in place, one after another; returns the model.
 
     Decoding then reads them at the speed of memory. They have no gradient and are not saved. The head is read in place,
-    and a tied one is the embedding too, so it is held once. Stacked layers stay as they are, and so do weights of 8-bit
-    floats or of another dtype than the model's.
+    and a tied one is the embedding too, so it is held once. Stacked layers stay as they are, and so do weights of e5m2
+    or of another dtype than the model's.
 
     Args:
       model: a decoder whose arrays are on one CPU.

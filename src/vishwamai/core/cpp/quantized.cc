@@ -11,6 +11,11 @@ using Buffer = ffi::AnyBuffer;
 
 void run_product(const QuantizedArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH(quantized_product, args, threads) }
 
+bool packing_of(int64_t number, Packing* packing) {
+  *packing = static_cast<Packing>(number);
+  return number >= 0 && number <= static_cast<int64_t>(Packing::fp8);
+}
+
 // Values are [groups, panels, bytes of a panel].
 bool weight_of(const Buffer& values, const Buffer& scales, const QuantizedArgs& g, QuantizedWeight* weight) {
   const auto dims = values.dimensions();
@@ -23,17 +28,18 @@ bool weight_of(const Buffer& values, const Buffer& scales, const QuantizedArgs& 
 }
 
 ffi::Error product(ffi::ThreadPool pool, Buffer x, Buffer values, Buffer scales, Buffer up_values, Buffer up_scales, Buffer bias, Buffer sizes,
-                   ffi::Result<Buffer> out, int64_t bits, int64_t block, bool column_scales, bool exact, int64_t activation) {
+                   ffi::Result<Buffer> out, int64_t packing, int64_t block, bool column_scales, bool exact, int64_t activation) {
   QuantizedArgs g{};
   const auto dx = x.dimensions(), dc = out->dimensions();
-  if (dx.size() != 2 || dc.size() != 2 || !storage_of(x, &g.storage) || !storage_of(*out, &g.result) || (bits != 4 && bits != 8) || block <= 0 || block % 8) {
+  if (dx.size() != 2 || dc.size() != 2 || !storage_of(x, &g.storage) || !storage_of(*out, &g.result) || !packing_of(packing, &g.packing) || block <= 0 || block % 8) {
     return invalid("quantized product: x and the result must be [rows, columns] of float32 or bfloat16, blocks a multiple of 8");
   }
-  g.bits = static_cast<int>(bits), g.block = block, g.column_scales = column_scales, g.exact = exact;
+  g.block = block, g.column_scales = column_scales, g.exact = exact;
   g.m = dx[0], g.k = dx[1], g.n = dc[1];
   g.sizes = optional<int32_t>(sizes), g.groups = g.sizes ? static_cast<int64_t>(sizes.element_count()) : 1;
   g.x = x.untyped_data(), g.out = out->untyped_data();
   g.bias = optional<float>(bias), g.activation = static_cast<Activation>(activation);
+  if (g.packing == Packing::fp8 && !exact) return invalid("quantized product: rows are not rounded where the weight is of 8-bit floats");
   if (out->element_count() == 0) return ffi::Error::Success();
   if (!weight_of(values, scales, g, &g.weight) || (up_values.element_count() && !weight_of(up_values, up_scales, g, &g.up))) {
     return invalid("quantized product: the panels do not have the size that x, the result and the options give");
@@ -42,22 +48,28 @@ ffi::Error product(ffi::ThreadPool pool, Buffer x, Buffer values, Buffer scales,
   return ffi::Error::Success();
 }
 
-// [groups, k, n] int8, or [groups, n, k], to [groups, panels, bytes].
-ffi::Error pack(ffi::ThreadPool pool, Buffer values, ffi::Result<Buffer> out, int64_t bits, bool transposed) {
+// [groups, k, n] int8, or [groups, n, k], to [groups, panels, bytes]. Numbers are the values, of mxfp4 their bits - 8,
+// and of fp8 their bits.
+ffi::Error pack(ffi::ThreadPool pool, Buffer values, ffi::Result<Buffer> out, int64_t packing, bool transposed) {
   const auto dims = values.dimensions();
-  if (dims.size() != 3 || values.element_type() != ffi::S8) return invalid("quantized pack: values must be [groups, k, n] int8");
   QuantizedArgs g{};
-  g.bits = static_cast<int>(bits), g.k = dims[transposed ? 2 : 1], g.n = dims[transposed ? 1 : 2];
+  if (dims.size() != 3 || values.element_type() != ffi::S8 || !packing_of(packing, &g.packing)) return invalid("quantized pack: values must be [groups, k, n] int8");
+  g.k = dims[transposed ? 2 : 1], g.n = dims[transposed ? 1 : 2];
   const int64_t k_stride = transposed ? 1 : g.n, n_stride = transposed ? g.k : 1, panels = g.panels(), bytes = g.panel_bytes();
   if (static_cast<int64_t>(out->element_count()) != dims[0] * panels * bytes) return invalid("quantized pack: the result has another size");
   const auto* const from = optional<int8_t>(values);
   auto* const to = static_cast<uint8_t*>(out->untyped_data());
-  const int offset = bits == 8 ? 128 : 8;
+  const int bits = g.bits(), offset = g.packing == Packing::fp8 ? 0 : bits == 8 ? 128 : 8;
   parallel_for(threads_of(pool), dims[0] * panels, [&](int64_t i) {
     const int64_t first = i % panels * kQuantizedColumns, columns = g.n - first < kQuantizedColumns ? g.n - first : kQuantizedColumns;
     const int8_t* const in = from + i / panels * g.k * g.n + first * n_stride;
     const auto value = [&](int64_t k, int64_t c) { return k < g.k && c < columns ? in[k * k_stride + c * n_stride] + offset : offset; };
     uint8_t* byte = to + i * bytes;
+    if (g.packing == Packing::fp8) {
+      for (int64_t k = 0; k < g.padded_k(); ++k)
+        for (int64_t c = 0; c < kQuantizedColumns; ++c, ++byte) *byte = static_cast<uint8_t>(value(k, c));
+      return;
+    }
     const int64_t step = bits == 8 ? 4 : 8;
     for (int64_t k = 0; k < g.padded_k(); k += step)
       for (int64_t c = 0; c < kQuantizedColumns; ++c)
@@ -68,7 +80,7 @@ ffi::Error pack(ffi::ThreadPool pool, Buffer values, ffi::Result<Buffer> out, in
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_quantized_product, product,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_quantized_multiply, product,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Buffer>()  // x
@@ -79,15 +91,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_quantized_product, product,
                                   .Arg<Buffer>()  // bias
                                   .Arg<Buffer>()  // group sizes
                                   .Ret<Buffer>()  // out
-                                  .Attr<int64_t>("bits")
+                                  .Attr<int64_t>("packing")
                                   .Attr<int64_t>("block")
                                   .Attr<bool>("column_scales")
                                   .Attr<bool>("exact")
                                   .Attr<int64_t>("activation"));
-VISHWAMAI_REGISTER(vishwamai_quantized_product)
+VISHWAMAI_REGISTER(vishwamai_quantized_multiply)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_quantized_pack, pack,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Buffer>().Ret<Buffer>().Attr<int64_t>("bits").Attr<bool>("transposed"));
-VISHWAMAI_REGISTER(vishwamai_quantized_pack)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_quantized_panels, pack,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Buffer>().Ret<Buffer>().Attr<int64_t>("packing").Attr<bool>("transposed"));
+VISHWAMAI_REGISTER(vishwamai_quantized_panels)
 
 }  // namespace vishwamai

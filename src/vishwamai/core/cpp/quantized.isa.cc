@@ -4,6 +4,7 @@
 #include "quantized.h"
 
 #include "engine.h"
+#include "quantized_floats.h"
 #include "rows.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
@@ -40,6 +41,25 @@ constexpr int kMostRows = 2, kVectors = 2;
 constexpr int kMostRows = 1, kVectors = 4;
 #endif
 
+// Twice the value of e2m1, + kTwiceOffset: a byte without sign, as `dot` wants it.
+constexpr int kTwiceOffset = 12;
+alignas(16) constexpr uint8_t kTwice[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+VISHWAMAI_INLINE i32v twice(i32v codes) {  // of 4-bit codes, one to a byte
+#if defined(VISHWAMAI_AVX512)
+  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTwice));
+  return (i32v)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
+#elif defined(__AVX2__)
+  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTwice));
+  return (i32v)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes);
+#else
+  uint8_t bytes[sizeof(codes)];
+  memcpy(bytes, &codes, sizeof(codes));
+  for (uint8_t& byte : bytes) byte = kTwice[byte];
+  memcpy(&codes, bytes, sizeof(codes));
+  return codes;
+#endif
+}
+
 // Rows of x as bytes: x[r, k] ~ values[r, k] * scales[r, block of k].
 struct Rows {
   const Element* values;  // [rows][padded k]
@@ -58,7 +78,7 @@ struct Stretch {
 };
 
 // c[rows, 32] += x[row0 ...] times a stretch of a panel; rows that are not there repeat the last one and are not stored.
-template <int R, bool kNibbles>
+template <int R, Packing kPacking>
 __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, const Stretch& s, float* c) {
   const Element* a[R];
   const float* scales[R];
@@ -67,6 +87,7 @@ __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, 
     const int64_t row = row0 + least(r, count - 1);
     a[r] = x.values + row * x.row, scales[r] = x.scales + row * x.blocks, sums[r] = x.sums + row * x.blocks;
   }
+  constexpr bool kNibbles = kPacking != Packing::int8;
   constexpr int J = kVectors, kGroup = kNibbles ? 8 : 4;
   for (int64_t col = 0; col < kColumns; col += J * W) {
     f32v sum[R][J];
@@ -90,6 +111,7 @@ __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, 
           if (R <= 4) __builtin_prefetch(w + 4 * t * W + kAhead, 0, 2);
           memcpy(&weights[t], w + 4 * t * W, sizeof(weights[t]));
           if constexpr (kNibbles) high[t] = (i32v)((u32v)weights[t] >> 4) & 0x0f0f0f0f, weights[t] &= 0x0f0f0f0f;
+          if constexpr (kPacking == Packing::mxfp4) high[t] = twice(high[t]), weights[t] = twice(weights[t]);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
@@ -111,18 +133,18 @@ __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, 
   }
 }
 
-template <int R, bool kNibbles>
+template <int R, Packing kPacking>
 void multiply_rows(const Rows& x, int64_t row0, int count, const Stretch& s, float* c) {
   if constexpr (R > 1) {
-    if (count <= (R == 6 ? 4 : R / 2)) return multiply_rows<(R == 6 ? 4 : R / 2), kNibbles>(x, row0, count, s, c);
+    if (count <= (R == 6 ? 4 : R / 2)) return multiply_rows<(R == 6 ? 4 : R / 2), kPacking>(x, row0, count, s, c);
   }
-  multiply<R, kNibbles>(x, row0, count, s, c);
+  multiply<R, kPacking>(x, row0, count, s, c);
 }
 
-// One row of x rounded to bytes. A block's scale is its largest magnitude / 127; a number that is not finite makes the
-// scale NaN.
+// One row of x rounded to bytes. A block's scale is its largest magnitude / 127, times `unit`, what the weight's bytes
+// count; a number that is not finite makes the scale NaN.
 template <class S>
-void quantize_row(const S* x, int64_t k, int64_t padded, int64_t block, Element* values, float* scales, int32_t* sums) {
+void quantize_row(const S* x, int64_t k, int64_t padded, int64_t block, float unit, Element* values, float* scales, int32_t* sums) {
   for (int64_t k0 = 0; k0 < padded; k0 += block, ++scales, ++sums) {
     const int64_t n = least(block, k - k0), end = least(block, padded - k0);
     f32v most = {}, poison = {};
@@ -132,7 +154,7 @@ void quantize_row(const S* x, int64_t k, int64_t padded, int64_t block, Element*
       poison += v * 0.0f;
     }
     const float largest = max_lanes<float>(most), inverse = largest < 1e-30f ? 0.0f : 127.0f / largest;
-    *scales = (largest < 1e-30f ? 0.0f : largest / 127.0f) + sum_lanes<float>(poison);
+    *scales = (largest < 1e-30f ? 0.0f : largest / 127.0f) * unit + sum_lanes<float>(poison);
     i32v total = {};
     for (int64_t i = 0; i < end; i += W) {
       i32v q = {};
@@ -152,22 +174,24 @@ void quantize_row(const S* x, int64_t k, int64_t padded, int64_t block, Element*
   }
 }
 
-// Bytes [k / 4][32][4] of the values + 8, from halves of bytes.
+// Bytes [k / 4][32][4] of the values + 8, or of twice the values + 12, from halves of bytes.
+template <Packing kPacking>
 void unpack(const uint8_t* in, int64_t groups, uint8_t* out) {
   for (int64_t g = 0; g < groups; g += 2, in += 4 * kColumns, out += 8 * kColumns) {
     for (int64_t i = 0; i < kColumns; i += W) {
       i32v both;
       memcpy(&both, in + 4 * i, sizeof(both));
-      const i32v low = both & 0x0f0f0f0f, high = (i32v)((u32v)both >> 4) & 0x0f0f0f0f;
+      i32v low = both & 0x0f0f0f0f, high = (i32v)((u32v)both >> 4) & 0x0f0f0f0f;
+      if constexpr (kPacking == Packing::mxfp4) low = twice(low), high = twice(high);
       memcpy(out + 4 * i, &low, sizeof(low));
       memcpy(out + 4 * kColumns + 4 * i, &high, sizeof(high));
     }
   }
 }
 
-// float32 panels of the FmaEngine, one after another: (bytes - offset) * scale for `k` of a stretch of bytes.
+// float32 panels of the FmaEngine, one after another: (bytes - offset) * unit * scale for `k` of a stretch of bytes.
 using Float = FmaEngine<float>;
-void dequantize(const Stretch& s, const uint8_t* bytes, int64_t k, float* out) {
+void dequantize(const Stretch& s, const uint8_t* bytes, int64_t k, float unit, float* out) {
   for (int64_t i = 0; i < k; ++i) {
     const float* scale = s.scales + i / (4 * s.groups) * s.scale_step;
     const uint8_t* from = bytes + i / 4 * 4 * kColumns;
@@ -176,7 +200,7 @@ void dequantize(const Stretch& s, const uint8_t* bytes, int64_t k, float* out) {
       memcpy(&four, from + 4 * j, sizeof(four));
       const i32v value = (i32v)((u32v)four >> static_cast<int>(8 * (i % 4))) & 255;
       store(out + j / Float::kCols * k * Float::kCols + i * Float::kCols + j % Float::kCols,
-            __builtin_convertvector(value - s.offset, f32v) * load(scale + j));
+            __builtin_convertvector(value - s.offset, f32v) * (load(scale + j) * unit));
     }
   }
 }
@@ -195,23 +219,49 @@ void finish(const QuantizedArgs& g, const float* c, const float* up, int64_t row
   }
 }
 
+constexpr int64_t kSegmentRows = 256;
 struct Segment {
   int64_t group, row, rows;
+  int64_t a_panel;  // of the first row, where the rows are packed for an engine
+};
+// Few rows are bound by memory. Blocks of 8-bit floats that begin between an engine's steps are multiplied as those of
+// few rows are.
+VISHWAMAI_INLINE bool is_few(const QuantizedArgs& g, int64_t rows) { return rows <= 16 || (g.packing == Packing::fp8 && g.block % 32 != 0); }
+
+// What multiplies many rows, stored as S, by a weight of 8-bit floats.
+template <class S> using FloatsEngine = std::conditional_t<std::is_same_v<S, bf16>, HalfEngine, FmaEngine<float>>;
+
+// The rows of x in the forms that products want.
+template <class S>
+struct Prepared {
+  Rows quantized;
+  const float* wide;  // [rows][wide_row]
+  int64_t wide_row;
+  const typename FloatsEngine<S>::Element* panels;  // of FloatsEngine, a_panel elements each
+  int64_t a_panel;
 };
 
 // Rows of one segment times panels [first, last).
 template <class S>
-void block(const QuantizedArgs& g, const Rows& quantized, const float* wide, int64_t wide_row, const Segment& segment, int64_t first_panel, int64_t last_panel) {
+void block(const QuantizedArgs& g, const Prepared<S>& x, const Segment& segment, int64_t first_panel, int64_t last_panel) {
+  using E = FloatsEngine<S>;
+  const Rows& quantized = x.quantized;
+  const float* const wide = x.wide;
+  const int64_t wide_row = x.wide_row;
   const int64_t weights = g.up.values ? 2 : 1, groups = g.block / 4, end = g.padded_k() / 4;
-  const bool few = segment.rows <= 16, unpacked = g.bits == 4 && (g.exact || segment.rows > 2 * kMostRows);
+  const bool floats_of_8 = g.packing == Packing::fp8, dequantized = g.exact && !floats_of_8, few = is_few(g, segment.rows);
+  const bool unpacked = g.bits() == 4 && (g.exact || segment.rows > 2 * kMostRows), engine = floats_of_8 && !few;
+  const float unit = g.packing == Packing::mxfp4 ? 0.5f : 1.0f;
   // k at a time: what is in use of a panel stays in the first cache level
-  const int64_t together = least<int64_t>(g.exact ? 128 : few ? 1024 : 512, greatest<int64_t>(g.padded_k(), 8)), at_a_time = greatest<int64_t>(1, together / g.block);
+  const int64_t together = least<int64_t>(dequantized ? 128 : few ? 1024 : 512, greatest<int64_t>(g.padded_k(), 8)), at_a_time = greatest<int64_t>(1, together / g.block);
   const int64_t stretch_k = least(at_a_time * g.block, g.padded_k()), set = few ? 4 : 1, c_size = segment.rows * kColumns;
   Scratch scratch(Scratch::size<float>(set * weights * c_size) + Scratch::size<uint8_t>(unpacked ? stretch_k * kColumns : 0) +
-                  Scratch::size<float>(g.exact ? stretch_k * kColumns : 0));
+                  Scratch::size<float>(dequantized || engine ? stretch_k * kColumns : 0) + Scratch::size<typename E::Element>(engine ? E::b_elements(round_up<int64_t>(stretch_k, 64)) : 0));
   float* const c = scratch.take<float>(set * weights * c_size);
   uint8_t* const bytes = scratch.take<uint8_t>(unpacked ? stretch_k * kColumns : 0);
-  float* const floats = scratch.take<float>(g.exact ? stretch_k * kColumns : 0);
+  float* const floats = scratch.take<float>(dequantized || engine ? stretch_k * kColumns : 0);
+  auto* const b_panel = scratch.take<typename E::Element>(engine ? E::b_elements(round_up<int64_t>(stretch_k, 64)) : 0);
+  [[maybe_unused]] const typename E::Scope scope;
   for (int64_t p0 = first_panel; p0 < last_panel; p0 += set) {
     const int64_t panels = least(set, last_panel - p0);
     memset(c, 0, sizeof(float) * static_cast<size_t>(panels * weights * c_size));
@@ -220,13 +270,30 @@ void block(const QuantizedArgs& g, const Rows& quantized, const float* wide, int
       for (int64_t i = 0; i < panels * weights; ++i) {
         const QuantizedWeight& w = i % weights ? g.up : g.weight;
         const int64_t panel = p0 + i / weights;
-        const uint8_t* const packed = w.values + segment.group * w.values_group + panel * g.panel_bytes() + k0 * kColumns * g.bits / 8;
+        const uint8_t* const packed = w.values + segment.group * w.values_group + panel * g.panel_bytes() + k0 * kColumns * g.bits() / 8;
         Stretch s{packed, w.scales + segment.group * w.scales_group + panel * g.panel_scales() + (g.column_scales ? 0 : b * kColumns),
-                  b, least(b + at_a_time, g.blocks()), groups, end, g.column_scales ? 0 : kColumns, g.bits == 8 ? 128 : 8};
-        if (unpacked) unpack(packed, kn / 4, bytes), s.bytes = bytes;
+                  b, least(b + at_a_time, g.blocks()), groups, end, g.column_scales ? 0 : kColumns, g.packing == Packing::int8 ? 128 : g.packing == Packing::mxfp4 ? kTwiceOffset : 8};
         float* const to = c + i * c_size;
+        if (floats_of_8) {
+          const auto* const w8 = reinterpret_cast<const f8e4m3*>(packed);
+          if (few) {
+            multiply_float_rows(wide + segment.row * wide_row, wide_row, static_cast<int>(segment.rows), w8, s.scales, s.scale_step, s.first, s.last, g.block, g.padded_k(), to);
+            continue;
+          }
+          const int64_t numbers = least(kn, g.k - k0), together_k = g.column_scales ? numbers : g.block;
+          for (int64_t k = 0; k < numbers; k += together_k) {
+            multiply_float_panels<E>(x.panels + segment.a_panel * x.a_panel, x.a_panel, E::a_stride(g.k), k0 + k, segment.rows, w8 + k * kColumns,
+                                     s.scales + k / g.block * s.scale_step, least(together_k, numbers - k), floats, b_panel, to);
+          }
+          continue;
+        }
+        if (unpacked) {
+          if (g.packing == Packing::mxfp4) unpack<Packing::mxfp4>(packed, kn / 4, bytes);
+          else unpack<Packing::int4>(packed, kn / 4, bytes);
+          s.bytes = bytes;
+        }
         if (g.exact) {
-          dequantize(s, s.bytes, kn, floats);
+          dequantize(s, s.bytes, kn, unit, floats);
           for (int64_t r = 0; r < segment.rows; r += kPanelRows)
             for (int64_t j = 0; j < kColumns; j += Float::kCols)
               Float::product(wide + (segment.row + r) * wide_row + k0, wide_row, floats + j * kn, kn, static_cast<int>(least<int64_t>(kPanelRows, segment.rows - r)),
@@ -235,8 +302,9 @@ void block(const QuantizedArgs& g, const Rows& quantized, const float* wide, int
         }
         for (int64_t r = 0, parts = ceil_div<int64_t>(segment.rows, kMostRows); parts > 0; --parts) {
           const int count = static_cast<int>(ceil_div(segment.rows - r, parts));
-          if (g.bits == 4 && !unpacked) multiply_rows<kMostRows, true>(quantized, segment.row + r, count, s, to + r * kColumns);
-          else multiply_rows<kMostRows, false>(quantized, segment.row + r, count, s, to + r * kColumns);
+          if (g.bits() == 8 || unpacked) multiply_rows<kMostRows, Packing::int8>(quantized, segment.row + r, count, s, to + r * kColumns);
+          else if (g.packing == Packing::int4) multiply_rows<kMostRows, Packing::int4>(quantized, segment.row + r, count, s, to + r * kColumns);
+          else multiply_rows<kMostRows, Packing::mxfp4>(quantized, segment.row + r, count, s, to + r * kColumns);
           r += count;
         }
       }
@@ -257,45 +325,64 @@ void run(const QuantizedArgs& g, const Threads& all) {
   Threads threads = all;
   if (g.m * g.n * greatest<int64_t>(1, g.k) < 64 * 64 * 64) threads.count = 1;  // a hand-over costs more than the product
   const int64_t padded = g.padded_k(), blocks = g.blocks();
-  const int64_t wide_row = Float::a_stride(padded), most = g.groups + ceil_div<int64_t>(g.m, 256);
+  const int64_t wide_row = Float::a_stride(padded), most = g.groups + ceil_div(g.m, kSegmentRows);
+  const bool floats_of_8 = g.packing == Packing::fp8;
+  const float unit = g.packing == Packing::mxfp4 ? 0.5f : 1.0f;
+  using E = FloatsEngine<S>;
+  const int64_t a_panel = E::a_elements(g.k), a_panels = floats_of_8 ? most + ceil_div<int64_t>(g.m, kPanelRows) : 0;
   Scratch scratch(Scratch::size<Element>(g.exact ? 0 : g.m * padded) + 2 * Scratch::size<float>(g.exact ? 0 : g.m * blocks) +
-                  Scratch::size<float>(g.exact ? g.m * wide_row : 0) + Scratch::size<Segment>(most));
+                  Scratch::size<float>(g.exact ? g.m * wide_row : 0) + Scratch::size<Segment>(most) + Scratch::size<typename E::Element>(a_panels * a_panel));
   Element* const values = scratch.take<Element>(g.exact ? 0 : g.m * padded);
   float* const scales = scratch.take<float>(g.exact ? 0 : g.m * blocks);
   int32_t* const sums = scratch.take<int32_t>(g.exact ? 0 : g.m * blocks);
   float* const wide = scratch.take<float>(g.exact ? g.m * wide_row : 0);
   Segment* const segments = scratch.take<Segment>(most);
-  int64_t count = 0, row = 0;
+  auto* const packed_x = scratch.take<typename E::Element>(a_panels * a_panel);
+  int64_t count = 0, row = 0, packed_panels = 0;
   for (int64_t group = 0; group < g.groups; ++group) {
     for (int64_t left = g.sizes ? least<int64_t>(greatest<int64_t>(0, g.sizes[group]), g.m - row) : g.m; left > 0;) {
-      const int64_t rows = ceil_div(left, ceil_div<int64_t>(left, 256));
-      segments[count++] = {group, row, rows};
-      row += rows, left -= rows;
+      const int64_t rows = ceil_div(left, ceil_div(left, kSegmentRows));
+      segments[count++] = {group, row, rows, packed_panels};
+      row += rows, left -= rows, packed_panels += ceil_div<int64_t>(rows, kPanelRows);
     }
   }
   const int64_t result = g.result == Storage::bf16 ? 2 : 4;
   memset(static_cast<char*>(g.out) + row * g.n * result, 0, static_cast<size_t>((g.m - row) * g.n * result));
-  parallel_for(threads, ceil_div<int64_t>(row, 8), [&](int64_t i) {
-    for (int64_t r = 8 * i; r < least(8 * i + 8, row); ++r) {
-      const S* const x = static_cast<const S*>(g.x) + r * g.k;
-      if (!g.exact) {
-        quantize_row(x, g.k, padded, g.block, values + r * padded, scales + r * blocks, sums + r * blocks);
-        continue;
-      }
-      for (int64_t j = 0; j < padded; j += W) {
-        const int here = static_cast<int>(least<int64_t>(W, g.k - j));
-        store(wide + r * wide_row + j, here > 0 ? load(x + j, here) : f32v{}, static_cast<int>(least<int64_t>(W, padded - j)));
-      }
+  const auto widen = [&](int64_t r) {
+    const S* const x = static_cast<const S*>(g.x) + r * g.k;
+    for (int64_t j = 0; j < padded; j += W) {
+      const int here = static_cast<int>(least<int64_t>(W, g.k - j));
+      store(wide + r * wide_row + j, here > 0 ? load(x + j, here) : f32v{}, static_cast<int>(least<int64_t>(W, padded - j)));
     }
-  });
+  };
+  if (floats_of_8) {
+    constexpr int64_t kPieces = kSegmentRows / kPanelRows;
+    parallel_for(threads, count * kPieces, [&](int64_t i) {
+      const Segment& segment = segments[i / kPieces];
+      const int64_t first = i % kPieces * kPanelRows, rows = least<int64_t>(kPanelRows, segment.rows - first);
+      if (rows <= 0) return;
+      if (is_few(g, segment.rows)) {
+        for (int64_t r = 0; r < rows; ++r) widen(segment.row + first + r);
+        return;
+      }
+      E::pack_a(static_cast<const S*>(g.x) + (segment.row + first) * g.k, g.k, 1, static_cast<int>(rows), g.k, packed_x + (segment.a_panel + i % kPieces) * a_panel);
+    });
+  } else {
+    parallel_for(threads, ceil_div<int64_t>(row, 8), [&](int64_t i) {
+      for (int64_t r = 8 * i; r < least(8 * i + 8, row); ++r) {
+        if (g.exact) widen(r);
+        else quantize_row(static_cast<const S*>(g.x) + r * g.k, g.k, padded, g.block, unit, values + r * padded, scales + r * blocks, sums + r * blocks);
+      }
+    });
+  }
   // Every thread gets as many panels; a few times over where there is enough of them.
   const int64_t tasks_wanted = ceil_div<int64_t>(4 * threads.count, greatest<int64_t>(1, count));
   const int64_t panels = threads.count == 1 ? g.panels() : round_up<int64_t>(ceil_div(g.panels(), tasks_wanted), 4);
   const int64_t across = ceil_div(g.panels(), greatest<int64_t>(1, panels));
-  const Rows quantized{values, scales, sums, padded, blocks};
+  const Prepared<S> x{{values, scales, sums, padded, blocks}, wide, wide_row, packed_x, a_panel};
   parallel_for(threads, count * across, [&](int64_t i) {
     const int64_t first = i % across * panels;
-    block<S>(g, quantized, wide, wide_row, segments[i / across], first, least(first + panels, g.panels()));
+    block<S>(g, x, segments[i / across], first, least(first + panels, g.panels()));
   }, Share::runs);
 }
 

@@ -115,7 +115,7 @@ class PackedWeight:
 
 
 @overload
-def pack_weight(weight: QTensor, *, transpose: bool = False, activations: str = "int8") -> PackedQTensor: ...
+def pack_weight(weight: QTensor, *, transpose: bool = False, activations: str | None = None) -> PackedQTensor: ...
 
 
 @overload
@@ -124,23 +124,27 @@ def pack_weight(weight: Num[Array, "K N"], *, transpose: bool = False, isa: str 
 
 @checked
 def pack_weight(
-    weight: Num[Array, ...] | QTensor, *, transpose: bool = False, isa: str | None = None, activations: str = "int8"
+    weight: Num[Array, ...] | QTensor,
+    *,
+    transpose: bool = False,
+    isa: str | None = None,
+    activations: str | None = None,
 ) -> PackedWeight | PackedQTensor:
     """Packs a weight once, for `gemm(x, packed)`; with few rows of x the product then runs at the speed of reading it.
 
     Args:
       weight: `[K, N]`, or `[N, K]` with `transpose`: bfloat16, float32 or int8. On an instruction set without products
-        of bfloat16 and int8 it is stored widened, to float32 or int16. Or a `QTensor` of int8 or int4 with one scale
-        for a column or for blocks of K (a multiple of 8); its panels are the same on every instruction set. It may have
-        a leading axis of groups, for `grouped_gemm`, and serves `gated_linear_unit` too.
+        of bfloat16 and int8 it is stored widened, to float32 or int16. Or a `QTensor` of int8, int4, mxfp4, fp8_e4m3 or
+        mxfp8_e4m3 with one scale for a column or for blocks of K (a multiple of 8); its panels are the same on every
+        instruction set. It may have a leading axis of groups, for `grouped_gemm`, and serves `gated_linear_unit` too.
       transpose: the weight is stored with its contracted axis last.
       isa: instruction set to pack for; by default the one that this process uses ("generic" where the native module is
         missing). Not for a QTensor.
-      activations: of a QTensor: "int8" (the default) rounds each row of the other operand to int8, in the blocks of
-        the weight's scales, or in blocks of 128 where a column has one scale: the scale is the block's largest
-        magnitude / 127. Products of bytes are then summed exactly. This is what llama.cpp does, and the fastest.
-        "exact" rounds nothing: the weight is dequantized to float32, and products are float32's. Use it where rows have
-        outliers that int8 loses.
+      activations: of a QTensor; None: "int8", or "exact" for 8-bit floats, which have no other. "int8" rounds each
+        row of the other operand to int8, in the blocks of the weight's scales, or in blocks of 128 where a column has
+        one scale: the scale is the block's largest magnitude / 127. Products of bytes are then summed exactly. This is
+        what llama.cpp does, and the fastest. "exact" rounds nothing: the weight is dequantized to float32, and products
+        are float32's. Use it where rows have outliers that int8 loses.
 
     Raises:
       ShapeError: the weight is no matrix, its dtype is not one of those, an option is unknown or does not fit.
@@ -154,7 +158,7 @@ def pack_weight(
         if isa is not None:
             raise ShapeError(f"pack_weight: `isa` is {isa!r} with a QTensor, whose panels serve all; leave it out.")
         return pack_qtensor(weight, transpose, activations)
-    if activations != "int8":
+    if activations not in (None, "int8"):
         raise ShapeError(f"pack_weight: `activations` is {activations!r}, but `weight` is no QTensor; leave it out.")
     weight = as_array("pack_weight", "weight", weight)
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
