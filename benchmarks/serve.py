@@ -22,12 +22,13 @@ import numpy as np
 
 from vishwamai.inference import Engine, Request, Sampling, plan_load
 
-FORMATS = ("bf16", "f32", "int8", "int4")
+FORMATS = ("bf16", "f32", "int8", "int4", "fp8")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "f32": {"dtype": "float32"},
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
+    "fp8": {"dtype": "bfloat16", "quantize": "fp8"},
 }
 
 
