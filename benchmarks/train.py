@@ -3,7 +3,7 @@
     python benchmarks/train.py                       # 4 layers, 512 hidden, 32,000 tokens in the vocab, 4 x 512 tokens
     python benchmarks/train.py --quick               # a small model, for a test of this file
     python benchmarks/train.py --dtypes bfloat16 --rounds 5
-    python benchmarks/train.py --model mixtral       # 8 experts, of which each token takes 2, with half the features each
+    python benchmarks/train.py --model mixtral       # 8 experts of half the features, 2 of them for each token
     python benchmarks/train.py --packed              # rows of several documents, which do not see one another
 
 Every contestant runs in a process of its own, in turns, `--rounds` times; its best step and the median over rounds are

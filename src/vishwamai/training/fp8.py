@@ -28,6 +28,7 @@ import vishwamai
 from vishwamai.core.arguments import checks_its_own
 from vishwamai.core.errors import ConfigError
 from vishwamai.core.weight import Weight
+from vishwamai.training.adam import kept_where
 from vishwamai.training.optimizers import path_names
 
 Tree = Any
@@ -152,20 +153,24 @@ class FP8Optimizer:
 
         return FP8State(self.inner.init(params), zeros(), zeros(self.history))
 
-    def update(self, gradients: Tree, state: FP8State, params: Tree = None) -> tuple[Tree, FP8State]:
+    def update(
+        self, gradients: Tree, state: FP8State, params: Tree = None, *, good: Any = True
+    ) -> tuple[Tree, FP8State]:
         """Updates of the parameters, and the state after them.
 
         Args:
           gradients: with respect to what `with_scales` returns.
           state: before the step.
           params: the parameters, without scales.
+          good: whether to take the step, if all is finite.
         """
         gradients = dict(gradients)
         largest = gradients.pop(SCALES, {})
         good = jax.tree.reduce(
-            lambda all_so_far, x: all_so_far & jnp.all(jnp.isfinite(x)), (gradients, largest), jnp.bool_(True)
+            lambda all_so_far, x: all_so_far & jnp.all(jnp.isfinite(x)), (gradients, largest), jnp.asarray(good)
         )
-        updates, inner = self.inner.update(gradients, state.inner, params)
+        rule = optax.with_extra_args_support(self.inner)
+        updates, inner = rule.update(gradients, state.inner, params, good=good)
         updates = jax.tree.map(lambda u: jnp.where(good, u, 0), updates)
         history = jax.tree.map(
             lambda old, new: jnp.concatenate([new[..., None].astype(old.dtype), old[..., :-1]], axis=-1),
@@ -173,12 +178,7 @@ class FP8Optimizer:
             largest,
         )
         scales = jax.tree_util.tree_map_with_path(self._scale, history, state.scales)
-        after = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old),
-            FP8State(inner, scales, history),
-            state,
-        )
-        return updates, after
+        return updates, kept_where(good, FP8State(inner, scales, history), state)
 
     def with_scales(self, params: Tree, state: FP8State) -> Tree:
         """The parameters and the scales as one tree, to differentiate by."""

@@ -18,6 +18,7 @@ from vishwamai.models.axes import ONE_DEVICE, Axes
 from vishwamai.models.blocks import in_dtype
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.experts import Load
+from vishwamai.training.adam import kept_where
 from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
 from vishwamai.training.mesh import Layout
@@ -306,20 +307,20 @@ def train_step(
     if limit is not None:
         gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30)), gradients)
     given = gradients | largest if largest else gradients
-    updates, moments = optimizer.update(given, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
-    if counts is not None and config.loss.bias_rate:
-        params = moved_corrections(params, counts, config.loss.bias_rate)
-
     good = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
     if config.guard.max_norm is not None:
         good &= norm <= config.guard.max_norm
-    params, moments = _where(good, (params, moments), (state.params, state.optimizer))
+    rule = optimizer if isinstance(optimizer, FP8Optimizer) else optax.with_extra_args_support(optimizer)
+    updates, moments = rule.update(given, state.optimizer, state.params, good=good)
+    params = optax.apply_updates(state.params, updates)
+    if counts is not None and config.loss.bias_rate:
+        params = moved_corrections(params, counts, config.loss.bias_rate)
+    params, moments = kept_where(good, (params, moments), (state.params, state.optimizer))
     average = state.average
     if average is not None:
         decay = config.optimizer.ema_decay or 0.0
         moved = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p.astype(a.dtype), average, params)
-        average = _where(good, moved, average)
+        average = kept_where(good, moved, average)
     bad = jnp.where(good, 0, 1).astype(jnp.int32)
     after = TrainState(
         state.step + 1, params, moments, average, jnp.where(good, 0, state.skips + 1), state.skipped + bad
@@ -329,7 +330,3 @@ def train_step(
         ratios = [jnp.max(count / jnp.maximum(jnp.mean(count, axis=-1, keepdims=True), 1)) for count in counts.values()]
         shown["overload"] = functools.reduce(jnp.maximum, ratios)
     return after, {name: value * scale for name, value in sums.items()} | shown
-
-
-def _where(condition: Any, yes: Tree, no: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)

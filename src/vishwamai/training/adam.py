@@ -1,0 +1,101 @@
+"""Adam whose moments are written in place, with the guard of the step inside.
+
+Kingma & Ba, "Adam" (2015), by the formulas of `optax.scale_by_adam`. There, the new parameters are computed from
+the old moments, so XLA on the CPU copies every moment before it overwrites it. Here they come from the new ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Tree = Any
+
+
+class Moments(NamedTuple):
+    """State of `scale_by_adam`: steps taken, and the two moments. A step that is not good leaves it as it is."""
+
+    count: Any
+    mu: Tree
+    nu: Tree
+
+
+def scale_by_adam(
+    b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8, mu_dtype: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """As `optax.scale_by_adam`; `update` takes `good`, and where it is false, gives zeros and the state as it was.
+
+    Args:
+      b1, b2: decay of the moments.
+      eps: added to the root of the second.
+      mu_dtype: of the first moment; None for that of the parameters.
+
+    >>> optimizer = scale_by_adam()
+    >>> state = optimizer.init({"w": jnp.ones(2)})
+    >>> updates, after = optimizer.update({"w": jnp.full(2, 0.5)}, state, good=jnp.bool_(True))
+    >>> updates["w"].round(3).tolist(), int(after.count)
+    ([1.0, 1.0], 1)
+    >>> updates, after = optimizer.update({"w": jnp.full(2, jnp.nan)}, after, good=jnp.bool_(False))
+    >>> updates["w"].tolist(), after.mu["w"].round(3).tolist(), int(after.count)
+    ([0.0, 0.0], [0.05, 0.05], 1)
+    """
+
+    def init(params: Tree) -> Moments:
+        mu = jax.tree.map(lambda p: jnp.zeros(p.shape, mu_dtype or p.dtype), params)
+        return Moments(jnp.zeros((), jnp.int32), mu, jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Tree, state: Any, params: Tree = None, *, good: Any = True, **_: Any) -> tuple[Tree, Moments]:
+        del params
+        good = jnp.asarray(good)
+        count = optax.safe_increment(state.count)
+        first, second = 1 - jnp.asarray(b1, jnp.float32) ** count, 1 - jnp.asarray(b2, jnp.float32) ** count
+
+        def one(g: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
+            new_mu, new_nu = (1 - b1) * g + b1 * mu, (1 - b2) * jnp.square(g) + b2 * nu
+            kept_mu = jnp.where(good, new_mu.astype(mu.dtype), mu)
+            kept_nu = jnp.where(good, new_nu.astype(nu.dtype), nu)
+            # Of moments that are stored rounded, the direction is that of the exact ones.
+            near_mu = kept_mu if kept_mu.dtype == new_mu.dtype else new_mu
+            near_nu = kept_nu if kept_nu.dtype == new_nu.dtype else new_nu
+            direction = _direction(good, near_mu, near_nu, first.astype(g.dtype), second.astype(g.dtype), eps)
+            return direction, kept_mu, kept_nu
+
+        found = jax.tree.map(one, updates, state.mu, state.nu)
+        direction, mu, nu = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), found)
+        return direction, Moments(jnp.where(good, count, state.count), mu, nu)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _direction(good: Any, mu: Any, nu: Any, first: Any, second: Any, eps: float) -> Any:
+    """The moments without their bias, one by the root of the other.
+
+    XLA on the CPU would compute the moments once more in the loop that reads them, from the old ones, and keep a copy
+    of those for it. It does not look through a branch, which makes it read the new ones.
+    """
+
+    def formula(mu: Any, nu: Any) -> Any:
+        return (mu / first) / (jnp.sqrt(nu / second) + eps)
+
+    def branch(mu: Any, nu: Any) -> Any:
+        return jax.lax.cond(good, formula, lambda mu, nu: jnp.zeros_like(formula(mu, nu)), mu, nu)
+
+    def select(mu: Any, nu: Any) -> Any:
+        made = formula(mu, nu)
+        return jnp.where(good, made, jnp.zeros_like(made))
+
+    return jax.lax.platform_dependent(mu, nu, cpu=branch, default=select)
+
+
+def kept_where(good: Any, new: Tree, old: Tree) -> Tree:
+    """What a step leaves: `new` where it is good, else `old`. `Moments` are guarded by their own rule and are taken
+    as they are.
+    """
+
+    def one(a: Any, b: Any) -> Any:
+        return a if isinstance(a, Moments) else jnp.where(good, a, b)
+
+    return jax.tree.map(one, new, old, is_leaf=lambda x: isinstance(x, Moments))
