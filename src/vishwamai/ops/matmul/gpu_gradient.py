@@ -54,7 +54,9 @@ def epilogue(
     dz_a, dz_b, dbias, dscale_a, dscale_b = gpu.launch(
         EPILOGUE,
         (strips * tiles * spec.groups,),
-        dict(dout_ptr=dout, kept_ptr=kept, total_ptr=total, scale_a_ptr=scale_a, scale_b_ptr=scale_b, bias_ptr=total_bias),
+        dict(
+            dout_ptr=dout, kept_ptr=kept, total_ptr=total, scale_a_ptr=scale_a, scale_b_ptr=scale_b, bias_ptr=total_bias
+        ),
         wanted,
         M=spec.m,
         N=spec.n,

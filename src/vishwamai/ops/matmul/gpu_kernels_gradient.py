@@ -51,8 +51,8 @@ def epilogue_gradient(
     columns (dz_b).
 
     `kept_ptr` is relu's output, else the activation's argument. Partial rows: dbias and dscale_b `[groups, strips, N]`,
-    dscale_a `[groups, tiles, M]`; those of the scales from the sums `total_ptr`, and from the argument of the activation
-    as these sums give it, unrounded.
+    dscale_a `[groups, tiles, M]`; those of the scales from the sums `total_ptr`, and from the activation's argument as
+    these sums give it, unrounded.
     """
     strip, tile, strips, tiles, group, i, j = _tile(M, N, ROWS, COLUMNS)
     keep = (i < M)[:, None] & (j < N)[None, :]
