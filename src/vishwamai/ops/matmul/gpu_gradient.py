@@ -114,7 +114,7 @@ def unscale(
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
     )  # fmt: skip
-    if dscale is None:
+    if scale is None or dscale is None:
         return dx, None
     return dx, sum_to(dscale, scale.shape, getattr(spec.operands, f"scale_{which}").dtype)
 

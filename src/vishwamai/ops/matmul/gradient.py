@@ -163,7 +163,7 @@ def _epilogue(
     if total is not None:
         total = total.astype(wide)
         exact = dz
-        if spec.keeps_preactivation and spec.out_dtype != wide:
+        if spec.activation is not None and spec.keeps_preactivation and spec.out_dtype != wide:
             z = _times(_times(total, rows_a), columns_b)
             exact = dout * derivative(spec.activation, z if bias is None else z + columns(bias, wide))
         if scale_a is not None and by_total_a:
