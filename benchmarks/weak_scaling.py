@@ -29,7 +29,7 @@ from vishwamai.core.links import estimate_collective
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
 from vishwamai.planning.allocation import training_config
-from vishwamai.planning.analytic import Breakdown, described, training_memory
+from vishwamai.planning.analytic import Breakdown, described, split_parameters, training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.figures import Estimate
@@ -215,8 +215,7 @@ HEADER = (
 
 def by_formulas(config: TrainConfig, target: str, memory: Breakdown) -> Estimate:
     """The compute of a step without its program: what `training_time` has besides the links."""
-    local = memory.parts["parameters"].value
-    links = sum(exchange_seconds(config, target, described(config), local, 0.0, 1.0).values())
+    links = sum(exchange_seconds(config, target, described(config), split_parameters(config), 1.0).values())
     return Estimate(training_time(config, target, memory).value - links, "analytic", "s")
 
 

@@ -53,7 +53,8 @@ def test_the_tokens_are_those_of_transformers(peer, capsys):
     assert found["token_ids"] == expected
     assert (found["text"], found["finish_reason"], found["prompt_tokens"]) == (None, "length", 5)
     assert found["timing"]["total_s"] >= found["timing"]["first_token_s"] > 0
-    first = said.err.splitlines()[0]
+    begun, first = said.err.splitlines()[:2]
+    assert begun == "... loading jax"
     assert f"from {path}, in float32" in first and "planned" in first and "weights" in first
 
 
@@ -66,7 +67,7 @@ def test_a_mesh_gives_the_same_tokens(peer, capsys):
     assert main([*arguments, "--temperature", "0", "--mesh", "tensor=2"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out.splitlines()[-1])["token_ids"] == expected[:8]
-    assert "on cpu split by tensor=2: " in said.err.splitlines()[0]
+    assert "on cpu split by tensor=2: " in said.err.splitlines()[1]
 
 
 def test_texts_and_chats(peer, capsys, tmp_path):
@@ -112,6 +113,7 @@ def test_an_interrupt_ends_it_cleanly(peer):
     command = [sys.executable, "-m", "vishwamai.cli", "generate", str(peer[0]), "--token-ids", "1"]
     command += ["--max-length", "256", "--max-new-tokens", "250", "--dtype", "float32"]  # it takes its time
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "XLA_FLAGS": ""})
+    assert process.stderr.readline() == "... loading jax\n"
     assert process.stderr.readline().startswith("loading qwen3, 2 layers")
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)

@@ -225,7 +225,7 @@ FACTS = Facts(
     poison=Poison("100x192x300 float32", "a", axis=-2),
     declines={
         "pallas_tpu": {
-            "float16": "`a` is float16",
+            **dict.fromkeys(("float16", "scaled float16"), "`a` is float16"),
             "float64": "`a` is float64",
             "no depth": "an array is empty",
             "no rows": "an array is empty",
