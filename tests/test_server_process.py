@@ -31,6 +31,7 @@ def started(directory):
     environment = {**os.environ, "XDG_CACHE_HOME": str(directory)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
+        assert process.stderr.readline() == "... loading jax\n"
         line = process.stderr.readline()
         assert line.startswith("loading llama, 1 layers, from ") and "planned" in line
         threading.Thread(target=process.stderr.read, daemon=True).start()
