@@ -58,7 +58,7 @@ def oracle(x, weight, activations: str) -> np.ndarray:
 
 
 def close(got, want, dtype="float32") -> None:
-    tolerance = 1e-6 if dtype == "float32" else 2.0**-8
+    tolerance = 3e-6 if dtype == "float32" else 2.0**-8  # sums of up to 1000 terms, in an order that threads change
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=tolerance * np.abs(want).max() + 1e-7)
 
 
