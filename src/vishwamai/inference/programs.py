@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -139,11 +139,13 @@ class Program:
     def __init__(self, name: str, function: Any, mesh: Mesh | None, kernels: Kernels, told: Callable[[str], None]):
         self.name, self._function, self._mesh, self._kernels, self._told = name, function, mesh, kernels, told
         self._compiled: Any = None
+        self._platform: str | None = None
 
     def compile(self, *arguments: Any) -> Any:
         """Compiles it for arguments of these shapes; the compiled function."""
         self._told(self.name)
-        with on_mesh(self._mesh), self._kernels(), only_for(platform_of(arguments)):
+        self._platform = platform_of(arguments)
+        with self._traced():
             compiled = self._function.lower(*arguments).compile()
         self._compiled = self._jitted if _has_four_bits(arguments) else compiled
         return self._compiled
@@ -155,8 +157,14 @@ class Program:
         return compiled(*arguments)
 
     def _jitted(self, *arguments: Any) -> Any:
-        with on_mesh(self._mesh), self._kernels(), only_for(platform_of(arguments)):
+        with self._traced():
             return self._function(*arguments)
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        """What the function is traced under: the same for `compile` and each call, which so find one program."""
+        with on_mesh(self._mesh), self._kernels(), only_for(self._platform):
+            yield
 
 
 def _has_four_bits(arguments: Any) -> bool:
