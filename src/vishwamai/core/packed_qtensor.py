@@ -21,7 +21,7 @@ import numpy as np
 
 from vishwamai.core import ffi
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.qtensor import FORMATS, QTensor, scale_values
+from vishwamai.core.qtensor import FORMATS, QTensor, bits, scale_values
 
 if TYPE_CHECKING:
     from jax import Array
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 COLUMNS = 32  # of a panel
 KINDS = {"int8": 0, "int4": 1, "mxfp4": 2, "fp8_e4m3": 3, "mxfp8_e4m3": 3}
 """How the kernels number the formats that they read (`Packing` of quantized.h)."""
-BITS = {"int8": 8, "int4": 4, "mxfp4": 4, "fp8_e4m3": 8, "mxfp8_e4m3": 8}
+BITS = {name: bits(FORMATS[name].dtype) for name in KINDS}
 ACTIVATIONS = ("int8", "exact")
 LARGEST_BLOCK = 32768  # sums of as many products of bytes fit int32
 _PACK = "vishwamai_quantized_panels"
@@ -120,9 +120,13 @@ class PackedQTensor:
         )
 
 
+def _is_fp8(format: str) -> bool:
+    return KINDS[format] == KINDS["fp8_e4m3"]
+
+
 def _side_by_side(format: str) -> int:
     """Bytes of a column that are neighbours."""
-    return 1 if KINDS[format] == KINDS["fp8_e4m3"] else 4
+    return 1 if _is_fp8(format) else 4
 
 
 def _from_bytes(found: Any, format: str) -> Any:
@@ -164,7 +168,7 @@ def pack_qtensor(weight: QTensor, transpose: bool = False, activations: str | No
         raise ShapeError(
             f"pack_weight: `weight` is {weight}; pass a QTensor of {', '.join(BITS)}, of two axes or more."
         )
-    floats = KINDS[weight.format] == KINDS["fp8_e4m3"]
+    floats = _is_fp8(weight.format)
     if floats and activations == "int8":
         raise ShapeError(
             f"pack_weight: `activations` is 'int8', but products of {weight.format} are not products of bytes; pass "
@@ -225,13 +229,13 @@ def permuted(values: Any, format: str, transpose: bool) -> Any:
     """`[groups, panels, bytes]` of `_as_bytes` `[groups, K, N]`, in jax.numpy."""
     x = jnp.swapaxes(values, 1, 2) if transpose else values
     groups, k, n = x.shape
-    bits, beside = BITS[format], _side_by_side(format)
+    width, beside = BITS[format], _side_by_side(format)
     padded, panels = -(-k // 8) * 8, -(-n // COLUMNS)
     x = jnp.pad(x, ((0, 0), (0, padded - k), (0, panels * COLUMNS - n)))
-    x = x.reshape(groups, -1, beside * 8 // bits, panels, COLUMNS).transpose(0, 3, 1, 4, 2)
-    if bits == 4:
+    x = x.reshape(groups, -1, beside * 8 // width, panels, COLUMNS).transpose(0, 3, 1, 4, 2)
+    if width == 4:
         x = (x + 8).astype(jnp.uint8)
         packed = x[..., :4] | (x[..., 4:] << 4)
     else:
         packed = x.astype(jnp.uint8) ^ (128 if format == "int8" else 0)
-    return packed.reshape(groups, panels, padded * COLUMNS * bits // 8)
+    return packed.reshape(groups, panels, padded * COLUMNS * width // 8)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from vishwamai.core.links import estimate_collective, line_links
 from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
+from vishwamai.ops.moe.exchange_times import pays
 from vishwamai.parallel import ExchangeEstimate, estimate_exchange
 from vishwamai.planning.mesh_links import links_of
 from vishwamai.training.config import TrainConfig
@@ -72,8 +73,7 @@ def rows_in_pieces(config: TrainConfig, target: str, model: ModelConfig) -> bool
     if config.mesh.expert == 1:
         return False
     line = line_links(Target.parse_chip(target), (config.mesh.expert,))
-    found = [one(links=line) for one in _ways(config, model)[0]]
-    return sum(one.overlapped for one in found) < sum(one.plain for one in found)
+    return pays([one(links=line) for one in _ways(config, model)[0]])
 
 
 def experts_room(config: TrainConfig, model: ModelConfig) -> int:
