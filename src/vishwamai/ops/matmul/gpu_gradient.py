@@ -45,8 +45,8 @@ def epilogue(
         dz_a_ptr=dz if of_b and not one and (cast or scale_a is not None) else None,
         dz_b_ptr=dz if (of_a or (of_b and one)) and (cast or scale_b is not None) else None,
         dbias_ptr=None if bias is None else by_column,
-        dscale_a_ptr=by_row if total is not None and scale_a is not None and by_total_a else None,
-        dscale_b_ptr=by_column if total is not None and scale_b is not None and by_total_b else None,
+        dscale_a_ptr=by_row if scale_a is not None and by_total_a else None,
+        dscale_b_ptr=by_column if scale_b is not None and by_total_b else None,
     )
     if all(out is None for out in wanted.values()):
         return Through(dout, dout, None, None, None)

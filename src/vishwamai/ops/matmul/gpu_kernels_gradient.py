@@ -23,6 +23,16 @@ def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _scaled(x, of_row, of_column):
+    """`x` times the scales of its rows and of its columns; None is 1."""
+    if of_row is not None:
+        x = x * of_row[:, None]
+    if of_column is not None:
+        x = x * of_column[None, :]
+    return x
+
+
+@triton.jit
 def epilogue_gradient(
     dout_ptr,
     kept_ptr,
@@ -65,13 +75,14 @@ def epilogue_gradient(
             dz = tl.where(kept > 0.0, dz, 0.0)
         else:
             dz *= derivative(kept, ACTIVATION)
-    dz_a, dz_b = dz, dz
+    of_row = None
     if scale_a_ptr is not None:
-        of_row = tl.load(scale_a_ptr + group * scale_a_group + i * scale_a_row, mask=i < M, other=0.0)
-        dz_a = dz * of_row.to(tl.float32)[:, None]
+        of_row = tl.load(scale_a_ptr + group * scale_a_group + i * scale_a_row, mask=i < M, other=0.0).to(tl.float32)
+    of_column = None
     if scale_b_ptr is not None:
-        of_column = tl.load(scale_b_ptr + group * scale_b_group + j * scale_b_column, mask=j < N, other=0.0)
-        dz_b = dz * of_column.to(tl.float32)[None, :]
+        at_column = scale_b_ptr + group * scale_b_group + j * scale_b_column
+        of_column = tl.load(at_column, mask=j < N, other=0.0).to(tl.float32)
+    dz_a, dz_b = _scaled(dz, of_row, None), _scaled(dz, None, of_column)
     if dz_a_ptr is not None:
         tl.store(dz_a_ptr + at, dz_a.to(dz_a_ptr.dtype.element_ty), mask=keep)
     if dz_b_ptr is not None:
@@ -82,20 +93,12 @@ def epilogue_gradient(
     if total_ptr is not None:
         total = tl.load(total_ptr + at, mask=keep, other=0).to(tl.float32)
         if kept_ptr is not None and ACTIVATION != "relu":
-            z = total
-            if scale_a_ptr is not None:
-                z *= of_row.to(tl.float32)[:, None]
-            if scale_b_ptr is not None:
-                z *= of_column.to(tl.float32)[None, :]
+            z = _scaled(total, of_row, of_column)
             if bias_ptr is not None:
                 bias = tl.load(bias_ptr + group * bias_group + j * bias_column, mask=j < N, other=0.0)
                 z += bias.to(tl.float32)[None, :]
             dz = dout * derivative(z, ACTIVATION)
-            dz_a, dz_b = dz, dz
-            if scale_a_ptr is not None:
-                dz_a = dz * of_row.to(tl.float32)[:, None]
-            if scale_b_ptr is not None:
-                dz_b = dz * of_column.to(tl.float32)[None, :]
+            dz_a, dz_b = _scaled(dz, of_row, None), _scaled(dz, None, of_column)
         if dscale_a_ptr is not None:
             tl.store(dscale_a_ptr + (group * tiles + tile) * M + i, tl.sum(dz_b * total, 1), mask=i < M)
         if dscale_b_ptr is not None:

@@ -223,9 +223,7 @@ FACTS = Facts(
     batched=("query", "kv_pages", "kv_lens", "page_indices"),
     poison=Poison("mixed bf16", "query"),
     declines={
-        "native_cpu": {
-            **dict.fromkeys(_INT4, "`kv_pages` is int4"),
-        },
+        "native_cpu": dict.fromkeys(_INT4, "`kv_pages` is int4"),
         "pallas_tpu": {
             "no tokens": "the batch is empty",
             "float16": "`query` is float16",
