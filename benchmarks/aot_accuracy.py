@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.aot import Inspection, Schedule, inspect_many
+from vishwamai.aot import Inspection, KernelSchedule, inspect_many
 
 MEASURED = pathlib.Path(__file__).with_name("aot_measured.json")
 
@@ -132,7 +132,7 @@ def main() -> None:
     done = []
     for row in rows:
         (found,) = inspect_many([BUILD[row["op"]](row)], options.timeout)
-        if not isinstance(found, Schedule):
+        if not isinstance(found, KernelSchedule):
             print(f"{row['chip']:<6} {row['op']:<10} {describe(row)}: {found}", flush=True)
             continue
         row["estimate_ms"] = found.seconds * 1e3

@@ -32,7 +32,7 @@ import torch
 
 import vishwamai.torch as vt
 from vishwamai.bench import numbers
-from vishwamai.bench.candidates import Candidate, theirs
+from vishwamai.bench.candidates import Contestant, theirs
 from vishwamai.bench.contest import contest
 from vishwamai.bench.gradient import gradient_case, work
 from vishwamai.bench.ratios import PEERS
@@ -65,7 +65,7 @@ class Comparison:
     operation: Operation
     case: Case
     run: Case
-    contestants: list[Candidate]
+    contestants: list[Contestant]
 
     @property
     def gradients(self) -> bool:

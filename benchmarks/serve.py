@@ -2,6 +2,7 @@
 
     python benchmarks/serve.py DIR --format bf16 --prompt 512 --steps 32     # tokens/s: a prompt, decoding 1, 8 and 32
     python benchmarks/serve.py DIR --format int8 --arrivals                  # time between tokens while prompts arrive
+    python benchmarks/serve.py DIR --arrivals --mixed-tokens 24              # the same with small pieces of prompts
 
 DIR is a directory as Hugging Face writes it; weights may be random, for only the time is meant. As a module it has what
 a driver of several engines needs to run it next to others on the same weights and prompts, each in a process of its
@@ -41,9 +42,9 @@ class Contestant:
         self._requests: dict[int, Request] = {}
         self._drawn: dict[int, list[int]] = {}
 
-    def start(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Hands a prompt in."""
-        room = self.engine.limits.max_length - len(tokens)
+    def start(self, sequence: int, tokens: Sequence[int], room: int | None = None) -> None:
+        """Hands a prompt in, for `room` tokens, or as many as there can be."""
+        room = room or self.engine.limits.max_length - len(tokens)
         drawn = self._drawn[sequence] = []
         request = Request(
             tuple(tokens),
@@ -82,7 +83,9 @@ class Contestant:
         self._requests.clear()
 
 
-def load(folder: str, format: str, threads: int, max_sequences: int, max_tokens: int) -> Contestant:
+def load(
+    folder: str, format: str, threads: int, max_sequences: int, max_tokens: int, mixed_tokens: int | None = None
+) -> Contestant:
     """The engine on a directory; `threads` are those of the process (`taskset`)."""
     del threads
     planned = plan_load(
@@ -90,6 +93,7 @@ def load(folder: str, format: str, threads: int, max_sequences: int, max_tokens:
         **_OPTIONS[format],
         max_sequences=max_sequences,
         max_tokens=512 + max_sequences,
+        mixed_tokens=mixed_tokens,
         max_length=max_tokens,
         keep_packed=True,
     )
@@ -108,7 +112,8 @@ def rates(made: Contestant, prompt: int, steps: int, vocab: int) -> dict[str, fl
         began = time.perf_counter()
         for i in range(count):
             made.prefill(i, prompts[i])
-        found["prefill"] = count * prompt / (time.perf_counter() - began)
+        if count == 1:
+            found["prefill"] = prompt / (time.perf_counter() - began)
         have = min(len(made._drawn[i]) for i in range(count))
         began = time.perf_counter()
         made.advance(range(count), have + steps)
@@ -118,14 +123,14 @@ def rates(made: Contestant, prompt: int, steps: int, vocab: int) -> dict[str, fl
 
 
 def gaps(made: Contestant, prompt: int, vocab: int, arrivals: bool) -> dict[str, float]:
-    """Seconds between the tokens of 4 sequences, while prompts of 2048 tokens arrive or undisturbed."""
+    """Seconds between tokens of 4 sequences, undisturbed or while prompts of 2048 tokens arrive, for 8 tokens each."""
     random = np.random.default_rng(2)
     for i in range(4):
         made.prefill(i, random.integers(0, vocab, prompt).tolist())
     times = []
     for step in range(200):
         if arrivals and step % 20 == 0:
-            made.start(4 + step, random.integers(0, vocab, min(2048, made.engine.limits.max_length - 8)).tolist())
+            made.start(4 + step, random.integers(0, vocab, 2048).tolist(), room=8)
         have = min(len(made._drawn[i]) for i in range(4))
         began = time.perf_counter()
         made.advance(range(4), have + 1)
@@ -141,10 +146,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--arrivals", action="store_true", help="time between tokens while prompts of 2048 arrive")
+    parser.add_argument("--mixed-tokens", type=int, help="tokens of a step that decodes too, as in `vishwamai serve`")
     options = parser.parse_args()
     began = time.perf_counter()
-    length = 4096 if options.arrivals else options.prompt + 4 * options.steps
-    made = load(options.directory, options.format, 0, 32, length)
+    # What arrives leaves again after its eight tokens: eight prompts at once are more than there are.
+    sequences, length = (12, 2048 + 8) if options.arrivals else (32, options.prompt + 4 * options.steps)
+    made = load(options.directory, options.format, 0, sequences, length, options.mixed_tokens)
     vocab = made.engine.programs.vocab
     found: dict[str, Any] = {"format": options.format, "ready_s": time.perf_counter() - began}
     if options.arrivals:

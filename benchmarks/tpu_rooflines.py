@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai import apply_rope, gated_linear_unit, gemm, layer_norm, rms_norm, softmax
-from vishwamai.aot import Inspection, Schedule, inspect_many
+from vishwamai.aot import Inspection, KernelSchedule, inspect_many
 from vishwamai.bench import estimates
 from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.signature import array_specs
@@ -122,7 +122,7 @@ SUITES: dict[str, Callable[[], Iterator[Any]]] = {
 }
 
 
-def _share(result: Schedule | VishwamaiError) -> str:
+def _share(result: KernelSchedule | VishwamaiError) -> str:
     if isinstance(result, VishwamaiError):
         return "error"
     bound = result.roofline

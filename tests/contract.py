@@ -241,15 +241,10 @@ def evaluate(
         return jax.tree.map(np.asarray, jax.block_until_ready(program(arrays)))
 
 
-# Without XLA's emitters of fusions through MLIR the compiler takes half the time for the same numbers.
-# It is no flag in XLA_FLAGS: libtpu does not know it and ends the process.
-COMPILER = {"xla_cpu_use_fusion_emitters": False} if jax.__version__.startswith("0.10.") else None
-
-
 def _with_cotangents(case: Case, implementation: str, cotangents: Any, how: Mapping[str, Any]) -> Any:
     run = value_and_gradients(case, implementation=implementation, **how)
     # float0 is static: an integer output has none to be traced
-    return jax.jit(lambda arrays: run(arrays, cotangents), compiler_options=COMPILER)
+    return jax.jit(lambda arrays: run(arrays, cotangents))
 
 
 @functools.lru_cache(maxsize=32)

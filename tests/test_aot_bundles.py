@@ -9,7 +9,7 @@ import aot_programs as programs
 from vishwamai.aot.schedule import bundles
 from vishwamai.aot.schedule.bundles import UNITS, Bundle, BundleOperand, Matrix, Utilisation, parse
 from vishwamai.aot.schedule.dump import read_sources
-from vishwamai.aot.schedule.interpret import Program, run
+from vishwamai.aot.schedule.interpret import BundledProgram, run
 from vishwamai.aot.schedule.machine import Machine, Model, smem_words
 from vishwamai.aot.schedule.mxu import RESERVATIONS, occupancy, product_rows
 from vishwamai.core.hardware import TPUS
@@ -19,7 +19,7 @@ EMPTY = Bundle((), (), (), 0)
 
 def program(text, name="kernel", target="v5e"):
     parsed = parse(text)
-    return Program(
+    return BundledProgram(
         name, parsed, Utilisation((1,) * len(UNITS), ((0,) * len(UNITS),) * len(parsed)), RESERVATIONS[target]
     )
 

@@ -194,7 +194,7 @@ def test_roofline_is_per_device():
 
 def as_schedule(simulation, flops: float = FLOPS, nbytes=1.8e6, source="given"):
     bound = roofline(simulation.chip, flops, nbytes)
-    return inspection.Schedule(
+    return inspection.KernelSchedule(
         "matmul", simulation.chip.name, simulation, bound, source, {"matmul.1": 1 << 20}, frozenset(["matmul.1"])
     )
 
@@ -285,8 +285,8 @@ def test_inspect_many_targets_and_errors(cache):
     first, rejected, third = inspection.inspect_many(cases)
     assert isinstance(rejected, DeviceError)
     assert "of HBM" in str(rejected)
-    assert isinstance(first, inspection.Schedule)
-    assert isinstance(third, inspection.Schedule)
+    assert isinstance(first, inspection.KernelSchedule)
+    assert isinstance(third, inspection.KernelSchedule)
     assert first.simulation.flops == {"bf16": FLOPS}
     assert first.pallas == {"matmul.1"}
     # blocks of x, y and o, twice each, and the accumulator
@@ -325,8 +325,8 @@ def test_repeated_code_is_counted_every_time(cache):
         inspection.Inspection(lambda a, b, c: (jnp.sin(a).T, jnp.sin(b).T, jnp.sin(c).T), [one] * 3, target="v5e"),
     ]
     once, thrice = inspection.inspect_many(cases)
-    assert isinstance(once, inspection.Schedule)
-    assert isinstance(thrice, inspection.Schedule)
+    assert isinstance(once, inspection.KernelSchedule)
+    assert isinstance(thrice, inspection.KernelSchedule)
     assert not thrice.guessed
     assert thrice.seconds == pytest.approx(3 * once.seconds, rel=0.2)
 

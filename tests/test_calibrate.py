@@ -6,7 +6,7 @@ import json
 import pytest
 
 from vishwamai.bench import schedules
-from vishwamai.bench.runner import Measurement, Settings, Step, steps
+from vishwamai.bench.runner import BenchSettings, CaseMeasurement, Step, steps
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError
 from vishwamai.core.hardware import TPUS
@@ -91,7 +91,7 @@ def test_the_roofline_says_what_bounds():
 
 @pytest.mark.long
 def test_this_machine_is_measured_without_an_estimate(tmp_path):
-    settings = dataclasses.replace(Settings.quick(), seconds=1.0, call_seconds=0.01)
+    settings = dataclasses.replace(BenchSettings.quick(), seconds=1.0, call_seconds=0.01)
     wanted = steps(catalogue.chosen(["norm"]), settings)
     found = calibrate(wanted, settings)
     assert found.chip is None and found.factor is None and len(found.rows) == len(wanted) + 1
@@ -106,7 +106,7 @@ def test_a_tpu_compares_with_the_shipped_schedules():
     (operation,) = catalogue.chosen(["gemm"])
     case, stored = next((c, s) for c in operation.cases if (s := shipped.get(f"gemm: {c.name}")) and s["seconds"])
     spec = catalogue.specs_of(operation, case)[0]
-    ran = Measurement(
+    ran = CaseMeasurement(
         "gemm", case.name, "", "vishwamai", stored["implementation"], True, "bfloat16", spec.flops, spec.bytes_moved
     )
     ran = dataclasses.replace(ran, timing=Timing((2 * stored["seconds"],) * 4, 1))

@@ -447,3 +447,7 @@ def test_a_mask_is_bool_integers_or_what_is_added(of_torch):
     np.testing.assert_allclose(both, one, rtol=1e-5, atol=1e-5)
     with pytest.raises(ShapeError, match="`mask` is int.* and has numbers other than 0 and 1; pass bool"):
         module.flash_attention(q, k, v, convert(seen.astype(np.int32) - 1))
+    if not of_torch:
+        known = convert(seen.astype(np.int32))  # not an argument of the program
+        inside = jax.jit(lambda q: module.flash_attention(q, k, v, known))(q)
+        np.testing.assert_allclose(inside, wanted, rtol=1e-5, atol=1e-5)

@@ -89,9 +89,10 @@ def on_torch(arrays):
 # wider than a tile.
 TILES = [
     (16, 16, 1, {}, (8, 2)),
-    (16, 32, 4, {"window": 9, "sinks": True, "slopes": True}, (8, 2)),
+    (16, 32, 4, {"window": 9, "sinks": True, "slopes": True, "return_lse": True}, (8, 2)),
     (16, 32, 4, {"tree": 4, "sinks": True}, (8, 2)),
-    (32, 32, 2, {"softcap": 2.0, "max_q_len": 6, "sinks": True}, (4, 1)),
+    (32, 32, 2, {"softcap": 2.0, "max_q_len": 6, "sinks": True, "return_lse": True}, (4, 1)),
+    (16, 16, 1, {"softcap": 2.0, "return_lse": True}, (8, 2)),
     pytest.param(16, 16, 2, {"max_q_len": 6}, (40, 2), marks=pytest.mark.long),
 ]
 
@@ -100,7 +101,7 @@ TILES = [
 @pytest.mark.parametrize("rows, long_rows, splits, options, heads", TILES, ids=str)
 def test_tiles_and_splits(rows, long_rows, splits, options, heads):
     """The same numbers whatever the tiles: NaN in unowned memory never shows, wild entries are never read, rows of no
-    sequence are 0.
+    sequence are 0, and their logsumexp -inf.
     """
     arrays = problem(heads=heads)
     options = dict(options)
@@ -112,9 +113,26 @@ def test_tiles_and_splits(rows, long_rows, splits, options, heads):
         options["tree_mask"] = np.random.default_rng(1).random((len(arrays[0]), columns)) < 0.7
     config = PagedGpuConfig(rows, 16, 4, 2, splits, long_rows, 16, 4, 2)
     call = jax.jit(lambda *a: vishwamai.ragged_paged_attention(*a, **options, implementation="triton", config=config))
-    got = np.asarray(jax.block_until_ready(call(*arrays)))
-    np.testing.assert_allclose(got, expected(arrays, **options), rtol=2e-5, atol=2e-5)
-    assert (got[-2:] == 0).all()
+    got, want = jax.block_until_ready(call(*arrays)), expected(arrays, **options)
+    if options.get("return_lse"):
+        (got, logsumexp), (want, statistics) = got, want
+        np.testing.assert_allclose(logsumexp, statistics, rtol=2e-5, atol=2e-5)
+        assert np.isneginf(logsumexp[-2:]).all() and np.isfinite(logsumexp[:-2]).all()
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    assert (np.asarray(got)[-2:] == 0).all()
+
+
+@interpreter
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_sink_without_weight(splits):
+    """-inf, beside queries that see a key and queries that see none: as without the sink."""
+    arrays = problem(((3, 1), (2, 6)))
+    sinks = np.array([-np.inf, -np.inf, 0.5, -np.inf], np.float32)
+    config = PagedGpuConfig(16, 16, 4, 2, splits, 16, 16, 4, 2)
+    options = {"sinks": sinks, "return_lse": True}
+    call = jax.jit(lambda *a: vishwamai.ragged_paged_attention(*a, **options, implementation="triton", config=config))
+    for got, want in zip(jax.block_until_ready(call(*arrays)), expected(arrays, **options), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
 @interpreter
@@ -180,9 +198,12 @@ def test_torch(form):
     slopes = np.array([0.5, 0.25, 0.1, 0.0], np.float32)
     tree = np.random.default_rng(1).random((len(query), 3)) < 0.7
     options = {"alibi_slopes": torch.from_numpy(slopes), "tree_mask": torch.from_numpy(tree)}
-    got = vt.ragged_paged_attention(query, pools, *rest, window=(12, 0), num_seqs=3, **options)
-    want = expected((arrays[0], *arrays[1:]), window=12, num_seqs=3, alibi_slopes=slopes, tree_mask=tree)
+    options |= {"num_seqs": 3, "return_lse": True}
+    got, lse = vt.ragged_paged_attention(query, pools, *rest, window=(12, 0), **options)
+    options |= {"alibi_slopes": slopes, "tree_mask": tree}
+    want, statistics = expected((arrays[0], *arrays[1:]), window=12, **options)
     np.testing.assert_allclose(to_numpy(got, np.float32), want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(to_numpy(lse, np.float32), statistics, rtol=2e-5, atol=2e-5)
     assert (got[7:] == 0).all()
 
 
@@ -250,7 +271,7 @@ def test_update_is_that_of_jax_and_in_place(dtype, form):
 
 def attend_arguments():
     query, pool, lens, table, starts = on_torch(problem(((1, 5), (2, 6))))
-    return query, pool.nan_to_num(), None, lens, table, starts, *(None,) * 11
+    return query, pool.nan_to_num(), None, lens, table, starts, *(None,) * 11, False
 
 
 def update_arguments():

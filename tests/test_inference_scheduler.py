@@ -2,6 +2,7 @@
 with the tokens themselves.
 """
 
+import collections
 import math
 import random
 
@@ -12,14 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference.drafting import UNREAD
+from vishwamai.inference.limits import Limits
 from vishwamai.inference.pages import PagePool
-from vishwamai.inference.scheduler import Limits, Plan, Scheduler, Stream
+from vishwamai.inference.scheduler import Plan, Scheduler, Stream
 
 LIMITS = Limits(max_sequences=3, max_tokens=7, max_length=24, page_size=2, aging=2.0)
 PAGES = 14
 SWITCH = 9
-WINDOW = 5
-RING = (WINDOW + LIMITS.max_tokens - 2 + LIMITS.page_size - 1) // LIMITS.page_size + 1
+WINDOWS = (5, 2)
+RINGS = {window: -(-(window + LIMITS.max_tokens - 2) // LIMITS.page_size) + 1 for window in WINDOWS}
 
 
 def next_token(tokens):
@@ -30,12 +32,12 @@ def next_token(tokens):
 class Device:
     """Pages with the tokens that were written to them, and the order of the steps; those of a draft model, too."""
 
-    def __init__(self, switch=None, ringed=False):
-        self.switch, self.ringed = switch, ringed
+    def __init__(self, switch=None):
+        self.switch = switch
         self.random = random.Random(1)
         self.rows = {}
         self.draft_rows = {}
-        self.rings = {}  # of layers with a window, by slot
+        self.window_rows = {}  # of layers with a window: all tokens up to the one whose key it is
         self.history = {}
 
     def run(self, plan):
@@ -54,12 +56,7 @@ class Device:
                 row = history[position], bool(work.stream.turned)
                 for rows in (self.rows, self.draft_rows):  # each step of the model is one of the draft
                     rows[page, position % LIMITS.page_size] = row
-                ring = position // LIMITS.page_size % RING, position % LIMITS.page_size
-                self.rings[work.stream.slot, *ring] = position, history[position]
-            first_seen = max(0, work.start - WINDOW + 1) if self.ringed else work.start
-            for position in range(first_seen, work.start + work.count):
-                ring = position // LIMITS.page_size % RING, position % LIMITS.page_size
-                assert self.rings[work.stream.slot, *ring] == (position, history[position]), "a window lacks a key"
+            self.windows(work, history)
             found = [
                 self.rows[work.stream.pages[p // LIMITS.page_size], p % LIMITS.page_size]
                 for p in range(work.start + work.count)
@@ -77,6 +74,16 @@ class Device:
             history[first:] = drawn[: wrong + 1]
             sampled.append(drawn[: wrong + 1])
         return sampled
+
+    def windows(self, work, history):
+        turned = bool(work.stream.turned)
+        for window, span in work.stream.spans.items():
+            for position in range(max(0, work.start - window + 1), work.start + work.count):
+                page = span.pages[position // LIMITS.page_size - span.first]
+                at, row = (window, page, position % LIMITS.page_size), (tuple(history[: position + 1]), turned)
+                if position >= work.start:
+                    self.window_rows[at] = row
+                assert self.window_rows[at] == row, "a window lacks a key"
 
     def guesses(self, work, known):
         """Those of the plan; where only a draft model knows them, it makes them over its pages, one after another."""
@@ -96,13 +103,13 @@ class Device:
 
 
 class Serving(RuleBasedStateMachine):
-    ringed = False
+    rings = {}
 
     def __init__(self):
         super().__init__()
-        self.pool = PagePool(PAGES, shared=not self.ringed)
-        self.scheduler = Scheduler(LIMITS, self.pool, SWITCH)
-        self.device = Device(SWITCH, self.ringed)
+        self.pool = PagePool(PAGES)
+        self.scheduler = Scheduler(LIMITS, self.pool, SWITCH, self.rings)
+        self.device = Device(SWITCH)
         self.unread = []
         self.now = 0.0
         self.streams = []
@@ -144,6 +151,7 @@ class Serving(RuleBasedStateMachine):
         assert sum(work.count for work in plan.works) <= LIMITS.max_tokens + 3 * LIMITS.max_sequences
         assert len({work.stream for work in plan.works}) == len(plan.works) <= LIMITS.max_sequences
         assert not any(work.stream.synchronous and work.stream.in_flight > 1 for work in plan.works)
+        assert all(work.count > len(work.drafts) and (work.samples or not work.drafts) for work in plan.works)
         self.unread.append((plan, self.device.run(plan)))
         if len(self.unread) > 1:
             self.read()
@@ -174,7 +182,15 @@ class Serving(RuleBasedStateMachine):
         assert self.pool.available == held.count(0)
         slots = [stream.slot for stream in self.scheduler.running]
         assert len(set(slots)) == len(slots) <= LIMITS.max_sequences
-        assert not any(s.pages or s.slot is not None for s in self.streams if s not in self.scheduler.running)
+        for window, pool in self.scheduler.windows.pools.items():
+            spans = [stream.spans[window].pages for stream in self.scheduler.running]
+            assert all(len(set(pages)) == len(pages) <= self.rings[window] for pages in spans)
+            counts = collections.Counter(page for pages in spans for page in pages)
+            assert [counts[page] for page in range(pool.num_pages)] == [pool.holders(p) for p in range(pool.num_pages)]
+            assert pool.available == pool.num_pages - len(counts)
+        assert not any(
+            s.pages or s.spans or s.slot is not None for s in self.streams if s not in self.scheduler.running
+        )
 
     @invariant()
     def answers_are_the_models_own(self):
@@ -193,19 +209,19 @@ class Serving(RuleBasedStateMachine):
         assert not self.scheduler.unfinished and self.pool.available == PAGES
 
 
-class Ringed(Serving):
-    """Layers with a window have rings of pages, which no other sequence shares."""
+class Windowed(Serving):
+    """Layers with windows keep few pages, and prompts that begin alike share those too."""
 
-    ringed = True
+    rings = RINGS
 
 
-@pytest.mark.parametrize("machine", [Serving, Ringed])
+@pytest.mark.parametrize("machine", [Serving, Windowed])
 def test_random_requests(machine):
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=40))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("machine", [Serving, Ringed])
+@pytest.mark.parametrize("machine", [Serving, Windowed])
 def test_ten_thousand_random_runs(machine):
     run_state_machine_as_test(machine, settings=settings(max_examples=10_000, stateful_step_count=40, deadline=None))
 
@@ -258,6 +274,28 @@ def test_a_prompt_takes_little_of_a_step_that_decodes():
         Limits(max_sequences=2, max_tokens=16, mixed_tokens=17)
 
 
+def test_whom_an_urgent_prompt_preempts_leaves_its_tokens_to_it():
+    limits = Limits(max_sequences=2, max_tokens=6, mixed_tokens=6, max_length=20, page_size=2)
+    scheduler = Scheduler(limits, PagePool(20))
+
+    def plan():
+        plan = scheduler.schedule(0.0, lambda stream, most: (2,) * min(most, 1))
+        for work in plan.works:
+            if work.samples:
+                scheduler.read(work.stream, [2] * (1 + len(work.drafts)))
+        return [(work.start, work.count, work.samples, work.drafts) for work in plan.works], len(plan.preempted)
+
+    for rank, tokens, expected in (
+        (1.0, [0, 1], [(0, 2, True, ())]),
+        (2.0, [0] * 9, [(2, 1, True, ()), (0, 5, False, ())]),
+    ):
+        scheduler.add(Stream(tokens, 12, rank=(rank, 0), synchronous=True))
+        assert plan() == (expected, 0)
+    scheduler.add(Stream([1, 0, 1], 12, rank=(0.0, 0), synchronous=True))
+    assert plan() == ([(3, 1, True, ()), (0, 3, True, ())], 1)  # and no guesses in a step with a prompt
+    assert plan() == ([(3, 2, True, (2,)), (4, 2, True, (2,))], 0)
+
+
 def test_a_prompt_seen_before_is_not_computed_again():
     scheduler, device = Scheduler(LIMITS, PagePool(PAGES)), Device()
     prompt = [0, 1, 0, 0, 1]
@@ -267,6 +305,25 @@ def test_a_prompt_seen_before_is_not_computed_again():
     scheduler.add(second)
     plan = scheduler.schedule(9.0)
     assert (second.cached, [(w.start, w.count) for w in plan.works]) == (4, [(4, 1)])
+
+
+@pytest.mark.parametrize(("sequences", "cached"), [(1, 0), (2, 4)])
+def test_a_prefix_is_taken_up_where_its_windows_are_known(sequences, cached):
+    """The pages of all tokens are known; those of a window at the middle of a prompt only where the pool holds them."""
+    limits = Limits(sequences, max_tokens=4, mixed_tokens=4, max_length=24, page_size=2)
+    scheduler, device = Scheduler(limits, PagePool(100), rings={3: 4}), Device()
+    prompt = [0, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
+    scheduler.add(Stream(list(prompt), 13, rank=scheduler.rank(0.0)))
+    simulate(scheduler, device, 4)
+    assert scheduler.windows.pools[3].num_pages == 4 * sequences
+    found = []
+    for tokens in (prompt, prompt[:4] + [0] * 8):  # the second begins like the first only up to token 4
+        stream = Stream(tokens, 13, rank=scheduler.rank(0.0))
+        scheduler.add(stream)
+        simulate(scheduler, device, 4)
+        assert stream.finished
+        found.append(stream.cached)
+    assert found == [10, cached]
 
 
 def test_answers_to_one_prompt_compute_it_once():

@@ -1,5 +1,6 @@
-"""Layers with a window keep a ring of their window's pages: the same tokens, with less memory."""
+"""Layers with a window keep few pages: the same tokens, with less memory, and prompts that begin alike share them."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ GEMMA = {**SIZES, "model_type": "gemma3_text", "num_hidden_layers": 4, "sliding_
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LIMITS = Limits(max_sequences=2, max_tokens=8, mixed_tokens=8, max_length=64, page_size=4)
 RING = 4  # pages: the first of 8 new tokens sees 5 before it, so 13 tokens, which begin anywhere in a page
+KEEPING = dataclasses.replace(LIMITS, max_tokens=40)  # a ring would be longer than half a sequence: all pages are kept
 PROMPTS = [list(range(1, 1 + count)) for count in (37, 5, 20)]
 
 
@@ -68,12 +70,12 @@ def test_a_step_over_rings_is_a_step_over_pages(stacked):
 def test_tokens_are_those_over_all_pages(values):
     model = decoder(values)
     options = [Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=1.0, seed=2, n=2), Sampling()]
-    keeping, ringed = (Engine(model, limits=LIMITS, num_pages=18, prefix_cache=keep) for keep in (True, None))
+    keeping, ringed = (Engine(model, limits=limits, num_pages=18) for limits in (KEEPING, LIMITS))
     expected, answers = (engine.generate(PROMPTS, options) for engine in (keeping, ringed))
     assert [a.token_ids for a in answers] == [e.token_ids for e in expected]
     assert len(expected[-1].token_ids) == 44 and ringed.statistics.preemptions > 0
-    sizes = {pool.shape[0] for pool in ringed.programs.pages}
-    assert sizes == ({2 * RING, 18} if values is GEMMA else {2 * RING})
+    windows = ({18}, {2 * RING, 18} if values is GEMMA else {2 * RING})
+    assert tuple({pool.shape[0] for pool in engine.programs.pages} for engine in (keeping, ringed)) == windows
     again = [engine.generate([PROMPTS[0]], Sampling(max_new_tokens=2))[0] for engine in (keeping, ringed)]
     assert again[0].token_ids == again[1].token_ids
     assert again[0].cached > 0 == again[1].cached  # rings hold no prefix for others
@@ -84,7 +86,7 @@ def test_guesses_and_a_draft_with_a_window_of_its_own():
     model, draft = decoder(GEMMA), decoder({**MISTRAL, "sliding_window": 3})
     options = Sampling(max_new_tokens=24, temperature=0.5, seed=1)
     prompts = [[5, 6, 7, 8] * 5, PROMPTS[1]]
-    expected = Engine(model, limits=LIMITS, prefix_cache=True).generate(prompts, options)
+    expected = Engine(model, limits=KEEPING).generate(prompts, options)
     for guesser in (None, draft, model):
         engine = Engine(model, limits=LIMITS, drafts=3, draft=guesser)
         assert [a.token_ids for a in engine.generate(prompts, options)] == [a.token_ids for a in expected]
@@ -96,11 +98,10 @@ def test_the_memory_plan_counts_rings(tmp_path):
     model = decoder(GEMMA)
     save_pretrained(model, tmp_path)
     sizes: dict[str, Any] = {"dtype": "float32", "max_sequences": 2, "max_tokens": 8, "max_length": 64, "page_size": 4}
-    planned, keeping = (plan_load(tmp_path, prefix_cache=keep, **sizes) for keep in (None, True))
+    planned = plan_load(tmp_path, **sizes)
     page = 4 * 2 * 16 * 4  # bytes of a page of one layer
-    assert keeping.pages == 4 * 32 * page and planned.pages == (2 * 32 + 2 * 2 * RING) * page
-    said = "layers with a window keep 16 tokens (window 6) of each sequence, so there is no prefix cache"
-    assert said in str(planned) and said not in str(keeping)
+    assert planned.pages == (2 * 32 + 2 * 2 * RING) * page
+    assert "layers with a window keep at most 16 tokens (window 6) of each sequence" in str(planned)
     fixed = planned.total - 2 * 32 * page
     assert plan_load(tmp_path, memory=fixed + 2 * 20 * page, **sizes).num_pages == 20
     with pytest.raises(DeviceError, match="does not fit"):

@@ -375,6 +375,41 @@ def test_the_update_is_in_place(form):
     assert not re.findall(rf"= bf16\[{dims}\]\S* copy\(", program.text)
 
 
+def trees(columns, sequences=2, new=16, length=1500):
+    """Arguments of a batch of trees, the tables known."""
+    arrays = [
+        jax.ShapeDtypeStruct((sequences * new, 32, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((sequences * 96, 16, 16, 128), jnp.bfloat16),
+    ]
+    table = np.arange(sequences * 96, dtype=np.int32).reshape(sequences, 96)
+    lens, starts = np.full(sequences, length, np.int32), new * np.arange(sequences + 1, dtype=np.int32)
+    return (*arrays, lens, table, starts), np.ones((sequences * new, columns), bool)
+
+
+@needs_libtpu
+def test_a_tree_costs_its_own_blocks_only():
+    """By the schedule on v5e: blocks without new tokens run the code of a call without the mask."""
+
+    def time(columns):
+        arrays, tree = trees(max(columns, 1))
+        options = {"max_q_len": 16, "tree_mask": tree if columns else None, "implementation": "pallas_tpu"}
+        return aot.Inspection(lambda *a: ragged_paged_attention(*a, **options), arrays, target="v5e")
+
+    found: Any = aot.inspect_many([time(0), time(16)])
+    plain, tree = (schedule.seconds for schedule in found)
+    assert plain < tree < 1.1 * plain
+
+
+def test_a_tree_of_many_columns_is_declined():
+    def verdict(columns):
+        arrays, tree = trees(columns)
+        (call,) = vishwamai.explain(ragged_paged_attention, *arrays, tree_mask=tree, target="v5e").calls
+        return call
+
+    assert verdict(1024).runs == "pallas_tpu"
+    assert verdict(1025).runs == "xla" and "`tree_mask` has 1025 columns" in verdict(1025).verdicts[0].reason
+
+
 def test_heads_are_split_over_explicit_axes():
     """Heads of query and pages live on the same devices, and so does the result; the numbers are those of one
     device.

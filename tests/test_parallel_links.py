@@ -1,7 +1,9 @@
 """The model of the links: its formulas by hand, the axes of meshes, and figures for every chip."""
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from vishwamai import aot
 from vishwamai.core.errors import ShapeError, UnsupportedError
@@ -75,11 +77,44 @@ def test_links_of_a_mesh(topology, axes, axis, sides, wraps):
 
 
 @pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
-def test_an_axis_that_shares_its_links():
-    """A side of four is cut for "tensor", and the two chips of "fsdp" are two apart."""
-    mesh = make_mesh("data=4,fsdp=2,tensor=8", topology="v5p:4x4x4")
-    with pytest.raises(UnsupportedError, match="the 2 chips of 'fsdp' are not a box of the slice"):
-        axis_links(mesh, "fsdp")
+@pytest.mark.parametrize(
+    ("topology", "axes", "axis", "expected"),
+    [
+        # A side of four is cut for "tensor", and the two chips of "fsdp" are two apart: on v5p there is a way around.
+        ("v5p:4x4x4", "data=4,fsdp=2,tensor=8", "fsdp", ((2,), (True,), (2,))),
+        ("v5e:4x4", "fsdp=8,tensor=2", "fsdp", ((2, 4), (False, False), (2, 1))),
+        ("v5e:4x4", "fsdp=8,tensor=2", "tensor", ((2,), (False,), (1,))),
+        ("v5e:4x4", "fsdp=2,tensor=8", "fsdp", ((2,), (False,), (2,))),
+    ],
+)
+def test_an_axis_whose_groups_interleave(topology, axes, axis, expected):
+    found = axis_links(make_mesh(axes, topology=topology), axis)
+    assert (tuple(sorted(found.sides)), found.wraps, tuple(sorted(found.strides, reverse=True))) == expected
+    assert found.devices == make_mesh(axes, topology=topology).shape[axis]
+
+
+def test_interleaved_groups_by_hand():
+    """Two lines of four on a side of eight, each with every second chip: every link carries what both send."""
+    apart, alone = (AxisLinks(TPUS["v5e"], (4,), (False,), strides=strides) for strides in ((2,), ()))
+    assert (apart.links, apart.hops, str(apart)) == (0.5, 6, "v5e, a line of 4 chips, 2 links apart")
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"):
+        for nbytes in (1e9, 1):  # bandwidth, latency
+            assert estimate_collective(kind, nbytes, apart) == pytest.approx(
+                2 * estimate_collective(kind, nbytes, alone)
+            )
+    ring = AxisLinks(TPUS["v5p"], (2,), (True,), strides=(2,))  # both ways around, two links each, shared by two pairs
+    assert estimate_collective("all_gather", 1e9, ring) == pytest.approx(0.5e9 / TPUS["v5p"].ici_bandwidth)
+    with pytest.raises(ShapeError, match="`strides` is \\(1, 2\\); pass chips along each side"):
+        AxisLinks(TPUS["v5p"], (4,), (True,), strides=(1, 2))
+
+
+@pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
+def test_an_axis_that_lies_across():
+    """The diagonal of a square is no lattice."""
+    by_place = {tuple(device.coords[:2]): device for device in make_mesh("data=16", topology="v5e:4x4").devices.flat}
+    diagonals = [[by_place[i, (i + shift) % 4] for i in range(4)] for shift in range(4)]
+    with pytest.raises(UnsupportedError, match="the 4 chips of 'b' are neither a box of the slice nor evenly spaced"):
+        axis_links(Mesh(np.array(diagonals), ("a", "b")), "b")
 
 
 def shape(heads, length, dim=128):

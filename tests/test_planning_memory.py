@@ -169,6 +169,28 @@ def test_a_damaged_answer_is_asked_for_again(monkeypatch, fresh_cache, content):
     assert cache.read(key) == good
 
 
+@pytest.mark.parametrize(
+    "first, second, said",
+    [
+        (9.16, 10.63, 10.63),  # the mixture over mesh.expert=4 of docs/planning.md: 10.86 GiB as compiled
+        (15.7, 16.2, 15.75),  # what can be made to fit the device does
+        (17.0, 16.4, 16.4),  # the second answer is about the device's own memory
+    ],
+)
+def test_a_probe_asks_again_with_almost_what_is_needed(monkeypatch, first, second, said):
+    asked = []
+
+    def answer(self, program, hbm_mib, *_):
+        asked.append(hbm_mib)
+        return {"needed": int((first if hbm_mib == 1 else second) * 2**30), "allocations": []}
+
+    monkeypatch.setattr(planning.Compiler, "_answer", answer)
+    found = planning.Compiler().probe(fake())
+    assert found.total.value == pytest.approx(said * 2**30) and found.total.level == "probe"
+    assert asked == [1, min(int(0.99 * first * 1024), fake().limit >> 20)]
+    assert found.fits == (first <= 15.75)
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
@@ -180,7 +202,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
 
 def test_a_full_disk_is_an_error_that_says_where_and_the_cache_stays(monkeypatch, fresh_cache):
     good = {"needed": 5 * MIB, "allocations": []}
-    assert cache.write(f"{'f' * 32}-1", good)
+    assert cache.write(f"{'f' * 32}-1", good) and cache.write(f"{'f' * 32}-4", good)
     before = {path: path.read_bytes() for path in fresh_cache.rglob("*") if path.is_file()}
 
     def full(path, data):

@@ -1,19 +1,23 @@
 """The search of a training step's plan, and the command that prints it."""
 
 import dataclasses
+import io
 import json
 import math
 
 import pytest
+from rich.console import Console
 
 from plans import GIB, LLAMA, training
 from vishwamai import planning
 from vishwamai.cli import main
 from vishwamai.cli.plan_training import table
+from vishwamai.cli.progress import Countdown, _countdown_bar
 from vishwamai.core.errors import ConfigError, KernelError
 from vishwamai.planning import search
 from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.controller import REMAT
+from vishwamai.planning.pace import COMPILED, Pace
 from vishwamai.planning.program_time import Row
 from vishwamai.planning.search import FINALISTS, candidates, meshes, plan_training
 from vishwamai.planning.speed import training_time
@@ -76,14 +80,18 @@ def test_a_search_probes_in_order_and_verifies_what_fits(monkeypatch):
 
     monkeypatch.setattr(planning.Compiler, "_answer", answer)
     said = []
-    plan = plan_training(training(), "v5e:2x2", search=True, time=False, report=said.append)
+    plan = plan_training(
+        training(), "v5e:2x2", search=True, time=False, report=lambda text, left=None: said.append((text, left))
+    )
     # Formulas say that dots on fsdp=1 and 2 needs more than none on fsdp=4, which did not fit.
-    none = [(f"{mesh} none 1", 1) for mesh in ("1x1", "2x1", "4x1", "1x2", "2x2")]
-    assert asked == [*none, ("4x1 dots 1", 1), ("4x1 dots 1", None)]
+    limit = plan.limit >> 20
+    none = [(f"{mesh} none 1", allowed) for mesh in ("1x1", "2x1", "4x1", "1x2", "2x2") for allowed in (1, limit)]
+    assert asked == [*none, *(("4x1 dots 1", allowed) for allowed in (1, 1013, None))]
     assert plan.chosen is not None and plan.chosen.config.remat == "dots" and plan.chosen.verified is not None
     assert plan.chosen.verified.value == 3 * GIB and plan.chosen.best.level == "verified"
     assert plan.pruned == 0 and len(plan.candidates) == plan.count == 48 and plan.unprobed == 48 - 6
-    assert said[0].startswith("v5e:2x2: 48 candidates") and len(said) == 8
+    assert said[0][0].startswith("v5e:2x2: 48 candidates") and len(said) == 8
+    assert said[1][1] is None and all(left > 0 for _, left in said[2:])  # before the first probe nothing is known
 
 
 def test_a_search_compiles_the_best_meshes_and_takes_the_fastest(monkeypatch, tmp_path):
@@ -152,7 +160,7 @@ def test_a_search_takes_moments_of_fewer_bits_where_nothing_else_fits(monkeypatc
     monkeypatch.setattr(planning.Compiler, "_answer", answer)
     said = []
     config = training(batch_size=4, mesh={"tensor": 2})
-    plan = plan_training(config, "v5e:2x2", search=True, verify=False, report=said.append)
+    plan = plan_training(config, "v5e:2x2", search=True, verify=False, report=lambda text, left=None: said.append(text))
     rounds = [line for line in said if "nothing fits" in line]
     assert len(rounds) == 2 and "bfloat16" in rounds[0] and "int8" in rounds[1]
     assert plan.chosen is not None and plan.chosen.config.optimizer.moment_dtype == "int8"
@@ -231,3 +239,72 @@ def test_a_pod_of_18_thousand_devices_is_planned_by_formulas():
     assert found.fits and step.level == "analytic" and 0 < step.value < 1
     alone = training_memory(dataclasses.replace(config, batch_size=1, mesh=MeshSection()), "tpu7x")
     assert found.parts["parameters"].value < alone.parts["parameters"].value / 100
+
+
+def test_a_search_that_is_interrupted_says_what_it_has(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(search, "trace_training", fake_trace)
+    timed = []
+
+    def time_program(compiler, program):
+        timed.append(program.name)
+        if len(timed) == 3:
+            raise KeyboardInterrupt
+        return timed_at(0.5 - 0.1 * len(timed))
+
+    monkeypatch.setattr(search, "time_program", time_program)
+    monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": 3 * GIB, "allocations": []})
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"model": {"config": LLAMA}, "data": {"sequence_length": 128}, "batch_size": 8}))
+    command = ["plan", str(path), "--target", "v5e:2x2", "--search"]
+    assert main(command) == 130
+    out, said = capsys.readouterr()
+    assert "step 300 ms (verified)" in out and "interrupted: other candidates were not tried" in out
+    assert "the same command goes on" in said.replace("\n", " ")
+    lines = [line for line in said.splitlines() if "probing" in line]
+    assert len(lines) == 3 and "left" not in lines[0] and all(" left" in line for line in lines[1:])
+    timed.clear()
+    assert main([*command, "--json"]) == 130
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["interrupted"] and len(plan["candidates"]) == 2 and plan["chosen"]["step_seconds"] == 0.3
+    # Nothing was found, so there is nothing to print.
+    monkeypatch.setattr(search, "time_program", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(command) == 130
+    out, said = capsys.readouterr()
+    assert out == "" and said.endswith("vishwamai plan: interrupted\n")
+
+
+def test_what_is_left_of_a_search():
+    pace = Pace(verify=True)
+    assert pace.left(3) is None
+    pace.probes += [4.0, 8.0]
+    assert pace.left(2) == 2 * (6.0 + COMPILED * 6.0)
+    pace.compilations.append(30.0)
+    assert (pace.left(2), pace.left(2, probed=True)) == (72.0, 66.0)
+    alone = Pace(verify=False)
+    alone.probes.append(6.0)
+    assert alone.left(1) == 6.0
+
+
+def test_the_bar_of_a_search_fills_as_time_goes_by(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    with Countdown() as progress:
+        progress.say("probing", 100.0)
+        progress.say("compiling")
+    assert capsys.readouterr().err == "[   0 s] probing, about 1 min 40 s left\n[   0 s] compiling\n"
+    clock = [1000.0]
+    screen = Console(file=io.StringIO(), force_terminal=True, width=80)
+    bar = _countdown_bar(screen, lambda: clock[0])
+    task = bar.add_task("v5e:4x4: probing", total=None)
+
+    def shown():
+        with screen.capture() as found:
+            screen.print(bar.make_tasks_table(bar.tasks))
+        return found.get()
+
+    assert "0 s" in shown() and "left" not in shown()
+    bar.update(task, total=100.0)
+    clock[0] += 40.0
+    assert "40 s, about 1 min 0 s left" in shown() and "v5e:4x4: probing" in shown()
+    assert bar.tasks[0].percentage == 40.0
+    clock[0] += 100.0  # longer than was expected
+    assert "2 min 20 s, about 0 s left" in shown() and bar.tasks[0].percentage == 100.0

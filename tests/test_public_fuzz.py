@@ -8,7 +8,8 @@ from vishwamai.core.errors import VishwamaiError
 
 ENTRIES = [pytest.param(entry, id=str(entry)) for entry in public_fuzz.entries()]
 RESULTS = {  # classes that users are given, and do not make
-    "Compiled", "CompilerProblem", "Cost", "Kernel", "Memory", "Profile", "Report", "Schedule", "TPUKernel",
+    "Compiled", "CompilerProblem", "Cost", "Kernel", "KernelSchedule", "Memory", "Profile", "Report", "Schedule",
+    "TPUKernel",
     "PackedQTensor", "PackedWeight", "QTensor", "Allocation", "MemorySettings", "MemoryStats",
     "Estimate", "Measurement", "DataParallelConfig", "KernelLayout", "MemoryLayout", "XlaReport",
     "ProfileResults", "RuntimeConfig", "FlagTrial", "FlagTuning",

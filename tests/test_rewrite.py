@@ -134,6 +134,16 @@ def additive(q, k, v):
     return output(jax.nn.softmax(scores(q, k) + hidden + jnp.sin(jnp.arange(1.0, 1 + T)) * q[0, 0, 0, 0]), v)
 
 
+def bounded(q, k):
+    return 3.0 * jnp.tanh(scores(q, k) / 3.0)
+
+
+def biased(q, k, v):
+    bias = jnp.sin(jnp.arange(1.0, 1 + T)) * q[0, 0, 0, 0]
+    s = 1.5 * (bounded(q, k) - bias)
+    return output(jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e9)), v)
+
+
 def sequence_first(q, k, v):
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     return jax.nn.dot_product_attention(q, k[:, :, :1], v[:, :, :1], is_causal=True).transpose(0, 2, 1, 3)
@@ -180,6 +190,7 @@ def close(function, args, target="v5e", expected="flash_attention", words=""):
         (causal, "scale 0.25, causal"),
         (window, "causal, window=(2, None), softcap=30.0"),
         (additive, "causal, 1 bias"),
+        (biased, "causal, softcap=4.5, 1 bias after the soft-cap"),
         (sequence_first, "heads 4/2"),
         (plain, "scale 1"),
         (jitted, "causal"),
@@ -231,6 +242,10 @@ def dropped(q, k, v):
     return output(jnp.where(keep, jax.nn.softmax(scores(q, k)), 0.0), v)
 
 
+def twice_biased(q, k, v):
+    return output(jax.nn.softmax(jnp.tanh(scores(q, k) + q[..., :1]) + q[..., 1:2]), v)
+
+
 def read_twice(q, k, v):
     weights = jax.nn.softmax(scores(q, k))
     return output(weights, v), weights
@@ -245,6 +260,7 @@ def read_twice(q, k, v):
         (lambda q, k, v: output(jax.nn.softmax(jnp.sin(scores(q, k))), v), "`sin` is between the product"),
         (dropped, "`select_n` is between the softmax and the product"),
         (read_twice, "the weights are used elsewhere"),
+        (twice_biased, "another one after"),
         (lambda q, k, v: output(jax.nn.softmax(jnp.where(q[..., :1] > 0, scores(q, k), -5.0)), v), "need not hide"),
         (lambda q, k, v: output(jax.nn.softmax(jnp.tril(scores(q, k))), v), "need not hide"),
     ],

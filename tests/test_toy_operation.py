@@ -61,7 +61,7 @@ def test_explain_has_it():
 
 def test_the_benchmark_has_it():
     (model,) = OPERATION.tagged("model")
-    assert (OPERATION, model) in runner.planned(catalogue.chosen(None), runner.Settings())
+    assert (OPERATION, model) in runner.planned(catalogue.chosen(None), runner.BenchSettings())
     found = {
         m.implementation: m
         for m in runner.run_case(OPERATION, OPERATION.cases[0], test_bench.PEAKS, test_bench.SETTINGS, 0.0)

@@ -567,7 +567,7 @@ def test_a_disk_without_room_keeps_the_last_whole_checkpoint(tmp_path):
 
 
 def test_records_go_on_from_a_step_in_both_files(tmp_path):
-    from vishwamai.training.records import Meter, RecordFiles
+    from vishwamai.training.records import RecordFiles, StepMeter
 
     proto: Any = importlib.import_module("tensorboardX.proto.event_pb2")
 
@@ -585,7 +585,7 @@ def test_records_go_on_from_a_step_in_both_files(tmp_path):
                 found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
         return found
 
-    meter = Meter(0, tokens=64, flops_per_token=10.0, peak_flops=1e9)
+    meter = StepMeter(0, tokens=64, flops_per_token=10.0, peak_flops=1e9)
     shown = {"gradient_norm": 1.0, "skipped": 0, "overload": 2.0, "skips": 0}
     for last, steps in ((0, 4), (2, 1)):
         with RecordFiles(tmp_path, last, tensorboard=True) as files:

@@ -59,7 +59,7 @@ def main(words: list[str] | None = None) -> None:
     version = str(aot.versions()["libtpu"])
     operations = catalogue.chosen(arguments.ops.split(",") if arguments.ops else None)
     start = time.monotonic()
-    for operation, case in runner.by_turns(runner.planned(operations, runner.Settings.all())):
+    for operation, case in runner.by_turns(runner.planned(operations, runner.BenchSettings.all())):
         if arguments.case not in (None, case.name):
             continue
         for target in arguments.targets or TPUS:

@@ -9,7 +9,7 @@ from vishwamai.aot.compile.check import Report, check
 from vishwamai.aot.compile.diagnose import CompilerProblem
 from vishwamai.aot.compile.libtpu import has_libtpu, mesh_for, versions
 from vishwamai.aot.compile.program import Compiled, Cost, Memory, compile_for, place
-from vishwamai.aot.schedule.inspection import Inspection, Schedule, inspect, inspect_many
+from vishwamai.aot.schedule.inspection import Inspection, KernelSchedule, inspect, inspect_many
 
 __all__ = [
     "Compiled",
@@ -18,7 +18,7 @@ __all__ = [
     "Memory",
     "CompilerProblem",
     "Report",
-    "Schedule",
+    "KernelSchedule",
     "check",
     "compile_for",
     "has_libtpu",

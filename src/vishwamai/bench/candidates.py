@@ -25,7 +25,7 @@ from vishwamai.ops.catalogue import Operation, specs_of
 
 
 @dataclasses.dataclass
-class Candidate:
+class Contestant:
     """One way to compute a case.
 
     Attributes:
@@ -66,17 +66,17 @@ def _compiled(function: Callable[..., Any], arguments: Any) -> tuple[Callable[[]
     return lambda: jax.block_until_ready(program(*placed)), memory
 
 
-def ours(case: Case, impl: Implementation, default: bool) -> Candidate:
+def ours(case: Case, impl: Implementation, default: bool) -> Contestant:
     """One of our implementations."""
 
     def build(arrays: Arrays) -> Any:
         call, memory = _compiled(lambda arrays: case.run(arrays, implementation=impl.name), (arrays,))
         return call, numbers.as_tuple, memory
 
-    return Candidate(f"vishwamai {impl.name}", "vishwamai", impl.name, default, build)
+    return Contestant(f"vishwamai {impl.name}", "vishwamai", impl.name, default, build)
 
 
-def theirs(peer: Peer, case: Case, gradients: bool, device: str = "cpu") -> Candidate:
+def theirs(peer: Peer, case: Case, gradients: bool, device: str = "cpu") -> Contestant:
     """A peer; `case` is the one without gradients, `device` where torch computes it."""
     run = gradient_peer(peer, case) if gradients else peer
 
@@ -94,7 +94,7 @@ def theirs(peer: Peer, case: Case, gradients: bool, device: str = "cpu") -> Cand
             arguments = jax.tree.map(lambda x: x.to(device), arguments)
         return _torch_call(run, arguments, gradients), lambda result: restore(_torch_arrays(result)), None
 
-    return Candidate(peer.name, peer.framework, None, False, build, peer.checked)
+    return Contestant(peer.name, peer.framework, None, False, build, peer.checked)
 
 
 def _torch_call(peer: Peer, arguments: tuple[Any, ...], gradients: bool) -> Callable[[], Any]:
@@ -113,14 +113,14 @@ def _torch_arrays(result: Any) -> tuple[Any, ...]:
 
 def candidates(
     operation: Operation, case: Case, about: Subject, gradients: bool = False
-) -> tuple[list[Candidate], list[tuple[str, str]]]:
+) -> tuple[list[Contestant], list[tuple[str, str]]]:
     """(what can compute the case, or its gradients, here; (implementation, why it cannot) for the others)."""
     spec = specs_of(operation, case)[0]
     target = ambient_target()
     run = gradient_case(case) if gradients else case
     if run is None:
         return [], []
-    found: list[Candidate] = []
+    found: list[Contestant] = []
     declined: list[tuple[str, str]] = []
     for impl in operation.op.implementations:
         if impl.platform not in (target.platform, None):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vishwamai.bench import numbers
-from vishwamai.bench.candidates import Candidate, TooLarge
+from vishwamai.bench.candidates import Contestant, TooLarge
 from vishwamai.bench.numbers import Numbers
 from vishwamai.bench.subject import Arrays
 from vishwamai.core.jax_errors import device_error, out_of_memory, out_of_memory_named
@@ -23,7 +23,7 @@ _FAR = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class ContestOutcome:
     """What came out for one candidate.
 
     Attributes:
@@ -32,7 +32,7 @@ class Outcome:
       memory: bytes that it takes, where XLA planned it.
     """
 
-    candidate: Candidate
+    candidate: Contestant
     numbers: Numbers | None = None
     timing: Timing | None = None
     memory: int | None = None
@@ -40,12 +40,12 @@ class Outcome:
 
 
 def contest(
-    able: Sequence[Candidate],
+    able: Sequence[Contestant],
     arrays: Arrays,
-    check: Callable[[Candidate, tuple[Any, ...]], Numbers],
+    check: Callable[[Contestant, tuple[Any, ...]], Numbers],
     timer: Timer,
     slowest: float = math.inf,
-) -> list[Outcome]:
+) -> list[ContestOutcome]:
     """The outcome of every candidate, in their order.
 
     Args:
@@ -57,7 +57,7 @@ def contest(
     """
     calls: dict[str, Call] = {}
     took: dict[str, float] = {}
-    found: dict[str, Outcome] = {}
+    found: dict[str, ContestOutcome] = {}
     for candidate in able:
         memory = None
         try:
@@ -68,14 +68,14 @@ def contest(
             result = outputs(result)
             verdict = check(candidate, result) if candidate.checked else None
         except TooLarge as reason:
-            found[candidate.name] = Outcome(candidate, note=str(reason))
+            found[candidate.name] = ContestOutcome(candidate, note=str(reason))
             continue
         except Exception as error:  # it counts as wrong, with what it raised, and the others still get their turn
             if out_of_memory(error):
-                found[candidate.name] = Outcome(candidate, note=str(device_error(candidate.name, error)))
+                found[candidate.name] = ContestOutcome(candidate, note=str(device_error(candidate.name, error)))
                 continue
             verdict = numbers.raised(error)
-        found[candidate.name] = Outcome(candidate, verdict, memory=memory)
+        found[candidate.name] = ContestOutcome(candidate, verdict, memory=memory)
         if verdict is None or verdict.right:
             calls[candidate.name] = call
     fastest = min((took[name] for name in calls), default=0.0)

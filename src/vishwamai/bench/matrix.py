@@ -35,7 +35,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class MatrixRow:
     """One feature (or dtype) of one op, with a cell for each of the op's implementations by name."""
 
     op: str
@@ -85,7 +85,7 @@ def _ask(impl: Implementation, specs: Sequence[object], target: Target | None) -
     return Cell(served, len(targets), tuple(texts))
 
 
-def rows_of(operation: Operation, target: Target | None = None) -> list[Row]:
+def rows_of(operation: Operation, target: Target | None = None) -> list[MatrixRow]:
     """The rows of one op: its dtypes, then its features; with `target`, of the implementations that are for it."""
     cases = [case for case in operation.cases if "contract" in case.tags]
     common = frozenset.intersection(*(frozenset(case.arrays) for case in cases))
@@ -107,13 +107,13 @@ def rows_of(operation: Operation, target: Target | None = None) -> list[Row]:
         texts = dict.fromkeys(reason for cell in cells for reason in cell.reasons)
         return Cell(sum(cell.served for cell in cells), sum(cell.asked for cell in cells), tuple(texts))
 
-    def row(feature: str, marks: dict[str, list[str]]) -> Row:
+    def row(feature: str, marks: dict[str, list[str]]) -> MatrixRow:
         having = [case for case in cases if feature in marks[case.name]]
         cells = {impl.name: cell(impl, feature, having) for impl in implementations}
         for name, found in cells.items():
             if marks is plain and found.mark == "no":
                 lost[name].add(feature)
-        return Row(operation.name, feature, cells)
+        return MatrixRow(operation.name, feature, cells)
 
     names = [dict.fromkeys(feature for found in marks.values() for feature in found) for marks in (plain, special)]
     # Emptiness first: a case of an odd dtype is never the empty one, so no dtype hides it.
@@ -123,7 +123,7 @@ def rows_of(operation: Operation, target: Target | None = None) -> list[Row]:
     return rows + ([row(EMPTY, plain)] if EMPTY in names[0] else [])
 
 
-def matrix(names: Sequence[str] | None = None, target: Target | None = None) -> list[Row]:
+def matrix(names: Sequence[str] | None = None, target: Target | None = None) -> list[MatrixRow]:
     """The rows of every op, or of those named; with `target`, what it is said to serve there."""
     return [
         row
@@ -133,7 +133,7 @@ def matrix(names: Sequence[str] | None = None, target: Target | None = None) -> 
     ]
 
 
-def columns(rows: Sequence[Row]) -> list[str]:
+def columns(rows: Sequence[MatrixRow]) -> list[str]:
     """The implementations in order of preference: "any platform" ones last."""
     return list(dict.fromkeys(name for row in rows for name in row.cells))
 
@@ -153,7 +153,7 @@ def summary(operations: Sequence[Operation]) -> str:
     return "\n".join(lines)
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[MatrixRow]) -> str:
     """The matrix as a Markdown table per op, with the reasons as a numbered list under it."""
     parts = []
     for op in dict.fromkeys(row.op for row in rows):

@@ -41,7 +41,7 @@ class Agreement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Speed:
+class ModelSpeed:
     """Seconds for a batch of `batch` sentences padded to `tokens` each, by who computes it."""
 
     batch: int
@@ -58,7 +58,7 @@ class ModelResult:
     """The model's part of a report; `speeds` is empty where an agreement is not right."""
 
     agreements: tuple[Agreement, ...]
-    speeds: tuple[Speed, ...]
+    speeds: tuple[ModelSpeed, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -170,5 +170,5 @@ def run(batches: Sequence[int] = (1, 32), seconds: float = 20.0) -> ModelResult:
         for call in calls.values():
             call()
         timings = side_by_side(calls, seconds / len(batches), rounds=60)
-        speeds.append(Speed(tokens.shape[0], tokens.shape[1], timings))
+        speeds.append(ModelSpeed(tokens.shape[0], tokens.shape[1], timings))
     return ModelResult(tuple(agreements), tuple(speeds), notes)

@@ -97,9 +97,10 @@ def check(outputs: tuple[np.ndarray, ...], sample: Sample, right: Truth, slack: 
     worst = Numbers(True, 0.0, 0.0, right.words)
     for i, (got, true, bounds) in enumerate(zip(part, right.outputs, right.allowed, strict=True)):
         allowed = Errors(slack * bounds.largest, slack * bounds.rms)
-        error, problem = errors(got, true).largest, wrong(got, true, allowed)
+        ours = errors(got, true)
+        problem = wrong(got, true, allowed, ours)
         if problem is not None:
-            return Numbers(False, error, allowed.largest, f"output {i}, {right.words}: {problem}")
-        if worst.allowed == 0 or error / max(allowed.largest, 1e-300) > worst.error / worst.allowed:
-            worst = Numbers(True, error, allowed.largest, right.words)
+            return Numbers(False, ours.largest, allowed.largest, f"output {i}, {right.words}: {problem}")
+        if worst.allowed == 0 or ours.largest / max(allowed.largest, 1e-300) > worst.error / worst.allowed:
+            worst = Numbers(True, ours.largest, allowed.largest, right.words)
     return worst

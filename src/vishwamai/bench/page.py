@@ -10,7 +10,7 @@ from vishwamai import reports
 from vishwamai.bench import plots, report
 from vishwamai.bench.model import NAME, ModelResult
 from vishwamai.bench.report import BenchReport
-from vishwamai.bench.runner import Measurement
+from vishwamai.bench.runner import CaseMeasurement
 from vishwamai.bench.targets import TargetRow
 from vishwamai.core import caches
 
@@ -94,7 +94,7 @@ def _operation(made: BenchReport, op: str) -> dict[str, Any]:
     return {"op": op, "bars": plots.bars([m for m in mine if m.timing is not None]), "rows": rows, "kinds": kinds}
 
 
-def _cells(m: Measurement, case: str) -> list[Cell]:
+def _cells(m: CaseMeasurement, case: str) -> list[Cell]:
     numbers = ("", "") if m.numbers is None else ("right", "good") if m.numbers.right else ("WRONG", "bad")
     who = "" if m.framework == "vishwamai" else "soft"
     first: list[Cell] = [case, (m.candidate, who), numbers]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vishwamai.bench import report
 from vishwamai.bench.model import ModelResult
-from vishwamai.bench.runner import Measurement
+from vishwamai.bench.runner import CaseMeasurement
 from vishwamai.measure.machine_peaks import MachinePeaks
 from vishwamai.reports import Markup, charts
 
@@ -16,19 +16,19 @@ _PEERS = {"jax": "c4", "torch": "c5"}
 _CEILINGS = {"float32": "2 3", "bfloat16": "7 4", "int8": "9 3 2 3"}
 
 
-def colours(measurements: Sequence[Measurement]) -> dict[str, str]:
+def colours(measurements: Sequence[CaseMeasurement]) -> dict[str, str]:
     """A colour for each candidate: ours from one family, the frameworks' one each."""
     ours = list(dict.fromkeys(m.candidate for m in measurements if m.framework == "vishwamai"))
     found = {name: _OURS[i % len(_OURS)] for i, name in enumerate(ours)}
     return found | {m.candidate: _PEERS[m.framework] for m in measurements if m.framework != "vishwamai"}
 
 
-def _label(m: Measurement) -> str:
+def _label(m: CaseMeasurement) -> str:
     """What the legend calls a candidate: peers are one entry for each framework."""
     return m.candidate if m.framework == "vishwamai" else f"{m.framework}'s own"
 
 
-def _note(m: Measurement) -> str:
+def _note(m: CaseMeasurement) -> str:
     assert m.timing is not None
     share = "" if m.overshot else f", {report.share(m)} of the peak"
     return (
@@ -37,7 +37,7 @@ def _note(m: Measurement) -> str:
     )
 
 
-def roofline(measurements: Sequence[Measurement], peaks: MachinePeaks) -> Markup:
+def roofline(measurements: Sequence[CaseMeasurement], peaks: MachinePeaks) -> Markup:
     """FLOP/s over FLOP per byte, both logarithmic, under the ceilings that were measured."""
     intensities = [m.flops / m.bytes_moved for m in measurements]
     bandwidth = peaks.best_bandwidth
@@ -68,7 +68,7 @@ def roofline(measurements: Sequence[Measurement], peaks: MachinePeaks) -> Markup
     return charts.lines(curves, x="FLOP per byte of memory traffic", y=unit, log=True, height=420)
 
 
-def bars(measurements: Sequence[Measurement]) -> Markup | None:
+def bars(measurements: Sequence[CaseMeasurement]) -> Markup | None:
     """How many times as fast as the best peer each of our implementations is, a group of bars for each case; None
     where no case has a peer.
     """

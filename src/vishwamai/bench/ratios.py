@@ -22,8 +22,8 @@ import jax
 
 import vishwamai
 from vishwamai.bench import numbers
-from vishwamai.bench.candidates import Candidate, candidates, theirs
-from vishwamai.bench.contest import Outcome, contest
+from vishwamai.bench.candidates import Contestant, candidates, theirs
+from vishwamai.bench.contest import ContestOutcome, contest
 from vishwamai.bench.gradient import gradient_case, work
 from vishwamai.bench.subject import Peer, subject
 from vishwamai.core import ffi
@@ -62,11 +62,11 @@ class Comparison:
 Suites = Mapping[str, Callable[[argparse.Namespace], Iterable[Comparison]]]
 
 
-def contestants(wanted: Comparison) -> list[Candidate]:
+def contestants(wanted: Comparison) -> list[Contestant]:
     """Ours, torch and XLA under these names, and those of `more`."""
     about, operation = subject(wanted.case.op), operations()[wanted.case.op]
     able, _ = candidates(operation, wanted.case, about, wanted.gradients)
-    found: dict[str, Candidate] = {}
+    found: dict[str, Contestant] = {}
     for one in able:
         if one.implementation == "native_cpu":
             found["ours"] = one
@@ -86,7 +86,7 @@ def contestants(wanted: Comparison) -> list[Candidate]:
 
 def run(
     wanted: Comparison, rounds: int, seconds: float, sample: Sampler, unit: float = 0.0
-) -> tuple[list[Outcome], float]:
+) -> tuple[list[ContestOutcome], float]:
     """(the outcomes, the work of one call: FLOP or bytes)."""
     case, about = wanted.case, subject(wanted.case.op)
     able = contestants(wanted)
@@ -109,7 +109,7 @@ def run(
 
 
 def _line(
-    wanted: Comparison, outcomes: Iterable[Outcome], work: float
+    wanted: Comparison, outcomes: Iterable[ContestOutcome], work: float
 ) -> tuple[str, dict[str, float], dict[str, float]]:
     """(the line, rates by contestant, ratios of best times by peer)."""
     times = {o.candidate.name: o.timing for o in outcomes if o.timing is not None}

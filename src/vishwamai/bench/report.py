@@ -17,7 +17,7 @@ from typing import Any
 from vishwamai.bench import machine
 from vishwamai.bench.model import ModelResult
 from vishwamai.bench.numbers import Numbers
-from vishwamai.bench.runner import Measurement
+from vishwamai.bench.runner import CaseMeasurement
 from vishwamai.bench.targets import TargetRow
 from vishwamai.core import caches
 from vishwamai.core.errors import KernelError
@@ -67,7 +67,7 @@ class BenchReport:
     devices: tuple[str, ...]
     load: float | None
     peaks: MachinePeaks
-    measurements: tuple[Measurement, ...]
+    measurements: tuple[CaseMeasurement, ...]
     targets: tuple[TargetRow, ...]
     model: ModelResult | None
     notes: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class BenchReport:
     wanted: int = 0
 
     @property
-    def wrong(self) -> list[Measurement]:
+    def wrong(self) -> list[CaseMeasurement]:
         """Our implementations whose numbers are wrong."""
         return [m for m in self.measurements if m.framework == "vishwamai" and m.numbers and not m.numbers.right]
 
@@ -97,7 +97,7 @@ class Standing:
     ratio: float
 
 
-def standings(measurements: Sequence[Measurement]) -> list[Standing]:
+def standings(measurements: Sequence[CaseMeasurement]) -> list[Standing]:
     """Every case whose ratio is not held back, the slowest first."""
     found = [
         Standing(m.op, m.case, m.candidate, *m.best_peer) for m in measurements if m.default and m.best_peer is not None
@@ -105,7 +105,7 @@ def standings(measurements: Sequence[Measurement]) -> list[Standing]:
     return sorted(found, key=lambda one: one.ratio)
 
 
-def score(measurements: Sequence[Measurement]) -> str:
+def score(measurements: Sequence[CaseMeasurement]) -> str:
     """Wins and losses, in one sentence."""
     found = standings(measurements)
     held = sum(1 for m in measurements if m.default and m.held)
@@ -114,7 +114,7 @@ def score(measurements: Sequence[Measurement]) -> str:
     return text + (f", {held} held back" if held else "")
 
 
-def banners(measurements: Sequence[Measurement], versions: Mapping[str, str | None]) -> list[str]:
+def banners(measurements: Sequence[CaseMeasurement], versions: Mapping[str, str | None]) -> list[str]:
     """What a reader must know before any figure."""
     found = []
     held = [m for m in measurements if m.default and m.held]
@@ -146,7 +146,7 @@ def _plain(value: Any) -> Any:
     """`value` in JSON's own types; a number that is not finite becomes its name."""
     if isinstance(value, Timing):
         return {"median": value.median, "best": value.best, "spread": value.spread, **_fields(value)}
-    if isinstance(value, Measurement):
+    if isinstance(value, CaseMeasurement):
         rates = {"flops_per_second": value.flops_per_second, "bytes_per_second": value.bytes_per_second}
         return _fields(value) | rates
     if dataclasses.is_dataclass(value):
@@ -182,7 +182,7 @@ class Earlier:
     versions: dict[str, str | None]
     cpu: str
     done: tuple[tuple[str, str, bool], ...]
-    measurements: tuple[Measurement, ...]
+    measurements: tuple[CaseMeasurement, ...]
     peaks: MachinePeaks
 
 
@@ -210,7 +210,7 @@ def read_json(path: Path) -> Earlier:
         raise KernelError(f"{path} is no report to go on with: {type(error).__name__}: {error}") from error
 
 
-def _measurement(saved: dict[str, Any]) -> Measurement:
+def _measurement(saved: dict[str, Any]) -> CaseMeasurement:
     def of(kind: Any, values: dict[str, Any]) -> Any:
         names = {field.name for field in dataclasses.fields(kind)}
         return kind(**{name: value for name, value in values.items() if name in names})
@@ -220,7 +220,7 @@ def _measurement(saved: dict[str, Any]) -> Measurement:
         numbers = of(Numbers, {**numbers, "error": float(numbers["error"]), "allowed": float(numbers["allowed"])})
     if timing is not None:
         timing = Timing(tuple(timing["samples"]), timing["calls_per_sample"])
-    return dataclasses.replace(of(Measurement, saved), numbers=numbers, timing=timing)
+    return dataclasses.replace(of(CaseMeasurement, saved), numbers=numbers, timing=timing)
 
 
 def seconds(value: float | None) -> str:
@@ -252,25 +252,25 @@ def size(value: float | None) -> str:
     return "" if value is None else human(value)
 
 
-def best_peer(m: Measurement) -> str:
+def best_peer(m: CaseMeasurement) -> str:
     """How many times as fast as the best peer, "1.70x torch gelu"; empty where there is none."""
     if m.held:
         return WITHHELD
     return "" if m.best_peer is None else f"{m.best_peer[1]:.2f}x {m.best_peer[0]}"
 
 
-def share(m: Measurement) -> str:
+def share(m: CaseMeasurement) -> str:
     """The share of the peak, "62%"."""
     return WITHHELD if m.overshot else "" if m.share is None else f"{m.share:.0%}"
 
 
-def best_rate(m: Measurement, peaks: MachinePeaks) -> str:
+def best_rate(m: CaseMeasurement, peaks: MachinePeaks) -> str:
     """The rate of what bounds the work here: "312 GFLOP/s" or "14.2 GB/s"."""
     by_memory = m.bytes_moved / peaks.bandwidth_for(m.bytes_moved) > m.flops / peaks.peak(m.dtype)
     return f"{rate(m.bytes_per_second)} GB/s" if by_memory else f"{rate(m.flops_per_second)} GFLOP/s"
 
 
-def figures(m: Measurement, timing: Timing) -> tuple[str, ...]:
+def figures(m: CaseMeasurement, timing: Timing) -> tuple[str, ...]:
     """A timed measurement's cells from "median" on."""
     return (
         seconds(timing.median),
@@ -283,9 +283,9 @@ def figures(m: Measurement, timing: Timing) -> tuple[str, ...]:
     )
 
 
-def groups(measurements: Sequence[Measurement]) -> dict[tuple[str, str], list[Measurement]]:
+def groups(measurements: Sequence[CaseMeasurement]) -> dict[tuple[str, str], list[CaseMeasurement]]:
     """Measurements by (op, case), in order."""
-    found: dict[tuple[str, str], list[Measurement]] = {}
+    found: dict[tuple[str, str], list[CaseMeasurement]] = {}
     for m in measurements:
         found.setdefault((m.op, m.case), []).append(m)
     return found

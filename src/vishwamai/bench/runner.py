@@ -22,12 +22,12 @@ from vishwamai.measure.machine_peaks import MachinePeaks, measure_again, measure
 from vishwamai.measure.timing import Call, Timing, side_by_side
 from vishwamai.ops.catalogue import Operation, specs_of
 
-_PEAKS_SECONDS = 15.0
+_PEAKS_SECONDS = 30.0
 """The machine's peaks are measured again after so long."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """How much to do, and from when on a ratio means nothing.
 
     Attributes:
@@ -53,7 +53,7 @@ class Settings:
     cases_per_op: int | None = 2
     gradients_per_op: int | None = 1
     long: bool = False
-    case_seconds: float | None = 180.0
+    case_seconds: float | None = 225.0
     compile_seconds: float | None = 30.0
     model_seconds: float = 45.0
     total_seconds: float | None = 285.0
@@ -61,7 +61,7 @@ class Settings:
     others: float = 0.5
 
     @classmethod
-    def quick(cls) -> Settings:
+    def quick(cls) -> BenchSettings:
         return cls(
             12.0,
             0.06,
@@ -75,14 +75,14 @@ class Settings:
         )
 
     @classmethod
-    def all(cls) -> Settings:
+    def all(cls) -> BenchSettings:
         return cls(
             120.0, 0.7, math.inf, None, None, long=True, case_seconds=None, compile_seconds=None, total_seconds=None
         )
 
 
 @dataclasses.dataclass
-class Meter:
+class PeakMeter:
     """This machine's peaks: the best of what was measured so far.
 
     Attributes:
@@ -121,7 +121,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement:
+class CaseMeasurement:
     """One implementation (or peer) in one case.
 
     Attributes:
@@ -175,7 +175,7 @@ class Measurement:
         """(name, how many times as fast as it) of the fastest peer; None without one, or where ratios are held back."""
         return min(self.ratios.items(), key=lambda one: one[1], default=None)
 
-    def against(self, peaks: MachinePeaks) -> Measurement:
+    def against(self, peaks: MachinePeaks) -> CaseMeasurement:
         """The same with its share of these peaks."""
         if self.timing is None:
             return self
@@ -183,7 +183,7 @@ class Measurement:
         return dataclasses.replace(self, share=share if share <= 1 else None)
 
 
-def planned(operations: Sequence[Operation], settings: Settings) -> list[tuple[Operation, Case]]:
+def planned(operations: Sequence[Operation], settings: BenchSettings) -> list[tuple[Operation, Case]]:
     """The cases to run: those with a real model's shape."""
     found = []
     for operation in operations:
@@ -205,7 +205,7 @@ def by_turns(cases: Sequence[tuple[Operation, Case]]) -> list[tuple[Operation, C
     return [(operation, case) for _, operation, case in sorted(numbered, key=lambda entry: entry[0])]
 
 
-def steps(operations: Sequence[Operation], settings: Settings) -> list[Step]:
+def steps(operations: Sequence[Operation], settings: BenchSettings) -> list[Step]:
     """What `run` does: every case, the first of every operation first, and the backward passes of the first that have
     one.
     """
@@ -222,7 +222,12 @@ def steps(operations: Sequence[Operation], settings: Settings) -> list[Step]:
 
 
 def fitted(
-    operation: Operation, case: Case, about: Subject, peaks: MachinePeaks, settings: Settings, gradients: bool = False
+    operation: Operation,
+    case: Case,
+    about: Subject,
+    peaks: MachinePeaks,
+    settings: BenchSettings,
+    gradients: bool = False,
 ) -> Case:
     """The case, or a smaller one of the same kind, so that the slowest candidate should keep within
     `settings.call_seconds`.
@@ -238,8 +243,13 @@ def fitted(
 
 
 def run_case(
-    operation: Operation, case: Case, peaks: MachinePeaks, settings: Settings, seconds: float, gradients: bool = False
-) -> Iterator[Measurement]:
+    operation: Operation,
+    case: Case,
+    peaks: MachinePeaks,
+    settings: BenchSettings,
+    seconds: float,
+    gradients: bool = False,
+) -> Iterator[CaseMeasurement]:
     """Checks and times every candidate of one case.
 
     Args:
@@ -263,8 +273,8 @@ def run_case(
     sample = about.gradient_sample(case, arrays) if gradients else about.sample(case, arrays)
     right = numbers.truth(sample, gradients)
 
-    def untimed(name: str, framework: str, implementation: str | None, default: bool) -> Measurement:
-        return Measurement(
+    def untimed(name: str, framework: str, implementation: str | None, default: bool) -> CaseMeasurement:
+        return CaseMeasurement(
             operation.name, case.name, name, framework, implementation, default, dtype, flops, nbytes, gradients
         )
 
@@ -308,16 +318,16 @@ def _unsteady(timing: Timing, limit: float) -> str:
 
 def run(
     wanted: Sequence[Step],
-    meter: Meter,
-    settings: Settings,
+    meter: PeakMeter,
+    settings: BenchSettings,
     on_case: Callable[[int, int, str], None] = lambda done, total, name: None,
     budget: Budget | None = None,
-) -> Iterator[tuple[Step, list[Measurement]]]:
+) -> Iterator[tuple[Step, list[CaseMeasurement]]]:
     """Each step with its measurements; `on_case(done, total, name)` is called before each. A step that would not end
     within `settings.case_seconds`, or `budget`, is not begun, nor is any after it.
 
     The peaks are measured again now and then, and after the last: `meter.best` has them at the end, and
-    `Measurement.against` takes the share of them.
+    `CaseMeasurement.against` takes the share of them.
     """
     left = settings.seconds
     bound = (budget or Budget()).part(settings.case_seconds)

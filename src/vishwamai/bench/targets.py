@@ -113,7 +113,7 @@ def scheduled(rows: Sequence[TargetRow], cases: Sequence[tuple[Operation, Case]]
 
     def timed(row: TargetRow) -> TargetRow:
         made = found.get(row)
-        if not isinstance(made, inspection.Schedule) or made.guessed:
+        if not isinstance(made, inspection.KernelSchedule) or made.guessed:
             return row
         return dataclasses.replace(row, seconds=made.seconds, estimate="schedule")
 

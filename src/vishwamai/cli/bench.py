@@ -32,7 +32,7 @@ from vishwamai.core.target import Target
 if TYPE_CHECKING:
     from vishwamai.bench.budget import Budget
     from vishwamai.bench.report import BenchReport, Earlier
-    from vishwamai.bench.runner import Settings
+    from vishwamai.bench.runner import BenchSettings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -89,11 +89,11 @@ def _page_path(arguments: argparse.Namespace, notes: list[str]) -> Path | None:
     return None
 
 
-def _settings(arguments: argparse.Namespace) -> tuple[str, Settings]:
+def _settings(arguments: argparse.Namespace) -> tuple[str, BenchSettings]:
     """(what is selected, how much that is)."""
-    from vishwamai.bench.runner import Settings
+    from vishwamai.bench.runner import BenchSettings
 
-    made = {"quick": Settings.quick, "all": Settings.all, "small": Settings}
+    made = {"quick": BenchSettings.quick, "all": BenchSettings.all, "small": BenchSettings}
     selection = "quick" if arguments.quick else "all" if arguments.all else "small"
     settings = made[selection]()
     return selection, dataclasses.replace(settings, gradients_per_op=None) if arguments.gradients else settings
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         steps.start("measuring this machine's peaks")
         devices = [f"{d.platform}: {d.device_kind}" for d in machine.devices()]
         peaks = machine_peaks.measure_machine(arguments.quick)
-        meter = runner.Meter(machine_peaks.best_of(earlier.peaks, peaks) if earlier else peaks, arguments.quick)
+        meter = runner.PeakMeter(machine_peaks.best_of(earlier.peaks, peaks) if earlier else peaks, arguments.quick)
         wanted = runner.steps(operations, settings)
         done = list(earlier.done) if earlier else []
         made = report.BenchReport(
@@ -208,7 +208,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _verdict(made)
 
 
-def _not_begun(made: BenchReport, settings: Settings) -> list[str]:
+def _not_begun(made: BenchReport, settings: BenchSettings) -> list[str]:
     left = made.wanted - len(made.done)
     if not left:
         return []
@@ -239,7 +239,7 @@ def _finish(made: BenchReport, where: Path, page: Path | None) -> None:
     out.print(f"wrote {' and '.join(written)}", markup=False, soft_wrap=True)
 
 
-def _model(settings: Settings, budget: Budget, quick: bool, steps: Any, notes: list[str]) -> Any:
+def _model(settings: BenchSettings, budget: Budget, quick: bool, steps: Any, notes: list[str]) -> Any:
     from vishwamai.bench import model
     from vishwamai.models import minilm
 
@@ -259,7 +259,7 @@ def _model(settings: Settings, budget: Budget, quick: bool, steps: Any, notes: l
 
 def _compile(
     operations: Any,
-    settings: Settings,
+    settings: BenchSettings,
     arguments: argparse.Namespace,
     targets: list[str],
     steps: Any,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vishwamai.bench import report
 from vishwamai.bench.machine import Cpu
 from vishwamai.bench.model import NAME, ModelResult
-from vishwamai.bench.runner import Measurement, Settings
+from vishwamai.bench.runner import BenchSettings, CaseMeasurement
 from vishwamai.bench.targets import TargetRow
 from vishwamai.cli.console import table
 from vishwamai.measure.machine_peaks import MachinePeaks
@@ -43,7 +43,7 @@ class Cases:
         self._out = out
         self._shown = 0
 
-    def show(self, measurements: Sequence[Measurement], peaks: MachinePeaks) -> None:
+    def show(self, measurements: Sequence[CaseMeasurement], peaks: MachinePeaks) -> None:
         """Shows the measurements of one step."""
         if not measurements:
             return
@@ -58,7 +58,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _cells(m: Measurement, peaks: MachinePeaks) -> tuple[str, ...]:
+def _cells(m: CaseMeasurement, peaks: MachinePeaks) -> tuple[str, ...]:
     assert m.timing is not None
     return (
         "right" if m.numbers else "",
@@ -69,7 +69,7 @@ def _cells(m: Measurement, peaks: MachinePeaks) -> tuple[str, ...]:
     )
 
 
-def _block(measurements: Sequence[Measurement], peaks: MachinePeaks, head: bool) -> Text:
+def _block(measurements: Sequence[CaseMeasurement], peaks: MachinePeaks, head: bool) -> Text:
     """A line for each candidate of a case, 79 columns wide; those that were not timed last."""
     from rich.text import Text
 
@@ -100,7 +100,7 @@ def _block(measurements: Sequence[Measurement], peaks: MachinePeaks, head: bool)
     return out
 
 
-def case_line(measurements: Sequence[Measurement], peaks: MachinePeaks) -> str:
+def case_line(measurements: Sequence[CaseMeasurement], peaks: MachinePeaks) -> str:
     """A whole case in one line: what runs by default, its figures, the best peer."""
     parts = [f"{measurements[0].op}: {measurements[0].case}"]
     for m in measurements:
@@ -118,7 +118,7 @@ def case_line(measurements: Sequence[Measurement], peaks: MachinePeaks) -> str:
     return "; ".join(" ".join(part.split()) for part in parts)
 
 
-def standing_lines(measurements: Sequence[Measurement]) -> list[Text]:
+def standing_lines(measurements: Sequence[CaseMeasurement]) -> list[Text]:
     """Wins and losses against the best peer, the slowest first, and the score."""
     from rich.text import Text
 
@@ -151,7 +151,7 @@ def model_tables(result: ModelResult) -> list[Any]:
         ours = speed.timings["vishwamai"]
         for name, timing in speed.timings.items():
             own = name == "vishwamai"
-            unsteady = max(ours.spread, timing.spread) > Settings.spread
+            unsteady = max(ours.spread, timing.spread) > BenchSettings.spread
             second.add_row(
                 str(speed.batch) if own else "",
                 str(speed.tokens) if own else "",

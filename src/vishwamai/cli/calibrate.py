@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from vishwamai.bench.runner import Settings, steps
+    from vishwamai.bench.runner import BenchSettings, steps
     from vishwamai.ops import catalogue
     from vishwamai.planning import calibration
     from vishwamai.planning.calibrate import calibrate
 
-    settings = Settings.quick() if arguments.quick else Settings.all() if arguments.all else Settings()
+    settings = BenchSettings.quick() if arguments.quick else BenchSettings.all() if arguments.all else BenchSettings()
     # A schedule is of the whole case, so cases are not made smaller where the device is fast enough for them.
     settings = dataclasses.replace(settings, call_seconds=max(settings.call_seconds, 0.2))
     operations = catalogue.chosen(arguments.ops.split(",") if arguments.ops else None)

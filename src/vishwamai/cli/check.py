@@ -65,7 +65,7 @@ def _check(arguments: argparse.Namespace, targets: list[str]) -> int:
     return 0 if all(report.fits for report in reports) else 1
 
 
-def _explain(call: function.Call, target: str) -> None:
+def _explain(call: function.BoundCall, target: str) -> None:
     """Says what lies in the memory at the peak, and which changes make it fit."""
     from vishwamai.planning.diagnosis import explain_memory
 

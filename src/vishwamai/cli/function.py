@@ -43,7 +43,7 @@ _NAMED = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.+)", re.S)
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class BoundCall:
     """A function with its arguments: `function(*args, **kwargs)`, arrays as `jax.ShapeDtypeStruct`s, other values bound
     already.
     """
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_call(reference: str, text: str | None) -> Call:
+def load_call(reference: str, text: str | None) -> BoundCall:
     """The function that `reference` names, with the arguments that `text` (or its module) gives.
 
     Raises:
@@ -198,10 +198,10 @@ def _is_dynamic(value: Any) -> bool:
     return any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))
 
 
-def _bind(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _bind(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
     """Binds what is no array into the function, unless it is jitted: then its own `static_argnames` decide."""
     if hasattr(function, "lower"):
-        return Call(name, function, args, kwargs)
+        return BoundCall(name, function, args, kwargs)
     static = {key: value for key, value in kwargs.items() if not _is_dynamic(value)}
     dynamic = {key: value for key, value in kwargs.items() if key not in static}
     positions = [i for i, value in enumerate(args) if _is_dynamic(value)]
@@ -214,4 +214,4 @@ def _bind(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs
         return function(*full, **static, **more)
 
     call.__signature__ = inspect.Signature()  # type: ignore[attr-defined]  # the wrapped one's no longer holds
-    return Call(name, call, tuple(args[i] for i in positions), dynamic)
+    return BoundCall(name, call, tuple(args[i] for i in positions), dynamic)

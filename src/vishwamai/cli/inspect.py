@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from vishwamai.aot import Inspection, Schedule, inspect_many
+    from vishwamai.aot import Inspection, KernelSchedule, inspect_many
 
     targets = arguments.target or ["v5e"]
     pages = _pages(arguments.report, targets)
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
                 call.function, call.args, call.kwargs, target, arguments.flops, arguments.bytes, name=call.name
             )
             (found,) = inspect_many([case])
-            if not isinstance(found, Schedule):
+            if not isinstance(found, KernelSchedule):
                 print(f"{call.name} on {target}: {found}\n", flush=True)
                 status = 1
                 continue

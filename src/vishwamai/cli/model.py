@@ -54,8 +54,8 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument(
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,
-        help="share the pages of prompts that begin alike; layers with a window then keep all pages (yes, unless that "
-        "doubles their pages)",
+        default=True,
+        help="share the pages of prompts that begin alike (yes)",
     )
     parser.add_argument(
         "--keep-packed",

@@ -24,6 +24,8 @@ from typing import Any
 from vishwamai import reports
 from vishwamai.cli import function, model
 from vishwamai.cli.function import CommandError
+from vishwamai.cli.interrupt import interrupt_taken
+from vishwamai.cli.progress import Countdown
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.target import Target
 
@@ -52,13 +54,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError("plan needs a target: --target v5e:4x4.")
     targets = [Target.parse_tpu(target).name or target for target in arguments.target]
     kind = _kind(arguments)
-    say = _reporter()
-    say(f"{kind} {arguments.config} for {', '.join(targets)}")
-    found = {"training": _training, "serving": _serving, "function": _function}[kind](arguments, targets, say)
+    run_kind = {"training": _training, "serving": _serving, "function": _function}[kind]
+    with Countdown() as progress:
+        progress.say(f"{kind} {arguments.config} for {', '.join(targets)}")
+        found = run_kind(arguments, targets, progress.say)
     if arguments.json:
         print(json.dumps({"config": arguments.config, "kind": kind, **found["json"]}, indent=2))
     else:
         print(found["text"])
+    if "status" in found:
+        print(
+            "vishwamai plan: interrupted; this is what was found so far. The compiler's answers are kept, and the same "
+            "command goes on from them.",
+            file=sys.stderr,
+        )
+        return found["status"]
     return 0 if found["fits"] else 1
 
 
@@ -103,15 +113,6 @@ def _kind(arguments: argparse.Namespace) -> str:
     return kind
 
 
-def _reporter() -> Any:
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
-
-    return say
-
-
 def _bytes(estimate: Any) -> int | None:
     return None if estimate is None else int(estimate.value)
 
@@ -121,7 +122,7 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
     from vishwamai.core.target import devices_of
     from vishwamai.planning.advice import explain_training
     from vishwamai.planning.compiler import Compiler
-    from vishwamai.planning.search import NOT_TRIED, plan_training
+    from vishwamai.planning.search import NOT_TRIED, Candidate, Plan, plan_of_tried, plan_training
     from vishwamai.training.config_file import read_config
 
     keys = model.optimization(arguments)
@@ -129,24 +130,36 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
     config = read_config(arguments.config, [*arguments.overrides, *given])
     for target in targets:
         model.say_optimization(config.optimization, "training", devices_of(target))
-    with Compiler() as compiler:
-        plans = [
-            plan_training(
-                config,
-                target,
-                search=arguments.search,
-                verify=not arguments.no_verify,
-                time=not arguments.no_time,
-                compiler=compiler,
-                report=say,
-            )
-            for target in targets
-        ]
-        reasons = [
-            explain_training(min(plan.candidates, key=_needs).config, plan.target, compiler, say)
-            for plan in plans
-            if plan.chosen is None
-        ]
+    plans: list[Plan] = []
+    tried: list[Candidate] = []
+    reasons, stopped = [], {}
+    try:
+        with Compiler() as compiler:
+            for target in targets:
+                tried.clear()
+                plans.append(
+                    plan_training(
+                        config,
+                        target,
+                        search=arguments.search,
+                        verify=not arguments.no_verify,
+                        time=not arguments.no_time,
+                        compiler=compiler,
+                        report=_of_all(say, len(targets) - len(plans)),
+                        on_tried=tried.append,
+                    )
+                )
+            reasons = [
+                explain_training(min(plan.candidates, key=_needs).config, plan.target, compiler, say)
+                for plan in plans
+                if plan.chosen is None
+            ]
+    except KeyboardInterrupt as stop:
+        stopped = {"status": interrupt_taken(stop)}
+        if tried and tried[0].target not in {plan.target for plan in plans}:
+            plans.append(plan_of_tried(tried))
+        if not plans:
+            raise
     not_tried = NOT_TRIED if arguments.search else ("other settings than those of the configuration: pass --search",)
     lines = [line for plan in plans for line in table(plan, arguments.price)]
     lines += ["not tried:", *(f"  {text}" for text in not_tried), *map(str, reasons)]
@@ -161,7 +174,17 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
         "not_tried": list(not_tried),
         "too_large": [_diagnosis(one) for one in reasons],
     }
-    return {"json": found, "text": "\n".join(lines), "fits": fits}
+    return {"json": found, "text": "\n".join(lines), "fits": fits, **stopped}
+
+
+def _of_all(say: Any, targets: int) -> Any:
+    """Reports of the first of some targets, with the time that is left for all of them: each takes as long."""
+    begun = time.monotonic()
+
+    def report(text: str, left: float | None = None) -> None:
+        say(text, None if left is None else left + (targets - 1) * (time.monotonic() - begun + left))
+
+    return report
 
 
 def _needs(candidate: Any) -> tuple[bool, float]:

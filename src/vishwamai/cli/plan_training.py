@@ -37,7 +37,11 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
     lines.append(
         f"  chosen: {plan.chosen.name}" if plan.chosen is not None else "  nothing that was tried fits this target"
     )
-    lines.append(f"  too large by formulas: {plan.pruned}; not probed: {plan.unprobed}")
+    lines.append(
+        "  interrupted: other candidates were not tried"
+        if plan.interrupted
+        else f"  too large by formulas: {plan.pruned}; not probed: {plan.unprobed}"
+    )
     lines += [f"  {one.name}: {one.declined}"[:80] for one in plan.candidates if one.declined]
     return lines + ([] if plan.chosen is None else _time(plan.chosen, price))
 
@@ -74,6 +78,7 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
         "chosen": chosen,
         "count": plan.count,
         "too_large_by_formulas": plan.pruned,
+        "interrupted": plan.interrupted,
         "candidates": candidates,
     }
 

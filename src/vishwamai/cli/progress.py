@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable
@@ -101,8 +102,7 @@ class Steps:
 
 
 def _bar(screen: Any, redirect: bool) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
-    from rich.table import Column
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn
     from rich.text import Text
 
     class Left(ProgressColumn):
@@ -117,9 +117,74 @@ def _bar(screen: Any, redirect: bool) -> Progress:
         BarColumn(bar_width=10),
         MofNCompleteColumn(),
         Left(),
-        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        _description(),
         console=screen,
         transient=True,
         redirect_stdout=redirect,
         expand=True,
     )
+
+
+class Countdown:
+    """The progress of a command that estimates what is left, as a context: `say` tells what is done next.
+
+    On standard error: a bar that fills as time goes by, where that is a terminal and rich is installed, else a line for
+    each step.
+    """
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def __enter__(self) -> Countdown:
+        if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+            from rich.console import Console
+
+            self._bar = _countdown_bar(Console(stderr=True))
+            self._task = self._bar.add_task("", total=None)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str, left: float | None = None) -> None:
+        """What is done next, and the seconds that are left with it, where known."""
+        spent = time.monotonic() - self._begun
+        if self._bar is not None:
+            self._bar.update(self._task, description=text, total=None if left is None else spent + left)
+            return
+        rest = "" if left is None else f", about {duration(left)} left"
+        print(f"[{spent:4.0f} s] {text}{rest}", file=sys.stderr, flush=True)
+
+
+def _countdown_bar(screen: Any, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """A bar whose total is the seconds that the whole is expected to take; None moves it to and fro."""
+    from rich.progress import BarColumn, Progress, ProgressColumn
+    from rich.text import Text
+
+    class Spent(BarColumn):
+        def render(self, task: Task) -> Any:
+            if task.total is not None:
+                task.completed = min(task.elapsed or 0.0, task.total)
+            return super().render(task)
+
+    class Left(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            spent = task.elapsed or 0.0
+            rest = "" if task.total is None else f", about {duration(max(0.0, task.total - spent))} left"
+            return Text(f"{duration(spent)}{rest}")
+
+    return Progress(
+        Spent(bar_width=10), Left(), _description(), console=screen, get_time=clock, transient=True, expand=True
+    )
+
+
+def _description() -> Any:
+    from rich.progress import TextColumn
+    from rich.table import Column
+
+    column = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    return TextColumn("{task.description}", markup=False, table_column=column)

@@ -139,7 +139,7 @@ def set_aside(path: Path, problem: object) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class CachedFile:
     """One thing in a cache: a file, or a directory with what belongs together.
 
     Attributes:
@@ -173,7 +173,7 @@ _ENTRIES = {
 }
 
 
-def entries(cache: str) -> list[Entry]:
+def entries(cache: str) -> list[CachedFile]:
     """What is in a cache, the longest unused first; other files in its directory are not in it."""
     root = cache_directory(cache)
     if root is None or not os.path.isdir(root):
@@ -187,7 +187,7 @@ def entries(cache: str) -> list[Entry]:
             states = [file.stat() for file in (path, *(path.rglob("*") if path.is_dir() else ()))]
             used = max(max(state.st_mtime, state.st_atime) for state in states)
             if not temporary or time.time() - used > _ABANDONED_S:
-                found.append(Entry(path, sum(state.st_size for state in states), used))
+                found.append(CachedFile(path, sum(state.st_size for state in states), used))
     return sorted(found, key=lambda entry: entry.used)
 
 

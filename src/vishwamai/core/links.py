@@ -8,8 +8,9 @@ sides.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -39,13 +40,18 @@ class AxisLinks:
       sides: chips along each side of the slice that the axis spans; () where it stays on one chip.
       wraps: whether each side closes into a ring.
       on_chip: devices of each chip that the axis has; 0 for all. TPU7x has two devices on each chip.
+      strides: links between neighbours of the axis along each side; () for 1 each. As many groups of the same axis
+        interleave, and share these links.
 
     Raises:
-      ShapeError: a side is not a number of chips, `wraps` is not as long as `sides`, or the chip has fewer devices.
+      ShapeError: a side or a stride is not a number of chips, `wraps` or `strides` is not as long as `sides`, or the
+        chip has fewer devices.
 
     >>> from vishwamai.core.hardware import TPUS
     >>> AxisLinks(TPUS["v5p"], (4, 8), (True, True)).links
-    4
+    4.0
+    >>> AxisLinks(TPUS["v5e"], (2, 4), (False, False), strides=(2, 1)).links
+    1.5
     >>> AxisLinks(TPUS["tpu7x"], (4,), (True,)).devices
     8
     """
@@ -54,12 +60,14 @@ class AxisLinks:
     sides: tuple[int, ...]
     wraps: tuple[bool, ...]
     on_chip: int = 0
+    strides: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if any(side < 1 for side in self.sides) or len(self.wraps) != len(self.sides):
+        strides = self.strides or (1,) * len(self.sides)
+        if min((*self.sides, *strides), default=1) < 1 or not len(self.wraps) == len(self.sides) == len(strides):
             raise ShapeError(
-                f"AxisLinks: `sides` is {self.sides} and `wraps` is {self.wraps}; pass chips along each side, and "
-                "whether each closes."
+                f"AxisLinks: `sides` is {self.sides}, `wraps` is {self.wraps} and `strides` is {self.strides}; pass "
+                "chips along each side, whether each closes, and links between neighbours (or () for 1 each)."
             )
         if not 0 <= self.on_chip <= self.chip.devices:
             raise ShapeError(
@@ -67,6 +75,7 @@ class AxisLinks:
                 f"{self.chip.name}, or 0 for all of them."
             )
         object.__setattr__(self, "on_chip", self.on_chip or self.chip.devices)
+        object.__setattr__(self, "strides", strides)
 
     @property
     def chips(self) -> int:
@@ -79,23 +88,34 @@ class AxisLinks:
         return self.chips * self.on_chip
 
     @property
-    def links(self) -> int:
-        """Links into the chip that has the fewest: two along a side that closes, else one."""
-        return sum(2 if wrap else 1 for wrap in self.wraps)
+    def ways(self) -> tuple[float, ...]:
+        """Links along each side into the chip that has the fewest: two where the side closes, else one; a part of them
+        where groups interleave.
+        """
+        return tuple((2 if wrap else 1) / stride for wrap, stride in zip(self.wraps, self.strides))
+
+    @property
+    def links(self) -> float:
+        """Links into the chip that has the fewest, of all sides."""
+        return math.fsum(self.ways)
 
     @property
     def hops(self) -> int:
         """Links to the farthest chip."""
-        return sum(side // 2 if wrap else side - 1 for side, wrap in zip(self.sides, self.wraps))
+        return sum(
+            stride * (side // 2 if wrap else side - 1)
+            for side, wrap, stride in zip(self.sides, self.wraps, self.strides)
+        )
 
     def __str__(self) -> str:
         """For instance "v5p, a ring of 8 chips"."""
         devices = f", {self.devices} devices" if self.chip.devices > 1 else ""
         if self.chips == 1:
             return f"{self.chip.name}, one chip{devices}"
+        apart = "" if set(self.strides) == {1} else f", {hardware.written(self.strides)} links apart"
         if len(self.sides) == 1:
-            return f"{self.chip.name}, a {'ring' if self.wraps[0] else 'line'} of {self.chips} chips{devices}"
-        return f"{self.chip.name}, a box of {hardware.written(self.sides)} chips{devices}"
+            return f"{self.chip.name}, a {'ring' if self.wraps[0] else 'line'} of {self.chips} chips{apart}{devices}"
+        return f"{self.chip.name}, a box of {hardware.written(self.sides)} chips{apart}{devices}"
 
 
 @checked
@@ -108,7 +128,8 @@ def axis_links(mesh: Mesh, axis: str) -> AxisLinks:
 
     Raises:
       ShapeError: the mesh has no such axis, or its devices are not TPUs.
-      UnsupportedError: the axis goes over several slices, or its devices are not a box of the slice.
+      UnsupportedError: the axis goes over several slices, or its devices are neither a box of the slice nor evenly
+        spaced along its sides.
 
     >>> from vishwamai.parallel import make_mesh
     >>> axis_links(make_mesh("data=4,tensor=4", topology="v5e:4x4"), "tensor").sides  # doctest: +SKIP
@@ -177,6 +198,20 @@ def sides_of(devices: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in places.max(0) - places.min(0) + 1)
 
 
+def lattice(places: Collection[Place]) -> list[tuple[int, int]] | None:
+    """(chips, links from one to the next) along each side, of different places that are evenly spaced along the sides
+    of a slice; None where they are not. Those of a box are one link apart.
+
+    >>> lattice([(0, 0), (0, 1), (2, 0), (2, 1)]), lattice([(0, 0), (1, 1)])
+    ([(2, 2), (2, 1)], None)
+    """
+    marks = [sorted(set(axis)) for axis in zip(*places)]
+    steps = [{b - a for a, b in itertools.pairwise(side)} or {1} for side in marks]
+    if math.prod(map(len, marks)) != len(places) or any(len(step) > 1 for step in steps):
+        return None
+    return [(len(side), min(step)) for side, step in zip(marks, steps)]
+
+
 def group_links(group: Sequence[Any], devices: Sequence[Any], name: str = "the group") -> AxisLinks:
     """The links of some devices of a slice that communicate among themselves.
 
@@ -200,23 +235,25 @@ def box_links(chip: TpuChip, whole: Sequence[int], group: Sequence[Any], name: s
     """As `group_links`, of a slice with the sides `whole`.
 
     Raises:
-      UnsupportedError: the devices are not a box of the slice.
+      UnsupportedError: the devices are neither a box of the slice nor evenly spaced along its sides.
     """
     places = {place(device)[: len(whole)] for device in group}
-    box = [1 + max(axis) - min(axis) for axis in zip(*places)]
-    if math.prod(box) != len(places) or len(group) % len(places):
+    sides = lattice(places)
+    if sides is None or len(group) % len(places):
         raise UnsupportedError(
-            f"axis_links: the {len(places)} chips of {name} are not a box of the slice, so other axes use their "
-            "links, too; make the mesh with make_mesh, or choose sizes that divide the sides."
+            f"axis_links: the {len(places)} chips of {name} are neither a box of the slice nor evenly spaced along its "
+            "sides, so other axes use their links, too; make the mesh with make_mesh, or choose sizes that divide the "
+            "sides."
         )
     closed = hardware.wraps(chip, tuple(whole[: hardware.rank(chip)]))
-    spanned = [i for i, side in enumerate(box) if side > 1]
+    spanned = [(i, side, step) for i, (side, step) in enumerate(sides) if side > 1]
     return AxisLinks(
         chip,
-        tuple(box[i] for i in spanned),
+        tuple(side for _, side, _ in spanned),
         # Only a whole side closes. A side of two has one link, there and back.
-        tuple(i < len(closed) and closed[i] and box[i] == whole[i] and box[i] > 2 for i in spanned),
+        tuple(i < len(closed) and closed[i] and side * step == whole[i] > 2 for i, side, step in spanned),
         len(group) // len(places),
+        tuple(step for _, _, step in spanned),
     )
 
 
@@ -252,12 +289,10 @@ def estimate_collective(
         return 0.0
     bandwidth, latency = axis.chip.ici_bandwidth, axis.chip.ici_latency
     if kind == "permute":  # to the neighbour, one way
-        return max(bytes / bandwidth, latency)
+        return max(axis.strides) * max(bytes / bandwidth, latency)
     if kind == "all_to_all":
         # Half of the data of half of the chips crosses the middle of a side, over all links that cross it.
-        crossing = (
-            (axis.chips // side) * (2 if wrap else 1) for side, wrap in zip(axis.sides, axis.wraps, strict=True)
-        )
+        crossing = ((axis.chips // side) * ways for side, ways in zip(axis.sides, axis.ways, strict=True))
         return max(bytes / 4 / (bandwidth * min(crossing)), latency * axis.hops)
     once = max(bytes * (axis.chips - 1) / axis.chips / (bandwidth * axis.links), latency * axis.hops)
     return 2 * once if kind == "all_reduce" else once

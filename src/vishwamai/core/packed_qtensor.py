@@ -120,6 +120,11 @@ class PackedQTensor:
         )
 
 
+def has_kernel(format: str, block_size: int | None) -> bool:
+    """Whether a kernel reads packed weights of a format whose scales are shared by so many numbers along K."""
+    return format in BITS and (block_size is None or (block_size % 8 == 0 and 0 < block_size <= LARGEST_BLOCK))
+
+
 def _is_fp8(format: str) -> bool:
     return KINDS[format] == KINDS["fp8_e4m3"]
 
@@ -181,7 +186,7 @@ def pack_qtensor(weight: QTensor, transpose: bool = False, activations: str | No
             f"{contracted} of it; quantize it with axis={contracted}, or pass transpose={not transpose}."
         )
     block = weight.block_size
-    if block is not None and (block % 8 or not 0 < block <= LARGEST_BLOCK):
+    if not has_kernel(weight.format, block):
         raise ShapeError(
             f"pack_weight: `weight` has blocks of {block}; pass a multiple of 8 of at most {LARGEST_BLOCK}."
         )

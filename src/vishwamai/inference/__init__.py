@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from vishwamai.inference.answers import Answer, Delta
     from vishwamai.inference.embedding import Embedder
     from vishwamai.inference.engine import Engine, Request
+    from vishwamai.inference.limits import Limits
     from vishwamai.inference.loading import Load, plan_load
     from vishwamai.inference.sampling import Sampling
-    from vishwamai.inference.scheduler import Limits
 
 _MODULES = {
     "Answer": "answers",
     "Delta": "answers",
     "Embedder": "embedding",
     "Engine": "engine",
-    "Limits": "scheduler",
+    "Limits": "limits",
     "Load": "loading",
     "Request": "engine",
     "Sampling": "sampling",

@@ -13,7 +13,6 @@ draft draws never changes the distribution of an answer, by one of two rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from vishwamai.inference.mesh import gathered
 from vishwamai.inference.sampling import Proposals, Rows, propose
 from vishwamai.models.attend import rotation_switch
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.pages import PagedBatch, ring_table
+from vishwamai.models.pages import PagedBatch
 
 if TYPE_CHECKING:
     from vishwamai.models.decoder import Decoder
@@ -74,23 +73,22 @@ def draft_step(
     kv_lens: Any,
     lengths: Any,
     table: Any,
+    windows: Any,
     rows: Rows,
     allowed: Any,
     guesses: Any,
     place: Any,
     *,
-    rings: Mapping[int, int],
     mesh: Mesh | None,
 ) -> tuple[Proposals, Any, Any]:
     """Guess number `place` of each sequence: drawn, and written to the history.
 
     Args:
-      slots, table: as `host_tables` gives them, sequences with most guesses first.
+      slots, table, windows: as `host_tables` gives them, sequences with most guesses first.
       kv_lens, lengths: `[sequences]`, as of a step of one token each, before the first guess.
       rows: of the draw after that token.
       guesses: `[sequences]` int32, how many each one has; those with `place` of them or fewer compute nothing.
       place: int32.
-      rings: pages of the rings of the draft's windows (`window_rings`).
 
     Returns:
       The proposals `[sequences]`, the draft's pages and the history.
@@ -98,7 +96,6 @@ def draft_step(
     count = slots.shape[0]
     active = jnp.sum(guesses > place, dtype=jnp.int32)
     starts = jnp.minimum(jnp.arange(count + 1, dtype=jnp.int32), active)
-    windows = {window: ring_table(slots, ring, table.shape[1]) for window, ring in rings.items()}
     batch = PagedBatch(kv_lens + place, table, starts, 1, lengths + place, windows)
     hidden, pages = draft.step(history[slots, kv_lens + place - 1], pages, batch)
     rows = rows._replace(position=rows.position + place)

@@ -1,43 +1,35 @@
-"""The engine: one loop that admits requests, sends steps off and hands out what they drew.
+"""The engine: prompts go in, answers come out, many at once.
 
-    plan = what the scheduler decides -> send it off -> read what the step before drew
-
-The step before is read while the present one is computed. Only a request with a grammar, or with guesses, waits for its
-last token's value, and then the loop reads before it plans. One thread runs the loop; others hand requests in through
-a queue.
+One thread runs the loop, which is `core.EngineCore` step by step; others hand requests in through a queue.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import queue
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.optimization import Optimization
-from vishwamai.inference.answers import Answer, Delta, Finish, Writer, joined
-from vishwamai.inference.drafting import UNREAD, check_draft
+from vishwamai.inference.answers import Answer, Delta, Finish, joined
+from vishwamai.inference.core import EngineCore
+from vishwamai.inference.drafting import check_draft
+from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import ring_pages, rings_of
 from vishwamai.inference.mesh import mesh_of, place_model
 from vishwamai.inference.pages import PagePool
 from vishwamai.inference.pools import calibration_tokens, kv_dtype_of, make_pools
 from vishwamai.inference.programs import COMPILE, Programs
 from vishwamai.inference.prompts import Prompts
-from vishwamai.inference.requests import Branch, Request, Statistics
-from vishwamai.inference.sampling import Sampled, Sampling
-from vishwamai.inference.scheduler import Limits, Plan, Scheduler, Stream
-from vishwamai.inference.speculative import accepted, lookup
-from vishwamai.inference.steps import Sent, logprobs_of, send
+from vishwamai.inference.requests import Request
+from vishwamai.inference.sampling import Sampling
+from vishwamai.inference.scheduler import Scheduler
 from vishwamai.models import Decoder
 from vishwamai.models.attend import rotation_switch
 
@@ -55,8 +47,7 @@ class Engine:
       drafts: guesses of each step for each sequence; 0: none.
       draft: a smaller decoder of the same vocab that guesses (`drafting`); None: guesses come from the text itself
         (`speculative`). It has pages of its own, as many and of the same dtype.
-      prefix_cache: whether a prompt that begins like an earlier one shares its pages. Layers with a window then keep
-        all pages; without, a ring of their window's. None: yes, unless rings are at most half as long.
+      prefix_cache: whether a prompt that begins like an earlier one shares its pages.
       end_tokens: ids that end an answer, besides those of the model's configuration.
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
@@ -91,7 +82,7 @@ class Engine:
         kv_dtype: Any = None,
         drafts: int = 0,
         draft: Decoder | None = None,
-        prefix_cache: bool | None = None,
+        prefix_cache: bool = True,
         end_tokens: Sequence[int] = (),
         mesh: Mesh | None = None,
         optimization: Optimization | Mapping[str, Any] | None = None,
@@ -118,8 +109,8 @@ class Engine:
         self.end_tokens = frozenset(end_tokens) | set(() if end is None else (end,) if isinstance(end, int) else end)
         page_size = self.limits.page_size
         sample = calibration_tokens(model.config.vocab_size, min(256, self.limits.max_length), tokenizer)
-        rings = [{} if one is None else rings_of(one.config, self.limits, prefix_cache) for one in (model, draft)]
-        rings = rings[0], rings[1] if rings[0] else {}  # a draft's keys must be there where pages are shared
+        rings = [{} if one is None else rings_of(one.config, self.limits) for one in (model, draft)]
+        windows = rings[0] | rings[1]  # a window has the same ring in both
         with self.optimization.kernels():
             pools, draft_pools = (
                 ()
@@ -129,15 +120,14 @@ class Engine:
             )
         lazy, kernels = compile == "lazy", self.optimization.kernels
         self.programs = Programs(
-            model, self.limits, pools, drafts, on_program, mesh, draft, draft_pools, rings, lazy, kernels
+            model, self.limits, pools, drafts, on_program, mesh, draft, draft_pools, windows, lazy, kernels
         )
         self.prompts = Prompts(self.programs.vocab, self.limits, num_pages, tokenizer)
-        pool = PagePool(num_pages, shared=not rings[0] and prefix_cache is not False)
-        self.scheduler = Scheduler(self.limits, pool, rotation_switch(model.config))
-        self.statistics = Statistics()
+        pool = PagePool(num_pages, prefix_cache)
+        self.scheduler = Scheduler(self.limits, pool, rotation_switch(model.config), windows)
+        self.core = EngineCore(self.programs, self.scheduler, tokenizer, self.end_tokens)
+        self.statistics = self.core.statistics
         self.failure: str | None = None
-        self._branches: dict[Stream, Branch] = {}
-        self._sent: Sent | None = None
         self._inbox: queue.SimpleQueue[tuple[Callable[[Request], None], Request] | None] = queue.SimpleQueue()
         self.pending = 0  # answers handed in, and not taken from the queue yet
         self._lock = threading.Lock()
@@ -153,7 +143,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return self.unfinished == 0 and self._sent is None
+        return self.pending == 0 and self.core.idle
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt; see `Prompts.encode`."""
@@ -300,9 +290,7 @@ class Engine:
 
     def _abandon(self, finish: Finish) -> None:
         """Ends all answers, and those of requests that nobody took from the queue."""
-        self._sent = None
-        for branch in list(self._branches.values()):
-            self._end(branch, finish, self.failure)
+        self.core.abandon(finish, self.failure)
         while not self._inbox.empty():
             item = self._inbox.get()
             if item is None or item[0] != self._take:
@@ -316,16 +304,7 @@ class Engine:
         """One turn of the loop; False once it has been told to stop."""
         if not self._receive():
             return False
-        waits = any(stream.synchronous for stream in self.scheduler.running)
-        if waits:
-            self._read()
-        plan = self.scheduler.schedule(time.monotonic(), self._guess)
-        for stream in plan.expired:
-            self._end(self._branches[stream], "deadline")
-        self.statistics.preemptions += len(plan.preempted)
-        sent = self._send(plan) if plan.works else None
-        self._read()
-        self._sent = sent
+        self.core.step()
         return True
 
     def _receive(self, wait: bool = False) -> bool:
@@ -342,83 +321,9 @@ class Engine:
             return True
 
     def _take(self, request: Request) -> None:
-        options, now = request.options, time.monotonic()
-        seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed % 2**32
-        length = self.check(request.prompt, options)
-        for choice in range(options.n):
-            detokenizer = None if self.tokenizer is None else self.tokenizer.stream()
-            stream = Stream(list(request.prompt), length, self.scheduler.rank(now, request.priority))
-            stream.deadline = now + (np.inf if request.deadline is None else request.deadline)
-            matcher = None if request.grammar is None else request.grammar.matcher()
-            stream.synchronous = bool(self.drafts) or matcher is not None
-            shares = self.scheduler.pool.shared and request.branches
-            stream.leader = request.branches[0].stream if shares else None
-            branch = Branch(
-                request, choice, seed, stream, Writer(options, self.end_tokens, detokenizer, choice), matcher
-            )
-            request.branches.append(branch)
-            self._branches[stream] = branch
-            self.scheduler.add(stream)
-            self.statistics.prompt_tokens += stream.prompt_length
+        self.core.take(request, self.check(request.prompt, request.options))
         with self._lock:
-            self.pending -= options.n
+            self.pending -= request.options.n
 
     def _cancel(self, request: Request) -> None:
-        for branch in request.branches:
-            if not branch.stream.finished:
-                self._end(branch, "cancelled")
-
-    def _end(self, branch: Branch, finish: Finish, error: str | None = None) -> None:
-        self.scheduler.finish(branch.stream)
-        self._forget(branch, finish)
-        branch.request.sink(Delta(branch.choice, finish=finish, error=error, cached=branch.stream.cached))
-
-    def _forget(self, branch: Branch, finish: Finish) -> None:
-        del self._branches[branch.stream]
-        self.statistics.finished[finish] = self.statistics.finished.get(finish, 0) + 1
-
-    def _guess(self, stream: Stream, most: int) -> Sequence[int]:
-        # A grammar's mask is known for the next token alone.
-        if self._branches[stream].matcher is not None:
-            return ()
-        most = min(most, self.drafts)
-        return lookup(stream.tokens, most) if self.programs.draft is None else (UNREAD,) * most
-
-    def _send(self, plan: Plan) -> Sent:
-        for stream in plan.admitted:
-            if stream.preemptions == 0:
-                self.statistics.cached_tokens += stream.cached
-        self.statistics.steps += 1
-        self.statistics.computed_tokens += sum(work.count for work in plan.works)
-        self.statistics.guesses += sum(len(work.drafts) for work in plan.works)
-        return send(plan, self._branches, self.programs)
-
-    def _read(self) -> None:
-        """Waits for the step that was sent off last, and hands out what it drew."""
-        sent, self._sent = self._sent, None
-        if sent is None:
-            return
-        drawn: Sampled = jax.tree.map(np.asarray, sent.sampled)
-        for i, (work, branch, row) in enumerate(sent.works):
-            stream, options = work.stream, branch.request.options
-            if stream.finished or not work.samples:
-                continue
-            tokens = accepted(sent.guesses(i), drawn.tokens[row : row + len(work.drafts) + 1].tolist())
-            self.statistics.guesses_accepted += len(tokens) - 1 if work.drafts else 0
-            logprobs = ()
-            if options.logprobs is not None:
-                logprobs = [logprobs_of(drawn, row + at, options.logprobs) for at in range(len(tokens))]
-            room = stream.max_length - len(stream.tokens)
-            error = None if branch.matcher is None else branch.matcher.advance(tokens)
-            self.scheduler.read(stream, tokens)
-            delta = branch.writer.add(tokens, logprobs, room, stream.cached)
-            if delta.finish is None and branch.matcher is not None and branch.matcher.ended:
-                delta = branch.writer.end(delta)
-            self.statistics.new_tokens += len(delta.token_ids)
-            if error is not None:
-                self._end(branch, "error", error)
-                continue
-            if delta.finish is not None:
-                self.scheduler.finish(stream)
-                self._forget(branch, delta.finish)
-            branch.request.sink(delta)
+        self.core.cancel(request)

@@ -16,11 +16,11 @@ from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.drafting import check_draft
+from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import page_bytes, ring_pages, rings_of, weight_bytes
 from vishwamai.inference.mesh import serving_mesh, serving_rules
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.prompts import Prompts
-from vishwamai.inference.scheduler import Limits
 from vishwamai.models.config import ModelConfig, read_config, read_json
 from vishwamai.models.generation import GenerationConfig, read_generation_config
 from vishwamai.models.shards import read_index
@@ -82,7 +82,7 @@ class Load:
     mesh: str | None = None
     optimization: Optimization = Optimization()
     draft: Draft | None = None
-    prefix_cache: bool | None = None
+    prefix_cache: bool = True
     keep_packed: bool = False
 
     @property
@@ -117,14 +117,9 @@ class Load:
         )
 
     def _rings(self) -> str:
-        rings = rings_of(self.config, self.limits, self.prefix_cache)
-        if not rings:
-            return ""
+        rings = rings_of(self.config, self.limits)
         of = " and ".join(f"{ring * self.limits.page_size} tokens (window {window})" for window, ring in rings.items())
-        return (
-            f"; layers with a window keep {of} of each sequence, so there is no prefix cache (--prefix-cache keeps all "
-            "their pages)"
-        )
+        return f"; layers with a window keep at most {of} of each sequence" if rings else ""
 
     def engine(
         self,
@@ -198,7 +193,7 @@ def plan_load(
     mesh: str | None = None,
     optimization: Optimization | Mapping[str, Any] | None = None,
     draft_model: str | Path | None = None,
-    prefix_cache: bool | None = None,
+    prefix_cache: bool = True,
     keep_packed: bool = False,
 ) -> Load:
     """What loading a Hugging Face directory takes; reads its headers only.
@@ -250,10 +245,10 @@ def plan_load(
     held = devices.size if devices is not None and jax.default_backend() == "cpu" else 1
     itemsize, head = jnp.dtype(dtype).itemsize, _quantizes_head(quantize, mesh)
 
-    rings = rings_of(config, limits, prefix_cache)
+    rings = rings_of(config, limits)
 
     def sizes(of: Path, config: ModelConfig, rings: dict[int, int]) -> tuple[int, int, int]:
-        """Bytes of the weights, of a page of every layer without a ring, and of all rings."""
+        """Bytes of the weights, of a page of the layers that share `num_pages`, and of the pools of windows."""
         form = _of_directory(quantize, of, directory)
         weights = weight_bytes(config, itemsize, quantize=form, int8_head=head, mesh=devices, directory=of)
         none, all_rings = dict.fromkeys(rings, 0), ring_pages(rings, limits)
@@ -266,7 +261,7 @@ def plan_load(
     draft, draft_page, draft_ring, rows = None, 0, 0, (drafts + 1) * max_sequences
     if draft_model is not None:
         small = _read_draft(Path(draft_model), directory, config, drafts, max_length)
-        of_draft = rings_of(small, limits, prefix_cache) if rings else {}
+        of_draft = rings_of(small, limits)
         draft_weights, draft_page, draft_ring = sizes(Path(draft_model), small, of_draft)
         draft = Draft(Path(draft_model), small, draft_weights, 0)
         rows += drafts * max_sequences  # what the guesses were drawn from

@@ -11,10 +11,10 @@ import jax
 from jax.sharding import Mesh
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.packed_qtensor import BITS
+from vishwamai.core.packed_qtensor import has_kernel
 from vishwamai.core.qtensor import QTensor, bits
+from vishwamai.inference.limits import Limits
 from vishwamai.inference.mesh import logical_rules, pool_sharding
-from vishwamai.inference.scheduler import Limits
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import page_shapes, window_rings
 from vishwamai.models.parameters import Parameter, layer_parameters, parameter_path, top_parameters
@@ -82,9 +82,7 @@ def weight_bytes(
 
 def _packs(weight: QTensor, mesh: Mesh | None) -> bool:
     """Whether two 4-bit numbers take a byte: on accelerators, and where weights are packed."""
-    if not _on_cpu():
-        return True
-    return mesh is None and weight.format in BITS and (weight.block_size or 8) % 8 == 0
+    return not _on_cpu() or (mesh is None and has_kernel(weight.format, weight.block_size))
 
 
 def _packed_bytes(weight: QTensor) -> int:
@@ -108,18 +106,15 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, Parameter, int | Non
         yield from ((name, p, layer) for name, p in layer_parameters(config, kind).items())
 
 
-def rings_of(config: ModelConfig, limits: Limits, prefix_cache: bool | None) -> dict[int, int]:
-    """Pages of each sequence's ring, by the window of the layers that have one (`window_rings`).
-
-    Pages in rings belong to one sequence, so a prefix cache leaves no ring.
+def rings_of(config: ModelConfig, limits: Limits) -> dict[int, int]:
+    """Most pages that a sequence holds in layers with a window, by the windows that have pools of their own
+    (`window_rings`).
     """
-    if prefix_cache:
-        return {}
     return window_rings(config, page_size=limits.page_size, length=limits.max_length, tokens=limits.max_tokens)
 
 
 def ring_pages(rings: Mapping[int, int], limits: Limits) -> dict[int, int]:
-    """Pages of one layer with that window: a ring for every sequence that may run."""
+    """Pages of one layer with that window: so many for every sequence that may run."""
     return {window: limits.max_sequences * ring for window, ring in rings.items()}
 
 

@@ -81,6 +81,10 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def knows(self, digest: bytes) -> bool:
+        """Whether a page is known by that digest."""
+        return digest in self._page_of
+
     def cached(self, digests: Iterable[bytes]) -> list[int]:
         """The pages of the longest known prefix of a chain of digests, without taking hold of them."""
         pages = []

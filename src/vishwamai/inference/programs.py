@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,10 @@ from jax.sharding import Mesh
 from vishwamai.core.execute import only_for, platform_of
 from vishwamai.core.qtensor import bits
 from vishwamai.inference.drafting import draft_step
+from vishwamai.inference.limits import Limits
 from vishwamai.inference.mesh import gathered, on_mesh, replicated
 from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
-from vishwamai.inference.scheduler import Limits
 from vishwamai.models import Decoder, PagedBatch
-from vishwamai.models.pages import ring_table
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -87,28 +86,18 @@ def _forward(
     lengths: Any,
     cu_q_lens: Any,
     table: Any,
+    windows: Any,
     rows: Any,
     *,
     shape: Any,
-    rings: Any,
     mesh: Any,
 ) -> tuple[Any, Any, Any]:
     """Logits `[rows, vocab]` of the step's tokens at `rows`, and the pages; a draft's get the same tokens."""
-    batch, draft_batch = (
-        PagedBatch(
-            kv_lens,
-            table,
-            cu_q_lens,
-            shape.longest,
-            lengths,
-            {window: ring_table(slots, ring, table.shape[1]) for window, ring in of.items()},
-        )
-        for of in rings
-    )
+    batch = PagedBatch(kv_lens, table, cu_q_lens, shape.longest, lengths, windows)
     tokens = history[slots[batch.sequences(shape.tokens)], batch.positions(shape.tokens)]
     hidden, pages = model.step(tokens, pages, batch)
     if draft is not None:
-        _, draft_pages = draft.step(tokens, draft_pages, draft_batch)
+        _, draft_pages = draft.step(tokens, draft_pages, batch)
     return gathered(model.logits(hidden[rows]), mesh), pages, draft_pages
 
 
@@ -188,7 +177,7 @@ class Programs:
       mesh: over which the models and the pools are split; logits and history are whole on each of its devices.
       draft: a model that guesses, or None (`drafting`).
       draft_pages: its pools.
-      rings: pages of each sequence's ring, by the window of layers that have one, of the model and of the draft.
+      windows: those whose layers have page tables of their own (`windows.WindowPages`).
       lazy: compile the programs of one sequence's token and of prompts only; each other one when a step first needs it.
       kernels: the configuration of kernels for which programs are traced.
 
@@ -206,11 +195,11 @@ class Programs:
         mesh: Mesh | None = None,
         draft: Decoder | None = None,
         draft_pages: tuple[Any, ...] = (),
-        rings: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {}),
+        windows: Iterable[int] = (),
         lazy: bool = False,
         kernels: Kernels = contextlib.nullcontext,
     ):
-        self.model, self.limits, self.draft, self.drafts = model, limits, draft, drafts
+        self.model, self.limits, self.draft, self.drafts, self.windows = model, limits, draft, drafts, tuple(windows)
         self.vocab = model.config.vocab_size
         self.shapes = step_shapes(limits, drafts)
         self.pages: Any = pages
@@ -244,8 +233,8 @@ class Programs:
         self._propose: dict[StepShape, Program] = {}
         for shape in self.shapes:
             name = f"step of {shape.tokens} tokens, {shape.sequences} sequences"
-            function = partial(_forward, shape=shape, rings=rings, mesh=mesh)
-            arguments = *self._state(), self.history, *host_tables(shape, limits).values()
+            function = partial(_forward, shape=shape, mesh=mesh)
+            arguments = *self._state(), self.history, *self.tables(shape).values()
             self._forward[shape] = program(name, shape in first, function, (1, 3), *arguments)
         for n in alone:
             arguments = *self._sampling(n), self._all_allowed[n]
@@ -255,8 +244,8 @@ class Programs:
             one = Proposals(jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((n, self.vocab), given))
             arguments = *self._sampling(shape.rows), self._all_allowed[shape.rows], (one,) * drafts
             self._checked[shape] = program(f"check of {shape.rows}", False, _draw, 2, *arguments)
-            arguments = self._drafting(host_tables(shape, limits), empty_rows(n, limits.max_sequences, self.vocab))
-            function = partial(draft_step, rings=rings[1], mesh=mesh)
+            arguments = self._drafting(self.tables(shape), empty_rows(n, limits.max_sequences, self.vocab))
+            function = partial(draft_step, mesh=mesh)
             self._propose[shape] = program(f"guesses of {n}", False, function, (1, 2), *arguments)
         scalar, tokens = np.int32(0), np.zeros(limits.max_length, np.int32)
         self._place = program("new prompts", True, _place, 0, self.history, scalar, scalar, tokens)
@@ -276,7 +265,7 @@ class Programs:
         # As of the step of one token that comes before the first guess.
         before = {name: tables[name] - guesses for name in ("kv_lens", "lengths")}
         named = {**tables, **before}
-        of = (named[name] for name in ("slots", "kv_lens", "lengths", "table"))
+        of = (named[name] for name in ("slots", "kv_lens", "lengths", "table", "windows"))
         allowed = self._all_allowed[count]
         return self.draft, self.draft_pages, self.history, *of, rows, allowed, guesses, np.int32(place)
 
@@ -285,6 +274,10 @@ class Programs:
         wanted = dataclasses.astuple(needed)
         shapes = [shape for shape in self.shapes if (shape in self._propose) == checks]
         return min(s for s in shapes if all(has >= needs for has, needs in zip(dataclasses.astuple(s), wanted)))
+
+    def tables(self, shape: StepShape) -> Tables:
+        """The arrays of an empty step."""
+        return host_tables(shape, self.limits, self.windows)
 
     def place(self, slot: int, start: int, tokens: Any) -> None:
         """Writes a sequence's tokens, from position `start` on, into its slot."""
@@ -326,7 +319,7 @@ class Programs:
         return sampled
 
 
-def host_tables(shape: StepShape, limits: Limits) -> Tables:
+def host_tables(shape: StepShape, limits: Limits, windows: Iterable[int]) -> Tables:
     """The arrays of an empty step, for the caller to fill in.
 
     Returns:
@@ -335,13 +328,16 @@ def host_tables(shape: StepShape, limits: Limits) -> Tables:
       lengths: `[sequences]` int32, the lengths that scalings of the rotation go by (`PagedBatch.lengths`).
       cu_q_lens: `[sequences + 1]` int32, where each sequence's new tokens start.
       table: `[sequences, pages_per_sequence]` int32.
+      windows: the same, by window, of layers that have page tables of their own.
       rows: `[rows]` int32, the tokens of the step whose logits are wanted.
     """
+    table = np.zeros((shape.sequences, limits.pages_per_sequence), np.int32)
     return Tables(
         slots=np.zeros(shape.sequences, np.int32),
         kv_lens=np.zeros(shape.sequences, np.int32),
         lengths=np.zeros(shape.sequences, np.int32),
         cu_q_lens=np.zeros(shape.sequences + 1, np.int32),
-        table=np.zeros((shape.sequences, limits.pages_per_sequence), np.int32),
+        table=table,
+        windows={window: table.copy() for window in windows},
         rows=np.zeros(shape.rows, np.int32),
     )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.inference.limits import Limits
 from vishwamai.inference.sampling import Sampling
-from vishwamai.inference.scheduler import Limits
 
 
 @dataclasses.dataclass(frozen=True)

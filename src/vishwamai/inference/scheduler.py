@@ -15,80 +15,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from vishwamai.core.errors import ShapeError
+from vishwamai.inference.limits import Limits
 from vishwamai.inference.pages import ROOT, TURNED, PagePool, chain
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a step and the pools hold.
-
-    Args:
-      max_sequences: sequences in one step.
-      max_tokens: tokens in one step, prompts and decodes together; more than `max_sequences`.
-      max_length: tokens of one sequence, prompt and answer.
-      page_size: tokens of a page.
-      aging: seconds by which one unit of priority moves a request forward.
-      mixed_tokens: tokens in one step of prompts and decodes together, so that prompts hold decodes up by little; None:
-        a quarter of `max_tokens`, or all of them where that leaves no room for prompts.
-    """
-
-    max_sequences: int = 32
-    max_tokens: int = 512
-    max_length: int = 4096
-    page_size: int = 16
-    aging: float = 10.0
-    mixed_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for field in ("max_sequences", "max_length", "page_size"):
-            if getattr(self, field) < 1:
-                raise ShapeError(f"Limits: `{field}` is {getattr(self, field)}; pass at least 1.")
-        if self.max_tokens <= self.max_sequences:
-            raise ShapeError(
-                f"Limits: `max_tokens` is {self.max_tokens}, but {self.max_sequences} decoding sequences need a token "
-                f"each; pass more than {self.max_sequences}, so that a step has room for prompts."
-            )
-
-        if not self.max_sequences < self.mixed <= self.max_tokens:
-            raise ShapeError(
-                f"Limits: `mixed_tokens` is {self.mixed_tokens}; pass {self.max_sequences + 1} to {self.max_tokens}: "
-                "more than decoding sequences, and no more than `max_tokens`."
-            )
-
-    @property
-    def mixed(self) -> int:
-        """Tokens of a step in which any sequence decodes."""
-        if self.mixed_tokens is not None:
-            return self.mixed_tokens
-        quarter = self.max_tokens // 4
-        return quarter if quarter > self.max_sequences else self.max_tokens
-
-    @property
-    def pages_per_sequence(self) -> int:
-        """Entries of a page table's row."""
-        return self.pages_of(self.max_length)
-
-    def pages_of(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
-        return -(-tokens // self.page_size)
-
-    def check(self, prompt_length: int, max_length: int, num_pages: int) -> None:
-        """Raises `ShapeError` for a sequence that could never end within these limits and so many pages."""
-        if prompt_length < 1:
-            raise ShapeError("the prompt has no tokens; pass at least one.")
-        if not prompt_length < max_length <= self.max_length:
-            raise ShapeError(
-                f"the prompt has {prompt_length} tokens and may grow to {max_length}, but a sequence holds at most "
-                f"{self.max_length} tokens; shorten the prompt or ask for fewer new tokens."
-            )
-        if self.pages_of(max_length) > num_pages:
-            raise ShapeError(
-                f"a sequence of {max_length} tokens needs {self.pages_of(max_length)} pages of {self.page_size} "
-                f"tokens, but there are {num_pages}; shorten it or give the pages more memory."
-            )
+from vishwamai.inference.windows import Span, WindowPages
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,6 +45,7 @@ class Stream:
     prompt_length: int = dataclasses.field(init=False)
     slot: int | None = None  # its row in the device's history of tokens; None while it waits
     pages: list[int] = dataclasses.field(default_factory=list)
+    spans: dict[int, Span] = dataclasses.field(default_factory=dict)  # pages of layers with a window, by window
     digests: list[bytes] = dataclasses.field(default_factory=list)  # of its full pages, from the first on
     published: int = 0
     computed: int = 0  # tokens whose keys and values are in the pages, or will be after the steps that were sent off
@@ -178,6 +110,7 @@ class Scheduler:
       pool: the pages.
       switch: a sequence of more tokens than this rotates all its keys otherwise (LongRoPE), so one that grows past it
         gives up its pages and is computed anew, as transformers does; None: there is no such length.
+      rings: most pages that a sequence holds in layers with a window, by window (`windows.WindowPages`).
 
     >>> scheduler = Scheduler(Limits(max_sequences=2, max_tokens=4, page_size=2), PagePool(8))
     >>> long, short = Stream([1, 2, 3, 4, 5, 6], max_length=7), Stream([7], max_length=9)
@@ -190,10 +123,13 @@ class Scheduler:
     [(4, 2, True), (0, 1, True)]
     """
 
-    def __init__(self, limits: Limits, pool: PagePool, switch: int | None = None):
+    def __init__(
+        self, limits: Limits, pool: PagePool, switch: int | None = None, rings: Mapping[int, int] | None = None
+    ):
         self.limits = limits
         self.switch = switch
         self.pool = pool
+        self.windows = WindowPages(rings or {}, limits.max_sequences, limits.page_size, pool.shared)
         self.waiting: list[Stream] = []  # by rank
         self.running: list[Stream] = []
         self._free_slots = list(reversed(range(limits.max_sequences)))
@@ -278,7 +214,8 @@ class Scheduler:
         self.running.remove(stream)
         self._free_slots.append(stream.slot)
         self.pool.release(stream.pages)
-        stream.slot, stream.pages, stream.published, stream.computed = None, [], 0, 0
+        self.windows.release(stream.spans)
+        stream.slot, stream.pages, stream.spans, stream.published, stream.computed = None, [], {}, 0, 0
 
     def _preempt(self, stream: Stream, counts: dict[Stream, int], preempted: list[Stream]) -> None:
         self._leave(stream)
@@ -309,15 +246,13 @@ class Scheduler:
         """
         admitted: list[Stream] = []
         while (stream := self._first_in_queue()) is not None and not stream.in_flight:
-            left = budget - sum(counts.values())
             if self.switch is not None and not stream.turned and self._past(len(stream.tokens)):
                 stream.turned, stream.digests = self.switch + 1, []
             self._digest(stream, len(stream.tokens))
-            usable = (len(stream.tokens) - 1) // self.limits.page_size  # the last token is always computed
-            if left < 1 or not self._make_room(stream, stream.digests[:usable], counts, preempted):
+            if sum(counts.values()) >= budget or (known := self._make_room(stream, counts, preempted)) is None:
                 break
             self.waiting.remove(stream)
-            stream.pages = self.pool.share(stream.digests[:usable])
+            stream.pages, stream.spans = self.pool.share(known), self.windows.share(known)
             stream.computed = len(stream.pages) * self.limits.page_size
             stream.published = len(stream.pages)
             if stream.preemptions == 0:
@@ -327,7 +262,7 @@ class Scheduler:
             stream.pages += more
             stream.slot = self._free_slots.pop()
             self.running.append(stream)
-            counts[stream] = min(stream.remaining, left)
+            counts[stream] = min(stream.remaining, budget - sum(counts.values()))
             admitted.append(stream)
         return admitted
 
@@ -340,24 +275,29 @@ class Scheduler:
         shared = (stream.prompt_length - 1) // self.limits.page_size
         return leader is not None and leader.slot is not None and leader.published < shared
 
-    def _make_room(
-        self, stream: Stream, digests: Sequence[bytes], counts: dict[Stream, int], preempted: list[Stream]
-    ) -> bool:
+    def _known(self, stream: Stream) -> list[bytes]:
+        """The digests of the first pages of a stream that waits which it need not compute."""
+        digests = stream.digests[: (len(stream.tokens) - 1) // self.limits.page_size]  # its last token is computed
+        return digests[: self.windows.usable(digests[: len(self.pool.cached(digests))])]
+
+    def _make_room(self, stream: Stream, counts: dict[Stream, int], preempted: list[Stream]) -> list[bytes] | None:
+        """What is `_known` of a stream for which there is room now; None where none can be made."""
         while True:
-            cached = self.pool.cached(digests)
+            known = self._known(stream)
+            cached = self.pool.cached(known)
             # Idle pages of the prefix are available until they are shared, and then count as held.
             wanted = self.limits.pages_of(len(stream.tokens)) - sum(self.pool.holders(page) > 0 for page in cached)
             if self._free_slots and wanted <= self.pool.available:
-                return True
+                return known
             last = max(self.running, key=lambda s: s.rank, default=None)
             if last is None or last.rank <= stream.rank:
-                return False
+                return None
             self._preempt(last, counts, preempted)
 
     def _guesses(
         self, counts: dict[Stream, int], drafts: Callable[[Stream, int], Sequence[int]]
     ) -> dict[Stream, tuple[int, ...]]:
-        if any(count > 1 for count in counts.values()):
+        if any(stream.remaining > 1 for stream in counts):  # of a prompt, if only one token of it
             return {}
         guesses = {}
         for stream in counts:
@@ -375,6 +315,7 @@ class Scheduler:
 
     def _send(self, stream: Stream, count: int, guess: tuple[int, ...]) -> Work:
         start = stream.computed
+        self.windows.advance(stream.spans, start, start + count + len(guess))
         stream.computed += count
         samples = stream.computed == stream.length
         stream.computed += len(guess)
@@ -397,4 +338,5 @@ class Scheduler:
         self._digest(stream, known)
         for page in range(stream.published, known // self.limits.page_size):
             self.pool.publish(stream.pages[page], stream.digests[page])
+            self.windows.publish(stream.spans, page, stream.digests[page])
             stream.published = page + 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vishwamai.inference.answers import TokenLogprobs
-from vishwamai.inference.programs import Programs, StepShape, host_tables
+from vishwamai.inference.programs import Programs, StepShape
 from vishwamai.inference.requests import Branch
 from vishwamai.inference.sampling import Rows, Sampled, empty_rows, set_row
 from vishwamai.inference.scheduler import Plan, Stream, Work
@@ -45,7 +45,7 @@ def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> S
     needed = StepShape(sum(counts), len(counts), wanted, max(counts))
     drafting = programs.draft is not None and bool(order[0].drafts)
     shape = programs.shape_for(needed, drafting)
-    tables = host_tables(shape, programs.limits)
+    tables = programs.tables(shape)
     rows = empty_rows(shape.rows, programs.limits.max_sequences, programs.vocab)
     firsts = empty_rows(shape.sequences, programs.limits.max_sequences, programs.vocab)
     masks: dict[int, np.ndarray] = {}
@@ -59,6 +59,8 @@ def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> S
         tables["kv_lens"][i] = work.start + work.count
         tables["lengths"][i] = max(work.start + work.count, stream.turned)
         tables["table"][i, : len(stream.pages)] = stream.pages
+        for window, span in stream.spans.items():
+            tables["windows"][window][i, span.first : span.first + len(span.pages)] = span.pages
         if work.drafts and programs.draft is None:
             programs.place(stream.slot, len(stream.tokens), work.drafts)
         works.append((work, branch, row))

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class StaticCall:
     """The static side of one call: the arguments' structure with every value that is no array."""
 
     treedef: Any
@@ -41,7 +41,7 @@ class Constant:
 
 
 ARRAY = object()
-"""Stands in `Call.static` where an array was."""
+"""Stands in `StaticCall.static` where an array was."""
 
 
 def is_array(leaf: Any) -> bool:

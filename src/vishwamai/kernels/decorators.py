@@ -30,7 +30,7 @@ from vishwamai.core.errors import (
     UnsupportedError,
     VishwamaiError,
 )
-from vishwamai.kernels.call import ARRAY, Call, Constant, is_array, is_torch_tensor
+from vishwamai.kernels.call import ARRAY, Constant, StaticCall, is_array, is_torch_tensor
 from vishwamai.measure import profiling
 
 _JAX_PLATFORMS = {"tpu": ("tpu",), "gpu": ("gpu", "cuda", "rocm"), "cpu": ("cpu",)}
@@ -79,7 +79,7 @@ class Kernel:
         with self._name_errors(), self.configured():
             pass  # a keyword that is wrong is told where it stands, not at the first call
 
-        def program(call: Call, *arrays: Any) -> Any:
+        def program(call: StaticCall, *arrays: Any) -> Any:
             return self._run(call, *arrays)
 
         program.__name__ = program.__qualname__ = self.name  # what the compiled program is called
@@ -199,11 +199,11 @@ class Kernel:
             call, arrays = self.split(args, kwargs)
             return self._program.lower(call, *arrays)
 
-    def _run(self, call: Call, *arrays: Any) -> Any:
+    def _run(self, call: StaticCall, *arrays: Any) -> Any:
         args, kwargs = call.arguments(arrays)
         return self.function(*args, **kwargs)
 
-    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...]]:
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StaticCall, tuple[Any, ...]]:
         """The static side of a call, which is hashable, and its arrays."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         for leaf in leaves:
@@ -213,7 +213,7 @@ class Kernel:
                     "nothing to trace; pass `jnp.asarray(tensor)`, or a jax.ShapeDtypeStruct."
                 )
         static = tuple(map(self._static, leaves))
-        call = Call(treedef, static)
+        call = StaticCall(treedef, static)
         arrays = tuple(leaf for leaf, value in zip(leaves, static) if value is ARRAY)
         if self._verify is not None:
             key = (call, tuple((x.shape, str(x.dtype)) for x in arrays))

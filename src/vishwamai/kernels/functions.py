@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax.core import Tracer
-
 import vishwamai
 from vishwamai.core.arguments import checked
 from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError
 from vishwamai.core.spec import as_array
+from vishwamai.core.value_checks import check_values
 
 
 def _operation(name: str, *arrays: Any, jax_only: bool = False) -> Callable[..., Any]:
@@ -100,20 +99,29 @@ def _mask_and_bias(mask: Any) -> tuple[Any, Any]:
     """
     if mask is None:
         return None, None
-    if not type(mask).__module__.startswith("torch"):
+    of_jax = not type(mask).__module__.startswith("torch")
+    if of_jax:
         mask = as_array("flash_attention", "mask", mask)
     kind = str(mask.dtype).removeprefix("torch.")
     if kind == "bool":
         return mask, None
     if "float" in kind:
         return None, mask
-    attends = mask != 0
-    if not isinstance(mask, Tracer) and not bool(((mask == 1) | ~attends).all()):
+    if of_jax:
+        check_values(_check_integers, mask)
+    else:
+        _check_integers(mask)
+    return mask != 0, None
+
+
+def _check_integers(mask: Any) -> None:
+    """Checks an integer mask, of NumPy or torch."""
+    if not bool(((mask == 1) | (mask == 0)).all()):
+        kind = str(mask.dtype).removeprefix("torch.")
         raise ShapeError(
             f"flash_attention: `mask` is {kind} and has numbers other than 0 and 1; pass bool or 0 and 1 to say what "
             "attends, or floating numbers to add to the logits."
         )
-    return attends, None
 
 
 @checked

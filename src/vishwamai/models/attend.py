@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 import vishwamai
-from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import Attend, Rotate
 from vishwamai.models.config import LayerKind, ModelConfig, Rope
 from vishwamai.models.pages import PagedBatch, QuantizedPages
@@ -53,7 +53,7 @@ def sequence_placement(config: ModelConfig) -> Literal["contiguous", "zigzag"]:
     return "zigzag" if all(kind.window is None for kind in config.layers) else "contiguous"
 
 
-def attend_sequences(config: ModelConfig, segment_ids: Any, axes: Axes = ONE_DEVICE) -> Attend:
+def attend_sequences(config: ModelConfig, segment_ids: Any, axes: MeshAxes = ONE_DEVICE) -> Attend:
     """Causal attention within each row, and within each of its segments.
 
     Args:

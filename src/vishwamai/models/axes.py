@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
-class Axes:
+class MeshAxes:
     """Names of mesh axes.
 
     A loss that every device of `tensor` computes counts once for each of them. Its gradient is that of the sum over
@@ -52,4 +52,4 @@ def _on_first(axis: str | None, x: Any) -> Any:
     return jnp.where(jax.lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
 
 
-ONE_DEVICE = Axes()
+ONE_DEVICE = MeshAxes()

@@ -103,19 +103,19 @@ class Norm(NamedTuple):
     offset: Any  # [hidden]
 
 
-class Linear(NamedTuple):
+class BertLinear(NamedTuple):
     weight: Any  # [in, out]
     bias: Any  # [out]
 
 
-class Layer(NamedTuple):
+class BertLayer(NamedTuple):
     """One block; query, key and value are one product."""
 
-    qkv: Linear  # [hidden, 3 * hidden]
-    output: Linear
+    qkv: BertLinear  # [hidden, 3 * hidden]
+    output: BertLinear
     attention_norm: Norm
-    up: Linear  # [hidden, intermediate]
-    down: Linear
+    up: BertLinear  # [hidden, intermediate]
+    down: BertLinear
     output_norm: Norm
 
 
@@ -124,7 +124,7 @@ class Parameters(NamedTuple):
     positions: Any  # [max positions, hidden]
     types: Any  # [2, hidden]
     norm: Norm
-    layers: tuple[Layer, ...]
+    layers: tuple[BertLayer, ...]
 
 
 class Operations(NamedTuple):
@@ -234,14 +234,14 @@ def from_hugging_face(tensors: Mapping[str, Stored], config: BertConfig, dtype: 
     def norm(name: str) -> Norm:
         return Norm(*(jnp.asarray(read(f"{name}.{part}", hidden), dtype) for part in ("weight", "bias")))
 
-    def linear(rows: int, columns: int, *names: str) -> Linear:
+    def linear(rows: int, columns: int, *names: str) -> BertLinear:
         weight = np.concatenate([read(f"{name}.weight", columns, rows) for name in names]).T
         bias = np.concatenate([read(f"{name}.bias", columns) for name in names])
-        return Linear(jnp.asarray(weight, dtype), jnp.asarray(bias, dtype))
+        return BertLinear(jnp.asarray(weight, dtype), jnp.asarray(bias, dtype))
 
-    def layer(i: int) -> Layer:
+    def layer(i: int) -> BertLayer:
         at = f"encoder.layer.{i}"
-        return Layer(
+        return BertLayer(
             qkv=linear(hidden, hidden, *(f"{at}.attention.self.{name}" for name in ("query", "key", "value"))),
             output=linear(hidden, hidden, f"{at}.attention.output.dense"),
             attention_norm=norm(f"{at}.attention.output.LayerNorm"),

@@ -17,9 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 import vishwamai
 from vishwamai.core.weight import Weight
 from vishwamai.models.activation import activate
-from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import LayerKind, ModelConfig, Rope
-from vishwamai.models.experts import Load, mixture
+from vishwamai.models.experts import ExpertLoad, mixture
 from vishwamai.models.latent import latent_attention
 
 Arrays = Mapping[str, Any]
@@ -66,8 +66,8 @@ def layer(
     rotate: Rotate,
     attend: Attend,
     pages: Any = None,
-    axes: Axes = ONE_DEVICE,
-) -> tuple[tuple[Any, Any], Any, Load | None]:
+    axes: MeshAxes = ONE_DEVICE,
+) -> tuple[tuple[Any, Any], Any, ExpertLoad | None]:
     """One layer.
 
     Args:
@@ -112,7 +112,14 @@ def _leave(config: ModelConfig, delta: Any, scale: Any) -> Any:
 
 
 def _attention(
-    config: ModelConfig, kind: LayerKind, arrays: Arrays, x: Any, rotate: Rotate, attend: Attend, pages: Any, axes: Axes
+    config: ModelConfig,
+    kind: LayerKind,
+    arrays: Arrays,
+    x: Any,
+    rotate: Rotate,
+    attend: Attend,
+    pages: Any,
+    axes: MeshAxes,
 ) -> tuple[Any, Any]:
     """Of the heads that the device has; over the axis `tensor`, the result is its part of a sum."""
     made = {}
@@ -130,7 +137,7 @@ def _attention(
     return linear(flat, arrays["output"], axes.once(arrays.get("output_bias"))), pages
 
 
-def _norm_of_heads(config: ModelConfig, x: Any, scale: Any, axes: Axes) -> Any:
+def _norm_of_heads(config: ModelConfig, x: Any, scale: Any, axes: MeshAxes) -> Any:
     """`norm` over the features of all heads. Where mesh axes split them, devices add up one sum of squares for each
     token; the operation would gather the features.
     """
@@ -146,7 +153,7 @@ def _norm_of_heads(config: ModelConfig, x: Any, scale: Any, axes: Axes) -> Any:
     return (wide * inverse * (scale.astype(wide.dtype) + (1.0 if config.norm_offset else 0.0))).astype(x.dtype)
 
 
-def _feed_forward(config: ModelConfig, arrays: Arrays, x: Any, axes: Axes, prefix: str = "") -> Any:
+def _feed_forward(config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes, prefix: str = "") -> Any:
     """Over the axis `tensor`, the result is the device's part of a sum."""
     weights = tuple(in_dtype(arrays[prefix + name], x.dtype) for name in ("gate", "up"))
     biases = tuple(arrays.get(f"{prefix}{name}_bias") for name in ("gate", "up", "down"))

@@ -13,10 +13,10 @@ import vishwamai
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.models.attend import attend_pages, attend_sequences, rotation
-from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import Attend, Rotate, in_dtype, layer, norm
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.experts import Load
+from vishwamai.models.experts import ExpertLoad
 from vishwamai.models.pages import PagedBatch
 from vishwamai.models.parameters import Parameter, layer_parameters, parameter_axes, top_parameters
 from vishwamai.models.periods import Segment, segments, stacks_layers
@@ -112,7 +112,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         *,
         wrap_layer: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-        axes: Axes = ONE_DEVICE,
+        axes: MeshAxes = ONE_DEVICE,
     ) -> Float[Array, "batch seq hidden"]:
         """Hidden states after the last norm, each of the tokens up to its own.
 
@@ -136,10 +136,10 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         *,
         wrap_layer: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-        axes: Axes = ONE_DEVICE,
-    ) -> tuple[Float[Array, "batch seq hidden"], tuple[Load | None, ...]]:
-        """Hidden states, and the load of the experts: for each entry of `layers` a `Load` (None without experts), with
-        a leading axis where its layers are stacked. The arguments are those of a call.
+        axes: MeshAxes = ONE_DEVICE,
+    ) -> tuple[Float[Array, "batch seq hidden"], tuple[ExpertLoad | None, ...]]:
+        """Hidden states, and the load of the experts: for each entry of `layers` an `ExpertLoad` (None without
+        experts), with a leading axis where its layers are stacked. The arguments are those of a call.
         """
         if positions is None and axes.sequence is not None:
             raise ShapeError(
@@ -199,11 +199,11 @@ class Decoder(nnx.Module):
         attend: Callable[[Any], Attend],
         pages: Any,
         wrap: Callable[..., Any],
-        axes: Axes = ONE_DEVICE,
-    ) -> tuple[Any, Any, tuple[Load | None, ...]]:
+        axes: MeshAxes = ONE_DEVICE,
+    ) -> tuple[Any, Any, tuple[ExpertLoad | None, ...]]:
         x = embedded(self.config, self.embed.get_value(), tokens, self.dtype, axes)
         carry, found, at = (x, jnp.zeros_like(x)), [], 0
-        loads: list[Load | None] = []
+        loads: list[ExpertLoad | None] = []
         periods: dict[Any, Callable[..., Any]] = {}
         for segment in segments(self.config, self.stacked):
             end = at + len(segment.kinds)
@@ -219,13 +219,13 @@ class Decoder(nnx.Module):
         return hidden, tuple(found), tuple(loads)
 
 
-def embedded(config: ModelConfig, table: Any, tokens: Any, dtype: Any, axes: Axes = ONE_DEVICE) -> Any:
+def embedded(config: ModelConfig, table: Any, tokens: Any, dtype: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
     """The input of the first layer, `[batch, seq, hidden]`, from the embedding table and tokens `[batch, seq]`."""
     x = _rows(table, tokens, dtype, axes)
     return x * jnp.asarray(config.hidden_size**0.5, dtype) if config.scale_embeddings else x
 
 
-def _rows(table: Any, tokens: Any, dtype: Any, axes: Axes) -> Any:
+def _rows(table: Any, tokens: Any, dtype: Any, axes: MeshAxes) -> Any:
     """Rows of the embedding table; on explicit mesh axes they are split as the tokens are."""
     if isinstance(table, PackedQTensor):
         return table.columns(tokens).astype(dtype)
@@ -249,9 +249,9 @@ def run_segment(
     attend: Callable[[Any], Attend],
     pools: tuple[Any, ...] | None,
     wrap: Callable[..., Any],
-    axes: Axes,
+    axes: MeshAxes,
     periods: dict[Any, Callable[..., Any]] | None = None,
-) -> tuple[Any, tuple[Any, ...] | None, tuple[Load | None, ...]]:
+) -> tuple[Any, tuple[Any, ...] | None, tuple[ExpertLoad | None, ...]]:
     """The layers of one segment: in turn, or by a scan over its periods, with the pools in the scan's carry, so that
     they are written in place.
 

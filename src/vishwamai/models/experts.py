@@ -13,13 +13,13 @@ import vishwamai
 from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.weight import Weight
-from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import Experts, ModelConfig
 
 _NAMES = ("gate", "up", "down")
 
 
-class Load(NamedTuple):
+class ExpertLoad(NamedTuple):
     """How a layer's experts were used; see `vishwamai.moe_routing`.
 
     Attributes:
@@ -33,8 +33,8 @@ class Load(NamedTuple):
 
 
 def mixture(
-    config: ModelConfig, experts: Experts, arrays: Mapping[str, Any], x: Any, axes: Axes = ONE_DEVICE
-) -> tuple[Any, Load]:
+    config: ModelConfig, experts: Experts, arrays: Mapping[str, Any], x: Any, axes: MeshAxes = ONE_DEVICE
+) -> tuple[Any, ExpertLoad]:
     """What the experts make of `x`, `[batch, seq, hidden]`, without the shared ones, and how they were used. Over the
     axis `tensor`, the first is the device's part of a sum.
 
@@ -96,8 +96,8 @@ def _over_experts(
     return jax.sharding.reshard(out, whole)[: x.shape[0] * x.shape[1]].reshape(x.shape)
 
 
-def _load(routing: Any) -> Load:
-    return Load(routing.load_balance_loss, routing.z_loss, routing.expert_counts)
+def _load(routing: Any) -> ExpertLoad:
+    return ExpertLoad(routing.load_balance_loss, routing.z_loss, routing.expert_counts)
 
 
 def _routing(experts: Experts, arrays: Mapping[str, Any]) -> dict[str, Any]:

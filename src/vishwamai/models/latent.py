@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 import vishwamai
-from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import Latent, LayerKind, ModelConfig
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def latent_attention(
     rotate: Rotate,
     attend: Attend,
     pages: Any,
-    axes: Axes = ONE_DEVICE,
+    axes: MeshAxes = ONE_DEVICE,
 ) -> tuple[Any, Any]:
     """Attention's output `[batch, seq, hidden]`, and the pages. Over the axis `tensor`, the output is that of the
     device's heads: a part of a sum.

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from vishwamai.core.packed_qtensor import BITS
+from vishwamai.core.packed_qtensor import has_kernel
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.parameters import layer_parameters
@@ -52,5 +52,5 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
 def _packable(value: Any, dtype: Any, ndim: int) -> bool:
     """Whether there is a kernel for the packed weight; `ndim` is what it has where layers are not stacked."""
     if isinstance(value, QTensor):
-        return value.format in BITS and value.ndim == ndim and (value.block_size or 8) % 8 == 0
+        return has_kernel(value.format, value.block_size) and value.ndim == ndim
     return isinstance(value, jax.Array) and value.ndim == 2 and value.dtype == dtype and dtype.name in DTYPES

@@ -222,10 +222,10 @@ def on_sides(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     grid = _whole_sides_first(
         lambda split: mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
     )
-    if torus.boxes(grid) == sum(size > 1 for size in shape):
+    if torus.own_links(grid)[0] == sum(size > 1 for size in shape):
         return grid
     # JAX lays a small slice of v5e, v6e or TPU7x out as one ring and cuts that, whatever the shape of the mesh.
-    return max((grid, *torus.along_sides(grid)), key=torus.boxes)
+    return max((grid, *torus.along_sides(grid)), key=torus.own_links)
 
 
 def _whole_sides_first(make: Any) -> np.ndarray:

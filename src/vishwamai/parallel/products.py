@@ -27,7 +27,7 @@ from vishwamai.core.spec import as_array, as_jax_dtype
 from vishwamai.ops.gated import gated_linear_unit
 from vishwamai.ops.matmul import gemm
 from vishwamai.parallel.overlap import decide
-from vishwamai.parallel.ring_pieces import Pieces
+from vishwamai.parallel.ring_pieces import RingPieces
 from vishwamai.parallel.ring_products import Static, gathered_gated, gathered_product, scattered_product
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def all_gather_gemm(
         )
     products = resolve_precision(precision, current_config().precision, x.dtype)
     return gathered_product(
-        Static(Pieces(axis, size), products, implementation, activation, out_dtype, config), x, w, bias
+        Static(RingPieces(axis, size), products, implementation, activation, out_dtype, config), x, w, bias
     )
 
 
@@ -177,7 +177,7 @@ def gemm_reduce_scatter(
     if _rings(name, "reduce_scatter", x, w.shape[1], axis, size, overlap, links):
         products = resolve_precision(precision, current_config().precision, x.dtype)
         total: Any = scattered_product(
-            Static(Pieces(axis, size), products, implementation, None, out_dtype, config), x, w
+            Static(RingPieces(axis, size), products, implementation, None, out_dtype, config), x, w
         )
     else:
         y = gemm(x, w, precision=precision, out_dtype=out_dtype, config=config, implementation=implementation)
@@ -248,7 +248,7 @@ def all_gather_gated_linear_unit(
         )
         return y.astype(out_dtype)
     products = resolve_precision(precision, current_config().precision, x.dtype)
-    static = Static(Pieces(axis, size), products, implementation, activation, x.dtype, config)
+    static = Static(RingPieces(axis, size), products, implementation, activation, x.dtype, config)
     y: Any = gathered_gated(static, x, gate, up)
     return y.astype(out_dtype)
 

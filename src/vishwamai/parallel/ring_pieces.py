@@ -17,7 +17,7 @@ from vishwamai.core.sharding import match_varying
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class RingPieces:
     """The pieces of an array of which every device of a mesh axis has one; for use inside `shard_map`.
 
     Attributes:
@@ -32,7 +32,7 @@ class Pieces:
     def reach(self) -> tuple[int, int]:
         """How far pieces travel to later devices and to earlier ones.
 
-        >>> Pieces("x", 4).reach, Pieces("x", 5).reach, Pieces("x", 1).reach
+        >>> RingPieces("x", 4).reach, RingPieces("x", 5).reach, RingPieces("x", 1).reach
         ((2, 1), (2, 2), (0, 0))
         """
         return self.size // 2, (self.size - 1) // 2

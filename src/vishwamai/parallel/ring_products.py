@@ -26,7 +26,7 @@ from vishwamai.ops.matmul import MATMUL, gemm
 from vishwamai.ops.matmul.epilogue import derivative
 from vishwamai.ops.matmul.layout import make_spec, signature
 from vishwamai.ops.matmul.spec import Operands
-from vishwamai.parallel.ring_pieces import Pieces
+from vishwamai.parallel.ring_pieces import RingPieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Static:
       config: of a product of the forward pass.
     """
 
-    pieces: Pieces
+    pieces: RingPieces
     precision: str
     implementation: str | None
     activation: str | None

@@ -10,7 +10,7 @@ import numpy as np
 
 from vishwamai.core import hardware
 from vishwamai.core.hardware import TpuChip
-from vishwamai.core.links import Place, place, sides_of
+from vishwamai.core.links import Place, lattice, place, sides_of
 
 
 def hops(a: Place, b: Place, sides: Sequence[int], wraps: Sequence[bool]) -> int:
@@ -92,16 +92,22 @@ def length(grid: np.ndarray, sides: Sequence[int], wraps: Sequence[bool]) -> int
     return sum(max(0, hops(a, b, sides, wraps) - 1) for a, b in steps)
 
 
-def boxes(grid: np.ndarray) -> int:
-    """How many axes of more than one device lie on boxes of the slice, in all of their lines."""
-    return sum(size > 1 and _is_boxes(np.moveaxis(grid, axis, -1)) for axis, size in enumerate(grid.shape))
+def own_links(grid: np.ndarray) -> tuple[int, int]:
+    """How many axes of more than one device lie on boxes of the slice, and how many on those or on evenly spaced chips,
+    in all of their lines.
+    """
+    lines = [np.moveaxis(grid, axis, -1) for axis, size in enumerate(grid.shape) if size > 1]
+    return sum(map(_is_boxes, lines)), sum(_is_boxes(line, spaced=True) for line in lines)
 
 
-def _is_boxes(grid: np.ndarray) -> bool:
-    """Whether the chips of each line along the last axis are a box, with as many devices of each."""
+def _is_boxes(grid: np.ndarray, spaced: bool = False) -> bool:
+    """Whether the chips of each line along the last axis are a box, or evenly spaced if they may be, with as many
+    devices of each.
+    """
     for line in grid.reshape(-1, grid.shape[-1]):
         places = {place(device)[:-1] for device in line}
-        if math.prod(max(axis) - min(axis) + 1 for axis in zip(*places)) != len(places) or len(line) % len(places):
+        sides = lattice(places)
+        if sides is None or len(line) % len(places) or (not spaced and any(step > 1 for _, step in sides)):
             return False
     return True
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.bench import machine, schedules
-from vishwamai.bench.runner import Measurement, Meter, Settings, Step, run
+from vishwamai.bench.runner import BenchSettings, CaseMeasurement, PeakMeter, Step, run
 from vishwamai.core.hardware import TpuChip, tpu_for
 from vishwamai.measure.flops import program_flops
 from vishwamai.measure.machine_peaks import measure_machine
@@ -22,7 +22,7 @@ _VERSIONS = ("vishwamai", "jax", "jaxlib", "libtpu", "numpy")
 
 def calibrate(
     wanted: Sequence[Step],
-    settings: Settings,
+    settings: BenchSettings,
     layer: bool = True,
     report: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
@@ -38,7 +38,7 @@ def calibrate(
     device = jax.devices()[0]
     chip = tpu_for(device.device_kind)
     report("measuring this machine's peaks")
-    meter = Meter(measure_machine(quick=True), True)
+    meter = PeakMeter(measure_machine(quick=True), True)
     rows = []
     for step, measurements in run(wanted, meter, settings, lambda i, total, name: report(f"{i} of {total}: {name}")):
         rows += [_row(step, one, chip) for one in measurements if one.framework == "vishwamai" and one.default]
@@ -51,7 +51,7 @@ def calibrate(
     return Calibration(kind, None if chip is None else chip.name, versions, tuple(rows))
 
 
-def _row(step: Step, found: Measurement, chip: TpuChip | None) -> Row:
+def _row(step: Step, found: CaseMeasurement, chip: TpuChip | None) -> Row:
     name, implementation = f"{found.op}: {found.case}", found.implementation or ""
     if found.timing is None:
         return Row(name, implementation, found.gradients, None, note=found.note or "its numbers are wrong: not timed")

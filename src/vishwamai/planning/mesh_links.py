@@ -34,7 +34,7 @@ class _Device:
 def links_of(mesh: MeshSection, target: str, *axes: str) -> AxisLinks:
     """The links of the devices that differ in these axes alone.
 
-    Devices that are no box of the slice share links with others: they count as a line, one link each way.
+    Devices that are neither a box of the slice nor evenly spaced share links with others: they count as a line.
 
     Args:
       mesh: which has all devices of the target. target: a chip or slice.

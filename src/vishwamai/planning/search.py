@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from vishwamai.core.errors import ConfigError, VishwamaiError
 from vishwamai.core.numbers import divisors
@@ -15,6 +16,7 @@ from vishwamai.planning.analytic import described, training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.controller import REMAT
 from vishwamai.planning.figures import Estimate
+from vishwamai.planning.pace import Pace, timed
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
 from vishwamai.planning.training import check_no_pipeline, narrower_moments, trace_training
@@ -42,7 +44,15 @@ NOT_TRIED = (
 )
 """What a search leaves out, in words."""
 
-Report = Callable[[str], None]
+
+class Report(Protocol):
+    """Called with a line of text before each step that takes time, and the seconds that are left, where known."""
+
+    def __call__(self, text: str, left: float | None = None) -> None: ...
+
+
+def _silent(text: str, left: float | None = None) -> None:
+    pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +116,7 @@ class Plan:
         `LISTED`, and the Pareto front. chosen: None where none fits.
       pruned: how many were too large by formulas alone. unprobed: how many more the compiler was not asked about.
       count: how many there were.
+      interrupted: only what was tried until then is in it.
     """
 
     target: str
@@ -115,6 +126,7 @@ class Plan:
     pruned: int
     unprobed: int
     count: int
+    interrupted: bool = False
 
 
 def front(found: Sequence[Candidate]) -> set[int]:
@@ -219,8 +231,10 @@ def plan_training(
     search: bool = False,
     verify: bool = True,
     time: bool = True,
+    finalists: int = FINALISTS,
     compiler: Compiler | None = None,
-    report: Report = lambda text: None,
+    report: Report = _silent,
+    on_tried: Callable[[Candidate], None] = lambda candidate: None,
 ) -> Plan:
     """Finds how a training step fits a target.
 
@@ -228,11 +242,13 @@ def plan_training(
       config: the step; without `search`, as it is. target: a chip or slice.
       search: try every candidate; where none fits, every one with the optimizer's moments in bfloat16, then in 8 bits.
       verify: compile the chosen one, which takes as long as that takes. With `search` and `time` those are the fastest
-        of `FINALISTS` meshes by formulas, of which the fastest is chosen.
+        meshes by formulas, `finalists` of them, of which the fastest is chosen.
       time: estimate its time from the compiled program, too; candidates are then tried in the order of their times by
         formulas.
       compiler: the process to ask; None starts one.
-      report: called with a line of text before each step that takes time.
+      report: called before each step that takes time, with the seconds that are left by the time that others took.
+      on_tried: called with each candidate that the compiler was asked about, as soon as it has answered;
+        `plan_of_tried` makes a plan of those, for a search that is interrupted.
 
     Raises:
       ConfigError: the batch or the mesh does not suit the target.
@@ -240,12 +256,12 @@ def plan_training(
     """
     asked = compiler or Compiler()
     try:
-        plan = _planned(config, target, search, verify, time, asked, report)
+        plan = _planned(config, target, search, verify, time, finalists, asked, report, on_tried)
         for narrow in narrower_moments(config) if search else ():
             if plan.chosen is not None:
                 break
             report(f"{target}: nothing fits; the optimizer's moments in {narrow.optimizer.moment_dtype}")
-            plan = _joined(_planned(narrow, target, search, verify, time, asked, report), plan)
+            plan = _joined(_planned(narrow, target, search, verify, time, finalists, asked, report, on_tried), plan)
     finally:
         if compiler is None:
             asked.__exit__()
@@ -266,7 +282,15 @@ def _joined(last: Plan, before: Plan) -> Plan:
 
 
 def _planned(
-    config: TrainConfig, target: str, search: bool, verify: bool, time: bool, asked: Compiler, report: Report
+    config: TrainConfig,
+    target: str,
+    search: bool,
+    verify: bool,
+    time: bool,
+    finalists: int,
+    asked: Compiler,
+    report: Report,
+    on_tried: Callable[[Candidate], None],
 ) -> Plan:
     """One round of `plan_training`."""
     every = list(candidates(config, target)) if search else [config]
@@ -278,31 +302,54 @@ def _planned(
     if search and time:
         estimated.sort(key=lambda candidate: candidate.formula.value if candidate.formula else 0.0)
     kept = [c for c in estimated if not search or c.analytic.value <= MARGIN * c.limit]
-    tried = _tried(kept, asked, FINALISTS if search and verify and time else 1, verify, time, search, report)
-    # Those that fit first, the fastest of them first.
-
-    def preferred(i: int) -> tuple[bool, bool, float]:
-        time = tried[i].time
-        return not tried[i].fits, time is None, 0.0 if time is None else time.step.value
-
-    order = sorted(tried, key=preferred)
-    chosen = tried[order[0]] if order and tried[order[0]].fits else None
-    rest = [c for i, c in enumerate(kept) if i not in tried] + [c for c in estimated if c not in kept]
-    shown = [*(tried[i] for i in order), *rest]
+    finalists = finalists if search and verify and time else 1
+    tried = _tried(kept, asked, finalists, verify, time, search, report, on_tried)
+    order = _ranked(tried.values())
+    pruned = [c for c in estimated if search and c.analytic.value > MARGIN * c.limit]
+    rest = [c for i, c in enumerate(kept) if i not in tried] + pruned
+    shown = [*order, *rest]
     best = front(shown)
     listed = tuple(c for i, c in enumerate(shown) if i < LISTED or i in best)
-    limit, pruned = estimated[0].limit, len(estimated) - len(kept)
-    return Plan(target, limit, listed, chosen, pruned, len(kept) - len(tried), len(estimated))
+    left = len(kept) - len(tried)
+    return Plan(target, estimated[0].limit, listed, _chosen(order), len(pruned), left, len(estimated))
+
+
+def _ranked(tried: Iterable[Candidate]) -> list[Candidate]:
+    """Those that fit first, the fastest of them first."""
+
+    def preferred(one: Candidate) -> tuple[bool, bool, float]:
+        return not one.fits, one.time is None, 0.0 if one.time is None else one.time.step.value
+
+    return sorted(tried, key=preferred)
+
+
+def _chosen(order: Sequence[Candidate]) -> Candidate | None:
+    return order[0] if order and order[0].fits else None
+
+
+def plan_of_tried(tried: Sequence[Candidate]) -> Plan:
+    """What a search that was interrupted has found: the candidates of one target that the compiler was asked about, one
+    or more.
+    """
+    order = _ranked(tried)
+    return Plan(order[0].target, order[0].limit, tuple(order), _chosen(order), 0, 0, len(order), interrupted=True)
 
 
 def _tried(
-    kept: Sequence[Candidate], asked: Compiler, finalists: int, verify: bool, time: bool, search: bool, report: Report
+    kept: Sequence[Candidate],
+    asked: Compiler,
+    finalists: int,
+    verify: bool,
+    time: bool,
+    search: bool,
+    report: Report,
+    on_tried: Callable[[Candidate], None],
 ) -> dict[int, Candidate]:
     """What the compiler says of candidates, by their places, until enough of them with different meshes fit."""
     tried: dict[int, Candidate] = {}
     too_large: dict[tuple[int, ...], float] = {}
     done: set[MeshSection] = set()
-    fastest = math.inf
+    fastest, pace = math.inf, Pace(verify)
     for place, candidate in enumerate(kept):
         mesh, formula = candidate.config.mesh, candidate.formula
         if formula is not None and formula.value >= fastest:
@@ -311,12 +358,13 @@ def _tried(
         if mesh in done or candidate.analytic.value >= too_large.get(axes, math.inf):
             continue
         try:
-            candidate = _asked(candidate, asked, verify, time, report)
+            candidate = _asked(candidate, asked, verify, time, finalists, pace, report)
         except VishwamaiError as error:
             if not search:
                 raise
             candidate = dataclasses.replace(candidate, declined=str(error).splitlines()[0][:200])
         tried[place] = candidate
+        on_tried(candidate)
         if candidate.declined:
             done.add(mesh)
         elif not candidate.fits:
@@ -330,15 +378,19 @@ def _tried(
     return tried
 
 
-def _asked(candidate: Candidate, asked: Compiler, verify: bool, time: bool, report: Report) -> Candidate:
+def _asked(
+    candidate: Candidate, asked: Compiler, verify: bool, time: bool, finalists: int, pace: Pace, report: Report
+) -> Candidate:
     """The candidate with its probe; where it fits, with its compiled program's figures."""
-    report(f"{candidate.target}: probing {candidate.name} ({candidate.analytic})")
-    program = trace_training(candidate.config, candidate.target)
-    candidate = dataclasses.replace(candidate, probe=asked.probe(program).total)
+    report(f"{candidate.target}: probing {candidate.name} ({candidate.analytic})", pace.left(finalists))
+    with timed(pace.probes):
+        program = trace_training(candidate.config, candidate.target)
+        candidate = dataclasses.replace(candidate, probe=asked.probe(program).total)
     if not (candidate.fits and verify):
         return candidate
-    report(f"{candidate.target}: compiling {candidate.name} ({candidate.probe})")
-    if not time:
-        return dataclasses.replace(candidate, verified=asked.verify(program).total)
-    memory, timed = time_program(asked, program)
-    return dataclasses.replace(candidate, verified=memory.total, time=timed)
+    report(f"{candidate.target}: compiling {candidate.name} ({candidate.probe})", pace.left(finalists, probed=True))
+    with timed(pace.compilations):
+        if not time:
+            return dataclasses.replace(candidate, verified=asked.verify(program).total)
+        memory, found = time_program(asked, program)
+    return dataclasses.replace(candidate, verified=memory.total, time=found)

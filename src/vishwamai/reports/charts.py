@@ -53,7 +53,7 @@ class Curve:
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class ChartSpan:
     """A stretch of time: from when to when, what is written in it, how full it is (0 to 1), what the reader is told."""
 
     begin: float
@@ -295,7 +295,7 @@ def bars(
 
 
 def spans(
-    rows: Sequence[tuple[str, Sequence[Span]]],
+    rows: Sequence[tuple[str, Sequence[ChartSpan]]],
     *,
     x: str,
     legend: Sequence[tuple[str, str]] = (),
@@ -345,7 +345,7 @@ def shares(
         (
             name,
             [
-                Span(begin, end, share=share, note=f"{name} {share:.0%}: {note}")
+                ChartSpan(begin, end, share=share, note=f"{name} {share:.0%}: {note}")
                 for share, note, begin, end in zip(of, notes, edges, edges[1:], strict=False)
             ],
         )

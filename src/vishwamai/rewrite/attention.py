@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from vishwamai.rewrite.attention_call import Attention, as_match
+from vishwamai.rewrite.attention_call import FoundAttention, as_match
 from vishwamai.rewrite.graph import LAYOUT, Graph, Labels, labels_after, labels_before, lossless, operand_labels
 from vishwamai.rewrite.masks import HIDES, mask_of, mask_of_bias
 from vishwamai.rewrite.match import Match, Near, NoMatch
@@ -163,7 +163,7 @@ def _is_product(graph: Graph, atom: Any) -> bool:
     return False
 
 
-def _attention(graph: Graph, softmax: Softmax, product: JaxprEqn, labels: Labels, after: _After) -> Attention:
+def _attention(graph: Graph, softmax: Softmax, product: JaxprEqn, labels: Labels, after: _After) -> FoundAttention:
     """The operands of the two products, by their labels."""
     assert after.product is not None
     sizes = {label: n for label, n in zip(labels, product.outvars[0].aval.shape) if n != 1}
@@ -196,7 +196,7 @@ def _attention(graph: Graph, softmax: Softmax, product: JaxprEqn, labels: Labels
         q_labels, k_labels = k_labels, q_labels
     region = {*softmax.region, *after.moves, after.product}
     last, out = _cast(graph, after.product, out)
-    return Attention(
+    return FoundAttention(
         (atoms[0], q_labels),
         (atoms[1], k_labels),
         (after.product.invars[1 - place], value),
@@ -278,7 +278,7 @@ def _asks_precision(product: JaxprEqn) -> bool:
     return any(p in (lax.Precision.HIGH, lax.Precision.HIGHEST) for p in asked)
 
 
-def _numbers(graph: Graph, steps: list[tuple[Any, ...]], found: Attention) -> None:
+def _numbers(graph: Graph, steps: list[tuple[Any, ...]], found: FoundAttention) -> None:
     """What the steps between the product and the softmax compute: scale, bias, bound and masks, in this order."""
     for step in steps:
         if step[0] == "scale":
@@ -297,21 +297,24 @@ def _numbers(graph: Graph, steps: list[tuple[Any, ...]], found: Attention) -> No
             mask = mask_of_bias(graph, *step[1:])
             if mask is not None:
                 found.masks.append(mask)
-            elif found.softcap is not None:
-                raise NoMatch("a bias is added after the logits are bounded")
             elif any(m.value is None for m in found.masks):
                 raise NoMatch("a bias is added after the logits are masked")
             else:
+                after = found.softcap is not None
+                if found.biases and found.bias_after_softcap != after:
+                    raise NoMatch("one bias is added before the logits are bounded, and another one after")
+                found.bias_after_softcap = after
                 found.biases.append(step[1:])
     if found.softcap is not None and found.softcap <= 0:
         raise NoMatch("the bound of the logits is negative")
 
 
-def _scaled(found: Attention, by: float) -> None:
+def _scaled(found: FoundAttention, by: float) -> None:
     if found.softcap is not None:
         found.softcap *= by
     else:
         found.scale *= by
+    if found.softcap is None or found.bias_after_softcap:
         found.biases = [(atom, labels, factor * by) for atom, labels, factor in found.biases]
     found.masks = [dataclasses.replace(mask, fill=mask.fill * by) for mask in found.masks]
     if any(not mask.fill <= HIDES for mask in found.masks):

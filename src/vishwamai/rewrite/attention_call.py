@@ -21,7 +21,7 @@ Operand = tuple[Any, Labels]
 
 
 @dataclasses.dataclass
-class Attention:
+class FoundAttention:
     """An attention in a program, by the labels of its axes.
 
     Attributes:
@@ -31,6 +31,7 @@ class Attention:
       out: of the result's axes. last: the equation that computes it. region: all equations.
       precise: a product asks for more than the default precision.
       scale, softcap, biases, masks: what is between; a bias has its factor.
+      bias_after_softcap: the biases are added to the bounded logits.
     """
 
     query: Operand
@@ -48,6 +49,7 @@ class Attention:
     softcap: float | None = None
     biases: list[tuple[Any, Labels, float]] = dataclasses.field(default_factory=list)
     masks: list[Mask] = dataclasses.field(default_factory=list)
+    bias_after_softcap: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ class _Axes:
         return (*self.batch, *self.heads, *self.groups, *self.row, *self.keys)
 
 
-def as_match(graph: Graph, found: Attention) -> Match:
+def as_match(graph: Graph, found: FoundAttention) -> Match:
     """The call for what was found.
 
     Raises:
@@ -90,6 +92,8 @@ def as_match(graph: Graph, found: Attention) -> Match:
     unit = 1.0 if cap is None else cap
     static = dict(options(low, high, rows, columns), scale=found.scale * unit, softcap=cap)
     layouts = [labels for _, labels in _operands(found)]
+    if found.bias_after_softcap:
+        static["bias_after_softcap"], unit = True, 1.0
     biases = [(labels, factor * unit) for _, labels, factor in found.biases]
     kept = [(m.labels, m.shown) for m in masks]
     out_aval = found.last.outvars[0].aval
@@ -128,11 +132,11 @@ def as_match(graph: Graph, found: Attention) -> Match:
     return Match("flash_attention", found.last, frozenset(found.region), call, atoms, words)
 
 
-def _operands(found: Attention) -> tuple[Operand, Operand, Operand]:
+def _operands(found: FoundAttention) -> tuple[Operand, Operand, Operand]:
     return found.query, found.key, found.value
 
 
-def _axes(found: Attention, sizes: dict[Any, int]) -> _Axes:
+def _axes(found: FoundAttention, sizes: dict[Any, int]) -> _Axes:
     """Which labels are the operation's batch, heads, groups of heads and rows."""
     value = [label for label in found.value[1] if label in sizes]
     shared = [label for label in found.shared if label in sizes]
@@ -157,7 +161,7 @@ def _axes(found: Attention, sizes: dict[Any, int]) -> _Axes:
     )
 
 
-def _dtype(found: Attention) -> Any:
+def _dtype(found: FoundAttention) -> Any:
     """The dtype that the operation takes: what all operands widen to without loss."""
     own = [jnp.dtype(atom.aval.dtype) for atom, _ in _operands(found)]
     wrong = [d.name for d in own if d not in FLOATS]
@@ -249,7 +253,7 @@ def _with_dead_rows(
 
 
 def _words(
-    found: Attention,
+    found: FoundAttention,
     axes: _Axes,
     sizes: dict[Any, int],
     dtype: Any,
@@ -272,7 +276,8 @@ def _words(
         if static.get(name) is not None:
             parts.append("causal" if name == "causal" else f"{name}={static[name]}")
     if biases:
-        parts.append(f"{biases} bias" + ("es" if biases > 1 else ""))
+        after = " after the soft-cap" if found.bias_after_softcap else ""
+        parts.append(f"{biases} bias" + ("es" if biases > 1 else "") + after)
     if masks:
         parts.append(f"{len(masks)} mask" + ("s" if len(masks) > 1 else "") + " passed on")
     if dead is not None:

@@ -15,9 +15,7 @@ from vishwamai.torch import bridge
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.sharding import beside, is_dtensor
 
-_activation = TorchOperator(
-    ACTIVATION, Outputs, SIGNATURE, describe, gradients=("x",), saves=lambda call: call.operands._fields
-)
+_activation = TorchOperator(ACTIVATION, Outputs, SIGNATURE, describe, gradients=("x",))
 
 
 def gelu(x: Tensor, *, approximate: bool = False) -> Tensor:

@@ -22,7 +22,7 @@ from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import BSHD, SIGNATURE, Operands, Outputs
 from vishwamai.torch import bridge
 from vishwamai.torch.attention_options import (
-    Options,
+    OperatorOptions,
     blocks_of,
     constant_slopes,
     described,
@@ -80,7 +80,7 @@ def _operands(tensors: Operands, layout: str | None, of_bias: bool) -> tuple[Ope
     return laid, given
 
 
-def _planned(tensors: Operands, options: Options, of_bias: bool) -> tuple[Operands, Plan, Placement]:
+def _planned(tensors: Operands, options: OperatorOptions, of_bias: bool) -> tuple[Operands, Plan, Placement]:
     """(operands in the op's own layout, the plan, how the kernels' arrays lie)."""
     operands, given = _operands(tensors, options.layout, of_bias)
     plan = planned(described(array_specs(given), options), tensors.query, options)
@@ -117,7 +117,7 @@ def _outer(x: Tensor, plan: Plan, memory: Placement) -> Tensor:
 
 
 def forward(tensors: Operands, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    operands, plan, memory = _planned(tensors, Options(*given), False)
+    operands, plan, memory = _planned(tensors, OperatorOptions(*given), False)
     out, logsumexp = attend(plan, operands, memory)
     return _outer(out, plan, memory), logsumexp
 
@@ -125,7 +125,7 @@ def forward(tensors: Operands, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
 def backward(
     cotangents: Outputs, outputs: Outputs, tensors: Operands, given: Sequence[Any], unwanted: set[str]
 ) -> Operands:
-    options = Options(*given)
+    options = OperatorOptions(*given)
     operands, plan, memory = _planned(tensors, options, "bias" not in unwanted)
     outputs, cotangents = (pair._replace(out=_inner(pair.out, options.layout)) for pair in (outputs, cotangents))
     found = gradients(plan, operands, outputs, cotangents, memory, unwanted)
@@ -211,7 +211,7 @@ def _attend(
     slopes: Tensor | None,
     dropout_seed: Tensor | None,
     return_lse: bool,
-    options: Options,
+    options: OperatorOptions,
 ) -> Any:
     q_ids, kv_ids = segment_pair(segment_ids)
     slopes = constant_slopes("flash_attention", slopes)

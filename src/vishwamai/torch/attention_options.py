@@ -38,7 +38,7 @@ from vishwamai.torch import bridge
 _CONFIG = dataclasses.fields(AttentionGpuConfig)
 
 
-class Options(NamedTuple):
+class OperatorOptions(NamedTuple):
     """Options of attention as an operator's schema has them. The last three say how it runs, not what is computed."""
 
     causal: bool
@@ -57,7 +57,7 @@ class Options(NamedTuple):
     config: list[int]  # the fields of an `AttentionGpuConfig`, or nothing
 
 
-_COMPUTED = Options._fields.index("implementation")
+_COMPUTED = OperatorOptions._fields.index("implementation")
 """How many options say what is computed."""
 
 
@@ -70,7 +70,7 @@ def requested(
     config: Any = None,
     implementation: str | None = None,
     **options: Any,
-) -> Options:
+) -> OperatorOptions:
     """The options of a call of `function`: the caller's, or the ambient ones. `options` are further ones of JAX's call.
 
     Raises:
@@ -99,7 +99,7 @@ def requested(
             implementation = XLA.name
         if not fields:
             block_size = block_size or ambient.block_size
-    return Options(
+    return OperatorOptions(
         given.causal, given.causal_align == "bottom_right", left, right, given.softcap,
         given.bias_after_softcap, given.scale, float(given.dropout_rate), given.layout, precision, blocks,
         implementation, block_size, fields,
@@ -120,7 +120,7 @@ def constant_slopes(function: str, slopes: Tensor | None) -> Tensor | None:
     return slopes
 
 
-def described(arrays: Operands, options: Options) -> AttentionSpec:
+def described(arrays: Operands, options: OperatorOptions) -> AttentionSpec:
     """The spec of a call, which checks it; `arrays` are `ArraySpec`s in the caller's layout."""
     return _described(arrays, options[:_COMPUTED])
 
@@ -142,7 +142,7 @@ def _described(arrays: Operands, options: tuple[Any, ...]) -> AttentionSpec:
     return dataclasses.replace(spec, blocks=check_blocks(blocks_of(blocks), None, *sizes))
 
 
-def planned(spec: AttentionSpec, tensor: Tensor, options: Options) -> Plan:
+def planned(spec: AttentionSpec, tensor: Tensor, options: OperatorOptions) -> Plan:
     """What runs."""
     wanted: Any = options.block_size
     if len(options.config):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,15 +10,15 @@ import torch
 from torch import Tensor
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.spec import ArraySpec, array_spec
+from vishwamai.core.spec import array_spec
 from vishwamai.ops.matmul.api import MATMUL
-from vishwamai.ops.matmul.layout import Layout, make_spec, signature
+from vishwamai.ops.matmul.layout import BatchLayout, make_spec, signature
 from vishwamai.ops.matmul.quantized import check_quantized
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, compute_dtype
 from vishwamai.torch import bridge
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.operator import TorchOperator
-from vishwamai.torch.packed import PackedWeight, packed_gemm
+from vishwamai.torch.packed import PackedWeight, packed_gemm, result_dtype
 from vishwamai.torch.quantization import QTensor
 
 
@@ -36,23 +35,11 @@ def _describe(
 
 def _pack(spec: MatmulSpec, tensors: Operands) -> Operands:
     """The caller's tensors in the op's own layout."""
-    layout = signature(spec.transpose_a, spec.transpose_b).layout(tensors)
-    a, b, bias, scale_a, scale_b = tensors
-    wide = torch_dtype(spec.epilogue_dtype)
-
-    def lay(x: Tensor | None, how: Callable[[Any], Any]) -> Tensor | None:
-        return None if x is None else how(x).contiguous()
-
-    return Operands(
-        lay(a, layout.matrix),
-        lay(b, layout.matrix),
-        lay(bias, layout.per_column),
-        None if scale_a is None else lay(scale_a.to(wide), layout.per_row),
-        None if scale_b is None else lay(scale_b.to(wide), layout.per_column),
-    )
+    laid = signature(spec.transpose_a, spec.transpose_b).pack(tensors)
+    return Operands(*(None if x is None else x.contiguous() for x in laid))
 
 
-def _returned(layout: Layout, gradient: Tensor, like: Tensor, core: int, per_row: bool) -> Tensor:
+def _returned(layout: BatchLayout, gradient: Tensor, like: Tensor, core: int, per_row: bool) -> Tensor:
     """A gradient in the op's own layout in the shape of the caller's tensor, summed where that was shared.
 
     Args:
@@ -68,9 +55,7 @@ def _returned(layout: Layout, gradient: Tensor, like: Tensor, core: int, per_row
         inner, rest = layout.inner, [layout.m]
     elif math.prod(inner) != 1:
         rest[0] //= math.prod(inner)
-    gradient = gradient.reshape(*outer, *inner, *rest)
-    axes = [i for i, (have, want) in enumerate(zip(gradient.shape, target, strict=True)) if want == 1 and have != 1]
-    return (gradient.sum(axes, keepdim=True) if axes else gradient).reshape(like.shape)
+    return gradient.reshape(*outer, *inner, *rest).sum_to_size(target).reshape(like.shape)
 
 
 def _unpack(spec: MatmulSpec, gradients: Operands, tensors: Operands) -> Operands:
@@ -85,27 +70,16 @@ def _unpack(spec: MatmulSpec, gradients: Operands, tensors: Operands) -> Operand
     return Operands(*map(back, gradients, tensors, (2, 2, 1, 1, 1), (False, False, False, True, False)))
 
 
-def _dtypes(call: Any) -> tuple[torch.dtype, torch.dtype]:
-    # Of arrays of any size: a dtype does not depend on it, and a size may be a symbol here.
-    a, b, *vectors = call.operands
-    first, second = (ArraySpec((1, 1), array_spec(torch.empty(0, dtype=x.dtype)).dtype) for x in (a, b))
-    scale = None if all(x is None for x in vectors) else ArraySpec((), jnp.dtype("float32"))
-    spec = _describe(
-        Operands(first, second, None, scale, None), call.activation, False, False, "default", call.out_dtype
-    )
-    return torch_dtype(spec.out_dtype), torch_dtype(spec.out_dtype)
-
-
 _gemm = TorchOperator(
     MATMUL,
     Outputs,
     lambda call: signature(call.transpose_a, call.transpose_b),
     _describe,
     gradients=Operands._fields,
-    residuals="*batch m n",
+    residuals=("*batch m n",),
     keeps=lambda call: call.activation not in (None, "relu"),
-    saves=lambda call: (*Operands._fields, "residual", *(("out",) if call.activation == "relu" else ())),
-    dtypes=_dtypes,
+    saves=lambda call: (*Operands._fields, "residual" if call.activation != "relu" else "out"),
+    dtypes=lambda call: [result_dtype(call, call.operands.b.dtype)] * 2,
     pack=_pack,
     unpack=_unpack,
     own_shapes=lambda spec: [(spec.groups, spec.m, spec.n)] * 2,
@@ -113,27 +87,16 @@ _gemm = TorchOperator(
 )
 
 
-def _factors(
-    a: Any, b: Any, transpose_a: bool, transpose_b: bool, scale_a: Tensor | None, scale_b: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(a, b, scale_a, scale_b) with tensors in place of QTensors; one whose scales are of blocks of the contracted axis
-    is dequantized, to the dtype of the products.
+def _factor(name: str, x: Any, contracted: int, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """(a tensor in place of a QTensor, its scale); one whose scales are of blocks of the contracted axis is dequantized
+    to `dtype`.
     """
-    product = torch_dtype(compute_dtype(array_spec(a).dtype, array_spec(b).dtype, blocked=True))
-    found = []
-    for name, x, scale, contracted in (
-        ("a", a, scale_a, -2 if transpose_a else -1),
-        ("b", b, scale_b, -1 if transpose_b else -2),
-    ):
-        if isinstance(x, QTensor):
-            check_quantized(name, x, contracted, scale)
-            if x.block_size is not None:
-                x = x.dequantize(product)
-            else:
-                x, scale = x.values, x.scales if x.axis is None else x.scales.squeeze(x.axis)
-        found.append((x, scale))
-    (a, scale_a), (b, scale_b) = found
-    return a, b, scale_a, scale_b
+    if not isinstance(x, QTensor):
+        return x, scale
+    check_quantized(name, x, contracted, scale)
+    if x.block_size is not None:
+        return x.dequantize(dtype), None
+    return x.values, x.scales if x.axis is None else x.scales.squeeze(x.axis)
 
 
 def gemm(
@@ -164,7 +127,9 @@ def gemm(
             raise ShapeError("gemm: `b` is a PackedWeight; pass `a` as a tensor [..., M, K], and no transpositions.")
         return packed_gemm(a, b, bias, activation, name, scale_a, scale_b)
     if isinstance(a, QTensor) or isinstance(b, QTensor):
-        a, b, scale_a, scale_b = _factors(a, b, transpose_a, transpose_b, scale_a, scale_b)
+        blocked = torch_dtype(compute_dtype(array_spec(a).dtype, array_spec(b).dtype, blocked=True))
+        a, scale_a = _factor("a", a, -2 if transpose_a else -1, scale_a, blocked)
+        b, scale_b = _factor("b", b, -1 if transpose_b else -2, scale_b, blocked)
     narrow_a, narrow_b = bridge.cast_for_matmul(a, b)
     if name is None and (narrow_a is not a or narrow_b is not b):
         products = compute_dtype(array_spec(a).dtype, array_spec(b).dtype)

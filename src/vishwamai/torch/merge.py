@@ -7,8 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from vishwamai.core.errors import ShapeError
-from vishwamai.ops.attention.merge import merged
+from vishwamai.ops.attention.merge import check_parts, merged
 
 
 def merge_attention(
@@ -23,9 +22,5 @@ def merge_attention(
     >>> merge_attention(parts, [torch.zeros(1), torch.zeros(1)])[0]
     tensor([[4., 4.]])
     """
-    if len(outputs) != len(lses) or not outputs:
-        raise ShapeError(
-            f"merge_attention: there are {len(outputs)} `outputs` and {len(lses)} `lses`; pass one logsumexp for each "
-            "output, one at least."
-        )
+    check_parts(outputs, lses)
     return merged(outputs, lses, layout)

@@ -25,7 +25,6 @@ _grouped_gemm = TorchOperator(
     SIGNATURE,
     describe,
     gradients=("lhs", "rhs"),
-    saves=lambda call: call.operands._fields,
     dtypes=lambda call: (getattr(torch, call.out_dtype) if call.out_dtype else call.operands.lhs.dtype,),
     one_by_one=True,  # sizes that differ between the elements have no axis to be folded into
 )
@@ -91,10 +90,16 @@ def moe_routing(
     ([[0, 2]], [1, 0, 1])
     """
     experts = check_routing(
-        tokens, router_weights, num_experts, top_k, scoring, bias, num_groups, top_groups, jitter, "torch's"
+        tokens,
+        router_weights,
+        num_experts,
+        top_k,
+        scoring,
+        {"bias": bias, "logit_bias": logit_bias},
+        (num_groups, top_groups, group_score),
+        jitter,
+        "torch's",
     )
-    if group_score not in GROUP_SCORES:
-        raise ShapeError(f"moe_routing: `group_score` is {group_score!r}; pass one of {', '.join(GROUP_SCORES)}.")
     x = tokens.reshape(-1, tokens.shape[-1]).float()
     if jitter:
         noise = torch.rand(x.shape, generator=generator, device=x.device)
@@ -157,7 +162,7 @@ def moe_dispatch(tokens: Tensor, routing: Routing, *, capacity_factor: float | N
         dropped = (sizes - capacity).clamp(min=0).sum().int()
         sizes = torch.full_like(sizes, capacity)
     place = place.reshape(top_k, count).T.int()
-    rows = _Permute.apply(tokens.reshape(-1, tokens.shape[-1]), choice, place)
+    rows = _Gather.apply(tokens.reshape(-1, tokens.shape[-1]), choice // top_k, place)
     return Dispatch(rows, sizes.int(), choice.int(), place, dropped)
 
 
@@ -166,12 +171,14 @@ def _fetch(x: Tensor, index: Tensor) -> Tensor:
     return torch.cat([x, x.new_zeros(1, x.shape[1])])[index.clamp(max=x.shape[0])]
 
 
-class _Permute(torch.autograd.Function):
-    """`[R, d]`: each row the token `[T, d]` of its choice. Its gradient is a gather too: the same bits every time."""
+class _Gather(torch.autograd.Function):
+    """Rows of x at `index`. The gradient is a gather too, with the same bits every time: `back` says where each row of
+    x went, `[rows]` or, where the gradient is the sum of several, `[rows, k]`.
+    """
 
     @staticmethod
-    def forward(tokens: Tensor, choice: Tensor, place: Tensor) -> Tensor:
-        return _fetch(tokens, choice // place.shape[1])
+    def forward(x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        return _fetch(x, index)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -179,26 +186,11 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        (g,) = cotangents
-        wide = torch.promote_types(g.dtype, torch.float32)
-        return _fetch(g, ctx.saved_tensors[0]).to(wide).sum(1).to(g.dtype), None, None
-
-
-class _Unpermute(torch.autograd.Function):
-    """`[T, k, d]`: the row of each choice, zeros for a dropped one; the gradient is a gather."""
-
-    @staticmethod
-    def forward(rows: Tensor, choice: Tensor, place: Tensor) -> Tensor:
-        return _fetch(rows, place)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        (g,) = cotangents
-        return _fetch(g.flatten(0, 1), ctx.saved_tensors[0]), None, None
+        (g,), (back,) = cotangents, ctx.saved_tensors
+        found = _fetch(g.flatten(0, -2), back)
+        if back.dim() == 2:
+            found = found.to(torch.promote_types(g.dtype, torch.float32)).sum(1).to(g.dtype)
+        return found, None, None
 
 
 def moe_combine(rows: Tensor, dispatch: Dispatch, routing: Routing) -> Tensor:
@@ -213,7 +205,7 @@ def moe_combine(rows: Tensor, dispatch: Dispatch, routing: Routing) -> Tensor:
     """
     check_combine(rows, dispatch, routing)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    each: Any = _Unpermute.apply(rows, dispatch.choice.long(), dispatch.place.long())
+    each: Any = _Gather.apply(rows, dispatch.place.long(), dispatch.choice.long())
     return (each.to(wide) * routing.weights.to(wide)[..., None]).sum(1).to(rows.dtype)
 
 

@@ -1,10 +1,13 @@
-"""What follows from an operator's declaration: the shapes of its results (its fakes), the roles of its tensors under
-`torch.vmap`, and its rules of DTensor.
+"""The declaration of an op's operators of torch, and what follows from it without running anything: the shapes of
+results (the fakes), the roles of tensors under `torch.vmap`, and the rules of DTensor.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,107 +24,141 @@ Call = SimpleNamespace
 """A call of an operator as a spec has it: `operands`, here tensors or None, and the options."""
 
 
+@dataclasses.dataclass(eq=False)
 class Declared:
-    """What `TorchOperator` keeps of its declaration, and what is derived from that without running anything."""
+    """What an operation's file states of its operators.
+
+    Attributes:
+      op: what is computed.
+      outputs: the op's `Outputs`.
+      signature: the dims of the caller's arrays; or `(call) -> Signature` where an option decides.
+      describe: `(ArraySpecs of the caller's arrays, options) -> spec`, which checks them. Its annotated options become
+        the operator's; the last may be a named tuple of further ones.
+      gradients: the operands that have a gradient. Where none has one, there is no backward operator, `backward` is the
+        error that says so, and DTensor has no rule.
+      saves: `(call) -> names` of the operands, outputs and residuals that the backward pass reads; nothing else is kept
+        for it. All operands unless it says otherwise.
+      stand_ins: operands that the backward pass does not read, by what has their shape: an output, or the cotangent
+        "d_" of one.
+      same: operands that have the gradient of another.
+      definition: what the op's definition, which computes again from all operands, takes in place of the stand-ins.
+      dtypes: `(call) -> dtypes` of the outputs; those of the first operand unless it says otherwise.
+      sizes: `(call) -> sizes` of words that no operand has.
+      residuals: dims of the residuals; they are outputs of the operator where the call needs a gradient.
+      keeps: `(call) -> bool`, whether the op has residuals for such options.
+      optional: outputs whose cotangent may be absent; for the others it becomes zeros.
+      pack: `(spec, tensors) -> operands` in the op's layout, where more is to be done than to reshape and cast them.
+      unpack: `(spec, gradients, tensors) -> gradients` in the caller's layout, where that is more than to reshape them.
+      own_shapes: `(spec) -> shapes` of outputs and residuals in the op's layout, for the same.
+      apart: (operand, word) of gradients that neither have the word's axis nor are a sum over it.
+      lazy: operands whose gradient is computed only where it is asked for.
+      forward: `(tensors, options) -> results`, in place of the op's own call.
+      backward: `(cotangents, outputs, tensors, options, flags of the lazy gradients) -> gradients`, likewise.
+      one_by_one: `torch.vmap` computes the elements one after the other, for no axis takes the mapped one.
+      name: of the operator, if it is not the op's.
+      option_values: by an option's name, what a rule reads in its place: of one that stands for an object.
+    """
 
     op: Op[Any]
-    kind: Any
-    """The op's `Operands`."""
     outputs: Any
-    options: list[str]
-    signature: Callable[[Any], Signature]
-    dtypes: Callable[[Call], Sequence[torch.dtype]] | None
-    sizes: Callable[[Call], Mapping[str, Any]] | None
-    gradients: tuple[str, ...]
-    stand_ins: dict[str, str]
-    residuals: Any
-    keeps: Callable[[Call], bool]
-    apart: tuple[tuple[str, str], ...]
-    lazy: tuple[str, ...]
-    _defaults: dict[str, Any]
-    _option_values: dict[str, Callable[[Any], Any]]
-    _results: tuple[str, ...]
-    """Names of outputs and residuals."""
-    _given: tuple[str, ...]
-    """Names of the backward operator's tensors."""
+    signature: Signature | Callable[[Call], Signature]
+    describe: Callable[..., Any]
+    _: dataclasses.KW_ONLY
+    gradients: tuple[str, ...] = ()
+    saves: Callable[[Call], Iterable[str]] = lambda call: call.operands._fields
+    stand_ins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    same: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    definition: Callable[[Any], Any] | None = None
+    dtypes: Callable[[Call], Sequence[torch.dtype]] | None = None
+    sizes: Callable[[Call], Mapping[str, Any]] = lambda call: {}
+    residuals: Any = ()
+    keeps: Callable[[Call], bool] = lambda call: True
+    optional: tuple[str, ...] = ()
+    pack: Callable[[Any, Any], Any] | None = None
+    unpack: Callable[[Any, Any, Any], Any] = lambda spec, gradients, tensors: gradients
+    own_shapes: Callable[[Any], list[Any]] | None = None
+    apart: tuple[tuple[str, str], ...] = ()
+    lazy: tuple[str, ...] = ()
+    forward: Callable[[Any, Sequence[Any]], Any] | None = None
+    backward: Callable[..., Any] | None = None
+    one_by_one: bool = False
+    name: str = ""
+    option_values: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.op.name
+        hints = typing.get_type_hints(self.describe)
+        first, *parameters = inspect.signature(self.describe).parameters
+        self.kind: Any = hints[first]
+        """The op's `Operands`."""
+        self.option_types: dict[str, Any] = {}
+        for parameter in parameters:  # a named tuple stands for its fields
+            hint = hints[parameter]
+            self.option_types |= typing.get_type_hints(hint) if hasattr(hint, "_fields") else {parameter: hint}
+        self.options = list(self.option_types)
+        if set(self.options) - set(parameters):
+            self.describe = functools.partial(_grouped, self.describe, len(parameters) - 1, hints[parameters[-1]])
+        self._defaults = {f.name: f.default for f in dataclasses.fields(hints["return"]) if f.name != "operands"}
+        outputs, residuals = self.outputs._fields, getattr(self.residuals, "_fields", ("residual",))
+        self._results = (*outputs, *residuals) if self.residuals else outputs
+        """Names of outputs and residuals."""
+        results = (f"{n}_out" if n in self.kind._fields else n for n in self._results)
+        self._given = (*(f"d_{n}" for n in outputs), *results, *self.kind._fields)
+        """Names of the backward operator's tensors."""
+
+    def _signature(self, call: Any) -> Signature:
+        return self.signature if isinstance(self.signature, Signature) else self.signature(call)
 
     def _call(self, arguments: Sequence[Any]) -> Call:
         """The first arguments of the forward operator: operands and options."""
         count = len(self.kind._fields)
         options = dict(zip(self.options, arguments[count:], strict=False))
-        options |= {n: read(options[n]) for n, read in self._option_values.items() if n in options}
+        options |= {n: read(options[n]) for n, read in self.option_values.items() if n in options}
         return SimpleNamespace(**self._defaults | options, operands=self.kind(*arguments[:count]))
 
-    def _result_texts(self, call: Call, keep: bool) -> list[str | None]:
-        texts = list(self.signature(call).outputs(call))
+    def _keep(self, arguments: Sequence[Any]) -> bool:
+        """Whether a call of the forward operator returns residuals."""
+        return bool(self.residuals) and arguments[-1]
+
+    def _result_texts(self, call: Any, keep: bool) -> list[str | None]:
+        """The dims of outputs and residuals, None for one that there is not."""
+        texts = list(self._signature(call).outputs(call))
         return texts + [text if keep and self.keeps(call) else None for text in self.residuals]
+
+    def _shapes(self, call: Any, operands: Any, keep: bool) -> list[Any]:
+        """The shape of each result: of an operand by the same name, or made of its words' sizes (which may be an
+        operand's own, as heads are); None for one that there is not.
+        """
+        texts = self._signature(call).operands
+        named = zip(self.kind._fields, texts, operands, strict=True)
+        given = {(n, text): tuple(x.shape) for n, text, x in named if x is not None}
+        sizes = _sizes(texts, operands) | dict(self.sizes(call))
+        results = zip(self._results, self._result_texts(call, keep), strict=True)
+        return [None if t is None else given[n, t] if (n, t) in given else _shape(t, sizes) for n, t in results]
 
     def _fake(self, *arguments: Any) -> Any:
         call = self._call(arguments)
-        texts = self._result_texts(call, bool(self.residuals) and arguments[-1])
-        signature = self.signature(call)
-        sizes = self._sizes(call, signature.operands, call.operands)
-        shapes = self._shapes(texts, signature, call.operands, sizes)
+        shapes = self._shapes(call, call.operands, self._keep(arguments))
         first = call.operands[0]
-        dtypes = [first.dtype] * len(texts) if self.dtypes is None else self.dtypes(call)
-        made = tuple(
+        dtypes = [first.dtype] * len(shapes) if self.dtypes is None else self.dtypes(call)
+        made = [
             first.new_empty(0) if shape is None else first.new_empty(shape, dtype=dtype)
             for shape, dtype in zip(shapes, dtypes, strict=True)
-        )
-        return made if len(self._results) > 1 else made[0]
-
-    def _shapes(self, texts: Sequence[str | None], signature: Signature, operands: Any, sizes: Any) -> list[Any]:
-        """The shape of each result: of an operand by the same name, or made of its words' sizes (which may be an
-        operand's own, as heads are).
-        """
-        given = {
-            (n, text): tuple(x.shape)
-            for n, text, x in zip(self.kind._fields, signature.operands, operands, strict=True)
-            if x is not None
-        }
-        named = zip(self._results, texts, strict=True)
-        return [None if t is None else given[n, t] if (n, t) in given else _shape(t, sizes) for n, t in named]
-
-    def _sizes(self, call: Call, texts: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:
-        """The extent of every word, of a `*name` all of them."""
-        sizes: dict[str, Any] = {}
-        shared: dict[str, Any] = {}
-        for text, x in zip(texts, tensors, strict=True):
-            if x is None:
-                continue
-            words, rank = dims.parse(text), len(x.shape)
-            missing = len(words) - rank if not any(w.variadic for w in words) else 0
-            at = 0
-            for dim in words[max(0, missing) :]:
-                count = max(0, rank - len(words) + 1) if dim.variadic else 1
-                if at + count > rank:
-                    break  # a scalar
-                extent = tuple(x.shape[at : at + count]) if dim.variadic else x.shape[at]
-                at += count
-                known = shared if dim.shareable and not dim.variadic else sizes
-                if dim.variadic and dim.shareable:
-                    extent = torch.broadcast_shapes(extent, sizes.get(str(dim.name), ()))
-                    known[str(dim.name)] = extent
-                known.setdefault(str(dim.name), extent)
-        return shared | sizes | dict(self.sizes(call) if self.sizes else {})
+        ]
+        return returned(made)
 
     def _parts(self, arguments: Sequence[Any]) -> tuple[Any, list[Any], list[Any], Any, Sequence[Any]]:
         """The backward operator's arguments: cotangents, outputs, residuals, operands (with the stand-ins of those that
         are not saved), options.
         """
-        count, outs = len(self.kind._fields), len(self.outputs._fields)
-        cotangents, rest = self.outputs(*arguments[:outs]), arguments[outs:]
-        results, rest = list(rest[: len(self._results)]), rest[len(self._results) :]
-        operands = self.kind(*rest[:count])
+        outs = len(self.outputs._fields)
         by_name = dict(zip(self._given, arguments, strict=False))
-        absent = {n: by_name[at] for n, at in self.stand_ins.items() if getattr(operands, n) is None}
-        return (
-            cotangents,
-            results[:outs],
-            results[outs:],
-            operands._replace(**absent),
-            rest[count:][: len(self.options)],
-        )
+        operands = {n: by_name[n] for n in self.kind._fields}
+        absent = {n: by_name[at] for n, at in self.stand_ins.items() if operands[n] is None}
+        results = list(arguments[outs : outs + len(self._results)])
+        options = arguments[len(self._given) :][: len(self.options)]
+        cotangents = self.outputs(*arguments[:outs])
+        return cotangents, results[:outs], results[outs:], self.kind(**operands | absent), options
 
     def _unwanted(self, arguments: Sequence[Any]) -> set[str]:
         """The lazy gradients that a call of the backward operator does without."""
@@ -132,21 +169,19 @@ class Declared:
         _, _, _, tensors, _ = self._parts(arguments)
         unwanted = self._unwanted(arguments)
         like = [None if n in unwanted else getattr(tensors, n) for n in self.gradients]
-        made = tuple(
-            tensors[0].new_empty(0) if x is None or not x.is_floating_point() else x.new_empty(x.shape) for x in like
-        )
-        return made if len(self.gradients) > 1 else made[0]
+        first = tensors[0]
+        made = [first.new_empty(0) if x is None or not x.is_floating_point() else x.new_empty(x.shape) for x in like]
+        return returned(made)
 
     def _roles(self, arguments: Sequence[Any]) -> batching.Roles:
         call = self._call(arguments)
-        texts = self._result_texts(call, bool(self.residuals) and arguments[-1])
-        return batching.Roles(list(self.signature(call).operands), texts)
+        return batching.Roles(self._signature(call).operands, self._result_texts(call, self._keep(arguments)))
 
     def _backward_texts(self, arguments: Sequence[Any]) -> tuple[Call, list[str], list[int | None]]:
         """(call, dims of the backward operator's tensors, the number of the tensor that each gradient is like)."""
         _, _, _, operands, options = self._parts(arguments)
         call = self._call((*operands, *options))
-        signature = self.signature(call)
+        signature = self._signature(call)
         outputs = [text or "" for text in signature.outputs(call)]
         texts = [*outputs, *outputs, *self.residuals, *signature.operands]
         given = dict(zip(self._given, arguments, strict=False))
@@ -160,10 +195,9 @@ class Declared:
         return batching.Roles(texts, [None if i is None else texts[i] for i in like], like)
 
     def _rule(self, call: Any) -> sharding.Rule:
-        arguments = [getattr(call, n) for n in (*self.kind._fields, *self.options)]
-        this = self._call(arguments)
+        this = self._call([getattr(call, n) for n in (*self.kind._fields, *self.options)])
         texts = self._result_texts(this, bool(self.residuals) and call.keep)
-        operands = dict(zip(self.kind._fields, self.signature(this).operands, strict=True))
+        operands = dict(zip(self.kind._fields, self._signature(this).operands, strict=True))
         return _rule_of(call, operands, texts, self.op.split(this, False))
 
     def _backward_rule(self, call: Any) -> sharding.Rule:
@@ -173,6 +207,46 @@ class Declared:
         outputs = tuple(None if i is None else self._given[i] for i in like)
         apart = frozenset((self.gradients.index(n), w) for n, w in self.apart)
         return dataclasses.replace(rule, outputs=outputs, apart=apart)
+
+
+def _grouped(describe: Callable[..., Any], own: int, group: Any, operands: Any, *options: Any) -> Any:
+    """`describe` with the fields of its last option, a named tuple, as options of their own."""
+    return describe(operands, *options[:own], group._make(options[own:]))
+
+
+def returned(results: Sequence[Tensor]) -> Any:
+    """Results as an operator returns them: a tensor where there is one, else a tuple."""
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _sizes(texts: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:
+    """The extent of every word, of a `*name` all of them."""
+    sizes: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    for text, x in zip(texts, tensors, strict=True):
+        if x is None:
+            continue
+        words, rank = dims.parse(text), len(x.shape)
+        missing = len(words) - rank if not any(w.variadic for w in words) else 0
+        at = 0
+        for dim in words[max(0, missing) :]:
+            count = max(0, rank - len(words) + 1) if dim.variadic else 1
+            if at + count > rank:
+                break  # a scalar
+            extent = tuple(x.shape[at : at + count]) if dim.variadic else x.shape[at]
+            at += count
+            known = shared if dim.shareable and not dim.variadic else sizes
+            if dim.variadic and dim.shareable:
+                extent = torch.broadcast_shapes(extent, sizes.get(str(dim.name), ()))
+                known[str(dim.name)] = extent
+            known.setdefault(str(dim.name), extent)
+    return shared | sizes
+
+
+def _shape(text: str, sizes: Mapping[str, Any]) -> list[Any]:
+    """What `_sizes` says of the words of a text."""
+    extents = ((dim.variadic, sizes[str(dim.name)]) for dim in dims.parse(text))
+    return [size for variadic, extent in extents for size in (extent if variadic else (extent,))]
 
 
 def _rule_of(call: Any, texts: Mapping[str, str], results: Sequence[str | None], split: str) -> sharding.Rule:
@@ -187,11 +261,3 @@ def _rule_of(call: Any, texts: Mapping[str, str], results: Sequence[str | None],
 
 def _floating(x: Any) -> bool:
     return (x.dtype if isinstance(x, Tensor) else x.tensor_meta.dtype).is_floating_point
-
-
-def _shape(text: str, sizes: Mapping[str, Any]) -> list[Any]:
-    found: list[Any] = []
-    for dim in dims.parse(text):
-        extent = sizes[str(dim.name)]
-        found += extent if dim.variadic else [extent]
-    return found

@@ -10,11 +10,21 @@ from torch import Tensor
 from vishwamai.core import dims
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.signature import Signature
+from vishwamai.core.spec import array_spec
 from vishwamai.ops.matmul import packed_weight
-from vishwamai.ops.matmul.packed import PACKED, Operands, check_packed, describe_packed
-from vishwamai.ops.matmul.spec import Outputs
+from vishwamai.ops.matmul.packed import PACKED, Operands, describe_packed, packed_operands
+from vishwamai.ops.matmul.spec import Outputs, resolve_out_dtype
 from vishwamai.torch import bridge
+from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.operator import TorchOperator
+
+
+def result_dtype(call: Any, of_b: torch.dtype) -> torch.dtype:
+    """The dtype of a product: the caller's, or the one that its factors have."""
+    a, b = (array_spec(torch.empty(0, dtype=dtype)).dtype for dtype in (call.operands.a.dtype, of_b))
+    epilogue = call.activation is not None or any(x is not None for x in call.operands[2:])
+    return torch_dtype(resolve_out_dtype(call.out_dtype, a, b, float_epilogue=epilogue))
+
 
 _packed = TorchOperator(
     PACKED,
@@ -23,18 +33,10 @@ _packed = TorchOperator(
     describe_packed,
     gradients=("a", "bias", "scale_a", "scale_b"),
     saves=lambda call: (*Operands._fields, *(("out",) if call.activation == "relu" else ())),
-    dtypes=lambda call: (_out_dtype(call),),
+    dtypes=lambda call: (result_dtype(call, call.operands.a.dtype),),
     sizes=lambda call: {"n": call.shape[1]},
     one_by_one=True,
 )
-
-
-def _out_dtype(call: Any) -> torch.dtype:
-    if call.out_dtype is not None:
-        return getattr(torch, call.out_dtype)
-    plain = call.activation is None and all(x is None for x in call.operands[2:])
-    dtype = call.operands.a.dtype
-    return dtype if dtype != torch.int8 else torch.int32 if plain else torch.float32
 
 
 class PackedWeight(packed_weight.PackedWeight):
@@ -85,10 +87,6 @@ def packed_gemm(
     scale_b: Tensor | None,
 ) -> Tensor:
     """`gemm` where `b` is packed; see there."""
-    check_packed(a, b, activation, bias=bias, scale_a=scale_a, scale_b=scale_b)
-    (k, n), rows = b.shape, a.shape[-2]
-    if scale_a is not None and scale_a.shape == (rows,):
-        scale_a = scale_a.expand(a.shape[:-1])
-    rest = (None if x is None else x.float().reshape(1, -1) for x in (scale_a, scale_b))
-    arrays = (a.reshape(1, -1, k), b.data[None], None if bias is None else bias[None], *rest)
-    return _packed(*arrays, list(b.shape), b.isa, activation, out_dtype)[0].reshape(*a.shape[:-1], n)
+    operands = packed_operands(a, b, activation, bias, scale_a, scale_b)
+    out = _packed(*operands, list(b.shape), b.isa, activation, out_dtype)[0]
+    return out.reshape(*a.shape[:-1], b.shape[1])

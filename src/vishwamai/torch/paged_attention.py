@@ -20,6 +20,7 @@ from vishwamai.ops.paged_attention.checks import (
 )
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec, signature
 from vishwamai.torch import bridge
+from vishwamai.torch.attention_options import statistics_dtype
 from vishwamai.torch.operator import TorchOperator
 
 _NAME = "ragged_paged_attention"
@@ -97,8 +98,9 @@ def _value_dim(call: Any) -> int:
 _attend = TorchOperator(
     PAGED_ATTENTION,
     Outputs,
-    lambda call: signature(call.latent_dim is not None),
+    lambda call: signature(call.latent_dim is not None, call.return_lse),
     describe,
+    dtypes=statistics_dtype,
     sizes=lambda call: {"value_dim": _value_dim(call)},
     pack=_pack,
     backward=no_gradient,
@@ -125,8 +127,9 @@ def ragged_paged_attention(
     v_scale: Any = None,
     latent_dim: int | None = None,
     max_q_len: int | None = None,
+    return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Any:
     """Causal attention of many sequences' latest tokens over keys and values that lie in pages; see
     `vishwamai.ragged_paged_attention`, whose arguments these are.
 
@@ -148,4 +151,5 @@ def ragged_paged_attention(
     sequences = count(num_seqs, page_indices)
     tables = kv_lens, page_indices, cu_q_lens, sequences
     tensors = Operands(query, k_pages, v_pages, *tables, sinks, *factors, slopes=alibi_slopes, tree_mask=tree_mask)
-    return _attend(*tensors, scale, check_window(window), softcap, latent_dim, max_q_len)[0]
+    out, logsumexp = _attend(*tensors, scale, check_window(window), softcap, latent_dim, max_q_len, return_lse)
+    return (out, logsumexp) if return_lse else out

@@ -16,7 +16,7 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import FORMATS, format_name
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.quantization.api import check_quantize
-from vishwamai.ops.quantization.rounding import grouped, scale_of, stored_scale, to_grid, ungrouped
+from vishwamai.ops.quantization.rounding import rounded
 
 
 class QTensor(qtensor.QTensor):
@@ -79,16 +79,15 @@ def quantize(
     if qtensor.bits(form.dtype) < 8:
         raise UnsupportedError(f"quantize: torch has no numbers of {name}; pass 'int8' or 'fp8', or quantize in JAX.")
     wide = x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    blocks, along = grouped(wide, axis, block_size)
-    factor = scale_of(_magnitude(blocks.abs(), along, scale, percentile), form)
-    noise = None
-    if rounding == "stochastic":
-        noise = torch.rand(blocks.shape, generator=generator, dtype=wide.dtype, device=x.device)
-    values, stored = to_grid(blocks / factor, form, noise), stored_scale(factor, form)
-    if block_size is not None:
-        assert along is not None
-        values, stored = ungrouped(values, stored, x.shape, along)
-    return QTensor(values, stored, name, axis, block_size)
+
+    def noise(blocks: Tensor) -> Tensor:
+        return torch.rand(blocks.shape, generator=generator, dtype=wide.dtype, device=x.device)
+
+    def magnitude(blocks: Tensor, along: int | None) -> Tensor:
+        return _magnitude(blocks.abs(), along, scale, percentile)
+
+    made = rounded(wide, form, axis, block_size, magnitude, noise if rounding == "stochastic" else None)
+    return QTensor(*made, name, axis, block_size)
 
 
 def _magnitude(size: Tensor, axis: int | None, method: str, percentile: float) -> Tensor:

@@ -36,7 +36,6 @@ _sparse = TorchOperator(
     SIGNATURE,
     _describe,
     gradients=("dense", "values"),
-    saves=lambda call: call.operands._fields,
     sizes=lambda call: {"n": call.rows if call.transpose else call.columns},
     pack=_pack,
 )

@@ -26,7 +26,7 @@ from vishwamai.torch.norm import layer_norm, rms_norm
 from vishwamai.torch.rope import apply_rope
 
 
-class Code(NamedTuple):
+class FunctionCode(NamedTuple):
     """What a function does, whatever its variables are called."""
 
     instructions: bytes
@@ -34,14 +34,14 @@ class Code(NamedTuple):
     names: tuple[str, ...]
 
 
-def code_of(function: Any) -> Code | None:
+def code_of(function: Any) -> FunctionCode | None:
     """The code of a function under its decorators; None for what has none."""
     found = getattr(inspect.unwrap(function), "__code__", None)
     if found is None:
         return None
     texts = found.co_consts[1:] if found.co_consts and isinstance(found.co_consts[0], str) else found.co_consts
     constants = tuple(c.co_code if isinstance(c, types.CodeType) else (type(c).__name__, c) for c in texts)
-    return Code(found.co_code, constants, found.co_names)
+    return FunctionCode(found.co_code, constants, found.co_names)
 
 
 def _published(path: str) -> Any:

@@ -22,7 +22,7 @@ _TABLES = "makes the tables of all layers, once a call"
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class PatchEntry:
     """A class of a model: how many modules, what computes them now or why it was left."""
 
     module: str
@@ -42,8 +42,8 @@ class Patch:
       left: classes that are as they were, with the reason.
     """
 
-    swapped: tuple[Entry, ...]
-    left: tuple[Entry, ...]
+    swapped: tuple[PatchEntry, ...]
+    left: tuple[PatchEntry, ...]
     _undo: list[Callable[[], None]] = dataclasses.field(repr=False)
 
     def undo(self) -> None:
@@ -98,8 +98,8 @@ def patch(model: Any, attention: bool, norm: bool, rope: bool, mlp: bool | None,
     return Patch(_entries(walk.swapped), _entries(walk.left), walk.undo)
 
 
-def _entries(found: Counter[tuple[str, str]]) -> tuple[Entry, ...]:
-    return tuple(Entry(module, count, what) for (module, what), count in found.items())
+def _entries(found: Counter[tuple[str, str]]) -> tuple[PatchEntry, ...]:
+    return tuple(PatchEntry(module, count, what) for (module, what), count in found.items())
 
 
 def _swap_attention(model: Any, walk: _Walk) -> bool:

@@ -26,7 +26,7 @@ from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.torch import attention, bridge
 from vishwamai.torch.attention_options import (
-    Options,
+    OperatorOptions,
     constant_slopes,
     described,
     planned,
@@ -80,7 +80,7 @@ def _starts(name: str, starts: Tensor, longest: int, total: int) -> list[int]:
     return values
 
 
-def _describe(operands: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -> AttentionSpec:
+def _describe(operands: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: OperatorOptions) -> AttentionSpec:
     """Of all sequences at once, whose bands are the kernel's to know."""
     batch = operands.cu_seqlens_q.shape[0] - 1
     arrays: list[ArraySpec] = []
@@ -100,7 +100,7 @@ def _heads_first(x: Tensor) -> Tensor:
 def _whole(tensors: Tensors, given: Sequence[Any]) -> tuple[Plan, Operands, Placement]:
     """(the plan, operands, where they lie) of all sequences at once, on a GPU."""
     query, key, value, sinks, seed, slopes, q_starts, kv_starts = tensors
-    options = Options(*given[2:])
+    options = OperatorOptions(*given[2:])
     operands = Operands(
         *(_heads_first(attention.rows(x)) for x in (query, key, value)),
         sinks=None if sinks is None else sinks.contiguous()[None],
@@ -125,7 +125,9 @@ def _each(tensors: Tensors, given: Sequence[Any]) -> Iterator[tuple[slice, slice
             packed = (_heads_first(x[at]) for x, at in ((query, of_q), (key, of_kv), (value, of_kv)))
             bits = None if seed is None else seed[number : number + 1].view(torch.uint32)
             operands = Operands(*packed, sinks=sinks, dropout_seed=bits, slopes=slopes)
-            plan = planned(described(array_specs(operands), Options(*options)), query, Options(*options))
+            plan = planned(
+                described(array_specs(operands), OperatorOptions(*options)), query, OperatorOptions(*options)
+            )
             by_head = {n: None if x is None else x[None] for n, x in (("sinks", sinks), ("slopes", slopes))}
             yield of_q, of_kv, plan, operands._replace(**by_head)
 

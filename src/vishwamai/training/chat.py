@@ -10,10 +10,10 @@ from vishwamai.core.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatTemplate:
+class TrainingTemplate:
     """A chat template in the form of Hugging Face's: it gets `messages` and `add_generation_prompt`.
 
-    >>> template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}"
+    >>> template = TrainingTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}"
     ...     "{% if add_generation_prompt %}assistant: {% endif %}")
     >>> chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     >>> text, ((begin, end),) = template.render(chat)
@@ -24,7 +24,7 @@ class ChatTemplate:
     source: str
 
     @classmethod
-    def read(cls, path: str | Path) -> ChatTemplate:
+    def read(cls, path: str | Path) -> TrainingTemplate:
         """The template in a file.
 
         Raises:

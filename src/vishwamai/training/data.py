@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.packing import REFERENCE, Plan, pair_rows, plan_rows, row
+from vishwamai.training.packing import REFERENCE, PackingPlan, pair_rows, plan_rows, row
 from vishwamai.training.sources import Bad
 from vishwamai.training.tokens import Tokens, make_tokenizer, read_tokens, write_tokens
 
@@ -25,7 +25,7 @@ Batch = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """The packed rows of one source, a random-access source for Grain.
 
     Attributes:
@@ -35,7 +35,7 @@ class Rows:
     """
 
     tokens: Tokens
-    plan: Plan
+    plan: PackingPlan
     length: int
     reference: np.ndarray | None = None
 
@@ -51,8 +51,8 @@ class Rows:
 class Corpus:
     """What `prepare` made: the rows of each source, those held out, and the records that could not be read."""
 
-    training: tuple[Rows, ...]
-    held_out: tuple[Rows, ...]
+    training: tuple[PackedRows, ...]
+    held_out: tuple[PackedRows, ...]
     weights: tuple[float, ...]
     bad: tuple[str, ...]
 
@@ -135,8 +135,8 @@ def _batched(rows: Any, batch_size: int, process: int, processes: int) -> Any:
     return mine.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
 
 
-def _rows(config: TrainConfig, tokens: Tokens, order: np.ndarray) -> Rows:
+def _rows(config: TrainConfig, tokens: Tokens, order: np.ndarray) -> PackedRows:
     length = config.data.sequence_length
     if config.objective == "dpo":
-        return Rows(tokens, pair_rows(tokens.offsets, order), length)
-    return Rows(tokens, plan_rows(config.data.packing, tokens.offsets, order, length), length)
+        return PackedRows(tokens, pair_rows(tokens.offsets, order), length)
+    return PackedRows(tokens, plan_rows(config.data.packing, tokens.offsets, order, length), length)

@@ -24,7 +24,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.core.numbers import divisors
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.attend import sequence_placement
-from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.parameters import LOGICAL_NAMES, split_units
 from vishwamai.parallel import LogicalRules, to_zigzag
@@ -83,12 +83,12 @@ class Layout:
         return () if self.mesh is None else tuple(axis for axis in ALL if axis != PIPELINE)
 
     @property
-    def model_axes(self) -> Axes:
+    def model_axes(self) -> MeshAxes:
         """What the model has to know of the mesh."""
         if self.mesh is None:
             return ONE_DEVICE
         wide = {name: name if self.mesh.shape[name] > 1 else None for name in ("expert", "sequence", "tensor")}
-        return Axes(TOKENS, **wide)
+        return MeshAxes(TOKENS, **wide)
 
     @property
     def copies(self) -> int:

@@ -23,7 +23,7 @@ SMALLEST = 4096
 """Parameters with fewer numbers, or with one axis, have float32 moments."""
 
 
-class Moments(NamedTuple):
+class RoundedMoments(NamedTuple):
     """State of `scale_by_adam_8bit`: steps taken, the first moment, and the root of the second, as they are stored."""
 
     count: Any
@@ -47,12 +47,12 @@ def scale_by_adam_8bit(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> 
     (QTensor(int8[64,128], float32[64,1], format='int8', axis=-1, block_size=128), 1.0)
     """
 
-    def init(params: Tree) -> Moments:
+    def init(params: Tree) -> RoundedMoments:
         # Two arrays each, so that both can be donated.
         first, second = (jax.tree.map(lambda p: _store(jnp.zeros(p.shape, jnp.float32), None), params) for _ in "mv")
-        return Moments(jnp.zeros((), jnp.int32), first, second)
+        return RoundedMoments(jnp.zeros((), jnp.int32), first, second)
 
-    def update(updates: Tree, state: Moments, params: Tree = None) -> tuple[Tree, Moments]:
+    def update(updates: Tree, state: RoundedMoments, params: Tree = None) -> tuple[Tree, RoundedMoments]:
         del params
         count = state.count + 1
         key = jax.random.fold_in(jax.random.key(0), count)
@@ -67,7 +67,7 @@ def scale_by_adam_8bit(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> 
             step = m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps)
             made.append((step.astype(g.dtype), _store(m, first), _store(jnp.sqrt(v), second)))
         steps, mus, roots = (jax.tree.unflatten(structure, list(part)) for part in zip(*made))
-        return steps, Moments(count, mus, roots)
+        return steps, RoundedMoments(count, mus, roots)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 

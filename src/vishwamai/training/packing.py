@@ -22,7 +22,7 @@ REFERENCE = "reference"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """Pieces in the order of their rows: row r holds the pieces `row_starts[r]` to `row_starts[r + 1]`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Plan:
         return len(self.row_starts) - 1
 
 
-def plan_rows(method: str, offsets: np.ndarray, order: np.ndarray, length: int) -> Plan:
+def plan_rows(method: str, offsets: np.ndarray, order: np.ndarray, length: int) -> PackingPlan:
     """The plan of rows of `length` tokens.
 
     Args:
@@ -65,17 +65,19 @@ def plan_rows(method: str, offsets: np.ndarray, order: np.ndarray, length: int) 
     return made
 
 
-def pair_rows(offsets: np.ndarray, order: np.ndarray) -> Plan:
+def pair_rows(offsets: np.ndarray, order: np.ndarray) -> PackingPlan:
     """A row for each pair of documents: pair p is documents 2p and 2p + 1, which become segments 1 and 2.
 
     >>> pair_rows(np.array([0, 3, 5, 9, 12]), np.array([1, 0])).starts.tolist()
     [5, 9, 0, 3]
     """
     documents = (2 * order[:, None] + np.arange(2)).reshape(-1)
-    return Plan(offsets[documents], offsets[documents + 1] - offsets[documents], np.arange(0, len(documents) + 1, 2))
+    return PackingPlan(
+        offsets[documents], offsets[documents + 1] - offsets[documents], np.arange(0, len(documents) + 1, 2)
+    )
 
 
-def row(plan: Plan, tokens: Any, targets: Any, index: int, length: int) -> dict[str, np.ndarray]:
+def row(plan: PackingPlan, tokens: Any, targets: Any, index: int, length: int) -> dict[str, np.ndarray]:
     """Row `index`, four int32 arrays `[length]`.
 
     `tokens`; `labels`, the next token of the same piece, or -100 where it is not in the loss; `segment_ids`, 1, 2, ...
@@ -104,21 +106,21 @@ def row(plan: Plan, tokens: Any, targets: Any, index: int, length: int) -> dict[
     return made
 
 
-def _concat(sizes: np.ndarray, begins: np.ndarray, length: int) -> Plan:
+def _concat(sizes: np.ndarray, begins: np.ndarray, length: int) -> PackingPlan:
     ends = np.cumsum(sizes)
     rows = int(ends[-1]) // length if len(ends) else 0
     if not rows:
-        return Plan(*(np.zeros(n, np.int64) for n in (0, 0, 1)))
+        return PackingPlan(*(np.zeros(n, np.int64) for n in (0, 0, 1)))
     # A piece begins where a document or a row does.
     cuts = np.unique(np.concatenate([[0], ends[:-1], np.arange(1, rows) * length]))
     cuts = cuts[cuts < rows * length]
     document = np.searchsorted(ends, cuts, side="right")
     starts = begins[document] + cuts - (ends - sizes)[document]
     lengths = np.diff(np.append(cuts, rows * length))
-    return Plan(starts, lengths, np.searchsorted(cuts, np.arange(rows + 1) * length))
+    return PackingPlan(starts, lengths, np.searchsorted(cuts, np.arange(rows + 1) * length))
 
 
-def _best_fit(sizes: np.ndarray, begins: np.ndarray, length: int) -> Plan:
+def _best_fit(sizes: np.ndarray, begins: np.ndarray, length: int) -> PackingPlan:
     pieces = [
         (begin + done, min(length, size - done))
         for begin, size in zip(begins.tolist(), sizes.tolist())
@@ -137,4 +139,4 @@ def _best_fit(sizes: np.ndarray, begins: np.ndarray, length: int) -> Plan:
         if room > piece[1]:
             bisect.insort(open_rows, (room - piece[1], number))
     flat = np.array([piece for pieces in rows for piece in pieces], np.int64).reshape(-1, 2)
-    return Plan(flat[:, 0], flat[:, 1], np.cumsum([0, *map(len, rows)], dtype=np.int64))
+    return PackingPlan(flat[:, 0], flat[:, 1], np.cumsum([0, *map(len, rows)], dtype=np.int64))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.models.attend import attend_sequences, rotation
-from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import norm
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.decoder import embedded, run_segment
@@ -54,7 +54,7 @@ class PipelinedLoss:
     section: LossSection
     kept: Any = None
     gather: Callable[[Tree], Tree] | None = None
-    axes: Axes = ONE_DEVICE
+    axes: MeshAxes = ONE_DEVICE
     attach: Callable[[Tree], Tree] | None = None
     ends: Mapping[str, int] = dataclasses.field(default_factory=dict)
 

@@ -17,15 +17,15 @@ import numpy as np
 
 import vishwamai
 from vishwamai.models import Decoder
-from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import in_dtype
-from vishwamai.training.data import Batch, Corpus, Rows
+from vishwamai.training.data import Batch, Corpus, PackedRows
 from vishwamai.training.mesh import Layout
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.together import as_first, first_alone
 
 
-def answer_logprobs(model: Decoder, hidden: Any, batch: dict[str, Any], axes: Axes = ONE_DEVICE) -> Any:
+def answer_logprobs(model: Decoder, hidden: Any, batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE) -> Any:
     """The log-probability of each answer, the sum over its tokens: float32 `[rows, 2]`.
 
     Args:
@@ -89,7 +89,7 @@ def with_reference(
         np.save(draft, np.concatenate([np.asarray(part, np.float32) for part in parts])[:count])
         draft.replace(path)
 
-    def filled(kind: str, number: int, rows: Rows) -> Rows:
+    def filled(kind: str, number: int, rows: PackedRows) -> PackedRows:
         path = folder / f"reference-{kind}-{number}.npy"
         if not as_first(path.exists()):
             parts = []
@@ -99,7 +99,7 @@ def with_reference(
                 batch = {name: np.stack([one[name] for one in found]) for name in found[0]}
                 parts.append(layout.on_host(score(layout.put_batch(batch))))
             first_alone(lambda: write(path, parts, len(rows)))
-        return Rows(rows.tokens, rows.plan, rows.length, np.load(path))
+        return PackedRows(rows.tokens, rows.plan, rows.length, np.load(path))
 
     training = tuple(filled("training", i, rows) for i, rows in enumerate(corpus.training))
     held_out = tuple(filled("held-out", i, rows) for i, rows in enumerate(corpus.held_out))

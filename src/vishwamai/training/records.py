@@ -100,7 +100,7 @@ class RecordFiles:
                     self.events.add_scalar(name, value, record.step)
 
 
-class Meter:
+class StepMeter:
     """Times the steps of a run and makes its records.
 
     Args:

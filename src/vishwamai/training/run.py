@@ -21,7 +21,7 @@ from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.core.execute import only_for
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
-from vishwamai.models.axes import Axes
+from vishwamai.models.axes import MeshAxes
 from vishwamai.training.checkpoints import Checkpoints
 from vishwamai.training.checks import check
 from vishwamai.training.config import TrainConfig
@@ -34,7 +34,7 @@ from vishwamai.training.model import export, make_model
 from vishwamai.training.optimizers import schedule
 from vishwamai.training.pipelined import PipelinedLoss, pipelined
 from vishwamai.training.preferences import answer_logprobs, with_reference
-from vishwamai.training.records import Meter, Record, RecordFiles, read_records
+from vishwamai.training.records import Record, RecordFiles, StepMeter, read_records
 from vishwamai.training.remat import checkpoint_policy, fitting_policy, memory_limit
 from vishwamai.training.report import write_report
 from vishwamai.training.sample import sample
@@ -90,7 +90,7 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
             state, at = job.place(restored.state), int(restored.state.step)
             batches.set_state(restored.data)
         exploded, stop = None, AnyAsked(asked)
-        meter = Meter(at, config.batch_size * config.data.sequence_length, job.flops_per_token, job.peak_flops)
+        meter = StepMeter(at, config.batch_size * config.data.sequence_length, job.flops_per_token, job.peak_flops)
         writes = RecordFiles(folder, at, config.log.tensorboard) if is_first() else contextlib.nullcontext()
         with writes as files, _Trace(folder, profile, at + 2) as trace:
             while at < config.steps and not stop():
@@ -130,7 +130,7 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What a run works with.
 
     Attributes:
@@ -163,7 +163,7 @@ def _kernels(config: TrainConfig) -> Iterator[None]:
         yield
 
 
-def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
+def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState]:
     """Prepares the data, makes the model, the optimizer and the jitted functions of a run, and its initial state."""
     prepared = first_alone(lambda: prepare(config, folder / "data"))
     corpus = prepare(config, folder / "data") if prepared is None else prepared  # the others read what it wrote
@@ -255,7 +255,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[Job, TrainState]:
         first_alone(lambda: export(parts, params, tokenizer, config.tokenizer.end_of_text, folder / "model"))
 
     peak = peak_flops(config.model.compute_dtype)
-    job = Job(
+    job = TrainingJob(
         corpus=corpus,
         layout=layout,
         usual=usual,
@@ -334,7 +334,9 @@ class _Trace:
             self.__exit__()
 
 
-def _loss_and_count(loss: Loss, axes: Axes, params: Any, batch: Batch, **frozen: Any) -> tuple[None, tuple[Any, Any]]:
+def _loss_and_count(
+    loss: Loss, axes: MeshAxes, params: Any, batch: Batch, **frozen: Any
+) -> tuple[None, tuple[Any, Any]]:
     """The loss of a batch as a sum, and over how many tokens or pairs."""
     return None, (loss(params, batch, **frozen)[1]["loss"], counted(batch, axes))
 
@@ -345,7 +347,7 @@ def _pipelined_loss_and_count(loss: PipelinedLoss, microbatches: int, params: An
     return None, (sums["loss"], counted(batch))
 
 
-def _evaluated(config: TrainConfig, job: Job, params: Any, held_out: Any, at: int) -> float | None:
+def _evaluated(config: TrainConfig, job: TrainingJob, params: Any, held_out: Any, at: int) -> float | None:
     """The loss on the held-out batches, at the steps that ask for it."""
     every = config.evaluation.every
     if not every or at % every or not len(held_out):

@@ -14,10 +14,10 @@ from flax import nnx
 
 import vishwamai
 from vishwamai.models import Decoder
-from vishwamai.models.axes import ONE_DEVICE, Axes
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import in_dtype
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.experts import Load
+from vishwamai.models.experts import ExpertLoad
 from vishwamai.training.adam import kept_where
 from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
@@ -102,7 +102,7 @@ def model_loss(
     kept: Any = None,
     gather: Callable[[Tree], Tree] | None = None,
     attach: Callable[[Tree], Tree] | None = None,
-    axes: Axes = ONE_DEVICE,
+    axes: MeshAxes = ONE_DEVICE,
     beta: float = 0.1,
 ) -> Loss:
     """Cross entropy of the next token, without the logits, and the losses of experts; or for batches with `reference`
@@ -146,7 +146,7 @@ def model_loss(
 
 
 def token_loss(
-    config: ModelConfig, section: LossSection, hidden: Any, head: Any, labels: Any, axes: Axes = ONE_DEVICE
+    config: ModelConfig, section: LossSection, hidden: Any, head: Any, labels: Any, axes: MeshAxes = ONE_DEVICE
 ) -> tuple[Any, dict[str, Any]]:
     """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums, as those of `Loss`; the head
     is multiplied in their dtype, as it is for logits.
@@ -175,8 +175,8 @@ def run_model(
     kept: Any = None,
     gather: Callable[[Tree], Tree] | None = None,
     attach: Callable[[Tree], Tree] | None = None,
-    axes: Axes = ONE_DEVICE,
-) -> tuple[Decoder, Any, tuple[Load | None, ...]]:
+    axes: MeshAxes = ONE_DEVICE,
+) -> tuple[Decoder, Any, tuple[ExpertLoad | None, ...]]:
     """The model of these parameters, its hidden states of a batch, and the load of its experts; the arguments are those
     of `model_loss`.
     """
@@ -195,7 +195,7 @@ EXPERT_COUNTS = "expert_counts"
 """Among the sums of a loss: int32 `[..., experts]`, tokens that chose each expert, by entry of the model's layers."""
 
 
-def _mean_losses(loads: dict[str, Load]) -> tuple[Any, Any]:
+def _mean_losses(loads: dict[str, ExpertLoad]) -> tuple[Any, Any]:
     """The load-balancing loss and the z-loss, each the mean over all layers with experts."""
     balance, z = (
         jnp.concatenate([jnp.ravel(x) for x in those]) for those in zip(*((v[0], v[1]) for v in loads.values()))
@@ -221,7 +221,7 @@ def moved_corrections(params: Tree, counts: dict[str, Any], rate: float) -> Tree
     return params | {"layers": layers}
 
 
-def counted(batch: dict[str, Any], axes: Axes = ONE_DEVICE) -> Any:
+def counted(batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE) -> Any:
     """Over what the loss of a batch is a mean: tokens in the loss, or pairs of answers. Inside `shard_map`, those of
     this device, to be added up over the devices of tokens.
     """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vishwamai.core.errors import ConfigError
-from vishwamai.training.chat import ChatTemplate
+from vishwamai.training.chat import TrainingTemplate
 from vishwamai.training.config import DataSection, DpoSection, SourceSection, TokenizerSection
 from vishwamai.training.sources import Bad, Document, Pair, documents, pairs
 
@@ -79,7 +79,7 @@ def write_tokens(
       ConfigError: more than `data.max_bad_records` records cannot be read, or no document is left.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    template = None if data.chat_template is None else ChatTemplate.read(data.chat_template)
+    template = None if data.chat_template is None else TrainingTemplate.read(data.chat_template)
     end = tokenizer.token_to_id(end_of_text)
     bad: list[Bad] = []
     lengths: list[int] = []
@@ -153,7 +153,7 @@ def _fitting(found: Iterable[_Encoded], data: DataSection, source: SourceSection
 
 
 def _encoded(
-    found: Iterator[Document | Pair], tokenizer: Tokenizer, template: ChatTemplate | None
+    found: Iterator[Document | Pair], tokenizer: Tokenizer, template: TrainingTemplate | None
 ) -> Iterator[_Encoded]:
     while batch := list(itertools.islice(found, _BATCH)):
         rendered = [_render(document, template) for document in batch]
@@ -169,7 +169,7 @@ def _encoded(
 _Rendered = tuple[str, list[tuple[int, int]]]
 
 
-def _render(document: Document | Pair, template: ChatTemplate | None) -> list[_Rendered]:
+def _render(document: Document | Pair, template: TrainingTemplate | None) -> list[_Rendered]:
     """The texts of a document, one or a pair, each with the spans of characters that count in the loss."""
     if isinstance(document, Pair):
         return [_answer(document.prompt, answer, template) for answer in (document.chosen, document.rejected)]
@@ -178,14 +178,14 @@ def _render(document: Document | Pair, template: ChatTemplate | None) -> list[_R
     return [_chat(document, template)]
 
 
-def _answer(prompt: str, answer: Document, template: ChatTemplate | None) -> _Rendered:
+def _answer(prompt: str, answer: Document, template: TrainingTemplate | None) -> _Rendered:
     if isinstance(answer, str):
         return prompt + answer, [(len(prompt), len(prompt) + len(answer))]
     text, spans = _chat(answer, template)
     return text, spans[-1:]
 
 
-def _chat(messages: list[dict[str, Any]], template: ChatTemplate | None) -> _Rendered:
+def _chat(messages: list[dict[str, Any]], template: TrainingTemplate | None) -> _Rendered:
     if template is None:
         raise ConfigError("config: the sources hold chat messages; set data.chat_template to a Jinja file.")
     return template.render(messages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vishwamai.aot.schedule.estimate import Estimate
+from vishwamai.aot.schedule.estimate import ScheduleEstimate
 from vishwamai.aot.schedule.times import TOP, ProgramTime
 from vishwamai.core.numbers import human
 
@@ -26,7 +26,7 @@ _UNITS = {
 }
 
 
-def advise(schedule: Estimate) -> tuple[str, ...]:
+def advise(schedule: ScheduleEstimate) -> tuple[str, ...]:
     """What bounds `schedule` and what to try, most important first."""
     found: list[str] = []
     programs = [program for program in schedule.programs if program.name != TOP]
@@ -51,7 +51,7 @@ def advise(schedule: Estimate) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _cores(schedule: Estimate) -> list[str]:
+def _cores(schedule: ScheduleEstimate) -> list[str]:
     cores = schedule.simulation.core_cycles
     if len(cores) < 2 or min(cores) >= 0.9 * max(cores):
         return []
@@ -62,7 +62,7 @@ def _cores(schedule: Estimate) -> list[str]:
     ]
 
 
-def _program(schedule: Estimate, program: ProgramTime) -> list[str]:
+def _program(schedule: ScheduleEstimate, program: ProgramTime) -> list[str]:
     """What bounds one program."""
     found = []
     cycles = program.cycles or 1.0
@@ -96,7 +96,7 @@ def _program(schedule: Estimate, program: ProgramTime) -> list[str]:
     return found
 
 
-def _copies(schedule: Estimate, program: ProgramTime, wait: float) -> str:
+def _copies(schedule: ScheduleEstimate, program: ProgramTime, wait: float) -> str:
     moved, useful = schedule.simulation.hbm_bytes, schedule.roofline.bytes
     start = f"{program.name} waits for HBM {wait:.0%} of the time"
     if moved > 1.5 * useful:
@@ -116,7 +116,7 @@ def _copies(schedule: Estimate, program: ProgramTime, wait: float) -> str:
     )
 
 
-def _work(schedule: Estimate) -> list[str]:
+def _work(schedule: ScheduleEstimate) -> list[str]:
     issued, useful = sum(schedule.simulation.flops.values()), schedule.roofline.flops
     if schedule.flops_source == "given" and useful and issued > 1.3 * useful:
         return [

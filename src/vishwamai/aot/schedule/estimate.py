@@ -13,7 +13,7 @@ SHOWN_UNITS = ("MXU", "VALU", "XLU", "EUP", "VLOAD", "VSTORE")
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
+class ScheduleEstimate:
     """The estimated run of one program on one jax device: the figures.
 
     Attributes:

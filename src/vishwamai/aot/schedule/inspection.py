@@ -18,7 +18,7 @@ from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options
 from vishwamai.aot.schedule import report, text
 from vishwamai.aot.schedule.advice import advise
 from vishwamai.aot.schedule.dump import Dump, dump, dump_many
-from vishwamai.aot.schedule.estimate import Estimate
+from vishwamai.aot.schedule.estimate import ScheduleEstimate
 from vishwamai.aot.schedule.job import Job, prepare
 from vishwamai.aot.schedule.roofline import roofline
 from vishwamai.aot.schedule.simulate import simulate
@@ -26,10 +26,10 @@ from vishwamai.aot.schedule.times import TOP
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, VishwamaiError
 
-__all__ = ["Inspection", "Schedule", "inspect", "inspect_many"]
+__all__ = ["Inspection", "KernelSchedule", "inspect", "inspect_many"]
 
 
-class Schedule(Estimate):
+class KernelSchedule(ScheduleEstimate):
     """The estimated run of one program on one jax device; printing it gives the table."""
 
     def advice(self) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def _custom_calls(found: Dump) -> frozenset[str]:
     return frozenset(re.findall(r"/\* %([\w.\-]+) = custom-call\(", top.bundles)) if top else frozenset()
 
 
-def schedule_of(case: Inspection, job: Job, found: Dump) -> Schedule:
+def schedule_of(case: Inspection, job: Job, found: Dump) -> KernelSchedule:
     simulation = simulate(found.sources, found.chip, job.known, found.twins)
     issued = sum(simulation.flops.values())
     counted = found.cost.get("flops") or 0.0
@@ -100,7 +100,7 @@ def schedule_of(case: Inspection, job: Job, found: Dump) -> Schedule:
     kinds = simulation.flops or {"bf16": 1.0}
     dtype = case.dtype or max(kinds, key=lambda kind: kinds[kind]).replace("f32", "bf16")
     nbytes = float(job.io_bytes) if case.nbytes is None else case.nbytes
-    return Schedule(
+    return KernelSchedule(
         name=case.name or getattr(case.fn, "__name__", "program"),
         target=case.target,
         simulation=simulation,
@@ -124,7 +124,7 @@ def inspect(
     dtype: str | None = None,
     name: str | None = None,
     compiler_options: Mapping[str, Any] | RuntimeConfig | None = None,
-) -> Schedule:
+) -> KernelSchedule:
     """Estimates how `fn(*args, **kwargs)` runs on a TPU that need not be here, from the schedule that its compiler
     makes.
 
@@ -132,7 +132,7 @@ def inspect(
         fn: a function, jitted or not.
         args: its arguments: arrays or `jax.ShapeDtypeStruct`s. Values of integer arrays that steer kernels (page
             tables, group sizes) are used; of a ShapeDtypeStruct they are unknown, and loops that hang on them are
-            reported in `Schedule.guessed`.
+            reported in `KernelSchedule.guessed`.
         target: "v4", "v5e", "v5p", "v6e" or "tpu7x". A slice of several devices is for `vishwamai.planning.step_time`,
             which counts communication, too.
         kwargs: keyword arguments.
@@ -164,7 +164,7 @@ _WEEK = 7 * 24 * 3600.0
 @checked
 def inspect_many(
     cases: Sequence[Inspection], timeout: float = 900.0, workers: int = 1
-) -> list[Schedule | VishwamaiError]:
+) -> list[KernelSchedule | VishwamaiError]:
     """`inspect` for several cases of one or more targets, with up to `workers` compiler processes for all that are not
     in the cache.
 
@@ -188,7 +188,7 @@ def inspect_many(
         raise ShapeError("inspect_many: `cases` is empty; pass at least one Inspection.")
     jobs = [_prepared(case) for case in cases]
     found = dump_many([job for job in jobs if isinstance(job, Job)], timeout, workers)
-    results: list[Schedule | VishwamaiError] = []
+    results: list[KernelSchedule | VishwamaiError] = []
     for case, job in zip(cases, jobs):
         if isinstance(job, Job):
             one = next(found)
@@ -206,6 +206,6 @@ def _prepared(case: Inspection) -> Job | VishwamaiError:
         return error
 
 
-def to_json(schedule: Schedule) -> str:
-    """`Schedule.as_dict` as text."""
+def to_json(schedule: KernelSchedule) -> str:
+    """`KernelSchedule.as_dict` as text."""
     return json.dumps(schedule.as_dict(), indent=1)

@@ -30,7 +30,7 @@ Call = Callable[[str | None, Sequence[Value]], Any]
 """Runs the program that an `inlined_call` names, with the values of its operands."""
 
 
-class Program:
+class BundledProgram:
     """A parsed program with everything about its blocks that does not depend on the run."""
 
     def __init__(self, name: str, bundles: Sequence[Bundle], utilisation: Utilisation, reservation: Reservation):
@@ -61,7 +61,7 @@ class Program:
 class ScalarRun:
     """One execution of a program on a machine, called with `arguments` (addresses, and scalars in registers)."""
 
-    def __init__(self, program: Program, machine: Machine, known: Known, call: Call, arguments: Sequence[Value]):
+    def __init__(self, program: BundledProgram, machine: Machine, known: Known, call: Call, arguments: Sequence[Value]):
         self.program, self.machine, self.known, self.call = program, machine, known, call
         self.arguments = arguments
         self.quotients: dict[str, tuple[Value, ...]] = {}  # divisions whose results have not all been popped
@@ -373,7 +373,7 @@ class _Instruction:
 
 
 def run(
-    program: Program,
+    program: BundledProgram,
     machine: Machine,
     known: Known | None = None,
     call: Call | None = None,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from vishwamai import reports
 from vishwamai.aot.schedule.advice import advise
-from vishwamai.aot.schedule.estimate import SHOWN_UNITS, Estimate
+from vishwamai.aot.schedule.estimate import SHOWN_UNITS, ScheduleEstimate
 from vishwamai.aot.schedule.times import TOP, Block, ProgramTime
 from vishwamai.core import caches
 from vishwamai.reports import Markup, charts
@@ -25,7 +25,7 @@ _COLUMNS = (
 )
 
 
-def write(schedule: Estimate, path: str | os.PathLike[str]) -> None:
+def write(schedule: ScheduleEstimate, path: str | os.PathLike[str]) -> None:
     """Writes the page; it holds everything it needs.
 
     Raises:
@@ -45,7 +45,7 @@ def write(schedule: Estimate, path: str | os.PathLike[str]) -> None:
     caches.write(pathlib.Path(path), page)
 
 
-def _headline(schedule: Estimate) -> list[tuple[str, str]]:
+def _headline(schedule: ScheduleEstimate) -> list[tuple[str, str]]:
     bound = schedule.roofline
     return [
         (_time(schedule.seconds), "estimated device time"),
@@ -63,7 +63,7 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.2f} us"
 
 
-def _row(schedule: Estimate, program: ProgramTime) -> Sequence[str]:
+def _row(schedule: ScheduleEstimate, program: ProgramTime) -> Sequence[str]:
     cycles = program.cycles or 1
     return [
         program.name,
@@ -78,7 +78,7 @@ def _row(schedule: Estimate, program: ProgramTime) -> Sequence[str]:
     ]
 
 
-def _roofline(schedule: Estimate) -> Markup:
+def _roofline(schedule: ScheduleEstimate) -> Markup:
     bound = schedule.roofline
     ridge = bound.peak / bound.bandwidth
     here = bound.intensity if bound.bytes else ridge
@@ -102,7 +102,7 @@ def _shares(block: Block, program: ProgramTime) -> list[float]:
     ]
 
 
-def _timeline(program: ProgramTime, schedule: Estimate) -> tuple[str, Markup]:
+def _timeline(program: ProgramTime, schedule: ScheduleEstimate) -> tuple[str, Markup]:
     """(the program, its units by blocks, the blocks as wide as the time that they take)."""
     blocks = sorted([block for block in program.blocks if block.cycles][:SHOWN_BLOCKS], key=lambda block: block.address)
     edges = [0.0]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from vishwamai.aot.schedule.bundles import UNITS, parse, parse_utilisation
-from vishwamai.aot.schedule.interpret import Known, Program, run
+from vishwamai.aot.schedule.interpret import BundledProgram, Known, run
 from vishwamai.aot.schedule.machine import Machine, Model
 from vishwamai.aot.schedule.mxu import RESERVATIONS
 from vishwamai.aot.schedule.scalar import Value
@@ -99,18 +99,18 @@ class Simulator:
         model: Model | None = None,
     ):
         self.sources, self.chip, self.known, self.model = sources, chip, known or {}, model or Model()
-        self._parsed: dict[str, Program] = {}
+        self._parsed: dict[str, BundledProgram] = {}
         self._twins = twins or {}
         self._calls = _calls(sources)
         self._emitted = {mark: name for name, mark in self._twins.items() if name in sources}
 
-    def program(self, name: str) -> Program:
+    def program(self, name: str) -> BundledProgram:
         """The parsed program of that name."""
         if name not in self._parsed:
             source = self.sources[name]
             bundles = parse(source.bundles)
             units = parse_utilisation(source.utilisation, len(bundles))
-            self._parsed[name] = Program(name, bundles, units, RESERVATIONS[self.chip.name])
+            self._parsed[name] = BundledProgram(name, bundles, units, RESERVATIONS[self.chip.name])
         return self._parsed[name]
 
     def _program_of(self, name: str | None) -> str | None:

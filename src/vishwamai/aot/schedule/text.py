@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 from vishwamai.aot.schedule.advice import advise
-from vishwamai.aot.schedule.estimate import SHOWN_UNITS, Estimate
+from vishwamai.aot.schedule.estimate import SHOWN_UNITS, ScheduleEstimate
 from vishwamai.aot.schedule.times import TOP
 from vishwamai.core.numbers import human
 
 
-def table(schedule: Estimate) -> str:
+def table(schedule: ScheduleEstimate) -> str:
     """The schedule as plain text."""
     bound, chip = schedule.roofline, schedule.chip
     lines = [
@@ -42,7 +42,7 @@ def table(schedule: Estimate) -> str:
     return "\n".join(lines)
 
 
-def as_dict(schedule: Estimate) -> dict[str, Any]:
+def as_dict(schedule: ScheduleEstimate) -> dict[str, Any]:
     """Everything as plain values, for JSON."""
     return {
         "name": schedule.name,
@@ -79,7 +79,7 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.2f} us"
 
 
-def _columns(schedule: Estimate) -> list[str]:
+def _columns(schedule: ScheduleEstimate) -> list[str]:
     """The programs' times, and below them their units: two tables, each of at most 80 columns."""
     total = schedule.simulation.cycles or 1
     shown = schedule.programs[:12]

@@ -28,7 +28,7 @@ class Recheck:
         seconds, heuristic_seconds: estimates of its config and of the heuristic's, made again.
     """
 
-    entry: tables.Entry
+    entry: tables.TableEntry
     seconds: float
     heuristic_seconds: float
 
@@ -51,7 +51,7 @@ class Recheck:
         return None
 
 
-def recheck(entry: tables.Entry, workers: int = 1) -> Recheck:
+def recheck(entry: tables.TableEntry, workers: int = 1) -> Recheck:
     """Estimates an entry's config and the heuristic's again, by the kernels and the compiler that are installed.
 
     Raises:

@@ -21,11 +21,11 @@ from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import TPUS
 from vishwamai.ops.catalogue import operations
 
-__all__ = ["Entry", "entries", "known", "read", "shipped", "table_path", "write"]
+__all__ = ["TableEntry", "entries", "known", "read", "shipped", "table_path", "write"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """One entry of a table.
 
     Attributes:
@@ -73,14 +73,14 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     return tuning.read_own(path)
 
 
-def entries(directory: pathlib.Path) -> Iterator[Entry]:
+def entries(directory: pathlib.Path) -> Iterator[TableEntry]:
     """Every entry of the tables of TPUs in a directory, by chip, op and key."""
     for path in sorted(directory.glob("*/*.json")):
         if path.parent.name not in TPUS:
             continue
         for implementation, table in read(path).items():
             for key, evidence in table.items():
-                yield Entry(path.parent.name, path.stem, implementation, key, evidence)
+                yield TableEntry(path.parent.name, path.stem, implementation, key, evidence)
 
 
 def write(

@@ -166,7 +166,7 @@ class Search:
                 trials.append(_Trial(config, found.seconds, found.efficiency, self._parts(found)))
         return trials
 
-    def _parts(self, found: inspection.Schedule) -> dict[str, float]:
+    def _parts(self, found: inspection.KernelSchedule) -> dict[str, float]:
         """Seconds of each of `kernels`: of the Pallas programs that bear its name, and of those without a name of
         another for the first.
         """

@@ -343,7 +343,6 @@ FACTS = Facts(
             "full f64": "`query` is float64",
             "head dim 2000": "heads of 2000",
             "no keys": "an axis is empty",
-            **dict.fromkeys(_PLACED, "positions of their own"),
         },
     },
     # The gradient of the one bias is a sum of 20,000 terms that cancel: its rounding is that of the terms.

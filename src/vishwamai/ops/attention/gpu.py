@@ -23,6 +23,7 @@ from vishwamai.ops.attention.gpu_blocks import by_key, by_query, by_tile, walks
 from vishwamai.ops.attention.gpu_memory import (
     PLAIN,
     Placement,
+    band_of,
     cut,
     logits_of,
     rows_of,
@@ -56,8 +57,11 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
         if operand is not None and operand.dtype.name not in _DTYPES:
             name = SIGNATURE.labels.get(name, name)
             return f"`{name}` is {operand.dtype.name}; the Triton kernels take {', '.join(_DTYPES)}."
-    if spec.operands.q_positions is not None:
-        return "rows have positions of their own (`q_offset` is an array); the Triton kernels take an int."
+    if spec.operands.q_positions is not None and spec.blocks is not None:
+        return (
+            "rows have positions of their own (`q_offset` is an array) next to a block mask, whose tiles the Triton "
+            "kernels choose before they know them."
+        )
     if spec.batch * spec.q_len * spec.kv_len == 0:
         return "an axis is empty."
     if max(spec.qk_dim, spec.v_dim) > _WIDEST:
@@ -153,7 +157,7 @@ def backward(
         length=positions,
         OUTS=Cut(spec.v_dim, delta_rows, tile_of(spec.v_dim)),
     )
-    low, high = spec.band
+    low, high = band_of(spec)
     how: dict[str, Any] = dict(
         warps=config.backward_warps,
         stages=config.backward_stages,

@@ -33,12 +33,13 @@ class Cut(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """The problem's sizes, and its band: query i sees the keys i + low ... i + high.
+    """The problem's sizes, and its band: query i sees the keys i + low ... i + high; with `Terms.positions_ptr`, those
+    about its position.
 
     Attributes:
       q_total, kv_total: positions of the arrays; more than q_len and kv_len, those of the longest sequence, where
         sequences are packed.
-      offset: the key that query 0 stands at, with ALiBi or packed sequences; else None.
+      offset: the key that query 0 stands at, with ALiBi or packed sequences, 0 where rows have positions; else None.
     """
 
     batch: Any
@@ -55,7 +56,8 @@ class Extents(NamedTuple):
 
 class Terms(NamedTuple):
     """What changes the logits beside the band: bias and mask, which broadcast to `[batch, heads, q_len, kv_len]`,
-    segment ids, and ALiBi's slopes `[batch or 1, heads]`; pointers may be None.
+    segment ids, ALiBi's slopes `[batch or 1, heads]`, and the key that each row stands at, `[batch or 1, q_len]`, where
+    that is not its own number; pointers may be None.
     """
 
     bias_ptr: Any
@@ -63,6 +65,7 @@ class Terms(NamedTuple):
     q_segments_ptr: Any
     kv_segments_ptr: Any
     slopes_ptr: Any
+    positions_ptr: Any
     bias_b: Any
     bias_h: Any
     bias_q: Any
@@ -74,6 +77,7 @@ class Terms(NamedTuple):
     q_segments_b: Any
     kv_segments_b: Any
     slopes_b: Any
+    positions_b: Any
 
 
 class Own(NamedTuple):

@@ -71,16 +71,21 @@ def logits(
     else:
         s = rounded_product(product, SCALE * LOG2E)
         t = s
+    stand = rows
+    if terms.positions_ptr is not None:
+        stand = tl.load(
+            terms.positions_ptr + b.to(tl.int64) * terms.positions_b + rows, mask=rows < sizes.q_len, other=0
+        )
     if terms.slopes_ptr is not None:
         slope = tl.load(terms.slopes_ptr + b.to(tl.int64) * terms.slopes_b + h).to(tl.float32)
-        s -= slope * LOG2E * tl.abs(columns - rows - sizes.offset).to(tl.float32)
+        s -= slope * LOG2E * tl.abs(columns - stand - sizes.offset).to(tl.float32)
     if EDGE:
         if ENDS:
             s = tl.where(columns < sizes.kv_len, s, float("-inf"))
         if LOGITS.HIGH:
-            s = tl.where(columns - rows <= sizes.high, s, float("-inf"))
+            s = tl.where(columns - stand <= sizes.high, s, float("-inf"))
         if LOGITS.LOW:
-            s = tl.where(columns - rows >= sizes.low, s, float("-inf"))
+            s = tl.where(columns - stand >= sizes.low, s, float("-inf"))
     if terms.mask_ptr is not None:
         at = (
             b.to(tl.int64) * terms.mask_b
@@ -193,7 +198,7 @@ def forward(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_TILE], tl.float32)
-    lo, full_lo, full_hi, hi = key_blocks(row, sizes, ROWS, COLUMNS, LOGITS.LOW, LOGITS.HIGH)
+    lo, full_lo, full_hi, hi = key_blocks(row, b, sizes, terms, ROWS, COLUMNS, LOGITS.LOW, LOGITS.HIGH)
     end = sizes.kv_len
     if walk.ptr is not None:
         span = walk.ptr + (h * walk.head + row // ROWS) * 3

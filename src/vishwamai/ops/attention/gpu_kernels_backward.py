@@ -22,6 +22,7 @@ from vishwamai.ops.attention.gpu_kernels_tiles import (
     of_sequence,
     packed,
     place,
+    position_span,
     segment_span,
     shown,
     source_of,
@@ -130,7 +131,14 @@ def key_gradients(
     queries = source_of(query, elements, sizes.q_heads, sizes.q_len, QUERIES)
     douts = source_of(dout_rows, elements, sizes.q_heads, sizes.q_len, DOUTS)
     end = sizes.kv_len
-    if LOGITS.HIGH:
+    if terms.positions_ptr is not None:
+        near, behind_near, largest = position_span(
+            terms.positions_ptr + b.to(tl.int64) * terms.positions_b, sizes.q_len, column, sizes, COLUMNS, LOGITS.LOW,
+            LOGITS.HIGH,
+        )  # fmt: skip
+        if LOGITS.HIGH:
+            end = tl.maximum(1, tl.minimum(end, largest + 1 + sizes.high))
+    elif LOGITS.HIGH:
         end = tl.maximum(1, tl.minimum(end, sizes.q_len + sizes.high))
     keys = source_of(key, elements, sizes.kv_heads, end, KEYS)  # 0 past the last key that a query sees
     values = source_of(value, elements, sizes.kv_heads, sizes.kv_len, VALUES)
@@ -156,10 +164,14 @@ def key_gradients(
     STEP: tl.constexpr = ROWS if walk.ptr is None else 1
     start = 0 * column
     stop = start + sizes.q_len
-    if LOGITS.HIGH:
-        start = tl.maximum(0, column - sizes.high) // ROWS * ROWS
-    if LOGITS.LOW:
-        stop = tl.minimum(sizes.q_len, column + COLUMNS - sizes.low)
+    if terms.positions_ptr is not None:
+        start = near // ROWS * ROWS
+        stop = behind_near
+    else:
+        if LOGITS.HIGH:
+            start = tl.maximum(0, column - sizes.high) // ROWS * ROWS
+        if LOGITS.LOW:
+            stop = tl.minimum(sizes.q_len, column + COLUMNS - sizes.low)
     if terms.q_segments_ptr is not None and walk.ptr is None:
         first, last = segment_span(
             terms.kv_segments_ptr + b.to(tl.int64) * terms.kv_segments_b, column + tl.arange(0, COLUMNS), sizes.kv_len,
@@ -268,7 +280,7 @@ def query_gradients(
     rows = (row + tl.arange(0, ROWS))[:, None]
     PRECISE: tl.constexpr = q.dtype == tl.float32
     dq = tl.zeros([ROWS, D_TILE], tl.float32)
-    start, full_lo, full_hi, stop = key_blocks(row, sizes, ROWS, COLUMNS, LOGITS.LOW, LOGITS.HIGH)
+    start, full_lo, full_hi, stop = key_blocks(row, b, sizes, terms, ROWS, COLUMNS, LOGITS.LOW, LOGITS.HIGH)
     STEP: tl.constexpr = COLUMNS if walk.ptr is None else 1
     end = sizes.kv_len
     if walk.ptr is not None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from vishwamai.ops.attention import places
-from vishwamai.ops.attention.gpu_arguments import Extents, Rows, Walk
+from vishwamai.ops.attention.gpu_arguments import Extents, Rows, Terms, Walk
 
 NOWHERE = tl.constexpr(places.NOWHERE)
 
@@ -128,20 +128,71 @@ def segment_span(own_ptr, own, own_len, other_ptr, other_len, SPAN: tl.constexpr
 
 
 @triton.jit
-def key_blocks(row, sizes: Extents, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+def position_span(
+    positions_ptr,
+    q_len,
+    column,
+    sizes: Extents,
+    COLUMNS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SPAN: tl.constexpr = 2048,
+):
+    """(start, stop, largest): the rows outside of start ... stop see none of the keys `column ...`; the largest
+    position of all.
+    """
+    starts = tl.full([SPAN], 2147483647, tl.int32)
+    stops = tl.zeros([SPAN], tl.int32)
+    most = tl.full([SPAN], -2147483648, tl.int32)
+    for n in tl.range(0, q_len, SPAN):
+        at = n + tl.arange(0, SPAN)
+        near = at < q_len
+        position = tl.load(positions_ptr + at, mask=near, other=-2147483648)
+        most = tl.maximum(most, position)
+        if HIGH:
+            near = near & (position >= column - sizes.high)
+        if LOW:
+            near = near & (position <= column + COLUMNS - 1 - sizes.low)
+        starts = tl.minimum(starts, tl.where(near, at, 2147483647))
+        stops = tl.maximum(stops, tl.where(near, at + 1, 0))
+    return tl.minimum(tl.min(starts, 0), q_len), tl.max(stops, 0), tl.max(most, 0)
+
+
+@triton.jit
+def key_blocks(
+    row,
+    b,
+    sizes: Extents,
+    terms: Terms,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
     """(lo, full_lo, full_hi, hi): keys [lo, full_lo) and [full_hi, hi) are partly hidden from the rows row ...,
     [full_lo, full_hi) are in reach of all.
     """
+    first = row
+    last = row + ROWS - 1
+    end = tl.minimum(row + ROWS, sizes.q_len)
+    if terms.positions_ptr is not None:
+        at = row + tl.arange(0, ROWS)
+        positions = tl.load(
+            terms.positions_ptr + b.to(tl.int64) * terms.positions_b + at, mask=at < sizes.q_len, other=0
+        )
+        first = tl.min(tl.where(at < sizes.q_len, positions, 2147483647), 0)
+        last = tl.max(tl.where(at < sizes.q_len, positions, -2147483648), 0)
+        end = last + 1
     lo = 0 * row
     hi = lo + sizes.kv_len
     full_lo = lo
     full_hi = lo + sizes.kv_len // COLUMNS * COLUMNS
     if HIGH:
-        hi = tl.maximum(0, tl.minimum(sizes.kv_len, tl.minimum(row + ROWS, sizes.q_len) + sizes.high))
-        full_hi = tl.minimum(full_hi, tl.maximum(row + sizes.high + 1, 0) // COLUMNS * COLUMNS)
+        hi = tl.maximum(0, tl.minimum(sizes.kv_len, end + sizes.high))
+        full_hi = tl.minimum(full_hi, tl.maximum(first + sizes.high + 1, 0) // COLUMNS * COLUMNS)
     if LOW:
-        lo = tl.maximum(0, row + sizes.low) // COLUMNS * COLUMNS
-        full_lo = tl.cdiv(tl.maximum(0, row + ROWS - 1 + sizes.low), COLUMNS) * COLUMNS
+        lo = tl.maximum(0, first + sizes.low) // COLUMNS * COLUMNS
+        full_lo = tl.cdiv(tl.maximum(0, last + sizes.low), COLUMNS) * COLUMNS
     full_lo = tl.maximum(tl.minimum(full_lo, full_hi), lo)
     return lo, full_lo, tl.maximum(full_lo, full_hi), hi
 

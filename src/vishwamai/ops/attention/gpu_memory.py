@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from vishwamai.core import dropout, gpu
 from vishwamai.ops.attention.gpu_arguments import Cut, Extents, Logits, Rows, Starts, Terms
 from vishwamai.ops.attention.gpu_tiles import tile_of
+from vishwamai.ops.attention.places import MOST
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
 
@@ -98,30 +99,39 @@ def strides(operand: Any, axes: int) -> tuple[int, ...]:
     return tuple(reversed(steps))[:axes]
 
 
+def band_of(spec: AttentionSpec) -> tuple[int | None, int | None]:
+    """(low, high) of `Extents`: about a row's number, or its own position."""
+    if spec.operands.q_positions is None:
+        return spec.band
+    low, high = spec.reach  # positions are below 2^30, and sums of 32 bits
+    return None if low is None else max(low, -MOST), None if high is None else min(high, MOST - 1)
+
+
 def terms_of(spec: AttentionSpec, operands: Operands) -> Terms:
     """What changes the logits beside the band."""
     o = spec.operands
     return Terms(
         operands.bias, operands.mask, operands.q_segment_ids, operands.kv_segment_ids, operands.slopes,
-        *strides(o.bias, 4), *strides(o.mask, 4), *strides(o.q_segment_ids, 1), *strides(o.kv_segment_ids, 1),
-        *strides(o.slopes, 1),
+        operands.q_positions, *strides(o.bias, 4), *strides(o.mask, 4), *strides(o.q_segment_ids, 1),
+        *strides(o.kv_segment_ids, 1), *strides(o.slopes, 1), *strides(o.q_positions, 1),
     )  # fmt: skip
 
 
 def sizes_of(spec: AttentionSpec, operands: Operands, memory: Placement) -> Extents:
     """The sizes of the problem, and of its arrays."""
-    low, high = spec.band
+    low, high = band_of(spec)
     placed = spec.operands.slopes is not None or memory.packed is not None
+    offset = spec.causal_offset if spec.operands.q_positions is None else 0
     return Extents(
         spec.batch, spec.q_heads, spec.kv_heads, spec.q_len, spec.kv_len,
         operands.query.shape[2], operands.key.shape[2], low or 0, high or 0,
-        spec.causal_offset if placed else None,
+        offset if placed else None,
     )  # fmt: skip
 
 
 def logits_of(spec: AttentionSpec) -> Logits:
     """How logits and probabilities are computed."""
-    low, high = spec.band
+    low, high = band_of(spec)
     return Logits(
         SCALE=spec.scale,
         SOFTCAP=spec.softcap,

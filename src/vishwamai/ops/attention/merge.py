@@ -61,12 +61,17 @@ def merge_attention(
     >>> bool(jnp.allclose(out, vishwamai.flash_attention(q, k, v), atol=1e-5))
     True
     """
+    check_parts(outputs, lses)
+    outs = [as_array(_NAME, f"outputs[{i}]", x) for i, x in enumerate(outputs)]
+    return merged(outs, [as_array(_NAME, f"lses[{i}]", x) for i, x in enumerate(lses)], layout)
+
+
+def check_parts(outputs: Any, lses: Any) -> None:
+    """Raises ShapeError where there are no parts, or not as many logsumexps as outputs."""
     if not isinstance(outputs, (tuple, list)) or not isinstance(lses, (tuple, list)) or not outputs:
         _fail("`outputs` and `lses` must be tuples or lists with an array for each part, one at least.")
     if len(outputs) != len(lses):
         _fail(f"there are {len(outputs)} `outputs` and {len(lses)} `lses`; pass one logsumexp for each output.")
-    outs = [as_array(_NAME, f"outputs[{i}]", x) for i, x in enumerate(outputs)]
-    return merged(outs, [as_array(_NAME, f"lses[{i}]", x) for i, x in enumerate(lses)], layout)
 
 
 def merged(outs: Sequence[Any], lses: Sequence[Any], layout: str) -> tuple[Any, Any]:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core.arrays import cast
 from vishwamai.core.dims import broadcast
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.core.signature import Signature, array_specs, described
-from vishwamai.core.spec import ArraySpec
+from vishwamai.core.spec import ArraySpec, array_spec
 from vishwamai.ops.matmul.spec import (
     VECTORS,
     MatmulSpec,
@@ -47,7 +48,7 @@ def _broadcast_to(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How a call's batch axes are laid out.
 
     Attributes:
@@ -119,7 +120,7 @@ def plan_layout(
     transpose_a: bool,
     transpose_b: bool,
     blocks: BlockScales = NO_BLOCKS,
-) -> Layout:
+) -> BatchLayout:
     """Decides how many batch axes are folded into M: those, from the last, that `b` and everything along N share.
 
     A transposed `a` holds its rows last, so nothing can be folded into them without a copy. The operands are shapes.
@@ -139,7 +140,7 @@ def plan_layout(
         folded += 1
     m = a[-1 if transpose_a else -2]
     n = b[-2 if transpose_b else -1]
-    return Layout(batch, folded, m, n)
+    return BatchLayout(batch, folded, m, n)
 
 
 class ProductSignature(Signature):
@@ -152,7 +153,7 @@ class ProductSignature(Signature):
         self._how = transpose_a, transpose_b, blocks
         self._layout = functools.lru_cache(maxsize=4096)(self._plan)
 
-    def _plan(self, shapes: Operands) -> Layout:
+    def _plan(self, shapes: Operands) -> BatchLayout:
         a, b, bias, _, scale_b = shapes
         batch = broadcast(a[:-2], b[:-2])
         assert batch is not None
@@ -164,7 +165,7 @@ class ProductSignature(Signature):
         absent = [name for name, blocked in (("scale_a", blocks.a), ("scale_b", blocks.b)) if blocked]
         super().check(function, arrays._replace(**dict.fromkeys(absent)))
 
-    def layout(self, arrays: Operands) -> Layout:
+    def layout(self, arrays: Operands) -> BatchLayout:
         """Of arrays that fit one another."""
         return self._layout(Operands(*[None if x is None else tuple(x.shape) for x in arrays]))
 
@@ -177,12 +178,13 @@ class ProductSignature(Signature):
         """The arrays in the op's own layout; scales in the dtype of the epilogue, those of e8m0 as they are."""
         del spec
         layout, blocks = self.layout(arrays), self._how[2]
-        wide = jnp.float64 if jnp.float64 in (arrays.a.dtype, arrays.b.dtype) else jnp.float32
 
         def scale(x: Any, blocked: bool, vector: Any) -> Any:
             if x is None:
                 return None
-            x = x if x.dtype == jnp.uint8 else x.astype(wide)
+            if array_spec(x).dtype != jnp.uint8:
+                double = jnp.float64 in (array_spec(arrays.a).dtype, array_spec(arrays.b).dtype)
+                x = cast(x, jnp.float64 if double else jnp.float32)
             return layout.matrix(x) if blocked else vector(x)
 
         return Operands(

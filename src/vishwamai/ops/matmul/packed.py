@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core import ffi
+from vishwamai.core.arrays import cast, namespace
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.op import Implementation, Op
 from vishwamai.core.signature import array_specs, described
@@ -173,23 +174,29 @@ def packed_gemm(
     implementation: str | None,
 ) -> Any:
     """`gemm` where `b` is packed; see there."""
-    a = jnp.asarray(a)
-    vectors = {"bias": bias, "scale_a": scale_a, "scale_b": scale_b}
-    arrays = {name: None if x is None else jnp.asarray(x) for name, x in vectors.items()}
-    check_packed(a, b, activation, **arrays)
-    batch, m, n = a.shape[:-2], a.shape[-2], b.shape[1]
-    per_row = arrays["scale_a"]
-    if per_row is not None and per_row.shape == (m,):
-        per_row = jnp.broadcast_to(per_row, (*batch, m))
-    rows = [None if x is None else x.astype(jnp.float32).reshape(1, -1) for x in (per_row, arrays["scale_b"])]
-    of_bias = None if arrays["bias"] is None else arrays["bias"].reshape(1, -1)
-    operands = Operands(a.reshape(1, -1, b.shape[0]), _undifferentiable(b.data)[None], of_bias, *rows)
+    a, *vectors = (None if x is None else jnp.asarray(x) for x in (a, bias, scale_a, scale_b))
+    operands = packed_operands(a, b, activation, *vectors)
+    operands = operands._replace(packed=_undifferentiable(operands.packed))
     spec = describe_packed(array_specs(operands), b.shape, b.isa, activation, out_dtype)
-    return PACKED(spec, operands, implementation=implementation).out.reshape(*batch, m, n)
+    return PACKED(spec, operands, implementation=implementation).out.reshape(*a.shape[:-1], b.shape[1])
 
 
-def check_packed(a: Any, b: PackedWeight, activation: str | None, **vectors: Any) -> None:
-    """Checks the arguments of `gemm` with a PackedWeight, arrays of any framework.
+def packed_operands(a: Any, b: PackedWeight, activation: str | None, bias: Any, scale_a: Any, scale_b: Any) -> Operands:
+    """The arguments of `gemm` with a PackedWeight, arrays of JAX or torch, in the op's own layout.
+
+    Raises:
+      ShapeError: one of them does not fit the weight.
+    """
+    _check(a, b, activation, bias=bias, scale_a=scale_a, scale_b=scale_b)
+    if scale_a is not None and tuple(scale_a.shape) == a.shape[-2:-1]:
+        scale_a = namespace(a).broadcast_to(scale_a, a.shape[:-1])
+    scales = (None if x is None else cast(x, jnp.float32).reshape(1, -1) for x in (scale_a, scale_b))
+    of_bias = None if bias is None else bias.reshape(1, -1)
+    return Operands(a.reshape(1, -1, b.shape[0]), b.data[None], of_bias, *scales)
+
+
+def _check(a: Any, b: PackedWeight, activation: str | None, **vectors: Any) -> None:
+    """Checks the arguments of `gemm` with a PackedWeight.
 
     Raises:
       ShapeError: one of them does not fit the weight.

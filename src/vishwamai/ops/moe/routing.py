@@ -5,7 +5,7 @@ every platform.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,11 +110,9 @@ def moe_routing(
     """
     tokens = as_array("moe_routing", "tokens", tokens)
     router_weights = as_array("moe_routing", "router_weights", router_weights)
-    grouping = num_groups, top_groups
-    experts = check_routing(tokens, router_weights, num_experts, top_k, scoring, bias, *grouping, jitter, key)
-    _check_bias("logit_bias", logit_bias, experts)
-    if group_score not in GROUP_SCORES:
-        raise ShapeError(f"moe_routing: `group_score` is {group_score!r}; pass one of {', '.join(GROUP_SCORES)}.")
+    biases = {"bias": bias, "logit_bias": logit_bias}
+    grouping = num_groups, top_groups, group_score
+    experts = check_routing(tokens, router_weights, num_experts, top_k, scoring, biases, grouping, jitter, key)
     x = tokens.astype(jnp.float32)
     if jitter:
         assert key is not None  # `_check` says so
@@ -178,13 +176,13 @@ def check_routing(
     num_experts: int | None,
     top_k: int,
     scoring: str,
-    bias: Any,
-    num_groups: int,
-    top_groups: int | None,
+    biases: Mapping[str, Any],
+    grouping: tuple[int, int | None, str],
     jitter: float,
     key: Any,
 ) -> int:
-    """Checks the arguments of `moe_routing`; returns the number of experts."""
+    """Checks the arguments of `moe_routing`, arrays of any framework; returns the number of experts."""
+    num_groups, top_groups, group_score = grouping
     x, w = array_spec(tokens), array_spec(router_weights)
     for name, array in (("tokens", x), ("router_weights", w)):
         if array.dtype not in FLOATS:
@@ -205,7 +203,12 @@ def check_routing(
         raise ShapeError(f"moe_routing: `top_k` is {top_k}; pass a number from 1 to the {experts} experts there are.")
     if scoring not in SCORINGS:
         raise ShapeError(f"moe_routing: `scoring` is {scoring!r}; pass one of {', '.join(SCORINGS)}.")
-    _check_bias("bias", bias, experts)
+    for name, bias in biases.items():
+        if bias is not None and tuple(jnp.shape(bias)) != (experts,):
+            raise ShapeError(
+                f"moe_routing: `{name}` has shape {tuple(jnp.shape(bias))}, but there are {experts} experts; pass "
+                f"shape ({experts},)."
+            )
     if num_groups < 1 or experts % num_groups:
         raise ShapeError(
             f"moe_routing: `num_groups` is {num_groups}, which does not divide {experts} experts; pass a divisor."
@@ -215,16 +218,10 @@ def check_routing(
             f"moe_routing: `top_groups` is {top_groups} of {num_groups} groups of {experts // num_groups} experts; "
             f"pass 1 to {num_groups} groups that hold at least `top_k` = {top_k} experts."
         )
+    if group_score not in GROUP_SCORES:
+        raise ShapeError(f"moe_routing: `group_score` is {group_score!r}; pass one of {', '.join(GROUP_SCORES)}.")
     if not 0.0 <= jitter < 1.0:
         raise ShapeError(f"moe_routing: `jitter` is {jitter}; pass a number from 0 to less than 1.")
     if jitter and key is None:
         raise ShapeError(f"moe_routing: `jitter` is {jitter} but `key` is None; pass a random key, or no jitter.")
     return experts
-
-
-def _check_bias(name: str, bias: Any, experts: int) -> None:
-    if bias is not None and tuple(jnp.shape(bias)) != (experts,):
-        raise ShapeError(
-            f"moe_routing: `{name}` has shape {tuple(jnp.shape(bias))}, but there are {experts} experts; pass shape "
-            f"({experts},)."
-        )

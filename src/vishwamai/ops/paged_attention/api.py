@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -95,12 +94,13 @@ def ragged_paged_attention(
       softcap: logits become `softcap * tanh(logits / softcap)`.
       sinks: `[heads]` logits that enter the denominators only.
       alibi_slopes: `[heads]`: the logit of a query at position p and of key j is less by `slope * (p - j)`, after the
-        soft-cap (Press et al. 2022). "triton" and "xla" have them.
+        soft-cap (Press et al. 2022).
       tree_mask: `[tokens, columns]` bool, for a tree of guesses (speculative decoding; Miao et al., "SpecInfer", 2024):
         query t sees the new token j of its own sequence, key `kv_lens[s] - q_len + j`, only if `tree_mask[t, j]`: its
         ancestors and itself, in any order in which none comes after its descendants. Keys before the new tokens are
         seen by all; so are new tokens from `columns` on up to the query's own, so a batch may hold prefills beside
-        trees whose rows are True. `window` and `alibi_slopes` count keys, not depths. "triton" and "xla" have it.
+        trees whose rows are True. `window` and `alibi_slopes` count keys, not depths. "pallas_tpu" takes up to 1024
+        columns.
       q_scale: what queries are multiplied by: a number, or `[kv_heads]` (of the query heads that share a kv head, as
         FlashAttention's `q_descale`). It becomes a factor of `k_scale`, so every implementation serves it.
       k_scale: what stored keys are multiplied by: a number, or `[kv_heads]`.
@@ -158,8 +158,7 @@ def ragged_paged_attention(
     v_scale = check_scale(_NAME, "v_scale", v_scale, kv_heads)
     tables = kv_lens, page_indices, cu_q_lens, num_seqs
     arrays = Operands(query, k_pages, v_pages, *tables, sinks, k_scale, v_scale, slopes, tree)
-    spec = describe(array_specs(arrays), scale, check_window(window), softcap, latent_dim, max_q_len)
-    spec = dataclasses.replace(spec, return_lse=True) if return_lse else spec
+    spec = describe(array_specs(arrays), scale, check_window(window), softcap, latent_dim, max_q_len, return_lse)
     pool = k_pages.shape[:2]
     check_values(
         functools.partial(check_table_values, _NAME, pool, query.shape[0], max_q_len),

@@ -216,7 +216,6 @@ _SMALL = ForwardCase(
 )
 
 _INT4 = "int4 pages", "int4 pages separate"
-_WITH_TREES = "tree mask", "tree mask of int8 pages bf16"
 
 FACTS = Facts(
     small=_SMALL,
@@ -229,15 +228,12 @@ FACTS = Facts(
             "float16": "`query` is float16",
             "float64": "`query` is float64",
             "three kv heads": "6 rows of bfloat16",
-            **dict.fromkeys(("alibi", "alibi of decoding bf16"), "`alibi_slopes` are given"),
-            **dict.fromkeys(_WITH_TREES, "`tree_mask` is given"),
             **dict.fromkeys(_INT4, "`kv_pages` is int4"),
             "wide heads": "256 columns",
         },
         "triton": {
             "no tokens": "the batch is empty",
             "float64": "`query` is float64",
-            **dict.fromkeys(("logsumexp", "logsumexp of decoding"), "the logsumexp is asked for"),
             **dict.fromkeys(_INT4, "the pages are int4"),
         },
     },

@@ -221,6 +221,7 @@ def describe(
     softcap: float | None,
     latent_dim: int | None,
     max_q_len: int | None,
+    return_lse: bool,
 ) -> PagedSpec:
     """The spec of a call, which checks it; `arrays` are the `ArraySpec`s of the caller's.
 
@@ -247,7 +248,7 @@ def describe(
     operands = signature_of(form).specs(padded)
     softcap = None if softcap is None else float(softcap)
     most = min(max_q_len or tokens, max(tokens, 1))
-    return PagedSpec(operands, form, scale, window, softcap, latent_dim, most)
+    return PagedSpec(operands, form, scale, window, softcap, latent_dim, most, return_lse)
 
 
 def no_gradient(*_: Any) -> NoReturn:

@@ -47,8 +47,6 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
         return f"the pages are {pages.name}; the Triton kernels take {', '.join((*_DTYPES, *_EIGHT_BITS))}."
     if pages != query and pages.name in _DTYPES and query.name != "float32":
         return f"the pages are {pages.name}, which {query.name} queries would round."
-    if spec.return_lse:
-        return "the logsumexp is asked for, and the Triton kernels write the output only."
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
         return "the batch is empty."
     tree = spec.operands.tree_mask
@@ -85,6 +83,8 @@ def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residua
     del residuals
     short, splits = longest_short(spec, config), config.splits
     result = gpu.result((spec.batch, spec.tokens, spec.heads, spec.value_dim), spec.operands.query.dtype)
+    logsumexp = gpu.result((spec.batch, spec.tokens, spec.heads), "float32") if spec.return_lse else None
+    wanted = Outputs(result, logsumexp)
     tiles = config.rows, config.block_kv, config.warps, config.stages
     slots = 0
     if (
@@ -94,18 +94,19 @@ def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residua
         queries = config.long_rows // heads_of(spec, config.long_rows)[0]
         # Every sequence may leave one block unfilled; and one more may hold what is behind the last.
         items = spec.sequences + 1 + spec.tokens // queries
-        out, _ = _attend(
-            spec, operands, long, items, 1, result, None, QUERIES=queries, DIRECT=False, LEAST=short + 1, SLOTS=0
+        out, logsumexp, _ = _attend(
+            spec, operands, long, items, 1, wanted, None, QUERIES=queries, DIRECT=False, LEAST=short + 1, SLOTS=0
         )
-        result, slots = gpu.onto(out), short
+        wanted = Outputs(gpu.onto(out), None if logsumexp is None else gpu.onto(logsumexp))
+        slots = short
     how = dict(QUERIES=short, DIRECT=True, LEAST=1, SLOTS=slots)
     items = spec.sequences + (0 if slots else 1)
     if splits == 1:
-        return Outputs(_attend(spec, operands, tiles, items, 1, result, None, **how)[0]), None
+        return Outputs(*_attend(spec, operands, tiles, items, 1, wanted, None, **how)[:2]), None
     rows = (splits, spec.batch, slots_of(spec, config), spec.heads)
     partial, lse = (gpu.result(shape, "float32") for shape in ((*rows, spec.value_dim), rows))
-    partial, lse = _attend(spec, operands, tiles, items, splits, partial, lse, **how)
-    return Outputs(_combine(spec, operands, splits, slots, partial, lse, result)), None
+    partial, _, lse = _attend(spec, operands, tiles, items, splits, Outputs(partial), lse, **how)
+    return _combine(spec, operands, splits, slots, partial, lse, wanted), None
 
 
 def _batches(operands: Operands, *names: str) -> dict[str, int]:
@@ -118,11 +119,11 @@ def _attend(
     tiles: tuple[int, int, int, int],
     items: int,
     splits: int,
-    out: gpu.Result,
+    wanted: Outputs,
     lse: gpu.Result | None,
     **how: int,
 ) -> list[Any]:
-    """One launch of the walk over pages: [out, lse or None]."""
+    """One launch of the walk over pages: [out, logsumexp or None, the splits' lse or None]."""
     rows, keys, warps, stages = tiles
     heads, head_tiles = heads_of(spec, rows)
     latent = spec.form == "latent"
@@ -144,7 +145,7 @@ def _attend(
             slopes_ptr=o.slopes,
             tree_ptr=o.tree_mask,
         ),
-        dict(out_ptr=out, lse_ptr=lse),
+        dict(out_ptr=wanted.out, logsumexp_ptr=wanted.logsumexp, lse_ptr=lse),
         warps=warps,
         stages=stages,
         batch=spec.batch,
@@ -181,10 +182,10 @@ def _attend(
     )
 
 
-def _combine(spec: PagedSpec, o: Operands, splits: int, slots: int, partial: Any, lse: Any, result: gpu.Result) -> Any:
+def _combine(spec: PagedSpec, o: Operands, splits: int, slots: int, partial: Any, lse: Any, wanted: Outputs) -> Outputs:
     """The outputs of the splits added up."""
     tile, splits_tile = gpu.next_power_of_2(spec.value_dim), gpu.next_power_of_2(splits)
-    (out,) = gpu.launch(
+    found = gpu.launch(
         COMBINE,
         (math.prod(lse.shape[1:]),),
         dict(
@@ -194,7 +195,7 @@ def _combine(spec: PagedSpec, o: Operands, splits: int, slots: int, partial: Any
             num_seqs_ptr=o.num_seqs,
             sinks_ptr=o.sinks,
         ),
-        dict(out_ptr=result),
+        dict(out_ptr=wanted.out, logsumexp_ptr=wanted.logsumexp),
         warps=1 if splits_tile * tile <= 1024 else 4,
         batch=spec.batch,
         tokens=spec.tokens,
@@ -208,7 +209,7 @@ def _combine(spec: PagedSpec, o: Operands, splits: int, slots: int, partial: Any
         DV_TILE=tile,
         ROWS=max(1, min(splits_tile, 4096 // tile)),
     )
-    return out
+    return Outputs(*found)
 
 
 TRITON = Implementation("triton", "cuda", forward, no_gradient, why_not, heuristic, PagedGpuConfig, notes)

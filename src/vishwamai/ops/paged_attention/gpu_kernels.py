@@ -8,7 +8,7 @@ are kept in units of log2, for `exp2`.
 import triton
 import triton.language as tl
 
-from vishwamai.core.gpu_kernels import LOG2E, rounded_product, tanh
+from vishwamai.core.gpu_kernels import LN2, LOG2E, rounded_product, tanh
 
 
 @triton.jit
@@ -53,7 +53,9 @@ def attend(
     slopes_ptr,
     tree_ptr,
     out_ptr_init,
+    logsumexp_ptr_init,
     out_ptr,
+    logsumexp_ptr,
     lse_ptr,
     batch,
     tokens,
@@ -112,7 +114,8 @@ def attend(
     there is none. Otherwise items are blocks of the sequences of LEAST queries or more. One split: out
     `[batch, tokens, heads, DV]`, 0 for what lies behind the last sequence. Several: out and lse, float32, of rows that
     belong to a sequence that counts, `[SPLITS, batch, tokens, heads, (DV)]`, or with SLOTS
-    `[SPLITS, batch, sequences, SLOTS, heads, (DV)]`; where a split has no key, lse is -inf.
+    `[SPLITS, batch, sequences, SLOTS, heads, (DV)]`; where a split has no key, lse is -inf. One split may write the
+    natural logsumexp of the call too, `[batch, tokens, heads]`.
     """
     place = tl.program_id(0)
     tile = place % head_tiles
@@ -151,10 +154,13 @@ def attend(
                 stop = tl.minimum(tokens, start + first + QUERIES)
             for t in tl.range(start + first, stop, QUERIES):
                 token = t + row // HEADS
-                at = ((b * tokens + token) * heads + head) * DV
-                mask = (mine & (token < tokens))[:, None] & (column < DV)[None, :]
+                at = (b * tokens + token) * heads + head
+                inside = mine & (token < tokens)
+                mask = inside[:, None] & (column < DV)[None, :]
                 nothing = tl.zeros([ROWS, DV_TILE], out_ptr.dtype.element_ty)
-                tl.store(out_ptr + at[:, None] + column[None, :], nothing, mask=mask)
+                tl.store(out_ptr + (at * DV)[:, None] + column[None, :], nothing, mask=mask)
+                if logsumexp_ptr is not None:
+                    tl.store(logsumexp_ptr + at, tl.full([ROWS], float("-inf"), tl.float32), mask=inside)
         return
 
     length = tl.load(cu_q_lens_ptr + s + 1) - start
@@ -251,9 +257,13 @@ def attend(
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + b * sinks_batch + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
             m_new = tl.maximum(m, sink)
-            alpha = tl.exp2(m - m_new)
-            l = l * alpha + tl.exp2(sink - m_new)
+            m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key, and a sink without weight
+            alpha = tl.exp2(m - m_ref)
+            l = l * alpha + tl.exp2(sink - m_ref)
             acc *= alpha[:, None]
+            m = m_new
+    if logsumexp_ptr is not None:
+        tl.store(logsumexp_ptr + at, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN2), mask=mine)
     factor = 1.0 / tl.where(l == 0.0, 1.0, l)
     if v_scale_ptr is not None:
         factor *= tl.load(v_scale_ptr + b * v_scale_batch + h)

@@ -6,7 +6,7 @@ Dao et al., "Flash-Decoding" (2023). Logits are in units of log2, for `exp2`.
 import triton
 import triton.language as tl
 
-from vishwamai.core.gpu_kernels import LOG2E
+from vishwamai.core.gpu_kernels import LN2, LOG2E
 from vishwamai.ops.paged_attention.gpu_kernels import load_rows
 
 
@@ -18,7 +18,9 @@ def combine(
     num_seqs_ptr,
     sinks_ptr,
     out_ptr_init,
+    logsumexp_ptr_init,
     out_ptr,
+    logsumexp_ptr,
     batch,
     tokens,
     heads,
@@ -34,7 +36,7 @@ def combine(
     ROWS: tl.constexpr,
 ):
     """Grid (batch * tokens * heads,): the splits of one token and head, ROWS at a time, weighted by their sums. Tokens
-    of no sequence become 0.
+    of no sequence become 0, and their logsumexp, which may be asked for too, -inf.
 
     With SLOTS the grid is (batch * sequences * SLOTS * heads,), and rows of no sequence that counts are left as they
     are.
@@ -81,8 +83,11 @@ def combine(
         part = load_rows(partial_ptr, (some * stride + at) * DV, weight != float("-inf"), DV, DV_TILE)
         acc += tl.sum(part * tl.exp2(weight - m)[:, None], 0)
     acc *= 1.0 / tl.where(l == 0.0, 1.0, l)
-    out = ((b * tokens + token) * heads + head) * DV
+    row = (b * tokens + token) * heads + head
     mask = column < DV
     if SLOTS:
         mask = mask & inside
-    tl.store(out_ptr + out + column, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if logsumexp_ptr is not None:
+        whole = tl.where(inside & (l != 0.0), (m + tl.log2(l)) * LN2, float("-inf"))
+        tl.store(logsumexp_ptr + row, whole, mask=token < tokens)
+    tl.store(out_ptr + row * DV + column, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -22,7 +22,7 @@ from vishwamai.core.target import Target
 from vishwamai.ops.paged_attention import tpu_kernel
 from vishwamai.ops.paged_attention.checks import no_gradient
 from vishwamai.ops.paged_attention.reference import each, nothing
-from vishwamai.ops.paged_attention.schedule import Items, items, prefix_sum, runs
+from vishwamai.ops.paged_attention.schedule import Items, Runs, items, prefix_sum, runs
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import Shape
 from vishwamai.ops.paged_attention.tpu_tiles import PagedConfig, heuristic, row_blocks, shapes, short_queries, why_not
@@ -65,6 +65,15 @@ def _per_row(spec: PagedSpec, shape: Shape, values: Any) -> Any:
     return _pad_rows(shape, _by_block(spec, shape, every))[0]
 
 
+def _hidden(spec: PagedSpec, shape: Shape, tree_mask: Any, blocks: Items) -> Any:
+    """Each item's new tokens that a row does not see, `[items, rows, columns]` bfloat16 of zeros and ones."""
+    token = jnp.clip(blocks.token[:, None] + jnp.arange(shape.queries), 0, spec.tokens - 1)
+    columns = round_up(tree_mask.shape[1], LANES) - tree_mask.shape[1]
+    hidden = jnp.pad(~tree_mask[token], ((0, 0), (0, 0), (0, columns)))  # [items, queries, columns]
+    hidden = jnp.repeat(hidden.astype(jnp.bfloat16), spec.heads // row_blocks(spec, shape), axis=1)
+    return _pad_rows(shape, hidden[:, None])[:, 0]
+
+
 def _bounds(spec: PagedSpec, blocks: Items, cores: int) -> Any:
     """First item of every core, and the end: shares of about the same number of pages."""
     number = blocks.sequence.shape[0]
@@ -79,7 +88,9 @@ def _bounds(spec: PagedSpec, blocks: Items, cores: int) -> Any:
     return jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.minimum(inner, count), count))
 
 
-def _call(spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands, blocks: Items) -> tuple[Any, Any]:
+def _call(
+    spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands, of: Runs, blocks: Items
+) -> tuple[Any, Any]:
     """`[items, blocks, rows, Dv]`, and the logsumexp `[items, blocks, rows, 128]` or None; items that do not exist hold
     anything.
     """
@@ -91,6 +102,9 @@ def _call(spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands
         """Of every row where heads are worked on together, else of every kv head, in scalar memory."""
         return None if values is None or not shape.joint else _per_row(spec, shape, jnp.repeat(values, spec.group))[0]
 
+    def of_heads(values: Any) -> Any:
+        return None if values is None else _per_row(spec, shape, values.astype(jnp.float32))
+
     scalars = {
         "bounds": _bounds(spec, blocks, config.cores),
         "sequence": blocks.sequence,
@@ -99,13 +113,18 @@ def _call(spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands
         "end": blocks.end,
         "table": operands.page_indices.reshape(-1),
     }
+    tree = operands.tree_mask
+    if tree is not None:
+        scalars["first_new"] = (of.kv_len - of.length)[blocks.sequence]
     hbm = {
         "query": _query_blocks(spec, shape, operands.query, blocks),
         "k_pages": operands.k_pages,
         "v_pages": operands.v_pages,
+        "hidden": None if tree is None else _hidden(spec, shape, tree, blocks),
     }
     vmem = {
-        "sinks": None if operands.sinks is None else _per_row(spec, shape, operands.sinks.astype(jnp.float32)),
+        "sinks": of_heads(operands.sinks),
+        "slopes": of_heads(operands.slopes),
         "row_query": row // per_block if shape.queries > 1 else None,
         "row_head": row % per_block // spec.group if shape.joint else None,
         "k_scale": scale(operands.k_scale),
@@ -135,6 +154,7 @@ def _call(spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands
         "stored": pltpu.SemaphoreType.DMA((2,)),
         "lse_buffer": pltpu.VMEM((2, *block, LANES), jnp.float32) if spec.return_lse else None,
         "lse_stored": pltpu.SemaphoreType.DMA((2,)) if spec.return_lse else None,
+        "hidden_buffer": None if tree is None else pltpu.VMEM((shape.slots, *hbm["hidden"].shape[1:]), jnp.bfloat16),
     }
 
     scalars, hbm, vmem, smem = match_varying((scalars, hbm, vmem, smem))
@@ -186,7 +206,7 @@ def _one(spec: PagedSpec, config: PagedConfig, operands: Operands) -> Outputs:
     found = nothing(spec, ())
     for least, most, shape in shapes(spec, config):
         blocks = items(spec, of, shape.queries, least, most)
-        out, logsumexp = _call(spec, config, shape, operands, blocks)
+        out, logsumexp = _call(spec, config, shape, operands, of, blocks)
         if logsumexp is not None:
             logsumexp = _placed(spec, shape, blocks, logsumexp[..., :1], found.logsumexp[..., None])[..., 0]
         found = Outputs(_placed(spec, shape, blocks, out, found.out), logsumexp)

@@ -5,6 +5,7 @@ After Dao et al., "FlashAttention-2" (2023) for the online softmax. `tpu_words` 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -67,11 +68,15 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
 
         @pl.when(block == 0)
         def _() -> None:
-            query_copy(item).start()
+            for copy in query_copies(item):
+                copy.start()
 
-    def query_copy(item: Any) -> Any:
+    def query_copies(item: Any) -> list[Any]:
         slot = lax.rem(item - low, shape.slots)
-        return pltpu.make_async_copy(refs.query.at[item], refs.q_buffer.at[slot], refs.q_fetched.at[slot])
+        copies = [(refs.query, refs.q_buffer)]
+        if refs.hidden is not None:
+            copies.append((refs.hidden, refs.hidden_buffer))
+        return [pltpu.make_async_copy(a.at[item], b.at[slot], refs.q_fetched.at[slot]) for a, b in copies]
 
     def wait(item: Any, block: Any, slot: Any) -> None:
         _, count = live_pages(item, block)
@@ -129,6 +134,19 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
         return lax.dot_general(a, b, (dims, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
     def attend(item: Any, block: Any, slot: Any, q_slot: Any) -> None:
+        if refs.hidden is None:
+            attend_block(item, block, slot, q_slot, False)
+            return
+        first_key = (refs.first_page[item] + block * shape.pages) * page
+        among = (first_key + keys > refs.first_new[item]) & (first_key < refs.first_new[item] + refs.hidden.shape[-1])
+        for tree in (False, True):
+
+            @pl.when(among if tree else jnp.logical_not(among))
+            def _(tree: bool = tree) -> None:
+                attend_block(item, block, slot, q_slot, tree)
+
+    def attend_block(item: Any, block: Any, slot: Any, q_slot: Any, tree: bool) -> None:
+        """One block of keys; `tree`: some of them are those of new tokens, of which the tree's mask hides some."""
         first_key = (refs.first_page[item] + block * shape.pages) * page
         # Relative to the first query's position: a key at `ahead` or less is seen by it, one more by every query after
         # it.
@@ -151,16 +169,28 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
             if refs.row_query is not None:
                 token = token - refs.row_query[...]
             mine = None if head is None else head == refs.row_head[...]
+            if tree:  # the same of the columns of the tree's mask, whose rows are the tree's columns here
+                columns = refs.hidden_buffer.shape[-1]
+                of_key, _, _ = places(spec, dataclasses.replace(shape, rows=columns), part, tokens, width)
+                of_key = of_key - lax.broadcasted_iota(jnp.int32, of_key.shape, 0)
             tiles = []
             for t, start in enumerate(range(0, s.shape[1], width)):
                 here = min(width, s.shape[1] - start)  # 19 pages of 16 keys are no whole tiles
                 limit = ahead - first - t * step
+                x = s[:, start : start + here]
+                if refs.slopes is not None:
+                    x = x - (refs.slopes[index] * _LOG2E) * (limit - token[:, :here]).astype(jnp.float32)
                 see = token[:, :here] <= limit
                 if spec.window is not None:
                     see &= token[:, :here] >= limit - spec.window
                 if mine is not None:
                     see &= mine[:, :here]
-                tiles.append(jnp.where(see, s[:, start : start + here], MASKED))
+                if tree:  # each key's column of the mask, by a product with a matrix of zeros and ones
+                    key = of_key[:, :here] == refs.first_new[item] - (first_key + first + t * step)
+                    key = jnp.where(key, 1.0, 0.0).astype(refs.hidden_buffer.dtype)  # [columns, here]
+                    hidden = jnp.dot(refs.hidden_buffer[q_slot], key, preferred_element_type=jnp.float32)
+                    see &= hidden < 0.5
+                tiles.append(jnp.where(see, x, MASKED))
             return jnp.concatenate(tiles, axis=1)
 
         def weigh(index: Any, s: Any, v: Any) -> None:
@@ -223,7 +253,8 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
 
     def walk_item(item: Any, carry: Any) -> Any:
         query_slot = lax.rem(item - low, shape.slots)
-        query_copy(item).wait()
+        for copy in query_copies(item):
+            copy.wait()
         begin()
 
         def walk_block(block: Any, carry: Any) -> Any:

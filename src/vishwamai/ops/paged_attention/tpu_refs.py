@@ -62,3 +62,9 @@ class PagedRefs(NamedTuple):
     lse: Any = None  # [items, blocks, rows, 128], every lane alike
     lse_buffer: Any = None  # [2, blocks, rows, 128]
     lse_stored: Any = None
+    slopes: Any = None  # [blocks, rows, 1]: ALiBi's
+    # Of a tree of guesses: where the new tokens of an item's sequence begin, and which of them a row does not see (1),
+    # else 0; the tree's columns padded to whole lanes.
+    first_new: Any = None  # [items], a prefetched scalar
+    hidden: Any = None  # [items, rows, columns]
+    hidden_buffer: Any = None  # [slots, rows, columns]

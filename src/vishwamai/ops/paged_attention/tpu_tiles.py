@@ -29,6 +29,8 @@ _PAGE_DTYPES = frozenset(
 )
 _ROWS = 8
 _JOINT_ROWS = 64
+_MOST_COLUMNS = 1024
+"""Of a tree's mask: its product with a block then costs eight times that of a block's keys with the query."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +106,10 @@ def _vmem_bytes(spec: PagedSpec, shape: Shape) -> int:
     widened = 4 * tiled_bytes((shape.chunk * words, spec.head_dim), jnp.float32)
     if spec.return_lse:
         rows.append(tiled_bytes((shape.rows, LANES), jnp.float32))
+    if o.tree_mask is not None:
+        columns = round_up(o.tree_mask.shape[2], LANES)
+        buffers += shape.slots * tiled_bytes((shape.rows, columns), jnp.bfloat16)
+        widened += 2 * tiled_bytes((columns, LANES), jnp.float32)
     return buffers + row_blocks(spec, shape) * 2 * (sum(rows) + rows[0]) + scores + widened
 
 
@@ -126,10 +132,11 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
         )
     if o.k_pages.dtype == jnp.float32 and o.query.dtype != jnp.float32:
         return "`kv_pages` is float32 while `query` is narrower, and rounding the pages would lose what they hold."
-    if o.slopes is not None:
-        return "`alibi_slopes` are given, and the kernel computes no distances."
-    if o.tree_mask is not None:
-        return "`tree_mask` is given, and the kernel knows the causal mask only."
+    if o.tree_mask is not None and o.tree_mask.shape[2] > _MOST_COLUMNS:
+        return (
+            f"`tree_mask` has {o.tree_mask.shape[2]} columns, each of which every block of new tokens multiplies by; "
+            f"{_MOST_COLUMNS} are the most."
+        )
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
         return "the batch is empty."
     if spec.form == "latent":

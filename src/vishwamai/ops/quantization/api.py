@@ -12,7 +12,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import FORMATS, QTensor, format_name
 from vishwamai.core.spec import as_jax_dtype
-from vishwamai.ops.quantization.rounding import grouped, magnitude, scale_of, stored_scale, to_grid, ungrouped
+from vishwamai.ops.quantization.rounding import magnitude, rounded
 
 if TYPE_CHECKING:
     from jax import Array
@@ -71,18 +71,10 @@ def quantize(
     x = jnp.asarray(x)
     name = format_name(format)
     axis, block_size = check_quantize(x, name, axis, block_size, scale, percentile, rounding, key)
-    form = FORMATS[name]
     wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-    blocks, along = grouped(wide, axis, block_size)
-    factor = scale_of(magnitude(blocks, along, scale, percentile), form)
-    scaled = blocks / factor
-    noise = None if key is None else jax.random.uniform(key, scaled.shape, scaled.dtype)
-    values = to_grid(scaled, form, noise)
-    stored = stored_scale(factor, form)
-    if block_size is not None:
-        assert along is not None
-        values, stored = ungrouped(values, stored, x.shape, along)
-    return QTensor(values, stored, name, axis, block_size)
+    size = functools.partial(magnitude, method=scale, percentile=percentile)
+    noise = None if key is None else lambda blocks: jax.random.uniform(key, blocks.shape, blocks.dtype)
+    return QTensor(*rounded(wide, FORMATS[name], axis, block_size, size, noise), name, axis, block_size)
 
 
 def check_quantize(

@@ -9,7 +9,7 @@ where e is its exponent and m counts the mantissa's bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +18,31 @@ from vishwamai.core.arrays import cast, namespace, padded
 from vishwamai.core.qtensor import Format
 
 
-def grouped(x: Any, axis: int | None, block_size: int | None) -> tuple[Any, int | None]:
+def rounded(
+    x: Any,
+    form: Format,
+    axis: int | None,
+    block_size: int | None,
+    magnitude: Callable[[Any, int | None], Any],
+    noise: Callable[[Any], Any] | None,
+) -> tuple[Any, Any]:
+    """(values, scales) of a `QTensor`.
+
+    Args:
+      x: float32 or float64.
+      magnitude: `(blocks, axis) -> size`: what the largest number of the format is to stand for, of the numbers along
+        that axis, which stays as 1; None stands for all axes.
+      noise: `(blocks) -> uniform numbers` of [0, 1), for stochastic rounding; None rounds to the nearest.
+    """
+    blocks, along = _grouped(x, axis, block_size)
+    scale = _scale_of(magnitude(blocks, along), form)
+    scaled = blocks / scale
+    values = _to_grid(scaled, form, None if noise is None else noise(scaled))
+    stored = _stored_scale(scale, form)
+    return (values, stored) if along is None or block_size is None else _ungrouped(values, stored, x.shape, along)
+
+
+def _grouped(x: Any, axis: int | None, block_size: int | None) -> tuple[Any, int | None]:
     """x with the numbers that share a scale along one axis, and that axis; zeros fill the last block. None stands for
     all axes.
     """
@@ -32,8 +56,8 @@ def grouped(x: Any, axis: int | None, block_size: int | None) -> tuple[Any, int 
     return padded(x, at, blocks * block_size - size).reshape(shape), at + 1
 
 
-def ungrouped(values: Any, stored: Any, shape: Sequence[int], along: int) -> tuple[Any, Any]:
-    """(values, scales) in the shapes of a `QTensor`; `shape` is that of the array which `grouped` cut along `along`."""
+def _ungrouped(values: Any, stored: Any, shape: Sequence[int], along: int) -> tuple[Any, Any]:
+    """(values, scales) in the shapes of a `QTensor`; `shape` is that of the array that was cut along `along`."""
     at = along - 1
     whole = values.reshape(*shape[:at], values.shape[at] * values.shape[along], *shape[along:])
     return whole[(slice(None),) * at + (slice(shape[at]),)], stored.squeeze(along)
@@ -49,7 +73,7 @@ def magnitude(x: Any, axis: int | None, method: str, percentile: float) -> Any:
     return jnp.percentile(size, percentile, axis=axis, keepdims=axis is not None)
 
 
-def scale_of(size: Any, form: Format) -> Any:
+def _scale_of(size: Any, form: Format) -> Any:
     """The scale for numbers up to `size`, in size's dtype, never 0.
 
     An MX scale is 2^(floor(log2 size) - floor(log2 largest)), as section 6.3 of its specification has it, so the
@@ -65,7 +89,7 @@ def scale_of(size: Any, form: Format) -> Any:
     return xp.where(xp.isfinite(size), xp.where(size == 0, 1, xp.ldexp(xp.ones_like(size), power)), xp.nan)
 
 
-def stored_scale(scale: Any, form: Format) -> Any:
+def _stored_scale(scale: Any, form: Format) -> Any:
     """The scale as a `QTensor` holds it."""
     if not form.power_of_two:
         return scale
@@ -74,7 +98,7 @@ def stored_scale(scale: Any, form: Format) -> Any:
     return cast(xp.where(xp.isnan(scale), 255, exponent - 1 + 127), jnp.uint8)
 
 
-def to_grid(y: Any, form: Format, noise: Any) -> Any:
+def _to_grid(y: Any, form: Format, noise: Any) -> Any:
     """y, already divided by its scale, in the format's dtype; what is larger than the largest number saturates, NaN
     (whose block has the scale NaN) becomes 0.
 

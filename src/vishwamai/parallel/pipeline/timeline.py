@@ -25,7 +25,7 @@ def page(ran: Timeline) -> str:
         (
             f"stage {stage}",
             [
-                charts.Span(
+                charts.ChartSpan(
                     span.begin,
                     span.end,
                     str(span.action.microbatch),
