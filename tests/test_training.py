@@ -24,6 +24,7 @@ import vishwamai
 from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.models.config import ModelConfig
 from vishwamai.training.adam import scale_by_adam
+from vishwamai.training.checkpoints import Checkpoints
 from vishwamai.training.config import GuardSection, LossSection, OptimizerSection, TrainConfig
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.optimizers import groups, optimizer, path_names, schedule
@@ -114,6 +115,20 @@ def test_an_interrupted_run_resumes_with_the_same_bits(tmp_path):
     assert losses == [(r.step, r.loss) for r in whole]
     left, right = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
     assert left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_lets_it_end(tmp_path, monkeypatch):
+    def end(checkpoints, *error, whole=Checkpoints.__exit__):
+        os.kill(os.getpid(), signal.SIGINT)  # an exception here would leave the write to a thread
+        whole(checkpoints, *error)
+
+    monkeypatch.setattr(Checkpoints, "__exit__", end)
+    before = signal.signal(signal.SIGINT, lambda *_: pytest.fail("the signal was not taken"))
+    try:
+        assert len(list(train(small(tmp_path, steps=2), tmp_path / "run"))) == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir() and (tmp_path / "run" / "model").exists()
 
 
 def test_what_was_written_after_the_checkpoint_is_written_again(tmp_path):

@@ -84,7 +84,8 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
     job, state = make_job(config, folder)
     batches, at = iter(training_batches(job.corpus, config.seed, config.batch_size, *job.layout.reader)), 0
     held_out = held_out_batches(job.corpus, config.batch_size, *job.layout.reader)
-    with Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints, stop_signals() as asked:
+    # Signals are taken until the last checkpoint is whole: an exception at its end would leave the write to a thread.
+    with stop_signals() as asked, Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         if resume and checkpoints.latest() is not None:
             restored = checkpoints.restore(job.usual(state))
             state, at = job.place(restored.state), int(restored.state.step)
