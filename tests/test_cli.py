@@ -374,6 +374,18 @@ except KeyboardInterrupt:
     assert done.stdout == "heard\n"
 
 
+def test_an_interrupt_while_the_interpreter_closes_prints_no_traceback():
+    program = """
+import atexit, os, signal, sys
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+sys.argv = ["vishwamai", "--version"]
+from vishwamai.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "") and done.stdout.startswith("vishwamai ")
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [

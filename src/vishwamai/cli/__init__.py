@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import vishwamai
-from vishwamai.cli.interrupt import Terminated, insistent_interrupt
+from vishwamai.cli.interrupt import Terminated, insistent_interrupt, interrupt_ends_process
 from vishwamai.core.errors import VishwamaiError
 
 COMMANDS = {
@@ -63,7 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
       0 if all is well, 1 if the command ran and found something wrong, 2 if it could not do what it was asked, 130 if
       it was interrupted, 143 if SIGTERM ended it.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments is not None:
+        return _status(list(arguments))
+    try:
+        return _status(sys.argv[1:])
+    finally:
+        interrupt_ends_process()
+
+
+def _status(arguments: list[str]) -> int:
     # The options before a subcommand take no values, so the first other word is its name.
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:

@@ -59,3 +59,12 @@ def interrupt_taken(stop: KeyboardInterrupt) -> int:
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, 0)
     return 143 if isinstance(stop, Terminated) else 130
+
+
+def interrupt_ends_process() -> None:
+    """From here on Ctrl-C ends the process at once. For the end of a command: what the interpreter still closes would
+    print a traceback for each callback that an exception meets.
+    """
+    own = threading.current_thread() is threading.main_thread()
+    if own and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
