@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import statistics
+import signal
 import subprocess
 import sys
 import tempfile
