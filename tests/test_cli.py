@@ -6,8 +6,8 @@ import importlib.util
 import os
 import pathlib
 import re
-import statistics
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
