@@ -320,13 +320,9 @@ def with_loss(model: Any) -> Callable[..., Any]:
         call.pop("self")
         outputs = self.model(**call, **more)
         loss = _causal_loss(self, outputs.last_hidden_state, labels, **more)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=None,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        # By name, as the field of the cache has two: `past_key_values`, and `cache` since transformers 5.24.
+        others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return CausalLMOutputWithPast(loss=loss, **others)
 
     return forward
 
