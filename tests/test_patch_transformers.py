@@ -1,6 +1,7 @@
 """`vishwamai.patch.transformers`: models of transformers before and after, on random weights."""
 
 import copy
+import functools
 import importlib
 import types
 from typing import Any
@@ -237,6 +238,51 @@ def test_what_is_left_is_named():
     left = {entry.module: entry.what for entry in patched.left}
     assert left["LlamaAttention"] == "attention=False" and left["LlamaMLP"] == "mlp=False"
     assert model.config._attn_implementation != "vishwamai"
+
+
+def test_decorators_of_a_forward_pass():
+    """One that renames an argument is kept; one that keeps the function out of reach leaves the module as it is."""
+
+    def renamed(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            kwargs["attention_mask"] = kwargs.pop("mask_by_its_old_name", kwargs.get("attention_mask"))
+            return function(*args, **kwargs)
+
+        return call
+
+    class Registered:
+        functions: list[Any] = []
+
+    def registered(function):
+        Registered.functions.append(function)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            return Registered.functions[0](*args, **kwargs)
+
+        return call
+
+    model = random_model("Llama")
+    attention = model.model.layers[0].self_attn
+    forward = type(attention).forward
+    tables = model.model.rotary_emb(torch.ones(1, 11, 32), torch.arange(11)[None])
+    x, mask = torch.randn(1, 11, 32), torch.ones(1, 1, 11, 11, dtype=torch.bool).tril(-1)
+    mask[..., 0] = True
+    for decorator in (renamed, registered):
+        attention.__class__ = type("Decorated", (type(attention),), {"forward": decorator(forward)})
+        old = "mask_by_its_old_name" if decorator is renamed else "attention_mask"
+        want = attention(x, tables, **{old: mask})[0]
+        assert not torch.equal(want, attention(x, tables, attention_mask=None)[0])
+        patched = vishwamai.patch.transformers(model)
+        same(attention(x, tables, **{old: mask})[0], want, 2e-5)
+        found = {(entry.module, entry.what) for entry in patched.swapped}
+        assert {("Decorated", "flash_attention"), ("LlamaAttention", "apply_rope")} <= found
+        assert (("Decorated", "apply_rope") in found) == (decorator is renamed)
+        left = {entry.module: entry.what for entry in patched.left}
+        assert left.get("Decorated", "").endswith("cannot be exchanged") == (decorator is registered)
+        patched.undo()
+        attention.__class__ = type(model.model.layers[1].self_attn)
 
 
 def test_what_was_changed_is_not_recognised():

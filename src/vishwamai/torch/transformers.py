@@ -4,7 +4,7 @@ transformers asks two functions for an attention by name: one makes the mask of 
 other attends in each layer (`AttentionInterface`). Ours recognises the masks that a kernel knows by itself: causal, a
 sliding window, padding, packed sequences. For them no mask of `[q_len, kv_len]` is made; padding and packing become
 segment ids, whose empty blocks the kernels pass over. Every other mask is made by transformers' own function and handed
-on as it is, so a mask that is not recognised costs time and no answer. Written for transformers 5.23.
+on as it is, so a mask that is not recognised costs time and no answer. Written for transformers 5.24.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 transformers copies a module from family to family, so that one definition serves a hundred classes. A module is
 recognised where its forward pass is compiled to the same instructions, constants and names as that of the class in
 which we know the definition. A class that was changed in any way is not recognised, and is left as it is. Written for
-transformers 5.23.
+transformers 5.24.
 """
 
 from __future__ import annotations
@@ -34,11 +34,18 @@ class FunctionCode(NamedTuple):
     names: tuple[str, ...]
 
 
+def _undecorated(function: Any) -> types.FunctionType | None:
+    """What a function is under its decorators; None for what is no function of Python."""
+    found = inspect.unwrap(function)
+    return found if isinstance(found, types.FunctionType) else None
+
+
 def code_of(function: Any) -> FunctionCode | None:
     """The code of a function under its decorators; None for what has none."""
-    found = getattr(inspect.unwrap(function), "__code__", None)
+    found = _undecorated(function)
     if found is None:
         return None
+    found = found.__code__
     texts = found.co_consts[1:] if found.co_consts and isinstance(found.co_consts[0], str) else found.co_consts
     constants = tuple(c.co_code if isinstance(c, types.CodeType) else (type(c).__name__, c) for c in texts)
     return FunctionCode(found.co_code, constants, found.co_names)
@@ -77,6 +84,12 @@ _LOSSES = ("llama.LlamaForCausalLM", "gemma2.Gemma2ForCausalLM")
 def own_forward(module: nn.Module) -> bool:
     """Whether a forward pass was put into the module itself already, by accelerate or another patch."""
     return "forward" in vars(module)
+
+
+def reads(module: nn.Module, name: str) -> bool:
+    """Whether the forward pass of a module's class refers to a global, or an attribute, of that name."""
+    forward = _undecorated(type(module).forward)
+    return forward is not None and name in forward.__code__.co_names
 
 
 def _class_known(path: str, kind: type) -> bool:
@@ -251,9 +264,8 @@ def turn(module: nn.Module, back: bool = False) -> None:
 
 def rope_why_not(module: nn.Module, model: nn.Module) -> str | None:
     """Why the rotary embedding of an attention module cannot be ours, or None; "" for a module without one."""
-    forward = type(module).forward
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    if "apply_rotary_pos_emb" not in names:
+    forward = _undecorated(type(module).forward)
+    if forward is None or not reads(module, "apply_rotary_pos_emb"):
         return ""
     scope = forward.__globals__
     if not any(known(path, scope.get("apply_rotary_pos_emb")) for path in _ROPES):
@@ -263,6 +275,8 @@ def rope_why_not(module: nn.Module, model: nn.Module) -> str | None:
     for tables in model.modules():
         if type(tables).__name__.endswith("RotaryEmbedding") and not makes_tables(type(tables)):
             return f"{type(tables).__name__} makes tables of a form of its own"
+    if _with_globals(type(module).forward, scope) is None:
+        return "its forward pass has a decorator that keeps it where it cannot be exchanged"
     return None
 
 
@@ -281,10 +295,26 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
 
 def with_rope(module: nn.Module) -> Callable[..., Any]:
     """The forward pass of an attention module, which finds our rotary embedding under the name that it calls."""
-    forward: Any = type(module).forward
-    scope = {**forward.__globals__, "apply_rotary_pos_emb": rotate}
-    made = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
+    forward = _undecorated(type(module).forward)
+    assert forward is not None  # or `rope_why_not` says so
+    made = _with_globals(type(module).forward, {**forward.__globals__, "apply_rotary_pos_emb": rotate})
+    assert made is not None
+    return made
+
+
+def _with_globals(function: Any, scope: dict[str, Any]) -> types.FunctionType | None:
+    """A copy of a function, its decorators kept, that finds its globals in `scope`; None where a decorator does not
+    hold the function in a variable of its own, as those do that rename an argument.
+    """
+    cells, wrapped = function.__closure__ or (), vars(function).get("__wrapped__")
+    if wrapped is not None:
+        inner = _with_globals(wrapped, scope)
+        exchanged = tuple(types.CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells)
+        if inner is None or exchanged == cells:
+            return None
+        cells, scope = exchanged, function.__globals__
+    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells or None)
+    made.__kwdefaults__ = function.__kwdefaults__
     return made
 
 

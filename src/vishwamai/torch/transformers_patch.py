@@ -123,8 +123,7 @@ def _visit(module: nn.Module, model: Any, walk: _Walk, routed: bool, norm: bool,
     if modules.own_forward(module):
         walk.leave(module, "its forward pass was replaced already")
         return
-    names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
-    if _ROUTED in names:
+    if modules.reads(module, _ROUTED):
         _visit_attention(module, model, walk, routed, rope)
         return
     normalize, gated = modules.norm(module), modules.mlp_why_not(module)
