@@ -251,15 +251,14 @@ def test_decorators_of_a_forward_pass():
 
         return call
 
-    class Registered:
-        functions: list[Any] = []
+    functions: list[Any] = []
 
     def registered(function):
-        Registered.functions.append(function)
+        functions.append(function)
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            return Registered.functions[0](*args, **kwargs)
+            return functions[0](*args, **kwargs)
 
         return call
 

@@ -34,18 +34,11 @@ class FunctionCode(NamedTuple):
     names: tuple[str, ...]
 
 
-def _undecorated(function: Any) -> types.FunctionType | None:
-    """What a function is under its decorators; None for what is no function of Python."""
-    found = inspect.unwrap(function)
-    return found if isinstance(found, types.FunctionType) else None
-
-
 def code_of(function: Any) -> FunctionCode | None:
     """The code of a function under its decorators; None for what has none."""
-    found = _undecorated(function)
+    found = getattr(inspect.unwrap(function), "__code__", None)
     if found is None:
         return None
-    found = found.__code__
     texts = found.co_consts[1:] if found.co_consts and isinstance(found.co_consts[0], str) else found.co_consts
     constants = tuple(c.co_code if isinstance(c, types.CodeType) else (type(c).__name__, c) for c in texts)
     return FunctionCode(found.co_code, constants, found.co_names)
@@ -88,8 +81,8 @@ def own_forward(module: nn.Module) -> bool:
 
 def reads(module: nn.Module, name: str) -> bool:
     """Whether the forward pass of a module's class refers to a global, or an attribute, of that name."""
-    forward = _undecorated(type(module).forward)
-    return forward is not None and name in forward.__code__.co_names
+    code = code_of(type(module).forward)
+    return code is not None and name in code.names
 
 
 def _class_known(path: str, kind: type) -> bool:
@@ -264,10 +257,9 @@ def turn(module: nn.Module, back: bool = False) -> None:
 
 def rope_why_not(module: nn.Module, model: nn.Module) -> str | None:
     """Why the rotary embedding of an attention module cannot be ours, or None; "" for a module without one."""
-    forward = _undecorated(type(module).forward)
-    if forward is None or not reads(module, "apply_rotary_pos_emb"):
+    if not reads(module, "apply_rotary_pos_emb"):
         return ""
-    scope = forward.__globals__
+    scope = inspect.unwrap(type(module).forward).__globals__
     if not any(known(path, scope.get("apply_rotary_pos_emb")) for path in _ROPES):
         return "its rotary embedding is of a form of its own"
     if not known("llama.rotate_half", scope.get("rotate_half")):
@@ -275,7 +267,7 @@ def rope_why_not(module: nn.Module, model: nn.Module) -> str | None:
     for tables in model.modules():
         if type(tables).__name__.endswith("RotaryEmbedding") and not makes_tables(type(tables)):
             return f"{type(tables).__name__} makes tables of a form of its own"
-    if _with_globals(type(module).forward, scope) is None:
+    if with_rope(module) is None:
         return "its forward pass has a decorator that keeps it where it cannot be exchanged"
     return None
 
@@ -293,27 +285,29 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     return apply_rope((q, k), tables=tables, layout="bhsd" if unsqueeze_dim == 1 else "bshd")
 
 
-def with_rope(module: nn.Module) -> Callable[..., Any]:
-    """The forward pass of an attention module, which finds our rotary embedding under the name that it calls."""
-    forward = _undecorated(type(module).forward)
-    assert forward is not None  # or `rope_why_not` says so
-    made = _with_globals(type(module).forward, {**forward.__globals__, "apply_rotary_pos_emb": rotate})
-    assert made is not None
-    return made
-
-
-def _with_globals(function: Any, scope: dict[str, Any]) -> types.FunctionType | None:
-    """A copy of a function, its decorators kept, that finds its globals in `scope`; None where a decorator does not
-    hold the function in a variable of its own, as those do that rename an argument.
+def with_rope(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward pass of an attention module, which finds our rotary embedding under the name that it calls; None
+    where its decorators do not let it be exchanged.
     """
-    cells, wrapped = function.__closure__ or (), vars(function).get("__wrapped__")
-    if wrapped is not None:
-        inner = _with_globals(wrapped, scope)
-        exchanged = tuple(types.CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells)
-        if inner is None or exchanged == cells:
+    return _with_globals(type(module).forward, apply_rotary_pos_emb=rotate)
+
+
+def _with_globals(function: Any, **names: Any) -> types.FunctionType | None:
+    """A copy of a function, its decorators kept, that finds `names` among its globals; None where a decorator is no
+    function that holds the decorated one in a variable of its own, as those do that rename an argument.
+    """
+    if not isinstance(function, types.FunctionType):
+        return None
+    cells, scope, wrapped = function.__closure__, function.__globals__, vars(function).get("__wrapped__")
+    if wrapped is None:
+        scope = {**scope, **names}
+    else:
+        inner = _with_globals(wrapped, **names)
+        holds = [cell.cell_contents is wrapped for cell in cells or ()]
+        if inner is None or not any(holds):
             return None
-        cells, scope = exchanged, function.__globals__
-    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells or None)
+        cells = tuple(types.CellType(inner) if own else cell for cell, own in zip(cells or (), holds, strict=True))
+    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 

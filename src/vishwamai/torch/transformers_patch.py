@@ -148,7 +148,9 @@ def _visit_attention(module: Any, model: Any, walk: _Walk, routed: bool, rope: b
     else:
         walk.leave(module, "attention=False" if not routed else "its model does not ask for attention by name")
     if rope and why is None:
-        walk.swap(module, modules.with_rope(module), "apply_rope")
+        forward = modules.with_rope(module)
+        assert forward is not None  # or `why` says so
+        walk.swap(module, forward, "apply_rope")
     elif why != "":
         walk.leave(module, "rope=False" if why is None else why)
 
