@@ -58,7 +58,7 @@ test-long: $(VENV)/.dev ## the long tests and all that rotate; MINUTES=20 begins
 	$(PY) -m pytest $(WORKERS) -m "(long or rotating) and not soak" $(LIMITED) tests
 
 test-soak: $(VENV)/.dev ## what takes many minutes each: a crowd of clients, a run that is killed fifty times, ten thousand random ones
-	$(PY) -m pytest -m soak tests
+	$(PY) -m pytest -m soak -o faulthandler_timeout=0 tests
 
 test-cpu: $(VENV)/.dev ## the contract of the native CPU kernels; VISHWAMAI_CPU_ISA=generic|avx2|avx512|avx512_bf16 forces an instruction set
 	$(PY) -m pytest $(WORKERS) -m "not long and not soak" -k native_cpu tests/test_contract.py tests/test_attention_rows.py

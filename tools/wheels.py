@@ -37,7 +37,7 @@ COMMANDS = (["--version"], ["doctor"], ["explain", "vishwamai:rms_norm", "--args
 CORE = ("core_choice", "core_gradient", "core_dropout", "config", "observe", "rope")
 """Files of tests/ that `--core` runs: they need neither torch nor libtpu."""
 
-CORE_NEEDS = ("pytest>=8.4", "pytest-xdist>=3.8", "hypothesis>=6.150", "sybil>=9")
+CORE_NEEDS = ("pytest>=9.0", "pytest-xdist>=3.8", "hypothesis>=6.150", "sybil>=9")
 
 NATIVE = "from vishwamai.core import ffi; why = ffi.why_not(); assert why is None, why"
 
