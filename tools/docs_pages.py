@@ -12,7 +12,7 @@ from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from vishwamai.cli import COMMANDS, parser
+from vishwamai.cli import COMMANDS, command_parser
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,8 +64,7 @@ def command_line() -> str:
     found = ["# Command line\n\nEvery command prints this with `--help`."]
     with unittest.mock.patch.dict(os.environ, COLUMNS="90"):
         for name in COMMANDS:
-            (chosen,) = parser(name)._subparsers._group_actions  # type: ignore[union-attr]
-            found.append(f"## vishwamai {name}\n\n```text\n{chosen.choices[name].format_help()}```")  # type: ignore[index]
+            found.append(f"## vishwamai {name}\n\n```text\n{command_parser(name).format_help()}```")
     return "\n\n".join(found) + "\n"
 
 

@@ -39,8 +39,13 @@ LONG = frozenset({"generate", "serve", "bench", "check", "inspect", "tune", "tra
 """Those that take long, and say at once that they have begun: loading jax alone takes a second or more."""
 
 
-def parser(wanted: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser, with the options of the subcommand `wanted`."""
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of a subcommand."""
+    return _parsers(name)[1][name]
+
+
+def _parsers(wanted: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The command's parser and those of its subcommands, of which `wanted` has its options."""
     top = argparse.ArgumentParser(
         prog="vishwamai", description="Transformer kernels on TPU, GPU and CPU: measure, check, explain."
     )
@@ -53,7 +58,7 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
             sub.description = module.__doc__
             module.configure(sub)
             sub.set_defaults(run=module.run)
-    return top
+    return top, commands.choices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +83,7 @@ def _status(arguments: list[str]) -> int:
         with insistent_interrupt():
             return _run(arguments, wanted)
     except VishwamaiError as error:
-        print(f"vishwamai {wanted}: {error}", file=sys.stderr)
+        print(f"vishwamai {wanted}: {str(error).removeprefix(f'{wanted}: ')}", file=sys.stderr)
         return 2
     except OSError as error:
         said = _without_room(error)
@@ -109,7 +114,7 @@ def _without_room(error: OSError) -> str | None:
 
 
 def _run(arguments: list[str], wanted: str | None) -> int:
-    top = parser(wanted)
+    top, _ = _parsers(wanted)
     chosen, rest = top.parse_known_args(arguments)
     # argparse does not know positionals after an option as those of a `nargs="*"` before it.
     if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):

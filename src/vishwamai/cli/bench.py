@@ -45,10 +45,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--json",
         metavar="PATH",
         type=Path,
+        action=output.File,
         default=Path("report.json"),
         help="where to write the figures (report.json)",
     )
-    parser.add_argument("--report", metavar="PATH", type=Path, help="where to write the HTML page (report.html)")
+    parser.add_argument(
+        "--report", metavar="PATH", type=Path, action=output.File, help="where to write the HTML page (report.html)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the run whose figures are in --json")
     parser.add_argument(
         "--targets",
@@ -139,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
     targets = _targets(arguments)
     page = _page_path(arguments, notes)
     for path, option in ((arguments.json, "--json"), (page, "--report")):
-        if path is not None:
+        if path is not None:  # a default, which nobody has checked
             output.check_file(path, option)
     cpu, versions = machine.cpu(), machine.versions()
     earlier = _earlier(arguments, selection, versions, cpu.name)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from vishwamai.cli import function, output
 from vishwamai.cli.progress import Steps
+from vishwamai.core import caches
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--report",
         metavar="OUT.html",
         type=pathlib.Path,
+        action=output.File,
         help="also write a page; with several targets, one each: OUT-<target>.html",
     )
-    parser.add_argument("--json", metavar="OUT.json", type=pathlib.Path, help="also write the figures")
+    parser.add_argument(
+        "--json", metavar="OUT.json", type=pathlib.Path, action=output.File, help="also write the figures"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,8 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     pages = _pages(arguments.report, targets)
     for path in pages:
         output.check_file(path, "--report")
-    if arguments.json is not None:
-        output.check_file(arguments.json, "--json")
     call = function.load_call(arguments.function, arguments.args)
     written = []
     status = 0
@@ -65,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             if pages:
                 found.report(pages[done])
             if arguments.json is not None:  # after each, so that an interrupt loses none
-                arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+                caches.write(arguments.json, json.dumps(written, indent=1) + "\n")
     return status
 
 

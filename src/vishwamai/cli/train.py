@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.cli import console
+from vishwamai.cli import console, output
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import duration, say
 
@@ -29,7 +29,7 @@ _NEEDED = ("flax", "optax", "orbax", "grain", "pydantic", "yaml", "jinja2")
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="the run; without it, the defaults")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of it: optimizer.learning_rate=3e-4")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="directory of the run")
+    parser.add_argument("--output", metavar="DIR", type=Path, action=output.Directory, help="directory of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
     parser.add_argument(
         "--profile", metavar="N", type=int, default=0, help="trace N steps into DIR/profile, for XProf and Perfetto"

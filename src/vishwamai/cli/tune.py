@@ -36,7 +36,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cases", help="only cases whose name contains this")
     parser.add_argument(
-        "--directory", type=pathlib.Path, help="where the tables go (default: the user's own, VISHWAMAI_TUNING_DIR)"
+        "--directory",
+        type=pathlib.Path,
+        action=output.Directory,
+        help="where the tables go (default: the user's own, VISHWAMAI_TUNING_DIR)",
     )
     parser.add_argument(
         "--budget", type=int, default=24, help="programs to compile for each case and chip at most (default: 24)"
@@ -111,8 +114,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not cases:
         names = ", ".join(op.name for op in operations)
         raise CommandError(f"--cases: no case of {names} has {arguments.cases!r} in its name.")
-    if arguments.directory is not None:
-        output.make_directory(arguments.directory, "--directory")
     names = [f"{target} {case.op}: {case.name}" for target in targets for case in cases]
     finished = 0
     with Steps() as steps:
