@@ -11,6 +11,7 @@ from pathlib import Path
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from project_links import RELATIVE, in_prose
 
 from vishwamai.cli import COMMANDS, command_parser
 
@@ -108,6 +109,4 @@ def _relinked(folder: Path, address: str, text: str) -> str:
             return f"{match['image']}[{text}]({up}{there.relative_to(ROOT / 'docs')}{anchor})"
         return text if text.startswith("`") else f"`{text}`"
 
-    return re.sub(
-        r"(?P<image>!?)\[(?P<text>[^\]]+)\]\((?P<target>(?![a-z]+:)[^)#\s]+)(?P<anchor>#[^)]*)?\)", link, text
-    )
+    return in_prose(text, lambda part: RELATIVE.sub(link, part))
