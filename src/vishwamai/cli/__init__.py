@@ -12,6 +12,7 @@ import errno
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 
 import vishwamai
@@ -35,8 +36,19 @@ COMMANDS = {
 }
 """The subcommands, with their lines in the help."""
 
-LONG = frozenset({"generate", "serve", "bench", "check", "inspect", "tune", "train", "plan", "calibrate"})
+LONG = frozenset({"generate", "serve", "bench", "check", "inspect", "tune", "matrix", "train", "plan", "calibrate"})
 """Those that take long, and say at once that they have begun: loading jax alone takes a second or more."""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """A command's docstring as wide as the terminal; its examples, to be pasted, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip("\n").split("\n\n")
+        return "\n\n".join(
+            paragraph if paragraph.lstrip().startswith("vishwamai ") else textwrap.fill(paragraph, width)
+            for paragraph in paragraphs
+        )
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:
@@ -52,7 +64,7 @@ def _parsers(wanted: str | None) -> tuple[argparse.ArgumentParser, dict[str, arg
     top.add_argument("--version", action="version", version=f"vishwamai {vishwamai.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = commands.add_parser(name, help=summary, formatter_class=_Help)
         if name == wanted:
             module = importlib.import_module(f"vishwamai.cli.{name}")
             sub.description = module.__doc__

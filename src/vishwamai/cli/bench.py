@@ -128,6 +128,7 @@ def _earlier(arguments: argparse.Namespace, selection: str, versions: Any, cpu: 
 
 def run(arguments: argparse.Namespace) -> int:
     require_rich()
+    from vishwamai.aot.compile import libtpu
     from vishwamai.bench import machine, report, runner
     from vishwamai.bench.budget import Budget
     from vishwamai.cli import bench_tables as tables
@@ -149,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = console()
     with Steps() as steps:
         steps.start("measuring this machine's peaks")
-        devices = [f"{d.platform}: {d.device_kind}" for d in machine.devices()]
+        devices = [f"{d.platform}: {d.device_kind}" for d in libtpu.local_devices()]
         peaks = machine_peaks.measure_machine(arguments.quick)
         meter = runner.PeakMeter(machine_peaks.best_of(earlier.peaks, peaks) if earlier else peaks, arguments.quick)
         wanted = runner.steps(operations, settings)

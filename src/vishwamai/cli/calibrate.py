@@ -1,11 +1,12 @@
 """Measures operations and a layer on the device of this machine, next to what was estimated for it.
 
-vishwamai calibrate                        on a TPU: minutes; writes calibration-v5e.json
-vishwamai calibrate --use calibration.json corrects later estimates of that chip
-vishwamai calibrate --show calibration.json
+vishwamai calibrate
+vishwamai calibrate --use calibration-v5e.json
+vishwamai calibrate --show calibration-v5e.json
 
-The file has versions, chip and figures, and nothing else of the machine. docs/calibrate.md goes from a new TPU to the
-table. On a CPU or GPU it measures, too; there is no estimate to compare with.
+On a TPU it takes minutes and writes calibration-v5e.json; --use corrects later estimates of that chip by it, and --show
+prints it. The file has versions, chip and figures, and nothing else of the machine. docs/calibrate.md goes from a new
+TPU to the table. On a CPU or GPU it measures, too; there is no estimate to compare with.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib.util
 from pathlib import Path
 
 from vishwamai.cli import output
+from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import Countdown
 from vishwamai.core import caches
@@ -52,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             assert show is not None
             found = calibration.parse(_text(show), str(show))
-        print("\n".join(calibration.table(found)))
+        tell("\n".join(calibration.table(found)))
         if kept is not None:
-            print(f"  in use: {kept}")
+            tell(f"  in use: {kept}")
         return 0
     missing = [name for name in ("flax",) if importlib.util.find_spec(name) is None]
     if missing and not arguments.no_layer:
@@ -78,8 +80,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     with Countdown() as progress:
         found = calibrate(steps(operations, settings), settings, not arguments.no_layer, progress.say)
     caches.write(path, found.text())
-    print("\n".join(calibration.table(found)))
-    print(f"  written to {path}")
+    tell("\n".join(calibration.table(found)))
+    tell(f"  written to {path}")
     return 1 if any("numbers are wrong" in row.note for row in found.rows) else 0
 
 

@@ -1,7 +1,9 @@
 """Estimates how a function runs on a TPU you do not have: time, units, roofline, what bounds it and what to try.
 
-vishwamai inspect vishwamai:rms_norm --args 'bf16[8192,4096], bf16[4096]' --target v5e
-vishwamai inspect mymodel.layers:block --target v6e --report block.html --flops 2.2e12
+vishwamai inspect vishwamai:rms_norm --args 'bf16[8192,4096], bf16[4096]' \\
+    --target v5e
+vishwamai inspect mymodel.layers:block --target v6e --report block.html \\
+    --flops 2.2e12
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import pathlib
 from collections.abc import Sequence
 
 from vishwamai.cli import function, output
+from vishwamai.cli.console import tell
 from vishwamai.cli.progress import Steps
 from vishwamai.core import caches
 
@@ -59,10 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
             (found,) = inspect_many([case])
             if not isinstance(found, KernelSchedule):
-                print(f"{call.name} on {target}: {found}\n", flush=True)
+                tell(f"{call.name} on {target}: {found}\n")
                 status = 1
                 continue
-            print(f"{found.table()}\n", flush=True)
+            tell(f"{found.table()}\n")
             written.append(found.as_dict())
             if pages:
                 found.report(pages[done])

@@ -1,6 +1,7 @@
 """Says whether a training step, a served model or a function fits TPUs you do not have, and what makes it fit.
 
-vishwamai plan examples/train_stdlib.yaml --target v5e:2x2 --search --price 1.2 --report plan.html
+vishwamai plan examples/train_stdlib.yaml --target v5e:2x2 \\
+    --search --price 1.2 --report plan.html
 vishwamai plan models/Llama-3-8B --target v6e --batch 16 --length 4096
 vishwamai plan mymodel.layers:block --target v5e --args 'bf16[8,4096]'
 
@@ -23,6 +24,7 @@ from typing import Any
 
 from vishwamai import reports
 from vishwamai.cli import function, model, output
+from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Countdown
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"config": arguments.config, "kind": kind, **found["json"]}, indent=2))
     else:
-        print(found["text"])
+        tell(found["text"])
     if "status" in found:
         print(
             "vishwamai plan: interrupted; this is what was found so far. The compiler's answers are kept, and the same "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vishwamai.aot.compile import libtpu
 from vishwamai.bench import machine, schedules
 from vishwamai.bench.runner import BenchSettings, CaseMeasurement, PeakMeter, Step, run
 from vishwamai.core.hardware import TpuChip, tpu_for
@@ -36,7 +37,7 @@ def calibrate(
       wanted: what to run, of `bench.runner.steps`. settings: how long. layer: whether to measure one.
       report: called before each, with a line of text and the seconds that are left, where known.
     """
-    device, chip = jax.devices()[0], _chip_here()
+    device, chip = libtpu.local_devices()[0], _chip_here()
     report("measuring this machine's peaks", None)
     meter = PeakMeter(measure_machine(quick=True), True)
     rows, begun = [], time.monotonic()
@@ -58,7 +59,7 @@ def calibrate(
 
 
 def _chip_here() -> TpuChip | None:
-    return tpu_for(jax.devices()[0].device_kind)
+    return tpu_for(libtpu.local_devices()[0].device_kind)
 
 
 def name_here() -> str:
