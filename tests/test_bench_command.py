@@ -249,24 +249,6 @@ def test_the_model_is_left_out_where_its_time_was_used(clock):
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["bench", "--json", "{}/none/r.json"], "--json: the directory {}/none does not exist"),
-        (["bench", "--json", "{}"], "--json: {} is a directory"),
-        (["bench", "--json", "{}/r.json", "--report", "{}/file/r.html"], "--report: the directory {}/file is a file"),
-        (["inspect", "no.module:f", "--report", "{}/none/r.html"], "--report: the directory {}/none does not exist"),
-        (["inspect", "no.module:f", "--json", "{}/none/r.json"], "--json: the directory {}/none does not exist"),
-        (["tune", "--quick", "--ops", "norm", "--directory", "{}/file/x"], "--directory: {}/file/x cannot be made"),
-    ],
-)
-def test_a_path_is_checked_before_any_work(words, said, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(machine_peaks, "measure_machine", None)
-    (tmp_path / "file").write_text("")
-    assert main([word.replace("{}", str(tmp_path)) for word in words]) == 2
-    assert said.replace("{}", str(tmp_path)) in capsys.readouterr().err
-
-
 def test_tune_that_is_interrupted_says_what_it_has(monkeypatch, capsys, tmp_path):
     from vishwamai.aot.tuning import tuner
 

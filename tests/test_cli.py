@@ -118,6 +118,7 @@ LONG_COMMANDS = {
     "check": "vishwamai:rms_norm",
     "inspect": "vishwamai:rms_norm",
     "tune": "--quick",
+    "matrix": "",
     "train": "none.yaml --output none",
     "plan": "none.yaml --target v5e",
     "calibrate": "--quick",

@@ -1,6 +1,8 @@
 """What an install promises: few imports, no device taken, one version, and archives that hold what they must."""
 
 import ast
+import email
+import email.message
 import functools
 import importlib
 import importlib.metadata
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import unittest.mock
 import zipfile
 from pathlib import Path
 
@@ -20,6 +23,9 @@ import pytest
 from jax_inside import DEVICES_TAKEN
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tools"))
+
+import project_links  # noqa: E402
 
 
 def in_fresh_process(code: str, **environment: str) -> str:
@@ -160,7 +166,8 @@ def call_backend(folder: Path, call: str, status: int = 0, /, **environment: str
     end with `status`; what it prints.
     """
     system = tomllib.loads((folder / "pyproject.toml").read_text())["build-system"]
-    code = f"import sys; sys.path[:0] = {system['backend-path']!r}; import {system['build-backend']} as b; b.{call}"
+    path = system.get("backend-path", [])
+    code = f"import sys; sys.path[:0] = {path!r}; import {system['build-backend']} as b; b.{call}"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -173,6 +180,79 @@ def call_backend(folder: Path, call: str, status: int = 0, /, **environment: str
     printed = done.stdout + done.stderr
     assert done.returncode == status, printed
     return printed
+
+
+REPOSITORY = "https://github.com/someone/some-name"
+
+
+def metadata(folder: Path, out: Path, **environment: str) -> email.message.Message:
+    """What a build of the distribution in `folder` would say of it."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    call_backend(folder, f"prepare_metadata_for_build_wheel({str(out)!r})", **environment)
+    (about,) = out.glob("*.dist-info/METADATA")
+    return email.message_from_string(about.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "capibara"], ids=["vishwamai", "capibara"])
+def test_the_metadata_lead_to_the_repository_where_its_address_is_known(folder: Path, tmp_path: Path):
+    said = metadata(folder, tmp_path / "with", VISHWAMAI_REPOSITORY="git@github.com:someone/some-name.git")
+    urls = dict(url.split(", ") for url in said.get_all("Project-URL", ()))
+    page = str(said.get_payload())
+    assert urls["Source"] == REPOSITORY and set(urls) == {"Source", "Documentation", "Changelog"}
+    assert not project_links.RELATIVE.search(page)
+    paths = re.findall(rf"{REPOSITORY}/(?:blob|raw)/HEAD/([^)#\s]+)", "\n".join([*urls.values(), page]))
+    assert len(paths) >= (20 if folder == ROOT else 2) and all((ROOT / path).is_file() for path in paths)
+
+    said = metadata(folder, tmp_path / "without", VISHWAMAI_REPOSITORY="")
+    page = str(said.get_payload())
+    assert "Project-URL" not in said and not project_links.RELATIVE.search(page) and "![" not in page
+    if folder == ROOT:
+        assert "Performance (`docs/performance.md`) has" in page and "\n`docs/support.md` lists" in page
+
+
+def test_a_wrong_address_is_an_error(tmp_path: Path):
+    printed = call_backend(
+        ROOT, f"prepare_metadata_for_build_wheel({str(tmp_path)!r})", 1, VISHWAMAI_REPOSITORY="/srv/x"
+    )
+    assert "VISHWAMAI_REPOSITORY is '/srv/x'; set it to the repository's address" in printed
+
+
+@pytest.mark.parametrize(
+    ("remote", "found"),
+    [
+        ("https://user:secret@github.com/someone/some-name.git", REPOSITORY),
+        ("ssh://git@github.com:22/someone/some-name", REPOSITORY),
+        ("git@github.com:someone/some-name.git", REPOSITORY),
+        ("/srv/some-name", None),
+        ("file:///srv/some/name.git", None),
+        ("../some-name", None),
+        ("host:some/name", None),  # a name of ~/.ssh/config
+        ("https://git.example.com/someone/some-name", None),  # a server that may be a company's own
+        ("", None),
+    ],
+)
+def test_the_address_is_that_of_the_clone(remote: str, found: str | None, tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("VISHWAMAI_REPOSITORY", raising=False)
+    part = tmp_path / "part"
+    part.mkdir()
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    if remote:
+        subprocess.run(["git", "-C", str(tmp_path), "remote", "add", "origin", remote], check=True)
+    assert project_links.repository(tmp_path, ".") == project_links.repository(part, "part") == found
+    assert project_links.repository(part, ".") is None  # sources that were unpacked in a clone of something else
+
+
+def test_an_unpacked_archive_keeps_the_address(tmp_path: Path):
+    """Capibara's, whose provider is a link to another directory of the repository."""
+    call_backend(ROOT / "capibara", f"build_sdist({str(tmp_path)!r})", VISHWAMAI_REPOSITORY=REPOSITORY)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    folder = unpacked(archive)
+    assert (folder / "project_links.py").is_file() and not (folder / "project_links.py").is_symlink()
+    environment = {name: value for name, value in os.environ.items() if name != "VISHWAMAI_REPOSITORY"}
+    with unittest.mock.patch.dict(os.environ, environment, clear=True):
+        said = metadata(folder, tmp_path / "again")
+    assert f"Source, {REPOSITORY}" in said.get_all("Project-URL", ())
 
 
 def without_compiler(folder: Path) -> dict[str, str]:
@@ -191,12 +271,17 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     call_backend(ROOT, f"build_sdist({str(folder)!r})")
     (archive,) = folder.glob("vishwamai-*.tar.gz")
+    return unpacked(archive)
+
+
+def unpacked(archive: Path) -> Path:
+    """The folder that a source archive holds, next to it."""
     with tarfile.open(archive) as tar:
         if hasattr(tarfile, "data_filter"):  # from Python 3.11.4 on
-            tar.extractall(folder, filter="data")
+            tar.extractall(archive.parent, filter="data")
         else:
-            tar.extractall(folder)
-    return folder / archive.name.removesuffix(".tar.gz")
+            tar.extractall(archive.parent)
+    return archive.parent / archive.name.removesuffix(".tar.gz")
 
 
 def sources(*patterns: str) -> list[str]:

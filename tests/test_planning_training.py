@@ -331,7 +331,6 @@ def test_what_the_controller_cannot_use(arguments, keys, words):
     [
         (["examples/train_stdlib.yaml"], "plan needs a target"),
         (["jax.numpy:sin", "--target", "v5e", "--report", "plan.html"], "--report is for training"),
-        (["examples/train_stdlib.yaml", "--target", "v5e", "--report", "none/plan.html"], "no such directory"),
         (["jax.numpy:sin", "--target", "v5e", "--price", "-1"], "--price is -1.0"),
         (["examples/train_stdlib.yaml", "--target", "h100"], "is a GPU"),
         (["examples/train_stdlib.yaml", "--target", "v5e:3x3"], "no slice of 3x3"),

@@ -11,8 +11,9 @@ from pathlib import Path
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from project_links import RELATIVE, in_prose
 
-from vishwamai.cli import COMMANDS, parser
+from vishwamai.cli import COMMANDS, command_parser
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,8 +65,7 @@ def command_line() -> str:
     found = ["# Command line\n\nEvery command prints this with `--help`."]
     with unittest.mock.patch.dict(os.environ, COLUMNS="90"):
         for name in COMMANDS:
-            (chosen,) = parser(name)._subparsers._group_actions  # type: ignore[union-attr]
-            found.append(f"## vishwamai {name}\n\n```text\n{chosen.choices[name].format_help()}```")  # type: ignore[index]
+            found.append(f"## vishwamai {name}\n\n```text\n{command_parser(name).format_help()}```")
     return "\n\n".join(found) + "\n"
 
 
@@ -109,6 +109,4 @@ def _relinked(folder: Path, address: str, text: str) -> str:
             return f"{match['image']}[{text}]({up}{there.relative_to(ROOT / 'docs')}{anchor})"
         return text if text.startswith("`") else f"`{text}`"
 
-    return re.sub(
-        r"(?P<image>!?)\[(?P<text>[^\]]+)\]\((?P<target>(?![a-z]+:)[^)#\s]+)(?P<anchor>#[^)]*)?\)", link, text
-    )
+    return in_prose(text, lambda part: RELATIVE.sub(link, part))

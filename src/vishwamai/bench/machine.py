@@ -10,11 +10,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import jax
-
-from vishwamai.aot.compile import libtpu
 from vishwamai.core import ffi
 
 _PACKAGES = (
@@ -116,12 +112,6 @@ def cpu() -> Cpu:
         memory=memory,
         flags=tuple(flag for flag in _FLAGS if flag in present),
     )
-
-
-def devices() -> list[Any]:
-    """jax's devices; libtpu, where it is installed without a TPU, is kept from complaining about that."""
-    with libtpu.quiet_stderr():
-        return jax.devices()
 
 
 def native() -> tuple[str | None, str | None]:

@@ -12,6 +12,7 @@ import errno
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 
 import vishwamai
@@ -35,25 +36,41 @@ COMMANDS = {
 }
 """The subcommands, with their lines in the help."""
 
-LONG = frozenset({"generate", "serve", "bench", "check", "inspect", "tune", "train", "plan", "calibrate"})
+LONG = frozenset({"generate", "serve", "bench", "check", "inspect", "tune", "matrix", "train", "plan", "calibrate"})
 """Those that take long, and say at once that they have begun: loading jax alone takes a second or more."""
 
 
-def parser(wanted: str | None = None) -> argparse.ArgumentParser:
-    """The command's parser, with the options of the subcommand `wanted`."""
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """A command's docstring as wide as the terminal; its examples, to be pasted, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip("\n").split("\n\n")
+        return "\n\n".join(
+            paragraph if paragraph.lstrip().startswith("vishwamai ") else textwrap.fill(paragraph, width)
+            for paragraph in paragraphs
+        )
+
+
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of a subcommand."""
+    return _parsers(name)[1][name]
+
+
+def _parsers(wanted: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The command's parser and those of its subcommands, of which `wanted` has its options."""
     top = argparse.ArgumentParser(
         prog="vishwamai", description="Transformer kernels on TPU, GPU and CPU: measure, check, explain."
     )
     top.add_argument("--version", action="version", version=f"vishwamai {vishwamai.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = commands.add_parser(name, help=summary, formatter_class=_Help)
         if name == wanted:
             module = importlib.import_module(f"vishwamai.cli.{name}")
             sub.description = module.__doc__
             module.configure(sub)
             sub.set_defaults(run=module.run)
-    return top
+    return top, commands.choices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +95,7 @@ def _status(arguments: list[str]) -> int:
         with insistent_interrupt():
             return _run(arguments, wanted)
     except VishwamaiError as error:
-        print(f"vishwamai {wanted}: {error}", file=sys.stderr)
+        print(f"vishwamai {wanted}: {str(error).removeprefix(f'{wanted}: ')}", file=sys.stderr)
         return 2
     except OSError as error:
         said = _without_room(error)
@@ -109,7 +126,7 @@ def _without_room(error: OSError) -> str | None:
 
 
 def _run(arguments: list[str], wanted: str | None) -> int:
-    top = parser(wanted)
+    top, _ = _parsers(wanted)
     chosen, rest = top.parse_known_args(arguments)
     # argparse does not know positionals after an option as those of a `nargs="*"` before it.
     if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):

@@ -45,10 +45,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--json",
         metavar="PATH",
         type=Path,
+        action=output.File,
         default=Path("report.json"),
         help="where to write the figures (report.json)",
     )
-    parser.add_argument("--report", metavar="PATH", type=Path, help="where to write the HTML page (report.html)")
+    parser.add_argument(
+        "--report", metavar="PATH", type=Path, action=output.File, help="where to write the HTML page (report.html)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the run whose figures are in --json")
     parser.add_argument(
         "--targets",
@@ -125,6 +128,7 @@ def _earlier(arguments: argparse.Namespace, selection: str, versions: Any, cpu: 
 
 def run(arguments: argparse.Namespace) -> int:
     require_rich()
+    from vishwamai.aot.compile import libtpu
     from vishwamai.bench import machine, report, runner
     from vishwamai.bench.budget import Budget
     from vishwamai.cli import bench_tables as tables
@@ -139,14 +143,14 @@ def run(arguments: argparse.Namespace) -> int:
     targets = _targets(arguments)
     page = _page_path(arguments, notes)
     for path, option in ((arguments.json, "--json"), (page, "--report")):
-        if path is not None:
+        if path is not None:  # a default, which nobody has checked
             output.check_file(path, option)
     cpu, versions = machine.cpu(), machine.versions()
     earlier = _earlier(arguments, selection, versions, cpu.name)
     out = console()
     with Steps() as steps:
         steps.start("measuring this machine's peaks")
-        devices = [f"{d.platform}: {d.device_kind}" for d in machine.devices()]
+        devices = [f"{d.platform}: {d.device_kind}" for d in libtpu.local_devices()]
         peaks = machine_peaks.measure_machine(arguments.quick)
         meter = runner.PeakMeter(machine_peaks.best_of(earlier.peaks, peaks) if earlier else peaks, arguments.quick)
         wanted = runner.steps(operations, settings)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 
+from vishwamai.cli.console import tell
+
 _HOLDS = {
     "tuning": "your own tuning tables",
     "aot": "answers of the TPU compiler",
@@ -45,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         root, held = caches.cache_directory(cache), caches.entries(cache)
         size = sum(entry.bytes for entry in held) / 2**20
         bound = "" if cache == "tuning" else f" of at most {caches.limit() >> 20}"
-        print(f"{cache:7} {_HOLDS[cache]}: {len(held)} entries, {size:.1f}{bound} MiB")
-        print(f"        {root or caches.no_directory(cache)}")
+        tell(f"{cache:7} {_HOLDS[cache]}: {len(held)} entries, {size:.1f}{bound} MiB")
+        tell(f"        {root or caches.no_directory(cache)}")
     return 0
 
 
@@ -61,7 +63,7 @@ def _clear(cache: str) -> int:
             failed = error
         else:
             removed, size = removed + 1, size + entry.bytes
-    print(f"{cache}: {removed} entries removed, {size / 2**20:.1f} MiB")
+    tell(f"{cache}: {removed} entries removed, {size / 2**20:.1f} MiB")
     if failed is not None:
-        print(f"{cache}: not all could be removed: {failed}")
+        tell(f"{cache}: not all could be removed: {failed}")
     return 0 if failed is None else 1

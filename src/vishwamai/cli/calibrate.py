@@ -1,11 +1,12 @@
 """Measures operations and a layer on the device of this machine, next to what was estimated for it.
 
-vishwamai calibrate                        on a TPU: minutes; writes calibration-v5e.json
-vishwamai calibrate --use calibration.json corrects later estimates of that chip
-vishwamai calibrate --show calibration.json
+vishwamai calibrate
+vishwamai calibrate --use calibration-v5e.json
+vishwamai calibrate --show calibration-v5e.json
 
-The file has versions, chip and figures, and nothing else of the machine. docs/calibrate.md goes from a new TPU to the
-table. On a CPU or GPU it measures, too; there is no estimate to compare with.
+On a TPU it takes minutes and writes calibration-v5e.json; --use corrects later estimates of that chip by it, and --show
+prints it. The file has versions, chip and figures, and nothing else of the machine. docs/calibrate.md goes from a new
+TPU to the table. On a CPU or GPU it measures, too; there is no estimate to compare with.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import sys
-import time
 from pathlib import Path
 
+from vishwamai.cli import output
+from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
+from vishwamai.cli.progress import Countdown
+from vishwamai.core import caches
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +29,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--all", action="store_true", help="every case, and every backward pass")
     parser.add_argument("--ops", metavar="NAMES", help="operations with commas between them (default: all)")
     parser.add_argument("--no-layer", action="store_true", help="leave the layer out")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="where to write (default: calibration-CHIP.json)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        action=output.File,
+        metavar="JSON",
+        help="where to write (default: calibration-CHIP.json)",
+    )
     parser.add_argument("--use", type=Path, metavar="JSON", help="measure nothing; take this file into use")
     parser.add_argument("--show", type=Path, metavar="JSON", help="measure nothing; print this file")
 
@@ -45,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             assert show is not None
             found = calibration.parse(_text(show), str(show))
-        print("\n".join(calibration.table(found)))
+        tell("\n".join(calibration.table(found)))
         if kept is not None:
-            print(f"  in use: {kept}")
+            tell(f"  in use: {kept}")
         return 0
     missing = [name for name in ("flax",) if importlib.util.find_spec(name) is None]
     if missing and not arguments.no_layer:
@@ -59,27 +68,20 @@ def _measure(arguments: argparse.Namespace) -> int:
     from vishwamai.bench.runner import BenchSettings, steps
     from vishwamai.ops import catalogue
     from vishwamai.planning import calibration
-    from vishwamai.planning.calibrate import calibrate
+    from vishwamai.planning.calibrate import calibrate, name_here
 
     settings = BenchSettings.quick() if arguments.quick else BenchSettings.all() if arguments.all else BenchSettings()
     # A schedule is of the whole case, so cases are not made smaller where the device is fast enough for them.
     settings = dataclasses.replace(settings, call_seconds=max(settings.call_seconds, 0.2))
     operations = catalogue.chosen(arguments.ops.split(",") if arguments.ops else None)
-    if arguments.output is not None and not arguments.output.parent.is_dir():
-        raise CommandError(f"--output {arguments.output}: there is no directory {arguments.output.parent}.")
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
-
-    found = calibrate(steps(operations, settings), settings, not arguments.no_layer, say)
-    path = arguments.output or Path(f"calibration-{found.chip or 'cpu'}.json")
-    try:
-        path.write_text(found.text())
-    except OSError as error:
-        raise CommandError(f"--output {path} cannot be written: {error}") from error
-    print("\n".join(calibration.table(found)))
-    print(f"  written to {path}")
+    path = arguments.output or Path(f"calibration-{name_here()}.json")
+    if arguments.output is None:
+        output.check_file(path, "--output")
+    with Countdown() as progress:
+        found = calibrate(steps(operations, settings), settings, not arguments.no_layer, progress.say)
+    caches.write(path, found.text())
+    tell("\n".join(calibration.table(found)))
+    tell(f"  written to {path}")
     return 1 if any("numbers are wrong" in row.note for row in found.rows) else 0
 
 

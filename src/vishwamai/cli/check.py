@@ -1,7 +1,8 @@
 """Compiles a function for a TPU you do not have and says in words whether it fits.
 
 vishwamai check mymodel.layers:block --target v5e
-vishwamai check vishwamai:rms_norm --args 'bf16[8192,4096]' --target v6e --target v5p
+vishwamai check vishwamai:rms_norm --args 'bf16[8192,4096]' \\
+    --target v6e --target v5p
 
 On a topology such as v5e:2x4, arguments without a sharding lie on every device, and XLA does not split kernels by
 itself there: give the function's module an `example_args()` with shardings over a mesh of explicit axes, or wrap the
@@ -17,6 +18,7 @@ import sys
 import tempfile
 
 from vishwamai.cli import function
+from vishwamai.cli.console import tell
 from vishwamai.cli.progress import Steps
 from vishwamai.core.target import Target
 
@@ -88,7 +90,8 @@ def _check_apart(arguments: argparse.Namespace, target: str) -> int:
         )
         words.seek(0)
         said_in_python = words.read()
-    print(ended.stdout, end="")
+    if ended.stdout:
+        tell(ended.stdout.removesuffix("\n"))
     print(said_in_python, end="", file=sys.stderr)
     if ended.returncode >= 0:
         if ended.returncode > 1 and not said_in_python:  # it ended before it could say why

@@ -1,9 +1,13 @@
-"""The terminal: rich's console and tables, or the command that installs them."""
+"""The terminal: lines as wide as it is, and rich's console and tables, or the command that installs them."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +16,31 @@ from vishwamai.cli.function import CommandError
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+def tell(text: object) -> None:
+    """Prints lines. On a terminal those that are wider are broken between words; in a pipe each stays whole."""
+    lines = str(text).split("\n")
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [part for line in lines for part in broken(line, width)]
+    print(*lines, sep="\n", flush=True)
+
+
+def broken(line: str, width: int) -> list[str]:
+    """The line in parts of at most `width` columns. The others begin under its last column, or two columns further in
+    than it begins itself.
+
+    >>> print(*broken("  xla   could serve, but another is preferred", 32), sep="\\n")
+      xla   could serve, but another
+            is preferred
+    """
+    if len(line) <= width:
+        return [line]
+    begins = len(line) - len(line.lstrip())
+    columns = re.match(rf".{{{begins},30}}\S {{2,}}(?=\S)", line)
+    indent = columns.end() if columns and columns.end() <= width // 2 else min(begins + 2, width // 2)
+    return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def require_rich() -> None:

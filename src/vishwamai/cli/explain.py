@@ -12,6 +12,7 @@ import warnings
 from typing import get_args
 
 from vishwamai.cli import function, model
+from vishwamai.cli.console import tell
 from vishwamai.core.errors import FallbackWarning
 
 
@@ -29,15 +30,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from vishwamai.aot.compile import libtpu
     from vishwamai.core.explain import explain
     from vishwamai.core.optimization import Purpose, explain_optimization
 
+    if arguments.target is None:
+        libtpu.local_devices()
     call = function.load_call(arguments.function, arguments.args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)  # the table below says the same, with every reason
         keys = model.optimization(arguments)
         with keys.kernels():
-            print(explain(call.function, *call.args, target=arguments.target, **call.kwargs))
+            tell(explain(call.function, *call.args, target=arguments.target, **call.kwargs))
         if keys.given:
-            print(*(explain_optimization(keys, purpose) for purpose in get_args(Purpose)), sep="\n")
+            for purpose in get_args(Purpose):
+                tell(explain_optimization(keys, purpose))
     return 0

@@ -2,7 +2,7 @@
 
   vishwamai generate DIR --prompt "Once upon a time" --stream
   vishwamai generate DIR --chat messages.json --temperature 0.7
-  vishwamai generate DIR --token-ids 1,2,3 --max-new-tokens 32 --dtype float32 --json
+  vishwamai generate DIR --token-ids 1,2,3 --max-new-tokens 32 --json
 
 Without options of sampling the model's own generation_config.json decides. Standard output has the text; with --json
 its last line is an object with `token_ids`, `text`, `finish_reason` and `timing`.

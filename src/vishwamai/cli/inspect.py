@@ -1,7 +1,9 @@
 """Estimates how a function runs on a TPU you do not have: time, units, roofline, what bounds it and what to try.
 
-vishwamai inspect vishwamai:rms_norm --args 'bf16[8192,4096], bf16[4096]' --target v5e
-vishwamai inspect mymodel.layers:block --target v6e --report block.html --flops 2.2e12
+vishwamai inspect vishwamai:rms_norm --args 'bf16[8192,4096], bf16[4096]' \\
+    --target v5e
+vishwamai inspect mymodel.layers:block --target v6e --report block.html \\
+    --flops 2.2e12
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import pathlib
 from collections.abc import Sequence
 
 from vishwamai.cli import function, output
+from vishwamai.cli.console import tell
 from vishwamai.cli.progress import Steps
+from vishwamai.core import caches
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +35,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--report",
         metavar="OUT.html",
         type=pathlib.Path,
+        action=output.File,
         help="also write a page; with several targets, one each: OUT-<target>.html",
     )
-    parser.add_argument("--json", metavar="OUT.json", type=pathlib.Path, help="also write the figures")
+    parser.add_argument(
+        "--json", metavar="OUT.json", type=pathlib.Path, action=output.File, help="also write the figures"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,8 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     pages = _pages(arguments.report, targets)
     for path in pages:
         output.check_file(path, "--report")
-    if arguments.json is not None:
-        output.check_file(arguments.json, "--json")
     call = function.load_call(arguments.function, arguments.args)
     written = []
     status = 0
@@ -57,15 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
             )
             (found,) = inspect_many([case])
             if not isinstance(found, KernelSchedule):
-                print(f"{call.name} on {target}: {found}\n", flush=True)
+                tell(f"{call.name} on {target}: {found}\n")
                 status = 1
                 continue
-            print(f"{found.table()}\n", flush=True)
+            tell(f"{found.table()}\n")
             written.append(found.as_dict())
             if pages:
                 found.report(pages[done])
             if arguments.json is not None:  # after each, so that an interrupt loses none
-                arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+                caches.write(arguments.json, json.dumps(written, indent=1) + "\n")
     return status
 
 

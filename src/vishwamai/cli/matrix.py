@@ -21,7 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from vishwamai.aot.compile import libtpu
     from vishwamai.bench import matrix
+    from vishwamai.cli.progress import Steps
     from vishwamai.core.target import Target
     from vishwamai.ops import catalogue
 
@@ -29,20 +31,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.summary:
         print(matrix.summary(chosen))
         return 0
-    names = [operation.name for operation in chosen]
     target = None if arguments.target is None else Target.parse(arguments.target)
-    rows = matrix.matrix(names, target)
+    libtpu.local_devices()
     if arguments.markdown:
-        print(matrix.markdown(rows))
+        print(matrix.markdown(matrix.matrix([operation.name for operation in chosen], target)))
         return 0
-    for op in names:
-        mine = [row for row in rows if row.op == op]
-        _print_table(op, mine)
+    with Steps() as steps:
+        on_case = steps.on_case("asking the kernels of")
+        for done, operation in enumerate(chosen):
+            on_case(done, len(chosen), operation.name)
+            _print_table(operation.name, matrix.rows_of(operation, target))
     return 0
 
 
 def _print_table(op: str, rows: list) -> None:
-    from vishwamai.cli.console import console, table
+    from vishwamai.cli.console import console, table, tell
 
     names = list(rows[0].cells)
     out = table(op, [op, *names])
@@ -54,4 +57,4 @@ def _print_table(op: str, rows: list) -> None:
             reasons |= dict.fromkeys(f"{name}: {reason}" for reason in row.cells[name].reasons)
     console().print(out)
     for reason in reasons:
-        console().print(f"  {reason}", markup=False, highlight=False)
+        tell(f"  {reason}")

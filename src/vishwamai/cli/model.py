@@ -142,8 +142,10 @@ def plan(arguments: argparse.Namespace) -> Load:
     drafts = _drafts(arguments)
     import jax
 
+    from vishwamai.aot.compile import libtpu
     from vishwamai.inference import plan_load
 
+    libtpu.local_devices()
     keys = optimization(arguments)
     load = plan_load(
         arguments.directory,
@@ -200,9 +202,11 @@ def load_encoder(directory: Path) -> Embedder:
       VishwamaiError: the directory is not a whole encoder.
     """
     _keep_programs()
+    from vishwamai.aot.compile import libtpu
     from vishwamai.inference import Embedder
     from vishwamai.models import SentenceEncoder
 
+    libtpu.local_devices()
     started = time.monotonic()
     encoder = SentenceEncoder.from_pretrained(directory)
     config = encoder.config

@@ -1,6 +1,7 @@
 """Says whether a training step, a served model or a function fits TPUs you do not have, and what makes it fit.
 
-vishwamai plan examples/train_stdlib.yaml --target v5e:2x2 --search --price 1.2 --report plan.html
+vishwamai plan examples/train_stdlib.yaml --target v5e:2x2 \\
+    --search --price 1.2 --report plan.html
 vishwamai plan models/Llama-3-8B --target v6e --batch 16 --length 4096
 vishwamai plan mymodel.layers:block --target v5e --args 'bf16[8,4096]'
 
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from vishwamai import reports
-from vishwamai.cli import function, model
+from vishwamai.cli import function, model, output
+from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Countdown
@@ -41,7 +43,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_optimization(parser)
     parser.add_argument("--no-time", action="store_true", help="find memory alone, and no time of a step")
     parser.add_argument("--price", type=float, metavar="USD", help="of a chip and hour: prints the cost of tokens")
-    parser.add_argument("--report", metavar="HTML", help="write memory against time of all candidates as a page")
+    parser.add_argument(
+        "--report",
+        metavar="HTML",
+        type=Path,
+        action=output.File,
+        help="write memory against time of all candidates as a page",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--args", metavar="ARGS", help="a function's arguments, as for `vishwamai check`")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences that a model serves at once")
@@ -61,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"config": arguments.config, "kind": kind, **found["json"]}, indent=2))
     else:
-        print(found["text"])
+        tell(found["text"])
     if "status" in found:
         print(
             "vishwamai plan: interrupted; this is what was found so far. The compiler's answers are kept, and the same "
@@ -98,11 +106,8 @@ def _kind(arguments: argparse.Namespace) -> str:
         raise CommandError(f"--args is for functions; {text} has no arguments.")
     if arguments.report is not None and kind != "training":
         raise CommandError(f"--report is for training configurations; {text} has no candidates to show.")
-    if arguments.report is not None:
-        if importlib.util.find_spec(reports.NEEDED) is None:
-            raise CommandError(f"{reports.INSTALL}.")
-        if not Path(arguments.report).absolute().parent.is_dir():
-            raise CommandError(f"--report {arguments.report}: there is no such directory.")
+    if arguments.report is not None and importlib.util.find_spec(reports.NEEDED) is None:
+        raise CommandError(f"{reports.INSTALL}.")
     if arguments.price is not None and not 0 < arguments.price < float("inf"):
         raise CommandError(f"--price is {arguments.price}; pass USD of a chip and hour, such as 1.2.")
     needed = {"training": ("optax", "flax", "pydantic", "yaml"), "serving": ("flax",), "function": ()}[kind]

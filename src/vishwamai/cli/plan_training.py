@@ -13,7 +13,7 @@ _MESH = {"data": 4, "fsdp": 4, "expert": 3, "sequence": 3, "tensor": 3}
 
 
 def table(plan: Plan, price: float | None = None) -> list[str]:
-    """Lines of at most 80 columns; `price`: USD for a chip and hour."""
+    """Rows of at most 80 columns; `price`: USD for a chip and hour."""
     best = front(plan.candidates)
     lines = [
         f"{plan.target}: HBM of one device in GiB, of {plan.limit / 2**30:.2f}",
@@ -42,7 +42,7 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
         if plan.interrupted
         else f"  too large by formulas: {plan.pruned}; not probed: {plan.unprobed}"
     )
-    lines += [f"  {one.name}: {one.declined}"[:80] for one in plan.candidates if one.declined]
+    lines += [f"  {one.name}: {one.declined}" for one in plan.candidates if one.declined]
     return lines + ([] if plan.chosen is None else _time(plan.chosen, price))
 
 

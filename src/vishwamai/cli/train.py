@@ -1,7 +1,8 @@
 """Trains a language model from text, JSONL or Parquet files, as a YAML file describes it.
 
 vishwamai train examples/train_stdlib.yaml --output runs/stdlib
-vishwamai train examples/train_stdlib.yaml --output runs/stdlib --resume steps=600
+vishwamai train examples/train_stdlib.yaml --output runs/stdlib \\
+    --resume steps=600
 vishwamai train --print-config
 """
 
@@ -13,12 +14,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.cli import console
+from vishwamai.cli import console, output
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import duration, say
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.columns import Columns
 
     from vishwamai.training.config import TrainConfig
     from vishwamai.training.records import Record
@@ -29,7 +30,7 @@ _NEEDED = ("flax", "optax", "orbax", "grain", "pydantic", "yaml", "jinja2")
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="the run; without it, the defaults")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of it: optimizer.learning_rate=3e-4")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="directory of the run")
+    parser.add_argument("--output", metavar="DIR", type=Path, action=output.Directory, help="directory of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
     parser.add_argument(
         "--profile", metavar="N", type=int, default=0, help="trace N steps into DIR/profile, for XProf and Perfetto"
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"train: --profile is {arguments.profile}; pass the number of steps to trace.")
     if arguments.output is None:
         raise CommandError("train needs a directory for the run: --output DIR.")
+    from vishwamai.aot.compile import libtpu
     from vishwamai.core.config import ambient_target
     from vishwamai.core.optimization import explain_optimization
     from vishwamai.parallel import initialize
@@ -61,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vishwamai.training.together import first_alone
 
     first = initialize().index == 0  # the others compute with it and say nothing
+    libtpu.local_devices()
     if first and config.optimization.given:
         import jax
 
@@ -100,7 +103,7 @@ def console_rule(title: str) -> str:
 
 
 def _follow(config: TrainConfig, records: Any, show: bool) -> Record | None:
-    """Shows the records as they come: a live table on a terminal, a line now and then in a file."""
+    """Shows the records as they come: a live block on a terminal, a line now and then in a file."""
     out = console.console()
     last = None
     if not (out.is_terminal and show):
@@ -113,7 +116,7 @@ def _follow(config: TrainConfig, records: Any, show: bool) -> Record | None:
 
     with Live(console=out, refresh_per_second=4) as live:
         for last in records:
-            live.update(_table(config, last))
+            live.update(_block(config, last))
     return last
 
 
@@ -143,8 +146,10 @@ def _line(config: TrainConfig, record: Record) -> str:
     return "  ".join(f"{name} {value}" for name, value in _cells(config, record).items())
 
 
-def _table(config: TrainConfig, record: Record) -> Table:
+def _block(config: TrainConfig, record: Record) -> Columns:
+    """Names and values side by side, in as many rows as the terminal's width asks for."""
+    from rich.columns import Columns
+    from rich.text import Text
+
     cells = _cells(config, record)
-    made = console.table("training", tuple(cells), frozenset(cells))
-    made.add_row(*cells.values())
-    return made
+    return Columns([Text.assemble((f"{name} ", "dim"), value) for name, value in cells.items()], padding=(0, 3))

@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from vishwamai.cli import output
-from vishwamai.cli.console import console
+from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Steps
@@ -36,7 +36,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cases", help="only cases whose name contains this")
     parser.add_argument(
-        "--directory", type=pathlib.Path, help="where the tables go (default: the user's own, VISHWAMAI_TUNING_DIR)"
+        "--directory",
+        type=pathlib.Path,
+        action=output.Directory,
+        help="where the tables go (default: the user's own, VISHWAMAI_TUNING_DIR)",
     )
     parser.add_argument(
         "--budget", type=int, default=24, help="programs to compile for each case and chip at most (default: 24)"
@@ -95,8 +98,8 @@ def _check(arguments: argparse.Namespace, targets: list[str]) -> int:
             else:
                 complaint, said = found.complaint, f"{entry}: {found.seconds * 1e6:.1f} us (estimate), stands"
             stale += complaint is not None
-            console().print(complaint or said, highlight=False, markup=False, soft_wrap=True)
-    console().print(f"{len(wanted)} entries, {stale} stale" + ("; search those again with --again." if stale else "."))
+            tell(complaint or said)
+    tell(f"{len(wanted)} entries, {stale} stale" + ("; search those again with --again." if stale else "."))
     return 1 if stale else 0
 
 
@@ -111,19 +114,17 @@ def run(arguments: argparse.Namespace) -> int:
     if not cases:
         names = ", ".join(op.name for op in operations)
         raise CommandError(f"--cases: no case of {names} has {arguments.cases!r} in its name.")
-    if arguments.directory is not None:
-        output.make_directory(arguments.directory, "--directory")
     names = [f"{target} {case.op}: {case.name}" for target in targets for case in cases]
     finished = 0
     with Steps() as steps:
         on_case = steps.on_case("tuning")
         on_case(0, len(names), names[0])
 
-        def tell(done: int, total: int, text: str) -> None:
+        def on_outcome(done: int, total: int, text: str) -> None:
             nonlocal finished
             finished = done
             on_case(done, total, names[done] if done < total else "done")
-            console().print(text, highlight=False, markup=False, soft_wrap=True)
+            tell(text)
 
         try:
             outcomes = tune(
@@ -133,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
                 budget=3 if arguments.quick else arguments.budget,
                 workers=arguments.workers,
                 again=arguments.again,
-                progress=tell,
+                progress=on_outcome,
             )
         except KeyboardInterrupt as stop:
             status = interrupt_taken(stop)
@@ -146,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
             return status
     tuned = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
     better = sum(outcome.changed for outcome in tuned)
-    console().print(
+    tell(
         f"{len(tuned)} searched, {better} better than the heuristic, {len(outcomes) - len(tuned)} without tiles to "
         "search."
     )

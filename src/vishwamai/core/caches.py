@@ -81,22 +81,43 @@ def warn_once(text: str) -> None:
 
 def write(path: Path, content: str | bytes) -> None:
     """Writes a file whole: a reader sees the old content or the new, and an interrupted or failed write leaves the old.
+    A link stays, and its file is written. A device or a pipe, such as /dev/stdout, is written as it is.
 
     Raises:
       OSError: the file, which it names, cannot be written; nothing is left of it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+    content = content.encode() if isinstance(content, str) else content
+    if is_special(path):
+        path.write_bytes(content)
+        return
+    there = Path(os.path.realpath(path))
+    there.parent.mkdir(parents=True, exist_ok=True)
+    temporary = there.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
+            file.write(content)
+        os.replace(temporary, there)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None  # a failed write has none, others the temporary's
         raise
+
+
+def is_special(path: Path) -> bool:
+    """Whether the path is that of a device or a pipe, which must not be replaced by a file."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def try_directory(path: Path) -> None:
+    """Makes a file in a directory, of which nothing stays.
+
+    Raises:
+      OSError: none can be made.
+    """
+    with tempfile.TemporaryFile(dir=path):
+        pass
 
 
 @contextlib.contextmanager

@@ -95,6 +95,12 @@ VARIABLES = (
         "",
     ),
     Variable(
+        "VISHWAMAI_REPOSITORY",
+        "`origin` of the clone, on GitHub or GitLab",
+        "Read by the build: the repository's address for the package's metadata; empty for none.",
+        "../CONTRIBUTING.md",
+    ),
+    Variable(
         "VISHWAMAI_TEST_SEED",
         "the date",
         "Read by the tests: chooses the share of the rotating tests that runs.",

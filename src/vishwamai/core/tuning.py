@@ -41,10 +41,9 @@ def writable_directory(named: Path | None) -> Path:
     place = named or user_directory()
     if place is None:
         raise DeviceError(f"tune: {caches.no_directory('tuning')}, or pass `directory`.")
-    probe = place / f".writable-{os.getpid()}"
     try:
-        caches.write(probe, "")
-        probe.unlink()
+        place.mkdir(parents=True, exist_ok=True)
+        caches.try_directory(place)
     except OSError as error:
         raise DeviceError(
             f"tune: no table can be written: {error}; {caches.OTHER_DIRECTORY['tuning']}, or pass `directory`."

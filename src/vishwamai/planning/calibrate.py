@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vishwamai.aot.compile import libtpu
 from vishwamai.bench import machine, schedules
 from vishwamai.bench.runner import BenchSettings, CaseMeasurement, PeakMeter, Step, run
 from vishwamai.core.hardware import TpuChip, tpu_for
@@ -24,7 +26,7 @@ def calibrate(
     wanted: Sequence[Step],
     settings: BenchSettings,
     layer: bool = True,
-    report: Callable[[str], None] = lambda text: None,
+    report: Callable[[str, float | None], None] = lambda text, left: None,
 ) -> Calibration:
     """Runs the steps, each checked against float64 and timed, and a decoder's layer.
 
@@ -33,22 +35,37 @@ def calibrate(
 
     Args:
       wanted: what to run, of `bench.runner.steps`. settings: how long. layer: whether to measure one.
-      report: called with a line of text before each.
+      report: called before each, with a line of text and the seconds that are left, where known.
     """
-    device = jax.devices()[0]
-    chip = tpu_for(device.device_kind)
-    report("measuring this machine's peaks")
+    device, chip = libtpu.local_devices()[0], _chip_here()
+    report("measuring this machine's peaks", None)
     meter = PeakMeter(measure_machine(quick=True), True)
-    rows = []
-    for step, measurements in run(wanted, meter, settings, lambda i, total, name: report(f"{i} of {total}: {name}")):
+    rows, begun = [], time.monotonic()
+
+    def on_case(done: int, total: int, name: str) -> None:
+        if done < total:
+            spent = time.monotonic() - begun
+            report(f"{done + 1} of {total}: {name}", spent / done * (total - done) if done else None)
+
+    for step, measurements in run(wanted, meter, settings, on_case):
         rows += [_row(step, one, chip) for one in measurements if one.framework == "vishwamai" and one.default]
     if layer:
-        report("a layer")
+        report("a layer", None)
         rows.append(_layer(chip))
     installed = machine.versions()
     versions = {name: installed.get(name) for name in _VERSIONS}
     kind = machine.cpu().name if device.platform == "cpu" else device.device_kind
     return Calibration(kind, None if chip is None else chip.name, versions, tuple(rows))
+
+
+def _chip_here() -> TpuChip | None:
+    return tpu_for(libtpu.local_devices()[0].device_kind)
+
+
+def name_here() -> str:
+    """The chip that is measured here: a TPU's name, else the platform's."""
+    chip = _chip_here()
+    return jax.devices()[0].platform if chip is None else chip.name
 
 
 def _row(step: Step, found: CaseMeasurement, chip: TpuChip | None) -> Row:

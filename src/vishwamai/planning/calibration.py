@@ -168,7 +168,7 @@ def _own(chip: str) -> Path | None:
 
 
 def table(found: Calibration) -> list[str]:
-    """Lines of at most 80 columns: measured next to estimated, with the ratio."""
+    """Rows of at most 80 columns: measured next to estimated, with the ratio."""
     lines = [
         f"{found.device}: measured next to estimated; ratio = measured / estimated",
         f"  {'case':<38}{'measured':>10}{'estimated':>11}{'ratio':>7}  level",
@@ -180,7 +180,7 @@ def table(found: Calibration) -> list[str]:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append(f"  {name[:37]:<38}{seconds:>10}{estimate:>11}{ratio:>7}  {row.level}".rstrip())
         if row.note:
-            lines.append(f"      {row.note}"[:80])
+            lines.append(f"      {row.note}")
     if found.chip is None:
         lines.append("  no estimate: no compiler's schedule is known for this device")
     for bound in ("compute", "memory"):

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -106,6 +107,14 @@ def _describe(chip_name: str, topology: str) -> tuple[Any, ...]:
                 f"libtpu gives no topology {topology!r}, though {chip_name} has this slice: {error}. "
                 f"{TPUS[chip_name].topology!r} is known to work. {said}"
             ) from error
+
+
+def local_devices() -> list[Any]:
+    """This machine's devices; libtpu, where it is installed without a TPU, is kept from complaining about that, as it
+    does when JAX first asks.
+    """
+    with quiet_stderr():
+        return jax.devices()
 
 
 def devices_for(target: str) -> tuple[Any, ...]:

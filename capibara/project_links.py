@@ -1,0 +1,1 @@
+../tools/project_links.py
