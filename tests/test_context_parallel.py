@@ -1,6 +1,7 @@
 """Attention over a sequence that is split over eight devices is the attention of one device, with its gradients."""
 
 import functools
+import itertools
 import math
 import re
 from typing import Any
@@ -13,16 +14,18 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import rotation
-from vishwamai import aot, explain, flash_attention, kernel_config
+from vishwamai import aot, explain, flash_attention, flash_attention_varlen, kernel_config
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.signature import array_specs
 from vishwamai.ops.attention import ATTENTION
 from vishwamai.ops.attention.checks import Options, make_spec
 from vishwamai.ops.attention.ring import PLACEMENTS
+from vishwamai.ops.attention.ring_plan import Ring
 from vishwamai.ops.attention.spec import Operands, Outputs
 from vishwamai.parallel import from_zigzag, make_mesh, ring_attention, to_zigzag, ulysses_attention
 
 SPLIT, SPLIT_A = P(None, None, "sequence"), P(None, None, "a")
+KEYS_A = (P(), SPLIT_A, SPLIT_A)
 
 
 def mesh_of(devices, batch=1):
@@ -223,6 +226,28 @@ def test_explicit_axes_are_followed_along_the_sequence(name):
     assert_close(ours, gradients(attend, arrays, weight))
 
 
+@pytest.mark.parametrize("causal", [pytest.param(c, marks=rotation.one_in(2, i)) for i, c in enumerate((True, False))])
+def test_packed_sequences_in_zigzag_order(causal):
+    """The starts are those of the sequences in order; rows after the last one see nothing."""
+    (q, k, v), weight = inputs(32, batch=1)
+    arrays, weight = [x[0].swapaxes(0, 1) for x in (q, k, v)], weight[0].swapaxes(0, 1)
+    starts = jnp.array([0, 5, 5, 29])
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+
+    def attend(q, k, v):
+        return flash_attention_varlen(q, k, v, starts, starts, causal=causal)
+
+    def on_mesh(*arrays):
+        split, whole = (jax.NamedSharding(mesh, spec) for spec in (P(("a", "b")), P()))
+        laid = [jax.sharding.reshard(to_zigzag(x, 4, axis=0), split) for x in arrays]
+        with kernel_config(split_sequence="zigzag"):
+            return from_zigzag(jax.sharding.reshard(attend(*laid), whole), 4, axis=0)
+
+    with jax.set_mesh(mesh):
+        ours = gradients(on_mesh, arrays, weight)
+    assert_close(ours, gradients(attend, arrays, weight))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["ring", "gather"])
 def test_vmap_over_another_explicit_axis(way):
@@ -247,6 +272,68 @@ def test_hops_that_a_window_leaves_empty_are_not_made():
     assert transfers(window=(40, 40)) == 14
 
 
+PACKED = {
+    "own": ([6, 6, 6, 6], 1),  # of each device; the keys of the next hop were asked for
+    "neighbours": ([12, 12], 2),
+    "ragged": ([3, 5, 14, 2], 3),
+    "one": ([24], 3),
+}
+
+
+def packed(lengths):
+    """Segment ids of two rows: documents of these lengths, and each token alone."""
+    documents = jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths), total_repeat_length=sum(lengths))
+    return jnp.stack([documents, jnp.arange(sum(lengths))])
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=rotation.one_in(2, i)) for i, n in enumerate(PACKED)])
+def test_hops_that_segments_leave_empty_are_not_made(name, monkeypatch):
+    """The transfers of keys that run, forward; each group of devices makes those that any group needs."""
+    lengths, hops = PACKED[name]
+    made, shift = [], Ring.shift
+
+    def counted(self, arrays, way, holders=None):
+        jax.debug.callback(made.append, way)
+        return shift(self, arrays, way, holders)
+
+    monkeypatch.setattr(Ring, "shift", counted)
+    by_row = P("data", None, "sequence")
+    mapped = jax.shard_map(
+        lambda q, k, v, ids: ring_attention(q, k, v, axis="sequence", causal=True, segment_ids=(ids, ids)),
+        mesh=mesh_of(4, 2),
+        in_specs=(*(by_row,) * 3, P("data", "sequence")),
+        out_specs=by_row,
+    )
+    arrays, _ = inputs(24, heads=2 + list(PACKED).index(name), kv_heads=1)  # a program of its own
+    jax.block_until_ready(jax.jit(mapped)(*arrays, packed(lengths)))
+    jax.effects_barrier()
+    assert len(made) == 8 * hops
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "check_vma"),
+    rotation.in_turn(4, [(n, p, c) for n in PACKED for p in PLACEMENTS for c in (True, False)]),
+)
+def test_packed_rows_around_a_ring(name, placement, check_vma):
+    """Values and gradients, where the rows of each group of devices have documents of their own."""
+    ids = packed(PACKED[name][0])
+    put = functools.partial(to_zigzag, devices=4) if placement == "zigzag" else lambda x, axis=2: x
+    back = functools.partial(from_zigzag, devices=4) if placement == "zigzag" else lambda x: x
+    by_row = P("data", None, "sequence")
+    mapped = jax.shard_map(
+        lambda q, k, v, ids: ring_attention(
+            q, k, v, axis="sequence", causal=True, placement=placement, segment_ids=(ids, ids)
+        ),
+        mesh=mesh_of(4, 2),
+        in_specs=(*(by_row,) * 3, P("data", "sequence")),
+        out_specs=by_row,
+        check_vma=check_vma,
+    )
+    arrays, weight = inputs(24)
+    attend = lambda q, k, v: back(mapped(put(q), put(k), put(v), put(ids, axis=1)))  # noqa: E731
+    compare(attend, functools.partial(flash_attention, segment_ids=(ids, ids), causal=True), arrays, weight)
+
+
 def test_a_zigzag_order_that_cannot_be_kept():
     """A causal mask of a sequence in zig-zag order is never taken for one in order."""
     arrays, _ = inputs(16)
@@ -255,11 +342,16 @@ def test_a_zigzag_order_that_cannot_be_kept():
     def attend(spec, **options):
         return flash_attention(*(jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in arrays), **options)
 
+    def attend_keys(query, **options):
+        put = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip((query, *arrays[1:]), KEYS_A)]
+        return flash_attention(*put, causal_align="bottom_right", **options)
+
     with kernel_config(split_sequence="zigzag"):
         assert flash_attention(*arrays).shape == (2, 4, 16, 8)  # no order is asked for
         for call, message in (
             (lambda: flash_attention(*arrays, causal=True), "not on explicit mesh axes"),
             (lambda: attend(P("a"), causal=True), "not split along it in the same way"),
+            (lambda: attend_keys(arrays[0][:, :, :1], causal=True), "the queries are whole, and the keys are not in"),
             (lambda: attend(SPLIT_A, window=(3, 0)), "`window` needs the sequence in order"),
             (lambda: attend(SPLIT_A, causal=True, q_offset=jnp.array(3)), "`q_offset` is an array"),
             (lambda: attend(SPLIT_A, causal=True, implementation="xla"), "'xla' is the definition"),
@@ -404,6 +496,32 @@ def test_a_million_tokens_on_a_slice():
         under_way += {"collective-permute-start": 1, "collective-permute-done": -1}.get(step, 0)
         hidden += step == "conditional" and under_way > 0
     assert "all-gather" not in text and hidden >= 15
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
+def test_hops_that_segments_may_end_hide_their_transfers_on_tpu():
+    """Each hop is a branch of its own, in which keys travel while our kernel runs."""
+    mesh = make_mesh("sequence=4", topology="v5e:2x2")
+
+    def total(q, k, v, ids):
+        out = jax.shard_map(
+            lambda q, k, v, ids: ring_attention(q, k, v, axis="sequence", causal=True, segment_ids=(ids, ids)),
+            mesh=mesh,
+            in_specs=(*(SPLIT,) * 3, P(None, "sequence")),
+            out_specs=SPLIT,
+        )(q, k, v, ids)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    place = functools.partial(jax.NamedSharding, mesh)
+    shapes = [jax.ShapeDtypeStruct((1, n, 1 << 15, 128), jnp.bfloat16, sharding=place(SPLIT)) for n in (2, 1, 1)]
+    ids = jax.ShapeDtypeStruct((1, 1 << 15), jnp.int32, sharding=place(P(None, "sequence")))
+    text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shapes, ids).compile().as_text() or ""
+    branches = text.partition("ENTRY")[0].split("\n\n")
+    kinds = " (collective-permute-start|collective-permute-done|conditional)\\("
+    steps = [[kind for kind, _ in itertools.groupby(re.findall(kinds, branch))] for branch in branches]
+    # Two hops that ask for the next keys, forward and backward, and the last one that brings back gradients.
+    assert steps.count(["collective-permute-start", "conditional", "collective-permute-done"]) == 5
 
 
 @pytest.mark.long

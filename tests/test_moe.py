@@ -392,6 +392,8 @@ EXCHANGES = {
     "capacity": ((8,), ("x",), "x", {"capacity_factor": 8.0}),
     "two axes, capacity": ((4, 2), ("slice", "x"), ("slice", "x"), {"capacity_factor": 8.0}),
     "capacity, pieces": ((4,), ("x",), "x", {"capacity_factor": 8.0, "overlap": True}),
+    "two axes, pieces": ((2, 4), ("slice", "x"), ("slice", "x"), {"overlap": True}),
+    "two axes, capacity, pieces": ((4, 2), ("slice", "x"), ("slice", "x"), {"capacity_factor": 8.0, "overlap": True}),
 }
 
 

@@ -155,6 +155,17 @@ def layer(devices, experts_of=lambda x: x, **options):
     return jax.shard_map(local, mesh=mesh, in_specs=(SPLIT, P(), SPLIT, SPLIT, SPLIT), out_specs=SPLIT)
 
 
+def layer_over_two(outer, inner, **options):
+    """The same over the axes (slice, expert)."""
+    axes, split = ("slice", "expert"), P(("slice", "expert"))
+    mesh = jax.make_mesh((outer, inner), axes, (AxisType.Auto,) * 2, devices=jax.devices()[: outer * inner])
+
+    def local(*arrays):
+        return moe_layer(*arrays, expert_axis=axes, **options).out
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(split, P(), split, split, split), out_specs=split)
+
+
 def shapes_of_layer(devices):
     return (16 * devices, 8), (8, 2 * devices), *[(2 * devices, 8, 16)] * 2, (2 * devices, 16, 8)
 
@@ -168,6 +179,16 @@ def of_layer(devices):
 def test_a_layer_that_drops(options):
     """The same choices are dropped, and what is kept is the same."""
     compare(layer(4, overlap=True, **options), layer(4, overlap=False, **options), of_layer(4))
+    compare(layer_over_two(2, 2, overlap=True, **options), layer_over_two(2, 2, overlap=False, **options), of_layer(4))
+
+
+def test_pieces_between_slices():
+    """Within a slice, rows are exchanged as they are; over the outer axis, pieces go there and back."""
+    text = str(jax.make_jaxpr(layer_over_two(4, 2, overlap=True))(*of_layer(8)))
+    assert text.count("ppermute[") == 2 * 3
+    exchanged = [line for line in text.splitlines() if "all_to_all[" in line]
+    assert len(exchanged) == 5 and sum("i32[" in line.split("=")[0] for line in exchanged) == 3  # rows twice
+    assert "ppermute[" not in str(jax.make_jaxpr(layer_over_two(4, 2, overlap=False))(*of_layer(8)))
 
 
 @pytest.mark.long
@@ -234,6 +255,12 @@ def test_the_model_decides_and_explain_says_so():
     run = layer(8, capacity_factor=1.0)
     (note,) = (text for text in explain(run, *many, target="v5p").notes if text.startswith("moe_layer"))
     assert "moe_layer over expert (8): pieces: all-to-all and products" in note
+    run = layer_over_two(4, 2, capacity_factor=1.0)
+    (note,) = (text for text in explain(run, *many, target="v5p").notes if text.startswith("moe_layer"))
+    assert "moe_layer over slice (4), after the exchange over expert (2): pieces: all-to-all and products" in note
+    run = layer(8, exchange="ragged")
+    (note,) = (text for text in explain(run, *many, target="v5p").notes if text.startswith("moe_layer"))
+    assert note == "moe_layer over expert (8): plain: exchange='ragged' has no pieces."
 
 
 @pytest.mark.long
@@ -291,7 +318,7 @@ def call(change, function=all_to_all_grouped_gemm):
         ),
         (
             lambda: layer(2, exchange="ragged", overlap=True)(*map(jnp.zeros, shapes_of_layer(2))),
-            "`overlap` is True, but `expert_axis`",
+            "`overlap` is True, and exchange='ragged' has no pieces",
         ),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Training over the mesh axis "pipeline": the run on one device, whatever the schedule and the other axes."""
 
 import dataclasses
+import gc
 import typing
 
 import jax
@@ -167,6 +168,24 @@ def test_a_checkpoint_goes_to_other_stages(tmp_path):
         records += train(config, tmp_path / "all", resume=True)
     assert [r.step for r in records] == [1, 2, 3, 4, 5, 6]
     assert_same_runs(tmp_path, alone, records)
+
+
+@pytest.mark.long
+def test_a_resumed_run_holds_its_state_once(tmp_path):
+    """The layers as the checkpoint has them are gone when the stages have theirs."""
+    options = {"model": {"config": DEEP}, "microbatches": 4, "evaluation": {}, "mesh": {"pipeline": 2}}
+
+    def held(steps, resume):
+        gc.collect()
+        before = sum(x.nbytes for x in jax.live_arrays())
+        run = train(settings(tmp_path, "llama", **options, steps=steps), tmp_path / "run", resume=resume)
+        next(run)
+        gc.collect()
+        found = sum(x.nbytes for x in jax.live_arrays()) - before
+        list(run)
+        return found
+
+    assert 0 < held(2, False) == pytest.approx(held(4, True), rel=0.01)  # scalars differ
 
 
 def test_layers_lie_where_the_schedule_has_them():

@@ -62,7 +62,8 @@ class KernelConfig:
         explicit mesh axes: one of `SPLIT_SEQUENCE` (see `vishwamai.parallel`); None lets the library choose, on a TPU
         by the model of its links. "zigzag" is a ring, and says that the sequence lies in zig-zag order (`to_zigzag`):
         there `causal` means the order of the sequence, and a causal `flash_attention` that cannot go around a ring is
-        an error. Other functions, and those of `vishwamai.torch`, take sequences in order whatever it says.
+        an error, and so is one of packed sequences. Paged attention, and the functions of `vishwamai.torch`, take
+        sequences in order whatever it says.
     """
 
     block_size: int | None = None

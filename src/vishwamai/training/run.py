@@ -90,6 +90,7 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
             restored = checkpoints.restore(job.usual(state))
             state, at = job.place(restored.state), int(restored.state.step)
             batches.set_state(restored.data)
+            del restored  # the layers in the usual form, which `place` has copied
         exploded, stop = None, AnyAsked(asked)
         meter = StepMeter(at, config.batch_size * config.data.sequence_length, job.flops_per_token, job.peak_flops)
         writes = RecordFiles(folder, at, config.log.tensorboard) if is_first() else contextlib.nullcontext()

@@ -73,7 +73,8 @@ def ring_attention(
       causal: query i of the whole sequence sees no key after it. What a device cannot see is not computed.
       window: (left, right), as in `flash_attention`, for the whole sequence. Keys go as far as it reaches. It needs
         the placement "contiguous".
-      segment_ids: this device's part of both, as in `flash_attention`.
+      segment_ids: this device's part of both, as in `flash_attention`. Keys go as far as some device needs them, and
+        one device further.
       placement: how the sequence lies on the devices: "contiguous", or "zigzag" as `to_zigzag` puts it. With `causal`,
         "zigzag" is the same work for every device, and "contiguous" takes as long as without `causal`.
       softcap: as in `flash_attention`.

@@ -18,6 +18,7 @@ from vishwamai.ops.attention.merge import merged
 from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.reference import XLA
 from vishwamai.ops.attention.ring_plan import TRAVEL, Part, Ring
+from vishwamai.ops.attention.ring_segments import reach_of
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 
@@ -83,9 +84,9 @@ def _attend(ring: Ring, operands: Operands) -> Outputs:
 
 def _forward(ring: Ring, own: Operands) -> tuple[Outputs, Any]:
     keys = tuple(getattr(own, name) for name in TRAVEL)
+    reach = reach_of(ring, own)
     total: Any = None
     for i, step in enumerate(ring.steps):
-        following = ring.next_keys(keys, i)  # asked for before the products that hide it
 
         def add(part: Part, total: Any, own: Operands, keys: Any, step: int = step) -> Any:
             for piece in ring.pieces(part):
@@ -96,8 +97,11 @@ def _forward(ring: Ring, own: Operands) -> tuple[Outputs, Any]:
                     total = _merge(total or _nothing(ring, own, found), (found.out, found.logsumexp), piece.rows)
             return total
 
-        total = ring.by_place(step, add, total, own, keys)
-        keys = following
+        def hop(total: Any, keys: Any, i: int = i, step: int = step, add: Any = add) -> Any:
+            following = ring.next_keys(keys, i)  # asked for before the products that hide it
+            return reach.seen(i, functools.partial(ring.by_place, step, add), total, own, keys), following
+
+        total, keys = reach.hop(i, hop, total, keys)
     result = Outputs(total[0].astype(own.query.dtype), total[1])
     return result, (own, result)
 
@@ -141,9 +145,8 @@ def _gradients(ring: Ring, own: Operands, rest: Any) -> Operands:
     }
     zeros = match_varying((zeros, own, rest))[0]
     nothing = {name: zeros.pop(name) for name in ("key", "value")}
-    stay, travel = zeros, nothing
+    reach, stay, travel = reach_of(ring, own), zeros, nothing
     for i, step in enumerate(ring.steps):
-        following = ring.next_keys(keys, i)
 
         def add(part: Part, sums: Any, own: Operands, rest: Any, keys: Any, step: int = step) -> Any:
             source = (jax.lax.axis_index(ring.axes) - step) % ring.size * length
@@ -159,13 +162,17 @@ def _gradients(ring: Ring, own: Operands, rest: Any) -> Operands:
                 sums = tuple({name: placed(name, x) for name, x in xs.items()} for xs in sums)
             return sums
 
-        # What travels arrives while the next hop is computed, and is added to after it.
-        stay, more = ring.by_place(step, add, (stay, nothing), own, rest, keys)
-        travel = more if i == 0 else {name: x + more[name] for name, x in travel.items()}
-        # With the keys; after the last hop they are at home.
-        way = (ring.steps[i + 1] if i + 1 < len(ring.steps) else ring.size) - step
-        travel = ring.shift(travel, way)
-        keys = following
+        def hop(stay: Any, travel: Any, keys: Any, i: int = i, step: int = step, add: Any = add) -> Any:
+            # What travels, with the keys, arrives while the hop is computed, and is added to after it.
+            travel = ring.shift(travel, step - ring.steps[i - 1]) if i else travel
+            following = ring.next_keys(keys, i)
+            compute = functools.partial(ring.by_place, step, add)
+            stay, more = reach.seen(i, compute, (stay, nothing), own, rest, keys)
+            return stay, more if i == 0 else {name: x + more[name] for name, x in travel.items()}, following
+
+        stay, travel, keys = reach.hop(i, hop, stay, travel, keys)
+    home = [functools.partial(ring.shift, way=ring.size - step) for step in ring.steps]
+    travel = reach.at_last(home, travel)
     sums = stay | travel
     return Operands(*(None if name not in sums else sums[name].astype(x.dtype) for name, x in own._asdict().items()))
 

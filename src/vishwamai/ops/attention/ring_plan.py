@@ -143,9 +143,9 @@ class Ring:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, pairs), arrays)
 
     def next_keys(self, keys: Any, i: int) -> Any:
-        """The keys of the hop after the i-th of `steps`."""
+        """The keys of the hop after the i-th of `steps`; after the last one those that are there."""
         if i + 1 == len(self.steps):
-            return None
+            return keys
         return self.shift(keys, self.steps[i + 1] - self.steps[i], self.holders[i + 1])
 
     def operands(self, own: Operands, keys: Any, step: int, part: Part) -> Operands:

@@ -222,6 +222,8 @@ def _way_of_keys(spec: AttentionSpec, implementation: str | None) -> tuple[str |
         return None, 'they are gathered, because `split_sequence` is "gather".'
     if spec.blocks is not None:
         return None, "they are gathered, because a block mask is of the whole score matrix."
+    if current_config().split_sequence == "zigzag" and (spec.causal or spec.window is not None):
+        return None, "the queries are whole, and the keys are not in order."
     return "keys", "each device attends to its own keys, and the parts are merged by their logsumexps."
 
 

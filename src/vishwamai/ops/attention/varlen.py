@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
@@ -10,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.arguments import checks_its_own
+from vishwamai.core.config import current_config
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.sharding import explicit_mesh, mesh_axes
 from vishwamai.core.spec import as_array
 from vishwamai.core.value_checks import check_values, is_known
 from vishwamai.ops.attention.api import flash_attention
+from vishwamai.ops.attention.ring import to_zigzag
 
 if TYPE_CHECKING:
     from jax import Array
@@ -120,13 +124,15 @@ def flash_attention_varlen(
         offset = _positions(q_ids, q_starts, kv_starts, causal_align == "bottom_right")[None]
     # What follows the last sequence belongs to none: -1 among the queries, -2 among the keys.
     last = q_starts.shape[0] - 1
-    ids = jnp.where(q_ids < last, q_ids, -1)[None], jnp.where(kv_ids < last, kv_ids, -2)[None]
+    q_ids, kv_ids = jnp.where(q_ids < last, q_ids, -1), jnp.where(kv_ids < last, kv_ids, -2)
+    if current_config().split_sequence == "zigzag":
+        q_ids, kv_ids = _in_zigzag(q_ids, arrays["query"]), _in_zigzag(kv_ids, arrays["key"])
     results = flash_attention(
         *(x[None] for x in arrays.values()),
         causal=causal,
         window=window,
         q_offset=offset,
-        segment_ids=ids,
+        segment_ids=(q_ids[None], kv_ids[None]),
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
@@ -143,6 +149,13 @@ def flash_attention_varlen(
 def _sequence_of(starts: Any, total: int) -> Any:
     """The number of the sequence of every position; the count of sequences after the last one."""
     return jnp.searchsorted(starts, jnp.arange(total, dtype=starts.dtype), side="right").astype(jnp.int32) - 1
+
+
+def _in_zigzag(ids: Any, x: Any) -> Any:
+    """The ids of the rows of `x`, which lie in zig-zag order on the devices over which they are split."""
+    mesh = explicit_mesh(x)
+    devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh_axes(jax.typeof(x).sharding.spec[0]))
+    return ids if devices == 1 else to_zigzag(ids, devices, axis=0)
 
 
 def _positions(q_ids: Any, q_starts: Any, kv_starts: Any, bottom_right: bool) -> Any:

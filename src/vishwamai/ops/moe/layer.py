@@ -23,7 +23,7 @@ from vishwamai.core.weight import Weight
 from vishwamai.ops.moe import parallel
 from vishwamai.ops.moe.dispatch import capacity_of, moe_combine, moe_dispatch
 from vishwamai.ops.moe.exchange_times import ExchangeEstimate, decide, estimate_exchange
-from vishwamai.ops.moe.pieces import Pieces, Weights, grouped_products, there_and_back
+from vishwamai.ops.moe.pieces import Pieces, Weights, grouped_products, there_and_back, there_and_back_over_two
 from vishwamai.ops.moe.routing import Routing, moe_routing
 
 if TYPE_CHECKING:
@@ -111,10 +111,10 @@ def moe_layer(
       exchange_factor: without a capacity, rows that one device may send to another as a multiple of the even share
         `T * k / devices`; what is beyond is dropped and counted. None makes room for the worst case, T * k, and drops
         nothing.
-      overlap: over one axis and not "ragged": True sends the rows in pieces, whose transfers hide behind the products
-        of others (`vishwamai.parallel.all_to_all_grouped_gemm`); such a layer is differentiable once. False sends them
-        all before the products. None lets the model of the links decide, which knows TPUs alone; `vishwamai.explain`
-        gives both times.
+      overlap: True sends the rows in pieces, whose transfers hide behind the products of others
+        (`vishwamai.parallel.all_to_all_grouped_gemm`), over two axes those of the outer one; such a layer is
+        differentiable once. False sends them all before the products, and so does "ragged". None lets the model of the
+        links decide, which knows TPUs alone; `vishwamai.explain` gives both times.
       implementation: of the grouped products.
       config: of the grouped products.
       **routing_options: of `moe_routing`: scoring, bias, logit_bias, normalize, scale, num_groups, top_groups,
@@ -176,9 +176,10 @@ def moe_layer(
         else:
             room = used = local * capacity_of(count, top_k, size * local, capacity_factor)
         travel: parallel.Travel | None = None
-        if exchange == "dense" and _in_pieces(axes, size, x.dtype, room, used, first, down, overlap):
-            pieces = Pieces(axes[0], size, config, implementation)
-            travel = functools.partial(there_and_back, pieces, first=first, unit=unit, last=last)
+        if _in_pieces(axes, exchange, x.dtype, room, used, first, down, overlap):
+            pieces = Pieces(axes[0], jax.lax.axis_size(axes[0]), config, implementation)
+            way = there_and_back if len(axes) == 1 else functools.partial(there_and_back_over_two, axes)
+            travel = functools.partial(way, pieces, first=first, unit=unit, last=last)
         if capacity_factor is not None:
             out, dropped = parallel.with_capacity(x, routing, axes, capacity_factor, local, experts, travel)
         elif exchange == "dense":
@@ -203,7 +204,7 @@ def experts_spec(weight: Any) -> ArraySpec:
 
 def _in_pieces(
     axes: tuple[str, ...],
-    size: int,
+    exchange: str,
     dtype: Any,
     room: int,
     used: float,
@@ -211,18 +212,28 @@ def _in_pieces(
     down: Any,
     overlap: bool | None,
 ) -> bool:
-    """Whether the rows travel in pieces, which `explain` says; used: rows of a buffer of `room` that are in use."""
+    """Whether the rows travel in pieces, which `explain` says; used: rows of a buffer of `room` that are in use.
+
+    Over two axes the pieces go over the outer one, and both ways exchange the same within the inner one.
+    """
     experts, hidden, features = experts_spec(down).shape
-    if len(axes) > 1 or 0 in (room, hidden, features):
+    axis, *inner = axes
+    size, within = jax.lax.axis_size(axis), jax.lax.axis_size(tuple(inner))
+    name = f"moe_layer over {axis} ({size})" + "".join(f", after the exchange over {i} ({within})" for i in inner)
+    if exchange != "dense":
+        observe.note(f"{name}: plain: exchange={exchange!r} has no pieces.")
         return False
-    axis = next(iter(axes))
+    if 0 in (room, hidden, features):
+        return False
 
     def estimates(links: AxisLinks) -> list[ExchangeEstimate]:
-        estimate = functools.partial(estimate_exchange, room, experts=experts, dtype=dtype.name, links=links, rows=used)
+        estimate = functools.partial(
+            estimate_exchange, within * room, experts=experts, dtype=dtype.name, links=links, rows=within * used
+        )
         return [estimate(k=features, n=len(first) * hidden), estimate(k=hidden, n=features, results=True)]
 
     chosen, why = decide("moe_layer", axis, size, overlap, None, estimates)
-    observe.note(f"moe_layer over {axis} ({size}): {why}")
+    observe.note(f"{name}: {why}")
     return chosen
 
 
@@ -327,8 +338,8 @@ def _check_overlap(axes: tuple[str, ...] | None, exchange: str, overlap: bool | 
             "moe_layer: `overlap` is given, but `expert_axis` is None: nothing is exchanged; pass the axis, or leave "
             "it out."
         )
-    if overlap and axes is not None and (len(axes) > 1 or exchange == "ragged"):
+    if overlap and exchange == "ragged":
         raise ShapeError(
-            f"moe_layer: `overlap` is True, but `expert_axis` is {axes} with exchange={exchange!r}; pass one axis and "
-            "the dense exchange, or leave `overlap` out."
+            "moe_layer: `overlap` is True, and exchange='ragged' has no pieces; pass exchange='dense', or leave "
+            "`overlap` out."
         )

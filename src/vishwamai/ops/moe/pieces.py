@@ -26,7 +26,7 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.core.sharding import match_varying
 from vishwamai.core.weight import Weight
 from vishwamai.ops.moe.api import grouped_gemm
-from vishwamai.ops.moe.dispatch import permute
+from vishwamai.ops.moe.dispatch import permute, unpermute
 from vishwamai.ops.moe.parallel import by_expert
 
 Weights = tuple[tuple[Any, Any], ...]
@@ -157,6 +157,24 @@ def there_and_back(
     """
     hidden = [unit(*products) for products in arrive(pieces, rows, first, arriving)]
     return depart(pieces, hidden, last, arriving)
+
+
+def there_and_back_over_two(axes: tuple[str, ...], pieces: Pieces, rows: Any, arriving: Any, **experts: Any) -> Any:
+    """`there_and_back` over the axes (outer, inner), of which `pieces` has the outer one: rows are exchanged within the
+    inner one, sorted by expert, and then travel in pieces.
+    """
+    outer, inner = axes
+    sizes, room = (pieces.size, jax.lax.axis_size(inner)), rows.shape[1]
+    arriving = arriving.reshape(*sizes, -1)
+    held = jax.lax.all_to_all(arriving, outer, 0, 0)  # rows that this device passes on, by the one within that has them
+
+    def within(x: Any) -> Any:
+        return jax.lax.all_to_all(x.reshape(*sizes, room, -1), inner, 1, 1)
+
+    choice, place, _ = jax.vmap(functools.partial(by_expert, room=room))(held)
+    together = jax.vmap(permute)(within(rows).reshape(pieces.size, sizes[1] * room, -1), choice, place)
+    back = there_and_back(pieces, together, arriving.sum(axis=1), **experts)
+    return within(jax.vmap(unpermute)(back, choice, place)).reshape(*rows.shape[:2], -1)
 
 
 def _quantized(weights: Weights) -> bool:
