@@ -128,6 +128,21 @@ def test_sums_of_microbatches_are_alive_when_they_are():
     assert many.total.value - one.total.value == pytest.approx(gradients)
 
 
+@needs_libtpu
+def test_sums_of_microbatches_are_split_as_their_parameters_are():
+    vocab, hidden, devices = 65536, 512, 16
+
+    def probed(microbatches):
+        section = {"config": LLAMA | {"vocab_size": vocab, "hidden_size": hidden}, "compute_dtype": "bfloat16"}
+        keys = {"mesh": {"fsdp": devices}, "remat": "full", "microbatches": microbatches}
+        config = training(**keys, model=section, batch_size=devices * microbatches)
+        return plan_training(config, "v5e:4x4", verify=False).candidates[0].probe.value
+
+    share = 2 * 4 * vocab * hidden // devices  # the float32 gradients of the embedding and the head
+    # The compiler moved the sums over devices behind the loop, and every device kept both gradients whole: 65 MiB more.
+    assert probed(2) - probed(1) < 2 * share
+
+
 def test_what_is_offloaded_is_not_on_the_device_and_takes_time():
     def found(remat, target="v5e"):
         config = training(remat=remat)
@@ -340,7 +355,7 @@ def test_what_the_controller_cannot_use(arguments, keys, words):
         (["jax.numpy:sin", "--target", "v5e", "--search"], "--search is for training"),
         (["jax.numpy:sin", "steps=3", "--target", "v5e"], "'steps=3' changes a training configuration"),
         (["examples/train_stdlib.yaml", "--target", "v5e", "--args", "f32[8]"], "--args is for functions"),
-        (["examples/train_stdlib.yaml", "--target", "v5e:2x2"], "is 1 devices, but v5e:2x2 has 4"),
+        (["examples/train_stdlib.yaml", "--target", "v5e:2x2"], "is 1 device, but v5e:2x2 has 4"),
     ],
 )
 def test_the_command_says_what_is_wrong(capsys, monkeypatch, arguments, words):
