@@ -16,6 +16,7 @@ from vishwamai import aot, planning
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError, ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS
+from vishwamai.core.target import devices_of
 from vishwamai.models import ModelConfig
 from vishwamai.planning import analytic
 from vishwamai.planning.analytic import CLASSES, serving_memory, split_parameters, training_memory
@@ -80,12 +81,25 @@ def test_kept_bytes_of_one_device():
     assert kept_bytes(lambda x: jnp.sum(jnp.sin(x)), x, over=(mesh, (spec,))) == 4 * 2 * 4
 
 
-def test_the_programs_of_the_accuracy_table():
-    path = Path(__file__).parents[1] / "benchmarks" / "plan_accuracy.py"
-    spec = importlib.util.spec_from_file_location("plan_accuracy", path)
+def benchmark(name):
+    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_steps_per_second_has_eight_devices_of_every_chip():
+    module = benchmark("steps_per_second")
+    assert {target.partition(":")[0] for target in module.SLICES} == set(TPUS)
+    assert {devices_of(target) for target in module.SLICES} == {8} and module.ROWS == (8, 16, 32)
+    row = module.written(16, planning.Measurement(0.25, "a CPU", "s"), "a CPU", 256)
+    assert row == "| 16 | a CPU | 4 (measured) | 1.64e+04 | - |"
+
+
+def test_the_programs_of_the_accuracy_table():
+    module = benchmark("plan_accuracy")
     cases = module.CASES
     assert len(cases) == len({case.label for case in cases}) == 30
     assert {case.target.partition(":")[0] for case in cases} == set(TPUS)
@@ -126,6 +140,16 @@ def test_sums_of_microbatches_are_alive_when_they_are():
     gradients = one.parts["gradients"].value
     # While a layer's gradient is computed, only the sum of the microbatches before takes more.
     assert many.total.value - one.total.value == pytest.approx(gradients)
+
+
+def test_gradients_that_are_split_are_added_up_in_place():
+    def found(microbatches):
+        section = {"config": LLAMA | {"vocab_size": 65536}, "compute_dtype": "bfloat16"}  # its gradient is the peak
+        keys = {"model": section, "batch_size": 4 * microbatches, "microbatches": microbatches}
+        return training_memory(training(**keys, remat="full", mesh={"fsdp": 4}), "v5e:2x2")
+
+    one, two = found(1), found(2)
+    assert two.total.value - one.total.value == pytest.approx(one.parts["gradients"].value)
 
 
 @needs_libtpu
