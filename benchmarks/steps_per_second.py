@@ -48,8 +48,14 @@ def measured(config: TrainConfig, rows: int, steps: int) -> Measurement:
     """Seconds of a step of so many rows on this CPU, the median, by a run of `vishwamai train`."""
     from vishwamai.training.run import train
 
-    config = dataclasses.replace(config, batch_size=rows, steps=steps, mesh=MeshSection())
-    config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, every=0))
+    config = dataclasses.replace(
+        config,
+        batch_size=rows,
+        steps=steps,
+        mesh=MeshSection(),
+        evaluation=dataclasses.replace(config.evaluation, every=0),
+        optimizer=dataclasses.replace(config.optimizer, warmup_steps=0),  # they may be more than the steps
+    )
     with tempfile.TemporaryDirectory() as directory:
         records = list(train(config, pathlib.Path(directory) / "run"))
     taken = [after.step_seconds - before.step_seconds for before, after in zip(records, records[1:])]

@@ -19,12 +19,13 @@ from vishwamai.core.hardware import TPUS
 from vishwamai.core.target import devices_of
 from vishwamai.models import ModelConfig
 from vishwamai.planning import analytic
+from vishwamai.planning.allocation import training_config
 from vishwamai.planning.analytic import CLASSES, serving_memory, split_parameters, training_memory
 from vishwamai.planning.controller import REMAT, TARGET, optimize_memory_usage
 from vishwamai.planning.kept import kept_bytes
 from vishwamai.planning.search import candidates, plan_training
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
-from vishwamai.planning.speed import training_time
+from vishwamai.planning.speed import training_speed, training_time
 from vishwamai.planning.training import training_step
 from vishwamai.training.config import MeshSection
 from vishwamai.training.config_file import from_dict, read_config
@@ -96,6 +97,22 @@ def test_the_table_of_steps_per_second_has_eight_devices_of_every_chip():
     assert {devices_of(target) for target in module.SLICES} == {8} and module.ROWS == (8, 16, 32)
     row = module.written(16, planning.Measurement(0.25, "a CPU", "s"), "a CPU", 256)
     assert row == "| 16 | a CPU | 4 (measured) | 1.64e+04 | - |"
+
+
+def test_published_steps_are_of_models_with_the_parameters_that_name_them():
+    module = benchmark("published_steps")
+    for billions in (16, 32, 64):
+        config = training_config(module.maxtext(billions), {}, "v5e", 1, 2048)
+        size = sum(leaf.size for leaf in jax.tree.leaves(training_step(config).parts.params))
+        assert size == pytest.approx(billions * 1e9, rel=0.05)
+    row = next(row for row in module.ROWS if row.name == "MaxText 32B" and row.target == "v5p:4x4x4")
+    # 328 TFLOP/s are 71.47 % of a v5p's 459.
+    speed = training_speed(
+        training_config(row.model, row.keys, row.target, row.rows * 64, row.length),
+        row.target,
+        planning.Estimate(row.seconds, "analytic", "s"),
+    )
+    assert speed.mfu.value == pytest.approx(0.7147, rel=1e-3)
 
 
 def test_the_programs_of_the_accuracy_table():
