@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -63,8 +64,10 @@ def ask(case: Case, verify: bool, finalists: int) -> dict[str, Any]:
         print(text, file=sys.stderr, flush=True)
 
     plan = plan_training(config, case.target, search=True, verify=verify, finalists=finalists, report=say)
+    used = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     found: dict[str, Any] = {
         "name": case.label,
+        "rss_mib": max(used) >> 10,
         "limit": plan.limit,
         "candidates": plan.count,
         "rows": config.batch_size,
@@ -168,10 +171,13 @@ def main() -> None:
                     kept[key(index, verify)] = found
                     caches.write(options.json, json.dumps(kept, indent=1))
     print(f"\n{versions}\n\n{HEAD}")
+    largest = 0
     for index in sorted(chosen, key=lambda index: list(SLICES).index(CASES[index].model)):
         found = kept.get(key(index, True)) or kept.get(key(index, False))
         if found is not None:
             print(written(found, prices))
+            largest = max(largest, found.get("rss_mib", 0))
+    print(f"\nThe largest process took {largest} MiB.")
 
 
 if __name__ == "__main__":

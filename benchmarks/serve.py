@@ -33,7 +33,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Contestant:
+class DrivenEngine:
     """An engine that is driven one step at a time: each sequence is a request that is never at its end."""
 
     def __init__(self, engine: Engine):
@@ -85,7 +85,7 @@ class Contestant:
 
 def load(
     folder: str, format: str, threads: int, max_sequences: int, max_tokens: int, mixed_tokens: int | None = None
-) -> Contestant:
+) -> DrivenEngine:
     """The engine on a directory; `threads` are those of the process (`taskset`)."""
     del threads
     planned = plan_load(
@@ -97,12 +97,12 @@ def load(
         max_length=max_tokens,
         keep_packed=True,
     )
-    made = Contestant(planned.engine())
+    made = DrivenEngine(planned.engine())
     made.bytes = planned.weights
     return made
 
 
-def rates(made: Contestant, prompt: int, steps: int, vocab: int) -> dict[str, float]:
+def rates(made: DrivenEngine, prompt: int, steps: int, vocab: int) -> dict[str, float]:
     """Tokens per second: of a prompt, and of decoding 1, 8 and 32 sequences (their sum)."""
     prompts = np.random.default_rng(1).integers(0, vocab, (32, prompt)).tolist()
     found: dict[str, float] = {}
@@ -122,7 +122,7 @@ def rates(made: Contestant, prompt: int, steps: int, vocab: int) -> dict[str, fl
     return found
 
 
-def gaps(made: Contestant, prompt: int, vocab: int, arrivals: bool) -> dict[str, float]:
+def gaps(made: DrivenEngine, prompt: int, vocab: int, arrivals: bool) -> dict[str, float]:
     """Seconds between tokens of 4 sequences, undisturbed or while prompts of 2048 tokens arrive, for 8 tokens each."""
     random = np.random.default_rng(2)
     for i in range(4):

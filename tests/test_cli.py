@@ -240,6 +240,7 @@ def test_check_of_an_unknown_chip_names_the_known(capsys, module):
     [
         ("vishwamai", "MODULE:FUNCTION"),
         ("vishwamai:no_such", "has no function 'no_such'"),
+        ("vishwamai:sofmax", "has no function 'sofmax'; it has softmax, log_softmax."),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
     ],

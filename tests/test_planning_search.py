@@ -4,6 +4,9 @@ import dataclasses
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -228,6 +231,29 @@ def test_the_command_plans_a_training_step(capsys, monkeypatch, tmp_path):
     assert main(["plan", str(path), "mesh.fsdp=4", "--target", "v5e:2x2", "--no-verify"]) == 0
     out = capsys.readouterr().out
     assert "chosen: data=1 fsdp=4" in out and max(map(len, out.splitlines())) <= 80
+
+
+QUIET = """
+import sys
+from vishwamai.cli import main
+from vishwamai.core.errors import DeviceError
+from vishwamai.planning import search
+
+def traced(config, target):
+    raise DeviceError("formulas are done")
+
+search.trace_training = traced
+sys.exit(main(["plan", sys.argv[1], "--target", "v5e"]))
+"""
+
+
+def test_libtpu_does_not_complain_that_there_is_no_tpu(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"model": {"config": LLAMA}, "data": {"sequence_length": 128}}))
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", QUIET, path], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "formulas are done" in done.stderr
+    assert "TPU_" not in done.stderr and "InitGoogle" not in done.stderr
 
 
 def test_a_pod_of_18_thousand_devices_is_planned_by_formulas():

@@ -16,14 +16,16 @@ from vishwamai import aot, planning
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError, ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS
+from vishwamai.core.target import devices_of
 from vishwamai.models import ModelConfig
 from vishwamai.planning import analytic
+from vishwamai.planning.allocation import training_config
 from vishwamai.planning.analytic import CLASSES, serving_memory, split_parameters, training_memory
 from vishwamai.planning.controller import REMAT, TARGET, optimize_memory_usage
 from vishwamai.planning.kept import kept_bytes
 from vishwamai.planning.search import candidates, plan_training
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
-from vishwamai.planning.speed import training_time
+from vishwamai.planning.speed import training_speed, training_time
 from vishwamai.planning.training import training_step
 from vishwamai.training.config import MeshSection
 from vishwamai.training.config_file import from_dict, read_config
@@ -80,12 +82,41 @@ def test_kept_bytes_of_one_device():
     assert kept_bytes(lambda x: jnp.sum(jnp.sin(x)), x, over=(mesh, (spec,))) == 4 * 2 * 4
 
 
-def test_the_programs_of_the_accuracy_table():
-    path = Path(__file__).parents[1] / "benchmarks" / "plan_accuracy.py"
-    spec = importlib.util.spec_from_file_location("plan_accuracy", path)
+def benchmark(name):
+    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_steps_per_second_has_eight_devices_of_every_chip():
+    module = benchmark("steps_per_second")
+    assert {target.partition(":")[0] for target in module.SLICES} == set(TPUS)
+    assert {devices_of(target) for target in module.SLICES} == {8} and module.ROWS == (8, 16, 32)
+    row = module.written(16, planning.Measurement(0.25, "a CPU", "s"), "a CPU", 256)
+    assert row == "| 16 | a CPU | 4 (measured) | 1.64e+04 | - |"
+
+
+def test_published_steps_are_of_models_with_the_parameters_that_name_them():
+    module = benchmark("published_steps")
+    for billions in (16, 32, 64):
+        config = training_config(module.maxtext(billions), {}, "v5e", 1, 2048)
+        size = sum(leaf.size for leaf in jax.tree.leaves(training_step(config).parts.params))
+        assert size == pytest.approx(billions * 1e9, rel=0.05)
+    row = next(row for row in module.ROWS if row.name == "MaxText 32B" and row.target == "v5p:4x4x4")
+    # 328 TFLOP/s are 71.47 % of a v5p's 459.
+    speed = training_speed(
+        training_config(row.model, row.keys, row.target, row.rows * 64, row.length),
+        row.target,
+        planning.Estimate(row.seconds, "analytic", "s"),
+    )
+    assert speed.mfu.value == pytest.approx(0.7147, rel=1e-3)
+
+
+def test_the_programs_of_the_accuracy_table():
+    module = benchmark("plan_accuracy")
     cases = module.CASES
     assert len(cases) == len({case.label for case in cases}) == 30
     assert {case.target.partition(":")[0] for case in cases} == set(TPUS)
@@ -126,6 +157,31 @@ def test_sums_of_microbatches_are_alive_when_they_are():
     gradients = one.parts["gradients"].value
     # While a layer's gradient is computed, only the sum of the microbatches before takes more.
     assert many.total.value - one.total.value == pytest.approx(gradients)
+
+
+def test_gradients_that_are_split_are_added_up_in_place():
+    def found(microbatches):
+        section = {"config": LLAMA | {"vocab_size": 65536}, "compute_dtype": "bfloat16"}  # its gradient is the peak
+        keys = {"model": section, "batch_size": 4 * microbatches, "microbatches": microbatches}
+        return training_memory(training(**keys, remat="full", mesh={"fsdp": 4}), "v5e:2x2")
+
+    one, two = found(1), found(2)
+    assert two.total.value - one.total.value == pytest.approx(one.parts["gradients"].value)
+
+
+@needs_libtpu
+def test_sums_of_microbatches_are_split_as_their_parameters_are():
+    vocab, hidden, devices = 65536, 512, 16
+
+    def probed(microbatches):
+        section = {"config": LLAMA | {"vocab_size": vocab, "hidden_size": hidden}, "compute_dtype": "bfloat16"}
+        keys = {"mesh": {"fsdp": devices}, "remat": "full", "microbatches": microbatches}
+        config = training(**keys, model=section, batch_size=devices * microbatches)
+        return plan_training(config, "v5e:4x4", verify=False).candidates[0].probe.value
+
+    share = 2 * 4 * vocab * hidden // devices  # the float32 gradients of the embedding and the head
+    # The compiler moved the sums over devices behind the loop, and every device kept both gradients whole: 65 MiB more.
+    assert probed(2) - probed(1) < 2 * share
 
 
 def test_what_is_offloaded_is_not_on_the_device_and_takes_time():
@@ -339,7 +395,7 @@ def test_what_the_controller_cannot_use(arguments, keys, words):
         (["jax.numpy:sin", "--target", "v5e", "--search"], "--search is for training"),
         (["jax.numpy:sin", "steps=3", "--target", "v5e"], "'steps=3' changes a training configuration"),
         (["examples/train_stdlib.yaml", "--target", "v5e", "--args", "f32[8]"], "--args is for functions"),
-        (["examples/train_stdlib.yaml", "--target", "v5e:2x2"], "is 1 devices, but v5e:2x2 has 4"),
+        (["examples/train_stdlib.yaml", "--target", "v5e:2x2"], "is 1 device, but v5e:2x2 has 4"),
     ],
 )
 def test_the_command_says_what_is_wrong(capsys, monkeypatch, arguments, words):

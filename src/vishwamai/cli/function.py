@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -85,8 +86,10 @@ def load_call(reference: str, text: str | None) -> BoundCall:
     for part in name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
-        offered = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise CommandError(f"{module_name} has no function {name!r}; it has {', '.join(offered[:20]) or 'none'}.")
+        public = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
+        offered = [n for n in public if callable(getattr(module, n, None))]
+        near = difflib.get_close_matches(name, offered) or offered[:20]
+        raise CommandError(f"{module_name} has no function {name!r}; it has {', '.join(near) or 'none'}.")
     args, kwargs = parse_arguments(text) if text is not None else _example_arguments(module, name)
     return _bind(name, function, args, kwargs)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from types import FrameType
+
+from vishwamai.core.threads import in_main_thread
 
 
 class Terminated(KeyboardInterrupt):
@@ -20,7 +21,7 @@ def insistent_interrupt() -> Iterator[None]:
     leaves this block: Python drops one that is raised in a callback or a destructor, such as jax's of the garbage
     collector. Outside the main thread nothing changes; nor does SIGTERM where the parent lets it be ignored.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if not in_main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 
@@ -65,6 +66,5 @@ def interrupt_ends_process() -> None:
     """From here on Ctrl-C ends the process at once. For the end of a command: what the interpreter still closes would
     print a traceback for each callback that an exception meets.
     """
-    own = threading.current_thread() is threading.main_thread()
-    if own and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if in_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

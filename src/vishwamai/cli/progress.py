@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli.console import console, require_rich
+from vishwamai.measure.progress import write
 
 if TYPE_CHECKING:
     from rich.progress import Progress, Task
@@ -41,7 +42,18 @@ def say(text: str) -> None:
     print(f"... {text}", file=sys.stderr, flush=True)
 
 
-class Steps:
+class _Shown:
+    """What both kinds of progress share: a bar, where there is a terminal, which goes away at the end."""
+
+    _bar: Progress | None = None
+    _task: Any = None
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class Steps(_Shown):
     """The progress of a command, as a context: `start` names what is done next, `on_case` follows its parts.
 
     The bar is on standard output where that is a terminal, so that what is printed there stays above it, else on
@@ -50,8 +62,6 @@ class Steps:
 
     def __init__(self) -> None:
         require_rich()
-        self._bar: Progress | None = None
-        self._task: Any = None
         self._begun = self._told = 0.0
 
     def __enter__(self) -> Steps:
@@ -62,10 +72,6 @@ class Steps:
             self._bar = _bar(screen, sys.stdout.isatty())
             self._bar.start()
         return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def start(self, what: str, total: int = 1) -> None:
         """A new count, in place of the one before."""
@@ -125,7 +131,7 @@ def _bar(screen: Any, redirect: bool) -> Progress:
     )
 
 
-class Countdown:
+class Countdown(_Shown):
     """The progress of a command that estimates what is left, as a context: `say` tells what is done next.
 
     On standard error: a bar that fills as time goes by, where that is a terminal and rich is installed, else a line for
@@ -134,8 +140,6 @@ class Countdown:
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
-        self._bar: Progress | None = None
-        self._task: Any = None
 
     def __enter__(self) -> Countdown:
         if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
@@ -146,18 +150,14 @@ class Countdown:
             self._bar.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
     def say(self, text: str, left: float | None = None) -> None:
         """What is done next, and the seconds that are left with it, where known."""
-        spent = time.monotonic() - self._begun
         if self._bar is not None:
+            spent = time.monotonic() - self._begun
             self._bar.update(self._task, description=text, total=None if left is None else spent + left)
             return
         rest = "" if left is None else f", about {duration(left)} left"
-        print(f"[{spent:4.0f} s] {text}{rest}", file=sys.stderr, flush=True)
+        write(f"{text}{rest}", self._begun)
 
 
 def _countdown_bar(screen: Any, clock: Callable[[], float] = time.monotonic) -> Progress:

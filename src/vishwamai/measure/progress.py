@@ -10,6 +10,11 @@ _EVERY, _AGAIN = 1.0, 10.0
 """Seconds after which new words are shown, and after which the same ones are shown again."""
 
 
+def write(text: str, begun: float) -> None:
+    """A line on standard error, after the seconds since `begun`, a time of `time.monotonic`."""
+    print(f"[{time.monotonic() - begun:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+
 class Progress:
     """A context whose `say` tells what is being done; a thread writes it, so that silent work shows, too.
 
@@ -40,4 +45,4 @@ class Progress:
             now = time.monotonic()
             if self._text != shown or now - at >= _AGAIN:
                 shown, at = self._text, now
-                print(f"[{now - self._start:4.0f} s] {self._name}: {shown}", file=sys.stderr, flush=True)
+                write(f"{self._name}: {shown}", self._start)

@@ -95,9 +95,10 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     backward += _joined(config, target, whole.parts.config)
     # At the end of the backward pass: the embedding's gradient whole, before it is split, and what it is made of.
     embedding = 3.0 * table if split else table
-    # The sum of the microbatches before is alive all the time, the one with this microbatch from the end on.
+    # The sum of the microbatches before is alive all the time. The one with this microbatch is a second one from the
+    # end on, except where the gradients are summed over devices first (`Layout.summed`): they are then added in place.
     before = gradients if wide else 0.0
-    peak = max(backward + before, embedding + 2 * before)
+    peak = max(backward + before, embedding + (1 if split else 2) * before)
     activations = min(rows * row, peak)
     return _breakdown(
         target,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -129,6 +130,20 @@ class Plan:
     interrupted: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """What `plan_training` asks of a target, the same in each round. `finalists`: meshes that are compiled."""
+
+    target: str
+    search: bool
+    verify: bool
+    time: bool
+    finalists: int
+    compiler: Compiler
+    report: Report
+    on_tried: Callable[[Candidate], None]
+
+
 def front(found: Sequence[Candidate]) -> set[int]:
     """Which candidates fit and have no other that fits with less memory and less time: the Pareto front.
 
@@ -254,17 +269,15 @@ def plan_training(
       ConfigError: the batch or the mesh does not suit the target.
       DeviceError: libtpu is missing, or the target is unknown.
     """
-    asked = compiler or Compiler()
-    try:
-        plan = _planned(config, target, search, verify, time, finalists, asked, report, on_tried)
+    finalists = finalists if search and verify and time else 1
+    with contextlib.nullcontext(compiler) if compiler is not None else Compiler() as asked:
+        question = _Question(target, search, verify, time, finalists, asked, report, on_tried)
+        plan = _planned(config, question)
         for narrow in narrower_moments(config) if search else ():
             if plan.chosen is not None:
                 break
             report(f"{target}: nothing fits; the optimizer's moments in {narrow.optimizer.moment_dtype}")
-            plan = _joined(_planned(narrow, target, search, verify, time, finalists, asked, report, on_tried), plan)
-    finally:
-        if compiler is None:
-            asked.__exit__()
+            plan = _joined(_planned(narrow, question), plan)
     return plan
 
 
@@ -281,33 +294,24 @@ def _joined(last: Plan, before: Plan) -> Plan:
     )
 
 
-def _planned(
-    config: TrainConfig,
-    target: str,
-    search: bool,
-    verify: bool,
-    time: bool,
-    finalists: int,
-    asked: Compiler,
-    report: Report,
-    on_tried: Callable[[Candidate], None],
-) -> Plan:
+def _planned(config: TrainConfig, question: _Question) -> Plan:
     """One round of `plan_training`."""
+    target, search = question.target, question.search
     every = list(candidates(config, target)) if search else [config]
-    report(f"{target}: {len(every)} {'candidates' if search else 'configuration'}, by formulas")
+    question.report(f"{target}: {len(every)} {'candidates' if search else 'configuration'}, by formulas")
     estimated = []
     for one in every:
         found = training_memory(one, target)
         estimated.append(Candidate(one, target, found.limit, found.total, formula=training_time(one, target, found)))
-    if search and time:
+    if search and question.time:
         estimated.sort(key=lambda candidate: candidate.formula.value if candidate.formula else 0.0)
-    kept = [c for c in estimated if not search or c.analytic.value <= MARGIN * c.limit]
-    finalists = finalists if search and verify and time else 1
-    tried = _tried(kept, asked, finalists, verify, time, search, report, on_tried)
+    kept: list[Candidate] = []
+    pruned: list[Candidate] = []
+    for one in estimated:
+        (pruned if search and one.analytic.value > MARGIN * one.limit else kept).append(one)
+    tried = _tried(kept, question)
     order = _ranked(tried.values())
-    pruned = [c for c in estimated if search and c.analytic.value > MARGIN * c.limit]
-    rest = [c for i, c in enumerate(kept) if i not in tried] + pruned
-    shown = [*order, *rest]
+    shown = [*order, *(c for i, c in enumerate(kept) if i not in tried), *pruned]
     best = front(shown)
     listed = tuple(c for i, c in enumerate(shown) if i < LISTED or i in best)
     left = len(kept) - len(tried)
@@ -335,21 +339,12 @@ def plan_of_tried(tried: Sequence[Candidate]) -> Plan:
     return Plan(order[0].target, order[0].limit, tuple(order), _chosen(order), 0, 0, len(order), interrupted=True)
 
 
-def _tried(
-    kept: Sequence[Candidate],
-    asked: Compiler,
-    finalists: int,
-    verify: bool,
-    time: bool,
-    search: bool,
-    report: Report,
-    on_tried: Callable[[Candidate], None],
-) -> dict[int, Candidate]:
+def _tried(kept: Sequence[Candidate], question: _Question) -> dict[int, Candidate]:
     """What the compiler says of candidates, by their places, until enough of them with different meshes fit."""
     tried: dict[int, Candidate] = {}
     too_large: dict[tuple[int, ...], float] = {}
     done: set[MeshSection] = set()
-    fastest, pace = math.inf, Pace(verify)
+    fastest, pace, finalists = math.inf, Pace(question.verify), question.finalists
     for place, candidate in enumerate(kept):
         mesh, formula = candidate.config.mesh, candidate.formula
         if formula is not None and formula.value >= fastest:
@@ -358,13 +353,13 @@ def _tried(
         if mesh in done or candidate.analytic.value >= too_large.get(axes, math.inf):
             continue
         try:
-            candidate = _asked(candidate, asked, verify, time, finalists, pace, report)
+            candidate = _asked(candidate, question, finalists, pace)
         except VishwamaiError as error:
-            if not search:
+            if not question.search:
                 raise
             candidate = dataclasses.replace(candidate, declined=str(error).splitlines()[0][:200])
         tried[place] = candidate
-        on_tried(candidate)
+        question.on_tried(candidate)
         if candidate.declined:
             done.add(mesh)
         elif not candidate.fits:
@@ -378,19 +373,18 @@ def _tried(
     return tried
 
 
-def _asked(
-    candidate: Candidate, asked: Compiler, verify: bool, time: bool, finalists: int, pace: Pace, report: Report
-) -> Candidate:
-    """The candidate with its probe; where it fits, with its compiled program's figures."""
-    report(f"{candidate.target}: probing {candidate.name} ({candidate.analytic})", pace.left(finalists))
+def _asked(candidate: Candidate, question: _Question, finalists: int, pace: Pace) -> Candidate:
+    """The candidate with its probe; where it fits, with its compiled program's figures. `finalists`: those left."""
+    target, compiler = candidate.target, question.compiler
+    question.report(f"{target}: probing {candidate.name} ({candidate.analytic})", pace.left(finalists))
     with timed(pace.probes):
-        program = trace_training(candidate.config, candidate.target)
-        candidate = dataclasses.replace(candidate, probe=asked.probe(program).total)
-    if not (candidate.fits and verify):
+        program = trace_training(candidate.config, target)
+        candidate = dataclasses.replace(candidate, probe=compiler.probe(program).total)
+    if not (candidate.fits and question.verify):
         return candidate
-    report(f"{candidate.target}: compiling {candidate.name} ({candidate.probe})", pace.left(finalists, probed=True))
+    question.report(f"{target}: compiling {candidate.name} ({candidate.probe})", pace.left(finalists, probed=True))
     with timed(pace.compilations):
-        if not time:
-            return dataclasses.replace(candidate, verified=asked.verify(program).total)
-        memory, found = time_program(asked, program)
+        if not question.time:
+            return dataclasses.replace(candidate, verified=compiler.verify(program).total)
+        memory, found = time_program(compiler, program)
     return dataclasses.replace(candidate, verified=memory.total, time=found)

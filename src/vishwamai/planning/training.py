@@ -100,8 +100,8 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
     asked = math.prod(dataclasses.astuple(config.mesh))
     if asked != devices:
         raise ConfigError(
-            f"config: {written(config.mesh)} is {asked} devices, but {target} has {devices}; set mesh.fsdp={devices}, "
-            "or search."
+            f"config: {written(config.mesh)} is {asked} device{'s' * (asked > 1)}, but {target} has {devices}; set "
+            f"mesh.fsdp={devices}, or search."
         )
     check_rows(config.mesh, config.batch_size, config.microbatches)
     if config.lora.rank and devices > 1:

@@ -125,7 +125,7 @@ class Layout:
 
     def _staged(self, path: Any) -> bool:
         """Whether a leaf belongs to layers that stages share out."""
-        return self.stages > 1 and any(in_layers(getattr(entry, "key", None)) for entry in path)
+        return self.stages > 1 and _of_layers(path)
 
     def shardings(self, tree: Tree, placed: bool = True) -> Tree:
         """A sharding for each leaf, as `specs`; on one device None."""
@@ -193,6 +193,20 @@ class Layout:
         return jax.tree_util.tree_map_with_path(
             lambda path, x: self.whole(parameter_name(path), x), arrays, is_leaf=_is_quantized
         )
+
+    def summed(self, gradients: Tree) -> Tree:
+        """Inside `over_devices`: the gradients of a microbatch, those that "fsdp" splits added up before others are.
+
+        The compiler for TPUs moves a sum over devices out of a loop that only adds its results up. For the embedding
+        and the head every device would then keep the whole gradient: on 16 devices, 3.6 GiB more of Llama 3 8B. The
+        gradients of layers come out of a loop of their own.
+        """
+
+        def one(path: Any, g: Any) -> Any:
+            split = split_axis(self.axes, parameter_name(path)) is not None
+            return jax.lax.optimization_barrier(g) if split and not _of_layers(path) else g
+
+        return jax.tree_util.tree_map_with_path(one, gradients)
 
     def whole(self, name: str, x: Any) -> Any:
         """Inside `over_devices`: one of them, an array or a `QTensor`, by its name."""
@@ -389,6 +403,11 @@ def _apart(axis: str, split: Sequence[str], names: Mapping[str, Names]) -> dict[
     rules = LogicalRules({**dict.fromkeys(LOGICAL_NAMES), **dict.fromkeys(split, axis)})
     specs = {name: tuple(rules.partition(of, where=name)) for name, of in names.items()}
     return {name: spec.index(axis) - len(spec) for name, spec in specs.items() if axis in spec}
+
+
+def _of_layers(path: Any) -> bool:
+    """Whether a leaf belongs to layers."""
+    return any(in_layers(getattr(entry, "key", None)) for entry in path)
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:

@@ -42,7 +42,6 @@ from vishwamai.training.stages import make_stages, moved
 from vishwamai.training.step import (
     Loss,
     TrainState,
-    accumulated,
     counted,
     initial_state,
     model_loss,
@@ -181,7 +180,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
         ranks, gather = ADAPTER_RANKS, functools.partial(whole, gather=layout.whole)
         params = initial_adapters(config.lora, parts.params, jax.random.key(config.seed), parts.ranks)
         frozen = layout.put(parts.params)
-    accumulate = accumulated if stages is None else pipelined
+    accumulate = None if stages is None else pipelined
     update, attach_scales = update_rule(config, params, ranks, layout.mesh_axes)
 
     def loss_under(policy: str) -> Any:

@@ -230,8 +230,18 @@ def counted(batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE) -> Any:
     return jnp.sum(batch["labels"] != IGNORED)
 
 
-def accumulated(loss: Loss, params: Tree, batch: dict[str, Any], scale: Any, *, microbatches: int) -> tuple[Tree, Tree]:
-    """Gradients of `scale * loss`, and the sums that `loss` reports, over equal parts of the batch in turn."""
+def accumulated(
+    loss: Loss,
+    params: Tree,
+    batch: dict[str, Any],
+    scale: Any,
+    *,
+    microbatches: int,
+    summed: Callable[[Tree], Tree] = lambda gradients: gradients,
+) -> tuple[Tree, Tree]:
+    """Gradients of `scale * loss`, and the sums that `loss` reports, over equal parts of the batch in turn; `summed` is
+    `Layout.summed`, of the gradients of a part.
+    """
 
     def part(batch: dict[str, Any]) -> tuple[Tree, Tree]:
         def scaled(params: Tree) -> tuple[Any, Any]:
@@ -250,7 +260,8 @@ def accumulated(loss: Loss, params: Tree, batch: dict[str, Any], scale: Any, *, 
         return jnp.maximum(total, one) if path[1] == jax.tree_util.DictKey(SCALES) else total + one
 
     def add(total: Tree, one: dict[str, Any]) -> tuple[Tree, None]:
-        return jax.tree_util.tree_map_with_path(join, total, part(one)), None
+        gradients, sums = part(one)
+        return jax.tree_util.tree_map_with_path(join, total, (summed(gradients), sums)), None
 
     shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
@@ -265,7 +276,7 @@ def train_step(
     optimizer: Optimizer,
     config: TrainConfig,
     layout: Layout | None = None,
-    accumulate: Callable[..., tuple[Tree, Tree]] = accumulated,
+    accumulate: Callable[..., tuple[Tree, Tree]] | None = None,
     frozen: Tree = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One step: gradients over the microbatches, clipping, the guard, the update, the average.
@@ -280,13 +291,15 @@ def train_step(
       optimizer: of `optimizers.optimizer`.
       config: read for its microbatches, clipping, guard and average.
       layout: the devices; None for one.
-      accumulate: gradients and sums over the microbatches: `accumulated`, or `stages.pipelined`.
+      accumulate: gradients and sums over the microbatches, such as `stages.pipelined`; None for `accumulated`.
       frozen: parameters without gradients, which `loss` takes by that name where there are some.
 
     Returns:
       The state after the step, and scalars: `loss`, `gradient_norm`, `tokens` (counted ones), `skips`, `skipped`; with
       experts also `load_balance`, `router_z`, and `overload` (the fullest expert's tokens, relative to the mean).
     """
+    layout = Layout() if layout is None else layout
+    over_parts = functools.partial(accumulated, summed=layout.summed) if accumulate is None else accumulate
     tokens = jnp.sum(batch["labels"] != IGNORED)
     scale = 1.0 / jnp.maximum(counted(batch), 1).astype(jnp.float32)
     trained = state.params
@@ -295,9 +308,8 @@ def train_step(
 
     def compute(params: Tree, batch: Tree, scale: Any, **frozen: Tree) -> tuple[Tree, Tree]:
         own = functools.partial(loss, **frozen) if frozen else loss
-        return accumulate(own, params, batch, scale, microbatches=config.microbatches)
+        return over_parts(own, params, batch, scale, microbatches=config.microbatches)
 
-    layout = Layout() if layout is None else layout
     of_all = layout.over_devices(compute, trained, frozen=frozen)
     gradients, sums = of_all(trained, batch, scale / layout.copies)
     counts = sums.pop(EXPERT_COUNTS, None)

@@ -8,12 +8,14 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from vishwamai.core.threads import in_main_thread
+
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[threading.Event]:
     """An event that SIGTERM and SIGINT set. Outside the main thread, which alone gets signals, it stays unset."""
     asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    if not in_main_thread():
         yield asked
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
