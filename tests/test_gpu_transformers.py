@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 import contract  # noqa: E402
 from triton_interpreter import interpreted  # noqa: E402
 from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
-from vishwamai.torch import transformers as ours  # noqa: E402
+from vishwamai.patch import attention as ours  # noqa: E402
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")]
 

@@ -335,6 +335,20 @@ def test_dispatch_and_back(capacity_factor):
     np.testing.assert_allclose(moe_combine(dispatch.rows, dispatch, routing), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_no_tokens(capacity_factor):
+    """They are dispatched to no rows, or to rows of zeros, and come back as none."""
+    tokens = jnp.zeros((0, 5))
+    routing = moe_routing(tokens, draw(5, 4))
+    dispatch = moe_dispatch(tokens, routing, capacity_factor=capacity_factor)
+    rows = 0 if capacity_factor is None else 4
+    np.testing.assert_array_equal(dispatch.rows, np.zeros((rows, 5)))
+    np.testing.assert_array_equal(dispatch.choice, np.zeros(rows))
+    assert moe_combine(dispatch.rows, dispatch, routing).shape == (0, 5)
+    weights = draw(4, 5, 6), draw(4, 5, 6), draw(4, 6, 5)
+    assert moe_layer(tokens, draw(5, 4), *weights, capacity_factor=capacity_factor).out.shape == (0, 5)
+
+
 @pytest.mark.parametrize("capacity_factor", [None, 0.5])
 def test_gradient_of_dispatch_and_combine(capacity_factor):
     """The gathers written for the gradients give what JAX makes of the definition by one-hot products."""

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import vishwamai.patch  # noqa: E402
-from vishwamai.core.errors import ShapeError  # noqa: E402
-from vishwamai.torch import transformers_modules as modules  # noqa: E402
+from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
+from vishwamai.patch import modules  # noqa: E402
 
 SIZES: dict[str, Any] = dict(
     vocab_size=48,
@@ -354,3 +354,19 @@ def test_errors():
         vishwamai.patch.transformers(model, norm="yes")  # pyright: ignore
     patched.undo()
     vishwamai.patch.transformers(model).undo()
+
+
+@pytest.mark.parametrize(
+    "call, function",
+    [
+        (lambda: vishwamai.patch.transformers(None), "transformers"),
+        (vishwamai.patch.register_attention, "register_attention"),
+    ],
+)
+def test_absent_torch_is_an_error_that_says_what_to_install(monkeypatch, call, function):
+    def absent(name):
+        raise ImportError(f"No module named 'torch', asked for by {name}")
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(UnsupportedError, match=rf"patch.{function}: No module named 'torch'.*vishwamai\[torch\]"):
+        call()

@@ -13,7 +13,8 @@ import vishwamai
 from test_training import LLAMA, small
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.training.config import MeshSection
-from vishwamai.training.fp8 import SCALES, TENSORS, FP8Optimizer, FP8Weight, Recipe
+from vishwamai.training.fp8 import SCALES, FP8Optimizer
+from vishwamai.training.fp8_products import TENSORS, FP8Weight, Recipe
 from vishwamai.training.mesh import make_layout
 from vishwamai.training.run import train
 from vishwamai.training.step import accumulated

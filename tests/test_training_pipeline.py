@@ -19,7 +19,8 @@ from vishwamai.parallel.pipeline.generators import GENERATORS
 from vishwamai.planning.search import candidates
 from vishwamai.planning.training import on_slice
 from vishwamai.training.config import MeshSection, PipelineSection, TrainConfig
-from vishwamai.training.fp8 import TENSORS, FP8Optimizer
+from vishwamai.training.fp8 import FP8Optimizer
+from vishwamai.training.fp8_products import TENSORS
 from vishwamai.training.mesh import make_layout
 from vishwamai.training.records import read_records
 from vishwamai.training.run import train

@@ -11,7 +11,7 @@ import yaml
 from test_processes import finish, start
 from test_training import LLAMA, small, small_values, tensors
 from vishwamai.training.config_file import from_dict
-from vishwamai.training.mesh import Layout
+from vishwamai.training.layout import Layout
 from vishwamai.training.records import read_records
 from vishwamai.training.run import train
 
@@ -134,7 +134,7 @@ class Device:
 def test_processes_read_the_rows_that_their_devices_have(shape, processes, reader):
     from types import SimpleNamespace
 
-    from vishwamai.training.mesh import ALL
+    from vishwamai.training.layout import ALL
 
     devices = np.array([Device(p) for p in processes]).reshape(shape)
     layout = Layout(SimpleNamespace(devices=devices, shape=dict(zip(ALL, shape))))  # pyright: ignore[reportArgumentType]

@@ -6,6 +6,7 @@ Such a formula takes its functions from `namespace(x)` and uses only those that 
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -32,7 +33,12 @@ def cast(x: Any, dtype: Any) -> Any:
     """
     if gpu.framework(x) != "torch":
         return x.astype(dtype)
-    return x.to(getattr(sys.modules["torch"], jnp.dtype(dtype).name))
+    return x.to(_torch_dtype(dtype))
+
+
+@functools.cache
+def _torch_dtype(dtype: Any) -> Any:
+    return getattr(sys.modules["torch"], jnp.dtype(dtype).name)
 
 
 def padded(x: Any, axis: int, count: int) -> Any:
@@ -49,3 +55,55 @@ def padded(x: Any, axis: int, count: int) -> Any:
 def widened(x: Any) -> Any:
     """The array in float32, or in float64 where it has that."""
     return cast(x, jnp.promote_types(array_spec(x).dtype, jnp.float32))
+
+
+def numbers(count: int, like: Any) -> Any:
+    """0 ... count - 1, int32, on the device of `like` if that is torch's.
+
+    >>> numbers(3, jnp.ones(2)).tolist()
+    [0, 1, 2]
+    """
+    if gpu.framework(like) != "torch":
+        return jnp.arange(count, dtype=jnp.int32)
+    torch = sys.modules["torch"]
+    return torch.arange(count, dtype=torch.int32, device=like.device)
+
+
+def fetched(x: Any, index: Any, fill: float = 0) -> Any:
+    """Entries of x along its first axis; `fill` where the index is past its end.
+
+    >>> fetched(jnp.array([5, 7]), jnp.array([1, 2, 0])).tolist()
+    [7, 0, 5]
+    """
+    if gpu.framework(x) != "torch":
+        if not x.shape[0]:  # of which JAX gathers nothing
+            return jnp.full((*index.shape, *x.shape[1:]), fill, x.dtype)
+        return jnp.asarray(x).at[index].get(mode="fill", fill_value=fill)
+    end = x.new_full((1, *x.shape[1:]), fill)
+    return sys.modules["torch"].cat([x, end])[index.clamp(max=x.shape[0])]
+
+
+def counted(bins: Any, count: int) -> Any:
+    """How often each of `count` numbers is in a vector of integers, int32.
+
+    >>> counted(jnp.array([2, 0, 2]), 3).tolist()
+    [1, 0, 2]
+    """
+    if gpu.framework(bins) != "torch":
+        return jnp.zeros(count, jnp.int32).at[bins].add(1)
+    torch = sys.modules["torch"]
+    ones = torch.ones_like(bins, dtype=torch.int32)
+    return ones.new_zeros(count).scatter_add(0, bins.long(), ones)
+
+
+def inverse(order: Any) -> Any:
+    """Where each number is in a permutation: int32, of torch int64, which it is faster with.
+
+    >>> inverse(jnp.array([2, 0, 1])).tolist()
+    [1, 2, 0]
+    """
+    if gpu.framework(order) != "torch":
+        places = numbers(order.shape[0], order)
+        return jnp.zeros_like(places).at[order].set(places, unique_indices=True)
+    places = sys.modules["torch"].arange(order.shape[0], device=order.device)
+    return places.scatter(0, order, places)

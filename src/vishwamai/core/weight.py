@@ -9,7 +9,8 @@ from typing import Any
 class Weight(abc.ABC):
     """What stands for a matrix `[in, out]`, or for a stack of them by expert, and knows how to multiply with it.
 
-    `vishwamai.training.fp8` has one: products of 8-bit floats. It is a pytree, and its gradient is one like it.
+    `vishwamai.training.fp8_products` has one: products of 8-bit floats. It is a pytree, and its gradient is one like
+    it.
     """
 
     @property

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vishwamai.models.checkpoint import from_pretrained, save_pretrained
-    from vishwamai.models.config import LayerKind, ModelConfig, Rope, read_config
+    from vishwamai.models.config import ModelConfig, read_config
     from vishwamai.models.decoder import Decoder
     from vishwamai.models.embedding import SentenceEncoder
     from vishwamai.models.generation import GenerationConfig, read_generation_config
+    from vishwamai.models.layer_kinds import LayerKind, Rope
     from vishwamai.models.packing import pack_weights
     from vishwamai.models.pages import PagedBatch, page_shapes
     from vishwamai.models.pooling import Pooling
@@ -23,11 +24,11 @@ _MODULES = {
     "Decoder": "decoder",
     "Detokenizer": "tokenizer",
     "GenerationConfig": "generation",
-    "LayerKind": "config",
+    "LayerKind": "layer_kinds",
     "ModelConfig": "config",
     "PagedBatch": "pages",
     "Pooling": "pooling",
-    "Rope": "config",
+    "Rope": "layer_kinds",
     "SentenceEncoder": "embedding",
     "Tokenizer": "tokenizer",
     "from_pretrained": "checkpoint",

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import vishwamai
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import Attend, Rotate
-from vishwamai.models.config import LayerKind, ModelConfig, Rope
+from vishwamai.models.config import ModelConfig
+from vishwamai.models.layer_kinds import LayerKind, Rope
 from vishwamai.models.pages import PagedBatch, QuantizedPages
 from vishwamai.ops.attention.ring import ring_attention
 from vishwamai.ops.rope import LongRopeScaling

@@ -18,9 +18,10 @@ import vishwamai
 from vishwamai.core.weight import Weight
 from vishwamai.models.activation import activate
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.config import LayerKind, ModelConfig, Rope
+from vishwamai.models.config import ModelConfig
 from vishwamai.models.experts import ExpertLoad, mixture
 from vishwamai.models.latent import latent_attention
+from vishwamai.models.layer_kinds import LayerKind, Rope
 
 Arrays = Mapping[str, Any]
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.config import Latent, LayerKind, ModelConfig
+from vishwamai.models.config import Latent, ModelConfig
+from vishwamai.models.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
     from vishwamai.models.blocks import Attend, Rotate

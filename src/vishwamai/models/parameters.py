@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from vishwamai.models.config import Experts, Latent, LayerKind, ModelConfig
+from vishwamai.models.config import Experts, Latent, ModelConfig
+from vishwamai.models.layer_kinds import LayerKind
 
 LOGICAL_NAMES = ("vocab", "embed", "heads", "kv_heads", "mlp", "experts")
 """All names of axes that the tables use; rules (`vishwamai.parallel.LogicalRules`) map them to mesh axes."""

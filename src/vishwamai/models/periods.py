@@ -10,7 +10,8 @@ import dataclasses
 
 import jax
 
-from vishwamai.models.config import LayerKind, ModelConfig
+from vishwamai.models.config import ModelConfig
+from vishwamai.models.layer_kinds import LayerKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ def stacks_layers(stacked: bool | None) -> bool:
 def segments(config: ModelConfig, stacked: bool | None = None) -> tuple[Segment, ...]:
     """The layers as segments: each alone, or as the longest repeating runs, the shortest period first.
 
-    >>> from vishwamai.models.config import LayerKind
+    >>> from vishwamai.models.layer_kinds import LayerKind
     >>> [(s.repeats, len(s.kinds)) for s in _runs((LayerKind(4), LayerKind()) * 3 + (LayerKind(4),))]
     [(3, 2), (1, 1)]
     """

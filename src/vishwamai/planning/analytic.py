@@ -25,7 +25,8 @@ from vishwamai.planning.serving import Serving, size
 from vishwamai.planning.training import TrainingStep, on_slice, share_of, training_step
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
-from vishwamai.training.mesh import Layout, batch_specs, make_layout, row_parts
+from vishwamai.training.layout import Layout, batch_specs
+from vishwamai.training.mesh import make_layout, row_parts
 
 Tree = Any
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "temporaries")

@@ -20,7 +20,8 @@ from vishwamai.ops.moe.exchange_times import pays
 from vishwamai.parallel import ExchangeEstimate, estimate_exchange
 from vishwamai.planning.mesh_links import links_of
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.mesh import TOKENS, row_parts
+from vishwamai.training.layout import TOKENS
+from vishwamai.training.mesh import row_parts
 
 Split = Mapping[tuple[str, ...], float]
 """Bytes of a device's trained parameters, by the mesh axes that split them."""

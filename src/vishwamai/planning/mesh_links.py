@@ -15,7 +15,7 @@ from vishwamai.core.links import AxisLinks, box_links
 from vishwamai.core.target import Target
 from vishwamai.parallel.mesh import on_sides
 from vishwamai.training.config import MeshSection
-from vishwamai.training.mesh import ALL
+from vishwamai.training.layout import ALL
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,9 @@ from vishwamai.models import Decoder, ModelConfig, read_config
 from vishwamai.models.checkpoint import quantized
 from vishwamai.planning.program import Program, trace
 from vishwamai.training.config import TrainConfig
+from vishwamai.training.layout import Layout, batch_spec
 from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
-from vishwamai.training.mesh import Layout, batch_spec, check_rows, check_units, make_layout, over_all_devices, written
+from vishwamai.training.mesh import check_rows, check_units, make_layout, over_all_devices, written
 from vishwamai.training.model import ModelParts, split
 from vishwamai.training.packing import REFERENCE
 from vishwamai.training.remat import checkpoint_policy

@@ -23,13 +23,12 @@ from vishwamai.ops.attention.spec import BSHD, SIGNATURE, Operands, Outputs
 from vishwamai.torch import bridge
 from vishwamai.torch.attention_options import (
     OperatorOptions,
-    blocks_of,
     constant_slopes,
     described,
+    mask_of,
     planned,
     requested,
     statistics_dtype,
-    text_of,
 )
 from vishwamai.torch.operator import TorchOperator
 
@@ -151,7 +150,7 @@ _attention = TorchOperator(
     lazy=("bias",),
     forward=forward,
     backward=backward,
-    option_values={"blocks": blocks_of},
+    option_values={"blocks": mask_of},
 )
 
 
@@ -228,7 +227,8 @@ def _attend(
 
 @torch.compiler.assume_constant_result
 def _text(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_len: int) -> str | None:
-    return text_of(check_blocks(block_mask, block_size, heads, q_len, kv_len))
+    found = check_blocks(block_mask, block_size, heads, q_len, kv_len)
+    return None if found is None else found.to_text()
 
 
 def block_sparse_attention(

@@ -4,13 +4,10 @@ packed attention have them in common.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import functools
-import io
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,7 +136,12 @@ def _described(arrays: Operands, options: tuple[Any, ...]) -> AttentionSpec:
     if seed is not None and tuple(seed.shape) != (spec.batch, spec.q_heads, 2):
         raise ShapeError(f"attention: `dropout_seed` has shape {seed.shape}; pass [batch, heads, 2].")
     sizes = spec.q_heads, spec.q_len, spec.kv_len
-    return dataclasses.replace(spec, blocks=check_blocks(blocks_of(blocks), None, *sizes))
+    return dataclasses.replace(spec, blocks=check_blocks(mask_of(blocks), None, *sizes))
+
+
+def mask_of(blocks: str | None) -> BlockMask | None:
+    """The mask of an operator's option `blocks`."""
+    return None if blocks is None else BlockMask.from_text(blocks)
 
 
 def planned(spec: AttentionSpec, tensor: Tensor, options: OperatorOptions) -> Plan:
@@ -149,26 +151,6 @@ def planned(spec: AttentionSpec, tensor: Tensor, options: OperatorOptions) -> Pl
         fields: Any = [bool(n) if f.type == "bool" else n for n, f in zip(options.config, _CONFIG, strict=True)]
         wanted = AttentionGpuConfig(*fields)
     return bridge.choose(ATTENTION, spec, tensor, config=wanted, implementation=options.implementation)
-
-
-@functools.lru_cache(maxsize=64)
-def text_of(blocks: BlockMask | None) -> str | None:
-    """A mask as the text that an operator takes."""
-    if blocks is None:
-        return None
-    packed = io.BytesIO()
-    np.savez_compressed(packed, size=blocks.block_size, codes=blocks.codes, patterns=blocks.patterns)
-    return base64.b64encode(packed.getvalue()).decode()
-
-
-@functools.lru_cache(maxsize=64)
-def blocks_of(text: str | None) -> BlockMask | None:
-    """The mask of a text."""
-    if text is None:
-        return None
-    found = np.load(io.BytesIO(base64.b64decode(text)))
-    rows, columns = found["size"].tolist()
-    return BlockMask((rows, columns), found["codes"], found["patterns"])
 
 
 def statistics_dtype(call: Any) -> tuple[torch.dtype, torch.dtype]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from torch import Tensor
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.matmul.api import MATMUL
-from vishwamai.ops.matmul.layout import BatchLayout, make_spec, signature
+from vishwamai.ops.matmul.layout import make_spec, signature
 from vishwamai.ops.matmul.quantized import check_quantized
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, compute_dtype
 from vishwamai.torch import bridge
@@ -39,25 +38,6 @@ def _pack(spec: MatmulSpec, tensors: Operands) -> Operands:
     return Operands(*(None if x is None else x.contiguous() for x in laid))
 
 
-def _returned(layout: BatchLayout, gradient: Tensor, like: Tensor, core: int, per_row: bool) -> Tensor:
-    """A gradient in the op's own layout in the shape of the caller's tensor, summed where that was shared.
-
-    Args:
-      core: axes behind the batch axes: 2 of a matrix, 1 of a vector.
-      per_row: the vector has a number for each row of a product (or one for all).
-    """
-    lead = (1,) * (len(layout.batch) - (like.dim() - core)) + tuple(like.shape[: like.dim() - core])
-    target = (*lead, *like.shape[like.dim() - core :]) if like.dim() else (1,) * (len(layout.batch) + core)
-    outer = layout.outer if gradient.shape[0] != 1 else (1,) * len(layout.outer)
-    inner = target[len(layout.outer) : len(layout.batch)]
-    rest = list(gradient.shape[1:])
-    if per_row and rest[0] != 1:  # laid out for every row, whatever the caller's vector shares
-        inner, rest = layout.inner, [layout.m]
-    elif math.prod(inner) != 1:
-        rest[0] //= math.prod(inner)
-    return gradient.reshape(*outer, *inner, *rest).sum_to_size(target).reshape(like.shape)
-
-
 def _unpack(spec: MatmulSpec, gradients: Operands, tensors: Operands) -> Operands:
     """The gradients in the shapes of the caller's tensors."""
     layout = signature(spec.transpose_a, spec.transpose_b).layout(tensors)
@@ -65,7 +45,8 @@ def _unpack(spec: MatmulSpec, gradients: Operands, tensors: Operands) -> Operand
     def back(gradient: Tensor | None, x: Tensor | None, core: int, per_row: bool) -> Tensor | None:
         if x is None or gradient is None or not x.is_floating_point():
             return None
-        return _returned(layout, gradient, x, core, per_row).to(x.dtype)
+        expanded, summed = layout.gradient_shapes(tuple(gradient.shape), tuple(x.shape), core, per_row)
+        return gradient.reshape(expanded).sum_to_size(summed).reshape(x.shape).to(x.dtype)
 
     return Operands(*map(back, gradients, tensors, (2, 2, 1, 1, 1), (False, False, False, True, False)))
 

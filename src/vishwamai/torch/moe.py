@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vishwamai.core.arrays import counted, fetched
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.ops.moe.api import MOE
-from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch
+from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch, sort_choices
 from vishwamai.ops.moe.layer import CLAMPED, MoEOutput, check_layer
 from vishwamai.ops.moe.routing import GROUP_SCORES, Routing, check_routing
 from vishwamai.ops.moe.spec import SIGNATURE, Outputs, describe, unpack_weights
@@ -118,8 +119,7 @@ def moe_routing(
     weights = scores.gather(1, chosen)
     if normalize:
         weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-20)
-    flat = chosen.flatten()
-    counts = torch.zeros(experts, dtype=torch.int32, device=x.device).scatter_add(0, flat, torch.ones_like(flat).int())
+    counts = counted(chosen.flatten(), experts)
     shares = scores if scoring == "softmax" else scores / scores.sum(1, keepdim=True).clamp(min=1e-20)
     number = max(1, x.shape[0])
     balance = experts * (counts.float() / (number * top_k) * shares.sum(0) / number).sum()
@@ -143,32 +143,11 @@ def moe_dispatch(tokens: Tensor, routing: Routing, *, capacity_factor: float | N
     check_dispatch(tokens, routing, capacity_factor)
     count, top_k = routing.experts.shape
     bins = routing.expert_counts.shape[0]
-    flat = routing.experts.T.flatten().long()  # all first choices, then all second ones
-    order = flat.argsort(stable=True)
-    total = torch.arange(flat.numel(), device=flat.device)
-    sizes = routing.expert_counts.long()
-    starts = sizes.cumsum(0) - sizes
-    at = torch.empty_like(order).scatter(0, order, total)
-    choice = order % max(1, count) * top_k + order // max(1, count)
-    if capacity_factor is None:
-        place, dropped = at, torch.zeros((), dtype=torch.int32, device=flat.device)
-    else:
-        capacity = capacity_of(count, top_k, bins, capacity_factor)
-        rank = at - starts[flat]
-        place = torch.where(rank < capacity, flat * capacity + rank, bins * capacity)
-        slots = torch.arange(capacity, device=flat.device)
-        source = torch.where(slots < sizes[:, None], starts[:, None] + slots, flat.numel()).flatten()
-        choice = torch.cat([choice, choice.new_full((1,), flat.numel())])[source]
-        dropped = (sizes - capacity).clamp(min=0).sum().int()
-        sizes = torch.full_like(sizes, capacity)
-    place = place.reshape(top_k, count).T.int()
+    capacity = None if capacity_factor is None else capacity_of(count, top_k, bins, capacity_factor)
+    wide = routing.experts.long(), routing.expert_counts.long()  # as torch reads indices
+    sizes, choice, place, dropped = sort_choices(wide[0], bins, capacity, wide[1])
     rows = _Gather.apply(tokens.reshape(-1, tokens.shape[-1]), choice // top_k, place)
-    return Dispatch(rows, sizes.int(), choice.int(), place, dropped)
-
-
-def _fetch(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x; zeros where the index is past its end."""
-    return torch.cat([x, x.new_zeros(1, x.shape[1])])[index.clamp(max=x.shape[0])]
+    return Dispatch(rows, sizes.int(), choice, place, dropped)
 
 
 class _Gather(torch.autograd.Function):
@@ -178,7 +157,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, index: Tensor, back: Tensor) -> Tensor:
-        return _fetch(x, index)
+        return fetched(x, index)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -187,7 +166,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         (g,), (back,) = cotangents, ctx.saved_tensors
-        found = _fetch(g.flatten(0, -2), back)
+        found = fetched(g.flatten(0, -2), back)
         if back.dim() == 2:
             found = found.to(torch.promote_types(g.dtype, torch.float32)).sum(1).to(g.dtype)
         return found, None, None
@@ -205,7 +184,7 @@ def moe_combine(rows: Tensor, dispatch: Dispatch, routing: Routing) -> Tensor:
     """
     check_combine(rows, dispatch, routing)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    each: Any = _Gather.apply(rows, dispatch.place.long(), dispatch.choice.long())
+    each: Any = _Gather.apply(rows, dispatch.place, dispatch.choice)
     return (each.to(wide) * routing.weights.to(wide)[..., None]).sum(1).to(rows.dtype)
 
 

@@ -8,7 +8,7 @@ sequences and nothing is said to the host. On the CPU the sequences are computed
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import torch
@@ -24,6 +24,7 @@ from vishwamai.ops.attention.api import ATTENTION
 from vishwamai.ops.attention.gpu_memory import PLAIN, Packed, Placement
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
+from vishwamai.ops.attention.varlen import NAME, check_starts
 from vishwamai.torch import attention, bridge
 from vishwamai.torch.attention_options import (
     OperatorOptions,
@@ -34,8 +35,6 @@ from vishwamai.torch.attention_options import (
     statistics_dtype,
 )
 from vishwamai.torch.operator import TorchOperator
-
-NAME = "flash_attention_varlen"
 
 
 class Tensors(NamedTuple):
@@ -51,10 +50,6 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Annotated[Any, "starts"]
 
 
-def _fail(text: str) -> NoReturn:
-    raise ShapeError(f"{NAME}: {text}")
-
-
 _SIGNATURE = Signature(
     dims.declared(Tensors), Outputs("total_q heads v_dim", "heads total_q"), labels={"slopes": "alibi_slopes"}
 )
@@ -66,18 +61,13 @@ def _check(given: Tensors) -> None:
     _SIGNATURE.check(NAME, given._replace(dropout_seed=None))
     for name, x in (("cu_seqlens_q", given.cu_seqlens_q), ("cu_seqlens_k", given.cu_seqlens_k)):
         if x.shape[0] < 2 or not jnp.issubdtype(x.dtype, jnp.integer):
-            _fail(f"`{name}` is {x}; pass integers [batch + 1], from 0 to the last sequence's end.")
+            raise ShapeError(f"{NAME}: `{name}` is {x}; pass integers [batch + 1], from 0 to the last sequence's end.")
 
 
-def _starts(name: str, starts: Tensor, longest: int, total: int) -> list[int]:
+def _starts(side: str, starts: Tensor, longest: int, total: int) -> list[int]:
     """The starts as numbers, checked; for tensors on the CPU, where they can be read."""
-    values = starts.tolist()
-    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
-    if values[0] != 0 or min(lengths) < 0 or values[-1] > total:
-        _fail(f"`cu_seqlens_{name}` is {values[:8]} ...; pass starts that rise from 0 to {total} at most.")
-    if max(lengths) > longest:
-        _fail(f"`max_seqlen_{name}` is {longest}, but a sequence has {max(lengths)} positions; pass the longest.")
-    return values
+    check_starts(side, longest, total, starts.numpy())
+    return starts.tolist()
 
 
 def _describe(operands: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: OperatorOptions) -> AttentionSpec:

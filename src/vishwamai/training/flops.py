@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from vishwamai.core.config import ambient_target
-from vishwamai.models.config import LayerKind, ModelConfig
+from vishwamai.models.config import ModelConfig
+from vishwamai.models.layer_kinds import LayerKind
 from vishwamai.models.parameters import Parameter, layer_parameters, top_parameters
 
 

@@ -1,63 +1,38 @@
 """Training with products of 8-bit floats: e4m3 forward, e5m2 gradients, and the scales that keep both in range.
 
-Micikevicius et al., "FP8 Formats for Deep Learning" (2022). A layer's products go through `vishwamai.gemm` on 8-bit
-operands; those of its experts through `vishwamai.grouped_gemm`, whose kernels take 8-bit values widened to bfloat16,
-which is exact. Embedding, head, router, norms and attention stay as they are.
+Micikevicius et al., "FP8 Formats for Deep Learning" (2022). The matrices of a layer and of its experts multiply by
+`fp8_products`. Embedding, head, router, norms and attention stay as they are.
 
 Each product has three scales: of its input, its weight and the gradient of its result. "delayed" takes them from the
 largest magnitudes of earlier steps; "current" from the tensor itself; "block" gives one to every 128 numbers along the
 contracted axis, with e4m3 gradients: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.3.
 
-The magnitudes of a step come out of its backward pass as the gradients of the scales, so that they pass through `scan`,
-`jax.checkpoint` and `shard_map` as gradients do; they are joined by the maximum where gradients are added.
+The magnitudes of a step come out of its backward pass as the gradients of the scales.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-import vishwamai
 from vishwamai.core.arguments import checks_its_own
 from vishwamai.core.errors import ConfigError
-from vishwamai.core.weight import Weight
 from vishwamai.training.adam import kept_where
+from vishwamai.training.fp8_products import E4M3, E5M2, TENSORS, FP8Weight, Recipe, Scaling, scale_of
 from vishwamai.training.optimizers import path_names
 
 Tree = Any
-Scaling = Literal["delayed", "current", "block"]
 
 SCALES = "fp8"
 """Key of the scales in a tree of parameters; their gradients are the largest magnitudes."""
 
-TENSORS = ("input", "weight", "gradient")
-"""What has a scale in every product."""
-
-BLOCK = 128
-_E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _MATRICES = r"/(query|key|value|output|gate|up|down|(query|latent)_down|query_up|(expert|shared)_(gate|up|down))$"
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How operands are rounded.
-
-    Attributes:
-      scaling: where scales come from.
-      margin: a scale maps `(1 + margin)` times the largest magnitude to the format's largest number.
-      axes: inside `shard_map`, the mesh axes over which rows are split; "current" scales are those of all rows.
-    """
-
-    scaling: Scaling = "delayed"
-    margin: float = 0.01
-    axes: tuple[str, ...] = ()
 
 
 class FP8State(NamedTuple):
@@ -203,41 +178,9 @@ class FP8Optimizer:
         return found
 
     def _scale(self, path: Any, history: Any, before: Any) -> Any:
-        form = _E5M2 if path[-1].key == "gradient" else _E4M3
-        now = _scale_of(history.max(axis=-1), form, self.margin)
+        form = E5M2 if path[-1].key == "gradient" else E4M3
+        now = scale_of(history.max(axis=-1), form, self.margin)
         return now if self.dynamic_scale else jnp.where(before > 0, before, now)
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("weight", "scales"), meta_fields=("recipe",))
-@dataclasses.dataclass(frozen=True)
-class FP8Weight(Weight):
-    """A matrix whose products are those of 8-bit floats.
-
-    Attributes:
-      weight: `[in, out]`, or `[experts, in, out]`, in the dtype of the parameters.
-      scales: of `TENSORS`, float32 scalars, or empty.
-      recipe: how operands are rounded.
-    """
-
-    weight: Any
-    scales: dict[str, Any]
-    recipe: Recipe
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.weight.dtype
-
-    def product(self, x: Any, out_dtype: Any) -> Any:
-        form = _Form(self.recipe, x.dtype, self.weight.dtype, jnp.dtype(out_dtype))
-        return _product(form, x, self.weight, self.scales)
-
-    def grouped(self, x: Any, group_sizes: Any) -> Any:
-        form = _Form(self.recipe, x.dtype, self.weight.dtype, x.dtype)
-        return _grouped(form, x, self.weight, self.scales, group_sizes)
 
 
 def attach(trained: Tree, recipe: Recipe, is_target: Callable[[str], bool]) -> Tree:
@@ -269,141 +212,3 @@ def detach(attached: Tree) -> Tree:
 def are_scales(attached: Tree) -> Tree:
     """For each leaf of what `attach` gives, whether it is a scale, whose gradients are joined by the maximum."""
     return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.GetAttrKey("scales") in path, attached)
-
-
-class _Form(NamedTuple):
-    """What of a product is known when it is traced."""
-
-    recipe: Recipe
-    input: Any
-    weight: Any
-    out: Any
-
-
-def _scale_of(largest: Any, form: Any, margin: float) -> Any:
-    """What values of the format are multiplied by; 1 where all are 0."""
-    scale = largest * ((1 + margin) / float(jnp.finfo(form).max))
-    return jnp.where(scale > 0, scale, 1.0).astype(jnp.float32)
-
-
-class _Narrow(NamedTuple):
-    """Values in 8 bits, their scale, and the largest magnitude of what they stand for."""
-
-    values: Any
-    scale: Any
-    largest: Any
-
-
-def _narrow(recipe: Recipe, x: Any, scale: Any, form: Any) -> _Narrow:
-    """Rounds an array to 8 bits; what is beyond the format's largest number becomes it, and NaN stays NaN."""
-    wide = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), initial=0.0)
-    if recipe.axes and recipe.scaling == "current":
-        largest = jax.lax.pmax(largest, recipe.axes)
-    now = _scale_of(largest, form, recipe.margin)
-    used = now if scale is None else jnp.where(scale > 0, scale, now)
-    limit = float(jnp.finfo(form).max)
-    return _Narrow(jnp.clip(wide / used, -limit, limit).astype(form), used, largest)
-
-
-def _blocks(x: Any, axis: int) -> Any:
-    """A `QTensor` of e4m3 with a scale for every 128 numbers along `axis`."""
-    return vishwamai.quantize(x, "fp8_e4m3", axis=axis, block_size=BLOCK)
-
-
-def _flat(x: Any) -> Any:
-    return x.reshape(-1, x.shape[-1])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(form: _Form, x: Any, weight: Any, scales: dict[str, Any]) -> Any:
-    return _product_forward(form, x, weight, scales)[0]
-
-
-def _product_forward(form: _Form, x: Any, weight: Any, scales: dict[str, Any]) -> tuple[Any, Any]:
-    if form.recipe.scaling == "block":
-        return vishwamai.gemm(_blocks(x, -1), _blocks(weight, -2), out_dtype=form.out), (x, weight)
-    a = _narrow(form.recipe, x, scales.get("input"), _E4M3)
-    b = _narrow(form.recipe, weight, scales.get("weight"), _E4M3)
-    out = vishwamai.gemm(a.values, b.values, scale_a=a.scale, scale_b=b.scale, out_dtype=form.out)
-    return out, (a, b, scales.get("gradient"))
-
-
-def _product_backward(form: _Form, saved: Any, g: Any) -> tuple[Any, Any, dict[str, Any]]:
-    if form.recipe.scaling == "block":
-        x, weight = saved
-        dx = vishwamai.gemm(_blocks(g, -1), _blocks(weight, -1), transpose_b=True, out_dtype=form.input)
-        rows, given = _flat(x), _flat(g)
-        dw = vishwamai.gemm(_blocks(rows, -2), _blocks(given, -2), transpose_a=True, out_dtype=form.weight)
-        return dx, dw, {}
-    a, b, scale = saved
-    c = _narrow(form.recipe, g, scale, _E5M2)
-    dx = vishwamai.gemm(c.values, b.values, transpose_b=True, scale_a=c.scale, scale_b=b.scale, out_dtype=form.input)
-    dw = vishwamai.gemm(
-        _flat(a.values), _flat(c.values), transpose_a=True, scale_a=a.scale, scale_b=c.scale, out_dtype=form.weight
-    )
-    return dx, dw, _found(form, a, b, c)
-
-
-def _found(form: _Form, a: _Narrow, b: _Narrow, c: _Narrow) -> dict[str, Any]:
-    """The gradients of the scales: the largest magnitudes."""
-    return dict(zip(TENSORS, (a.largest, b.largest, c.largest))) if form.recipe.scaling == "delayed" else {}
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(form: _Form, x: Any, weight: Any, scales: dict[str, Any], sizes: Any) -> Any:
-    return _grouped_forward(form, x, weight, scales, sizes)[0]
-
-
-def _rounded(recipe: Recipe, x: Any, scale: Any, kind: Any, axis: int) -> _Narrow:
-    """Values of 8 bits as bfloat16, which holds them exactly; with scales for blocks, rounded with their scale."""
-    if recipe.scaling == "block":
-        return _Narrow(_blocks(x, axis).dequantize(jnp.bfloat16), jnp.float32(1.0), jnp.float32(0.0))
-    narrow = _narrow(recipe, x, scale, kind)
-    return narrow._replace(values=narrow.values.astype(jnp.bfloat16))
-
-
-def _grouped_forward(form: _Form, x: Any, weight: Any, scales: dict[str, Any], sizes: Any) -> tuple[Any, Any]:
-    a = _rounded(form.recipe, x, scales.get("input"), _E4M3, -1)
-    b = _rounded(form.recipe, weight, scales.get("weight"), _E4M3, -2)
-    out = vishwamai.grouped_gemm(a.values, b.values, sizes, out_dtype=jnp.float32) * (a.scale * b.scale)
-    again = (x, weight) if form.recipe.scaling == "block" else (_stored(a), _stored(b))
-    return out.astype(form.out), (*again, scales.get("gradient"), sizes)
-
-
-def _stored(narrow: _Narrow) -> _Narrow:
-    """With values of 8 bits again, as they lie in memory until the backward pass."""
-    return narrow._replace(values=narrow.values.astype(_E4M3))
-
-
-def _grouped_backward(form: _Form, saved: Any, g: Any) -> tuple[Any, Any, dict[str, Any], None]:
-    a, b, scale, sizes = saved
-    block = form.recipe.scaling == "block"
-    c = _rounded(form.recipe, g, scale, _E5M2, -1)
-    if block:
-        # Each of the two products contracts another axis, so each has operands of its own.
-        x, weight = a, b
-        to_x = (jnp.zeros_like(x, jnp.bfloat16), _rounded(form.recipe, weight, None, _E4M3, -1).values)
-        rows = _rounded(form.recipe, x, None, _E4M3, -2).values
-        to_weight = (rows, jnp.zeros_like(weight, jnp.bfloat16))
-        cotangents = c.values, _rounded(form.recipe, g, None, _E4M3, -2).values
-        factors = jnp.float32(1.0), jnp.float32(1.0)
-    else:
-        to_x = to_weight = (a.values.astype(jnp.bfloat16), b.values.astype(jnp.bfloat16))
-        cotangents = c.values, c.values
-        factors = c.scale * b.scale, c.scale * a.scale
-    dx = _pull(to_x, sizes, cotangents[0])[0].astype(jnp.float32) * factors[0]
-    dw = _pull(to_weight, sizes, cotangents[1])[1].astype(jnp.float32) * factors[1]
-    found = {} if block else _found(form, a, b, c)
-    return dx.astype(form.input), dw.astype(form.weight), found, None
-
-
-def _pull(operands: tuple[Any, Any], sizes: Any, cotangent: Any) -> tuple[Any, Any]:
-    """The gradients of a grouped product by its two operands; the one that is not used is not computed."""
-    return jax.vjp(lambda lhs, rhs: vishwamai.grouped_gemm(lhs, rhs, sizes), *operands)[1](cotangent)
-
-
-_grouped.defvjp(_grouped_forward, _grouped_backward)

@@ -23,7 +23,7 @@ from vishwamai.models.periods import Segment
 from vishwamai.parallel.pipeline.stage import Ends, run_stage, zeros_like
 from vishwamai.training.config import LossSection
 from vishwamai.training.fp8 import are_scales, detach
-from vishwamai.training.mesh import PIPELINE
+from vishwamai.training.layout import PIPELINE
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.parts import LAYERS
 from vishwamai.training.remat import layer_wrapper

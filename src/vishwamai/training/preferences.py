@@ -20,7 +20,7 @@ from vishwamai.models import Decoder
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import in_dtype
 from vishwamai.training.data import Batch, Corpus, PackedRows
-from vishwamai.training.mesh import Layout
+from vishwamai.training.layout import Layout
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.together import as_first, first_alone
 

@@ -28,8 +28,9 @@ from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
 from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, training_batches
 from vishwamai.training.flops import flops_per_token, peak_flops
+from vishwamai.training.layout import Layout
 from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
-from vishwamai.training.mesh import Layout, make_layout, over_all_devices
+from vishwamai.training.mesh import make_layout, over_all_devices
 from vishwamai.training.model import export, make_model
 from vishwamai.training.optimizers import schedule
 from vishwamai.training.pipelined import PipelinedLoss, pipelined

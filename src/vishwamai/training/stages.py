@@ -17,12 +17,13 @@ import numpy as np
 
 from vishwamai.core.errors import ConfigError, ScheduleError, UnsupportedError
 from vishwamai.core.numbers import divisors
-from vishwamai.models.config import LayerKind, ModelConfig
+from vishwamai.models.config import ModelConfig
+from vishwamai.models.layer_kinds import LayerKind
 from vishwamai.models.periods import Segment, segments
 from vishwamai.parallel import PipelineScheduler, Schedule
 from vishwamai.parallel.pipeline.ticks import Ticks, ticks_of
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.mesh import Layout
+from vishwamai.training.layout import Layout
 from vishwamai.training.optimizers import groups
 from vishwamai.training.parts import LAYERS, in_layers
 

@@ -21,7 +21,7 @@ from vishwamai.models.experts import ExpertLoad
 from vishwamai.training.adam import kept_where
 from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
-from vishwamai.training.mesh import Layout
+from vishwamai.training.layout import Layout
 from vishwamai.training.optimizers import optimizer
 from vishwamai.training.packing import IGNORED, REFERENCE
 from vishwamai.training.preferences import answer_logprobs, preference_loss

@@ -8,9 +8,11 @@ once.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import hashlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +66,23 @@ class BlockMask:
         (rows, columns), (heads, q_blocks, kv_blocks) = self.block_size, self.codes.shape
         live = np.count_nonzero(self.codes)
         return f"BlockMask({rows} x {columns}, heads {heads}, {q_blocks} x {kv_blocks} blocks, live {live})"
+
+    def to_text(self) -> str:
+        """The mask as a text, for those who cannot pass arrays on.
+
+        >>> blocks = BlockMask.from_blocks(np.eye(4, dtype=bool), (64, 64))
+        >>> BlockMask.from_text(blocks.to_text()) == blocks
+        True
+        """
+        return _written(self)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def from_text(text: str) -> BlockMask:
+        """The mask that `to_text` wrote."""
+        found = np.load(io.BytesIO(base64.b64decode(text)))
+        rows, columns = found["size"].tolist()
+        return BlockMask((rows, columns), found["codes"], found["patterns"])
 
     @property
     def heads(self) -> int:
@@ -136,6 +155,13 @@ class BlockMask:
         shown = np.any(kinds[self.codes], axis=1)  # [heads, kv_blocks, block_kv]
         block = np.minimum(np.arange(kv_len) // size, shown.shape[1] - 1)
         return shown[:, block, np.minimum(np.arange(kv_len) - block * size, size - 1)]
+
+
+@functools.lru_cache(maxsize=64)
+def _written(mask: BlockMask) -> str:
+    packed = io.BytesIO()
+    np.savez_compressed(packed, size=mask.block_size, codes=mask.codes, patterns=mask.patterns)
+    return base64.b64encode(packed.getvalue()).decode()
 
 
 @functools.lru_cache(maxsize=64)

@@ -108,7 +108,7 @@ def flash_attention_varlen(
                 f"`cu_seqlens_{side}` is {starts.dtype.name} of shape {tuple(starts.shape)}; pass integers "
                 "[sequences + 1], from 0 to the end of the last sequence."
             )
-        check_values(functools.partial(_check_starts, side, longest[side], totals[side]), given[side])
+        check_values(functools.partial(check_starts, side, longest[side], totals[side]), given[side])
     (q_starts, kv_starts), (total_q, total_k) = found.values(), totals.values()
     if q_starts.shape != kv_starts.shape:
         _fail(
@@ -165,7 +165,8 @@ def _positions(q_ids: Any, q_starts: Any, kv_starts: Any, bottom_right: bool) ->
     return jnp.arange(q_ids.shape[0], dtype=jnp.int32) + shift[jnp.minimum(q_ids, shift.shape[0] - 1)]
 
 
-def _check_starts(side: str, longest: int | None, total: int, starts: np.ndarray) -> None:
+def check_starts(side: str, longest: int | None, total: int, starts: np.ndarray) -> None:
+    """Raises ShapeError where the starts of the sequences of a side, "q" or "k", are not legal."""
     lengths = np.diff(starts)
     if starts[0] != 0 or lengths.min() < 0 or starts[-1] > total:
         _fail(f"`cu_seqlens_{side}` is {starts[:8].tolist()} ...; pass starts that rise from 0 to {total} at most.")

@@ -110,6 +110,32 @@ class BatchLayout:
         x, outer, _ = self._lead(x[None] if x.ndim == 0 else x, 1)
         return self._groups(x.reshape(*outer, x.shape[-1]), outer)
 
+    def gradient_shapes(
+        self, gradient: tuple[int, ...], like: tuple[int, ...], core: int, per_row: bool
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The way back from `matrix`, `per_row` and `per_column`, for the gradient of an operand.
+
+        Args:
+          gradient: its shape in the op's layout.
+          like: the shape of the caller's operand.
+          core: axes behind the batch axes: 2 of a matrix, 1 of a vector.
+          per_row: the vector has a number for each row of a product (or one for all).
+
+        Returns:
+          The gradient's shape with every batch axis, and the shape of what is left where the operand was shared, with
+          axes of 1 in front of the operand's own.
+        """
+        lead = (1,) * (len(self.batch) - (len(like) - core)) + like[: len(like) - core]
+        target = (*lead, *like[len(like) - core :]) if like else (1,) * (len(self.batch) + core)
+        outer = self.outer if gradient[0] != 1 else (1,) * len(self.outer)
+        inner = target[len(self.outer) : len(self.batch)]
+        rest = list(gradient[1:])
+        if per_row and rest[0] != 1:  # laid out for every row, whatever the caller's vector shares
+            inner, rest = self.inner, [self.m]
+        elif math.prod(inner) != 1:
+            rest[0] //= math.prod(inner)
+        return (*outer, *inner, *rest), target
+
 
 def plan_layout(
     batch: tuple[int, ...],

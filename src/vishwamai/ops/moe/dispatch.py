@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.arguments import checked, checks_its_own
+from vishwamai.core.arrays import cast, counted, fetched, inverse, namespace, numbers
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import as_array
@@ -44,21 +45,16 @@ class Dispatch(NamedTuple):
     dropped: Any
 
 
-def _fetch(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of x; zeros where the index is past its end."""
-    return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
-
-
 @jax.custom_vjp
 def permute(tokens: jax.Array, choice: jax.Array, place: jax.Array) -> jax.Array:
     """`[R, d]`: each row the token `[T, d]` that its choice belongs to, zeros for none."""
-    return _fetch(tokens, choice // place.shape[1])
+    return fetched(tokens, choice // place.shape[1])
 
 
 @jax.custom_vjp
 def unpermute(rows: jax.Array, choice: jax.Array, place: jax.Array) -> jax.Array:
     """`[T, k, d]`: the row of each choice, zeros for a dropped one."""
-    return _fetch(rows, place)
+    return fetched(rows, place)
 
 
 def _no_gradient(x: jax.Array) -> np.ndarray:
@@ -71,7 +67,7 @@ def _permute_fwd(tokens: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
 
 def _permute_bwd(saved: Any, g: jax.Array) -> Any:
     choice, place = saved
-    total = _fetch(g, place).astype(jnp.promote_types(g.dtype, jnp.float32)).sum(axis=1).astype(g.dtype)
+    total = fetched(g, place).astype(jnp.promote_types(g.dtype, jnp.float32)).sum(axis=1).astype(g.dtype)
     return total, _no_gradient(choice), _no_gradient(place)
 
 
@@ -81,7 +77,7 @@ def _unpermute_fwd(rows: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
 
 def _unpermute_bwd(saved: Any, g: jax.Array) -> Any:
     choice, place = saved
-    return _fetch(g.reshape(-1, g.shape[-1]), choice), _no_gradient(choice), _no_gradient(place)
+    return fetched(g.reshape(-1, g.shape[-1]), choice), _no_gradient(choice), _no_gradient(place)
 
 
 permute.defvjp(_permute_fwd, _permute_bwd)
@@ -133,7 +129,8 @@ def moe_dispatch(
 
     def dispatch(tokens: Any, chosen: Any) -> Dispatch:
         group_sizes, choice, place, dropped = sort_choices(chosen, experts, capacity)
-        return Dispatch(permute(tokens.reshape(count, -1), choice, place), group_sizes, choice, place, dropped)
+        rows = permute(tokens.reshape(-1, tokens.shape[-1]), choice, place)
+        return Dispatch(rows, group_sizes, choice, place, dropped)
 
     results = Dispatch((None, None), (None,), (None,), (None, None), ())
     arrays = tokens, routing.experts
@@ -168,28 +165,28 @@ def check_dispatch(tokens: Any, routing: Any, capacity_factor: Any) -> None:
         raise ShapeError(f"moe_dispatch: `capacity_factor` is {capacity_factor!r}; pass a positive number, or None.")
 
 
-def sort_choices(
-    chosen: jax.Array, bins: int, capacity: int | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(group_sizes, choice, place, dropped) of a `Dispatch`, for choices `[T, k]` of one of `bins` each."""
+def sort_choices(chosen: Any, bins: int, capacity: int | None, sizes: Any = None) -> tuple[Any, Any, Any, Any]:
+    """(group_sizes, choice, place, dropped) of a `Dispatch`, for choices `[T, k]` of one of `bins` each; arrays of JAX
+    or torch. `sizes` is how many chose each, where the caller knows it.
+    """
+    xp = namespace(chosen)
     count, top_k = chosen.shape
     total = count * top_k
     flat = chosen.T.reshape(-1)  # all first choices, then all second ones
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.zeros(bins, jnp.int32).at[flat].add(1)
-    starts = jnp.cumsum(sizes) - sizes
-    at = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32), unique_indices=True)
-    choice = (order % count * top_k + order // count).astype(jnp.int32) if count else order.astype(jnp.int32)
+    order = xp.argsort(flat, stable=True)
+    sizes = counted(flat, bins) if sizes is None else sizes
+    at = inverse(order)
+    choice = cast(order % max(1, count) * top_k + order // max(1, count), "int32")
     if capacity is None:
-        return sizes, choice, at.reshape(top_k, count).T, jnp.int32(0)
+        return sizes, choice, cast(at.reshape(top_k, count).T, "int32"), cast(xp.zeros_like(sizes[0]), "int32")
+    starts = xp.cumsum(sizes, 0, dtype=sizes.dtype) - sizes
     rank = at - starts[flat]
-    place = jnp.where(rank < capacity, flat * capacity + rank, bins * capacity).astype(jnp.int32)
-    slot = jnp.arange(capacity, dtype=jnp.int32)
+    place = cast(xp.where(rank < capacity, flat * capacity + rank, bins * capacity), "int32")
+    slot = numbers(capacity, flat)
     source = starts[:, None] + slot  # [bins, capacity]: where in the order each slot's choice stands
-    filled = slot < sizes[:, None]
-    padded = choice.at[jnp.where(filled, source, total)].get(mode="fill", fill_value=total)
-    dropped = jnp.sum(jnp.maximum(sizes - capacity, 0)).astype(jnp.int32)
-    return jnp.full(bins, capacity, jnp.int32), padded.reshape(-1), place.reshape(top_k, count).T, dropped
+    padded = fetched(choice, xp.where(slot < sizes[:, None], source, total), total).reshape(-1)
+    dropped = cast(xp.clip(sizes - capacity, 0, None).sum(), "int32")
+    return xp.full_like(sizes, capacity), padded, place.reshape(top_k, count).T, dropped
 
 
 @checked

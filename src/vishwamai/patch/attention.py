@@ -1,4 +1,4 @@
-"""Hugging Face's models on `flash_attention`: `register()`, then `attn_implementation="vishwamai"`.
+"""The attention of Hugging Face's models by `flash_attention`, under a name that they ask for.
 
 transformers asks two functions for an attention by name: one makes the mask of a batch (`AttentionMaskInterface`), the
 other attends in each layer (`AttentionInterface`). Ours recognises the masks that a kernel knows by itself: causal, a
@@ -24,27 +24,12 @@ NAME = "vishwamai"
 
 
 def register(name: str = NAME) -> None:
-    """Makes `attn_implementation="vishwamai"` an attention of transformers' models; nothing that is loaded already
-    changes.
-
-    Args:
-      name: what to call it there.
-
-    Raises:
-      UnsupportedError: transformers is not installed, or older than its mask interface.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> register()
-    >>> sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="vishwamai"))
-    >>> model(torch.tensor([[3, 1, 4, 1, 5]])).logits.shape
-    torch.Size([1, 5, 32])
-    """
+    """See `vishwamai.patch.register_attention`."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise UnsupportedError(
-            f"vishwamai.torch.transformers: {error}; pip install 'transformers>=5.0', whose attention and masks can be "
+            f"patch.register_attention: {error}; pip install 'transformers>=5.0', whose attention and masks can be "
             "registered."
         ) from error
     AttentionInterface.register(name, attend)

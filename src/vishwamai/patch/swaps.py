@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.torch import transformers as attention_interface
-from vishwamai.torch import transformers_modules as modules
+from vishwamai.patch import attention as attention_interface
+from vishwamai.patch import modules
 
 _ROUTED = "ALL_ATTENTION_FUNCTIONS"  # what the forward pass of a module reads that asks for an attention by name
 _PLAIN = "torch's own"

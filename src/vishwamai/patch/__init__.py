@@ -19,14 +19,16 @@ left:
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.core.arguments import checks_its_own
+from vishwamai.core.arguments import checked, checks_its_own
+from vishwamai.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from vishwamai.torch.transformers_patch import Patch
+    from vishwamai.patch.swaps import Patch
 
-__all__ = ["transformers"]
+__all__ = ["register_attention", "transformers"]
 
 
 @checks_its_own("model")
@@ -78,10 +80,34 @@ def transformers(
     True
     >>> patched.undo()
     """
-    try:
-        from vishwamai.torch import transformers_patch
-    except ImportError as error:
-        from vishwamai.core.errors import UnsupportedError
+    return _needing_torch("patch.transformers", "swaps").patch(model, attention, norm, rope, mlp, loss)
 
-        raise UnsupportedError(f"patch.transformers: {error}; pip install 'vishwamai[torch]'.") from error
-    return transformers_patch.patch(model, attention, norm, rope, mlp, loss)
+
+@checked
+def register_attention(name: str = "vishwamai") -> None:
+    """Makes `attn_implementation=name` an attention of transformers' models, by `flash_attention`; nothing that is
+    loaded already changes.
+
+    Args:
+      name: what to call it there.
+
+    Raises:
+      UnsupportedError: torch or transformers is not installed, or transformers is older than its mask interface.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> register_attention()
+    >>> sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="vishwamai"))
+    >>> model(torch.tensor([[3, 1, 4, 1, 5]])).logits.shape
+    torch.Size([1, 5, 32])
+    """
+    _needing_torch("patch.register_attention", "attention").register(name)
+
+
+def _needing_torch(function: str, module: str) -> Any:
+    """A module of this package, which imports torch."""
+    try:
+        return importlib.import_module(f"vishwamai.patch.{module}")
+    except ImportError as error:
+        raise UnsupportedError(f"{function}: {error}; pip install 'vishwamai[torch]'.") from error
