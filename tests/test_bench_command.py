@@ -44,7 +44,7 @@ def test_a_share_above_the_peak_is_held_back():
     assert right.share == pytest.approx(0.8) and not right.overshot and report.share(right) == "80%"
     assert over.share is None and over.overshot and report.share(over) == "held back"
     (said,) = report.banners([right, over], {"torch": "2"})
-    assert said.startswith("1 timings were above the measured peak") and "norm: a case" in said
+    assert said.startswith("1 timing was above the measured peak") and "norm: a case" in said
     assert measured(3.0).against(dataclasses.replace(PEAKS, bandwidth={"jax": 2e9})).share == pytest.approx(2 / 3)
 
 

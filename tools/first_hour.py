@@ -57,7 +57,7 @@ def places(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
     home = folder / "home"
     home.mkdir(parents=True, exist_ok=True)
     return {
-        "no home directory": ([], {"HOME": "/nonexistent"}),
+        "no home directory": ([], {"HOME": "/proc/nonexistent"}),  # root cannot make it either
         "a cache that cannot be written": ([], {"HOME": str(home), "XDG_CACHE_HOME": "/proc"}),
         "a full disk": (NO_ROOM, {"HOME": str(home)}),
     }

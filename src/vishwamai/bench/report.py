@@ -129,8 +129,8 @@ def banners(measurements: Sequence[CaseMeasurement], versions: Mapping[str, str 
     if over:
         names = ", ".join(dict.fromkeys(f"{m.op}: {m.case}" for m in over))
         found.append(
-            f"{len(over)} timings were above the measured peak, which was therefore measured too low; their share is "
-            f"held back: {names}."
+            f"{len(over)} {'timing was' if len(over) == 1 else 'timings were'} above the measured peak, which was "
+            f"therefore measured too low; no share is shown of {names}."
         )
     if versions.get("torch") is None and any(m.framework == "jax" for m in measurements):
         found.append("The peers are those of jax alone, which is a weak one on CPUs; make bench TORCH=yes adds torch.")
