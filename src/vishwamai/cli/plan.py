@@ -58,14 +58,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from vishwamai.bench import machine
+    from vishwamai.aot.compile.libtpu import local_devices
 
     if not arguments.target:
         raise CommandError("plan needs a target: --target v5e:4x4.")
     targets = [Target.parse_tpu(target).name or target for target in arguments.target]
     kind = _kind(arguments)
     run_kind = {"training": _training, "serving": _serving, "function": _function}[kind]
-    machine.devices()  # jax looks for a TPU on its first use, and libtpu complains where there is none
+    local_devices()  # jax looks for a TPU on its first use, and libtpu complains where there is none
     with Countdown() as progress:
         progress.say(f"{kind} {arguments.config} for {', '.join(targets)}")
         found = run_kind(arguments, targets, progress.say)
