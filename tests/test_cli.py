@@ -100,8 +100,8 @@ def test_help_is_quick(command):
 
 @pytest.mark.long
 def test_the_import_costs_little_more_than_that_of_jax():
-    """At most 1.10 times its CPU time, for the package and one operation with the kernels for its platforms: the median
-    of ratios of neighbours, as a machine's speed moves.
+    """At most 1.10 times its CPU time: the median of ratios of neighbours, as a machine's speed moves. The first use of
+    an operation loads its kernels, which costs more.
     """
 
     def ratio(mine, theirs):
@@ -298,6 +298,27 @@ def test_matrix_is_what_the_implementations_say(capsys):
 def test_matrix_of_an_unknown_operation_names_the_known(capsys):
     status, _, err = run(capsys, "matrix", "--ops", "nothing")
     assert status == 2 and "'nothing'" in err and "norm" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("bench --ops= --targets none", "there is no operation ''"),
+        ("calibrate --ops=", "there is no operation ''"),
+        ("matrix --ops=", "there is no operation ''"),
+        ("tune --ops=", "there is no operation ''"),
+        ("tune --ops norm --budget 0", "--budget is 0; pass a whole number from 1 on"),
+        ("tune --ops norm --workers -1", "--workers is -1; pass"),
+        ("inspect vishwamai:silu --args f32[8] --flops -1", "--flops is -1.0; pass a positive number"),
+        ("inspect vishwamai:silu --args f32[8] --bytes nan", "--bytes is nan; pass"),
+        ("train {}", "cannot be read: 'utf-8' codec can't decode byte"),
+        ("serve none --api-key-file {}", "cannot be read: 'utf-8' codec can't decode byte"),
+    ],
+)
+def test_a_wrong_value_is_declined(words, said, capsys, tmp_path):
+    (tmp_path / "noise").write_bytes(b"\xa4\xff")
+    status, _, err = run(capsys, *words.format(tmp_path / "noise").split())
+    assert status == 2 and said in err, err
 
 
 def _without(monkeypatch, package):

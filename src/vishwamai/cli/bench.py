@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     selection, settings = _settings(arguments)
     budget = Budget(settings.total_seconds)
     notes: list[str] = []
-    operations = catalogue.chosen(arguments.ops.split(",") if arguments.ops else None)
+    operations = catalogue.chosen(None if arguments.ops is None else arguments.ops.split(","))
     targets = _targets(arguments)
     page = _page_path(arguments, notes)
     for path, option in ((arguments.json, "--json"), (page, "--report")):

@@ -73,7 +73,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     settings = BenchSettings.quick() if arguments.quick else BenchSettings.all() if arguments.all else BenchSettings()
     # A schedule is of the whole case, so cases are not made smaller where the device is fast enough for them.
     settings = dataclasses.replace(settings, call_seconds=max(settings.call_seconds, 0.2))
-    operations = catalogue.chosen(arguments.ops.split(",") if arguments.ops else None)
+    operations = catalogue.chosen(None if arguments.ops is None else arguments.ops.split(","))
     path = arguments.output or Path(f"calibration-{name_here()}.json")
     if arguments.output is None:
         output.check_file(path, "--output")

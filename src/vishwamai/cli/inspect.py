@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from vishwamai.cli import function, output
 from vishwamai.cli.console import tell
+from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import Steps
 from vishwamai.core import caches
 
@@ -50,6 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     pages = _pages(arguments.report, targets)
     for path in pages:
         output.check_file(path, "--report")
+    for option in ("flops", "bytes"):
+        value = getattr(arguments, option)
+        if value is not None and not 0 < value < float("inf"):
+            raise CommandError(f"--{option} is {value}; pass a positive number.")
     call = function.load_call(arguments.function, arguments.args)
     written = []
     status = 0

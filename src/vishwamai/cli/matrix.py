@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vishwamai.core.target import Target
     from vishwamai.ops import catalogue
 
-    chosen = catalogue.chosen(arguments.ops.split(",") if arguments.ops else None)
+    chosen = catalogue.chosen(None if arguments.ops is None else arguments.ops.split(","))
     if arguments.summary:
         print(matrix.summary(chosen))
         return 0

@@ -117,8 +117,8 @@ def _keys(path: Path | None) -> tuple[str, ...]:
         return ()
     try:
         keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except OSError as error:
-        raise CommandError(f"--api-key-file {path}: {error.strerror}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--api-key-file {path} cannot be read: {error}; pass a text file, a key a line.") from error
     if not keys:
         raise CommandError(f"--api-key-file {path} has no key; write one to a line.")
     return keys

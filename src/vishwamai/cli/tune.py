@@ -38,7 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--directory",
         type=pathlib.Path,
-        action=output.Directory,
         help="where the tables go (default: the user's own, VISHWAMAI_TUNING_DIR)",
     )
     parser.add_argument(
@@ -63,7 +62,7 @@ def _operations(names: str | None) -> list[Operation]:
     """
     from vishwamai.ops.catalogue import chosen
 
-    if names:
+    if names is not None:
         return chosen(names.split(","))
     return [op for op in chosen(None) if any(impl.platform == "tpu" for impl in op.op.implementations)]
 
@@ -107,8 +106,13 @@ def run(arguments: argparse.Namespace) -> int:
     from vishwamai.aot.tuning.tuner import Outcome, tune
 
     targets = ["v5e"] if arguments.quick else [Target.parse_chip(name).name for name in arguments.targets.split(",")]
+    for option in ("budget", "workers"):
+        if getattr(arguments, option) < 1:
+            raise CommandError(f"--{option} is {getattr(arguments, option)}; pass a whole number from 1 on.")
     if arguments.check:
         return _check(arguments, targets)
+    if arguments.directory is not None:
+        output.check_directory(arguments.directory, "--directory")
     operations = _operations(arguments.ops)
     cases = [case for op in operations for case in _cases(op, arguments.cases, arguments.quick)]
     if not cases:

@@ -57,7 +57,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     if path is not None:
         try:
             values = load_yaml(Path(path).read_text(encoding="utf-8")) or {}
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"config: {path} cannot be read: {error}. Pass the path of a YAML file.") from error
         except yaml.YAMLError as error:
             raise ConfigError(f"config: {path} is not YAML: {error}") from error
