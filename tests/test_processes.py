@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -34,17 +35,23 @@ def start(count: int, *arguments: object, devices: int = 2, **environment: str) 
     for index in range(count):
         known = dict(zip(NAMES, (address, str(count), str(index))))
         values = {**os.environ, "XLA_FLAGS": flags, "OMP_NUM_THREADS": "1", **known, **environment}
+        values["PYTHONFAULTHANDLER"] = "1"
         command = [sys.executable, *map(str, arguments)]
         output = subprocess.PIPE
         found.append(subprocess.Popen(command, env=values, stdout=output, stderr=subprocess.STDOUT, text=True))
     return found
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 400) -> list[str]:
-    """The outputs of processes, which end well."""
+def finish(processes: list[subprocess.Popen[str]], timeout: float = 250) -> list[str]:
+    """The outputs of processes, which end well; of some that hang, where each of them was."""
     until = time.monotonic() + timeout
     try:
         texts = [one.communicate(timeout=max(1.0, until - time.monotonic()))[0] for one in processes]
+    except subprocess.TimeoutExpired:
+        for one in processes:
+            one.send_signal(signal.SIGABRT)
+        texts = [one.communicate()[0][-3000:] for one in processes]
+        raise AssertionError("\n".join((f"no end in {timeout} s", *texts))) from None
     finally:
         for one in processes:
             one.kill()

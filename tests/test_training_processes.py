@@ -40,7 +40,7 @@ def test_two_processes_are_one_run(tmp_path, mesh):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(described))
     metrics = tmp_path / "two" / "metrics.jsonl"
     processes = start(2, *command(tmp_path, "two", 100_000))
-    until = time.monotonic() + 200
+    until = time.monotonic() + 150
     while len(read_records(metrics)) < 3 and time.monotonic() < until:
         assert all(one.poll() is None for one in processes), [one.communicate()[0] for one in processes]
         time.sleep(0.05)

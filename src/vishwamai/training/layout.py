@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.parallel import to_zigzag
+from vishwamai.parallel.in_order import among_processes
 from vishwamai.training.fp8 import SCALES
 from vishwamai.training.packing import REFERENCE
 from vishwamai.training.parts import gathered, in_layers, parameter_name, split_axis
@@ -231,7 +232,7 @@ class Layout:
         def call(params: Tree, batch: Tree, *scalars: Any) -> tuple[Tree, Tree]:
             places = (specs, batch_specs(batch), PartitionSpec(), others)
             out = (specs if gradients else PartitionSpec(), PartitionSpec())
-            run = jax.shard_map(local, mesh=self.mesh, in_specs=places, out_specs=out, check_vma=False)
+            run = jax.shard_map(among_processes(local), mesh=self.mesh, in_specs=places, out_specs=out, check_vma=False)
             return run(params, batch, scalars, frozen)
 
         return call
@@ -245,7 +246,11 @@ class Layout:
         def call(params: Tree, batch: Tree) -> Any:
             places = (specs, batch_specs(batch))
             run = jax.shard_map(
-                compute, mesh=self.mesh, in_specs=places, out_specs=PartitionSpec(ROWS), check_vma=False
+                among_processes(compute),
+                mesh=self.mesh,
+                in_specs=places,
+                out_specs=PartitionSpec(ROWS),
+                check_vma=False,
             )
             return run(params, batch)
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.core.arguments import check_callable, checked, described
 from vishwamai.core.errors import ShapeError
+from vishwamai.parallel.in_order import among_processes
 from vishwamai.parallel.pipeline.actions import Schedule
 from vishwamai.parallel.pipeline.check import num_microbatches
 from vishwamai.parallel.pipeline.stage import Ends, run_stage
@@ -136,7 +137,11 @@ def pipelined_loss(
         if mesh.explicit_axes:
             arguments = jax.tree.map(lambda x, spec: _laid(x, mesh, spec), arguments, specs)
         value, of_params, of_loss, of_inputs = jax.shard_map(
-            run, mesh=mesh, in_specs=specs, out_specs=(PartitionSpec(), own, whole, rows), check_vma=False
+            among_processes(run),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=(PartitionSpec(), own, whole, rows),
+            check_vma=False,
         )(*arguments)
         gradients = (of_params, of_loss, of_inputs)
         if mesh.explicit_axes:  # a gradient has the sharding of its argument

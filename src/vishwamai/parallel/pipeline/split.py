@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
-from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
 
 from vishwamai.core.arguments import described
 from vishwamai.core.errors import ShapeError
+from vishwamai.parallel.equations import evaluate
 
 Tree = Any
-_CALLS = {jit_p: "jaxpr", closed_call_p: "call_jaxpr", custom_jvp_call_p: "call_jaxpr", custom_vjp_call_p: "call_jaxpr"}
-_CALLS |= {remat_p: "jaxpr"}
 
 
 class SplitPart(NamedTuple):
@@ -135,29 +133,8 @@ def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree, see
     return SplitPart(run_part, input_gradient, weight_gradient, [v.aval for v in kept], [v.aval for v in between])
 
 
-def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, with the equations of the functions that it calls in place of the calls."""
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else values[v]
-
-    for eqn in jaxpr.eqns:
-        given = [read(v) for v in eqn.invars]
-        if eqn.primitive in _CALLS:
-            inner = eqn.params[_CALLS[eqn.primitive]]
-            closed = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
-            results = _evaluate(*closed, given)
-        else:
-            own = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-            one = jaxpr.replace(constvars=[], invars=own, outvars=eqn.outvars, eqns=[eqn])
-            results = jaxpr_as_fun(ClosedJaxpr(one, ()))(*map(read, own))
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    return jax.make_jaxpr(lambda *args: _evaluate(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+    return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*closed.in_avals)
 
 
 def _depends(jaxpr: Jaxpr, source: Var) -> set[Any]:
