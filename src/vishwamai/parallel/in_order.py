@@ -93,7 +93,7 @@ def _talks(eqn: Any) -> bool:
 def _programs(value: Any) -> Iterator[Jaxpr]:
     for one in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(one, (Jaxpr, ClosedJaxpr)):
-            yield getattr(one, "jaxpr", one)
+            yield one.jaxpr if isinstance(one, ClosedJaxpr) else one
 
 
 def _within(value: Any) -> Any:
