@@ -93,11 +93,24 @@ def test_the_roofline_says_what_bounds():
 def test_this_machine_is_measured_without_an_estimate(tmp_path):
     settings = dataclasses.replace(BenchSettings.quick(), seconds=1.0, call_seconds=0.01)
     wanted = steps(catalogue.chosen(["norm"]), settings)
-    found = calibrate(wanted, settings)
+    *_, found = calibrate(wanted, settings)
     assert found.chip is None and found.factor is None and len(found.rows) == len(wanted) + 1
     assert all(row.seconds and row.estimate is None for row in found.rows)
     assert any("no estimate" in line for line in calibration.table(found))
     assert calibration.parse(found.text(), "here") == found
+
+
+def test_an_interrupt_keeps_the_rows(capsys, monkeypatch, tmp_path):
+    def interrupted(*args, **kwargs):
+        yield recorded()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vishwamai.planning.calibrate.calibrate", interrupted)
+    path = tmp_path / "found.json"
+    assert main(["calibrate", "--quick", "--output", str(path)]) == 130
+    printed = capsys.readouterr()
+    assert f"written to {path}" in printed.out and "interrupted; the file has the rows above" in printed.err
+    assert calibration.parse(path.read_text(), "here") == recorded()
 
 
 def test_a_tpu_compares_with_the_shipped_schedules():

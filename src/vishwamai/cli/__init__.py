@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import vishwamai
 from vishwamai.cli.interrupt import Terminated, insistent_interrupt, interrupt_ends_process
+from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import VishwamaiError
 
 COMMANDS = {
@@ -137,9 +138,7 @@ def _run(arguments: list[str], wanted: str | None) -> int:
         from vishwamai.cli.progress import say
 
         say("loading jax")
-    from vishwamai.aot.compile import libtpu
-
     # jax loads libtpu where it is installed, which would otherwise ask a metadata server that a laptop does not have.
-    for name, value in libtpu.environment().items():
+    for name, value in libtpu_environment().items():
         os.environ.setdefault(name, value)
     return chosen.run(chosen)

@@ -4,9 +4,10 @@ vishwamai calibrate
 vishwamai calibrate --use calibration-v5e.json
 vishwamai calibrate --show calibration-v5e.json
 
-On a TPU it takes minutes and writes calibration-v5e.json; --use corrects later estimates of that chip by it, and --show
-prints it. The file has versions, chip and figures, and nothing else of the machine. docs/calibrate.md goes from a new
-TPU to the table. On a CPU or GPU it measures, too; there is no estimate to compare with.
+On a TPU it takes minutes and writes calibration-v5e.json as it goes; Ctrl-C ends it with the rows that there are.
+--use corrects later estimates of that chip by it, and --show prints it. The file has versions, chip and figures, and
+nothing else of the machine. docs/calibrate.md goes from a new TPU to the table. On a CPU or GPU it measures, too; there
+is no estimate to compare with.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import sys
 from pathlib import Path
 
 from vishwamai.cli import output
 from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
+from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Countdown
 from vishwamai.core import caches
 
@@ -77,11 +80,21 @@ def _measure(arguments: argparse.Namespace) -> int:
     path = arguments.output or Path(f"calibration-{name_here()}.json")
     if arguments.output is None:
         output.check_file(path, "--output")
-    with Countdown() as progress:
-        found = calibrate(steps(operations, settings), settings, not arguments.no_layer, progress.say)
-    caches.write(path, found.text())
+    wanted, found, status = steps(operations, settings), None, 0
+    try:
+        with Countdown() as progress:
+            for found in calibrate(wanted, settings, not arguments.no_layer, progress.say):
+                caches.write(path, found.text())
+    except KeyboardInterrupt as stop:
+        if found is None:
+            raise
+        status = interrupt_taken(stop)
+    assert found is not None
     tell("\n".join(calibration.table(found)))
     tell(f"  written to {path}")
+    if status:
+        print("vishwamai calibrate: interrupted; the file has the rows above.", file=sys.stderr)
+        return status
     return 1 if any("numbers are wrong" in row.note for row in found.rows) else 0
 
 

@@ -1,7 +1,8 @@
-"""The environment variables that the library reads, in one table; docs/environment.md prints it."""
+"""The environment variables that the library reads, in one table (docs/environment.md prints it), and those of libtpu."""
 
 from __future__ import annotations
 
+import glob
 from typing import NamedTuple
 
 
@@ -121,3 +122,11 @@ def table() -> str:
         page = f"[{variable.page.partition('#')[0].removeprefix('../')}]({variable.page})" if variable.page else ""
         rows.append(f"| `{variable.name}` | {variable.default} | {variable.meaning} | {page} |")
     return "\n".join(rows)
+
+
+def libtpu_environment() -> dict[str, str]:
+    """What libtpu needs to find in the environment to compile on a machine without a TPU; empty where there is one."""
+    quiet = {"TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
+    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"):
+        return quiet  # a TPU host: its own settings stand, and the lock that guards the device stays
+    return quiet | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

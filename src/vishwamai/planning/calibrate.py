@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,8 @@ def calibrate(
     settings: BenchSettings,
     layer: bool = True,
     report: Callable[[str, float | None], None] = lambda text, left: None,
-) -> Calibration:
-    """Runs the steps, each checked against float64 and timed, and a decoder's layer.
+) -> Iterator[Calibration]:
+    """Runs the steps, each checked against float64 and timed, and a decoder's layer. After each it gives what is there.
 
     On a TPU every row has an estimate: that of the kernel's schedule, where one ships for the case and it runs in its
     full size, else the roofline. On other devices rows are measured alone.
@@ -40,22 +41,24 @@ def calibrate(
     device, chip = libtpu.local_devices()[0], _chip_here()
     report("measuring this machine's peaks", None)
     meter = PeakMeter(measure_machine(quick=True), True)
-    rows, begun = [], time.monotonic()
+    begun = time.monotonic()
 
     def on_case(done: int, total: int, name: str) -> None:
         if done < total:
             spent = time.monotonic() - begun
             report(f"{done + 1} of {total}: {name}", spent / done * (total - done) if done else None)
 
-    for step, measurements in run(wanted, meter, settings, on_case):
-        rows += [_row(step, one, chip) for one in measurements if one.framework == "vishwamai" and one.default]
-    if layer:
-        report("a layer", None)
-        rows.append(_layer(chip))
     installed = machine.versions()
     versions = {name: installed.get(name) for name in _VERSIONS}
     kind = machine.cpu().name if device.platform == "cpu" else device.device_kind
-    return Calibration(kind, None if chip is None else chip.name, versions, tuple(rows))
+    found = Calibration(kind, None if chip is None else chip.name, versions, ())
+    for step, measurements in run(wanted, meter, settings, on_case):
+        rows = [_row(step, one, chip) for one in measurements if one.framework == "vishwamai" and one.default]
+        found = dataclasses.replace(found, rows=(*found.rows, *rows))
+        yield found
+    if layer:
+        report("a layer", None)
+        yield dataclasses.replace(found, rows=(*found.rows, _layer(chip)))
 
 
 def _chip_here() -> TpuChip | None:

@@ -16,12 +16,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.diagnose import as_error
 from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options_of
 from vishwamai.aot.schedule.dump import dump_flags
 from vishwamai.core import caches
 from vishwamai.core.arguments import checked
+from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import DeviceError, KernelError, UnsupportedError
 from vishwamai.core.numbers import human
 from vishwamai.planning import cache
@@ -224,7 +224,7 @@ class Compiler:
             self._noise = self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
             self._process = subprocess.Popen(
                 [sys.executable, *COMMAND],
-                env=os.environ | libtpu.environment() | more,
+                env=os.environ | libtpu_environment() | more,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._noise,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import importlib.metadata
 import importlib.util
 import math
@@ -26,6 +25,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from vishwamai.core.arguments import checked
+from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.hardware import TPUS, written
 from vishwamai.core.target import Target
@@ -66,14 +66,6 @@ def identity() -> dict[str, Any]:
     return versions() | ({"options": options} if options else {})
 
 
-def environment() -> dict[str, str]:
-    """What libtpu needs to find in the environment to compile on a machine without a TPU; empty where there is one."""
-    quiet = {"TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
-    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"):
-        return quiet  # a TPU host: its own settings stand, and the lock that guards the device stays
-    return quiet | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-
-
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[Any]:
     """Sends file descriptor 2 to a file in memory for the block, so that C++ code cannot print; yields that file."""
@@ -94,7 +86,7 @@ def quiet_stderr() -> Iterator[Any]:
 def _describe(chip_name: str, topology: str) -> tuple[Any, ...]:
     if not has_libtpu():
         raise DeviceError(f"compiling for TPU {chip_name} needs the package libtpu, which is missing; {INSTALL}.")
-    for key, value in environment().items():
+    for key, value in libtpu_environment().items():
         os.environ.setdefault(key, value)
     options = dict(TPUS[chip_name].topology_options)
     with quiet_stderr() as noise:

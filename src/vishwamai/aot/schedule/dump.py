@@ -27,6 +27,7 @@ from vishwamai.aot.compile.diagnose import CompilerProblem, as_error
 from vishwamai.aot.schedule.job import Job
 from vishwamai.aot.schedule.simulate import Source
 from vishwamai.core import caches
+from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import DeviceError, KernelError, VishwamaiError
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.target import Target
@@ -239,7 +240,7 @@ def _run_worker(root: pathlib.Path, jobs: Sequence[tuple[int, Job]], timeout: fl
     source = str(pathlib.Path(__file__).parents[3])
     environment = (
         os.environ
-        | libtpu.environment()
+        | libtpu_environment()
         | {
             "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump_flags(root / 'dump')}".strip(),
             "JAX_PLATFORMS": "cpu",

@@ -14,6 +14,7 @@ from typing import Any
 
 from vishwamai.aot.compile import answers, libtpu
 from vishwamai.core import caches
+from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import KernelError
 
 FORMAT = 1
@@ -71,7 +72,7 @@ def _run(questions: Sequence[Question]) -> tuple[list[dict[str, Any]], str | Non
         ended = subprocess.run(
             [sys.executable, *COMMAND],
             input="".join(json.dumps(question) + "\n" for question in questions),
-            env=cleared | libtpu.environment() | more,
+            env=cleared | libtpu_environment() | more,
             capture_output=True,
             text=True,
             errors="replace",
