@@ -131,6 +131,7 @@ def test_the_promised_name():
         (lambda: make_mesh("a=2", topology="v5e"), ShapeError, "pass a slice, such as 'v5e:2x2'"),
         (lambda: make_mesh("a=12", topology="v5e:3x4"), DeviceError, "the nearest are v5e:4x4, v5e:2x4"),
         (lambda: configure_tpu_mesh(16, "2x2x2"), ShapeError, "v4:2x2x2 has 8 devices, but .* the nearest are 2x2x4"),
+        (lambda: configure_tpu_mesh(8, "axb"), DeviceError, "topology` is 'axb'; pass the sides of a slice such as"),
         (lambda: configure_tpu_mesh(0), ShapeError, "`num_cores` is 0"),
         (lambda: configure_tpu_mesh(8, "2x2x3"), DeviceError, "no slice of 2x2x3 chips; the nearest are"),
         (lambda: configure_tpu_mesh(8, "v5e"), ShapeError, "pass the sides of a slice"),

@@ -85,6 +85,11 @@ def configure_tpu_mesh(
     if re.fullmatch(r"[0-9]+(x[0-9]+)*", topology.strip()):
         chip = here or hardware.TPUS["v5e" if topology.count("x") < 2 else "v4"]
         name = f"{chip.name}:{topology.strip()}"
+    elif not re.match(r"\s*(v[0-9]|tpu)", topology, re.IGNORECASE):
+        raise DeviceError(
+            f"configure_tpu_mesh: `topology` is {topology!r}; pass the sides of a slice such as '2x4', or a chip with "
+            "them such as 'v5e:2x4'."
+        )
     chip, sides = slice_of("configure_tpu_mesh", name)
     count = math.prod(sides) * chip.devices
     if count != num_cores:
