@@ -24,6 +24,7 @@ from vishwamai.aot.tuning import tuner
 from vishwamai.bench import runner
 from vishwamai.cli import main
 from vishwamai.core import tuning
+from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.explain import explain
 from vishwamai.core.observe import record_plans
 from vishwamai.ops import catalogue
@@ -103,3 +104,14 @@ def test_the_tuner_has_it(capsys, monkeypatch, tmp_path):
     assert plan.spec.tuning_key() == key
     assert plan.choices[0].config.block_rows == entry["config"]["block_rows"]
     assert plan.choices[0].config in tried
+
+
+def test_an_operation_without_cases_is_an_error(tmp_path, monkeypatch):
+    folder = tmp_path / "own_ops" / "clip"
+    folder.mkdir(parents=True)
+    (tmp_path / "own_ops" / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("from toy_ops.soft_clip import SOFT_CLIP\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(catalogue, "PACKAGES", ["own_ops"])
+    with pytest.raises(UnsupportedError, match="own_ops.clip exports soft_clip and has no cases.py; write one"):
+        catalogue.operations.__wrapped__()

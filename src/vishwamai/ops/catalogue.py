@@ -58,20 +58,30 @@ PACKAGES = ["vishwamai.ops"]
 def operations() -> dict[str, Operation]:
     """Every op by name, in the order of their folders: a folder exports its `Op`, and its `cases.py` has `CASES` and
     `FACTS`.
+
+    Raises:
+      UnsupportedError: a folder exports an `Op` and has no cases, so no suite would run it.
     """
     found: dict[str, Operation] = {}
     for package in PACKAGES:
         for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
-            if info.ispkg and importlib.util.find_spec(f"{package}.{info.name}.cases"):
+            if info.ispkg:
                 found |= _operations_of(f"{package}.{info.name}")
     return found
 
 
 def _operations_of(name: str) -> dict[str, Operation]:
-    """The operations of one folder."""
+    """The operations of one folder, which may have none."""
+    ops = {value.name: value for value in vars(importlib.import_module(name)).values() if isinstance(value, Op)}
+    if not ops:
+        return {}
+    if importlib.util.find_spec(f"{name}.cases") is None:
+        raise UnsupportedError(
+            f"{name} exports {', '.join(ops)} and has no cases.py; write one with CASES and FACTS, by which the tests, "
+            "bench and tune know the operation."
+        )
     cases = importlib.import_module(f"{name}.cases")
     draws = importlib.util.find_spec(f"{name}.draws") and importlib.import_module(f"{name}.draws")
-    ops = {value.name: value for value in vars(importlib.import_module(name)).values() if isinstance(value, Op)}
     return {
         op.name: Operation(
             op, tuple(case for case in cases.CASES if case.op == op.name), cases.FACTS, draws.draw if draws else None
