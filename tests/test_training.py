@@ -340,7 +340,8 @@ def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
 
     tokenizer = Tokenizer.from_file(str(tmp_path / "run" / "data" / "tokenizer.json"))
     parts = make_model(config, tokenizer)
-    export(parts, parts.params, tokenizer, config.tokenizer.end_of_text, tmp_path / "start")
+    assert parts.new is not None
+    export(parts, parts.new(), tokenizer, config.tokenizer.end_of_text, tmp_path / "start")
     batches = iter(training_batches(corpus, config.seed, config.batch_size))
     theirs = torch_losses(tmp_path / "start", batches, config.optimizer, steps)
     ours = [record.loss for record in train(config, tmp_path / "run")]

@@ -1,11 +1,17 @@
 """Training over the mesh axes "tensor" and "sequence": the run on one device, whatever they split."""
 
+import gc
+import json
+import math
+from typing import Any
+
+import jax
 import numpy as np
 import pytest
 
 from test_training import LLAMA, LOSSES, MIXTRAL, small, tensors
 from vishwamai.core.errors import ConfigError
-from vishwamai.training.run import train
+from vishwamai.training.run import make_job, train
 
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -142,3 +148,45 @@ def test_a_checkpoint_goes_to_other_axes(tmp_path):
 def test_sizes_that_do_not_divide_are_named(tmp_path, changes, error, text):
     with pytest.raises(error, match=text):
         next(train(settings(tmp_path, "llama", **changes), tmp_path / "run"))
+
+
+def held() -> dict[Any, int]:
+    """Bytes of live arrays on each device."""
+    gc.collect()
+    found = dict.fromkeys(jax.devices(), 0)
+    for array in jax.live_arrays():
+        for device in array.sharding.addressable_devices:
+            found[device] += math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return found
+
+
+@pytest.mark.parametrize(
+    ("begin", "mesh"),
+    [
+        *((begin, mesh) for begin in ("new", "read") for mesh in ({"fsdp": 4}, {"pipeline": 2, "fsdp": 2})),
+        *((begin, {"tensor": 2, "fsdp": 2}) for begin in ("new", "read, adapters", "read, dpo")),
+    ],
+    ids=str,
+)
+def test_no_device_holds_the_whole_model(tmp_path, begin, mesh):
+    """A model need not fit one device: not where it is made or read, and not beside the state of the run."""
+    changes: dict[str, Any] = {"batch_size": 4, "steps": 1, "model": {"config": LLAMA | {"vocab_size": 320}}}
+    if begin != "new":
+        list(train(small(tmp_path, **changes), tmp_path / "start"))
+        start = str(tmp_path / "start" / "model")
+        changes |= {"model": {"start_from": start}, "tokenizer": {"path": start}}
+    if begin == "read, adapters":
+        changes["lora"] = {"rank": 2}
+    if begin == "read, dpo":
+        line = json.dumps({"prompt": "the quick", "chosen": " brown fox", "rejected": " lazy dog."})
+        (tmp_path / "pairs.jsonl").write_text(f"{line}\n" * 12)
+        source = {"sources": [{"paths": [str(tmp_path / "pairs.jsonl")]}], "sequence_length": 32}
+        changes |= {"data": source, "objective": "dpo"}
+    config = small(tmp_path, mesh=mesh, **changes)
+    (tmp_path / "run").mkdir()
+    before = held()
+    job, state = make_job(config, tmp_path / "run")
+    first, second, third, fourth = (held()[device] - before[device] for device in jax.devices()[:4])
+    assert min(first, second, third, fourth) > 0
+    assert first <= second + 4096  # the numbers that every step takes, and none of the model's arrays
+    del job, state

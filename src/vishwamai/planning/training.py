@@ -26,7 +26,6 @@ from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, who
 from vishwamai.training.mesh import check_rows, check_units, make_layout, over_all_devices, written
 from vishwamai.training.model import ModelParts, split
 from vishwamai.training.packing import REFERENCE
-from vishwamai.training.remat import checkpoint_policy
 from vishwamai.training.step import TrainState, initial_state, model_loss, train_step, update_rule
 
 Tree = Any
@@ -45,14 +44,6 @@ class TrainingStep:
     parts: ModelParts
     state: TrainState
     frozen: Tree = None
-
-    def kept(self) -> Any:
-        """What the backward pass keeps, of `training.remat`."""
-        found: list[Any] = []
-        jax.eval_shape(
-            lambda p: found.append(checkpoint_policy(self.parts.merge(p), self.config.remat)), self.parts.params
-        )
-        return found[0]
 
     def batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a batch of so many rows."""
@@ -75,7 +66,7 @@ class TrainingStep:
             self.parts.graph,
             self.parts.rest,
             config.loss,
-            self.kept(),
+            self.parts.kept(self.config.remat),
             gather if self.frozen is None else whole,
             attach_scales,
             layout.model_axes,

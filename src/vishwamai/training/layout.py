@@ -126,6 +126,13 @@ class Layout:
         """A tree of parameters or of an optimizer's state, laid out over the mesh. Every process passes the same."""
         return tree if self.mesh is None else jax.tree.map(_put, tree, self.shardings(tree))
 
+    def made(self, make: Callable[..., Tree], *args: Tree) -> Tree:
+        """What `make(*args)` gives, laid out over the mesh: no device has the whole. It takes the memory of `args`."""
+        if self.mesh is None:
+            return make(*args)
+        places = self.shardings(jax.eval_shape(make, *args))
+        return jax.jit(make, out_shardings=places, donate_argnums=tuple(range(len(args))))(*args)
+
     def on_host(self, tree: Tree) -> Tree:
         """A tree that `put` laid out, whole: NumPy arrays on process 0 and None on the others, in which every process
         takes part; on one process the tree itself.

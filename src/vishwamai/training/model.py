@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -14,6 +18,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config, save_pretrained
 from vishwamai.models.parameters import parameter_axes
 from vishwamai.training.config import TrainConfig
+from vishwamai.training.remat import checkpoint_policy
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,13 +32,15 @@ class ModelParts:
 
     Attributes:
       config: what the model computes.
-      graph: its structure. params: its parameters, nested dictionaries. rest: its other variables.
+      graph: its structure. params: its parameters, nested dictionaries, or their shapes. rest: its other variables.
+      new: makes the parameters of a new model; None where `params` has arrays.
     """
 
     config: ModelConfig
     graph: nnx.GraphDef[Any]
     params: Tree
     rest: Tree
+    new: Callable[[], Tree] | None = None
 
     @property
     def axes(self) -> dict[str, tuple[str | None, ...]]:
@@ -49,6 +56,17 @@ class ModelParts:
     def stacked(self) -> bool:
         """Whether layers that repeat are stacked."""
         return self.merge(self.params).stacked
+
+    @property
+    def described(self) -> ModelParts:
+        """The same with the shapes of the parameters."""
+        return dataclasses.replace(self, params=jax.eval_shape(lambda: self.params), new=None)
+
+    def kept(self, policy: str) -> Any:
+        """What the backward pass keeps under a policy of `remat`."""
+        found: list[Any] = []
+        jax.eval_shape(lambda params: found.append(checkpoint_policy(self.merge(params), policy)), self.params)
+        return found[0]
 
     def merge(self, params: Tree) -> Decoder:
         """The module with these parameters."""
@@ -89,7 +107,8 @@ def stacked_layers(config: TrainConfig) -> bool | None:
 
 
 def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
-    """The model that a configuration describes, with random weights of its seed or those of `model.start_from`.
+    """The model that a configuration describes: a new one, with random weights of its seed, as shapes and `new`; that
+    of `model.start_from` with its arrays. Over several devices they lie in the memory of the host.
 
     Raises:
       ConfigError: the section says neither or both, or the model's vocab is smaller than the tokenizer's.
@@ -98,19 +117,38 @@ def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
     dtype, param_dtype = jnp.dtype(section.compute_dtype), jnp.dtype(section.param_dtype)
     stacked = stacked_layers(config)
     if section.start_from is not None and section.config is None:
-        made = from_pretrained(section.start_from, dtype=param_dtype, stacked=stacked, quantize=config.lora.quantize)
+        with on_host(config):
+            made = from_pretrained(
+                section.start_from, dtype=param_dtype, stacked=stacked, quantize=config.lora.quantize
+            )
         made.dtype = dtype  # of activations; the reader has one dtype for both
+        parts = split(made)
     else:
         end = tokenizer.token_to_id(config.tokenizer.end_of_text)
         size = tokenizer.get_vocab_size()
         described = model_config(config, size, eos_token_id=end)
-        made = Decoder(described, rngs=nnx.Rngs(config.seed), dtype=dtype, param_dtype=param_dtype, stacked=stacked)
-    if made.config.vocab_size < tokenizer.get_vocab_size():
+
+        def create() -> Decoder:
+            rngs = nnx.Rngs(config.seed)
+            return Decoder(described, rngs=rngs, dtype=dtype, param_dtype=param_dtype, stacked=stacked)
+
+        parts = dataclasses.replace(split(nnx.eval_shape(create)), new=lambda: split(create()).params)
+    if parts.config.vocab_size < tokenizer.get_vocab_size():
         raise ConfigError(
-            f"config: the model has a vocab of {made.config.vocab_size}, but the tokenizer has "
+            f"config: the model has a vocab of {parts.config.vocab_size}, but the tokenizer has "
             f"{tokenizer.get_vocab_size()} tokens; set model.config.vocab_size to at least that."
         )
-    return split(made)
+    return parts
+
+
+def on_host(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
+    """Where arrays are made in the memory of the host, if the model does not have to fit one device."""
+    if math.prod(vars(config.mesh).values()) == 1:
+        return contextlib.nullcontext()
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        return contextlib.nullcontext()
 
 
 def export(parts: ModelParts, params: Tree, tokenizer: Tokenizer, end_of_text: str, folder: Path) -> None:

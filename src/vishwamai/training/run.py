@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -31,15 +32,15 @@ from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.layout import Layout
 from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
 from vishwamai.training.mesh import make_layout, over_all_devices
-from vishwamai.training.model import export, make_model
+from vishwamai.training.model import ModelParts, export, make_model, on_host
 from vishwamai.training.optimizers import schedule
 from vishwamai.training.pipelined import PipelinedLoss, pipelined
 from vishwamai.training.preferences import answer_logprobs, with_reference
 from vishwamai.training.records import Record, RecordFiles, StepMeter, read_records
-from vishwamai.training.remat import checkpoint_policy, fitting_policy, memory_limit
+from vishwamai.training.remat import fitting_policy, memory_limit
 from vishwamai.training.report import write_report
 from vishwamai.training.sample import sample
-from vishwamai.training.stages import make_stages, moved
+from vishwamai.training.stages import Stages, make_stages, moved
 from vishwamai.training.step import (
     Loss,
     TrainState,
@@ -174,19 +175,18 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
     rows = config.batch_size, config.microbatches
     layout = make_layout(config.mesh, parts.params, parts.axes, *rows, model=parts.config)
     stages = make_stages(config, parts.config, parts.params, parts.ranks, parts.stacked)
-    params, frozen, ranks, gather = parts.params, None, parts.ranks, layout.gather if layout.mesh is not None else None
-    if stages is not None:
-        params = stages.place(params)
+    frozen, ranks, gather = None, parts.ranks, layout.gather if layout.mesh is not None else None
+    params, parts = _weights(config, parts, stages, layout), parts.described
     if config.lora.rank:
-        ranks, gather = ADAPTER_RANKS, functools.partial(whole, gather=layout.whole)
-        params = initial_adapters(config.lora, parts.params, jax.random.key(config.seed), parts.ranks)
-        frozen = layout.put(parts.params)
+        ranks, gather, frozen = ADAPTER_RANKS, functools.partial(whole, gather=layout.whole), params
+        adapters = functools.partial(initial_adapters, config.lora, parts.params, ranks=parts.ranks)
+        params = layout.made(lambda: adapters(jax.random.key(config.seed)))
     accumulate = None if stages is None else pipelined
     update, attach_scales = update_rule(config, params, ranks, layout.mesh_axes)
 
     def loss_under(policy: str) -> Any:
         model, axes = parts.merge(parts.params), layout.model_axes
-        kept = checkpoint_policy(model, policy)
+        kept = parts.kept(policy)
         if stages is not None:
             return PipelinedLoss(
                 stages, parts.config, model.dtype, config.loss, kept, gather, axes, attach_scales, layout.ends
@@ -218,8 +218,11 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
         with _kernels(config):
             return layout.over_devices(part, params, gradients=False, frozen=frozen)(params, batch)[1]
 
-    state = initial_state(layout.put(params), update, average=config.optimizer.ema_decay is not None)
-    state = layout.put(state)
+    start = frozen
+    if config.objective == "dpo" and start is None:
+        start = jax.tree.map(jnp.copy, params)  # the state's are given away
+    begin = functools.partial(initial_state, optimizer=update, average=config.optimizer.ema_decay is not None)
+    state = layout.made(begin, params)
 
     if config.objective == "dpo":
 
@@ -228,7 +231,6 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
                 made = run_model(parts.graph, parts.rest, params, batch, gather=gather, axes=layout.model_axes)
                 return answer_logprobs(made[0], made[1], batch, layout.model_axes)
 
-        start = layout.put(parts.params) if frozen is None else frozen
         score = functools.partial(jax.jit(layout.by_row(reference, start)), start)
         corpus = with_reference(corpus, score, layout, config.batch_size, folder / "data")
 
@@ -270,6 +272,19 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
         peak_flops=None if peak is None else peak * layout.devices,
     )
     return job, state
+
+
+def _weights(config: TrainConfig, parts: ModelParts, stages: Stages | None, layout: Layout) -> Any:
+    """The parameters that a run begins with, as its devices hold them."""
+
+    def placed(params: Any) -> Any:
+        return params if stages is None else stages.place(params)
+
+    new = parts.new
+    if new is not None:
+        return layout.made(lambda: placed(new()))
+    with on_host(config):
+        return layout.put(placed(parts.params))
 
 
 def finish(config: TrainConfig, output: str | Path) -> str | None:
