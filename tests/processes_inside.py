@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import vishwamai
 from vishwamai.parallel import (
@@ -29,6 +29,7 @@ from vishwamai.parallel import (
     shardings,
     to_zigzag,
 )
+from vishwamai.training.layout import fetched
 
 
 def whole(tree: Any) -> list[np.ndarray]:
@@ -40,6 +41,18 @@ def whole(tree: Any) -> list[np.ndarray]:
 
 def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def pieces(devices: int) -> list[np.ndarray]:
+    """Arrays that lie on all devices, fetched in pieces as a run's model is at its end."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
+    made = [normal(1, 16, 8, 3), normal(2, 4, 16), normal(3, 7, 5), np.float32(2)]
+    places = [PartitionSpec("fsdp"), PartitionSpec(None, "fsdp"), PartitionSpec(), PartitionSpec()]
+    found = [
+        jax.make_array_from_callback(np.shape(x), NamedSharding(mesh, place), lambda index, x=x: x[index])
+        for x, place in zip(made, places)
+    ]
+    return [np.asarray(fetched(x, piece=300)) for x in found]
 
 
 def fsdp(devices: int) -> list[np.ndarray]:

@@ -38,6 +38,9 @@ TOKENS = (*ROWS, "sequence")
 PIPELINE = "pipeline"
 """The mesh axis that splits the stacked layers; each of its devices has the same rows."""
 
+_PIECE = 1 << 28
+"""Bytes that processes fetch at once."""
+
 ALL = (PIPELINE, *TOKENS, "tensor")
 """The mesh axes, the busiest last."""
 
@@ -139,8 +142,8 @@ class Layout:
         """
         if jax.process_count() == 1:
             return tree
-        one = (lambda x: x) if jax.process_index() == 0 else lambda x: None
-        return jax.tree.map(lambda x: one(multihost_utils.process_allgather(x, tiled=True)), tree)
+        keep = jax.process_index() == 0
+        return jax.tree.map(lambda x: fetched(x, keep), tree)
 
     @property
     def reader(self) -> tuple[int, int]:
@@ -286,6 +289,27 @@ def _put(x: Any, sharding: NamedSharding) -> Any:
     whole = np.asarray(x)
     # A copy for each device, whose memory may be donated.
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
+
+
+def fetched(x: jax.Array, keep: bool = True, piece: int = _PIECE) -> np.ndarray | None:
+    """An array of all processes, where `keep`; every process calls it. The devices have a whole piece for a moment, of
+    so many bytes or one row, not the whole array.
+
+    >>> fetched(jax.numpy.arange(3.0), piece=4)
+    array([0., 1., 2.], dtype=float32)
+    """
+    length = len(x) if x.ndim else 1
+    rows = max(1, piece * length // max(x.nbytes, 1))
+    if rows >= length:
+        found = multihost_utils.process_allgather(x, tiled=True)
+        return np.asarray(found) if keep else None
+    whole = np.empty(x.shape, x.dtype) if keep else None
+    for begin in range(0, length, rows):
+        begin = min(begin, length - rows)
+        found = multihost_utils.process_allgather(jax.lax.dynamic_slice_in_dim(x, begin, rows), tiled=True)
+        if whole is not None:
+            whole[begin : begin + rows] = found
+    return whole
 
 
 def is_quantized(leaf: Any) -> bool:

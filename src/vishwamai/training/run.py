@@ -88,7 +88,9 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
     # Signals are taken until the last checkpoint is whole: an exception at its end would leave the write to a thread.
     with stop_signals() as asked, Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         if resume and checkpoints.latest() is not None:
-            restored = checkpoints.restore(job.usual(state))
+            like = jax.tree.map(_described, job.usual(state))
+            del state  # its memory is that of the restored one
+            restored = checkpoints.restore(like)
             state, at = job.place(restored.state), int(restored.state.step)
             batches.set_state(restored.data)
             del restored  # the layers in the usual form, which `place` has copied
@@ -130,6 +132,10 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
         raise DeviceError(_exploded(config, exploded))
     if at == config.steps:
         job.export(state.params if state.average is None else state.average)
+
+
+def _described(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 @dataclasses.dataclass(frozen=True)
