@@ -72,6 +72,7 @@ def why_not(spec: AttentionSpec) -> str | None:
         ("with `softcap`", spec.softcap is not None),
         ("with `bias`", o.bias is not None),
         ("with `sinks`", o.sinks is not None),
+        ("where rows have positions of their own", o.q_positions is not None),  # far from where the numbers are 0
     )
     found = next((words for words, given in odd if given), None)
     return None if found is None else f"`alibi_slopes` {found}; the kernel adds one number for each key."
@@ -79,7 +80,7 @@ def why_not(spec: AttentionSpec) -> str | None:
 
 def _center(spec: AttentionSpec) -> int:
     """Where the numbers of the keys are 0: in the middle, so that they are small."""
-    return spec.kv_len // 2 if spec.operands.q_positions is not None else spec.causal_offset + spec.q_len // 2
+    return spec.causal_offset + spec.q_len // 2
 
 
 def _by_key(spec: AttentionSpec) -> AttentionSpec:

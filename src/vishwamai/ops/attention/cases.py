@@ -233,6 +233,18 @@ CASES = (
     attention_case(
         "q_offset by batch", batch=2, heads=(4, 2), length=(63, 100), causal=True, q_offset=_OFFSETS, return_lse=True
     ),
+    attention_case(
+        "decode by batch bf16",
+        batch=2,
+        heads=(4, 2),
+        length=(3, 100),
+        causal=True,
+        q_offset=_OFFSETS,
+        dtype="bfloat16",
+        window=(60, None),
+        mask=(2, 1, 1, 100),
+        return_lse=True,
+    ),
     attention_case("positions of rows bf16", length=(80, 300), window=(50, 9), q_offset=_POSITIONS, dtype="bfloat16"),
     attention_case("lengths and left padding", batch=2, length=80, kv_lens=_LENGTHS, kv_starts=_STARTS, causal=True),
     attention_case(

@@ -13,6 +13,7 @@ from vishwamai.core import dropout, ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.ops.attention.alibi import by_key
+from vishwamai.ops.attention.masks import within_reach
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 _NATIVE = ("float32", "bfloat16", "float64")
@@ -26,8 +27,11 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
     for name in ("query", "key", "value"):
         if getattr(o, name).dtype.name not in (*_NATIVE, "float16"):
             return f"`{name}` is {getattr(o, name).dtype.name}; the CPU kernel takes {', '.join(_NATIVE)} and float16."
-    if o.q_positions is not None:
-        return "rows have positions of their own (`q_offset` is an array); the CPU kernel takes an int."
+    if o.q_positions is not None and _query_rows(spec) > _DECODE_ROWS:
+        return (
+            "rows have positions of their own (`q_offset` is an array); the CPU kernel, which then reads every key, "
+            f"takes {_DECODE_ROWS} of them for a kv head."
+        )
     if spec.bias_after_softcap:
         return "`bias_after_softcap`; the CPU kernel caps the bias with the logits."
     if min(spec.qk_dim, spec.v_dim, spec.kv_len, spec.q_len, spec.batch, spec.q_heads) == 0:
@@ -35,6 +39,11 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
     if spec.blocks is not None and spec.blocks.heads not in (1, spec.q_heads):
         return f"the block mask has {spec.blocks.heads} heads, and there are {spec.q_heads} here."
     return ffi.why_not(target)
+
+
+def _query_rows(spec: AttentionSpec) -> int:
+    """Rows of queries that share a key."""
+    return spec.group * spec.q_len
 
 
 def notes(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
@@ -58,6 +67,9 @@ def _native_operands(spec: AttentionSpec, operands: Operands) -> tuple[Any, ...]
     accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
     cast = {name: _cast(getattr(operands, name), storage) for name in ("query", "key", "value")}
     cast |= {name: _cast(getattr(operands, name), accumulator) for name in ("bias", "sinks")}
+    if operands.q_positions is not None:
+        near = within_reach(spec, operands.q_positions[:, None, :, None], jnp.arange(spec.kv_len))
+        cast["mask"] = near if operands.mask is None else near & operands.mask
     return operands._replace(**cast)[: Operands._fields.index("q_positions")]
 
 
@@ -86,7 +98,6 @@ def forward(spec: AttentionSpec, config: None, operands: Operands, residuals: bo
     q = operands.query
     storage = _storage(spec)
     accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
-    rows = spec.group * spec.q_len
     out, logsumexp = ffi.call(
         "vishwamai_attention_forward",
         (
@@ -95,7 +106,7 @@ def forward(spec: AttentionSpec, config: None, operands: Operands, residuals: bo
         ),
         *_native_operands(spec, operands),
         **_attributes(spec),
-        decode=rows <= _DECODE_ROWS and spec.blocks is None,
+        decode=_query_rows(spec) <= _DECODE_ROWS and spec.blocks is None,
     )
     logsumexp = _cast(logsumexp, spec.accumulator)
     return Outputs(out.astype(q.dtype), logsumexp if spec.return_lse else None), logsumexp if residuals else None
