@@ -20,8 +20,16 @@ from vishwamai.core.target import devices_of
 from vishwamai.models import ModelConfig
 from vishwamai.planning import analytic
 from vishwamai.planning.allocation import training_config
-from vishwamai.planning.analytic import CLASSES, serving_memory, split_parameters, training_memory
+from vishwamai.planning.analytic import (
+    CLASSES,
+    described,
+    frozen_parameters,
+    serving_memory,
+    split_parameters,
+    training_memory,
+)
 from vishwamai.planning.controller import REMAT, TARGET, optimize_memory_usage
+from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.kept import kept_bytes
 from vishwamai.planning.search import candidates, plan_training
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
@@ -242,13 +250,27 @@ def test_activations_follow_the_policy_and_the_rows():
     assert parts["activations"].value == pytest.approx(sizes[-1] / 4)
 
 
+def test_frozen_weights_are_split_and_gathered():
+    """Below adapters, as without: a device has its part, and each microbatch gathers it."""
+    adapting = {"lora": {"rank": 4, "targets": "query$"}, "batch_size": 8}
+    one, four = (
+        training_memory(training(mesh=mesh, **adapting), target).parts["parameters"].value
+        for mesh, target in (({}, "v5e"), ({"fsdp": 4}, "v5e:2x2"))
+    )
+    assert one / 4 < four < one / 3  # norms are whole
+    config = training(mesh={"fsdp": 4}, **adapting)
+    trained, frozen = split_parameters(config), frozen_parameters(config)
+    assert sum(trained.values()) < sum(frozen.values()) / 20
+    times = [exchange_seconds(config, "v5e:2x2", described(config), trained, 0.0, below) for below in ({}, frozen)]
+    assert times[1]["fsdp"] > 2 * times[0]["fsdp"] and times[1]["data"] == times[0]["data"]
+
+
 @pytest.mark.parametrize(
     "keys, target, error, words",
     [
         ({"mesh": {"fsdp": 2}}, "v5e:2x2", ConfigError, "is 2 devices, but v5e:2x2 has 4"),
         ({"batch_size": 6, "mesh": {"fsdp": 4}}, "v5e:2x2", ConfigError, "batch_size=6 is not a multiple of 4 devices"),
         ({"microbatches": 3}, "v5e", ConfigError, "microbatches=3"),
-        ({"lora": {"rank": 4}, "mesh": {"fsdp": 4}}, "v5e:2x2", UnsupportedError, "lora.rank=4 .* one device so far"),
         ({"lora": {"rank": 4}, "precision": "fp8"}, "v5e", UnsupportedError, "precision=fp8 trains all parameters"),
         ({"model": {}}, "v5e", ConfigError, "set either model.config"),
         ({"tokenizer": {"path": "nowhere"}}, "v5e", ConfigError, "tokenizer.path='nowhere'"),
@@ -442,19 +464,21 @@ def test_formulas_are_near_the_probe(remat):
 @needs_libtpu
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "keys",
+    "keys, target",
     [
-        {"precision": "fp8", "remat": "full"},
-        {"precision": "fp8", "remat": "none", "batch_size": 4},
-        {"lora": {"rank": 16, "quantize": "int8"}, "remat": "full"},
-        {"objective": "dpo", "remat": "full"},
+        ({"precision": "fp8", "remat": "full"}, "v5e"),
+        ({"precision": "fp8", "remat": "none", "batch_size": 4}, "v5e"),
+        ({"lora": {"rank": 16, "quantize": "int8"}, "remat": "full"}, "v5e"),
+        ({"lora": {"rank": 16}, "mesh": {"fsdp": 4}}, "v5e:2x2"),
+        ({"lora": {"rank": 16, "quantize": "int8"}, "mesh": {"fsdp": 2, "tensor": 2}}, "v5e:2x2"),
+        ({"objective": "dpo", "remat": "full"}, "v5e"),
     ],
-    ids=["fp8-full", "fp8-none", "qlora", "dpo"],
+    ids=["fp8-full", "fp8-none", "qlora", "lora-fsdp", "qlora-tensor", "dpo"],
 )
-def test_formulas_of_scales_adapters_and_pairs_are_near_the_probe(keys):
+def test_formulas_of_scales_adapters_and_pairs_are_near_the_probe(keys, target):
     wide = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 32000}
     wide |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
     model = {"config": wide, "compute_dtype": "bfloat16"}
     config = from_dict({"model": model, "data": {"sequence_length": 2048}, "batch_size": 8, **keys})
-    (one,) = plan_training(config, "v5e", verify=False).candidates
+    (one,) = plan_training(config, target, verify=False).candidates
     assert one.probe is not None and one.analytic.value == pytest.approx(one.probe.value, rel=0.25)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from vishwamai.core.errors import FallbackWarning
 from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
 from vishwamai.planning.exchange import experts_room, rows_in_pieces
@@ -71,7 +73,6 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     """
     config = on_slice(config, target)
     whole, lay = _shapes(_key(config)), _layout(_key(config), config.mesh)
-    frozen = 0 if whole.frozen is None else size(whole.frozen)
     optimizer = lay.state - lay.params
     wide = config.microbatches > 1  # gradients are added up in float32
     gradients = lay.params * (4 / jnp.dtype(config.model.param_dtype).itemsize if wide else 1)
@@ -104,7 +105,7 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     return _breakdown(
         target,
         {
-            "parameters": lay.params + frozen,
+            "parameters": lay.params + sum(lay.frozen.values()),
             "gradients": gradients,
             "optimizer": optimizer,
             "activations": activations,
@@ -163,12 +164,13 @@ def described(config: TrainConfig) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Local:
-    """Bytes of one device's parameters that are trained, by the mesh axes that split them, and of all that a step
-    changes.
+    """Bytes of one device's parameters that are trained, by the mesh axes that split them, of all that a step changes,
+    and of the parameters below adapters, as the first ones.
     """
 
     split: Mapping[tuple[str, ...], float]
     state: float
+    frozen: Mapping[tuple[str, ...], float]
 
     @property
     def params(self) -> float:
@@ -179,7 +181,8 @@ class _Local:
 def _layout(key: _Key, mesh: MeshSection) -> _Local:
     step = _shapes(key)
     layout = _device_layout(step, mesh)
-    return _Local(_split(layout, step.state.params), sum(_split(layout, step.state).values()))
+    split, frozen = (_split(layout, tree) for tree in (step.state.params, step.frozen))
+    return _Local(split, sum(_split(layout, step.state).values()), frozen)
 
 
 def _split(layout: Layout, tree: Tree) -> dict[tuple[str, ...], float]:
@@ -196,6 +199,11 @@ def _split(layout: Layout, tree: Tree) -> dict[tuple[str, ...], float]:
 def split_parameters(config: TrainConfig) -> Mapping[tuple[str, ...], float]:
     """Bytes of a device's trained parameters, by the mesh axes that split them."""
     return _layout(_key(config), config.mesh).split
+
+
+def frozen_parameters(config: TrainConfig) -> Mapping[tuple[str, ...], float]:
+    """Those of the parameters below adapters, which stay as they are; nothing without adapters."""
+    return _layout(_key(config), config.mesh).frozen
 
 
 def _kept(config: TrainConfig, fused: bool = False) -> tuple[float, float]:
@@ -229,12 +237,14 @@ def _kept_of(key: _Key, tensor: int, expert: int, fused: bool) -> tuple[float, f
 
     def of(rows: int) -> int:
         batch = step.batch(rows * expert)
-        with key.config.optimization.kernels():
+        with key.config.optimization.kernels(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)  # of this machine, where nothing runs
             if layout.mesh is None:
                 return kept_bytes(lambda *args: loss(*args)[0], params, batch, step.frozen, fused=fused)
             mesh = AbstractMesh(layout.mesh.axis_sizes, layout.mesh.axis_names)
-            specs = (layout.specs(params), batch_specs(batch))
-            return kept_bytes(lambda *args: loss(*args)[0], params, batch, over=(mesh, specs), fused=fused)
+            specs = (layout.specs(params), batch_specs(batch), layout.specs(step.frozen))
+            over = (mesh, specs)
+            return kept_bytes(lambda *args: loss(*args)[0], params, batch, step.frozen, over=over, fused=fused)
 
     one, two = of(1), of(2)
     return 2 * one - two, two - one

@@ -28,7 +28,12 @@ Split = Mapping[tuple[str, ...], float]
 
 
 def exchange_seconds(
-    config: TrainConfig, target: str, model: ModelConfig, parameters: Split, recomputed: float
+    config: TrainConfig,
+    target: str,
+    model: ModelConfig,
+    parameters: Split,
+    recomputed: float,
+    frozen: Split | None = None,
 ) -> dict[str, float]:
     """Seconds by mesh axis; "data" is the sum of gradients over all axes that split no parameter of them.
 
@@ -36,6 +41,7 @@ def exchange_seconds(
       config: the step, whose mesh has all devices of `target`. model: which it trains.
       parameters: what a device has of them.
       recomputed: share of the forward pass that is computed again.
+      frozen: as `parameters`, of those that stay as they are.
 
     Raises: as `estimate_collective`.
     """
@@ -49,7 +55,9 @@ def exchange_seconds(
 
     fsdp = links_of(mesh, target, "fsdp")
     split = mesh.fsdp * sum(nbytes for axes, nbytes in parameters.items() if "fsdp" in axes)
-    gathered = estimate_collective("all_gather", split * narrow / wide, fsdp)
+    below = mesh.fsdp * sum(nbytes for axes, nbytes in (frozen or {}).items() if "fsdp" in axes)
+    below *= 1 if config.lora.quantize else narrow / wide  # quantized ones travel as they are held
+    gathered = estimate_collective("all_gather", split * narrow / wide + below, fsdp)
     added = estimate_collective("reduce_scatter", split * 4 / wide, fsdp)
     found["fsdp"] = config.microbatches * (2 * gathered + added)
     found["data"] = 0.0

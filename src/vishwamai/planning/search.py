@@ -209,8 +209,6 @@ def _sizes(config: TrainConfig, devices: int) -> dict[str, list[int]]:
         allowed[axis] = math.gcd(*(units[name][1] for name in split if name in units)) or 1
     if length % (2 * SHORTEST) == 0:  # zig-zag order cuts a device's part in two
         allowed["sequence"] = length // (2 * SHORTEST)
-    if config.lora.rank:
-        allowed = dict.fromkeys(allowed, 1)
     found = {axis: divisors(math.gcd(most, devices)) for axis, most in allowed.items()}
     return {axis: sizes if vars(config.mesh)[axis] == 1 else [vars(config.mesh)[axis]] for axis, sizes in found.items()}
 

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 
 from vishwamai.core.target import Target, devices_of
 from vishwamai.models import ModelConfig
-from vishwamai.planning.analytic import Breakdown, described, split_parameters, training_memory
+from vishwamai.planning.analytic import (
+    Breakdown,
+    described,
+    frozen_parameters,
+    split_parameters,
+    training_memory,
+)
 from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.figures import Estimate, cost_of_tokens
 from vishwamai.training.config import TrainConfig
@@ -96,13 +102,14 @@ def training_time(config: TrainConfig, target: str, memory: Breakdown | None = N
     moved += 2 * parts["gradients"] * config.microbatches
     narrow = jnp.dtype(config.model.compute_dtype).itemsize / jnp.dtype(config.model.param_dtype).itemsize
     # Each pass reads the weights that are gathered, and the activations that it keeps or has kept.
-    split = split_parameters(config)
-    gathered = (config.mesh.fsdp - 1) * sum(nbytes for axes, nbytes in split.items() if "fsdp" in axes)
+    split, frozen = split_parameters(config), frozen_parameters(config)
+    parted = (*split.items(), *frozen.items())
+    gathered = (config.mesh.fsdp - 1) * sum(nbytes for axes, nbytes in parted if "fsdp" in axes)
     moved += (2 + recomputed) * (parts["parameters"] + gathered) * narrow * config.microbatches
     moved += 2 * parts["activations"] * config.microbatches
     seconds += moved / chip.hbm_bandwidth_per_device
     seconds += _offloaded(config, target, parts["activations"]) / (chip.host_bandwidth_per_device or math.inf)
-    exchanged = exchange_seconds(config, target, model, split, recomputed)
+    exchanged = exchange_seconds(config, target, model, split, recomputed, frozen)
     return Estimate(seconds + sum(exchanged.values()), "analytic", "s")
 
 

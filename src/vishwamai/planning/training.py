@@ -62,12 +62,14 @@ class TrainingStep:
     def loss(self, layout: Layout, attach_scales: Any) -> Any:
         """The loss as a function of the trained parameters, a batch and the frozen parameters."""
         config, gather = self.config, None if layout.mesh is None else layout.gather
+        if self.frozen is not None:
+            gather = functools.partial(whole, gather=layout.whole)
         full = model_loss(
             self.parts.graph,
             self.parts.rest,
             config.loss,
             self.parts.kept(self.config.remat),
-            gather if self.frozen is None else whole,
+            gather,
             attach_scales,
             layout.model_axes,
             config.dpo.beta,
@@ -84,7 +86,7 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
 
     Raises:
       ConfigError: the mesh has more devices than the target, or does not divide the batch.
-      UnsupportedError: it trains adapters on several devices or with 8-bit products, or by a pipeline.
+      UnsupportedError: it trains adapters with 8-bit products, or by a pipeline.
     """
     check_no_pipeline(config)
     devices = devices_of(target)
@@ -96,10 +98,6 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
             f"mesh.fsdp={devices}, or search."
         )
     check_rows(config.mesh, config.batch_size, config.microbatches)
-    if config.lora.rank and devices > 1:
-        raise UnsupportedError(
-            f"plan: lora.rank={config.lora.rank} trains adapters, which are planned on one device so far; name a chip."
-        )
     if config.precision == "fp8" and config.lora.rank:
         raise UnsupportedError(
             "plan: precision=fp8 trains all parameters; with lora.rank, quantize the frozen ones by lora.quantize=fp8."
@@ -238,14 +236,14 @@ def trace_training(config: TrainConfig, target: str) -> Program:
         with config.optimization.kernels():
             return train_step(state, batch, **own, optimizer=update, config=config, layout=layout)
 
-    state, batch = step.state, step.batch(config.batch_size)
+    state, batch, frozen = step.state, step.batch(config.batch_size), step.frozen
     if layout.mesh is not None:
         mesh = layout.mesh
 
         def placed(leaf: Any, spec: Any) -> Any:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-        state = jax.tree.map(placed, state, layout.specs(state))
+        state, frozen = (jax.tree.map(placed, tree, layout.specs(tree)) for tree in (state, frozen))
         batch = {name: placed(leaf, batch_spec(name)) for name, leaf in batch.items()}
-    frozen = () if step.frozen is None else (step.frozen,)
-    return trace(jax.jit(training_step_of, donate_argnums=0), state, batch, *frozen, target=target)
+    below = () if frozen is None else (frozen,)
+    return trace(jax.jit(training_step_of, donate_argnums=0), state, batch, *below, target=target)
