@@ -78,7 +78,11 @@ def test_each_collective_needs_the_one_before():
 
 @pytest.mark.parametrize(
     ("mesh", "remat"),
-    [({"pipeline": 2, "fsdp": 2}, "none"), ({"pipeline": 2, "fsdp": 2}, "full"), ({"fsdp": 2, "sequence": 2}, "full")],
+    [
+        ({"pipeline": 2, "fsdp": 2}, "none"),
+        ({"pipeline": 2, "sequence": 2}, "full"),
+        ({"fsdp": 2, "sequence": 2}, "full"),
+    ],
     ids=str,
 )
 def test_training_steps(tmp_path, mesh, remat, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from test_training import LLAMA, LOSSES, MIXTRAL, tensors
-from test_training_mesh import DEEPSEEK, settings
+from test_training_mesh import DEEPSEEK, MODELS, settings
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.models import ModelConfig
 from vishwamai.parallel.pipeline.generators import GENERATORS
@@ -62,6 +62,7 @@ def assert_same_runs(folder, records, spread):
     ("model", "mesh", "changes"),
     [
         (TIED, {"pipeline": 2, "fsdp": 2}, {"steps": 2, "microbatches": 2}),
+        (TIED, {"pipeline": 2, "sequence": 2}, {"steps": 2, "microbatches": 2}),
         *(
             pytest.param(model, mesh, {"microbatches": 4, "evaluation": {}} | changes, marks=pytest.mark.long)
             for model, mesh, changes in [
@@ -73,6 +74,10 @@ def assert_same_runs(folder, records, spread):
                 (TIED, {"pipeline": 2, "tensor": 2}, {"pipeline": {"schedule": "gpipe"}}),
                 (GEMMA2, {"pipeline": 2, "fsdp": 2}, {"optimizer": {"eps": 1e-4, "ema_decay": 0.5}}),
                 (DEEP, {"pipeline": 2, "fsdp": 2}, {"optimizer": {"name": "muon", "eps": 1e-4}, "remat": "dots"}),
+                (GEMMA2, {"pipeline": 2, "sequence": 2}, {"evaluation": {"every": 2}, "remat": "full"}),
+                (DEEP, {"pipeline": 2, "sequence": 2, "fsdp": 2}, {"pipeline": {"schedule": "zb_v"}}),
+                (DEEP, {"pipeline": 2, "sequence": 2, "tensor": 2}, {"pipeline": {"schedule": "zb_h1"}}),
+                (MIXTRAL, {"pipeline": 2, "sequence": 2, "expert": 2}, {"loss": LOSSES}),
                 (MIXTRAL, {"pipeline": 2}, {"loss": LOSSES}),
                 (MIXTRAL, {"pipeline": 2, "expert": 2}, {"loss": LOSSES}),
                 (MIXTRAL, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {"loss": LOSSES, "remat": "full"}),
@@ -225,7 +230,17 @@ def test_the_config_has_the_names_of_all_schedules():
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"mesh": {"sequence": 2}}, UnsupportedError, r"mesh\.sequence=2 does not go .* or mesh\.pipeline=1\.$"),
+        (
+            {"mesh": {"sequence": 3}},
+            ConfigError,
+            r"sequence_length=32 is not a multiple of 3, mesh\.sequence: each dev",
+        ),
+        ({"mesh": {"sequence": 8}}, ConfigError, r"exchanges heads, .* the 4 of a device; .* to one of 1, 2, 4\.$"),
+        (
+            {"mesh": {"sequence": 2}, "model": {"config": MODELS["gpt_oss"]}},
+            UnsupportedError,
+            r"with sinks does not so",
+        ),
         ({"objective": "dpo"}, (ConfigError, UnsupportedError), r"objective=dpo"),
         ({"remat": "offload"}, UnsupportedError, r"set remat=full or mesh\.pipeline=1"),
         ({"batch_size": 3}, ConfigError, r"batch_size=3 is not a multiple of microbatches=4"),

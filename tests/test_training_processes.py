@@ -34,7 +34,11 @@ def command(folder, run, steps, *options):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"sequence": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"fsdp": 4}, {"sequence": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}, {"pipeline": 2, "sequence": 2}],
+    ids=str,
+)
 def test_two_processes_are_one_run(tmp_path, mesh):
     described = values(tmp_path, mesh)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(described))

@@ -14,6 +14,7 @@ from vishwamai.models.config import ModelConfig
 from vishwamai.models.layer_kinds import LayerKind, Rope
 from vishwamai.models.pages import PagedBatch, QuantizedPages
 from vishwamai.ops.attention.ring import ring_attention
+from vishwamai.ops.attention.ulysses import ulysses_attention
 from vishwamai.ops.rope import LongRopeScaling
 
 
@@ -58,7 +59,7 @@ def attend_sequences(config: ModelConfig, segment_ids: Any, axes: MeshAxes = ONE
     """Causal attention within each row, and within each of its segments.
 
     Args:
-      axes: with `sequence`, the device has its part of each row, placed by `sequence_placement`.
+      axes: with `sequence`, the device has its part of each row, placed by `sequence_placement`; in order with `heads`.
     """
 
     def attend(kind: LayerKind, query: Any, key: Any, value: Any, sinks: Any, pages: Any) -> tuple[Any, Any]:
@@ -67,9 +68,13 @@ def attend_sequences(config: ModelConfig, segment_ids: Any, axes: MeshAxes = ONE
             "window": None if kind.window is None else (kind.window - 1, 0),
             "segment_ids": None if segment_ids is None else (segment_ids, segment_ids),
             "softcap": config.attention_softcap,
-            "sinks": sinks,
             "scale": config.attention_scale,
         }
+        if axes.sequence is not None and axes.heads:
+            assert sinks is None  # `training.checks` has seen to it
+            by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+            return jnp.swapaxes(ulysses_attention(*by_head, axis=axes.sequence, **options), 1, 2), pages
+        options["sinks"] = sinks
         if axes.sequence is None:
             return vishwamai.flash_attention(query, key, value, layout="bshd", **options), pages
         by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))

@@ -20,6 +20,8 @@ class MeshAxes:
       tokens: over which tokens are split; the losses and counts of experts are those of all tokens.
       expert: the one of them over which experts are split too; tokens travel to their experts.
       sequence: the one of them over which each row is split; keys and values travel around a ring.
+      heads: attention exchanges heads in place of the ring, for a branch that not all devices of the mesh take: XLA
+        waits for all of them where arrays travel from neighbour to neighbour (on CPUs; jaxlib 0.10.2).
       tensor: over which heads, features of feed-forward networks and the vocab are split; all its devices have the
         same tokens. Shoeybi et al., "Megatron-LM" (2019).
     """
@@ -28,6 +30,7 @@ class MeshAxes:
     expert: str | None = None
     sequence: str | None = None
     tensor: str | None = None
+    heads: bool = False
 
     def total(self, x: Any) -> Any:
         """The sum of what each device of `tensor` has made of its part."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from vishwamai.core.errors import ConfigError, UnsupportedError
+from vishwamai.core.numbers import divisors
 from vishwamai.models import ModelConfig
 from vishwamai.models.checkpoint import is_quantized, storages
 from vishwamai.models.parameters import Parameter, layer_parameters
@@ -42,11 +43,17 @@ def check(config: TrainConfig) -> None:
             f"config: batch_size={config.batch_size} is not a multiple of microbatches={config.microbatches}; every "
             "microbatch has the same number of rows."
         )
-    parts = config.mesh.sequence if config.mesh.sequence == 1 else 2 * config.mesh.sequence
-    if config.data.sequence_length % parts:
+    length, wide = config.data.sequence_length, config.mesh.sequence
+    ends = 2 if wide > 1 and config.mesh.pipeline == 1 else 1  # of zig-zag order
+    if length % (ends * wide):
+        of = (
+            (f"{wide}, mesh.sequence", "")
+            if ends == 1
+            else (f"{2 * wide}, twice mesh.sequence={wide}", " from each end")
+        )
         raise ConfigError(
-            f"config: data.sequence_length={config.data.sequence_length} is not a multiple of {parts}, twice "
-            f"mesh.sequence={config.mesh.sequence}: each device has a piece from each end of a row."
+            f"config: data.sequence_length={length} is not a multiple of {of[0]}: each device has a piece{of[1]} of a "
+            "row."
         )
     memory_limit(config.remat)
     if config.lora.rank and config.model.start_from is None:
@@ -88,19 +95,36 @@ def check(config: TrainConfig) -> None:
 def _check_pipeline(config: TrainConfig, model: ModelConfig) -> None:
     """What does not go through stages so far."""
     found = {
-        "mesh.sequence": config.mesh.sequence if config.mesh.sequence > 1 else None,
         "objective": "dpo" if config.objective == "dpo" else None,
         "lora.rank": config.lora.rank or None,
         "remat": "offload" if config.remat == "offload" else None,
     }
-    usual = {"mesh.sequence": 1, "objective": "next_token", "lora.rank": 0, "remat": "full"}
+    usual = {"objective": "next_token", "lora.rank": 0, "remat": "full"}
     for name, value in found.items():
         if value is not None:
             raise UnsupportedError(
                 f"config: {name}={value} does not go together with mesh.pipeline={config.mesh.pipeline} so far; set "
                 f"{name}={usual[name]} or mesh.pipeline=1."
             )
+    if config.mesh.sequence > 1:
+        _check_exchange(config, model)
     cut(config, model)
+
+
+def _check_exchange(config: TrainConfig, model: ModelConfig) -> None:
+    """Whether stages can exchange the heads of a split sequence."""
+    wide, heads = config.mesh.sequence, model.num_heads // config.mesh.tensor
+    if model.sinks:
+        raise UnsupportedError(
+            f"config: mesh.sequence={wide} with mesh.pipeline={config.mesh.pipeline} exchanges heads, which attention "
+            "with sinks does not so far; set mesh.sequence=1 or mesh.pipeline=1."
+        )
+    if heads % wide:
+        fits = ", ".join(map(str, divisors(heads)))
+        raise ConfigError(
+            f"config: mesh.sequence={wide} with mesh.pipeline={config.mesh.pipeline} exchanges heads, and does not "
+            f"divide the {heads} of a device; set mesh.sequence to one of {fits}."
+        )
 
 
 def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig) -> None:

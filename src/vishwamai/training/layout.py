@@ -79,8 +79,9 @@ class Layout:
         """What the model has to know of the mesh."""
         if self.mesh is None:
             return ONE_DEVICE
-        wide = {name: name if self.mesh.shape[name] > 1 else None for name in ("expert", "sequence", "tensor")}
-        return MeshAxes(TOKENS, **wide)
+        wide: dict[str, Any] = {}
+        wide |= {name: name for name in ("expert", "sequence", "tensor") if self.mesh.shape[name] > 1}
+        return MeshAxes(TOKENS, **wide, heads=self.stages > 1)
 
     @property
     def copies(self) -> int:

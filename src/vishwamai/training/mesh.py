@@ -97,7 +97,8 @@ def make_layout(
     matrices = [name for name in shapes if len(names[name]) >= 2 and not _is_bias(name)]
     found = free(section.fsdp, matrices)
     ends = free(section.pipeline, [name for name in matrices if name in params], found)
-    zigzag = section.sequence > 1 and model is not None and sequence_placement(model) == "zigzag"
+    ring = section.sequence > 1 and section.pipeline == 1
+    zigzag = ring and model is not None and sequence_placement(model) == "zigzag"
     return Layout(mesh, found, apart, ends, zigzag)
 
 
