@@ -10,7 +10,6 @@ import yaml
 
 from test_processes import finish, start
 from test_training import LLAMA, small, small_values, tensors
-from vishwamai.training.config_file import from_dict
 from vishwamai.training.layout import Layout
 from vishwamai.training.records import read_records
 from vishwamai.training.run import train
@@ -31,6 +30,12 @@ def values(folder, mesh):
 
 def command(folder, run, steps, *options):
     return ("-m", "vishwamai", "train", folder / "config.yaml", f"steps={steps}", "--output", folder / run, *options)
+
+
+def alone(folder, steps, *options, run="one"):
+    """The records of the run in one process, which has the devices of all: a process of its own, as the two are."""
+    finish(start(1, *command(folder, run, steps, *options), devices=4))
+    return read_records(folder / run / "metrics.jsonl")
 
 
 @pytest.mark.long
@@ -58,8 +63,7 @@ def test_two_processes_are_one_run(tmp_path, mesh):
     texts = finish(start(2, *command(tmp_path, "two", stopped + 2, "--resume")))
     assert "Done in" in texts[0] and "Done in" not in texts[1]
     assert (tmp_path / "two" / "report.html").exists()
-    expected = list(train(from_dict(described | {"steps": stopped + 2}), tmp_path / "one"))
-    found = read_records(metrics)
+    expected, found = alone(tmp_path, stopped + 2), read_records(metrics)
     assert [r.step for r in found] == [r.step for r in expected]
     for name in ("loss", "gradient_norm", "evaluation_loss"):
         one, other = ([getattr(r, name) for r in records if getattr(r, name)] for records in (found, expected))
@@ -69,10 +73,8 @@ def test_two_processes_are_one_run(tmp_path, mesh):
         np.testing.assert_allclose(right[name], left[name], atol=2e-5, err_msg=name)
 
     # One process goes on from what two have written.
-    more = from_dict(described | {"steps": stopped + 3})
-    (after,) = train(more, tmp_path / "two", resume=True)
-    (whole,) = train(more, tmp_path / "one", resume=True)
-    assert after.loss == pytest.approx(whole.loss, rel=2e-6)
+    after, whole = (alone(tmp_path, stopped + 3, "--resume", run=run)[-1] for run in ("two", "one"))
+    assert after.step == whole.step == stopped + 3 and after.loss == pytest.approx(whole.loss, rel=2e-6)
 
 
 @pytest.mark.long
@@ -102,10 +104,7 @@ def test_two_processes_prefer_as_one(tmp_path, mesh, lora):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(described))
     texts = finish(start(2, *command(tmp_path, "two", 3)))
     assert "Done in" in texts[0]
-    expected, found = (
-        list(train(from_dict(described), tmp_path / "one")),
-        read_records(tmp_path / "two" / "metrics.jsonl"),
-    )
+    expected, found = alone(tmp_path, 3), read_records(tmp_path / "two" / "metrics.jsonl")
     for name in ("loss", "gradient_norm", "margin"):
         one, other = ([getattr(r, name) for r in records] for records in (found, expected))
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=name)
