@@ -70,15 +70,15 @@ def attend_sequences(config: ModelConfig, segment_ids: Any, axes: MeshAxes = ONE
             "softcap": config.attention_softcap,
             "scale": config.attention_scale,
         }
-        if axes.sequence is not None and axes.heads:
-            assert sinks is None  # `training.checks` has seen to it
-            by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-            return jnp.swapaxes(ulysses_attention(*by_head, axis=axes.sequence, **options), 1, 2), pages
-        options["sinks"] = sinks
         if axes.sequence is None:
-            return vishwamai.flash_attention(query, key, value, layout="bshd", **options), pages
+            return vishwamai.flash_attention(query, key, value, layout="bshd", sinks=sinks, **options), pages
         by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-        out = ring_attention(*by_head, axis=axes.sequence, placement=sequence_placement(config), **options)
+        options["axis"] = axes.sequence
+        if axes.heads:
+            assert sinks is None  # `training.checks` has seen to it
+            out = ulysses_attention(*by_head, **options)
+        else:
+            out = ring_attention(*by_head, placement=sequence_placement(config), sinks=sinks, **options)
         return jnp.swapaxes(out, 1, 2), pages
 
     return attend

@@ -31,6 +31,11 @@ class Restored:
     data: dict[str, Any]
 
 
+def described(state: TrainState) -> TrainState:
+    """A state's shapes, dtypes and shardings, which `Checkpoints.restore` takes in its place."""
+    return jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+
+
 class Checkpoints:
     """The checkpoints in a directory, of which the newest `keep` are kept; a context manager that waits for the last.
 
@@ -112,7 +117,7 @@ class Checkpoints:
                 f"resume: the checkpoint of step {step} has schema {about['schema']}; this version reads {SCHEMA}. "
                 "Resume with the version that wrote it."
             )
-        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        wanted = described(like)
         try:
             found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))
         except ValueError as error:

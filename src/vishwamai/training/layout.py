@@ -79,8 +79,7 @@ class Layout:
         """What the model has to know of the mesh."""
         if self.mesh is None:
             return ONE_DEVICE
-        wide: dict[str, Any] = {}
-        wide |= {name: name for name in ("expert", "sequence", "tensor") if self.mesh.shape[name] > 1}
+        wide: dict[str, Any] = {name: name for name in ("expert", "sequence", "tensor") if self.mesh.shape[name] > 1}
         return MeshAxes(TOKENS, **wide, heads=self.stages > 1)
 
     @property

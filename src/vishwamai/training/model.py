@@ -117,7 +117,7 @@ def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
     dtype, param_dtype = jnp.dtype(section.compute_dtype), jnp.dtype(section.param_dtype)
     stacked = stacked_layers(config)
     if section.start_from is not None and section.config is None:
-        with on_host(config):
+        with host_memory(config):
             made = from_pretrained(
                 section.start_from, dtype=param_dtype, stacked=stacked, quantize=config.lora.quantize
             )
@@ -141,7 +141,7 @@ def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
     return parts
 
 
-def on_host(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
+def host_memory(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
     """Where arrays are made in the memory of the host, if the model does not have to fit one device."""
     if math.prod(vars(config.mesh).values()) == 1:
         return contextlib.nullcontext()

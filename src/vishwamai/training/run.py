@@ -23,7 +23,7 @@ from vishwamai.core.execute import only_for
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
 from vishwamai.models.axes import MeshAxes
-from vishwamai.training.checkpoints import Checkpoints
+from vishwamai.training.checkpoints import Checkpoints, described
 from vishwamai.training.checks import check
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
@@ -32,7 +32,7 @@ from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.layout import Layout
 from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
 from vishwamai.training.mesh import make_layout, over_all_devices
-from vishwamai.training.model import ModelParts, export, make_model, on_host
+from vishwamai.training.model import ModelParts, export, host_memory, make_model
 from vishwamai.training.optimizers import schedule
 from vishwamai.training.pipelined import PipelinedLoss, pipelined
 from vishwamai.training.preferences import answer_logprobs, with_reference
@@ -88,7 +88,7 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
     # Signals are taken until the last checkpoint is whole: an exception at its end would leave the write to a thread.
     with stop_signals() as asked, Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
         if resume and checkpoints.latest() is not None:
-            like = jax.tree.map(_described, job.usual(state))
+            like = described(job.usual(state))
             del state  # its memory is that of the restored one
             restored = checkpoints.restore(like)
             state, at = job.place(restored.state), int(restored.state.step)
@@ -132,10 +132,6 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
         raise DeviceError(_exploded(config, exploded))
     if at == config.steps:
         job.export(state.params if state.average is None else state.average)
-
-
-def _described(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,11 +187,11 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
     update, attach_scales = update_rule(config, params, ranks, layout.mesh_axes)
 
     def loss_under(policy: str) -> Any:
-        model, axes = parts.merge(parts.params), layout.model_axes
-        kept = parts.kept(policy)
+        axes, kept = layout.model_axes, parts.kept(policy)
         if stages is not None:
+            dtype = parts.merge(parts.params).dtype
             return PipelinedLoss(
-                stages, parts.config, model.dtype, config.loss, kept, gather, axes, attach_scales, layout.ends
+                stages, parts.config, dtype, config.loss, kept, gather, axes, attach_scales, layout.ends
             )
         full = model_loss(parts.graph, parts.rest, config.loss, kept, gather, attach_scales, axes, config.dpo.beta)
 
@@ -289,7 +285,7 @@ def _weights(config: TrainConfig, parts: ModelParts, stages: Stages | None, layo
     new = parts.new
     if new is not None:
         return layout.made(lambda: placed(new()))
-    with on_host(config):
+    with host_memory(config):
         return layout.put(placed(parts.params))
 
 
