@@ -13,6 +13,7 @@ geometric mean of ours / best peer. "backward" is the program of forward and bac
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -59,6 +60,7 @@ SHAPES = {
         for dim in (128, 64, 256)
     },
     "window-128": Shape(True, 128, window=1024),
+    "narrow-128": Shape(True, 128, window=511, batch=1, length=16384),
     "gqa-128": Shape(True, 128, heads=32, kv_heads=8),
 }
 
@@ -127,17 +129,24 @@ def _splash(
 
 
 def jax_splash(shape: Shape) -> Iterator[estimates.Call]:
-    """jax.experimental.pallas.ops.tpu.splash_attention, with its fused backward kernel."""
+    """jax.experimental.pallas.ops.tpu.splash_attention, with its fused backward kernel and, of windows, where they are
+    faster, with its two kernels.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    def make(mask: Any, blocks: dict[str, int]) -> Any:
-        sizes = kernel.BlockSizes(**blocks, use_fused_bwd_kernel=True)
+    def make(mask: Any, blocks: dict[str, int], fused: bool = True) -> Any:
+        apart = {} if fused else {"block_q_dq": blocks["block_q_dkv"], "block_kv_dq": blocks["block_kv_dkv"]}
+        sizes = kernel.BlockSizes(**blocks, **apart, use_fused_bwd_kernel=fused)
         heads = masks.MultiHeadMask([mask] * shape.heads)
         return kernel.make_splash_mha(heads, head_shards=1, q_seq_shards=1, block_sizes=sizes)
 
     choices = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512))
     yield from _splash(shape, "jax splash", masks, make, choices)
+    if shape.window is not None:
+        unfused = functools.partial(make, fused=False)
+        narrow = ((256, 256, 256), (512, 512, 512), (512, 1024, 512), (1024, 1024, 512))
+        yield from _splash(shape, "jax splash, unfused", masks, unfused, narrow)
 
 
 def tokamax_splash(shape: Shape) -> Iterator[estimates.Call]:

@@ -116,14 +116,14 @@ def test_calls_are_told_apart_by_their_numbers():
 
     def told(known):
         simulator = Simulator({"TLP": top}, TPUS["v5e"], {"k": known})
-        return [simulator._known(f"k.{number}") for number in (9, 10)]
+        return [simulator.known_of(f"k.{number}") for number in (9, 10)]
 
     assert told([one, other]) == [one, other]
     assert told([one, one]) == [one, one]
     assert told([one]) == [one, one]
     assert told([one, one, other]) == [one, other]  # equal calls were merged
     assert told([one, other, {0: np.array([3])}]) == [{}, {}]  # it is not clear which
-    assert Simulator({"TLP": top}, TPUS["v5e"], {"k": [one]})._known("kernel.9") == {}
+    assert Simulator({"TLP": top}, TPUS["v5e"], {"k": [one]}).known_of("kernel.9") == {}
     top = Source(
         top.bundles.replace("0x1 :", "0x1 : >"), ""
     )  # in a loop: XLA numbers those of another computation as it pleases

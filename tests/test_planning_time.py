@@ -23,9 +23,12 @@ from vishwamai.parallel import estimate_exchange
 from vishwamai.planning import program_time
 from vishwamai.planning.analytic import CLASSES, Breakdown
 from vishwamai.planning.collectives import group_of, link_seconds
+from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.mesh_links import links_of
 from vishwamai.planning.program import devices_in_order, trace
+from vishwamai.planning.program_time import time_program
+from vishwamai.planning.serving import Serving, kv_bytes_per_token, trace_serving
 from vishwamai.planning.speed import training_speed, training_time
 from vishwamai.planning.timeline import Follower, trip_count
 from vishwamai.training.config import MeshSection
@@ -280,6 +283,26 @@ def test_the_time_of_a_compiled_program_over_a_slice(monkeypatch, tmp_path):
 
     monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: pytest.fail("asked again"))
     assert planning.step_time(forward, *arguments(6), target="v5e:2x2") == six
+
+
+@needs_libtpu
+def test_tables_that_hold_numbers_steer_the_kernels_of_a_decoding_step():
+    """Pages of four times the tokens take about four times as long; of a table's shape alone nothing is known."""
+    model = {"model_type": "llama", "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 1024}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    config = ModelConfig.from_dict(model | heads | {"max_position_embeddings": 4096})
+    times = []
+    for length in (1024, 4096):
+        serving = Serving(config, 32, length, page_size=64)
+        with Compiler() as compiler:
+            _, found = time_program(compiler, trace_serving(serving, "v5e"))
+        assert not found.uncertain
+        (kernel,) = [row for row in found.rows if "paged" in row.name and "attention" in row.name]
+        pages = 32 * length * kv_bytes_per_token(serving)
+        least = pages / CHIP.hbm_bandwidth_per_device
+        assert least <= kernel.seconds <= 1.4 * least, (kernel, least)
+        times.append(kernel.seconds)
+    assert times[1] == pytest.approx(4 * times[0], rel=0.15)
 
 
 @needs_libtpu

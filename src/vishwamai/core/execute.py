@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -212,12 +212,19 @@ def _dispatch_now(plan: Plan, direction: str, *arguments: Any) -> Any:
             return _dispatch_now(_replan(plan, shards[0]), direction, *shards)
 
         return sharding.follow_explicit_axes(local, axes, *arguments)
+    choices = plan.choices if _ONLY.value is None else (plan.choice(_ONLY.value),)
+    branches = {choice.platform: _branch(plan, choice, direction, arguments) for choice in choices}
+    default = branches.pop(None, None)
+    return by_platform(default, {p: branch for p, branch in branches.items() if p is not None}, *arguments)
+
+
+def by_platform(default: Any, branches: Mapping[str, Callable[..., Any]], *arguments: Any) -> Any:
+    """What the branch of the platform computes that a program is lowered for, or that `only_for` names; the function
+    `default` on others.
+    """
     only = _ONLY.value
     if only is not None:
-        return _branch(plan, plan.choice(only), direction, arguments)(*arguments)
-    branches = {choice.platform: _branch(plan, choice, direction, arguments) for choice in plan.choices}
-    default = branches.pop(None)
-    branches = {platform: branch for platform, branch in branches.items() if platform is not None}
+        return branches.get(only, default)(*arguments)
     if not branches:
         return default(*arguments)
     return jax.lax.platform_dependent(*arguments, default=default, **branches)

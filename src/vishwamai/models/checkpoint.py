@@ -37,7 +37,7 @@ def from_pretrained(
     mesh: Mesh | None = None,
     rules: Mapping[str, Any] | None = None,
     quantize: str | None = None,
-    stacked: bool | None = None,
+    stacked: bool | None = False,
 ) -> Decoder:
     """The decoder in a Hugging Face directory (`config.json` and safetensors files).
 
@@ -49,7 +49,8 @@ def from_pretrained(
         `parameters.LOGICAL_NAMES`; those without a rule stay whole.
       quantize: "int8", "int4" or "fp8": weights of the layers' products are rounded to `QTensor`s. "keep": those of a
         checkpoint that is published quantized become the `QTensor`s that have exactly its numbers. None: plain arrays.
-      stacked: as of `Decoder`.
+      stacked: as of `Decoder`. By default each layer is alone, as serving wants it: a scan copies each layer's weights
+        out of the stack before a kernel reads them, which decoding waits for. To train, stack them.
 
     Raises:
       ShapeError: a file or a tensor is missing, damaged, or contradicts `config.json`; the text names the file, the

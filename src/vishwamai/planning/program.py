@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.program import in_words, place, tracing_for
-from vishwamai.aot.schedule.job import exact_export, over_arrays
+from vishwamai.aot.schedule.job import exact_export, integers, over_arrays
+from vishwamai.aot.schedule.known import scalar_operands
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.target import Target
 
@@ -49,6 +50,8 @@ class Program:
       blob: the serialised export over the flat array arguments.
       arguments: the arrays, in the blob's order.
       fingerprint: of the program, the target and the versions that compile it.
+      known: scalar operands of kernels that are known ahead, by kernel, call and operand; they steer its time, not what
+        is compiled.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Program:
     blob: bytes = dataclasses.field(repr=False)
     arguments: tuple[Argument, ...] = dataclasses.field(repr=False)
     fingerprint: str = ""
+    known: Mapping[str, Sequence[Mapping[int, np.ndarray]]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def limit(self) -> int:
@@ -66,7 +70,8 @@ class Program:
 def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Program:
     """Traces `fn(*args, **kwargs)` for a target; nothing is compiled.
 
-    Args: as `vishwamai.aot.compile_for`. A jitted function's donated arguments stay donated.
+    Args: as `vishwamai.aot.compile_for`. A jitted function's donated arguments stay donated. What arrays of integers
+      hold, such as page tables, tells how often the loops of kernels run.
 
     Raises:
       DeviceError: libtpu or flatbuffers is missing, or the target is unknown.
@@ -75,6 +80,7 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
     """
     target = Target.parse_tpu(target).name or target
     chip = Target.parse_chip(target)
+    given = jax.tree.leaves((args, kwargs))
     args, kwargs = _one_mesh(place((args, kwargs), target))
     with tracing_for(target), in_words(chip):
         donated = _donated(fn, args, kwargs)
@@ -85,8 +91,10 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
         shapes = [leaves[i][1] for i in arrays]
         if not many:
             shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, weak_type=s.weak_type) for s in shapes]
+        jitted = jax.jit(flat)
+        known = scalar_operands(jitted.trace(*shapes).jaxpr, integers([given[i] for i in arrays]))
         with exact_export():
-            exported = export.export(jax.jit(flat), platforms=["tpu"])(*shapes)
+            exported = export.export(jitted, platforms=["tpu"])(*shapes)
     try:
         blob = bytes(exported.serialize())
     except ImportError as error:
@@ -103,7 +111,7 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
     digest = hashlib.sha256(exported.mlir_module_serialized)
     about = [FORMAT, target, libtpu.identity(), [(a.donated, a.place) for a in found]]
     digest.update(json.dumps(about, sort_keys=True).encode())
-    return Program(flat.__name__, target, blob, found, digest.hexdigest()[:32])
+    return Program(flat.__name__, target, blob, found, digest.hexdigest()[:32], known)
 
 
 def _donated(fn: Any, args: Any, kwargs: Any) -> set[str]:

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
+import json
 import pathlib
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.schedule.dump import read_sources
-from vishwamai.aot.schedule.simulate import Source, simulate
+from vishwamai.aot.schedule.simulate import Simulator
 from vishwamai.aot.schedule.twins import twins
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError
@@ -30,7 +34,7 @@ from vishwamai.planning.figures import Estimate
 from vishwamai.planning.program import Program, devices_in_order, trace
 from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
 
-FORMAT = 5
+FORMAT = 6
 """Counts up when a timeline is followed in another way, so that kept ones are not read."""
 
 _SHOWN = 8
@@ -138,7 +142,7 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
 
     Raises: as `step_time`, for a program that fits.
     """
-    key = f"{program.fingerprint}-time{FORMAT}"
+    key = f"{program.fingerprint}-time{FORMAT}{_digest(program.known)}"
     found, full = cache.read(key), cache.read(f"{program.fingerprint}-full")
     if full is not None and "needed" in full:  # it does not fit, which is all there is to know
         return verified_memory(program, full), None
@@ -153,6 +157,19 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
     return memory, _read(program.target, memory, found["time"]) if "time" in found else None
 
 
+def _digest(known: Mapping[str, Sequence[Mapping[int, np.ndarray]]]) -> str:
+    """Of the tables that steer kernels; nothing where none are known."""
+    if not known:
+        return ""
+    tables = [
+        (name, call, i, array.tolist())
+        for name, calls in known.items()
+        for call, of in enumerate(calls)
+        for i, array in of.items()
+    ]
+    return f"-{hashlib.sha256(json.dumps(sorted(tables)).encode()).hexdigest()[:16]}"
+
+
 def _followed(program: Program, directory: pathlib.Path) -> dict[str, Any]:
     """The timeline of what the compiler wrote, as plain values."""
     target, written = program.target, directory / TEXT
@@ -164,7 +181,7 @@ def _followed(program: Program, directory: pathlib.Path) -> dict[str, Any]:
             f"step_time: libtpu {libtpu.versions()['libtpu']} wrote no schedules for {target}; 0.0.51 is known to."
         )
     module, chip = parse_module(text.read_text()), Target.parse_chip(target)
-    schedules = _Schedules(sources, target, twins(module))
+    schedules = _Schedules(Simulator(sources, chip, program.known, twins(module)))
     follower = Follower(module, chip, schedules.cycles, link_seconds(module, devices_in_order(program)))
     timeline = follower.follow()
     names = ", ".join(f"{name} ({count})" for name, count in schedules.unknown.items())
@@ -175,25 +192,27 @@ def _followed(program: Program, directory: pathlib.Path) -> dict[str, Any]:
 
 
 class _Schedules:
-    """The cycles of one call of an instruction, by the schedule of its program, each followed once."""
+    """The cycles of one call of an instruction, by the schedule of its program. Each is followed once, or once for each
+    call whose tables are known.
+    """
 
-    def __init__(self, sources: Mapping[str, Source], target: str, marks: Mapping[str, str]):
-        self.sources, self.chip, self.marks = sources, Target.parse_chip(target), marks
-        self.emitted = {marks[name]: name for name in sources if name in marks}
+    def __init__(self, simulator: Simulator):
+        self.simulator = simulator
         self.known: dict[str, float] = {}
         self.unknown: collections.Counter[str] = collections.Counter()
 
     def cycles(self, name: str) -> float | None:
         """None where the compiler wrote no schedule for it."""
-        own = name if name in self.sources else self.emitted.get(self.marks.get(name, ""))
-        if own is None:
+        own = self.simulator.program_of(name)
+        if own is None or own not in self.simulator.sources:
             return None
-        if own not in self.known:
-            found = simulate({own: self.sources[own]}, self.chip)
-            self.known[own] = found.cycles
+        call = name if self.simulator.known_of(name) else own
+        if call not in self.known:
+            found = self.simulator.simulate(only=call)
+            self.known[call] = found.cycles
             if found.unknown:
                 self.unknown[family(own)] += sum(found.unknown.values())
-        return self.known[own]
+        return self.known[call]
 
 
 def _plain(timeline: Timeline) -> dict[str, Any]:

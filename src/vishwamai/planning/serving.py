@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from vishwamai.core.errors import ShapeError
@@ -62,7 +63,7 @@ class Serving:
 
     def parameters(self) -> tuple[Any, Tree]:
         """The decoder's structure, and the shapes of its variables."""
-        make = functools.partial(Decoder, self.config, dtype=self.dtype, param_dtype=self.dtype, stacked=True)
+        make = functools.partial(Decoder, self.config, dtype=self.dtype, param_dtype=self.dtype, stacked=False)
 
         def made() -> Decoder:
             model = make(rngs=nnx.Rngs(0))
@@ -78,7 +79,7 @@ class Serving:
         held = self.batch_size if tokens is None else 0
         rings = {window: held * ring for window, ring in self.rings.items()}
         dtype = kv_dtype_of(self.kv_dtype)
-        shapes = functools.partial(page_shapes, self.config, page_size=self.page_size, dtype=dtype, stacked=True)
+        shapes = functools.partial(page_shapes, self.config, page_size=self.page_size, dtype=dtype, stacked=False)
         pools = shapes(num_pages=count, window_pages=rings)
         if dtype.itemsize > 1:
             return pools
@@ -111,27 +112,35 @@ def size(tree: Tree) -> int:
     return sum(-(-math.prod(leaf.shape) * bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(tree))
 
 
-def trace_serving(serving: Serving, target: str) -> Program:
-    """One decoding step of every sequence, pages donated, traced for one device of a target.
+def trace_serving(serving: Serving, target: str, prompt: int | None = None) -> Program:
+    """One decoding step of every sequence, or the step of a prompt of so many tokens, pages donated, traced for one
+    device of a target.
 
     Raises: as `program.trace`.
     """
     graph, variables = serving.parameters()
-    rows = serving.batch_size
-    batch = PagedBatch(*_tables(rows, serving.pages_per_sequence), max_q_len=1)
+    new, held = (1, serving.length) if prompt is None else (prompt, prompt)
+    rows = serving.batch_size if prompt is None else 1
+    batch = PagedBatch(*_tables(serving, rows, new, held), max_q_len=new)
 
-    def decoding_step(variables: Tree, pages: Tree, tokens: Any, batch: PagedBatch) -> tuple[Any, Tree]:
+    def serving_step(variables: Tree, pages: Tree, tokens: Any, batch: PagedBatch) -> tuple[Any, Tree]:
         slots = jnp.arange(rows, dtype=jnp.int32)
         tables = {window: ring_table(slots, ring, batch.page_table.shape[1]) for window, ring in serving.rings.items()}
         with serving.optimization.kernels():
             model = nnx.merge(graph, variables)
             hidden, written = model.step(tokens, pages, dataclasses.replace(batch, windows=tables))
-            return jnp.argmax(model.logits(hidden), -1), written
+            return jnp.argmax(model.logits(hidden[batch.cu_q_lens[1:] - 1]), -1), written
 
-    tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    step = jax.jit(decoding_step, donate_argnums=1)
+    tokens = jax.ShapeDtypeStruct((rows * new,), jnp.int32)
+    step = jax.jit(serving_step, donate_argnums=1)
     return trace(step, variables, serving.pages(), tokens, batch, target=target.partition(":")[0])
 
 
-def _tables(rows: int, pages: int) -> tuple[Any, ...]:
-    return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), (rows, pages), (rows + 1,)))
+def _tables(serving: Serving, rows: int, new: int, held: int) -> tuple[Any, ...]:
+    """kv_lens, page_table and cu_q_lens of `rows` sequences of `held` tokens, `new` ones among them, whose pages lie in
+    no order.
+    """
+    each = serving.pages_per_sequence
+    pages = np.random.default_rng(0).permutation(rows * each).reshape(rows, each)
+    tables = np.full(rows, held), pages, new * np.arange(rows + 1)
+    return tuple(table.astype(np.int32) for table in tables)

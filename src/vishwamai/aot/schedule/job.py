@@ -93,6 +93,12 @@ def over_arrays(fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, arrays
     return flat
 
 
+def integers(arrays: Sequence[Any]) -> dict[int, np.ndarray]:
+    """Those of a function's flat arguments that are arrays of integers, not shapes alone, by position."""
+    held = {i: x for i, x in enumerate(arrays) if isinstance(x, (np.ndarray, jax.Array))}
+    return {i: np.asarray(x) for i, x in held.items() if np.issubdtype(x.dtype, np.integer)}
+
+
 def check_one_device(caller: str, target: str) -> None:
     """Raises UnsupportedError, which names `caller`, where a target has several devices."""
     if devices_of(target) > 1:
@@ -126,12 +132,7 @@ def prepare(
     identity = libtpu.identity()
     with tracing_for(target), in_words(Target.parse_chip(target)):
         traced = jax.jit(flat).trace(*shapes)
-        values = {
-            position: np.asarray(leaves[index])
-            for position, index in enumerate(arrays)
-            if isinstance(leaves[index], (np.ndarray, jax.Array)) and np.issubdtype(leaves[index].dtype, np.integer)
-        }
-        scalars = known.scalar_operands(traced.jaxpr, values)
+        scalars = known.scalar_operands(traced.jaxpr, integers([leaves[index] for index in arrays]))
         with exact_export():
             exported = export.export(jax.jit(flat), platforms=["tpu"])(*shapes)
     try:

@@ -113,13 +113,13 @@ class Simulator:
             self._parsed[name] = BundledProgram(name, bundles, units, RESERVATIONS[self.chip.name])
         return self._parsed[name]
 
-    def _program_of(self, name: str | None) -> str | None:
+    def program_of(self, name: str | None) -> str | None:
         """The program that an instruction runs: its own, or that of the twin under whose name the code was emitted."""
         if name is None or name in self.sources:
             return name
         return self._emitted.get(self._twins.get(name, ""), name)
 
-    def _known(self, called: str) -> Known:
+    def known_of(self, called: str) -> Known:
         """What is known of the operands of a call: XLA numbers the calls of a kernel in the order of the program."""
         base, _, number = called.rpartition(".")
         base = base if number.isdigit() else called
@@ -133,14 +133,14 @@ class Simulator:
         unnamed = self.known.get("*", ())
         return unnamed[0] if len(unnamed) == 1 else {}
 
-    def _core(self, core: int) -> tuple[Machine, dict[str, _Tally], int]:
+    def _core(self, core: int, only: str | None) -> tuple[Machine, dict[str, _Tally], int]:
         """The core after its run, the sums of each program, and how often the instruction that was called most was."""
         machine = Machine(self.chip, core, self.model)
         tallies: dict[str, _Tally] = {}
         calls: collections.Counter[str] = collections.Counter()
 
         def call(name: str | None, arguments: Sequence[Value] = ()) -> None:
-            called, name = name or "", self._program_of(name)
+            called, name = name or "", self.program_of(name)
             if name is None or name not in self.sources:
                 if not str(name).startswith("<late"):
                     machine.unknown[f"program {name} is not in the dump"] += 1
@@ -150,7 +150,7 @@ class Simulator:
             calls[called] += 1
             tally = tallies.setdefault(name, _Tally())
             before = machine.now, machine.dma_wait, machine.mxu_stall, machine.hbm_bytes
-            passes = run(self.program(name), machine, self._known(called), call, arguments)
+            passes = run(self.program(name), machine, self.known_of(called), call, arguments)
             tally.calls += 1
             tally.cycles += machine.now - before[0]
             tally.dma_wait += machine.dma_wait - before[1]
@@ -158,7 +158,9 @@ class Simulator:
             tally.hbm_bytes += machine.hbm_bytes - before[3]
             tally.passes.update(passes)
 
-        if TOP in self.sources:
+        if only is not None:
+            call(only)
+        elif TOP in self.sources:
             top = tallies.setdefault(TOP, _Tally())
             top.calls = 1
             top.passes = run(self.program(TOP), machine, {}, call)
@@ -172,9 +174,9 @@ class Simulator:
                 call(name)
         return machine, tallies, max(calls.values(), default=0)
 
-    def simulate(self) -> Simulation:
-        """Runs every core of one jax device; the slowest counts."""
-        results = [self._core(core) for core in range(self.chip.cores_per_device)]
+    def simulate(self, only: str | None = None) -> Simulation:
+        """Runs every core of one jax device; the slowest counts. `only`: one call of that instruction, not all."""
+        results = [self._core(core, only) for core in range(self.chip.cores_per_device)]
         machine, tallies, calls = max(results, key=lambda result: result[0].now)
         programs = tuple(self._report(name, tally) for name, tally in tallies.items())
         return Simulation(

@@ -1,6 +1,7 @@
 """Rows of new tokens into a pool of pages: the one step of `update_pages` that touches the pool.
 
-On accelerators XLA's scatter moves the new rows only, and writes in place where the pool is donated. On the CPU it
+On GPUs XLA's scatter moves the new rows only, and writes in place where the pool is donated. On TPUs it takes one row
+after the other, and a kernel copies many at once (`tpu_update`), where rows are whole tiles. On the CPU the scatter
 widens the whole pool of bfloat16 to float32 and back, and copies a pool of any type if there is a single token. There
 a native kernel copies each row to its place. It takes the pool as the caller holds it: XLA copies a donated array that
 is reshaped before it is changed in place.
@@ -15,6 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core import ffi, sharding
+from vishwamai.core.config import ambient_target, current_config
+from vishwamai.core.execute import by_platform
+from vishwamai.ops.paged_attention import tpu_update
+from vishwamai.ops.paged_attention.reference import XLA
 
 _HANDLER = "vishwamai_update_pages"
 
@@ -67,10 +72,12 @@ _put.defvjp(_put_fwd, _put_bwd)
 
 @jax.custom_batching.custom_vmap
 def _mapped(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
-    if pool.dtype == jnp.int4 or ffi.why_not(None, _HANDLER) is not None:  # a row of int4 may not be whole bytes
-        return _scatter(pool, rows, page, slot)
-    native = sharding.partitioned(_native, _axes(pool.ndim))
-    return jax.lax.platform_dependent(pool, rows, page, slot, cpu=native, default=_scatter)
+    branches: dict[str, Any] = {}
+    if pool.dtype != jnp.int4 and ffi.why_not(None, _HANDLER) is None:  # a row of int4 may not be whole bytes
+        branches["cpu"] = sharding.partitioned(_native, _axes(pool.ndim))
+    if current_config().implementation != XLA.name and tpu_update.why_not(pool, rows, ambient_target()) is None:
+        branches["tpu"] = tpu_update.put
+    return by_platform(_scatter, branches, pool, rows, page, slot)
 
 
 @_mapped.def_vmap

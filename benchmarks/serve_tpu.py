@@ -1,0 +1,98 @@
+"""Whole steps of serving on one device of TPUs you do not have: a decoding step of many sequences, and a prompt.
+
+    python benchmarks/serve_tpu.py                              Llama 3 8B, 64 sequences of 4096 tokens, and a prompt
+    python benchmarks/serve_tpu.py --targets v5p --steps prompt
+
+The step is the one that the engine runs: all layers, the pages' update and the choice of the next token. It is compiled
+by the TPU's own compiler and followed as `vishwamai.planning.step_time` does, with the tables that steer the kernels.
+"bound" is the time that HBM needs for the weights and the pages that are live, or the matrix units for a prompt's
+products; "share" is bound / time. "moved" is the time of copies, transposes and reshapes that XLA adds between kernels.
+v6e has too little memory for 64 sequences in bfloat16: its weights and pages have 8 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from published_steps import LLAMA_8B
+
+from vishwamai.bench import estimates
+from vishwamai.core.target import Target
+from vishwamai.models import ModelConfig
+from vishwamai.planning.compiler import Compiler
+from vishwamai.planning.program_time import StepTime, time_program
+from vishwamai.planning.serving import Serving, kv_bytes_per_token, size, trace_serving
+from vishwamai.training.flops import flops_per_token
+
+NARROW: dict[str, dict[str, Any]] = {"v6e": {"kv_dtype": "int8", "quantize": "int8"}}
+"""Where bfloat16 does not fit."""
+STEPS = ("decode", "prompt")
+MOVES = re.compile(r"copy|transpose|reshape|pad|bitcast|slice|concatenate")
+
+
+def bound(serving: Serving, target: str, prompt: int | None) -> float:
+    """Seconds that one device needs at least."""
+    chip = Target.parse_chip(target)
+    if prompt is None:
+        _, variables = serving.parameters()
+        embedding = serving.config.vocab_size * serving.config.hidden_size * 2  # of which a step reads a few rows
+        live = serving.batch_size * serving.length * kv_bytes_per_token(serving)
+        return (size(variables) - embedding + live) / chip.hbm_bandwidth_per_device
+    head = 2.0 * serving.config.vocab_size * serving.config.hidden_size
+    # A token sees half of the prompt in the mean, and one token has logits.
+    work = (flops_per_token(serving.config, prompt // 2) / 3 - head) * prompt + head
+    return work / chip.peak_per_device(serving.quantize or serving.dtype)
+
+
+def moved(found: StepTime) -> tuple[float, list[str]]:
+    """Seconds of what only moves data, and its rows, the longest first."""
+    rows = [row for row in found.rows if row.part == "fusions" and MOVES.match(row.name)]
+    copies = found.parts["copies"].value
+    named = [f"{row.name} {row.seconds * 1e6:.0f} us ({row.calls} calls)" for row in rows]
+    waited = [f"waiting for copies {copies * 1e6:.0f} us"] if copies else []
+    return sum(row.seconds for row in rows) + copies, named + waited
+
+
+def main() -> None:
+    parser = estimates.parser(__doc__, targets=["v5p", "v6e", "tpu7x"], steps=STEPS)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of each sequence")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt")
+    parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
+    parser.add_argument("--rows", type=int, default=12, help="kernels and fusions to list")
+    options = parser.parse_args()
+    config = ModelConfig.from_dict(
+        LLAMA_8B | {"max_position_embeddings": options.length, "num_hidden_layers": options.layers}
+    )
+    for target in options.targets:
+        serving = Serving(config, options.sequences, options.length, page_size=64, **NARROW.get(target, {}))
+        for step in options.steps:
+            _print(serving, target, options.prompt if step == "prompt" else None, options)
+
+
+def _print(serving: Serving, target: str, prompt: int | None, options: argparse.Namespace) -> None:
+    what = f"a prompt of {prompt} tokens" if prompt else f"{serving.batch_size} sequences of {serving.length} tokens"
+    kinds = f"weights {serving.quantize or serving.dtype}, pages {serving.kv_dtype}"
+    print(f"{target}: {what}, {kinds}", flush=True)
+    with Compiler(timeout=3600) as compiler:
+        memory, found = time_program(compiler, trace_serving(serving, target, prompt))
+    if found is None:
+        print(f"  {memory}")
+        return
+    least = bound(serving, target, prompt)
+    lost, rows = moved(found)
+    seconds = found.step.value
+    print(f"  bound {least * 1e3:.3f} ms, share {least / seconds:.3f}, moved {lost / seconds:.1%}")
+    for row in found.rows[: options.rows]:
+        print(f"    {row.part:<12}{row.name:<44}{row.seconds * 1e3:>9.3f} ms{row.calls:>6} calls")
+    print(*(f"    moved: {text}" for text in rows[: options.rows]), sep="\n")
+    print(
+        "\n".join(str(found).splitlines()[:1] + [f"  {text}" for text in (*found.missing, *found.uncertain)]),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
