@@ -63,7 +63,7 @@ def pairs() -> Iterator[tuple[Op, Implementation]]:
 
 
 # One in so many of an implementation's cases runs by default. Kernels that are simulated or interpreted are slow.
-SHARES = {None: 3, "cpu": 3, "tpu": 9, "cuda": 9}
+SHARES = {None: 4, "cpu": 4, "tpu": 12, "cuda": 12}
 
 
 def by_default(op: Op, impl: Implementation) -> frozenset[str]:

@@ -39,6 +39,17 @@ def one_in(n: int, index: int) -> Any:
     return marks(is_due(n, index)) if n > 1 else ()
 
 
+def takes_turns(n: int, index: int) -> Any:
+    """Marks a test that takes long, the index-th of some, of which one in n runs by default."""
+
+    def marked(test: Any) -> Any:
+        for mark in one_in(n, index):
+            test = mark(test)
+        return test
+
+    return marked
+
+
 def in_turn(n: int, given: Iterable[Any]) -> list[Any]:
     """The parameters of like tests (tuples where a test has several), of which one in n runs by default."""
     return [

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rotation
 from plans import GIB, LLAMA, training
 from vishwamai import aot, planning
 from vishwamai.cli import main
@@ -177,6 +178,7 @@ def test_gradients_that_are_split_are_added_up_in_place():
     assert two.total.value - one.total.value == pytest.approx(one.parts["gradients"].value)
 
 
+@rotation.takes_turns(3, 0)
 @needs_libtpu
 def test_sums_of_microbatches_are_split_as_their_parameters_are():
     vocab, hidden, devices = 65536, 512, 16
@@ -220,6 +222,7 @@ def test_exact_parts_of_a_training_step():
     assert half["parameters"].value == (4 * count - norms) / 4 + norms
 
 
+@rotation.takes_turns(3, 2)
 def test_adapters_scales_and_pairs_are_counted():
     plain = training_memory(training(), "v5e").parts
     found = training_memory(training(lora={"rank": 4, "targets": "/(gate|up)$"}), "v5e").parts
@@ -285,6 +288,7 @@ def test_what_cannot_be_planned(keys, target, error, words):
         training_memory(config, target)
 
 
+@rotation.takes_turns(3, 1)
 def test_experts_and_heads_of_a_mixture_take_their_share():
     mixture = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 8}
     config = training(mesh={"data": 8})

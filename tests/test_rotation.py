@@ -61,3 +61,15 @@ def test_a_seed_repeats_a_run():
 
     assert f"{rotation.VARIABLE}={rotation.SEED}" in rotation.header()
     assert chosen(1) == chosen(1) != chosen(2)
+
+
+def test_whole_tests_in_turn(monkeypatch):
+    def marks(seed, index):
+        def test():
+            pass
+
+        monkeypatch.setattr(rotation, "SEED", seed)
+        return {mark.name for mark in rotation.takes_turns(2, index)(test).pytestmark}
+
+    assert marks(0, 0) == marks(1, 1) == {"rotating"}
+    assert marks(0, 1) == marks(1, 0) == {"rotating", "long"}

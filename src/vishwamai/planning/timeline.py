@@ -218,7 +218,7 @@ class Follower:
             return
         opcodes = {part.opcode for part in body} - _FREE or {base(one.opcode)}
         if not opcodes <= _COPIES:
-            found.missing[f"{one.opcode} {one.name}: its time is not known"] += 1
+            found.missing[f"{one.opcode} {family(one.name)}: its time is not known"] += 1
             return
         running.start(one.name, "copies", found.seconds, nbytes / self._copied + Model().dma_latency)
 
@@ -255,12 +255,12 @@ def _channel(one: Instruction) -> str | None:
 
 
 def family(name: str) -> str:
-    """An instruction's name without its number.
+    """An instruction's name without its numbers.
 
-    >>> family("attention_forward.12")
-    'attention_forward'
+    >>> family("attention_forward.12"), family("fusion.3.clone")
+    ('attention_forward', 'fusion.clone')
     """
-    return re.sub(r"[.\d]+$", "", name) or name
+    return re.sub(r"\.\d+(?=\.|$)|[.\d]+$", "", name) or name
 
 
 def _moved(module: Module, start: Instruction, body: Sequence[Instruction], end: Instruction | None) -> int:

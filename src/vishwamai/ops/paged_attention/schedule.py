@@ -64,7 +64,7 @@ def most_items(spec: PagedSpec, block: int, least: int, most: int) -> int:
 def items(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> Items:
     """The items of sequences of `least` ... `most` queries."""
     number = most_items(spec, block, least, most)
-    blocks = jnp.where((of.length >= least) & (of.length <= most), -(-of.length // block), 0)
+    blocks = _blocks(of, block, least, most)
     ends = prefix_sum(blocks)
     index = jnp.arange(number, dtype=jnp.int32)[:, None]
     # Item i belongs to the sequence whose items begin at i or before and end after it. Sums over that mask are gathers
@@ -90,6 +90,22 @@ def items(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> Items
         token + length - offset,
         jnp.sum(blocks, dtype=jnp.int32),
     )
+
+
+def _blocks(of: Runs, block: int, least: int, most: int) -> Any:
+    """How many items each sequence has, `[sequences]`."""
+    return jnp.where((of.length >= least) & (of.length <= most), -(-of.length // block), 0)
+
+
+def query_of(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> tuple[Any, Any]:
+    """Where each token stands among the queries of all items, `block` to an item, and whether it is one of them;
+    `[tokens]` each.
+    """
+    blocks = _blocks(of, block, least, most)
+    first = block * (prefix_sum(blocks) - blocks)
+    token = jnp.arange(spec.tokens, dtype=jnp.int32)[:, None]
+    mine = (blocks > 0) & (of.start <= token) & (token < of.start + of.length)  # [tokens, sequences]
+    return jnp.sum(jnp.where(mine, first + token - of.start, 0), axis=1, dtype=jnp.int32), mine.any(1)
 
 
 def prefix_sum(x: Any) -> Any:
