@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -217,8 +216,7 @@ def test_the_loss_multiplies_a_float32_head_in_the_dtype_of_the_hidden_states(co
         return token_loss(config, LossSection(), hidden, weight, labels)[0]
 
     def of_answers(weight):
-        model: Any = SimpleNamespace(config=config, head_weight=lambda: weight)
-        return -answer_logprobs(model, hidden, {"labels": labels, "segment_ids": jnp.ones_like(labels)}).sum()
+        return -answer_logprobs(config, weight, hidden, {"labels": labels, "segment_ids": jnp.ones_like(labels)}).sum()
 
     loss, gradient = jax.value_and_grad(plain)(head.astype(compute))
     for given in (of_step, of_answers):

@@ -1,23 +1,29 @@
 """Adapters over several devices and on kept weights: the run on one device, on the plain weights."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import vishwamai
 from published import write
 from test_training import LLAMA, MIXTRAL, tensors
 from test_training_mesh import assert_equal_runs, settings
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, save_pretrained
+from vishwamai.models.checkpoint import quantized
 from vishwamai.training.config import LoraSection, MeshSection
 from vishwamai.training.lora import initial_adapters
 from vishwamai.training.mesh import make_layout
 from vishwamai.training.model import split
-from vishwamai.training.run import train
+from vishwamai.training.remat import activation_names
+from vishwamai.training.run import make_job, train
 
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 32}
 EXPERTS = MIXTRAL | {k: v for k, v in WIDE.items() if k not in LLAMA or k in ("hidden_size", "intermediate_size")}
+
+DEEP = WIDE | {"num_hidden_layers": 4}
 
 
 def start(folder, model):
@@ -37,6 +43,7 @@ def adapting(folder, begin, /, mesh=None, **changes):
     ("model", "mesh", "changes"),
     [
         (WIDE | {"num_hidden_layers": 1}, {"fsdp": 2, "tensor": 2}, {"lora": {"quantize": "int4"}, "steps": 2}),
+        (WIDE, {"pipeline": 2, "fsdp": 2}, {"lora": {"quantize": "int8"}, "microbatches": 2, "steps": 2}),
         *(
             pytest.param(model, mesh, changes, marks=pytest.mark.long)
             for model, mesh, changes in [
@@ -49,6 +56,33 @@ def adapting(folder, begin, /, mesh=None, **changes):
                     EXPERTS,
                     {"expert": 2, "fsdp": 2, "tensor": 2},
                     {"lora": {"quantize": "int4", "targets": "query$|expert_"}, "loss": {"load_balance": 0.05}},
+                ),
+                (DEEP, {"pipeline": 4}, {"microbatches": 8, "pipeline": {"schedule": "zb_h1"}}),
+                (
+                    DEEP,
+                    {"pipeline": 2, "tensor": 2},
+                    {
+                        "lora": {"quantize": "int4"},
+                        "remat": "full",
+                        "microbatches": 4,
+                        "pipeline": {"schedule": "zb_v"},
+                    },
+                ),
+                (
+                    DEEP | {"tie_word_embeddings": True},
+                    {"pipeline": 2, "fsdp": 2},
+                    {
+                        "lora": {"quantize": "fp8", "targets": "query|down$"},
+                        "optimizer": {"learning_rate": 0.02, "eps": 1e-4, "ema_decay": 0.5},
+                        "microbatches": 4,
+                        "pipeline": {"schedule": "interleaved_1f1b"},
+                    },
+                ),
+                (WIDE, {"pipeline": 2, "sequence": 2}, {"lora": {"quantize": "int8"}, "microbatches": 2}),
+                (
+                    EXPERTS,
+                    {"pipeline": 2},
+                    {"lora": {"targets": "query$|expert_"}, "loss": {"router_z_loss": 0.01}, "microbatches": 2},
                 ),
             ]
         ),
@@ -65,10 +99,10 @@ def test_devices_change_no_adapters(tmp_path, model, mesh, changes):
 @pytest.mark.long
 def test_adapters_go_to_another_mesh(tmp_path):
     begin, rate = start(tmp_path, WIDE), {"learning_rate": 0.02, "eps": 1e-4, "schedule": "constant"}
-    common = {"optimizer": rate, "evaluation": {}, "lora": {"quantize": "int8"}}
+    common = {"optimizer": rate, "evaluation": {}, "lora": {"quantize": "int8"}, "microbatches": 2}
     alone = list(train(adapting(tmp_path, begin, **common, steps=6), tmp_path / "one"))
     records = []
-    for steps, mesh in ((2, {"fsdp": 4, "tensor": 2}), (4, {"fsdp": 2}), (6, {})):
+    for steps, mesh in ((2, {"fsdp": 2, "tensor": 2}), (4, {"pipeline": 2}), (6, {})):
         records += train(adapting(tmp_path, begin, mesh, **common, steps=steps), tmp_path / "run", resume=True)
     assert [r.step for r in records] == [1, 2, 3, 4, 5, 6]
     assert_equal_runs(tmp_path, "one", "run", alone, records)
@@ -91,6 +125,33 @@ def test_adapters_lie_where_their_weights_do(tmp_path):
     assert isinstance(placed, QTensor)
     assert placed.values.addressable_shards[0].data.shape == (2, 64, 32)  # of 128 rows and 64 columns
     assert placed.scales.addressable_shards[0].data.shape == (2, 2, 32)  # of 4 blocks of 32 rows
+
+
+def test_stages_hold_their_layers_frozen_with_their_adapters(tmp_path):
+    """On one device of two stages and two shards: half of the layers, and of each the half that "fsdp" leaves."""
+    begin = start(tmp_path, DEEP)
+    config = adapting(tmp_path, begin, {"pipeline": 2, "fsdp": 2}, lora={"quantize": "int8"}, microbatches=2)
+    job, state = make_job(config, tmp_path / "run")
+    frozen = job.step.keywords["frozen"]["layers"][0]["query"]
+    assert isinstance(frozen, QTensor) and frozen.values.dtype == "int8"
+    assert frozen.values.addressable_shards[0].data.shape == (2, 64, 32)  # of 4 layers of 64 x 64
+    assert frozen.scales.addressable_shards[0].data.shape == (2, 1, 32)
+    down, up = (state.params["layers/0/query"][part].addressable_shards[0].data for part in ("down", "up"))
+    assert down.shape == (2, 64, 4) and up.shape == (2, 4, 32)
+    of_optimizer = [x.shape for x in jax.tree.leaves(state.optimizer) if x.ndim]
+    adapters = [x.shape for x in jax.tree.leaves(state.params)]
+    assert sorted(of_optimizer) == sorted(2 * adapters)  # two moments, and none of a frozen weight
+
+
+def test_the_names_of_activations_are_found_without_a_report_of_kernels():
+    """The products of the trace do not run: in training the weights are dequantized."""
+    config = ModelConfig.from_dict(WIDE)
+    model = quantized(Decoder(config, rngs=nnx.Rngs(0)), "int4")
+    with vishwamai.kernel_config(strict=True):
+        with pytest.raises(UnsupportedError, match=r"gemm: 'native_cpu' declined"):
+            jax.eval_shape(model, jax.ShapeDtypeStruct((1, 8), jnp.int32))
+        found = activation_names(model)
+    assert found == activation_names(Decoder(config, rngs=nnx.Rngs(0))) and "mixed" in found
 
 
 @pytest.mark.long
@@ -121,9 +182,9 @@ def test_kept_weights_train_as_the_plain_ones(tmp_path, name):
             r"quantize=keep, but .* is not published quantized; .* int8, int4",
         ),
         (
-            {"mesh": {"pipeline": 2}, "microbatches": 2},
+            {"mesh": {"pipeline": 2}, "microbatches": 2, "lora": {"targets": "layers/0/.*|query$"}},
             UnsupportedError,
-            r"lora\.rank=4 does not go .*mesh\.pipeline=2",
+            r"lora\.targets=.* names query, key, value, output, gate, up, down in layer 0, and query in layer 1; write",
         ),
         (
             {"mesh": {"tensor": 2}, "lora": {"quantize": "int4"}},

@@ -241,7 +241,6 @@ def test_the_config_has_the_names_of_all_schedules():
             UnsupportedError,
             r"with sinks does not so",
         ),
-        ({"objective": "dpo"}, (ConfigError, UnsupportedError), r"objective=dpo"),
         ({"remat": "offload"}, UnsupportedError, r"set remat=full or mesh\.pipeline=1"),
         ({"batch_size": 3}, ConfigError, r"batch_size=3 is not a multiple of microbatches=4"),
     ],

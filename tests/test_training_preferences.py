@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from test_training import LLAMA, small, tensors
+from test_training import LLAMA, MIXTRAL, small, tensors
 from vishwamai.core.errors import ConfigError
 from vishwamai.training.config import DpoSection, MeshSection, SourceSection
 from vishwamai.training.packing import IGNORED
@@ -14,9 +14,9 @@ from vishwamai.training.run import train
 from vishwamai.training.sources import Bad, Pair, pairs
 
 
-def preferences(folder, **changes):
+def preferences(folder, start=LLAMA, **changes):
     """A run on pairs from a model that two steps have trained."""
-    model = {"config": LLAMA | {"vocab_size": 300}}  # more than the tokenizer has, so that two devices divide it
+    model = {"config": start | {"vocab_size": 300}}  # more than the tokenizer has, so that two devices divide it
     list(train(small(folder, steps=2, model=model), folder / "start"))
     good, bad = " jumps over the lazy dog.", " lazy dog lazy dog lazy fox."
     lines = [{"prompt": f"the quick brown fox{'!' * (n % 3)}", "chosen": good, "rejected": bad} for n in range(12)]
@@ -102,18 +102,33 @@ def test_devices_microbatches_and_adapters(tmp_path, changes):
     assert tensors(tmp_path / "run").keys() == tensors(tmp_path / "start").keys()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", [{"sequence": 2}, {"fsdp": 2, "sequence": 2, "tensor": 2}])
-def test_split_rows_change_no_preferences(tmp_path, mesh):
-    optimizer = {"learning_rate": 0.003, "eps": 1e-4}
-    config = preferences(tmp_path, optimizer=optimizer, evaluation={"every": 2}, steps=2, microbatches=2)
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ({"pipeline": 2, "fsdp": 2}, {}),
+        *(
+            pytest.param(mesh, changes, marks=pytest.mark.long)
+            for mesh, changes in [
+                ({"sequence": 2}, {}),
+                ({"fsdp": 2, "sequence": 2, "tensor": 2}, {}),
+                ({"pipeline": 2, "sequence": 2}, {"pipeline": {"schedule": "zb_h1"}}),
+                ({"pipeline": 2, "tensor": 2}, {"lora": {"rank": 4, "quantize": "int8"}, "remat": "full"}),
+                ({"pipeline": 2, "expert": 2}, {"start": MIXTRAL}),
+            ]
+        ),
+    ],
+)
+def test_devices_change_no_preferences(tmp_path, mesh, changes):
+    common = {"optimizer": {"learning_rate": 0.003, "eps": 1e-4}, "evaluation": {"every": 2}, "steps": 2}
+    config = preferences(tmp_path, **common | changes, microbatches=2)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, holdout=0.4))
     alone = list(train(config, tmp_path / "one"))
     spread = list(train(dataclasses.replace(config, mesh=MeshSection(**mesh)), tmp_path / "all"))
     for name in ("loss", "gradient_norm", "margin"):
         one, other = ([getattr(r, name) for r in records] for records in (alone, spread))
         np.testing.assert_allclose(other, one, atol=2e-5, rtol=1e-4, err_msg=name)
-    assert [r.accuracy for r in spread] == [r.accuracy for r in alone]
+    # Before the first update the margins are 0 up to rounding.
+    assert [r.accuracy for r in spread[1:]] == [r.accuracy for r in alone[1:]]
     assert spread[1].evaluation_loss == pytest.approx(alone[1].evaluation_loss, abs=2e-5)
     one, other = tensors(tmp_path / "one"), tensors(tmp_path / "all")
     for name in one:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.core.numbers import divisors
 from vishwamai.models import ModelConfig
 from vishwamai.models.checkpoint import is_quantized, storages
-from vishwamai.models.parameters import Parameter, layer_parameters
-from vishwamai.models.periods import segments, stacks_layers
+from vishwamai.models.parameters import Parameter, layer_parameters, parameter_path
+from vishwamai.models.periods import Segment, segments, stacks_layers
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage
 from vishwamai.training.config import TrainConfig
+from vishwamai.training.lora import takes_adapter
 from vishwamai.training.mesh import KEPT_APART, written
 from vishwamai.training.model import model_config, stacked_layers
 from vishwamai.training.remat import memory_limit
@@ -94,21 +96,39 @@ def check(config: TrainConfig) -> None:
 
 def _check_pipeline(config: TrainConfig, model: ModelConfig) -> None:
     """What does not go through stages so far."""
-    found = {
-        "objective": "dpo" if config.objective == "dpo" else None,
-        "lora.rank": config.lora.rank or None,
-        "remat": "offload" if config.remat == "offload" else None,
-    }
-    usual = {"objective": "next_token", "lora.rank": 0, "remat": "full"}
-    for name, value in found.items():
-        if value is not None:
-            raise UnsupportedError(
-                f"config: {name}={value} does not go together with mesh.pipeline={config.mesh.pipeline} so far; set "
-                f"{name}={usual[name]} or mesh.pipeline=1."
-            )
+    if config.remat == "offload":
+        raise UnsupportedError(
+            f"config: remat=offload does not go together with mesh.pipeline={config.mesh.pipeline} so far; set "
+            "remat=full or mesh.pipeline=1."
+        )
     if config.mesh.sequence > 1:
         _check_exchange(config, model)
-    cut(config, model)
+    run, _, _ = cut(config, model)
+    if config.lora.rank and not stacks_layers(stacked_layers(config)):
+        _check_targets(config, model, run)
+
+
+def _check_targets(config: TrainConfig, model: ModelConfig, run: Segment) -> None:
+    """Whether the adapters of layers that stages stack are alike."""
+    for place, kind in enumerate(run.kinds):
+        found = {
+            layer: tuple(
+                name
+                for name, parameter in layer_parameters(model, kind).items()
+                if takes_adapter(name, len(parameter.shape))
+                and re.search(config.lora.targets, parameter_path(name, layer))
+            )
+            for layer in run.layers(place)
+        }
+        first, names = next(iter(found.items()))
+        for layer, others in found.items():
+            if others != names:
+                raise UnsupportedError(
+                    f"config: lora.targets={config.lora.targets!r} tells layers apart that "
+                    f"mesh.pipeline={config.mesh.pipeline} stacks: it names {', '.join(names) or 'nothing'} in layer "
+                    f"{first}, and {', '.join(others) or 'nothing'} in layer {layer}; write a pattern without the "
+                    "number of a layer, such as layers/.*/query$, or set mesh.pipeline=1."
+                )
 
 
 def _check_exchange(config: TrainConfig, model: ModelConfig) -> None:
@@ -142,14 +162,16 @@ def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig) -> Non
         find = storages(start, model)
     else:
         find = lambda name, parameter, layer: QUANTIZATIONS[quantize] if parameter.matrix else None  # noqa: E731
-    for segment in segments(model, stacks_layers(stacked_layers(config))):
+    stages = config.mesh.pipeline > 1
+    for segment in segments(model, stages or stacks_layers(stacked_layers(config))):
         for place, kind in enumerate(segment.kinds):
             for name, parameter in layer_parameters(model, kind).items():
                 layers = segment.layers(place)
                 found = {layer: find(name, parameter, layer) for layer in layers}
                 if len(set(found.values())) > 1:
                     forms = ", ".join(f"{form or 'a plain array'} in layer {layer}" for layer, form in found.items())
-                    apart = "" if stacks_layers(None) else "remat=none, which keeps layers apart, or "
+                    apart = "remat=none, which keeps layers apart, or "
+                    apart = "mesh.pipeline=1, or " if stages else "" if stacks_layers(None) else apart
                     raise ConfigError(
                         f"config: lora.quantize={KEEP} would stack {name} of layers that differ ({forms}); set {apart}"
                         "lora.quantize=null."

@@ -75,8 +75,7 @@ def initial_adapters(
     inside = {name: w for name, w in zip(names, weights) if name.startswith("layers/")}
 
     def is_matrix(name: str, weight: Any) -> bool:
-        rank = len(weight.shape) if ranks is None else ranks[name.rpartition("/")[2]]
-        return rank >= 2 and not name.endswith("_bias")  # those of experts have an axis more
+        return takes_adapter(name, len(weight.shape) if ranks is None else ranks[name.rpartition("/")[2]])
 
     chosen = {name: w for name, w in inside.items() if re.search(section.targets, name) and is_matrix(name, w)}
     if not chosen:
@@ -90,6 +89,16 @@ def initial_adapters(
         down = jax.random.normal(part, (*stack, rows, section.rank)) * rows**-0.5
         adapters[name] = {"down": down, "up": jnp.zeros((*stack, section.rank, columns))}
     return adapters
+
+
+def takes_adapter(name: str, axes: int) -> bool:
+    """Whether a parameter of a layer, with so many axes, is a matrix; the biases of experts have an axis more than
+    others.
+
+    >>> takes_adapter("expert_down", 3), takes_adapter("expert_down_bias", 2), takes_adapter("norm", 1)
+    (True, False, False)
+    """
+    return axes >= 2 and not name.endswith("_bias")
 
 
 def attach(section: LoraSection, params: Tree, adapters: dict[str, dict[str, Any]]) -> Tree:

@@ -20,15 +20,16 @@ from vishwamai.models.blocks import norm
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.decoder import embedded, run_segment
 from vishwamai.models.periods import Segment
-from vishwamai.parallel.pipeline.stage import Ends, run_stage, zeros_like
+from vishwamai.parallel.pipeline.stage import Ends, Found, run_stage, zeros_like
 from vishwamai.training.config import LossSection
 from vishwamai.training.fp8 import are_scales, detach
 from vishwamai.training.layout import PIPELINE
-from vishwamai.training.packing import IGNORED
-from vishwamai.training.parts import LAYERS
+from vishwamai.training.packing import IGNORED, REFERENCE
+from vishwamai.training.parts import LAYERS, gathered
+from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.remat import layer_wrapper
 from vishwamai.training.stages import Stages
-from vishwamai.training.step import EXPERT_COUNTS, token_loss
+from vishwamai.training.step import EXPERT_COUNTS, head_loss
 
 Tree = Any
 
@@ -46,6 +47,8 @@ class PipelinedLoss:
       axes: the other mesh axes over which the model is split.
       attach: puts weights that multiply by themselves among the parameters, `FP8Optimizer.attach`; None for none.
       ends: of `Layout.ends`.
+      adapt: `(frozen, adapters) -> parameters`, of `lora.attach`, where adapters alone are trained; otherwise None.
+      beta: of preferences.
     """
 
     stages: Stages
@@ -57,6 +60,8 @@ class PipelinedLoss:
     axes: MeshAxes = ONE_DEVICE
     attach: Callable[[Tree], Tree] | None = None
     ends: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    adapt: Callable[[Tree, Tree], Tree] | None = None
+    beta: float = 0.1
 
     def whole(self, params: Tree) -> Tree:
         """Parameters outside of the layers."""
@@ -66,12 +71,20 @@ class PipelinedLoss:
         """The input of the first part."""
         return embedded(self.config, self.whole(params)["embed"], tokens, self.dtype, self.axes)
 
-    def part(self, layers: Tree, x: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def part(self, layers: Tree, x: Any, batch: dict[str, Any], frozen: Tree) -> tuple[Any, dict[str, Any]]:
         """One part: its layers, by place in the period, have a leading axis for the periods.
+
+        Args:
+          layers: what is trained of them: the layers, or their adapters.
+          x: the part's input.
+          batch: of the microbatch; without "weight", the losses of experts are left out.
+          frozen: the layers below adapters; () without adapters.
 
         Returns:
           Its output, and the share that its experts have in the sums of `step.model_loss`.
         """
+        if self.adapt is not None:
+            layers = self.adapt({LAYERS: frozen}, layers)[LAYERS]
         rotate = rotation(self.config, batch["positions"])
         attend = attend_sequences(self.config, batch["segment_ids"], self.axes)
         wrap = layer_wrapper(self.kept, self.gather)
@@ -89,7 +102,7 @@ class PipelinedLoss:
             loads.append(load)
         y = carry[0] + carry[1]
         places = [place for place, kind in enumerate(kinds) if kind.experts]
-        if not places:
+        if not places or "weight" not in batch:
             return y, {}
         joined = (lambda *x: x[0]) if scanned else (lambda *x: jnp.stack(x))
         found = {str(place): jax.tree.map(joined, *(load[place] for load in loads)) for place in places}
@@ -100,12 +113,20 @@ class PipelinedLoss:
         sums = {"load_balance": batch["number"] * balance, "router_z": batch["number"] * z, EXPERT_COUNTS: counts}
         return y, jax.lax.stop_gradient(sums)
 
-    def loss(self, params: Tree, y: Any, labels: Any) -> tuple[Any, Tree]:
+    def loss(self, params: Tree, y: Any, batch: dict[str, Any]) -> tuple[Any, Tree]:
         """The loss of the last part's output, and its sums."""
+        hidden, head = self._end(params, y)
+        return head_loss(self.config, self.section, self.beta, hidden, head, batch, self.axes)
+
+    def logprobs(self, params: Tree, y: Any, batch: dict[str, Any]) -> Any:
+        """The log-probabilities of answers, of the last part's output."""
+        hidden, head = self._end(params, y)
+        return answer_logprobs(self.config, head, hidden, batch, self.axes)
+
+    def _end(self, params: Tree, y: Any) -> tuple[Any, Any]:
+        """The hidden states after the last norm, and the head."""
         params = self.whole(params)
-        hidden = norm(self.config, y, params["norm"])
-        head = params["embed" if self.config.tie_embeddings else "head"]
-        return token_loss(self.config, self.section, hidden, head, labels, self.axes)
+        return norm(self.config, y, params["norm"]), params["embed" if self.config.tie_embeddings else "head"]
 
 
 @jax.custom_vjp
@@ -122,7 +143,14 @@ with_loss.defvjp(lambda y, loss, weight: (y, weight), _with_loss_backward)
 
 
 def pipelined(
-    loss: PipelinedLoss, params: Tree, batch: dict[str, Any], scale: Any, *, microbatches: int, gradients: bool = True
+    loss: PipelinedLoss,
+    params: Tree,
+    batch: dict[str, Any],
+    scale: Any,
+    *,
+    microbatches: int,
+    gradients: bool = True,
+    frozen: Tree = None,
 ) -> tuple[Tree, Tree]:
     """Inside `Layout.over_devices`: gradients of `scale * loss` and the sums of the loss, over the microbatches of the
     schedule.
@@ -134,49 +162,32 @@ def pipelined(
       scale: of the loss in the gradients.
       microbatches: those of the schedule, into which the rows are cut.
       gradients: False computes the sums alone, and gives None in place of the gradients.
+      frozen: the parameters below adapters, where `params` are adapters; otherwise None.
 
     Returns:
       Gradients of this device's rows in float32 at least, those outside of the layers on the stage that computed them
       and zeros on the others; and the sums, on every stage.
     """
-    stages = loss.stages
-    parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-    tokens, labels = parts.pop("tokens"), parts.pop("labels")
-    number = jnp.sum(labels != IGNORED, axis=(1, 2)).astype(jnp.float32)
-    parts |= {"number": number, "weight": number * scale}
+    parts = _parts(batch, microbatches)
+    number = jnp.sum(parts["labels"] != IGNORED, axis=(1, 2)).astype(jnp.float32)
+    of_experts = {} if REFERENCE in batch else {"number": number, "weight": number * scale}
     params = params if loss.attach is None else loss.attach(params)
-    # Both are used inside branches that only one stage takes, so they are gathered before.
-    params = params | {
-        name: jax.lax.all_gather(params[name], PIPELINE, axis=axis + params[name].ndim, tiled=True)
-        for name, axis in loss.ends.items()
-    }
-    layers = jax.tree.map(lambda x: x.reshape(stages.chunks, stages.periods, *x.shape[1:]), params[LAYERS])
-    first = {"embed": params["embed"]}
-    last = {name: leaf for name, leaf in params.items() if name != LAYERS}
-    if not loss.config.tie_embeddings:
-        del last["embed"]
-
-    def left(found: Tree, m: Any, dx: Any) -> Tree:
-        _, pull = jax.vjp(lambda p: loss.embed(p, tokens[m]), first)
-        return jax.tree.map(lambda total, g: total + g.astype(total.dtype), found, pull(dx)[0])
 
     def scaled(p: Tree, y: Any, m: Any) -> tuple[Any, Tree]:
-        total, sums = loss.loss(p, y, labels[m])
+        total, sums = loss.loss(p, y, _at(parts, m))
         return total * scale, sums
 
-    ends = Ends(lambda m: loss.embed(first, tokens[m]), zeros_like(first), left, last, scaled)
-    table = jax.lax.dynamic_slice_in_dim(jnp.asarray(stages.ticks.table), jax.lax.axis_index(PIPELINE), 1, axis=1)
-    found = run_stage(
-        loss.part, ends, stages.ticks, PIPELINE, layers, table, parts, gradients, sees=True, largest=are_scales(layers)
-    )
+    found = _through(loss, params, frozen, parts | of_experts, scaled, gradients)
     counts = found.seen.pop(EXPERT_COUNTS, None)
-    of_experts = {name: jnp.sum(of_chunks) for name, of_chunks in found.seen.items()}
-    sums = jax.lax.psum(found.sums | of_experts, PIPELINE)
+    seen = {name: jnp.sum(of_chunks) for name, of_chunks in found.seen.items()}
+    sums = jax.lax.psum(found.sums | seen, PIPELINE)
     if counts is not None:
         flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), counts)  # [periods of the stage, experts]
         sums[EXPERT_COUNTS] = jax.lax.all_gather(flat, PIPELINE, tiled=True)
     if not gradients:
         return None, sums
+    if frozen is not None:
+        return jax.tree.map(lambda g, x: g.reshape(x.shape), found.params, params), sums
     grown = dict(found.ends)
     grown["embed"] = grown["embed"] + found.entry["embed"] if "embed" in grown else found.entry["embed"]
     grown |= {
@@ -185,3 +196,94 @@ def pipelined(
     }
     grown[LAYERS] = jax.tree.map(lambda g, x: g.reshape(x.shape), found.params, params[LAYERS])
     return detach(grown), sums
+
+
+def pipelined_logprobs(loss: PipelinedLoss, params: Tree, batch: dict[str, Any], *, microbatches: int) -> Any:
+    """Inside `Layout.by_row`: the log-probabilities of this device's pairs, `preferences.answer_logprobs`.
+
+    Args:
+      loss: what the stages compute, without `adapt`.
+      params: as the stages hold them, this device's part; some may be quantized.
+      batch: arrays `[rows, ...]`, this device's rows, which all stages have.
+      microbatches: those of the schedule, into which the rows are cut.
+
+    Returns:
+      float32 `[rows, 2]`, on every stage.
+    """
+    parts = _parts(batch, microbatches)
+    empty = jnp.zeros((*parts["tokens"].shape[:2], 2), jnp.float32)
+
+    def placed(p: Tree, y: Any, m: Any) -> tuple[Any, Any]:
+        return jnp.float32(0), empty.at[m].set(loss.logprobs(p, y, _at(parts, m)))
+
+    found = _through(loss, params, None, parts, placed, gradients=False)
+    return jax.lax.psum(found.sums, PIPELINE).reshape(-1, 2)
+
+
+def _parts(batch: dict[str, Any], microbatches: int) -> dict[str, Any]:
+    return jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+
+
+def _at(parts: dict[str, Any], m: Any) -> dict[str, Any]:
+    return jax.tree.map(lambda x: x[m], parts)
+
+
+def _through(
+    loss: PipelinedLoss,
+    params: Tree,
+    frozen: Tree,
+    parts: dict[str, Any],
+    end: Callable[[Tree, Any, Any], tuple[Any, Tree]],
+    gradients: bool,
+) -> Found:
+    """A stage's share of a batch.
+
+    Args:
+      loss: what the stages compute.
+      params: those with gradients, this device's part.
+      frozen: those below adapters, where `params` are adapters; otherwise None.
+      parts: the batch, arrays `[microbatches, rows, ...]`.
+      end: `Ends.loss`, of the parameters outside of the layers.
+      gradients: as `pipelined`.
+    """
+    stages, tokens = loss.stages, parts["tokens"]
+
+    def of_chunks(layers: Tree) -> Tree:
+        return jax.tree.map(lambda x: x.reshape(stages.chunks, stages.periods, *x.shape[1:]), layers)
+
+    held = params if frozen is None else frozen
+    # Both are used inside branches that only one stage takes, so they are gathered before.
+    held = held | {name: gathered(held[name], axis, PIPELINE) for name, axis in loss.ends.items()}
+    first = {"embed": held["embed"]}
+    last = {name: leaf for name, leaf in held.items() if name != LAYERS}
+    if not loss.config.tie_embeddings:
+        del last["embed"]
+
+    def left(found: Tree, m: Any, dx: Any) -> Tree:
+        _, pull = jax.vjp(lambda p: loss.embed(p, tokens[m]), first)
+        return jax.tree.map(lambda total, g: total + g.astype(total.dtype), found, pull(dx)[0])
+
+    def enter(m: Any) -> Any:
+        return loss.embed(first, tokens[m])
+
+    if frozen is None:
+        ends = Ends(enter, zeros_like(first), left, last, end)
+        layers, below = of_chunks(params[LAYERS]), ()
+    else:
+        ends = Ends(enter, {}, lambda found, m, dx: found, {}, lambda _, y, m: end(last, y, m))
+        layers, below = of_chunks(params), of_chunks(frozen[LAYERS])
+    given = {name: x for name, x in parts.items() if name not in ("tokens", "labels", REFERENCE)}
+    table = jax.lax.dynamic_slice_in_dim(jnp.asarray(stages.ticks.table), jax.lax.axis_index(PIPELINE), 1, axis=1)
+    return run_stage(
+        loss.part,
+        ends,
+        stages.ticks,
+        PIPELINE,
+        layers,
+        table,
+        given,
+        gradients,
+        sees=True,
+        largest=are_scales(layers),
+        frozen=below,
+    )

@@ -16,29 +16,31 @@ import jax.numpy as jnp
 import numpy as np
 
 import vishwamai
-from vishwamai.models import Decoder
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import in_dtype
+from vishwamai.models.config import ModelConfig
 from vishwamai.training.data import Batch, Corpus, PackedRows
 from vishwamai.training.layout import Layout
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.together import as_first, first_alone
 
 
-def answer_logprobs(model: Decoder, hidden: Any, batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE) -> Any:
+def answer_logprobs(
+    config: ModelConfig, head: Any, hidden: Any, batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE
+) -> Any:
     """The log-probability of each answer, the sum over its tokens: float32 `[rows, 2]`.
 
     Args:
-      model: whose head makes logits.
-      hidden: `[rows, seq, hidden]`, of the model.
+      config: of the model. head: its weight that makes logits.
+      hidden: `[rows, seq, hidden]`, of the model after its last norm.
       batch: `labels` and `segment_ids`, `[rows, seq]`.
       axes: inside `shard_map`, the mesh axes over which the model and its rows are split.
     """
     losses = vishwamai.linear_cross_entropy(
         hidden,
-        in_dtype(model.head_weight(), hidden.dtype),
+        in_dtype(head, hidden.dtype),
         batch["labels"],
-        softcap=model.config.final_logit_softcap,
+        softcap=config.final_logit_softcap,
         ignore_index=IGNORED,
         reduction="none",
         vocab_axis=axes.tensor,

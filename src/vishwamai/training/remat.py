@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core import observe
 from vishwamai.core.errors import ConfigError
 from vishwamai.models import Decoder
 
@@ -136,7 +137,9 @@ def layer_wrapper(kept: Any, gather: Callable[[Any], Any] | None) -> Callable[..
 
 
 def activation_names(model: Decoder) -> tuple[str, ...]:
-    """The names of a model's activations, in the order of the forward pass."""
+    """The names of a model's activations, in the order of the forward pass; the trace does not run, and says nothing of
+    kernels that decline.
+    """
     found: dict[str, None] = {}
 
     def walk(jaxpr: Any) -> None:
@@ -149,7 +152,8 @@ def activation_names(model: Decoder) -> tuple[str, ...]:
                 elif hasattr(inner, "jaxpr"):
                     walk(inner.jaxpr)
 
-    walk(jax.make_jaxpr(lambda tokens: model(tokens))(jax.ShapeDtypeStruct((1, 8), jnp.int32)).jaxpr)
+    with observe.watching(observe.PlanRecorder(dry_run=True)):
+        walk(jax.make_jaxpr(lambda tokens: model(tokens))(jax.ShapeDtypeStruct((1, 8), jnp.int32)).jaxpr)
     return tuple(found)
 
 

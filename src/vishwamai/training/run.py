@@ -34,7 +34,7 @@ from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, who
 from vishwamai.training.mesh import make_layout, over_all_devices
 from vishwamai.training.model import ModelParts, export, host_memory, make_model
 from vishwamai.training.optimizers import schedule
-from vishwamai.training.pipelined import PipelinedLoss, pipelined
+from vishwamai.training.pipelined import PipelinedLoss, pipelined, pipelined_logprobs
 from vishwamai.training.preferences import answer_logprobs, with_reference
 from vishwamai.training.records import Record, RecordFiles, StepMeter, read_records
 from vishwamai.training.remat import fitting_policy, memory_limit
@@ -173,16 +173,20 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
     prepared = first_alone(lambda: prepare(config, folder / "data"))
     corpus = prepare(config, folder / "data") if prepared is None else prepared  # the others read what it wrote
     tokenizer = Tokenizer.from_file(str(folder / "data" / "tokenizer.json"))
-    parts = make_model(config, tokenizer)
+    made = make_model(config, tokenizer)
+    parts = made.described
     rows = config.batch_size, config.microbatches
     layout = make_layout(config.mesh, parts.params, parts.axes, *rows, model=parts.config)
-    stages = make_stages(config, parts.config, parts.params, parts.ranks, parts.stacked)
-    frozen, ranks, gather = None, parts.ranks, layout.gather if layout.mesh is not None else None
-    params, parts = _weights(config, parts, stages, layout), parts.described
+    trained, ranks, gather = parts.params, parts.ranks, layout.gather if layout.mesh is not None else None
+    adapters = None
     if config.lora.rank:
-        ranks, gather, frozen = ADAPTER_RANKS, functools.partial(whole, gather=layout.whole), params
-        adapters = functools.partial(initial_adapters, config.lora, parts.params, ranks=parts.ranks)
-        params = layout.made(lambda: adapters(jax.random.key(config.seed)))
+        adapters = functools.partial(_adapters, config, parts)
+        trained, ranks, gather = jax.eval_shape(adapters), ADAPTER_RANKS, functools.partial(whole, gather=layout.whole)
+    stages = make_stages(config, parts.config, trained, ranks, parts.stacked)
+    params, frozen = _weights(config, made, stages, layout), None
+    del made  # its arrays lie on the devices now
+    if adapters is not None:
+        params, frozen = layout.made(lambda: _placed(stages, adapters())), params
     accumulate = None if stages is None else pipelined
     update, attach_scales = update_rule(config, params, ranks, layout.mesh_axes)
 
@@ -190,9 +194,9 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
         axes, kept = layout.model_axes, parts.kept(policy)
         if stages is not None:
             dtype = parts.merge(parts.params).dtype
-            return PipelinedLoss(
-                stages, parts.config, dtype, config.loss, kept, gather, axes, attach_scales, layout.ends
-            )
+            adapt = None if adapters is None else functools.partial(attach, config.lora)
+            given = gather, axes, attach_scales, layout.ends, adapt, config.dpo.beta
+            return PipelinedLoss(stages, parts.config, dtype, config.loss, kept, *given)
         full = model_loss(parts.graph, parts.rest, config.loss, kept, gather, attach_scales, axes, config.dpo.beta)
 
         def loss(params: Any, batch: Batch, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -230,8 +234,12 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
 
         def reference(params: Any, batch: dict[str, Any]) -> Any:
             with _kernels(config):
-                made = run_model(parts.graph, parts.rest, params, batch, gather=gather, axes=layout.model_axes)
-                return answer_logprobs(made[0], made[1], batch, layout.model_axes)
+                if stages is not None:
+                    alone = dataclasses.replace(plain_loss, adapt=None)
+                    return pipelined_logprobs(alone, params, batch, microbatches=config.microbatches)
+                axes = layout.model_axes
+                model, hidden, _ = run_model(parts.graph, parts.rest, params, batch, gather=gather, axes=axes)
+                return answer_logprobs(model.config, model.head_weight(), hidden, batch, axes)
 
         score = functools.partial(jax.jit(layout.by_row(reference, start)), start)
         corpus = with_reference(corpus, score, layout, config.batch_size, folder / "data")
@@ -278,15 +286,20 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
 
 def _weights(config: TrainConfig, parts: ModelParts, stages: Stages | None, layout: Layout) -> Any:
     """The parameters that a run begins with, as its devices hold them."""
-
-    def placed(params: Any) -> Any:
-        return params if stages is None else stages.place(params)
-
     new = parts.new
     if new is not None:
-        return layout.made(lambda: placed(new()))
+        return layout.made(lambda: _placed(stages, new()))
     with host_memory(config):
-        return layout.put(placed(parts.params))
+        return layout.put(_placed(stages, parts.params))
+
+
+def _adapters(config: TrainConfig, parts: ModelParts) -> Any:
+    """Those that a run begins with, in the usual form."""
+    return initial_adapters(config.lora, parts.params, jax.random.key(config.seed), parts.ranks)
+
+
+def _placed(stages: Stages | None, params: Any) -> Any:
+    return params if stages is None else stages.place(params)
 
 
 def finish(config: TrainConfig, output: str | Path) -> str | None:
@@ -360,10 +373,12 @@ def _loss_and_count(
     return None, (loss(params, batch, **frozen)[1]["loss"], counted(batch, axes))
 
 
-def _pipelined_loss_and_count(loss: PipelinedLoss, microbatches: int, params: Any, batch: Batch) -> Any:
+def _pipelined_loss_and_count(
+    loss: PipelinedLoss, microbatches: int, params: Any, batch: Batch, **frozen: Any
+) -> tuple[None, tuple[Any, Any]]:
     """The same through the stages of a pipeline."""
-    sums = pipelined(loss, params, batch, 1.0, microbatches=microbatches, gradients=False)[1]
-    return None, (sums["loss"], counted(batch))
+    sums = pipelined(loss, params, batch, 1.0, microbatches=microbatches, gradients=False, **frozen)[1]
+    return None, (sums["loss"], counted(batch, loss.axes))
 
 
 def _evaluated(config: TrainConfig, job: TrainingJob, params: Any, held_out: Any, at: int) -> float | None:

@@ -56,8 +56,9 @@ class TrainState:
     skipped: Any
 
 
-Loss = Callable[[Tree, dict[str, Any]], tuple[Any, dict[str, Any]]]
-"""From parameters and a batch to the *sum* of the loss over its counted tokens, and further sums to report."""
+Loss = Callable[..., tuple[Any, dict[str, Any]]]
+"""From parameters and a batch, and `frozen` parameters by that name where there are some, to the *sum* of the loss over
+its counted tokens, and further sums to report."""
 
 
 Optimizer = optax.GradientTransformation | FP8Optimizer
@@ -128,14 +129,10 @@ def model_loss(
 
     def loss(params: Tree, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         model, hidden, loads = run_model(graph, rest, params, batch, kept, gather, attach, axes)
-        labels = batch["labels"]
-        if REFERENCE in batch:
-            found = preference_loss(answer_logprobs(model, hidden, batch, axes), batch[REFERENCE], beta)
-            return jax.tree.map(axes.row_once, found)
-        total, sums = token_loss(model.config, section, hidden, model.head_weight(), labels, axes)
+        total, sums = head_loss(model.config, section, beta, hidden, model.head_weight(), batch, axes)
         found = {str(i): load for i, load in enumerate(loads) if load is not None}
-        if found:
-            number = jnp.sum(labels != IGNORED)
+        if found and REFERENCE not in batch:
+            number = jnp.sum(batch["labels"] != IGNORED)
             balance, z = (number * value for value in _mean_losses(found))
             total = total + section.load_balance * balance + section.router_z_loss * z
             counts = {place: load.counts for place, load in found.items()}
@@ -143,6 +140,24 @@ def model_loss(
         return total, sums
 
     return loss
+
+
+def head_loss(
+    config: ModelConfig,
+    section: LossSection,
+    beta: float,
+    hidden: Any,
+    head: Any,
+    batch: dict[str, Any],
+    axes: MeshAxes = ONE_DEVICE,
+) -> tuple[Any, dict[str, Any]]:
+    """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums: `preference_loss` for batches
+    with `reference`, otherwise `token_loss`.
+    """
+    if REFERENCE not in batch:
+        return token_loss(config, section, hidden, head, batch["labels"], axes)
+    logprobs = answer_logprobs(config, head, hidden, batch, axes)
+    return jax.tree.map(axes.row_once, preference_loss(logprobs, batch[REFERENCE], beta))
 
 
 def token_loss(
@@ -238,14 +253,15 @@ def accumulated(
     *,
     microbatches: int,
     summed: Callable[[Tree], Tree] = lambda gradients: gradients,
+    **frozen: Tree,
 ) -> tuple[Tree, Tree]:
     """Gradients of `scale * loss`, and the sums that `loss` reports, over equal parts of the batch in turn; `summed` is
-    `Layout.summed`, of the gradients of a part.
+    `Layout.summed`, of the gradients of a part, and `loss` takes `frozen` as it is.
     """
 
     def part(batch: dict[str, Any]) -> tuple[Tree, Tree]:
         def scaled(params: Tree) -> tuple[Any, Any]:
-            total, sums = loss(params, batch)
+            total, sums = loss(params, batch, **frozen)
             return total * scale, sums
 
         return jax.grad(scaled, has_aux=True)(params)
@@ -292,7 +308,7 @@ def train_step(
       config: read for its microbatches, clipping, guard and average.
       layout: the devices; None for one.
       accumulate: gradients and sums over the microbatches, such as `stages.pipelined`; None for `accumulated`.
-      frozen: parameters without gradients, which `loss` takes by that name where there are some.
+      frozen: parameters without gradients, which `loss` or `accumulate` takes by that name where there are some.
 
     Returns:
       The state after the step, and scalars: `loss`, `gradient_norm`, `tokens` (counted ones), `skips`, `skipped`; with
@@ -307,8 +323,7 @@ def train_step(
         trained = optimizer.with_scales(trained, state.optimizer)
 
     def compute(params: Tree, batch: Tree, scale: Any, **frozen: Tree) -> tuple[Tree, Tree]:
-        own = functools.partial(loss, **frozen) if frozen else loss
-        return over_parts(own, params, batch, scale, microbatches=config.microbatches)
+        return over_parts(loss, params, batch, scale, microbatches=config.microbatches, **frozen)
 
     of_all = layout.over_devices(compute, trained, frozen=frozen)
     gradients, sums = of_all(trained, batch, scale / layout.copies)

@@ -225,7 +225,7 @@ def _run(
         params=loss_params,
         loss=mean,
     )
-    found = run_stage(lambda p, x, _: part(p, x), ends, ticks, axis, params, table)
+    found = run_stage(lambda p, x, *_: part(p, x), ends, ticks, axis, params, table)
 
     def total(g: Any, like: Any, spec: PartitionSpec) -> Any:
         split_over = {name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())}

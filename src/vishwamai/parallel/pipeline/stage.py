@@ -42,7 +42,8 @@ class Found(NamedTuple):
 
     Attributes:
       sums: of the loss, in float32; zeros on all stages but that of the last part.
-      params: gradients of the stage's parameters. ends: those of `Ends.params`. Both in float32 at least.
+      params: gradients of the stage's parameters. ends: those of `Ends.params`. Both in float32 at least; without
+        gradients, the former are () and the latter zeros.
       entry: `Ends.found` with all gradients added.
       seen: what the parts have seen, each leaf `[chunks, ...]`, added up over the microbatches.
     """
@@ -70,52 +71,53 @@ def run_stage(
     gradients: bool = True,
     sees: bool = False,
     largest: Tree = None,
+    frozen: Tree = (),
 ) -> Found:
     """A stage's share of a schedule.
 
     Args:
-      part: `(params of one part, x, given) -> y`, like `x`.
+      part: `(params of one part, x, given, frozen) -> y`, like `x`.
       ends: what comes before and after the parts.
       ticks: of the schedules.
       axis: the mesh axis of the stages.
       params: pytree of arrays `[chunks, ...]`, those of the stage's parts.
       table: int32 `[ticks, 1, columns]`, the stage's column of `ticks.table`.
       given: pytree of arrays `[microbatches, rows, ...]` without a gradient, which `part` gets for its microbatch.
-      gradients: False runs the forward passes and the loss alone; the gradients are then zeros.
+      gradients: False runs the forward passes and the loss alone.
       sees: `part` gives `(y, seen)`, of which `seen` is a pytree without a gradient.
       largest: pytree of bools like `params`, true where the gradients of microbatches are joined by the maximum and not
         added; None for none.
+      frozen: pytree of arrays `[chunks, ...]` without a gradient, which `part` gets for its part.
     """
     stages = jax.lax.axis_size(axis)
     entry = jax.eval_shape(ends.enter, jnp.zeros((), jnp.int32))
-    one_of = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (params, given))
-    split = split_part(part, one_of[0], entry, one_of[1], sees=sees)
+    one_of = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (params, given, frozen))
+    split = split_part(part, one_of[0], entry, *one_of[1:], sees=sees) if gradients else None
     largest = jax.tree.map(lambda _: False, params) if largest is None else largest
-    seen = jax.eval_shape(part, one_of[0], entry, one_of[1])[1] if sees else ()
+    seen = jax.eval_shape(part, one_of[0], entry, *one_of[1:])[1] if sees else ()
+    chunks = jax.tree.leaves((params, frozen))[0].shape[0]
 
     def room(slots: int, kind: Any) -> Any:
         return jnp.zeros((slots + 1, *kind.shape), kind.dtype)  # the last one takes what nothing reads
 
-    def rooms(slots: int, kinds: list[Any]) -> list[Any]:
-        return [room(slots, kind) for kind in kinds] if gradients else []
-
     sums = jax.eval_shape(lambda: ends.loss(ends.params, jnp.zeros(entry.shape, entry.dtype), 0)[1])
     state = {
         "values": room(ticks.values, entry),
-        "kept": rooms(ticks.kept, split.kept),
-        "between": rooms(ticks.between, split.between),
-        "params": zeros_like(params),
+        "kept": [] if split is None else [room(ticks.kept, kind) for kind in split.kept],
+        "between": [] if split is None else [room(ticks.between, kind) for kind in split.between],
+        "params": () if split is None else zeros_like(params),
         "ends": zeros_like(ends.params),
         "entry": ends.found,
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sums),
-        "seen": jax.tree.map(lambda x: jnp.zeros((jax.tree.leaves(params)[0].shape[0], *x.shape), x.dtype), seen),
+        "seen": jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), seen),
     }
 
     def own(row: dict[str, Any]) -> Tree:
         return jax.tree.map(lambda x: x[row["chunk"]], params)
 
-    def also(row: dict[str, Any]) -> Tree:
-        return jax.tree.map(lambda x: x[row["microbatch"]], given)
+    def also(row: dict[str, Any]) -> tuple[Tree, Tree]:
+        of_part = jax.tree.map(lambda x: x[row["chunk"]], frozen)
+        return jax.tree.map(lambda x: x[row["microbatch"]], given), of_part
 
     def write(buffers: list[Any], slot: Any, values: Sequence[Any]) -> list[Any]:
         return [buffer.at[slot].set(value) for buffer, value in zip(buffers, values, strict=True)]
@@ -131,11 +133,11 @@ def run_stage(
             return state["values"][row["read"]]
 
         x = jax.lax.cond(row["first"] == 1, ends.enter, read, row["microbatch"])
-        if gradients:
-            y, kept = split.forward(own(row), x, also(row))
+        if split is not None:
+            y, kept = split.forward(own(row), x, *also(row))
             state = state | {"kept": write(state["kept"], row["kept"], kept)}
         else:
-            y = part(own(row), x, also(row))
+            y = part(own(row), x, *also(row))
         if sees:
             y, seen = y
             state = state | {"seen": jax.tree.map(lambda t, s: t.at[row["chunk"]].add(s), state["seen"], seen)}
@@ -143,7 +145,7 @@ def run_stage(
 
     def of_loss(state: dict, row: dict) -> tuple[dict, Any]:
         y, m = state["values"][row["read"]], row["microbatch"]
-        if not gradients:
+        if split is None:
             return state | {"sums": added(state["sums"], ends.loss(ends.params, y, m)[1])}, jnp.zeros_like(y)
         (of_params, dy), sums = jax.grad(ends.loss, argnums=(0, 1), has_aux=True)(ends.params, y, m)
         return state | {"ends": added(state["ends"], of_params), "sums": added(state["sums"], sums)}, dy
@@ -153,10 +155,10 @@ def run_stage(
 
     def input_gradient(state: dict, row: dict) -> dict:
         state, dy = jax.lax.cond(row["last"] == 1, of_loss, of_next, state, row)
-        if not gradients:
+        if split is None:
             return state
         kept = [buffer[row["kept"]] for buffer in state["kept"]]
-        dx, between = split.input_gradient(own(row), kept, dy, also(row))
+        dx, between = split.input_gradient(own(row), kept, dy, *also(row))
         return state | {
             "values": state["values"].at[row["write"]].set(dx),
             "between": write(state["between"], row["between"], between),
@@ -166,8 +168,10 @@ def run_stage(
         }
 
     def weight_gradient(state: dict, row: dict) -> dict:
+        if split is None:
+            return state
         kept, between = ([b[row[name]] for b in state[name]] for name in ("kept", "between"))
-        found = split.weight_gradient(own(row), kept, between, also(row))
+        found = split.weight_gradient(own(row), kept, between, *also(row))
         chunk = row["chunk"]
 
         def joined(total: Any, new: Any, most: bool) -> Any:
@@ -179,7 +183,7 @@ def run_stage(
         ring = [(stage, (stage + step) % stages) for stage in range(stages)]
         return jax.lax.ppermute(values[row[f"send_{way}"]], axis, ring)
 
-    branches = (idle, forward, input_gradient, weight_gradient if gradients else idle)
+    branches = (idle, forward, input_gradient, weight_gradient)
 
     def tick(state: dict, cells: Any) -> tuple[dict, None]:
         row: dict[str, Any] = dict(zip(COLUMNS, cells[0]))
