@@ -19,7 +19,7 @@ specification, table 5).
 
 
 def decode(raw: Any, scales: Any, format: str, axis: int, block_size: int | None) -> Any:
-    """The array that `vishwamai.ops.matmul.cases.quantized_gemm` makes of bytes and scales."""
+    """The array that `vishwamai.core.cases.qtensor_of_bytes` makes of bytes and scales."""
     raw = np.asarray(raw).astype(np.int64)
     if format == "mxfp4":
         values = E2M1[(raw >> 4) & 15]

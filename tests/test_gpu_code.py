@@ -21,6 +21,7 @@ from vishwamai.aot.compile.gpu_survey import candidates, is_served
 from vishwamai.core import gpu
 from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.core.errors import DeviceError
+from vishwamai.ops.moe.cases import quantized_grouped_gemm
 
 pytestmark = [
     pytest.mark.skipif(contract.INTERPRETED, reason="a process with the interpreter cannot compile"),
@@ -108,6 +109,30 @@ def test_slopes_of_alibi_spill_nothing(causal):
         assert code.spill == 0, code
     forward = dataclasses.replace(recorded[0], launch=dataclasses.replace(recorded[0].launch, stages=2))
     assert inspect_launch(forward, "gfx942").mma > 0
+
+
+@pytest.mark.parametrize(
+    "format, block_size",
+    [("mxfp4", 32), *(pytest.param(*each, marks=pytest.mark.long) for each in (("int4", 128), ("fp8_e4m3", 128)))],
+)
+@pytest.mark.parametrize("rows", [256, 8192])
+def test_quantized_experts_spill_nothing(format, block_size, rows):
+    """Of a model of 32 experts, decoding and prefill: dequantized in registers, multiplied by the tensor cores."""
+    kind = ("int8", "integers") if format == "mxfp4" else ("float32", "positive")
+    arrays = {
+        "lhs": ArrayInit((rows, 2880), "bfloat16"),
+        "weight": ArrayInit((32, 2880, 5760), "int8", "integers"),
+        "scales": ArrayInit((32, -(-2880 // block_size), 5760), *kind),
+    }
+    options = {"group_sizes": np.full(32, rows // 32, np.int32), "format": format, "block_size": block_size}
+    recorded = launches(Case("quantized", "grouped_gemm", quantized_grouped_gemm, arrays, options))
+    assert [launch.launch.kernel.name for launch in recorded] == ["rows_product"] * 2
+    for launch in recorded:
+        code = inspect_launch(launch)
+        assert code.spill == 0 and code.tma > 0
+        assert code.wgmma > 0 if rows == 8192 else code.mma > 0
+        fewer = dataclasses.replace(launch, launch=dataclasses.replace(launch.launch, stages=2))
+        assert inspect_launch(fewer, "gfx942").mma > 0
 
 
 def odd_case():

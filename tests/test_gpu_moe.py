@@ -19,6 +19,7 @@ import rotation  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
 from triton_interpreter import interpreted  # noqa: E402
 from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
+from vishwamai.core.qtensor import QTensor  # noqa: E402
 from vishwamai.ops.moe import grouped_gemm  # noqa: E402
 from vishwamai.ops.moe.gpu import GroupedGpuConfig  # noqa: E402
 
@@ -148,7 +149,28 @@ def test_many_small_groups():
     assert (got[18:] == 0).all()
 
 
+@pytest.mark.parametrize(
+    "format, block_size",
+    [("int8", None), ("fp8", 16), pytest.param("mxfp8", None, marks=pytest.mark.long)],
+)
+def test_a_quantized_rhs(format, block_size):
+    """The product of the dequantized matrices, and the gradient of the rows."""
+    lhs, rhs = tensors((20, 64), (3, 64, 24))
+    q = vt.quantize(rhs, format, axis=-2, block_size=block_size)
+    sizes = torch.tensor([5, 0, 9])
+    weights = vt.dequantize(q)
+    agree(lambda x: vt.grouped_gemm(x, q, sizes), lambda x: by_loops(x, weights, sizes), [lhs])
+
+
 def test_what_the_kernels_decline():
+    odd = [jax.ShapeDtypeStruct(s, d) for s, d in (((8, 16), "float32"), ((2, 16, 7), "int4"), ((2, 1, 7), "float32"))]
+
+    def of_odd_rows(x, values, scales):
+        rhs = QTensor(values, scales, "int4", -2, None)
+        return grouped_gemm(x, rhs, jnp.array([3, 5], jnp.int32), implementation="triton")
+
+    with pytest.raises(UnsupportedError, match="rows of 7 numbers of 4 bits"):
+        jax.eval_shape(of_odd_rows, *odd)
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 16), (5000, 16, 8))]
     with pytest.raises(UnsupportedError, match="5,000 groups"):
         jax.eval_shape(lambda x, w: grouped_gemm(x, w, jnp.zeros(5000, jnp.int32), implementation="triton"), *shapes)

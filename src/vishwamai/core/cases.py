@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vishwamai.core.qtensor import FORMATS, INT4, QTensor
+
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInit:
@@ -93,6 +95,25 @@ class Case:
     def run(self, arrays: Mapping[str, Any], **how: Any) -> Any:
         """Calls the operation on `arrays`; `how` is `implementation=` and `config=`."""
         return self.call(**arrays, **self.options, **how)
+
+
+def qtensor_of_bytes(values: Any, scales: Any, format: str, axis: int, block_size: int | None) -> QTensor:
+    """A QTensor that is made of bytes, so that a case draws the same arrays in every format.
+
+    Args:
+      values: int8: the value of an int8 format; sixteen times the value of int4 and fp8 (rounded down); of fp4 the
+        upper four bits are the code.
+      scales: float32; or, in an MX format, int8: 32 times the exponent (rounded down).
+    """
+    form = FORMATS[format]
+    values, scales = jnp.asarray(values), jax.lax.stop_gradient(jnp.asarray(scales))
+    if format == "mxfp4":
+        values = jax.lax.bitcast_convert_type((values >> 4).astype(INT4), form.dtype)
+    elif format != "int8":
+        values = (values >> 4).astype(form.dtype)
+    if form.power_of_two:
+        scales = ((scales.astype(jnp.int32) >> 5) + 127).astype(jnp.uint8)
+    return QTensor(values, scales, format, axis, block_size)
 
 
 @dataclasses.dataclass(frozen=True)

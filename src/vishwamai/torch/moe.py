@@ -46,7 +46,7 @@ def grouped_gemm(
     `vishwamai.grouped_gemm`, whose arguments these are.
 
     On a GPU the host never waits for the sizes, so the call can be captured with whatever computes them. A `QTensor` as
-    `rhs` has no kernel there: `dequantize` it.
+    `rhs` is read as it is stored there, with one scale for a column or one for each block of K.
 
     >>> import torch
     >>> rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]])

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
-from vishwamai.core.qtensor import FORMATS, INT4, QTensor
+from vishwamai.core.cases import ArrayInit, Case, Facts, Poison, qtensor_of_bytes
+from vishwamai.core.qtensor import FORMATS
 from vishwamai.ops.matmul.api import gemm
 from vishwamai.ops.matmul.spec import ACTIVATIONS
 
@@ -56,30 +53,16 @@ def quantized_gemm(
     scales_of_a: Any = None,
     **options: Any,
 ) -> Any:
-    """`gemm` of `a` and a QTensor that is made of bytes, so that a case is the same in every format.
+    """`gemm` of `a` and a QTensor that is made of bytes, see `qtensor_of_bytes`.
 
     Args:
-      weight: int8 `[K, N]` or, with `transpose_b`, `[N, K]`: the value of an int8 format; sixteen times the value of
-        int4 and fp8 (rounded down); of fp4 the upper four bits are the code.
-      scales: float32; or, in an MX format, int8: 32 times the exponent (rounded down).
+      weight: int8 `[K, N]` or, with `transpose_b`, `[N, K]`.
       scales_of_a: makes `a`, int8 too, a QTensor of the same format.
     """
-    b = _qtensor(weight, scales, format, -1 if transpose_b else -2, block_size)
+    b = qtensor_of_bytes(weight, scales, format, -1 if transpose_b else -2, block_size)
     if scales_of_a is not None:
-        a = _qtensor(a, scales_of_a, format, -1, block_size)
+        a = qtensor_of_bytes(a, scales_of_a, format, -1, block_size)
     return gemm(a, b, transpose_b=transpose_b, **options)
-
-
-def _qtensor(raw: Any, scales: Any, format: str, axis: int, block_size: int | None) -> QTensor:
-    form = FORMATS[format]
-    raw, scales = jnp.asarray(raw), jax.lax.stop_gradient(jnp.asarray(scales))
-    if format == "mxfp4":
-        values = jax.lax.bitcast_convert_type((raw >> 4).astype(INT4), form.dtype)
-    else:
-        values = raw if format == "int8" else (raw >> 4).astype(form.dtype)
-    if form.power_of_two:
-        scales = ((scales.astype(jnp.int32) >> 5) + 127).astype(jnp.uint8)
-    return QTensor(values, scales, format, axis, block_size)
 
 
 def _quantized(

@@ -9,7 +9,7 @@ there may be NaN.
 
 float32 products are built from bfloat16 ones (see `core.precision`); int8 and fp8 use the chip's own units where it has
 them, and are widened to bfloat16, which holds them exactly, where it has not. Narrower operands, and those with a scale
-for every block of K, are dequantized tile by tile (`tpu_dequantize`), so HBM holds them only as they are stored. A
+for every block of K, are dequantized tile by tile (`core.tpu_dequantize`), so HBM holds them only as they are stored. A
 product of few rows reads `b` through a ring of buffers of its own (`tpu_stream`).
 """
 

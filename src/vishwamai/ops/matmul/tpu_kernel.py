@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 
 from vishwamai.core.pallas import dot, zero_past
 from vishwamai.core.precision import FP8_DTYPES
+from vishwamai.core.tpu_dequantize import Operand
 from vishwamai.ops.matmul.epilogue import activate
 from vishwamai.ops.matmul.spec import INTEGERS
-from vishwamai.ops.matmul.tpu_dequantize import Operand
 
 _INT8 = jnp.dtype(jnp.int8)
 

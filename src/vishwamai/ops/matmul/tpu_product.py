@@ -11,10 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
+from vishwamai.core.tpu_dequantize import Operand
 from vishwamai.ops.matmul import tpu_serpentine, tpu_stream
 from vishwamai.ops.matmul.spec import INTEGERS, Blocked, MatmulSpec, joint_groups
-from vishwamai.ops.matmul.tpu_dequantize import Operand, array_bytes, describe, stored
 from vishwamai.ops.matmul.tpu_kernel import MatmulRefs, kernel
+from vishwamai.ops.matmul.tpu_operands import array_bytes, describe, stored
 from vishwamai.ops.matmul.tpu_tiles import EXACT_INT8_TERMS, VMEM_GRANULE, MatmulConfig, fit
 
 

@@ -22,10 +22,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
 from vishwamai.core.qtensor import scale_values
+from vishwamai.core.tpu_dequantize import Operand
 from vishwamai.ops.matmul import tpu_unpack
 from vishwamai.ops.matmul.spec import Blocked, joint_groups
-from vishwamai.ops.matmul.tpu_dequantize import Operand, array_bytes, describe, stored
 from vishwamai.ops.matmul.tpu_kernel import MatmulRefs, kernel
+from vishwamai.ops.matmul.tpu_operands import array_bytes, describe, stored
 from vishwamai.ops.matmul.tpu_tiles import VMEM_GRANULE, MatmulConfig
 
 _SHARE = 8

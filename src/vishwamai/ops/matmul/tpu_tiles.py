@@ -13,6 +13,7 @@ from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.qtensor import INT4, bits
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, option, size, sizes
+from vishwamai.core.tpu_dequantize import scale_rows
 from vishwamai.ops.matmul.spec import INTEGERS, MatmulSpec, joint_groups
 from vishwamai.ops.matmul.tpu_tile_model import LARGEST, MatmulProblem, Tile, best_tile, chunk, forward_tile
 
@@ -169,13 +170,6 @@ def _granule(spec: MatmulSpec, which: str, operand: int) -> int:
     if which != "forward" or not spec.blocked[operand] or transposed or spec.block_k % 8:
         return 1  # K lies along lanes, or the matrix unit repeats the scales
     return scale_rows(spec.block_k, spec.operands[3 + operand].dtype)
-
-
-def scale_rows(size: int, dtype: jnp.dtype) -> int:
-    """How deep a tile must be, or divide, so that its blocks' scales fill whole tiles of memory: 8 rows of float32, 32
-    of 8 bits.
-    """
-    return size * (32 if jnp.dtype(dtype).itemsize == 1 else 8)
 
 
 def _rate(spec: MatmulSpec, chip: TpuChip, *, forward: bool) -> float:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
-from vishwamai.core.qtensor import FORMATS, QTensor
+from vishwamai.core.cases import ArrayInit, Case, Facts, Poison, qtensor_of_bytes
+from vishwamai.core.qtensor import FORMATS
 from vishwamai.ops.moe.api import grouped_gemm
 
 
@@ -36,31 +34,44 @@ def _case(
 
 
 def quantized_grouped_gemm(lhs: Any, weight: Any, scales: Any, *, format: str, block_size: Any, **options: Any) -> Any:
-    """`grouped_gemm` of a QTensor that is made of int8 numbers; those of a format other than int8 are a sixteenth of
-    them, rounded down.
-    """
-    values = jnp.asarray(weight)
-    values = values if format == "int8" else (values >> 4).astype(FORMATS[format].dtype)
-    scales = jax.lax.stop_gradient(jnp.asarray(scales))
-    return grouped_gemm(lhs, QTensor(values, scales, format, -2, block_size), **options)
+    """`grouped_gemm` of a QTensor that is made of bytes, see `qtensor_of_bytes`."""
+    return grouped_gemm(lhs, qtensor_of_bytes(weight, scales, format, -2, block_size), **options)
 
 
-def _quantized(name: str, format: str, block_size: int | None, dtype: str = "bfloat16", **options: Any) -> Case:
-    depth, columns, sizes = 256, 128, np.array([20, 0, 41], np.int32)
+def _quantized(
+    name: str,
+    format: str,
+    block_size: int | None,
+    dtype: str = "bfloat16",
+    *,
+    batch: tuple[int, ...] = (),
+    matrix: tuple[int, int] = (256, 128),
+    tiles: int | None = None,
+    **options: Any,
+) -> Case:
+    """`tiles`: the call's block size, where that of the scales is `block_size`."""
+    (depth, columns), sizes = matrix, np.broadcast_to(np.array([20, 0, 41], np.int32), (*batch, 3))
     blocks = 1 if block_size is None else -(-depth // block_size)
+    kind = ("int8", "integers") if FORMATS[format].power_of_two else ("float32", "positive")
     arrays = {
-        "lhs": ArrayInit((70, depth), dtype),
-        "weight": ArrayInit((3, depth, columns), "int8", "integers"),
-        "scales": ArrayInit((3, blocks, columns), "float32", "positive"),
+        "lhs": ArrayInit((*batch, 70, depth), dtype),
+        "weight": ArrayInit((*batch, 3, depth, columns), "int8", "integers"),
+        "scales": ArrayInit((*batch, 3, blocks, columns), *kind),
     }
     options = {"group_sizes": sizes, "format": format, "block_size": block_size, **options}
+    options |= {} if tiles is None else {"config": tiles}
     return Case(name, "grouped_gemm", quantized_grouped_gemm, arrays, options, frozenset({"contract"}))
 
 
 _QUANTIZED = (
     _quantized("int8 weights", "int8", None),
     _quantized("fp8 weights, float32 rows", "fp8_e4m3", None, "float32"),
+    _quantized("int4 weights", "int4", None, matrix=(100, 66)),
     _quantized("int4 weights in blocks", "int4", 48),
+    _quantized("int8 weights in blocks that no tile divides", "int8", 20, "float32", out_dtype="bfloat16"),
+    _quantized("fp8 weights in blocks and tiles", "fp8_e5m2", 16, matrix=(300, 256), tiles=128),
+    _quantized("mxfp4 weights", "mxfp4", 32, batch=(2,), matrix=(100, 128)),
+    _quantized("mxfp8 weights, float32 result", "mxfp8_e4m3", 32, out_dtype="float32"),
 )
 
 _CONTRACT = (
@@ -121,17 +132,13 @@ FACTS = Facts(
             "float16": "`lhs` is float16",
             "float64": "`lhs` is float64",
             "no rows": "an array is empty",
-            "int4 weights in blocks": "scales for blocks of 48 rows",
         },
         "native_cpu": {case.name: "`rhs` is a QTensor" for case in _QUANTIZED},
         "triton": {
-            **{case.name: "`rhs` is a QTensor" for case in _QUANTIZED},
             "some of the groups": "`group_offset` is given",
             "no row of the groups there are": "`group_offset` is given",
             "float64": "`lhs` is float64",
             "no rows": "an array is empty",
         },
     },
-    # XLA's rows of blocks are gathered by the SparseCore.
-    unreadable=frozenset(("int4 weights in blocks", chip) for chip in ("v5p", "v6e", "tpu7x")),
 )

@@ -9,6 +9,7 @@ import numpy as np
 from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.core.draws import Sizes
 from vishwamai.ops.moe.api import grouped_gemm
+from vishwamai.ops.moe.cases import quantized_grouped_gemm
 
 
 def draw(d: Sizes) -> Case:
@@ -20,13 +21,24 @@ def draw(d: Sizes) -> Case:
     sizes = np.floor(share).astype(np.int32)
     dtype = d.dtype()
     held = d.choose((1, groups)) if d.flag(4) else groups
-    arrays = {
-        "lhs": ArrayInit((*batch, rows, depth), dtype),
-        "rhs": ArrayInit((*batch, held, depth, columns), dtype, scale=depth**-0.5),
-    }
+    lhs, matrices = ArrayInit((*batch, rows, depth), dtype), (*batch, held, depth, columns)
     options: dict[str, Any] = {"group_sizes": sizes}
     if held < groups:
         options["group_offset"] = int(rng.integers(0, groups - held + 1))
     if d.flag(4):
         options["out_dtype"] = "float32"
+    if d.flag(4):
+        format = d.choose(("int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp4"))
+        mx = format.startswith("mx")
+        block = 32 if mx else d.choose((None, 16, 32, 60, 128))
+        blocks = 1 if block is None else -(-depth // block)
+        kind: Any = ("int8", "integers") if mx else ("float32", "positive")
+        arrays = {
+            "lhs": lhs,
+            "weight": ArrayInit(matrices, "int8", "integers"),
+            "scales": ArrayInit((*batch, held, blocks, columns), *kind),
+        }
+        options |= {"format": format, "block_size": block}
+        return Case("", "grouped_gemm", quantized_grouped_gemm, arrays, options)
+    arrays = {"lhs": lhs, "rhs": ArrayInit(matrices, dtype, scale=depth**-0.5)}
     return Case("", "grouped_gemm", grouped_gemm, arrays, options)

@@ -11,11 +11,16 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
+from vishwamai.core.qtensor import FP4, INT4, bits
 from vishwamai.core.spec import array_spec
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
+from vishwamai.ops.moe.reference import gradients
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
 
 ROWS_PRODUCT, WEIGHTS_PRODUCT, CAST = (
@@ -100,8 +105,8 @@ def why_not(spec: GroupedSpec, target: Target) -> str | None:
             return f"{name} is {dtype.name}; the Triton kernels take {', '.join(_DTYPES)}."
     if 0 in (spec.batch, spec.groups, spec.m, spec.n, spec.k):
         return "an array is empty."
-    if spec.operands.rhs_scale is not None:
-        return f"`rhs` is a QTensor of {spec.operands.rhs.dtype.name}, which the Triton kernels do not read."
+    if spec.operands.rhs_scale is not None and bits(spec.operands.rhs.dtype) < 8 and spec.n % 2:
+        return f"`rhs` has rows of {spec.n} numbers of 4 bits; the Triton kernels read two at a time."
     if spec.operands.first_row is not None:
         return "`group_offset` is given; the Triton kernels begin at the first row."
     if spec.groups > _MOST_GROUPS:
@@ -116,18 +121,23 @@ def heuristic(spec: GroupedSpec, target: Target) -> GroupedGpuConfig:
     width = spec.operands.lhs.dtype.itemsize
     mean = gpu.cdiv(spec.m, spec.groups)
     entries = spec.batch * spec.groups
+    quantized = spec.operands.rhs_scale is not None
     return GroupedGpuConfig(
-        *tiles(entries, mean, spec.n, spec.k, width),
-        *tiles(entries, mean, spec.k, spec.n, width),
+        *tiles(entries, mean, spec.n, spec.k, width, quantized),
+        *tiles(entries, mean, spec.k, spec.n, width, quantized),
         *tiles(spec.operands.rhs.shape[0] * spec.groups, spec.k, spec.n, mean, width),
     )
 
 
-def tiles(products: int, m: int, n: int, k: int, width: int) -> Tile:
-    """The tile of `products` products of about `m x n x k` elements of `width` bytes."""
+def tiles(products: int, m: int, n: int, k: int, width: int, quantized: bool = False) -> Tile:
+    """The tile of `products` products of about `m x n x k` elements of `width` bytes; `quantized`: of one factor in
+    registers.
+    """
     block_k = min({2: 64, 4: 32}[width], max(16, gpu.next_power_of_2(k)))
-    # Of float32, whose factors are taken apart in registers, a tile of 256 columns has no room.
-    options = ((128, 256), (128, 128), (64, 128), (64, 64)) if width == 2 else ((128, 128), (64, 128), (64, 64))
+    # Of float32, whose factors are taken apart in registers, a tile of 256 columns has no room; nor has one that is
+    # dequantized there.
+    options = ((128, 128), (64, 128), (64, 64))
+    options = ((128, 256), *options) if width == 2 and not quantized else options
     block_m, block_n = options[-1]
     for block_m, block_n in options:
         enough = products * gpu.cdiv(m, block_m) * gpu.cdiv(n, block_n) >= gpu.SMS
@@ -144,6 +154,12 @@ def _aligned(columns: int, dtype: Any) -> bool:
     return columns * dtype.itemsize % 16 == 0
 
 
+def _copies(rhs: Any, columns: int, pairs: bool) -> bool:
+    """Whether the copy engine takes the matrices, in tiles of so many columns: whole 16 bytes too."""
+    stored = array_spec(rhs).dtype
+    return _aligned(rhs.shape[3], stored) and (columns // 2 if pairs else columns) * stored.itemsize >= 16
+
+
 def _precision(dtype: Any) -> str | None:
     return "tf32x3" if dtype.itemsize == 4 else None
 
@@ -153,14 +169,23 @@ def _beyond(groups: int) -> int:
     return gpu.next_power_of_2(groups + 1)
 
 
+def _pairs(x: Any) -> Any:
+    """A JAX array of 4 bits as int8, two numbers of a row in a byte, the first in its lower bits."""
+    return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), jnp.int8)
+
+
 def rows_product(
-    spec: GroupedSpec, config: GroupedGpuConfig, tile: Tile, lhs: Any, rhs: Any, sizes: Any, transpose: bool, dtype: Any
+    spec: GroupedSpec, config: GroupedGpuConfig, tile: Tile, lhs: Any, operands: Operands, transpose: bool, dtype: Any
 ) -> Any:
-    """`[B, M, N]`: rows of lhs `[B, M, K]` times the matrices `[B or 1, G, K, N]` (`[B or 1, G, N, K]` if `transpose`)
-    of their groups.
+    """`[B, M, N]`: rows of lhs `[B, M, K]` times the matrices rhs `[B or 1, G, K, N]` (`[B or 1, G, N, K]` if
+    `transpose`) of their groups.
     """
+    _, rhs, sizes, scale, _ = operands
     batch, m, k = lhs.shape
     n = rhs.shape[2 if transpose else 3]
+    stored = spec.operands.rhs.dtype
+    four = {INT4: "int", FP4: "float"}.get(stored)
+    rhs = rhs if four is None else _pairs(rhs)
     block_m, block_n, block_k, warps, stages = tile
     # Each group can add a tile that it does not fill, and so can the rows without a group.
     most = (gpu.cdiv(m, block_m) + spec.groups) * gpu.cdiv(n, block_n)
@@ -169,7 +194,7 @@ def rows_product(
     (out,) = gpu.launch(
         ROWS_PRODUCT,
         (programs, batch),
-        dict(lhs_ptr=lhs, rhs_ptr=rhs, sizes_ptr=sizes),
+        dict(lhs_ptr=lhs, rhs_ptr=rhs, scale_ptr=scale, sizes_ptr=sizes),
         dict(out_ptr=gpu.result((batch, m, n), dtype)),
         warps=warps,
         stages=stages,
@@ -179,12 +204,17 @@ def rows_product(
         N=n,
         K=k,
         rhs_stride=spec.groups if rhs.shape[0] > 1 else 0,
+        scale_stride=0 if scale is None or scale.shape[0] == 1 else spec.groups,
         sizes_stride=spec.groups if sizes.shape[0] > 1 else 0,
         RHS_PLANES=rhs.shape[0] * spec.groups,
+        BLOCKS=1 if scale is None else scale.shape[2],
+        SIZE=spec.block_k,
+        WIDTH=1 if scale is None else scale.shape[3],
+        FOUR=four,
         TRANSPOSE=transpose,
         PRECISION=_precision(kind),
         TMA_LHS=_aligned(k, kind),
-        TMA_RHS=_aligned(rhs.shape[3], kind),
+        TMA_RHS=_copies(rhs, block_k if transpose else block_n, four is not None),
         PROGRAMS=programs,
         GROUPS=_beyond(spec.groups),
         BLOCK_M=block_m,
@@ -242,8 +272,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 def forward(spec: GroupedSpec, config: GroupedGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del residuals  # the backward pass needs the operands alone
-    lhs, rhs, sizes, *_ = operands
-    return Outputs(rows_product(spec, config, config.forward, lhs, rhs, sizes, False, spec.out_dtype)), None
+    return Outputs(rows_product(spec, config, config.forward, operands.lhs, operands, False, spec.out_dtype)), None
 
 
 def backward(
@@ -255,10 +284,12 @@ def backward(
     cotangents: Outputs,
 ) -> Operands:
     del outputs, residuals
-    lhs, rhs, sizes, *_ = operands
+    lhs, _, sizes, scale, _ = operands
     dtype = spec.operands.lhs.dtype
     dout = _cast(cotangents.out, dtype)
-    d_lhs = rows_product(spec, config, config.backward_lhs, dout, rhs, sizes, True, dtype)
+    d_lhs = rows_product(spec, config, config.backward_lhs, dout, operands, True, dtype)
+    if scale is not None:
+        return gradients(operands, d_lhs, None) if gpu.framework(lhs) == "jax" else Operands(d_lhs, *(None,) * 4)
     return Operands(d_lhs, weights_product(spec, config, lhs, dout, sizes), None, None, None)
 
 

@@ -65,19 +65,116 @@ def _place(local, num_i, num_j, SUPER: tl.constexpr):
 
 
 @triton.jit
+def _unpack(pairs, FOUR: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """`[R, C]` float32: the two numbers of each byte of `[R, C // 2]`, the one in the lower bits first. FOUR is "int"
+    or "float" (e2m1).
+
+    Exponent and mantissa of e2m1, moved to where float32 has them, give f, which is the number where it is normal (1
+    and more). Below, where the leading one is not there, it is 2 f - 1, the smaller of the two exactly there.
+    """
+    byte = pairs.to(tl.int32)
+    code = tl.join((byte << 28) >> 28, byte >> 4).reshape(R, C)
+    if FOUR == "int":
+        return code.to(tl.float32)
+    f = (((code & 7) << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    size = tl.minimum(f, f + f - 1.0)
+    return tl.where(code < 0, -size, size)
+
+
+@triton.jit
+def _scale(ptr, at, mask):
+    """Scales as float32, 0 where masked; uint8 ones are the bits of e8m0."""
+    scale = tl.load(ptr + at, mask=mask, other=0)
+    if ptr.dtype.element_ty == tl.uint8:
+        power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(scale == 255, float("nan"), power)
+    return scale.to(tl.float32)
+
+
+@triton.jit
+def _by_block(
+    y,
+    ptr,
+    plane,
+    row,
+    column,
+    columns,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The tile y `[R, C]` at (row, column) of a matrix, float32, times the scales `[BLOCKS, WIDTH]` of its blocks of
+    SIZE rows; WIDTH is the matrix's columns or 1.
+    """
+    j = column + tl.arange(0, C)
+    place = j if WIDTH > 1 else j * 0
+    first = plane.to(tl.int64) * BLOCKS
+    if R % SIZE == 0 or SIZE % R == 0:
+        PARTS: tl.constexpr = R // SIZE if R % SIZE == 0 else 1
+        block = row // SIZE + tl.arange(0, PARTS)
+        mask = (block < BLOCKS)[:, None] & (j < columns)[None, :]
+        scale = _scale(ptr, (first + block)[:, None] * WIDTH + place[None, :], mask)
+        return y * scale[:, None, :].broadcast_to(PARTS, R // PARTS, C).reshape(R, C)
+    else:
+        block = (row + tl.arange(0, R)) // SIZE
+        mask = (block < BLOCKS)[:, None] & (j < columns)[None, :]
+        return y * _scale(ptr, (first + block)[:, None] * WIDTH + place[None, :], mask)
+
+
+@triton.jit
+def _load_matrix(
+    source,
+    scale_ptr,
+    plane,
+    scale_plane,
+    row,
+    column,
+    rows,
+    columns,
+    dtype: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FOUR: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """`_load` of a tile of a matrix that may be quantized, in `dtype`; a scale of a whole column (SIZE 0) is left
+    out.
+    """
+    if FOUR is None:
+        y = _load(source, plane, row, column, rows, columns, R, C, TMA)
+    else:
+        y = _load(source, plane, row, column // 2, rows, columns // 2, R, C // 2, TMA)
+        y = _unpack(y, FOUR, R, C)
+    if SIZE > 0:
+        y = _by_block(y.to(tl.float32), scale_ptr, scale_plane, row, column, columns, BLOCKS, SIZE, WIDTH, R, C)
+    return y.to(dtype)
+
+
+@triton.jit
 def rows_product(
     lhs_ptr,
     rhs_ptr,
+    scale_ptr,
     sizes_ptr,
     out_ptr,
     batch,
     groups,
     M,
     rhs_stride,
+    scale_stride,
     sizes_stride,
     N: tl.constexpr,
     K: tl.constexpr,
     RHS_PLANES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FOUR: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA_LHS: tl.constexpr,
@@ -94,17 +191,22 @@ def rows_product(
     `[RHS_PLANES, K, N]`.
 
     TRANSPOSE: rhs is `[RHS_PLANES, N, K]`. The rows of no group are a group more, whose sums are empty: GROUPS is a
-    power of two beyond `groups`. `rhs_stride` and `sizes_stride` are the matrices and sizes from one batch entry to the
-    next, 0 where all share them.
+    power of two beyond `groups`. `rhs_stride`, `scale_stride` and `sizes_stride` are the matrices, their scales and the
+    sizes from one batch entry to the next, 0 where all share them.
+
+    A quantized rhs has scales `[., BLOCKS, WIDTH]` for blocks of SIZE rows of its matrices as they are stored, or, with
+    SIZE 0, one for each of their columns; WIDTH is those columns or 1. FOUR: two numbers of 4 bits share a byte.
     """
     b = tl.program_id(1)
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
     lhs = _tiles(lhs_ptr, batch, M, K, BLOCK_M, BLOCK_K, TMA_LHS)
+    PAIR: tl.constexpr = 1 if FOUR is None else 2
     if TRANSPOSE:
-        rhs = _tiles(rhs_ptr, RHS_PLANES, N, K, BLOCK_N, BLOCK_K, TMA_RHS)
+        rhs = _tiles(rhs_ptr, RHS_PLANES, N, K // PAIR, BLOCK_N, BLOCK_K // PAIR, TMA_RHS)
     else:
-        rhs = _tiles(rhs_ptr, RHS_PLANES, K, N, BLOCK_K, BLOCK_N, TMA_RHS)
+        rhs = _tiles(rhs_ptr, RHS_PLANES, K, N // PAIR, BLOCK_K, BLOCK_N // PAIR, TMA_RHS)
+    dtype: tl.constexpr = lhs_ptr.dtype.element_ty
     ids = tl.arange(0, GROUPS)
     sizes = tl.load(sizes_ptr + b * sizes_stride + ids, mask=ids < groups, other=0)
     ends = tl.cumsum(sizes, 0)
@@ -122,15 +224,58 @@ def rows_product(
         row = start + i * BLOCK_M
         column = j * BLOCK_N
         matrix = b * rhs_stride + group
+        scales = b * scale_stride + group
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, tl.where(group < groups, num_k, 0)):
             k = step * BLOCK_K
             x = _load(lhs, b, row, k, M, K, BLOCK_M, BLOCK_K, TMA_LHS)
             if TRANSPOSE:
-                y = _load(rhs, matrix, column, k, N, K, BLOCK_N, BLOCK_K, TMA_RHS).T
+                y = _load_matrix(
+                    rhs,
+                    scale_ptr,
+                    matrix,
+                    scales,
+                    column,
+                    k,
+                    N,
+                    K,
+                    dtype,
+                    BLOCKS,
+                    SIZE,
+                    WIDTH,
+                    FOUR,
+                    BLOCK_N,
+                    BLOCK_K,
+                    TMA_RHS,
+                ).T
+                if scale_ptr is not None and SIZE == 0:
+                    at = k + tl.arange(0, BLOCK_K)
+                    place = scales.to(tl.int64) * WIDTH + (at if WIDTH > 1 else at * 0)
+                    x = (x.to(tl.float32) * _scale(scale_ptr, place, at < K)[None, :]).to(dtype)
             else:
-                y = _load(rhs, matrix, k, column, K, N, BLOCK_K, BLOCK_N, TMA_RHS)
+                y = _load_matrix(
+                    rhs,
+                    scale_ptr,
+                    matrix,
+                    scales,
+                    k,
+                    column,
+                    K,
+                    N,
+                    dtype,
+                    BLOCKS,
+                    SIZE,
+                    WIDTH,
+                    FOUR,
+                    BLOCK_K,
+                    BLOCK_N,
+                    TMA_RHS,
+                )
             acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        if scale_ptr is not None and SIZE == 0 and not TRANSPOSE:
+            at = column + tl.arange(0, BLOCK_N)
+            place = scales.to(tl.int64) * WIDTH + (at if WIDTH > 1 else at * 0)
+            acc = acc * _scale(scale_ptr, place, (at < N) & (group < groups))[None, :]
         _finish(out_ptr, acc, b, row, column, M, N, end, BLOCK_M, BLOCK_N, SPLIT)
 
 

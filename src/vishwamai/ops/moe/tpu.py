@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES
-from vishwamai.core.qtensor import bits
 from vishwamai.core.target import Target
 from vishwamai.ops.moe import tpu_visits as visits
 from vishwamai.ops.moe.reference import gradients, sum_shared
@@ -34,9 +33,6 @@ def why_not(spec: GroupedSpec, target: Target) -> str | None:
     for name, dtype in (("lhs", o.lhs.dtype), ("out_dtype", spec.out_dtype)):
         if dtype not in TPU_DTYPES:
             return f"`{name}` is {dtype.name}, and the TPU computes in float32 and bfloat16."
-    if o.rhs_scale is not None and (spec.block_k or bits(o.rhs.dtype) < 8):
-        kind = f"with scales for blocks of {spec.block_k} rows" if spec.block_k else "of 4 bits"
-        return f"`rhs` is a QTensor of {o.rhs.dtype.name} {kind}; the kernel reads 8 bits with a scale for each column."
     if 0 in (spec.batch, spec.m, spec.n, spec.k, spec.groups):
         return "an array is empty."
     config = heuristic(spec, target)
@@ -52,7 +48,9 @@ def why_not(spec: GroupedSpec, target: Target) -> str | None:
 
 def forward(spec: GroupedSpec, config: GroupedConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del residuals  # the backward pass needs the operands alone
-    out = rows_product("grouped_gemm", config.forward, config.vmem_bytes, operands.lhs, operands, 0, spec.out_dtype)
+    out = rows_product(
+        "grouped_gemm", config.forward, config.vmem_bytes, operands.lhs, operands, 0, spec.block_k, spec.out_dtype
+    )
     return Outputs(out), None
 
 
@@ -63,7 +61,7 @@ def backward(
     lhs, rhs, sizes, scale, first = operands
     dout = cotangents.out.astype(lhs.dtype)
     vmem = config.vmem_bytes
-    d_lhs = rows_product("grouped_gemm_grad_lhs", config.grad_lhs, vmem, dout, operands, 1, lhs.dtype)
+    d_lhs = rows_product("grouped_gemm_grad_lhs", config.grad_lhs, vmem, dout, operands, 1, spec.block_k, lhs.dtype)
     if scale is not None:
         return gradients(operands, d_lhs, None)
     shared = rhs.shape[0] != spec.batch  # then a sum over the batch follows, in float32

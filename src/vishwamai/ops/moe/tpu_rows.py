@@ -4,6 +4,7 @@ of rhs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
+from vishwamai.core.qtensor import bits, scale_values
+from vishwamai.core.tpu_dequantize import Operand, blocked_operand
 from vishwamai.ops.moe import tpu_visits as visits
 from vishwamai.ops.moe.spec import Operands
 from vishwamai.ops.moe.tpu_pieces import SEMANTICS, Split, for_pieces, keep, product
@@ -41,11 +44,13 @@ def _rows_kernel(
     rhs_axis: int,
     depth: int,
     tile: GroupedTile,
+    reading: Operand,
 ) -> None:
     """One step: the product of one visit's rows with (a block along the contracted axis of) its group's matrix.
 
     Args:
-      scale_ref: [1, block_n] of the columns of the result, or [1, block_k] of those of lhs (rhs_axis 1).
+      scale_ref: [1, block_n] of the columns of the result, or [1, block_k] of those of lhs (rhs_axis 1); of blocks of
+        K, [blocks, block_n or block_k].
       sum_ref: [block_m, block_n] if the depth takes several steps or chunks.
       matrix_ref, slot_ref, semaphores: if a group's matrix stays in VMEM, two of them, which of the two is in use, and
         of their copies.
@@ -54,6 +59,7 @@ def _rows_kernel(
       shared: one set of matrices serves every batch entry.
       rhs_axis: the contracted axis of rhs's blocks.
       depth: length of the contracted axis.
+      reading: how the matrix is read.
     """
     block_m, block_n, block_k = tile.block
     part, b, j, visit, step = (pl.program_id(axis) for axis in range(5))
@@ -97,20 +103,22 @@ def _rows_kernel(
         rhs_ref = matrix_ref.at[slot_ref[0]]
 
     tail = depth - (steps - 1) * block_k
+    block_scales, column_scales = (scale_ref, None) if reading.size else (None, scale_ref)
+    first_k = step * block_k if rhs_axis == 0 else column * block_n  # of rhs's rows in its block
 
     def chunk(at: Any, rows: int, k: Any, size: int, valid: Any) -> jax.Array:
         lhs = lhs_ref[pl.ds(at, rows), pl.ds(k, size)]  # [rows, size]
-        rhs = rhs_ref[pl.ds(k, size), :] if rhs_axis == 0 else rhs_ref[:, pl.ds(k, size)]
-        if scale_ref is not None:
+        rhs = reading.tile(rhs_ref, block_scales, rhs_axis, k, size, first_k, lhs.dtype)
+        if column_scales is not None:
             rhs = rhs.astype(lhs.dtype)
             if rhs_axis == 1:
-                lhs = (lhs.astype(jnp.float32) * scale_ref[:, pl.ds(k, size)]).astype(lhs.dtype)
+                lhs = (lhs.astype(jnp.float32) * column_scales[:, pl.ds(k, size)]).astype(lhs.dtype)
         if valid is not None:
             lhs, rhs = keep(lhs, 1, 0, valid), keep(rhs, rhs_axis, 0, valid)
         return product(lhs, rhs, (1, rhs_axis))
 
     def store(at: Any, rows: int, total: jax.Array) -> None:
-        total = total if scale_ref is None or rhs_axis == 1 else total * scale_ref[...]
+        total = total if column_scales is None or rhs_axis == 1 else total * column_scales[...]
         index = at + lax.broadcasted_iota(jnp.int32, total.shape, 0)
         old = out_ref[pl.ds(at, rows), :].astype(jnp.float32)
         out_ref[pl.ds(at, rows), :] = jnp.where((index >= start) & (index < stop), total, old).astype(out_ref.dtype)
@@ -158,22 +166,37 @@ def rows_product(
     lhs: jax.Array,
     operands: Operands,
     rhs_axis: int,
+    block_size: int,
     out_dtype: Any,
 ) -> jax.Array:
     """`[B, M, N]` from lhs `[B, M, K]` and, of the operands, rhs `[B or 1, G, K, N]` (rhs_axis 0) or `[B or 1, G, N,
     K]` (1), its scales, and sizes `[B or 1, G]`.
+
+    Args:
+      block_size: rows of rhs that share a scale, 0 where a column has one, or none.
     """
     _, rhs, group_sizes, scale, first_row = operands
     batch, m, k = lhs.shape
     n = rhs.shape[3 - rhs_axis]
     tile = fit(tile, m, n, k)
     block_m, block_n, block_k = tile.block
+    reading = Operand(jnp.dtype(rhs.dtype))
+    if scale is not None:
+        if not block_size or scale.dtype != jnp.uint8:  # the kernel reads the bits of e8m0
+            scale = scale_values(scale, jnp.float32)
+        scale = jnp.broadcast_to(scale, (*scale.shape[:3], rhs.shape[3]))
+    if scale is not None and block_size:
+        tile_k = block_k if rhs_axis == 0 else block_n
+        reading = blocked_operand(rhs.dtype, scale.dtype, block_size, 0, tile_k, rhs.shape[2])
+        if reading.direct and rhs_axis == 0 and tile.chunk_depth % reading.granule:
+            tile = dataclasses.replace(tile, chunk_depth=block_k)
     group_sizes = jnp.broadcast_to(group_sizes, (batch, group_sizes.shape[1]))
     tables, count = visits.tables(group_sizes, first_row, m, block_m, every_group=False)
     entries = visits.length(m, group_sizes.shape[1], block_m)
     column_tiles, steps = pl.cdiv(n, block_n), pl.cdiv(k, block_k)
     split = Split(batch, column_tiles)
     shared = rhs.shape[0] == 1
+    scales_shared = scale is None or scale.shape[0] == 1
     resident = block_k == k and k % 128 == 0 and n % block_n == 0 and block_n % 128 == 0
 
     def lhs_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, tile: Any, *_: Any) -> Any:
@@ -190,17 +213,25 @@ def rows_product(
         return b, tile[b * entries + v], j
 
     def scale_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, *_: Any) -> Any:
-        b, j = split.index(p, b, j)
-        return (0 if shared else b, group[b * entries + v], 0, j if rhs_axis == 0 else r)
+        entry, of_group, rows, columns = rhs_index(p, b, j, v, r, group)
+        return 0 if scales_shared else entry, of_group, rows if reading.direct else 0, columns
 
-    if scale is not None:
-        scale = jnp.broadcast_to(scale.astype(jnp.float32), (*scale.shape[:3], rhs.shape[3]))
     matrix = (block_k, block_n) if rhs_axis == 0 else (block_n, block_k)
+    scale_rows = 1 if scale is None else scale.shape[2]
+    if reading.direct:
+        scale_rows = min(pl.cdiv(matrix[0], block_size), scale_rows)
     several = steps > 1 or tile.chunk_depth < block_k
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     (out,) = call(
         functools.partial(
-            _rows_kernel, entries=entries, split=split, shared=shared, rhs_axis=rhs_axis, depth=k, tile=tile
+            _rows_kernel,
+            entries=entries,
+            split=split,
+            shared=shared,
+            rhs_axis=rhs_axis,
+            depth=k,
+            tile=tile,
+            reading=reading,
         ),
         name=name,
         grid=(*split.grid, count[0], steps),
@@ -208,7 +239,7 @@ def rows_product(
         inputs=dict(
             lhs_ref=(lhs, pl.BlockSpec((None, block_m, block_k), lhs_index)),
             rhs_ref=(rhs, in_hbm if resident else pl.BlockSpec((None, None, *matrix), rhs_index)),
-            scale_ref=(scale, pl.BlockSpec((None, None, 1, block_k if rhs_axis else block_n), scale_index)),
+            scale_ref=(scale, pl.BlockSpec((None, None, scale_rows, matrix[1]), scale_index)),
         ),
         outputs=dict(out_ref=((batch, m, n), out_dtype, pl.BlockSpec((None, block_m, block_n), out_index))),
         scratch=dict(
@@ -220,6 +251,8 @@ def rows_product(
         semantics=SEMANTICS,
         vmem_bytes=vmem,
         flops=2 * batch * m * n * k,
-        bytes_accessed=column_tiles * lhs.nbytes + rhs.nbytes + batch * m * n * jnp.dtype(out_dtype).itemsize,
+        bytes_accessed=column_tiles * lhs.nbytes
+        + rhs.size * bits(rhs.dtype) // 8
+        + batch * m * n * jnp.dtype(out_dtype).itemsize,
     )
     return out

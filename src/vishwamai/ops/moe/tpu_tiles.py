@@ -9,8 +9,10 @@ import math
 
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.pallas import VmemTiles, planning_chip, round_up
+from vishwamai.core.qtensor import bits
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, part, size
+from vishwamai.core.tpu_dequantize import scale_rows
 from vishwamai.ops.moe.spec import GroupedSpec
 
 Block = tuple[int, int, int]
@@ -93,6 +95,10 @@ _UNROLLED = 16384
 """Cycles of products that are unrolled at once: more is more program, less is more filling and draining of the matrix
 unit.
 """
+_CONVERSION, _BLOCK_OPERATIONS = 3, 5
+"""Vector operations that make an element of a narrow matrix what is multiplied, without and with a scale for each
+block.
+"""
 _SMALL = 128
 """Rows of a piece at a group's end: fewer take as long, for the matrix unit must be given as many weights as it has
 rows.
@@ -108,6 +114,10 @@ class GroupedProblem:
         the columns of both operands.
       itemsize, out_itemsize: bytes of an element of the operands and of the result.
       weights: it is the weights' gradient, whose rows are what is contracted.
+      matrix_bytes: bytes of an element of a group's matrix, half of one for 4 bits.
+      granule: rows of the matrix that a tile must hold a multiple of, or all, so that its blocks' scales fill whole
+        tiles of memory; transposed: the rows are the columns of the result.
+      unpacking: vector operations for an element of the matrix before it is multiplied.
     """
 
     batch: int
@@ -119,6 +129,10 @@ class GroupedProblem:
     out_itemsize: int
     weights: bool
     chip: TpuChip
+    matrix_bytes: float
+    granule: int = 1
+    transposed: bool = False
+    unpacking: int = 0
 
     @property
     def rate(self) -> float:
@@ -138,15 +152,20 @@ class GroupedProblem:
         block_m, block_n, block_k = block
         if block_k % 128:
             return block_k
+        least = 128 if self.transposed else math.lcm(128, self.granule)
+        if block_k % least:
+            return block_k
         most = _UNROLLED * self.rate / (_piece(block_m) * block_n)
-        return max(d for d in range(128, block_k + 1, 128) if block_k % d == 0 and (d <= most or d == 128))
+        return max(d for d in range(least, block_k + 1, least) if block_k % d == 0 and (d <= most or d == least))
 
     def vmem(self, block: Block) -> int:
         """Bytes of VMEM: blocks twice, for a transfer runs beside the computation, and the sum once."""
         m, n, k = (round_up(size, 128) for size in block)
-        result, operands = (k * n, m * k + m * n) if self.weights else (m * n, m * k + k * n)
-        temporaries = 0 if self.weights else 8 * _piece(m) * n
-        return 2 * operands * self.itemsize + result * (2 * self.out_itemsize + 4) + temporaries
+        if self.weights:
+            return 2 * (m * k + m * n) * self.itemsize + k * n * (2 * self.out_itemsize + 4)
+        operands = m * k * self.itemsize + int(k * n * self.matrix_bytes)
+        unpacked = round_up(self.chunk_k(block), 128) * n * (self.itemsize + 4) if self.unpacking else 0
+        return 2 * operands + m * n * (2 * self.out_itemsize + 4) + 8 * _piece(m) * n + unpacked
 
     def cycles(self, block: Block) -> float:
         """About how long the product takes: the mean of groups that end where tiles do, and of groups that never do."""
@@ -163,7 +182,7 @@ class GroupedProblem:
         rows = (min(block_m, self.m / self.groups) + _SMALL) / 2
         # A shared tile is half full on average, and half a piece is masked.
         work, part = self._visit(block, block_m), self._visit(block, rows)
-        matrix = area * self.itemsize / self.bandwidth
+        matrix = area * self.matrix_bytes / self.bandwidth
         lhs = block_m * block_k * self.itemsize / self.bandwidth
         if self.weights:
             load = block_m * (block_n + block_k) * self.itemsize / self.bandwidth
@@ -188,14 +207,17 @@ class GroupedProblem:
 
     def _visit(self, block: Block, rows: float) -> float:
         """Cycles that one step computes with `rows` of its rows."""
-        products = -(-rows // _piece(block[0])) * (block[2] / self.chunk_k(block)) if not self.weights else 1
-        return rows * block[1] * block[2] / self.rate + products * _PIECE_CYCLES + _STEP_CYCLES
+        pieces = 1 if self.weights else -(-rows // _piece(block[0]))
+        products = pieces * (block[2] / self.chunk_k(block)) if not self.weights else 1
+        area = block[1] * block[2]
+        vector = pieces * area * self.unpacking / (self.chip.valus * self.chip.sublanes * self.chip.lanes)
+        return max(rows * area / self.rate, vector) + products * _PIECE_CYCLES + _STEP_CYCLES
 
     def _fits_program(self, block: Block) -> bool:
         """Whether what is unrolled at once is a program of bearable size."""
         rows = block[0] if self.weights else _piece(block[0])
         depth = block[2] if self.weights else self.chunk_k(block)
-        return rows * block[1] * depth / self.rate <= 1.25 * _UNROLLED or depth <= 128
+        return rows * block[1] * depth / self.rate <= 1.25 * _UNROLLED or depth <= max(128, self.granule)
 
     def best(self) -> GroupedTile:
         """The tile that the model finds fastest among those that fit three quarters of VMEM."""
@@ -203,8 +225,8 @@ class GroupedProblem:
         # are small.
         fewest = 128 if not self.weights else 512 if self.m >= 512 * self.groups else 256
         rows = sorted({min(self.m, size) for size in (128, 256, 512, 1024) if size >= fewest})
-        columns = _sizes(self.n, 2048 if self.weights else 4096)
-        depths = _sizes(self.k, 4096)
+        columns = _sizes(self.n, 2048 if self.weights else 4096, self.granule if self.transposed else 1)
+        depths = _sizes(self.k, 4096, 1 if self.transposed else self.granule)
         if not self.weights:
             depths = sorted({*depths, self.k})
         budget = self.chip.vmem_budget
@@ -222,12 +244,13 @@ def _piece(block_m: int) -> int:
     return min(256, block_m)
 
 
-def _sizes(size: int, largest: int) -> list[int]:
-    """Divisors in whole registers; where there are none, the whole axis, or powers of two of which the last block is
-    ragged.
+def _sizes(size: int, largest: int, granule: int) -> list[int]:
+    """Divisors in whole registers and multiples of `granule`; where there are none, the whole axis, or powers of two of
+    which the last block is ragged.
     """
-    divisors = [d for d in range(128, largest + 1, 128) if size % d == 0]
-    return divisors or ([size] if size <= largest else [256, 512, 1024])
+    step = math.lcm(128, granule)
+    divisors = [d for d in range(step, largest + 1, step) if size % d == 0]
+    return divisors or ([size] if size <= largest else [256, 512, 1024] if granule == 1 else [step])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -238,14 +261,21 @@ def _best(problem: GroupedProblem) -> tuple[GroupedTile, int]:
 
 def _problems(spec: GroupedSpec, target: Target) -> tuple[GroupedProblem, GroupedProblem, GroupedProblem]:
     """The forward product, the gradient of lhs and that of the weights."""
-    size, out = spec.operands.lhs.dtype.itemsize, spec.out_dtype.itemsize
-    shared = spec.operands.rhs.shape[0] != spec.batch
+    o = spec.operands
+    size, out = o.lhs.dtype.itemsize, spec.out_dtype.itemsize
+    shared = o.rhs.shape[0] != spec.batch
+    granule, unpacking = 1, 0
+    if o.rhs_scale is not None:
+        unpacking = _BLOCK_OPERATIONS if spec.block_k else _CONVERSION
+        if spec.block_k and spec.block_k % 8 == 0:
+            granule = scale_rows(spec.block_k, o.rhs_scale.dtype)
 
-    def problem(n: int, k: int, out: int, weights: bool) -> GroupedProblem:
-        return GroupedProblem(spec.batch, spec.groups, spec.m, n, k, size, out, weights, planning_chip(target))
+    def problem(n: int, k: int, out: int, weights: bool, transposed: bool = False) -> GroupedProblem:
+        matrix = (size, 1, False, 0) if weights else (bits(o.rhs.dtype) / 8, granule, transposed, unpacking)
+        return GroupedProblem(spec.batch, spec.groups, spec.m, n, k, size, out, weights, planning_chip(target), *matrix)
 
     n, k = spec.n, spec.k
-    return problem(n, k, out, False), problem(k, n, size, False), problem(n, k, 4 if shared else size, True)
+    return problem(n, k, out, False), problem(k, n, size, False, True), problem(n, k, 4 if shared else size, True)
 
 
 def heuristic(spec: GroupedSpec, target: Target) -> GroupedConfig:

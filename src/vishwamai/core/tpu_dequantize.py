@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from vishwamai.core.qtensor import FP4, INT4, bits, scale_values
-from vishwamai.ops.matmul.spec import Blocked
-from vishwamai.ops.matmul.tpu_tiles import scale_rows
+from vishwamai.core.qtensor import FP4, INT4, scale_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,22 +111,20 @@ def _repeat(scales: jax.Array, axis: int, size: int, offset: Any, extent: int) -
     )
 
 
-def describe(x: Any, tile_k: int) -> Operand:
-    """How a tile of `tile_k` numbers along K of `x` (an array or a `Blocked`) is read."""
-    if not isinstance(x, Blocked):
-        return Operand(jnp.dtype(x.dtype))
-    whole = x.shape[x.axis]
-    granule = scale_rows(x.size, x.scales.dtype)
-    aligned = x.size % 8 == 0 and (tile_k % granule == 0 or tile_k >= whole)
-    return Operand(jnp.dtype(x.dtype), x.size, x.axis - 1, x.axis == 1 and aligned, granule)
+def scale_rows(size: int, dtype: Any) -> int:
+    """How deep a tile must be, or divide, so that its blocks' scales fill whole tiles of memory: 8 rows of float32, 32
+    of 8 bits.
+    """
+    return size * (32 if jnp.dtype(dtype).itemsize == 1 else 8)
 
 
-def stored(x: Any) -> Any:
-    """The values alone."""
-    return x.values if isinstance(x, Blocked) else x
+def blocked_operand(dtype: Any, scales: Any, size: int, k_axis: int, tile_k: int, depth: int) -> Operand:
+    """How tiles of `tile_k` numbers along K are read of a factor with a scale for each `size` of its `depth` along K.
 
-
-def array_bytes(x: Any) -> int:
-    """Bytes of an operand in HBM, its scales included."""
-    parts = (x.values, x.scales) if isinstance(x, Blocked) else (x,)
-    return sum(p.size * bits(p.dtype) // 8 for p in parts if p is not None)
+    Args:
+      dtype: of its values; scales: dtype of its scales.
+      k_axis: axis (0 or 1) of a tile along which K lies.
+    """
+    granule = scale_rows(size, scales)
+    aligned = size % 8 == 0 and (tile_k % granule == 0 or tile_k >= depth)
+    return Operand(jnp.dtype(dtype), size, k_axis, k_axis == 0 and aligned, granule)
