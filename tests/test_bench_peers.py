@@ -76,7 +76,9 @@ def test_packed_weights_mean_the_same(dtype):
     )
     arrays = case.make()
     want = np.matmul(*(arrays[n].astype(np.float64) for n in "ab"))
-    for peer in gemm.packed(case).values():
+    peers = gemm.packed(case)
+    assert "torch packed" in peers or dtype == "bfloat16"  # which oneDNN does not pack on every CPU
+    for peer in peers.values():
         got = peer.call(*peer.prepare(arrays))
         got = np.asarray(got.float() if peer.framework == "torch" else got, np.float64)
         np.testing.assert_allclose(got, want, rtol=0.02, atol=0.02 * np.abs(want).max(), err_msg=peer.name)

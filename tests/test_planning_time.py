@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import rotation
 from vishwamai import aot, planning
 from vishwamai.aot.compile import libtpu
 from vishwamai.core.errors import DeviceError, UnsupportedError
@@ -286,6 +287,7 @@ def test_the_time_of_a_compiled_program_over_a_slice(monkeypatch, tmp_path):
 
 
 @needs_libtpu
+@rotation.takes_turns(2, 1)
 def test_tables_that_hold_numbers_steer_the_kernels_of_a_decoding_step():
     """Pages of four times the tokens take about four times as long; of a table's shape alone nothing is known."""
     model = {"model_type": "llama", "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 1024}
