@@ -12,7 +12,6 @@ v6e has too little memory for 64 sequences in bfloat16: its weights and pages ha
 
 from __future__ import annotations
 
-import argparse
 import re
 from typing import Any
 
@@ -61,7 +60,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096, help="tokens of each sequence")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt")
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
-    parser.add_argument("--rows", type=int, default=12, help="kernels and fusions to list")
     options = parser.parse_args()
     config = ModelConfig.from_dict(
         LLAMA_8B | {"max_position_embeddings": options.length, "num_hidden_layers": options.layers}
@@ -69,10 +67,10 @@ def main() -> None:
     for target in options.targets:
         serving = Serving(config, options.sequences, options.length, page_size=64, **NARROW.get(target, {}))
         for step in options.steps:
-            _print(serving, target, options.prompt if step == "prompt" else None, options)
+            _print(serving, target, options.prompt if step == "prompt" else None)
 
 
-def _print(serving: Serving, target: str, prompt: int | None, options: argparse.Namespace) -> None:
+def _print(serving: Serving, target: str, prompt: int | None) -> None:
     what = f"a prompt of {prompt} tokens" if prompt else f"{serving.batch_size} sequences of {serving.length} tokens"
     kinds = f"weights {serving.quantize or serving.dtype}, pages {serving.kv_dtype}"
     print(f"{target}: {what}, {kinds}", flush=True)
@@ -85,13 +83,7 @@ def _print(serving: Serving, target: str, prompt: int | None, options: argparse.
     lost, rows = moved(found)
     seconds = found.step.value
     print(f"  bound {least * 1e3:.3f} ms, share {least / seconds:.3f}, moved {lost / seconds:.1%}")
-    for row in found.rows[: options.rows]:
-        print(f"    {row.part:<12}{row.name:<44}{row.seconds * 1e3:>9.3f} ms{row.calls:>6} calls")
-    print(*(f"    moved: {text}" for text in rows[: options.rows]), sep="\n")
-    print(
-        "\n".join(str(found).splitlines()[:1] + [f"  {text}" for text in (*found.missing, *found.uncertain)]),
-        flush=True,
-    )
+    print(*(f"    moved: {text}" for text in rows), found, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

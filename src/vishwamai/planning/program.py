@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from vishwamai.aot.schedule.job import exact_export, integers, over_arrays
 from vishwamai.aot.schedule.known import scalar_operands
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.target import Target
+
+Known = Mapping[str, Sequence[Mapping[int, np.ndarray]]]
 
 FORMAT = 1
 """Counts up when what the compiler's process answers changes."""
@@ -50,8 +53,7 @@ class Program:
       blob: the serialised export over the flat array arguments.
       arguments: the arrays, in the blob's order.
       fingerprint: of the program, the target and the versions that compile it.
-      known: scalar operands of kernels that are known ahead, by kernel, call and operand; they steer its time, not what
-        is compiled.
+      scalars: works out `known`.
     """
 
     name: str
@@ -59,7 +61,14 @@ class Program:
     blob: bytes = dataclasses.field(repr=False)
     arguments: tuple[Argument, ...] = dataclasses.field(repr=False)
     fingerprint: str = ""
-    known: Mapping[str, Sequence[Mapping[int, np.ndarray]]] = dataclasses.field(default_factory=dict, repr=False)
+    scalars: Callable[[], Known] = dataclasses.field(default=dict, repr=False, compare=False)
+
+    @functools.cached_property
+    def known(self) -> Known:
+        """Scalar operands of kernels that are known ahead, by kernel, call and operand; they steer the program's time,
+        not what is compiled.
+        """
+        return self.scalars()
 
     @property
     def limit(self) -> int:
@@ -92,7 +101,7 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
         if not many:
             shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, weak_type=s.weak_type) for s in shapes]
         jitted = jax.jit(flat)
-        known = scalar_operands(jitted.trace(*shapes).jaxpr, integers([given[i] for i in arrays]))
+        jaxpr, values = jitted.trace(*shapes).jaxpr, integers([given[i] for i in arrays])
         with exact_export():
             exported = export.export(jitted, platforms=["tpu"])(*shapes)
     try:
@@ -111,7 +120,7 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
     digest = hashlib.sha256(exported.mlir_module_serialized)
     about = [FORMAT, target, libtpu.identity(), [(a.donated, a.place) for a in found]]
     digest.update(json.dumps(about, sort_keys=True).encode())
-    return Program(flat.__name__, target, blob, found, digest.hexdigest()[:32], known)
+    return Program(flat.__name__, target, blob, found, digest.hexdigest()[:32], lambda: scalar_operands(jaxpr, values))
 
 
 def _donated(fn: Any, args: Any, kwargs: Any) -> set[str]:

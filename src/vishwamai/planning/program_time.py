@@ -13,10 +13,8 @@ import hashlib
 import json
 import pathlib
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import numpy as np
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.schedule.dump import read_sources
@@ -31,7 +29,7 @@ from vishwamai.planning import cache, calibration
 from vishwamai.planning.collectives import link_seconds
 from vishwamai.planning.compiler import TEXT, Compiler, ProgramMemory, verified_memory
 from vishwamai.planning.figures import Estimate
-from vishwamai.planning.program import Program, devices_in_order, trace
+from vishwamai.planning.program import Known, Program, devices_in_order, trace
 from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
 
 FORMAT = 6
@@ -157,7 +155,7 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
     return memory, _read(program.target, memory, found["time"]) if "time" in found else None
 
 
-def _digest(known: Mapping[str, Sequence[Mapping[int, np.ndarray]]]) -> str:
+def _digest(known: Known) -> str:
     """Of the tables that steer kernels; nothing where none are known."""
     if not known:
         return ""

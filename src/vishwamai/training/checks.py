@@ -170,8 +170,10 @@ def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig) -> Non
                 found = {layer: find(name, parameter, layer) for layer in layers}
                 if len(set(found.values())) > 1:
                     forms = ", ".join(f"{form or 'a plain array'} in layer {layer}" for layer, form in found.items())
-                    apart = "remat=none, which keeps layers apart, or "
-                    apart = "mesh.pipeline=1, or " if stages else "" if stacks_layers(None) else apart
+                    if stages:
+                        apart = "mesh.pipeline=1, or "
+                    else:
+                        apart = "" if stacks_layers(None) else "remat=none, which keeps layers apart, or "
                     raise ConfigError(
                         f"config: lora.quantize={KEEP} would stack {name} of layers that differ ({forms}); set {apart}"
                         "lora.quantize=null."

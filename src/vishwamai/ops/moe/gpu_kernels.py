@@ -92,6 +92,12 @@ def _scale(ptr, at, mask):
 
 
 @triton.jit
+def _column_scale(ptr, plane, at, mask, WIDTH: tl.constexpr):
+    """The scales of a matrix's columns `at`, which have one each, or share one (WIDTH 1)."""
+    return _scale(ptr, plane.to(tl.int64) * WIDTH + (at if WIDTH > 1 else at * 0), mask)
+
+
+@triton.jit
 def _by_block(
     y,
     ptr,
@@ -202,10 +208,11 @@ def rows_product(
     num_k = tl.cdiv(K, BLOCK_K)
     lhs = _tiles(lhs_ptr, batch, M, K, BLOCK_M, BLOCK_K, TMA_LHS)
     PAIR: tl.constexpr = 1 if FOUR is None else 2
-    if TRANSPOSE:
-        rhs = _tiles(rhs_ptr, RHS_PLANES, N, K // PAIR, BLOCK_N, BLOCK_K // PAIR, TMA_RHS)
-    else:
-        rhs = _tiles(rhs_ptr, RHS_PLANES, K, N // PAIR, BLOCK_K, BLOCK_N // PAIR, TMA_RHS)
+    ROWS: tl.constexpr = N if TRANSPOSE else K
+    COLUMNS: tl.constexpr = K if TRANSPOSE else N
+    R: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
+    C: tl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
+    rhs = _tiles(rhs_ptr, RHS_PLANES, ROWS, COLUMNS // PAIR, R, C // PAIR, TMA_RHS)
     dtype: tl.constexpr = lhs_ptr.dtype.element_ty
     ids = tl.arange(0, GROUPS)
     sizes = tl.load(sizes_ptr + b * sizes_stride + ids, mask=ids < groups, other=0)
@@ -229,53 +236,33 @@ def rows_product(
         for step in tl.range(0, tl.where(group < groups, num_k, 0)):
             k = step * BLOCK_K
             x = _load(lhs, b, row, k, M, K, BLOCK_M, BLOCK_K, TMA_LHS)
+            y = _load_matrix(
+                rhs,
+                scale_ptr,
+                matrix,
+                scales,
+                column if TRANSPOSE else k,
+                k if TRANSPOSE else column,
+                ROWS,
+                COLUMNS,
+                dtype,
+                BLOCKS,
+                SIZE,
+                WIDTH,
+                FOUR,
+                R,
+                C,
+                TMA_RHS,
+            )
             if TRANSPOSE:
-                y = _load_matrix(
-                    rhs,
-                    scale_ptr,
-                    matrix,
-                    scales,
-                    column,
-                    k,
-                    N,
-                    K,
-                    dtype,
-                    BLOCKS,
-                    SIZE,
-                    WIDTH,
-                    FOUR,
-                    BLOCK_N,
-                    BLOCK_K,
-                    TMA_RHS,
-                ).T
+                y = y.T
                 if scale_ptr is not None and SIZE == 0:
                     at = k + tl.arange(0, BLOCK_K)
-                    place = scales.to(tl.int64) * WIDTH + (at if WIDTH > 1 else at * 0)
-                    x = (x.to(tl.float32) * _scale(scale_ptr, place, at < K)[None, :]).to(dtype)
-            else:
-                y = _load_matrix(
-                    rhs,
-                    scale_ptr,
-                    matrix,
-                    scales,
-                    k,
-                    column,
-                    K,
-                    N,
-                    dtype,
-                    BLOCKS,
-                    SIZE,
-                    WIDTH,
-                    FOUR,
-                    BLOCK_K,
-                    BLOCK_N,
-                    TMA_RHS,
-                )
+                    x = (x.to(tl.float32) * _column_scale(scale_ptr, scales, at, at < K, WIDTH)[None, :]).to(dtype)
             acc = tl.dot(x, y, acc, input_precision=PRECISION)
         if scale_ptr is not None and SIZE == 0 and not TRANSPOSE:
             at = column + tl.arange(0, BLOCK_N)
-            place = scales.to(tl.int64) * WIDTH + (at if WIDTH > 1 else at * 0)
-            acc = acc * _scale(scale_ptr, place, (at < N) & (group < groups))[None, :]
+            acc = acc * _column_scale(scale_ptr, scales, at, (at < N) & (group < groups), WIDTH)[None, :]
         _finish(out_ptr, acc, b, row, column, M, N, end, BLOCK_M, BLOCK_N, SPLIT)
 
 

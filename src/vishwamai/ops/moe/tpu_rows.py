@@ -185,11 +185,11 @@ def rows_product(
         if not block_size or scale.dtype != jnp.uint8:  # the kernel reads the bits of e8m0
             scale = scale_values(scale, jnp.float32)
         scale = jnp.broadcast_to(scale, (*scale.shape[:3], rhs.shape[3]))
-    if scale is not None and block_size:
-        tile_k = block_k if rhs_axis == 0 else block_n
-        reading = blocked_operand(rhs.dtype, scale.dtype, block_size, 0, tile_k, rhs.shape[2])
-        if reading.direct and rhs_axis == 0 and tile.chunk_depth % reading.granule:
-            tile = dataclasses.replace(tile, chunk_depth=block_k)
+        if block_size:
+            tile_k = block_k if rhs_axis == 0 else block_n
+            reading = blocked_operand(rhs.dtype, scale.dtype, block_size, 0, tile_k, rhs.shape[2])
+            if reading.direct and rhs_axis == 0 and tile.chunk_depth % reading.granule:
+                tile = dataclasses.replace(tile, chunk_depth=block_k)
     group_sizes = jnp.broadcast_to(group_sizes, (batch, group_sizes.shape[1]))
     tables, count = visits.tables(group_sizes, first_row, m, block_m, every_group=False)
     entries = visits.length(m, group_sizes.shape[1], block_m)

@@ -19,7 +19,7 @@ from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import lax_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes, match_varying
-from vishwamai.ops.paged_attention.schedule import items, runs
+from vishwamai.ops.paged_attention.schedule import at_tokens, items, query_of, runs
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
 
 _KEYS = 256
@@ -130,14 +130,10 @@ def _one(spec: PagedSpec, operands: Operands) -> Outputs:
     together = max(1, min(number, _STEP_BYTES // max(1, bytes_each)))
     # [items, block, Hq, Dv] and [items, block, Hq]
     out, logsumexp = lax.map(attend, tuple(blocks[:5]), batch_size=together)
-    into = blocks.token[:, None] + jnp.arange(block)
-    written = (jnp.arange(number) < blocks.count)[:, None] & (into < blocks.last_token[:, None])
-    into = jnp.where(written, into, spec.tokens)  # out of range: dropped
-    found = nothing(spec, ())
-    result = found.out.astype(wide).at[into].set(out, mode="drop").astype(spec.compute_dtype)
+    found, where = nothing(spec, ()), query_of(spec, of, block, 1, spec.max_q_len)
     if spec.return_lse:
-        found = found._replace(logsumexp=found.logsumexp.at[into].set(logsumexp, mode="drop"))
-    return found._replace(out=result)
+        found = found._replace(logsumexp=at_tokens(logsumexp, found.logsumexp, *where))
+    return found._replace(out=at_tokens(out, found.out, *where))
 
 
 def nothing(spec: PagedSpec, lead: tuple[int, ...]) -> Outputs:

@@ -25,7 +25,6 @@ class Items(NamedTuple):
       position: position of that query in its sequence.
       first_page: first entry of the sequence's page table that any query of the block sees.
       end: the keys that the block sees end before this position.
-      last_token: index of the token after its sequence's last.
       count: number of items, a scalar.
     """
 
@@ -34,7 +33,6 @@ class Items(NamedTuple):
     position: Any
     first_page: Any
     end: Any
-    last_token: Any
     count: Any
 
 
@@ -87,7 +85,6 @@ def items(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> Items
         position,
         lowest // spec.page_size,
         end,
-        token + length - offset,
         jnp.sum(blocks, dtype=jnp.int32),
     )
 
@@ -106,6 +103,14 @@ def query_of(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> tu
     token = jnp.arange(spec.tokens, dtype=jnp.int32)[:, None]
     mine = (blocks > 0) & (of.start <= token) & (token < of.start + of.length)  # [tokens, sequences]
     return jnp.sum(jnp.where(mine, first + token - of.start, 0), axis=1, dtype=jnp.int32), mine.any(1)
+
+
+def at_tokens(x: Any, before: Any, place: Any, exists: Any) -> Any:
+    """`before`, `[tokens, ...]`, with the results `[items, block, ...]` of the items at their tokens, which `query_of`
+    gives. A gather: XLA's scatter takes one row after the other on a TPU.
+    """
+    exists = exists.reshape(-1, *(1,) * (before.ndim - 1))
+    return jnp.where(exists, x.reshape(-1, *x.shape[2:])[place].astype(before.dtype), before)
 
 
 def prefix_sum(x: Any) -> Any:

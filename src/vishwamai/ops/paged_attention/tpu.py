@@ -22,7 +22,7 @@ from vishwamai.core.target import Target
 from vishwamai.ops.paged_attention import tpu_kernel
 from vishwamai.ops.paged_attention.checks import no_gradient
 from vishwamai.ops.paged_attention.reference import each, nothing
-from vishwamai.ops.paged_attention.schedule import Items, Runs, items, prefix_sum, query_of, runs
+from vishwamai.ops.paged_attention.schedule import Items, Runs, at_tokens, items, prefix_sum, query_of, runs
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import Shape
 from vishwamai.ops.paged_attention.tpu_tiles import PagedConfig, heuristic, row_blocks, shapes, short_queries, why_not
@@ -185,14 +185,14 @@ def _whole(x: Any) -> pl.BlockSpec | None:
     return None if x is None else pl.BlockSpec(x.shape, lambda c, *_: (0,) * x.ndim)
 
 
-def _placed(spec: PagedSpec, blocks: Items, x: Any, before: Any, place: Any, exists: Any) -> Any:
-    """`before`, `[T, Hq, D]`, with the results `[items, queries, Hq, D]` of the items at their tokens."""
-    if spec.max_q_len == 1:  # item i has token i
-        number = blocks.sequence.shape[0]
-        x = jnp.where((jnp.arange(number) < blocks.count)[:, None, None], x[:, 0], before[:number])
-        return jnp.concatenate((x, before[number:]))
-    # A gather: XLA's scatter takes one row after the other.
-    return jnp.where(exists[:, None, None], x.reshape(-1, *x.shape[2:])[place], before)
+def _placed(spec: PagedSpec, shape: Shape, blocks: Items, x: Any, before: Any, where: Any) -> Any:
+    """`before`, `[T, Hq, D]`, with the results of the items `[items, blocks, rows, D]` at their tokens."""
+    x = _by_query(spec, shape, x)  # [items, queries, Hq, D]
+    if where is not None:
+        return at_tokens(x, before, *where)
+    number = blocks.sequence.shape[0]
+    x = jnp.where((jnp.arange(number) < blocks.count)[:, None, None], x[:, 0], before[:number])
+    return jnp.concatenate((x, before[number:]))
 
 
 def _one(spec: PagedSpec, config: PagedConfig, operands: Operands) -> Outputs:
@@ -203,11 +203,11 @@ def _one(spec: PagedSpec, config: PagedConfig, operands: Operands) -> Outputs:
     for least, most, shape in shapes(spec, config):
         blocks = items(spec, of, shape.queries, least, most)
         out, logsumexp = _call(spec, config, shape, operands, of, blocks)
-        place = query_of(spec, of, shape.queries, least, most)
+        # With a token to a sequence, item i has token i.
+        where = None if spec.max_q_len == 1 else query_of(spec, of, shape.queries, least, most)
         if logsumexp is not None:
-            each_one = _by_query(spec, shape, logsumexp[..., :1])
-            logsumexp = _placed(spec, blocks, each_one, found.logsumexp[..., None], *place)[..., 0]
-        found = Outputs(_placed(spec, blocks, _by_query(spec, shape, out), found.out, *place), logsumexp)
+            logsumexp = _placed(spec, shape, blocks, logsumexp[..., :1], found.logsumexp[..., None], where)[..., 0]
+        found = Outputs(_placed(spec, shape, blocks, out, found.out, where), logsumexp)
     return found
 
 
