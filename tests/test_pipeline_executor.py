@@ -70,10 +70,15 @@ def check(schedules, mesh, rows, own_part=part, **options):
 
     gradients = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
     got = jax.jit(gradients(pipelined))(*arguments)
-    expected = jax.jit(gradients(unpipelined))(*arguments)
+    with jax.enable_x64(True):
+        expected = jax.jit(gradients(unpipelined))(*jax.tree.map(lambda x: np.asarray(x, np.float64), arguments))
     for path, theirs in jax.tree_util.tree_leaves_with_path(expected):
         ours = functools.reduce(lambda tree, key: tree[getattr(key, "idx", getattr(key, "key", None))], path, got)
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=5e-6, err_msg=jax.tree_util.keystr(path))
+        theirs = np.asarray(theirs)
+        # A gradient is a sum of terms as large as the array's largest: two float32 programs differ by their rounding.
+        np.testing.assert_allclose(
+            ours, theirs, rtol=0, atol=3e-6 * np.abs(theirs).max(), err_msg=jax.tree_util.keystr(path)
+        )
 
 
 CASES = [(kind, stages) for stages in (2, 4, 8) for kind in GENERATORS]
