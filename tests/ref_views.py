@@ -1,8 +1,9 @@
-"""Reads through reshaped and bitcast references, which jax 0.10.2's TPU simulator does not know; Mosaic compiles them.
+"""Reads and writes through reshaped and bitcast references, which jax 0.10.2's TPU simulator does not know; Mosaic
+compiles them.
 
 A kernel that takes 32-bit words out of packed rows reads `ref.reshape(...).bitcast(uint32)[start::stride]`. Here such a
 read becomes the simulator's own read of the part before the first change of view, with its checks for races and bounds,
-and the rest is done to the value.
+and the rest is done to the value. A write reads that part, changes the value, and writes the whole part.
 """
 
 from __future__ import annotations
@@ -27,6 +28,20 @@ def _bitcast(x: np.ndarray, dtype: Any) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(parts, -2, -1)).view(dtype)[..., 0]
 
 
+def _undo(transform: Any, before: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """`before` with the values `x` of its view."""
+    if isinstance(transform, ReshapeTransform):
+        return x.reshape(before.shape)
+    if isinstance(transform, BitcastTransform):
+        each = x.dtype.itemsize // before.dtype.itemsize
+        parts = np.ascontiguousarray(x)[..., None].view(before.dtype)  # [..., rows / each, dim, each]
+        assert parts.shape[-1] == each
+        return np.moveaxis(parts, -1, -2).reshape(before.shape)
+    changed = before.copy()
+    changed[simulator_utils.to_range((transform,))] = x
+    return changed
+
+
 def _apply(x: np.ndarray, transform: Any) -> np.ndarray:
     if isinstance(transform, ReshapeTransform):
         return x.reshape(transform.shape)
@@ -45,8 +60,8 @@ def _apply(x: np.ndarray, transform: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def readable_views() -> Iterator[None]:
-    """Lets the simulator read through views."""
-    original = simulator.get
+    """Lets the simulator read and write through views."""
+    original, original_swap = simulator.get, simulator.swap
 
     def get(
         token: Any, device: Any, core: Any, space: Any, buffer: Any, transforms: Any, *rest: Any, **named: Any
@@ -59,9 +74,27 @@ def readable_views() -> Iterator[None]:
             value = _apply(np.asarray(value), transform)
         return token, value
 
+    def swap(
+        token: Any, device: Any, core: Any, space: Any, buffer: Any, transforms: Any, new: Any, mask: Any, **named: Any
+    ) -> Any:
+        views = [n for n, t in enumerate(transforms) if not isinstance(t, NDIndexer)]
+        if not views:
+            return original_swap(token, device, core, space, buffer, transforms, new, mask, **named)
+        assert mask is None, "masked write through a view"
+        base, changes = tuple(transforms[: views[0]]), transforms[views[0] :]
+        token, value = original(token, device, core, space, buffer, base, **named)
+        seen = [np.asarray(value)]
+        for transform in changes:
+            seen.append(_apply(seen[-1], transform))
+        whole = np.asarray(new)
+        for transform, before in zip(reversed(changes), reversed(seen[:-1]), strict=True):
+            whole = _undo(transform, before, whole)
+        token, _ = original_swap(token, device, core, space, buffer, base, whole, None, **named)
+        return token, seen[-1]
+
     get.__wrapped__ = original.__wrapped__  # type: ignore[attr-defined]  # copies between memories read through it
-    simulator.get = get  # type: ignore[assignment]
+    simulator.get, simulator.swap = get, swap  # type: ignore[assignment]
     try:
         yield
     finally:
-        simulator.get = original
+        simulator.get, simulator.swap = original, original_swap

@@ -25,6 +25,7 @@ class Items(NamedTuple):
       position: position of that query in its sequence.
       first_page: first entry of the sequence's page table that any query of the block sees.
       end: the keys that the block sees end before this position.
+      queries: how many queries the block has.
       count: number of items, a scalar.
     """
 
@@ -33,6 +34,7 @@ class Items(NamedTuple):
     position: Any
     first_page: Any
     end: Any
+    queries: Any
     count: Any
 
 
@@ -76,7 +78,8 @@ def items(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> Items
     offset = of_item(index - (ends - blocks)) * block
     kv_len, length = of_item(of.kv_len), of_item(of.length)
     position = kv_len - length + offset
-    end = jnp.clip(position + jnp.minimum(block, length - offset), 0, kv_len)
+    queries = jnp.minimum(block, length - offset)
+    end = jnp.clip(position + queries, 0, kv_len)
     lowest = jnp.zeros_like(position) if spec.window is None else jnp.maximum(position - spec.window, 0)
     token = of_item(of.start) + offset
     return Items(
@@ -85,6 +88,7 @@ def items(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> Items
         position,
         lowest // spec.page_size,
         end,
+        queries,
         jnp.sum(blocks, dtype=jnp.int32),
     )
 

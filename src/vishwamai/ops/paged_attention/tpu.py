@@ -24,8 +24,9 @@ from vishwamai.ops.paged_attention.checks import no_gradient
 from vishwamai.ops.paged_attention.reference import each, nothing
 from vishwamai.ops.paged_attention.schedule import Items, Runs, at_tokens, items, prefix_sum, query_of, runs
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
+from vishwamai.ops.paged_attention.tpu_long import by_query, by_row
 from vishwamai.ops.paged_attention.tpu_refs import Shape
-from vishwamai.ops.paged_attention.tpu_tiles import PagedConfig, heuristic, row_blocks, shapes, short_queries, why_not
+from vishwamai.ops.paged_attention.tpu_tiles import PagedConfig, heuristic, row_blocks, shapes, why_not
 
 
 def _query_blocks(spec: PagedSpec, shape: Shape, query: Any, blocks: Items) -> Any:
@@ -60,17 +61,24 @@ def _pad_rows(shape: Shape, x: Any) -> Any:
 
 
 def _per_row(spec: PagedSpec, shape: Shape, values: Any) -> Any:
-    """`[Hq]` values as `[blocks, rows, 1]`."""
+    """`[Hq]` values as `[blocks, rows, 1]`; of long runs `[blocks, 1, rows]`."""
+    if shape.long:
+        return by_row(spec, shape, jnp.broadcast_to(values, (shape.queries, spec.heads)))[:, None]
     every = jnp.broadcast_to(values[None, None, :, None], (1, shape.queries, spec.heads, 1))
     return _pad_rows(shape, _by_block(spec, shape, every))[0]
 
 
-def _hidden(spec: PagedSpec, shape: Shape, tree_mask: Any, blocks: Items) -> Any:
-    """Each item's new tokens that a row does not see, `[items, rows, columns]` bfloat16 of zeros and ones."""
-    token = jnp.clip(blocks.token[:, None] + jnp.arange(shape.queries), 0, spec.tokens - 1)
+def _hidden(spec: PagedSpec, shape: Shape, tree_mask: Any, first: Any) -> Any:
+    """The new tokens that a row does not see, `[items, rows, columns]` bfloat16 of zeros and ones, of items that begin
+    at the tokens `first`.
+    """
+    token = jnp.clip(first[:, None] + jnp.arange(shape.queries), 0, spec.tokens - 1)
     columns = round_up(tree_mask.shape[1], LANES) - tree_mask.shape[1]
-    hidden = jnp.pad(~tree_mask[token], ((0, 0), (0, 0), (0, columns)))  # [items, queries, columns]
-    hidden = jnp.repeat(hidden.astype(jnp.bfloat16), spec.heads // row_blocks(spec, shape), axis=1)
+    hidden = jnp.pad(~tree_mask[token], ((0, 0), (0, 0), (0, columns))).astype(jnp.bfloat16)
+    if shape.long:  # one head's queries after the other, or all heads of a query
+        times = shape.rows // shape.queries
+        return jnp.repeat(hidden, times, axis=1) if spec.form == "latent" else jnp.tile(hidden, (1, times, 1))
+    hidden = jnp.repeat(hidden, spec.heads // row_blocks(spec, shape), axis=1)  # [items, queries, columns]
     return _pad_rows(shape, hidden[:, None])[:, 0]
 
 
@@ -81,18 +89,28 @@ def _bounds(spec: PagedSpec, blocks: Items, cores: int) -> Any:
     if cores == 1:
         return jnp.concatenate((jnp.zeros(1, jnp.int32), count))
     cost = 1 + jnp.maximum(-(-blocks.end // spec.page_size) - blocks.first_page, 0)
-    before = prefix_sum(jnp.where(jnp.arange(number) < blocks.count, cost, 0))
+    cost = jnp.where(jnp.arange(number) < blocks.count, cost, 0)
+    ends = prefix_sum(cost)
     # In float32: pages times cores may pass the range of int32, and a share need not be exact.
-    parts = before[-1].astype(jnp.float32) / cores * jnp.arange(1, cores)
-    inner = jnp.sum(before[None, :] <= parts[:, None], axis=1, dtype=jnp.int32)
+    parts = ends[-1].astype(jnp.float32) / cores * jnp.arange(1, cores)
+    # An item belongs to the core that has the middle of its cost.
+    inner = jnp.sum((ends - cost / 2)[None, :] <= parts[:, None], axis=1, dtype=jnp.int32)
     return jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.minimum(inner, count), count))
 
 
 def _call(
-    spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands, of: Runs, blocks: Items
+    spec: PagedSpec,
+    config: PagedConfig,
+    shape: Shape,
+    operands: Operands,
+    of: Runs,
+    blocks: Items,
+    before: Any = None,
 ) -> tuple[Any, Any]:
-    """`[items, blocks, rows, Dv]`, and the logsumexp `[items, blocks, rows, 128]` or None; items that do not exist hold
-    anything.
+    """The results, and the logsumexp or None; see `PagedRefs` for their shapes. Items that do not exist hold anything.
+
+    Args:
+      before: of long runs, the results `[T, heads, Dv]` into which theirs are written.
     """
     number = blocks.sequence.shape[0]
     per_block = spec.heads // row_blocks(spec, shape)
@@ -113,19 +131,34 @@ def _call(
         "end": blocks.end,
         "table": operands.page_indices.reshape(-1),
     }
+    token, query = blocks.token, None
+    if shape.long:
+        # The last queries of the batch are read with some of those before them.
+        token = _first_read(shape, blocks, before)
+        skip = blocks.token - token
+        scalars |= {"position": blocks.position - skip, "token": token, "skip": skip, "count": blocks.queries}
+        padding = [(0, to - now) for to, now in zip(before.shape[:2], operands.query.shape, strict=False)]
+        query = jnp.pad(operands.query, (*padding, (0, 0)))
     tree = operands.tree_mask
     if tree is not None:
         scalars["first_new"] = (of.kv_len - of.length)[blocks.sequence]
     hbm = {
-        "query": _query_blocks(spec, shape, operands.query, blocks),
+        "query": _query_blocks(spec, shape, operands.query, blocks) if query is None else query,
         "k_pages": operands.k_pages,
         "v_pages": operands.v_pages,
-        "hidden": None if tree is None else _hidden(spec, shape, tree, blocks),
+        "hidden": None if tree is None else _hidden(spec, shape, tree, token),
+        "before": before,
     }
+    row_query = row // per_block if shape.queries > 1 else None
+    if shape.long:
+        row_query = by_row(
+            spec, shape, jnp.broadcast_to(jnp.arange(shape.queries)[:, None], (shape.queries, spec.heads))
+        )
+        row_query = row_query[:1].astype(jnp.int32)
     vmem = {
         "sinks": of_heads(operands.sinks),
         "slopes": of_heads(operands.slopes),
-        "row_query": row // per_block if shape.queries > 1 else None,
+        "row_query": row_query,
         "row_head": row % per_block // spec.group if shape.joint else None,
         "k_scale": scale(operands.k_scale),
         "v_scale": scale(operands.v_scale),
@@ -140,29 +173,36 @@ def _call(
             else pltpu.VMEM((shape.slots, shape.pages * spec.page_size, *pool.shape[3:]), pool.dtype)
         )
 
-    block = (row_blocks(spec, shape), shape.rows)
+    blocks_of_rows = row_blocks(spec, shape)
+    block = (blocks_of_rows, shape.rows)
+    item = (shape.queries, shape.heads) if shape.long else block
+    lse_item = block if shape.long else (*block, LANES)
+    running = ((1, shape.rows), (8, shape.rows), (spec.value_dim, shape.rows))
+    if not shape.long:
+        running = ((shape.rows, LANES), (shape.rows, LANES), (shape.rows, spec.value_dim))
     scratch = {
-        "q_buffer": pltpu.VMEM((shape.slots, *block, spec.head_dim), spec.compute_dtype),
+        "q_buffer": pltpu.VMEM((shape.slots, *item, spec.head_dim), spec.compute_dtype),
+        "q_rows": pltpu.VMEM((*block, spec.head_dim), spec.compute_dtype) if shape.long else None,
         "k_buffer": buffer(o.k_pages),
         "v_buffer": buffer(o.v_pages),
-        "o_buffer": pltpu.VMEM((2, *block, spec.value_dim), spec.compute_dtype),
-        "m": pltpu.VMEM((*block, LANES), jnp.float32),
-        "l": pltpu.VMEM((*block, LANES), jnp.float32),
-        "acc": pltpu.VMEM((*block, spec.value_dim), jnp.float32),
+        "o_buffer": pltpu.VMEM((2, *item, spec.value_dim), spec.compute_dtype),
+        **{
+            name: pltpu.VMEM((blocks_of_rows, *of_block), jnp.float32)
+            for name, of_block in zip(("m", "l", "acc"), running, strict=True)
+        },
         "fetched": pltpu.SemaphoreType.DMA((shape.slots,)),
         "q_fetched": pltpu.SemaphoreType.DMA((shape.slots,)),
         "stored": pltpu.SemaphoreType.DMA((2,)),
-        "lse_buffer": pltpu.VMEM((2, *block, LANES), jnp.float32) if spec.return_lse else None,
+        "lse_buffer": pltpu.VMEM((2, *lse_item), jnp.float32) if spec.return_lse else None,
         "lse_stored": pltpu.SemaphoreType.DMA((2,)) if spec.return_lse else None,
         "hidden_buffer": None if tree is None else pltpu.VMEM((shape.slots, *hbm["hidden"].shape[1:]), jnp.bfloat16),
     }
 
     scalars, hbm, vmem, smem = match_varying((scalars, hbm, vmem, smem))
     in_hbm, in_smem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SMEM)
-    lse = ((number, *block, LANES), jnp.float32, in_hbm) if spec.return_lse else None
     out, logsumexp = call(
         functools.partial(tpu_kernel.kernel, spec, shape),
-        name="paged_attention_long" if shape.queries > short_queries(spec) else "paged_attention_short",
+        name="paged_attention_long" if shape.long else "paged_attention_short",
         grid=(config.cores,),
         scalars=scalars,
         inputs={
@@ -170,8 +210,12 @@ def _call(
             **{name: (x, _whole(x)) for name, x in vmem.items()},
             **{name: (x, in_smem) for name, x in smem.items()},
         },
-        outputs={"out": ((number, *block, spec.value_dim), spec.compute_dtype, in_hbm), "lse": lse},
+        outputs={
+            "out": ((number, *item, spec.value_dim) if before is None else before.shape, spec.compute_dtype, in_hbm),
+            "lse": ((number, *lse_item), jnp.float32, in_hbm) if spec.return_lse else None,
+        },
         scratch=scratch,
+        aliases={"before": "out"} if shape.long else {},
         semantics=("parallel",),
         vmem_bytes=config.vmem_bytes,
         flops=spec.flops // spec.batch,
@@ -179,6 +223,11 @@ def _call(
         transcendentals=spec.heads * spec.tokens * spec.visible_tokens,
     )
     return out, logsumexp
+
+
+def _first_read(shape: Shape, blocks: Items, before: Any) -> Any:
+    """First token that an item of a long run reads, so that it ends within the `[T, ...]` arrays."""
+    return jnp.minimum(blocks.token, before.shape[0] - shape.queries)
 
 
 def _whole(x: Any) -> pl.BlockSpec | None:
@@ -195,19 +244,45 @@ def _placed(spec: PagedSpec, shape: Shape, blocks: Items, x: Any, before: Any, w
     return jnp.concatenate((x, before[number:]))
 
 
+def _short(
+    spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands, of: Runs, most: int, found: Outputs
+) -> Outputs:
+    """`found` with the results of runs of up to `most` queries."""
+    blocks = items(spec, of, shape.queries, 1, most)
+    out, logsumexp = _call(spec, config, shape, operands, of, blocks)
+    # With a token to a sequence, item i has token i.
+    where = None if spec.max_q_len == 1 else query_of(spec, of, shape.queries, 1, most)
+    if logsumexp is not None:
+        logsumexp = _placed(spec, shape, blocks, logsumexp[..., :1], found.logsumexp[..., None], where)[..., 0]
+    return Outputs(_placed(spec, shape, blocks, out, found.out, where), logsumexp)
+
+
+def _long(
+    spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands, of: Runs, least: int, found: Outputs
+) -> Outputs:
+    """`found` with the results of runs of `least` queries and more, which the kernel writes to their tokens."""
+    blocks = items(spec, of, shape.queries, least, spec.max_q_len)
+    tokens = max(spec.tokens, shape.queries)
+    before = jnp.pad(found.out, ((0, tokens - spec.tokens), (0, shape.heads - spec.heads), (0, 0)))
+    out, logsumexp = _call(spec, config, shape, operands, of, blocks, before)
+    if logsumexp is not None:
+        place, exists = query_of(spec, of, shape.queries, least, spec.max_q_len)
+        item = place // shape.queries
+        skip = (blocks.token - _first_read(shape, blocks, before))[item]
+        logsumexp = at_tokens(by_query(spec, shape, logsumexp), found.logsumexp, place + skip, exists)
+    return Outputs(out[: spec.tokens, : spec.heads], logsumexp)
+
+
 def _one(spec: PagedSpec, config: PagedConfig, operands: Operands) -> Outputs:
     """The output `[T, Hq, Dv]` and the logsumexp `[T, Hq]` of operands without their batch axis."""
     count: Any = operands.num_seqs
     of = runs(operands.kv_lens, operands.cu_q_lens, count[0])
     found = nothing(spec, ())
     for least, most, shape in shapes(spec, config):
-        blocks = items(spec, of, shape.queries, least, most)
-        out, logsumexp = _call(spec, config, shape, operands, of, blocks)
-        # With a token to a sequence, item i has token i.
-        where = None if spec.max_q_len == 1 else query_of(spec, of, shape.queries, least, most)
-        if logsumexp is not None:
-            logsumexp = _placed(spec, shape, blocks, logsumexp[..., :1], found.logsumexp[..., None], where)[..., 0]
-        found = Outputs(_placed(spec, shape, blocks, out, found.out, where), logsumexp)
+        if shape.long:
+            found = _long(spec, config, shape, operands, of, least, found)
+        else:
+            found = _short(spec, config, shape, operands, of, most, found)
     return found
 
 

@@ -21,6 +21,7 @@ from vishwamai.core.target import Target
 from vishwamai.core.tiles import size
 from vishwamai.ops.paged_attention import tpu_unpack
 from vishwamai.ops.paged_attention.spec import PagedSpec
+from vishwamai.ops.paged_attention.tpu_long import rows, stored_heads, whole_queries
 from vishwamai.ops.paged_attention.tpu_refs import Shape
 from vishwamai.ops.paged_attention.tpu_words import heads_together, packing
 
@@ -39,18 +40,19 @@ class PagedConfig(VmemTiles):
 
     Attributes:
       block_keys: keys that a step works on; rounded down to whole pages.
-      long_rows: rows (queries times query heads of a kv head) of a block of a long run.
+      long_rows: about so many rows (queries times query heads of a kv head) has a block of a long run.
       slots: blocks of pages in VMEM: one is read while the others arrive.
-      chunk_keys: keys whose scores are held at once.
+      chunk_keys: keys whose scores are held at once, of short runs; long_chunk_keys: of long runs.
       cores: TensorCores that share the work.
       unpack: how 8-bit pages are widened, see `tpu_unpack`; "shift" is what every chip can.
       vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
     """
 
     block_keys: int = size("keys", block_size=lambda tiles, n: n)
-    long_rows: int = size("rows", 256)
+    long_rows: int = size("rows", 512)
     slots: int = size("slots", 3)
     chunk_keys: int = size("keys", 128)
+    long_chunk_keys: int = size("keys", 256)
     cores: int = 1
     vmem_bytes: int = 0
     unpack: str = "shift"
@@ -69,20 +71,22 @@ def shapes(spec: PagedSpec, config: PagedConfig) -> list[tuple[int, int, Shape]]
     pages = max(1, min(config.block_keys // spec.page_size, spec.pages_per_sequence))
     keys = pages * spec.page_size
 
-    def shape(queries: int, joint: bool) -> Shape:
-        rows = queries * (spec.heads if joint else spec.group)
-        chunk = config.chunk_keys
+    def shape(queries: int, chunk: int, joint: bool = False, long: bool = False) -> Shape:
         chunk = keys if keys % chunk else chunk
+        if long:
+            return Shape(queries, rows(spec, queries), True, stored_heads(spec), pages, config.slots, False, chunk)
         # Half a chunk is whole tokens, and its words fill whole registers.
         halves = chunk % 2 == 0 and chunk * spec.kv_heads // heads_together(spec) % 16 == 0
         unpack = config.unpack if joint and halves and spec.compute_dtype == jnp.bfloat16 else "shift"
-        return Shape(queries, round_up(rows, _ROWS), pages, config.slots, joint, chunk, unpack)
+        height = round_up(queries * (spec.heads if joint else spec.group), _ROWS)
+        return Shape(queries, height, False, spec.heads, pages, config.slots, joint, chunk, unpack)
 
     short = short_queries(spec)
-    found = [(1, short, shape(short, _joint(spec, short)))]
+    found = [(1, short, shape(short, config.chunk_keys, joint=_joint(spec, short)))]
     if spec.max_q_len > short:
-        queries = min(spec.max_q_len, max(short, config.long_rows // spec.group))
-        found.append((short + 1, spec.max_q_len, shape(queries, False)))
+        each = whole_queries(spec)
+        queries = max(each, min(round_up(spec.max_q_len, each), config.long_rows // spec.group // each * each))
+        found.append((short + 1, spec.max_q_len, shape(queries, config.long_chunk_keys, long=True)))
     return found
 
 
@@ -100,17 +104,24 @@ def _vmem_bytes(spec: PagedSpec, shape: Shape) -> int:
     o = spec.operands
     pages = [p for p in (o.k_pages, o.v_pages) if p is not None]
     buffers = sum(shape.slots * shape.pages * p.dtype.itemsize * _page_elements(spec, p) for p in pages)
-    rows = [tiled_bytes((shape.rows, d), jnp.float32) for d in (spec.head_dim, spec.value_dim, LANES, LANES)]
     words = spec.kv_heads // heads_together(spec) if shape.joint else 1
     scores = 8 * tiled_bytes((shape.rows, shape.chunk * words), jnp.float32)
     widened = 4 * tiled_bytes((shape.chunk * words, spec.head_dim), jnp.float32)
-    if spec.return_lse:
-        rows.append(tiled_bytes((shape.rows, LANES), jnp.float32))
     if o.tree_mask is not None:
         columns = round_up(o.tree_mask.shape[2], LANES)
         buffers += shape.slots * tiled_bytes((shape.rows, columns), jnp.bfloat16)
         widened += 2 * tiled_bytes((columns, LANES), jnp.float32)
-    return buffers + row_blocks(spec, shape) * 2 * (sum(rows) + rows[0]) + scores + widened
+    if shape.long:
+        whole = (shape.queries * shape.heads, max(spec.head_dim, spec.value_dim))
+        buffers += (shape.slots + 2) * tiled_bytes(whole, spec.compute_dtype)  # queries and results
+        height = spec.value_dim + 8 + 8 * (1 + 2 * spec.return_lse)
+        held = tiled_bytes((shape.rows, spec.head_dim), spec.compute_dtype)
+        held += tiled_bytes((height, shape.rows), jnp.float32)
+        return buffers + spec.kv_heads * held + scores + widened
+    held = [tiled_bytes((shape.rows, d), jnp.float32) for d in (spec.head_dim, spec.value_dim, LANES, LANES)]
+    if spec.return_lse:
+        held.append(tiled_bytes((shape.rows, LANES), jnp.float32))
+    return buffers + row_blocks(spec, shape) * 2 * (sum(held) + held[0]) + scores + widened
 
 
 def _page_elements(spec: PagedSpec, pool: Any) -> int:
@@ -165,7 +176,7 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
             f"the page table has {spec.sequences * spec.pages_per_sequence:,} entries, more than the "
             f"{_most_entries(target):,} that scalar memory holds."
         )
-    least = _vmem_bytes(spec, shapes(spec, PagedConfig(spec.page_size, LANES, 2, LANES))[-1][2])
+    least = _vmem_bytes(spec, shapes(spec, PagedConfig(spec.page_size, long_rows=1, slots=2))[-1][2])
     if least > vmem_budget(target):
         return (
             f"blocks of one page take {least:,} bytes of VMEM, more than the {vmem_budget(target):,} there are to plan "

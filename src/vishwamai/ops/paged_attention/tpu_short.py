@@ -1,0 +1,163 @@
+"""A block of keys and a short run of queries, decoding above all: scores stand as `[rows, keys]`, and the heads of a
+block may be worked on together. `tpu_kernel` walks the blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from vishwamai.core.pallas import LANES
+from vishwamai.ops.paged_attention import tpu_unpack
+from vishwamai.ops.paged_attention.spec import PagedSpec
+from vishwamai.ops.paged_attention.tpu_refs import LN2, LOG2E, LOWEST, MASKED, PagedRefs, Shape, dot
+from vishwamai.ops.paged_attention.tpu_words import heads_together, keys_and_values, places, whole_words
+
+
+class ShortRuns:
+    """What an item of a short run does with its queries, its blocks of keys and its results."""
+
+    def __init__(self, spec: PagedSpec, shape: Shape, refs: PagedRefs):
+        self.spec, self.shape, self.refs = spec, shape, refs
+        unpacked = whole_words(spec, shape) and shape.unpack == "b11fnuz"
+        self.stored_scale = tpu_unpack.B11_SCALE if unpacked else 1.0
+
+    def query_copies(self, item: Any, slot: Any) -> list[Any]:
+        refs = self.refs
+        copies = [(refs.query, refs.q_buffer)]
+        if refs.hidden is not None:
+            copies.append((refs.hidden, refs.hidden_buffer))
+        return [pltpu.make_async_copy(a.at[item], b.at[slot], refs.q_fetched.at[slot]) for a, b in copies]
+
+    def begin(self, q_slot: Any) -> None:
+        del q_slot
+        refs = self.refs
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+        if refs.sinks is None:
+            refs.m[...] = jnp.full_like(refs.m, LOWEST)
+            refs.l[...] = jnp.zeros_like(refs.l)
+        else:
+            sinks = jnp.broadcast_to(refs.sinks[...] * LOG2E, refs.m.shape)
+            refs.m[...] = jnp.maximum(sinks, LOWEST)
+            refs.l[...] = jnp.where(sinks > LOWEST, 1.0, 0.0)
+
+    def attend(self, ahead: Any, new: Any, slot: Any, q_slot: Any) -> None:
+        """One block of keys.
+
+        Args:
+          ahead: position of the first query, counted from the block's first key: a key at `ahead` or less is seen by
+            it, one more by every query after it; new: of the sequence's first new token, if there is a tree of them.
+          slot: where the block is; q_slot: where the queries are.
+        """
+        refs = self.refs
+        if refs.hidden is None:
+            self._attend(False, ahead, new, slot, q_slot)
+            return
+        among = (new < self.shape.pages * self.spec.page_size) & (new + refs.hidden.shape[-1] > 0)
+        for tree in (False, True):
+
+            @pl.when(among if tree else jnp.logical_not(among))
+            def _(tree: bool = tree) -> None:
+                self._attend(tree, ahead, new, slot, q_slot)
+
+    def _attend(self, tree: bool, ahead: Any, new: Any, slot: Any, q_slot: Any) -> None:
+        """`tree`: some keys are those of new tokens, of which the tree's mask hides some."""
+        spec, shape, refs = self.spec, self.shape, self.refs
+        keys, together = shape.pages * spec.page_size, heads_together(spec)
+
+        def scores(index: Any, part: int, first: int, tokens: int, k: Any) -> Any:
+            """Scaled logits `[rows, keys * words]`, in units of log2 e; those that are not seen are hugely negative."""
+            s = dot(refs.q_buffer[q_slot, index], k, (1, 1))  # [rows, keys * words]
+            scale = spec.scale * self.stored_scale * (LOG2E if spec.softcap is None else 1 / spec.softcap)
+            if refs.k_scale is None:
+                s = s * scale
+            else:
+                s = s * (refs.k_scale[...] * scale if shape.joint else refs.k_scale[index] * scale)
+            if spec.softcap is not None:
+                s = (spec.softcap * LOG2E) * jnp.tanh(s)
+            # Tile by tile of 128 columns, whose places within their tokens are the same.
+            width = min(LANES, s.shape[1])
+            token, head, step = places(spec, shape, part, tokens, width)
+            if refs.row_query is not None:
+                token = token - refs.row_query[...]
+            mine = None if head is None else head == refs.row_head[...]
+            if tree:  # the same of the columns of the tree's mask, whose rows are the tree's columns here
+                columns = refs.hidden_buffer.shape[-1]
+                of_key, _, _ = places(spec, dataclasses.replace(shape, rows=columns), part, tokens, width)
+                of_key = of_key - lax.broadcasted_iota(jnp.int32, of_key.shape, 0)
+            tiles = []
+            for t, start in enumerate(range(0, s.shape[1], width)):
+                here = min(width, s.shape[1] - start)  # 19 pages of 16 keys are no whole tiles
+                limit = ahead - first - t * step
+                x = s[:, start : start + here]
+                if refs.slopes is not None:
+                    x = x - (refs.slopes[index] * LOG2E) * (limit - token[:, :here]).astype(jnp.float32)
+                see = token[:, :here] <= limit
+                if spec.window is not None:
+                    see &= token[:, :here] >= limit - spec.window
+                if mine is not None:
+                    see &= mine[:, :here]
+                if tree:  # each key's column of the mask, by a product with a matrix of zeros and ones
+                    key = of_key[:, :here] == new - (first + t * step)
+                    key = jnp.where(key, 1.0, 0.0).astype(refs.hidden_buffer.dtype)  # [columns, here]
+                    see &= dot(refs.hidden_buffer[q_slot], key, (1, 0)) < 0.5
+                tiles.append(jnp.where(see, x, MASKED))
+            return jnp.concatenate(tiles, axis=1)
+
+        def weigh(index: Any, s: Any, v: Any) -> None:
+            m_old = refs.m[index]  # [rows, 128]
+            m = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
+            p = jnp.exp2(s - m[:, :1])  # [rows, keys * words]
+            shrink = jnp.exp2(m_old - m)  # [rows, 128]
+            refs.m[index] = m
+            refs.l[index] = refs.l[index] * shrink + jnp.sum(p, axis=1, keepdims=True)
+            refs.acc[index] = refs.acc[index] * shrink[:, :1] + dot(p.astype(v.dtype), v, (1, 0))
+
+        # The next step's products are issued before this one's softmax, which hides behind them.
+        waiting: list[tuple[Any, Any, Any]] = []
+        for first in range(0, keys, shape.chunk):
+            tokens = min(shape.chunk, keys - first)
+            for group in (None,) if shape.joint else range(spec.kv_heads // together):
+                for part, (k, v) in enumerate(keys_and_values(spec, shape, refs, slot, first, tokens, group)):
+                    index = 0 if group is None else group * together + part
+                    waiting.append((index, scores(index, part, first, tokens, k), v))
+                    if len(waiting) > 1:
+                        weigh(*waiting.pop(0))
+        for each in waiting:
+            weigh(*each)
+
+    def finish(self, o_slot: Any) -> None:
+        """The results into the buffer from which they are stored."""
+        spec, shape, refs = self.spec, self.shape, self.refs
+        for h in range(refs.l.shape[0]):
+            l = refs.l[h][:, :1]
+            out = refs.acc[h] / jnp.where(l > 0, l, 1.0)
+            if self.stored_scale != 1:
+                out = out * self.stored_scale
+            if refs.v_scale is not None:
+                out = out * (refs.v_scale[...] if shape.joint else refs.v_scale[h])
+            refs.o_buffer[o_slot, h] = out.astype(refs.o_buffer.dtype)
+            if spec.return_lse:
+                l = refs.l[h]  # [rows, 128]
+                logsumexp = refs.m[h] * LN2 + jnp.log(jnp.where(l > 0, l, 1.0))
+                refs.lse_buffer[o_slot, h] = jnp.where(l > 0, logsumexp, -jnp.inf)
+
+    def store(self, item: Any, slot: Any) -> None:
+        for copy in self._store_copies(item, slot):
+            copy.start()
+
+    def wait_stored(self, item: Any, slot: Any) -> None:
+        for copy in self._store_copies(item, slot):
+            copy.wait()
+
+    def _store_copies(self, item: Any, slot: Any) -> list[Any]:
+        refs = self.refs
+        copies = [(refs.o_buffer, refs.out, refs.stored)]
+        if self.spec.return_lse:
+            copies.append((refs.lse_buffer, refs.lse, refs.lse_stored))
+        return [pltpu.make_async_copy(a.at[slot], b.at[item], semaphore.at[slot]) for a, b, semaphore in copies]
