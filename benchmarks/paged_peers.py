@@ -3,8 +3,9 @@ followed by the same simulator.
 
 Peers are the Pallas kernels that come with jax, `ragged_paged_attention` and `paged_attention`, each at the best of a
 few block sizes. Every time is an estimate of the whole program (docs/aot.md says how far to trust it; differences below
-4 % are not worth reading). "share" is the time that HBM needs at its peak for the pages that are live, over the
-estimate; the simulator lets large copies reach 90 % of the peak.
+4 % are not worth reading). "share" is the bound over the estimate: the time that HBM needs at its peak for the pages
+that are live, of which the simulator lets large copies reach 90 %, or that the matrix units need for the products of
+the keys that are seen, whichever is longer.
 
     python benchmarks/paged_peers.py --targets v4,v5e,v5p,v6e,tpu7x --cases decode-4096,decode-ragged
 """
@@ -23,18 +24,19 @@ import numpy as np
 from vishwamai import ragged_paged_attention
 from vishwamai.aot import Inspection
 from vishwamai.bench import estimates
-from vishwamai.core.hardware import TPUS
+from vishwamai.core.hardware import TPUS, TpuChip
 
 Calls = Iterator[tuple[str, Callable[..., Any], list[Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One step of decoding; `lengths` tokens of every sequence are in pages of `page_size`. `latent`: (columns, value's
-    columns) of one shared head; 576 columns stand in 640.
+    """One step; `lengths` tokens of every sequence are in pages of `page_size`. `latent`: (columns, value's columns) of
+    one shared head; 576 columns stand in 640. `queries`: new tokens of each sequence; one where it is empty.
     """
 
     lengths: tuple[int, ...]
+    queries: tuple[int, ...] = ()
     page_size: int = 64
     heads: int = 32
     kv_heads: int = 8
@@ -56,17 +58,32 @@ class Batch:
         row = self.latent[0] if self.latent else 2 * self.kv_heads * self.dim
         return float(sum(self.lengths) * row * jnp.dtype(self.dtype).itemsize)
 
+    @property
+    def runs(self) -> tuple[int, ...]:
+        return self.queries or (1,) * len(self.lengths)
+
+    @property
+    def flops(self) -> float:
+        """Of the keys that are seen."""
+        dims = sum(self.latent) if self.latent else 2 * self.dim
+        seen = sum(run * (length - (run - 1) / 2) for run, length in zip(self.runs, self.lengths, strict=True))
+        return 2.0 * self.heads * dims * seen
+
+    def bound(self, chip: TpuChip) -> float:
+        """Seconds."""
+        return max(self.live_bytes / chip.hbm_bandwidth_per_device, self.flops / chip.peak_per_device("bfloat16"))
+
     def query(self) -> jax.ShapeDtypeStruct:
         dim = self.latent[0] if self.latent else self.dim
-        return jax.ShapeDtypeStruct((len(self.lengths), self.heads, dim), jnp.bfloat16)
+        return jax.ShapeDtypeStruct((sum(self.runs), self.heads, dim), jnp.bfloat16)
 
     def tables(self) -> list[np.ndarray]:
-        """kv_lens, page_indices, cu_q_lens: their values steer the kernels, so the simulator must have them."""
+        """kv_lens, page_indices, cu_q_lens; their values steer the kernels, so the simulator must have them."""
         order = np.random.default_rng(0).permutation(self.pages).astype(np.int32)
         return [
             np.array(self.lengths, np.int32),
             order.reshape(len(self.lengths), self.entries),
-            np.arange(len(self.lengths) + 1, dtype=np.int32),
+            np.concatenate(([0], np.cumsum(self.runs))).astype(np.int32),
         ]
 
     def pool(self, *shape: int) -> jax.ShapeDtypeStruct:
@@ -87,6 +104,11 @@ BATCHES = {
     "decode-mha": Batch((1024,) * 32, kv_heads=32),
     "decode-int8": Batch((4096,) * 64, dtype="int8"),
     "decode-fp8": Batch((4096,) * 64, dtype="float8_e4m3fn"),
+    "prompt-2048": Batch((2048,), (2048,)),
+    "prompt-8192": Batch((8192,), (2048,)),  # the last 2048 tokens of it
+    "prompt-mha": Batch((2048,), (2048,), kv_heads=32),
+    "prompt-int8": Batch((2048,), (2048,), dtype="int8"),
+    "mixed-page16": Batch((1024,) * 2 + (1500,) * 64, (1024,) * 2 + (1,) * 64, page_size=16),
     "decode-latent": Batch((4096,) * 64, heads=128, kv_heads=1, latent=(640, 512)),
 }
 
@@ -99,7 +121,7 @@ def ours(batch: Batch) -> Calls:
         options |= {"k_scale": 0.05, "v_scale": 0.05}
 
     def call(query: Any, pages: Any, lens: Any, table: Any, starts: Any) -> Any:
-        return ragged_paged_attention(query, pages, lens, table, starts, max_q_len=1, **options)
+        return ragged_paged_attention(query, pages, lens, table, starts, max_q_len=max(batch.runs), **options)
 
     yield estimates.OURS, call, [batch.query(), pool, *batch.tables()]
 
@@ -113,7 +135,8 @@ def jax_ragged(batch: Batch) -> Calls:
     pool = batch.pool(batch.pages, batch.page_size, 2 * batch.kv_heads, batch.dim)
     scale = 0.05 if jnp.dtype(batch.dtype).itemsize == 1 else None
     number = np.array([len(batch.lengths)], np.int32)
-    for queries, keys in ((8, 512), (8, 1024), (16, 512), (32, 1024)):
+    blocks = ((8, 512), (8, 1024), (16, 512), (32, 1024))
+    for queries, keys in ((32, 512), (64, 512), (64, 1024), (128, 512)) if batch.queries else blocks:
 
         def call(q: Any, kv: Any, lens: Any, table: Any, starts: Any, n: Any, blocks: Any = (queries, keys)) -> Any:
             return kernel.ragged_paged_attention(
@@ -136,11 +159,11 @@ def jax_ragged(batch: Batch) -> Calls:
 
 def jax_paged(batch: Batch) -> Calls:
     """jax.experimental.pallas.ops.tpu.paged_attention: pages of one head each; 8-bit pages there have another layout,
-    with a scale for every row.
+    with a scale for every row, and it has no runs.
     """
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
-    if batch.latent or batch.dtype != "bfloat16":
+    if batch.latent or batch.dtype != "bfloat16" or batch.queries:
         return
     pool = batch.pool(batch.kv_heads, batch.pages, batch.page_size, batch.dim)
     lens, table, _ = batch.tables()
@@ -170,11 +193,11 @@ def main() -> None:
         for target in options.targets:
             found = estimates.seconds(
                 [
-                    Inspection(call, args, target=target, nbytes=batch.live_bytes, name=label)
+                    Inspection(call, args, target=target, nbytes=batch.live_bytes, flops=batch.flops, name=label)
                     for label, call, args in calls
                 ]
             )
-            mine, bound = found[estimates.OURS], batch.live_bytes / TPUS[target].hbm_bandwidth_per_device
+            mine, bound = found[estimates.OURS], batch.bound(TPUS[target])
             if isinstance(mine, str):
                 print(f"{name:<15}{target:<7} {mine}", flush=True)
                 continue

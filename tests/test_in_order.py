@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import rotation
 import vishwamai.training.layout
 from test_training import small
 from vishwamai.core.hlo import Module, parse_module
@@ -78,11 +79,14 @@ def test_each_collective_needs_the_one_before():
 
 @pytest.mark.parametrize(
     ("mesh", "remat"),
-    [
-        ({"pipeline": 2, "fsdp": 2}, "none"),
-        ({"pipeline": 2, "sequence": 2}, "full"),
-        ({"fsdp": 2, "sequence": 2}, "full"),
-    ],
+    rotation.in_turn(
+        3,
+        [
+            ({"pipeline": 2, "fsdp": 2}, "none"),
+            ({"pipeline": 2, "sequence": 2}, "full"),
+            ({"fsdp": 2, "sequence": 2}, "full"),
+        ],
+    ),
     ids=str,
 )
 def test_training_steps(tmp_path, mesh, remat, monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import rotation
 from published import write
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor
@@ -65,12 +66,15 @@ def check(directory: Path, quantize: str, axes: str, stacked: bool) -> Decoder:
 
 @pytest.mark.parametrize(
     ("quantize", "axes", "changed", "stacked"),
-    [
-        ("int8", "tensor=4", {}, True),
-        ("int4", "tensor=4", {"hidden_size": 128}, False),
-        ("fp8", "tensor=2", {}, False),
-        ("int4", "expert=2,tensor=2", MOE, False),
-    ],
+    rotation.in_turn(
+        2,
+        [
+            ("int8", "tensor=4", {}, True),
+            ("int4", "tensor=4", {"hidden_size": 128}, False),
+            ("fp8", "tensor=2", {}, False),
+            ("int4", "expert=2,tensor=2", MOE, False),
+        ],
+    ),
 )
 def test_weights_are_rounded_and_split(
     quantize: str, axes: str, changed: dict[str, Any], stacked: bool, tmp_path: Path
@@ -85,7 +89,8 @@ def test_weights_are_rounded_and_split(
 
 
 @pytest.mark.parametrize(
-    ("name", "axes"), [("gptq-symmetric", "tensor=2"), ("compressed-tensors", "tensor=2"), ("mxfp4", "expert=3")]
+    ("name", "axes"),
+    rotation.in_turn(3, [("gptq-symmetric", "tensor=2"), ("compressed-tensors", "tensor=2"), ("mxfp4", "expert=3")]),
 )
 def test_published_weights_are_kept_and_split(name: str, axes: str, tmp_path: Path) -> None:
     published, _ = write(name, tmp_path, intermediate_size=96 if name == "mxfp4" else 128)

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import rotation
 from vishwamai import ShapeError
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, save_pretrained
 
@@ -50,7 +51,7 @@ def on_one_device(directory: Path, stacked: bool) -> Decoder:
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", rotation.in_turn(2, [False, True]))
 def test_a_mesh_gives_what_one_device_gives(axes: AxisType, stacked: bool, directory: Path) -> None:
     expected = on_one_device(directory, stacked)
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axes, axes))

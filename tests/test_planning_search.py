@@ -11,6 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
+import rotation
 from plans import GIB, LLAMA, training
 from vishwamai import planning
 from vishwamai.cli import main
@@ -68,6 +69,7 @@ def fake_trace(config, target):
     return planning.Program(name, target, b"", (), name)
 
 
+@rotation.takes_turns(3, 0)
 def test_a_search_probes_in_order_and_verifies_what_fits(monkeypatch):
     monkeypatch.setattr(search, "trace_training", fake_trace)
     asked = []
@@ -247,6 +249,7 @@ sys.exit(main(["plan", sys.argv[1], "--target", "v5e"]))
 """
 
 
+@rotation.takes_turns(3, 2)
 def test_libtpu_does_not_complain_that_there_is_no_tpu(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({"model": {"config": LLAMA}, "data": {"sequence_length": 128}}))
@@ -267,6 +270,7 @@ def test_a_pod_of_18_thousand_devices_is_planned_by_formulas():
     assert found.parts["parameters"].value < alone.parts["parameters"].value / 100
 
 
+@rotation.takes_turns(3, 1)
 def test_a_search_that_is_interrupted_says_what_it_has(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(search, "trace_training", fake_trace)
     timed = []

@@ -366,6 +366,7 @@ def test_a_correction_rises_where_tokens_are_few():
     assert after["layers"][1] is params["layers"][1]
 
 
+@rotation.takes_turns(2, 1)
 def test_remat_policies_change_the_memory_alone():
     from flax import nnx
 
@@ -432,6 +433,7 @@ def test_devices_change_where_arrays_lie_and_not_the_run(tmp_path, changes):
         np.testing.assert_allclose(right[name], left[name], atol=2e-4, err_msg=name)
 
 
+@rotation.takes_turns(2, 0)
 def test_stacked_layers_change_no_update(tmp_path):
     # The axis of stacked layers makes no matrix of a norm: decay and Muon go by the parameter without it.
     list(train(small(tmp_path, steps=1), tmp_path / "start"))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import rotation
 import vishwamai
 from test_training import LLAMA, small
 from vishwamai.core.errors import ConfigError, UnsupportedError
@@ -113,6 +114,7 @@ def test_scales_follow_the_history_and_a_bad_step_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, (after, same), (params, state))
 
 
+@rotation.takes_turns(2, 0)
 def test_magnitudes_are_those_of_all_microbatches_and_devices():
     params = {"layers": {0: {"up": jnp.full((4, 2), 0.5)}}}
     optimizer = FP8Optimizer(optax.sgd(0.1))
@@ -189,6 +191,7 @@ def test_a_run_on_many_devices_is_that_on_one(tmp_path, scaling):
 GPT_OSS = MOE | {"model_type": "gpt_oss", "head_dim": 8, "sliding_window": 8}
 
 
+@rotation.takes_turns(2, 1)
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_experts_with_biases_and_a_clamped_unit_are_those_of_one_device(overlap):
     """With the scales of earlier steps each row rounds alike wherever it is; wide experts are near."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import rotation
 import vishwamai
 from published import write
 from test_training import LLAMA, MIXTRAL, tensors
@@ -42,8 +43,13 @@ def adapting(folder, begin, /, mesh=None, **changes):
 @pytest.mark.parametrize(
     ("model", "mesh", "changes"),
     [
-        (WIDE | {"num_hidden_layers": 1}, {"fsdp": 2, "tensor": 2}, {"lora": {"quantize": "int4"}, "steps": 2}),
-        (WIDE, {"pipeline": 2, "fsdp": 2}, {"lora": {"quantize": "int8"}, "microbatches": 2, "steps": 2}),
+        *rotation.in_turn(
+            2,
+            [
+                (WIDE | {"num_hidden_layers": 1}, {"fsdp": 2, "tensor": 2}, {"lora": {"quantize": "int4"}, "steps": 2}),
+                (WIDE, {"pipeline": 2, "fsdp": 2}, {"lora": {"quantize": "int8"}, "microbatches": 2, "steps": 2}),
+            ],
+        ),
         *(
             pytest.param(model, mesh, changes, marks=pytest.mark.long)
             for model, mesh, changes in [

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import rotation
 from test_training import LLAMA, LOSSES, MIXTRAL, small, tensors
 from vishwamai.core.errors import ConfigError
 from vishwamai.training.run import make_job, train
@@ -162,10 +163,13 @@ def held() -> dict[Any, int]:
 
 @pytest.mark.parametrize(
     ("begin", "mesh"),
-    [
-        *((begin, mesh) for begin in ("new", "read") for mesh in ({"fsdp": 4}, {"pipeline": 2, "fsdp": 2})),
-        *((begin, {"tensor": 2, "fsdp": 2}) for begin in ("new", "read, adapters", "read, dpo")),
-    ],
+    rotation.in_turn(
+        3,
+        [
+            *((begin, mesh) for begin in ("new", "read") for mesh in ({"fsdp": 4}, {"pipeline": 2, "fsdp": 2})),
+            *((begin, {"tensor": 2, "fsdp": 2}) for begin in ("new", "read, adapters", "read, dpo")),
+        ],
+    ),
     ids=str,
 )
 def test_no_device_holds_the_whole_model(tmp_path, begin, mesh):

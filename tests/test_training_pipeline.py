@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
+import rotation
 from test_training import LLAMA, LOSSES, MIXTRAL, tensors
 from test_training_mesh import DEEPSEEK, MODELS, settings
 from vishwamai.core.errors import ConfigError, UnsupportedError
@@ -61,8 +62,10 @@ def assert_same_runs(folder, records, spread):
 @pytest.mark.parametrize(
     ("model", "mesh", "changes"),
     [
-        (TIED, {"pipeline": 2, "fsdp": 2}, {"steps": 2, "microbatches": 2}),
-        (TIED, {"pipeline": 2, "sequence": 2}, {"steps": 2, "microbatches": 2}),
+        *rotation.in_turn(
+            2,
+            [(TIED, {"pipeline": 2, axis: 2}, {"steps": 2, "microbatches": 2}) for axis in ("fsdp", "sequence")],
+        ),
         *(
             pytest.param(model, mesh, {"microbatches": 4, "evaluation": {}} | changes, marks=pytest.mark.long)
             for model, mesh, changes in [
