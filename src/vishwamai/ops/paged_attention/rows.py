@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core import ffi, sharding
-from vishwamai.core.config import ambient_target, current_config
+from vishwamai.core.config import current_config
 from vishwamai.core.execute import by_platform
 from vishwamai.ops.paged_attention import tpu_update
 from vishwamai.ops.paged_attention.reference import XLA
@@ -75,7 +75,7 @@ def _mapped(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
     branches: dict[str, Any] = {}
     if pool.dtype != jnp.int4 and ffi.why_not(None, _HANDLER) is None:  # a row of int4 may not be whole bytes
         branches["cpu"] = sharding.partitioned(_native, _axes(pool.ndim))
-    if current_config().implementation != XLA.name and tpu_update.why_not(pool, rows, ambient_target()) is None:
+    if current_config().implementation != XLA.name and tpu_update.why_not(pool, rows) is None:
         branches["tpu"] = tpu_update.put
     return by_platform(_scatter, branches, pool, rows, page, slot)
 

@@ -1,4 +1,5 @@
-"""The TPU kernel of `update_pages`: each new row goes from HBM to its place there by a copy of its own, many at once.
+"""The TPU kernel of `update_pages`: new rows go from HBM to their places there by copies, of which many run at once.
+Rows that stand one after the other in a page, as a prompt's do, go together.
 
 XLA's scatter takes the rows one after the other, and waits for each.
 """
@@ -16,20 +17,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core import pallas
 from vishwamai.core.qtensor import bits
-from vishwamai.core.target import Target
 
 MOST_TOKENS = 1 << 15
 """Tokens whose places scalar memory holds: two numbers of 4 bytes each."""
+_TOGETHER = 32
+"""Rows of one copy, where they stand together."""
 _FLYING = 64
-"""Copies that are under way at once."""
+"""Copies of each size that are under way at once."""
 _CORES = 2
 """Parts of the tokens, for the two cores of a megacore chip."""
 
 
-def why_not(pool: Any, rows: Any, target: Target) -> str | None:
+def why_not(pool: Any, rows: Any) -> str | None:
     """What keeps the kernel from these arrays, or None."""
-    if target.tpu is not None and target.tpu.name == "tpu7x":
-        return "each copy takes 0.28 us on TPU7x by the schedule, and XLA's scatter 0.1"
     if pool.ndim != 4 or pool.shape[3] % pallas.LANES:
         return f"rows of {pool.shape[2:]} are no whole tiles of memory"
     if bits(pool.dtype) < 8:
@@ -50,7 +50,7 @@ def put(pool: jax.Array, rows: jax.Array, page: jax.Array, slot: jax.Array) -> j
         inputs={"rows": (rows, anywhere), "old": (pool, anywhere)},
         outputs={"pool": (pool.shape, pool.dtype, anywhere)},
         scalars={"page": page, "slot": slot},
-        scratch={"copied": pltpu.SemaphoreType.DMA},
+        scratch={"copied": pltpu.SemaphoreType.DMA((2,))},
         aliases={"old": "pool"},
         semantics=("parallel",),
         vmem_bytes=0,
@@ -62,29 +62,47 @@ def put(pool: jax.Array, rows: jax.Array, page: jax.Array, slot: jax.Array) -> j
 
 def _copy(page: Any, slot: Any, rows: Any, old: Any, pool: Any, copied: Any) -> None:
     del old  # the same memory as `pool`
-    tokens, pages = rows.shape[0], pool.shape[0]
-    each = pl.cdiv(tokens, _CORES)
+    tokens, pages, slots = rows.shape[0], *pool.shape[:2]
+    together = min(_TOGETHER, slots)
+    each = pallas.round_up(pl.cdiv(tokens, _CORES), together)
     first = pl.program_id(0) * each
+    last = jnp.minimum(first + each, tokens)
 
-    def wait() -> None:
-        pltpu.make_async_copy(rows.at[0], pool.at[0, 0], copied).wait()  # every row has its size
+    def copy(row: Any, count: int, page: Any, slot: Any) -> Any:
+        into = pool.at[page, pl.ds(slot, count)]
+        return pltpu.make_async_copy(rows.at[pl.ds(row, count)], into, copied.at[int(count > 1)])
 
-    def start(i: Any, flying: Any) -> Any:
-        there = (page[i] >= 0) & (page[i] < pages)
+    def wait(count: int) -> None:
+        copy(0, count, 0, 0).wait()  # whose size all copies of so many rows have
 
-        @pl.when(there & (flying == _FLYING))
+    def start(row: Any, count: int, here: Any, flying: Any) -> Any:
+        @pl.when(here & (flying == _FLYING))
         def _() -> None:
-            wait()
+            wait(count)
 
-        @pl.when(there)
+        @pl.when(here)
         def _() -> None:
-            pltpu.make_async_copy(rows.at[i], pool.at[page[i], slot[i]], copied).start()
+            copy(row, count, page[row], slot[row]).start()
 
-        return jnp.minimum(flying + there.astype(jnp.int32), _FLYING)
+        return jnp.minimum(flying + here.astype(jnp.int32), _FLYING)
 
-    flying = lax.fori_loop(first, jnp.minimum(first + each, tokens), start, jnp.int32(0))
+    def exists(row: Any) -> Any:
+        return (page[row] >= 0) & (page[row] < pages)
 
-    def last(_: Any, carry: None) -> None:
-        wait()
+    def one(row: Any, flying: Any) -> Any:
+        return start(row, 1, exists(row), flying)
 
-    lax.fori_loop(0, flying, last, None)
+    def some(n: Any, flying: Any) -> Any:
+        row = first + n * together
+        stop = jnp.minimum(row + together, last)
+        joined = exists(row) & (stop == row + together)
+        for k in range(1, together):
+            other = jnp.minimum(row + k, tokens - 1)
+            joined &= (page[other] == page[row]) & (slot[other] == slot[row] + k)
+        blocks = start(row, together, joined, flying[0])
+        return blocks, lax.fori_loop(jnp.where(joined, stop, row), stop, one, flying[1])
+
+    parts = pl.cdiv(jnp.maximum(last - first, 0), together)
+    blocks, singles = lax.fori_loop(0, parts, some, (jnp.int32(0), jnp.int32(0)))
+    lax.fori_loop(0, blocks, lambda _, carry: wait(together), None)
+    lax.fori_loop(0, singles, lambda _, carry: wait(1), None)
