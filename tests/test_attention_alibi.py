@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vishwamai import ShapeError, UnsupportedError, explain, flash_attention
+from vishwamai import ShapeError, UnsupportedError, flash_attention
 from vishwamai.core.config import kernel_config
 
 SLOPES: Any = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
@@ -68,9 +68,6 @@ def test_what_it_declines():
         flash_attention(q, k, v, alibi_slopes=jnp.arange(4))
     with pytest.raises(ShapeError, match=re.escape("`alibi_slopes` has shape (3,)")):
         flash_attention(q, k, v, alibi_slopes=SLOPES[:3])
-    told = str(explain(lambda *x: flash_attention(*x, alibi_slopes=SLOPES), q, k, v))
-    assert "`alibi_slopes` without `causal`; the kernel adds one number for each key" in told
-    assert re.search(r"-> xla_chunked\s+runs", told)
     with kernel_config(split_sequence="ring"), jax.set_mesh(jax.make_mesh((8,), ("s",), (AxisType.Explicit,))):
         placed = [jax.device_put(x, P(None, None, "s")) for x in (q, k, v)]
         with pytest.raises(UnsupportedError, match="a hop does not know how far its keys are"):

@@ -14,7 +14,6 @@ from vishwamai import block_sparse_attention, flash_attention
 pytestmark = pytest.mark.interpreter
 
 EVERYWHERE = ("xla", "xla_chunked", "native_cpu", "pallas_tpu", "triton")
-NOT_CPU = ("xla", "xla_chunked", "pallas_tpu", "triton")
 NOT_TRITON = EVERYWHERE[:-1]
 BY_TILE = EVERYWHERE[:3]
 
@@ -45,7 +44,7 @@ CASES: dict[str, tuple[np.ndarray, dict[str, Any], tuple[str, ...]]] = {
     "lengths, softcap, sinks": (TAIL, {"kv_lens": np.array([100, 70]), "softcap": 2.0, "sinks": 1}, EVERYWHERE),
     "causal tail": (COLUMNS >= 45, {"causal": True}, EVERYWHERE),
     "window's left": (COLUMNS < 35, {"window": (15, None), "q_offset": 50}, NOT_TRITON),
-    "positions": (COLUMNS > 60, {"causal": True, "q_offset": np.array([99, 16])}, NOT_CPU),
+    "positions": (COLUMNS > 60, {"causal": True, "q_offset": np.array([99, 16])}, EVERYWHERE),
     "segments": (TAIL, {"segment_ids": (OWN, OTHER)}, NOT_TRITON),
     "mask by key": (HOLE, {"mask": batch_mask(HOLE, 1)}, NOT_TRITON),
     "mask and bias": (HOLE, {"mask": batch_mask(HOLE, 1), "bias": (1, 2, 45, 100)}, NOT_TRITON),

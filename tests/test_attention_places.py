@@ -88,6 +88,16 @@ def test_an_offset_is_an_operand() -> None:
     close(mapped(jnp.array([5, 9]))[1], run(9))
 
 
+@pytest.mark.parametrize("rows", [4, 2048])
+def test_positions_become_no_mask(rows: int) -> None:
+    """A mask of 2048 rows by 4096 keys would be 8 MiB, and its steps four times that; keys are 1 MiB."""
+    q, k = (jax.ShapeDtypeStruct((1, 1, n, 64), jnp.float32) for n in (rows, 4096))
+    offset = jax.ShapeDtypeStruct((1,), jnp.int32)
+    call = jax.jit(lambda q, k, offset: flash_attention(q, k, k, causal=True, q_offset=offset))
+    program = call.lower(q, k, offset).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2**20
+
+
 def test_nothing_asks_where_rows_stand() -> None:
     """Without causal mask or window an offset changes nothing, not even the kernel."""
     q, k, v = normal(0, 1, 2, 16, 8), normal(1, 1, 2, 16, 8), normal(2, 1, 2, 16, 8)

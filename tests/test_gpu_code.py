@@ -135,6 +135,20 @@ def test_quantized_experts_spill_nothing(format, block_size, rows):
         assert inspect_launch(fewer, "gfx942").mma > 0
 
 
+def test_some_of_the_groups_compile():
+    """16 of 128 experts, whose first row is an operand, forward and backward: nothing spills, for AMD too."""
+    arrays = {"lhs": ArrayInit((8192, 2048), "bfloat16"), "rhs": ArrayInit((16, 2048, 768), "bfloat16")}
+    options = {"group_sizes": np.full(128, 64, np.int32), "group_offset": 32}
+    recorded = launches(Case("some", "grouped_gemm", vishwamai.grouped_gemm, arrays, options))
+    assert [launch.launch.kernel.name for launch in recorded] == ["rows_product"] * 2 + ["weights_product"]
+    for launch in recorded:
+        assert "first_ptr" in dict(launch.types)
+        code = inspect_launch(launch)
+        assert code.spill == 0 and code.mma + code.wgmma > 0
+        fewer = dataclasses.replace(launch, launch=dataclasses.replace(launch.launch, stages=2))
+        assert inspect_launch(fewer, "gfx942").mma > 0
+
+
 def odd_case():
     """A product whose rows are not multiples of 16 bytes."""
     arrays = {"a": ArrayInit((200, 301), "bfloat16"), "b": ArrayInit((301, 333), "bfloat16")}

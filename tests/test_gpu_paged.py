@@ -269,6 +269,47 @@ def test_update_is_that_of_jax_and_in_place(dtype, form):
     assert not np.array_equal(np.asarray(jax.tree.leaves(want)[0]), jax.tree.leaves(pools)[0])
 
 
+@pytest.mark.parametrize("interleaved", [False, pytest.param(True, marks=interpreted_or_long)])
+@pytest.mark.parametrize(
+    "dtype, form, pairs",
+    [
+        pytest.param("float32", "combined", 5, marks=interpreted_or_long),
+        ("bfloat16", "separate", 6),
+        ("int8", "combined", 3),
+        ("float8_e4m3fn", "latent", 4),
+    ],
+)
+def test_update_rotates_keys_as_jax_does(dtype, form, pairs, interleaved):
+    """Where a position is past the tables, too; tokens without a place have negative ones."""
+    rng = np.random.default_rng(1)
+    inits, number = tables(((1, 9), (3, 3), (4, 2)), 4)
+    places = [init.make(rng) for init in inits.values()]
+    rows = "bfloat16" if dtype == "bfloat16" else "float32"
+    key, value = (rng.standard_normal((10, 3, 12)).astype(jax.numpy.dtype(rows)) for _ in range(2))
+    shape = {"combined": (6, 12), "separate": (3, 12), "latent": (14,)}[form]
+    pool = rng.integers(-9, 9, (number, 4, *shape)).astype(jax.numpy.dtype(dtype))
+    pools = (pool, pool[::-1].copy()) if form == "separate" else pool
+    options = {"k_scale": 0.03, "v_scale": 0.02} if pool.dtype.itemsize == 1 else {}
+    if form == "latent":
+        key, value, options = key[:, 0], None, {"k_scale": 0.03}
+    angles = rng.standard_normal((9 if dtype == "int8" else 8, pairs)).astype(np.float32)
+    rope_tables = np.cos(angles), np.sin(angles)
+    update = jax.jit(functools.partial(vishwamai.update_pages, interleaved=interleaved, **options))
+    want = jax.tree.leaves(update(pools, key, value, *places, rope_tables=rope_tables))
+    mine = jax.tree.map(from_numpy, pools)
+    arguments = (None if x is None else from_numpy(x) for x in (key, value, *places))
+    # As `vt.rope_tables` has them, and not.
+    mine_tables = from_numpy(rope_tables[0])[None], from_numpy(rope_tables[1])
+    vt.update_pages(mine, *arguments, rope_tables=mine_tables, interleaved=interleaved, **options)
+    for a, b in zip(want, jax.tree.leaves(mine), strict=True):
+        a, b = np.asarray(a, np.float32), to_numpy(b, a.dtype).astype(np.float32)
+        if dtype == "float32":
+            np.testing.assert_allclose(b, a, rtol=0, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(b, a)
+    assert not np.array_equal(a, np.asarray(jax.tree.leaves(pools)[-1], np.float32))
+
+
 def attend_arguments():
     query, pool, lens, table, starts = on_torch(problem(((1, 5), (2, 6))))
     return query, pool.nan_to_num(), None, lens, table, starts, *(None,) * 11, False
@@ -276,7 +317,7 @@ def attend_arguments():
 
 def update_arguments():
     _, pool, _, lens, table, starts, *_ = attend_arguments()
-    return pool, None, torch.randn(3, 2, 16), torch.randn(3, 2, 16), lens, table, starts, None, None, None
+    return pool, None, torch.randn(3, 2, 16), torch.randn(3, 2, 16), lens, table, starts, *(None,) * 5, False
 
 
 @native
@@ -323,6 +364,11 @@ def test_errors():
         vt.ragged_paged_attention(query, pool.transpose(2, 3), lens, table, starts)
     with pytest.raises(ShapeError, match=r"update_pages: `key` has shape \(3, 1, 16\)"):
         vt.update_pages(pool, torch.ones(3, 1, 16), torch.ones(3, 2, 16), lens, table, starts)
+    rows = torch.ones(3, 2, 16)
+    with pytest.raises(ShapeError, match=r"`rope_tables` is a Tensor; pass a pair \(cos, sin\)"):
+        vt.update_pages(pool, rows, rows, lens, table, starts, rope_tables=torch.ones(9, 8))
+    with pytest.raises(ShapeError, match=r"float32\[9,9\] and float32\[9,9\], but a key has 16.*of 1 to 8 pairs"):
+        vt.update_pages(pool, rows, rows, lens, table, starts, rope_tables=(torch.ones(9, 9), torch.ones(9, 9)))
     with pytest.raises(ShapeError, match=r"`v_scale` has shape \(3,\); pass a number or \(2,\)"):
         vt.ragged_paged_attention(query, pool, lens, table, starts, v_scale=(1.0, 2.0, 3.0))
     out = vt.ragged_paged_attention(query.requires_grad_(), pool, lens, table, starts)
@@ -435,8 +481,9 @@ def test_amd_compiles(name):
 
 @native
 @compiler
-def test_the_update_compiles():
-    """For Hopper, as for JAX and as torch launches it, whose sizes are arguments at run time."""
+@pytest.mark.parametrize("rotating", [False, True])
+def test_the_update_compiles(rotating):
+    """For Hopper and AMD, as for JAX and as torch launches it, whose sizes are arguments at run time."""
     found = []
 
     def record(how, inputs, outputs):
@@ -449,12 +496,14 @@ def test_the_update_compiles():
         _, pool, _, lens, table, starts, *_ = attend_arguments()
         key, value = torch.ones(2, 3, 2, 16)
         k_scale, v_scale = torch.ones(2, 2)
-        update(pool[None].char(), None, key, value, lens, table, starts, None, k_scale, v_scale)
+        options = {"cos": torch.ones(9, 8), "sin": torch.ones(9, 8)} if rotating else {}
+        update(pool[None].char(), None, key, value, lens, table, starts, None, k_scale, v_scale, **options)
     finally:
         core_gpu.register_launcher("torch", before)
     ((how, types),) = found
     code = inspect_launch(RecordedLaunch(how, types))
     assert code.kernel == "update" and code.spill == 0
+    assert inspect_launch(RecordedLaunch(how, types), "gfx942").registers > 0
     function, constants = how.kernel.load(), dict(how.constants)
     fixed = {p.name for p in function.params if p.is_constexpr or constants.get(p.name) in (None, 1)} - dict(
         types

@@ -366,7 +366,8 @@ def pages() -> dict[str, Subject]:
         return vishwamai.ragged_paged_attention(query, pages, lens, table, starts)
 
     def update(pages: Any, key: Any, value: Any) -> Any:
-        return vishwamai.update_pages(pages, key, value, lens, table, starts)
+        rope_tables: Any = normal(13, 4), normal(13, 4)
+        return vishwamai.update_pages(pages, key, value, lens, table, starts, rope_tables=rope_tables)
 
     pool = normal(4, 8, 16, 8)  # keys and values of 8 heads in turn
     return {

@@ -10,6 +10,7 @@ from torch import Tensor
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.ops.paged_attention import gpu_update
 from vishwamai.ops.paged_attention.checks import check_tables, form_of, kv_heads_of
+from vishwamai.ops.paged_attention.key_rotation import check_rope_tables, rotated
 from vishwamai.ops.paged_attention.update import check_rows, places, stored_rows
 from vishwamai.torch import bridge
 from vishwamai.torch.paged_attention import aligned, count, pools, scales
@@ -29,29 +30,35 @@ def _update(
     num_seqs: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
 ) -> None:
     """See `update_pages`."""
     form = form_of(k_pages, v_pages)
     check_tables(_NAME, kv_lens, page_indices, cu_q_lens, num_seqs)
     check_rows(key, value, k_pages, v_pages, form)
+    rope_tables = None if cos is None or sin is None else (cos, sin)
+    check_rope_tables(_NAME, key, rope_tables, interleaved)
     if key.numel() == 0 or page_indices.numel() == 0:
         return
     if bridge.platform_of(key) == "cpu":
         pools: Any = k_pages, v_pages
         counted = len(kv_lens) if num_seqs is None else num_seqs
-        page, row = places(k_pages.shape[:2], len(key), kv_lens, page_indices, cu_q_lens, counted)
+        page, row, position = places(k_pages.shape[:2], len(key), kv_lens, page_indices, cu_q_lens, counted)
         there = page == page.clip(0, len(k_pages) - 1)
         if not there.all():
-            page, row, key = (x[there] for x in (page, row, key))
+            page, row, position, key = (x[there] for x in (page, row, position, key))
             value = None if value is None else value[there]
+        if rope_tables is not None:
+            key = rotated(key, position, rope_tables, interleaved, form == "latent")
         for pool, new in zip(pools, stored_rows(k_pages, v_pages, key, value, k_scale, v_scale)):
             pool[page, row] = new
         return
     aligned(_NAME, k_pages, v_pages)
-    rows = [x if x is None else x.contiguous() for x in (key, value, kv_lens, page_indices, cu_q_lens, num_seqs)]
-    gpu_update.update(
-        k_pages[None], v_pages if v_pages is None else v_pages[None], *rows, k_scale=k_scale, v_scale=v_scale
-    )
+    rows = (key, value, kv_lens, page_indices, cu_q_lens, num_seqs, k_scale, v_scale, cos, sin)
+    rows = [x if x is None else x.contiguous() for x in rows]
+    gpu_update.update(k_pages[None], v_pages if v_pages is None else v_pages[None], *rows, interleaved=interleaved)
 
 
 _update.register_fake(lambda *_: None)
@@ -68,10 +75,14 @@ def update_pages(
     *,
     k_scale: Any = None,
     v_scale: Any = None,
+    rope_tables: tuple[Tensor, Tensor] | None = None,
+    interleaved: bool = False,
 ) -> Any:
     """Writes the keys and values of new tokens into the pages; see `vishwamai.update_pages`, whose arguments these are.
 
-    The pages themselves are changed, and returned. A gradient that would be needed is an UnsupportedError.
+    The pages themselves are changed, and returned. A gradient that would be needed is an UnsupportedError. On a GPU one
+    kernel rotates the keys and writes them. `rope_tables` may have the leading axis of 1 that
+    `rope_tables(count, head_dim)` gives them; values of the page tables are not checked.
 
     >>> import torch
     >>> pages = torch.zeros(3, 2, 2, 1)  # 3 pages of 2 tokens, one head of one column
@@ -82,9 +93,14 @@ def update_pages(
     [[[3, -3], [0, 0]], [[0, 0], [0, 0]], [[1, -1], [2, -2]]]
     """
     k_pages, v_pages, form = pools(_NAME, kv_pages)
+    angles: Any = rope_tables
+    if isinstance(rope_tables, (tuple, list)):
+        angles = tuple(x[0] if x.dim() == 3 and x.shape[0] == 1 else x for x in rope_tables)
+    check_rope_tables(_NAME, key, angles, interleaved)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (k_pages, v_pages, key, value)):
         raise UnsupportedError(f"{_NAME}: pages have no gradient; call it under torch.no_grad(), or detach the keys.")
     factors = scales(_NAME, k_pages, kv_heads_of(k_pages, form), k_scale=k_scale, v_scale=v_scale)
     sequences = count(num_seqs, page_indices)
-    _update(k_pages, v_pages, key, value, kv_lens, page_indices, cu_q_lens, sequences, *factors)
+    cos, sin = angles or (None, None)
+    _update(k_pages, v_pages, key, value, kv_lens, page_indices, cu_q_lens, sequences, *factors, cos, sin, interleaved)
     return kv_pages

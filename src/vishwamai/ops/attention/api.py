@@ -102,9 +102,7 @@ def flash_attention(
       sinks: `[heads]`, one logit a head that enters the softmax's denominator only.
       alibi_slopes: `[heads]` or `[batch, heads]`: the logit of a query that stands at key p and of key j is less by
         `slope * |p - j|`, after the soft-cap. Where queries stand says `q_offset` or `causal_align` ("bottom_right" in
-        FlashAttention). They have no gradient. "native_cpu" takes them with `causal`, and without `softcap`, `bias`
-        and `sinks`: the distance enters there as one number for each key, and rounding may move a logit by the slope
-        times the length times 2^-24.
+        FlashAttention). They have no gradient.
       dropout_rate: share of the probabilities to drop, in [0, 1).
       dropout_key: the random key of the dropout; the same key drops the same positions on every platform. Batch
         elements and heads count from 0 in the arrays given: inside your own `shard_map`, fold the shard's index into

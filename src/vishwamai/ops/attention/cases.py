@@ -30,9 +30,8 @@ def _within_reach(i: Any, j: Any) -> Any:
 
 _OFFSETS = np.array([-10, 70], np.int32)
 _POSITIONS = np.random.default_rng(5).permutation(300)[None, :80].astype(np.int32)
+_SCATTERED = np.random.default_rng(6).permutation(300)[None, :] - 50
 _LENGTHS, _STARTS = np.array([79, 37], np.int32), np.array([0, 20], np.int32)
-_PLACED = ("q_offset by batch", "positions of rows bf16", "places with everything", "varlen of other keys")
-_PLACED = (*_PLACED, "varlen window top-left bf16", "alibi of rows with positions", "alibi varlen bf16")
 _SLOPES = np.array([0.5, 0.25, 0.0625, 0.01], np.float32)
 _SELF = ([(30, 45, 25)], [(30, 45, 25)])
 
@@ -119,6 +118,30 @@ CASES = (
         window=(60, 0),
         q_offset=_POSITIONS,
         alibi_slopes=_SLOPES,
+    ),
+    attention_case(
+        "alibi decode by batch",
+        batch=2,
+        heads=(4, 2),
+        length=(3, 150),
+        causal=True,
+        q_offset=_OFFSETS,
+        bias=(2, 1, 1, 150),
+        softcap=2.0,
+        bias_after_softcap=True,
+        alibi_slopes=_SLOPES,
+        return_lse=True,
+    ),
+    attention_case(
+        "alibi f64 of rows with positions",
+        heads=(2, 1),
+        length=(63, 100),
+        dim=16,
+        dtype="float64",
+        window=(30, 10),
+        q_offset=_SCATTERED[:, :63].astype(np.int32),
+        alibi_slopes=_SLOPES[:2],
+        segments=([(30, 33)], [(60, 40)]),
     ),
     attention_case(
         "alibi window bf16",
@@ -246,6 +269,26 @@ CASES = (
         return_lse=True,
     ),
     attention_case("positions of rows bf16", length=(80, 300), window=(50, 9), q_offset=_POSITIONS, dtype="bfloat16"),
+    attention_case(
+        "positions of many rows",
+        heads=(2, 1),
+        length=(300, 200),
+        dim=32,
+        causal=True,
+        window=(70, 0),
+        mask=(1, 1, 1, 200),
+        q_offset=_SCATTERED.astype(np.int32),
+        return_lse=True,
+    ),
+    attention_case(
+        "positions and blocks",
+        heads=(2, 1),
+        length=(100, 150),
+        causal=True,
+        q_offset=_SCATTERED[:, :100].astype(np.int32),
+        block_mask=_blocks(3, 4),
+        block_size=(40, 48),
+    ),
     attention_case("lengths and left padding", batch=2, length=80, kv_lens=_LENGTHS, kv_starts=_STARTS, causal=True),
     attention_case(
         "places with everything",
@@ -342,17 +385,15 @@ FACTS = Facts(
     declines={
         "native_cpu": {
             "no keys": "an axis is empty",
-            **dict.fromkeys(("alibi two-sided", "alibi window bf16"), "`alibi_slopes` without `causal`"),
-            **dict.fromkeys(_PLACED, "positions of their own"),
-            **dict.fromkeys(("bias after softcap", "bias by key after softcap bf16"), "`bias_after_softcap`"),
         },
         "pallas_tpu": {
             "full f16": "float16",
-            "full f64": "float64",
+            **dict.fromkeys(("full f64", "alibi f64 of rows with positions"), "float64"),
             "no keys": "empty",
         },
         "triton": {
-            "full f64": "`query` is float64",
+            **dict.fromkeys(("full f64", "alibi f64 of rows with positions"), "`query` is float64"),
+            "positions and blocks": "next to a block mask",
             "head dim 2000": "heads of 2000",
             "no keys": "an axis is empty",
         },

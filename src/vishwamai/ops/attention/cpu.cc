@@ -35,15 +35,16 @@ using Patterns = ffi::Span<const int8_t>;
 
 struct Options {
   double scale, softcap, keep_scale;
-  int64_t low, high, dropout_threshold, parts;
+  int64_t low, high, origin, dropout_threshold, parts;
+  bool bias_last;
   Numbers blocks;  // of the block mask: heads, q_blocks, kv_blocks, block_q, block_kv; empty without one
   Codes codes;
   Patterns patterns;
 };
 
 bool read(const Buffer& query, const Buffer& key, const Buffer& value, const Buffer& bias, const Buffer& mask,
-          const Buffer& q_segments, const Buffer& kv_segments, const Buffer& sinks, const Buffer& seed, const Options& o,
-          AttentionArgs* a) {
+          const Buffer& q_segments, const Buffer& kv_segments, const Buffer& sinks, const Buffer& seed,
+          const Buffer& positions, const Buffer& slopes, const Options& o, AttentionArgs* a) {
   *a = AttentionArgs{};
   const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions();
   if (q.size() != 4 || k.size() != 4 || v.size() != 4 || !storage_of(query, &a->storage)) return false;
@@ -57,6 +58,9 @@ bool read(const Buffer& query, const Buffer& key, const Buffer& value, const Buf
   if ((a->q_segments = optional<int32_t>(q_segments)) != nullptr) a->q_segments_stride = batch_stride(q_segments);
   if ((a->kv_segments = optional<int32_t>(kv_segments)) != nullptr) a->kv_segments_stride = batch_stride(kv_segments);
   if ((a->sinks = optional(sinks)) != nullptr) a->sinks_stride = batch_stride(sinks);
+  if ((a->positions = optional<int32_t>(positions)) != nullptr) a->positions_stride = batch_stride(positions);
+  if ((a->slopes = optional(slopes)) != nullptr) a->slopes_stride = batch_stride(slopes);
+  a->origin = o.origin, a->bias_last = o.bias_last;
   a->dropout_seed = optional<uint32_t>(seed);
   a->dropout_threshold = static_cast<uint32_t>(o.dropout_threshold), a->keep_scale = o.keep_scale;
   if (o.codes.size() != 0) {
@@ -68,13 +72,13 @@ bool read(const Buffer& query, const Buffer& key, const Buffer& value, const Buf
 }
 
 ffi::Error forward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value, Buffer bias, Buffer mask,
-                   Buffer q_segments, Buffer kv_segments, Buffer sinks, Buffer seed, Result out,
-                   Result logsumexp, double scale, double softcap, int64_t low, int64_t high, int64_t dropout_threshold,
-                   double keep_scale, int64_t parts, Numbers blocks,
-                   Codes codes, Patterns patterns, bool decode) {
+                   Buffer q_segments, Buffer kv_segments, Buffer sinks, Buffer seed, Buffer positions,
+                   Buffer slopes, Result out, Result logsumexp, double scale, double softcap, int64_t low, int64_t high,
+                   int64_t origin, int64_t dropout_threshold, double keep_scale, int64_t parts, bool bias_last,
+                   Numbers blocks, Codes codes, Patterns patterns, bool decode) {
   AttentionArgs a;
-  const Options options{scale, softcap, keep_scale, low, high, dropout_threshold, parts, blocks, codes, patterns};
-  if (!read(query, key, value, bias, mask, q_segments, kv_segments, sinks, seed, options, &a)) {
+  const Options options{scale, softcap, keep_scale, low, high, origin, dropout_threshold, parts, bias_last, blocks, codes, patterns};
+  if (!read(query, key, value, bias, mask, q_segments, kv_segments, sinks, seed, positions, slopes, options, &a)) {
     return invalid("attention_forward: query, key and value must be [batch, heads, length, dim], a block mask [heads or 1, blocks, blocks]");
   }
   a.out = out->untyped_data();
@@ -87,13 +91,14 @@ ffi::Error forward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value,
 }
 
 ffi::Error backward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value, Buffer bias, Buffer mask,
-                    Buffer q_segments, Buffer kv_segments, Buffer sinks, Buffer seed, Buffer out, Buffer logsumexp,
-                    Buffer dout, Buffer dlogsumexp, Result dquery, Result dkey, Result dvalue, double scale,
-                    double softcap, int64_t low, int64_t high, int64_t dropout_threshold, double keep_scale,
-                    int64_t parts, Numbers blocks, Codes codes, Patterns patterns) {
+                    Buffer q_segments, Buffer kv_segments, Buffer sinks, Buffer seed, Buffer positions,
+                    Buffer slopes, Buffer out, Buffer logsumexp, Buffer dout, Buffer dlogsumexp, Result dquery,
+                    Result dkey, Result dvalue, double scale, double softcap, int64_t low, int64_t high, int64_t origin,
+                    int64_t dropout_threshold, double keep_scale, int64_t parts, bool bias_last, Numbers blocks,
+                    Codes codes, Patterns patterns) {
   AttentionArgs a;
-  const Options options{scale, softcap, keep_scale, low, high, dropout_threshold, parts, blocks, codes, patterns};
-  if (!read(query, key, value, bias, mask, q_segments, kv_segments, sinks, seed, options, &a)) {
+  const Options options{scale, softcap, keep_scale, low, high, origin, dropout_threshold, parts, bias_last, blocks, codes, patterns};
+  if (!read(query, key, value, bias, mask, q_segments, kv_segments, sinks, seed, positions, slopes, options, &a)) {
     return invalid("attention_backward: query, key and value must be [batch, heads, length, dim], a block mask [heads or 1, blocks, blocks]");
   }
   a.out = out.untyped_data(), a.logsumexp = logsumexp.untyped_data(), a.dout = dout.untyped_data();
@@ -104,12 +109,14 @@ ffi::Error backward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value
 }
 
 ffi::Error bias_gradient(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value, Buffer bias, Buffer mask,
-                         Buffer q_segments, Buffer kv_segments, Buffer sinks, Buffer seed, Buffer out,
-                         Buffer logsumexp, Buffer dout, Buffer dlogsumexp, Result dbias, double scale, double softcap,
-                         int64_t low, int64_t high, int64_t dropout_threshold, double keep_scale, int64_t parts, Numbers blocks, Codes codes, Patterns patterns) {
+                         Buffer q_segments, Buffer kv_segments, Buffer sinks, Buffer seed, Buffer positions,
+                         Buffer slopes, Buffer out, Buffer logsumexp, Buffer dout, Buffer dlogsumexp, Result dbias,
+                         double scale, double softcap, int64_t low, int64_t high, int64_t origin,
+                         int64_t dropout_threshold, double keep_scale, int64_t parts, bool bias_last, Numbers blocks,
+                         Codes codes, Patterns patterns) {
   AttentionArgs a;
-  const Options options{scale, softcap, keep_scale, low, high, dropout_threshold, parts, blocks, codes, patterns};
-  if (!read(query, key, value, bias, mask, q_segments, kv_segments, sinks, seed, options, &a)) {
+  const Options options{scale, softcap, keep_scale, low, high, origin, dropout_threshold, parts, bias_last, blocks, codes, patterns};
+  if (!read(query, key, value, bias, mask, q_segments, kv_segments, sinks, seed, positions, slopes, options, &a)) {
     return invalid("attention_bias_gradient: query, key and value must be [batch, heads, length, dim], a block mask [heads or 1, blocks, blocks]");
   }
   a.out = out.untyped_data(), a.logsumexp = logsumexp.untyped_data(), a.dout = dout.untyped_data();
@@ -121,7 +128,7 @@ ffi::Error bias_gradient(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer 
   return ffi::Error::Success();
 }
 
-// The nine operands that all handlers begin with, and the options that they end with.
+// The eleven operands that all handlers begin with, and the options that they end with.
 auto operands() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
@@ -133,7 +140,9 @@ auto operands() {
       .Arg<Buffer>()   // q_segment_ids
       .Arg<Buffer>()   // kv_segment_ids
       .Arg<Buffer>()   // sinks
-      .Arg<Buffer>();  // dropout_seed
+      .Arg<Buffer>()   // dropout_seed
+      .Arg<Buffer>()   // q_positions
+      .Arg<Buffer>();  // slopes
 }
 template <class Binding>
 auto options(Binding&& binding) {
@@ -142,9 +151,11 @@ auto options(Binding&& binding) {
       .template Attr<double>("softcap")
       .template Attr<int64_t>("low")
       .template Attr<int64_t>("high")
+      .template Attr<int64_t>("origin")
       .template Attr<int64_t>("dropout_threshold")
       .template Attr<double>("keep_scale")
       .template Attr<int64_t>("parts")
+      .template Attr<bool>("bias_last")
       .template Attr<Numbers>("blocks")
       .template Attr<Codes>("codes")
       .template Attr<Patterns>("patterns");

@@ -12,8 +12,6 @@ import numpy as np
 from vishwamai.core import dropout, ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
-from vishwamai.ops.attention.alibi import by_key
-from vishwamai.ops.attention.masks import within_reach
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 _NATIVE = ("float32", "bfloat16", "float64")
@@ -27,13 +25,6 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
     for name in ("query", "key", "value"):
         if getattr(o, name).dtype.name not in (*_NATIVE, "float16"):
             return f"`{name}` is {getattr(o, name).dtype.name}; the CPU kernel takes {', '.join(_NATIVE)} and float16."
-    if o.q_positions is not None and _query_rows(spec) > _DECODE_ROWS:
-        return (
-            "rows have positions of their own (`q_offset` is an array); the CPU kernel, which then reads every key, "
-            f"takes {_DECODE_ROWS} of them for a kv head."
-        )
-    if spec.bias_after_softcap:
-        return "`bias_after_softcap`; the CPU kernel caps the bias with the logits."
     if min(spec.qk_dim, spec.v_dim, spec.kv_len, spec.q_len, spec.batch, spec.q_heads) == 0:
         return "an axis is empty."
     if spec.blocks is not None and spec.blocks.heads not in (1, spec.q_heads):
@@ -62,19 +53,17 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def _native_operands(spec: AttentionSpec, operands: Operands) -> tuple[Any, ...]:
-    """The arguments of the native functions: every operand but the positions of rows."""
+    """The arguments of the native functions: every operand."""
     storage = _storage(spec)
     accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
     cast = {name: _cast(getattr(operands, name), storage) for name in ("query", "key", "value")}
-    cast |= {name: _cast(getattr(operands, name), accumulator) for name in ("bias", "sinks")}
-    if operands.q_positions is not None:
-        near = within_reach(spec, operands.q_positions[:, None, :, None], jnp.arange(spec.kv_len))
-        cast["mask"] = near if operands.mask is None else near & operands.mask
-    return operands._replace(**cast)[: Operands._fields.index("q_positions")]
+    cast |= {name: _cast(getattr(operands, name), accumulator) for name in ("bias", "sinks", "slopes")}
+    return operands._replace(**cast)
 
 
 def _attributes(spec: AttentionSpec) -> dict[str, Any]:
-    low, high = spec.band
+    placed = spec.operands.q_positions is not None
+    low, high = spec.reach if placed else spec.band
     blocks, codes, patterns = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int8)
     if spec.blocks is not None:  # attributes, not operands: a constant would be an operand too many for the partitioner
         blocks = np.array([*spec.blocks.codes.shape, *spec.blocks.block_size], np.int64)
@@ -87,9 +76,11 @@ def _attributes(spec: AttentionSpec) -> dict[str, Any]:
         "softcap": np.float64(spec.softcap or 0.0),
         "low": np.int64(-_UNBOUNDED if low is None else low),
         "high": np.int64(_UNBOUNDED if high is None else high),
+        "origin": np.int64(0 if placed else spec.causal_offset),
         "dropout_threshold": np.int64(dropout.threshold(spec.dropout_rate)),
         "keep_scale": np.float64(1.0 / (1.0 - spec.dropout_rate)),
         "parts": np.int64({"high": 2}.get(spec.precision, 3)),
+        "bias_last": spec.bias_after_softcap,
     }
 
 
@@ -150,6 +141,7 @@ def backward(
         dvalue.astype(operands.value.dtype),
         bias=dbias,
         sinks=dsinks,
+        slopes=None if operands.slopes is None else jnp.zeros_like(operands.slopes),
     )
 
 
@@ -166,4 +158,4 @@ def _sink_gradient(operands: Operands, outputs: Outputs, logsumexp: Any, cotange
     return gradient if operands.sinks.shape[0] > 1 else jnp.sum(gradient, axis=0, keepdims=True)
 
 
-NATIVE = by_key(Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes))
+NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)

@@ -23,7 +23,9 @@ struct AttentionArgs {
   int64_t batch, q_heads, kv_heads, q_len, kv_len, qk_dim, v_dim;
   double scale;
   double softcap;     // 0: none
-  int64_t low, high;  // query i sees keys i + low ... i + high, both well inside int64
+  int64_t low, high;  // a query at place p sees keys p + low ... p + high, both well inside int64
+  const int32_t* positions;  // [batch or 1, q_len]: the places of the queries; null: query i is at place i
+  int64_t positions_stride;  // over the batch
   const void *query, *key, *value;
   const void* bias;  // T, strides in elements over (batch, head, query, key), 0 where shared
   int64_t bias_strides[4];
@@ -31,6 +33,9 @@ struct AttentionArgs {
   int64_t mask_strides[4];
   const int32_t *q_segments, *kv_segments;
   int64_t q_segments_stride, kv_segments_stride;  // over the batch
+  bool bias_last;  // the bias is added after the soft-cap
+  const void* slopes;  // T [batch or 1, q_heads]: ALiBi's, after the soft-cap, of the distance from key p + origin
+  int64_t slopes_stride, origin;
   const void* sinks;                              // T [batch or 1, q_heads]
   int64_t sinks_stride;
   const uint32_t* dropout_seed;  // [batch, q_heads, 2]

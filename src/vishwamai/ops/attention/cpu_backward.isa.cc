@@ -45,8 +45,8 @@ struct Backward : ScoreGradients<S, E> {
         const uint32_t* seed = a.dropout_seed ? a.dropout_seed + (b * a.q_heads + q_head) * 2 : nullptr;
         for (int64_t q_block = range.begin / kQueries; q_block * kQueries < range.end; ++q_block) {
           const int64_t q0 = q_block * kQueries, q1 = least(a.q_len, q0 + kQueries);
-          SegmentSpan spans[kQueries / C];
-          if (a.q_segments) spans_of(a.q_segments + b * a.q_segments_stride, q0, q1, C, spans);
+          typename Base::Spans spans;
+          this->look_up_spans(b, q0, q1, &spans);
           if (seed) for (int64_t i = 0; i < kQueries; ++i) w.row_hashes[i] = row_hash(seed[0], q0 + i);
           uint64_t computed[kPanels] = {};  // the columns that each panel of keys has scores for, C to a bit
           for (int64_t k = k0; k < k1; k += kPanelRows) {

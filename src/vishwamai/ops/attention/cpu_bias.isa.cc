@@ -35,8 +35,8 @@ struct BiasGradient : ScoreGradients<S, E> {
         const uint32_t* seed = a.dropout_seed ? a.dropout_seed + (b * a.q_heads + h) * 2 : nullptr;
         for (int64_t q_block = range.begin / kQueries; q_block * kQueries < range.end; ++q_block) {
           const int64_t q0 = q_block * kQueries, q1 = least(a.q_len, q0 + kQueries);
-          SegmentSpan spans[kQueries / C];
-          if (a.q_segments) spans_of(a.q_segments + b * a.q_segments_stride, q0, q1, C, spans);
+          typename Base::Spans spans;
+          this->look_up_spans(b, q0, q1, &spans);
           statistics(b, h, q0, q0 + kQueries, sums, delta);
           pack_by_feature(b, h, q_block, queries, douts);
           if (seed) for (int64_t i = 0; i < kQueries; ++i) w.row_hashes[i] = row_hash(seed[0], q0 + i);

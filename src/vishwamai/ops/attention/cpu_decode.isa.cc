@@ -45,6 +45,10 @@ struct Decode {
       memset(result + r * part_stride, 0, sizeof(T) * static_cast<size_t>(part_stride));
       result[r * part_stride + out_stride] = static_cast<T>(-kInfinity);
     }
+    // Of the keys that a row of any batch element sees, those that one of this element's sees.
+    const Places places = places_of(a, b, 0, a.q_len);
+    const Range mine = keys_of(a, places.first, places.last);
+    begin = greatest(begin, mine.begin), end = least(end, mine.end);
     const S* key = static_cast<const S*>(a.key) + (b * a.kv_heads + h) * a.kv_len * a.qk_dim;
     const S* value = static_cast<const S*>(a.value) + (b * a.kv_heads + h) * a.kv_len * a.v_dim;
     const T unit_scale = Exp::kPerNat * static_cast<T>(modified ? 1.0 : a.scale);
@@ -62,7 +66,8 @@ struct Decode {
       products.scores(keys[now], 0, n, query, p, ahead);
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t head = h * group + r / a.q_len, row = r % a.q_len;
-        const Range own = keys_of(a, row, row);
+        const int64_t place = place_of(a, b, row);
+        const Range own = keys_of(a, place, place);
         const int seen_begin = static_cast<int>(least<int64_t>(n, greatest<int64_t>(own.begin - k0, 0)));
         const int seen_end = static_cast<int>(least<int64_t>(own.end - k0, n));
         T* s = p + r * kBlock;
@@ -156,7 +161,12 @@ struct Decode {
   }
 
   void run(const Threads& threads) const {
-    const Range all = keys_of(a, 0, a.q_len - 1);
+    Places everywhere = places_of(a, 0, 0, a.q_len);
+    for (int64_t b = 1; b < a.batch && a.positions_stride != 0; ++b) {
+      const Places more = places_of(a, b, 0, a.q_len);
+      everywhere = {least(everywhere.first, more.first), greatest(everywhere.last, more.last)};
+    }
+    const Range all = keys_of(a, everywhere.first, everywhere.last);
     const int64_t heads = a.batch * a.kv_heads, keys = greatest<int64_t>(0, all.end - all.begin);
     const int64_t wanted = ceil_div<int64_t>(4 * threads.count, heads);
     const int64_t each = round_up<int64_t>(greatest<int64_t>(ceil_div(keys, wanted), 4 * kBlock), kBlock);

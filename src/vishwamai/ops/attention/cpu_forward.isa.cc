@@ -32,7 +32,7 @@ struct Forward {
   // A mask that is the same for all queries (padding) and no other change to the scores: whole columns without a
   // visible key are skipped, and the others' mask is applied while the exponentials are taken. A dropout's variant of
   // that is not compiled.
-  const bool by_key = a.mask && a.mask_strides[2] == 0 && !a.bias && !a.q_segments && a.softcap == 0 && a.scale > 0 && !a.dropout_seed;
+  const bool by_key = a.mask && a.mask_strides[2] == 0 && !a.bias && !a.slopes && !a.q_segments && a.softcap == 0 && a.scale > 0 && !a.dropout_seed;
   const bool modified = Scores<T>::needed(a, by_key);
 
   // Packs one block of keys of kv head g = b * kv_heads + h. Values that are infinite or NaN are packed as 0 and
@@ -231,7 +231,8 @@ struct Forward {
     const int32_t* q_segments = a.q_segments ? a.q_segments + b * a.q_segments_stride : nullptr;
     const int32_t* kv_segments = a.kv_segments ? a.kv_segments + b * a.kv_segments_stride : nullptr;
 
-    const Range all = keys_of(a, q_begin, q_end - 1);
+    const Places everywhere = places_of(a, b, q_begin, q_end);
+    const Range all = keys_of(a, everywhere.first, everywhere.last);
     for (int64_t k0 = all.begin / kBlockKeys * kBlockKeys; k0 < all.end; k0 += kBlockKeys) {
       const int64_t k1 = least(a.kv_len, k0 + kBlockKeys);
       if (dropped) for (int64_t k = k0; k < k1; ++k) column_hashes[k - k0] = column_hash(seed[1], k);
@@ -243,7 +244,8 @@ struct Forward {
       for (int64_t i = 0; i < panels; ++i) {
         const int64_t first = q_begin + i * kPanelRows;
         const int rows = static_cast<int>(least<int64_t>(kPanelRows, q_end - first));
-        Range range = keys_of(a, first, first + rows - 1);
+        const Places places = places_of(a, b, first, first + rows);
+        Range range = keys_of(a, places.first, places.last);
         range = {greatest(range.begin, k0), least(range.end, k1)};
         if (range.empty()) continue;
         Runs runs{Runs::of(range.begin - k0, range.end - k0, C), C};
@@ -258,14 +260,15 @@ struct Forward {
           const bool hidden = blocks.codes && !blocks.whole(first, first + rows, k0 + begin, least<int64_t>(k1, k0 + end));
           Rows state{m + i * kPanelRows, l + i * kPanelRows * W, out + i * kPanelRows * out_stride, ((started >> i) & 1) != 0};
           const int all_end = static_cast<int>(least<int64_t>(end, k1 - k0));
-          const Range narrow{greatest(keys_of(a, first + rows - 1, first + rows - 1).begin - k0, int64_t{begin}), least(keys_of(a, first, first).end - k0, int64_t{all_end})};
+          const Range narrow{greatest(keys_of(a, places.last, places.last).begin - k0, int64_t{begin}), least(keys_of(a, places.first, places.first).end - k0, int64_t{all_end})};
           // for all rows
           const bool alike = !modified && !hidden && !dropped && narrow.begin == begin && narrow.end == all_end;
           if (alike && by_key) soften_alike<true>(s, rows, begin, end, all_end, unit_scale, shown, p, state);
           else if (alike) soften_alike<false>(s, rows, begin, end, all_end, unit_scale, nullptr, p, state);
           else for (int r = 0; r < rows; ++r) {
             T* row = s + r * kScoreStride;
-            const Range own = keys_of(a, first + r, first + r);
+            const int64_t place = place_of(a, b, first + r);
+            const Range own = keys_of(a, place, place);
             const int seen_begin = static_cast<int>(greatest<int64_t>(own.begin - k0, begin));
             const int seen_end = static_cast<int>(least<int64_t>(own.end - k0, least<int64_t>(end, k1 - k0)));
             if (modified && seen_begin < seen_end) scores.apply(row + seen_begin, first + r, k0 + seen_begin, seen_end - seen_begin);

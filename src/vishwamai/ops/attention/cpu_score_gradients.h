@@ -29,7 +29,7 @@ struct ScoreGradients {
   // A mask that is the same for all queries (padding): a key is hidden as a whole, and panels without a visible one are
   // skipped.
   const bool by_key = a.mask && a.mask_strides[2] == 0;
-  const bool modified = Scores<T>::needed(a, by_key);
+  const bool modified = Scores<T>::needed(a, by_key) || a.positions;
 
   // One query head, packed: as the right operand of products over features, and of products over queries.
   struct Head {
@@ -116,13 +116,13 @@ struct ScoreGradients {
     T *products, *dprobabilities;             // [32, kStride]
     T* dscores;                               // [kKeys, kStride]
     Packed *p, *ds;                           // one panel each: P^T and dS^T
-    T* keep;
+    T *keep, *steep;  // of one key: the dropout's factors, the derivatives of the soft-cap
     uint32_t* row_hashes;
   };
   size_t work_size() const {
     return Scratch::size<Packed>(kPanels * E::a_elements(a.qk_dim)) + Scratch::size<Packed>(kPanels * E::a_elements(a.v_dim)) +
            Scratch::size<Packed>(dq_rows / kPanelRows * E::a_elements(kKeys)) + 2 * Scratch::size<T>(kPanelRows * kStride) +
-           Scratch::size<T>(kKeys * kStride) + 2 * Scratch::size<Packed>(E::a_elements(kQueries)) + Scratch::size<T>(kQueries) +
+           Scratch::size<T>(kKeys * kStride) + 2 * Scratch::size<Packed>(E::a_elements(kQueries)) + 2 * Scratch::size<T>(kQueries) +
            Scratch::size<uint32_t>(kQueries);
   }
   Work take_work(Scratch& scratch) const {
@@ -136,6 +136,7 @@ struct ScoreGradients {
     w.p = scratch.take<Packed>(E::a_elements(kQueries));
     w.ds = scratch.take<Packed>(E::a_elements(kQueries));
     w.keep = scratch.take<T>(kQueries);
+    w.steep = scratch.take<T>(kQueries);
     w.row_hashes = scratch.take<uint32_t>(kQueries);
     return w;
   }
@@ -179,18 +180,27 @@ struct ScoreGradients {
     return live;
   }
 
-  // Which columns of the query block from q0 on the masks leave to the 32 keys from `key` on, C to a bit; `spans`: the
-  // queries' segments.
-  uint64_t columns_of(const Blocks& blocks, int64_t b, int64_t key, int rows, int64_t q0, const SegmentSpan* spans) const {
+  // Of the queries of a block, C to a span.
+  struct Spans {
+    SegmentSpan segments[kQueries / C], places[kQueries / C];
+  };
+  void look_up_spans(int64_t b, int64_t q0, int64_t q1, Spans* spans) const {
+    if (a.q_segments) spans_of(a.q_segments + b * a.q_segments_stride, q0, q1, C, spans->segments);
+    if (a.positions) spans_of(a.positions + b * a.positions_stride, q0, q1, C, spans->places);
+  }
+
+  // Which columns of the query block from q0 on the masks leave to the 32 keys from `key` on, C to a bit.
+  uint64_t columns_of(const Blocks& blocks, int64_t b, int64_t key, int rows, int64_t q0, const Spans& spans) const {
     const Range range = queries_of(a, key, key + rows - 1);
     uint64_t bits = Runs::of(greatest(range.begin, q0) - q0, least(range.end, q0 + kQueries) - q0, C);
-    if (a.q_segments) bits = meeting(bits, spans, span_of(a.kv_segments + b * a.kv_segments_stride, key, key + rows));
+    if (a.positions) bits = meeting(bits, spans.places, places_that_see(a, key, key + rows - 1));
+    if (a.q_segments) bits = meeting(bits, spans.segments, span_of(a.kv_segments + b * a.kv_segments_stride, key, key + rows));
     return bits && blocks.codes ? bits & blocks.live_queries(key, key + rows, q0, least(a.q_len, q0 + kQueries), C) : bits;
   }
 
   // P^T and dS^T of the 32 keys from `key` on against columns [begin, end) of the query block from q0 on.
   // `p` and `ds` of w are written from column 0 on, dscores (the panel's rows) in place. `shown`: of the panel's keys,
-  // with by_key.
+  // with by_key. Without kOperands the gradients are those of the bias.
   template <bool kOperands>
   void panel(const Scores<T>& scores, const Blocks& blocks, const uint8_t* shown, const uint32_t* seed, int64_t key, int rows, int64_t q0, int begin, int end,
              const Packed* keys, const Packed* values, const Packed* queries_by_feature, const Packed* douts_by_feature, const T* sums,
@@ -200,7 +210,8 @@ struct ScoreGradients {
       E::product(values, E::a_stride(a.v_dim), douts_by_feature + c / C * E::b_elements(a.v_dim), a.v_dim, rows, w.dprobabilities + c, kStride, false);
     }
     const V<T> unit_scale = splat(Exp::kPerNat * static_cast<T>(modified ? 1.0 : a.scale));
-    const T inverse_cap = a.softcap != 0 ? static_cast<T>(1 / a.softcap) : T(0);
+    // The gradient of a bias that is added after the soft-cap is that of the logits.
+    const bool capped = a.softcap != 0 && (kOperands || !a.bias_last);
     const bool hidden = blocks.codes && !blocks.whole(q0 + begin, least(a.q_len, q0 + end), key, key + rows);
     for (int r = 0; r < rows; ++r) {
       T *s = w.products + r * kStride, *dp = w.dprobabilities + r * kStride, *ds = dscores + r * kStride;
@@ -208,7 +219,7 @@ struct ScoreGradients {
       own = {greatest(own.begin, q0 + begin), least(own.end, q0 + end)};
       int seen_begin = static_cast<int>(own.begin - q0), seen_end = static_cast<int>(own.end - q0);
       if (seen_begin >= seen_end || (by_key && !shown[r])) seen_begin = seen_end = begin;
-      if (modified && seen_begin < seen_end) scores.apply(s + seen_begin, key + r, q0 + seen_begin, seen_end - seen_begin);
+      if (modified && seen_begin < seen_end) scores.apply(s + seen_begin, key + r, q0 + seen_begin, seen_end - seen_begin, w.steep + seen_begin);
       if (hidden && seen_begin < seen_end) blocks.hide_queries(s + seen_begin, key + r, q0 + seen_begin, seen_end - seen_begin);
       fill(s, begin, seen_begin, static_cast<T>(-kInfinity));
       fill(s, seen_end, end, static_cast<T>(-kInfinity));
@@ -224,7 +235,7 @@ struct ScoreGradients {
           kept *= keep;
         }
         g = p * (d - load(delta + i));
-        if (inverse_cap != 0) g *= T(1) - (logit * inverse_cap) * (logit * inverse_cap);
+        if (capped) g *= load(w.steep + i);
         g = p > T(0) ? g : (p == T(0) ? V<T>{} : p);  // exactly zero where masked; a NaN goes through
         p = kept;
       };

@@ -20,9 +20,13 @@ struct Scores {
   const uint8_t* mask;
   int64_t mask_major, mask_minor;
   const int32_t *major_segments, *minor_segments;
+  const bool transposed, bias_last;
+  const int32_t* positions;  // the places of the queries
+  T slope;
+  int64_t origin, low, high;
 
   // Of one (batch, query head); `transposed`: the major index is the key; `apart`: the mask is left to the caller.
-  Scores(const AttentionArgs& a, int64_t b, int64_t h, bool transposed, bool apart = false) {
+  Scores(const AttentionArgs& a, int64_t b, int64_t h, bool transposed, bool apart = false) : transposed(transposed), bias_last(a.bias_last) {
     scale = static_cast<T>(a.scale), softcap = static_cast<T>(a.softcap);
     bias = a.bias ? static_cast<const T*>(a.bias) + b * a.bias_strides[0] + h * a.bias_strides[1] : nullptr;
     mask = a.mask && !apart ? a.mask + b * a.mask_strides[0] + h * a.mask_strides[1] : nullptr;
@@ -32,16 +36,21 @@ struct Scores {
     const int32_t* q = a.q_segments ? a.q_segments + b * a.q_segments_stride : nullptr;
     const int32_t* kv = a.kv_segments ? a.kv_segments + b * a.kv_segments_stride : nullptr;
     major_segments = transposed ? kv : q, minor_segments = transposed ? q : kv;
+    positions = a.positions ? a.positions + b * a.positions_stride : nullptr;
+    slope = a.slopes ? static_cast<const T*>(a.slopes)[b * a.slopes_stride + h] : T(0);
+    origin = a.origin;
+    low = greatest<int64_t>(a.low, INT32_MIN), high = least<int64_t>(a.high, INT32_MAX);
   }
 
   // Whether anything but a positive scale, the band and a mask that `apart` is left to the caller stands between
   // products and logits.
   static bool needed(const AttentionArgs& a, bool apart = false) {
-    return a.bias || (a.mask && !apart) || a.q_segments || a.softcap != 0 || !(a.scale > 0);
+    return a.bias || a.slopes || (a.mask && !apart) || a.q_segments || a.softcap != 0 || !(a.scale > 0);
   }
 
-  // s[i] = logit of (major, minor + i) from the product q.k in s[i], -infinity where masked, for i < n.
-  void apply(T* s, int64_t major, int64_t minor, int n) const {
+  // s[i] = logit of (major, minor + i) from the product q.k in s[i], -infinity where masked, for i < n. The band is left
+  // to the caller, unless queries with positions of their own run; `steep[i]` is the derivative of the soft-cap.
+  void apply(T* s, int64_t major, int64_t minor, int n, T* steep = nullptr) const {
     constexpr int W = lanes<T>;
     const T* bias_row = bias ? bias + major * bias_major + minor * bias_minor : nullptr;
     const uint8_t* mask_row = mask ? mask + major * mask_major + minor * mask_minor : nullptr;
@@ -49,8 +58,17 @@ struct Scores {
     for (int i = 0; i < n; i += W) {
       const int count = least(W, n - i);
       V<T> x = load(s + i, count) * scale;
-      if (bias_row) x += strided(bias_row + i * bias_minor, bias_minor, count);
-      if (softcap != 0) x = tanh<T>(x / softcap) * softcap;
+      if (bias_row && !bias_last) x += strided(bias_row + i * bias_minor, bias_minor, count);
+      if (softcap != 0) {
+        const V<T> bounded = tanh<T>(x / softcap);
+        if (steep) store(steep + i, T(1) - bounded * bounded, count);
+        x = bounded * softcap;
+      }
+      if (bias_row && bias_last) x += strided(bias_row + i * bias_minor, bias_minor, count);
+      if (slope != 0) {
+        const V<T> away = distances(major, minor + i, count);
+        x -= maximum(away, -away) * slope;
+      }
       if (mask_row) {
         uint8_t some[W] = {};
         const uint8_t* bytes = mask_row + i;
@@ -61,22 +79,39 @@ struct Scores {
         x = load_bools<T>(bytes) ? x : none;
       }
       if (minor_segments) {
-        const int32_t own = major_segments[major], *other = minor_segments + minor + i;
-        if constexpr (sizeof(T) == sizeof(int32_t)) {
-          if (count == W) {
-            store(s + i, load(other) == own ? x : none);
-            continue;
-          }
-        }
-        uint8_t same[W];
-        for (int j = 0; j < W; ++j) same[j] = j < count && other[j] == own;
-        x = load_bools<T>(same) ? x : none;
+        const int32_t own = major_segments[major];
+        x = shown(minor_segments + minor + i, count, [own](auto other) { return other == own; }) ? x : none;
+      }
+      if (transposed && positions) {
+        const int32_t key = static_cast<int32_t>(major), from = static_cast<int32_t>(low), to = static_cast<int32_t>(high);
+        x = shown(positions + minor + i, count, [=](auto place) { return (key - place >= from) & (key - place <= to); }) ? x : none;
       }
       store(s + i, x, count);
     }
   }
 
  private:
+  // Which of the next `count` lanes pass a test of their integers.
+  template <class Test>
+  static VISHWAMAI_INLINE Mask<T> shown(const int32_t* p, int count, Test test) {
+    constexpr int W = lanes<T>;
+    if constexpr (sizeof(T) == sizeof(int32_t)) {
+      if (count == W) return test(load(p));
+    }
+    uint8_t some[W];
+    for (int j = 0; j < W; ++j) some[j] = j < count && test(p[j]);
+    return load_bools<T>(some);
+  }
+  // From the key that a query stands at to the key, or the other way round.
+  VISHWAMAI_INLINE V<T> distances(int64_t major, int64_t minor, int count) const {
+    if (transposed && positions) {
+      T some[lanes<T>] = {};
+      for (int j = 0; j < count; ++j) some[j] = static_cast<T>(positions[minor + j] + origin - major);
+      return load(some);
+    }
+    const int64_t first = transposed ? minor + origin - major : minor - origin - (positions ? positions[major] : major);
+    return iota<T>() + static_cast<T>(first);
+  }
   static VISHWAMAI_INLINE V<T> strided(const T* p, int64_t stride, int count) {
     if (stride == 1) return load(p, count);
     if (stride == 0) return splat(*p);
@@ -148,10 +183,13 @@ struct Range {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
 };
-VISHWAMAI_INLINE Range keys_of(const AttentionArgs& a, int64_t first_row, int64_t last_row) {
-  return {greatest<int64_t>(0, first_row + a.low), least(a.kv_len, last_row + a.high + 1)};
+// Keys that queries see at any of the places first ... last.
+VISHWAMAI_INLINE Range keys_of(const AttentionArgs& a, int64_t first, int64_t last) {
+  return {greatest<int64_t>(0, first + a.low), least(a.kv_len, last + a.high + 1)};
 }
+// Queries that may see one of the keys; all of them where they have positions of their own.
 VISHWAMAI_INLINE Range queries_of(const AttentionArgs& a, int64_t first_key, int64_t last_key) {
+  if (a.positions) return {0, a.q_len};
   return {greatest<int64_t>(0, first_key - a.high), least(a.q_len, last_key - a.low + 1)};
 }
 
@@ -172,6 +210,24 @@ inline SegmentSpan span_of(const int32_t* ids, int64_t begin, int64_t end) {
 inline void spans_of(const int32_t* ids, int64_t begin, int64_t end, int step, SegmentSpan* spans) {
   for (int64_t i = begin; i < end; i += step) *spans++ = span_of(ids, i, least(end, i + step));
 }
+
+// Where queries stand.
+struct Places {
+  int64_t first, last;
+};
+VISHWAMAI_INLINE int64_t place_of(const AttentionArgs& a, int64_t b, int64_t row) {
+  return a.positions ? a.positions[b * a.positions_stride + row] : row;
+}
+inline Places places_of(const AttentionArgs& a, int64_t b, int64_t begin, int64_t end) {
+  if (!a.positions) return {begin, end - 1};
+  const SegmentSpan span = span_of(a.positions + b * a.positions_stride, begin, end);
+  return {span.least_id, span.greatest_id};
+}
+// The places from which one of the keys is seen.
+inline SegmentSpan places_that_see(const AttentionArgs& a, int64_t first_key, int64_t last_key) {
+  return {static_cast<int32_t>(greatest<int64_t>(first_key - a.high, INT32_MIN)), static_cast<int32_t>(least<int64_t>(last_key - a.low, INT32_MAX))};
+}
+
 // `bits` without those whose span is disjoint from `own`.
 inline uint64_t meeting(uint64_t bits, const SegmentSpan* spans, const SegmentSpan& own) {
   for (uint64_t left = bits; left != 0; left &= left - 1) {

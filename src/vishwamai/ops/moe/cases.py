@@ -47,10 +47,11 @@ def _quantized(
     batch: tuple[int, ...] = (),
     matrix: tuple[int, int] = (256, 128),
     tiles: int | None = None,
+    sizes: Any = (20, 0, 41),
     **options: Any,
 ) -> Case:
-    """`tiles`: the call's block size, where that of the scales is `block_size`."""
-    (depth, columns), sizes = matrix, np.broadcast_to(np.array([20, 0, 41], np.int32), (*batch, 3))
+    """Three groups have a matrix. `tiles`: the call's block size, where that of the scales is `block_size`."""
+    (depth, columns), sizes = matrix, np.broadcast_to(np.array(sizes, np.int32), (*batch, len(sizes)))
     blocks = 1 if block_size is None else -(-depth // block_size)
     kind = ("int8", "integers") if FORMATS[format].power_of_two else ("float32", "positive")
     arrays = {
@@ -78,6 +79,8 @@ _CONTRACT = (
     *_QUANTIZED,
     _case("some of the groups", (100, 40), 24, [17, 0, 30, 0, 50, 3], group_offset=2, held=3),
     _case("no row of the groups there are", (40, 16), 20, [10, 0, 0, 30], group_offset=1, held=2),
+    _quantized("int8 weights of some of the groups", "int8", None, sizes=[9, 0, 20, 0, 21, 13], group_offset=2),
+    _quantized("mxfp4 weights of some of the groups", "mxfp4", 32, sizes=[30, 7, 0, 33], group_offset=1),
     _case("groups of any size float32", (100, 40), 24, [30, 0, 50, 7]),
     _case("groups of any size bfloat16", (100, 40), 24, [30, 0, 50, 7], "bfloat16"),
     _case("matrices copied ahead", (150, 128), 256, [40, 0, 1, 70, 20], "bfloat16"),
@@ -133,10 +136,8 @@ FACTS = Facts(
             "float64": "`lhs` is float64",
             "no rows": "an array is empty",
         },
-        "native_cpu": {case.name: "`rhs` is a QTensor" for case in _QUANTIZED},
+        "native_cpu": {case.name: "`rhs` is a QTensor" for case in _CONTRACT if "weight" in case.arrays},
         "triton": {
-            "some of the groups": "`group_offset` is given",
-            "no row of the groups there are": "`group_offset` is given",
             "float64": "`lhs` is float64",
             "no rows": "an array is empty",
         },

@@ -107,8 +107,6 @@ def why_not(spec: GroupedSpec, target: Target) -> str | None:
         return "an array is empty."
     if spec.operands.rhs_scale is not None and bits(spec.operands.rhs.dtype) < 8 and spec.n % 2:
         return f"`rhs` has rows of {spec.n} numbers of 4 bits; the Triton kernels read two at a time."
-    if spec.operands.first_row is not None:
-        return "`group_offset` is given; the Triton kernels begin at the first row."
     if spec.groups > _MOST_GROUPS:
         return f"there are {spec.groups:,} groups; a program holds the sizes of {_MOST_GROUPS:,} in its registers."
     return gpu.why_not(target)
@@ -164,9 +162,14 @@ def _precision(dtype: Any) -> str | None:
     return "tf32x3" if dtype.itemsize == 4 else None
 
 
-def _beyond(groups: int) -> int:
-    """A power of two that leaves an entry for the rows of no group."""
-    return gpu.next_power_of_2(groups + 1)
+def _beyond(groups: int, first: Any) -> int:
+    """A power of two that leaves entries for the rows of no group: those after the last, and before the first."""
+    return gpu.next_power_of_2(groups + (1 if first is None else 2))
+
+
+def _step(x: Any, size: int) -> int:
+    """Elements of `x` from one batch entry to the next, 0 where all share them."""
+    return 0 if x is None or x.shape[0] == 1 else size
 
 
 def _pairs(x: Any) -> Any:
@@ -180,7 +183,7 @@ def rows_product(
     """`[B, M, N]`: rows of lhs `[B, M, K]` times the matrices rhs `[B or 1, G, K, N]` (`[B or 1, G, N, K]` if
     `transpose`) of their groups.
     """
-    _, rhs, sizes, scale, _ = operands
+    _, rhs, sizes, scale, first = operands
     batch, m, k = lhs.shape
     n = rhs.shape[2 if transpose else 3]
     stored = spec.operands.rhs.dtype
@@ -194,7 +197,7 @@ def rows_product(
     (out,) = gpu.launch(
         ROWS_PRODUCT,
         (programs, batch),
-        dict(lhs_ptr=lhs, rhs_ptr=rhs, scale_ptr=scale, sizes_ptr=sizes),
+        dict(lhs_ptr=lhs, rhs_ptr=rhs, scale_ptr=scale, sizes_ptr=sizes, first_ptr=first),
         dict(out_ptr=gpu.result((batch, m, n), dtype)),
         warps=warps,
         stages=stages,
@@ -203,9 +206,10 @@ def rows_product(
         M=m,
         N=n,
         K=k,
-        rhs_stride=spec.groups if rhs.shape[0] > 1 else 0,
-        scale_stride=0 if scale is None or scale.shape[0] == 1 else spec.groups,
-        sizes_stride=spec.groups if sizes.shape[0] > 1 else 0,
+        rhs_stride=_step(rhs, spec.groups),
+        scale_stride=_step(scale, spec.groups),
+        sizes_stride=_step(sizes, spec.groups),
+        first_stride=_step(first, 1),
         RHS_PLANES=rhs.shape[0] * spec.groups,
         BLOCKS=1 if scale is None else scale.shape[2],
         SIZE=spec.block_k,
@@ -216,7 +220,7 @@ def rows_product(
         TMA_LHS=_aligned(k, kind),
         TMA_RHS=_copies(rhs, block_k if transpose else block_n, four is not None),
         PROGRAMS=programs,
-        GROUPS=_beyond(spec.groups),
+        GROUPS=_beyond(spec.groups, first),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -226,8 +230,9 @@ def rows_product(
     return out
 
 
-def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, lhs: Any, dout: Any, sizes: Any) -> Any:
+def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, operands: Operands, dout: Any) -> Any:
     """`[B or 1, G, K, N]`: for each group its rows of lhs `[B, M, K]`, transposed, times those of dout `[B, M, N]`."""
+    lhs, _, sizes, _, first = operands
     rhs = spec.operands.rhs
     block_m, block_n, block_k, warps, stages = config.backward_rhs
     count = spec.groups * gpu.cdiv(spec.k, block_m) * gpu.cdiv(spec.n, block_n)
@@ -235,7 +240,7 @@ def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, lhs: Any, dout:
     (out,) = gpu.launch(
         WEIGHTS_PRODUCT,
         (programs, rhs.shape[0]),
-        dict(lhs_ptr=lhs, dout_ptr=dout, sizes_ptr=sizes),
+        dict(lhs_ptr=lhs, dout_ptr=dout, sizes_ptr=sizes, first_ptr=first),
         dict(out_ptr=gpu.result(rhs.shape, rhs.dtype)),
         warps=warps,
         stages=stages,
@@ -244,13 +249,14 @@ def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, lhs: Any, dout:
         M=spec.m,
         N=spec.n,
         K=spec.k,
-        sizes_stride=spec.groups if sizes.shape[0] > 1 else 0,
+        sizes_stride=_step(sizes, spec.groups),
+        first_stride=_step(first, 1),
         MEMBERS=spec.batch // rhs.shape[0],
         PRECISION=_precision(rhs.dtype),
         TMA_LHS=_aligned(spec.k, rhs.dtype),
         TMA_DOUT=_aligned(spec.n, rhs.dtype),
         PROGRAMS=programs,
-        GROUPS=_beyond(spec.groups),
+        GROUPS=_beyond(spec.groups, None),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -284,13 +290,13 @@ def backward(
     cotangents: Outputs,
 ) -> Operands:
     del outputs, residuals
-    lhs, _, sizes, scale, _ = operands
+    scale = operands.rhs_scale
     dtype = spec.operands.lhs.dtype
     dout = _cast(cotangents.out, dtype)
     d_lhs = rows_product(spec, config, config.backward_lhs, dout, operands, True, dtype)
     if scale is not None:
-        return gradients(operands, d_lhs, None) if gpu.framework(lhs) == "jax" else Operands(d_lhs, *(None,) * 4)
-    return Operands(d_lhs, weights_product(spec, config, lhs, dout, sizes), None, None, None)
+        return gradients(operands, d_lhs, None) if gpu.framework(d_lhs) == "jax" else Operands(d_lhs, *(None,) * 4)
+    return Operands(d_lhs, weights_product(spec, config, operands, dout), None, None, None)
 
 
 TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, GroupedGpuConfig)

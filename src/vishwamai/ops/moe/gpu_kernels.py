@@ -167,6 +167,7 @@ def rows_product(
     rhs_ptr,
     scale_ptr,
     sizes_ptr,
+    first_ptr,
     out_ptr,
     batch,
     groups,
@@ -174,6 +175,7 @@ def rows_product(
     rhs_stride,
     scale_stride,
     sizes_stride,
+    first_stride,
     N: tl.constexpr,
     K: tl.constexpr,
     RHS_PLANES: tl.constexpr,
@@ -196,9 +198,10 @@ def rows_product(
     """Grid (PROGRAMS, batch): out `[batch, M, N]`, each row of lhs `[batch, M, K]` times its group's matrix of rhs
     `[RHS_PLANES, K, N]`.
 
-    TRANSPOSE: rhs is `[RHS_PLANES, N, K]`. The rows of no group are a group more, whose sums are empty: GROUPS is a
-    power of two beyond `groups`. `rhs_stride`, `scale_stride` and `sizes_stride` are the matrices, their scales and the
-    sizes from one batch entry to the next, 0 where all share them.
+    TRANSPOSE: rhs is `[RHS_PLANES, N, K]`. `first_ptr`: the rows where the first groups begin, None for 0. The rows
+    after the last group are a group more, whose sums are empty, and so are those before the first: GROUPS is a power of
+    two that has entries for both. `rhs_stride`, `scale_stride`, `sizes_stride` and `first_stride` are the matrices,
+    their scales, the sizes and the first rows from one batch entry to the next, 0 where all share them.
 
     A quantized rhs has scales `[., BLOCKS, WIDTH]` for blocks of SIZE rows of its matrices as they are stored, or, with
     SIZE 0, one for each of their columns; WIDTH is those columns or 1. FOUR: two numbers of 4 bits share a byte.
@@ -217,9 +220,17 @@ def rows_product(
     ids = tl.arange(0, GROUPS)
     sizes = tl.load(sizes_ptr + b * sizes_stride + ids, mask=ids < groups, other=0)
     ends = tl.cumsum(sizes, 0)
+    if first_ptr is not None:
+        first = tl.load(first_ptr + b * first_stride)
+        ends += first
     starts = tl.minimum(ends - sizes, M)
     ends = tl.where(ids < groups, tl.minimum(ends, M), M)
-    tiles = tl.where(ids <= groups, tl.cdiv(ends - starts, BLOCK_M), 0) * num_n
+    last = groups
+    if first_ptr is not None:
+        last = groups + 1
+        starts = tl.where(ids == last, 0, starts)
+        ends = tl.where(ids == last, tl.minimum(first, M), ends)
+    tiles = tl.where(ids <= last, tl.cdiv(ends - starts, BLOCK_M), 0) * num_n
     done = tl.cumsum(tiles, 0)
     for tile in tl.range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
         group = tl.sum((done <= tile).to(tl.int32))
@@ -271,11 +282,13 @@ def weights_product(
     lhs_ptr,
     dout_ptr,
     sizes_ptr,
+    first_ptr,
     out_ptr,
     batch,
     groups,
     M,
     sizes_stride,
+    first_stride,
     N: tl.constexpr,
     K: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -294,7 +307,7 @@ def weights_product(
     transposed, times those of dout.
 
     A tile is BLOCK_M columns of lhs by BLOCK_N of dout, and sums BLOCK_K rows at a time, in their order; MEMBERS batch
-    entries add to one result.
+    entries add to one result. `first_ptr` as in `rows_product`.
     """
     ids = tl.arange(0, GROUPS)
     num_i = tl.cdiv(K, BLOCK_M)
@@ -308,7 +321,10 @@ def weights_product(
         for member in tl.range(0, MEMBERS):
             b = tl.program_id(1) * MEMBERS + member
             sizes = tl.load(sizes_ptr + b * sizes_stride + ids, mask=ids < groups, other=0)
-            start = tl.minimum(tl.sum(tl.where(ids < group, sizes, 0)), M)
+            start = tl.sum(tl.where(ids < group, sizes, 0))
+            if first_ptr is not None:
+                start += tl.load(first_ptr + b * first_stride)
+            start = tl.minimum(start, M)
             end = tl.minimum(start + tl.sum(tl.where(ids == group, sizes, 0)), M)
             whole = start + (end - start) // BLOCK_K * BLOCK_K
             for row in tl.range(start, whole, BLOCK_K):

@@ -21,6 +21,45 @@ def _stored(x, scale_ptr, h, STORED: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
+def _turned(
+    x,
+    key_ptr,
+    row,
+    mine,
+    cos_ptr,
+    sin_ptr,
+    position,
+    positions,
+    PAIRS: tl.constexpr,
+    FIRST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """`x`, the key rows that begin at offsets `row`, with its 2 PAIRS columns from FIRST on turned by the angles of
+    `position`: each column times its cos, plus or minus the other one of its pair times its sin. NaN past the tables.
+    """
+    column = tl.arange(0, TILE) - FIRST
+    turns = (column >= 0) & (column < 2 * PAIRS)
+    if INTERLEAVED:
+        pair = column // 2
+        first = column % 2 == 0
+        other = tl.where(first, column + 1, column - 1)
+    else:
+        first = column < PAIRS
+        pair = tl.where(first, column, column - PAIRS)
+        other = tl.where(first, column + PAIRS, column - PAIRS)
+    # The other column of a pair was read a moment ago: it comes from the L1 cache.
+    y = tl.load(key_ptr + row[:, None] + FIRST + other[None, :], mask=mine[:, None] & turns[None, :], other=0.0)
+    at = position.to(tl.int64) * PAIRS + pair
+    known = turns & (position < positions)
+    cos = tl.load(cos_ptr + at, mask=known, other=float("nan")).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=known, other=float("nan")).to(tl.float32)
+    sin = tl.where(first, -sin, sin)
+    turned = x.to(tl.float32) * cos[None, :] + y.to(tl.float32) * sin[None, :]
+    return tl.where(turns[None, :], turned.to(x.dtype), x)
+
+
+@triton.jit
 def update(
     k_ptr,
     v_ptr,
@@ -32,10 +71,13 @@ def update(
     num_seqs_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    cos_ptr,
+    sin_ptr,
     sequences,
     entries,
     pages,
     kv_heads,
+    positions,
     k_page,
     k_token,
     k_head,
@@ -51,12 +93,16 @@ def update(
     DV_TILE: tl.constexpr,
     HEADS: tl.constexpr,
     MOST: tl.constexpr,
+    PAIRS: tl.constexpr,
+    FIRST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Grid (tokens, cdiv(kv_heads, HEADS)): rows `[tokens, kv_heads, K]` of keys, and of values, to their places in the
     pages, which are changed.
 
-    Columns K ... D of a key become 0.
+    Columns K ... D of a key become 0. With cos and sin, `[positions, PAIRS]`, columns FIRST ... FIRST + 2 PAIRS of a
+    key are turned by its position, and rounded, before it is scaled.
     """
     token = tl.program_id(0)
     n = token * 0 + sequences
@@ -78,6 +124,21 @@ def update(
     from_row = token.to(tl.int64) * kv_heads + head
     column = tl.arange(0, D_TILE)
     x = load_rows(key_ptr, from_row * K, mine, K, D_TILE)
+    if PAIRS > 0:
+        x = _turned(
+            x,
+            key_ptr,
+            from_row * K,
+            mine,
+            cos_ptr,
+            sin_ptr,
+            position,
+            positions,
+            PAIRS,
+            FIRST,
+            INTERLEAVED,
+            D_TILE,
+        )
     at = page * k_page + slot * k_token + head * k_head
     x = _stored(x, k_scale_ptr, head, k_ptr.dtype.element_ty, MOST)
     tl.store(k_ptr + at[:, None] + column[None, :], x, mask=mine[:, None] & (column < D)[None, :])

@@ -25,6 +25,9 @@ def update(
     num_seqs: Any,
     k_scale: Any,
     v_scale: Any,
+    cos: Any = None,
+    sin: Any = None,
+    interleaved: bool = False,
 ) -> None:
     """`update_pages` of torch tensors: the pools `[1, P, page, ...]` are changed in place, the other operands are
     contiguous and have no batch axis.
@@ -38,6 +41,7 @@ def update(
     tile, value_tile = tile_of(columns), tile_of(max(1, value_columns))
     heads = max(1, min(gpu.next_power_of_2(kv_heads), 4096 // max(tile, value_tile)))
     places = places_of(k_pages, v_pages, form)
+    pairs = 0 if cos is None else cos.shape[1]
     largest = None
     if page.dtype.itemsize == 1:
         largest = 127.0 if page.dtype.name == "int8" else float(jnp.finfo(page.dtype).max)
@@ -55,12 +59,15 @@ def update(
             num_seqs_ptr=num_seqs,
             k_scale_ptr=k_scale,
             v_scale_ptr=v_scale,
+            cos_ptr=cos,
+            sin_ptr=sin,
         ),
         {},
         sequences=page_indices.shape[0],
         entries=page_indices.shape[1],
         pages=page.shape[1],
         kv_heads=kv_heads,
+        positions=0 if cos is None else cos.shape[0],
         **{name: n for name, n in places.items() if not name.endswith("batch")},
         PAGE=page.shape[2],
         K=key.shape[-1],
@@ -70,5 +77,8 @@ def update(
         DV_TILE=value_tile,
         HEADS=heads,
         MOST=largest,
+        PAIRS=pairs,
+        FIRST=key.shape[-1] - 2 * pairs if form == "latent" else 0,
+        INTERLEAVED=interleaved,
         CHUNK=chunk_of(page_indices.shape[0]),
     )

@@ -16,6 +16,8 @@ def check_table_values(
     page_indices: np.ndarray,
     cu_q_lens: np.ndarray,
     num_seqs: np.ndarray,
+    *,
+    positions: int | None = None,
 ) -> None:
     """Checks the sequences that count; entries past `num_seqs`, and of pages past a sequence's end, may hold anything.
 
@@ -24,6 +26,7 @@ def check_table_values(
       pool: (pages, page_size).
       tokens: rows of the query, or of the new keys.
       max_q_len: what the caller promises of the sequences' new tokens.
+      positions: how many the tables have that the new keys are rotated by, None where they are not.
 
     Raises:
       ShapeError: a value contradicts the others; the text names it, where it is, and what may stand there.
@@ -57,6 +60,12 @@ def check_table_values(
         raise ShapeError(
             f"{name}: `kv_lens` has {lens[s]} at [{s}]; pass a length {least}to {room}, what {entries} pages of "
             f"{page_size} tokens hold."
+        )
+    if positions is not None and ((lens > positions) & (new > 0)).any():
+        s = int(np.argmax((lens > positions) & (new > 0)))
+        raise ShapeError(
+            f"{name}: `kv_lens` has {lens[s]} at [{s}], but `rope_tables` have {positions} positions; pass tables of "
+            f"{lens[s]} positions or more."
         )
     if max_q_len is not None and (new > max_q_len).any():
         s = int(np.argmax(new > max_q_len))

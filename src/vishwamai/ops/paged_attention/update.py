@@ -15,6 +15,7 @@ from vishwamai.core.shape_checks import Argument, check_shapes
 from vishwamai.core.spec import array_spec
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.paged_attention.checks import as_num_seqs, check_scale, check_tables, kv_heads_of, page_pools
+from vishwamai.ops.paged_attention.key_rotation import check_rope_tables, rotated
 from vishwamai.ops.paged_attention.rows import put
 from vishwamai.ops.paged_attention.schedule import runs
 from vishwamai.ops.paged_attention.spec import PAIRS, POOLS, Form
@@ -39,6 +40,8 @@ def update_pages(
     *,
     k_scale: Float[Array, ...] | float | None = None,
     v_scale: Float[Array, ...] | float | None = None,
+    rope_tables: tuple[Float[Array, "positions pairs"], Float[Array, "positions pairs"]] | None = None,
+    interleaved: bool = False,
 ) -> Any:
     """Writes the keys and values of new tokens to where `ragged_paged_attention`, called with the same tables, reads
     them.
@@ -62,13 +65,20 @@ def update_pages(
         and int4 they are rounded to the nearest and clipped to -127 ... 127 and -7 ... 7, for 8-bit floats clipped to
         the largest finite number.
       v_scale: the same for values.
+      rope_tables: cos and sin, `[positions, pairs]` by position, such as `(cache.cos, cache.sin)` of a `RotaryCache`;
+        None for keys that are rotated already. Keys are turned by their positions in the sequence as `apply_rope` turns
+        them: in float32, rounded to the key's dtype, then scaled and stored. The stored rows are those of `apply_rope`,
+        then `update_pages`, or differ by one rounding of float32. The first 2 `pairs` features of a head turn, of
+        latent pages the last 2 `pairs` columns of `key`. A position past the tables stores NaN (any number in
+        pages of integers). `tree_mask`'s guesses, whose positions are depths, need `apply_rope`.
+      interleaved: which features are a pair, as in `apply_rope`.
 
     Returns:
       The pages, of the form, shape and dtype of `kv_pages`.
 
     Raises:
-      ShapeError: an argument does not fit the others. Values of the tables are checked where they are known; where they
-        are traced, under `KernelConfig(checks=True)`.
+      ShapeError: an argument does not fit the others. Values of the tables are checked where they are known, and that
+        `rope_tables` have every new token's position; where they are traced, under `KernelConfig(checks=True)`.
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.zeros((3, 2, 2, 1))  # 3 pages of 2 tokens, one head of one column
@@ -76,6 +86,15 @@ def update_pages(
     >>> lens, table = jnp.array([3], jnp.int32), jnp.array([[2, 0]], jnp.int32)
     >>> update_pages(pages, new, -new, lens, table, jnp.array([0, 3], jnp.int32))[..., 0].astype(int).tolist()
     [[[3, -3], [0, 0]], [[0, 0], [0, 0]], [[1, -1], [2, -2]]]
+
+    Token i here is at position i + 1, and turns by i + 1 quarters of a circle:
+
+    >>> cos, sin = jnp.array([[1.0], [0.0], [-1.0]]), jnp.array([[0.0], [1.0], [0.0]])
+    >>> key, lens, table, new = jnp.array([[[1.0, 2.0]], [[3.0, 4.0]]]), [3], [[0]], [0, 2]
+    >>> tables = (jnp.array(x, jnp.int32) for x in (lens, table, new))
+    >>> pages = update_pages(jnp.zeros((1, 4, 2, 2)), key, key, *tables, rope_tables=(cos, sin))
+    >>> pages[0, :, 0].astype(int).tolist()
+    [[0, 0], [-2, 1], [-3, -4], [0, 0]]
     """
     k_pages, v_pages, form = page_pools(_NAME, kv_pages)
     key = jnp.asarray(key)
@@ -89,12 +108,17 @@ def update_pages(
     kv_heads = kv_heads_of(k_pages, form)
     k_scale = check_scale(_NAME, "k_scale", k_scale, kv_heads)
     v_scale = check_scale(_NAME, "v_scale", v_scale, kv_heads)
+    angles = None if rope_tables is None else tuple(jnp.asarray(x) for x in rope_tables)
+    check_rope_tables(_NAME, key, angles, interleaved)
+    positions = None if angles is None else angles[0].shape[0]
     check_values(
-        functools.partial(check_table_values, _NAME, k_pages.shape[:2], key.shape[0], None),
+        functools.partial(check_table_values, _NAME, k_pages.shape[:2], key.shape[0], None, positions=positions),
         kv_lens, page_indices, cu_q_lens, num_seqs,
     )  # fmt: skip
     check_rows(key, value, k_pages, v_pages, form)
-    page, row = places(k_pages.shape[:2], key.shape[0], kv_lens, page_indices, cu_q_lens, num_seqs[0])
+    page, row, position = places(k_pages.shape[:2], key.shape[0], kv_lens, page_indices, cu_q_lens, num_seqs[0])
+    if angles is not None:
+        key = rotated(key, position, angles, interleaved, form == "latent")
     rows = stored_rows(k_pages, v_pages, key, value, k_scale, v_scale)
     pools = [put(pool, new, page, row) for pool, new in zip((k_pages, v_pages), rows)]
     return tuple(pools) if form == "separate" else pools[0]
@@ -102,8 +126,8 @@ def update_pages(
 
 def places(
     shape: Sequence[int], tokens: int, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
-) -> tuple[Any, Any]:
-    """(page, row) of each of so many new tokens, arrays of JAX or torch.
+) -> tuple[Any, Any, Any]:
+    """(page, row, position in its sequence) of each of so many new tokens, arrays of JAX or torch.
 
     Args:
       shape: pages, and rows of a page. A token that has no place gets the page after the last one.
@@ -122,7 +146,7 @@ def places(
     entry = position // page_size
     known = xp.clip(entry, 0, entries - 1)
     page = xp.where(inside.any(1) & (entry == known), page_indices[sequence, known], pages)
-    return page, position % page_size
+    return page, position % page_size, position
 
 
 def stored_rows(k_pages: Any, v_pages: Any, key: Any, value: Any, k_scale: Any, v_scale: Any) -> list[Any]:
