@@ -149,12 +149,13 @@ def _call(
         "hidden": None if tree is None else _hidden(spec, shape, tree, token),
         "before": before,
     }
-    row_query = row // per_block if shape.queries > 1 else None
     if shape.long:
-        row_query = by_row(
-            spec, shape, jnp.broadcast_to(jnp.arange(shape.queries)[:, None], (shape.queries, spec.heads))
+        query_of_row = jnp.broadcast_to(
+            jnp.arange(shape.queries, dtype=jnp.int32)[:, None], (shape.queries, spec.heads)
         )
-        row_query = row_query[:1].astype(jnp.int32)
+        row_query = by_row(spec, shape, query_of_row)[:1]
+    else:
+        row_query = row // per_block if shape.queries > 1 else None
     vmem = {
         "sinks": of_heads(operands.sinks),
         "slopes": of_heads(operands.slopes),

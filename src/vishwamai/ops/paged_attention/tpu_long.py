@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core.pallas import LANES, round_up, sublanes
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import LN2, LOG2E, LOWEST, MASKED, PagedRefs, Shape, dot
-from vishwamai.ops.paged_attention.tpu_words import heads_together, keys_and_values, packing
+from vishwamai.ops.paged_attention.tpu_words import attend_ahead, flat_words, packing, row_of
 
 _EDGE_KEYS = 128
 """Keys of a step where some are hidden: those that no query sees are left out."""
@@ -88,29 +88,18 @@ class LongRuns:
         if spec.form == "latent":
             refs.q_rows[0] = refs.q_buffer[q_slot].reshape(shape.rows, spec.head_dim)
             return
-        words = self._words(refs.q_buffer.at[q_slot])
+        words, dtype = flat_words(refs.q_buffer.at[q_slot]), spec.compute_dtype
+        each = packing(dtype)
         for h in range(spec.kv_heads):
             heads = range(h * spec.group, (h + 1) * spec.group)
-            refs.q_rows[h] = jnp.concatenate([self._head(words, head) for head in heads])
-
-    def _words(self, ref: Any) -> Any:
-        """`[queries, heads, D]` as 32-bit words `[queries * words of a token, D]`."""
-        flat = ref.reshape(self.shape.queries * self.shape.heads, ref.shape[-1])
-        return flat.bitcast(jnp.uint32) if packing(self.spec.compute_dtype) > 1 else flat
+            found = [row_of(words[self._word(head), :], head % each, dtype, dtype) for head in heads]
+            refs.q_rows[h] = jnp.concatenate(found)
 
     def _word(self, head: int) -> Any:
         """Where the words of a query head stand."""
         each = packing(self.spec.compute_dtype)
         stride = self.shape.heads // each
         return pl.ds(head // each, self.shape.queries, stride) if stride > 1 else pl.ds(0, self.shape.queries)
-
-    def _head(self, words: Any, head: int) -> jax.Array:
-        """The queries of a head, `[queries, D]`."""
-        found = words[self._word(head), :]
-        if packing(self.spec.compute_dtype) == 1:
-            return found
-        bits = found << 16 if head % 2 == 0 else found & jnp.uint32(0xFFFF0000)
-        return pltpu.bitcast(bits, jnp.float32).astype(self.spec.compute_dtype)
 
     def attend(self, ahead: Any, new: Any, slot: Any, q_slot: Any) -> None:
         """See `ShortRuns.attend`."""
@@ -143,10 +132,10 @@ class LongRuns:
         tokens, of which the tree's mask hides some.
         """
         spec, shape, refs = self.spec, self.shape, self.refs
-        keys, together = shape.pages * spec.page_size, heads_together(spec)
 
-        def scores(index: Any, first: int, k: Any) -> Any:
+        def scores(index: Any, part: int, first: int, tokens: int, k: Any) -> Any:
             """Scaled logits `[keys, rows]`, in units of log2 e; those that are not seen are hugely negative."""
+            del part, tokens
             s = dot(k, refs.q_rows[index], (1, 1))
             scale = spec.scale * (LOG2E if spec.softcap is None else 1 / spec.softcap)
             s = s * (scale if refs.k_scale is None else refs.k_scale[index] * scale)
@@ -181,18 +170,7 @@ class LongRuns:
             v_t = v.astype(jnp.float32).T.astype(v.dtype)  # whose float32 tiles the hardware transposes
             refs.acc[index] = refs.acc[index] * shrink + dot(v_t, p.astype(v.dtype), (1, 0))
 
-        # The next step's products are issued before this one's softmax, which hides behind them.
-        waiting: list[tuple[Any, Any, Any]] = []
-        for first in firsts:
-            tokens = min(chunk, keys - first)
-            for group in range(spec.kv_heads // together):
-                for part, (k, v) in enumerate(keys_and_values(spec, shape, refs, slot, first, tokens, group)):
-                    index = group * together + part
-                    waiting.append((index, scores(index, first, k), v))
-                    if len(waiting) > 1:
-                        weigh(*waiting.pop(0))
-        for each in waiting:
-            weigh(*each)
+        attend_ahead(spec, shape, refs, slot, firsts, chunk, scores, weigh)
 
     def finish(self, o_slot: Any) -> None:
         """The results into the buffer from which they are stored."""
@@ -212,7 +190,7 @@ class LongRuns:
                 refs.o_buffer[o_slot] = out.reshape(shape.queries, shape.heads, spec.value_dim)
                 return
             heads += [out[g * shape.queries : (g + 1) * shape.queries] for g in range(spec.group)]
-        words = self._words(refs.o_buffer.at[o_slot])
+        words = flat_words(refs.o_buffer.at[o_slot])
         if packing(spec.compute_dtype) == 1:
             for head, out in enumerate(heads):
                 words[self._word(head), :] = out

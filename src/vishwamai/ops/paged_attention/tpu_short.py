@@ -16,7 +16,7 @@ from vishwamai.core.pallas import LANES
 from vishwamai.ops.paged_attention import tpu_unpack
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import LN2, LOG2E, LOWEST, MASKED, PagedRefs, Shape, dot
-from vishwamai.ops.paged_attention.tpu_words import heads_together, keys_and_values, places, whole_words
+from vishwamai.ops.paged_attention.tpu_words import attend_ahead, places, whole_words
 
 
 class ShortRuns:
@@ -68,7 +68,7 @@ class ShortRuns:
     def _attend(self, tree: bool, ahead: Any, new: Any, slot: Any, q_slot: Any) -> None:
         """`tree`: some keys are those of new tokens, of which the tree's mask hides some."""
         spec, shape, refs = self.spec, self.shape, self.refs
-        keys, together = shape.pages * spec.page_size, heads_together(spec)
+        keys = shape.pages * spec.page_size
 
         def scores(index: Any, part: int, first: int, tokens: int, k: Any) -> Any:
             """Scaled logits `[rows, keys * words]`, in units of log2 e; those that are not seen are hugely negative."""
@@ -118,18 +118,7 @@ class ShortRuns:
             refs.l[index] = refs.l[index] * shrink + jnp.sum(p, axis=1, keepdims=True)
             refs.acc[index] = refs.acc[index] * shrink[:, :1] + dot(p.astype(v.dtype), v, (1, 0))
 
-        # The next step's products are issued before this one's softmax, which hides behind them.
-        waiting: list[tuple[Any, Any, Any]] = []
-        for first in range(0, keys, shape.chunk):
-            tokens = min(shape.chunk, keys - first)
-            for group in (None,) if shape.joint else range(spec.kv_heads // together):
-                for part, (k, v) in enumerate(keys_and_values(spec, shape, refs, slot, first, tokens, group)):
-                    index = 0 if group is None else group * together + part
-                    waiting.append((index, scores(index, part, first, tokens, k), v))
-                    if len(waiting) > 1:
-                        weigh(*waiting.pop(0))
-        for each in waiting:
-            weigh(*each)
+        attend_ahead(spec, shape, refs, slot, range(0, keys, shape.chunk), shape.chunk, scores, weigh)
 
     def finish(self, o_slot: Any) -> None:
         """The results into the buffer from which they are stored."""

@@ -6,6 +6,7 @@ A page lies in VMEM as [page, rows, D] with all heads of a token together. Rows 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -32,22 +33,25 @@ def heads_together(spec: PagedSpec) -> int:
     return max(1, each // 2) if spec.form == "combined" else each
 
 
+def flat_words(ref: Any) -> Any:
+    """The reference `[tokens, rows, D]` as 32-bit words, `[tokens * words of a token, D]`."""
+    tokens, rows, dim = ref.shape
+    flat = ref.reshape(tokens * rows, dim)
+    return flat.bitcast(jnp.uint32) if packing(ref.dtype) > 1 else flat
+
+
 def _words(ref: Any, first: int, tokens: int, word: int | None) -> jax.Array:
     """32-bit words of `tokens` tokens from `first` on: word `word` of each, `[tokens, D]`, or with None all of them,
     `[tokens * words, D]`.
     """
-    all_tokens, rows, dim = ref.shape
-    each = packing(ref.dtype)
-    flat = ref.reshape(all_tokens * rows, dim)
-    if each > 1:
-        flat = flat.bitcast(jnp.uint32)
-    words = rows // each
+    words = ref.shape[1] // packing(ref.dtype)
+    flat = flat_words(ref)
     if word is None or words == 1:
         return flat[pl.ds(first * words, tokens * words), :]
     return flat[pl.ds(first * words + word, tokens, words), :]
 
 
-def _part(words: jax.Array, index: int, dtype: Any, wanted: Any) -> jax.Array:
+def row_of(words: jax.Array, index: int, dtype: Any, wanted: Any) -> jax.Array:
     """Row `index` of the rows that `words` hold, widened to `wanted`."""
     each = packing(dtype)
     if each == 1:
@@ -100,9 +104,40 @@ def keys_and_values(
     if whole_words(spec, shape):
         return [tpu_unpack.keys_and_values(words, stored, shape.unpack)]
     if spec.form == "combined":
-        return [(_part(words, 2 * i, stored, wanted), _part(words, 2 * i + 1, stored, wanted)) for i in range(heads)]
+        return [(row_of(words, 2 * i, stored, wanted), row_of(words, 2 * i + 1, stored, wanted)) for i in range(heads)]
     values = _words(refs.v_buffer.at[slot], first, tokens, group)
-    return [(_part(words, i, stored, wanted), _part(values, i, stored, wanted)) for i in range(heads)]
+    return [(row_of(words, i, stored, wanted), row_of(values, i, stored, wanted)) for i in range(heads)]
+
+
+def attend_ahead(
+    spec: PagedSpec,
+    shape: Shape,
+    refs: PagedRefs,
+    slot: Any,
+    firsts: Iterable[int],
+    chunk: int,
+    scores: Any,
+    weigh: Any,
+) -> None:
+    """Works on the chunks of a block that begin at the keys `firsts`, head by head: each one's products are issued
+    before the softmax of the one before, which hides behind them.
+
+    Args:
+      scores: `scores(index of the block of rows, part, first, tokens, keys)`, the scaled logits.
+      weigh: `weigh(index, logits, values)` adds them to the sums.
+    """
+    keys, together = shape.pages * spec.page_size, heads_together(spec)
+    waiting: list[tuple[Any, Any, Any]] = []
+    for first in firsts:
+        tokens = min(chunk, keys - first)
+        for group in (None,) if shape.joint else range(spec.kv_heads // together):
+            for part, (k, v) in enumerate(keys_and_values(spec, shape, refs, slot, first, tokens, group)):
+                index = 0 if group is None else group * together + part
+                waiting.append((index, scores(index, part, first, tokens, k), v))
+                if len(waiting) > 1:
+                    weigh(*waiting.pop(0))
+    for each in waiting:
+        weigh(*each)
 
 
 def whole_words(spec: PagedSpec, shape: Shape) -> bool:
