@@ -6,9 +6,7 @@ import pytest
 from flax import nnx
 
 from vishwamai import PackedQTensor, PackedWeight, ShapeError
-from vishwamai.core import ffi
-from vishwamai.core.hardware import CPUS
-from vishwamai.models import Decoder, ModelConfig, pack_weights, packing, save_pretrained
+from vishwamai.models import Decoder, ModelConfig, pack_weights, save_pretrained
 from vishwamai.models.parameters import layer_parameters
 from vishwamai.ops.quantization import quantize
 
@@ -53,11 +51,3 @@ def test_packed_weights_compute_the_same(form, tmp_path):
     assert 0 < np.abs(rounded - after).max() < 0.05 * np.abs(after).max()
     with pytest.raises(ShapeError, match="is a Packed"):
         save_pretrained(model, tmp_path)
-
-
-@pytest.mark.parametrize("isa", CPUS)
-def test_bfloat16_is_packed_where_it_has_products(isa, monkeypatch):
-    """Elsewhere it would be held as float32."""
-    monkeypatch.setattr(ffi, "chip", lambda: CPUS[isa])
-    for dtype, packed in (("float32", True), ("bfloat16", CPUS[isa].bfloat16_products)):
-        assert packing._packable(jnp.zeros((16, 16), dtype), jnp.dtype(dtype), 2) == packed

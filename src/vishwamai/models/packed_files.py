@@ -3,7 +3,8 @@ packing again.
 
 `DIR/.vishwamai/<form>/` has `weights.bin`, the arrays one after another, each at a multiple of 64 bytes so that XLA
 reads them where they lie, and `index.json`: what they are, and what they were made of. They serve the instruction set,
-the files and the version of this package that they were made with; where one of those is another, they are made again.
+its orders of packed weights, the files and the version of this package that they were made with; where one of those is
+another, they are made again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vishwamai.models.checkpoint import held_parameters
 from vishwamai.models.config import read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.parameters import Parameter, parameter_path
-from vishwamai.ops.matmul.packed_weight import PackedWeight
+from vishwamai.ops.matmul.packed_weight import DTYPES, PackedWeight, order
 
 _ALIGNMENT = 64
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (PackedWeight, PackedQTensor, QTensor)}
@@ -127,6 +128,7 @@ def _made_of(checkpoint: Path, form: Form) -> dict[str, Any]:
     return {
         "version": vishwamai.__version__,
         "isa": ffi.isa(),
+        "orders": {dtype: list(order(dtype, ffi.isa())) for dtype in DTYPES},
         **dataclasses.asdict(form),
         "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
     }

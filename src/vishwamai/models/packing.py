@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from vishwamai.core import ffi
 from vishwamai.core.packed_qtensor import has_kernel
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.decoder import Decoder
@@ -21,8 +19,8 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
     """Packs the weights of the layers' products in place, one after another; returns the model.
 
     Decoding then reads them at the speed of memory. They have no gradient and are not saved. The head is read in place,
-    and a tied one is the embedding too, so it is held once. Stacked layers stay as they are, and so do weights of e5m2,
-    of another dtype than the model's, and of bfloat16 where the CPU has no products of it (AVX2, AVX-512).
+    and a tied one is the embedding too, so it is held once. Stacked layers stay as they are, and so do weights of e5m2
+    and of another dtype than the model's.
 
     Args:
       model: a decoder whose arrays are on one CPU.
@@ -55,8 +53,4 @@ def _packable(value: Any, dtype: Any, ndim: int) -> bool:
     """Whether there is a kernel for the packed weight; `ndim` is what it has where layers are not stacked."""
     if isinstance(value, QTensor):
         return has_kernel(value.format, value.block_size) and value.ndim == ndim
-    if not (isinstance(value, jax.Array) and value.ndim == 2 and value.dtype == dtype and dtype.name in DTYPES):
-        return False
-    # Without such products it is packed as float32, twice the bytes that a row of decoding would read.
-    chip = ffi.chip()
-    return dtype != jnp.bfloat16 or (chip is not None and chip.bfloat16_products)
+    return isinstance(value, jax.Array) and value.ndim == 2 and value.dtype == dtype and dtype.name in DTYPES

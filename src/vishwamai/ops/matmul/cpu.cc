@@ -60,6 +60,7 @@ ffi::Error packed_product(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer
                                                             isa_name(isa()) + "; trace the program again here (the weight is then unpacked), or pack the weight again");
   }
   g.groups = 1, g.m = dc[0], g.n = dc[1], g.k = da[1], g.parts = 3;
+  if (packed_bytes(g) != static_cast<int64_t>(packed.size_bytes())) return invalid("matmul: the packed weight has another size on this instruction set");
   g.a = a.untyped_data(), g.packed = packed.untyped_data();
   g.a_row = g.k, g.a_k = 1;
   g.bias = optional(bias);

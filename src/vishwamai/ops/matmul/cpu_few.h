@@ -17,19 +17,22 @@ namespace {
 // their last digits.
 constexpr int64_t kFewRows = 48;                  // of float32: as far as it beats the blocks of gemm.h
 constexpr int kRun = kVectorBytes == 64 ? 16 : 8;  // of k that a sum takes in while it is in a register
-constexpr int64_t kStretch = 64 * kRun;
-constexpr int kNarrow = 4;  // rows that sums in registers serve best
+constexpr int kNarrow = kVectorBytes == 64 ? 4 : 2;  // rows of A times panels, which are read several by turns
 
-// c[M, J vectors], `stride` apart, += A B for one run; `count` columns where that is less than J vectors. kAhead
-// elements on is asked for.
-template <int M, int J, int kAhead, class S, class T, class C>
+// Bytes ahead of the products that panels are asked for.
+constexpr int64_t kPanelAhead = 2048;
+
+// c[M, J vectors], `stride` apart, += A B for one run; `count` columns where that is less than J vectors. Of panels
+// each line is asked for in time.
+template <int M, int J, bool kPanels, class S, class T, class C>
 VISHWAMAI_INLINE void add_run(const T* a, int depth, const S* b, int64_t b_row, T* c, int64_t stride, C count) {
   V<T> sum[M][J] = {};
   const auto add = [&](int i) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int t = 0; t < J; ++t) {
-      if (kAhead) __builtin_prefetch(b + i * b_row + t * lanes<T> + kAhead, 0, 2);
-      const V<T> x = get(b + i * b_row + t * lanes<T>, count);
+      const int64_t at = i * b_row + t * lanes<T>;
+      if (kPanels && at * static_cast<int64_t>(sizeof(S)) % 64 == 0) __builtin_prefetch(b + at + kPanelAhead / static_cast<int64_t>(sizeof(S)), 0, 2);
+      const V<T> x = get(b + at, count);
 #pragma GCC unroll 4
       for (int r = 0; r < M; ++r) sum[r][t] += x * a[r * kRun + i];
     }
@@ -55,11 +58,11 @@ void multiply_narrow(const T* a, int64_t k, const S* b, int64_t b_row, int64_t p
     const int depth = static_cast<int>(least<int64_t>(kRun, k - k0));
     int64_t j = 0;
     if (panel) {
-      for (; j < n; j += 2 * W) add_run<M, 2, 512>(a, depth, b + j / (2 * W) * panel, b_row, c + j, stride, whole);
+      for (; j < n; j += 2 * W) add_run<M, 2, true>(a, depth, b + j / (2 * W) * panel, b_row, c + j, stride, whole);
       continue;
     }
-    for (; j + J * W <= n; j += J * W) add_run<M, J, 0>(a, depth, b + j, b_row, c + j, stride, whole);
-    for (; j < n; j += W) add_run<M, 1, 0>(a, depth, b + j, b_row, c + j, stride, static_cast<int>(least<int64_t>(W, n - j)));
+    for (; j + J * W <= n; j += J * W) add_run<M, J, false>(a, depth, b + j, b_row, c + j, stride, whole);
+    for (; j < n; j += W) add_run<M, 1, false>(a, depth, b + j, b_row, c + j, stride, static_cast<int>(least<int64_t>(W, n - j)));
   }
 }
 
@@ -90,21 +93,84 @@ void multiply_few(const T* a, int m, int64_t k, const S* b, int64_t b_row, int64
   }
 }
 
+#if !defined(__AVX512F__)
+// c[M, a panel], `stride` apart, += A B for runs of k, of which 8 stay in registers: where there are 16 of these, more
+// rows at a time than they hold would read and write c for each run. `lines` of what `ahead` points to are asked for
+// with each run.
+template <int M, class S, class T>
+void multiply_panel(const T* a, int64_t a_run, int64_t k, const S* b, T* c, int64_t stride, const char* ahead, int64_t lines) {
+  constexpr int64_t kPanel = FmaEngine<T>::kCols, kChunk = 8 * kRun;
+  for (int64_t k0 = 0; k0 < k; k0 += kChunk) {
+    V<T> sum[M][2] = {};
+    const int64_t end = least(k, k0 + kChunk);
+    for (int64_t k1 = k0; k1 < end; k1 += kRun, a += a_run) {
+      for (int64_t line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      const auto add = [&](int i) __attribute__((always_inline)) {
+        const V<T> low = load(b), high = load(b + lanes<T>);
+        b += kPanel;
+#pragma GCC unroll 8
+        for (int r = 0; r < M; ++r) {
+          const V<T> x = splat(a[r * kRun + i]);
+          sum[r][0] += low * x;
+          sum[r][1] += high * x;
+        }
+      };
+      if (k1 + kRun <= end) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kRun; ++i) add(i);
+      } else {
+        for (int i = 0; i < end - k1; ++i) add(i);
+      }
+    }
+    for (int r = 0; r < M; ++r)
+      for (int t = 0; t < 2; ++t) store(c + r * stride + t * lanes<T>, load(c + r * stride + t * lanes<T>) + sum[r][t]);
+  }
+}
+
+// The same for any number of rows, as evenly as they divide. While the panel is in the first cache level, what follows
+// it comes from memory.
+template <class S, class T>
+void multiply_panel(const T* a, int m, int64_t k, const S* b, T* c, int64_t stride) {
+  const int64_t a_run = m * kRun, passes = ceil_div<int64_t>(m, 6), runs = ceil_div<int64_t>(k, kRun);
+  const int64_t lines = ceil_div<int64_t>(kRun * FmaEngine<T>::kCols * static_cast<int64_t>(sizeof(S)), 64 * passes);
+  const char* ahead = reinterpret_cast<const char*>(b + k * FmaEngine<T>::kCols);
+  for (int64_t r = 0, left = passes; left > 0; --left, ahead += 64 * lines * runs) {
+    const int64_t rows = ceil_div(m - r, left);
+    const T* const x = a + r * kRun;
+    T* const to = c + r * stride;
+    if (rows == 6) multiply_panel<6>(x, a_run, k, b, to, stride, ahead, lines);
+    else if (rows == 5) multiply_panel<5>(x, a_run, k, b, to, stride, ahead, lines);
+    else if (rows == 4) multiply_panel<4>(x, a_run, k, b, to, stride, ahead, lines);
+    else multiply_panel<3>(x, a_run, k, b, to, stride, ahead, lines);
+    r += rows;
+  }
+}
+#endif
+
 // c[m, n], `stride` apart, = A B; `part` has room for as much.  Panels of B, if it lies in such, are `panel` apart.
 template <class S, class T>
 void product_of_few(const T* a, int m, int64_t k, const S* b, int64_t b_row, int64_t panel, int64_t n, T* c, T* part, int64_t stride) {
+  // of a panel it stays in the first cache level
+  constexpr int64_t kStretch = kVectorBytes == 64 ? 64 * kRun : 16384 / (FmaEngine<T>::kCols * static_cast<int64_t>(sizeof(S)));
   for (int64_t k0 = 0; k0 < k; k0 += kStretch) {
     const int64_t depth = least(kStretch, k - k0);
     const T* const a_now = a + k0 * m;
     const S* const b_now = b + k0 * b_row;
     T* const to = k0 == 0 ? c : part;
     for (int r = 0; r < m; ++r) memset(to + r * stride, 0, sizeof(T) * static_cast<size_t>(round_up<int64_t>(n, lanes<T>)));
-    switch (m <= (panel ? kNarrow : 2) ? m : 0) {
+    switch (m <= (panel ? kNarrow : 2) ? m : 0) {  // that sums in registers serve best
       case 1: multiply_narrow<1>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
       case 2: multiply_narrow<2>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
       case 3: multiply_narrow<3>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
       case 4: multiply_narrow<4>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
-      default: multiply_few(a_now, m, depth, b_now, b_row, n, to, stride, panel ? 2048 : kRun * b_row);
+      default:
+#if !defined(__AVX512F__)
+        if (panel) {
+          multiply_panel(a_now, m, depth, b_now, to, stride);
+          break;
+        }
+#endif
+        multiply_few(a_now, m, depth, b_now, b_row, n, to, stride, panel ? 2 * kPanelAhead : kRun * b_row);
     }
     if (k0 == 0) continue;
     for (int r = 0; r < m; ++r)
@@ -148,7 +214,7 @@ void few_rows(const MatmulArgs& g, const Threads& threads) {
     if (own_a) pack_a(group, a);
     const int rows = static_cast<int>(m);
     if (g.packed) {
-      const T* b = static_cast<const T*>(g.packed) + col0 * g.k;
+      const S* b = static_cast<const S*>(g.packed) + col0 * g.k;
       const int64_t together = m <= kNarrow ? 4 * kPanel : kPanel;
       for (int64_t j = 0; j < n; j += together) {
         product_of_few(a, rows, g.k, b + j * g.k, kPanel, kPanel * g.k, least(together, round_up(n - j, kPanel)), c + j, part, stride);

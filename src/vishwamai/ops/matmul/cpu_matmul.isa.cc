@@ -105,6 +105,51 @@ void pack(const MatmulArgs& g, const Threads& threads) {
   });
 }
 
+#if defined(VISHWAMAI_DOT) || defined(__AMX_BF16__)
+using HalfPanels = HalfEngine;
+
+void pack_halves(const MatmulArgs& g, const Threads& threads) { pack<bf16, HalfEngine>(g, threads); }
+#else
+// Without products of bfloat16, panels of it are those of float32 in half the bytes: widened by few rows as they are
+// multiplied, and by many a block at a time.
+struct HalfPanels {
+  using Element = bf16;
+  static constexpr int64_t kCols = FmaEngine<float>::kCols, kStep = 1;
+  static constexpr int64_t b_elements(int64_t k) { return k * kCols; }
+
+  const bf16* panels;
+  int64_t n, k;
+  static constexpr int64_t kUnit = 1;
+  bool shared() const { return true; }
+  int64_t columns() const { return n; }
+  void pack(int64_t, int64_t k0, int64_t depth, int64_t first, int64_t count, float* out, int64_t panel_stride) const {
+    for (int64_t j = 0; j < count; ++j, out += panel_stride) {
+      const bf16* const from = panels + (first + j) * b_elements(k) + b_elements(k0);
+      for (int64_t i = 0; i < b_elements(depth); i += lanes<float>) store(out + i, load(from + i));
+    }
+  }
+  void prefetch(int64_t, int64_t k0, int64_t depth, int64_t first, int64_t count, int64_t i, int64_t parts) const {
+    for (int64_t j = count * i / parts; j < count * (i + 1) / parts; ++j)
+      vishwamai::VISHWAMAI_ISA::prefetch(panels + (first + j) * b_elements(k) + b_elements(k0), b_elements(depth) * 2, 0, 1);
+  }
+};
+
+void pack_halves(const MatmulArgs& g, const Threads& threads) {
+  constexpr int64_t C = HalfPanels::kCols, kRun = 8;  // panels that a task packs
+  const int64_t panels = ceil_div<int64_t>(g.n, C);
+  parallel_for(threads, ceil_div(panels, kRun), [&](int64_t task) {
+    for (int64_t k = 0; k < g.k; ++k) {
+      for (int64_t p = kRun * task; p < least(kRun * (task + 1), panels); ++p) {
+        const bf16* const from = static_cast<const bf16*>(g.b) + k * g.b_k + p * C * g.b_col;
+        bf16* const to = static_cast<bf16*>(g.out) + p * HalfPanels::b_elements(g.k) + k * C;
+        const int64_t count = least(C, g.n - p * C);
+        for (int64_t c = 0; c < C; ++c) to[c] = c < count ? from[c * g.b_col] : bf16{};
+      }
+    }
+  });
+}
+#endif
+
 template <class E>
 int64_t bytes_of_panels(const MatmulArgs& g) {
   return ceil_div<int64_t>(g.n, E::kCols) * E::b_elements(round_up<int64_t>(g.k, E::kStep)) * static_cast<int64_t>(sizeof(typename E::Element));
@@ -114,13 +159,13 @@ int64_t bytes_of_panels(const MatmulArgs& g) {
 
 void matmul_pack(const MatmulArgs& g, const Threads& threads) {
   if (g.storage == Storage::s8) return pack<int8_t, Int8Engine>(g, threads);
-  if (g.storage == Storage::bf16) return pack<bf16, HalfEngine>(g, threads);
+  if (g.storage == Storage::bf16) return pack_halves(g, threads);
   if (g.storage == Storage::f32) return VISHWAMAI_AVX512_OR(matmul_pack(g, threads), pack<float, FmaEngine<float>>(g, threads));
 }
 
 int64_t matmul_packed_bytes(const MatmulArgs& g) {
   if (g.storage == Storage::s8) return bytes_of_panels<Int8Engine>(g);
-  if (g.storage == Storage::bf16) return bytes_of_panels<HalfEngine>(g);
+  if (g.storage == Storage::bf16) return bytes_of_panels<HalfPanels>(g);
   return g.storage == Storage::f32 ? bytes_of_panels<FmaEngine<float>>(g) : -1;
 }
 
@@ -133,6 +178,13 @@ void matmul(const MatmulArgs& g, const Threads& all) {
   if (as_it_lies && !g.packed && g.storage == Storage::bf16 && g.m <= 4) return few_rows<bf16>(g, threads);
 #if defined(VISHWAMAI_DOT)
   if (g.packed && g.storage == Storage::bf16 && g.m <= kFewPacked) return few_packed(g, threads);
+#elif !defined(__AMX_BF16__)
+  if (g.packed && g.storage == Storage::bf16) {
+    if (g.m <= kFewRows) return few_rows<bf16>(g, threads);
+    MatmulArgs widened = g;
+    widened.packed = nullptr;
+    return run<HalfEngine>(widened, rows_of<bf16, HalfEngine>(g), HalfPanels{static_cast<const bf16*>(g.packed), g.n, g.k}, threads);
+  }
 #endif
   if (g.k > 0 && !g.packed && g.b_k == 1 && g.b_col != 1 && g.m <= kFewColumns && (g.storage == Storage::f32 || g.storage == Storage::bf16)) {
     return g.storage == Storage::f32 ? few_columns<float>(g, threads) : few_columns<bf16>(g, threads);

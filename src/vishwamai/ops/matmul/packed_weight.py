@@ -61,7 +61,7 @@ def order(dtype: str, isa: str) -> Order:
     columns = {"avx2": 16, "generic": 8}.get(isa, 32)
     if isa in ("amx", "avx512_bf16") and dtype != "float32":
         return Order(dtype, 2, 16, 16, 2 if dtype == "bfloat16" else 4)
-    return Order("int16", 1, 1, columns, 2) if dtype == "int8" else Order("float32", 1, 1, columns, 1)
+    return Order("int16", 1, 1, columns, 2) if dtype == "int8" else Order(dtype, 1, 1, columns, 1)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("data",), meta_fields=("shape", "dtype", "isa"))
@@ -134,7 +134,7 @@ def pack_weight(
 
     Args:
       weight: `[K, N]`, or `[N, K]` with `transpose`: bfloat16, float32 or int8. On an instruction set without products
-        of bfloat16 and int8 it is stored widened, to float32 or int16. Or a `QTensor` of int8, int4, mxfp4, fp8_e4m3 or
+        of int8 it is stored widened, to int16. Or a `QTensor` of int8, int4, mxfp4, fp8_e4m3 or
         mxfp8_e4m3 with one scale for a column or for blocks of K (a multiple of 8); its panels are the same on every
         instruction set. It may have a leading axis of groups, for `grouped_gemm`, and serves `gated_linear_unit` too.
       transpose: the weight is stored with its contracted axis last.
