@@ -22,7 +22,8 @@ VISHWAMAI_INLINE To convert(From x) {
   else return static_cast<To>(x);
 }
 
-#ifdef VISHWAMAI_AVX512
+#if defined(VISHWAMAI_AVX512)
+constexpr int kTransposed = 16;  // sides of what `transpose` takes
 // Transposes a 16 x 16 matrix of 32-bit elements.
 VISHWAMAI_INLINE void transpose16(__m512i r[16]) {
   __m512i t[16];
@@ -49,27 +50,53 @@ VISHWAMAI_INLINE void transpose16(__m512i r[16]) {
     r[12 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
   }
 }
+VISHWAMAI_INLINE void transpose(f32v r[16]) {
+  __m512i bits[16];
+  for (int i = 0; i < 16; ++i) bits[i] = bit_cast<__m512i>(r[i]);
+  transpose16(bits);
+  for (int i = 0; i < 16; ++i) r[i] = bit_cast<f32v>(bits[i]);
+}
+#elif defined(__AVX2__)
+constexpr int kTransposed = 8;
+VISHWAMAI_INLINE void transpose(f32v r[8]) {
+  __m256 t[8];
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; ++i) {
+    r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
+    t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
+  }
+  for (int i = 0; i < 8; ++i) r[i] = t[i];
+}
+#else
+constexpr int kTransposed = 0;  // the compiler's vectors have no transposition
+VISHWAMAI_INLINE void transpose(f32v*) {}
 #endif
 
 // out[j * ldo + i] = in[i * ldi + j] for i < rows, j < columns, converted to T.
 template <class T, class S>
 inline void transpose_into(const S* in, int64_t ldi, int rows, int columns, T* out, int64_t ldo) {
   int j = 0;
-#ifdef VISHWAMAI_AVX512
-  if constexpr (std::is_same_v<T, float>) {
-    for (; j + 16 <= columns; j += 16) {
-      for (int i = 0; i < rows; i += 16) {
-        __m512i block[16];
-        const int count = least(16, rows - i);
-        for (int r = 0; r < 16; ++r) {
-          block[r] = r < count ? bit_cast<__m512i>(load(in + (i + r) * ldi + j)) : _mm512_setzero_si512();
-        }
-        transpose16(block);
-        for (int c = 0; c < 16; ++c) store(out + (j + c) * ldo + i, bit_cast<f32v>(block[c]), count);
+  if constexpr (std::is_same_v<T, float> && kTransposed > 0) {
+    constexpr int N = greatest(1, kTransposed);
+    for (; j + N <= columns; j += N) {
+      for (int i = 0; i < rows; i += N) {
+        f32v block[N];
+        const int count = least(N, rows - i);
+        for (int r = 0; r < N; ++r) block[r] = r < count ? load(in + (i + r) * ldi + j) : f32v{};
+        transpose(block);
+        for (int c = 0; c < N; ++c) store(out + (j + c) * ldo + i, block[c], count);
       }
     }
   }
-#endif
   for (; j < columns; ++j)
     for (int i = 0; i < rows; ++i) out[j * ldo + i] = convert<T>(in[i * ldi + j]);
 }

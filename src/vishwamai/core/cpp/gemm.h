@@ -58,6 +58,7 @@ struct ColumnPanels {
   static constexpr int64_t kUnit = 1;  // panels that must be in one block
   bool shared() const { return b.group == 0; }
   int64_t columns() const { return n; }
+  bool along_k() const { return b.row == 1 && b.col != 1; }  // its memory is in runs of k
   // Packs `count` panels from `first` on for k in [k0, k0 + depth); `out` is where the first one's row k0 goes.  Where
   // rows of B are contiguous, few rows are taken at a time and all their columns, so that memory is read in runs: a
   // page that is visited for a line or two costs its translation each time.
@@ -144,12 +145,15 @@ struct Gemm {
     // What is in use at a time stays in the second cache level: three parts of a number want smaller blocks.
     const bool thick = E::b_elements(32) * static_cast<int64_t>(sizeof(Packed)) > 32 * C * 4 && m > 512;
     rows = least<int64_t>(round_up<int64_t>(m, kPanelRows), thick ? 256 : 512);
-    // Where one block is all of the rows, the time goes into reading B: wide blocks read it in long runs. For tiles and
+    // Where one block is all of the rows, the time goes into reading B: wide blocks read it in long runs, unless these
+    // lie along k. For tiles and
     // a large B that is worth sums of 2 MiB: otherwise B goes to memory and back in panels.
     const bool one_block = m <= rows || (E::kStep >= 32 && !thick && m <= 1024 && k >= 2048);
     int64_t wide = thick ? 384 : 256;
-    if (rows <= 64) wide = 2048, depth = round_up<int64_t>(kDepth<E> / 4, E::kStep);
-    else if (one_block && columns() > 1024) rows = round_up<int64_t>(m, kPanelRows), wide = 512, depth = round_up<int64_t>(kDepth<E> / 2, E::kStep);
+    bool long_runs = false;
+    if constexpr (requires { b.along_k(); }) long_runs = E::kStep == 1 && b.along_k();
+    if (rows <= 64 && !long_runs) wide = 2048, depth = round_up<int64_t>(kDepth<E> / 4, E::kStep);
+    else if (rows > 64 && one_block && columns() > 1024) rows = round_up<int64_t>(m, kPanelRows), wide = 512, depth = round_up<int64_t>(kDepth<E> / 2, E::kStep);
     cols = least<int64_t>(round_up<int64_t>(columns(), kUnitCols), round_up<int64_t>(wide, kUnitCols));
     while (groups * row_blocks() * col_blocks() < 2 * threads.count && (rows > 64 || cols > kLeast)) {
       if ((cols >= rows && cols > kLeast) || rows <= 64) cols = round_up<int64_t>(cols / 2, kUnitCols);

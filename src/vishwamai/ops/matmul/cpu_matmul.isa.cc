@@ -122,6 +122,7 @@ struct HalfPanels {
   static constexpr int64_t kUnit = 1;
   bool shared() const { return true; }
   int64_t columns() const { return n; }
+  bool along_k() const { return true; }
   void pack(int64_t, int64_t k0, int64_t depth, int64_t first, int64_t count, float* out, int64_t panel_stride) const {
     for (int64_t j = 0; j < count; ++j, out += panel_stride) {
       const bf16* const from = panels + (first + j) * b_elements(k) + b_elements(k0);
