@@ -17,7 +17,7 @@ namespace {
 // their last digits.
 constexpr int64_t kFewRows = 48;                  // of float32: as far as it beats the blocks of gemm.h
 constexpr int kRun = kVectorBytes == 64 ? 16 : 8;  // of k that a sum takes in while it is in a register
-constexpr int kNarrow = kVectorBytes == 64 ? 4 : 2;  // rows of A times panels, which are read several by turns
+constexpr int kNarrow = 4;  // rows that sums in registers serve best
 
 // Bytes ahead of the products that panels are asked for.
 constexpr int64_t kPanelAhead = 2048;
@@ -158,7 +158,7 @@ void product_of_few(const T* a, int m, int64_t k, const S* b, int64_t b_row, int
     const S* const b_now = b + k0 * b_row;
     T* const to = k0 == 0 ? c : part;
     for (int r = 0; r < m; ++r) memset(to + r * stride, 0, sizeof(T) * static_cast<size_t>(round_up<int64_t>(n, lanes<T>)));
-    switch (m <= (panel ? kNarrow : 2) ? m : 0) {  // that sums in registers serve best
+    switch (m <= (panel ? kNarrow : 2) ? m : 0) {
       case 1: multiply_narrow<1>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
       case 2: multiply_narrow<2>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
       case 3: multiply_narrow<3>(a_now, depth, b_now, b_row, panel, n, to, stride); break;
