@@ -89,7 +89,7 @@ void compare(const char* what, const Bytes& got, Storage storage, const Values& 
     largest = std::fmax(largest, std::fabs(want[i]));
   }
   const bool good = worst <= tolerance * largest;
-  std::printf("%-28s error %.2e of %.2e  %s\n", what, worst, largest, good ? "ok" : "WRONG");
+  std::printf("%-32s error %.2e of %.2e  %s\n", what, worst, largest, good ? "ok" : "WRONG");
   if (!good) std::exit(1);
 }
 
@@ -101,8 +101,9 @@ struct Kind {
 };
 const Kind kKinds[] = {{"float32", Storage::f32, 4, 3e-6}, {"bfloat16", Storage::bf16, 2, 1e-2}, {"float64", Storage::f64, 8, 1e-13}};
 
-void check_matmul(const Kind& kind, const Threads& threads) {
-  const int64_t m = 37, n = 53, k = 129;
+// B as it lies, and packed where that is for its type.
+void check_matmul(const Kind& kind, int64_t m, int64_t k, const Threads& threads) {
+  const int64_t n = 53;
   Values a = normal(m * k), b = normal(k * n), want(m * n);
   Bytes a_bytes = stored(a, kind.storage), b_bytes = stored(b, kind.storage), out(m * n * kind.size);
   for (int64_t i = 0; i < m; ++i)
@@ -119,7 +120,15 @@ void check_matmul(const Kind& kind, const Threads& threads) {
   args.a_row = k, args.a_k = 1, args.b_k = n, args.b_col = 1;
   args.activation = Activation::relu;
   VISHWAMAI_ISA::matmul(args, threads);
-  compare((std::string("matmul ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+  const std::string name = std::string("matmul ") + std::to_string(m) + " rows ";
+  compare((name + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+  if (VISHWAMAI_ISA::matmul_packed_bytes(args) < 0) return;
+  Bytes panels(VISHWAMAI_ISA::matmul_packed_bytes(args)), again(out.size());
+  args.out = panels.data();
+  VISHWAMAI_ISA::matmul_pack(args, threads);
+  args.out = again.data(), args.b = nullptr, args.packed = panels.data();
+  VISHWAMAI_ISA::matmul(args, threads);
+  compare((name + kind.name + ", packed").c_str(), again, kind.storage, want, kind.tolerance);
 }
 
 // int8 is exact, as far from zero as it goes, whether or not k fills the instructions' steps.
@@ -420,7 +429,8 @@ int main() {
   check_int8(1, 5, 3, threads);
   check_int8(100, 40, 2100, threads);  // longer than a stretch of k
   for (const Kind& kind : kKinds) {
-    check_matmul(kind, threads);
+    for (const int64_t m : {1, 3, 8, 37, 70}) check_matmul(kind, m, 129, threads);
+    check_matmul(kind, 13, 1100, threads);  // more than a stretch of k
     check_grouped(kind, threads);
     check_norm(kind, threads);
     check_gated(kind, threads);
