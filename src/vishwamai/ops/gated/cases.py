@@ -46,7 +46,7 @@ def quantized_case(
     tags: tuple[str, ...] = ("contract",),
     **options: Any,
 ) -> Case:
-    # As many bits spread evenly have this deviation; the sums stay near 1.
+    # Of values spread evenly; x is so small that the sums stay near 1.
     deviation = 0.29 * (256 if format == "int8" else 16)
     arrays = {"x": ArrayInit((*rows, features), dtype, scale=max(features, 1) ** -0.5 / deviation)}
     arrays |= {name: ArrayInit((features, hidden), "int8", "integers") for name in ("gate", "up")}
