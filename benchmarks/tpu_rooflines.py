@@ -7,7 +7,7 @@ backward, whose bytes are those of both, or what it moves where that is less: XL
 for the other.
 
     python benchmarks/tpu_rooflines.py --targets v4,v5e,v5p,v6e,tpu7x --cases
-    gemm,int8,norm,rope,softmax,gated_linear_unit,gated_gradient
+    gemm,int8,norm,rope,softmax,gated_linear_unit,gated_int8,gated_gradient
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai import apply_rope, gated_linear_unit, gemm, layer_norm, rms_norm, softmax
+from vishwamai import apply_rope, gated_linear_unit, gemm, layer_norm, quantize, rms_norm, softmax
 from vishwamai.aot import Inspection, KernelSchedule, inspect_many
 from vishwamai.bench import estimates
 from vishwamai.core.errors import VishwamaiError
@@ -94,6 +94,23 @@ def gated_units() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, f
     yield f"gated_linear_unit {m}x{k}x{n} backward", both, [x, weights, weights, h], 12.0 * m * n * k, None
 
 
+def quantized_gated_units() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
+    """The same of int8 weights, as one operation and as two products with a pass after them."""
+    k, n = 4096, 14336
+    weights = [jax.eval_shape(lambda w: quantize(w, axis=-2), _array(k, n))] * 2
+
+    def one(x: Any, *weights: Any, **how: Any) -> Any:
+        return gated_linear_unit(x, weights, **how)
+
+    def two(x: Any, *weights: Any, **how: Any) -> Any:
+        gate, up = (gemm(x, w, out_dtype=jnp.float32, **how) for w in weights)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+    for m in (64, 2048):
+        for name, call in (("gated_linear_unit", one), ("two products", two)):
+            yield f"{name} int8 {m}x{k}x{n}", call, [_array(m, k), *weights], 4.0 * m * n * k, None
+
+
 def gated_gradients() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
     """The same gradient alone, from both products as the forward pass keeps them."""
     m, k, n = 4096, 4096, 14336
@@ -118,6 +135,7 @@ SUITES: dict[str, Callable[[], Iterator[Any]]] = {
     "rope": rotations,
     "softmax": softmaxes,
     "gated_linear_unit": gated_units,
+    "gated_int8": quantized_gated_units,
     "gated_gradient": gated_gradients,
 }
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import rotation
-from vishwamai import ShapeError, explain, gated_linear_unit, kernel_config
+from vishwamai import ShapeError, UnsupportedError, explain, gated_linear_unit, gemm, kernel_config, quantize
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.observe import record_plans
 from vishwamai.core.spec import ArraySpec
 from vishwamai.core.target import Target
-from vishwamai.ops.gated import reference, tpu
+from vishwamai.ops.gated import has_kernel, reference, tpu
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs
 
 
@@ -126,6 +126,16 @@ def test_groups_that_share_an_operand_have_the_sum_of_their_gradients():
         ({"weights": (jnp.ones((8, 16)),)}, ["`weights`", "sequence of 1", "(gate, up)"]),
         ({"weights": jnp.ones((8, 32))}, ["`weights`", "(8, 32)", "(2, 8, hidden)"]),
         ({"weights": jnp.ones((2, 8, 16), jnp.bfloat16)}, ["`weights`", "bfloat16", "float32", "astype"]),
+        ({"weights": (quantize(jnp.ones((8, 16)), axis=-2), jnp.ones((8, 16)))}, ["`weights[1]`", "quantize both"]),
+        ({"weights": [quantize(jnp.ones((8, 16)), axis=-1)] * 2}, ["`weights[0]`", "axis=-1", "axis=-2", "`gemm`"]),
+        (
+            {"weights": [quantize(jnp.ones((8, 16)), axis=-2, block_size=4)] * 2},
+            ["`weights[0]`", "block_size=4", "without `block_size`"],
+        ),
+        (
+            {"weights": [quantize(jnp.ones((8, 16)), form, axis=-2) for form in ("int8", "int4")]},
+            ["`weights[0]`", "int8", "`weights[1]`", "int4", "one format"],
+        ),
         ({"activation": "swish"}, ["`activation`", "'swish'", "silu"]),
         ({"x": jnp.ones((3, 8), jnp.int32)}, ["`x`", "int32"]),
         ({"x": jnp.float32(1)}, ["`x`", "scalar"]),
@@ -137,6 +147,74 @@ def test_errors_name_the_argument_the_values_and_the_fix(change, words):
         gated_linear_unit(**(good | change))
     for word in ("gated_linear_unit", *words):
         assert word in str(caught.value)
+
+
+def quantized_pair(format="int8", axis: int | None = -2, block_size=None):
+    return [quantize(normal((300, 150), seed=i) / 17, format, axis=axis, block_size=block_size) for i in (1, 2)]
+
+
+@pytest.mark.parametrize("format, axis", rotation.in_turn(3, [("int8", -2), ("int8", None), ("fp8_e5m2", -2)]))
+def test_quantized_weights_multiply_as_in_gemm(format, axis):
+    """The result and the gradient of x; a batch of weights is several groups. Tiles are several along every axis."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    x, weights, dh = (
+        normal((40, 300), jnp.bfloat16),
+        quantized_pair(format, axis),
+        normal((40, 150), jnp.bfloat16, seed=3),
+    )
+
+    def by_products(x):
+        gate, up = (gemm(x, w, out_dtype=jnp.float32, implementation="xla") for w in weights)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+    def by_kernel(x, weights):
+        return gated_linear_unit(x, weights, implementation="pallas_tpu", config=tpu.GatedConfig(32, 128, 128, True))
+
+    @jax.jit
+    def run(x, weights):
+        h, pull = jax.vjp(lambda x: by_kernel(x, weights), x)
+        several = jax.vmap(by_kernel, (None, 0))(x[:8], jax.tree.map(lambda w: jnp.stack([w, w]), weights))
+        return h, *pull(dh), several
+
+    h, pull = jax.vjp(by_products, x)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
+        got, dx, several = jax.block_until_ready(run(x, weights))
+    np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (got, h)), rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (dx, *pull(dh))), rtol=4e-2, atol=4e-2)
+    np.testing.assert_array_equal(several, jnp.stack([got[:8]] * 2))
+
+
+def test_quantized_weights_have_no_gradient():
+    x, (gate, up) = normal((4, 300)), quantized_pair()
+    with pytest.raises(UnsupportedError, match=r"gated_linear_unit: `weights\[0\]` is a QTensor"):
+        jax.grad(lambda w: gated_linear_unit(x, (w, up), implementation="xla").sum(), allow_int=True)(gate)
+
+
+@pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")
+def test_a_second_derivative_through_quantized_weights():
+    x, weights = normal((4, 300)), quantized_pair()
+
+    def second(**how):
+        def total(x):
+            return gated_linear_unit(x, weights, "tanh", **how).sum()
+
+        return jax.jit(jax.grad(lambda x: jnp.vdot(jax.grad(total)(x), x)))(x)
+
+    np.testing.assert_allclose(second(), second(implementation="xla"), rtol=1e-3, atol=1e-3)
+
+
+def test_which_quantized_weights_have_a_kernel():
+    x, (gate, up) = normal((4, 300)), quantized_pair()
+    (blocks, _), (other, _) = quantized_pair(block_size=32), quantized_pair("fp8")
+    with kernel_config(target="v6e"):
+        assert has_kernel(x, (gate, up), "silu")
+        assert not any(has_kernel(x, pair, "silu") for pair in ((gate, blocks), (gate, other), (gate, x)))
+    with kernel_config(target="v4"):
+        many = jnp.ones((2048, 4096), jnp.bfloat16)
+        pair = [jax.eval_shape(lambda: quantize(jnp.ones((4096, 14336)), axis=-2))] * 2
+        assert not has_kernel(many[:64], pair, "silu") and has_kernel(many, pair, "silu")
+    assert not has_kernel(x, (gate, up), "silu")  # on a CPU
 
 
 @pytest.mark.parametrize("chip", TPUS.values(), ids=TPUS)

@@ -72,14 +72,15 @@ def test_gated_of_one_tensor_and_of_views():
 @pytest.mark.parametrize("joint", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_gated_opcheck(joint):
     x, gate, up, both = tensors((3, 8), (8, 16), (8, 16), (2, 8, 16))
-    arguments = (x, None, None, both, "gelu", "default", True) if joint else (x, gate, up, None, None, "high", True)
+    weights = (None, None, both) if joint else (gate, up, None)
+    arguments = (x, *weights, None, None, *(("gelu", "default") if joint else (None, "high")), True)
     assert set(torch.library.opcheck(torch.ops.vishwamai.gated_linear_unit.default, arguments).values()) == {"SUCCESS"}
 
 
 def test_nothing_is_kept_where_no_gradient_is_asked_for():
     x, gate, up = tensors((3, 8), (8, 16), (8, 16))
     with torch.no_grad():
-        kept = torch.ops.vishwamai.gated_linear_unit(x, gate, up, None, "silu", "default", False)[1:]
+        kept = torch.ops.vishwamai.gated_linear_unit(x, gate, up, None, None, None, "silu", "default", False)[1:]
         assert not vt.gated_linear_unit(x, (gate, up)).requires_grad
     assert [t.numel() for t in kept] == [0, 0]
 

@@ -16,7 +16,8 @@ import pytest
 from flax import nnx
 
 import rotation
-from vishwamai import PackedQTensor, ShapeError, UnsupportedError
+from vishwamai import PackedQTensor, ShapeError, UnsupportedError, kernel_config
+from vishwamai.core.observe import record_plans
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, pack_weights, save_pretrained
 
 VALUES = {
@@ -152,6 +153,11 @@ def test_quantized_weights_stay_close(quantize: str, directory: Path) -> None:
     assert 0 < difference < {"int8": 0.02, "int4": 0.3, "fp8": 0.15}[quantize]
     with pytest.raises(ShapeError, match="parameter `query` is a QTensor; save the model that it came from"):
         save_pretrained(model, directory / "again")
+    # One operation has both products of a gated unit where it has a kernel for such weights.
+    for target, fused in (("v6e", quantize != "int4"), ("h100", False)):
+        with kernel_config(target=target):
+            names = {plan.op.name for plan in record_plans(model, tokens)}
+        assert ("gated_linear_unit" in names) == fused
 
 
 def test_quantized_experts_stay_close_and_pack(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from vishwamai.models.config import ModelConfig
 from vishwamai.models.experts import ExpertLoad, mixture
 from vishwamai.models.latent import latent_attention
 from vishwamai.models.layer_kinds import LayerKind, Rope
+from vishwamai.ops.gated import has_kernel
 
 Arrays = Mapping[str, Any]
 
@@ -158,7 +159,8 @@ def _feed_forward(config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes, p
     """Over the axis `tensor`, the result is the device's part of a sum."""
     weights = tuple(in_dtype(arrays[prefix + name], x.dtype) for name in ("gate", "up"))
     biases = tuple(arrays.get(f"{prefix}{name}_bias") for name in ("gate", "up", "down"))
-    if biases[0] is not None or not all(isinstance(w, jax.Array) for w in weights):
+    plain = all(isinstance(w, jax.Array) for w in weights)
+    if biases[0] is not None or not (plain or has_kernel(x, weights, config.activation)):
         gate, up = (linear(x, w, bias, jnp.float32) for w, bias in zip(weights, biases))
         inner = (activate(config.activation, gate) * up).astype(x.dtype)
     else:

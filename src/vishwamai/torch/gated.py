@@ -46,4 +46,4 @@ def gated_linear_unit(
     else:
         gate, up, both = None, None, weights
     arrays = (None if t is None else bridge.cast_for_matmul(t)[0] for t in (x, gate, up, both))
-    return _gated(*arrays, activation, bridge.products(precision))[0].to(x.dtype)
+    return _gated(*arrays, None, None, activation, bridge.products(precision))[0].to(x.dtype)

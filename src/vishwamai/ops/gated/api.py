@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
-from vishwamai.core.config import cast_for_matmul, current_config
+from vishwamai.core.config import ambient_target, cast_for_matmul, current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.packed_product import packed_product
 from vishwamai.core.packed_qtensor import PackedQTensor
-from vishwamai.core.precision import PrecisionConfig, resolve_precision
+from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
+from vishwamai.core.qtensor import QTensor, scale_values, undifferentiable
 from vishwamai.core.signature import array_specs, public_call
-from vishwamai.core.spec import as_array
+from vishwamai.core.spec import ArraySpec, array_spec, as_array
 from vishwamai.ops.gated.cpu import NATIVE
 from vishwamai.ops.gated.gpu import TRITON
 from vishwamai.ops.gated.reference import XLA
@@ -48,7 +50,8 @@ def gated_linear_unit(
     Args:
       x: `[..., features]`, bfloat16, float16, float32 or float64.
       weights: (gate, up), `[features, hidden]` each, or one array `[2, features, hidden]`; of the dtype of `x`. Or a
-        pair of `PackedQTensor`s (see `pack_weight`).
+        pair of `QTensor`s of one format with a scale for each column (`quantize(w, axis=-2)`), which multiply as in
+        `gemm`; or a pair of `PackedQTensor`s (see `pack_weight`).
       activation: "relu", "relu2", "silu", "gelu" (exact), "gelu_tanh", "sigmoid", "tanh", or None.
       precision: of float32 products: "highest" (the default: float32 accuracy) or "high" (about 16 bits); None takes
         the ambient one.
@@ -56,11 +59,11 @@ def gated_linear_unit(
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
 
     Returns:
-      `[..., hidden]` in the dtype of `x`.
+      `[..., hidden]` in the dtype of `x`. Quantized weights have no gradient.
 
     Raises:
       ShapeError: an argument is not legal or does not fit the others.
-      UnsupportedError: the implementation asked for cannot serve the call.
+      UnsupportedError: the implementation asked for cannot serve the call; or the gradient of a QTensor is asked for.
 
     >>> import jax.numpy as jnp
     >>> x, gate, up = jnp.ones((3, 8)), jnp.full((8, 16), 0.5), jnp.full((8, 16), 0.25)
@@ -76,8 +79,12 @@ def gated_linear_unit(
             )
         if any(isinstance(w, PackedQTensor) for w in weights):
             return _packed(x, weights, activation, config, implementation)
-        gate, up = (as_array(name, "weights", w) for w in weights)
-        given = Operands(as_array(name, "x", x), gate, up, None)
+        x = as_array(name, "x", x)
+        if any(isinstance(w, QTensor) for w in weights):
+            given = _quantized(x, weights)
+        else:
+            gate, up = (as_array(name, "weights", w) for w in weights)
+            given = Operands(x, gate, up, None)
     else:
         given = Operands(as_array(name, "x", x), None, None, as_array(name, "weights", weights))
 
@@ -86,11 +93,48 @@ def gated_linear_unit(
         return describe(array_specs(arrays), activation, products)
 
     spec = described(given)
-    arrays = Operands(*(None if a is None else cast_for_matmul(a)[0] for a in given))
+    factors = given._replace(gate_scale=None, up_scale=None)._asdict().items()
+    arrays = given._replace(**{name: cast_for_matmul(a)[0] for name, a in factors if a is not None})
     if arrays.x is not given.x:  # its errors told the caller's own dtypes
         spec = described(arrays)
     outputs = public_call(GATED, SIGNATURE, spec, arrays, config=config, implementation=implementation)
     return outputs.h.astype(given.x.dtype)
+
+
+def has_kernel(x: jax.Array, weights: Any, activation: str | None) -> bool:
+    """Whether a kernel of the ambient target takes this pair of weights, if they are QTensors; where none does, two
+    products by `gemm` have kernels.
+    """
+    gate, up = weights
+    if not all(isinstance(w, QTensor) and _by_column(w) for w in weights) or gate.dtype != up.dtype:
+        return False
+    scale = ArraySpec(gate.shape[-1:], accumulator_dtype(x.dtype))
+    specs = Operands(array_spec(x), array_spec(gate.values), array_spec(up.values), None, scale, scale)
+    spec = describe(specs, activation, resolve_precision(None, current_config().precision, x.dtype))
+    return GATED.choose(spec, ambient_target()).implementation.platform is not None
+
+
+def _by_column(w: QTensor) -> bool:
+    return w.block_size is None and w.axis in (None, -2)
+
+
+def _quantized(x: jax.Array, weights: Any) -> Operands:
+    name, arrays = "gated_linear_unit", []
+    for i, w in enumerate(weights):
+        if not isinstance(w, QTensor):
+            raise ShapeError(f"{name}: one of `weights` is a QTensor, but not `weights[{i}]`; quantize both or none.")
+        if not _by_column(w):
+            raise ShapeError(
+                f"{name}: `weights[{i}]` is {w}; quantize it with axis=-2 and without `block_size`, so that each "
+                "column has one scale, or multiply by `gemm`."
+            )
+        guarded: Any = undifferentiable(f"{name}: `weights[{i}]`", w.values, w.scales)
+        values, scales = guarded
+        scales = scale_values(scales, accumulator_dtype(x.dtype))
+        scales = jnp.broadcast_to(scales, values.shape[-1:]) if w.axis is None else jnp.squeeze(scales, -2)
+        arrays.append((values, scales))
+    (gate, gate_scale), (up, up_scale) = arrays
+    return Operands(x, gate, up, None, gate_scale, up_scale)
 
 
 def _packed(x: Any, weights: Any, activation: str | None, config: Any, implementation: str | None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
+from vishwamai.core.cases import ArrayInit, Case, Facts, Poison, qtensor_of_bytes
 from vishwamai.ops.gated.api import gated_linear_unit
 
 
@@ -13,6 +13,45 @@ def gated(
 ) -> Any:
     """`gated_linear_unit` with its weights as arrays of their own, as a case needs them."""
     return gated_linear_unit(x, (gate, up) if both is None else both, activation, **how)
+
+
+def quantized_gated(
+    x: Any,
+    gate: Any,
+    up: Any,
+    gate_scales: Any,
+    up_scales: Any,
+    *,
+    format: str,
+    activation: str | None = "silu",
+    **how: Any,
+) -> Any:
+    """`gated_linear_unit` of QTensors that are made of bytes, see `qtensor_of_bytes`.
+
+    Args:
+      gate, up: int8 `[features, hidden]`; their scales: float32 `[1, hidden]`.
+    """
+    weights = (qtensor_of_bytes(w, s, format, -2, None) for w, s in ((gate, gate_scales), (up, up_scales)))
+    return gated_linear_unit(x, tuple(weights), activation, **how)
+
+
+def quantized_case(
+    name: str,
+    rows: tuple[int, ...],
+    features: int,
+    hidden: int,
+    dtype: str,
+    format: str,
+    *,
+    tags: tuple[str, ...] = ("contract",),
+    **options: Any,
+) -> Case:
+    # Of values spread evenly; x is so small that the sums stay near 1.
+    deviation = 0.29 * (256 if format == "int8" else 16)
+    arrays = {"x": ArrayInit((*rows, features), dtype, scale=max(features, 1) ** -0.5 / deviation)}
+    arrays |= {name: ArrayInit((features, hidden), "int8", "integers") for name in ("gate", "up")}
+    arrays |= {f"{name}_scales": ArrayInit((1, hidden), "float32", "positive") for name in ("gate", "up")}
+    return Case(name, "gated_linear_unit", quantized_gated, arrays, options | {"format": format}, frozenset(tags))
 
 
 def _case(
@@ -36,6 +75,13 @@ def _case(
     return Case(name, "gated_linear_unit", gated, arrays, options, frozenset(tags))
 
 
+_QUANTIZED = (
+    quantized_case("int8 weights", (3, 21), 300, 100, "bfloat16", "int8"),
+    quantized_case("int8 weights, several tiles", (150,), 260, 150, "float32", "int8", config=128, activation="gelu"),
+    quantized_case("int4 weights", (5,), 192, 63, "bfloat16", "int4", activation="relu2"),
+    quantized_case("fp8 weights", (24,), 80, 100, "bfloat16", "fp8_e4m3", activation="gelu_tanh"),
+)
+
 CASES = (
     *(_case(f"63x100x300 {dtype}", (63,), 300, 100, dtype) for dtype in ("float32", "bfloat16")),
     _case("one array bfloat16", (2, 9), 80, 192, "bfloat16", both=True, activation="gelu_tanh"),
@@ -46,10 +92,12 @@ CASES = (
     _case("float16", (5,), 80, 63, "float16"),
     _case("float64", (5,), 80, 7, "float64", activation="sigmoid"),
     _case("no rows", (0,), 16, 7),
+    *_QUANTIZED,
     # Feed-forward layers of 4096 tokens.
     _case("Llama 3 8B", (4096,), 4096, 14336, "bfloat16", tags=("model",)),
     _case("Gemma 3 12B", (4096,), 3840, 15360, "bfloat16", activation="gelu_tanh", tags=("model",)),
     _case("Qwen 3 30B-A3B expert", (1024,), 2048, 768, "bfloat16", tags=("model",)),
+    quantized_case("Llama 3 8B int8", (2048,), 4096, 14336, "bfloat16", "int8", tags=("model",)),
     _case("Llama 3 8B, 1 token", (1,), 4096, 14336, "bfloat16", tags=("model",)),
 )
 
@@ -77,7 +125,9 @@ FACTS = Facts(
         "triton": {
             "float64": "`x` is float64",
             "no rows": "an array is empty",
+            **dict.fromkeys((case.name for case in _QUANTIZED), "`weights` are QTensors"),
         },
+        "native_cpu": dict.fromkeys((case.name for case in _QUANTIZED), "`weights` are QTensors"),
     },
     # Three bfloat16 products for one of float32 keep 16 bits; the reference on a CPU keeps 24.
     coarser={"high": dict.fromkeys(("native_cpu", "triton"), 2.0**-16)},

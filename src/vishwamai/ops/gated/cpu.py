@@ -16,6 +16,8 @@ from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 
 def why_not(spec: GatedSpec, target: Target) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
+    if spec.quantized:
+        return "`weights` are QTensors; the kernels take those that `pack_weight` made of them."
     return ffi.why_not(target)  # every shape, dtype and activation of the op
 
 
@@ -37,7 +39,7 @@ def _attributes(spec: GatedSpec) -> dict[str, Any]:
 
 def _native_operands(spec: GatedSpec, operands: Operands) -> Operands:
     """In the kernel's dtype, gate and up with as many groups as one another."""
-    x, gate, up, both = (None if a is None else a.astype(_storage(spec)) for a in operands)
+    x, gate, up, both = (None if a is None else a.astype(_storage(spec)) for a in operands[:4])
     if gate is not None and up is not None and gate.shape != up.shape:
         gate, up = (jnp.broadcast_to(w, (spec.groups, *w.shape[1:])) for w in (gate, up))
     return Operands(x, gate, up, both)
@@ -51,7 +53,7 @@ def forward(spec: GatedSpec, config: None, operands: Operands, residuals: bool) 
     h, gate, up = ffi.call(
         "vishwamai_gated_forward",
         (ffi.result(shape, storage), ffi.result(kept, storage), ffi.result(kept, storage)),
-        *_native_operands(spec, operands),
+        *_native_operands(spec, operands)[:4],
         **_attributes(spec),
     )
     return Outputs(h.astype(dtype)), Residuals(gate.astype(dtype), up.astype(dtype)) if residuals else None
@@ -63,7 +65,7 @@ def backward(
     """Two calls, so that XLA drops the one whose gradients are not requested."""
     del config, outputs
     storage, native = _storage(spec), _native_operands(spec, operands)
-    arguments = (*native, *(a.astype(storage) for a in (*residuals, cotangents.h)))
+    arguments = (*native[:4], *(a.astype(storage) for a in (*residuals, cotangents.h)))
 
     def dtype_of(operand: Any, groups: int) -> Any:
         """Of the kernel's gradient: the accumulation dtype where groups of it are still to be summed."""
@@ -84,15 +86,15 @@ def backward(
         **_attributes(spec),
     )
     groups = (native.gate if native.both is None else native.both).shape[0]
-    weights = [None if w is None else (groups, *w.shape[1:]) for w in native[1:]]
-    shared = any(w is not None and w.shape[0] < groups for w in operands[1:])
+    weights = [None if w is None else (groups, *w.shape[1:]) for w in native[1:4]]
+    shared = any(w is not None and w.shape[0] < groups for w in operands[1:4])
     dweights = ffi.call(
         "vishwamai_gated_weight_gradient",
         [ffi.result(shape, spec.accumulator if shared else storage) for shape in weights],
         *arguments,
         **_attributes(spec),
     )
-    return Operands(finish(dx, x), *(finish(d, w) for d, w in zip(dweights, operands[1:], strict=True)))
+    return Operands(finish(dx, x), *(finish(d, w) for d, w in zip(dweights, operands[1:4], strict=True)))
 
 
 NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)

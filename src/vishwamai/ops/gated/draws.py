@@ -5,11 +5,15 @@ from __future__ import annotations
 from vishwamai.core.activations import ACTIVATIONS
 from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.core.draws import Sizes
-from vishwamai.ops.gated.cases import gated
+from vishwamai.ops.gated.cases import gated, quantized_case
 
 
 def draw(d: Sizes) -> Case:
     """A case that calls the op in any legal way."""
+    if d.flag(4):
+        format = d.choose(("int8", "int4", "fp8_e4m3", "fp8_e5m2"))
+        how = {"activation": d.choose((None, *ACTIVATIONS))}
+        return quantized_case("", (d.size(),), d.size(), d.size(), d.choose(("float32", "bfloat16")), format, **how)
     dtype, features, hidden = d.dtype(), d.size(), d.size()
     arrays = {"x": ArrayInit((*(d.size(17) for _ in range(d.choose((0, 0, 1)))), d.size(), features), dtype)}
     scale = features**-0.5

@@ -56,6 +56,8 @@ def why_not(spec: GatedSpec, target: Target) -> str | None:
     dtype = spec.operands.x.dtype.name
     if dtype not in _DTYPES:
         return f"`x` is {dtype}; the Triton kernel takes {', '.join(_DTYPES)}."
+    if spec.quantized:
+        return "`weights` are QTensors, which the Triton kernel does not take."
     if 0 in (spec.groups, spec.m, spec.n, spec.k):
         return "an array is empty."
     return gpu.why_not(target)

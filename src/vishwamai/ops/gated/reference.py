@@ -12,16 +12,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from vishwamai.core.activations import activate, with_derivative
+from vishwamai.core.gradients import is_float, map_fields
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import lax_precision
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 
 
-def weights_of(operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """gate and up, `[G or 1, K, N]`."""
-    if operands.both is None:
-        return operands.gate, operands.up
-    return operands.both[:, 0], operands.both[:, 1]
+def _weights(operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """gate and up, `[G or 1, K, N]`, in the dtype of x, which holds quantized numbers exactly."""
+    pair = (operands.gate, operands.up) if operands.both is None else (operands.both[:, 0], operands.both[:, 1])
+    return pair[0].astype(operands.x.dtype), pair[1].astype(operands.x.dtype)
+
+
+def _columns(operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
+    """The scales of gate's and up's columns, `[G or 1, 1, N]`, or None."""
+    if operands.gate_scale is None:
+        return None, None
+    return operands.gate_scale[:, None], operands.up_scale[:, None]
+
+
+def _times(x: jax.Array, columns: jax.Array | None) -> jax.Array:
+    return x if columns is None else x * columns
 
 
 def _product(spec: GatedSpec, lhs: jax.Array, rhs: jax.Array, lhs_axis: int, rhs_axis: int, shared: bool) -> jax.Array:
@@ -48,33 +59,40 @@ def forward(spec: GatedSpec, config: None, operands: Operands, residuals: bool) 
     del config
     dtype = operands.x.dtype
     gate, up = (
-        jnp.broadcast_to(_product(spec, operands.x, w, 2, 1, False), (spec.groups, spec.m, spec.n))
-        for w in weights_of(operands)
+        jnp.broadcast_to(_times(_product(spec, operands.x, w, 2, 1, False), columns), (spec.groups, spec.m, spec.n))
+        for w, columns in zip(_weights(operands), _columns(operands), strict=True)
     )
     out = (activate(spec.activation, gate) * up).astype(dtype)
     return Outputs(out), Residuals(gate.astype(dtype), up.astype(dtype)) if residuals else None
 
 
-def slopes(spec: GatedSpec, residuals: Residuals, dh: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The gradients of gate's and up's products, rounded to the operands' dtype, as jax.numpy's own would be."""
+def slopes(
+    spec: GatedSpec, residuals: Residuals, dh: jax.Array, columns: tuple[Any, Any] = (None, None)
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of gate's and up's products, times the scales of their columns, rounded to the operands' dtype, as
+    jax.numpy's own would be.
+    """
     dtype = dh.dtype
     gate, up, dh = (a.astype(spec.accumulator) for a in (*residuals, dh))
     activated, slope = with_derivative(spec.activation, gate)
-    return (dh * up * slope).astype(dtype), (dh * activated).astype(dtype)
+    return _times(dh * up * slope, columns[0]).astype(dtype), _times(dh * activated, columns[1]).astype(dtype)
 
 
 def backward(
     spec: GatedSpec, config: Any, operands: Operands, outputs: Outputs, residuals: Residuals, cotangents: Outputs
 ) -> Operands:
-    """Four products, of `slopes`."""
+    """Four products, of `slopes`; of quantized weights two, for zeros stand for what has no gradient."""
     del config, outputs
-    x, (w_gate, w_up) = operands.x, weights_of(operands)
-    d_gate, d_up = slopes(spec, residuals, cotangents.h)
+    x, (w_gate, w_up) = operands.x, _weights(operands)
+    d_gate, d_up = slopes(spec, residuals, cotangents.h, _columns(operands))
     lone_x = x.shape[0] == 1
     dx = _product(spec, d_gate, w_gate, 2, 2, lone_x) + _product(spec, d_up, w_up, 2, 2, lone_x)
+    dx = dx.astype(x.dtype)
+    if spec.quantized:
+        rest = map_fields(lambda a: jnp.zeros_like(a) if is_float(a) else None, operands)
+        return rest._replace(x=dx)
     lone_w = w_gate.shape[0] == 1
     dw_gate, dw_up = (_product(spec, x, d, 1, 1, lone_w).astype(x.dtype) for d in (d_gate, d_up))
-    dx = dx.astype(x.dtype)
     if operands.both is not None:
         return Operands(dx, None, None, jnp.stack([dw_gate, dw_up], axis=1))
     return Operands(dx, dw_gate, dw_up, None)

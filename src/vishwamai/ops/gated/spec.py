@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from vishwamai.core.activations import ACTIVATIONS
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
+from vishwamai.core.qtensor import bits
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import OpSpec
@@ -22,6 +23,9 @@ class Operands(NamedTuple):
     gate: Annotated[Any, "groups? features hidden", "optional"]  # or `both`
     up: Annotated[Any, "groups? features hidden", "optional"]  # or `both`
     both: Annotated[Any, "groups? _ features hidden", "optional"]  # gate and up in one array
+    # Of a quantized gate and up, whose columns they multiply; in the dtype of sums.
+    gate_scale: Annotated[Any, "groups? hidden", "optional"] = None
+    up_scale: Annotated[Any, "groups? hidden", "optional"] = None
 
 
 class Outputs(NamedTuple):
@@ -68,6 +72,17 @@ class GatedSpec(OpSpec):
         return weights.shape[-1]
 
     @property
+    def weight_dtype(self) -> jnp.dtype:
+        """As the weights are stored."""
+        weights = self.operands.gate if self.operands.both is None else self.operands.both
+        return weights.dtype
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights have scales."""
+        return self.operands.gate_scale is not None
+
+    @property
     def accumulator(self) -> jnp.dtype:
         """The dtype of sums and of the activation: float32, or float64 for float64 operands."""
         return accumulator_dtype(self.operands.x.dtype)
@@ -81,11 +96,12 @@ class GatedSpec(OpSpec):
     def bytes_moved(self) -> int:
         """Bytes that the forward pass must move between HBM and the chip at least."""
         result = self.groups * self.m * self.n * self.operands.x.dtype.itemsize
-        return result + sum(operand.nbytes for operand in self.operands if operand is not None)
+        return result + sum(-(-o.size * bits(o.dtype) // 8) for o in self.operands if o is not None)
 
     def tuning_key(self) -> str:
         extras = [str(self.activation), *([self.precision] if self.precision != "default" else [])]
-        return f"{self.operands.x.dtype.name} {self.groups}x{self.m}x{self.n}x{self.k} {' '.join(extras)}"
+        dtypes = self.operands.x.dtype.name + (f"*{self.weight_dtype.name}" if self.quantized else "")
+        return f"{dtypes} {self.groups}x{self.m}x{self.n}x{self.k} {' '.join(extras)}"
 
 
 def split(spec: GatedSpec, backward: bool) -> str:
@@ -97,9 +113,15 @@ def split(spec: GatedSpec, backward: bool) -> str:
 
 
 SIGNATURE = Signature(
-    Operands("*rows features", "features hidden", "features hidden", "2 features hidden"),
+    Operands("*rows features", "features hidden", "features hidden", "2 features hidden", "hidden", "hidden"),
     Outputs("*rows hidden"),
-    labels={"gate": "weights[0]", "up": "weights[1]", "both": "weights"},
+    labels={
+        "gate": "weights[0]",
+        "up": "weights[1]",
+        "both": "weights",
+        "gate_scale": "weights[0].scales",
+        "up_scale": "weights[1].scales",
+    },
     hints={"both": "or a pair (gate, up) of shape (features, hidden)"},
 )
 
@@ -123,13 +145,22 @@ def check(operands: Operands, activation: Any) -> None:
       ShapeError: an argument is not legal; the text names it, its value and the fix.
     """
     name = "gated_linear_unit"
-    x, gate, up, both = operands
+    x, gate, up, both, gate_scale, up_scale = operands
     check_float(name, "x", x.dtype)
     if activation is not None and activation not in ACTIVATIONS:
         raise ShapeError(f"{name}: `activation` is {activation!r}; pass one of {', '.join(ACTIVATIONS)}, or None.")
     SIGNATURE.check(name, operands)
-    for label, weights in (("weights[0]", gate), ("weights[1]", up), ("weights", both)):
-        if weights is not None and weights.dtype != x.dtype:
+    if gate_scale is not None and gate.dtype != up.dtype:
+        raise ShapeError(
+            f"{name}: `weights[0]` holds {gate.dtype.name} and `weights[1]` {up.dtype.name}; quantize both to one "
+            "format."
+        )
+    for label, weights, scale in (
+        ("weights[0]", gate, gate_scale),
+        ("weights[1]", up, up_scale),
+        ("weights", both, None),
+    ):
+        if weights is not None and scale is None and weights.dtype != x.dtype:
             raise ShapeError(
                 f"{name}: `{label}` is {weights.dtype.name}, but `x` is {x.dtype.name}; pass both in one dtype, for "
                 f"instance `weights.astype({x.dtype.name})`."

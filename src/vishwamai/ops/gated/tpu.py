@@ -11,15 +11,18 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.activations import activate
+from vishwamai.core.hardware import TpuChip
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, by_rows, call, zero_past
 from vishwamai.core.target import Target
+from vishwamai.core.tpu_dequantize import widen
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 from vishwamai.ops.gated.tpu_backward import backward, served
 from vishwamai.ops.gated.tpu_tiles import GatedConfig, clamped, heuristic
@@ -31,13 +34,21 @@ def why_not(spec: GatedSpec, target: Target) -> str | None:
         return f"`x` is {spec.operands.x.dtype.name}, and the TPU computes in float32 and bfloat16."
     if 0 in (spec.groups, spec.m, spec.n, spec.k):
         return "an array is empty."
+    if spec.quantized and target.tpu is not None and target.tpu.generation == 4 and _bound_by_memory(spec, target.tpu):
+        return "`weights` are QTensors, and v4 converts them so slowly that two products by `gemm` are faster."
     return None
+
+
+def _bound_by_memory(spec: GatedSpec, chip: TpuChip) -> bool:
+    return spec.bytes_moved / chip.hbm_bandwidth > spec.flops / chip.peak(spec.operands.x.dtype.name)
 
 
 def _kernel(
     x_ref: Any,
     gate_ref: Any,
     up_ref: Any,
+    gate_scale: Any,
+    up_scale: Any,
     h_ref: Any,
     keep_gate: Any,
     keep_up: Any,
@@ -50,12 +61,15 @@ def _kernel(
 ) -> None:
     """One step: both sums grow by one product; the last step, or every one, gates them.
 
-    Blocks: x [block_m, block_k], gate and up [block_k, block_n], all others [block_m, block_n]; `keep_gate` and
-    `keep_up` take both products.
+    Blocks: x [block_m, block_k], gate and up [block_k, block_n], their scales [1, block_n] or None, all others
+    [block_m, block_n]; `keep_gate` and `keep_up` take both products.
     """
     step, steps = pl.program_id(3), pl.cdiv(spec.k, block_k)
     tail = spec.k - (steps - 1) * block_k
     precision = lax.Precision.HIGHEST if spec.precision != "default" else None
+
+    def scaled(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (gate, up) if gate_scale is None else (gate * gate_scale[...], up * up_scale[...])
 
     def grow(valid: int) -> None:
         sums = []
@@ -63,15 +77,24 @@ def _kernel(
         if valid != block_k:
             x = zero_past(x, 1, valid)
         for w_ref, sum_ref in ((gate_ref, gate_sum), (up_ref, up_sum)):
-            w = w_ref[...] if valid == block_k else zero_past(w_ref[...], 0, valid)
+            w = widen(w_ref[...], w_ref.dtype, x.dtype)
+            if valid != block_k:
+                w = zero_past(w, 0, valid)
             product = lax.dot_general(  # [block_m, block_n]
                 x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
             )
-            before = sum_ref[...]
-            sums.append(product if steps == 1 else jnp.where(step == 0, jnp.zeros_like(before), before) + product)
-            sum_ref[...] = sums[-1]
+            if steps > 1:
+                before = sum_ref[...]
+                product += jnp.where(step == 0, jnp.zeros_like(before), before)
+            sums.append(product)
+            if sum_ref is not None:
+                sum_ref[...] = product
         if gate_every_step:
-            h_ref[...] = (activate(spec.activation, sums[0]) * sums[1]).astype(h_ref.dtype)
+            gate, up = scaled(*sums)
+            h_ref[...] = (activate(spec.activation, gate) * up).astype(h_ref.dtype)
+            if gate_sum is None and keep_gate is not None:
+                keep_gate[...] = gate.astype(keep_gate.dtype)
+                keep_up[...] = up.astype(keep_up.dtype)
 
     if tail == block_k or steps == 1:
         grow(tail if steps == 1 else block_k)
@@ -80,14 +103,14 @@ def _kernel(
         pl.when(step == steps - 1)(lambda: grow(tail))
 
     def finish(rows: Any) -> None:
-        gate, up = gate_sum[rows, :], up_sum[rows, :]  # [rows, block_n]
+        gate, up = scaled(gate_sum[rows, :], up_sum[rows, :])  # [rows, block_n]
         if keep_gate is not None:
             keep_gate[rows, :] = gate.astype(keep_gate.dtype)
             keep_up[rows, :] = up.astype(keep_up.dtype)
         if not gate_every_step:
             h_ref[rows, :] = (activate(spec.activation, gate) * up).astype(h_ref.dtype)
 
-    if gate_every_step and keep_gate is None:
+    if gate_every_step and (keep_gate is None or gate_sum is None):
         return
 
     pl.when(step == steps - 1)(lambda: by_rows(gate_sum.shape[0], finish))
@@ -96,7 +119,7 @@ def _kernel(
 def forward(
     spec: GatedSpec, config: GatedConfig, operands: Operands, residuals: bool
 ) -> tuple[Outputs, Residuals | None]:
-    x, gate, up, both = operands
+    x, gate, up, both, gate_scale, up_scale = operands
     bm, bn, bk = clamped((config.block_m, config.block_n, config.block_k), spec.m, spec.n, spec.k)
 
     def weights(part: int, w: Any) -> pl.BlockSpec:
@@ -105,13 +128,19 @@ def forward(
             return pl.BlockSpec((None, bk, bn), lambda g, i, j, r: (g if own else 0, r, j))
         return pl.BlockSpec((None, None, bk, bn), lambda g, i, j, r: (g if own else 0, part, r, j))
 
+    def per_column(scale: Any) -> Any:
+        if scale is None:
+            return None
+        own = scale.shape[0] > 1
+        return scale[:, None], pl.BlockSpec((None, 1, bn), lambda g, i, j, r: (g if own else 0, 0, j))
+
     w_gate, w_up = (gate, up) if both is None else (both, both)
     tile = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, i, j))
     out = ((spec.groups, spec.m, spec.n), x.dtype, tile)
     kept = out if residuals else None
     own_x = x.shape[0] > 1
     size = spec.groups * spec.m * spec.n
-    total = pltpu.VMEM((bm, bn), jnp.float32)
+    total = None if bk == spec.k and config.gate_every_step else pltpu.VMEM((bm, bn), jnp.float32)
     h, kept_gate, kept_up = call(
         functools.partial(_kernel, spec=spec, block_k=bk, gate_every_step=config.gate_every_step),
         name="gated_linear_unit",
@@ -120,6 +149,8 @@ def forward(
             x_ref=(x, pl.BlockSpec((None, bm, bk), lambda g, i, j, r: (g if own_x else 0, i, r))),
             gate_ref=(w_gate, weights(0, w_gate)),
             up_ref=(w_up, weights(1, w_up)),
+            gate_scale=per_column(gate_scale),
+            up_scale=per_column(up_scale),
         ),
         outputs=dict(h_ref=out, keep_gate=kept, keep_up=kept),
         scratch=dict(gate_sum=total, up_sum=total),
@@ -138,7 +169,7 @@ def notes(spec: GatedSpec, target: Target) -> tuple[str, ...]:
     if spec.precision != "default":
         said.append("float32 is multiplied by six bfloat16 products")
     chip = target.tpu
-    if chip and spec.bytes_moved / chip.hbm_bandwidth > spec.flops / chip.peak(spec.operands.x.dtype.name):
+    if chip and not spec.quantized and _bound_by_memory(spec, chip):
         said.append("memory bounds these products: XLA's own are as fast")
     return tuple(said)
 

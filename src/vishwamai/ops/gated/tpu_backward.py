@@ -26,7 +26,7 @@ def served(spec: GatedSpec, config: GatedConfig) -> bool:
     """Whether these kernels have the gradient; XLA has it otherwise."""
     operands = [operand for operand in spec.operands if operand is not None]
     own = all(operand.shape[0] == spec.groups for operand in operands)  # none is summed over groups that share it
-    return own and config.grad_x is not None and config.grad_w is not None
+    return own and not spec.quantized and config.grad_x is not None and config.grad_w is not None
 
 
 def backward(
@@ -108,7 +108,7 @@ def _grad_x(
     spec: GatedSpec, config: GatedConfig, operands: Operands, residuals: Residuals, dh: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dx, and the gradients of gate's and up's products."""
-    x, gate, up, both = operands
+    x, gate, up, both, *_ = operands
     assert config.grad_x is not None
     bm, bk, bn = clamped(config.grad_x, spec.m, spec.k, spec.n)
     tiles, steps = pl.cdiv(spec.k, bk), pl.cdiv(spec.n, bn)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.pallas import VmemTiles, planning_chip, round_up, tiled_bytes
+from vishwamai.core.qtensor import bits
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, sizes
 from vishwamai.ops.gated.spec import GatedSpec
@@ -27,6 +28,8 @@ _HBM_SHARE = 0.9
 """Of the peak bandwidth, that large transfers reach."""
 _LATENCY = 0.6e-6
 """Seconds from the start of a transfer until its data is visible."""
+_GAP = 0.2e-6
+"""Seconds between the end of a step's transfers and those of the next one, where the products wait for them."""
 _STEP_CYCLES = 300
 """Of a grid step outside its products: transfers started and awaited, the matrix unit filled and drained."""
 _EPILOGUE_OPS = 25
@@ -96,13 +99,15 @@ def clamped(tile: Tile, m: int, n: int, k: int) -> Tile:
 
 
 def _vmem(spec: GatedSpec, tile: Tile) -> int:
-    """Bytes of VMEM: blocks twice, for a transfer runs beside the computation, both sums, and both once more as
-    values.
+    """Bytes of VMEM: blocks twice, for a transfer runs beside the computation, both sums, both once more as values, and
+    quantized weights in the dtype of x.
     """
     bm, bn, bk = tile
     dtype = spec.operands.x.dtype
-    blocks = tiled_bytes((bm, bk), dtype) + 2 * tiled_bytes((bk, bn), dtype) + 3 * tiled_bytes((bm, bn), dtype)
-    return 2 * blocks + 4 * tiled_bytes((bm, bn), jnp.float32)
+    weights = 2 * tiled_bytes((bk, bn), spec.weight_dtype)
+    blocks = tiled_bytes((bm, bk), dtype) + weights + 3 * tiled_bytes((bm, bn), dtype)
+    copies = 2 * tiled_bytes((bk, bn), dtype) if spec.quantized else 0
+    return 2 * blocks + 4 * tiled_bytes((bm, bn), jnp.float32) + copies
 
 
 def _grad_x_vmem(spec: GatedSpec, tile: Tile) -> int:
@@ -154,18 +159,21 @@ def _seconds(spec: GatedSpec, chip: TpuChip, tile: Tile) -> float:
     """
     bm, bn, bk = tile
     size, bandwidth = spec.operands.x.dtype.itemsize, _bandwidth(chip)
+    weight_size = bits(spec.weight_dtype) / 8
     rows, columns, steps = -(-spec.m // bm), -(-spec.n // bn), -(-spec.k // bk)
     work = _work(spec, chip, bm, bn, bk)
     # A block whose index does not change is not read again: x stays for a whole row of tiles if one step is all its
     # depth.
-    load = max((bm * bk / (columns if steps == 1 else 1) + 2 * bk * bn) * size / bandwidth, _LATENCY)
+    load = (bm * bk / (columns if steps == 1 else 1) * size + 2 * bk * bn * weight_size) / bandwidth
+    load = max(load, _LATENCY)
+    load += _GAP if load > work else 0
     store = bm * bn * size / bandwidth
     gating = bm * bn * _EPILOGUE_OPS * chip.cores / chip.peak_vector
     if spec.activation == "gelu":
         one = (steps - 1) * max(work, load) + max(work + 4 * gating, load + store)
     else:
         one = (steps - 1) * max(work, gating, load) + max(work, gating, load + store)
-    first = (bm * bk + 2 * bk * bn) * size / bandwidth
+    first = (bm * bk * size + 2 * bk * bn * weight_size) / bandwidth
     return _tiles_of_a_core(chip, spec.groups, rows, columns) * one + first + store
 
 
