@@ -6,6 +6,7 @@ the Triton kernels, interpreted.
 """
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +106,8 @@ def test_contract_of_tensors(case):
     if "format" in case.options:
         format, block = case.options["format"], case.options["block_size"]
         held = qtensor_of_bytes(given["weight"], given["scales"], format, -2, block)
-        values, scales = (from_numpy(np.asarray(x)) for x in (held.values, held.scales))
-        rhs = vt.QTensor(values, scales, held.format, -2, block)
+        made: Any = vt.QTensor  # of tensors, where the fields' types are JAX's
+        rhs = made(*(from_numpy(np.asarray(x)) for x in (held.values, held.scales)), held.format, -2, block)
     else:
         rhs = leaves["rhs"]
     out = vt.grouped_gemm(leaves["lhs"], rhs, torch.tensor(options.pop("group_sizes")), **options)
@@ -147,7 +148,7 @@ def test_an_offset_compiles_in_one_graph_as_a_number_and_as_a_tensor():
     fast = torch.compile(model, fullgraph=True, backend="aot_eager")
     args = tensors((8, 16), (2, 16, 8))
     for offset in (0, 1, torch.tensor(2)):
-        agree(lambda *x, o=offset: fast(*x, o), lambda *x, o=offset: model(*x, o), args, tolerance=0)
+        agree(lambda x, w, o=offset: fast(x, w, o), lambda x, w, o=offset: model(x, w, o), args, tolerance=0)
 
 
 def test_a_mapped_offset():

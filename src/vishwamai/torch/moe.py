@@ -84,7 +84,7 @@ def grouped_gemm(
     return _grouped_gemm(lhs, rhs, group_sizes, scale, first_row, name, block_k)[0]
 
 
-def _held(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
+def _held(lhs: Tensor, rhs: Any, group_sizes: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
     """(the sizes of the groups that `rhs` has matrices for, cut off at the last row; the row where the first begins).
 
     Raises:
