@@ -391,6 +391,25 @@ def test_the_schedule_times_a_kernel():
     assert found.seconds and found.seconds >= 0.5 * found.roofline and found.vmem == rows[0].vmem
 
 
+def test_a_row_without_a_time_says_why(monkeypatch):
+    """XLA's own operations, a schedule with guesses, a failure; chips that say the same share a line."""
+    case = case_named("norm", "Qwen 3 8B head norm")
+    kernel = targets.TargetRow("norm", case.name, "v4", "pallas_tpu", 1e-3, compiles=True, vmem=1 << 20, fits=True)
+    own = dataclasses.replace(kernel, implementation="xla", vmem=None)
+    rows = [own, dataclasses.replace(own, target="v5e"), kernel, dataclasses.replace(kernel, target="v5p")]
+    guessed = object.__new__(targets.inspection.KernelSchedule)
+    monkeypatch.setattr(type(guessed), "guessed", ("copy: of unknown size", "branch: unknown"))
+    made = [guessed, targets.KernelError("no schedule.\nMore of it.")]
+    monkeypatch.setattr(targets.inspection, "inspect_many", lambda programs, workers: made)
+    found = targets.scheduled(rows, [(catalogue.operations()["norm"], case)])
+    assert all(row.seconds is None and row.estimate == "" for row in found)
+    assert report.target_problems(found) == [
+        f"norm: {case.name}, v4, v5e: not timed: XLA's own operations, without a kernel whose schedule is followed",
+        f"norm: {case.name}, v4: not timed: copy: of unknown size",
+        f"norm: {case.name}, v5p: not timed: no schedule.",
+    ]
+
+
 def stored_rows():
     """Every stored row with its operation and case, which must be there."""
     found = []
@@ -410,6 +429,7 @@ def test_stored_schedules_are_of_cases_that_there_are():
         assert "model" in case.tags, (row.op, row.case)
         assert row.target in TPUS and schedules.libtpu(row.target)
         assert row.seconds is None or row.seconds >= 0.9 * row.roofline, row
+        assert row.seconds is None or not row.problem, row
     for row, operation, case in random.Random(rotation.SEED).sample(found, 12):  # others every day
         with kernel_config(target=row.target):
             (plan, *_) = (p for p in record_plans(case.run, case.shapes()) if p.op.name == operation.name)

@@ -76,6 +76,10 @@ def grouped(lhs, rhs):
     return (vt.grouped_gemm(lhs, rhs, replicated(torch.tensor([2, 0, 3]), lhs)),)
 
 
+def some_groups(lhs, rhs):
+    return (vt.grouped_gemm(lhs, rhs, replicated(torch.tensor([1, 2, 0, 2]), lhs), group_offset=1),)
+
+
 def sparse(dense, values):
     places = replicated(torch.tensor([[0, 1], [1, 0]]), dense)
     return (vt.block_sparse_matmul(dense, values, places, shape=(8, 8)),)
@@ -122,6 +126,7 @@ SILENT: dict[str, tuple[Any, Any, Any]] = {
     "loss": (losses, ((4, 8), (10, 8), (10,)), (0, R, R)),
     "grouped columns": (grouped, ((5, 6), (3, 6, 8)), (R, 2)),
     "grouped contraction": (grouped, ((5, 6), (3, 6, 8)), (1, 1)),
+    "grouped columns of some groups": (some_groups, ((5, 6), (3, 6, 8)), (R, 2)),
     "block-sparse rows": (sparse, ((4, 8), (2, 4, 4)), (0, R)),
 }
 # These cannot be computed by parts: something is gathered (and the values are right).

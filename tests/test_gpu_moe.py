@@ -6,6 +6,7 @@ the Triton kernels, interpreted.
 """
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ torch = pytest.importorskip("torch")
 import contract  # noqa: E402
 import rotation  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
-from triton_interpreter import interpreted  # noqa: E402
+from triton_interpreter import from_numpy, interpreted, to_numpy  # noqa: E402
+from vishwamai.core.cases import qtensor_of_bytes  # noqa: E402
 from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
-from vishwamai.core.qtensor import QTensor  # noqa: E402
+from vishwamai.core.qtensor import FORMATS, QTensor, bits  # noqa: E402
 from vishwamai.ops.moe import grouped_gemm  # noqa: E402
 from vishwamai.ops.moe.gpu import GroupedGpuConfig  # noqa: E402
 
@@ -85,10 +87,43 @@ def test_an_empty_group_and_rows_without_one_have_gradients_of_zero():
     assert (of_rhs[0] != 0).all() and (of_lhs[:9] != 0).all()
 
 
+# Those that tensors hold: torch has no numbers of 4 bits. The Triton kernels decline what they decline in JAX.
+DECLINED = contract.OPERATIONS["grouped_gemm"].facts.declines["triton"] if contract.INTERPRETED else ()
+CONTRACT = [
+    case
+    for case in contract.OPERATIONS["grouped_gemm"].cases
+    if case.name not in DECLINED and bits(FORMATS[case.options.get("format", "int8")].dtype) == 8
+]
+
+
+@pytest.mark.parametrize("case", rotation.in_turn(4, CONTRACT), ids=contract.label)
+def test_contract_of_tensors(case):
+    """The contract's own cases, of tensors: out_dtype, quantized matrices, `group_offset`; forward and gradients."""
+    given, options = case.make(), {k: v for k, v in case.options.items() if k not in ("format", "block_size", "config")}
+    leaves = {k: from_numpy(x).requires_grad_(k in case.differentiable) for k, x in given.items()}
+    if (dtype := options.get("out_dtype")) is not None:
+        options["out_dtype"] = getattr(torch, dtype)
+    if "format" in case.options:
+        format, block = case.options["format"], case.options["block_size"]
+        held = qtensor_of_bytes(given["weight"], given["scales"], format, -2, block)
+        made: Any = vt.QTensor  # of tensors, where the fields' types are JAX's
+        rhs = made(*(from_numpy(np.asarray(x)) for x in (held.values, held.scales)), held.format, -2, block)
+    else:
+        rhs = leaves["rhs"]
+    out = vt.grouped_gemm(leaves["lhs"], rhs, torch.tensor(options.pop("group_sizes")), **options)
+    (cotangent,) = jax.tree.leaves(contract.cotangents_for(case, contract.output_shapes(case)))
+    names = case.differentiable
+    found = torch.autograd.grad(out, [leaves[k] for k in names], from_numpy(cotangent), materialize_grads=True)
+    gradients = {k: to_numpy(g, given[k].dtype) for k, g in zip(names, found, strict=True)}
+    got = to_numpy(out.detach(), cotangent.dtype), gradients
+    contract.check_all(got, contract.truth(case), contract.by_reference(case))
+
+
 @pytest.mark.parametrize("out_dtype", ["float32", pytest.param(None, marks=pytest.mark.long)])
 def test_opcheck(out_dtype):
     lhs, rhs = tensors((8, 16), (2, 16, 8))
-    arguments = (lhs, rhs, torch.tensor([3, 4]), None, None, out_dtype, 0)
+    first = None if out_dtype is None else torch.tensor(1, dtype=torch.int32)
+    arguments = (lhs, rhs, torch.tensor([3, 4]), None, first, out_dtype, 0)
     assert set(torch.library.opcheck(torch.ops.vishwamai.grouped_gemm.default, arguments).values()) == {"SUCCESS"}
 
 
@@ -103,6 +138,29 @@ def test_compiles_in_one_graph_with_sizes_that_it_computes():
     agree(fast, model(by_loops), tensors((8, 16), (3, 16, 8)))
 
 
+def test_an_offset_compiles_in_one_graph_as_a_number_and_as_a_tensor():
+    sizes = torch.tensor([3, 0, 4, 1])
+
+    def model(lhs, rhs, offset):
+        return vt.grouped_gemm(lhs * 2, rhs, sizes, group_offset=offset).sin()
+
+    torch._dynamo.reset()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    args = tensors((8, 16), (2, 16, 8))
+    for offset in (0, 1, torch.tensor(2)):
+        agree(lambda x, w, o=offset: fast(x, w, o), lambda x, w, o=offset: model(x, w, o), args, tolerance=0)
+
+
+def test_a_mapped_offset():
+    """Each element has other groups; a tensor out of range is clamped."""
+    lhs, rhs = (x.detach() for x in tensors((8, 16), (2, 16, 8)))
+    sizes = torch.tensor([3, 0, 4, 1])
+    whole = [torch.cat([torch.zeros(o, 16, 8), rhs, torch.zeros(2 - o, 16, 8)]) for o in range(3)]
+    got = torch.vmap(lambda o: vt.grouped_gemm(lhs, rhs, sizes, group_offset=o))(torch.tensor([0, 2, 1, 9, -3]))
+    for out, at in zip(got, (0, 2, 1, 2, 0), strict=True):
+        assert (out - by_loops(lhs, whole[at], sizes)).abs().max() < 1e-5
+
+
 @pytest.mark.long
 def test_vmap_is_the_elements_one_by_one():
     lhs, rhs = (x.detach() for x in tensors((3, 9, 16), (2, 16, 8)))
@@ -114,6 +172,13 @@ def test_vmap_is_the_elements_one_by_one():
 def test_errors():
     with pytest.raises(ShapeError, match="`group_sizes` has dtype float32"):
         vt.grouped_gemm(torch.ones(2, 3), torch.ones(1, 3, 4), torch.ones(1))
+    lhs, rhs, sizes = torch.ones(4, 32), torch.ones(2, 32, 8), torch.tensor([1, 0, 3])
+    with pytest.raises(ShapeError, match="`group_offset` is 2, but `rhs` has .* 2 of 3 groups; pass 0 to 1"):
+        vt.grouped_gemm(lhs, rhs, sizes, group_offset=2)
+    with pytest.raises(ShapeError, match=r"`group_offset` is int64 of shape \(1,\); pass one integer"):
+        vt.grouped_gemm(lhs, rhs, sizes, group_offset=torch.tensor([1]))
+    with pytest.raises(ShapeError, match=r"`rhs` \(2, 32, 8\) and `group_sizes` \(1,\); with `group_offset` pass"):
+        vt.grouped_gemm(lhs, rhs, sizes[:1], group_offset=0)
 
 
 @only_interpreted

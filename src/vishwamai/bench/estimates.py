@@ -5,6 +5,7 @@ simulator.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -60,8 +61,28 @@ def best_peer(found: Mapping[str, float | str]) -> tuple[str, float] | None:
     return min(peers.items(), key=lambda peer: peer[1], default=None)
 
 
+def other_peers(found: Mapping[str, float | str], best: str) -> dict[str, float]:
+    """The best seconds of each peer except `best`, by its name without the sizes of tiles that end it.
+
+    >>> other_peers({"a 512/512": 2e-3, "a 256/512": 3e-3, "b 512": 5e-3, "b 256": 4e-3}, "a 512/512")
+    {'b': 0.004}
+    """
+    others: dict[str, float] = {}
+    for name, time in found.items():
+        peer = _without_tiles(name)
+        if name != OURS and isinstance(time, float) and peer != _without_tiles(best):
+            others[peer] = min(time, others.get(peer, time))
+    return others
+
+
+def _without_tiles(name: str) -> str:
+    return re.sub(r" [\d/]+$", "", name)
+
+
 class PeerTable:
-    """A line for each problem, with our time, the best peer's and their ratio; then the ratios' means by group."""
+    """A line for each problem, with our time, the best peer's, their ratio and the other peers' best times; then the
+    ratios' means by group.
+    """
 
     def __init__(self, head: str):
         self.ratios: dict[str, list[float]] = {}
@@ -76,7 +97,8 @@ class PeerTable:
             return
         ratio = mine / best[1]
         self.ratios.setdefault(group, []).append(ratio)
-        print(f"{label}{mine * 1e3:>9.3f}{best[1] * 1e3:>15.3f}{ratio:>7.3f}  {best[0]}", flush=True)
+        rest = "".join(f"; {name} {time * 1e3:.3f}" for name, time in other_peers(found, best[0]).items())
+        print(f"{label}{mine * 1e3:>9.3f}{best[1] * 1e3:>15.3f}{ratio:>7.3f}  {best[0]}{rest}", flush=True)
 
     def means(self) -> None:
         """Prints the geometric mean of each group."""

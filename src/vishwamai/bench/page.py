@@ -132,7 +132,7 @@ def _targets(found: Sequence[TargetRow]) -> dict[str, Any]:
     for op, case in sorted(dict.fromkeys((r.op, r.case) for r in found), key=lambda key: key[0]):
         words = [report.target_words(by_place.get((op, case, chip))) for chip in chips]
         rows.append([f"{op}: {case}", *((text, styles[colour]) for text, colour in words)])
-    problems = [f"{r.op}: {r.case}, {r.target}: {r.problem}" for r in found if r.problem]
+    problems = report.target_problems(found)
     return {"columns": ["case", *chips], "rows": rows, "problems": problems, "estimates": report.estimates(found)}
 
 

@@ -297,6 +297,15 @@ def estimates(rows: Sequence[TargetRow]) -> str:
     return "the compiler's " + " or ".join(kinds) if kinds else "nothing"
 
 
+def target_problems(rows: Sequence[TargetRow]) -> list[str]:
+    """What the rows say of programs that did not compile or have no time: a line for all chips that say the same."""
+    chips: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.problem:
+            chips.setdefault((row.op, row.case, row.problem), []).append(row.target)
+    return [f"{op}: {case}, {', '.join(found)}: {problem}" for (op, case, problem), found in chips.items()]
+
+
 def target_words(row: TargetRow | None) -> tuple[str, str]:
     """(what a cell says, its colour); None for a case that was not compiled and has no stored schedule."""
     if row is None:

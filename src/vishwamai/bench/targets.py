@@ -32,7 +32,8 @@ class TargetRow:
       implementation: which one runs there.
       roofline: seconds that the chip's data-sheet peaks allow at the best.
       compile_seconds: what the compilation took here; None of a stored row (`bench.schedules`).
-      compiles: whether the compiler made a program; `problem` says why not, or what of it is not known.
+      compiles: whether the compiler made a program; `problem` says why not, or what of it is not known, such as why
+        `scheduled` has no time of it.
       vmem: scoped VMEM of the largest kernel, bytes per core; None without a kernel, or where the program's text cannot
         be read.
       hbm: arguments, outputs, temporaries and code, bytes of one device; `fits`: whether the device has them.
@@ -101,23 +102,28 @@ def scheduled(rows: Sequence[TargetRow], cases: Sequence[tuple[Operation, Case]]
     """
     by_name = {(operation.name, case.name): case for operation, case in cases}
     wanted = [row for row in rows if row.vmem is not None]
-    if not wanted:
-        return list(rows)
 
     def program(row: TargetRow) -> inspection.Inspection:
         case = by_name[row.op, row.case]
         # With the values of page tables and lengths: without them the kernels' loops would not be known.
         return inspection.Inspection(lambda arrays: case.run(arrays), (arguments(case),), target=row.target)
 
-    found = dict(zip(wanted, inspection.inspect_many([program(row) for row in wanted], workers=workers), strict=True))
+    made = inspection.inspect_many([program(row) for row in wanted], workers=workers) if wanted else ()
+    found = dict(zip(wanted, made, strict=True))
+    return [_timed(row, found.get(row)) for row in rows]
 
-    def timed(row: TargetRow) -> TargetRow:
-        made = found.get(row)
-        if not isinstance(made, inspection.KernelSchedule) or made.guessed:
-            return row
+
+def _timed(row: TargetRow, made: inspection.KernelSchedule | VishwamaiError | None) -> TargetRow:
+    """The row with the time of its schedule, or with why it has none."""
+    if isinstance(made, inspection.KernelSchedule) and not made.guessed:
         return dataclasses.replace(row, seconds=made.seconds, estimate="schedule")
+    if row.problem or not row.compiles:
+        return row
+    why = _NO_KERNEL if made is None else made.guessed[0] if isinstance(made, inspection.KernelSchedule) else str(made)
+    return dataclasses.replace(row, problem=f"not timed: {why.splitlines()[0]}")
 
-    return [timed(row) for row in rows]
+
+_NO_KERNEL = "XLA's own operations, without a kernel whose schedule is followed"
 
 
 def run(

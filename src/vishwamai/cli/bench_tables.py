@@ -187,5 +187,4 @@ def target_lines(rows: Sequence[TargetRow], targets: Sequence[str], terminal: bo
         else:
             said = "; ".join(f"{target} {text}" for target, (text, _) in zip(targets, cells))
             lines.append(Text(f"{op}: {case}; {said}"))
-    problems = dict.fromkeys(f"{r.op}: {r.case}, {r.target}: {r.problem}" for r in rows if r.problem)
-    return [*lines, *(Text(problem, "dim") for problem in problems)]
+    return [*lines, *(Text(problem, "dim") for problem in report.target_problems(rows))]

@@ -10,6 +10,7 @@ import functools
 import sys
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from vishwamai.core import gpu
@@ -81,6 +82,19 @@ def fetched(x: Any, index: Any, fill: float = 0) -> Any:
         return jnp.asarray(x).at[index].get(mode="fill", fill_value=fill)
     end = x.new_full((1, *x.shape[1:]), fill)
     return sys.modules["torch"].cat([x, end])[index.clamp(max=x.shape[0])]
+
+
+def cut(x: Any, start: Any, count: int) -> Any:
+    """`count` entries along the last axis, from `start` on: a number or a scalar array, with all of them in x.
+
+    >>> cut(jnp.array([5, 7, 9]), jnp.int32(1), 2).tolist()
+    [7, 9]
+    """
+    if gpu.framework(x) != "torch":
+        return jax.lax.dynamic_slice_in_dim(x, start, count, axis=-1)
+    if isinstance(start, int):
+        return x.narrow(-1, start, count)
+    return x[..., start + numbers(count, x)]
 
 
 def counted(bins: Any, count: int) -> Any:

@@ -13,7 +13,15 @@ from vishwamai.ops.moe.api import MOE
 from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch, sort_choices
 from vishwamai.ops.moe.layer import CLAMPED, MoEOutput, check_layer
 from vishwamai.ops.moe.routing import GROUP_SCORES, Routing, check_routing
-from vishwamai.ops.moe.spec import SIGNATURE, Outputs, describe, unpack_weights
+from vishwamai.ops.moe.spec import (
+    SIGNATURE,
+    Outputs,
+    check_held,
+    check_offset,
+    describe,
+    held_groups,
+    unpack_weights,
+)
 from vishwamai.torch import activation as activations
 from vishwamai.torch import bridge
 from vishwamai.torch.matmul import gemm
@@ -40,18 +48,26 @@ _ACTIVATIONS = {
 
 
 def grouped_gemm(
-    lhs: Tensor, rhs: Tensor | QTensor, group_sizes: Tensor, *, out_dtype: torch.dtype | None = None
+    lhs: Tensor,
+    rhs: Tensor | QTensor,
+    group_sizes: Tensor,
+    *,
+    group_offset: int | Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Matrix product whose rows are in consecutive groups, each with its own right-hand matrix; see
     `vishwamai.grouped_gemm`, whose arguments these are.
 
-    On a GPU the host never waits for the sizes, so the call can be captured with whatever computes them. A `QTensor` as
-    `rhs` is read as it is stored there, with one scale for a column or one for each block of K.
+    On a GPU the host never waits for the sizes, so the call can be captured with whatever computes them. For the same
+    reason a `group_offset` out of range is an error where it is an int, and is clamped where it is a tensor. A
+    `QTensor` as `rhs` is read as it is stored there, with one scale for a column or one for each block of K.
 
     >>> import torch
     >>> rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     >>> grouped_gemm(rows, torch.tensor([[[10.0]], [[7.0]], [[100.0]]]), torch.tensor([1, 0, 2]))[:, 0]
     tensor([ 10., 200., 300.,   0.])
+    >>> grouped_gemm(rows, torch.tensor([[[7.0]], [[100.0]]]), torch.tensor([1, 0, 2]), group_offset=1)[:, 0]
+    tensor([  0., 200., 300.,   0.])
     """
     if out_dtype is None and lhs.dtype == torch.float32:
         out_dtype = torch.float32  # whatever the ambient `use_bfloat16` makes of the operands
@@ -61,8 +77,29 @@ def grouped_gemm(
         (lhs,) = bridge.cast_for_matmul(lhs)
     else:
         lhs, rhs = bridge.cast_for_matmul(lhs, rhs)
+    first_row = None
+    if group_offset is not None:
+        group_sizes, first_row = _held(lhs, rhs, group_sizes, group_offset)
     name = None if out_dtype is None else str(out_dtype).removeprefix("torch.")
-    return _grouped_gemm(lhs, rhs, group_sizes, scale, None, name, block_k)[0]
+    return _grouped_gemm(lhs, rhs, group_sizes, scale, first_row, name, block_k)[0]
+
+
+def _held(lhs: Tensor, rhs: Any, group_sizes: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
+    """(the sizes of the groups that `rhs` has matrices for, cut off at the last row; the row where the first begins).
+
+    Raises:
+      ShapeError: the arguments contradict one another.
+    """
+    array = offset if isinstance(offset, Tensor) else torch.as_tensor(offset)
+    floats = array.is_floating_point() or array.is_complex()
+    check_held(lhs, rhs, group_sizes, array, not (floats or array.dtype == torch.bool))
+    groups, held = group_sizes.shape[-1], rhs.shape[-3]
+    if isinstance(offset, Tensor):
+        offset = offset.int().clamp(0, groups - held)
+    else:
+        check_offset(offset, groups=groups, held=held)
+    whole = group_sizes if group_sizes.is_floating_point() else group_sizes.int()  # `describe` declines floats
+    return held_groups(whole, offset, held=held, rows=lhs.shape[-2])
 
 
 def moe_routing(

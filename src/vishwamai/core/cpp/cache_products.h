@@ -14,6 +14,8 @@ namespace vishwamai::VISHWAMAI_ISA {
 
 constexpr int kBlock = 64;  // keys at a time: their scores stay in the first cache level
 
+template <class S> constexpr int64_t bytes_of(int64_t numbers) { return numbers * static_cast<int64_t>(sizeof(S)) / kNumbers<S>; }
+
 // The rows of one head of a block; `settle` says which of them lie evenly apart, 16 at a time.
 template <class S>
 struct BlockRows {
@@ -38,12 +40,12 @@ struct BlockRows {
 class Ahead {
  public:
   Ahead() = default;
-  // Of n rows, from the offsets on (elements).
+  // Of n rows, from the offsets on (units of S).
   template <class S>
   Ahead(const BlockRows<S>& keys, int64_t key_offset, int64_t dim, const BlockRows<S>& values, int64_t value_offset, int64_t value_dim, int n)
       : rows_{reinterpret_cast<const char* const*>(keys.at), reinterpret_cast<const char* const*>(values.at)},
         offset_{key_offset * kSize<S>, value_offset * kSize<S>},
-        bytes_{dim * kSize<S>, value_dim * kSize<S>},
+        bytes_{bytes_of<S>(dim), bytes_of<S>(value_dim)},
         count_(n) {}
 
   // Asks for the next `lines` cache lines, rounded to whole rows over the calls.
@@ -131,14 +133,14 @@ struct VectorProducts {
 
   // products[r * kBlock + j] = query row r . key j, for n keys.
   __attribute__((noinline)) void scores(const BlockRows<S>& keys, int64_t offset, int n, const Query* query, T* products, Ahead& ahead) const {
-    const int lines = static_cast<int>(ceil_div<int64_t>(dim * static_cast<int64_t>(sizeof(S)), 64));
+    const int lines = static_cast<int>(ceil_div<int64_t>(bytes_of<S>(dim), 64));
     by_rows(rows, [&](int64_t r, auto count) {
       score_rows<count>(keys, offset, n, query + r * q_stride, products + r * kBlock, r == 0 ? lines : 0, ahead);
     });
   }
   // out[r * out_stride + d] += sum over j of p[r * kBlock + j] * value j; rows of `out` are padded to whole vectors.
   __attribute__((noinline)) void add(const BlockRows<S>& values, int64_t offset, int n, const T* p, T* out, int64_t out_stride, Ahead& ahead) const {
-    const int lines = static_cast<int>(ceil_div<int64_t>(value_dim * static_cast<int64_t>(sizeof(S)), 64));
+    const int lines = static_cast<int>(ceil_div<int64_t>(bytes_of<S>(value_dim), 64));
     by_rows(rows, [&](int64_t r, auto count) {
       add_values<count>(values, offset, n, p + r * kBlock, out + r * out_stride, out_stride, r == 0 ? lines : 0, ahead);
     });
@@ -157,12 +159,12 @@ struct VectorProducts {
         ahead.fetch(lines);
         V<T> sum[kRows] = {};
         for (int64_t d = 0; d < whole; d += W) {
-          const V<T> x = load(key + d);
+          const V<T> x = load(at(key, d));
 #pragma GCC unroll 8
           for (int g = 0; g < kRows; ++g) sum[g] += x * load(query + g * q_stride + d);
         }
         if (rest) {
-          const V<T> x = load(key + whole, rest);
+          const V<T> x = load(at(key, whole), rest);
 #pragma GCC unroll 8
           for (int g = 0; g < kRows; ++g) sum[g] += x * load(query + g * q_stride + whole);
         }
@@ -184,7 +186,7 @@ struct VectorProducts {
       ahead.fetch(lines);
 #pragma GCC unroll 16
       for (int c = 0; c < kChunks; ++c) {
-        const V<T> x = get(value + c * W, count);
+        const V<T> x = get(at(value, c * W), count);
 #pragma GCC unroll 8
         for (int g = 0; g < kRows; ++g) sum[g][c] += x * p[g * kBlock + j];
       }
@@ -201,7 +203,7 @@ struct VectorProducts {
     constexpr std::integral_constant<int, W> whole;
     int64_t d = 0;
     auto columns = [&](auto chunks, auto count) __attribute__((always_inline)) {
-      add_columns<kRows, chunks>(values, offset + d, n, p, out + d, out_stride, count, d == 0 ? lines : 0, ahead);
+      add_columns<kRows, chunks>(values, offset + d / kNumbers<S>, n, p, out + d, out_stride, count, d == 0 ? lines : 0, ahead);
     };
     for (; d + kChunks * W <= value_dim; d += kChunks * W) columns(std::integral_constant<int, kChunks>(), whole);
     for (; d < value_dim; d += W) columns(std::integral_constant<int, 1>(), static_cast<int>(least<int64_t>(W, value_dim - d)));
@@ -219,6 +221,7 @@ struct VectorProducts {
   keyword template struct VectorProducts<float>;  \
   keyword template struct VectorProducts<f16>;    \
   keyword template struct VectorProducts<int8_t>; \
+  keyword template struct VectorProducts<s4x2>;   \
   keyword template struct VectorProducts<f8e4m3>; \
   keyword template struct VectorProducts<f8e5m2>;
 #if defined(VISHWAMAI_AVX512)  // float64 is AVX2's

@@ -1,5 +1,5 @@
-// Storage types narrower than bfloat16's 8 exponent bits allow to widen by a shift: float16, float8 (e4m3fn, e5m2) and
-// int8.
+// Storage types narrower than bfloat16's 8 exponent bits allow to widen by a shift: float16, float8 (e4m3fn, e5m2), int8
+// and pairs of int4.
 //
 // They are widened to float while loading. float8 goes through float16, whose conversion keeps denormal numbers
 // although the processor is set to treat float's as zero (as XLA sets it).
@@ -18,6 +18,14 @@ struct f8e5m2 {
 struct f8e4m3 {
   uint8_t bits;
 };
+// Two int4 in a byte, the first in the lower half.
+struct s4x2 {
+  uint8_t bits;
+};
+// Numbers that a unit of a storage type holds, and the unit where number `i` of a row begins: a multiple of that.
+template <class S> constexpr int kNumbers = 1;
+template <> inline constexpr int kNumbers<s4x2> = 2;
+template <class S> VISHWAMAI_INLINE const S* at(const S* p, int64_t i) { return p + i / kNumbers<S>; }
 
 VISHWAMAI_INLINE f32v widen_half(u16half half) {
 #if defined(VISHWAMAI_AVX512)
@@ -103,6 +111,23 @@ VISHWAMAI_INLINE f32v load(const int8_t* p) {
   return __builtin_convertvector(x, f32v);
 #endif
 }
+// Each number in the upper half of a byte of its own, above bits that the shift drops.
+VISHWAMAI_INLINE f32v load(const s4x2* p) {
+#if defined(VISHWAMAI_AVX512)
+  const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  const __m128i bytes = _mm_unpacklo_epi8(_mm_slli_epi16(pairs, 4), pairs);
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_cvtepi8_epi32(bytes), 4));
+#elif defined(__AVX2__)
+  int32_t four;
+  __builtin_memcpy(&four, p, sizeof(four));
+  const __m128i pairs = _mm_cvtsi32_si128(four), bytes = _mm_unpacklo_epi8(_mm_slli_epi16(pairs, 4), pairs);
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_cvtepi8_epi32(bytes), 4));
+#else
+  i32v x;
+  for (int i = 0; i < lanes<float>; ++i) x[i] = static_cast<int8_t>(i % 2 ? p[i / 2].bits : p[i / 2].bits << 4) >> 4;
+  return __builtin_convertvector(x, f32v);
+#endif
+}
 
 // What numbers read by `load` must be multiplied by.
 template <class S> constexpr float kLoadUnit = 1.0f;
@@ -112,13 +137,14 @@ namespace detail {
 template <class S> VISHWAMAI_INLINE f32v load_some(const S* p, int count) {
   if (count >= lanes<float>) return load(p);
   S some[lanes<float>] = {};
-  for (int i = 0; i < count; ++i) some[i] = p[i];
+  for (int i = 0; i < count; i += kNumbers<S>) some[i / kNumbers<S>] = p[i / kNumbers<S>];
   return load(some);
 }
 }  // namespace detail
 VISHWAMAI_INLINE f32v load(const f8e5m2* p, int count) { return detail::load_some(p, count); }
 VISHWAMAI_INLINE f32v load(const f8e4m3* p, int count) { return detail::load_some(p, count); }
 VISHWAMAI_INLINE f32v load(const int8_t* p, int count) { return detail::load_some(p, count); }
+VISHWAMAI_INLINE f32v load(const s4x2* p, int count) { return detail::load_some(p, count); }  // an odd count as the next one
 #ifdef VISHWAMAI_AVX512
 VISHWAMAI_INLINE f32v load(const f16* p, int count) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p));

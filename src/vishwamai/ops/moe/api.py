@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
@@ -25,9 +24,11 @@ from vishwamai.ops.moe.spec import (
     SIGNATURE,
     GroupedSpec,
     Operands,
+    check_held,
     check_offset,
     check_sizes,
     describe,
+    held_groups,
     split,
     unpack_weights,
 )
@@ -141,19 +142,8 @@ def _held(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> tuple[Any,
       ShapeError: the arguments contradict one another.
     """
     offset = as_array("grouped_gemm", "group_offset", group_offset)
-    if offset.ndim or not jnp.issubdtype(offset.dtype, jnp.integer):
-        raise ShapeError(
-            f"grouped_gemm: `group_offset` is {offset.dtype.name} of shape {offset.shape}; pass one integer."
-        )
-    if lhs.ndim < 2 or rhs.ndim < 3 or not group_sizes.ndim or group_sizes.shape[-1] < rhs.shape[-3]:
-        raise ShapeError(
-            f"grouped_gemm: `lhs` has shape {lhs.shape}, `rhs` {rhs.shape} and `group_sizes` {group_sizes.shape}; with "
-            "`group_offset` pass [..., M, K], [..., G, K, N] and the sizes of all groups, G or more."
-        )
+    check_held(lhs, rhs, group_sizes, offset, bool(jnp.issubdtype(offset.dtype, jnp.integer)))
     groups, held = group_sizes.shape[-1], rhs.shape[-3]
     check_values(functools.partial(check_offset, groups=groups, held=held), offset)
     offset = jnp.clip(offset.astype(jnp.int32), 0, groups - held)
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0), axis=-1), lhs.shape[-2])
-    starts = jnp.pad(ends, [(0, 0)] * (ends.ndim - 1) + [(1, 0)])
-    starts = jax.lax.dynamic_slice_in_dim(starts, offset, held + 1, axis=-1)
-    return jnp.diff(starts, axis=-1), starts[..., 0]
+    return held_groups(group_sizes.astype(jnp.int32), offset, held=held, rows=lhs.shape[-2])

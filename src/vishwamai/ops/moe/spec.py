@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vishwamai.core.arrays import cut, namespace
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
 from vishwamai.core.qtensor import FP4, INT4, QTensor, bits
@@ -192,7 +193,7 @@ def check_sizes(sizes: np.ndarray, *, rows: int) -> None:
         )
 
 
-def check_offset(offset: np.ndarray, *, groups: int, held: int) -> None:
+def check_offset(offset: Any, *, groups: int, held: int) -> None:
     """Checks the value of `group_offset`, with `groups` sizes and the weights of `held` of them.
 
     Raises:
@@ -203,3 +204,31 @@ def check_offset(offset: np.ndarray, *, groups: int, held: int) -> None:
             f"grouped_gemm: `group_offset` is {int(offset)}, but `rhs` has the weights of {held} of {groups} groups; "
             f"pass 0 to {groups - held}."
         )
+
+
+def check_held(lhs: Any, rhs: Any, group_sizes: Any, offset: Any, integer: bool) -> None:
+    """Checks shapes of a call with `group_offset`, of arrays of any framework; `integer`: whether the offset is one.
+
+    Raises:
+      ShapeError: the arguments contradict one another.
+    """
+    if offset.ndim or not integer:
+        dtype = str(offset.dtype).removeprefix("torch.")
+        raise ShapeError(f"grouped_gemm: `group_offset` is {dtype} of shape {tuple(offset.shape)}; pass one integer.")
+    if lhs.ndim < 2 or rhs.ndim < 3 or not group_sizes.ndim or group_sizes.shape[-1] < rhs.shape[-3]:
+        given = (tuple(x.shape) for x in (lhs, rhs, group_sizes))
+        raise ShapeError(
+            "grouped_gemm: `lhs` has shape {}, `rhs` {} and `group_sizes` {}; with `group_offset` pass [..., M, K], "
+            "[..., G, K, N] and the sizes of all groups, G or more.".format(*given)
+        )
+
+
+def held_groups(group_sizes: Any, offset: Any, *, held: int, rows: int) -> tuple[Any, Any]:
+    """(sizes of the `held` groups from `offset` on, the row where the first of them begins), where sizes count from 0
+    on and are cut off at the last of `rows` rows; of int32 arrays of JAX or torch.
+    """
+    xp = namespace(group_sizes)
+    sizes = xp.clip(group_sizes, 0, None)
+    totals = xp.cumsum(sizes, -1, dtype=sizes.dtype)
+    starts, ends = (cut(xp.clip(x, None, rows), offset, held) for x in (totals - sizes, totals))
+    return ends - starts, starts[..., :1].sum(-1, dtype=starts.dtype)  # 0 where no group is held

@@ -149,6 +149,8 @@ CASES = (
         scaled=True,
         window=9,
     ),
+    _case("int4 pages latent", _MIXED, (8, 1), 80, 16, "bfloat16", "int4", form="latent", latent_dim=62, scale=0.02),
+    _case("int4 pages of odd rows", _DECODE, (4, 2), 33, 8, pages="int4", scaled=True),
     _case("fp8 pages", _DECODE, (8, 4), 128, 8, "bfloat16", "float8_e4m3fn", scaled=True, max_q_len=1),
     _case("fp8 e5m2 pages", _DECODE, (4, 2), 64, 8, "bfloat16", "float8_e5m2", scaled=True, max_q_len=1),
     _case("int8 queries", _MIXED, (8, 2), 128, 8, "bfloat16", "int8", quantized="int8", scaled=True),
@@ -215,14 +217,14 @@ _SMALL = ForwardCase(
     {"softcap": 4.0},
 )
 
-_INT4 = "int4 pages", "int4 pages separate"
+_INT4 = tuple(case.name for case in CASES if case.name.startswith("int4 pages"))
 
 FACTS = Facts(
     small=_SMALL,
     batched=("query", "kv_pages", "kv_lens", "page_indices"),
     poison=Poison("mixed bf16", "query"),
     declines={
-        "native_cpu": dict.fromkeys(_INT4, "`kv_pages` is int4"),
+        "native_cpu": {"int4 pages of odd rows": "rows of 33 numbers of 4 bits"},
         "pallas_tpu": {
             "no tokens": "the batch is empty",
             "float16": "`query` is float16",

@@ -20,6 +20,7 @@ bool page_type_of(const Buffer& buffer, PageType* type) {
     case ffi::F16: *type = PageType::f16; return true;
     case ffi::F64: *type = PageType::f64; return true;
     case ffi::S8: *type = PageType::s8; return true;
+    case ffi::S4: *type = PageType::s4; return true;
     case ffi::F8E4M3FN: *type = PageType::f8e4m3; return true;
     case ffi::F8E5M2: *type = PageType::f8e5m2; return true;
     default: return false;
@@ -51,13 +52,15 @@ ffi::Error paged(ffi::ThreadPool pool, Buffer query, Buffer k_pages, Buffer v_pa
   a.scale = scale, a.softcap = softcap, a.window = window;
   a.query = query.untyped_data();
   const int64_t own = latent || separate ? a.dim : 2 * a.dim;
-  a.keys = {k_pages.untyped_data(), batch_stride(k_pages), rows * a.dim, own};
+  const int64_t unit = a.page_type == PageType::s4 ? 2 : 1;  // numbers
+  if (a.dim % unit != 0 || (separate && value_dim % unit != 0)) return invalid("paged_attention: int4 rows must be whole bytes");
+  a.keys = {k_pages.untyped_data(), batch_stride(k_pages) / unit, rows * a.dim / unit, own / unit};
   if (separate) {
-    a.values = {v_pages.untyped_data(), batch_stride(v_pages), rows * value_dim, value_dim};
+    a.values = {v_pages.untyped_data(), batch_stride(v_pages) / unit, rows * value_dim / unit, value_dim / unit};
   } else {
     a.values = a.keys;
     const int64_t bytes = a.page_type == PageType::f64 ? 8 : a.page_type == PageType::f32 ? 4 : a.page_type <= PageType::f16 ? 2 : 1;
-    if (!latent) a.values.data = static_cast<const char*>(a.keys.data) + a.dim * bytes;
+    if (!latent) a.values.data = static_cast<const char*>(a.keys.data) + a.dim * bytes / unit;
   }
   a.kv_lens = optional<int32_t>(kv_lens), a.table = optional<int32_t>(page_indices);
   a.starts = optional<int32_t>(cu_q_lens), a.count = optional<int32_t>(num_seqs);

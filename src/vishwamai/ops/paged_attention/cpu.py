@@ -14,7 +14,7 @@ from vishwamai.ops.paged_attention import reference
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
 
 _QUERY = ("float32", "bfloat16", "float16", "float64")
-_PAGES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
+_PAGES = ("float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn", "float8_e5m2")
 
 
 def why_not(spec: PagedSpec, target: Target) -> str | None:
@@ -28,6 +28,9 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
             return f"`query` is {query} and `kv_pages` {pages}; the CPU kernel takes float64 beside float64 only."
     elif pages not in _PAGES:
         return f"`kv_pages` is {pages}; the CPU kernel reads {', '.join(_PAGES)}."
+    odd = next((x.shape[-1] for x in (o.k_pages, o.v_pages) if x is not None and x.shape[-1] % 2), None)
+    if pages == "int4" and odd:
+        return f"`kv_pages` has rows of {odd} numbers of 4 bits; the CPU kernel reads two at a time."
     if min(spec.head_dim, spec.value_dim) == 0:
         return "a head has no features."
     return ffi.why_not(target)

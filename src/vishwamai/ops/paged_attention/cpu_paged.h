@@ -9,7 +9,7 @@
 
 namespace vishwamai {
 
-enum class PageType : int { f32, bf16, f16, f64, s8, f8e4m3, f8e5m2 };
+enum class PageType : int { f32, bf16, f16, f64, s8, f8e4m3, f8e5m2, s4 };
 
 struct PagedArgs {
   Storage storage;  // of query and out; f64 with pages of f64 only
@@ -22,7 +22,7 @@ struct PagedArgs {
   // A key of token t of page p and head h begins at keys + batch * stride + (p * page_size + t) * token + h * head.
   struct Pool {
     const void* data;
-    int64_t stride, token, head;  // elements
+    int64_t stride, token, head;  // elements; pairs of s4, whose rows have an even number
   } keys, values;
   // Strides over the batch, 0 where it shares.
   const int32_t *kv_lens, *table, *starts, *count;
