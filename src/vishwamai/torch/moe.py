@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -90,13 +91,16 @@ def _held(lhs: Tensor, rhs: Any, group_sizes: Tensor, offset: int | Tensor) -> t
     Raises:
       ShapeError: the arguments contradict one another.
     """
-    array = offset if isinstance(offset, Tensor) else torch.as_tensor(offset)
+    if not isinstance(offset, Tensor | numbers.Number):
+        raise ShapeError(f"grouped_gemm: `group_offset` is {offset!r}; pass one integer.")
+    array = torch.as_tensor(offset)
     floats = array.is_floating_point() or array.is_complex()
     check_held(lhs, rhs, group_sizes, array, not (floats or array.dtype == torch.bool))
     groups, held = group_sizes.shape[-1], rhs.shape[-3]
     if isinstance(offset, Tensor):
         offset = offset.int().clamp(0, groups - held)
     else:
+        offset = int(offset)
         check_offset(offset, groups=groups, held=held)
     whole = group_sizes if group_sizes.is_floating_point() else group_sizes.int()  # `describe` declines floats
     return held_groups(whole, offset, held=held, rows=lhs.shape[-2])
