@@ -175,8 +175,9 @@ def test_errors():
     lhs, rhs, sizes = torch.ones(4, 32), torch.ones(2, 32, 8), torch.tensor([1, 0, 3])
     with pytest.raises(ShapeError, match="`group_offset` is 2, but `rhs` has .* 2 of 3 groups; pass 0 to 1"):
         vt.grouped_gemm(lhs, rhs, sizes, group_offset=2)
+    word: Any = "one"
     with pytest.raises(ShapeError, match="`group_offset` is 'one'; pass one integer"):
-        vt.grouped_gemm(lhs, rhs, sizes, group_offset="one")
+        vt.grouped_gemm(lhs, rhs, sizes, group_offset=word)
     with pytest.raises(ShapeError, match=r"`group_offset` is int64 of shape \(1,\); pass one integer"):
         vt.grouped_gemm(lhs, rhs, sizes, group_offset=torch.tensor([1]))
     with pytest.raises(ShapeError, match=r"`rhs` \(2, 32, 8\) and `group_sizes` \(1,\); with `group_offset` pass"):

@@ -50,6 +50,11 @@ def test_a_bfloat16_weight_takes_its_own_bytes(isa):
     assert pack_weight(weight, isa=isa).data.nbytes == weight.nbytes
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+def test_a_weight_without_rows_gives_zero(dtype):
+    assert not np.asarray(gemm(jnp.zeros((3, 0), dtype), pack_weight(jnp.zeros((0, 5), dtype)))).any()
+
+
 @needs_native
 @pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 8e-3), ("float32", 2e-6), ("int8", 0)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 13, 16, 40, 70])

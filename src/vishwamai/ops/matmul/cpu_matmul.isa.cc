@@ -181,7 +181,7 @@ void matmul(const MatmulArgs& g, const Threads& all) {
   if (g.packed && g.storage == Storage::bf16 && g.m <= kFewPacked) return few_packed(g, threads);
 #elif !defined(__AMX_BF16__)
   if (g.packed && g.storage == Storage::bf16) {
-    if (g.m <= kFewRows) return few_rows<bf16>(g, threads);
+    if (g.k > 0 && g.m <= kFewRows) return few_rows<bf16>(g, threads);
     MatmulArgs widened = g;
     widened.packed = nullptr;
     return run<HalfEngine>(widened, rows_of<bf16, HalfEngine>(g), HalfPanels{static_cast<const bf16*>(g.packed), g.n, g.k}, threads);
