@@ -363,7 +363,7 @@ def faults():
         jax.block_until_ready(call(x))
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
-print("faults a call", min(faults() for _ in range(3)) / 50)
+print("faults a call", min(faults() for _ in range(10)) / 50)
 """
     result = python(code, **({"MALLOC_TRIM_THRESHOLD_": threshold} if threshold else {}))
     faults = float(result.stdout.split()[-1])

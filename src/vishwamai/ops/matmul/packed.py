@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -192,7 +193,7 @@ def packed_operands(a: Any, b: PackedWeight, activation: str | None, bias: Any, 
         scale_a = namespace(a).broadcast_to(scale_a, a.shape[:-1])
     scales = (None if x is None else cast(x, jnp.float32).reshape(1, -1) for x in (scale_a, scale_b))
     of_bias = None if bias is None else bias.reshape(1, -1)
-    return Operands(a.reshape(1, -1, b.shape[0]), b.data[None], of_bias, *scales)
+    return Operands(a.reshape(1, math.prod(a.shape[:-1]), b.shape[0]), b.data[None], of_bias, *scales)
 
 
 def _check(a: Any, b: PackedWeight, activation: str | None, **vectors: Any) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import jax
@@ -106,9 +107,9 @@ class PackedWeight:
         (k, n), o = self.shape, order(self.dtype, self.isa)
         index = jnp.clip(jnp.asarray(index), 0, max(n - 1, 0))
         panel, column = index // o.width, index % o.width
-        parts = self.data.reshape(self.data.shape[0], -1, o.halves, o.rows, o.columns, o.neighbours)
+        parts = self.data.reshape(self.data.shape[0], -(-k // o.step), o.halves, o.rows, o.columns, o.neighbours)
         found = parts[panel, :, column // o.columns, :, column % o.columns]  # [*rows, steps, rows, neighbours]
-        return found.reshape(*index.shape, -1)[..., :k].astype(self.dtype)
+        return found.reshape(*index.shape, parts.shape[1] * o.step)[..., :k].astype(self.dtype)
 
     def __repr__(self) -> str:
         return f"PackedWeight({self.dtype}[{self.shape[0]},{self.shape[1]}], isa={self.isa!r})"
@@ -203,6 +204,6 @@ def unpermuted(data: Any, shape: tuple[int, int], dtype: str, isa: str) -> Any:
     """`[..., K, N]` from `[..., panels, numbers]`."""
     (k, n), o = shape, order(dtype, isa)
     steps, panels, lead = -(-k // o.step), -(-n // o.width), data.shape[:-2]
-    parts = data.reshape(-1, panels, steps, o.halves, o.rows, o.columns, o.neighbours)
+    parts = data.reshape(math.prod(lead), panels, steps, o.halves, o.rows, o.columns, o.neighbours)
     full = parts.transpose(0, 2, 4, 6, 1, 3, 5).reshape(*lead, steps * o.step, panels * o.width)
     return full[..., :k, :n].astype(dtype)
