@@ -6,7 +6,8 @@
 
 The cases are the operations' own of real models, forward, and forward with backward; the peers are the benchmark's
 (`vishwamai.bench.subjects`) and those below, which exist on GPUs only. Every round calls the contestants in a new
-random order, each after a write that empties the L2 cache, timed by CUDA events; the result is the median. A contestant
+random order, each after a write that empties the L2 cache, timed by CUDA events; the result is the median. Before all
+that, processes of their own make the arrays of every case, compute their truth and compile our kernels. A contestant
 whose numbers are outside the contract's tolerance (a peer: eight times that) is named and not timed. Shares are of what
 this GPU was seen to do in the same run: copying, or cuBLAS's bfloat16 product, whichever bounds the case.
 
@@ -22,21 +23,30 @@ import importlib
 import importlib.util
 import json
 import math
+import multiprocessing
+import os
 import pathlib
+import pickle
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
+
+# JAX computes the truth in float64, on the GPU where it can, by kernels that nobody tunes, and gives the memory back.
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 
 import torch
 
 import vishwamai.torch as vt
 from vishwamai.bench import numbers
 from vishwamai.bench.candidates import Contestant, theirs
-from vishwamai.bench.contest import contest
 from vishwamai.bench.gradient import gradient_case, work
+from vishwamai.bench.numbers import Numbers, Truth
 from vishwamai.bench.ratios import PEERS
-from vishwamai.bench.subject import Arrays, Peer, Subject, subject, to_torch, torch_peer
+from vishwamai.bench.subject import Arrays, Peer, Sample, subject, to_torch, torch_peer
 from vishwamai.core.cases import Case
 from vishwamai.measure.gpu_timing import gpu_sampler
 from vishwamai.measure.timing import Call, Sampler, sampler, side_by_side
@@ -44,12 +54,13 @@ from vishwamai.ops.catalogue import Operation, chosen, operations, specs_of
 from vishwamai.torch.tuner import Timer, gpu_timer
 
 OURS = "vishwamai.torch"
+SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
-def interpreted() -> contextlib.AbstractContextManager[None]:
+def triton_serves() -> contextlib.AbstractContextManager[None]:
     """Triton's interpreter, as the tests run it."""
     sys.path.append(str(pathlib.Path(__file__).parent.parent / "tests"))
-    return importlib.import_module("triton_interpreter").interpreted()
+    return importlib.import_module("triton_kernels").triton_serves()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,34 +223,110 @@ def comparisons(operation: Operation, dry: bool) -> Iterator[Comparison]:
             return
 
 
-def measure(this: Comparison, about: Subject, rounds: int, sample: Sampler, ceilings: tuple[float, float]) -> list[Row]:
-    """Checks every contestant, then times those whose numbers are right.
+Key = tuple[str, str, bool]
+"""A comparison among the operations' own: operation, case, whether its gradients."""
+
+
+def key_of(this: Comparison) -> Key:
+    """What finds the comparison again in another process."""
+    return this.operation.name, this.case.name, this.gradients
+
+
+_LARGE = 60_000_000
+"""Entries of a case whose truth takes much of the GPU's memory."""
+_FEW = 3
+"""So many processes at once have a large case on the GPU."""
+_few: Any = contextlib.nullcontext()
+
+
+def _begin(few: Any) -> None:
+    global _few
+    _few = few
+    torch.set_num_threads(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A comparison that is ready to be timed.
+
+    Attributes:
+      path: a file with its arrays.
+      verdicts: of every contestant's numbers; None where they are random.
+    """
+
+    path: str
+    verdicts: dict[str, Numbers | None]
+
+
+def _verdict(one: Contestant, arrays: Arrays, part: Sample, right: Truth) -> Numbers | None:
+    try:
+        call, outputs, _ = one.build(arrays)
+        result = outputs(call())
+    except Exception as error:  # it counts as wrong, with what it raised
+        return numbers.raised(error)
+    return numbers.check(result, part, right, 1.0 if one.name == OURS else PEERS) if one.checked else None
+
+
+def _prepare(key: Key, directory: str, dry: bool = False) -> Prepared:
+    """Makes a comparison's arrays, computes their truth, and calls every contestant once, which compiles kernels."""
+    (operation,) = chosen([key[0]])
+    (this,) = (one for one in comparisons(operation, dry) if key_of(one) == key)
+    about, arrays = subject(operation.name), this.run.make()
+    with _few if sum(x.size for x in arrays.values()) > _LARGE else contextlib.nullcontext():
+        part = about.gradient_sample(this.run, arrays) if this.gradients else about.sample(this.run, arrays)
+        right = numbers.truth(part, this.gradients)
+        verdicts = {one.name: _verdict(one, arrays, part, right) for one in this.contestants}
+        if not dry:
+            torch.cuda.empty_cache()
+    path = os.path.join(directory, f"{os.getpid()}-{time.monotonic_ns()}")
+    with open(path, "wb") as file:
+        pickle.dump(arrays, file, protocol=5)
+    return Prepared(path, verdicts)
+
+
+def prepare(keys: list[Key], directory: str, workers: int) -> dict[Key, Prepared]:
+    """All the comparisons, by processes of their own; those that failed, which is said, are left out."""
+    context = multiprocessing.get_context("spawn")
+    found: dict[Key, Prepared] = {}
+    begun = time.monotonic()
+    with ProcessPoolExecutor(workers, context, _begin, (context.Semaphore(_FEW),)) as pool:
+        running = {pool.submit(_prepare, key, directory): key for key in keys}
+        for i, done in enumerate(as_completed(running), 1):
+            if (error := done.exception()) is None:
+                found[running[done]] = done.result()
+            took, said = time.monotonic() - begun, "" if error is None else f"; {running[done]}: {error}"
+            print(f"{i} of {len(keys)} cases are ready after {took:.0f} s{said}", file=sys.stderr, flush=True)
+    return found
+
+
+def measure(
+    this: Comparison, prepared: Prepared, rounds: int, sample: Sampler, ceilings: tuple[float, float]
+) -> list[Row]:
+    """Times the contestants whose numbers are right.
 
     Args:
-      ceilings: FLOP and bytes a second.
+      prepared: by `prepare`; its file is deleted. ceilings: FLOP and bytes a second.
     """
-    arrays = this.run.make()
-    part = about.gradient_sample(this.run, arrays) if this.gradients else about.sample(this.run, arrays)
-    right = numbers.truth(part, this.gradients)
-    outcomes = contest(
-        this.contestants,
-        arrays,
-        lambda one, outputs: numbers.check(outputs, part, right, 1.0 if one.name == OURS else PEERS),
-        lambda calls: side_by_side(calls, rounds=rounds, sample=sample, sample_seconds=0.0),
-    )
+    with open(prepared.path, "rb") as file:
+        arrays = pickle.load(file)
+    os.remove(prepared.path)
+    rows: list[Row] = []
+    calls: dict[str, Call] = {}
+    for one in this.contestants:
+        row, verdict = Row(this.operation.name, this.run.name, one.name), prepared.verdicts[one.name]
+        rows.append(row)
+        if verdict is not None:
+            row.error, row.note = verdict.error, "" if verdict.right else verdict.what
+        if not row.note:
+            calls[one.name], _, _ = one.build(arrays)
+            calls[one.name]()
     flops, nbytes = this.work()
-    rows = []
-    for outcome in outcomes:
-        row = Row(this.operation.name, this.run.name, outcome.candidate.name)
-        if outcome.numbers is not None:
-            row.error, row.note = outcome.numbers.error, "" if outcome.numbers.right else outcome.numbers.what
-        if outcome.timing is None:
-            row.note = row.note or outcome.note
-        else:
-            seconds = outcome.timing.median
+    timings = side_by_side(calls, rounds=rounds, sample=sample, sample_seconds=0.0) if calls else {}
+    for row in rows:
+        if row.contestant in timings:
+            seconds = timings[row.contestant].median
             row.ms, row.tflops, row.tbs = seconds * 1e3, flops / seconds * 1e-12, nbytes / seconds * 1e-12
             row.share = max(flops / ceilings[0], nbytes / ceilings[1]) / seconds
-        rows.append(row)
     return rows
 
 
@@ -288,6 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--dry", action="store_true", help="small cases on the CPU, in Triton's interpreter")
     parser.add_argument("--json", help="also write the rows here")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="that prepare cases")
     parser.add_argument(
         "--tune", action="store_true", help="time tiles instead of peers, and write the user's tuning tables"
     )
@@ -300,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
     rounds = 1 if options.dry else options.rounds
     sample = sampler() if options.dry else gpu_sampler()
     rows: list[Row] = []
-    with interpreted() if options.dry else contextlib.nullcontext():
+    with triton_serves() if options.dry else contextlib.nullcontext():
         place = "dry: the times mean nothing" if options.dry else torch.cuda.get_device_name()
         print(f"{place}, torch {torch.__version__}")
         if options.tune:
@@ -316,14 +404,23 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"ceilings: cuBLAS bfloat16 {limits[0] * 1e-12:.1f} TFLOP/s, copy {limits[1] * 1e-12:.2f} TB/s\n")
         print("| operation | case | contestant | error | ms | TFLOP/s | TB/s | of the ceiling |")
         print("|---|---|---|--:|--:|--:|--:|--:|")
-        for operation in chosen(options.ops):
-            for this in comparisons(operation, options.dry):
-                for row in measure(this, subject(operation.name), rounds, sample, limits):
+        everything = [this for operation in chosen(options.ops) for this in comparisons(operation, options.dry)]
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
+            keys = [key_of(this) for this in everything]
+            if options.dry:
+                ready = {key: _prepare(key, directory, dry=True) for key in keys}
+            else:
+                ready = prepare(keys, directory, options.workers)
+            for this in everything:
+                if key_of(this) not in ready:
+                    rows.append(Row(this.operation.name, this.run.name, OURS, note="not prepared"))
+                    continue
+                for row in measure(this, ready[key_of(this)], rounds, sample, limits):
                     rows.append(row)
                     print(show(row), flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump([dataclasses.asdict(row) for row in rows], file, indent=1)
+                if options.json:  # at once: whoever ends the run keeps what it has
+                    with open(options.json, "w") as file:
+                        json.dump([dataclasses.asdict(row) for row in rows], file, indent=1)
     return 1 if any(row.ms is None and row.contestant == OURS for row in rows) else 0
 
 

@@ -51,11 +51,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter is chosen for a whole process: one that was started with it tests the Triton kernels and nothing
 else (`make test-gpu`).
 """
+TRITON = INTERPRETED or os.environ.get("TRITON_ON_GPU") == "1"
+"""A process that tests the Triton kernels and nothing else: interpreted, or on a GPU (`make test-on-gpu`)."""
 
 
 def pairs() -> Iterator[tuple[Op, Implementation]]:
     """Every op with every implementation that runs or is simulated on a CPU."""
-    platforms = ("cuda",) if INTERPRETED else (None, "cpu", "tpu")
+    platforms = ("cuda",) if TRITON else (None, "cpu", "tpu")
     for operation in OPERATIONS.values():
         for impl in operation.op.implementations:
             if impl.platform in platforms:
@@ -182,10 +184,18 @@ def running(impl: Implementation, **params: Any) -> Any:
     if impl.platform == "tpu":
         return simulated_tpu(**params)
     if impl.platform == "cuda":
-        from triton_interpreter import interpreted
+        from triton_kernels import triton_serves
 
-        return interpreted()
+        return triton_serves()
     return garbage_memory() if impl.platform == "cpu" else contextlib.nullcontext()
+
+
+def on_its_device(impl: Implementation) -> Any:
+    """JAX's default device where it is the implementation's own; else the CPU, which also serves as the reference where
+    the default device is a GPU.
+    """
+    own = impl.platform == "cuda" or jax.default_backend() == "cpu"
+    return contextlib.nullcontext() if own else jax.default_device(jax.devices("cpu")[0])
 
 
 def cotangents_for(case: Case, outputs: Any) -> Any:
@@ -233,7 +243,7 @@ def evaluate(
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """Outputs and gradients of a case on an implementation, as NumPy arrays."""
     arrays = case.make() if arrays is None else arrays
-    with x64(case), running(impl, **(simulation or {})):
+    with x64(case), running(impl, **(simulation or {})), on_its_device(impl):
         if cotangents is None:
             program = _program(case, impl.name, tuple((simulation or {}).items()), tuple(how.items()))
         else:

@@ -11,7 +11,7 @@ from vishwamai.core.target import Target
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.skipif(not contract.INTERPRETED, reason="needs a process of its own: make test-gpu"),
+    pytest.mark.skipif(not contract.TRITON, reason="needs a process of its own: make test-gpu"),
 ]
 
 

@@ -23,7 +23,7 @@ import contract  # noqa: E402
 import vishwamai  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
 from test_gpu_torch import ACTIVATIONS, agree, tensors  # noqa: E402
-from triton_interpreter import interpreted  # noqa: E402
+from triton_kernels import triton_serves  # noqa: E402
 from vishwamai.core import gpu  # noqa: E402
 from vishwamai.core.errors import ShapeError  # noqa: E402
 from vishwamai.core.observe import record_plans  # noqa: E402
@@ -32,15 +32,15 @@ from vishwamai.ops.gated.gpu import GatedGpuConfig  # noqa: E402
 from vishwamai.ops.loss.gpu import TRITON, LossGpuConfig  # noqa: E402
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")]
-needs_interpreter = pytest.mark.skipif(not contract.INTERPRETED, reason="needs a process of its own: make test-gpu")
+needs_interpreter = pytest.mark.skipif(not contract.TRITON, reason="needs a process of its own: make test-gpu")
 needs_compiler = pytest.mark.skipif(
-    contract.INTERPRETED or gpu.why_not() is not None, reason="needs triton, and not its interpreter"
+    contract.TRITON or gpu.why_not() is not None, reason="needs triton, and not its interpreter"
 )
 
 
 @pytest.fixture(autouse=True)
 def kernels():
-    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+    with triton_serves() if contract.TRITON else contextlib.nullcontext():
         yield
 
 
@@ -161,7 +161,7 @@ def test_loss_opcheck(everything):
     arguments = (x, weight, None, labels, None, None, "default", False)
     if everything:
         arguments = (x, weight, bias, labels, None, 3.0, "high", True)
-        if not contract.INTERPRETED:  # the kernel has no targets
+        if not contract.TRITON:  # the kernel has no targets
             arguments = (x, weight, bias, labels, targets, 3.0, "high", True)
     assert set(torch.library.opcheck(torch.ops.vishwamai.linear_cross_entropy.default, arguments).values()) == {
         "SUCCESS"
@@ -190,7 +190,7 @@ def test_loss_errors():
         compiled(x, weight, torch.zeros(3, dtype=torch.int64), reduction="total")
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="the rules are the same")
+@pytest.mark.skipif(contract.TRITON, reason="the rules are the same")
 def test_mapped_operators_are_one_call():
     """torch.vmap over rows folds into the rows; over a weight, the elements are computed one after the other."""
     x, gate, up = (t.detach() for t in tensors((3, 4, 8), (8, 16), (8, 16)))
@@ -318,7 +318,7 @@ def arrays_of(jaxpr):
             yield from arrays_of(inner)
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="the program is the same")
+@pytest.mark.skipif(contract.TRITON, reason="the program is the same")
 def test_no_array_has_all_logits():
     """Beside the results: one part's gradient, and x's in float32, as `explain` says; a twentieth of the logits and
     their gradient in float32.

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 import contract  # noqa: E402
 import rotation  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
-from triton_interpreter import from_numpy, interpreted, to_numpy  # noqa: E402
+from triton_kernels import from_numpy, to_numpy, triton_serves  # noqa: E402
 from vishwamai.core.cases import qtensor_of_bytes  # noqa: E402
 from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
 from vishwamai.core.qtensor import FORMATS, QTensor, bits  # noqa: E402
@@ -26,12 +26,12 @@ from vishwamai.ops.moe import grouped_gemm  # noqa: E402
 from vishwamai.ops.moe.gpu import GroupedGpuConfig  # noqa: E402
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")]
-only_interpreted = pytest.mark.skipif(not contract.INTERPRETED, reason="needs a process of its own: make test-gpu")
+only_triton = pytest.mark.skipif(not contract.TRITON, reason="needs a process of its own: make test-gpu")
 
 
 @pytest.fixture(autouse=True)
 def kernels():
-    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+    with triton_serves() if contract.TRITON else contextlib.nullcontext():
         yield
 
 
@@ -88,7 +88,7 @@ def test_an_empty_group_and_rows_without_one_have_gradients_of_zero():
 
 
 # Those that tensors hold: torch has no numbers of 4 bits. The Triton kernels decline what they decline in JAX.
-DECLINED = contract.OPERATIONS["grouped_gemm"].facts.declines["triton"] if contract.INTERPRETED else ()
+DECLINED = contract.OPERATIONS["grouped_gemm"].facts.declines["triton"] if contract.TRITON else ()
 CONTRACT = [
     case
     for case in contract.OPERATIONS["grouped_gemm"].cases
@@ -127,7 +127,7 @@ def test_opcheck(out_dtype):
     assert set(torch.library.opcheck(torch.ops.vishwamai.grouped_gemm.default, arguments).values()) == {"SUCCESS"}
 
 
-@only_interpreted
+@only_triton
 def test_compiles_in_one_graph_with_sizes_that_it_computes():
     chosen = torch.tensor([0, 0, 2, 2, 2, 1])
 
@@ -184,7 +184,7 @@ def test_errors():
         vt.grouped_gemm(lhs, rhs, sizes[:1], group_offset=0)
 
 
-@only_interpreted
+@only_triton
 def test_tiles_and_programs_change_nothing_but_speed():
     """Tiles of unlike edges, one so wide that it is stored by halves; the same bits however many programs share the
     work.
@@ -205,7 +205,7 @@ def test_tiles_and_programs_change_nothing_but_speed():
         np.testing.assert_array_equal(one[1][name], five[1][name])
 
 
-@only_interpreted
+@only_triton
 def test_many_small_groups():
     """More groups than rows: most are empty, and the walk finds each row's own."""
     rng = np.random.default_rng(0)

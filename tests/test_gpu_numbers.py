@@ -20,7 +20,7 @@ from vishwamai.ops.norm.gpu import NormGpuConfig
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.skipif(not contract.INTERPRETED, reason="needs a process of its own: make test-gpu"),
+    pytest.mark.skipif(not contract.TRITON, reason="needs a process of its own: make test-gpu"),
 ]
 OPERATIONS = {name for name, op in operations().items() if op.facts.small.call.__module__.startswith("vishwamai.")}
 
@@ -41,16 +41,16 @@ def test_norm_tiles(config):
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 def test_a_kernel_that_leaves_memory_unwritten_is_noticed(norm):
     """Fresh memory is NaN in the interpreter: a grid of half the programs gives NaN, so the tests above would fail."""
-    import triton_interpreter
+    import triton_kernels
     from vishwamai.core import gpu
 
     def half(how, inputs, outputs):
-        return triton_interpreter.launch_jax(
+        return triton_kernels.launch_jax(
             gpu.Launch(how.kernel, (1, 1), how.constants, how.warps, how.stages), inputs, outputs
         )
 
     x = np.ones((8, 16), np.float32)
-    with triton_interpreter.interpreted():
+    with triton_kernels.triton_serves():
         before = gpu.register_launcher("jax", half)
         y = np.asarray(norm(x, implementation="triton", config=NormGpuConfig(4, 1, 4, 1)))
         assert before is not None

@@ -23,7 +23,7 @@ import contract  # noqa: E402
 import oracle_paged_attention  # noqa: E402
 import vishwamai  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
-from triton_interpreter import from_numpy, interpreted, to_numpy  # noqa: E402
+from triton_kernels import from_numpy, to_numpy, triton_serves  # noqa: E402
 from vishwamai.aot.compile.gpu import RecordedLaunch, inspect_launch, launches  # noqa: E402
 from vishwamai.core import gpu as core_gpu  # noqa: E402
 from vishwamai.core import triton_private  # noqa: E402
@@ -40,14 +40,14 @@ from vishwamai.ops.paged_attention.gpu_update import update  # noqa: E402
 
 pytestmark = pytest.mark.interpreter
 
-interpreter = pytest.mark.skipif(not contract.INTERPRETED, reason="for Triton's interpreter: make test-gpu")
-native = pytest.mark.skipif(contract.INTERPRETED, reason="the same without Triton")
-interpreted_or_long = () if contract.INTERPRETED else pytest.mark.long
+interpreter = pytest.mark.skipif(not contract.TRITON, reason="for Triton's interpreter: make test-gpu")
+native = pytest.mark.skipif(contract.TRITON, reason="the same without Triton")
+interpreted_or_long = () if contract.TRITON else pytest.mark.long
 
 
 @pytest.fixture(autouse=True)
 def kernels():
-    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+    with triton_serves() if contract.TRITON else contextlib.nullcontext():
         yield
 
 

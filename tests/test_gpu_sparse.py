@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 import contract  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
-from triton_interpreter import interpreted  # noqa: E402
+from triton_kernels import triton_serves  # noqa: E402
 from vishwamai.aot.compile.gpu import inspect_launch, launches  # noqa: E402
 from vishwamai.core.cases import ArrayInit, Case  # noqa: E402
 from vishwamai.core.errors import ShapeError  # noqa: E402
@@ -27,12 +27,13 @@ from vishwamai.ops.sparse import block_sparse_matmul  # noqa: E402
 from vishwamai.ops.sparse.patterns import bigbird  # noqa: E402
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")]
-only_interpreted = pytest.mark.skipif(not contract.INTERPRETED, reason="needs a process of its own: make test-gpu")
+counts = pytest.mark.skipif(not contract.INTERPRETED, reason="counts the products of the interpreted kernels")
+only_triton = pytest.mark.skipif(not contract.TRITON, reason="needs a process of its own: make test-gpu")
 
 
 @pytest.fixture(autouse=True)
 def kernels():
-    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+    with triton_serves() if contract.TRITON else contextlib.nullcontext():
         yield
 
 
@@ -92,7 +93,7 @@ def test_opcheck():
     }
 
 
-@only_interpreted
+@only_triton
 def test_compiles_in_one_graph():
     starts, columns = torch.tensor([0, 3, 4]), torch.tensor([2, 0, 1, 1])
     places = torch.tensor([[0, 2], [0, 0], [0, 1], [1, 1]])
@@ -154,7 +155,7 @@ def products_of(function, *args):
     return forward, len(seen) - 2 * forward
 
 
-@only_interpreted
+@counts
 def test_a_product_visits_the_blocks_that_are_there():
     """One product a block and tile of rows: of 16 blocks there are 5, and one column has none."""
     places = np.array([[0, 3], [3, 0], [1, 1], [1, 0], [0, 3]])
@@ -168,7 +169,7 @@ def test_a_product_visits_the_blocks_that_are_there():
     assert backward == 5 + 5  # the dense operand's gradient, and one product for each block's own
 
 
-@only_interpreted
+@counts
 @pytest.mark.parametrize("causal, live", [(False, 7), (True, 5)])
 def test_attention_visits_the_tiles_that_are_there(causal, live):
     """Two products a tile in the forward pass, and seven in the backward one: four for the keys, three for the queries;

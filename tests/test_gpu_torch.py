@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import contract  # noqa: E402
 import vishwamai  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
-from triton_interpreter import from_numpy, interpreted, to_numpy  # noqa: E402
+from triton_kernels import from_numpy, to_numpy, triton_serves  # noqa: E402
 from vishwamai.core.errors import DeviceError, FallbackWarning, ShapeError, UnsupportedError  # noqa: E402
 from vishwamai.torch import bridge  # noqa: E402
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::vishw
 
 @pytest.fixture(autouse=True)
 def kernels():
-    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+    with triton_serves() if contract.TRITON else contextlib.nullcontext():
         yield
 
 
@@ -117,7 +117,7 @@ def test_compile_in_one_graph(dynamic):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(contract.INTERPRETED, reason="the same graph")
+@pytest.mark.skipif(contract.TRITON, reason="the same graph")
 def test_compile_by_inductor():
     compiled("inductor", False)
 
@@ -130,7 +130,7 @@ def test_norm_errors():
         bridge.platform_of(x.to("meta"))
 
 
-@pytest.mark.skipif(not contract.INTERPRETED, reason="the CPU serves it")
+@pytest.mark.skipif(not contract.TRITON, reason="the CPU serves it")
 def test_what_no_kernel_serves_on_a_gpu_is_declined_with_a_reason():
     with pytest.raises(UnsupportedError, match=r"norm: no kernel serves torch tensors on a GPU.*float64"):
         vt.rms_norm(torch.ones(2, 4, dtype=torch.float64))
@@ -417,7 +417,7 @@ def test_dlpack_and_back(dtype, shape):
 
 def test_a_reference_serves_where_the_native_kernels_are_missing(monkeypatch):
     """Without the C++ module the plain JAX implementation runs, residual and all, and warns."""
-    if contract.INTERPRETED:
+    if contract.TRITON:
         pytest.skip("the CPU's own implementations")
     from vishwamai.core import ffi
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 import contract  # noqa: E402
 import rotation  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
-from triton_interpreter import interpreted  # noqa: E402
+from triton_kernels import triton_serves  # noqa: E402
 from vishwamai import kernels  # noqa: E402
 from vishwamai.core.config import current_config, kernel_config  # noqa: E402
 from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError  # noqa: E402
@@ -32,7 +32,7 @@ long = pytest.mark.long
 
 @pytest.fixture(autouse=True)
 def here():
-    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+    with triton_serves() if contract.TRITON else contextlib.nullcontext():
         yield
 
 
@@ -125,7 +125,7 @@ def parts_of_one(packed, heads, kv_heads):
     return packed.split([heads, kv_heads, kv_heads], 2)
 
 
-@pytest.mark.parametrize("layout", ["bhsd", pytest.param("bshd", marks=long if contract.INTERPRETED else ())])
+@pytest.mark.parametrize("layout", ["bhsd", pytest.param("bshd", marks=long if contract.TRITON else ())])
 def test_views_of_one_tensor(layout):
     """Any strides, grouped heads, and both outputs' gradients; nothing is copied on the way to a kernel for GPUs."""
     (packed,) = tensors((2, 19, 8, 16))
@@ -168,7 +168,7 @@ def test_nothing_is_copied(monkeypatch):
     from vishwamai.core import gpu
     from vishwamai.torch import launch
 
-    if not contract.INTERPRETED:
+    if not contract.TRITON:
         pytest.skip("the way to the kernels for GPUs")
     seen = []
     before: Any = gpu.launcher("torch")
@@ -223,7 +223,7 @@ def test_a_bias_after_the_soft_cap():
 SLOPES = torch.tensor([0.5, 0.25, 0.0625, 0.01])
 
 
-@pytest.mark.parametrize("layout", ["bhsd", pytest.param("bshd", marks=long if contract.INTERPRETED else ())])
+@pytest.mark.parametrize("layout", ["bhsd", pytest.param("bshd", marks=long if contract.TRITON else ())])
 def test_slopes_of_alibi(layout):
     """By head and by batch element, two-sided and causal, with a soft-cap, more keys than queries."""
     q, k, v = tensors((2, 4, 18, 16), (2, 2, 25, 16), (2, 2, 25, 8))
@@ -328,13 +328,13 @@ def dense_arguments():
     ]
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="the same operator")
+@pytest.mark.skipif(contract.TRITON, reason="the same operator")
 @pytest.mark.parametrize("arguments", dense_arguments(), ids=["gradients", "bshd"])
 def test_opcheck(arguments):
     assert set(torch.library.opcheck(torch.ops.vishwamai.attention.default, arguments).values()) == {"SUCCESS"}
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="the same graph")
+@pytest.mark.skipif(contract.TRITON, reason="the same graph")
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=long)])
 def test_compiles_in_one_graph(dynamic):
     def model(q, k, v):
@@ -447,7 +447,7 @@ def test_packed_sequences_with_sinks_and_dropout():
     )
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="the same graph")
+@pytest.mark.skipif(contract.TRITON, reason="the same graph")
 def test_packed_sequences_opcheck_and_compile():
     q, k, v = tensors((8, 2, 8), (9, 1, 8), (9, 1, 8))
     starts, ends = torch.tensor([0, 3, 8]), torch.tensor([0, 4, 9])
@@ -461,7 +461,7 @@ def test_packed_sequences_opcheck_and_compile():
     assert torch.equal(fast(q, k, v, starts, ends, 5, 5, causal=True), want)
 
 
-@pytest.mark.skipif(not contract.INTERPRETED, reason="the CPU asks and raises")
+@pytest.mark.skipif(not contract.TRITON, reason="the CPU asks and raises")
 def test_a_sequence_longer_than_the_longest_shows():
     q = torch.randn(40, 1, 16)
     starts = torch.tensor([0, 40])
@@ -557,7 +557,7 @@ def test_the_face_takes_tensors():
     def plain():
         return kernels.gpu.flash_attention(q, k, v, mask, use_flash=False, causal=True)
 
-    if contract.INTERPRETED:
+    if contract.TRITON:
         with pytest.raises(UnsupportedError, match="'xla' is JAX code, and the arrays are torch's on cuda"):
             plain()
     else:
@@ -598,7 +598,7 @@ def test_errors():
         vt.flash_attention_varlen(q, q, q, starts, starts, 5, 5)
     with pytest.raises(ShapeError, match=r"`cu_seqlens_k` has shape \(2,\).*`cu_seqlens_q` has 3 starts"):
         vt.flash_attention_varlen(x, x, x, starts, starts[1:], 5, 5)
-    if not contract.INTERPRETED:
+    if not contract.TRITON:
         with pytest.raises(ShapeError, match="`max_seqlen_q` is 3, but a sequence has 5"):
             vt.flash_attention_varlen(x, x, x, starts, starts, 3, 5)
         with pytest.raises(ShapeError, match="starts that rise from 0 to 9"):

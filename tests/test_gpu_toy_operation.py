@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import vishwamai.torch as vt  # noqa: E402
 from toy_ops.soft_clip import SOFT_CLIP  # noqa: E402
 from toy_ops.soft_clip.torch import soft_clip  # noqa: E402
-from triton_interpreter import interpreted  # noqa: E402
+from triton_kernels import triton_serves  # noqa: E402
 from vishwamai.core import tuning  # noqa: E402
 
 pytestmark = [
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def kernels():
-    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+    with triton_serves() if contract.TRITON else contextlib.nullcontext():
         yield
 
 
@@ -88,7 +88,7 @@ def test_dtensor_splits_any_axis():
         assert ([Shard(axis)], [Shard(axis)] * 2) in found
 
 
-@pytest.mark.skipif(not contract.INTERPRETED, reason="the CPU serves it")
+@pytest.mark.skipif(not contract.TRITON, reason="the CPU serves it")
 def test_the_tuner_searches_its_tiles(monkeypatch, tmp_path):
     monkeypatch.setenv("VISHWAMAI_TUNING_DIR", str(tmp_path))
     monkeypatch.setenv("VISHWAMAI_CUDA_ARCH", "90")

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import contract  # noqa: E402
-from triton_interpreter import interpreted  # noqa: E402
+from triton_kernels import triton_serves  # noqa: E402
 from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
 from vishwamai.patch import attention as ours  # noqa: E402
 
@@ -50,7 +50,7 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def here():
     ours.register()
-    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+    with triton_serves() if contract.TRITON else contextlib.nullcontext():
         yield
 
 
@@ -83,7 +83,7 @@ def same(got, want, where=None):
     assert want.abs().max() > 0.1 and (got - want).abs().max() <= 2e-5 * want.abs().max()
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="natively: one forward pass is interpreted, below")
+@pytest.mark.skipif(contract.TRITON, reason="natively: one forward pass is interpreted, below")
 @pytest.mark.parametrize("padding", [LEFT, pytest.param(RIGHT, marks=pytest.mark.long)], ids=["left", "right"])
 @pytest.mark.parametrize(
     "name", ["Llama", "Gemma2", *(pytest.param(n, marks=pytest.mark.long) for n in ("Mistral", "GptOss", "Bert"))]
@@ -103,7 +103,7 @@ def test_padded_batches(name, padding):
     assert gradients and all((got - want).abs().max() <= 5e-5 * largest for got, want in gradients)
 
 
-@pytest.mark.parametrize("name", ["Gemma2" if contract.INTERPRETED else "Mistral"])
+@pytest.mark.parametrize("name", ["Gemma2" if contract.TRITON else "Mistral"])
 def test_a_forward_pass(name):
     eager, model = pair(name)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def masks_of(model, **inputs):
     return y, seen
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="natively")
+@pytest.mark.skipif(contract.TRITON, reason="natively")
 def test_no_square_mask_is_made_for_what_a_kernel_knows():
     """Plain: none at all; padding and packing: a number for each key. Unknown patterns come as transformers' own mask,
     and give the same.
@@ -152,7 +152,7 @@ def test_no_square_mask_is_made_for_what_a_kernel_knows():
         same(y, logits(eager, input_ids=IDS, attention_mask=torch.where(square, 0.0, torch.finfo(torch.float32).min)))
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="natively")
+@pytest.mark.skipif(contract.TRITON, reason="natively")
 def test_a_window_that_the_layer_does_not_tell():
     """Some models say it by the mask alone."""
     eager, model = pair("Mistral")
@@ -166,7 +166,7 @@ def test_a_window_that_the_layer_does_not_tell():
             same(y, want, padding)
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="natively")
+@pytest.mark.skipif(contract.TRITON, reason="natively")
 @pytest.mark.parametrize("cache", ["dynamic", pytest.param("static", marks=pytest.mark.long)])
 def test_generation(cache):
     """Tokens from a cache, one that grows and one of a fixed size, after a prompt that is padded."""
@@ -178,7 +178,7 @@ def test_generation(cache):
     assert torch.equal(*tokens)
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="natively")
+@pytest.mark.skipif(contract.TRITON, reason="natively")
 def test_dropout_in_training():
     """A layer in training drops with its own rate, and on the average computes what it computes without."""
     _, model = pair("Llama")
@@ -197,7 +197,7 @@ def test_dropout_in_training():
     assert torch.equal(*(logits(model.eval(), input_ids=IDS) for _ in range(2)))
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="natively")
+@pytest.mark.skipif(contract.TRITON, reason="natively")
 def test_packed_sequences_by_their_starts():
     """What transformers hands to FlashAttention for flattened batches: each sequence sees itself."""
     _, model = pair("Mistral")

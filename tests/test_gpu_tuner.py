@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import contract  # noqa: E402
 import vishwamai  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
-from triton_interpreter import interpreted  # noqa: E402
+from triton_kernels import triton_serves  # noqa: E402
 from vishwamai.core import observe, tuning  # noqa: E402
 from vishwamai.core.config import kernel_config  # noqa: E402
 from vishwamai.core.errors import CacheWarning, DeviceError, KernelError  # noqa: E402
@@ -23,7 +23,7 @@ from vishwamai.core.observe import record_plans  # noqa: E402
 
 pytestmark = pytest.mark.interpreter
 
-interpreter = pytest.mark.skipif(not contract.INTERPRETED, reason="for Triton's interpreter: make test-gpu")
+interpreter = pytest.mark.skipif(not contract.TRITON, reason="for Triton's interpreter: make test-gpu")
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def own_tables(monkeypatch, tmp_path):
     monkeypatch.setenv("VISHWAMAI_TUNING_DIR", str(tmp_path))
     monkeypatch.setenv("VISHWAMAI_CUDA_ARCH", "90")
     tuning.reload()
-    with interpreted() if contract.INTERPRETED else contextlib.nullcontext():
+    with triton_serves() if contract.TRITON else contextlib.nullcontext():
         yield tmp_path
     monkeypatch.undo()
     tuning.reload()
@@ -135,7 +135,7 @@ def test_a_damaged_entry_of_the_users_is_named_and_the_defaults_serve(own_tables
         assert vt.rms_norm(torch.ones(3, 16)).shape == (3, 16)
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="the same without Triton")
+@pytest.mark.skipif(contract.TRITON, reason="the same without Triton")
 def test_keys_serve_many_lengths():
     """Attention by head width and mask, whatever the batch; decoding by about the same batch."""
 
@@ -159,7 +159,7 @@ def test_keys_serve_many_lengths():
     )
 
 
-@pytest.mark.skipif(contract.INTERPRETED, reason="the CPU serves it")
+@pytest.mark.skipif(contract.TRITON, reason="the CPU serves it")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(DeviceError, match="tune: the tensors are on the CPU"):
         vt.tune(vt.rms_norm, torch.ones(2, 4))

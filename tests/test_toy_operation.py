@@ -46,7 +46,7 @@ def test_no_suite_and_no_tool_names_it():
 def test_the_suites_have_it():
     """Numbers, the poisoned row and what is declined; transforms, programs for TPUs, random calls."""
     ours = {impl.name for op, impl in contract.pairs() if op is SOFT_CLIP}
-    assert ours == ({"triton"} if contract.INTERPRETED else {"pallas_tpu", "xla"})
+    assert ours == ({"triton"} if contract.TRITON else {"pallas_tpu", "xla"})
     assert {p.values[1].name for p in contract.triples() if p.values[0] is SOFT_CLIP} == ours
     assert SOFT_CLIP in [p.values[0] for p in test_transforms.CHOSEN]
     assert SOFT_CLIP in [operation.op for operation, _ in test_lowering.CASES]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.bench.numbers import on_host
+from vishwamai.bench.numbers import with_float64
 from vishwamai.measure.timing import Timing, side_by_side
 from vishwamai.models import bert, minilm
 
@@ -74,7 +74,7 @@ def _agreement(other: str, ours: np.ndarray, theirs: np.ndarray) -> Agreement:
 
 def _float64(texts: Sequence[str]) -> np.ndarray:
     """Embeddings by plain jax.nn in float64, on the CPU."""
-    with on_host(), jax.enable_x64(True):
+    with with_float64(), jax.enable_x64(True):
         exact = minilm.load(jnp.float64, bert.PLAIN)
         return np.asarray(exact(*exact.tokenize(texts)))
 

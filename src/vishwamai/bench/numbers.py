@@ -51,9 +51,10 @@ def as_tuple(result: Any) -> tuple[np.ndarray, ...]:
 
 
 @contextlib.contextmanager
-def on_host() -> Iterator[None]:
-    """Computes on the CPU, which has float64, whatever the default device is."""
-    with jax.default_device(jax.devices("cpu")[0]):
+def with_float64() -> Iterator[None]:
+    """Computes on a device that has float64: JAX's own GPU, else the CPU."""
+    device = jax.devices()[0]
+    with jax.default_device(device if device.platform == "gpu" else jax.devices("cpu")[0]):
         yield
 
 
@@ -62,7 +63,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def truth(sample: Sample, gradients: bool = False, unit: float = 0.0) -> Truth:
-    """Computes the sample by the reference implementation, in float64 and in its own dtypes, on the CPU.
+    """Computes the sample by the reference implementation, in float64 and in its own dtypes, see `with_float64`.
 
     Args:
       gradients: its results are the gradients of one call.
@@ -72,7 +73,7 @@ def truth(sample: Sample, gradients: bool = False, unit: float = 0.0) -> Truth:
     if "out_dtype" in options and jnp.issubdtype(jnp.dtype(options["out_dtype"]), jnp.floating):
         options["out_dtype"] = "float64"
     exact_case = dataclasses.replace(sample.case, options=options)
-    with on_host(), warnings.catch_warnings():
+    with with_float64(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         reference = as_tuple(jax.jit(lambda a: sample.case.run(a, implementation="xla"))(sample.arrays))
         with jax.enable_x64(True):

@@ -99,23 +99,26 @@ def launch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Re
     first = next(iter(inputs.values()))
     if not first.is_cuda:
         raise DeviceError(f"{how.kernel.name}: the tensors are on {first.device}; a Triton kernel needs a GPU.")
-    import triton
-
-    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-        del alignment, stream  # torch aligns to 512 bytes, and allocates for the current stream
-        return torch.empty(size, dtype=torch.int8, device=first.device)
-
-    function = how.kernel.load()
     with torch.cuda.device(first.device):
-        # At every launch: the allocator is kept in a context variable, and autograd's backward runs in threads of its
-        # own.
-        triton.set_allocator(scratch)
         results = allocate(outputs, first.device)
         # Kernels count on buffers that are aligned to 16 bytes, which a view into a tensor need not be.
         inputs = {name: _aligned(x) for name, x in placed(inputs, first.device).items()}
         _same_device(how, inputs)
-        function[how.grid](**arguments(how, inputs, outputs, results), **compiler_options(how))
+        run(how, inputs, outputs, results)
     return list(results.values())
+
+
+def run(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Result], results: dict[str, Tensor]) -> None:
+    """Runs the kernel on torch's current GPU, where all the tensors are."""
+    import triton
+
+    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+        del alignment, stream  # torch aligns to 512 bytes, and allocates for the current stream
+        return torch.empty(size, dtype=torch.int8, device="cuda")
+
+    # At every launch: the allocator is kept in a context variable, and autograd's backward runs in threads of its own.
+    triton.set_allocator(scratch)
+    how.kernel.load()[how.grid](**arguments(how, inputs, outputs, results), **compiler_options(how))
 
 
 gpu.register_launcher("torch", launch)
