@@ -18,7 +18,7 @@ import vishwamai.torch as vt  # noqa: E402
 from vishwamai.core import gpu  # noqa: E402
 from vishwamai.core.errors import DeviceError  # noqa: E402
 from vishwamai.torch import bridge  # noqa: E402
-from vishwamai.torch.launch import launch  # noqa: E402
+from vishwamai.torch import launch as launching  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(contract.INTERPRETED, reason="a process with the interpreter launches nothing"),
@@ -106,6 +106,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(torch.Tensor, "device", property(lambda self: getattr(self, "place", DEVICE)), raising=False)
     monkeypatch.setattr(torch.cuda, "device", seen.on)
+    monkeypatch.setattr(torch.cuda, "current_device", seen.device)
+    monkeypatch.setattr(launching, "_READY", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
     for name in ("empty", "zeros"):
@@ -199,7 +201,7 @@ def test_tensors_of_two_devices_are_errors(machine):
     scale.place = torch.device("cpu")  # type: ignore[attr-defined]
     how = gpu.Launch(gpu.TritonKernel("vishwamai.ops.norm.gpu_kernels", "forward"), (1,), ())
     with pytest.raises(DeviceError, match=r"forward: `scale_ptr` is on cpu, but `x_ptr` is on cuda:1; move all"):
-        launch(how, {"x_ptr": x, "scale_ptr": scale}, {})
+        launching.launch(how, {"x_ptr": x, "scale_ptr": scale}, {})
     assert not machine.launches
 
 

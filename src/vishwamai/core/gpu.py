@@ -7,10 +7,12 @@ torch tensors. The tests register one for both that runs Triton's interpreter on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib
+import functools
 import math
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -141,6 +143,33 @@ def framework(array: Any) -> str:
     return "torch" if type(array).__module__.split(".")[0] == "torch" else "jax"
 
 
+Launched = tuple[Launch, dict[str, Any], dict[str, Result], list[Any]]
+"""A launch, its inputs, its outputs and the arrays that they became."""
+
+
+class _Thread(threading.local):
+    launching = False
+    record: list[Launched] | None = None
+
+
+_THIS_THREAD = _Thread()
+
+
+def launching() -> bool:
+    """Whether this thread is inside of a launcher."""
+    return _THIS_THREAD.launching
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launched]]:
+    """Yields the list of this thread's launches in the block."""
+    before, _THIS_THREAD.record = _THIS_THREAD.record, []
+    try:
+        yield _THIS_THREAD.record
+    finally:
+        _THIS_THREAD.record = before
+
+
 def launch(
     kernel: TritonKernel,
     grid: tuple[int, ...],
@@ -190,7 +219,14 @@ def launch(
     launcher = _LAUNCHERS.get(name)
     if launcher is None:
         raise DeviceError(f"a kernel was given tensors of {name}: import vishwamai.{name} first.")
-    results = iter(launcher(how, given, wanted))
+    _THIS_THREAD.launching = True
+    try:
+        made = launcher(how, given, wanted)
+    finally:
+        _THIS_THREAD.launching = False
+    if _THIS_THREAD.record is not None:
+        _THIS_THREAD.record.append((how, given, wanted, made))
+    results = iter(made)
     return [None if out is None else next(results) for out in outputs.values()]
 
 
@@ -207,7 +243,12 @@ def repeat(first: int, count: int, body: Callable[[Any, Any], Any], carry: Any) 
         return jax.lax.fori_loop(
             first, count, lambda i, carry: body(jnp.asarray(i, jnp.int32).reshape(1), carry), carry
         )
-    torch = importlib.import_module("torch")
     for i in range(first, count):
-        carry = body(torch.full((1,), i, dtype=torch.int32, device=array.device), carry)
+        carry = body(_step(i), carry)
     return carry
+
+
+@functools.lru_cache(maxsize=4096)
+def _step(i: int) -> np.ndarray:
+    """The number as a constant."""
+    return np.full(1, i, np.int32)

@@ -156,6 +156,13 @@ class Launch:
     stages: int = 3
     bundles: tuple[Bundle, ...] = ()
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.kernel, self.grid, self.constants, self.warps, self.stages, self.bundles))
+
+    def __hash__(self) -> int:
+        return self._hash  # it is long, and asked for at every launch
+
 
 def compiler_options(launch: Launch) -> dict[str, Any]:
     """What Triton's compiler is told besides the arguments: a*b + c in one instruction, which is Triton's default to

@@ -6,7 +6,7 @@ triton is imported inside the functions: it is optional, and naming a kernel doe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Path = tuple[int, ...]
@@ -21,6 +21,15 @@ def is_interpreted(function: Any) -> bool:
 def constexpr_parameters(function: Any) -> frozenset[str]:
     """The parameters that are annotated `tl.constexpr`."""
     return frozenset(parameter.name for parameter in function.params if parameter.is_constexpr)
+
+
+def starter(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """What launches a compiled kernel on the current device and stream; it takes the arguments in their order.
+
+    Args:
+      kernel: as a launch of a `@triton.jit` function returns it.
+    """
+    return kernel[(*grid, 1, 1)[:3]]
 
 
 def compile_kernel(

@@ -20,6 +20,7 @@ from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.op import Choice, Op, Plan
 from vishwamai.core.target import Target
 from vishwamai.torch.launch import amd_architecture, launch, torch_dtype
+from vishwamai.torch.replay import repeatable
 
 _INTERPRETED = Target("cuda", None, "torch", local=True)
 
@@ -116,9 +117,11 @@ def seeds(function: str, name: str, given: Tensor | None, shape: tuple[int, ...]
     return bits.to(torch.int32)
 
 
-def register_autograd(op: Any, gradient: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """`op.register_autograd`, with a backward pass that has the configuration and the observers in force at the call:
-    autograd runs it later, and in threads of its own.
+def with_the_calls_config(
+    gradient: Callable[..., Any], setup_context: Callable[..., None]
+) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """The two with a backward pass that has the configuration and the observers in force at the call: autograd runs it
+    later, and in threads of its own.
     """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -129,7 +132,7 @@ def register_autograd(op: Any, gradient: Callable[..., Any], setup_context: Call
         with kernel_config(ctx.kernel_config), observe.resumed(ctx.observers):
             return gradient(ctx, *cotangents)
 
-    op.register_autograd(backward, setup_context=setup)
+    return backward, setup
 
 
 def forward(plan: Plan, operands: Any, residuals: bool = False, *how: Any) -> tuple[Any, Any]:
@@ -138,7 +141,9 @@ def forward(plan: Plan, operands: Any, residuals: bool = False, *how: Any) -> tu
     """
     (choice,) = plan.choices
     if choice.platform == "cuda":
-        run = functools.partial(choice.implementation.forward, plan.spec, choice.config, operands, residuals, *how)
+        function = functools.partial(choice.implementation.forward, plan.spec, choice.config)
+        of = plan.op.name, choice.implementation.name, "forward", plan.spec, choice.config
+        run = functools.partial(repeatable, of, function, operands, residuals, *how)
     else:
         run = functools.partial(on_cpu, _cpu_forward(choice, plan.spec, residuals), operands)
     return _pass(plan, "forward_with_residuals" if residuals else "forward", run, (operands,))
@@ -153,7 +158,9 @@ def backward(
     (choice,) = plan.choices
     arguments = (operands, outputs, residuals, cotangents)
     if choice.platform == "cuda":
-        run = functools.partial(choice.implementation.backward, plan.spec, choice.config, *arguments, *how)
+        function = functools.partial(choice.implementation.backward, plan.spec, choice.config)
+        of = plan.op.name, choice.implementation.name, "backward", plan.spec, choice.config
+        run = functools.partial(repeatable, of, function, *arguments, *how)
     else:
         run = functools.partial(on_cpu, _cpu_backward(choice, plan.spec, frozenset(unwanted)), *arguments)
     return _pass(plan, "backward", run, arguments)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vishwamai.core import gpu
+from vishwamai.core import gpu, triton_private
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.triton_launch import KernelParameters, compiler_options, constants_of
 
 
+@functools.cache
 def torch_dtype(dtype: Any) -> torch.dtype:
     """torch's dtype of the same name as NumPy's or JAX's."""
     return getattr(torch, "bool" if str(dtype) == "bool" else str(dtype))
@@ -99,7 +102,8 @@ def launch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Re
     first = next(iter(inputs.values()))
     if not first.is_cuda:
         raise DeviceError(f"{how.kernel.name}: the tensors are on {first.device}; a Triton kernel needs a GPU.")
-    with torch.cuda.device(first.device):
+    here = torch.cuda.current_device() == first.device.index
+    with contextlib.nullcontext() if here else torch.cuda.device(first.device):
         results = allocate(outputs, first.device)
         # Kernels count on buffers that are aligned to 16 bytes, which a view into a tensor need not be.
         inputs = {name: _aligned(x) for name, x in placed(inputs, first.device).items()}
@@ -108,17 +112,57 @@ def launch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Re
     return list(results.values())
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    del alignment, stream  # torch aligns to 512 bytes, and allocates for the current stream
+    return torch.empty(size, dtype=torch.int8, device=torch.device("cuda", torch.cuda.current_device()))
+
+
+class _Ready(NamedTuple):
+    """A kernel that is compiled for launches of one kind.
+
+    Attributes:
+      start: launches it on torch's current GPU and stream.
+      constants: their values, by name.
+      each: of every parameter its name, the type of its named tuple or None, and the names of that one's fields.
+    """
+
+    start: Callable[..., Any]
+    constants: dict[str, Any]
+    each: tuple[tuple[str, Any, tuple[str, ...]], ...]
+
+
+_READY: dict[Any, _Ready] = {}
+"""By launch, device, and the buffers' names, dtypes and alignment. Triton's own way from arguments to the compiled kernel takes
+longer than many a kernel.
+"""
+
+
 def run(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Result], results: dict[str, Tensor]) -> None:
     """Runs the kernel on torch's current GPU, where all the tensors are."""
     import triton
 
-    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-        del alignment, stream  # torch aligns to 512 bytes, and allocates for the current stream
-        return torch.empty(size, dtype=torch.int8, device="cuda")
-
     # At every launch: the allocator is kept in a context variable, and autograd's backward runs in threads of its own.
-    triton.set_allocator(scratch)
-    how.kernel.load()[how.grid](**arguments(how, inputs, outputs, results), **compiler_options(how))
+    triton.set_allocator(_scratch)
+    kind = (
+        how,
+        torch.cuda.current_device(),
+        tuple([(name, x.dtype) for name, x in inputs.items()]),
+        tuple([(name, out, out.start is None or out.start.data_ptr() % 16 == 0) for name, out in outputs.items()]),
+    )
+    ready = _READY.get(kind)
+    if ready is None:
+        values = arguments(how, inputs, outputs, results)
+        kernel = how.kernel.load()[how.grid](**values, **compiler_options(how))
+        parameters = KernelParameters.of(how.kernel, how.bundles)
+        constants = constants_of(how, amd_architecture(torch.cuda.current_device()))
+        _READY[kind] = _Ready(triton_private.starter(kernel, how.grid), constants, parameters.each)
+        return
+    get = {**ready.constants, **inputs, **results}
+    for name, out in outputs.items():
+        if out.initialized:
+            get[f"{name}_init"] = results[name]
+    find = get.get
+    ready.start(*[find(name) if bundle is None else bundle(*map(find, leaves)) for name, bundle, leaves in ready.each])
 
 
 gpu.register_launcher("torch", launch)

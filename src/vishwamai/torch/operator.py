@@ -23,6 +23,7 @@ from vishwamai.core.spec import ArraySpec, array_spec
 from vishwamai.torch import batching, bridge, sharding
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.operator_rules import Declared, returned
+from vishwamai.torch.torch_private import only_computes
 
 _TYPES: dict[Any, str] = {str: "str", bool: "bool", int: "SymInt", float: "float", list: "SymInt[]", tuple: "SymInt[]"}
 
@@ -83,18 +84,27 @@ class TorchOperator(Declared):
             schema([*optional, *options, *(f"bool of_{n}" for n in self.lazy)], len(self.gradients)),
             self._fake_backward,
         )
-        bridge.register_autograd(self._forward_op, self._gradient, self._setup)
+        gradient, setup = bridge.with_the_calls_config(self._gradient, self._setup)
+        self._forward_op.register_autograd(gradient, setup_context=setup)
+        members = {"forward": self._forward, "setup_context": setup, "backward": gradient}
+        members = {name: staticmethod(function) for name, function in members.items()}
+        self._function: Any = type(self.name, (torch.autograd.Function,), members)
         self._backward_op.register_autograd(self._no_second_gradient)
         batching.register(self._backward_op, None if self.one_by_one else self._backward_roles, len(self._given))
         sharding.RULES[self.name] = self._rule
         sharding.RULES[f"{self.name}_backward"] = self._backward_rule
 
     def __call__(self, *arguments: Any) -> Any:
-        count = len(self.kind._fields)
+        tensors = arguments[: len(self.kind._fields)]
+        differentiable = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
         if self.residuals:
-            keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:count])
-            arguments = (*arguments, keep)
-        results = self._forward_op(*arguments)
+            arguments = (*arguments, differentiable)
+        if not only_computes(tensors) or (differentiable and not self.gradients):
+            results = self._forward_op(*arguments)
+        elif differentiable:  # the same without the dispatcher, whose way takes longer than many a kernel
+            results = self._function.apply(*arguments)
+        else:
+            results = self._forward(*arguments)
         return results if len(self._results) > 1 else (results,)
 
     def _prepare(self, given: tuple[tuple[Any, Any] | None, ...], options: tuple[Any, ...]) -> _Prepared:
@@ -184,7 +194,9 @@ class TorchOperator(Declared):
                 cotangent = torch.zeros(zero[0], dtype=zero[1], device=zero[2])
             given.append(None if zero is None else cotangent)
         flags = [ctx.given[i] and ctx.needs_input_grad[i] for i in map(self.kind._fields.index, self.lazy)]
-        results = self._backward_op(*given, *ctx.saved_tensors, *ctx.options, *flags)
+        tensors = (*given, *ctx.saved_tensors)
+        direct = not torch.is_grad_enabled() and only_computes(tensors)
+        results = (self._backward if direct else self._backward_op)(*tensors, *ctx.options, *flags)
         found = dict(zip(self.gradients, results if len(self.gradients) > 1 else (results,), strict=True))
         of = [found.get(str(self.same.get(n, n))) if there else None for n, there in zip(self.kind._fields, ctx.given)]
         of = [g if need else None for g, need in zip(of, ctx.needs_input_grad, strict=False)]
