@@ -34,6 +34,7 @@ class Machine:
     def __init__(self) -> None:
         self.current = threading.local()
         self.launches: list[tuple[str, int, int]] = []  # (kernel, device, stream)
+        self.arguments: list[tuple[Any, ...]] = []  # of each launch, in the order of the kernel's parameters
         self.allocations: list[Any] = []
         self.scratch = 0
 
@@ -67,6 +68,7 @@ def machine(monkeypatch):
 
         def __call__(self, x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
             seen.launches.append((function, seen.device(), stream))
+            seen.arguments.append(rest[4:])  # behind metadata and hooks
             if self.scratch:  # as triton.backends.nvidia.driver asks for it
                 memory: Any = allocator()(x * y * z * self.scratch, 128, stream)
                 seen.scratch += memory.numel()
@@ -182,6 +184,30 @@ def test_a_word_to_the_host_is_noticed():
     with Asked() as asked:
         torch.ones(1).item()
     assert asked.operators & WAITS
+
+
+def flat(x, names):
+    """The leaves of nested tuples: of tensors their names by place, else their shapes; other values as they are."""
+    if isinstance(x, tuple):
+        return [leaf for each in x for leaf in flat(each, names)]
+    return [names.get(x.data_ptr(), x.shape) if isinstance(x, torch.Tensor) else x]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "attention" else pytest.mark.long) for n in CALLS])
+def test_a_kernel_that_is_known_gets_what_triton_gave_it(name, machine):
+    """The first launch goes through Triton's own way to the compiled kernel, later ones straight to it."""
+    function, shapes = CALLS[name]
+    args = [torch.randn(s).bfloat16() for s in shapes]
+    calls = []
+    for known in (False, True, True, True):
+        if not known:
+            launching._READY.clear()
+        machine.arguments.clear()
+        y = function(*args)
+        names = {x.data_ptr(): f"operand {i}" for i, x in enumerate(args)} | {y.data_ptr(): "result"}
+        calls.append([flat(launch, names) for launch in machine.arguments])
+    assert launching._READY and "operand 0" in calls[0][0] and any("result" in launch for launch in calls[0]), calls[0]
+    assert calls[1:] == calls[:1] * 3
 
 
 def test_scratch_is_torchs_memory(machine):

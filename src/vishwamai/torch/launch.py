@@ -132,8 +132,8 @@ class _Ready(NamedTuple):
 
 
 _READY: dict[Any, _Ready] = {}
-"""By launch, device, and the buffers' names, dtypes and alignment. Triton's own way from arguments to the compiled kernel takes
-longer than many a kernel.
+"""By launch, device, and the buffers' names, dtypes and alignment. Triton's own way from arguments to the compiled
+kernel takes longer than many a kernel.
 """
 
 

@@ -86,8 +86,14 @@ class TorchOperator(Declared):
         )
         gradient, setup = bridge.with_the_calls_config(self._gradient, self._setup)
         self._forward_op.register_autograd(gradient, setup_context=setup)
-        members = {"forward": self._forward, "setup_context": setup, "backward": gradient}
-        members = {name: staticmethod(function) for name, function in members.items()}
+
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            results = self._forward(*arguments)
+            setup(ctx, arguments, results)
+            return results
+
+        # With `setup_context` torch would inspect the signature of `forward` at every call.
+        members = {"forward": staticmethod(forward), "backward": staticmethod(gradient)}
         self._function: Any = type(self.name, (torch.autograd.Function,), members)
         self._backward_op.register_autograd(self._no_second_gradient)
         batching.register(self._backward_op, None if self.one_by_one else self._backward_roles, len(self._given))
@@ -96,7 +102,7 @@ class TorchOperator(Declared):
 
     def __call__(self, *arguments: Any) -> Any:
         tensors = arguments[: len(self.kind._fields)]
-        differentiable = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
+        differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         if self.residuals:
             arguments = (*arguments, differentiable)
         if not only_computes(tensors) or (differentiable and not self.gradients):

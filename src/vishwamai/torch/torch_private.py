@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-_PLAIN = (type(None), torch.Tensor, torch.nn.Parameter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+# By `is_grads_batched`.
+_is_mapped = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def only_computes(tensors: Iterable[Any]) -> bool:
@@ -18,4 +21,4 @@ def only_computes(tensors: Iterable[Any]) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return False
-    return all(type(x) in _PLAIN for x in tensors)
+    return all(x is None or (type(x) in _PLAIN and not _is_mapped(x)) for x in tensors)
