@@ -267,17 +267,21 @@ def _verdict(one: Contestant, arrays: Arrays, part: Sample, right: Truth) -> Num
     return numbers.check(result, part, right, 1.0 if one.name == OURS else PEERS) if one.checked else None
 
 
-def _prepare(key: Key, directory: str, dry: bool = False) -> Prepared:
-    """Makes a comparison's arrays, computes their truth, and calls every contestant once, which compiles kernels."""
+def _prepare(key: Key, directory: str) -> Prepared:
     (operation,) = chosen([key[0]])
-    (this,) = (one for one in comparisons(operation, dry) if key_of(one) == key)
-    about, arrays = subject(operation.name), this.run.make()
+    (this,) = (one for one in comparisons(operation, dry=False) if key_of(one) == key)
+    ready = prepared(this, directory)
+    torch.cuda.empty_cache()
+    return ready
+
+
+def prepared(this: Comparison, directory: str) -> Prepared:
+    """Makes a comparison's arrays, computes their truth, and calls every contestant once, which compiles kernels."""
+    about, arrays = subject(this.operation.name), this.run.make()
     with _few if sum(x.size for x in arrays.values()) > _LARGE else contextlib.nullcontext():
         part = about.gradient_sample(this.run, arrays) if this.gradients else about.sample(this.run, arrays)
         right = numbers.truth(part, this.gradients)
         verdicts = {one.name: _verdict(one, arrays, part, right) for one in this.contestants}
-        if not dry:
-            torch.cuda.empty_cache()
     path = os.path.join(directory, f"{os.getpid()}-{time.monotonic_ns()}")
     with open(path, "wb") as file:
         pickle.dump(arrays, file, protocol=5)
@@ -285,7 +289,7 @@ def _prepare(key: Key, directory: str, dry: bool = False) -> Prepared:
 
 
 def prepare(keys: list[Key], directory: str, workers: int) -> dict[Key, Prepared]:
-    """All the comparisons, by processes of their own; those that failed, which is said, are left out."""
+    """The comparisons of these keys, by processes of their own; those that failed, which is said, are left out."""
     context = multiprocessing.get_context("spawn")
     found: dict[Key, Prepared] = {}
     begun = time.monotonic()
@@ -300,20 +304,20 @@ def prepare(keys: list[Key], directory: str, workers: int) -> dict[Key, Prepared
 
 
 def measure(
-    this: Comparison, prepared: Prepared, rounds: int, sample: Sampler, ceilings: tuple[float, float]
+    this: Comparison, ready: Prepared, rounds: int, sample: Sampler, ceilings: tuple[float, float]
 ) -> list[Row]:
     """Times the contestants whose numbers are right.
 
     Args:
-      prepared: by `prepare`; its file is deleted. ceilings: FLOP and bytes a second.
+      ready: of the comparison; its file is deleted. ceilings: FLOP and bytes a second.
     """
-    with open(prepared.path, "rb") as file:
+    with open(ready.path, "rb") as file:
         arrays = pickle.load(file)
-    os.remove(prepared.path)
+    os.remove(ready.path)
     rows: list[Row] = []
     calls: dict[str, Call] = {}
     for one in this.contestants:
-        row, verdict = Row(this.operation.name, this.run.name, one.name), prepared.verdicts[one.name]
+        row, verdict = Row(this.operation.name, this.run.name, one.name), ready.verdicts[one.name]
         rows.append(row)
         if verdict is not None:
             row.error, row.note = verdict.error, "" if verdict.right else verdict.what
@@ -406,11 +410,10 @@ def main(arguments: list[str] | None = None) -> int:
         print("|---|---|---|--:|--:|--:|--:|--:|")
         everything = [this for operation in chosen(options.ops) for this in comparisons(operation, options.dry)]
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
-            keys = [key_of(this) for this in everything]
             if options.dry:
-                ready = {key: _prepare(key, directory, dry=True) for key in keys}
+                ready = {key_of(this): prepared(this, directory) for this in everything}
             else:
-                ready = prepare(keys, directory, options.workers)
+                ready = prepare([key_of(this) for this in everything], directory, options.workers)
             for this in everything:
                 if key_of(this) not in ready:
                     rows.append(Row(this.operation.name, this.run.name, OURS, note="not prepared"))

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import contract
-from vishwamai.bench.subject import subject
 from vishwamai.measure.timing import sampler
 from vishwamai.ops.catalogue import operations
 from vishwamai.ops.norm import layer_norm, rms_norm
@@ -81,7 +80,7 @@ def test_the_benchmark_runs_dry(benchmark, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("dry: the times mean nothing")
 
 
-def test_the_benchmark_times_no_wrong_numbers(benchmark):
+def test_the_benchmark_times_no_wrong_numbers(benchmark, tmp_path):
     (this, _) = benchmark.comparisons(operations()["norm"], dry=True)
     ours, peer = this.contestants
 
@@ -94,7 +93,7 @@ def test_the_benchmark_times_no_wrong_numbers(benchmark):
 
     another = dataclasses.replace(peer, name="another", build=declines)
     wrong = dataclasses.replace(this, contestants=[dataclasses.replace(ours, build=off), peer, another])
-    rows = benchmark.measure(wrong, subject("norm"), 1, sampler(), (1e12, 1e12))
+    rows = benchmark.measure(wrong, benchmark.prepared(wrong, tmp_path), 1, sampler(), (1e12, 1e12))
     by_name = {row.contestant: row for row in rows}
     assert by_name[benchmark.OURS].ms is None and "largest error 1, allowed" in by_name[benchmark.OURS].note
     assert by_name[peer.name].ms > 0 and by_name["another"].note == "it raised RuntimeError: no such instruction"

@@ -16,6 +16,7 @@ import contract  # noqa: E402
 import vishwamai  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
 from triton_kernels import from_numpy, to_numpy, triton_serves  # noqa: E402
+from vishwamai.core import gpu  # noqa: E402
 from vishwamai.core.errors import DeviceError, FallbackWarning, ShapeError, UnsupportedError  # noqa: E402
 from vishwamai.torch import bridge  # noqa: E402
 
@@ -134,6 +135,19 @@ def test_norm_errors():
 def test_what_no_kernel_serves_on_a_gpu_is_declined_with_a_reason():
     with pytest.raises(UnsupportedError, match=r"norm: no kernel serves torch tensors on a GPU.*float64"):
         vt.rms_norm(torch.ones(2, 4, dtype=torch.float64))
+
+
+@pytest.mark.skipif(not contract.TRITON, reason="the CPU has no such rule")
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("rows, transposed", [(63, 0), (64, 1)])
+def test_8_bit_columns_are_transposed_first(dtype, rows, transposed):
+    """The tensor cores take 8 bits with K contiguous; `b` is turned once where there are rows enough to pay for it."""
+    a, b = (torch.randint(-9, 9, shape).to(getattr(torch, dtype)) for shape in ((rows, 48), (48, 100)))
+    for turned in (False, True):
+        with gpu.recorded() as launches:
+            got = vt.gemm(a, b.T.contiguous() if turned else b, transpose_b=turned, out_dtype=torch.float32)
+        assert torch.equal(got.double(), a.double() @ b.double())
+        assert len(launches) == 1 + (0 if turned else transposed)
 
 
 ACTIVATIONS = {

@@ -44,6 +44,10 @@ def heuristic(spec: AttentionSpec, target: Target) -> AttentionGpuConfig:
         config = _WIDE[max(64, dim)]
     else:
         config = _NARROW[max(64, dim)]
+        if dim == 128 and spec.q_len > 64 and spec.operands.bias is None and spec.operands.mask is None:
+            # Measured on an H100, 4096 causal positions: 0.500 ms with four stages, 0.585 with three. A bias or a mask
+            # needs the shared memory of the fourth.
+            config = dataclasses.replace(config, stages=4)
     if spec.blocks is not None:
         # A tile larger than a block would visit the block's neighbours too; smaller than 64 rows it would leave the
         # tensor cores idle.

@@ -18,6 +18,7 @@ from vishwamai.ops.matmul.gpu_gradient import stride
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs
 
 MATMUL = gpu.TritonKernel("vishwamai.ops.matmul.gpu_kernels", "matmul")
+TRANSPOSE = gpu.TritonKernel("vishwamai.ops.matmul.gpu_kernels", "transpose")
 
 _COMPUTED = ("float32", "bfloat16", "float16", "int8")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -30,6 +31,12 @@ is for narrower operands.
 _EXACT_FP8 = 128
 """Products of 8-bit floats are added with about 14 bits inside the tensor core; after so many the sum moves to
 float32.
+"""
+
+
+_ROWS_TO_TRANSPOSE = 64
+"""From so many rows on, 8-bit columns are transposed first: the tensor cores take 8-bit operands with K contiguous, and
+to turn every tile on its way took an H100 4.5 ms of int8 4096 x 4096 x 14336 where one with K contiguous takes 0.44.
 """
 
 
@@ -107,6 +114,23 @@ def _aligned(columns: int, dtype: Any) -> bool:
     return columns * dtype.itemsize % 16 == 0
 
 
+def _transposed(x: Any) -> Any:
+    """`[groups, rows, columns]` with the last two axes exchanged in memory."""
+    groups, rows, columns = x.shape
+    tile = 128
+    (y,) = gpu.launch(
+        TRANSPOSE,
+        (gpu.cdiv(rows, tile) * gpu.cdiv(columns, tile), groups),
+        dict(x_ptr=x),
+        dict(y_ptr=gpu.result((groups, columns, rows), array_spec(x).dtype)),
+        warps=8,
+        ROWS=rows,
+        COLUMNS=columns,
+        TILE=tile,
+    )
+    return y
+
+
 def _matmul(
     spec: MatmulSpec,
     config: MatmulGpuConfig,
@@ -130,6 +154,11 @@ def _matmul(
     compute = spec.compute_dtype.name
     as_they_are = (of_a == of_b and of_a.name == compute) or _takes_fp8(of_a, of_b)
     integer = compute == "int8"
+    if integer or _takes_fp8(of_a, of_b):
+        if transpose_a and n >= _ROWS_TO_TRANSPOSE:
+            a, transpose_a = _transposed(a), False
+        if not transpose_b and m >= _ROWS_TO_TRANSPOSE:
+            b, transpose_b = _transposed(b), True
     summed = max(a.shape[0], b.shape[0]) if groups == 1 else 1
     out = gpu.result((groups, m, n), out_dtype)
     count = groups * gpu.cdiv(m, config.block_m) * gpu.cdiv(n, config.block_n)

@@ -54,6 +54,18 @@ def _finish(
 
 
 @triton.jit
+def transpose(x_ptr, y_ptr, ROWS, COLUMNS, TILE: tl.constexpr):
+    """y `[groups, COLUMNS, ROWS]` of x `[groups, ROWS, COLUMNS]`, a tile by each program."""
+    across = tl.cdiv(COLUMNS, TILE)
+    i = tl.program_id(0) // across * TILE + tl.arange(0, TILE)
+    j = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
+    first = tl.program_id(1).to(tl.int64) * ROWS * COLUMNS
+    keep = (i < ROWS)[:, None] & (j < COLUMNS)[None, :]
+    x = tl.load(x_ptr + first + i.to(tl.int64)[:, None] * COLUMNS + j[None, :], mask=keep)
+    tl.store(y_ptr + first + j.to(tl.int64)[:, None] * ROWS + i[None, :], x.T, mask=keep.T)
+
+
+@triton.jit
 def _halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return z.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
