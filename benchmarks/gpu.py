@@ -259,6 +259,7 @@ class Prepared:
 
 
 def _verdict(one: Contestant, arrays: Arrays, part: Sample, right: Truth) -> Numbers | None:
+    """Whether a contestant's numbers are right; None where they are random."""
     try:
         call, outputs, _ = one.build(arrays)
         result = outputs(call())
@@ -280,7 +281,8 @@ def prepared(this: Comparison, directory: str) -> Prepared:
     about, arrays = subject(this.operation.name), this.run.make()
     with _few if sum(x.size for x in arrays.values()) > _LARGE else contextlib.nullcontext():
         part = about.gradient_sample(this.run, arrays) if this.gradients else about.sample(this.run, arrays)
-        right = numbers.truth(part, this.gradients)
+        unit = this.operation.facts.coarser.get(this.case.name, {}).get("triton", 0.0)
+        right = numbers.truth(part, this.gradients, unit)
         verdicts = {one.name: _verdict(one, arrays, part, right) for one in this.contestants}
     path = os.path.join(directory, f"{os.getpid()}-{time.monotonic_ns()}")
     with open(path, "wb") as file:

@@ -237,5 +237,7 @@ FACTS = Facts(
     coarser={
         # Three bfloat16 products for one of float32 keep 16 bits; the reference on a CPU keeps 24.
         "high": dict.fromkeys(("pallas_tpu", "native_cpu", "triton"), 2.0**-16),
+        # The tensor cores of an H100 cut the float32 sum after every 16 products: 1.9e-5 where entries reach 3.8.
+        "Llama 3 8B logits": {"triton": 2.0**-20},
     },
 )

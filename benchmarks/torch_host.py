@@ -1,0 +1,120 @@
+"""What the host spends on a call of `vishwamai.torch` on a GPU, in microseconds; no GPU is needed.
+
+    python benchmarks/torch_host.py                 # --ops norm,attention chooses
+
+Tensors are small and on the CPU, and Triton has a driver that compiles and launches nothing: all that is left is
+Python, torch's dispatcher and autograd. A figure is the least of many short samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import vishwamai.torch as vt
+from vishwamai.core import gpu
+from vishwamai.torch import launch
+
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "tests"))
+from triton_inside import DriverBase, GPUTarget, driver
+
+X = (64, 256)
+CALLS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "norm": (vt.rms_norm, (X, (256,))),
+    "gemm": (vt.gemm, (X, (256, 128))),
+    "attention": (lambda q, k, v: vt.flash_attention(q, k, v, causal=True), ((1, 2, 128, 64),) * 3),
+    "gated_linear_unit": (vt.gated_linear_unit, (X, (2, 256, 128))),
+    "softmax": (vt.softmax, (X,)),
+    "gelu": (lambda x: vt.fused_gelu_dropout(x, deterministic=True), (X,)),
+}
+
+
+class Driver(DriverBase):
+    """A Hopper that does nothing."""
+
+    class Utils:
+        def load_binary(self, name: str, *rest: Any) -> Any:
+            return object(), name, 32, 0, 1024
+
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            return {"max_shared_mem": 232448}
+
+    class Launcher:
+        def __init__(self, source: Any, metadata: Any):
+            pass
+
+        def __call__(self, *arguments: Any) -> None:
+            pass
+
+    utils, launcher_cls = Utils(), Launcher
+    is_active = classmethod(lambda cls: True)  # type: ignore[assignment]
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> Any:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def serve(how: gpu.Launch, inputs: dict[str, Any], outputs: dict[str, gpu.Result]) -> list[Any]:
+    """`vishwamai.torch.launch.launch` without its question whether the tensors are on a GPU."""
+    first = next(iter(inputs.values()))
+    results = launch.allocate(outputs, first.device)
+    launch.run(how, launch.placed(inputs, first.device), outputs, results)
+    return list(results.values())
+
+
+def microseconds(call: Callable[[], Any], count: int = 10, rounds: int = 100) -> float:
+    """The least time of a call."""
+    for _ in range(5):
+        call()
+    least = float("inf")
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        for _ in range(count):
+            call()
+        least = min(least, (time.perf_counter() - begun) / count)
+    return least * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", type=lambda text: text.split(","), default=list(CALLS), help=", ".join(CALLS))
+    chosen = parser.parse_args().ops
+    torch.set_num_threads(1)
+    driver.set_active(Driver())
+    torch.cuda.current_device = lambda: 0
+    gpu.register_launcher("torch", serve)
+    print("| operation | inference | forward | forward and backward |\n|---|--:|--:|--:|")
+    for name in chosen:
+        function, shapes = CALLS[name]
+        plain = [torch.randn(shape).bfloat16() for shape in shapes]
+        trained = [x.clone().requires_grad_() for x in plain]
+        cotangent = torch.ones_like(function(*plain))
+        with torch.inference_mode():
+            inference = microseconds(lambda: function(*plain))  # noqa: B023
+        forward = microseconds(lambda: function(*trained))  # noqa: B023
+        both = microseconds(lambda: torch.autograd.grad(function(*trained), trained, cotangent))  # noqa: B023
+        print(f"| {name} | {inference:.0f} | {forward:.0f} | {both:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
