@@ -27,7 +27,7 @@ EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install 
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-gpu triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
+.PHONY: help bench test test-gpu test-on-gpu triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,12 @@ test: $(VENV)/.dev ## the tests, all but the long ones
 # The files that have the mark: to import the other ones costs each worker more than many of these tests.
 test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interpreter: no GPU needed
 	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" $(shell grep -l "mark\.interpreter" tests/test_*.py)
+
+# JAX stays on the CPU in the first run, where the tensors come from; in the second its own programs call the kernels.
+test-on-gpu: $(VENV)/.dev ## the same contract by compiled kernels on this machine's GPU: from torch, then in JAX's programs; CUDA graphs
+	TRITON_ON_GPU=1 JAX_PLATFORMS=cpu $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" $(shell grep -l "mark\.interpreter" tests/test_*.py)
+	TRITON_ON_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" tests/test_contract.py
+	$(PY) -m pytest $(WORKERS) -k capture tests/test_gpu_launch.py
 
 # Beside the pinned release of the environment, which it leaves as it is. NEWEST= (nothing) compiles every model's shapes, which takes several minutes.
 NEWEST ?= --few

@@ -305,13 +305,33 @@ def prepare(keys: list[Key], directory: str, workers: int) -> dict[Key, Prepared
     return found
 
 
+def captured(call: Call) -> Call:
+    """What replays the call, captured in a CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # compiles, and places constants on the device
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def measure(
-    this: Comparison, ready: Prepared, rounds: int, sample: Sampler, ceilings: tuple[float, float]
+    this: Comparison,
+    ready: Prepared,
+    rounds: int,
+    sample: Sampler,
+    ceilings: tuple[float, float],
+    graph: bool = False,
 ) -> list[Row]:
     """Times the contestants whose numbers are right.
 
     Args:
-      ready: of the comparison; its file is deleted. ceilings: FLOP and bytes a second.
+      ready: of the comparison; its file is deleted. ceilings: FLOP and bytes a second. graph: time replays of a CUDA
+        graph.
     """
     with open(ready.path, "rb") as file:
         arrays = pickle.load(file)
@@ -324,8 +344,15 @@ def measure(
         if verdict is not None:
             row.error, row.note = verdict.error, "" if verdict.right else verdict.what
         if not row.note:
-            calls[one.name], _, _ = one.build(arrays)
-            calls[one.name]()
+            call, _, _ = one.build(arrays)
+            try:
+                calls[one.name] = captured(call) if graph else call
+                calls[one.name]()
+            except RuntimeError as error:  # torch's, of what cannot be captured
+                if not graph:
+                    raise
+                calls.pop(one.name, None)
+                row.note = numbers.raised(error).what
     flops, nbytes = this.work()
     timings = side_by_side(calls, rounds=rounds, sample=sample, sample_seconds=0.0) if calls else {}
     for row in rows:
@@ -381,6 +408,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--dry", action="store_true", help="small cases on the CPU, in Triton's interpreter")
     parser.add_argument("--json", help="also write the rows here")
+    parser.add_argument("--graph", action="store_true", help="time replays of CUDA graphs: the GPU without the host")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="that prepare cases")
     parser.add_argument(
         "--tune", action="store_true", help="time tiles instead of peers, and write the user's tuning tables"
@@ -420,7 +448,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if key_of(this) not in ready:
                     rows.append(Row(this.operation.name, this.run.name, OURS, note="not prepared"))
                     continue
-                for row in measure(this, ready[key_of(this)], rounds, sample, limits):
+                for row in measure(this, ready[key_of(this)], rounds, sample, limits, options.graph):
                     rows.append(row)
                     print(show(row), flush=True)
                 if options.json:  # at once: whoever ends the run keeps what it has

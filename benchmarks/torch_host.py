@@ -22,7 +22,7 @@ from vishwamai.core import gpu
 from vishwamai.torch import launch
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "tests"))
-from triton_inside import DriverBase, GPUTarget, driver
+from triton_inside import DriverBase, GPUTarget, driver  # pyright: ignore[reportMissingImports]
 
 X = (64, 256)
 CALLS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
