@@ -20,7 +20,7 @@ from vishwamai.planning.figures import Estimate
 from vishwamai.planning.pace import Pace, timed
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
-from vishwamai.planning.training import check_no_pipeline, narrower_moments, trace_training
+from vishwamai.planning.training import narrower_moments, trace_training
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.mesh import KEPT_APART, row_parts, written
 
@@ -226,7 +226,6 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
     >>> found[0].mesh.data, found[0].remat, found[0].microbatches
     (4, 'none', 1)
     """
-    check_no_pipeline(config)
     found = meshes(config, target)
     rows = {mesh: config.batch_size // row_parts(mesh) for mesh in found}
     pinned = config.optimization.gradient_checkpointing is not None

@@ -89,13 +89,21 @@ def check(config: TrainConfig) -> None:
         )
     model = model_config(config, config.tokenizer.vocab_size)
     if config.mesh.pipeline > 1:
-        _check_pipeline(config, model)
+        check_pipeline(config, model, stacks_layers(stacked_layers(config)))
     if config.lora.quantize is not None:
         _check_frozen(config, config.lora.quantize, model)
 
 
-def _check_pipeline(config: TrainConfig, model: ModelConfig) -> None:
-    """What does not go through stages so far."""
+def check_pipeline(config: TrainConfig, model: ModelConfig, stacked: bool) -> None:
+    """What does not go through the stages of `mesh.pipeline` so far.
+
+    Args:
+      config: of the run. model: what it trains. stacked: layers are stacked without stages, too.
+
+    Raises:
+      ConfigError: the layers, the heads or the microbatches do not suit the stages.
+      UnsupportedError: the configuration asks for what stages do not compute.
+    """
     if config.remat == "offload":
         raise UnsupportedError(
             f"config: remat=offload does not go together with mesh.pipeline={config.mesh.pipeline} so far; set "
@@ -104,7 +112,7 @@ def _check_pipeline(config: TrainConfig, model: ModelConfig) -> None:
     if config.mesh.sequence > 1:
         _check_exchange(config, model)
     run, _, _ = cut(config, model)
-    if config.lora.rank and not stacks_layers(stacked_layers(config)):
+    if config.lora.rank and not stacked:
         _check_targets(config, model, run)
 
 
