@@ -169,7 +169,7 @@ def front(found: Sequence[Candidate]) -> set[int]:
 def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
     """Every mesh of all devices of a target that the model and the batch allow, those that split the model least first.
 
-    Sizes of `expert`, `sequence` and `tensor` above 1 stay as the configuration has them.
+    Sizes of `pipeline`, `expert`, `sequence` and `tensor` above 1 stay as the configuration has them.
 
     Raises:
       ConfigError: the configuration's sizes do not divide the devices, or no mesh divides the batch.
@@ -182,14 +182,14 @@ def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
     devices, fixed = devices_of(target), dataclasses.replace(config.mesh, data=1, fsdp=1)
     if devices % math.prod(vars(fixed).values()):
         raise ConfigError(f"config: {written(fixed)} does not divide the {devices} devices of {target}.")
-    sizes = _sizes(config, devices)
+    sizes, stages = _sizes(config, devices), config.mesh.pipeline
     found = []
     for expert, sequence, tensor in itertools.product(sizes["expert"], sizes["sequence"], sizes["tensor"]):
-        others, odd = divmod(devices, expert * sequence * tensor)
+        others, odd = divmod(devices, stages * expert * sequence * tensor)
         if odd or config.batch_size % (others * expert):
             continue
         for fsdp in divisors(others):
-            sizes_of = {"expert": expert, "sequence": sequence, "tensor": tensor}
+            sizes_of = {"pipeline": stages, "expert": expert, "sequence": sequence, "tensor": tensor}
             found.append(MeshSection(data=others // fsdp, fsdp=fsdp, **sizes_of))
     if not found:
         least = row_parts(fixed) * devices // math.prod(vars(fixed).values())

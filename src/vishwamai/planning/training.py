@@ -223,4 +223,6 @@ def trace_training(config: TrainConfig, target: str) -> Program:
         state, frozen = (jax.tree.map(placed, tree, layout.specs(tree)) for tree in (state, frozen))
         batch = {name: placed(leaf, batch_spec(name)) for name, leaf in batch.items()}
     below = () if frozen is None else (frozen,)
-    return trace(jax.jit(run, donate_argnums=0), state, batch, *below, target=target)
+    program = trace(jax.jit(run, donate_argnums=0), state, batch, *below, target=target)
+    ticks = None if step.stages is None else step.stages.ticks.table
+    return dataclasses.replace(program, ticks=ticks)
