@@ -24,13 +24,14 @@ from vishwamai.planning.exchange import experts_room, rows_in_pieces
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.kept import kept_bytes
 from vishwamai.planning.serving import Serving, size
-from vishwamai.planning.stages import Slot, schedule, slot_of
+from vishwamai.planning.stages import Slot, slot_of
 from vishwamai.planning.training import TrainingStep, on_slice, share_of, training_step
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.layout import Layout, batch_specs
 from vishwamai.training.mesh import make_layout, row_parts
 from vishwamai.training.parts import LAYERS
+from vishwamai.training.stages import cut
 
 Tree = Any
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "temporaries")
@@ -122,7 +123,7 @@ def _pipelined_memory(config: TrainConfig, target: str, rows: float) -> Breakdow
     """Of a device of a stage, with so many rows of a microbatch: the buffers of its schedule are alive all the time."""
     whole, lay, mesh = _shapes(_key(config)), _layout(_key(config), config.mesh), config.mesh
     model = whole.parts.config
-    run, ticks = schedule(config, model)
+    run, _, ticks = cut(config, model)
     narrow, wide = (jnp.dtype(dtype).itemsize for dtype in (config.model.compute_dtype, config.model.param_dtype))
     slot = _slot(config, rows)
     stream = rows * config.data.sequence_length * model.hidden_size * narrow

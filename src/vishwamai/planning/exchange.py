@@ -19,10 +19,10 @@ from vishwamai.models import ModelConfig
 from vishwamai.ops.moe.exchange_times import pays
 from vishwamai.parallel import ExchangeEstimate, estimate_exchange
 from vishwamai.planning.mesh_links import links_of
-from vishwamai.planning.stages import schedule
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.layout import PIPELINE, TOKENS
 from vishwamai.training.mesh import row_parts
+from vishwamai.training.stages import cut
 
 Split = Mapping[tuple[str, ...], float]
 """Bytes of a device's trained parameters, by the mesh axes that split them."""
@@ -44,7 +44,7 @@ def exchange_seconds(
       recomputed: share of the forward pass that is computed again.
       frozen: as `parameters`, of those that stay as they are.
 
-    Raises: as `estimate_collective`, and as `planning.stages.schedule`.
+    Raises: as `estimate_collective`, and as `training.stages.cut`.
     """
     mesh = config.mesh
     wide = jnp.dtype(config.model.param_dtype).itemsize
@@ -101,7 +101,7 @@ def _between_stages(config: TrainConfig, target: str, model: ModelConfig, stream
     """What stages send in every tick, both ways at once; and the embedding and the head, which each stage has whole
     while the schedule runs.
     """
-    mesh, (_, ticks) = config.mesh, schedule(config, model)
+    mesh, (_, _, ticks) = config.mesh, cut(config, model)
     links = links_of(mesh, target, PIPELINE)
     tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2) / (mesh.fsdp * mesh.tensor)
     held = tables * jnp.dtype(config.model.param_dtype).itemsize

@@ -20,7 +20,7 @@ from vishwamai.planning.figures import Estimate
 from vishwamai.planning.pace import Pace, timed
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
-from vishwamai.planning.training import narrower_moments, trace_training
+from vishwamai.planning.training import narrower_moments, trace_training, why_no_stages
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.mesh import KEPT_APART, row_parts, written
 
@@ -38,7 +38,8 @@ SHORTEST = 128
 
 NOT_TRIED = (
     f"compiled programs of all but {FINALISTS} meshes: their times are formulas",
-    f"mesh.sequence that cuts rows into pieces of fewer than {SHORTEST} tokens; pipelines",
+    f"mesh.sequence that cuts rows into pieces of fewer than {SHORTEST} tokens",
+    "pipelines of other sizes and schedules than mesh.pipeline and pipeline.schedule say",
     "other batch sizes, sequence lengths, optimizers and precisions of products",
     "moments of the optimizer in fewer bits, where something fits without",
     "remat: offload, which needs what full needs; lists of activations",
@@ -216,9 +217,10 @@ def _sizes(config: TrainConfig, devices: int) -> dict[str, list[int]]:
 def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
     """Every mesh, policy and number of microbatches with the same global batch, the preferred ones first.
 
-    The fewest microbatches come first, then what recomputes least, then the mesh that splits and gathers least.
+    The fewest microbatches come first, then what recomputes least, then the mesh that splits and gathers least. Those
+    that the stages of `mesh.pipeline` cannot compute are left out.
 
-    Raises: as `meshes`.
+    Raises: as `meshes`; and as `planning.training.check_stages`, where stages can compute none.
 
     >>> from vishwamai.planning.allocation import llama_like, training_config
     >>> config = training_config(llama_like(256, 512), {}, "v5e:2x2", batch_size=4, sequence_length=512)
@@ -229,11 +231,19 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
     found = meshes(config, target)
     rows = {mesh: config.batch_size // row_parts(mesh) for mesh in found}
     pinned = config.optimization.gradient_checkpointing is not None
+    reason, none = None, True
     for microbatches in divisors(config.batch_size):
         for remat in (config.remat,) if pinned else REMAT:
             for mesh in found:
-                if rows[mesh] % microbatches == 0:
-                    yield dataclasses.replace(config, mesh=mesh, remat=remat, microbatches=microbatches)
+                if rows[mesh] % microbatches:
+                    continue
+                one = dataclasses.replace(config, mesh=mesh, remat=remat, microbatches=microbatches)
+                reason = why_no_stages(one)
+                if reason is None:
+                    none = False
+                    yield one
+    if none and reason is not None:
+        raise why_no_stages(config) or reason
 
 
 def plan_training(

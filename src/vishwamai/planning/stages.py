@@ -6,7 +6,6 @@ reads. A slot's bytes are those of the types that the executor takes apart (`tra
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +13,11 @@ import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from vishwamai.models import ModelConfig
-from vishwamai.models.periods import Segment
 from vishwamai.parallel.pipeline.actions import INPUT_GRADIENT, WEIGHT_GRADIENT
-from vishwamai.parallel.pipeline.ticks import COLUMNS, NUMBER, Ticks
+from vishwamai.parallel.pipeline.ticks import COLUMNS, NUMBER
 from vishwamai.planning.serving import size
 from vishwamai.planning.training import TrainingStep
-from vishwamai.training.config import MeshSection, PipelineSection, TrainConfig
+from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.layout import Layout, batch_specs
@@ -64,18 +62,6 @@ def slot_of(step: TrainingStep, layout: Layout, rows: int) -> Slot:
     return found[-1]
 
 
-def schedule(config: TrainConfig, model: ModelConfig) -> tuple[Segment, Ticks]:
-    """The periods of a model, and what the stages of a configuration run. Raises: as `training.stages.cut`."""
-    return _schedule(config.mesh.pipeline, config.pipeline, config.microbatches, model)
-
-
-@functools.lru_cache(maxsize=256)
-def _schedule(size: int, section: PipelineSection, microbatches: int, model: ModelConfig) -> tuple[Segment, Ticks]:
-    alike = TrainConfig(mesh=MeshSection(pipeline=size), pipeline=section, microbatches=microbatches)
-    run, _, ticks = cut(alike, model)
-    return run, ticks
-
-
 def microbatches_kept(config: TrainConfig, model: ModelConfig) -> float:
     """Of how many microbatches a device has room at once for what the backward pass needs; 1 without stages.
 
@@ -83,7 +69,7 @@ def microbatches_kept(config: TrainConfig, model: ModelConfig) -> float:
     """
     if config.mesh.pipeline == 1:
         return 1.0
-    _, ticks = schedule(config, model)
+    _, _, ticks = cut(config, model)
     return (ticks.kept + 1) * config.mesh.pipeline / len(ticks.order)
 
 
@@ -101,7 +87,7 @@ def stretch(config: TrainConfig, model: ModelConfig, recomputed: float) -> float
     """
     if config.mesh.pipeline == 1:
         return 1.0
-    run, ticks = schedule(config, model)
+    run, _, ticks = cut(config, model)
     parts, length = len(ticks.order), config.data.sequence_length
     head = 6.0 * model.vocab_size * model.hidden_size
     part = (flops_per_token(model, length) - head) / parts / 3
@@ -111,9 +97,9 @@ def stretch(config: TrainConfig, model: ModelConfig, recomputed: float) -> float
     work[NUMBER[WEIGHT_GRADIENT]] -= part * together
     kind, last = (COLUMNS.index(name) for name in ("kind", "last"))
 
-    def seconds(cell: Sequence[int]) -> float:
+    def products(cell: Sequence[int]) -> float:
         ends = head if cell[kind] == NUMBER[INPUT_GRADIENT] and cell[last] else 0.0
         return work.get(int(cell[kind]), 0.0) + ends
 
-    cells = [[seconds(cell) for cell in row] for row in ticks.table]
+    cells = [[products(cell) for cell in row] for row in ticks.table]
     return sum(map(max, cells)) * config.mesh.pipeline / sum(map(sum, cells))

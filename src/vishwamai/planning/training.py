@@ -89,9 +89,23 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
         raise UnsupportedError(
             "plan: precision=fp8 trains all parameters; with lora.rank, quantize the frozen ones by lora.quantize=fp8."
         )
-    if config.mesh.pipeline > 1:
-        check_pipeline(config, model_config(config), stacked=True)
+    check_stages(config)
     return config
+
+
+def check_stages(config: TrainConfig) -> None:
+    """Raises ConfigError or UnsupportedError where a configuration has stages that cannot compute it."""
+    if config.mesh.pipeline > 1:
+        check_pipeline(config, model_config(config), stacked=True)  # as layers are on a TPU
+
+
+def why_no_stages(config: TrainConfig) -> ConfigError | UnsupportedError | None:
+    """What `check_stages` raises; None where it raises nothing."""
+    try:
+        check_stages(config)
+    except (ConfigError, UnsupportedError) as error:
+        return error
+    return None
 
 
 def narrower_moments(config: TrainConfig) -> Iterator[TrainConfig]:
