@@ -39,7 +39,7 @@ SHORTEST = 128
 NOT_TRIED = (
     f"compiled programs of all but {FINALISTS} meshes: their times are formulas",
     f"mesh.sequence that cuts rows into pieces of fewer than {SHORTEST} tokens",
-    "pipelines of other sizes and schedules than mesh.pipeline and pipeline.schedule say",
+    "pipelines of other sizes and schedules than those of the configuration",
     "other batch sizes, sequence lengths, optimizers and precisions of products",
     "moments of the optimizer in fewer bits, where something fits without",
     "remat: offload, which needs what full needs; lists of activations",

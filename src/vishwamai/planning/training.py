@@ -20,7 +20,7 @@ from vishwamai.core.target import devices_of
 from vishwamai.models import Decoder, ModelConfig, read_config
 from vishwamai.models.checkpoint import quantized
 from vishwamai.planning.program import Program, trace
-from vishwamai.training.checks import check_pipeline
+from vishwamai.training.checks import check_length, check_pipeline
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.configured import make_loss, make_step
 from vishwamai.training.layout import Layout, batch_spec
@@ -72,8 +72,8 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
     """The configuration with its mesh checked against a target.
 
     Raises:
-      ConfigError: the mesh has more devices than the target, or does not divide the batch; or the layers do not suit
-        its stages.
+      ConfigError: the mesh has more devices than the target, or does not divide the batch or a row; or the layers do
+        not suit its stages.
       UnsupportedError: it trains adapters with 8-bit products; or stages do not compute it.
     """
     devices = devices_of(target)
@@ -85,6 +85,7 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
             f"mesh.fsdp={devices}, or search."
         )
     check_rows(config.mesh, config.batch_size, config.microbatches)
+    check_length(config)
     if config.precision == "fp8" and config.lora.rank:
         raise UnsupportedError(
             "plan: precision=fp8 trains all parameters; with lora.rank, quantize the frozen ones by lora.quantize=fp8."

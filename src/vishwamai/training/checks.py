@@ -45,18 +45,7 @@ def check(config: TrainConfig) -> None:
             f"config: batch_size={config.batch_size} is not a multiple of microbatches={config.microbatches}; every "
             "microbatch has the same number of rows."
         )
-    length, wide = config.data.sequence_length, config.mesh.sequence
-    ends = 2 if wide > 1 and config.mesh.pipeline == 1 else 1  # of zig-zag order
-    if length % (ends * wide):
-        of = (
-            (f"{wide}, mesh.sequence", "")
-            if ends == 1
-            else (f"{2 * wide}, twice mesh.sequence={wide}", " from each end")
-        )
-        raise ConfigError(
-            f"config: data.sequence_length={length} is not a multiple of {of[0]}: each device has a piece{of[1]} of a "
-            "row."
-        )
+    check_length(config)
     memory_limit(config.remat)
     if config.lora.rank and config.model.start_from is None:
         raise ConfigError("config: lora.rank trains adapters of an existing model; set model.start_from.")
@@ -92,6 +81,22 @@ def check(config: TrainConfig) -> None:
         check_pipeline(config, model, stacks_layers(stacked_layers(config)))
     if config.lora.quantize is not None:
         _check_frozen(config, config.lora.quantize, model)
+
+
+def check_length(config: TrainConfig) -> None:
+    """Raises ConfigError where a mesh does not divide the tokens of a row."""
+    length, wide = config.data.sequence_length, config.mesh.sequence
+    ends = 2 if wide > 1 and config.mesh.pipeline == 1 else 1  # of zig-zag order
+    if length % (ends * wide):
+        of = (
+            (f"{wide}, mesh.sequence", "")
+            if ends == 1
+            else (f"{2 * wide}, twice mesh.sequence={wide}", " from each end")
+        )
+        raise ConfigError(
+            f"config: data.sequence_length={length} is not a multiple of {of[0]}: each device has a piece{of[1]} of a "
+            "row."
+        )
 
 
 def check_pipeline(config: TrainConfig, model: ModelConfig, stacked: bool) -> None:
