@@ -17,8 +17,6 @@ from test_training_mesh import DEEPSEEK, MODELS, settings
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.models import ModelConfig
 from vishwamai.parallel.pipeline.generators import GENERATORS
-from vishwamai.planning.search import candidates
-from vishwamai.planning.training import on_slice
 from vishwamai.training.config import MeshSection, PipelineSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.fp8_products import TENSORS
@@ -287,10 +285,3 @@ def test_an_optimizer_that_tells_layers_apart_is_named():
         made(name="adafactor")
     with pytest.raises(UnsupportedError, match=r"optimizer\.moment_dtype=int8 goes by the size of arrays"):
         made(moment_dtype="int8")
-
-
-def test_a_plan_says_that_it_has_no_stages():
-    config = TrainConfig(mesh=MeshSection(pipeline=2), batch_size=8)
-    for plan in (lambda: on_slice(config, "v5e:1x2"), lambda: list(candidates(config, "v5e:1x2"))):
-        with pytest.raises(UnsupportedError, match=r"plan: mesh\.pipeline=2 is not planned so far"):
-            plan()

@@ -16,7 +16,7 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
     """Rows of at most 80 columns; `price`: USD for a chip and hour."""
     best = front(plan.candidates)
     lines = [
-        f"{plan.target}: HBM of one device in GiB, of {plan.limit / 2**30:.2f}",
+        f"{plan.target}: HBM of one device in GiB, of {plan.limit / 2**30:.2f}{_stages(plan)}",
         "  data fsdp exp seq ten remat      micro analytic  probe verified      ms",
     ]
     for index, one in enumerate(plan.candidates[:_SHOWN]):
@@ -44,6 +44,13 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
     )
     lines += [f"  {one.name}: {one.declined}" for one in plan.candidates if one.declined]
     return lines + ([] if plan.chosen is None else _time(plan.chosen, price))
+
+
+def _stages(plan: Plan) -> str:
+    """The stages, which all candidates have."""
+    config = plan.candidates[0].config
+    size, schedule = config.mesh.pipeline, config.pipeline.schedule
+    return f"; mesh.pipeline={size}, {schedule}" if size > 1 else ""
 
 
 def _moments(one: Candidate) -> str:

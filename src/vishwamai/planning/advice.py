@@ -17,7 +17,7 @@ from vishwamai.planning.controller import REMAT
 from vishwamai.planning.diagnosis import Change, Diagnosis, ranked
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.speed import training_time
-from vishwamai.planning.training import narrower_moments, on_slice, trace_training
+from vishwamai.planning.training import narrower_moments, on_slice, trace_training, why_no_stages
 from vishwamai.training.config import TrainConfig
 
 MOST = 6
@@ -101,14 +101,17 @@ def alternatives(config: TrainConfig, target: str) -> Iterator[tuple[str, TrainC
     ['microbatches=2', 'microbatches=4', 'remat=dots', 'remat=block_wise', 'remat=full', 'remat=offload', ...]
     """
     free = dataclasses.replace(config, optimization=config.optimization.of_kernels)  # whose settings are in place
-    rows = config.batch_size // devices_of(target)
+    rows = config.batch_size * config.mesh.pipeline // devices_of(target)  # all stages have the same
     for microbatches in divisors(rows):
-        if microbatches > config.microbatches:
-            yield f"microbatches={microbatches}", dataclasses.replace(free, microbatches=microbatches)
+        changed = dataclasses.replace(free, microbatches=microbatches)
+        if microbatches > config.microbatches and why_no_stages(changed) is None:
+            yield f"microbatches={microbatches}", changed
     if config.remat in (*REMAT, "offload"):
         at = REMAT.index(config.remat) if config.remat in REMAT else len(REMAT)
         for remat in (*REMAT[at + 1 :], *(() if config.remat == "offload" else ("offload",))):
-            yield f"remat={remat}", dataclasses.replace(free, remat=remat)
+            changed = dataclasses.replace(free, remat=remat)
+            if why_no_stages(changed) is None:
+                yield f"remat={remat}", changed
     for fsdp in divisors(config.mesh.data):
         if fsdp > 1:
             mesh = dataclasses.replace(config.mesh, data=config.mesh.data // fsdp, fsdp=config.mesh.fsdp * fsdp)

@@ -24,11 +24,14 @@ from vishwamai.planning.exchange import experts_room, rows_in_pieces
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.kept import kept_bytes
 from vishwamai.planning.serving import Serving, size
+from vishwamai.planning.stages import Slot, slot_of
 from vishwamai.planning.training import TrainingStep, on_slice, share_of, training_step
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.layout import Layout, batch_specs
 from vishwamai.training.mesh import make_layout, row_parts
+from vishwamai.training.parts import LAYERS
+from vishwamai.training.stages import cut
 
 Tree = Any
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "temporaries")
@@ -79,6 +82,8 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
 
     # Of a device's tokens, in rows.
     rows = config.batch_size / (row_parts(config.mesh) * config.mesh.sequence) / config.microbatches
+    if config.mesh.pipeline > 1:
+        return _pipelined_memory(config, target, rows)
     fixed, row = _kept(config)
     # A layer that is computed again takes what a plain one takes, by the probes of docs/planning.md.
     keys = config.optimization.of_kernels
@@ -114,6 +119,60 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     )
 
 
+def _pipelined_memory(config: TrainConfig, target: str, rows: float) -> Breakdown:
+    """Of a device of a stage, with so many rows of a microbatch: the buffers of its schedule are alive all the time."""
+    whole, lay, mesh = _shapes(_key(config)), _layout(_key(config), config.mesh), config.mesh
+    model = whole.parts.config
+    run, _, ticks = cut(config, model)
+    narrow, wide = (jnp.dtype(dtype).itemsize for dtype in (config.model.compute_dtype, config.model.param_dtype))
+    slot = _slot(config, rows)
+    stream = rows * config.data.sequence_length * model.hidden_size * narrow
+    buffers = (ticks.values + 1) * stream + (ticks.between + 1) * slot.between
+    # The embedding and the head are whole on every stage while the schedule runs; so are their float32 gradients.
+    ends = sum(size(leaf) for name, leaf in whole.parts.params.items() if name != LAYERS) / (mesh.tensor * mesh.fsdp)
+    ends *= 1 if config.lora.rank else 1 + max(4, wide) / wide
+    # A forward pass gathers what it keeps before the buffer takes it. A backward pass computes a layer again.
+    again = slot.kept
+    if config.remat != "none":
+        plain = dataclasses.replace(
+            config, remat="none", precision="plain", optimization=config.optimization.of_kernels
+        )
+        layers = len(run.kinds) * run.repeats / len(ticks.order)
+        layer = size(whole.parts.params[LAYERS]) * narrow / wide / model.num_layers / mesh.tensor
+        again = max(again, _slot(plain, rows).kept / layers + _LAYER_WORK * layer)
+    return _breakdown(
+        target,
+        {
+            "parameters": lay.params + sum(lay.frozen.values()),
+            "gradients": lay.params * max(4, wide) / wide,
+            "optimizer": lay.state - lay.params,
+            "activations": (ticks.kept + 1) * slot.kept,
+            "temporaries": buffers + ends + again,
+        },
+    )
+
+
+def _slot(config: TrainConfig, rows: float) -> Slot:
+    """Of a microbatch with so many rows on a device."""
+    mesh = dataclasses.replace(config.mesh, data=1, fsdp=1, sequence=1)
+    alike = _key(config, remat=config.remat, mesh=mesh, microbatches=config.microbatches).config
+    # A slot is the same with any number of microbatches that the schedule takes.
+    one, two = _slots(_Key(alike, repr(dataclasses.replace(alike, microbatches=1))))
+    kept, between = (a + (b - a) * (rows - 1) for a, b in zip(one, two))
+    return Slot(kept, between / config.mesh.fsdp)
+
+
+@functools.lru_cache(maxsize=256)
+def _slots(key: _Key) -> tuple[Slot, Slot]:
+    """Of one row on a device, and of two."""
+    step, mesh = training_step(key.config), key.config.mesh
+    layout = _device_layout(step, mesh)
+    with key.config.optimization.kernels(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # of this machine, where nothing runs
+        one, two = (slot_of(step, layout, rows * mesh.expert) for rows in (1, 2))
+    return one, two
+
+
 def _joined(config: TrainConfig, target: str, model: ModelConfig) -> float:
     """Where experts' rows travel in pieces: the rows and gradients of all pieces, which the gradient of the weights
     sorts by expert.
@@ -142,12 +201,10 @@ def _key(config: TrainConfig, **keys: Any) -> _Key:
     alike = dataclasses.replace(
         config,
         batch_size=1,
-        microbatches=1,
-        mesh=MeshSection(),
         optimization=config.optimization.of_kernels,
         steps=1,
         seed=0,
-        **{"remat": "none", **keys},
+        **{"remat": "none", "mesh": MeshSection(), "microbatches": 1, **keys},
     )
     return _Key(alike, repr(alike))
 

@@ -20,8 +20,9 @@ from vishwamai.ops.moe.exchange_times import pays
 from vishwamai.parallel import ExchangeEstimate, estimate_exchange
 from vishwamai.planning.mesh_links import links_of
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.layout import TOKENS
+from vishwamai.training.layout import PIPELINE, TOKENS
 from vishwamai.training.mesh import row_parts
+from vishwamai.training.stages import cut
 
 Split = Mapping[tuple[str, ...], float]
 """Bytes of a device's trained parameters, by the mesh axes that split them."""
@@ -43,7 +44,7 @@ def exchange_seconds(
       recomputed: share of the forward pass that is computed again.
       frozen: as `parameters`, of those that stay as they are.
 
-    Raises: as `estimate_collective`.
+    Raises: as `estimate_collective`, and as `training.stages.cut`.
     """
     mesh = config.mesh
     wide = jnp.dtype(config.model.param_dtype).itemsize
@@ -66,11 +67,13 @@ def exchange_seconds(
         found["data"] += estimate_collective("all_reduce", nbytes * 4 / wide, alike)
 
     # The results of attention and of the network of each layer, forward and backward, and those of the embedding.
-    sums = model.num_layers * (4 + 2 * recomputed) + 2
+    sums = model.num_layers / mesh.pipeline * (4 + 2 * recomputed) + 2
     found["tensor"] = sums * estimate_collective("all_reduce", stream, links_of(mesh, target, "tensor"))
-    found["sequence"] = _ring(config, target, model, tokens, recomputed)
+    found["sequence"] = _ring(config, target, model, tokens, recomputed) / mesh.pipeline
     if mesh.expert > 1:
-        found["expert"] = _experts(config, target, model, recomputed)
+        found["expert"] = _experts(config, target, model, recomputed) / mesh.pipeline
+    if mesh.pipeline > 1:
+        found[PIPELINE] = _between_stages(config, target, model, stream)
     return {axis: seconds for axis, seconds in found.items() if seconds}
 
 
@@ -92,6 +95,19 @@ def experts_room(config: TrainConfig, model: ModelConfig) -> int:
     assert model.experts is not None  # `check_units` has seen to it
     parts = row_parts(config.mesh) * config.mesh.sequence * config.microbatches
     return math.ceil(config.batch_size * config.data.sequence_length / parts * model.experts.top_k)
+
+
+def _between_stages(config: TrainConfig, target: str, model: ModelConfig, stream: float) -> float:
+    """What stages send in every tick, both ways at once; and the embedding and the head, which each stage has whole
+    while the schedule runs.
+    """
+    mesh, (_, _, ticks) = config.mesh, cut(config, model)
+    links = links_of(mesh, target, PIPELINE)
+    tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2) / (mesh.fsdp * mesh.tensor)
+    held = tables * jnp.dtype(config.model.param_dtype).itemsize
+    seconds = len(ticks.table) * estimate_collective("permute", stream / config.microbatches, links)
+    seconds += estimate_collective("all_gather", held, links)
+    return seconds + (0.0 if config.lora.rank else estimate_collective("reduce_scatter", 4 * tables, links))
 
 
 Way = functools.partial[ExchangeEstimate]

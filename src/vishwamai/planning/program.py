@@ -54,6 +54,7 @@ class Program:
       arguments: the arrays, in the blob's order.
       fingerprint: of the program, the target and the versions that compile it.
       scalars: works out `known`.
+      ticks: the table of the schedule by which the stages of a pipeline run, `parallel.pipeline.ticks.Ticks.table`.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Program:
     arguments: tuple[Argument, ...] = dataclasses.field(repr=False)
     fingerprint: str = ""
     scalars: Callable[[], Known] = dataclasses.field(default=dict, repr=False, compare=False)
+    ticks: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @functools.cached_property
     def known(self) -> Known:

@@ -61,8 +61,8 @@ class StepTime:
     Attributes:
       target: the chip or slice.
       step: seconds, the sum of `parts`.
-      parts: seconds that each of `timeline.PARTS` takes: kernels, fusions, and waiting for collectives, copies and
-        the host's memory.
+      parts: seconds that each of `timeline.PARTS` takes: kernels, fusions, and waiting for collectives, copies, the
+        host's memory and other stages. Of a pipeline they are those of the stage that is busy longest.
       hidden: seconds of collectives and copies that go on behind other work.
       rows: where it goes, the longest first.
       memory: HBM of the same compiled program.
@@ -87,8 +87,8 @@ class StepTime:
         whole = self.step.value or 1.0
         for name, part in self.parts.items():
             hidden = self.hidden[name].value if name in self.hidden else 0.0
-            if not (part.value or hidden) and name == "host":
-                continue  # most programs leave the host alone
+            if not (part.value or hidden) and name in ("host", "stages"):
+                continue  # most programs leave the host alone and have no stages
             behind = f"  and {hidden * 1e3:.3f} ms hidden" if hidden else ""
             lines.append(f"  {name:<12}{part.value * 1e3:>12.3f} ms {part.value / whole:>6.1%}{behind}")
         lines += [
@@ -180,10 +180,12 @@ def _followed(program: Program, directory: pathlib.Path) -> dict[str, Any]:
         )
     module, chip = parse_module(text.read_text()), Target.parse_chip(target)
     schedules = _Schedules(Simulator(sources, chip, program.known, twins(module)))
-    follower = Follower(module, chip, schedules.cycles, link_seconds(module, devices_in_order(program)))
+    follower = Follower(module, chip, schedules.cycles, link_seconds(module, devices_in_order(program)), program.ticks)
     timeline = follower.follow()
     names = ", ".join(f"{name} ({count})" for name, count in schedules.unknown.items())
     uncertain = [f"branches and copies that depend on data: {names}"] if names else []
+    if program.ticks is not None and not follower.ticked:
+        uncertain.append("the loop over the pipeline's ticks was not found, so each tick counts its longest action")
     if not estimated:
         uncertain.append("the compiler's cycles cannot be read back, so its fusions have the time of their schedules")
     return _plain(timeline) | {"uncertain": uncertain}
@@ -233,7 +235,10 @@ def _read(target: str, memory: ProgramMemory, plain: Mapping[str, Any]) -> StepT
     measured = calibration.in_use(Target.parse_chip(target).name)
     factor = None if measured is None else measured.factor
     exposed = dict(plain["exposed"])
-    exposed["kernels"] = exposed.get("kernels", 0.0) * (factor or 1.0)
+    more = exposed.get("kernels", 0.0) * ((factor or 1.0) - 1.0)
+    busy = sum(value for name, value in exposed.items() if name != "stages")
+    exposed["kernels"] = exposed.get("kernels", 0.0) + more
+    exposed["stages"] = exposed.get("stages", 0.0) * (1 + more / (busy or 1.0))  # they wait for kernels alike
     parts = {name: seconds(exposed.get(name, 0.0)) for name in PARTS}
     return StepTime(
         target=target,

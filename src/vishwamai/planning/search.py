@@ -20,7 +20,7 @@ from vishwamai.planning.figures import Estimate
 from vishwamai.planning.pace import Pace, timed
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
-from vishwamai.planning.training import check_no_pipeline, narrower_moments, trace_training
+from vishwamai.planning.training import narrower_moments, trace_training, why_no_stages
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.mesh import KEPT_APART, row_parts, written
 
@@ -38,7 +38,8 @@ SHORTEST = 128
 
 NOT_TRIED = (
     f"compiled programs of all but {FINALISTS} meshes: their times are formulas",
-    f"mesh.sequence that cuts rows into pieces of fewer than {SHORTEST} tokens; pipelines",
+    f"mesh.sequence that cuts rows into pieces of fewer than {SHORTEST} tokens",
+    "pipelines of other sizes and schedules than those of the configuration",
     "other batch sizes, sequence lengths, optimizers and precisions of products",
     "moments of the optimizer in fewer bits, where something fits without",
     "remat: offload, which needs what full needs; lists of activations",
@@ -169,7 +170,7 @@ def front(found: Sequence[Candidate]) -> set[int]:
 def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
     """Every mesh of all devices of a target that the model and the batch allow, those that split the model least first.
 
-    Sizes of `expert`, `sequence` and `tensor` above 1 stay as the configuration has them.
+    Sizes of `pipeline`, `expert`, `sequence` and `tensor` above 1 stay as the configuration has them.
 
     Raises:
       ConfigError: the configuration's sizes do not divide the devices, or no mesh divides the batch.
@@ -182,14 +183,14 @@ def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
     devices, fixed = devices_of(target), dataclasses.replace(config.mesh, data=1, fsdp=1)
     if devices % math.prod(vars(fixed).values()):
         raise ConfigError(f"config: {written(fixed)} does not divide the {devices} devices of {target}.")
-    sizes = _sizes(config, devices)
+    sizes, stages = _sizes(config, devices), config.mesh.pipeline
     found = []
     for expert, sequence, tensor in itertools.product(sizes["expert"], sizes["sequence"], sizes["tensor"]):
-        others, odd = divmod(devices, expert * sequence * tensor)
+        others, odd = divmod(devices, stages * expert * sequence * tensor)
         if odd or config.batch_size % (others * expert):
             continue
         for fsdp in divisors(others):
-            sizes_of = {"expert": expert, "sequence": sequence, "tensor": tensor}
+            sizes_of = {"pipeline": stages, "expert": expert, "sequence": sequence, "tensor": tensor}
             found.append(MeshSection(data=others // fsdp, fsdp=fsdp, **sizes_of))
     if not found:
         least = row_parts(fixed) * devices // math.prod(vars(fixed).values())
@@ -216,9 +217,10 @@ def _sizes(config: TrainConfig, devices: int) -> dict[str, list[int]]:
 def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
     """Every mesh, policy and number of microbatches with the same global batch, the preferred ones first.
 
-    The fewest microbatches come first, then what recomputes least, then the mesh that splits and gathers least.
+    The fewest microbatches come first, then what recomputes least, then the mesh that splits and gathers least. Those
+    that the stages of `mesh.pipeline` cannot compute are left out.
 
-    Raises: as `meshes`.
+    Raises: as `meshes`; and as `planning.training.check_stages`, where stages can compute none.
 
     >>> from vishwamai.planning.allocation import llama_like, training_config
     >>> config = training_config(llama_like(256, 512), {}, "v5e:2x2", batch_size=4, sequence_length=512)
@@ -226,15 +228,22 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
     >>> found[0].mesh.data, found[0].remat, found[0].microbatches
     (4, 'none', 1)
     """
-    check_no_pipeline(config)
     found = meshes(config, target)
     rows = {mesh: config.batch_size // row_parts(mesh) for mesh in found}
     pinned = config.optimization.gradient_checkpointing is not None
+    reason, none = None, True
     for microbatches in divisors(config.batch_size):
         for remat in (config.remat,) if pinned else REMAT:
             for mesh in found:
-                if rows[mesh] % microbatches == 0:
-                    yield dataclasses.replace(config, mesh=mesh, remat=remat, microbatches=microbatches)
+                if rows[mesh] % microbatches:
+                    continue
+                one = dataclasses.replace(config, mesh=mesh, remat=remat, microbatches=microbatches)
+                reason = why_no_stages(one)
+                if reason is None:
+                    none = False
+                    yield one
+    if none and reason is not None:
+        raise why_no_stages(config) or reason
 
 
 def plan_training(

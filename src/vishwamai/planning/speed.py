@@ -24,6 +24,7 @@ from vishwamai.planning.analytic import (
 )
 from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.figures import Estimate, cost_of_tokens
+from vishwamai.planning.stages import microbatches_kept, stretch
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
 
@@ -94,23 +95,26 @@ def training_time(config: TrainConfig, target: str, memory: Breakdown | None = N
     length, model = config.data.sequence_length, described(config)
     tokens = config.batch_size * length / devices
     recomputed = _RECOMPUTED.get(config.remat, 1.0)
-    seconds = tokens * _products(model, length) * (1 + recomputed / 3)
+    waits = stretch(config, model, recomputed)
+    seconds = waits * tokens * _products(model, length) * (1 + recomputed / 3)
     seconds /= chip.peak_per_device(config.model.compute_dtype)
 
     parts = {name: part.value for name, part in memory.parts.items()}
     moved = 2 * (parts["parameters"] + parts["optimizer"])  # read and written once
     moved += 2 * parts["gradients"] * config.microbatches
+    kept = parts["activations"] / microbatches_kept(config, model)
     narrow = jnp.dtype(config.model.compute_dtype).itemsize / jnp.dtype(config.model.param_dtype).itemsize
     # Each pass reads the weights that are gathered, and the activations that it keeps or has kept.
     split, frozen = split_parameters(config), frozen_parameters(config)
     parted = (*split.items(), *frozen.items())
     gathered = (config.mesh.fsdp - 1) * sum(nbytes for axes, nbytes in parted if "fsdp" in axes)
-    moved += (2 + recomputed) * (parts["parameters"] + gathered) * narrow * config.microbatches
-    moved += 2 * parts["activations"] * config.microbatches
+    moved += waits * (2 + recomputed) * (parts["parameters"] + gathered) * narrow * config.microbatches
+    moved += waits * 2 * kept * config.microbatches
     seconds += moved / chip.hbm_bandwidth_per_device
     seconds += _offloaded(config, target, parts["activations"]) / (chip.host_bandwidth_per_device or math.inf)
     exchanged = exchange_seconds(config, target, model, split, recomputed, frozen)
-    return Estimate(seconds + sum(exchanged.values()), "analytic", "s")
+    seconds += sum(time * (1 if axis in ("data", "pipeline") else waits) for axis, time in exchanged.items())
+    return Estimate(seconds, "analytic", "s")
 
 
 def _offloaded(config: TrainConfig, target: str, kept: float) -> float:

@@ -13,15 +13,19 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy as np
+
 from vishwamai.aot.schedule.machine import Model
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.hlo import Instruction, Module, shape_bytes
+from vishwamai.parallel.pipeline.stage import column_of
+from vishwamai.parallel.pipeline.ticks import COLUMNS
 from vishwamai.planning.collectives import base, directed_links, inside, is_collective
 
-PARTS = ("kernels", "fusions", "collectives", "copies", "host")
+PARTS = ("kernels", "fusions", "collectives", "copies", "host", "stages")
 """What a device spends its time on: our kernels and others by Pallas, the compiler's own code, waiting for collectives,
-waiting for copies between HBM and VMEM, waiting for the host's memory."""
+waiting for copies between HBM and VMEM, waiting for the host's memory, waiting for other stages of a pipeline."""
 
 _FREE = frozenset(
     ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id", "replica-id")
@@ -35,6 +39,8 @@ _NO_WORK = frozenset(("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInB
 _SCALAR = 64 << 10
 """Bytes up to which an instruction without an estimate is one of the scalar unit or of a few vectors."""
 _HOST = re.compile(r"S\(5\)")
+_CHOOSING = ("kind", "first", "last")
+"""The columns of a pipeline's table that choose branches."""
 
 
 @dataclasses.dataclass
@@ -104,12 +110,13 @@ class _Running:
 
 
 class Follower:
-    """Follows a module.
+    """Follows a module; `ticked` says then whether the loop over ticks was found.
 
     Args:
       module: the program. chip: that it runs on.
       cycles: of one call of an instruction by its schedule; None where there is none.
       links: seconds of a collective, and of one whose sum is split again.
+      ticks: `parallel.pipeline.ticks.Ticks.table` of a pipeline, whose loop the module has.
     """
 
     def __init__(
@@ -118,8 +125,11 @@ class Follower:
         chip: TpuChip,
         cycles: Callable[[str], float | None],
         links: Callable[[Instruction, bool], float],
+        ticks: np.ndarray | None = None,
     ):
-        self.module, self.chip, self.cycles, self.links = module, chip, cycles, links
+        self.module, self.chip, self.cycles, self.links, self.ticks = module, chip, cycles, links, ticks
+        self.ticked = False
+        self._cell: Mapping[str, int] = {}
         self._channels = {
             _channel(part)
             for body in module.computations.values()
@@ -156,7 +166,7 @@ class Follower:
         if opcode == "while":
             self._loop(one, found)
         elif opcode in ("call", "conditional"):
-            names = one.branches or tuple(name for kind in ("to_apply", "calls") if (name := one.called(kind)))
+            names = self._taken(one) or tuple(name for kind in ("to_apply", "calls") if (name := one.called(kind)))
             branches = [self.follow(name) for name in names]
             found.include(max(branches, key=lambda branch: branch.seconds, default=Timeline()))
         elif opcode.endswith("-done") or self._halves(one) == "done":
@@ -184,10 +194,41 @@ class Follower:
         return "between" if any(_channel(part) in self._channels for part in body if _channel(part)) else None
 
     def _loop(self, one: Instruction, found: Timeline) -> None:
-        turns = trip_count(self.module, one)
+        turns, body = trip_count(self.module, one), one.called("body")
+        if self.ticks is not None and turns == len(self.ticks) and self._has_ticks(body):
+            self._over_ticks(body, self.ticks, found)
+            return
         if turns is None:
             found.missing[f"loop {one.name}: how often it runs is not known; it counts once"] += 1
-        found.include(self.follow(one.called("body")), 1 if turns is None else turns)
+        found.include(self.follow(body), 1 if turns is None else turns)
+
+    def _taken(self, one: Instruction) -> tuple[str, ...]:
+        """The branches of a conditional that may be taken: one where a tick of a pipeline chooses it."""
+        chosen = self._cell.get(column_of(one.source) or "")
+        if chosen is None:
+            return one.branches
+        named = one.called("true_computation" if chosen else "false_computation")
+        return one.branches[chosen : chosen + 1] if named is None else (named,)
+
+    def _has_ticks(self, body: str | None) -> bool:
+        """Whether the body of a loop chooses a stage's action."""
+        within = self.module.computations.get(body or "", ())
+        return any(one.opcode == "conditional" and column_of(one.source) == "kind" for one in within)
+
+    def _over_ticks(self, body: str | None, table: np.ndarray, found: Timeline) -> None:
+        """The time of the stage that is busy longest, and what it waits for the others."""
+        at = [COLUMNS.index(name) for name in _CHOOSING]
+        cells = [[tuple(map(int, cell)) for cell in row] for row in table[:, :, at]]
+        turns: dict[tuple[int, ...], Timeline] = {}
+        for cell in {cell for row in cells for cell in row}:
+            self._cell = dict(zip(_CHOOSING, cell))
+            turns[cell] = self.follow(body)
+        self._cell, self.ticked = {}, True
+        busy = max(zip(*cells), key=lambda stage: sum(turns[cell].seconds for cell in stage))
+        for cell, times in collections.Counter(busy).items():
+            found.include(turns[cell], times)
+        longest = (max(turns[cell].seconds for cell in row) for row in cells)
+        found.exposed["stages"] += sum(longest) - sum(turns[cell].seconds for cell in busy)
 
     def _collective(self, one: Instruction, found: Timeline, running: _Running) -> None:
         parts = [one] if is_collective(one.opcode) else inside(self.module, one)

@@ -20,13 +20,16 @@ from vishwamai.core.target import devices_of
 from vishwamai.models import Decoder, ModelConfig, read_config
 from vishwamai.models.checkpoint import quantized
 from vishwamai.planning.program import Program, trace
+from vishwamai.training.checks import check_length, check_pipeline
 from vishwamai.training.config import TrainConfig
+from vishwamai.training.configured import make_loss, make_step
 from vishwamai.training.layout import Layout, batch_spec
-from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
+from vishwamai.training.lora import ADAPTER_RANKS, initial_adapters
 from vishwamai.training.mesh import check_rows, check_units, make_layout, over_all_devices, written
 from vishwamai.training.model import ModelParts, split
 from vishwamai.training.packing import REFERENCE
-from vishwamai.training.step import TrainState, initial_state, model_loss, train_step, update_rule
+from vishwamai.training.stages import Stages, make_stages
+from vishwamai.training.step import TrainState, initial_state, update_rule
 
 Tree = Any
 
@@ -37,13 +40,14 @@ class TrainingStep:
 
     Attributes:
       config: the configuration. parts: its model, with shapes for parameters. state: shapes of what a step changes.
-      frozen: shapes of the parameters below adapters; None without adapters.
+      frozen: shapes of the parameters below adapters; None without adapters. stages: None without `mesh.pipeline`.
     """
 
     config: TrainConfig
     parts: ModelParts
     state: TrainState
     frozen: Tree = None
+    stages: Stages | None = None
 
     def batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a batch of so many rows."""
@@ -60,35 +64,18 @@ class TrainingStep:
         return update_rule(self.config, self.state.params, ranks, axes)
 
     def loss(self, layout: Layout, attach_scales: Any) -> Any:
-        """The loss as a function of the trained parameters, a batch and the frozen parameters."""
-        config, gather = self.config, None if layout.mesh is None else layout.gather
-        if self.frozen is not None:
-            gather = functools.partial(whole, gather=layout.whole)
-        full = model_loss(
-            self.parts.graph,
-            self.parts.rest,
-            config.loss,
-            self.parts.kept(self.config.remat),
-            gather,
-            attach_scales,
-            layout.model_axes,
-            config.dpo.beta,
-        )
-
-        def loss(params: Tree, batch: Tree, frozen: Tree = None) -> Any:
-            return full(params if frozen is None else attach(config.lora, frozen, params), batch)
-
-        return loss
+        """As `training.configured.make_loss`."""
+        return make_loss(self.config, self.parts, layout, self.stages, attach_scales)
 
 
 def on_slice(config: TrainConfig, target: str) -> TrainConfig:
     """The configuration with its mesh checked against a target.
 
     Raises:
-      ConfigError: the mesh has more devices than the target, or does not divide the batch.
-      UnsupportedError: it trains adapters with 8-bit products, or by a pipeline.
+      ConfigError: the mesh has more devices than the target, or does not divide the batch or a row; or the layers do
+        not suit its stages.
+      UnsupportedError: it trains adapters with 8-bit products; or stages do not compute it.
     """
-    check_no_pipeline(config)
     devices = devices_of(target)
     config = over_all_devices(config, devices)
     asked = math.prod(dataclasses.astuple(config.mesh))
@@ -98,20 +85,28 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
             f"mesh.fsdp={devices}, or search."
         )
     check_rows(config.mesh, config.batch_size, config.microbatches)
+    check_length(config)
     if config.precision == "fp8" and config.lora.rank:
         raise UnsupportedError(
             "plan: precision=fp8 trains all parameters; with lora.rank, quantize the frozen ones by lora.quantize=fp8."
         )
+    check_stages(config)
     return config
 
 
-def check_no_pipeline(config: TrainConfig) -> None:
-    """Raises UnsupportedError where a configuration has stages."""
+def check_stages(config: TrainConfig) -> None:
+    """Raises ConfigError or UnsupportedError where a configuration has stages that cannot compute it."""
     if config.mesh.pipeline > 1:
-        raise UnsupportedError(
-            f"plan: mesh.pipeline={config.mesh.pipeline} is not planned so far; set mesh.pipeline=1, and see what a "
-            "schedule costs by vishwamai.parallel.simulate."
-        )
+        check_pipeline(config, model_config(config), stacked=True)  # as layers are on a TPU
+
+
+def why_no_stages(config: TrainConfig) -> ConfigError | UnsupportedError | None:
+    """What `check_stages` raises; None where it raises nothing."""
+    try:
+        check_stages(config)
+    except (ConfigError, UnsupportedError) as error:
+        return error
+    return None
 
 
 def narrower_moments(config: TrainConfig) -> Iterator[TrainConfig]:
@@ -150,9 +145,12 @@ def training_step(config: TrainConfig, model: ModelConfig | None = None) -> Trai
     if config.lora.rank:
         frozen, ranks = params, ADAPTER_RANKS
         params = jax.eval_shape(lambda p: initial_adapters(config.lora, p, jax.random.key(0), parts.ranks), frozen)
+    stages = make_stages(config, parts.config, params, ranks, parts.stacked)
+    if stages is not None:
+        params, frozen = jax.eval_shape(lambda *trees: tuple(map(stages.place, trees)), params, frozen)
     update, _ = update_rule(config, params, ranks)
     state = jax.eval_shape(lambda p: initial_state(p, update, average), params)
-    return TrainingStep(config, parts, state, frozen)
+    return TrainingStep(config, parts, state, frozen, stages)
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
@@ -229,13 +227,7 @@ def trace_training(config: TrainConfig, target: str) -> Program:
         model=parts.config,
     )
     update, attach_scales = step.update_rule(layout.mesh_axes)
-    loss = step.loss(layout, attach_scales)
-
-    def training_step_of(state: TrainState, batch: Tree, frozen: Tree = None) -> Tree:
-        own = {"loss": loss, "frozen": frozen}
-        with config.optimization.kernels():
-            return train_step(state, batch, **own, optimizer=update, config=config, layout=layout)
-
+    run = make_step(config, step.loss(layout, attach_scales), update, layout)
     state, batch, frozen = step.state, step.batch(config.batch_size), step.frozen
     if layout.mesh is not None:
         mesh = layout.mesh
@@ -246,4 +238,6 @@ def trace_training(config: TrainConfig, target: str) -> Program:
         state, frozen = (jax.tree.map(placed, tree, layout.specs(tree)) for tree in (state, frozen))
         batch = {name: placed(leaf, batch_spec(name)) for name, leaf in batch.items()}
     below = () if frozen is None else (frozen,)
-    return trace(jax.jit(training_step_of, donate_argnums=0), state, batch, *below, target=target)
+    program = trace(jax.jit(run, donate_argnums=0), state, batch, *below, target=target)
+    ticks = None if step.stages is None else step.stages.ticks.table
+    return dataclasses.replace(program, ticks=ticks)

@@ -45,18 +45,7 @@ def check(config: TrainConfig) -> None:
             f"config: batch_size={config.batch_size} is not a multiple of microbatches={config.microbatches}; every "
             "microbatch has the same number of rows."
         )
-    length, wide = config.data.sequence_length, config.mesh.sequence
-    ends = 2 if wide > 1 and config.mesh.pipeline == 1 else 1  # of zig-zag order
-    if length % (ends * wide):
-        of = (
-            (f"{wide}, mesh.sequence", "")
-            if ends == 1
-            else (f"{2 * wide}, twice mesh.sequence={wide}", " from each end")
-        )
-        raise ConfigError(
-            f"config: data.sequence_length={length} is not a multiple of {of[0]}: each device has a piece{of[1]} of a "
-            "row."
-        )
+    check_length(config)
     memory_limit(config.remat)
     if config.lora.rank and config.model.start_from is None:
         raise ConfigError("config: lora.rank trains adapters of an existing model; set model.start_from.")
@@ -89,13 +78,37 @@ def check(config: TrainConfig) -> None:
         )
     model = model_config(config, config.tokenizer.vocab_size)
     if config.mesh.pipeline > 1:
-        _check_pipeline(config, model)
+        check_pipeline(config, model, stacks_layers(stacked_layers(config)))
     if config.lora.quantize is not None:
         _check_frozen(config, config.lora.quantize, model)
 
 
-def _check_pipeline(config: TrainConfig, model: ModelConfig) -> None:
-    """What does not go through stages so far."""
+def check_length(config: TrainConfig) -> None:
+    """Raises ConfigError where a mesh does not divide the tokens of a row."""
+    length, wide = config.data.sequence_length, config.mesh.sequence
+    ends = 2 if wide > 1 and config.mesh.pipeline == 1 else 1  # of zig-zag order
+    if length % (ends * wide):
+        of = (
+            (f"{wide}, mesh.sequence", "")
+            if ends == 1
+            else (f"{2 * wide}, twice mesh.sequence={wide}", " from each end")
+        )
+        raise ConfigError(
+            f"config: data.sequence_length={length} is not a multiple of {of[0]}: each device has a piece{of[1]} of a "
+            "row."
+        )
+
+
+def check_pipeline(config: TrainConfig, model: ModelConfig, stacked: bool) -> None:
+    """What does not go through the stages of `mesh.pipeline` so far.
+
+    Args:
+      config: of the run. model: what it trains. stacked: layers are stacked without stages, too.
+
+    Raises:
+      ConfigError: the layers, the heads or the microbatches do not suit the stages.
+      UnsupportedError: the configuration asks for what stages do not compute.
+    """
     if config.remat == "offload":
         raise UnsupportedError(
             f"config: remat=offload does not go together with mesh.pipeline={config.mesh.pipeline} so far; set "
@@ -104,7 +117,7 @@ def _check_pipeline(config: TrainConfig, model: ModelConfig) -> None:
     if config.mesh.sequence > 1:
         _check_exchange(config, model)
     run, _, _ = cut(config, model)
-    if config.lora.rank and not stacks_layers(stacked_layers(config)):
+    if config.lora.rank and not stacked:
         _check_targets(config, model, run)
 
 

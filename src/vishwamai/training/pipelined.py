@@ -20,6 +20,7 @@ from vishwamai.models.blocks import norm
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.decoder import embedded, run_segment
 from vishwamai.models.periods import Segment
+from vishwamai.parallel.pipeline.split import SplitPart, split_part
 from vishwamai.parallel.pipeline.stage import Ends, Found, run_stage, zeros_like
 from vishwamai.training.config import LossSection
 from vishwamai.training.fp8 import are_scales, detach
@@ -228,6 +229,31 @@ def _at(parts: dict[str, Any], m: Any) -> dict[str, Any]:
     return jax.tree.map(lambda x: x[m], parts)
 
 
+def _of_chunks(stages: Stages, params: Tree, frozen: Tree) -> tuple[Tree, Tree]:
+    """What is trained of a stage's layers, and what is frozen below it, arrays `[chunks, periods, ...]`."""
+    both = (params[LAYERS], ()) if frozen is None else (params, frozen[LAYERS])
+    return jax.tree.map(lambda x: x.reshape(stages.chunks, stages.periods, *x.shape[1:]), both)
+
+
+def _given(batch: dict[str, Any]) -> dict[str, Any]:
+    """What the layers read of a batch."""
+    return {name: x for name, x in batch.items() if name not in ("tokens", "labels", REFERENCE)}
+
+
+def split_of(loss: PipelinedLoss, params: Tree, batch: dict[str, Any], frozen: Tree = None) -> SplitPart:
+    """Inside `Layout.over_devices`: a part of this device as its stage runs it, for the gradients of a microbatch.
+
+    Args:
+      loss, params, frozen: as of `pipelined`.
+      batch: arrays `[rows, ...]`, this device's rows of one microbatch.
+    """
+    params = params if loss.attach is None else loss.attach(params)
+    layers, below = jax.tree.map(lambda x: x[0], _of_chunks(loss.stages, params, frozen))
+    x = jnp.zeros((*batch["tokens"].shape, loss.config.hidden_size), loss.dtype)
+    of_experts = {} if REFERENCE in batch else dict.fromkeys(("number", "weight"), jnp.float32(1))
+    return split_part(loss.part, layers, x, _given(batch | of_experts), below, sees=True)
+
+
 def _through(
     loss: PipelinedLoss,
     params: Tree,
@@ -248,9 +274,6 @@ def _through(
     """
     stages, tokens = loss.stages, parts["tokens"]
 
-    def of_chunks(layers: Tree) -> Tree:
-        return jax.tree.map(lambda x: x.reshape(stages.chunks, stages.periods, *x.shape[1:]), layers)
-
     held = params if frozen is None else frozen
     # Both are used inside branches that only one stage takes, so they are gathered before.
     held = held | {name: gathered(held[name], axis, PIPELINE) for name, axis in loss.ends.items()}
@@ -268,11 +291,9 @@ def _through(
 
     if frozen is None:
         ends = Ends(enter, zeros_like(first), left, last, end)
-        layers, below = of_chunks(params[LAYERS]), ()
     else:
         ends = Ends(enter, {}, lambda found, m, dx: found, {}, lambda _, y, m: end(last, y, m))
-        layers, below = of_chunks(params), of_chunks(frozen[LAYERS])
-    given = {name: x for name, x in parts.items() if name not in ("tokens", "labels", REFERENCE)}
+    layers, below = _of_chunks(stages, params, frozen)
     table = jax.lax.dynamic_slice_in_dim(jnp.asarray(stages.ticks.table), jax.lax.axis_index(PIPELINE), 1, axis=1)
     return run_stage(
         loss.part,
@@ -281,7 +302,7 @@ def _through(
         PIPELINE,
         layers,
         table,
-        given,
+        _given(parts),
         gradients,
         sees=True,
         largest=are_scales(layers),

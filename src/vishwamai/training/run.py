@@ -27,6 +27,7 @@ from vishwamai.training.checkpoints import Checkpoints, described
 from vishwamai.training.checks import check
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
+from vishwamai.training.configured import make_loss, make_step
 from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, training_batches
 from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.layout import Layout
@@ -46,9 +47,7 @@ from vishwamai.training.step import (
     TrainState,
     counted,
     initial_state,
-    model_loss,
     run_model,
-    train_step,
     update_rule,
 )
 from vishwamai.training.stop import stop_signals
@@ -187,30 +186,15 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
     del made  # its arrays lie on the devices now
     if adapters is not None:
         params, frozen = layout.made(lambda: _placed(stages, adapters())), params
-    accumulate = None if stages is None else pipelined
     update, attach_scales = update_rule(config, params, ranks, layout.mesh_axes)
-
-    def loss_under(policy: str) -> Any:
-        axes, kept = layout.model_axes, parts.kept(policy)
-        if stages is not None:
-            dtype = parts.merge(parts.params).dtype
-            adapt = None if adapters is None else functools.partial(attach, config.lora)
-            given = gather, axes, attach_scales, layout.ends, adapt, config.dpo.beta
-            return PipelinedLoss(stages, parts.config, dtype, config.loss, kept, *given)
-        full = model_loss(parts.graph, parts.rest, config.loss, kept, gather, attach_scales, axes, config.dpo.beta)
-
-        def loss(params: Any, batch: Batch, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
-            return full(params if frozen is None else attach(config.lora, frozen, params), batch)
-
-        return loss
+    loss_under = functools.partial(make_loss, config, parts, layout, stages, attach_scales)
 
     def step_under(policy: str) -> Any:
-        loss = loss_under(policy)
+        step = make_step(config, loss_under(policy), update, layout)
 
         def one_step(state: TrainState, batch: Batch, frozen: Any) -> tuple[TrainState, dict[str, Any]]:
-            own = {"loss": loss, "accumulate": accumulate, "frozen": frozen}
-            with _kernels(config):
-                return train_step(state, batch, **own, optimizer=update, config=config, layout=layout)
+            with only_for(local_platform()):
+                return step(state, batch, frozen)
 
         return jax.jit(one_step, donate_argnums=0)
 

@@ -8,6 +8,7 @@ the layers is on every stage. Checkpoints and exported models have the usual for
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from vishwamai.models.layer_kinds import LayerKind
 from vishwamai.models.periods import Segment, segments
 from vishwamai.parallel import PipelineScheduler, Schedule
 from vishwamai.parallel.pipeline.ticks import Ticks, ticks_of
-from vishwamai.training.config import TrainConfig
+from vishwamai.training.config import PipelineSection, TrainConfig
 from vishwamai.training.layout import Layout
 from vishwamai.training.optimizers import groups
 from vishwamai.training.parts import LAYERS, in_layers
@@ -143,18 +144,24 @@ def make_stages(
     if size == 1:
         return None
     run, schedules, ticks = cut(config, model)
-    stages = Stages(tuple(schedules), ticks, run.kinds, run.repeats, stacked)
+    stages = Stages(schedules, ticks, run.kinds, run.repeats, stacked)
     if not stacked:
         _check_optimizer(config, stages, params, ranks)
     return stages
 
 
-def cut(config: TrainConfig, model: ModelConfig) -> tuple[Segment, list[Schedule], Ticks]:
+def cut(config: TrainConfig, model: ModelConfig) -> tuple[Segment, tuple[Schedule, ...], Ticks]:
     """The periods of a model, and the schedules of its stages with what they run.
 
     Raises: as `make_stages`.
     """
-    size = config.mesh.pipeline
+    return _cut(config.mesh.pipeline, config.pipeline, config.microbatches, model)
+
+
+@functools.lru_cache(maxsize=64)  # a plan asks for the same ones again and again
+def _cut(
+    size: int, section: PipelineSection, microbatches: int, model: ModelConfig
+) -> tuple[Segment, tuple[Schedule, ...], Ticks]:
     asked = f"mesh.pipeline={size}"
     run, *more = segments(model, True)
     if more:
@@ -163,13 +170,10 @@ def cut(config: TrainConfig, model: ModelConfig) -> tuple[Segment, list[Schedule
             f"config: {asked} needs layers that repeat from the first to the last, and this model has runs of {listed} "
             "layers; set mesh.pipeline=1, and mesh.fsdp or mesh.tensor in its place."
         )
-    section = config.pipeline
     try:
-        schedules = PipelineScheduler(section.schedule, chunks=section.chunks).schedule_microbatches(
-            size, config.microbatches
-        )
+        schedules = PipelineScheduler(section.schedule, chunks=section.chunks).schedule_microbatches(size, microbatches)
     except ScheduleError as error:
-        raise ConfigError(f"config: {asked} with microbatches={config.microbatches}: {error}") from error
+        raise ConfigError(f"config: {asked} with microbatches={microbatches}: {error}") from error
     ticks = ticks_of(schedules)
     if run.repeats % len(ticks.order):
         chunks = len(ticks.order) // size
@@ -181,7 +185,7 @@ def cut(config: TrainConfig, model: ModelConfig) -> tuple[Segment, list[Schedule
             f"config: {asked} with pipeline.schedule={section.schedule} cuts the model into {len(ticks.order)} parts, "
             f"which do not divide its {run.repeats} {what}; {way}."
         )
-    return run, schedules, ticks
+    return run, tuple(schedules), ticks
 
 
 def _check_optimizer(config: TrainConfig, stages: Stages, params: Tree, ranks: Mapping[str, int]) -> None:

@@ -7,6 +7,7 @@ weights are functions of their own (`split.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +59,27 @@ class Found(NamedTuple):
 def zeros_like(tree: Tree) -> Tree:
     """Where gradients add up: zeros in float32 at least."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), tree)
+
+
+_CHOSEN = "tick_"
+
+
+def chosen_by(column: str) -> AbstractContextManager[Any]:
+    """The scope of a branch that a column of `Ticks.table` chooses; `column_of` reads it in the compiled program."""
+    return jax.named_scope(_CHOSEN + column)
+
+
+def column_of(source: str) -> str | None:
+    """The column that chooses the branch of a conditional; None for other conditionals.
+
+    Args:
+      source: the scopes and the operation that it comes from.
+
+    >>> column_of("jit(f)/while/body/tick_kind/cond/branch_2_fun/tick_last/cond"), column_of("jit(f)/cond")
+    ('last', None)
+    """
+    scope = source.split("/")[-2:-1]
+    return scope[0].removeprefix(_CHOSEN) if scope and scope[0].startswith(_CHOSEN) else None
 
 
 def run_stage(
@@ -132,7 +154,8 @@ def run_stage(
         def read(m: Any) -> Any:
             return state["values"][row["read"]]
 
-        x = jax.lax.cond(row["first"] == 1, ends.enter, read, row["microbatch"])
+        with chosen_by("first"):
+            x = jax.lax.cond(row["first"] == 1, ends.enter, read, row["microbatch"])
         if split is not None:
             y, kept = split.forward(own(row), x, *also(row))
             state = state | {"kept": write(state["kept"], row["kept"], kept)}
@@ -154,17 +177,20 @@ def run_stage(
         return state, state["values"][row["read"]]
 
     def input_gradient(state: dict, row: dict) -> dict:
-        state, dy = jax.lax.cond(row["last"] == 1, of_loss, of_next, state, row)
+        with chosen_by("last"):
+            state, dy = jax.lax.cond(row["last"] == 1, of_loss, of_next, state, row)
         if split is None:
             return state
         kept = [buffer[row["kept"]] for buffer in state["kept"]]
         dx, between = split.input_gradient(own(row), kept, dy, *also(row))
+        with chosen_by("first"):
+            entry = jax.lax.cond(
+                row["first"] == 1, ends.left, lambda found, m, dx: found, state["entry"], row["microbatch"], dx
+            )
         return state | {
             "values": state["values"].at[row["write"]].set(dx),
             "between": write(state["between"], row["between"], between),
-            "entry": jax.lax.cond(
-                row["first"] == 1, ends.left, lambda found, m, dx: found, state["entry"], row["microbatch"], dx
-            ),
+            "entry": entry,
         }
 
     def weight_gradient(state: dict, row: dict) -> dict:
@@ -187,7 +213,8 @@ def run_stage(
 
     def tick(state: dict, cells: Any) -> tuple[dict, None]:
         row: dict[str, Any] = dict(zip(COLUMNS, cells[0]))
-        state = jax.lax.switch(row["kind"], branches, state, row)
+        with chosen_by("kind"):
+            state = jax.lax.switch(row["kind"], branches, state, row)
         values = state["values"]
         ways = [(way, step) for way, step, used in (("up", 1, ticks.up), ("down", -1, ticks.down)) if used]
         received = [(way, transfer(values, row, way, step)) for way, step in ways]
