@@ -2,6 +2,7 @@
 AMD compiles; JAX lowers for CUDA.
 """
 
+import collections
 import dataclasses
 import functools
 import re
@@ -21,6 +22,7 @@ from vishwamai.aot.compile.gpu_survey import candidates
 from vishwamai.core import gpu
 from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.triton_launch import compiled
 from vishwamai.ops.moe.cases import quantized_grouped_gemm
 
 pytestmark = [
@@ -90,6 +92,26 @@ def test_the_widest_rows_stay_in_registers():
     wider = jax.ShapeDtypeStruct((8, 32768), jnp.bfloat16)
     with pytest.raises(vishwamai.UnsupportedError, match="rows of 32768 features do not fit the registers"):
         jax.eval_shape(lambda x: vishwamai.rms_norm(x, implementation="triton"), wider)
+
+
+def test_a_gradient_is_not_fused_with_the_mean_that_it_is_compared_with():
+    """Of one feature dx is g - mean(g) = 0, divided by sqrt(eps): g = dy * scale has to be the same number in both, so
+    it is rounded once, and no other instruction takes scale.
+    """
+    (case,) = (case for case in contract.OPERATIONS["norm"].cases if case.name == "layer one feature")
+    (backward,) = (launch for launch in launches(case) if launch.launch.kernel.name == "backward")
+    how = dataclasses.replace(backward.launch, grid=())
+    instructions = arithmetic(compiled(how.kernel, backward.types, how).asm["ptx"])
+    readers = collections.Counter(source for _, _, *sources in instructions for source in set(sources))
+    rounded = [sources for name, _, *sources in instructions if name == "fma" and sources[2] == "0f00000000"]
+    (factors,) = rounded
+    assert 1 in map(readers.__getitem__, factors[:2]), instructions
+
+
+def arithmetic(ptx):
+    """(name, destination, sources ...) of every float32 instruction."""
+    found = re.findall(r"^\s+(add|sub|mul|fma|neg)(?:\.rn)?\.f32\s+(.*?);", ptx, re.MULTILINE)
+    return [(name, *operands.split(", ")) for name, operands in found]
 
 
 @pytest.mark.parametrize("function", [vishwamai.softmax, vishwamai.log_softmax])
