@@ -24,6 +24,10 @@ import vishwamai  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
 from test_gpu_torch import ACTIVATIONS, agree, tensors  # noqa: E402
 from triton_kernels import triton_serves  # noqa: E402
+from vishwamai.bench import numbers  # noqa: E402
+from vishwamai.bench.candidates import theirs  # noqa: E402
+from vishwamai.bench.gradient import gradient_case  # noqa: E402
+from vishwamai.bench.subject import subject  # noqa: E402
 from vishwamai.core import gpu  # noqa: E402
 from vishwamai.core.errors import ShapeError  # noqa: E402
 from vishwamai.core.observe import record_plans  # noqa: E402
@@ -85,8 +89,50 @@ def test_nothing_is_kept_where_no_gradient_is_asked_for():
     assert [t.numel() for t in kept] == [0, 0]
 
 
+@pytest.mark.parametrize("format, axis", [("int8", -2), ("fp8", -2), ("int8", None)])
+def test_gated_of_quantized_weights(format, axis):
+    """What the same numbers give in float32 products, and x's gradient."""
+    x, gate, up = tensors((2, 5, 24), (24, 40), (24, 40))
+    pair = tuple(vt.quantize(w.detach(), format, axis=axis) for w in (gate, up))
+    plain = [w.dequantize() for w in pair]
+    agree(
+        lambda x: (vt.gated_linear_unit(x, pair, "gelu"),),
+        lambda x: unit(x, plain[0], plain[1], "gelu"),
+        (x,),
+    )
+    with torch.no_grad():
+        assert vt.gated_linear_unit(x.bfloat16(), pair).dtype == torch.bfloat16
+
+
+def test_the_benchmark_calls_gated_units_of_torch():
+    """Every case but those whose tiles are given, or whose bytes are not the numbers. int8 weights are right, and
+    their scales have no gradient.
+    """
+    about, cases = subject("gated_linear_unit"), {c.name: c for c in contract.OPERATIONS["gated_linear_unit"].cases}
+    left_out = {name for name, case in cases.items() if about.in_torch(case) is None}
+    assert left_out == {"several tiles", "int8 weights, several tiles", "int4 weights", "fp8 weights"}
+    case = cases["int8 weights"]
+    peer, gradients = about.in_torch(case), gradient_case(case)
+    assert peer is not None and gradients is not None
+    for run in (case, gradients):
+        arrays, backward = run.make(), run is gradients
+        sample = about.gradient_sample(run, arrays) if backward else about.sample(run, arrays)
+        call, outputs, _ = theirs(peer, case, backward).build(arrays)
+        found = numbers.check(outputs(call()), sample, numbers.truth(sample, backward), 1.0)
+        assert found.right, found
+
+
 def test_gated_errors():
     x = torch.ones(3, 8)
+    q = vt.quantize(torch.ones(8, 2), axis=-2)
+    for weights, words in (
+        ((q, torch.ones(8, 2)), r"not `weights\[1\]`; quantize both"),
+        ((q, vt.quantize(torch.ones(8, 2), axis=-1)), r"`weights\[1\]` is .*axis=-2"),
+        ((q, vt.quantize(torch.ones(8, 2), "fp8", axis=-2)), "quantize both to one format"),
+        ((vt.quantize(torch.ones(4, 2), axis=-2), q), r"gated_linear_unit: `weights\[0\]` has shape \(4, 2\)"),
+    ):
+        with pytest.raises(ShapeError, match=words):
+            vt.gated_linear_unit(x, weights)
     with pytest.raises(ShapeError, match=r"`weights\[0\]` has shape \(4, 2\)"):
         vt.gated_linear_unit(x, (torch.ones(4, 2), torch.ones(8, 2)))
     with pytest.raises(ShapeError, match="a sequence of 3"):

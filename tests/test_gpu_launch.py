@@ -17,7 +17,7 @@ import contract  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
 from vishwamai.core import gpu  # noqa: E402
 from vishwamai.core.errors import DeviceError  # noqa: E402
-from vishwamai.torch import bridge  # noqa: E402
+from vishwamai.torch import bridge, rope  # noqa: E402
 from vishwamai.torch import launch as launching  # noqa: E402
 
 pytestmark = [
@@ -37,6 +37,7 @@ class Machine:
         self.arguments: list[tuple[Any, ...]] = []  # of each launch, in the order of the kernel's parameters
         self.allocations: list[Any] = []
         self.scratch = 0
+        self.copies = 0  # of the host's numbers
 
     def device(self) -> int:
         return getattr(self.current, "index", 0)
@@ -104,6 +105,13 @@ def machine(monkeypatch):
 
         return allocate
 
+    def copying(make: Any) -> Any:
+        def copy(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+            seen.copies += device is not None and torch.device(device).type == "cuda"
+            return make(*args, **kwargs)
+
+        return copy
+
     # Every tensor says that it is on the second GPU; its numbers, which nothing reads, are on the CPU.
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(torch.Tensor, "device", property(lambda self: getattr(self, "place", DEVICE)), raising=False)
@@ -112,12 +120,15 @@ def machine(monkeypatch):
     monkeypatch.setattr(launching, "_READY", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
-    for name in ("empty", "zeros"):
+    for name in ("empty", "zeros", "arange"):
         monkeypatch.setattr(torch, name, allocating(getattr(torch, name)))
+    for name in ("tensor", "as_tensor"):
+        monkeypatch.setattr(torch, name, copying(getattr(torch, name)))
     before = driver._active
     driver.set_active(Driver())
     yield seen
     driver._active = before
+    rope._placed.cache_clear()  # they are on the CPU
     bridge._on_gpu.cache_clear()
 
 
@@ -136,22 +147,40 @@ class Asked(TorchDispatchMode):
 WAITS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "unique", "masked_select", "_to_cpu"}
 """Operators for which the host waits for the device."""
 X = (64, 256)
-# name: (function, shapes, kernels); the first are compiled by default.
+HEADS = (1, 2, 128, 64)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}
+MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6]}
+# name: (function, shapes); kernels that no other call has, as Triton keeps those of the machine before.
 CALLS: dict[str, tuple[Any, Any]] = {
     "norm": (lambda x, s: vt.rms_norm(x, s), (X, (256,))),
     "gemm": (lambda a, b: vt.gemm(a, b, activation="silu"), (X, (256, 128))),
     "softmax": (lambda x: vt.softmax(x), (X,)),
     "gelu": (lambda x: vt.fused_gelu_dropout(x, deterministic=True), (X,)),
-    "attention": (lambda q, k, v: vt.flash_attention(q, k, v, causal=True), ((1, 2, 128, 64),) * 3),
+    "rope": (lambda x: vt.apply_rope(x), (HEADS,)),
+    "rope of positions": (
+        lambda x: vt.apply_rope(x, torch.arange(128, device=x.device), scaling=DYNAMIC),
+        ((1, 2, 128, 128),),
+    ),
+    "rope of three coordinates": (
+        lambda x: vt.apply_rope(x, torch.arange(384, device=x.device).reshape(3, 1, 128), scaling=MROPE),
+        ((1, 2, 128, 32),),
+    ),
+    "attention": (lambda q, k, v: vt.flash_attention(q, k, v, causal=True), (HEADS,) * 3),
     "attention with a bias": (
         lambda q, k, v, b: vt.flash_attention(q, k, v, b),
-        ((1, 2, 128, 64),) * 3 + ((1, 2, 128, 128),),
+        (HEADS,) * 3 + ((1, 2, 128, 128),),
     ),
     "gated_linear_unit": (lambda x, w: vt.gated_linear_unit(x, w), (X, (2, 256, 128))),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "norm" else pytest.mark.long) for n in CALLS])
+def compiled_by_default(name):
+    return name == "norm" or name.startswith("rope")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if compiled_by_default(n) else pytest.mark.long) for n in CALLS]
+)
 def test_a_launch_says_nothing_to_the_host(name, machine):
     function, shapes = CALLS[name]
     args = [torch.randn(s).bfloat16().requires_grad_() for s in shapes]
@@ -178,6 +207,9 @@ def test_a_launch_says_nothing_to_the_host(name, machine):
     assert {(device, stream) for _, device, stream in machine.launches} == {(1, STREAMS[1])}
     assert set(machine.allocations) == {DEVICE} and machine.device() == 0
     assert not asked.operators & WAITS and asked.operators, asked.operators
+    copies = machine.copies
+    function(*args)
+    assert machine.copies == copies  # constants are placed by the first call
 
 
 def test_a_word_to_the_host_is_noticed():

@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +18,8 @@ from vishwamai.measure.timing import sampler
 from vishwamai.ops.catalogue import operations
 from vishwamai.ops.norm import layer_norm, rms_norm
 from vishwamai.ops.norm.gpu import NormGpuConfig
+from vishwamai.ops.softmax import log_softmax, softmax
+from vishwamai.ops.softmax.gpu import SoftmaxGpuConfig
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -35,6 +39,45 @@ def test_norm_tiles(config):
     contract.check_all(
         contract.evaluate(case, triton, config=config), contract.truth(case), contract.by_reference(case)
     )
+
+
+@pytest.mark.parametrize("name", ["softmax (63, 100) bfloat16", "log_softmax (63, 100) float32"])
+@pytest.mark.parametrize("config", [SoftmaxGpuConfig(1, 4, 128), SoftmaxGpuConfig(8, 4, 16)], ids=str)
+def test_softmax_tiles(config, name):
+    """Rows in one tile or in several, the last one ragged."""
+    op = contract.OPERATIONS["softmax"]
+    (case,) = (case for case in op.cases if case.name == name)
+    (triton,) = (impl for impl in op.op.implementations if impl.platform == "cuda")
+    contract.check_all(
+        contract.evaluate(case, triton, config=config), contract.truth(case), contract.by_reference(case)
+    )
+
+
+@pytest.mark.parametrize("function", [softmax, log_softmax])
+def test_softmax_of_long_rows_of_infinities(function):
+    """A tile of nothing but -inf counts for nothing; a row of them is NaN, and so is one with a NaN or with +inf, and
+    no other. The gradient is finite where the row has one, and the same bits come twice.
+    """
+    from triton_kernels import triton_serves
+
+    x = np.random.default_rng(0).standard_normal((6, 20000)).astype(np.float32)
+    x[0, :9000], x[1, 9000:], x[2], x[3, 19999], x[4, 5000] = -np.inf, -np.inf, -np.inf, np.nan, np.inf
+
+    def run(x):
+        y, pull = jax.vjp(lambda x: function(x, implementation="triton"), x)
+        return y, pull(jnp.ones_like(y).at[:, ::2].set(-3.0))[0]
+
+    with triton_serves():
+        (y, dx), again = (jax.tree.map(np.asarray, jax.jit(run)(x)) for _ in range(2))
+    for one, same in zip((y, dx), again, strict=True):
+        np.testing.assert_array_equal(one, same)
+    assert np.isnan(y[2:5]).all() and np.isnan(dx[2:5]).all()
+    usual = [0, 1, 5]
+    of = {softmax: jax.nn.softmax, log_softmax: jax.nn.log_softmax}[function]
+    expected, pull = jax.vjp(of, x[usual])
+    np.testing.assert_allclose(y[usual], expected, rtol=2e-6)
+    (right,) = pull(jnp.ones_like(expected).at[:, ::2].set(-3.0))
+    np.testing.assert_allclose(dx[usual], right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])

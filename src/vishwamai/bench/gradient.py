@@ -119,6 +119,7 @@ def _torch(peer: Peer, wanted: list[int]) -> Callable[..., Any]:
         leaves = {i: inputs[i].detach().requires_grad_() for i in wanted}
         outputs = peer.call(*(leaves.get(i, x) for i, x in enumerate(inputs)))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        return torch.autograd.grad(outputs, [leaves[i] for i in wanted], cotangents)
+        # Zeros for an argument that has no gradient, as JAX gives them.
+        return torch.autograd.grad(outputs, [leaves[i] for i in wanted], cotangents, materialize_grads=True)
 
     return call

@@ -27,7 +27,7 @@ def tanh(x, PRECISE: tl.constexpr):
 def rounded_product(x, factor):
     """x * factor of float32, rounded by itself: the compiler fuses a plain product with the difference that follows. Of
     huge logits, what is left after the maximum is subtracted is then their rounding: an exponential overflows, or a
-    whole row vanishes.
+    whole row vanishes. A product that is compared with a mean of itself has to be the same number in both.
     """
     return tl.fma(x, factor, 0.0)
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.ops.gated.api import GATED
-from vishwamai.ops.gated.spec import SIGNATURE, Outputs, Residuals, describe
+from vishwamai.core.precision import accumulator_dtype
+from vishwamai.core.spec import ArraySpec, array_spec
+from vishwamai.ops.gated.api import GATED, check_quantized
+from vishwamai.ops.gated.spec import SIGNATURE, Operands, Outputs, Residuals, describe
 from vishwamai.torch import bridge
+from vishwamai.torch.launch import torch_dtype
+from vishwamai.torch.matmul import gemm
 from vishwamai.torch.operator import TorchOperator
+from vishwamai.torch.quantization import QTensor
 
 _gated = TorchOperator(
     GATED,
@@ -29,7 +35,8 @@ def gated_linear_unit(
     """Gated linear unit `activation(x @ gate) * (x @ up)`, both products in one pass over x; see
     `vishwamai.gated_linear_unit`.
 
-    Arguments, result and errors are those of JAX's; `weights` is a pair of tensors, or one `[2, features, hidden]`.
+    Arguments, result and errors are those of JAX's; `weights` is a pair of tensors, or one `[2, features, hidden]`. A
+    pair of `QTensor`s is multiplied by two calls of `gemm`, whose kernels read what is stored.
 
     >>> import torch
     >>> x, gate, up = torch.ones(3, 8), torch.full((8, 16), 0.5), torch.full((8, 16), 0.25)
@@ -42,8 +49,23 @@ def gated_linear_unit(
                 f"gated_linear_unit: `weights` is a sequence of {len(weights)}; pass (gate, up), or one tensor of "
                 "shape (2, features, hidden)."
             )
+        if any(isinstance(w, QTensor) for w in weights):
+            return _quantized(x, weights, activation, precision)
         gate, up, both = *weights, None
     else:
         gate, up, both = None, None, weights
     arrays = (None if t is None else bridge.cast_for_matmul(t)[0] for t in (x, gate, up, both))
     return _gated(*arrays, None, None, activation, bridge.products(precision))[0].to(x.dtype)
+
+
+def _quantized(x: Tensor, weights: Any, activation: str | None, precision: str | None) -> Tensor:
+    """Two products in the dtype of sums, so that the result is rounded once."""
+    check_quantized(weights)
+    gate, up = weights
+    sums = accumulator_dtype(array_spec(x).dtype)
+    if not torch.compiler.is_compiling():  # a compiled call is checked when it runs
+        scale = ArraySpec(tuple(gate.shape[-1:]), sums)
+        values = array_spec(gate.values), array_spec(up.values)
+        describe(Operands(array_spec(x), *values, None, scale, scale), activation, bridge.products(precision))
+    how: Any = {"precision": precision, "out_dtype": torch_dtype(sums)}
+    return (gemm(x, gate, activation=activation, **how) * gemm(x, up, **how)).to(x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from vishwamai.ops.rope.tables import check_frequencies, fixed_point
 from vishwamai.torch import bridge
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.sharding import beside, is_dtensor
+from vishwamai.torch.torch_private import only_computes
 
 
 def _pack(spec: RopeSpec, tensors: Operands) -> Operands:
@@ -50,7 +52,7 @@ def _checked(name: str, head_dim: int, theta: float, scaling: Any, rotary_dim: i
     pair under `MRopeScaling`, the factor of `NtkScaling`).
     """
     parsed, rotary_dim, theta = check_frequencies(name, head_dim, theta, scaling, rotary_dim)
-    coordinates = parsed.coordinates.tolist() if isinstance(parsed, MRopeScaling) else None
+    coordinates = parsed.coordinates.astype(float).tolist() if isinstance(parsed, MRopeScaling) else None
     factor = parsed.factor if isinstance(parsed, NtkScaling) else None
     return rotary_dim, theta, parsed.threshold, float(parsed.magnitude), coordinates, factor
 
@@ -62,9 +64,32 @@ def _frequencies(scaling: Any, rotary_dim: int, theta: float, length: int) -> li
 
 
 @torch.compiler.assume_constant_result
-def _turns(scaling: Any, rotary_dim: int, theta: float, length: int) -> list[int]:
-    """Turns a position, see `fixed_point`."""
-    return fixed_point(parse_scaling(scaling).frequencies(rotary_dim, theta, length)).tolist()
+def _turns(scaling: Any, rotary_dim: int, theta: float, length: int) -> list[float]:
+    """Turns a position, whole numbers below 2^53, see `fixed_point`."""
+    return fixed_point(parse_scaling(scaling).frequencies(rotary_dim, theta, length)).astype(float).tolist()
+
+
+@functools.cache  # for ever, since a CUDA graph reads that memory whenever it is replayed
+def _placed(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+_placed_op: Any = torch.library.custom_op(
+    "vishwamai::constants",
+    lambda numbers, dtype, device: _placed(tuple(numbers), dtype, device).clone(),
+    mutates_args=(),
+    schema="(float[] numbers, ScalarType dtype, Device device) -> Tensor",
+)
+_placed_op.register_fake(lambda numbers, dtype, device: torch.empty(len(numbers), dtype=dtype, device=device))
+
+
+def _constants(numbers: list[float], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """The numbers on a tensor's device, to be read only. They are copied there once: a CUDA graph cannot capture a copy
+    from the host.
+    """
+    if only_computes((like,)):
+        return _placed(tuple(numbers), dtype, like.device)
+    return _placed_op(numbers, dtype, like.device)  # a compiler or a transform must not see what is kept
 
 
 def rope_tables(
@@ -109,15 +134,14 @@ def rope_tables(
             f"rope_tables: `positions` has shape {tuple(positions.shape)}; three axes mean [3, batch, seq], with "
             "`MRopeScaling`."
         )
-    where = positions.device
     if positions.dim() == 3:
-        chosen = positions[torch.tensor(coordinates, device=where)].movedim(0, -1)
+        chosen = positions[_constants(coordinates, torch.int64, positions)].movedim(0, -1)
     else:
         chosen = torch.atleast_2d(positions)[..., None]
 
     def angles(length: int) -> Tensor:
         """Without whole turns, `[..., pairs]`: the same bits as `vishwamai.ops.rope.tables` has."""
-        turns = torch.tensor(_turns(scaling, rotated, theta, length), device=where)
+        turns = _constants(_turns(scaling, rotated, theta, length), torch.int64, chosen)
         fraction = (chosen.long() * turns << 16) >> 32  # modulo 2^64: a whole turn
         return fraction.float() * (2 * math.pi / 2.0**32)
 
@@ -130,8 +154,8 @@ def rope_tables(
         if factor is not None:
             # The base itself depends on the length, so these frequencies are found on the device.
             stretch = factor * longest.float() / threshold - (factor - 1)
-            power = torch.arange(0, rotated, 2, device=where, dtype=torch.float64) / (rotated - 2)
-            plain = torch.tensor(_frequencies(scaling, rotated, theta, threshold), device=where)
+            power = torch.arange(0, rotated, 2, device=positions.device, dtype=torch.float64) / (rotated - 2)
+            plain = _constants(_frequencies(scaling, rotated, theta, threshold), torch.float32, chosen)
             long = chosen.float() * (torch.exp(torch.log(stretch) * -power.float()) * plain)
         else:
             long = angles(threshold + 1)

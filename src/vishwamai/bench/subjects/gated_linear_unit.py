@@ -48,12 +48,19 @@ class _Gated(Subject):
         ]
 
     def in_torch(self, case: Case) -> Peer | None:
-        from vishwamai.torch import gated_linear_unit
+        from vishwamai.torch import QTensor, gated_linear_unit
 
         def unit(x: Any, gate: Any = None, up: Any = None, both: Any = None, **options: Any) -> Any:
             return gated_linear_unit(x, (gate, up) if both is None else both, **options)
 
-        return ours_in_torch(case, unit)
+        def int8(x: Any, gate: Any, up: Any, gate_scales: Any, up_scales: Any, format: str, **options: Any) -> Any:
+            pairs = (gate, gate_scales), (up, up_scales)
+            weights = (QTensor(w, s.detach(), format, -2, None) for w, s in pairs)  # constants, as in the case
+            return gated_linear_unit(x, tuple(weights), **options)
+
+        if "config" in case.options or case.options.get("format", "int8") != "int8":  # others' bytes are not the values
+            return None
+        return ours_in_torch(case, int8 if "format" in case.options else unit)
 
     def sample(self, case: Case, arrays: Arrays) -> Sample:
         return sample_of_rows(case, arrays, ("x",), _ROWS) or super().sample(case, arrays)

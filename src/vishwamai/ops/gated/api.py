@@ -118,8 +118,13 @@ def _by_column(w: QTensor) -> bool:
     return w.block_size is None and w.axis in (None, -2)
 
 
-def _quantized(x: jax.Array, weights: Any) -> Operands:
-    name, arrays = "gated_linear_unit", []
+def check_quantized(weights: Any) -> None:
+    """Checks a pair of weights of which one is a QTensor, whose values and scales may be of any framework.
+
+    Raises:
+      ShapeError: the other one is none, or a column has not one scale.
+    """
+    name = "gated_linear_unit"
     for i, w in enumerate(weights):
         if not isinstance(w, QTensor):
             raise ShapeError(f"{name}: one of `weights` is a QTensor, but not `weights[{i}]`; quantize both or none.")
@@ -128,7 +133,13 @@ def _quantized(x: jax.Array, weights: Any) -> Operands:
                 f"{name}: `weights[{i}]` is {w}; quantize it with axis=-2 and without `block_size`, so that each "
                 "column has one scale, or multiply by `gemm`."
             )
-        guarded: Any = undifferentiable(f"{name}: `weights[{i}]`", w.values, w.scales)
+
+
+def _quantized(x: jax.Array, weights: Any) -> Operands:
+    check_quantized(weights)
+    arrays = []
+    for i, w in enumerate(weights):
+        guarded: Any = undifferentiable(f"gated_linear_unit: `weights[{i}]`", w.values, w.scales)
         values, scales = guarded
         scales = scale_values(scales, accumulator_dtype(x.dtype))
         scales = jnp.broadcast_to(scales, values.shape[-1:]) if w.axis is None else jnp.squeeze(scales, -2)

@@ -7,6 +7,8 @@ variance is that of the centred row (two passes over registers), so a large mean
 import triton
 import triton.language as tl
 
+from vishwamai.core.gpu_kernels import rounded_product
+
 
 @triton.jit
 def _standardize(s, keep, features, LAYER: tl.constexpr, EPS: tl.constexpr):
@@ -108,7 +110,7 @@ def backward(
             doffset += dy
         g = dy
         if scale_ptr is not None:
-            g *= _parameter(scale_ptr, group, scale_stride, columns, features)
+            g = rounded_product(dy, _parameter(scale_ptr, group, scale_stride, columns, features))
         dx = g - xhat * (tl.sum(g * xhat, 1) / features)[:, None]
         if LAYER:
             dx -= (tl.sum(g, 1) / features)[:, None]

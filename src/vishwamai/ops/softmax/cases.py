@@ -21,6 +21,9 @@ CASES = (
         for call in (softmax, log_softmax)
         for dtype in ("float32", "bfloat16")
     ),
+    # Longer than the registers of a GPU's program hold.
+    _case("softmax rows of 20000", softmax, (3, 20000), "bfloat16"),
+    _case("log_softmax rows of 20000", log_softmax, (3, 20000), "float32"),
     _case("softmax middle axis", softmax, (3, 40, 5), "float32", axis=1),
     _case("log_softmax one row 2000", log_softmax, (2000,), "bfloat16"),
     _case("softmax float16", softmax, (5, 192), "float16"),

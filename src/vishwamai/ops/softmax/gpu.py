@@ -1,4 +1,4 @@
-"""Softmax and its logarithm on GPUs: Triton kernels, whole rows in registers."""
+"""Softmax and its logarithm on GPUs: Triton kernels, whole rows in registers; longer rows in tiles, each read twice."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
-from vishwamai.core.tiles import Tiles, size, warp_count
+from vishwamai.core.tiles import UNLIMITED, Tiles, size, warp_count
 from vishwamai.ops.softmax.spec import Operands, Outputs, SoftmaxSpec
 
-FORWARD, BACKWARD = (gpu.TritonKernel("vishwamai.ops.softmax.gpu_kernels", name) for name in ("forward", "backward"))
+_KERNELS = "vishwamai.ops.softmax.gpu_kernels"
+FORWARD, BACKWARD = (gpu.TritonKernel(_KERNELS, name) for name in ("forward", "backward"))
+IN_TILES = {kernel: gpu.TritonKernel(_KERNELS, f"{kernel.name}_in_tiles") for kernel in (FORWARD, BACKWARD)}
+"""The kernels for rows of several tiles."""
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _TILE = 4096
@@ -20,6 +23,8 @@ _WIDEST = 16384
 """Features of the widest row that the registers of 16 warps hold, 32 a thread; at 32768 the backward pass spills 1404
 bytes.
 """
+_PART = 4096
+"""Features of a tile of a longer row: 16 a thread of eight warps, and in the backward pass as many of four arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +34,12 @@ class SoftmaxGpuConfig(Tiles):
     Attributes:
       rows: rows that a program holds, a power of two.
       warps: warps of a program.
+      columns: features of a tile, a power of two; a longer row is walked in tiles.
     """
 
     rows: int = size("rows", block_size=lambda tiles, n: min(tiles.rows, gpu.next_power_of_2(n)))
     warps: int = warp_count()
+    columns: int = size("columns", UNLIMITED, least=128, most=_WIDEST)
 
 
 def why_not(spec: SoftmaxSpec, target: Target) -> str | None:
@@ -47,13 +54,19 @@ def why_not(spec: SoftmaxSpec, target: Target) -> str | None:
             "`axis` is not the last: turning the array would cost two passes over memory, and XLA sums along any axis "
             "in place."
         )
-    if spec.features > _WIDEST:
-        return f"rows of {spec.features} features do not fit the registers of one program; it takes up to {_WIDEST}."
     return gpu.why_not(target)
 
 
+def notes(spec: SoftmaxSpec, target: Target) -> tuple[str, ...]:
+    if spec.features > _WIDEST:
+        return (f"rows of {spec.features} features do not fit the registers of a program, so they are read twice",)
+    return ()
+
+
 def heuristic(spec: SoftmaxSpec, target: Target) -> SoftmaxGpuConfig:
-    """Several rows where they are short, more warps where they are long."""
+    """Several rows where they are short, more warps where they are long; tiles of one row where it does not fit."""
+    if spec.features > _WIDEST:
+        return SoftmaxGpuConfig(1, 8, _PART)
     columns = gpu.next_power_of_2(spec.features)
     rows = max(1, min(_TILE // columns, gpu.next_power_of_2(spec.groups * spec.rows)))
     return SoftmaxGpuConfig(rows, min(16, max(4 if columns * rows >= 1024 else 1, 4 * columns * rows // _TILE)))
@@ -62,9 +75,9 @@ def heuristic(spec: SoftmaxSpec, target: Target) -> SoftmaxGpuConfig:
 def _launch(
     kernel: gpu.TritonKernel, spec: SoftmaxSpec, config: SoftmaxGpuConfig, inputs: dict[str, Any], out: str
 ) -> Any:
-    rows = spec.groups * spec.rows
+    rows, columns = spec.groups * spec.rows, gpu.next_power_of_2(spec.features)
     (result,) = gpu.launch(
-        kernel,
+        kernel if config.columns >= columns else IN_TILES[kernel],
         (gpu.cdiv(rows, config.rows),),
         inputs,
         {out: gpu.result(spec.operands.x.shape, spec.operands.x.dtype)},
@@ -73,7 +86,7 @@ def _launch(
         features=spec.features,
         LOG=spec.log,
         ROWS=config.rows,
-        COLUMNS=gpu.next_power_of_2(spec.features),
+        COLUMNS=min(config.columns, columns),
     )
     return result
 
@@ -96,4 +109,4 @@ def backward(
     return Operands(_launch(BACKWARD, spec, config, dict(source_ptr=source, dy_ptr=cotangents.y), "dx_ptr"))
 
 
-TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, SoftmaxGpuConfig)
+TRITON = Implementation("triton", "cuda", forward, backward, why_not, heuristic, SoftmaxGpuConfig, notes)
