@@ -29,7 +29,13 @@ STREAMS = {0: 1000, 1: 1001}  # torch's current stream of each device
 
 
 class Machine:
-    """A GPU machine as torch.cuda and Triton's driver show it, and what was asked of it."""
+    """A GPU machine as torch.cuda and Triton's driver show it, and what was asked of it.
+
+    Attributes:
+      present: that of the test at work; Triton keeps what launches a kernel for every test of the process.
+    """
+
+    present: "Machine"
 
     def __init__(self) -> None:
         self.current = threading.local()
@@ -53,7 +59,7 @@ class Machine:
 def machine(monkeypatch):
     from triton_inside import DriverBase, GPUTarget, allocator, driver
 
-    seen = Machine()
+    Machine.present = seen = Machine()
 
     class Utils:
         def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> Any:
@@ -68,6 +74,7 @@ def machine(monkeypatch):
             self.scratch = metadata.global_scratch_size
 
         def __call__(self, x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
+            seen = Machine.present
             seen.launches.append((function, seen.device(), stream))
             seen.arguments.append(rest[4:])  # behind metadata and hooks
             if self.scratch:  # as triton.backends.nvidia.driver asks for it
@@ -150,7 +157,7 @@ X = (64, 256)
 HEADS = (1, 2, 128, 64)
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}
 MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6]}
-# name: (function, shapes); kernels that no other call has, as Triton keeps those of the machine before.
+# name: (function, shapes)
 CALLS: dict[str, tuple[Any, Any]] = {
     "norm": (lambda x, s: vt.rms_norm(x, s), (X, (256,))),
     "gemm": (lambda a, b: vt.gemm(a, b, activation="silu"), (X, (256, 128))),
