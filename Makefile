@@ -46,6 +46,7 @@ test: $(VENV)/.dev ## the tests, all but the long ones
 test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interpreter: no GPU needed
 	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" $(shell grep -l "mark\.interpreter" tests/test_*.py)
 
+# The second run needs JAX's plugin for CUDA in the environment: `pip install 'jax[cuda13]'`.
 # JAX stays on the CPU in the first run, where the tensors come from; in the second its own programs call the kernels.
 test-on-gpu: $(VENV)/.dev ## the same contract by compiled kernels on this machine's GPU: from torch, then in JAX's programs; CUDA graphs
 	TRITON_ON_GPU=1 JAX_PLATFORMS=cpu $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" $(shell grep -l "mark\.interpreter" tests/test_*.py)
