@@ -249,6 +249,14 @@ def test_a_kernel_that_is_known_gets_what_triton_gave_it(name, machine):
     assert calls[1:] == calls[:1] * 3
 
 
+def test_known_kernels_are_forgotten_when_there_are_many(machine, monkeypatch):
+    monkeypatch.setattr(launching, "MOST", 2)
+    for rows in range(1, 6):
+        vt.softmax(torch.ones(rows, 256).bfloat16())
+        assert len(launching._READY) <= 2
+    assert len(machine.launches) == 5
+
+
 def test_scratch_is_torchs_memory(machine):
     """Kernels that make tensor descriptors on the device need memory of their own for each launch; the allocator is set
     where the launch is, in any thread.

@@ -115,6 +115,14 @@ def test_what_torch_computes_in_between_is_not_repeated():
     assert list(replay._PROGRAMS.values()) == [None]
 
 
+def test_many_kinds_are_forgotten(monkeypatch):
+    monkeypatch.setattr(replay, "MOST", 3)
+    for features in range(16, 26):
+        for _ in range(3):
+            vt.rms_norm(torch.ones(2, features))
+        assert len(replay._PROGRAMS) <= 3
+
+
 def test_launches_of_a_repeated_pass_are_those_of_the_pass(monkeypatch):
     x, scale = torch.randn(4, 16), torch.ones(16)
     with gpu.recorded() as first:

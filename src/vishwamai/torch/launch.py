@@ -131,6 +131,8 @@ class _Ready(NamedTuple):
     each: tuple[tuple[str, Any, tuple[str, ...]], ...]
 
 
+MOST = 4096
+"""Kinds of launches that are kept; when there are more, all are forgotten."""
 _READY: dict[Any, _Ready] = {}
 """By launch, device, and the buffers' names, dtypes and alignment. Triton's own way from arguments to the compiled
 kernel takes longer than many a kernel.
@@ -155,6 +157,8 @@ def run(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Resul
         kernel = how.kernel.load()[how.grid](**values, **compiler_options(how))
         parameters = KernelParameters.of(how.kernel, how.bundles)
         constants = constants_of(how, amd_architecture(torch.cuda.current_device()))
+        if len(_READY) >= MOST:
+            _READY.clear()
         _READY[kind] = _Ready(triton_private.starter(kernel, how.grid), constants, parameters.each)
         return
     get = {**ready.constants, **inputs, **results}

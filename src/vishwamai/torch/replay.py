@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vishwamai.core import gpu
-
-MOST = 4096
-"""Programs that are kept; when there are more, all are forgotten."""
+from vishwamai.torch.launch import MOST
 
 
 class _Part(NamedTuple):
@@ -166,7 +164,7 @@ def _repeat(program: _Program, memory: list[Tensor]) -> Any:
 
 
 _PROGRAMS: dict[Any, _Program | None | bool] = {}
-"""By kind of call: False after the first, None where it cannot be repeated."""
+"""By kind of call, `MOST` at once: False after the first, None where it cannot be repeated."""
 
 
 def repeatable(of: Any, function: Callable[..., Any], *arguments: Any) -> Any:
