@@ -115,6 +115,25 @@ def test_what_torch_computes_in_between_is_not_repeated():
     assert list(replay._PROGRAMS.values()) == [None]
 
 
+def test_a_pass_in_parts_is_not_repeated():
+    """A record would hold the memory of every part: the loss would hold its logits."""
+
+    def parts(x):
+        def body(step, carry):
+            vt.softmax(carry[0])
+            return (carry[0].view(carry[0].shape),)
+
+        return gpu.repeat(0, 3, body, (x,))[0]
+
+    x = torch.ones(2, 16)
+    for _ in range(3):
+        with gpu.recorded() as launches:
+            assert torch.equal(replay.repeatable("parts", parts, x), x)
+        assert not launches
+    known = {key[0]: value for key, value in replay._PROGRAMS.items()}
+    assert known["parts"] is None
+
+
 def test_many_kinds_are_forgotten(monkeypatch):
     monkeypatch.setattr(replay, "MOST", 3)
     for features in range(16, 26):

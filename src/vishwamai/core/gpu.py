@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import importlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -243,12 +243,12 @@ def repeat(first: int, count: int, body: Callable[[Any, Any], Any], carry: Any) 
         return jax.lax.fori_loop(
             first, count, lambda i, carry: body(jnp.asarray(i, jnp.int32).reshape(1), carry), carry
         )
-    for i in range(first, count):
-        carry = body(_step(i), carry)
+    torch = importlib.import_module("torch")
+    # Not recorded: a record, or who repeats it, would hold what each part leaves, which must be free for the next one.
+    before, _THIS_THREAD.record = _THIS_THREAD.record, None
+    try:
+        for i in range(first, count):
+            carry = body(torch.full((1,), i, dtype=torch.int32, device=array.device), carry)
+    finally:
+        _THIS_THREAD.record = before
     return carry
-
-
-@functools.lru_cache(maxsize=4096)
-def _step(i: int) -> np.ndarray:
-    """The number as a constant."""
-    return np.full(1, i, np.int32)

@@ -3,7 +3,8 @@
 A pass of an operation on a GPU is a function of shapes, strides and options that launches a few kernels, and between
 two launches makes nothing but views. The second call of the same kind is recorded: each launch, and of each of its
 buffers which tensor of the pass it is a part of. Later calls allocate the results and launch. What cannot be repeated
-so, a pass in which torch computes something too or whose operands lie among each other, runs as it is every time.
+so, a pass in which torch computes something too (`gpu.repeat` does) or whose operands lie among each other, runs as it
+is every time.
 """
 
 from __future__ import annotations
