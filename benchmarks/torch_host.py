@@ -22,7 +22,7 @@ from vishwamai.core import gpu
 from vishwamai.torch import launch
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "tests"))
-from triton_inside import DriverBase, GPUTarget, driver  # pyright: ignore[reportMissingImports]
+from triton_inside import IdleHopper, driver  # pyright: ignore[reportMissingImports]
 
 X = (64, 256)
 CALLS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
@@ -33,45 +33,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "softmax": (vt.softmax, (X,)),
     "gelu": (lambda x: vt.fused_gelu_dropout(x, deterministic=True), (X,)),
 }
-
-
-class Driver(DriverBase):
-    """A Hopper that does nothing."""
-
-    class Utils:
-        def load_binary(self, name: str, *rest: Any) -> Any:
-            return object(), name, 32, 0, 1024
-
-        def get_device_properties(self, device: int) -> dict[str, int]:
-            return {"max_shared_mem": 232448}
-
-    class Launcher:
-        def __init__(self, source: Any, metadata: Any):
-            pass
-
-        def __call__(self, *arguments: Any) -> None:
-            pass
-
-    utils, launcher_cls = Utils(), Launcher
-    is_active = classmethod(lambda cls: True)  # type: ignore[assignment]
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_current_target(self) -> Any:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> Any:
-        return torch.device("cpu")
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def serve(how: gpu.Launch, inputs: dict[str, Any], outputs: dict[str, gpu.Result]) -> list[Any]:
@@ -100,7 +61,7 @@ def main() -> None:
     parser.add_argument("--ops", type=lambda text: text.split(","), default=list(CALLS), help=", ".join(CALLS))
     chosen = parser.parse_args().ops
     torch.set_num_threads(1)
-    driver.set_active(Driver())
+    driver.set_active(IdleHopper())
     torch.cuda.current_device = lambda: 0
     gpu.register_launcher("torch", serve)
     print("| operation | inference | forward | forward and backward |\n|---|--:|--:|--:|")

@@ -57,17 +57,9 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch):
-    from triton_inside import DriverBase, GPUTarget, allocator, driver
+    from triton_inside import IdleHopper, allocator, driver
 
     Machine.present = seen = Machine()
-
-    class Utils:
-        def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> Any:
-            assert kernel[:4] == b"\x7fELF"  # compiled to the last step
-            return object(), name, 32, 0, 1024
-
-        def get_device_properties(self, device: int) -> dict[str, int]:
-            return {"max_shared_mem": 232448}
 
     class Launcher:
         def __init__(self, source: Any, metadata: Any):
@@ -81,21 +73,11 @@ def machine(monkeypatch):
                 memory: Any = allocator()(x * y * z * self.scratch, 128, stream)
                 seen.scratch += memory.numel()
 
-    class Driver(DriverBase):
-        utils, launcher_cls = Utils(), Launcher
-        is_active = classmethod(lambda cls: True)  # type: ignore[assignment]
-
-        def map_python_to_cpp_type(self, ty: str) -> str:
-            return ty
-
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", 90, 32)
+    class Driver(IdleHopper):
+        launcher_cls = Launcher
 
         def get_active_torch_device(self) -> Any:
             return torch.device("cuda", seen.device())
-
-        def get_benchmarker(self) -> Any:
-            raise NotImplementedError
 
         def get_current_device(self) -> int:
             return seen.device()
