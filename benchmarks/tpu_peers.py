@@ -167,13 +167,19 @@ def tokamax_splash(shape: Shape) -> Iterator[estimates.Call]:
 PEERS = (jax_flash, jax_splash, tokamax_splash)
 
 
-def seconds(shape: Shape, target: str, backward: bool) -> dict[str, float | str]:
-    """Estimated seconds by name; a backward pass is the program of both passes less the forward."""
-    calls = [*ours(shape), *(call for peer in PEERS for call in peer(shape))]
-    arrays = shape.arrays()
-    forward = estimates.inspected(calls, arrays, target, shape.flops)
-    if not backward:
-        return forward
+def _calls(shape: Shape) -> list[estimates.Call]:
+    return [*ours(shape), *(call for peer in PEERS for call in peer(shape))]
+
+
+@functools.cache
+def forward_seconds(shape: Shape, target: str) -> dict[str, float | str]:
+    """Estimated seconds of the forward pass by name."""
+    return estimates.inspected(_calls(shape), shape.arrays(), target, shape.flops)
+
+
+def backward_seconds(shape: Shape, target: str) -> dict[str, float | str]:
+    """Estimated seconds of the backward pass by name: the program of both passes less the forward."""
+    forward, arrays, calls = forward_seconds(shape, target), shape.arrays(), _calls(shape)
     pulled = [(name, estimates.with_gradient(call)) for name, call in calls]
     both = estimates.inspected(pulled, [*arrays, arrays[0]], target, 3.5 * shape.flops)
 
@@ -190,7 +196,7 @@ def main() -> None:
     for direction in options.directions:
         for name in options.cases:
             for target in options.targets:
-                found = seconds(SHAPES[name], target, direction == "backward")
+                found = (backward_seconds if direction == "backward" else forward_seconds)(SHAPES[name], target)
                 table.line(f"{name:<12}{target:<7}{direction:<10}", direction, found)
     table.means()
 

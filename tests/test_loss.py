@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import contract
 from vishwamai import ShapeError, UnsupportedError, aot, explain, kernel_config, linear_cross_entropy
+from vishwamai.core import observe
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.observe import record_plans
 from vishwamai.core.target import Target
 from vishwamai.ops.loss.chunked import ChunkedLossConfig
+from vishwamai.ops.loss.cpu import NATIVE
 from vishwamai.ops.loss.tpu import LossConfig, heuristic, why_not
 
 
@@ -435,3 +437,108 @@ def test_probabilities_hold_no_logits_and_say_what_they_demand():
         linear_cross_entropy(x, weight, q[:, :10])
     with pytest.raises(UnsupportedError, match="pass `labels . class_weights`"):
         linear_cross_entropy(x, weight, q, class_weights=jnp.ones(20))
+
+
+def in_two_passes(function):
+    """The function where the op's gradients compute the logits again."""
+
+    class Watching(observe.Observer):
+        intercepts = True
+
+    def run(*arguments):
+        with observe.watching(Watching()):
+            return jax.jit(lambda *a: function(*a))(*arguments)
+
+    return run
+
+
+EVERYTHING = {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_walk_that_gives_loss_and_gradients_gives_those_of_the_op(dtype, options, reduction):
+    """More tokens than it holds the logits of, and some that have no loss."""
+    contract.skip_unless_built(NATIVE)
+    x, weight, labels = inputs(170, 131072, 16, dtype)
+    labels = labels.at[::5].set(-100)
+    bias = jnp.linspace(-1.0, 1.0, 131072) if options else None
+
+    def loss(x, weight, bias):
+        return linear_cross_entropy(x, weight, labels, bias=bias, reduction=reduction, **options)
+
+    both = jax.value_and_grad(loss, (0, 1) if bias is None else (0, 1, 2))
+    value, found = jax.jit(both)(x, weight, bias)
+    wanted_value, wanted = in_two_passes(both)(x, weight, bias)
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-6)
+    for one, other in zip(found, wanted, strict=True):
+        one, other = (np.asarray(a, np.float64) for a in (one, other))
+        tolerance = {jnp.float32: 4e-6, jnp.bfloat16: 2.0**-7, jnp.float16: 2.0**-11}[dtype]
+        assert one.dtype == other.dtype and np.abs(one - other).max() <= tolerance * np.abs(other).max()
+    assert (np.asarray(found[0])[::5] == 0).all()
+
+
+def calls(function, *arguments):
+    """The native calls of a function's program, and for each whether a result is not wanted."""
+    text = jax.jit(function).lower(*arguments).as_text()
+    lines = [line for line in text.splitlines() if "custom_call @vishwamai" in line]
+    return [(line.split("@")[1].split("(")[0], "tensor<0xf32>" in line.rpartition("->")[2]) for line in lines]
+
+
+def test_what_is_computed_at_once():
+    """The sum's gradients with the sum; the weight's only where it is asked for; all else by the op."""
+    contract.skip_unless_built(NATIVE)
+    x, weight, labels = inputs(8, 50, 16)
+
+    def loss(x, weight, **options):
+        return jax.tree.reduce(lambda a, b: a + jnp.sum(b), linear_cross_entropy(x, weight, labels, **options), 0.0)
+
+    bias = {"bias": jnp.ones(50)}
+    assert calls(jax.grad(functools.partial(loss, **bias), (0, 1)), x, weight) == [("vishwamai_loss_total", False)]
+    assert calls(jax.grad(functools.partial(loss, **bias)), x, weight) == [("vishwamai_loss_total", True)]
+    assert [name for name, _ in calls(loss, x, weight)] == ["vishwamai_loss_forward"]
+    for options in ({"reduction": "none"}, {"return_logsumexp": True}, {"class_weights": jnp.ones(50)}):
+        found = calls(jax.grad(functools.partial(loss, **options)), x, weight)
+        assert [name for name, _ in found] == ["vishwamai_loss_forward", "vishwamai_loss_backward"]
+
+
+def test_tokens_without_a_loss_alone():
+    x, weight, labels = inputs(8, 50, 16)
+    value, slopes = gradients(linear_cross_entropy)(x, weight, jnp.full_like(labels, -100))
+    assert value == 0 and all((slope == 0).all() for slope in slopes)
+
+
+def test_the_walk_under_vmap_twice_and_over_devices():
+    contract.skip_unless_built(NATIVE)
+    x, weight, labels = inputs(16, 50, 8)
+
+    def loss(x, weight, labels):
+        return linear_cross_entropy(x, weight, labels, z_loss=0.1)
+
+    reference = functools.partial(linear_cross_entropy, z_loss=0.1, implementation="xla")
+    each = x.reshape(2, 8, 8), labels.reshape(2, 8)
+    found, wanted = (jax.vmap(jax.grad(f, (0, 1)), (0, None, 0))(each[0], weight, each[1]) for f in (loss, reference))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+    def slope(f):
+        return jax.grad(
+            lambda x, w: jnp.sum(jnp.cos(jnp.arange(128.0).reshape(16, 8)) * jax.grad(f)(x, w, labels)), (0, 1)
+        )
+
+    for one, other in zip(slope(loss)(x, weight), slope(reference)(x, weight), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    with pytest.raises(UnsupportedError, match=r"linear_cross_entropy: its kernels have a gradient .* no forward mode"):
+        jax.jvp(lambda x: loss(x, weight, labels), (x,), (x,))
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    split = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, labels)]
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    value, found = run(split[0], weight, split[1])
+    wanted_value, wanted = run(x, weight, labels)
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-6)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    text = run.lower(split[0], weight, split[1]).compile().as_text()
+    assert "all-gather" not in text and "all-reduce" in text and "vishwamai_loss_total" in text

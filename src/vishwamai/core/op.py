@@ -69,26 +69,35 @@ class Op(Generic[S]):
             return reference.forward(spec, config, sharding.match_varying(operands), False)[0]
         try:
             return execute.run(plan, sharding.match_varying(operands))
-        except TypeError as error:
-            if not jax_errors.lacks_forward_mode(error):
+        except (TypeError, ValueError, NotImplementedError) as error:
+            told = self.told(error, plan, operands)
+            if told is None:
                 raise
+            raise told from error
+
+    def told(self, error: Exception, plan: Plan, operands: Any) -> VishwamaiError | None:
+        """JAX's own error about a call of `plan`, in our words; None where we have none."""
+        if isinstance(error, VishwamaiError):
+            return None
+        if isinstance(error, TypeError):
+            if not jax_errors.lacks_forward_mode(error):
+                return None
             able = [repr(impl.name) for impl in self.implementations if impl.autodiff]
-            raise UnsupportedError(
+            return UnsupportedError(
                 f"{self.name}: its kernels have a gradient (jax.grad, jax.vjp) but no forward mode (jax.jvp, "
                 f"jax.jacfwd, jax.hessian); for that pass implementation={' or '.join(able)}, which JAX differentiates "
                 "itself."
-            ) from error
-        except (ValueError, NotImplementedError) as error:  # jax's own, of arrays that no one program can take
-            if isinstance(error, VishwamaiError):
-                raise
-            self._check_devices(operands, error)
-            if plan.implementation is not None and jax_errors.lacks_platform(error):
-                platform = self._named(plan.implementation).platform
-                raise UnsupportedError(
-                    f"{self.name}: {plan.implementation!r} is for {platform}, and this program is compiled for another "
-                    "platform; pass implementation=None to let the library choose."
-                ) from error
-            raise
+            )
+        apart = self._on_different_devices(operands)  # arrays that no one program can take
+        if apart is not None:
+            return apart
+        if plan.implementation is not None and jax_errors.lacks_platform(error):
+            platform = self._named(plan.implementation).platform
+            return UnsupportedError(
+                f"{self.name}: {plan.implementation!r} is for {platform}, and this program is compiled for another "
+                "platform; pass implementation=None to let the library choose."
+            )
+        return None
 
     def with_residuals(
         self, spec: S, operands: Any, *, config: Any = None, implementation: str | None = None
@@ -179,19 +188,20 @@ class Op(Generic[S]):
         self.report_fallback(plan.choice(target.platform))
         return plan
 
-    def _check_devices(self, operands: Any, error: Exception) -> None:
-        """Raises the error that names them if the operands are committed to different devices."""
+    def _on_different_devices(self, operands: Any) -> DeviceError | None:
+        """The error that names the devices, if the operands are committed to different ones."""
         devices: dict[frozenset[Any], str] = {}
         for name, x in zip(operands._fields, operands, strict=True):
             if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed:
                 devices.setdefault(frozenset(x.sharding.device_set), name)
-        if len(devices) > 1:
-            (a, first), (b, second), *_ = devices.items()
-            where = [", ".join(sorted(map(str, ids))[:4]) + (", ..." if len(ids) > 4 else "") for ids in (a, b)]
-            raise DeviceError(
-                f"{self.name}: `{first}` is on {where[0]}, but `{second}` on {where[1]}; bring them together, for "
-                f"instance by jax.device_put({second}, {first}.sharding)."
-            ) from error
+        if len(devices) < 2:
+            return None
+        (a, first), (b, second), *_ = devices.items()
+        where = [", ".join(sorted(map(str, ids))[:4]) + (", ..." if len(ids) > 4 else "") for ids in (a, b)]
+        return DeviceError(
+            f"{self.name}: `{first}` is on {where[0]}, but `{second}` on {where[1]}; bring them together, for "
+            f"instance by jax.device_put({second}, {first}.sharding)."
+        )
 
     def choose(self, spec: S, target: Target, *, config: Any = None, implementation: str | None = None) -> Choice:
         """What runs on `target`: for arrays that bring their device with them, as torch's do.

@@ -166,20 +166,21 @@ def token_loss(
     """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums, as those of `Loss`; the head
     is multiplied in their dtype, as it is for logits.
     """
-    plain, logsumexp = vishwamai.linear_cross_entropy(
+    found = vishwamai.linear_cross_entropy(
         hidden,
         in_dtype(head, hidden.dtype),
         labels,
         softcap=config.final_logit_softcap,
         ignore_index=IGNORED,
         reduction="sum",
-        return_logsumexp=True,
+        return_logsumexp=bool(section.z_loss),
         vocab_axis=axes.tensor,
     )
-    total = plain
-    if section.z_loss:
-        total = total + section.z_loss * jnp.sum(jnp.where(labels != IGNORED, jnp.square(logsumexp), 0.0))
-    return total, {"loss": plain}
+    if not section.z_loss:
+        return found, {"loss": found}
+    plain, logsumexp = found
+    z = jnp.sum(jnp.where(labels != IGNORED, jnp.square(logsumexp), 0.0))
+    return plain + section.z_loss * z, {"loss": plain}
 
 
 def run_model(

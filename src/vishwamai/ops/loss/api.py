@@ -9,16 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from vishwamai.core import observe
 from vishwamai.core.arguments import checked
 from vishwamai.core.config import cast_for_matmul, current_config
 from vishwamai.core.op import Op
+from vishwamai.core.plan import Plan
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.sharding import explicit_mesh, mesh_axis_size
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import array_spec, as_array
 from vishwamai.core.value_checks import check_values
+from vishwamai.ops.loss import at_once
 from vishwamai.ops.loss.chunked import XLA_CHUNKED
-from vishwamai.ops.loss.compose import compose
+from vishwamai.ops.loss.compose import compose, reduced
 from vishwamai.ops.loss.cpu import NATIVE
 from vishwamai.ops.loss.gpu import TRITON
 from vishwamai.ops.loss.reference import XLA
@@ -165,6 +168,13 @@ def linear_cross_entropy(
     arrays = Operands(x.astype(common), weight.astype(common), bias, labels - first, targets)
     cap = None if softcap is None else float(softcap)
     spec = describe(array_specs(arrays), cap, products, label_smoothing > 0)
+    plain = targets is None and shares is counted and vocab_axis is None
+    if plain and reduction != "none" and not return_logsumexp and at_once.expected(arrays):
+        plan = LOSS.plan(spec, config=config, implementation=implementation)
+        if at_once.serves(plan):
+            weights = jnp.where(counted, jnp.where(unknown, jnp.nan, 1.0), 0.0).astype(acc)
+            total = _sum(plan, at_once.Tokens(*arrays[:4], weights), label_smoothing, z_loss)
+            return reduced(jnp, total, shares, reduction)
 
     def part(given: Parts) -> Operands:
         *arrays, entries = given
@@ -176,6 +186,20 @@ def linear_cross_entropy(
     numbers = _combined(parts, vocab_axis)
     loss = compose(jnp, numbers, size, counted, unknown, shares, label_smoothing, z_loss, reduction, mass)
     return (loss, numbers.logsumexp) if return_logsumexp else loss
+
+
+def _sum(plan: Plan, tokens: at_once.Tokens, label_smoothing: float, z_loss: float) -> Any:
+    """The sum of the losses, whose gradients are computed with it."""
+    x, weight, bias, labels, shares = tokens
+    flat = at_once.Tokens(x.reshape(-1, x.shape[-1]), weight, bias, labels.reshape(-1), shares.reshape(-1))
+    observe.report(plan)
+    try:
+        return at_once.total(at_once.Sum(plan, float(label_smoothing), float(z_loss)), flat)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        told = LOSS.told(error, plan, tokens)
+        if told is None:
+            raise
+        raise told from error
 
 
 def _of_labels(class_weights: Any, labels: Any, known: Any) -> Any:

@@ -38,9 +38,12 @@ def compose(
     # A factor and not a term, so that its gradients are NaN too.
     factor = xp.where(unknown, xp.nan, 1.0 if shares is counted else shares)
     loss = xp.where(counted, loss * factor, 0.0)
-    if reduction == "none":
-        return loss
+    return loss if reduction == "none" else reduced(xp, loss.sum(), shares, reduction)
+
+
+def reduced(xp: Any, total: Any, shares: Any, reduction: str) -> Any:
+    """The loss of all tokens for "sum" and "mean", of the sum of their losses."""
     if reduction == "sum":
-        return loss.sum()
+        return total
     divisor = shares.sum()
-    return loss.sum() / xp.where(divisor == 0, 1, divisor)
+    return total / xp.where(divisor == 0, 1, divisor)

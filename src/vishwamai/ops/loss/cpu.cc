@@ -11,6 +11,7 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 
 void run_forward(const LossArgs& a, const Threads& t) { VISHWAMAI_DISPATCH(loss_forward, a, t) }
 void run_backward(const LossArgs& a, const Threads& t) { VISHWAMAI_DISPATCH(loss_backward, a, t) }
+void run_total(const LossArgs& a, const Threads& t) { VISHWAMAI_DISPATCH(loss_total, a, t) }
 
 const char kShapes[] = "loss: x must be [tokens, features], weight [vocab, features] and labels [tokens]";
 
@@ -53,6 +54,18 @@ ffi::Error backward(ffi::ThreadPool pool, Buffer x, Buffer weight, Buffer bias, 
   return ffi::Error::Success();
 }
 
+ffi::Error total(ffi::ThreadPool pool, Buffer x, Buffer weight, Buffer bias, Buffer labels, Buffer shares, Result loss, Result dx, Result dweight,
+                 Result dbias, double softcap, int64_t parts, double smoothing, double z_loss) {
+  LossArgs a;
+  if (!read(x, weight, bias, labels, softcap, parts, &a)) return invalid(kShapes);
+  a.shares = shares.untyped_data(), a.smoothing = smoothing, a.z_loss = z_loss;
+  a.logit_sum = smoothing != 0 ? loss->untyped_data() : nullptr;  // only whether it is wanted is read
+  a.loss = loss->untyped_data(), a.dx = dx->untyped_data(), a.dweight = dweight->element_count() ? dweight->untyped_data() : nullptr;
+  a.dbias = a.bias ? dbias->untyped_data() : nullptr;
+  run_total(a, threads_of(pool));
+  return ffi::Error::Success();
+}
+
 auto operands() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
@@ -82,7 +95,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_loss_backward, backward,
                                   .Ret<Buffer>()  // dbias
                                   .Attr<double>("softcap")
                                   .Attr<int64_t>("parts"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_loss_total, total,
+                              operands()
+                                  .Arg<Buffer>()  // shares
+                                  .Ret<Buffer>()  // sum of the losses
+                                  .Ret<Buffer>()  // dx
+                                  .Ret<Buffer>()  // dweight
+                                  .Ret<Buffer>()  // dbias
+                                  .Attr<double>("softcap")
+                                  .Attr<int64_t>("parts")
+                                  .Attr<double>("smoothing")
+                                  .Attr<double>("z_loss"));
 VISHWAMAI_REGISTER(vishwamai_loss_forward)
 VISHWAMAI_REGISTER(vishwamai_loss_backward)
+VISHWAMAI_REGISTER(vishwamai_loss_total)
 
 }  // namespace vishwamai

@@ -15,6 +15,8 @@ from vishwamai.core.target import Target
 from vishwamai.ops.loss.chunked import forward_by, gradients_by
 from vishwamai.ops.loss.spec import WITHOUT_TARGETS, LossSpec, Operands, Outputs
 
+TOTAL = "vishwamai_loss_total"
+
 
 def why_not(spec: LossSpec, target: Target) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
@@ -78,6 +80,34 @@ def backward(
         return dx.astype(x.dtype), dweight.astype(weight.dtype), None if bias is None else dbias.astype(bias.dtype)
 
     return gradients_by(spec, one, operands, outputs, cotangents)
+
+
+def total_with_gradients(
+    spec: LossSpec,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    labels: Any,
+    shares: Any,
+    label_smoothing: float,
+    z_loss: float,
+    *,
+    of_weight: bool,
+) -> list[Any]:
+    """(loss, dx, dweight, dbias) of the sum of `shares` times the losses, all in the accumulation dtype.
+
+    Args:
+      spec: its options; any number of tokens.
+      x, weight, bias, labels: of one group.
+      shares: `[tokens]`, in the accumulation dtype; a token whose share is 0 is not computed.
+      label_smoothing, z_loss: of `linear_cross_entropy`.
+      of_weight: whether dweight is wanted; else it is None.
+    """
+    native, acc = _native(spec, x, weight, bias), spec.accumulator
+    shapes = [(), x.shape, weight.shape if of_weight else None, None if bias is None else bias.shape]
+    smoothing = {"smoothing": np.float64(label_smoothing), "z_loss": np.float64(z_loss)}
+    results = [ffi.result(shape, acc) for shape in shapes]
+    return ffi.call(TOTAL, results, *native, labels, shares, **_attributes(spec), **smoothing)
 
 
 NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)

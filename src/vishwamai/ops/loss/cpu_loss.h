@@ -22,9 +22,14 @@ struct LossArgs {
   const void *dlogsumexp, *dlabel_logit, *dlogit_sum;  // T [tokens]
   void *dx, *dweight;            // like x and weight
   void* dbias;                   // like bias
+  // Of loss_total alone, whose gradients are T and whose logsumexp and cotangents above are unused.
+  const void* shares;  // T [tokens]: what a token's loss is multiplied by; one of 0 is not computed
+  double smoothing, z_loss;
+  void* loss;          // T: sum of shares * losses
 };
 
 VISHWAMAI_DECLARE(void, loss_forward, const LossArgs&, const Threads&)
 VISHWAMAI_DECLARE(void, loss_backward, const LossArgs&, const Threads&)
+VISHWAMAI_DECLARE(void, loss_total, const LossArgs&, const Threads&)
 
 }  // namespace vishwamai

@@ -6,6 +6,8 @@
 // Backward walks the vocabulary in stretches (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
 // 2025): the gradient of a stretch's logits, rounded like an operand, is held for all tokens, and both products with it
 // follow at once.
+// Where the cotangents are known up to a factor, `total` does both in one walk over the tokens (Hsu et al., "Liger
+// Kernel", 2024): the logits of some tokens are held, and become their own gradient.
 #include "cpu_loss.h"
 #include "vishwamai/core/cpp/gemm.h"
 #include "vishwamai/core/cpp/splits.h"
@@ -14,6 +16,7 @@ namespace vishwamai::VISHWAMAI_ISA {
 namespace {
 
 constexpr int64_t kStretchBytes = 32 << 20;  // of logits' gradients held at a time
+constexpr int64_t kLogitsBytes = 64 << 20;   // of logits held at a time by `total`
 
 template <class S, class E>
 struct Loss {
@@ -34,10 +37,10 @@ struct Loss {
   }
   static int lanes_at(int64_t i, int64_t n) { return static_cast<int>(least<int64_t>(W, n - i)); }
 
-  auto logits_gemm(int64_t first_entry, int64_t entries, const Threads& threads) const {
-    const RowPanels<S, E> x{{static_cast<const S*>(a.x), 0, a.features, 1}, a.tokens};
+  auto logits_gemm(const S* x, int64_t tokens, int64_t first_entry, int64_t entries, const Threads& threads) const {
+    const RowPanels<S, E> rows{{x, 0, a.features, 1}, tokens};
     const ColumnPanels<S, E> weight{{static_cast<const S*>(a.weight) + first_entry * a.features, 0, 1, a.features}, entries};
-    auto gemm = make_gemm<E>(x, weight, 1, a.tokens, a.features);
+    auto gemm = make_gemm<E>(rows, weight, 1, tokens, a.features);
     gemm.choose_blocks(threads);
     return gemm;
   }
@@ -65,7 +68,7 @@ struct Loss {
   }
 
   void forward(const Threads& threads) const {
-    const auto gemm = logits_gemm(0, a.vocab, threads);
+    const auto gemm = logits_gemm(static_cast<const S*>(a.x), a.tokens, 0, a.vocab, threads);
     const int64_t blocks = gemm.col_blocks();
     Scratch scratch(Scratch::size<Part>(blocks * a.tokens));
     Part* parts = scratch.take<Part>(blocks * a.tokens);
@@ -82,46 +85,66 @@ struct Loss {
     constexpr int64_t kRun = 256;
     parallel_for(threads, ceil_div(a.tokens, kRun), [&](int64_t i) {
       for (int64_t t = i * kRun; t < least(a.tokens, (i + 1) * kRun); ++t) {
-        T most = kLowest, sum = 0, all = 0;
-        for (int64_t b = 0; b < blocks; ++b) most = greatest(most, parts[b * a.tokens + t].most);
-        for (int64_t b = 0; b < blocks; ++b) {
-          const Part& part = parts[b * a.tokens + t];
-          all += part.total;
-          // A block whose entries all have -infinity adds nothing; a NaN goes through by its sum.
-          sum += part.most == kLowest && part.sum == part.sum ? T(0) : part.sum * exp(splat(part.most - most))[0];
-        }
-        logsumexp[t] = most + static_cast<T>(__builtin_log(sum));
-        if (total) total[t] = all;
+        const Sums sums = joined(parts + t, blocks, a.tokens);
+        logsumexp[t] = sums.logsumexp;
+        if (total) total[t] = sums.total;
       }
     });
   }
 
-  // A row of the logits' gradient of the entries from `first` on, before the cap; `out` rounded, and as it is back into
-  // z.
-  void slope(T* z, int64_t t, int64_t first, int64_t n, S* out) const {
-    const T lse = static_cast<const T*>(a.logsumexp)[t], shift = lse == kLowest ? T(0) : lse;
-    const T dlse = static_cast<const T*>(a.dlogsumexp)[t];
-    const T each = a.dlogit_sum ? static_cast<const T*>(a.dlogit_sum)[t] : T(0);
+  struct Sums {
+    T logsumexp, total;
+  };
+  // Of a row, from what its blocks leave, `stride` apart.
+  static Sums joined(const Part* parts, int64_t blocks, int64_t stride) {
+    T most = kLowest, sum = 0, total = 0;
+    for (int64_t b = 0; b < blocks; ++b) most = greatest(most, parts[b * stride].most);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const Part& part = parts[b * stride];
+      total += part.total;
+      // A block whose entries all have -infinity adds nothing; a NaN goes through by its sum.
+      sum += part.most == kLowest && part.sum == part.sum ? T(0) : part.sum * exp(splat(part.most - most))[0];
+    }
+    return {most + static_cast<T>(__builtin_log(sum)), total};
+  }
+
+  // A row's logsumexp, the cotangents of it, of its label's logit and of each logit, and its label.
+  struct Row {
+    T logsumexp, dlogsumexp, dlabel, each;
+    int64_t label;
+  };
+  Row row_of(int64_t t) const {
+    const auto at = [&](const void* rows) { return rows ? static_cast<const T*>(rows)[t] : T(0); };
+    return {at(a.logsumexp), at(a.dlogsumexp), at(a.dlabel_logit), at(a.dlogit_sum), a.labels[t]};
+  }
+
+  // The gradient of a row's logits before the cap, of the entries from `first` on: rounded to `out`, which may be z
+  // itself, and as it is to `wide` unless that is null. z: products, or with `kFinal` logits.
+  template <bool kFinal>
+  void slope(const T* z, const Row& row, int64_t first, int64_t n, S* out, T* wide) const {
+    const T shift = row.logsumexp == kLowest ? T(0) : row.logsumexp;
     const T inverse_cap = a.softcap != 0 ? static_cast<T>(1 / a.softcap) : T(0);
-    const int64_t label = a.labels[t] - first;
-    const T at_label = label >= 0 && label < n ? static_cast<const T*>(a.dlabel_logit)[t] : T(0);
-    T label_factor = 1;
+    const int64_t label = row.label - first;
     for (int64_t i = 0; i < n; i += W) {
       const int count = lanes_at(i, n);
-      const V<T> x = logit(z, first, i, count);
-      V<T> d = exp(x - shift) * dlse + each;
-      if (inverse_cap != 0) {
-        const V<T> factor = T(1) - (x * inverse_cap) * (x * inverse_cap);
-        d *= factor;
-        if (label >= i && label < i + count) label_factor = factor[label - i];
-      }
-      store(z + i, d, count);
+      const V<T> x = kFinal ? load(z + i, count) : logit(z, first, i, count);
+      V<T> d = exp(x - shift) * row.dlogsumexp + row.each;
+      if (label >= i && label < i + count) d[label - i] += row.dlabel;
+      if (inverse_cap != 0) d *= T(1) - (x * inverse_cap) * (x * inverse_cap);
+      if (wide) store(wide + i, d, count);
       store(out + i, d, count);
     }
-    if (label < 0 || label >= n) return;
-    z[label] += at_label * label_factor;
-    const int count = lanes_at(label, n);
-    store(out + label, load(z + label, count), count);
+  }
+
+  // x as the right operand of every stretch's dW = dz^T x.
+  ColumnPanels<S, E> pack_columns(const S* x, int64_t tokens, Packed* out, int64_t panel, const Threads& threads) const {
+    const ColumnPanels<S, E> columns{{x, 0, a.features, 1}, a.features};
+    const int64_t steps = ceil_div(tokens, kDepth<E>);
+    parallel_for(threads, ceil_div(a.features, C) * steps, [&](int64_t i) {
+      const int64_t k0 = i % steps * kDepth<E>;
+      columns.pack(0, k0, least(kDepth<E>, tokens - k0), i / steps, 1, out + i / steps * panel + E::b_elements(k0), panel);
+    });
+    return columns;
   }
 
   void backward(const Threads& threads) const {
@@ -139,20 +162,17 @@ struct Loss {
     Packed* packed_x = scratch.take<Packed>(x_panels * x_panel);
     T* bias_parts = scratch.take<T>(a.dbias ? row_blocks * stretch : 0);
 
-    // x as the right operand of every stretch's dW = dz^T x.
-    const ColumnPanels<S, E> x_columns{{x, 0, a.features, 1}, a.features};
-    const int64_t steps = ceil_div(a.tokens, kDepth<E>);
-    parallel_for(threads, x_panels * steps, [&](int64_t i) {
-      const int64_t k0 = i % steps * kDepth<E>;
-      x_columns.pack(0, k0, least(kDepth<E>, a.tokens - k0), i / steps, 1, packed_x + i / steps * x_panel + E::b_elements(k0), x_panel);
-    });
+    const auto x_columns = pack_columns(x, a.tokens, packed_x, x_panel, threads);
 
     for (int64_t v0 = 0; v0 < a.vocab; v0 += stretch) {
       const int64_t entries = least(stretch, a.vocab - v0);
-      const auto logits = logits_gemm(v0, entries, threads);
+      const auto logits = logits_gemm(x, a.tokens, v0, entries, threads);
       logits.run(threads, [&](int64_t, int64_t row, int64_t col, int64_t rows, int64_t cols, const T* c, int64_t c_stride) {
         T* z = const_cast<T*>(c);  // the block is ours until this returns
-        for (int64_t r = 0; r < rows; ++r) slope(z + r * c_stride, row + r, v0 + col, cols, dz + (row + r) * stride + col);
+        for (int64_t r = 0; r < rows; ++r) {
+          T* const from = z + r * c_stride;
+          slope<false>(from, row_of(row + r), v0 + col, cols, dz + (row + r) * stride + col, a.dbias ? from : nullptr);
+        }
         if (!a.dbias) return;
         T* sums = bias_parts + row / logits.rows * stretch + col;
         for (int64_t i = 0; i < cols; i += W) {
@@ -197,6 +217,116 @@ struct Loss {
       });
     }
   }
+
+  // The sum of shares * losses, and its gradients.
+  void total(const Threads& threads) const {
+    const S *const x = static_cast<const S*>(a.x), *const weight = static_cast<const S*>(a.weight);
+    const T* const shares = static_cast<const T*>(a.shares);
+    T *const dx = static_cast<T*>(a.dx), *const dweight = static_cast<T*>(a.dweight), *const dbias = static_cast<T*>(a.dbias);
+    const int64_t features = a.features;
+    Scratch all_tokens(Scratch::size<int64_t>(a.tokens) + Scratch::size<double>(a.tokens));
+    int64_t *const live = all_tokens.take<int64_t>(a.tokens), count = 0;
+    double *const losses = all_tokens.take<double>(a.tokens);
+    for (int64_t t = 0; t < a.tokens; ++t) {
+      if (shares[t] != 0) live[count++] = t;  // one that is not a number, too
+      else memset(dx + t * features, 0, sizeof(T) * static_cast<size_t>(features));
+    }
+    if (count == 0) {
+      if (dweight) memset(dweight, 0, sizeof(T) * static_cast<size_t>(a.vocab * features));
+      if (dbias) memset(dbias, 0, sizeof(T) * static_cast<size_t>(a.vocab));
+    }
+    const int64_t row_bytes = a.vocab * static_cast<int64_t>(sizeof(T)), fitting = kLogitsBytes / row_bytes / kPanelRows * kPanelRows;
+    const int64_t most = greatest<int64_t>(1, least(count, greatest<int64_t>(128, fitting)));  // tokens at a time
+    const int64_t stretch = round_up<int64_t>(least<int64_t>(a.vocab, 8192), C), panels = stretch / C, stretches = ceil_div(a.vocab, stretch);
+    const int64_t stride = round_up<int64_t>(a.vocab, C) + 64 / static_cast<int64_t>(sizeof(T));  // no multiple of a page
+    constexpr int64_t kNarrow = sizeof(T) / sizeof(S), kRun = 16;
+    const int64_t runs = ceil_div(most, kRun), x_panel = E::b_elements(round_up<int64_t>(most, E::kStep)), x_panels = ceil_div(features, C);
+    const bool gathers = count < a.tokens;
+    Scratch scratch(Scratch::size<T>(most * stride) + Scratch::size<Part>(stretches * panels * most) + Scratch::size<Packed>(x_panels * x_panel) +
+                    Scratch::size<S>(gathers ? most * features : 0) + Scratch::size<T>(dbias ? 2 * runs * a.vocab : 0));
+    T* const logits = scratch.take<T>(most * stride);
+    Part* const parts = scratch.take<Part>(stretches * panels * most);
+    Packed* const packed_x = scratch.take<Packed>(x_panels * x_panel);
+    S* const gathered = scratch.take<S>(gathers ? most * features : 0);
+    T* const bias_sums = scratch.take<T>(dbias ? 2 * runs * a.vocab : 0);
+
+    for (int64_t t0 = 0; t0 < count; t0 += most) {
+      const int64_t tokens = least(most, count - t0);
+      const S* rows_of_x = x + t0 * features;
+      if (gathers) {
+        for (int64_t r = 0; r < tokens; ++r) memcpy(gathered + r * features, x + live[t0 + r] * features, sizeof(S) * static_cast<size_t>(features));
+        rows_of_x = gathered;
+      }
+      for (int64_t i = 0; i < stretches * panels * tokens; ++i) parts[i] = {kLowest, 0, 0};
+      for (int64_t v0 = 0; v0 < a.vocab; v0 += stretch) {
+        const auto gemm = logits_gemm(rows_of_x, tokens, v0, least(stretch, a.vocab - v0), threads);
+        gemm.run(threads, [&](int64_t, int64_t row, int64_t col, int64_t rows, int64_t cols, const T* c, int64_t c_stride) {
+          Part* const of_block = parts + (v0 / C + col / gemm.cols) * tokens + row;
+          for (int64_t r = 0; r < rows; ++r) {
+            T* const z = const_cast<T*>(c) + r * c_stride;  // the block is ours until this returns
+            of_block[r] = reduce(z, v0 + col, cols);
+            memcpy(logits + (row + r) * stride + v0 + col, z, sizeof(T) * static_cast<size_t>(cols));
+          }
+        });
+      }
+      parallel_for(threads, ceil_div(tokens, kRun), [&](int64_t run) {
+        T *const sums = bias_sums + 2 * run * a.vocab, *const wide = dbias ? sums + a.vocab : nullptr;
+        if (dbias) memset(sums, 0, sizeof(T) * static_cast<size_t>(a.vocab));
+        for (int64_t r = run * kRun; r < least(tokens, (run + 1) * kRun); ++r) {
+          T* const z = logits + r * stride;
+          const int64_t t = live[t0 + r], label = a.labels[t];
+          const T share = shares[t], smoothing = static_cast<T>(a.smoothing), z_loss = static_cast<T>(a.z_loss);
+          const Sums of_row = joined(parts + r, stretches * panels, tokens);
+          const T lse = of_row.logsumexp, at_label = label >= 0 && label < a.vocab ? z[label] : T(0);
+          T loss = lse - (1 - smoothing) * at_label;
+          if (smoothing != 0) loss -= smoothing / static_cast<T>(a.vocab) * of_row.total;
+          if (z_loss != 0) loss += z_loss * lse * lse;
+          losses[t0 + r] = loss * share;
+          const T dlse = z_loss != 0 ? share * (1 + 2 * z_loss * lse) : share;
+          const Row row{lse, dlse, -(1 - smoothing) * share, -smoothing / static_cast<T>(a.vocab) * share, label};
+          slope<true>(z, row, 0, a.vocab, reinterpret_cast<S*>(z), wide);
+          if (!dbias) continue;
+          for (int64_t v = 0; v < a.vocab; ++v) sums[v] += wide[v];
+        }
+      });
+      if (dbias) {
+        for (int64_t v = 0; v < a.vocab; ++v) {
+          T sum = t0 == 0 ? T(0) : dbias[v];
+          for (int64_t run = 0; run < ceil_div(tokens, kRun); ++run) sum += bias_sums[2 * run * a.vocab + v];
+          dbias[v] = sum;
+        }
+      }
+      const S* const dz = reinterpret_cast<const S*>(logits);  // every row begins where its logits did
+      const auto x_columns = pack_columns(rows_of_x, tokens, packed_x, E::b_elements(round_up<int64_t>(tokens, E::kStep)), threads);
+      for (int64_t v0 = 0; v0 < a.vocab; v0 += stretch) {
+        const int64_t entries = least(stretch, a.vocab - v0);
+        if (dweight) {
+          auto of_weight = make_gemm<E>(RowPanels<S, E>{{dz + v0, 0, 1, kNarrow * stride}, entries}, x_columns, 1, entries, tokens);
+          of_weight.ready = packed_x;
+          of_weight.choose_blocks(threads);
+          of_weight.run(threads, [&](int64_t, int64_t row, int64_t col, int64_t rows, int64_t cols, const T* c, int64_t c_stride) {
+            for (int64_t r = 0; r < rows; ++r) add_to(dweight + (v0 + row + r) * features + col, c + r * c_stride, cols, t0 == 0);
+          });
+        }
+        const ColumnPanels<S, E> some_entries{{weight + v0 * features, 0, features, 1}, features};
+        auto of_x = make_gemm<E>(RowPanels<S, E>{{dz + v0, 0, kNarrow * stride, 1}, tokens}, some_entries, 1, tokens, entries);
+        of_x.choose_blocks(threads);
+        of_x.run(threads, [&](int64_t, int64_t row, int64_t col, int64_t rows, int64_t cols, const T* c, int64_t c_stride) {
+          for (int64_t r = 0; r < rows; ++r) add_to(dx + live[t0 + row + r] * features + col, c + r * c_stride, cols, v0 == 0);
+        });
+      }
+    }
+    double sum = 0;
+    for (int64_t r = 0; r < count; ++r) sum += losses[r];
+    *static_cast<T*>(a.loss) = static_cast<T>(sum);
+  }
+
+  static void add_to(T* to, const T* from, int64_t n, bool first) {
+    for (int64_t i = 0; i < n; i += W) {
+      const int count = lanes_at(i, n);
+      store(to + i, first ? load(from + i, count) : load(to + i, count) + load(from + i, count), count);
+    }
+  }
 };
 
 #if defined(__AMX_BF16__)
@@ -207,7 +337,7 @@ bool finite_input(const LossArgs& a, const Threads& threads) {
 // The logits' gradients are as large as the losses' are, and must not underflow in their lower parts.
 bool fair_slopes(const LossArgs& a, const Threads& threads) {
   const auto of = [&](const void* rows) { return rows ? largest(static_cast<const float*>(rows), a.tokens, threads) : 0.0f; };
-  const float most = greater_or_nan(of(a.dlogsumexp), greater_or_nan(of(a.dlabel_logit), of(a.dlogit_sum)));
+  const float most = greater_or_nan(greater_or_nan(of(a.dlogsumexp), of(a.shares)), greater_or_nan(of(a.dlabel_logit), of(a.dlogit_sum)));
   return most < 1e20f && most > 1e-20f;
 }
 #endif
@@ -242,6 +372,18 @@ void loss_backward(const LossArgs& a, const Threads& all) {
   }
 #endif
   VISHWAMAI_AVX512_OR(loss_backward(a, threads), Loss<float, FmaEngine<float>>{a}.backward(threads));
+}
+
+void loss_total(const LossArgs& a, const Threads& all) {
+  const Threads threads = fitting(a, all);
+  if (a.storage == Storage::f64) return VISHWAMAI_AVX2_OR(loss_total(a, threads), Loss<double, FmaEngine<double>>{a}.total(threads));
+  if (a.storage == Storage::bf16) return Loss<bf16, HalfEngine>{a}.total(threads);
+#if defined(__AMX_BF16__)
+  if (finite_input(a, threads) && fair_slopes(a, threads)) {
+    return a.parts == 2 ? Loss<float, AmxEngine<2>>{a}.total(threads) : Loss<float, AmxEngine<3>>{a}.total(threads);
+  }
+#endif
+  VISHWAMAI_AVX512_OR(loss_total(a, threads), Loss<float, FmaEngine<float>>{a}.total(threads));
 }
 
 }  // namespace vishwamai::VISHWAMAI_ISA

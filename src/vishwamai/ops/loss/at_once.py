@@ -1,0 +1,161 @@
+"""The sum of the losses of tokens, whose gradients are computed with it, in one walk over the tokens.
+
+The cotangents of the op's outputs may be anything, so its gradients have to wait for them and compute the logits again.
+Those of a sum of losses are known up to one factor. Three products of the size of the logits, and where the weight has
+no gradient two, then take the place of four (Hsu et al., "Liger Kernel", 2024). Tokens without a loss take none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from vishwamai.core import dims, execute, ffi, observe
+from vishwamai.core.config import ambient_target
+from vishwamai.core.plan import Plan
+from vishwamai.core.sharding import Axes, explicit_mesh, partitioned
+from vishwamai.ops.loss.compose import compose
+from vishwamai.ops.loss.cpu import NATIVE, TOTAL, total_with_gradients
+from vishwamai.ops.loss.spec import SIGNATURE, Operands
+
+
+class Tokens(NamedTuple):
+    """The arrays of a sum."""
+
+    x: Annotated[Any, "tokens features"]
+    weight: Annotated[Any, "vocab features"]  # of x's dtype
+    bias: Annotated[Any, "vocab", "optional"]  # in the accumulation dtype
+    labels: Annotated[Any, "tokens"]  # int32
+    shares: Annotated[Any, "tokens"]  # in the accumulation dtype: what each loss is multiplied by; 0: it has none
+
+
+class Slopes(NamedTuple):
+    """The gradients of a sum, in the accumulation dtype."""
+
+    x: Annotated[Any, "tokens features"]
+    weight: Annotated[Any, "vocab features", "optional"]
+    bias: Annotated[Any, "vocab", "optional"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """What is summed: the losses of `plan`'s tokens, with these options of `linear_cross_entropy`."""
+
+    plan: Plan
+    label_smoothing: float
+    z_loss: float
+
+    def apart(self, tokens: Tokens) -> Any:
+        """The sum by the op, whose gradients compute the logits again."""
+        arrays, shares = Operands(*tokens[:4], None), tokens.shares
+        outputs = execute.run(self.plan, SIGNATURE.pack(arrays))
+        numbers = SIGNATURE.unpack(self.plan.spec, outputs, arrays)
+        rest = self.label_smoothing, self.z_loss, "sum"
+        return compose(jnp, numbers, tokens.weight.shape[0], shares != 0, False, shares, *rest)
+
+
+def expected(arrays: Any) -> bool:
+    """Whether the program is made for a CPU, of arrays that no mesh splits by their types.
+
+    Whoever watches the passes of the op, as a profile does, sees them: under it they run.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return (
+        ambient_target().platform == "cpu"
+        and explicit_mesh(arrays) is None
+        and not mesh.manual_axes
+        and not mesh.explicit_axes
+        and observe.interceptor() is None
+        and not observe.dry_run()
+    )
+
+
+def serves(plan: Plan) -> bool:
+    """Whether the CPU's kernel, which alone has such a walk, would run."""
+    choice = plan.choice("cpu")
+    return choice.implementation is NATIVE and ffi.why_not(choice.target, TOTAL) is None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def total(what: Sum, tokens: Tokens) -> Any:
+    """The sum; differentiable by `x`, `weight` and `bias`."""
+    return what.apart(tokens)
+
+
+def _total_fwd(what: Sum, tokens: Any) -> tuple[Any, Slopes]:
+    of_weight = tokens.weight.perturbed
+    primals = jax.tree.map(lambda leaf: leaf.value, tokens, is_leaf=lambda node: hasattr(node, "perturbed"))
+    return _with_slopes(what, of_weight, primals)
+
+
+def _total_bwd(what: Sum, slopes: Slopes, cotangent: Any) -> tuple[Tokens]:
+    if isinstance(cotangent, SymbolicZero):
+        cotangent = jnp.zeros(cotangent.shape, cotangent.dtype)
+    dtype = what.plan.spec.operands.x.dtype
+    x, weight, bias = (None if slope is None else slope * cotangent for slope in slopes)
+    return (Tokens(x.astype(dtype), None if weight is None else weight.astype(dtype), bias, None, None),)
+
+
+total.defvjp(_total_fwd, _total_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_slopes(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
+    """(the sum, its gradients); differentiable once more through the op."""
+    return _batchable(what, of_weight)(tokens)
+
+
+def _with_slopes_fwd(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Tokens]:
+    return _with_slopes(what, of_weight, tokens), tokens
+
+
+def _with_slopes_bwd(what: Sum, of_weight: bool, tokens: Tokens, cotangents: Any) -> tuple[Tokens]:
+    floats = Slopes(tokens.x, tokens.weight, tokens.bias)
+    (slopes,) = jax.vjp(lambda floats: _apart(what, of_weight, tokens, floats), floats)[1](cotangents)
+    return (Tokens(*slopes, None, None),)
+
+
+_with_slopes.defvjp(_with_slopes_fwd, _with_slopes_bwd)
+
+
+def _apart(what: Sum, of_weight: bool, tokens: Tokens, floats: Slopes | None = None) -> tuple[Any, Slopes]:
+    """`_with_slopes` by the op; `floats` are differentiated in the place of the tokens' own."""
+    floats = Slopes(tokens.x, tokens.weight, tokens.bias) if floats is None else floats
+    loss, slopes = jax.value_and_grad(lambda floats: what.apart(Tokens(*floats, *tokens[3:])))(floats)
+    slopes = jax.tree.map(lambda slope: slope.astype(loss.dtype), slopes)
+    return loss, slopes if of_weight else slopes._replace(weight=None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _batchable(what: Sum, of_weight: bool) -> Callable[..., Any]:
+    mapped = jax.custom_batching.custom_vmap(functools.partial(_by_platform, what, of_weight))
+
+    @mapped.def_vmap
+    def rule(size: int, in_batched: list[Any], tokens: Tokens) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])
+        apart = functools.partial(_apart, what, of_weight)
+        results = jax.vmap(apart, in_axes=(axes,), axis_size=size)(tokens)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped
+
+
+def _by_platform(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
+    def native(tokens: Tokens) -> tuple[Any, Slopes]:
+        spec, rest = what.plan.spec, (what.label_smoothing, what.z_loss)
+        loss, *slopes = total_with_gradients(spec, *tokens, *rest, of_weight=of_weight)
+        return loss, Slopes(*slopes)
+
+    def factors(arrays: Any) -> Any:
+        texts = zip(arrays, dims.declared(type(arrays)), strict=True)
+        return type(arrays)(*(None if x is None else dims.factors(text, x.ndim) for x, text in texts))
+
+    results = Slopes(tokens.x, tokens.weight if of_weight else None, tokens.bias)  # of these shapes
+    axes = Axes((factors(tokens),), ((), factors(results)), frozenset({"tokens"}))
+    return execute.by_platform(functools.partial(_apart, what, of_weight), {"cpu": partitioned(native, axes)}, tokens)
