@@ -455,8 +455,7 @@ def in_two_passes(function):
 EVERYTHING = {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize(("options", "reduction"), [({}, "mean"), (EVERYTHING, "sum")], ids=["plain", "everything"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_walk_that_gives_loss_and_gradients_gives_those_of_the_op(dtype, options, reduction):
     """More tokens than it holds the logits of, and some that have no loss."""
