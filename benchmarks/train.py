@@ -78,10 +78,11 @@ def batch(arguments: argparse.Namespace) -> dict[str, np.ndarray]:
 
 
 def ours(arguments: argparse.Namespace) -> Go:
-    """The step of `vishwamai train`."""
+    """The step of `vishwamai train`, compiled as there."""
     import jax
     import jax.numpy as jnp
 
+    from vishwamai.core.host_memory import give_back
     from vishwamai.models import from_pretrained
     from vishwamai.training.config_file import from_dict
     from vishwamai.training.model import split
@@ -101,6 +102,8 @@ def ours(arguments: argparse.Namespace) -> Go:
 
     step, given = jax.jit(one, donate_argnums=0), batch(arguments)
     states = [initial_state(parts.params, update)]
+    step.lower(states[0], given).compile()
+    give_back()
 
     def go() -> float:
         states[0], shown = step(states[0], given)

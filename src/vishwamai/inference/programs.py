@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vishwamai.core.execute import only_for, platform_of
+from vishwamai.core.host_memory import give_back
 from vishwamai.core.qtensor import bits
 from vishwamai.inference.drafting import draft_step
 from vishwamai.inference.limits import Limits
@@ -249,6 +250,7 @@ class Programs:
             self._propose[shape] = program(f"guesses of {n}", False, function, (1, 2), *arguments)
         scalar, tokens = np.int32(0), np.zeros(limits.max_length, np.int32)
         self._place = program("new prompts", True, _place, 0, self.history, scalar, scalar, tokens)
+        give_back()  # what the compiler has left
         if on_program is not None:
             on_program(self.compiled, self.total, "")
 

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from vishwamai.core.config import local_platform
 from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.core.execute import only_for
+from vishwamai.core.host_memory import give_back
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
 from vishwamai.models.axes import MeshAxes
@@ -93,14 +94,18 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
             state, at = job.place(restored.state), int(restored.state.step)
             batches.set_state(restored.data)
             del restored  # the layers in the usual form, which `place` has copied
-        exploded, stop = None, AnyAsked(asked)
+        begun, exploded, stop = at, None, AnyAsked(asked)
         meter = StepMeter(at, config.batch_size * config.data.sequence_length, job.flops_per_token, job.peak_flops)
         writes = RecordFiles(folder, at, config.log.tensorboard) if is_first() else contextlib.nullcontext()
         with writes as files, _Trace(folder, profile, at + 2) as trace:
             while at < config.steps and not stop():
                 trace.before(at)
                 with meter.step():
-                    state, shown = job.step(state, job.layout.put_batch(next(batches)))
+                    batch = job.layout.put_batch(next(batches))
+                    if at == begun:
+                        job.compile(state, batch)
+                        give_back()
+                    state, shown = job.step(state, batch)
                     at += 1
                     logged = at % config.log.every == 0 or at == config.steps
                     if logged:
@@ -142,6 +147,7 @@ class TrainingJob:
       layout: where batches and state lie.
       usual: the state with its layers in the usual form; place: as the stages of a pipeline hold them.
       step: state and batch to the next state and what the step shows; it takes the state's memory.
+      compile: compiles `step` for a state and a batch.
       evaluate: parameters and batch to the sum of the loss, and over how many tokens or pairs.
       rate: the learning rate of a step.
       export: writes the parameters, in Hugging Face's form, into the run's directory.
@@ -153,6 +159,7 @@ class TrainingJob:
     usual: Callable[[TrainState], TrainState]
     place: Callable[[TrainState], TrainState]
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+    compile: Callable[[TrainState, Batch], Any]
     evaluate: Callable[[Any, Batch], Any]
     rate: Callable[[int], Any]
     export: Callable[[Any], None]
@@ -252,13 +259,19 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
         params = layout.on_host(params)
         first_alone(lambda: export(parts, params, tokenizer, config.tokenizer.end_of_text, folder / "model"))
 
+    step = step_under(policy)
+
+    def compile_step(state: TrainState, batch: Batch) -> None:
+        step.lower(state, batch, frozen=frozen).compile()
+
     peak = peak_flops(config.model.compute_dtype)
     job = TrainingJob(
         corpus=corpus,
         layout=layout,
         usual=usual,
         place=functools.partial(moved, stages, layout=layout, placed=True),
-        step=functools.partial(step_under(policy), frozen=frozen),
+        step=functools.partial(step, frozen=frozen),
+        compile=compile_step,
         evaluate=functools.partial(jax.jit(evaluation), frozen=frozen),
         rate=schedule(config.optimizer, config.steps),
         export=write,

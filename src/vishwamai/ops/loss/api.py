@@ -67,7 +67,7 @@ def linear_cross_entropy(
     config: Any = None,
     implementation: str | None = None,
 ) -> Any:
-    """Cross entropy of the logits `x @ weight.T + bias`, which are never held, neither forward nor backward.
+    """Cross entropy of the logits `x @ weight.T + bias`, which are never held as a whole, neither forward nor backward.
 
     With logits z (capped as `softcap * tanh(z / softcap)`), a vocab of V, a label y and `lse = log(sum(exp(z)))`, the
     loss of a token is

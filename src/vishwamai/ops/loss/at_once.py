@@ -96,10 +96,12 @@ def _total_fwd(what: Sum, tokens: Any) -> tuple[Any, Slopes]:
 
 def _total_bwd(what: Sum, slopes: Slopes, cotangent: Any) -> tuple[Tokens]:
     if isinstance(cotangent, SymbolicZero):
-        cotangent = jnp.zeros(cotangent.shape, cotangent.dtype)
+        like: Any = cotangent.aval
+        cotangent = jnp.zeros(like.shape, like.dtype)
     dtype = what.plan.spec.operands.x.dtype
-    x, weight, bias = (None if slope is None else slope * cotangent for slope in slopes)
-    return (Tokens(x.astype(dtype), None if weight is None else weight.astype(dtype), bias, None, None),)
+    scaled: Any = jax.tree.map(lambda slope: slope * cotangent, slopes)
+    x, weight = jax.tree.map(lambda slope: slope.astype(dtype), (scaled.x, scaled.weight))
+    return (Tokens(x, weight, scaled.bias, None, None),)
 
 
 total.defvjp(_total_fwd, _total_bwd, symbolic_zeros=True)
@@ -118,7 +120,7 @@ def _with_slopes_fwd(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, T
 def _with_slopes_bwd(what: Sum, of_weight: bool, tokens: Tokens, cotangents: Any) -> tuple[Tokens]:
     floats = Slopes(tokens.x, tokens.weight, tokens.bias)
     (slopes,) = jax.vjp(lambda floats: _apart(what, of_weight, tokens, floats), floats)[1](cotangents)
-    return (Tokens(*slopes, None, None),)
+    return (Tokens(slopes.x, slopes.weight, slopes.bias, None, None),)
 
 
 _with_slopes.defvjp(_with_slopes_fwd, _with_slopes_bwd)
@@ -127,7 +129,8 @@ _with_slopes.defvjp(_with_slopes_fwd, _with_slopes_bwd)
 def _apart(what: Sum, of_weight: bool, tokens: Tokens, floats: Slopes | None = None) -> tuple[Any, Slopes]:
     """`_with_slopes` by the op; `floats` are differentiated in the place of the tokens' own."""
     floats = Slopes(tokens.x, tokens.weight, tokens.bias) if floats is None else floats
-    loss, slopes = jax.value_and_grad(lambda floats: what.apart(Tokens(*floats, *tokens[3:])))(floats)
+    merged = jax.value_and_grad(lambda floats: what.apart(tokens._replace(**floats._asdict())))
+    loss, slopes = merged(floats)
     slopes = jax.tree.map(lambda slope: slope.astype(loss.dtype), slopes)
     return loss, slopes if of_weight else slopes._replace(weight=None)
 

@@ -105,9 +105,8 @@ def total_with_gradients(
     """
     native, acc = _native(spec, x, weight, bias), spec.accumulator
     shapes = [(), x.shape, weight.shape if of_weight else None, None if bias is None else bias.shape]
-    smoothing = {"smoothing": np.float64(label_smoothing), "z_loss": np.float64(z_loss)}
-    results = [ffi.result(shape, acc) for shape in shapes]
-    return ffi.call(TOTAL, results, *native, labels, shares, **_attributes(spec), **smoothing)
+    attributes = {**_attributes(spec), "smoothing": np.float64(label_smoothing), "z_loss": np.float64(z_loss)}
+    return ffi.call(TOTAL, [ffi.result(shape, acc) for shape in shapes], *native, labels, shares, **attributes)
 
 
 NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)
