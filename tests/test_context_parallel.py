@@ -399,6 +399,18 @@ def test_ulysses_is_one_device(devices, kv_heads, options):
     compare(attend, functools.partial(flash_attention, layout="bhsd", **options), arrays, weight)
 
 
+def test_ulysses_with_sinks():
+    arrays, weight = inputs(16, heads=8, kv_heads=2)
+    arrays = (*arrays, jnp.linspace(-1.0, 2.0, 8))
+    attend = jax.shard_map(
+        lambda q, k, v, sinks: ulysses_attention(q, k, v, axis="sequence", sinks=sinks, causal=True),
+        mesh=mesh_of(4),
+        in_specs=(SPLIT, SPLIT, SPLIT, P()),
+        out_specs=SPLIT,
+    )
+    compare(attend, lambda q, k, v, sinks: flash_attention(q, k, v, sinks=sinks, causal=True), arrays, weight)
+
+
 @pytest.mark.long
 def test_ulysses_with_segments():
     arrays, weight = inputs(24, heads=4)

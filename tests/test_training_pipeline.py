@@ -29,6 +29,7 @@ from vishwamai.training.step import initial_state
 DEEP = LLAMA | {"num_hidden_layers": 4}
 TIED = LLAMA | {"tie_word_embeddings": True}
 CORRECTED = DEEPSEEK | {"num_hidden_layers": 4, "first_k_dense_replace": 0}
+GPT_OSS = MODELS["gpt_oss"] | {"num_hidden_layers": 4}
 GEMMA2 = DEEP | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8}
 
 
@@ -79,6 +80,7 @@ def assert_same_runs(folder, records, spread):
                 (DEEP, {"pipeline": 2, "sequence": 2, "fsdp": 2}, {"pipeline": {"schedule": "zb_v"}}),
                 (DEEP, {"pipeline": 2, "sequence": 2, "tensor": 2}, {"pipeline": {"schedule": "zb_h1"}}),
                 (MIXTRAL, {"pipeline": 2, "sequence": 2, "expert": 2}, {"loss": LOSSES}),
+                (GPT_OSS, {"pipeline": 2, "sequence": 2}, {"loss": LOSSES}),
                 (MIXTRAL, {"pipeline": 2}, {"loss": LOSSES}),
                 (MIXTRAL, {"pipeline": 2, "expert": 2}, {"loss": LOSSES}),
                 (MIXTRAL, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {"loss": LOSSES, "remat": "full"}),
@@ -237,11 +239,6 @@ def test_the_config_has_the_names_of_all_schedules():
             r"sequence_length=32 is not a multiple of 3, mesh\.sequence: each dev",
         ),
         ({"mesh": {"sequence": 8}}, ConfigError, r"exchanges heads, .* the 4 of a device; .* to one of 1, 2, 4\.$"),
-        (
-            {"mesh": {"sequence": 2}, "model": {"config": MODELS["gpt_oss"]}},
-            UnsupportedError,
-            r"with sinks does not so",
-        ),
         ({"remat": "offload"}, UnsupportedError, r"set remat=full or mesh\.pipeline=1"),
         ({"batch_size": 3}, ConfigError, r"batch_size=3 is not a multiple of microbatches=4"),
     ],

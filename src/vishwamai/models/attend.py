@@ -73,12 +73,11 @@ def attend_sequences(config: ModelConfig, segment_ids: Any, axes: MeshAxes = ONE
         if axes.sequence is None:
             return vishwamai.flash_attention(query, key, value, layout="bshd", sinks=sinks, **options), pages
         by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-        options["axis"] = axes.sequence
+        options |= {"axis": axes.sequence, "sinks": sinks}
         if axes.heads:
-            assert sinks is None  # `training.checks` has seen to it
             out = ulysses_attention(*by_head, **options)
         else:
-            out = ring_attention(*by_head, placement=sequence_placement(config), sinks=sinks, **options)
+            out = ring_attention(*by_head, placement=sequence_placement(config), **options)
         return jnp.swapaxes(out, 1, 2), pages
 
     return attend

@@ -147,11 +147,6 @@ def _check_targets(config: TrainConfig, model: ModelConfig, run: Segment) -> Non
 def _check_exchange(config: TrainConfig, model: ModelConfig) -> None:
     """Whether stages can exchange the heads of a split sequence."""
     wide, heads = config.mesh.sequence, model.num_heads // config.mesh.tensor
-    if model.sinks:
-        raise UnsupportedError(
-            f"config: mesh.sequence={wide} with mesh.pipeline={config.mesh.pipeline} exchanges heads, which attention "
-            "with sinks does not so far; set mesh.sequence=1 or mesh.pipeline=1."
-        )
     if heads % wide:
         fits = ", ".join(map(str, divisors(heads)))
         raise ConfigError(

@@ -34,6 +34,7 @@ def ulysses_attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     segment_ids: Any = None,
+    sinks: Float[Array, " heads"] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     config: Any = None,
@@ -52,6 +53,7 @@ def ulysses_attention(
       causal: as in `flash_attention`, for the whole sequence.
       window: as in `flash_attention`.
       segment_ids: this device's part of both, as in `flash_attention`.
+      sinks: as in `flash_attention`, of all heads on every device.
       softcap: as in `flash_attention`.
       scale: as in `flash_attention`.
       config: as in `flash_attention`.
@@ -75,7 +77,7 @@ def ulysses_attention(
     True
     """
     size = mesh_axis_size("ulysses_attention", "axis", (axis,))
-    arrays = as_arrays("ulysses_attention", Operands(query, key, value), SIGNATURE.labels)
+    arrays = as_arrays("ulysses_attention", Operands(query, key, value, sinks=sinks), SIGNATURE.labels)
     check_arrays(array_specs(arrays), "bhsd")
     heads = arrays.query.shape[1]
     if heads % size:
@@ -86,12 +88,14 @@ def ulysses_attention(
     if segment_ids is not None:
         segment_ids = tuple(jnp.asarray(ids) for ids in segment_ids)
     q_ids, kv_ids = segment_pair(segment_ids)
-    exchanged = exchange(axis, arrays._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids))
+    of_heads = None if sinks is None else arrays.sinks[None]  # as the op has it
+    exchanged = exchange(axis, arrays._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids, sinks=of_heads))
     out = flash_attention(
         *exchanged[:3],
         causal=causal,
         window=window,
         segment_ids=None if segment_ids is None else exchanged[5:7],
+        sinks=None if sinks is None else exchanged.sinks[0],
         softcap=softcap,
         scale=scale,
         config=config,
