@@ -112,7 +112,7 @@ def check_pipeline(config: TrainConfig, model: ModelConfig, stacked: bool) -> No
     if config.remat == "offload":
         raise UnsupportedError(
             f"config: remat=offload with mesh.pipeline={config.mesh.pipeline} frees nothing: a stage keeps what its "
-            "backward pass needs on the device, whatever the policy. Set remat=full or mesh.pipeline=1."
+            "backward pass needs on the device, whatever the policy; set remat=full or mesh.pipeline=1."
         )
     if config.mesh.sequence > 1:
         _check_exchange(config, model)
