@@ -101,31 +101,37 @@ def test_num_seqs_is_an_argument(implementation):
         ("float8_e4m3fn", "b11fnuz"),
         pytest.param("float8_e5m2", "convert", marks=pytest.mark.long),
         pytest.param("int8", "convert", marks=pytest.mark.long),
+        ("int4", "convert"),
     ],
 )
-def test_8_bit_pages_by_the_chips_own_conversions(dtype, unpack):
+def test_narrow_pages_by_the_chips_own_conversions(dtype, unpack):
     """Every code of the format, -0, NaN and infinity among them: as XLA has them, and what a head of one sequence
     stores reaches no other.
     """
-    query, pool, lens, table, starts = problem(((1, 70), (1, 3), (1, 32)), (8, 4), 32, 8)
+    heads = (16, 8) if dtype == "int4" else (8, 4)
+    query, pool, lens, table, starts = problem(((1, 70), (1, 3), (1, 32)), heads, 32, 8)
+
+    def stored(codes):
+        return codes.view(np.int8).astype(jnp.int4) if dtype == "int4" else codes.view(jnp.dtype(dtype))
+
     codes = np.random.default_rng(1).permutation(np.resize(np.arange(256, dtype=np.uint8), pool.size))
-    special = ~np.isfinite(codes.view(jnp.dtype(dtype)).astype(np.float32))
+    special = ~np.isfinite(stored(codes).astype(np.float32))
     codes = np.where(special, 0x80, codes).reshape(pool.shape)
-    pool = codes.view(jnp.dtype(dtype))
+    pool = stored(codes)
     spoiled = codes.copy()
-    spoiled[table[1, 0], 1, 2 * 2, 5] = 0xFF  # a key of sequence 1, head 2; of int8, -1
+    spoiled[table[1, 0], 1, 2 * 2, 5] = 0xFF  # a key of sequence 1, head 2; of integers, -1
     options = {"max_q_len": 1, "k_scale": 0.01, "v_scale": 0.01}
     config = PagedConfig(64, chunk_keys=32, unpack=unpack)
     plain, ours = (
         jax.jit(lambda *a, how=how: ragged_paged_attention(*a, **options, **how))
         for how in ({"implementation": "xla"}, {"implementation": "pallas_tpu", "config": config})
     )
-    for pages in (pool, spoiled.view(pool.dtype)):
+    for pages in (pool, stored(spoiled)):
         arguments = (jnp.asarray(query, jnp.bfloat16), jnp.asarray(pages), lens, table, starts)
         expected = np.asarray(plain(*arguments), np.float32)
         with contract.running(NAMED["pallas_tpu"]):
             got = np.asarray(jax.block_until_ready(ours(*arguments)), np.float32)
-        assert np.isnan(expected).any() == (pages is not pool and dtype != "int8")
+        assert np.isnan(expected).any() == (pages is not pool and not dtype.startswith("int"))
         np.testing.assert_allclose(got, expected, rtol=2e-2, atol=2e-2 * np.nanmax(np.abs(expected)))
 
 

@@ -6,6 +6,7 @@ reads its rows.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_long import LongRuns
 from vishwamai.ops.paged_attention.tpu_refs import PagedRefs, Shape
 from vishwamai.ops.paged_attention.tpu_short import ShortRuns
-from vishwamai.ops.paged_attention.tpu_words import packing
+from vishwamai.ops.paged_attention.tpu_words import flat_words, packing
 
 
 def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
@@ -159,8 +160,11 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
 
 def _clear(ref: Any, live: Any) -> None:
     """Zeroes the tokens from `live` on; ref: `[tokens, rows, D]` or `[tokens, D]`."""
-    tokens = ref.shape[0]
-    if len(ref.shape) == 3:
+    tokens, tile = ref.shape[0], 8 * packing(ref.dtype)
+    if packing(ref.dtype) > 4:  # no store takes parts of bytes
+        ref, live = flat_words(ref), live * (ref.shape[1] // packing(ref.dtype))
+        tokens, tile = ref.shape[0], math.gcd(ref.shape[0], tile)
+    elif len(ref.shape) == 3:
 
         def one(t: Any, carry: Any) -> Any:
             ref[t] = jnp.zeros(ref.shape[1:], ref.dtype)
@@ -168,7 +172,6 @@ def _clear(ref: Any, live: Any) -> None:
 
         lax.fori_loop(live, tokens, one, None)
         return
-    tile = 8 * packing(ref.dtype)
 
     def one_tile(i: Any, carry: Any) -> Any:
         some = pl.ds(pl.multiple_of(i * tile, tile), tile)
