@@ -186,7 +186,7 @@ def main() -> None:
     options = estimates.parser(__doc__, targets=["v5e"], cases=BATCHES).parse_args()
     print(
         (
-            f"{'case':<15}{'chip':<7}{'ours us':>9}{'share':>7}{'best peer us':>14}{'share':>7}{'ratio':>7}  peer "
+            f"{'case':<17}{'chip':<7}{'ours us':>9}{'share':>7}{'best peer us':>14}{'share':>7}{'ratio':>7}  peer "
             "(estimates)"
         ),
         flush=True,
@@ -203,9 +203,9 @@ def main() -> None:
             )
             mine, bound = found[estimates.OURS], batch.bound(TPUS[target])
             if isinstance(mine, str):
-                print(f"{name:<15}{target:<7} {mine}", flush=True)
+                print(f"{name:<17}{target:<7} {mine}", flush=True)
                 continue
-            line = f"{name:<15}{target:<7}{mine * 1e6:>9.1f}{bound / mine:>7.2f}"
+            line = f"{name:<17}{target:<7}{mine * 1e6:>9.1f}{bound / mine:>7.2f}"
             # An estimate below what HBM allows is a kernel whose loops could not be followed.
             best = estimates.best_peer({n: s for n, s in found.items() if isinstance(s, float) and s > bound})
             if best is not None:
