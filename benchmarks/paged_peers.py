@@ -25,6 +25,7 @@ from vishwamai import ragged_paged_attention
 from vishwamai.aot import Inspection
 from vishwamai.bench import estimates
 from vishwamai.core.hardware import TPUS, TpuChip
+from vishwamai.core.qtensor import bits
 
 Calls = Iterator[tuple[str, Callable[..., Any], list[Any]]]
 
@@ -56,7 +57,7 @@ class Batch:
     def live_bytes(self) -> float:
         """Of the keys and values that are seen."""
         row = self.latent[0] if self.latent else 2 * self.kv_heads * self.dim
-        return float(sum(self.lengths) * row * jnp.dtype(self.dtype).itemsize)
+        return sum(self.lengths) * row * bits(self.dtype) / 8
 
     @property
     def runs(self) -> tuple[int, ...]:
@@ -104,10 +105,13 @@ BATCHES = {
     "decode-mha": Batch((1024,) * 32, kv_heads=32),
     "decode-int8": Batch((4096,) * 64, dtype="int8"),
     "decode-fp8": Batch((4096,) * 64, dtype="float8_e4m3fn"),
+    "decode-1500-int8": Batch((1500,) * 128, page_size=16, kv_heads=4, dtype="int8"),
+    "decode-1500-int4": Batch((1500,) * 128, page_size=16, kv_heads=4, dtype="int4"),
     "prompt-2048": Batch((2048,), (2048,)),
     "prompt-8192": Batch((8192,), (2048,)),  # the last 2048 tokens of it
     "prompt-mha": Batch((2048,), (2048,), kv_heads=32),
     "prompt-int8": Batch((2048,), (2048,), dtype="int8"),
+    "prompt-int4": Batch((2048,), (2048,), dtype="int4"),
     "mixed-page16": Batch((1024,) * 2 + (1500,) * 64, (1024,) * 2 + (1,) * 64, page_size=16),
     "decode-latent": Batch((4096,) * 64, heads=128, kv_heads=1, latent=(640, 512)),
 }
@@ -182,7 +186,7 @@ def main() -> None:
     options = estimates.parser(__doc__, targets=["v5e"], cases=BATCHES).parse_args()
     print(
         (
-            f"{'case':<15}{'chip':<7}{'ours us':>9}{'share':>7}{'best peer us':>14}{'share':>7}{'ratio':>7}  peer "
+            f"{'case':<17}{'chip':<7}{'ours us':>9}{'share':>7}{'best peer us':>14}{'share':>7}{'ratio':>7}  peer "
             "(estimates)"
         ),
         flush=True,
@@ -199,9 +203,9 @@ def main() -> None:
             )
             mine, bound = found[estimates.OURS], batch.bound(TPUS[target])
             if isinstance(mine, str):
-                print(f"{name:<15}{target:<7} {mine}", flush=True)
+                print(f"{name:<17}{target:<7} {mine}", flush=True)
                 continue
-            line = f"{name:<15}{target:<7}{mine * 1e6:>9.1f}{bound / mine:>7.2f}"
+            line = f"{name:<17}{target:<7}{mine * 1e6:>9.1f}{bound / mine:>7.2f}"
             # An estimate below what HBM allows is a kernel whose loops could not be followed.
             best = estimates.best_peer({n: s for n, s in found.items() if isinstance(s, float) and s > bound})
             if best is not None:

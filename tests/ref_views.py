@@ -16,10 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_inside import BitcastTransform, NDIndexer, ReshapeTransform, simulator, simulator_utils
+from vishwamai.core.qtensor import bits
 
 
 def _bitcast(x: np.ndarray, dtype: Any) -> np.ndarray:
     """Rows of narrow elements become rows of wide ones: the first row is the low part."""
+    if x.dtype == jnp.int4:  # a byte each on the host
+        nibbles = x.view(np.uint8) & 15
+        x = nibbles[..., 0::2, :] | nibbles[..., 1::2, :] << 4
     wide, narrow = np.dtype(dtype).itemsize, x.dtype.itemsize
     assert wide >= narrow, "only widening views are read"
     each = wide // narrow
@@ -33,8 +37,12 @@ def _undo(transform: Any, before: np.ndarray, x: np.ndarray) -> np.ndarray:
     if isinstance(transform, ReshapeTransform):
         return x.reshape(before.shape)
     if isinstance(transform, BitcastTransform):
-        each = x.dtype.itemsize // before.dtype.itemsize
-        parts = np.ascontiguousarray(x)[..., None].view(before.dtype)  # [..., rows / each, dim, each]
+        each, four = 8 * x.dtype.itemsize // bits(before.dtype), before.dtype == jnp.int4
+        parts = np.ascontiguousarray(x)[..., None].view(np.uint8 if four else before.dtype)
+        if four:
+            parts = np.stack((parts & 15, parts >> 4), axis=-1).reshape(*x.shape, each)
+            parts = (parts ^ 8).astype(np.int8) - 8
+        parts = parts.astype(before.dtype)  # [..., rows / each, dim, each]
         assert parts.shape[-1] == each
         return np.moveaxis(parts, -1, -2).reshape(before.shape)
     changed = before.copy()

@@ -36,7 +36,7 @@ from vishwamai.ops.paged_attention import PAGED_ATTENTION  # noqa: E402
 from vishwamai.ops.paged_attention.cases import ForwardCase, tables  # noqa: E402
 from vishwamai.ops.paged_attention.gpu import TRITON, notes, why_not  # noqa: E402
 from vishwamai.ops.paged_attention.gpu_tiles import PagedGpuConfig, heuristic  # noqa: E402
-from vishwamai.ops.paged_attention.gpu_update import update  # noqa: E402
+from vishwamai.ops.paged_attention.gpu_update import put, update  # noqa: E402
 
 pytestmark = pytest.mark.interpreter
 
@@ -413,6 +413,7 @@ STEPS = {
     "wide heads": ({"dim": 256}, pytest.mark.long),
     "float32": ({"dim": 128, "dtype": "float32"}, pytest.mark.long),
     "int8": ({"pages": "int8"}, pytest.mark.long),
+    "int4": ({"pages": "int4"}, pytest.mark.long),
     "fp8 for float16": ({"dtype": "float16", "pages": "float8_e4m3fn", "dim": 256}, pytest.mark.long),
     "prefill": ({"queries": 512}, pytest.mark.long),
     "prefill with everything": (
@@ -471,8 +472,42 @@ def test_a_step_of_decoding_in_a_program_for_cuda():
 
 @native
 @compiler
+def test_a_program_for_cuda_hands_pages_of_int4_to_the_kernels():
+    """As they are, for their bytes are in the order that the kernels read; a conversion would copy the pool."""
+
+    def step(pages, query, key, value, *tables):
+        pages = vishwamai.update_pages(pages, key, value, *tables, k_scale=0.1, v_scale=0.1)
+        return pages, vishwamai.ragged_paged_attention(query, pages, *tables, k_scale=0.1, v_scale=0.1, max_q_len=1)
+
+    inits, number = tables(((1, 256),) * 8, 16)
+    pages = jax.ShapeDtypeStruct((number, 16, 4, 128), "int4")
+    query, key = (jax.ShapeDtypeStruct((8, heads, 128), "bfloat16") for heads in (8, 2))
+    rest = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inits.values()]
+    traced = jax.jit(step, donate_argnums=0).trace(pages, query, key, key, *rest)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(r"%arg0: tensor<\d+x16x4x128xi4> \{tf.aliasing_output = 0", text)
+    assert re.findall(r' name = "(\w+)"', text)[:2] == ["put", "attend"]
+    assert "stablehlo.scatter" not in text and "bitcast_convert" not in text
+
+
+@interpreter
+@pytest.mark.parametrize("row", [(4, 16), (40,)], ids=str)
+def test_rows_of_int4_are_written_as_the_scatter_writes_them(row):
+    """In the bytes that two numbers share; those without a place are not."""
+    rng = np.random.default_rng(2)
+    pool, rows = (rng.integers(-8, 8, (*n, *row)).astype(jax.numpy.int4) for n in ((3, 4), (5,)))
+    page, slot = np.array([2, 0, 3, 2, -1], np.int32), np.array([3, 0, 1, 2, 0], np.int32)
+    want = pool.copy()
+    for i in (0, 1, 3):
+        want[page[i], slot[i]] = rows[i]
+    got = jax.jit(put)(pool, rows, page, slot)
+    np.testing.assert_array_equal(np.asarray(got).astype(np.int8), want.astype(np.int8))
+
+
+@native
+@compiler
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["page 16", "prefill", "latent, 16 heads", "fp8 for float16"])
+@pytest.mark.parametrize("name", ["page 16", "prefill", "latent, 16 heads", "fp8 for float16", "int4"])
 def test_amd_compiles(name):
     for launch in step(**STEPS[name][0]):
         code = inspect_launch(launch, "gfx942")

@@ -27,6 +27,7 @@ from vishwamai import aot, ragged_paged_attention, update_pages
 from vishwamai.core import ffi
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS
+from vishwamai.core.qtensor import bits
 from vishwamai.ops.paged_attention import PAGED_ATTENTION, tpu_update
 from vishwamai.ops.paged_attention import rows as paged_rows
 from vishwamai.ops.paged_attention.cases import tables
@@ -101,31 +102,37 @@ def test_num_seqs_is_an_argument(implementation):
         ("float8_e4m3fn", "b11fnuz"),
         pytest.param("float8_e5m2", "convert", marks=pytest.mark.long),
         pytest.param("int8", "convert", marks=pytest.mark.long),
+        ("int4", "convert"),
     ],
 )
-def test_8_bit_pages_by_the_chips_own_conversions(dtype, unpack):
+def test_narrow_pages_by_the_chips_own_conversions(dtype, unpack):
     """Every code of the format, -0, NaN and infinity among them: as XLA has them, and what a head of one sequence
     stores reaches no other.
     """
-    query, pool, lens, table, starts = problem(((1, 70), (1, 3), (1, 32)), (8, 4), 32, 8)
+    heads = (16, 8) if dtype == "int4" else (8, 4)
+    query, pool, lens, table, starts = problem(((1, 70), (1, 3), (1, 32)), heads, 32, 8)
+
+    def stored(codes):
+        return codes.view(np.int8).astype(jnp.int4) if dtype == "int4" else codes.view(jnp.dtype(dtype))
+
     codes = np.random.default_rng(1).permutation(np.resize(np.arange(256, dtype=np.uint8), pool.size))
-    special = ~np.isfinite(codes.view(jnp.dtype(dtype)).astype(np.float32))
+    special = ~np.isfinite(stored(codes).astype(np.float32))
     codes = np.where(special, 0x80, codes).reshape(pool.shape)
-    pool = codes.view(jnp.dtype(dtype))
+    pool = stored(codes)
     spoiled = codes.copy()
-    spoiled[table[1, 0], 1, 2 * 2, 5] = 0xFF  # a key of sequence 1, head 2; of int8, -1
+    spoiled[table[1, 0], 1, 2 * 2, 5] = 0xFF  # a key of sequence 1, head 2; of integers, -1
     options = {"max_q_len": 1, "k_scale": 0.01, "v_scale": 0.01}
     config = PagedConfig(64, chunk_keys=32, unpack=unpack)
     plain, ours = (
         jax.jit(lambda *a, how=how: ragged_paged_attention(*a, **options, **how))
         for how in ({"implementation": "xla"}, {"implementation": "pallas_tpu", "config": config})
     )
-    for pages in (pool, spoiled.view(pool.dtype)):
+    for pages in (pool, stored(spoiled)):
         arguments = (jnp.asarray(query, jnp.bfloat16), jnp.asarray(pages), lens, table, starts)
         expected = np.asarray(plain(*arguments), np.float32)
         with contract.running(NAMED["pallas_tpu"]):
             got = np.asarray(jax.block_until_ready(ours(*arguments)), np.float32)
-        assert np.isnan(expected).any() == (pages is not pool and dtype != "int8")
+        assert np.isnan(expected).any() == (pages is not pool and not dtype.startswith("int"))
         np.testing.assert_allclose(got, expected, rtol=2e-2, atol=2e-2 * np.nanmax(np.abs(expected)))
 
 
@@ -358,13 +365,14 @@ class TestUpdateOnTheCpu:
         assert np.abs(of_key).min() > 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 5, 300])  # the last: more than are under way at once, on both cores
 def test_the_tpu_kernel_of_the_update_is_the_scatter(dtype, tokens):
     random = np.random.default_rng(tokens)
     pages, page_size = 12, 64
+    heads, most = (8, 8) if dtype == "int4" else (4, 100)
     pool, rows = (
-        jnp.asarray(random.integers(-100, 100, (n, *shape, 4, 128)), dtype)
+        jnp.asarray(random.integers(-most, most, (n, *shape, heads, 128)), dtype)
         for n, shape in ((pages, (page_size,)), (tokens, ()))
     )
     # Half of the rows stand one after the other.
@@ -396,12 +404,21 @@ def test_the_tpu_kernel_of_the_update_takes_less_time_than_the_scatter(chip):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("form", ["combined", "latent"])
-def test_the_update_is_in_place(form):
+@pytest.mark.parametrize(
+    "form, heads, dtype, kernel",
+    [
+        ("combined", 8, "bfloat16", True),
+        ("latent", 1, "bfloat16", False),
+        ("combined", 4, "int4", True),
+        pytest.param("combined", 2, "int4", False, marks=pytest.mark.long),
+        pytest.param("combined", 3, "int8", False, marks=pytest.mark.long),
+    ],
+)
+def test_the_update_is_in_place(form, heads, dtype, kernel):
     """With the pages donated, the compiled program returns its argument's own memory and makes no copy of the pool."""
-    shape = (512, 16, 16, 128) if form == "combined" else (2048, 64, 640)
-    pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    rows = jax.ShapeDtypeStruct((64, 8, 128) if form == "combined" else (64, 576), jnp.bfloat16)
+    shape = (512, 16, 2 * heads, 128) if form == "combined" else (2048, 64, 640)
+    pages = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    rows = jax.ShapeDtypeStruct((64, heads, 128) if form == "combined" else (64, 576), jnp.bfloat16)
     ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((64,), (64, 8), (65,))]
 
     def update(pages, rows, *tables):
@@ -409,10 +426,10 @@ def test_the_update_is_in_place(form):
 
     program = aot.compile_for(jax.jit(update, donate_argnums=0), pages, rows, *ints, target="v5e")
     assert re.search(r"input_output_alias=\{[^}]*\{\}: \(0,", program.text), program.text[:300]
-    pool = int(np.prod(shape)) * 2
-    assert program.memory.temporaries < pool / 4
+    assert program.memory.temporaries < int(np.prod(shape)) * bits(dtype) / 8 / 4
     dims = ",".join(map(str, shape))
-    assert not re.findall(rf"= bf16\[{dims}\]\S* copy\(", program.text)
+    assert not re.findall(rf"= \w+\[{dims}\]\S* copy\(", program.text)
+    assert ("tpu_custom_call" in program.text) == kernel
 
 
 def trees(columns, sequences=2, new=16, length=1500):

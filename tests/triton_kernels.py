@@ -22,6 +22,7 @@ from torch import Tensor
 import contract
 from vishwamai.core import gpu, sharding, triton_private
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.qtensor import INT4
 from vishwamai.torch.launch import allocate, arguments, placed, run, torch_dtype
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -119,13 +120,21 @@ def launch_torch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, 
 
 
 def from_numpy(x: np.ndarray) -> Tensor:
-    """A tensor with a copy of the array's values, of any dtype that JAX has."""
+    """A tensor with a copy of the array's values, of any dtype that JAX has; of int4 the bytes that XLA has on a GPU:
+    two numbers in each, the first in the lower bits.
+    """
+    if x.dtype == INT4:
+        nibbles = (x.astype(np.int8) & 15).reshape(*x.shape[:-1], -1, 2)
+        x = nibbles[..., 0] | nibbles[..., 1] << 4
     bits = np.array(x, copy=True, order="C").view(f"u{x.dtype.itemsize}")
     return torch.from_numpy(bits).view(torch_dtype(x.dtype)).reshape(x.shape)
 
 
 def to_numpy(x: Tensor, dtype: Any) -> np.ndarray:
-    """The tensor's values as a NumPy array of the same dtype."""
+    """The tensor's values as a NumPy array of the same dtype, from which `from_numpy` may have made it."""
+    if dtype == INT4:
+        byte = x.numpy()
+        return np.stack((byte << 4 >> 4, byte >> 4), axis=-1).reshape(*byte.shape[:-1], -1).astype(dtype)
     unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[x.element_size()]
     return x.contiguous().view(unsigned).numpy().view(dtype)
 

@@ -30,10 +30,13 @@ POINTERS = {
     "int32": "*i32",
     "uint32": "*u32",
     "int8": "*i8",
+    "int4": "*i8",
     "uint8": "*u8",
     "bool": "*i1",
 }
-"""Triton's name of a pointer to each dtype."""
+"""Triton's name of a pointer to each dtype; of int4 to bytes, in which XLA keeps two numbers, the first in the lower
+bits.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

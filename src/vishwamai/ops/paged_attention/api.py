@@ -82,7 +82,8 @@ def ragged_paged_attention(
         head, whose first `latent_dim` columns are the value too. Latent pages may have more columns than the query,
         which hold 0: on TPU make them a multiple of 128 (640 for 576), for XLA lays other widths out in columns and
         copies the whole pool at every call. The query's dtype, or int8, int4, float8_e4m3fn or
-        float8_e5m2 with scales. int4 takes half of int8's memory; "native_cpu" and "xla" read it.
+        float8_e5m2 with scales. int4 takes half of int8's memory. "pallas_tpu" reads it where the kv heads are a
+        multiple of 4 (8 in separate pools), "triton" and "native_cpu" where head_dim is even, "xla" always.
       kv_lens: `[sequences]` int32, tokens of each sequence, the new ones included.
       page_indices: `[sequences, pages_per_sequence]` int32; entries past a sequence's end are never read.
       cu_q_lens: `[sequences + 1]` int32 from 0 on, where each sequence's queries start; `query` may be longer than the

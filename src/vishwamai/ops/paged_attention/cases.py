@@ -136,11 +136,12 @@ CASES = (
     _case("window", _MIXED, (8, 2), 128, 4, "bfloat16", window=6),
     _case("softcap and sinks", _MIXED, (8, 2), 128, 8, "bfloat16", softcap=3.0, sinks=True),
     _case("int8 pages", _MIXED, (8, 2), 128, 8, "bfloat16", "int8", scaled=True),
-    _case("int4 pages", _MIXED, (8, 2), 128, 8, "bfloat16", "int4", scaled=True),
+    _case("int4 pages", _MIXED, (8, 4), 128, 8, "bfloat16", "int4", scaled=True),
+    _case("int4 pages of decoding", _DECODE, (16, 8), 64, 16, "bfloat16", "int4", scaled=True, max_q_len=1),
     _case(
         "int4 pages separate",
-        _DECODE,
-        (4, 2),
+        _MIXED,
+        (8, 8),
         64,
         8,
         pages="int4",
@@ -149,6 +150,7 @@ CASES = (
         scaled=True,
         window=9,
     ),
+    _case("int4 pages of two kv heads", _MIXED, (8, 2), 128, 8, "bfloat16", "int4", scaled=True),
     _case("int4 pages latent", _MIXED, (8, 1), 80, 16, "bfloat16", "int4", form="latent", latent_dim=62, scale=0.02),
     _case("int4 pages of odd rows", _DECODE, (4, 2), 33, 8, pages="int4", scaled=True),
     _case("fp8 pages", _DECODE, (8, 4), 128, 8, "bfloat16", "float8_e4m3fn", scaled=True, max_q_len=1),
@@ -217,8 +219,6 @@ _SMALL = ForwardCase(
     {"softcap": 4.0},
 )
 
-_INT4 = tuple(case.name for case in CASES if case.name.startswith("int4 pages"))
-
 FACTS = Facts(
     small=_SMALL,
     batched=("query", "kv_pages", "kv_lens", "page_indices"),
@@ -230,13 +230,15 @@ FACTS = Facts(
             "float16": "`query` is float16",
             "float64": "`query` is float64",
             "three kv heads": "6 rows of bfloat16",
-            **dict.fromkeys(_INT4, "`kv_pages` is int4"),
+            "int4 pages of two kv heads": "4 rows of int4",
+            "int4 pages latent": "latent pages are int4",
+            "int4 pages of odd rows": "4 rows of int4",
             "wide heads": "256 columns",
         },
         "triton": {
             "no tokens": "the batch is empty",
             "float64": "`query` is float64",
-            **dict.fromkeys(_INT4, "the pages are int4"),
+            "int4 pages of odd rows": "rows of 33 numbers of 4 bits",
         },
     },
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
+from vishwamai.core.qtensor import INT4
 from vishwamai.core.target import Target
 from vishwamai.ops.paged_attention.checks import no_gradient
 from vishwamai.ops.paged_attention.gpu_pools import chunk_of, places_of, strides
@@ -33,7 +34,7 @@ ATTEND = gpu.TritonKernel("vishwamai.ops.paged_attention.gpu_kernels", "attend")
 COMBINE = gpu.TritonKernel("vishwamai.ops.paged_attention.gpu_kernels_combine", "combine")
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+_NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 _WIDEST_LATENT, _WIDEST_REST = 512, 128
 """Columns of a latent page's value, and of what it has beside it."""
 
@@ -43,8 +44,11 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
     query, pages = spec.operands.query.dtype, spec.operands.k_pages.dtype
     if query.name not in _DTYPES:
         return f"`query` is {query.name}; the Triton kernels take {', '.join(_DTYPES)}."
-    if pages.name not in (*_DTYPES, *_EIGHT_BITS):
-        return f"the pages are {pages.name}; the Triton kernels take {', '.join((*_DTYPES, *_EIGHT_BITS))}."
+    if pages.name not in (*_DTYPES, *_NARROW):
+        return f"the pages are {pages.name}; the Triton kernels take {', '.join((*_DTYPES, *_NARROW))}."
+    if pages == INT4 and (spec.head_dim % 2 or spec.value_dim % 2):
+        columns = spec.head_dim if spec.head_dim % 2 else spec.value_dim
+        return f"rows of {columns} numbers of 4 bits do not end with a byte; the Triton kernels load whole bytes."
     if pages != query and pages.name in _DTYPES and query.name != "float32":
         return f"the pages are {pages.name}, which {query.name} queries would round."
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
@@ -178,6 +182,7 @@ def _attend(
         ROWS=rows,
         COLUMNS=keys,
         CHUNK=chunk_of(spec.sequences),
+        FOUR=spec.operands.k_pages.dtype == INT4,
         **how,
     )
 

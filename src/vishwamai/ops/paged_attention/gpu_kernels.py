@@ -39,6 +39,16 @@ def load_rows(ptr, at, rows, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def load_pages(ptr, at, rows, FOUR: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """`load_rows` of pages; FOUR: two numbers share a byte, the first in its lower bits, and `at` counts bytes."""
+    if FOUR:
+        pairs = load_rows(ptr, at, rows, WIDTH // 2, TILE // 2).to(tl.int32)
+        return tl.join((pairs << 28) >> 28, pairs >> 4).reshape(at.shape[0], TILE)
+    else:
+        return load_rows(ptr, at, rows, WIDTH, TILE)
+
+
+@triton.jit
 def attend(
     query_ptr,
     k_ptr,
@@ -106,6 +116,7 @@ def attend(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
+    FOUR: tl.constexpr,
 ):
     """Grid (batch * items * SPLITS * kv_heads * head_tiles,).
 
@@ -115,8 +126,9 @@ def attend(
     `[batch, tokens, heads, DV]`, 0 for what lies behind the last sequence. Several: out and lse, float32, of rows that
     belong to a sequence that counts, `[SPLITS, batch, tokens, heads, (DV)]`, or with SLOTS
     `[SPLITS, batch, sequences, SLOTS, heads, (DV)]`; where a split has no key, lse is -inf. One split may write the
-    natural logsumexp of the call too, `[batch, tokens, heads]`.
+    natural logsumexp of the call too, `[batch, tokens, heads]`. FOUR: pages are of 4 bits, and their strides in bytes.
     """
+    PACKED: tl.constexpr = 2 if FOUR else 1
     place = tl.program_id(0)
     tile = place % head_tiles
     place = place // head_tiles
@@ -220,16 +232,16 @@ def attend(
             slot = key % PAGE
         where = page * k_page + slot.to(tl.int64) * k_token
         # What is not live may hold anything, NaN included: it is never loaded.
-        k = load_rows(k_ptr, where, live, DV if LATENT else D, D_TILE).to(q.dtype)
+        k = load_pages(k_ptr, where, live, FOUR, DV if LATENT else D, D_TILE).to(q.dtype)
         product = tl.dot(q, k.T, input_precision=PRECISION)
         if LATENT:
             v = k
             if D > DV:
-                k_rest = load_rows(k_ptr + DV, where, live, D - DV, REST_TILE).to(q.dtype)
+                k_rest = load_pages(k_ptr + DV // PACKED, where, live, FOUR, D - DV, REST_TILE).to(q.dtype)
                 product = tl.dot(q_rest, k_rest.T, product, input_precision=PRECISION)
         else:
             v_where = page * v_page + slot.to(tl.int64) * v_token
-            v = load_rows(v_ptr, v_where, live, DV, DV_TILE).to(q.dtype)
+            v = load_pages(v_ptr, v_where, live, FOUR, DV, DV_TILE).to(q.dtype)
         if SOFTCAP is not None:
             x = SOFTCAP * LOG2E * tanh(product * (scale * (1.0 / SOFTCAP)), PRECISE)
         else:

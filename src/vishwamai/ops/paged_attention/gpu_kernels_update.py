@@ -150,3 +150,28 @@ def update(
         at = page * v_page + slot * v_token + head * v_head
         x = _stored(x, v_scale_ptr, head, k_ptr.dtype.element_ty, MOST)
         tl.store(v_ptr + at[:, None] + column[None, :], x, mask=mine[:, None] & (column < DV)[None, :])
+
+
+@triton.jit
+def put(
+    rows_ptr,
+    page_ptr,
+    slot_ptr,
+    pool_ptr_init,
+    pool_ptr,
+    pages,
+    SLOTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (tokens, cdiv(SIZE, TILE)): rows `[tokens, SIZE]` of bytes to their places in the pool
+    `[pages, SLOTS, SIZE]`; a row whose page is out of range is not written.
+    """
+    token = tl.program_id(0)
+    page = tl.load(page_ptr + token)
+    if (page < 0) | (page >= pages):
+        return
+    at = page.to(tl.int64) * SLOTS + tl.load(slot_ptr + token)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    x = tl.load(rows_ptr + token.to(tl.int64) * SIZE + column, mask=column < SIZE)
+    tl.store(pool_ptr + at * SIZE + column, x, mask=column < SIZE)

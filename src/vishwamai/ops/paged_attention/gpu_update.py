@@ -1,17 +1,50 @@
-"""`update_pages` of torch tensors on GPUs: one Triton kernel writes new keys and values into the pools in place."""
+"""`update_pages` on GPUs: of torch tensors, one Triton kernel writes new keys and values into the pools in place; of
+JAX's pools of 4 bits, one writes rows that are made already.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
 
 from vishwamai.core import gpu
+from vishwamai.core.qtensor import INT4
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.paged_attention.gpu_pools import chunk_of, places_of
 from vishwamai.ops.paged_attention.gpu_tiles import tile_of
 
 UPDATE = gpu.TritonKernel("vishwamai.ops.paged_attention.gpu_kernels_update", "update")
+PUT = gpu.TritonKernel("vishwamai.ops.paged_attention.gpu_kernels_update", "put")
+
+
+def why_not_put(pool: Any, rows: Any) -> str | None:
+    """What keeps `put` from these arrays, or None."""
+    if pool.dtype != INT4:
+        return f"rows of {pool.dtype.name} are whole bytes, which XLA's scatter moves in place"
+    if math.prod(pool.shape[2:]) % 2 or not rows.size:
+        return f"a token's rows of {pool.shape[2:]} are no whole bytes"
+    return gpu.why_not()
+
+
+def put(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
+    """See `rows.put`; of numbers of 4 bits, which a scatter would write one by one, into bytes that two of them
+    share.
+    """
+    size = math.prod(pool.shape[2:]) // 2
+    tile = min(1024, gpu.next_power_of_2(size))
+    (written,) = gpu.launch(
+        PUT,
+        (rows.shape[0], gpu.cdiv(size, tile)),
+        dict(rows_ptr=rows, page_ptr=page, slot_ptr=slot),
+        dict(pool_ptr=gpu.onto(pool)),
+        pages=pool.shape[0],
+        SLOTS=pool.shape[1],
+        SIZE=size,
+        TILE=tile,
+    )
+    return written
 
 
 def update(
@@ -32,7 +65,8 @@ def update(
     """`update_pages` of torch tensors: the pools `[1, P, page, ...]` are changed in place, the other operands are
     contiguous and have no batch axis.
 
-    JAX needs no kernel: XLA's scatter moves the new rows only, and writes in place where the pages are donated.
+    JAX needs no kernel but `put`: XLA's scatter moves the new rows only, and writes in place where the pages are
+    donated.
     """
     form = "latent" if value is None else "combined" if v_pages is None else "separate"
     page = array_spec(k_pages)

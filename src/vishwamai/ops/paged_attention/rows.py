@@ -1,10 +1,10 @@
 """Rows of new tokens into a pool of pages: the one step of `update_pages` that touches the pool.
 
-On GPUs XLA's scatter moves the new rows only, and writes in place where the pool is donated. On TPUs it takes one row
-after the other, and a kernel copies many at once (`tpu_update`), where rows are whole tiles. On the CPU the scatter
-widens the whole pool of bfloat16 to float32 and back, and copies a pool of any type if there is a single token. There
-a native kernel copies each row to its place. It takes the pool as the caller holds it: XLA copies a donated array that
-is reshaped before it is changed in place.
+On GPUs XLA's scatter moves the new rows only, and writes in place where the pool is donated; a kernel writes numbers of
+4 bits (`gpu_update.put`). On TPUs it takes one row after the other, and a kernel copies many at once (`tpu_update`),
+where rows are whole tiles. On the CPU the scatter widens the whole pool of bfloat16 to float32 and back, and copies a
+pool of any type if there is a single token. There a native kernel copies each row to its place. It takes the pool as
+the caller holds it: XLA copies a donated array that is reshaped before it is changed in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from vishwamai.core import ffi, sharding
 from vishwamai.core.config import current_config
 from vishwamai.core.execute import by_platform
-from vishwamai.ops.paged_attention import tpu_update
+from vishwamai.ops.paged_attention import gpu_update, tpu_update
 from vishwamai.ops.paged_attention.reference import XLA
 
 _HANDLER = "vishwamai_update_pages"
@@ -52,6 +52,11 @@ def _native(pool: Any, *others: Any) -> Any:
     return ffi.call(_HANDLER, (ffi.result(pool.shape, pool.dtype),), pool, *others, aliases={0: 0})[0]
 
 
+def _four_bits(*arrays: Any) -> Any:
+    """On a GPU; a device's share of the columns may not be whole bytes."""
+    return (_scatter if gpu_update.why_not_put(*arrays[:2]) else gpu_update.put)(*arrays)
+
+
 @jax.custom_vjp
 def _put(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
     return _mapped(*sharding.match_varying((pool, rows, page, slot)))
@@ -75,8 +80,11 @@ def _mapped(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
     branches: dict[str, Any] = {}
     if pool.dtype != jnp.int4 and ffi.why_not(None, _HANDLER) is None:  # a row of int4 may not be whole bytes
         branches["cpu"] = sharding.partitioned(_native, _axes(pool.ndim))
-    if current_config().implementation != XLA.name and tpu_update.why_not(pool, rows) is None:
-        branches["tpu"] = tpu_update.put
+    if current_config().implementation != XLA.name:
+        if tpu_update.why_not(pool, rows) is None:
+            branches["tpu"] = tpu_update.put
+        if gpu_update.why_not_put(pool, rows) is None:
+            branches["cuda"] = sharding.partitioned(_four_bits, _axes(pool.ndim))
     return by_platform(_scatter, branches, pool, rows, page, slot)
 
 

@@ -6,6 +6,7 @@ reads its rows.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_long import LongRuns
 from vishwamai.ops.paged_attention.tpu_refs import PagedRefs, Shape
 from vishwamai.ops.paged_attention.tpu_short import ShortRuns
-from vishwamai.ops.paged_attention.tpu_words import packing
+from vishwamai.ops.paged_attention.tpu_words import flat_words, packing
 
 
 def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
@@ -159,16 +160,11 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
 
 def _clear(ref: Any, live: Any) -> None:
     """Zeroes the tokens from `live` on; ref: `[tokens, rows, D]` or `[tokens, D]`."""
-    tokens = ref.shape[0]
-    if len(ref.shape) == 3:
-
-        def one(t: Any, carry: Any) -> Any:
-            ref[t] = jnp.zeros(ref.shape[1:], ref.dtype)
-            return carry
-
-        lax.fori_loop(live, tokens, one, None)
-        return
     tile = 8 * packing(ref.dtype)
+    if len(ref.shape) == 3:  # as words, of many tokens at once
+        live *= ref.shape[1] // packing(ref.dtype)
+        ref = flat_words(ref)
+        tile = math.gcd(ref.shape[0], 64)
 
     def one_tile(i: Any, carry: Any) -> Any:
         some = pl.ds(pl.multiple_of(i * tile, tile), tile)
@@ -176,4 +172,4 @@ def _clear(ref: Any, live: Any) -> None:
         ref[some] = jnp.where(row < live, ref[some], jnp.zeros((), ref.dtype))
         return carry
 
-    lax.fori_loop(live // tile, tokens // tile, one_tile, None)
+    lax.fori_loop(live // tile, ref.shape[0] // tile, one_tile, None)

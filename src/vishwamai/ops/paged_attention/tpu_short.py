@@ -24,8 +24,8 @@ class ShortRuns:
 
     def __init__(self, spec: PagedSpec, shape: Shape, refs: PagedRefs):
         self.spec, self.shape, self.refs = spec, shape, refs
-        unpacked = whole_words(spec, shape) and shape.unpack == "b11fnuz"
-        self.stored_scale = tpu_unpack.B11_SCALE if unpacked else 1.0
+        stored = spec.operands.k_pages.dtype
+        self.stored_scale = tpu_unpack.scale(stored, shape.unpack) if whole_words(spec, shape) else 1.0
 
     def query_copies(self, item: Any, slot: Any) -> list[Any]:
         refs = self.refs

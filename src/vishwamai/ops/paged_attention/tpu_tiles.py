@@ -17,6 +17,7 @@ from vishwamai.core.pallas import (
     tiled_bytes,
     vmem_budget,
 )
+from vishwamai.core.qtensor import bits
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import size
 from vishwamai.ops.paged_attention import tpu_unpack
@@ -26,7 +27,7 @@ from vishwamai.ops.paged_attention.tpu_refs import Shape
 from vishwamai.ops.paged_attention.tpu_words import heads_together, packing
 
 _PAGE_DTYPES = frozenset(
-    jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+    jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
 )
 _ROWS = 8
 _JOINT_ROWS = 64
@@ -44,7 +45,7 @@ class PagedConfig(VmemTiles):
       slots: blocks of pages in VMEM: one is read while the others arrive.
       chunk_keys: keys whose scores are held at once, of short runs; long_chunk_keys: of long runs.
       cores: TensorCores that share the work.
-      unpack: how 8-bit pages are widened, see `tpu_unpack`; "shift" is what every chip can.
+      unpack: how pages of 8 and 4 bits are widened, see `tpu_unpack`; "shift" is what every chip can.
       vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
     """
 
@@ -103,8 +104,9 @@ def _vmem_bytes(spec: PagedSpec, shape: Shape) -> int:
     """Buffers and temporaries of one kernel."""
     o = spec.operands
     pages = [p for p in (o.k_pages, o.v_pages) if p is not None]
-    buffers = sum(shape.slots * shape.pages * p.dtype.itemsize * _page_elements(spec, p) for p in pages)
+    buffers = sum(shape.slots * shape.pages * bits(p.dtype) * _page_elements(spec, p) // 8 for p in pages)
     words = spec.kv_heads // heads_together(spec) if shape.joint else 1
+    words *= max(1, 8 // bits(o.k_pages.dtype))  # those of 4 bits hold twice the rows
     scores = 8 * tiled_bytes((shape.rows, shape.chunk * words), jnp.float32)
     widened = 4 * tiled_bytes((shape.chunk * words, spec.head_dim), jnp.float32)
     if o.tree_mask is not None:
@@ -151,13 +153,13 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
         return "the batch is empty."
     if spec.form == "latent":
+        if o.k_pages.dtype.itemsize == 1:
+            return f"latent pages are {o.k_pages.dtype.name}; the kernel reads them in float32 and bfloat16."
         if spec.page_size % sublanes(o.k_pages.dtype):
             return (
                 f"a latent page has {spec.page_size} rows of {o.k_pages.dtype.name}, not a multiple of a tile's "
                 f"{sublanes(o.k_pages.dtype)}."
             )
-        if o.k_pages.dtype.itemsize == 1:
-            return f"latent pages are {o.k_pages.dtype.name}; the kernel reads them in float32 and bfloat16."
     else:
         if spec.head_dim > LANES or spec.value_dim > LANES:
             return (
@@ -201,12 +203,14 @@ def heuristic(spec: PagedSpec, target: Target) -> PagedConfig:
     planned = planning_chip(target)
     unpack = tpu_unpack.conversion(planned, spec.operands.k_pages.dtype)
     # Decoding waits for the scores, of which more at once are in flight: where pages bring few instructions for their
-    # bytes, where HBM gives more than a thousand bytes a cycle (TPU7x), and of latent pages, whose products go through
-    # a matrix unit that is as busy as HBM.
+    # bytes, where HBM gives more than a thousand bytes a cycle (TPU7x), and of latent pages and those of 4 bits, whose
+    # products keep a matrix unit as busy as HBM, or busier.
     fast = planned.hbm_bandwidth / planned.cores / planned.clock > 1024 and spec.operands.k_pages.dtype.itemsize == 2
     chunk = 128
     if spec.max_q_len == 1:
-        chunk = 512 if spec.form == "latent" else 256 if (fast or unpack != "shift") and _joint(spec, 1) else 128
+        chunk = 256 if (fast or unpack != "shift") and _joint(spec, 1) else 128
+        if spec.form == "latent" or (bits(spec.operands.k_pages.dtype) < 8 and _joint(spec, 1)):
+            chunk = 512
     config = PagedConfig(keys, chunk_keys=chunk, cores=planned.cores_per_device, unpack=unpack)
     while (need := config.needs(spec, target)["vmem_bytes"]) > vmem_budget(target):
         if config.block_keys >= 2 * spec.page_size:

@@ -32,8 +32,9 @@ def why_not(pool: Any, rows: Any) -> str | None:
     """What keeps the kernel from these arrays, or None."""
     if pool.ndim != 4 or pool.shape[3] % pallas.LANES:
         return f"rows of {pool.shape[2:]} are no whole tiles of memory"
-    if bits(pool.dtype) < 8:
-        return f"{pool.dtype.name} has no whole bytes"
+    words, rest = divmod(pool.shape[2] * bits(pool.dtype), 32)
+    if rest or (words not in (1, 2, 4) and pool.shape[2] % 8):
+        return f"rows of {pool.shape[2:]} of {pool.dtype.name} do not lie together: XLA keeps slots next to each other"
     if not 0 < rows.shape[0] <= MOST_TOKENS:
         return f"{rows.shape[0]} tokens, of 1 to {MOST_TOKENS}"
     return None
@@ -55,7 +56,7 @@ def put(pool: jax.Array, rows: jax.Array, page: jax.Array, slot: jax.Array) -> j
         semantics=("parallel",),
         vmem_bytes=0,
         flops=0,
-        bytes_accessed=2 * rows.size * rows.dtype.itemsize,
+        bytes_accessed=2 * rows.size * bits(rows.dtype) // 8,
     )
     return written
 

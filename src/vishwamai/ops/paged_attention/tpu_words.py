@@ -1,7 +1,7 @@
 """Keys and values of a kv head from the rows of its pages.
 
 A page lies in VMEM as [page, rows, D] with all heads of a token together. Rows of a head are read with a stride, as
-32-bit words: a word holds a column of two bfloat16 (or four 8-bit) rows, which shifts take apart.
+32-bit words: a word holds a column of two bfloat16 (four 8-bit, eight 4-bit) rows, which shifts take apart.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vishwamai.core.qtensor import bits
 from vishwamai.ops.paged_attention import tpu_unpack
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import PagedRefs, Shape
@@ -22,7 +23,7 @@ from vishwamai.ops.paged_attention.tpu_refs import PagedRefs, Shape
 
 def packing(dtype: Any) -> int:
     """Rows in a 32-bit word."""
-    return 4 // jnp.dtype(dtype).itemsize
+    return 32 // bits(dtype)
 
 
 def heads_together(spec: PagedSpec) -> int:
@@ -57,11 +58,11 @@ def row_of(words: jax.Array, index: int, dtype: Any, wanted: Any) -> jax.Array:
     if each == 1:
         return words.astype(wanted)
     if each == 2:
-        bits = words << 16 if index == 0 else words & jnp.uint32(0xFFFF0000)
-        return pltpu.bitcast(bits, jnp.float32).astype(wanted)
-    if jnp.dtype(dtype) == jnp.int8:
-        signed = pltpu.bitcast(words, jnp.int32)
-        return ((signed << (24 - 8 * index)) >> 24).astype(jnp.float32).astype(wanted)
+        upper = words << 16 if index == 0 else words & jnp.uint32(0xFFFF0000)
+        return pltpu.bitcast(upper, jnp.float32).astype(wanted)
+    if jnp.issubdtype(dtype, jnp.integer):
+        signed, width = pltpu.bitcast(words, jnp.int32), bits(dtype)
+        return ((signed << (32 - width * (index + 1))) >> (32 - width)).astype(jnp.float32).astype(wanted)
     return _float8(words >> (8 * index) if index else words, dtype).astype(wanted)
 
 
@@ -155,5 +156,6 @@ def places(spec: PagedSpec, shape: Shape, part: int, tokens: int, width: int) ->
     together = heads_together(spec)
     words = spec.kv_heads // together
     if whole_words(spec, shape):
-        return *tpu_unpack.place(column, words, tokens), width // (4 * words)
+        token, head = tpu_unpack.place(column, spec.operands.k_pages.dtype, words, tokens)
+        return token, head, width // (together * words)
     return column >> (words.bit_length() - 1), (column & (words - 1)) * together + part, width // words
