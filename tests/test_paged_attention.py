@@ -312,7 +312,7 @@ class TestUpdateOnTheCpu:
 
     @pytest.mark.parametrize("form", ["combined", "latent"])
     @pytest.mark.parametrize("tokens", [1, 20])
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "float8_e4m3fn"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4", "float8_e4m3fn"])
     def test_it_copies_no_pool(self, dtype, tokens, form):
         """The program returns its argument's memory, needs less than a page besides, and writes what it should."""
         program, (pool, *tables) = cpu_update(64, dtype, tokens, form)
@@ -328,7 +328,7 @@ class TestUpdateOnTheCpu:
         got = np.asarray(out, np.float32).reshape(64, 16, -1)
         np.testing.assert_array_equal(got, np.broadcast_to(expected[:, :, None], got.shape))
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
     def test_time_follows_the_tokens_and_not_the_pool(self, dtype):
         """A pool 64 times as large takes about as long; a copy of it would take a hundred times as long."""
         times = {}
@@ -344,6 +344,16 @@ class TestUpdateOnTheCpu:
                 each.append(time.process_time() - start)
             times[pages] = min(each)
         assert times[4096] < 5 * times[64]
+
+    @pytest.mark.parametrize("columns", [33, 34])
+    def test_rows_of_4_bits_that_are_whole_bytes_or_not(self, columns):
+        random = np.random.default_rng(columns)
+        pool, rows = (jnp.asarray(random.integers(-7, 8, (*n, columns)), jnp.int4) for n in ((5, 4), (3,)))
+        page, slot = jnp.array([4, 7, 0]), jnp.array([1, 0, 3])
+        text = jax.jit(paged_rows.put).lower(pool, rows, page, slot).as_text()
+        assert ("vishwamai_update_pages" in text) == (columns == 34)
+        expected = pool.at[page, slot].set(rows, mode="drop")
+        np.testing.assert_array_equal(jax.jit(paged_rows.put)(pool, rows, page, slot), expected)
 
     def test_transforms(self):
         """vmap and the gradient are those of the scatter; a pool that is not donated stays."""

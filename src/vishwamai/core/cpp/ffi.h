@@ -28,6 +28,12 @@ inline const T* optional(const ffi::AnyBuffer& buffer) {
 }
 inline const void* optional(const ffi::AnyBuffer& buffer) { return optional<void>(buffer); }
 
+// Bytes of so many elements; XLA keeps two of 4 bits in one.
+inline size_t bytes_of(ffi::DataType dtype, size_t count) {
+  const bool halves = dtype == ffi::S4 || dtype == ffi::U4;
+  return halves ? (count + 1) / 2 : count * ffi::ByteWidth(dtype);
+}
+
 // Handler `call`, whose results are announced first: what VISHWAMAI_REGISTER registers, so every large result of every
 // operation.
 template <XLA_FFI_Handler* call>
@@ -35,9 +41,9 @@ XLA_FFI_Error* announcing_results(XLA_FFI_CallFrame* frame) {
   for (int64_t i = 0; i < frame->rets.size; ++i) {
     if (frame->rets.types[i] != XLA_FFI_RetType_BUFFER) continue;
     const XLA_FFI_Buffer& result = *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[i]);
-    size_t bytes = ffi::ByteWidth(static_cast<ffi::DataType>(result.dtype));
-    for (int64_t axis = 0; axis < result.rank; ++axis) bytes *= static_cast<size_t>(result.dims[axis]);
-    expect_written(result.data, bytes);
+    size_t count = 1;
+    for (int64_t axis = 0; axis < result.rank; ++axis) count *= static_cast<size_t>(result.dims[axis]);
+    expect_written(result.data, bytes_of(static_cast<ffi::DataType>(result.dtype), count));
   }
   return call(frame);
 }

@@ -97,7 +97,9 @@ ffi::Error update(ffi::ThreadPool pool, Buffer pages, Buffer rows, Buffer page, 
   if (pages.untyped_data() != out->untyped_data()) return invalid("update_pages: the result must be the pool's memory");
   const int64_t count = p[0], slots = p[1], tokens = r[0];
   if (rows.element_count() == 0 || pages.element_count() == 0) return ffi::Error::Success();
-  const int64_t bytes = static_cast<int64_t>(rows.size_bytes()) / tokens;
+  const size_t row = rows.element_count() / static_cast<size_t>(tokens);
+  if (rows.element_type() == ffi::S4 && row % 2 != 0) return invalid("update_pages: int4 rows must be whole bytes");
+  const int64_t bytes = static_cast<int64_t>(bytes_of(rows.element_type(), row));
   const char* const from = static_cast<const char*>(rows.untyped_data());
   char* const to = static_cast<char*>(out->untyped_data());
   const auto *pages_of = optional<int32_t>(page), *slots_of = optional<int32_t>(slot);

@@ -10,6 +10,7 @@ the caller holds it: XLA copies a donated array that is reshaped before it is ch
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from vishwamai.core import ffi, sharding
 from vishwamai.core.config import current_config
 from vishwamai.core.execute import by_platform
+from vishwamai.core.qtensor import bits
 from vishwamai.ops.paged_attention import gpu_update, tpu_update
 from vishwamai.ops.paged_attention.reference import XLA
 
@@ -49,7 +51,14 @@ def _scatter(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
 
 
 def _native(pool: Any, *others: Any) -> Any:
+    if not _whole_bytes(pool):  # a device's share of the columns
+        return _scatter(pool, *others)
     return ffi.call(_HANDLER, (ffi.result(pool.shape, pool.dtype),), pool, *others, aliases={0: 0})[0]
+
+
+def _whole_bytes(pool: Any) -> bool:
+    """Whether every row of the pool begins with a byte."""
+    return math.prod(pool.shape[2:]) * bits(pool.dtype) % 8 == 0
 
 
 def _four_bits(*arrays: Any) -> Any:
@@ -78,7 +87,7 @@ _put.defvjp(_put_fwd, _put_bwd)
 @jax.custom_batching.custom_vmap
 def _mapped(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
     branches: dict[str, Any] = {}
-    if pool.dtype != jnp.int4 and ffi.why_not(None, _HANDLER) is None:  # a row of int4 may not be whole bytes
+    if _whole_bytes(pool) and ffi.why_not(None, _HANDLER) is None:
         branches["cpu"] = sharding.partitioned(_native, _axes(pool.ndim))
     if current_config().implementation != XLA.name:
         if tpu_update.why_not(pool, rows) is None:

@@ -51,7 +51,7 @@ def update_pages(
     On TPUs a kernel copies many rows at once, where they have a multiple of 128 columns and a token's rows are 1, 2, 4
     or a multiple of 8 words of 32 bits; elsewhere on accelerators it is XLA's own scatter, which moves the new rows
     only (latent pages: if their columns are a multiple of 128; see there), and for int4 on GPUs a kernel. On the CPU a
-    native kernel copies the rows; pages of int4 have XLA's scatter there, which widens the whole pool.
+    native kernel copies the rows; int4 rows that are not whole bytes have XLA's scatter there, which widens the pool.
 
     Args:
       kv_pages: any of the three forms of `ragged_paged_attention`.
