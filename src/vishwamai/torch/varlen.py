@@ -187,26 +187,14 @@ def flash_attention_varlen(
     config: AttentionGpuConfig | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """Attention of sequences of any lengths, packed one behind the other: those of queries see the keys of the sequence
-    of the same number.
+    """Attention of sequences of any lengths, packed one after another; see `vishwamai.flash_attention_varlen`, whose
+    arguments these are.
 
-    Blocks of other sequences are not visited: the time is that of the sequences, and nothing is padded. The other
-    arguments are those of `flash_attention`, within each sequence; rows and columns of the dropout count there, too.
-
-    Args:
-      query: `[total_q, heads, qk_dim]`; key, value: `[total_k, kv_heads, qk_dim]` and `[total_k, kv_heads, v_dim]`.
-      cu_seqlens_q: integers `[batch + 1]`, where each sequence of queries begins, and the last one's end. What lies
-        behind that sees nothing.
-      cu_seqlens_k: the same of the keys.
-      max_seqlen_q: the longest sequence's length, or more. Where one is longer, the CPU raises an error; on a GPU,
-        which is not asked, the results of all that lies beyond become NaN.
-      max_seqlen_k: the same of the keys; on a GPU the keys' gradients beyond become NaN, and all keys are seen.
-      causal_align: "bottom_right" by default, as FlashAttention has it.
-      alibi_slopes: `[heads]`; distances count within each sequence.
-      dropout_seed: `[batch, heads, 2]`.
-
-    Returns:
-      `out`, `[total_q, heads, v_dim]`; with `return_lse`, the pair of it and the natural logsumexp `[heads, total_q]`.
+    Blocks of other sequences are not visited: the time is that of the sequences, and nothing is padded. Dropout is that
+    of `flash_attention` here, with rows and columns counted within each sequence and seeds `[batch, heads, 2]`.
+    `max_seqlen_q` and `max_seqlen_k` are the longest sequence's length, or more. Where a sequence is longer, the CPU
+    raises an error. A GPU is not asked: there the results of queries past `max_seqlen_q` become NaN, and the gradients
+    of keys past `max_seqlen_k`, which are seen.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 10, 2, 16)
