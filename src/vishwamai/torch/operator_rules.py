@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vishwamai.core import dims
 from vishwamai.core.op import Op
+from vishwamai.core.shape_checks import laid
 from vishwamai.core.signature import Signature
 from vishwamai.torch import batching, sharding
 
@@ -220,22 +221,13 @@ def _sizes(texts: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for text, x in zip(texts, tensors, strict=True):
-        if x is None:
-            continue
-        words, rank = dims.parse(text), len(x.shape)
-        missing = len(words) - rank if not any(w.variadic for w in words) else 0
-        at = 0
-        for dim in words[max(0, missing) :]:
-            count = max(0, rank - len(words) + 1) if dim.variadic else 1
-            if at + count > rank:
-                break  # a scalar
-            extent = tuple(x.shape[at : at + count]) if dim.variadic else x.shape[at]
-            at += count
-            known = shared if dim.shareable and not dim.variadic else sizes
-            if dim.variadic and dim.shareable:
-                extent = torch.broadcast_shapes(extent, sizes.get(str(dim.name), ()))
-                known[str(dim.name)] = extent
-            known.setdefault(str(dim.name), extent)
+        fixed, variadic, lead = ([], None, ()) if x is None else laid(text, x.shape)
+        for dim, _, size in fixed:
+            (shared if dim.shareable else sizes).setdefault(str(dim.name), size)
+        if variadic is not None:
+            known = sizes.setdefault(str(variadic.name), lead)
+            if variadic.shareable:
+                sizes[str(variadic.name)] = torch.broadcast_shapes(lead, known)
     return shared | sizes
 
 
