@@ -141,4 +141,4 @@ def planned(spec: AttentionSpec, tensor: Tensor, options: OperatorOptions) -> Pl
 def statistics_dtype(call: Any) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of (out, logsumexp)."""
     dtype = call.operands.query.dtype
-    return dtype, torch.float64 if dtype == torch.float64 else torch.float32
+    return dtype, torch.promote_types(dtype, torch.float32)

@@ -117,8 +117,7 @@ def _forward(tensors: Tensors, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
     _check(array_specs(tensors))
     if bridge.platform_of(query) == "cuda":
         return attention.attend(*_whole(tensors, given))
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out = query.new_zeros((*query.shape[:2], value.shape[2]))
+    wide, out = torch.promote_types(query.dtype, torch.float32), query.new_zeros((*query.shape[:2], value.shape[2]))
     logsumexp = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=wide)
     options = OperatorOptions(*given[2:])._replace(layout="bshd")
     for q, _, one in _each(tensors, given):
