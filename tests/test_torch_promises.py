@@ -14,6 +14,8 @@ import contract  # noqa: E402
 import vishwamai  # noqa: E402
 import vishwamai.torch as vt  # noqa: E402
 from vishwamai.bench.subject import subject  # noqa: E402
+from vishwamai.core import observe  # noqa: E402
+from vishwamai.core.config import kernel_config  # noqa: E402
 from vishwamai.core.errors import UnsupportedError  # noqa: E402
 from vishwamai.measure.profiling import profile_kernel  # noqa: E402
 from vishwamai.ops import catalogue  # noqa: E402
@@ -156,6 +158,23 @@ def test_a_profile_times_the_operations_of_torch():
     with profile_kernel(repeats=2) as profile:
         vt.flash_attention_varlen(q, q, q, STARTS, STARTS, 3, 3)
     assert [row.calls for row in profile.operations] == [1, 1]  # two sequences of two lengths
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_has_the_configuration_of_its_call(compiled):
+    """Forward and backward, also where a graph was compiled under another one."""
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+
+    def attend(q):
+        return vt.flash_attention(q, q, q)
+
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        attend(q)
+    with kernel_config(use_flash=False), observe.recording() as found:
+        out = attend(q)
+        out.sum().backward()
+    assert [plan.choices[0].implementation.name for plan in found] == ["xla", "xla"]
 
 
 def test_block_sparse_attention():
