@@ -26,6 +26,16 @@ def namespace(x: Any) -> Any:
     return sys.modules["torch"] if gpu.framework(x) == "torch" else jnp
 
 
+def activations(x: Any) -> Any:
+    """The module `torch.nn.functional` for a tensor, `jax.nn` for any other array: `sigmoid(x)`, `softmax(x, axis)`."""
+    return namespace(x).nn.functional if gpu.framework(x) == "torch" else jax.nn
+
+
+def constant(x: Any) -> Any:
+    """The array, to which no gradient goes."""
+    return x.detach() if gpu.framework(x) == "torch" else jax.lax.stop_gradient(x)
+
+
 def cast(x: Any, dtype: Any) -> Any:
     """The array in a dtype of JAX.
 
@@ -82,6 +92,27 @@ def fetched(x: Any, index: Any, fill: float = 0) -> Any:
         return jnp.asarray(x).at[index].get(mode="fill", fill_value=fill)
     end = x.new_full((1, *x.shape[1:]), fill)
     return sys.modules["torch"].cat([x, end])[index.clamp(max=x.shape[0])]
+
+
+def largest(x: Any, count: int) -> tuple[Any, Any]:
+    """The `count` largest entries along the last axis, largest first, and where they are; of equal ones the first wins.
+
+    >>> [y.tolist() for y in largest(jnp.array([5, 9, 7, 9]), 3)]
+    [[9, 9, 7], [1, 3, 2]]
+    """
+    if gpu.framework(x) != "torch":
+        return jax.lax.top_k(x, count)
+    values, order = x.sort(dim=-1, descending=True, stable=True)
+    return values[..., :count], order[..., :count]
+
+
+def taken(x: Any, index: Any) -> Any:
+    """Entries of x along its last axis, of each row its own.
+
+    >>> taken(jnp.array([[5, 7], [8, 9]]), jnp.array([[1], [0]])).tolist()
+    [[7], [8]]
+    """
+    return x.gather(-1, index) if gpu.framework(x) == "torch" else jnp.take_along_axis(x, index, axis=-1)
 
 
 def cut(x: Any, start: Any, count: int) -> Any:

@@ -119,7 +119,7 @@ class QTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of values and scales; two 4-bit numbers take one byte, as TPUs hold them."""
-        return sum((x.size * bits(x.dtype) + 7) // 8 for x in (self.values, self.scales))
+        return sum((x.size * bits(x.dtype) + 7) // 8 for x in map(array_spec, (self.values, self.scales)))
 
     def dequantize(self, dtype: Any = None) -> Float[Array, ...]:
         """`values * scales`, computed in float32 (float64 scales: in float64) and rounded once to `dtype` (default:

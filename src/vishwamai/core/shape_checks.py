@@ -41,7 +41,7 @@ class _Seen:
 
     def add(self, argument: Argument) -> None:
         """Remembers the sizes of an argument that fits. A shared axis of size 1 tells nothing of the others."""
-        fixed, variadic, lead = _laid(argument.text, argument.shape)
+        fixed, variadic, lead = laid(argument.text, argument.shape)
         for dim, axis, size in fixed:
             if dim.name is not None and not (dim.shareable and size == 1):
                 of_one = (size - dim.more) // dim.times
@@ -65,7 +65,7 @@ class _Seen:
 
     def misfit(self, text: str, shape: tuple[int, ...]) -> dims.Dim | None:
         """The first dim of an array that contradicts those before; the array has a legal number of axes."""
-        fixed, variadic, lead = _laid(text, shape)
+        fixed, variadic, lead = laid(text, shape)
         for dim, _, size in fixed:
             wanted = self.size(dim)
             if wanted is not None and size != wanted and not (dim.shareable and size == 1):
@@ -182,10 +182,10 @@ def _has_rank(text: str, rank: int) -> bool:
     return len(words) - _lacks(words) <= rank <= len(words)
 
 
-def _laid(
-    text: str, shape: tuple[int, ...]
-) -> tuple[list[tuple[dims.Dim, int, int]], dims.Dim | None, tuple[int, ...]]:
-    """(dim, axis from the end, size) of the words for one axis; the word for any number of axes, and their sizes."""
+def laid(text: str, shape: tuple[int, ...]) -> tuple[list[tuple[dims.Dim, int, int]], dims.Dim | None, tuple[int, ...]]:
+    """((dim, axis from the end, size) of the words for one axis, the word for any number of axes, their sizes); an
+    array with fewer axes than words has the last ones.
+    """
     words = dims.parse(text)
     at = next((i for i, dim in enumerate(words) if dim.variadic), None)
     if at is None or len(shape) < len(words) - 1:

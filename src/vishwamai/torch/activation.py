@@ -66,14 +66,10 @@ def fused_gelu_dropout(
 ) -> Tensor:
     """Dropout of `gelu(x)` in one pass over memory, whose mask is never stored; see `vishwamai.fused_gelu_dropout`.
 
-    Args:
-      x: as there.
-      rate: share of the elements to drop, in [0, 1).
-      seed: two integers, of which 32 bits count: the same drop the same elements, here and in JAX, where they are
-        `vishwamai.core.dropout.seeds(key, 1, 1)`. None draws them from torch's generator of the tensor's device, which
-        processes that share a `DTensor` do not share: they must pass them.
-      approximate: as there.
-      deterministic: as there.
+    Arguments, result and errors are those of JAX's, except for `seed` in place of a key: two integers, of which 32 bits
+    count. The same drop the same elements, here and in JAX, where they are `vishwamai.core.dropout.seeds(key, 1, 1)`.
+    None draws them from torch's generator of the tensor's device, which processes that share a `DTensor` do not share:
+    they must pass them.
 
     >>> import torch
     >>> y = fused_gelu_dropout(torch.ones(64, 64), 0.25, seed=torch.tensor([1, 2]))

@@ -56,18 +56,20 @@ def _inner(x: Tensor, layout: str | None) -> Tensor:
     return rows(x).transpose(1, 2) if layout == "bshd" else rows(x)
 
 
-def _operands(tensors: Operands, layout: str | None, of_bias: bool) -> tuple[Operands, Operands]:
-    """(the tensors in the op's own layout, the same as the operator got them except for what `expand` repeats)."""
-    query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, _, slopes = tensors
+def _planned(tensors: Operands, options: OperatorOptions, of_bias: bool) -> tuple[Plan, Operands, Placement]:
+    """(the plan, the operands in the op's own layout, how the kernels' arrays lie). A tensor that `expand` has made is
+    read where it is, except for a bias whose gradient is asked for.
+    """
+    bias, mask = tensors.bias, tensors.mask
     bias = bias if bias is None or of_bias else unexpanded(bias)
     mask = None if mask is None else unexpanded(mask)
-    given = Operands(query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, slopes=slopes)
-    if any(x.dim() != 4 for x in (query, key, value)):
-        return given, given  # which the checks will reject
-    laid = Operands(
-        _inner(query, layout),
-        _inner(key, layout),
-        _inner(value, layout),
+    given = tensors._replace(bias=bias, mask=mask)
+    plan = planned(described(array_specs(given), options), given.query, options)
+    query, key, value, _, _, q_ids, kv_ids, sinks, seed, _, slopes = given
+    operands = Operands(
+        _inner(query, options.layout),
+        _inner(key, options.layout),
+        _inner(value, options.layout),
         _filled(bias, 4),
         _filled(mask, 4),
         None if q_ids is None else _filled(q_ids.to(torch.int32), 2),
@@ -76,14 +78,7 @@ def _operands(tensors: Operands, layout: str | None, of_bias: bool) -> tuple[Ope
         None if seed is None else seed.contiguous().view(torch.uint32),
         slopes=_filled(slopes, 2),
     )
-    return laid, given
-
-
-def _planned(tensors: Operands, options: OperatorOptions, of_bias: bool) -> tuple[Operands, Plan, Placement]:
-    """(operands in the op's own layout, the plan, how the kernels' arrays lie)."""
-    operands, given = _operands(tensors, options.layout, of_bias)
-    plan = planned(described(array_specs(given), options), tensors.query, options)
-    return operands, plan, Placement(seq_first=options.layout == "bshd")
+    return plan, operands, Placement(seq_first=options.layout == "bshd")
 
 
 def attend(plan: Plan, operands: Operands, memory: Placement) -> tuple[Tensor, Tensor]:
@@ -93,21 +88,16 @@ def attend(plan: Plan, operands: Operands, memory: Placement) -> tuple[Tensor, T
 
 
 def gradients(
-    plan: Plan,
-    operands: Operands,
-    outputs: Outputs,
-    cotangents: Outputs,
-    memory: Placement,
-    unwanted: Iterable[str] = (),
+    plan: Plan, operands: Operands, memory: Placement, outputs: Outputs, cotangents: Outputs, unwanted: Iterable[str]
 ) -> Operands:
     """The gradients, in the shapes of `attend`'s output; there may be no cotangent of the logsumexp."""
-    of_lse = cotangents.logsumexp is not None
-    logsumexp: Any = outputs.logsumexp
-    plan = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, return_lse=of_lse))
-    outputs = outputs._replace(logsumexp=logsumexp if of_lse else None)
-    cotangents = cotangents._replace(logsumexp=cotangents.logsumexp.contiguous() if of_lse else None)
-    of_bias = "bias" not in unwanted
-    return bridge.backward(plan, operands, outputs, logsumexp.contiguous(), cotangents, unwanted, memory, of_bias)
+    logsumexp = outputs.logsumexp.contiguous()
+    if cotangents.logsumexp is None:
+        outputs = outputs._replace(logsumexp=None)
+    else:
+        plan = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, return_lse=True))
+        cotangents = cotangents._replace(logsumexp=cotangents.logsumexp.contiguous())
+    return bridge.backward(plan, operands, outputs, logsumexp, cotangents, unwanted, memory, "bias" not in unwanted)
 
 
 def _outer(x: Tensor, plan: Plan, memory: Placement) -> Tensor:
@@ -116,7 +106,8 @@ def _outer(x: Tensor, plan: Plan, memory: Placement) -> Tensor:
 
 
 def forward(tensors: Operands, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    operands, plan, memory = _planned(tensors, OperatorOptions(*given), False)
+    """The operator's results."""
+    plan, operands, memory = _planned(tensors, OperatorOptions(*given), False)
     out, logsumexp = attend(plan, operands, memory)
     return _outer(out, plan, memory), logsumexp
 
@@ -124,10 +115,11 @@ def forward(tensors: Operands, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
 def backward(
     cotangents: Outputs, outputs: Outputs, tensors: Operands, given: Sequence[Any], unwanted: set[str]
 ) -> Operands:
+    """The gradients in the caller's layout."""
     options = OperatorOptions(*given)
-    operands, plan, memory = _planned(tensors, options, "bias" not in unwanted)
+    plan, operands, memory = _planned(tensors, options, "bias" not in unwanted)
     outputs, cotangents = (pair._replace(out=_inner(pair.out, options.layout)) for pair in (outputs, cotangents))
-    found = gradients(plan, operands, outputs, cotangents, memory, unwanted)
+    found = gradients(plan, operands, memory, outputs, cotangents, unwanted)
     return found._replace(**{n: _outer(getattr(found, n), plan, memory) for n in ("query", "key", "value")})
 
 
@@ -196,32 +188,19 @@ def flash_attention(
     computed |= dict(dropout_rate=dropout_rate, layout=layout, bias_after_softcap=bias_after_softcap)
     how: Any = dict(block_size=block_size, config=config, implementation=implementation)
     options = requested("flash_attention", **computed, **how)
-    return _attend(query, key, value, bias, mask, segment_ids, sinks, alibi_slopes, dropout_seed, return_lse, options)
+    rest = *segment_pair(segment_ids), sinks, dropout_seed
+    return _attend(Operands(query, key, value, bias, mask, *rest, slopes=alibi_slopes), return_lse, options)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    segment_ids: tuple[Tensor, Tensor] | None,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    dropout_seed: Tensor | None,
-    return_lse: bool,
-    options: OperatorOptions,
-) -> Any:
-    q_ids, kv_ids = segment_pair(segment_ids)
-    slopes = constant_slopes("flash_attention", slopes)
-    seed = None
+def _attend(tensors: Operands, return_lse: bool, options: OperatorOptions) -> Any:
+    """`flash_attention` of the caller's tensors."""
+    query, slopes, seed = tensors.query, constant_slopes("flash_attention", tensors.slopes), None
     if options.dropout_rate and query.dim() == 4:
         shape = (query.shape[0], query.shape[2 if options.layout == "bshd" else 1], 2)
-        seed = bridge.seeds("flash_attention", "dropout_seed", dropout_seed, shape, query.device)
-    out_dtype = query.dtype
-    query, key, value = bridge.cast_for_matmul(query, key, value)
-    out, logsumexp = _attention(query, key, value, bias, mask, q_ids, kv_ids, sinks, seed, None, slopes, *options)
-    out = out.to(out_dtype)
+        seed = bridge.seeds("flash_attention", "dropout_seed", tensors.dropout_seed, shape, query.device)
+    factors = bridge.cast_for_matmul(*tensors[:3])
+    out, logsumexp = _attention(*factors, *tensors[3:8], seed, None, slopes, *options)
+    out = out.to(query.dtype)
     return (out, logsumexp) if return_lse else out
 
 
@@ -265,4 +244,5 @@ def block_sparse_attention(
             block_mask, block_size, *map(bridge.constant, (query.shape[heads], query.shape[seq], key.shape[seq]))
         )
     how = requested("block_sparse_attention", blocks=blocks, **options)
-    return _attend(query, key, value, bias, mask, segment_ids, sinks, alibi_slopes, dropout_seed, return_lse, how)
+    rest = *segment_pair(segment_ids), sinks, dropout_seed
+    return _attend(Operands(query, key, value, bias, mask, *rest, slopes=alibi_slopes), return_lse, how)

@@ -24,7 +24,6 @@ from vishwamai.ops.attention.checks import (
     check_window,
     make_spec,
     one_request,
-    segment_pair,
 )
 from vishwamai.ops.attention.checks import Options as CallOptions
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
@@ -68,7 +67,7 @@ def requested(
     implementation: str | None = None,
     **options: Any,
 ) -> OperatorOptions:
-    """The options of a call of `function`: the caller's, or the ambient ones. `options` are further ones of JAX's call.
+    """The options of a call of `function`; `options` are further ones of JAX's call.
 
     Raises:
       ShapeError, KernelError: an option is not legal; the spec checks those that are not checked here.
@@ -77,28 +76,14 @@ def requested(
     if given.causal_align not in ALIGNMENTS:
         raise ShapeError(f"{function}: `causal_align` is {given.causal_align!r}; pass 'top_left' or 'bottom_right'.")
     check_rate(given.dropout_rate)
-    compiling = torch.compiler.is_compiling()
-    left, right = (window if compiling else check_window(window)) or (None, None)
+    left, right = (window if torch.compiler.is_compiling() else check_window(window)) or (None, None)
     one_request(block_size, config)
-    fields: list[int] = []
-    if config is not None:
-        if not isinstance(config, AttentionGpuConfig):
-            raise KernelError(f"{function}: `config` is a {type(config).__name__}; pass an AttentionGpuConfig.")
-        fields = [int(getattr(config, field.name)) for field in _CONFIG]
-    precision = "default"
-    if not compiling:
-        ambient = current_config()
-        precision = ambient.precision.products
-        # Said here, since autograd's backward runs in threads that do not know of the ambient configuration.
-        if implementation is None and ambient.implementation in {impl.name for impl in ATTENTION.implementations}:
-            implementation = ambient.implementation
-        if implementation is None and not ambient.use_flash:
-            implementation = XLA.name
-        if not fields:
-            block_size = block_size or ambient.block_size
+    if config is not None and not isinstance(config, AttentionGpuConfig):
+        raise KernelError(f"{function}: `config` is a {type(config).__name__}; pass an AttentionGpuConfig.")
+    fields = [] if config is None else [int(getattr(config, field.name)) for field in _CONFIG]
     return OperatorOptions(
         given.causal, given.causal_align == "bottom_right", left, right, given.softcap,
-        given.bias_after_softcap, given.scale, float(given.dropout_rate), given.layout, precision, blocks,
+        given.bias_after_softcap, given.scale, float(given.dropout_rate), given.layout, bridge.products(None), blocks,
         implementation, block_size, fields,
     )  # fmt: skip
 
@@ -125,8 +110,7 @@ def described(arrays: Operands, options: OperatorOptions) -> AttentionSpec:
 @functools.lru_cache(maxsize=4096)
 def _described(arrays: Operands, options: tuple[Any, ...]) -> AttentionSpec:
     causal, bottom_right, left, right, softcap, after, scale, dropout_rate, layout, precision, blocks = options
-    q_ids, kv_ids, seed = arrays.q_segment_ids, arrays.kv_segment_ids, arrays.dropout_seed
-    segment_pair(None if q_ids is None and kv_ids is None else (q_ids, kv_ids))
+    seed = arrays.dropout_seed
     rate = 0.0 if seed is None else dropout_rate
     spec = make_spec(
         arrays._replace(dropout_seed=None),
@@ -145,15 +129,16 @@ def mask_of(blocks: str | None) -> BlockMask | None:
 
 
 def planned(spec: AttentionSpec, tensor: Tensor, options: OperatorOptions) -> Plan:
-    """What runs."""
+    """What runs, by the caller's options or else the ambient ones."""
     wanted: Any = options.block_size
     if len(options.config):
         fields: Any = [bool(n) if f.type == "bool" else n for n, f in zip(options.config, _CONFIG, strict=True)]
         wanted = AttentionGpuConfig(*fields)
-    return bridge.choose(ATTENTION, spec, tensor, config=wanted, implementation=options.implementation)
+    name = options.implementation or (None if current_config().use_flash else XLA.name)
+    return bridge.choose(ATTENTION, spec, tensor, config=wanted, implementation=name)
 
 
 def statistics_dtype(call: Any) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of (out, logsumexp)."""
     dtype = call.operands.query.dtype
-    return dtype, torch.float64 if dtype == torch.float64 else torch.float32
+    return dtype, torch.promote_types(dtype, torch.float32)

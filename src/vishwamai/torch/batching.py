@@ -24,11 +24,13 @@ class Roles:
     """The dims of an operator's tensors in one call.
 
     Attributes:
+      call: its operands and options.
       tensors: of the tensor arguments, which come first.
       results: of the results; None for one that is empty.
       like: in a backward pass, for each result the number of the argument whose gradient it is.
     """
 
+    call: Any
     tensors: Sequence[str]
     results: Sequence[str | None]
     like: Sequence[int | None] = ()

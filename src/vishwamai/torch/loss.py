@@ -17,12 +17,6 @@ from vishwamai.ops.loss.spec import SIGNATURE, Outputs, check_options, describe,
 from vishwamai.torch import bridge
 from vishwamai.torch.operator import TorchOperator
 
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 _numbers = TorchOperator(
     LOSS,
     Outputs,
@@ -30,7 +24,7 @@ _numbers = TorchOperator(
     describe,
     gradients=("x", "weight", "bias", "targets"),
     saves=lambda call: (*Outputs._fields, *call.operands._fields),
-    dtypes=lambda call: (_wide(call.operands.x),) * 3,
+    dtypes=lambda call: (torch.promote_types(call.operands.x.dtype, torch.float32),) * 3,
 )
 
 
@@ -62,11 +56,11 @@ def linear_cross_entropy(
     common = torch.promote_types(x.dtype, weight.dtype)
     x, weight = x.to(common), weight.to(common)
     if bias is not None:
-        bias = bias.to(_wide(x))
+        bias = bias.to(torch.promote_types(common, torch.float32))
     cap = None if softcap is None else float(softcap)
     targets, mass = None, None
     if probabilities(labels, x, labels.is_floating_point()):
-        targets, mass = labels, labels.sum(-1, dtype=_wide(labels))
+        targets, mass = labels, labels.sum(-1, dtype=torch.promote_types(labels.dtype, torch.float32))
         labels = torch.full_like(mass, -1, dtype=torch.int32)
     numbers = Outputs(*_numbers(x, weight, bias, labels, targets, cap, bridge.products(precision), label_smoothing > 0))
     inside = (labels >= 0) & (labels < weight.shape[0])

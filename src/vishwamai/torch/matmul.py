@@ -12,6 +12,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.matmul.api import MATMUL
 from vishwamai.ops.matmul.layout import make_spec, signature
+from vishwamai.ops.matmul.packed import packed_operands
 from vishwamai.ops.matmul.quantized import check_quantized
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, compute_dtype
 from vishwamai.torch import bridge
@@ -106,7 +107,9 @@ def gemm(
     if isinstance(b, PackedWeight):
         if isinstance(a, QTensor) or transpose_a or transpose_b:
             raise ShapeError("gemm: `b` is a PackedWeight; pass `a` as a tensor [..., M, K], and no transpositions.")
-        return packed_gemm(a, b, bias, activation, name, scale_a, scale_b)
+        operands = packed_operands(a, b, activation, bias, scale_a, scale_b)
+        out = packed_gemm(*operands, list(b.shape), b.isa, activation, name)[0]
+        return out.reshape(*a.shape[:-1], b.shape[1])
     if isinstance(a, QTensor) or isinstance(b, QTensor):
         blocked = torch_dtype(compute_dtype(array_spec(a).dtype, array_spec(b).dtype, blocked=True))
         a, scale_a = _factor("a", a, -2 if transpose_a else -1, scale_a, blocked)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vishwamai.core.arrays import counted, fetched
+from vishwamai.core.arrays import fetched
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.ops.moe.api import MOE
 from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch, sort_choices
 from vishwamai.ops.moe.layer import CLAMPED, MoEOutput, check_layer
-from vishwamai.ops.moe.routing import GROUP_SCORES, Routing, check_routing
+from vishwamai.ops.moe.routing import Routing, check_routing, choose
 from vishwamai.ops.moe.spec import (
     SIGNATURE,
     Outputs,
@@ -131,17 +131,9 @@ def moe_routing(
     >>> routing.experts.tolist(), routing.expert_counts.tolist()
     ([[0, 2]], [1, 0, 1])
     """
-    experts = check_routing(
-        tokens,
-        router_weights,
-        num_experts,
-        top_k,
-        scoring,
-        {"bias": bias, "logit_bias": logit_bias},
-        (num_groups, top_groups, group_score),
-        jitter,
-        "torch's",
-    )
+    biases, grouping = {"bias": bias, "logit_bias": logit_bias}, (num_groups, top_groups, group_score)
+    given = tokens, router_weights, num_experts, top_k, scoring, biases, grouping, jitter
+    experts = check_routing(*given, key="torch's")
     x = tokens.reshape(-1, tokens.shape[-1]).float()
     if jitter:
         noise = torch.rand(x.shape, generator=generator, device=x.device)
@@ -149,28 +141,11 @@ def moe_routing(
     logits = gemm(x, router_weights.float(), precision="highest", out_dtype=torch.float32)  # [T, experts]
     if logit_bias is not None:
         logits = logits + logit_bias.float()
-    scores = logits.softmax(1) if scoring == "softmax" else logits.sigmoid()
-    preference = scores.detach() if bias is None else scores.detach() + bias.detach().float()
-    if top_groups is not None and top_groups < num_groups:
-        groups = preference.unflatten(1, (num_groups, -1))
-        best = _best(groups.topk(min(GROUP_SCORES[group_score], groups.shape[2]), 2).values.sum(2), top_groups)
-        outside = torch.ones_like(groups[:, :, 0], dtype=torch.bool).scatter(1, best, False)
-        preference = groups.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
-    chosen = _best(preference, top_k)
-    weights = scores.gather(1, chosen)
-    if normalize:
-        weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-20)
-    counts = counted(chosen.flatten(), experts)
-    shares = scores if scoring == "softmax" else scores / scores.sum(1, keepdim=True).clamp(min=1e-20)
+    weights, chosen, counts, shares = choose(logits, bias, top_k, scoring, normalize, grouping)
     number = max(1, x.shape[0])
-    balance = experts * (counts.float() / (number * top_k) * shares.sum(0) / number).sum()
+    balance = experts * (counts.float() / (number * top_k) * shares / number).sum()
     z_loss = logits.logsumexp(1).square().sum() / number
     return Routing(weights * scale, chosen.int(), balance, z_loss, counts)
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """Where the largest of each row are, `[rows, count]`; of equal ones the first wins."""
-    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def moe_dispatch(tokens: Tensor, routing: Routing, *, capacity_factor: float | None = None) -> Dispatch:

@@ -97,8 +97,8 @@ class TorchOperator(Declared):
         self._function: Any = type(self.name, (torch.autograd.Function,), members)
         self._backward_op.register_autograd(self._no_second_gradient)
         batching.register(self._backward_op, None if self.one_by_one else self._backward_roles, len(self._given))
-        sharding.RULES[self.name] = self._rule
-        sharding.RULES[f"{self.name}_backward"] = self._backward_rule
+        sharding.RULES[self.name] = functools.partial(self._rule, False)
+        sharding.RULES[f"{self.name}_backward"] = functools.partial(self._rule, True)
 
     def __call__(self, *arguments: Any) -> Any:
         tensors = arguments[: len(self.kind._fields)]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vishwamai.core import dims
 from vishwamai.core.op import Op
+from vishwamai.core.shape_checks import laid
 from vishwamai.core.signature import Signature
 from vishwamai.torch import batching, sharding
 
@@ -141,11 +142,8 @@ class Declared:
         shapes = self._shapes(call, call.operands, self._keep(arguments))
         first = call.operands[0]
         dtypes = [first.dtype] * len(shapes) if self.dtypes is None else self.dtypes(call)
-        made = [
-            first.new_empty(0) if shape is None else first.new_empty(shape, dtype=dtype)
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
-        return returned(made)
+        each = zip(shapes, dtypes, strict=True)
+        return returned([first.new_empty(0) if of is None else first.new_empty(of, dtype=d) for of, d in each])
 
     def _parts(self, arguments: Sequence[Any]) -> tuple[Any, list[Any], list[Any], Any, Sequence[Any]]:
         """The backward operator's arguments: cotangents, outputs, residuals, operands (with the stand-ins of those that
@@ -175,10 +173,10 @@ class Declared:
 
     def _roles(self, arguments: Sequence[Any]) -> batching.Roles:
         call = self._call(arguments)
-        return batching.Roles(self._signature(call).operands, self._result_texts(call, self._keep(arguments)))
+        results = self._result_texts(call, self._keep(arguments))
+        return batching.Roles(call, self._signature(call).operands, results)
 
-    def _backward_texts(self, arguments: Sequence[Any]) -> tuple[Call, list[str], list[int | None]]:
-        """(call, dims of the backward operator's tensors, the number of the tensor that each gradient is like)."""
+    def _backward_roles(self, arguments: Sequence[Any]) -> batching.Roles:
         _, _, _, operands, options = self._parts(arguments)
         call = self._call((*operands, *options))
         signature = self._signature(call)
@@ -188,25 +186,24 @@ class Declared:
         like = [n if given[n] is not None else self.stand_ins.get(n, n) for n in self.gradients]
         unwanted = self._unwanted(arguments)
         absent = [n in unwanted or given[n] is None or not _floating(given[n]) for n in like]
-        return call, texts, [None if a else self._given.index(n) for n, a in zip(like, absent, strict=True)]
+        at = [None if a else self._given.index(n) for n, a in zip(like, absent, strict=True)]
+        return batching.Roles(call, texts, [None if i is None else texts[i] for i in at], at)
 
-    def _backward_roles(self, arguments: Sequence[Any]) -> batching.Roles:
-        _, texts, like = self._backward_texts(arguments)
-        return batching.Roles(texts, [None if i is None else texts[i] for i in like], like)
-
-    def _rule(self, call: Any) -> sharding.Rule:
-        this = self._call([getattr(call, n) for n in (*self.kind._fields, *self.options)])
-        texts = self._result_texts(this, bool(self.residuals) and call.keep)
-        operands = dict(zip(self.kind._fields, self._signature(this).operands, strict=True))
-        return _rule_of(call, operands, texts, self.op.split(this, False))
-
-    def _backward_rule(self, call: Any) -> sharding.Rule:
-        arguments = [getattr(call, n) for n in (*self._given, *self.options, *(f"of_{n}" for n in self.lazy))]
-        this, texts, like = self._backward_texts(arguments)
-        rule = _rule_of(call, dict(zip(self._given, texts, strict=True)), [], self.op.split(this, True))
-        outputs = tuple(None if i is None else self._given[i] for i in like)
-        apart = frozenset((self.gradients.index(n), w) for n, w in self.apart)
-        return dataclasses.replace(rule, outputs=outputs, apart=apart)
+    def _rule(self, backward: bool, call: Any) -> sharding.Rule:
+        """What DTensor may split in a call of the forward or the backward operator, whose arguments `call` has."""
+        if backward:
+            names, roles_of = [*self._given, *self.options, *(f"of_{n}" for n in self.lazy)], self._backward_roles
+        else:
+            names, roles_of = [*self.kind._fields, *self.options, *(["keep"] if self.residuals else [])], self._roles
+        arguments = [getattr(call, n) for n in names]
+        roles = roles_of(arguments)
+        named = zip(names, roles.tensors, arguments, strict=False)
+        given = {n: (text, len(x.shape)) for n, text, x in named if x is not None}
+        inputs, ranks = {n: dims.factors(*of) for n, of in given.items()}, dims.variadic_ranks(given.values())
+        made = () if backward else tuple(None if t is None else dims.result_factors(t, ranks) for t in roles.results)
+        split = dims.splittable(self.op.split(roles.call, backward), [*inputs.values(), *filter(None, made)])
+        apart = frozenset((self.gradients.index(n), w) for n, w in self.apart if backward)
+        return sharding.Rule(inputs, made or tuple(None if i is None else names[i] for i in roles.like), split, apart)
 
 
 def _grouped(describe: Callable[..., Any], own: int, group: Any, operands: Any, *options: Any) -> Any:
@@ -224,22 +221,13 @@ def _sizes(texts: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for text, x in zip(texts, tensors, strict=True):
-        if x is None:
-            continue
-        words, rank = dims.parse(text), len(x.shape)
-        missing = len(words) - rank if not any(w.variadic for w in words) else 0
-        at = 0
-        for dim in words[max(0, missing) :]:
-            count = max(0, rank - len(words) + 1) if dim.variadic else 1
-            if at + count > rank:
-                break  # a scalar
-            extent = tuple(x.shape[at : at + count]) if dim.variadic else x.shape[at]
-            at += count
-            known = shared if dim.shareable and not dim.variadic else sizes
-            if dim.variadic and dim.shareable:
-                extent = torch.broadcast_shapes(extent, sizes.get(str(dim.name), ()))
-                known[str(dim.name)] = extent
-            known.setdefault(str(dim.name), extent)
+        fixed, variadic, lead = ([], None, ()) if x is None else laid(text, x.shape)
+        for dim, _, size in fixed:
+            (shared if dim.shareable else sizes).setdefault(str(dim.name), size)
+        if variadic is not None:
+            known = sizes.setdefault(str(variadic.name), lead)
+            if variadic.shareable:
+                sizes[str(variadic.name)] = torch.broadcast_shapes(lead, known)
     return shared | sizes
 
 
@@ -247,16 +235,6 @@ def _shape(text: str, sizes: Mapping[str, Any]) -> list[Any]:
     """What `_sizes` says of the words of a text."""
     extents = ((dim.variadic, sizes[str(dim.name)]) for dim in dims.parse(text))
     return [size for variadic, extent in extents for size in (extent if variadic else (extent,))]
-
-
-def _rule_of(call: Any, texts: Mapping[str, str], results: Sequence[str | None], split: str) -> sharding.Rule:
-    """A rule of DTensor's from the dims of tensors by their names in `call`."""
-    given = {n: (text, len(getattr(call, n).shape)) for n, text in texts.items() if getattr(call, n) is not None}
-    inputs = {n: dims.factors(text, rank) for n, (text, rank) in given.items()}
-    ranks = dims.variadic_ranks(given.values())
-    outputs = tuple(None if t is None else dims.result_factors(t, ranks) for t in results)
-    factors = [*inputs.values(), *(o for o in outputs if o is not None)]
-    return sharding.Rule(inputs, outputs, dims.splittable(split, factors))
 
 
 def _floating(x: Any) -> bool:

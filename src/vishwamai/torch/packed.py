@@ -1,4 +1,4 @@
-"""`pack_weight` of torch tensors on the CPU, and the product with what it gives."""
+"""`pack_weight` of torch tensors on the CPU, and the operator of the product with what it gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.signature import Signature
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.matmul import packed_weight
-from vishwamai.ops.matmul.packed import PACKED, Operands, describe_packed, packed_operands
+from vishwamai.ops.matmul.packed import PACKED, Operands, describe_packed
 from vishwamai.ops.matmul.spec import Outputs, resolve_out_dtype
 from vishwamai.torch import bridge
 from vishwamai.torch.launch import torch_dtype
@@ -26,7 +26,7 @@ def result_dtype(call: Any, of_b: torch.dtype) -> torch.dtype:
     return torch_dtype(resolve_out_dtype(call.out_dtype, a, b, float_epilogue=epilogue))
 
 
-_packed = TorchOperator(
+packed_gemm = TorchOperator(
     PACKED,
     Outputs,
     Signature(dims.declared(Operands), Outputs("groups m n")),
@@ -66,7 +66,7 @@ def pack_weight(weight: Tensor, *, transpose: bool = False, isa: str | None = No
         raise UnsupportedError(
             f"pack_weight: `weight` is a {type(weight).__name__}; pass a tensor: `gemm` takes a QTensor as it is."
         )
-    if bridge.target_of(weight).platform != "cpu":
+    if bridge.platform_of(weight) != "cpu":
         raise UnsupportedError(f"pack_weight: `weight` is on {weight.device}; pass it to `gemm` there as it is.")
     how: list[packed_weight.PackedWeight] = []
 
@@ -75,18 +75,3 @@ def pack_weight(weight: Tensor, *, transpose: bool = False, isa: str | None = No
         return how[0].data
 
     return PackedWeight(bridge.on_cpu(pack, weight), how[0].shape, how[0].dtype, how[0].isa)
-
-
-def packed_gemm(
-    a: Tensor,
-    b: PackedWeight,
-    bias: Tensor | None,
-    activation: str | None,
-    out_dtype: str | None,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-) -> Tensor:
-    """`gemm` where `b` is packed; see there."""
-    operands = packed_operands(a, b, activation, bias, scale_a, scale_b)
-    out = _packed(*operands, list(b.shape), b.isa, activation, out_dtype)[0]
-    return out.reshape(*a.shape[:-1], b.shape[1])

@@ -29,10 +29,6 @@ class QTensor(qtensor.QTensor):
     def dtype(self) -> Any:
         return self.values.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
-
     def dequantize(self, dtype: Any = None) -> Any:
         """`values * scales`, rounded once to `dtype`."""
         scales = self.scales
@@ -78,7 +74,7 @@ def quantize(
     axis, block_size = check_quantize(array, name, axis, block_size, scale, percentile, rounding, key)
     if qtensor.bits(form.dtype) < 8:
         raise UnsupportedError(f"quantize: torch has no numbers of {name}; pass 'int8' or 'fp8', or quantize in JAX.")
-    wide = x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
     def noise(blocks: Tensor) -> Tensor:
         return torch.rand(blocks.shape, generator=generator, dtype=wide.dtype, device=x.device)

@@ -59,11 +59,7 @@ def placements(rule: Rule, tensors: Mapping[str, Any]) -> list[tuple[list[Any], 
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    sizes: dict[str, int] = {}
-    for name, x in tensors.items():
-        for factor, size in zip(rule.inputs[name], x.shape, strict=True):
-            if factor is not None:
-                sizes[factor] = max(size, sizes.get(factor, 1))
+    sizes = {factor: max(found) for factor, found in _sizes(rule, tensors).items()}
 
     def dims(name: str) -> Dims:
         """Without the factors of dimensions that are shared."""
@@ -86,14 +82,14 @@ def placements(rule: Rule, tensors: Mapping[str, Any]) -> list[tuple[list[Any], 
     return found
 
 
-def _uneven(rule: Rule, tensors: Mapping[str, Any]) -> set[str]:
-    """The factors whose dimensions have different sizes, those of 1 apart."""
-    seen: dict[str, set[int]] = {}
+def _sizes(rule: Rule, tensors: Mapping[str, Any]) -> dict[str, set[int]]:
+    """The sizes of the dimensions of each factor."""
+    found: dict[str, set[int]] = {}
     for name, x in tensors.items():
         for factor, size in zip(rule.inputs[name], x.shape, strict=True):
-            if factor is not None and size != 1:
-                seen.setdefault(factor, set()).add(size)
-    return {factor for factor, sizes in seen.items() if len(sizes) > 1}
+            if factor is not None:
+                found.setdefault(factor, set()).add(size)
+    return found
 
 
 def _parts(size: int, counts: list[int]) -> set[int]:
@@ -118,7 +114,7 @@ def _strategy(make_rule: Callable[[Any], Rule], call: dtensor_private.ShardedCal
     """DTensor's question for one call, answered."""
     tensors = call.tensors
     rule = make_rule(SimpleNamespace(**call.arguments))
-    aligned = _uneven(rule, tensors)
+    aligned = {factor for factor, sizes in _sizes(rule, tensors).items() if len(sizes - {1}) > 1}
 
     def whole_problems(inputs: Sequence[Any], outputs: Any) -> bool:
         """No device is left without a part; and groups of query heads stay with their key head, which they do where

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax
 import torch
 from torch import Tensor
 
@@ -78,11 +79,7 @@ def _versions() -> dict[str, str]:
 
 
 def _tensors(results: Any) -> list[Tensor]:
-    if isinstance(results, Tensor):
-        return [results.detach().clone()]
-    if isinstance(results, dict):
-        results = list(results.values())
-    return [x for part in results for x in _tensors(part)] if isinstance(results, (tuple, list)) else []
+    return [x.detach().clone() for x in jax.tree.leaves(results) if isinstance(x, Tensor)]
 
 
 def _differ(results: list[Tensor], expected: list[Tensor]) -> str | None:

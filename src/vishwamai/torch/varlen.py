@@ -7,6 +7,7 @@ sequences and nothing is said to the host. On the CPU the sequences are computed
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from vishwamai.core.signature import Signature, array_specs
 from vishwamai.core.signature import described as remembered
 from vishwamai.core.spec import ArraySpec, array_spec
 from vishwamai.ops.attention.api import ATTENTION
-from vishwamai.ops.attention.gpu_memory import PLAIN, Packed, Placement
+from vishwamai.ops.attention.gpu_memory import Packed, Placement
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.varlen import NAME, check_starts
@@ -64,12 +65,6 @@ def _check(given: Tensors) -> None:
             raise ShapeError(f"{NAME}: `{name}` is {x}; pass integers [batch + 1], from 0 to the last sequence's end.")
 
 
-def _starts(side: str, starts: Tensor, longest: int, total: int) -> list[int]:
-    """The starts as numbers, checked; for tensors on the CPU, where they can be read."""
-    check_starts(side, longest, total, starts.numpy())
-    return starts.tolist()
-
-
 def _describe(operands: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: OperatorOptions) -> AttentionSpec:
     """Of all sequences at once, whose bands are the kernel's to know."""
     batch = operands.cu_seqlens_q.shape[0] - 1
@@ -102,24 +97,19 @@ def _whole(tensors: Tensors, given: Sequence[Any]) -> tuple[Plan, Operands, Plac
     return plan, operands, Placement(True, Packed(q, kv, options.bottom_right))
 
 
-def _each(tensors: Tensors, given: Sequence[Any]) -> Iterator[tuple[slice, slice, Plan, Operands]]:
-    """(positions of the queries and of the keys, the plan, operands) of the sequences that have queries, one after the
-    other, on the CPU.
+def _each(tensors: Tensors, given: Sequence[Any]) -> Iterator[tuple[slice, slice, Operands]]:
+    """(positions of the queries and of the keys, a batch of one in the layout "bshd") of the sequences that have
+    queries, one after the other, on the CPU.
     """
-    query, key, value, sinks, seed, slopes, q_starts, kv_starts = tensors
-    q_longest, kv_longest, *options = given
-    q, kv = _starts("q", q_starts, q_longest, len(query)), _starts("k", kv_starts, kv_longest, len(key))
-    for number in range(len(q) - 1):
-        of_q, of_kv = slice(*q[number : number + 2]), slice(*kv[number : number + 2])
-        if of_q.stop > of_q.start:
-            packed = (_heads_first(x[at]) for x, at in ((query, of_q), (key, of_kv), (value, of_kv)))
-            bits = None if seed is None else seed[number : number + 1].view(torch.uint32)
-            operands = Operands(*packed, sinks=sinks, dropout_seed=bits, slopes=slopes)
-            plan = planned(
-                described(array_specs(operands), OperatorOptions(*options)), query, OperatorOptions(*options)
-            )
-            by_head = {n: None if x is None else x[None] for n, x in (("sinks", sinks), ("slopes", slopes))}
-            yield of_q, of_kv, plan, operands._replace(**by_head)
+    query, key, value, sinks, seed, slopes, *starts = tensors
+    for side, first, longest, x in zip("qk", starts, given, (query, key)):
+        check_starts(side, longest, len(x), first.numpy())
+    ranges = ([slice(*ends) for ends in itertools.pairwise(first.tolist())] for first in starts)
+    for number, (q, kv) in enumerate(zip(*ranges, strict=True)):
+        if q.stop > q.start:
+            packed = query[None, q], key[None, kv], value[None, kv]
+            bits = None if seed is None else seed[number : number + 1]
+            yield q, kv, Operands(*packed, sinks=sinks, dropout_seed=bits, slopes=slopes)
 
 
 def _forward(tensors: Tensors, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -127,35 +117,31 @@ def _forward(tensors: Tensors, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
     _check(array_specs(tensors))
     if bridge.platform_of(query) == "cuda":
         return attention.attend(*_whole(tensors, given))
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out = query.new_zeros((*query.shape[:2], value.shape[2]))
+    wide, out = torch.promote_types(query.dtype, torch.float32), query.new_zeros((*query.shape[:2], value.shape[2]))
     logsumexp = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=wide)
-    for at, _, plan, operands in _each(tensors, given):
-        part, lse = attention.attend(plan, operands, PLAIN)
-        out[at] = part[0].transpose(0, 1)
-        logsumexp[:, at] = lse[0]
+    options = OperatorOptions(*given[2:])._replace(layout="bshd")
+    for q, _, one in _each(tensors, given):
+        part, lse = attention.forward(one, options)
+        out[q], logsumexp[:, q] = part[0], lse[0]
     return out, logsumexp
 
 
 def _backward(
     cotangents: Outputs, outputs: Outputs, tensors: Tensors, given: Sequence[Any], unwanted: set[str]
 ) -> Operands:
-    dout, dlogsumexp = cotangents
-    out: Any = outputs.out
-    logsumexp: Any = outputs.logsumexp
+    (out, logsumexp), (dout, dlogsumexp) = outputs, cotangents
     if bridge.platform_of(out) == "cuda":
-        o, do = (Outputs(_heads_first(attention.rows(x)), of) for x, of in ((out, logsumexp), (dout, dlogsumexp)))
-        plan, operands, memory = _whole(tensors, given)
-        found = attention.gradients(plan, operands, o, do, memory, unwanted)
+        o, do = (Outputs(_heads_first(attention.rows(x)), of) for x, of in (outputs, cotangents))
+        found = attention.gradients(*_whole(tensors, given), o, do, unwanted)
         return found._replace(**{n: getattr(found, n).contiguous() for n in ("query", "key", "value")})
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in tensors[:3])
     dsinks = None if tensors.sinks is None else torch.zeros_like(tensors.sinks)
-    for q, kv, plan, operands in _each(tensors, given):
-        kept = Outputs(_heads_first(out[q]), logsumexp[None, :, q])
-        of = Outputs(_heads_first(dout[q]), None if dlogsumexp is None else dlogsumexp[None, :, q])
-        found = attention.gradients(plan, operands, kept, of, PLAIN, unwanted)
-        for total, at, part in ((dq, q, found.query), (dk, kv, found.key), (dv, kv, found.value)):
-            total[at] = part[0].transpose(0, 1)
+    options = OperatorOptions(*given[2:])._replace(layout="bshd")
+    for q, kv, one in _each(tensors, given):
+        kept = Outputs(out[None, q], logsumexp[None, :, q])
+        of = Outputs(dout[None, q], None if dlogsumexp is None else dlogsumexp[None, :, q])
+        found = attention.backward(of, kept, one, options, unwanted)
+        dq[q], dk[kv], dv[kv] = (part[0] for part in found[:3])
         if dsinks is not None:
             dsinks += found.sinks[0]
     return Operands(dq, dk, dv, sinks=dsinks)
@@ -200,26 +186,14 @@ def flash_attention_varlen(
     config: AttentionGpuConfig | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """Attention of sequences of any lengths, packed one behind the other: those of queries see the keys of the sequence
-    of the same number.
+    """Attention of sequences of any lengths, packed one after another; see `vishwamai.flash_attention_varlen`, whose
+    arguments these are.
 
-    Blocks of other sequences are not visited: the time is that of the sequences, and nothing is padded. The other
-    arguments are those of `flash_attention`, within each sequence; rows and columns of the dropout count there, too.
-
-    Args:
-      query: `[total_q, heads, qk_dim]`; key, value: `[total_k, kv_heads, qk_dim]` and `[total_k, kv_heads, v_dim]`.
-      cu_seqlens_q: integers `[batch + 1]`, where each sequence of queries begins, and the last one's end. What lies
-        behind that sees nothing.
-      cu_seqlens_k: the same of the keys.
-      max_seqlen_q: the longest sequence's length, or more. Where one is longer, the CPU raises an error; on a GPU,
-        which is not asked, the results of all that lies beyond become NaN.
-      max_seqlen_k: the same of the keys; on a GPU the keys' gradients beyond become NaN, and all keys are seen.
-      causal_align: "bottom_right" by default, as FlashAttention has it.
-      alibi_slopes: `[heads]`; distances count within each sequence.
-      dropout_seed: `[batch, heads, 2]`.
-
-    Returns:
-      `out`, `[total_q, heads, v_dim]`; with `return_lse`, the pair of it and the natural logsumexp `[heads, total_q]`.
+    Blocks of other sequences are not visited: the time is that of the sequences, and nothing is padded. Dropout is that
+    of `flash_attention` here, with rows and columns counted within each sequence and seeds `[batch, heads, 2]`.
+    `max_seqlen_q` and `max_seqlen_k` are the longest sequence's length, or more. Where a sequence is longer, the CPU
+    raises an error. A GPU is not asked: there the results of queries past `max_seqlen_q` become NaN, and the gradients
+    of keys past `max_seqlen_k`, which are seen.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 10, 2, 16)

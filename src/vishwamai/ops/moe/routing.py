@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
+from vishwamai.core.arrays import activations, cast, constant, counted, largest, namespace, numbers, taken
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.sharding import Axes, follow_explicit_axes, mesh_axis_size
 from vishwamai.core.spec import array_spec, as_array
@@ -126,17 +127,8 @@ def moe_routing(
         logits = jnp.matmul(x, router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)  # [T, experts]
         if logit_bias is not None:
             logits = logits + logit_bias.astype(jnp.float32)
-        scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
-        preference = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(jnp.float32))
-        if top_groups is not None and top_groups < num_groups:
-            preference = _within_groups(preference, num_groups, top_groups, GROUP_SCORES[group_score])
-        chosen = jax.lax.top_k(preference, top_k)[1]
-        weights = jnp.take_along_axis(scores, chosen, axis=1)
-        if normalize:
-            weights = weights / jnp.maximum(weights.sum(axis=1, keepdims=True), 1e-20)
-        counts = jnp.zeros(experts, jnp.int32).at[chosen.reshape(-1)].add(1)
-        shares = scores if scoring == "softmax" else scores / jnp.maximum(scores.sum(axis=1, keepdims=True), 1e-20)
-        return weights, chosen, counts, shares.sum(axis=0), jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2)
+        selected = choose(logits, bias, top_k, scoring, normalize, grouping)
+        return *selected, jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2)
 
     vectors = [None if v is None else jnp.asarray(v) for v in (bias, logit_bias)]
     weights, chosen, *summed = follow_explicit_axes(score, lambda: _axes(x.ndim, vectors), x, router_weights, *vectors)
@@ -160,14 +152,34 @@ def _axes(ndim: int, vectors: Sequence[Any]) -> Axes:
     return Axes((tokens, (None, None), *of_vectors), (split, split, (None,), (None,), ()), frozenset({"tokens"}))
 
 
-def _within_groups(preference: Array, num_groups: int, top_groups: int, counted: int) -> Array:
+def choose(
+    logits: Any, bias: Any, top_k: int, scoring: str, normalize: bool, grouping: tuple[int, int | None, str]
+) -> tuple[Any, Any, Any, Any]:
+    """(weights, experts, how many chose each expert, the sum over tokens of each expert's share) by float32 logits
+    `[T, experts]`, arrays of JAX or torch; the arguments are checked ones of `moe_routing`.
+    """
+    xp, functions = namespace(logits), activations(logits)
+    scores = functions.softmax(logits, -1) if scoring == "softmax" else functions.sigmoid(logits)
+    preference = constant(scores if bias is None else scores + cast(bias, jnp.float32))
+    num_groups, top_groups, group_score = grouping
+    if top_groups is not None and top_groups < num_groups:
+        preference = _within_groups(preference, num_groups, top_groups, GROUP_SCORES[group_score])
+    chosen = largest(preference, top_k)[1]
+    weights = taken(scores, chosen)
+    if normalize:
+        weights = weights / xp.clip(weights.sum(1), 1e-20, None)[:, None]
+    shares = scores if scoring == "softmax" else scores / xp.clip(scores.sum(1), 1e-20, None)[:, None]
+    return weights, chosen, counted(chosen.reshape(-1), logits.shape[1]), shares.sum(0)
+
+
+def _within_groups(preference: Any, num_groups: int, top_groups: int, counted: int) -> Any:
     """-inf for experts outside the `top_groups` groups whose `counted` best experts are best."""
     tokens, experts = preference.shape
-    grouped = preference.reshape(tokens, num_groups, experts // num_groups)
-    best = jax.lax.top_k(grouped, min(counted, grouped.shape[2]))[0].sum(axis=2)  # [T, num_groups]
-    kept = jax.lax.top_k(best, top_groups)[1]
-    mask = jnp.any(kept[:, :, None] == jnp.arange(num_groups), axis=1)  # [T, num_groups]
-    return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
+    xp, grouped = namespace(preference), preference.reshape(tokens, num_groups, experts // num_groups)
+    best = largest(grouped, min(counted, grouped.shape[2]))[0].sum(2)  # [T, num_groups]
+    kept = largest(best, top_groups)[1]
+    mask = (kept[:, :, None] == numbers(num_groups, kept)).any(1)  # [T, num_groups]
+    return xp.where(mask[:, :, None], grouped, -xp.inf).reshape(tokens, experts)
 
 
 def check_routing(
