@@ -391,6 +391,19 @@ void check_loss(const Kind& kind, const Threads& threads) {
   args.dx = dx.data(), args.dweight = dw.data();
   VISHWAMAI_ISA::loss_backward(args, threads);
   compare((std::string("loss dx ") + kind.name).c_str(), dx, kind.storage, dwant, kind.tolerance);
+
+  Values shares(tokens), total(1), slopes(x.size()), bias(vocab, 0);  // every third token has no loss
+  for (int64_t t = 0; t < tokens; ++t) {
+    shares[t] = t % 3 == 2 ? 0 : 1;
+    total[0] += shares[t] * (lse[t] - at_label[t]);
+    for (int64_t d = 0; d < features; ++d) slopes[t * features + d] = shares[t] * (dwant[t * features + d] - weight[labels[t] * features + d]);
+  }
+  Bytes sb = stored(shares, sums), bb = stored(bias, sums), loss(size), dx_wide(x.size() * size), dw_wide(weight.size() * size), db(vocab * size);
+  args.shares = sb.data(), args.bias = bb.data(), args.loss = loss.data();
+  args.dx = dx_wide.data(), args.dweight = dw_wide.data(), args.dbias = db.data();
+  VISHWAMAI_ISA::loss_total(args, threads);
+  compare((std::string("loss total ") + kind.name).c_str(), loss, sums, total, kind.tolerance);
+  compare((std::string("loss total dx ") + kind.name).c_str(), dx_wide, sums, slopes, kind.tolerance);
 }
 
 // Two rows of three blocks, of which three are there, and one of those twice.
