@@ -3,15 +3,17 @@
     python tools/bench_schedules.py                     # what is not stored yet, of every chip; hours
     python tools/bench_schedules.py v5e --ops gemm      # one chip, one operation
     python tools/bench_schedules.py v5e --anew          # after a change of kernels
-    python tools/bench_schedules.py --limit 60          # only what takes no longer than a minute
+    python tools/bench_schedules.py --limit 60          # no case for longer than a minute
 
 The first case of every operation comes first, on every chip. It writes after every case and may be stopped at any time.
+A program that has compiled within the limit, but whose schedule was not followed to its end, gets a row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -25,16 +27,22 @@ from vishwamai.core.hardware import TPUS
 from vishwamai.ops import catalogue
 
 
-def make(operation: catalogue.Operation, case: Case, target: str, version: str) -> None:
-    """Compiles one case for one chip and stores its row."""
-    row = targets.scheduled([targets.compile_case(operation, case, target)], [(operation, case)], 1)[0]
+def make(operation: catalogue.Operation, case: Case, target: str, version: str, within: float | None = None) -> None:
+    """Compiles one case for one chip and stores its row; before its schedule is followed one that says that it was not
+    followed `within` so many seconds.
+    """
+    row = targets.compile_case(operation, case, target)
+    if within is not None and not row.problem:
+        why = f"not timed: its schedule was not followed to its end within {within:g} s"
+        schedules.write(target, version, [dataclasses.replace(row, problem=why)], schedules.directory())
+    row = targets.scheduled([row], [(operation, case)], 1)[0]
     schedules.write(target, version, [row], schedules.directory())
     print(f"{target}: {operation.name}: {case.name}: {row.seconds}", flush=True)
 
 
 def make_within(seconds: float, operation: str, case: str, target: str) -> None:
     """`make` in a process of its own, which ends, its compilers with it, after `seconds`."""
-    command = [sys.executable, __file__, target, "--ops", operation, "--case", case, "--anew"]
+    command = [sys.executable, __file__, target, "--ops", operation, "--case", case, "--anew", "--within", str(seconds)]
     with subprocess.Popen(command, start_new_session=True) as child:
         try:
             why = f"exit status {child.wait(seconds)}"
@@ -44,7 +52,7 @@ def make_within(seconds: float, operation: str, case: str, target: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
     if child.returncode != 0:
-        print(f"{target}: {operation}: {case}: left out, {why}", flush=True)
+        print(f"{target}: {operation}: {case}: no time, {why}", flush=True)
 
 
 def main(words: list[str] | None = None) -> None:
@@ -54,7 +62,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--case", help="the case of this name only")
     parser.add_argument("--anew", action="store_true", help="what is stored already, too")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after so many")
-    parser.add_argument("--limit", type=float, help="seconds for a case and chip; what takes longer is left out")
+    parser.add_argument("--limit", type=float, help="seconds for a case and chip; what takes longer has no time")
+    parser.add_argument("--within", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     version = str(aot.versions()["libtpu"])
     operations = catalogue.chosen(arguments.ops.split(",") if arguments.ops else None)
@@ -69,7 +78,7 @@ def main(words: list[str] | None = None) -> None:
             if time.monotonic() - start > 60 * arguments.minutes:
                 return
             if arguments.limit is None:
-                make(operation, case, target, version)
+                make(operation, case, target, version, arguments.within)
             else:
                 make_within(arguments.limit, operation.name, case.name, target)
 
