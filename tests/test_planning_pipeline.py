@@ -177,7 +177,11 @@ def test_a_stage_has_its_share_of_the_layers():
 @pytest.mark.parametrize(
     ("keys", "error", "text"),
     [
-        ({"mesh": {"pipeline": 4}, "remat": "offload"}, UnsupportedError, "remat=offload does not go together with"),
+        (
+            {"mesh": {"pipeline": 4}, "remat": "offload"},
+            UnsupportedError,
+            "remat=offload with mesh.pipeline=4 frees nothing",
+        ),
         ({"mesh": {"pipeline": 4}, "layers": 6}, ConfigError, "4 parts, which do not divide its 6 layers"),
         ({"pipeline": {"schedule": "dualpipe_v"}, "microbatches": 1}, ConfigError, "with microbatches=1: "),
         ({"mesh": {"pipeline": 4}, "model_type": "mixtral_dense"}, UnsupportedError, "needs layers that repeat"),
