@@ -451,21 +451,26 @@ def test_hopper_code(options):
         assert code.copies > 0 and code.wide >= pools * size // (32 * code.warps * 16)
 
 
+def step_of_decoding(count, length, heads, kv_heads, dtype, **scales):
+    """The program for CUDA of new keys into donated pages of 16, and attention over them."""
+
+    def step(pages, query, key, value, *tables):
+        pages = vishwamai.update_pages(pages, key, value, *tables, **scales)
+        return pages, vishwamai.ragged_paged_attention(query, pages, *tables, **scales, max_q_len=1)
+
+    inits, number = tables(((1, length),) * count, 16)
+    pages = jax.ShapeDtypeStruct((number, 16, 2 * kv_heads, 128), dtype)
+    query, key = (jax.ShapeDtypeStruct((count, n, 128), "bfloat16") for n in (heads, kv_heads))
+    rest = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inits.values()]
+    traced = jax.jit(step, donate_argnums=0).trace(pages, query, key, key, *rest)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @native
 @compiler
 def test_a_step_of_decoding_in_a_program_for_cuda():
     """XLA's scatter into the pages that were given away, then our kernel, and the combination of its splits."""
-
-    def step(pages, query, key, value, *tables):
-        pages = vishwamai.update_pages(pages, key, value, *tables)
-        return pages, vishwamai.ragged_paged_attention(query, pages, *tables, max_q_len=1)
-
-    inits, number = tables(((1, 4096),) * 32, 16)
-    pages = jax.ShapeDtypeStruct((number, 16, 16, 128), "bfloat16")
-    query, key = (jax.ShapeDtypeStruct((32, heads, 128), "bfloat16") for heads in (32, 8))
-    rest = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inits.values()]
-    traced = jax.jit(step, donate_argnums=0).trace(pages, query, key, key, *rest)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = step_of_decoding(32, 4096, 32, 8, "bfloat16")
     assert re.search(r"%arg0: tensor<\d+x16x16x128xbf16> \{tf.aliasing_output = 0", text)
     assert re.findall(r' name = "(\w+)"', text) == ["attend", "combine"] and text.count('stablehlo.scatter"(') == 1
 
@@ -474,17 +479,7 @@ def test_a_step_of_decoding_in_a_program_for_cuda():
 @compiler
 def test_a_program_for_cuda_hands_pages_of_int4_to_the_kernels():
     """As they are, for their bytes are in the order that the kernels read; a conversion would copy the pool."""
-
-    def step(pages, query, key, value, *tables):
-        pages = vishwamai.update_pages(pages, key, value, *tables, k_scale=0.1, v_scale=0.1)
-        return pages, vishwamai.ragged_paged_attention(query, pages, *tables, k_scale=0.1, v_scale=0.1, max_q_len=1)
-
-    inits, number = tables(((1, 256),) * 8, 16)
-    pages = jax.ShapeDtypeStruct((number, 16, 4, 128), "int4")
-    query, key = (jax.ShapeDtypeStruct((8, heads, 128), "bfloat16") for heads in (8, 2))
-    rest = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inits.values()]
-    traced = jax.jit(step, donate_argnums=0).trace(pages, query, key, key, *rest)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = step_of_decoding(8, 256, 8, 2, "int4", k_scale=0.1, v_scale=0.1)
     assert re.search(r"%arg0: tensor<\d+x16x4x128xi4> \{tf.aliasing_output = 0", text)
     assert re.findall(r' name = "(\w+)"', text)[:2] == ["put", "attend"]
     assert "stablehlo.scatter" not in text and "bitcast_convert" not in text

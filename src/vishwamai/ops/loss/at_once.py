@@ -119,18 +119,18 @@ def _with_slopes_fwd(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, T
 
 def _with_slopes_bwd(what: Sum, of_weight: bool, tokens: Tokens, cotangents: Any) -> tuple[Tokens]:
     floats = Slopes(tokens.x, tokens.weight, tokens.bias)
-    (slopes,) = jax.vjp(lambda floats: _apart(what, of_weight, tokens, floats), floats)[1](cotangents)
+    pull = jax.vjp(lambda floats: _apart(what, of_weight, tokens._replace(**floats._asdict())), floats)[1]
+    (slopes,) = pull(cotangents)
     return (Tokens(slopes.x, slopes.weight, slopes.bias, None, None),)
 
 
 _with_slopes.defvjp(_with_slopes_fwd, _with_slopes_bwd)
 
 
-def _apart(what: Sum, of_weight: bool, tokens: Tokens, floats: Slopes | None = None) -> tuple[Any, Slopes]:
-    """`_with_slopes` by the op; `floats` are differentiated in the place of the tokens' own."""
-    floats = Slopes(tokens.x, tokens.weight, tokens.bias) if floats is None else floats
+def _apart(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
+    """`_with_slopes` by the op."""
     merged = jax.value_and_grad(lambda floats: what.apart(tokens._replace(**floats._asdict())))
-    loss, slopes = merged(floats)
+    loss, slopes = merged(Slopes(tokens.x, tokens.weight, tokens.bias))
     slopes = jax.tree.map(lambda slope: slope.astype(loss.dtype), slopes)
     return loss, slopes if of_weight else slopes._replace(weight=None)
 

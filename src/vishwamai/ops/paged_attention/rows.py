@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,8 +52,6 @@ def _scatter(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
 
 
 def _native(pool: Any, *others: Any) -> Any:
-    if not _whole_bytes(pool):  # a device's share of the columns
-        return _scatter(pool, *others)
     return ffi.call(_HANDLER, (ffi.result(pool.shape, pool.dtype),), pool, *others, aliases={0: 0})[0]
 
 
@@ -61,9 +60,13 @@ def _whole_bytes(pool: Any) -> bool:
     return math.prod(pool.shape[2:]) * bits(pool.dtype) % 8 == 0
 
 
-def _four_bits(*arrays: Any) -> Any:
-    """On a GPU; a device's share of the columns may not be whole bytes."""
-    return (_scatter if gpu_update.why_not_put(*arrays[:2]) else gpu_update.put)(*arrays)
+def _by(kernel: Callable[..., Any], rank: int) -> Any:
+    """The kernel on each device's share of the columns, or the scatter where a share is not whole bytes."""
+
+    def share(pool: Any, *others: Any) -> Any:
+        return (kernel if _whole_bytes(pool) else _scatter)(pool, *others)
+
+    return sharding.partitioned(share, _axes(rank))
 
 
 @jax.custom_vjp
@@ -88,12 +91,12 @@ _put.defvjp(_put_fwd, _put_bwd)
 def _mapped(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
     branches: dict[str, Any] = {}
     if _whole_bytes(pool) and ffi.why_not(None, _HANDLER) is None:
-        branches["cpu"] = sharding.partitioned(_native, _axes(pool.ndim))
+        branches["cpu"] = _by(_native, pool.ndim)
     if current_config().implementation != XLA.name:
         if tpu_update.why_not(pool, rows) is None:
             branches["tpu"] = tpu_update.put
         if gpu_update.why_not_put(pool, rows) is None:
-            branches["cuda"] = sharding.partitioned(_four_bits, _axes(pool.ndim))
+            branches["cuda"] = _by(gpu_update.put, pool.ndim)
     return by_platform(_scatter, branches, pool, rows, page, slot)
 
 
