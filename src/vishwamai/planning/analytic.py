@@ -6,17 +6,20 @@ keep. When they are alive together is a model of three moments, compared with th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from vishwamai.core import hardware
+from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import FallbackWarning
 from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
@@ -162,13 +165,21 @@ def _slot(config: TrainConfig, rows: float) -> Slot:
     return Slot(kept, between / config.mesh.fsdp)
 
 
+@contextlib.contextmanager
+def _for_tpus(config: TrainConfig) -> Iterator[None]:
+    """Traces the block for a TPU, whichever: what is kept is the same on all. This machine's kernels may keep more."""
+    chip = next(iter(hardware.TPUS))
+    with kernel_config(target=chip), config.optimization.kernels(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # nothing runs
+        yield
+
+
 @functools.lru_cache(maxsize=256)
 def _slots(key: _Key) -> tuple[Slot, Slot]:
     """Of one row on a device, and of two."""
     step, mesh = training_step(key.config), key.config.mesh
     layout = _device_layout(step, mesh)
-    with key.config.optimization.kernels(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)  # of this machine, where nothing runs
+    with _for_tpus(key.config):
         one, two = (slot_of(step, layout, rows * mesh.expert) for rows in (1, 2))
     return one, two
 
@@ -294,8 +305,7 @@ def _kept_of(key: _Key, tensor: int, expert: int, fused: bool) -> tuple[float, f
 
     def of(rows: int) -> int:
         batch = step.batch(rows * expert)
-        with key.config.optimization.kernels(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)  # of this machine, where nothing runs
+        with _for_tpus(key.config):
             if layout.mesh is None:
                 return kept_bytes(lambda *args: loss(*args)[0], params, batch, step.frozen, fused=fused)
             mesh = AbstractMesh(layout.mesh.axis_sizes, layout.mesh.axis_names)
