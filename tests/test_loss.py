@@ -3,6 +3,7 @@ test_contract.py for every case.
 """
 
 import functools
+import re
 import warnings
 
 import jax
@@ -18,6 +19,7 @@ from vishwamai.core import observe
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.observe import record_plans
 from vishwamai.core.target import Target
+from vishwamai.ops.loss import gathered
 from vishwamai.ops.loss.chunked import ChunkedLossConfig
 from vishwamai.ops.loss.cpu import NATIVE
 from vishwamai.ops.loss.tpu import LossConfig, heuristic, why_not
@@ -271,6 +273,72 @@ def test_vocabulary_over_a_mesh_axis(check_vma):
         return jnp.sum(losses) / 11, logsumexp
 
     contract.close(jax.jit(scored(split))(x, weight, bias, labels), scored(whole)(x, weight, bias, labels), 1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("pieces", [1, 5])
+def test_features_of_the_weight_are_gathered_in_pieces(check_vma, pieces, monkeypatch):
+    """Over one axis that splits tokens and features, and another that splits entries; no device has the whole weight."""
+    monkeypatch.setattr(gathered, "PIECE_BYTES", 4 * 32 * 40 // pieces)
+    x, weight, labels = inputs(12, 80, 32)
+    labels = labels.at[3].set(-100)
+    bias = jnp.cos(jnp.arange(80.0))
+    mesh = jax.make_mesh((4, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("t"), P("v", "t"), P("v"), P("t")),
+        out_specs=(P("t"), P("t")),
+        check_vma=check_vma,
+    )
+    def parts(x, weight, bias, labels):
+        split = {"vocab_axis": "v", "gather_axis": "t"}
+        return linear_cross_entropy(x, weight, labels, bias=bias, reduction="none", **split, **OPTIONS)
+
+    def split(x, weight, bias, labels):
+        losses, logsumexp = parts(x, weight, bias, labels)
+        return jnp.sum(losses) / 11, logsumexp
+
+    compiled = jax.jit(scored(split)).lower(x, weight, bias, labels).compile()
+    contract.close(compiled(x, weight, bias, labels), scored(whole)(x, weight, bias, labels), 1e-5)
+    assert "f32[80,32]" not in (compiled.as_text() or "").partition("ENTRY")[0]
+    assert re.search(rf"f32\[(1,)?{40 // pieces},32\]\S* all-gather", compiled.as_text() or "")
+
+
+def test_the_second_order_of_gathered_pieces(monkeypatch):
+    monkeypatch.setattr(gathered, "PIECE_BYTES", 4 * 8 * 7)
+    x, weight, labels = inputs(8, 28, 8)
+    mesh = jax.make_mesh((4,), ("t",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("t"), P(None, "t"), P("t")), out_specs=P())
+    def split(x, weight, labels):
+        return jax.lax.psum(linear_cross_entropy(x, weight, labels, reduction="sum", gather_axis="t"), "t")
+
+    def norm(loss):
+        return jax.jit(jax.grad(lambda w: jnp.sum(jnp.square(jax.grad(loss, 1)(x, w, labels)))))(weight)
+
+    want = norm(lambda x, w, labels: linear_cross_entropy(x, w, labels, reduction="sum"))
+    np.testing.assert_allclose(norm(split), want, rtol=1e-3, atol=1e-5)
+
+
+def test_a_wrong_gather_axis_is_named():
+    x, weight, labels = inputs(8, 28, 8)
+    with pytest.raises(ShapeError, match="`gather_axis` is .*which this call is not mapped over"):
+        linear_cross_entropy(x, weight[:, :2], labels, gather_axis="t")
+    mesh = jax.make_mesh((4,), ("t",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def split(x, weight, labels):
+        return linear_cross_entropy(x, weight, labels, reduction="none", gather_axis="t")
+
+    def run(*arrays):
+        specs = (P("t"), P(None, "t"), P("t"))
+        return jax.shard_map(split, mesh=mesh, in_specs=specs, out_specs=P("t"))(*arrays)
+
+    with pytest.raises(ShapeError, match=r"`weight`.*\(28, 12\)"):
+        run(x, weight[:, :4].repeat(3, axis=1), labels)
+    with pytest.raises(UnsupportedError, match="`gather_axis` with labels that are probabilities"):
+        run(x, weight, jnp.full((8, 28), 1 / 28))
 
 
 @pytest.mark.parametrize(

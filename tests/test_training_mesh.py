@@ -3,9 +3,11 @@
 import gc
 import json
 import math
+import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -42,6 +44,12 @@ MODELS = {
     "deepseek": DEEPSEEK,
     "gpt_oss": MIXTRAL | {"model_type": "gpt_oss", "head_dim": 8, "sliding_window": 8},
 }
+
+
+@pytest.fixture(autouse=True)
+def narrow_lanes(monkeypatch):
+    """The tables of these small models are used in parts, as those of large ones are."""
+    monkeypatch.setattr("vishwamai.training.mesh.LANES", 8)
 
 
 def settings(folder, model, /, **changes):
@@ -98,6 +106,33 @@ def test_split_heads_and_rows_change_no_run(tmp_path, model, mesh, changes):
     alone = list(train(settings(tmp_path, model, **changes), tmp_path / "one"))
     spread = list(train(settings(tmp_path, model, **changes, mesh=mesh), tmp_path / "all"))
     assert_equal_runs(tmp_path, "one", "all", alone, spread)
+
+
+@pytest.mark.parametrize(("model", "tables"), [("one_layer", {"embed", "head"}), ("gemma2", {"embed"})])
+def test_no_device_gathers_a_table(tmp_path, monkeypatch, model, tables):
+    monkeypatch.setattr("vishwamai.ops.loss.gathered.PIECE_BYTES", 300 * 32 * 4 // 3)
+    (tmp_path / "run").mkdir()
+    job, state = make_job(settings(tmp_path, model, mesh={"fsdp": 4}), tmp_path / "run")
+    assert job.layout.in_parts == tables
+    batch = {name: jnp.zeros((8, 32), jnp.int32) for name in ("tokens", "labels", "positions", "segment_ids")}
+    shapes = set(re.findall(r"f32\[([\d,]+)\]", str(jax.make_jaxpr(job.step)(state, batch))))
+    vocab, features = state.params["embed"].shape
+    assert {f"{vocab},{features // 4}", f"1,{vocab // 3},{features}"} <= shapes
+    # The state has the whole shape outside of the `shard_map`, where each device holds its part.
+    local = str(inside(jax.make_jaxpr(job.step)(state, batch).jaxpr))
+    assert f"[{vocab},{features}]" not in local and f"[1,{vocab},{features}]" not in local
+
+
+def inside(jaxpr):
+    """The body of the first `shard_map`."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            return equation.params["jaxpr"]
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            found = inside(inner) if hasattr(inner, "eqns") else inside(inner.jaxpr) if hasattr(inner, "jaxpr") else None
+            if found is not None:
+                return found
+    return None
 
 
 @pytest.mark.long

@@ -22,6 +22,8 @@ class MeshAxes:
       sequence: the one of them over which each row is split; keys and values travel around a ring.
       heads: attention exchanges heads in place of the ring, for a branch that not all devices of the mesh take: XLA
         waits for all of them where arrays travel from neighbour to neighbour (on CPUs; jaxlib 0.10.2).
+      features: over which the features of the embedding table and of the head are split; its devices have tokens of
+        their own.
       tensor: over which heads, features of feed-forward networks and the vocab are split; all its devices have the
         same tokens. Shoeybi et al., "Megatron-LM" (2019).
     """
@@ -29,6 +31,7 @@ class MeshAxes:
     tokens: tuple[str, ...] = ()
     expert: str | None = None
     sequence: str | None = None
+    features: str | None = None
     tensor: str | None = None
     heads: bool = False
 

@@ -74,7 +74,7 @@ def layer(
 
     Args:
       arrays: its parameters by name (`parameters.layer_parameters`).
-      carry: (stream, delta), both `[batch, seq, hidden]`; their sum is what the layer sees.
+      carry: (stream, delta), both `[batch, seq, hidden]`; their sum is what the layer sees. A delta of None is 0.
       pages: its pool of pages, or None.
       axes: inside `shard_map`, the mesh axes over which the model is split.
 
@@ -101,6 +101,8 @@ def layer(
 def _enter(config: ModelConfig, carry: tuple[Any, Any], scale: Any) -> tuple[Any, Any]:
     """A block's input and the stream: the sum of the carry, normalized where the family does so."""
     stream, delta = carry
+    if delta is None:
+        return stream if scale is None else norm(config, stream, scale), stream
     if scale is None:
         total = checkpoint_name(stream + delta, "stream")
         return total, total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -229,6 +230,8 @@ def _rows(table: Any, tokens: Any, dtype: Any, axes: MeshAxes) -> Any:
     """Rows of the embedding table; on explicit mesh axes they are split as the tokens are."""
     if isinstance(table, PackedQTensor):
         return table.columns(tokens).astype(dtype)
+    if axes.features is not None:
+        return _exchanged_rows(table, tokens, dtype, axes)
     if axes.tensor is not None:  # each token's row is on one device
         tokens = tokens - jax.lax.axis_index(axes.tensor) * table.shape[0]
         here = (tokens >= 0) & (tokens < table.shape[0])
@@ -238,6 +241,15 @@ def _rows(table: Any, tokens: Any, dtype: Any, axes: MeshAxes) -> Any:
     spec = tuple(jax.typeof(tokens).sharding.spec)
     spec += (None,) * (tokens.ndim + 1 - len(spec))
     return table.at[tokens].get(out_sharding=jax.sharding.PartitionSpec(*spec)).astype(dtype)
+
+
+def _exchanged_rows(table: Any, tokens: Any, dtype: Any, axes: MeshAxes) -> Any:
+    """Rows of a table whose features are split over devices with tokens of their own: each device reads its features of
+    all their tokens, and sends every device those of its tokens. The gradient takes the same way back.
+    """
+    everyone = jax.lax.all_gather(tokens, axes.features)
+    parts = _rows(table, everyone, dtype, dataclasses.replace(axes, features=None))
+    return jax.lax.all_to_all(parts, axes.features, 0, parts.ndim - 1, tiled=True)[0]
 
 
 def run_segment(

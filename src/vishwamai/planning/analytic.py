@@ -23,6 +23,7 @@ from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import FallbackWarning
 from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
+from vishwamai.ops.loss.gathered import PIECE_BYTES
 from vishwamai.planning.exchange import experts_room, rows_in_pieces
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.kept import kept_bytes
@@ -98,13 +99,14 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     tables = (size(leaf) for name, leaf in whole.parts.params.items() if name != "layers")
     table, split = max(tables) / config.mesh.tensor, config.mesh.fsdp > 1
 
-    # While a layer's gradient is computed: its weights whole, and the gradient of the head.
-    backward = rows * row + fixed + recomputed + (table if split else 0)
+    # While a layer's gradient is computed: its weights whole, and the gradient of the head, or of a piece of it.
+    head = min(table, PIECE_BYTES) if lay.in_parts else table if split else 0.0
+    backward = rows * row + fixed + recomputed + head
     if config.remat != "none":
         backward += _LAYER_WORK * layer
     backward += _joined(config, target, whole.parts.config)
     # At the end of the backward pass: the embedding's gradient whole, before it is split, and what it is made of.
-    embedding = 3.0 * table if split else table
+    embedding = 0.0 if lay.in_parts else 3.0 * table if split else table
     # The sum of the microbatches before is alive all the time. The one with this microbatch is a second one from the
     # end on, except where the gradients are summed over devices first (`Layout.summed`): they are then added in place.
     before = gradients if wide else 0.0
@@ -233,12 +235,14 @@ def described(config: TrainConfig) -> ModelConfig:
 @dataclasses.dataclass(frozen=True)
 class _Local:
     """Bytes of one device's parameters that are trained, by the mesh axes that split them, of all that a step changes,
-    and of the parameters below adapters, as the first ones.
+    and of the parameters below adapters, as the first ones. Whether the embedding and the head are used `in_parts`, as
+    of `Layout`.
     """
 
     split: Mapping[tuple[str, ...], float]
     state: float
     frozen: Mapping[tuple[str, ...], float]
+    in_parts: bool
 
     @property
     def params(self) -> float:
@@ -250,7 +254,7 @@ def _layout(key: _Key, mesh: MeshSection) -> _Local:
     step = _shapes(key)
     layout = _device_layout(step, mesh)
     split, frozen = (_split(layout, tree) for tree in (step.state.params, step.frozen))
-    return _Local(split, sum(_split(layout, step.state).values()), frozen)
+    return _Local(split, sum(_split(layout, step.state).values()), frozen, bool(layout.in_parts))
 
 
 def _split(layout: Layout, tree: Tree) -> dict[tuple[str, ...], float]:

@@ -55,6 +55,8 @@ class Layout:
         that is not here is whole along that axis of the mesh.
       apart: the same for each mesh axis of `mesh.KEPT_APART`.
       ends: the same for "pipeline", of the embedding and the head, which a step makes whole (`pipelined`).
+      in_parts: names of parameters that "fsdp" splits and that are used split, `MeshAxes.features`; no device gathers
+        them.
       zigzag: a split sequence lies on its devices in zig-zag order.
     """
 
@@ -62,6 +64,7 @@ class Layout:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     apart: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     ends: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    in_parts: frozenset[str] = frozenset()
     zigzag: bool = False
 
     @property
@@ -80,7 +83,8 @@ class Layout:
         if self.mesh is None:
             return ONE_DEVICE
         wide: dict[str, Any] = {name: name for name in ("expert", "sequence", "tensor") if self.mesh.shape[name] > 1}
-        return MeshAxes(TOKENS, **wide, heads=self.stages > 1)
+        features = "fsdp" if self.in_parts else None
+        return MeshAxes(TOKENS, **wide, features=features, heads=self.stages > 1)
 
     @property
     def copies(self) -> int:
@@ -208,9 +212,9 @@ class Layout:
         return jax.tree_util.tree_map_with_path(one, gradients)
 
     def whole(self, name: str, x: Any) -> Any:
-        """Inside `over_devices`: one of them, an array or a `QTensor`, by its name."""
+        """Inside `over_devices`: one of them, an array or a `QTensor`, by its name; those `in_parts` stay as they are."""
         axis = split_axis(self.axes, name)
-        return x if axis is None else gathered(x, axis, "fsdp")
+        return x if axis is None or name in self.in_parts else gathered(x, axis, "fsdp")
 
     def over_devices(
         self, compute: Callable[..., Any], params: Tree, gradients: bool = True, frozen: Tree = None

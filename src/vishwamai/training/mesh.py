@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from vishwamai.core.errors import ConfigError
 from vishwamai.core.numbers import divisors
+from vishwamai.core.pallas import LANES
 from vishwamai.models.attend import sequence_placement
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.parameters import LOGICAL_NAMES, split_units
@@ -97,9 +98,23 @@ def make_layout(
     matrices = [name for name in shapes if len(names[name]) >= 2 and not _is_bias(name)]
     found = free(section.fsdp, matrices)
     ends = free(section.pipeline, [name for name in matrices if name in params], found)
+    in_parts = _in_parts(section, shapes, names, params)
+    found |= dict.fromkeys(in_parts, -1)
     ring = section.sequence > 1 and section.pipeline == 1
     zigzag = ring and model is not None and sequence_placement(model) == "zigzag"
-    return Layout(mesh, found, apart, ends, zigzag)
+    return Layout(mesh, found, apart, ends, in_parts, zigzag)
+
+
+def _in_parts(
+    section: MeshSection, shapes: Mapping[str, list[tuple[int, ...]]], names: Mapping[str, Names], params: Tree
+) -> frozenset[str]:
+    """The embedding table and the head where "fsdp" splits their features into whole lanes of a TPU; they are then used
+    as they lie. Narrower parts would be filled up to a lane, stages have both whole, and quantized ones are read whole.
+    """
+    tables = {name for name in shapes if name in params and "vocab" in names[name] and len(names[name]) == 2}
+    whole = section.fsdp == 1 or section.pipeline > 1 or any(is_quantized(params[name]) for name in tables)
+    fits = all(shape[-1] % (section.fsdp * LANES) == 0 for name in tables for shape in shapes[name])
+    return frozenset() if whole or not fits else frozenset(tables)
 
 
 def _placed(shape: tuple[int, ...], devices: Sequence[Any], all_of_them: bool) -> np.ndarray:

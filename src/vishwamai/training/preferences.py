@@ -44,6 +44,7 @@ def answer_logprobs(
         ignore_index=IGNORED,
         reduction="none",
         vocab_axis=axes.tensor,
+        gather_axis=axes.features,
     )
     found = [jnp.sum(jnp.where(batch["segment_ids"] == s, losses, 0.0), axis=1) for s in (1, 2)]
     return -axes.row_total(jnp.stack(found, axis=1))

@@ -129,9 +129,21 @@ def layer_wrapper(kept: Any, gather: Callable[[Any], Any] | None) -> Callable[..
 
     def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
         def gathered(carry: Any, pages: Any, group: Any, index: Any) -> Any:
-            return run(carry, pages, group if gather is None else gather(group), index)
+            if gather is not None:
+                # XLA would convert the parts of all layers to the dtype of products ahead of the loop, and hold them.
+                group = gather(jax.lax.optimization_barrier(group))
+            return run(carry, pages, group, index)
 
-        return gathered if kept is None else jax.checkpoint(gathered, policy=kept)
+        if kept is None:
+            return gathered
+        recomputed = jax.checkpoint(gathered, policy=kept)
+
+        def joined(carry: tuple[Any, Any], pages: Any, group: Any, index: Any) -> Any:
+            """What is computed again starts from the sum of the carry: one array is kept for each layer, not two."""
+            stream, delta = carry
+            return recomputed((stream + delta, None), pages, group, index)
+
+        return joined
 
     return wrap
 

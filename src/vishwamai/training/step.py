@@ -175,6 +175,7 @@ def token_loss(
         reduction="sum",
         return_logsumexp=bool(section.z_loss),
         vocab_axis=axes.tensor,
+        gather_axis=axes.features,
     )
     if not section.z_loss:
         return found, {"loss": found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from jax import lax
 from vishwamai.core import observe
 from vishwamai.core.arguments import checked
 from vishwamai.core.config import cast_for_matmul, current_config
+from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.op import Op
 from vishwamai.core.plan import Plan
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
@@ -19,10 +21,11 @@ from vishwamai.core.sharding import explicit_mesh, mesh_axis_size
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import array_spec, as_array
 from vishwamai.core.value_checks import check_values
-from vishwamai.ops.loss import at_once
+from vishwamai.ops.loss import at_once, gathered
 from vishwamai.ops.loss.chunked import XLA_CHUNKED
 from vishwamai.ops.loss.compose import compose, reduced
 from vishwamai.ops.loss.cpu import NATIVE
+from vishwamai.ops.loss.gathered import piece_count
 from vishwamai.ops.loss.gpu import TRITON
 from vishwamai.ops.loss.reference import XLA
 from vishwamai.ops.loss.spec import (
@@ -63,6 +66,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     return_logsumexp: bool = False,
     vocab_axis: str | tuple[str, ...] | None = None,
+    gather_axis: str | None = None,
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
     config: Any = None,
     implementation: str | None = None,
@@ -104,6 +108,9 @@ def linear_cross_entropy(
         order: each device passes its part, labels count over all parts, and every device gets the same loss. Arrays on
         explicit mesh axes need no such option: the vocabulary may be split there, unless the same axis splits the
         tokens.
+      gather_axis: inside a `shard_map`, the mesh axis over which the features of `weight` are split, as fully sharded
+        parameters are, while `x` has all features of this device's own tokens. The weight is gathered some entries at a
+        time, and its gradient leaves split: no device holds the whole of either. Not with probabilities.
       precision: of float32 products: "highest" (the default) or "high"; None takes the ambient one.
       config: tiles (a `LossConfig` or `ChunkedLossConfig`), a block size in entries, or None.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
@@ -115,7 +122,8 @@ def linear_cross_entropy(
 
     Raises:
       ShapeError: the arguments contradict one another, or a label is outside the vocab.
-      UnsupportedError: the implementation asked for cannot serve the call; or class weights with label smoothing.
+      UnsupportedError: the implementation asked for cannot serve the call; or class weights with label smoothing, or
+        probabilities with `gather_axis`.
 
     >>> import jax.numpy as jnp
     >>> x, weight = jnp.zeros((2, 4)), jnp.ones((8, 4))
@@ -134,7 +142,9 @@ def linear_cross_entropy(
     if probabilities(labels, x, jnp.issubdtype(labels.dtype, jnp.floating)):
         targets, mass = labels, jnp.sum(labels, axis=-1, dtype=accumulator_dtype(labels.dtype))
         labels = jnp.full_like(mass, -1, jnp.int32)
-    check_arrays(array_specs(Operands(x, weight, bias, labels, targets)))  # errors tell the caller's own dtypes
+    over = 1 if gather_axis is None else mesh_axis_size("linear_cross_entropy", "gather_axis", (gather_axis,))
+    given = array_specs(Operands(x, weight, bias, labels, targets))
+    check_arrays(_with_features(given, over))  # errors tell the caller's own dtypes
     check_options(softcap, label_smoothing, z_loss, ignore_index, reduction)
     if class_weights is not None:
         class_weights = as_array("linear_cross_entropy", "class_weights", class_weights)
@@ -166,8 +176,20 @@ def linear_cross_entropy(
     entries = jnp.arange(weight.shape[0], dtype=jnp.int32)
     bias = None if bias is None else bias.astype(acc)
     arrays = Operands(x.astype(common), weight.astype(common), bias, labels - first, targets)
-    cap = None if softcap is None else float(softcap)
-    spec = describe(array_specs(arrays), cap, products, label_smoothing > 0)
+    options = (None if softcap is None else float(softcap), products, label_smoothing > 0)
+    if gather_axis is not None:
+        if targets is not None:
+            raise UnsupportedError(
+                "linear_cross_entropy: `gather_axis` with labels that are probabilities; pass the whole `weight`, "
+                "by jax.lax.all_gather(weight, axis, axis=1, tiled=True), without `gather_axis`."
+            )
+        count = piece_count(weight.shape[0], x.shape[-1], jnp.dtype(acc).itemsize)
+        piece = describe(_with_features(array_specs(arrays), over, count), *options)
+        plan = LOSS.plan(piece, config=config, implementation=implementation)
+        numbers = _combined(_pieces(plan, gather_axis, count, arrays), vocab_axis)
+        loss = compose(jnp, numbers, size, counted, unknown, shares, label_smoothing, z_loss, reduction, mass)
+        return (loss, numbers.logsumexp) if return_logsumexp else loss
+    spec = describe(array_specs(arrays), *options)
     plain = targets is None and shares is counted and vocab_axis is None
     if plain and reduction != "none" and not return_logsumexp and at_once.expected(arrays):
         plan = LOSS.plan(spec, config=config, implementation=implementation)
@@ -186,6 +208,34 @@ def linear_cross_entropy(
     numbers = _combined(parts, vocab_axis)
     loss = compose(jnp, numbers, size, counted, unknown, shares, label_smoothing, z_loss, reduction, mass)
     return (loss, numbers.logsumexp) if return_logsumexp else loss
+
+
+def _with_features(given: Operands, over: int, pieces: int = 1) -> Operands:
+    """Specs of the caller's arrays with all features of the weight, of which each device has one of `over` parts, and
+    one of so many pieces of its entries.
+    """
+    weight, bias = given.weight, given.bias
+    if len(weight.shape) == 2:  # `check_arrays` tells other shapes
+        weight = dataclasses.replace(weight, shape=(weight.shape[0] // pieces, weight.shape[1] * over))
+    if bias is not None and pieces > 1:
+        bias = dataclasses.replace(bias, shape=(bias.shape[0] // pieces,))
+    return given._replace(weight=weight, bias=bias)
+
+
+def _pieces(plan: Plan, axis: str, count: int, arrays: Operands) -> Outputs:
+    """The outputs of each piece, `[..., count]`."""
+    x, weight, bias, labels, _ = arrays
+    bias = None if bias is None else bias[None]
+    operands = Operands(x.reshape(1, -1, x.shape[-1]), weight[None], bias, labels.reshape(1, -1), None)
+    observe.report(plan)
+    try:
+        found = gathered.numbers(plan, axis, count, operands)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        told = LOSS.told(error, plan, arrays)
+        if told is None:
+            raise
+        raise told from error
+    return Outputs(*(None if y is None else jnp.moveaxis(y, 0, -1).reshape(*labels.shape, count) for y in found))
 
 
 def _sum(plan: Plan, tokens: at_once.Tokens, label_smoothing: float, z_loss: float) -> Any:
