@@ -278,7 +278,7 @@ def test_vocabulary_over_a_mesh_axis(check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("pieces", [1, 5])
 def test_features_of_the_weight_are_gathered_in_pieces(check_vma, pieces, monkeypatch):
-    """Over one axis that splits tokens and features, and another that splits entries; no device has the whole weight."""
+    """Over an axis that splits tokens and features, and one that splits entries; no device has the whole weight."""
     monkeypatch.setattr(gathered, "PIECE_BYTES", 4 * 32 * 40 // pieces)
     x, weight, labels = inputs(12, 80, 32)
     labels = labels.at[3].set(-100)

@@ -129,8 +129,8 @@ def inside(jaxpr):
         if equation.primitive.name == "shard_map":
             return equation.params["jaxpr"]
         for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            found = inside(inner) if hasattr(inner, "eqns") else inside(inner.jaxpr) if hasattr(inner, "jaxpr") else None
-            if found is not None:
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns") and (found := inside(inner)) is not None:
                 return found
     return None
 

@@ -212,7 +212,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(one, gradients)
 
     def whole(self, name: str, x: Any) -> Any:
-        """Inside `over_devices`: one of them, an array or a `QTensor`, by its name; those `in_parts` stay as they are."""
+        """Inside `over_devices`: one of them, an array or a `QTensor`, by its name; those `in_parts` stay split."""
         axis = split_axis(self.axes, name)
         return x if axis is None or name in self.in_parts else gathered(x, axis, "fsdp")
 
