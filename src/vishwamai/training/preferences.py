@@ -15,13 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import vishwamai
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import in_dtype
 from vishwamai.models.config import ModelConfig
 from vishwamai.training.data import Batch, Corpus, PackedRows
+from vishwamai.training.head import cross_entropy
 from vishwamai.training.layout import Layout
-from vishwamai.training.packing import IGNORED
 from vishwamai.training.together import as_first, first_alone
 
 
@@ -36,16 +34,7 @@ def answer_logprobs(
       batch: `labels` and `segment_ids`, `[rows, seq]`.
       axes: inside `shard_map`, the mesh axes over which the model and its rows are split.
     """
-    losses = vishwamai.linear_cross_entropy(
-        hidden,
-        in_dtype(head, hidden.dtype),
-        batch["labels"],
-        softcap=config.final_logit_softcap,
-        ignore_index=IGNORED,
-        reduction="none",
-        vocab_axis=axes.tensor,
-        gather_axis=axes.features,
-    )
+    losses = cross_entropy(config, hidden, head, batch["labels"], axes, reduction="none")
     found = [jnp.sum(jnp.where(batch["segment_ids"] == s, losses, 0.0), axis=1) for s in (1, 2)]
     return -axes.row_total(jnp.stack(found, axis=1))
 

@@ -129,10 +129,7 @@ def layer_wrapper(kept: Any, gather: Callable[[Any], Any] | None) -> Callable[..
 
     def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
         def gathered(carry: Any, pages: Any, group: Any, index: Any) -> Any:
-            if gather is not None:
-                # XLA would convert the parts of all layers to the dtype of products ahead of the loop, and hold them.
-                group = gather(jax.lax.optimization_barrier(group))
-            return run(carry, pages, group, index)
+            return run(carry, pages, group if gather is None else gather(group), index)
 
         if kept is None:
             return gathered

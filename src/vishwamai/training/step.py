@@ -12,15 +12,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-import vishwamai
 from vishwamai.models import Decoder
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import in_dtype
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.experts import ExpertLoad
 from vishwamai.training.adam import kept_where
 from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
+from vishwamai.training.head import cross_entropy
 from vishwamai.training.layout import Layout
 from vishwamai.training.optimizers import optimizer
 from vishwamai.training.packing import IGNORED, REFERENCE
@@ -163,20 +162,9 @@ def head_loss(
 def token_loss(
     config: ModelConfig, section: LossSection, hidden: Any, head: Any, labels: Any, axes: MeshAxes = ONE_DEVICE
 ) -> tuple[Any, dict[str, Any]]:
-    """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums, as those of `Loss`; the head
-    is multiplied in their dtype, as it is for logits.
-    """
-    found = vishwamai.linear_cross_entropy(
-        hidden,
-        in_dtype(head, hidden.dtype),
-        labels,
-        softcap=config.final_logit_softcap,
-        ignore_index=IGNORED,
-        reduction="sum",
-        return_logsumexp=bool(section.z_loss),
-        vocab_axis=axes.tensor,
-        gather_axis=axes.features,
-    )
+    """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums, as those of `Loss`."""
+    wanted = {"reduction": "sum", "return_logsumexp": bool(section.z_loss)}
+    found = cross_entropy(config, hidden, head, labels, axes, **wanted)
     if not section.z_loss:
         return found, {"loss": found}
     plain, logsumexp = found

@@ -110,7 +110,8 @@ def linear_cross_entropy(
         tokens.
       gather_axis: inside a `shard_map`, the mesh axis over which the features of `weight` are split, as fully sharded
         parameters are, while `x` has all features of this device's own tokens. The weight is gathered some entries at a
-        time, and its gradient leaves split: no device holds the whole of either. Not with probabilities.
+        time, in the dtype of `x` whatever its own is. Its gradient is added up over the devices in the accumulation
+        dtype, and leaves split: no device holds the whole of either. Not with probabilities.
       precision: of float32 products: "highest" (the default) or "high"; None takes the ambient one.
       config: tiles (a `LossConfig` or `ChunkedLossConfig`), a block size in entries, or None.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
@@ -149,7 +150,7 @@ def linear_cross_entropy(
     if class_weights is not None:
         class_weights = as_array("linear_cross_entropy", "class_weights", class_weights)
     x, weight = cast_for_matmul(x, weight)
-    common = jnp.promote_types(x.dtype, weight.dtype)
+    common = x.dtype if gather_axis is not None else jnp.promote_types(x.dtype, weight.dtype)
     acc = accumulator_dtype(common)
     products = resolve_precision(precision, current_config().precision, common)
     first, size = 0, weight.shape[0]
@@ -186,6 +187,7 @@ def linear_cross_entropy(
         count = piece_count(weight.shape[0], x.shape[-1], jnp.dtype(acc).itemsize)
         piece = describe(_with_features(array_specs(arrays), over, count), *options)
         plan = LOSS.plan(piece, config=config, implementation=implementation)
+        arrays = arrays._replace(weight=weight)  # each piece is converted where it is gathered
         numbers = _combined(_pieces(plan, gather_axis, count, arrays), vocab_axis)
         loss = compose(jnp, numbers, size, counted, unknown, shares, label_smoothing, z_loss, reduction, mass)
         return (loss, numbers.logsumexp) if return_logsumexp else loss

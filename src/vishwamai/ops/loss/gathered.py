@@ -38,7 +38,7 @@ def numbers(plan: Plan, axis: str, count: int, operands: Operands) -> Outputs:
     Args:
       plan: of one piece, with all its features.
       axis: the mesh axis, inside a `shard_map`.
-      operands: the op's, of all entries; the features of `weight` are this device's. No targets.
+      operands: the op's, of all entries; the features of `weight` are this device's, in any dtype. No targets.
     """
     x, weight, bias, labels, _ = sharding.match_varying(operands)
     groups, vocab, features = weight.shape
@@ -69,11 +69,12 @@ def _of_piece_bwd(plan: Plan, axis: str, saved: tuple[Operands, Outputs], cotang
     found = execute.backward(plan, (_whole(axis, operands), outputs, None, cotangents))
     wide = found.weight.astype(plan.spec.accumulator)
     weight = lax.psum_scatter(wide, axis, scatter_dimension=2, tiled=True)
-    return (found._replace(weight=weight.astype(found.weight.dtype), labels=None, targets=None),)
+    return (found._replace(weight=weight.astype(operands.weight.dtype), labels=None, targets=None),)
 
 
 _of_piece.defvjp(_of_piece_fwd, _of_piece_bwd)
 
 
 def _whole(axis: str, operands: Operands) -> Operands:
-    return operands._replace(weight=lax.all_gather(operands.weight, axis, axis=2, tiled=True))
+    part = operands.weight.astype(operands.x.dtype)
+    return operands._replace(weight=lax.all_gather(part, axis, axis=2, tiled=True))
