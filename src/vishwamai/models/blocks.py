@@ -88,6 +88,7 @@ def layer(
         mixed, pages = latent_attention(config, config.latent, kind, arrays, x, linear, rotate, attend, pages, axes)
     mixed = axes.total(mixed)
     x, carry = _enter(config, (carry, _leave(config, mixed, arrays.get("attention_post_norm"))), arrays.get("mlp_norm"))
+    x = checkpoint_name(x, "mlp_input")
     load = None
     if kind.experts and config.experts is not None:
         out, load = mixture(config, config.experts, arrays, x, axes)

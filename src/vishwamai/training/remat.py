@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from vishwamai.core import observe
 from vishwamai.core.errors import ConfigError
@@ -22,13 +23,14 @@ from vishwamai.models import Decoder
 POLICIES = {
     "none": "everything is kept, nothing is recomputed",
     "dots": "results of products are kept; norms, activations and attention's weights are recomputed",
-    "block_wise": "the residual stream before each block is kept; within a block all is recomputed",
+    "block_wise": "the inputs of each layer and of its feed-forward network are kept; within a block all is recomputed",
     "full": "the input of each layer is kept; within a layer all is recomputed",
-    "offload": "what `block_wise` keeps lies in the host's memory until the backward pass",
+    "offload": "what `full` keeps lies in the host's memory until the backward pass",
 }
 """The policies with names of their own; any other text lists names of activations to keep."""
 
-_STREAM = ("stream",)
+_INPUT, _MLP_INPUT, _STREAM = "layer_input", "mlp_input", "stream"
+"""Names of the sum from which a layer starts, which every policy keeps, and of what its blocks start from."""
 
 AUTOMATIC = "auto:"
 _LADDER = ("none", "dots", "block_wise", "full")
@@ -131,16 +133,12 @@ def layer_wrapper(kept: Any, gather: Callable[[Any], Any] | None) -> Callable[..
         def gathered(carry: Any, pages: Any, group: Any, index: Any) -> Any:
             return run(carry, pages, group if gather is None else gather(group), index)
 
-        if kept is None:
-            return gathered
-        recomputed = jax.checkpoint(gathered, policy=kept)
-
         def joined(carry: tuple[Any, Any], pages: Any, group: Any, index: Any) -> Any:
-            """What is computed again starts from the sum of the carry: one array is kept for each layer, not two."""
+            """What is computed again starts from the sum of the carry: one array is kept of each layer, not two."""
             stream, delta = carry
-            return recomputed((stream + delta, None), pages, group, index)
+            return gathered((checkpoint_name(stream + delta, _INPUT), None), pages, group, index)
 
-        return joined
+        return gathered if kept is None else jax.checkpoint(joined, policy=kept)
 
     return wrap
 
@@ -176,19 +174,20 @@ def checkpoint_policy(model: Decoder, policy: str) -> Any:
         return None
     policies = jax.checkpoint_policies
     names = activation_names(model)
-    if policy == "full":
-        return policies.nothing_saveable
-    if policy == "block_wise":
-        return policies.save_only_these_names(*_STREAM)
-    if policy == "dots":
-        return policies.save_only_these_names(*(name for name in names if name not in _STREAM))
     if policy == "offload":
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=(),
-            names_which_can_be_offloaded=_STREAM,
+            names_which_can_be_offloaded=(_INPUT,),
             offload_src="device",
             offload_dst="pinned_host",
         )
+    save = functools.partial(policies.save_only_these_names, _INPUT)
+    if policy == "full":
+        return save()
+    if policy == "block_wise":
+        return save(_MLP_INPUT)
+    if policy == "dots":
+        return save(*(name for name in names if name not in (_MLP_INPUT, _STREAM)))
     asked = [name.strip() for name in policy.split(",")]
     for name in asked:
         if name not in names:
@@ -198,4 +197,4 @@ def checkpoint_policy(model: Decoder, policy: str) -> Any:
                 f"{f'did you mean {near[0]!r}? ' if near else ''}The policies are {', '.join(POLICIES)}; the "
                 f"activations of this model are {', '.join(names)}."
             )
-    return policies.save_only_these_names(*asked)
+    return save(*asked)
