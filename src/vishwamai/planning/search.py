@@ -42,7 +42,7 @@ NOT_TRIED = (
     "pipelines of other sizes and schedules than those of the configuration",
     "other batch sizes, sequence lengths, optimizers and precisions of products",
     "moments of the optimizer in fewer bits, where something fits without",
-    "remat: offload, which needs what full needs; lists of activations",
+    "remat: offload; lists of activations",
 )
 """What a search leaves out, in words."""
 

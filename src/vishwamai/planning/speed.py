@@ -118,10 +118,10 @@ def training_time(config: TrainConfig, target: str, memory: Breakdown | None = N
 
 
 def _offloaded(config: TrainConfig, target: str, kept: float) -> float:
-    """Bytes that `remat: offload` writes to the host's memory and reads back: what `block_wise` keeps more than it."""
+    """Bytes that `remat: offload` writes to the host's memory and reads back: what `full` keeps more than it."""
     if config.remat != "offload":
         return 0.0
-    alike = dataclasses.replace(config, remat="block_wise", optimization=config.optimization.of_kernels)
+    alike = dataclasses.replace(config, remat="full", optimization=config.optimization.of_kernels)
     moved = training_memory(alike, target).parts["activations"].value - kept
     return 2 * moved * config.microbatches
 
