@@ -100,7 +100,11 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     table, split = max(tables) / config.mesh.tensor, config.mesh.fsdp > 1
 
     # While a layer's gradient is computed: its weights whole, and the gradient of the head, or of a piece of it.
-    head = min(table, PIECE_BYTES) if lay.in_parts else table if split else 0.0
+    head = table if split else 0.0
+    if lay.in_parts:
+        # A head that is gathered in pieces is not kept in the dtype of products.
+        share = jnp.dtype(config.model.compute_dtype).itemsize / jnp.dtype(config.model.param_dtype).itemsize
+        head = min(table, PIECE_BYTES) - (share * table if share != 1 else 0.0)
     backward = rows * row + fixed + recomputed + head
     if config.remat != "none":
         backward += _LAYER_WORK * layer
