@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vishwamai import UnsupportedError
+from vishwamai import ShapeError, UnsupportedError
 from vishwamai.models import ModelConfig
 
 ABSENT: Any = object()
@@ -291,5 +291,77 @@ def test_published_files_are_read_and_written_back(name: str) -> None:
 def test_another_value_of_a_fixed_key_is_an_error(name: str, key: str, value: Any, expected: str) -> None:
     values = {**published(name), key: value}
     text = f"config.json: `{key}` is {value!r}; the decoder computes {values['model_type']} with {expected} only."
+    with pytest.raises(UnsupportedError, match=text):
+        ModelConfig.from_dict(values)
+
+
+WHOLE = "expected a whole number of at least 1."
+NUMBER = "expected a number above 0."
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "expected"),
+    [
+        ("Llama 2", "hidden_size", "64", WHOLE),
+        ("Llama 2", "hidden_size", 64.0, WHOLE),
+        ("Llama 2", "hidden_size", [64], WHOLE),
+        ("Llama 2", "num_hidden_layers", True, WHOLE),
+        ("Llama 2", "num_hidden_layers", {}, WHOLE),
+        ("Llama 2", "vocab_size", -1, WHOLE),
+        ("Llama 2", "num_key_value_heads", 0, WHOLE),
+        ("Llama 2", "rms_norm_eps", "1e-5", "expected a number of at least 0."),
+        ("Llama 2", "rms_norm_eps", float("nan"), "expected a number of at least 0."),
+        ("Llama 2", "tie_word_embeddings", "false", "expected true or false."),
+        ("Llama 2", "tie_word_embeddings", None, "expected true or false."),
+        ("Llama 2", "pad_token_id", "</s>", "expected a whole number of at least -1."),
+        ("Llama 2", "rope_theta", "x", NUMBER),
+        ("Llama 2", "rope_theta", 0, NUMBER),
+        ("Llama 2", "rope_scaling", "linear", "expected an object."),
+        ("Mistral 7B v0.1", "sliding_window", "4096", WHOLE),
+        ("Qwen2.5", "max_window_layers", -1, "expected a whole number of at least 0."),
+        ("Qwen2.5", "use_sliding_window", 1, "expected true or false."),
+        ("Gemma 2 2B", "query_pre_attn_scalar", 0, NUMBER),
+        ("Gemma 3 270M", "layer_types", [1, 2, 3, 4], "expected a list of texts."),
+        ("Phi 4 mini", "original_max_position_embeddings", "4096", WHOLE),
+        ("DeepSeek V2", "topk_method", 3, "expected a text."),
+        ("DeepSeek V2", "n_routed_experts", 0, WHOLE),
+        ("DeepSeek V2", "kv_lora_rank", "32", WHOLE),
+        ("gpt-oss", "swiglu_limit", "7", NUMBER),
+    ],
+)
+def test_a_value_of_another_type_is_named(name: str, key: str, value: Any, expected: str) -> None:
+    with pytest.raises(ShapeError) as error:
+        ModelConfig.from_dict({**published(name), key: value})
+    assert str(error.value) == f"config.json: `{key}` is {value!r}; {expected}"
+
+
+def test_values_inside_of_others_are_named() -> None:
+    def error(name: str, **values: Any) -> str:
+        with pytest.raises(ShapeError) as error:
+            ModelConfig.from_dict({**published(name), **values})
+        return str(error.value)
+
+    least = "expected a whole number of at least -1."
+    assert error("Llama 2", eos_token_id=[1, "a"]) == f"config.json: `eos_token_id` is 'a'; {least}"
+    theta = f"config.json: `rope_parameters.rope_theta` is 'x'; {NUMBER}"
+    assert error("Llama 2", rope_parameters={"rope_theta": "x"}) == theta
+    factor = f"config.json: `rope_parameters.factor` is 'two'; {NUMBER}"
+    assert error("Llama 2", rope_scaling={"rope_type": "linear", "factor": "two"}) == factor
+    kind = "config.json: `rope_parameters.rope_type` is ['linear']; expected a text."
+    assert error("Llama 2", rope_scaling={"rope_type": ["linear"]}) == kind
+    assert "`hidden_size` is 64, which is not a multiple of `num_attention_heads` = 6" in error(
+        "Llama 2", num_attention_heads=6
+    )
+    types = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": 1e4}
+    kind = "config.json: `rope_parameters.sliding_attention` is 10000.0; expected an object."
+    assert error("Gemma 3 1B", rope_parameters=types) == kind
+    missing = "config.json: `max_position_embeddings` is missing; a phi3 model needs it."
+    assert error("Phi 3.5 mini", max_position_embeddings=None) == missing
+
+
+def test_a_mistyped_key_is_an_error_with_the_nearest_known_one() -> None:
+    values = published("Llama 2")
+    values["hiden_size"] = values.pop("hidden_size")
+    text = "`hiden_size` = 64 is not known for llama; .* If `hidden_size` is meant, write that. Remove the key if"
     with pytest.raises(UnsupportedError, match=text):
         ModelConfig.from_dict(values)
