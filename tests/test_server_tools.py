@@ -17,11 +17,15 @@ from vishwamai.models import read_tokenizer
 
 ONE = '{"name": "add", "arguments": {"a": 1}}'
 ADD = Call("add", '{"a": 1}')
+MARKED_TEXT = '{"a": "<tool_call></tool_call>"}'
+MARKS = f'{{"name": "add", "arguments": {MARKED_TEXT}}}'
 CASES = [
     ("hermes", f"Two calls: <tool_call>{ONE}</tool_call>\n<tool_call>\n{ONE}\n</tool_call>", "Two calls:", [ADD, ADD]),
     ("hermes", f"<tool_call>{ONE}", "", [ADD]),  # the model ended before it closed the call
     ("hermes", "a < b, <tool> and <tool_cal", "a < b, <tool> and <tool_cal", []),
     ("hermes", "<tool_call>{not json}</tool_call>", "<tool_call>{not json}</tool_call>", []),
+    ("hermes", f"<tool_call>{ONE} and more</tool_call>", f"<tool_call>{ONE} and more</tool_call>", []),
+    ("hermes", f"<tool_call>{MARKS}</tool_call><tool_call>{ONE}</tool_call>", "", [Call("add", MARKED_TEXT), ADD]),
     ("mistral", f"[TOOL_CALLS][{ONE}, {ONE}]", "", [ADD, ADD]),
     ("mistral", "[1, 2]", "[1, 2]", []),
     ("llama", '{"name": "add", "parameters": {"a": 1}}', "", [ADD]),

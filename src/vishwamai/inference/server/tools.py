@@ -56,8 +56,7 @@ def split(form: Form, text: str) -> tuple[str, list[Call]]:
     ('{"name": "add"', [])
     """
     if form == "hermes":
-        found = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
-        values = [_json(part) for part in found]
+        values = _between(text, *(marks[0] for marks in _AROUND[form]))
     elif form == "mistral":
         value = _json(text.partition(MARKS[form])[2])
         values = value if isinstance(value, list) else [value]
@@ -67,6 +66,24 @@ def split(form: Form, text: str) -> tuple[str, list[Call]]:
     if not values or len(calls) != len(values):
         return text, []
     return text.partition(MARKS[form])[0].strip(), calls
+
+
+def _between(text: str, mark: str, end_mark: str) -> list[Any]:
+    """The JSON values behind each mark, None for what is not one. A text within a value may have a mark in it."""
+    values: list[Any] = []
+    at = text.find(mark)
+    while at >= 0:
+        rest = text[at + len(mark) :].lstrip()
+        try:
+            value, length = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError):
+            return [None]
+        text = rest[length:].lstrip()
+        if text and not text.startswith(end_mark):
+            return [None]
+        values.append(value)
+        at = text.find(mark)
+    return values
 
 
 def _json(text: str) -> Any:
