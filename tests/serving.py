@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ TEMPLATE = (
 )
 
 
-def write_model(path: Path) -> None:
-    """A checkpoint whose tokens are the 256 bytes and three special ones."""
+def write_model(path: Path, template: str = TEMPLATE, marks: Sequence[str] = ()) -> None:
+    """A checkpoint whose tokens are the 256 bytes and three special ones; `marks` are special, too, with ids from
+    259.
+    """
     Peer("Llama", {"vocab_size": 262, "num_hidden_layers": 1, "hidden_size": 32, "max_position_embeddings": 512}).save(
         path
     )
@@ -38,9 +40,9 @@ def write_model(path: Path) -> None:
     )
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoder.decoder = tokenizers.decoders.ByteLevel()
-    encoder.add_special_tokens(special)
+    encoder.add_special_tokens([*special, *marks])
     encoder.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
 def write_encoder(path: Path) -> None:

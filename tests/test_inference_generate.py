@@ -1,5 +1,6 @@
 """`vishwamai generate`: a directory that transformers wrote goes in, transformers' own tokens come out."""
 
+import argparse
 import json
 import os
 import signal
@@ -11,9 +12,10 @@ import tokenizers
 
 import models_peer
 from models_peer import Peer
-from vishwamai.cli import main
+from vishwamai.cli import generate, main
 from vishwamai.core.errors import DeviceError, ShapeError
-from vishwamai.inference import plan_load
+from vishwamai.inference import Sampling, plan_load
+from vishwamai.models import read_generation_config
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(128))]
 PROMPT = [5, 17, 99, 3, 42]
@@ -106,6 +108,28 @@ def test_what_cannot_be_is_said_before_loading(peer, capsys, tmp_path):
         plan_load(path, memory=10)
     with pytest.raises(ShapeError, match="a model of 256 positions"):
         plan_load(path, max_length=257)
+
+
+GENERATION = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05, "max_new_tokens": 2048}
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "expected"),
+    [
+        (GENERATION, [], Sampling(128, temperature=0.6, top_k=20, repetition_penalty=1.05)),
+        (GENERATION, ["--top-k", "5"], Sampling(128, temperature=0.6, top_k=5, repetition_penalty=1.05)),
+        (GENERATION, ["--temperature", "0.9"], Sampling(128, temperature=0.9, repetition_penalty=1.05)),
+        (GENERATION, ["--temperature", "0", "--repetition-penalty", "1"], Sampling(128)),
+        ({**GENERATION, "do_sample": False}, [], Sampling(128, repetition_penalty=1.05)),
+        ({"do_sample": True}, [], Sampling(128, temperature=1.0)),
+    ],
+)
+def test_what_the_authors_recommend_holds_where_no_option_is_given(settings, options, expected, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": 2}))
+    parser = argparse.ArgumentParser()
+    generate.configure(parser)
+    given = parser.parse_args([str(tmp_path), "--prompt", "a", *options])
+    assert generate.sampling(given, read_generation_config(tmp_path)) == expected
 
 
 def test_an_interrupt_ends_it_cleanly(peer):

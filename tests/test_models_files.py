@@ -4,7 +4,9 @@ what was expected and what was found.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ import rotation
 from vishwamai import PackedQTensor, ShapeError, UnsupportedError, kernel_config
 from vishwamai.core.observe import record_plans
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, pack_weights, save_pretrained
+from vishwamai.models.shards import read_index
 
 VALUES = {
     "model_type": "llama",
@@ -78,6 +81,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "expected model.safetensors or model.safetensors.index.json, found neither",
     ),
     "header cut": (lambda p: truncate(p, 100), "the header's length is [0-9]+ bytes, but the file has 100; expected"),
+    "a directory in place of the weights": (
+        lambda p: ((p / "model.safetensors").unlink(), (p / "model.safetensors").mkdir()),
+        r"model.safetensors: the file cannot be read \(Is a directory\); expected a safetensors file",
+    ),
     "empty": (lambda p: truncate(p, 0), "the header's length is -1 bytes, but the file has 0"),
     "weights cut": (lambda p: truncate(p, 9000), "ends at byte [0-9]+; expected a longer file, found 9000 bytes"),
     "header lies": (
@@ -126,6 +133,35 @@ def test_damage_is_named(name: str, directory: Path) -> None:
     damage(directory)
     with pytest.raises((ShapeError, UnsupportedError), match=text):
         from_pretrained(directory, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("call", ["exists", "open"])
+def test_a_file_that_the_system_declines_is_named(
+    call: str, number: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = getattr(Path, call)
+
+    def declined(self: Path, *args: Any, **options: Any) -> Any:
+        if self.suffix == ".safetensors":
+            raise OSError(number, os.strerror(number), str(self))
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(Path, call, declined)
+    with pytest.raises(ShapeError, match=rf"model.safetensors: the file cannot be read \({os.strerror(number)}\)"):
+        from_pretrained(directory, dtype=jnp.float32)
+
+
+def test_a_file_that_changes_after_its_header_was_read_is_named(directory: Path) -> None:
+    stored = read_index(directory)[QUERY]
+    truncate(directory, stored.offset)
+    end = stored.offset + 4 * 16 * 16
+    text = f"model.safetensors: a tensor ends at byte {end}; expected a longer file, found {stored.offset} bytes"
+    with pytest.raises(ShapeError, match=text):
+        stored.read()
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ShapeError, match=r"the file cannot be read \(No such file"):
+        stored.read()
 
 
 def test_shards_are_read_by_their_index(directory: Path) -> None:

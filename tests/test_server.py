@@ -5,6 +5,7 @@ import runpy
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import jax
@@ -14,17 +15,22 @@ import pytest
 
 from serving import serving, write_encoder, write_model
 from vishwamai.inference import Embedder, Limits, Sampling, plan_load
-from vishwamai.inference.server.service import Settings
-from vishwamai.models import Pooling, SentenceEncoder
+from vishwamai.inference.server.service import Service, Settings
+from vishwamai.models import Pooling, SentenceEncoder, bert
 
 SETTINGS = Settings("tiny", max_queue=3, max_body=20_000, defaults={"temperature": 0.0})
-MESSAGES = [{"role": "user", "content": "Grüße"}]
+MESSAGES: Any = [{"role": "user", "content": "Grüße"}]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("bytes")
     write_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(path):
     return plan_load(path, dtype="float32", max_sequences=2, max_tokens=32, max_length=400, page_size=8).engine()
 
 
@@ -185,10 +191,58 @@ def test_what_operators_read(address, client, engine):
     assert [model.id for model in client.models.list()] == ["tiny"]
     lines = dict(line.rsplit(" ", 1) for line in httpx.get(f"{address}/metrics").text.splitlines() if line[0] != "#")
     assert float(lines["vishwamai_new_tokens_total"]) == engine.statistics.new_tokens > 0
+    assert float(lines["vishwamai_cached_tokens_total"]) == engine.statistics.cached_tokens > 0
     assert float(lines["vishwamai_pages"]) == engine.scheduler.pool.num_pages
     assert float(lines["vishwamai_first_token_seconds_count"]) > 0
     page = httpx.get(address)
     assert page.headers["content-type"].startswith("text/html") and "default-src 'none'" in str(page.headers)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_failed_says_so_everywhere(path, monkeypatch):
+    planned = plan_load(path, dtype="float32", max_sequences=1, max_tokens=32, max_length=64, page_size=8)
+    engine = planned.engine(compile="lazy")
+
+    def fails():
+        raise RuntimeError("the device is lost")
+
+    failure = "RuntimeError: the device is lost"
+    with serving(engine, SETTINGS) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
+        assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices
+        assert httpx.get(f"{address}/ready").status_code == httpx.get(f"{address}/health").status_code == 200
+        monkeypatch.setattr(engine.core, "step", fails)
+        with pytest.raises(openai.InternalServerError, match="the engine could not go on: " + failure) as error:
+            client.completions.create(model="tiny", prompt="a")
+        assert error.value.status_code == 500
+        ready = httpx.get(f"{address}/ready")
+        assert (ready.status_code, ready.json(), ready.headers["retry-after"]) == (503, {"ready": False}, "1")
+        health = httpx.get(f"{address}/health")
+        assert (health.status_code, health.json()) == (503, {"status": failure})
+        asks = {
+            "completions": lambda **more: client.completions.create(model="tiny", prompt="a", **more),
+            "chat": lambda **more: client.chat.completions.create(model="tiny", messages=MESSAGES, **more),
+        }
+
+        def unavailable(ask, **more):
+            with pytest.raises(openai.InternalServerError) as error:
+                ask(**more)
+            return error.value.response
+
+        for ask in asks.values():
+            answer = unavailable(ask, stream=True)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
+            assert answer.json()["error"] == {
+                "message": f"the engine has stopped: {failure}.",
+                "type": "unavailable_error",
+                "param": None,
+                "code": None,
+            }
+        # It fails between the check of a request and its start.
+        monkeypatch.setattr(Service, "_check_room", lambda self, answers=1: None)
+        answer = unavailable(asks["completions"])
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
+        assert failure in answer.json()["error"]["message"]
 
 
 def test_keys_and_embeddings(engine):
@@ -212,6 +266,8 @@ def test_limits_are_the_engines(engine):
 def test_an_encoder_alone(tmp_path):
     write_encoder(tmp_path)
     encoder = SentenceEncoder.from_pretrained(tmp_path)
+    held = sum(array.nbytes for array in jax.tree.leaves(encoder.parameters))
+    assert bert.parameter_bytes(encoder.config, 4) == held
     with serving(None, Settings("vectors"), Embedder.of_encoder(encoder)) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
         texts = ["a b", "b a c " * 5, "c"]

@@ -1,5 +1,6 @@
 """`vishwamai serve` as a process: what it says, how it ends, and that it starts again after it was killed."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -10,9 +11,12 @@ import threading
 import time
 
 import httpx
+import numpy as np
 import pytest
 
-from serving import free_port, write_model
+from serving import free_port, write_encoder, write_model
+from vishwamai.cli import model, serve
+from vishwamai.models import SentenceEncoder
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +27,12 @@ def directory(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def started(directory):
+def started(directory, *options):
     """(the process, its address), once it is ready."""
     port = free_port()
     sizes = ["--dtype", "float32", "--max-length", "256", "--max-tokens", "32", "--max-sequences", "2"]
-    command = [sys.executable, "-m", "vishwamai.cli", "serve", str(directory / "tiny"), "--port", str(port), *sizes]
+    command = [sys.executable, "-m", "vishwamai.cli", "serve", str(directory / "tiny"), "--port", str(port)]
+    command += [*sizes, *options]
     environment = {**os.environ, "XDG_CACHE_HOME": str(directory)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
@@ -46,6 +51,30 @@ def started(directory):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_missing_tokenizer_is_said_once(tmp_path, capsys, monkeypatch):
+    write_model(tmp_path)
+    parser = argparse.ArgumentParser()
+    serve.configure(parser)
+    monkeypatch.setattr(model, "load", lambda planned, compile: (None, {}))
+    text = f"{tmp_path / 'tokenizer.json'} is missing: prompts and answers are token ids only\n"
+    for count in (0, 1):
+        serve._models(parser.parse_args([str(tmp_path), "--max-length", "64"]))
+        assert capsys.readouterr().err.count(text) == count
+        (tmp_path / "tokenizer.json").unlink(missing_ok=True)
+
+
+@pytest.mark.long
+def test_an_encoder_answers_next_to_the_model(directory):
+    (directory / "vectors").mkdir()
+    write_encoder(directory / "vectors")
+    ask = {"model": "vectors", "input": ["a b", "c"]}
+    with started(directory, "--encoder", str(directory / "vectors")) as (_, address):
+        found = httpx.post(f"{address}/v1/embeddings", json=ask).json()["data"]
+        assert httpx.post(f"{address}/v1/completions", json={"prompt": "x", "model": "tiny"}).status_code == 200
+    expected = SentenceEncoder.from_pretrained(directory / "vectors").embed(ask["input"])
+    np.testing.assert_allclose([one["embedding"] for one in found], expected, atol=1e-6)
 
 
 @pytest.mark.long

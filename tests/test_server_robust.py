@@ -13,11 +13,17 @@ from vishwamai.inference import Sampling, plan_load
 from vishwamai.inference.server import schema
 from vishwamai.inference.server.service import Settings
 
+# Tools are rendered, and the prompt stays short.
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ (tools | tojson)[:24] }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
+
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     path = tmp_path_factory.mktemp("bytes")
-    write_model(path)
+    write_model(path, TEMPLATE)
     return plan_load(path, dtype="float32", max_sequences=4, max_tokens=32, max_length=96, page_size=8).engine()
 
 
@@ -46,11 +52,49 @@ values = st.recursive(
     max_leaves=6,
 )
 patterns = st.sampled_from(["(", "[ab]{1000000}", "(a*)*b", "start: start", "\\d+", 'start: "a"*', "a" * 3000])
-calls = st.lists(
-    st.fixed_dictionaries(
-        {"type": st.just("function"), "function": st.fixed_dictionaries({"name": st.sampled_from(["f", "\n", "a b"])})}
+texts = st.sampled_from(
+    ['"', '\\"', "\n", "</tool_call>", "😀", "[ab]{1000000}", "(a*)*b", "{{ x }}", "%json", "\x00", ""]
+)
+parameters = st.one_of(
+    st.sampled_from(
+        [
+            {"type": "object"},
+            {"type": "nonsense"},
+            {"$ref": "#"},
+            {"$ref": "#/$defs/none"},
+            {"$ref": "https://example.org/schema"},
+            {"enum": [f"value {i}" for i in range(3000)]},
+            {"x-guidance": {"whitespace_flexible": "x"}},
+        ]
     ),
-    max_size=2,
+    st.fixed_dictionaries(
+        {
+            "type": st.just("object"),
+            "properties": st.dictionaries(
+                texts,
+                st.one_of(
+                    st.fixed_dictionaries({"description": texts}),
+                    st.fixed_dictionaries({"type": st.just("string"), "pattern": texts}),
+                    st.fixed_dictionaries({"const": texts}),
+                ),
+                max_size=2,
+            ),
+        },
+        optional={"required": st.lists(texts, max_size=2), "additionalProperties": st.booleans()},
+    ),
+)
+functions = st.fixed_dictionaries(
+    {"name": st.sampled_from(["f", "f", "a.b-c", "\n", "a b"])},
+    optional={"description": texts, "parameters": st.one_of(parameters, parameters, values)},
+)
+calls = st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": functions}), max_size=2)
+offers = st.fixed_dictionaries(
+    {
+        "messages": st.just([{"role": "user", "content": "a"}]),
+        "tools": calls,
+        "tool_choice": st.sampled_from(["auto", "required", {"type": "function", "function": {"name": "f"}}]),
+        "max_tokens": st.sampled_from([2, 40]),
+    }
 )
 schemas = st.sampled_from(
     [
@@ -95,15 +139,41 @@ def answers_sensibly(client, engine, path, body):
 REQUESTS = st.one_of(
     st.tuples(st.just("/v1/completions"), bodies(schema.Completion)),
     st.tuples(st.just("/v1/chat/completions"), bodies(schema.Chat)),
+    st.tuples(st.just("/v1/chat/completions"), offers),
     st.tuples(st.just("/v1/embeddings"), values),
 )
 checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
 @given(request=REQUESTS)
-@settings(max_examples=60, suppress_health_check=checks)
+@settings(max_examples=50, suppress_health_check=checks)
 def test_absurd_requests(client, engine, request):
     answers_sensibly(client, engine, *request)
+
+
+OBJECT = {"type": "object", "additionalProperties": False}
+NAMED = {
+    "a parameter's description alone": ({**OBJECT, "properties": {"x": {"description": 'says "\n😀'}}}, 200),
+    "no parameters": (None, 200),
+    "no properties": (OBJECT, 200),
+    "the end of a call in a value": ({"const": {"x": "</tool_call>"}}, 200),
+    "an unknown type": ({"type": "nonsense"}, 400),
+    "a broken pattern": ({**OBJECT, "properties": {"x": {"type": "string", "pattern": "("}}, "required": ["x"]}, 400),
+    "a reference to nothing": ({"$ref": "#/$defs/none"}, 400),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_tools_of_odd_forms(client, engine, name):
+    parameters, status = NAMED[name]
+    function = {"name": "f", "description": "</tool_call>", "parameters": parameters}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": function}]}
+    for choice, expected in (("auto", 200), ("required", status)):
+        answer = client.post("/v1/chat/completions", json={**body, "tool_choice": choice, "max_tokens": 4}, timeout=60)
+        assert answer.status_code == expected, answer.text
+    if status == 400:
+        assert "is not valid" in answer.json()["error"]["message"]
+    assert engine.failure is None
 
 
 @pytest.mark.soak

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from vishwamai.inference import Delta, Engine, Sampling
     from vishwamai.models.generation import GenerationConfig
 
+_DRAWS = ("temperature", "top_k", "top_p", "min_p")
+_ALWAYS = ("repetition_penalty",)
+"""Recommended options that hold for the largest logit, too."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     model.add_model_options(parser, sequences=1)
@@ -36,6 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, metavar="P", help="only the likeliest tokens that sum to P")
     parser.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
     parser.add_argument("--min-p", type=float, metavar="P", help="only tokens of this part of the largest probability")
+    parser.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1: tokens seen before are less likely"
+    )
     parser.add_argument("--seed", type=int, metavar="S", help="the same answer every time")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
@@ -79,9 +86,10 @@ def sampling(arguments: argparse.Namespace, generation: GenerationConfig) -> Sam
     """The options given, and the model's own where none is given."""
     from vishwamai.inference import Sampling
 
-    names = ("temperature", "top_k", "top_p", "min_p")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    defaults = recommended(generation) if "temperature" not in given else {}
+    given = {name: value for name in (*_DRAWS, *_ALWAYS) if (value := getattr(arguments, name)) is not None}
+    defaults = recommended(generation)
+    if "temperature" in given:
+        defaults = {name: value for name, value in defaults.items() if name in _ALWAYS}
     return Sampling(
         max_new_tokens=arguments.max_new_tokens,
         seed=arguments.seed,
@@ -92,11 +100,10 @@ def sampling(arguments: argparse.Namespace, generation: GenerationConfig) -> Sam
 
 
 def recommended(generation: GenerationConfig) -> dict[str, Any]:
-    """Options of `Sampling` that a model's authors recommend; none where they do not sample."""
-    if not generation.do_sample:
-        return {}
-    found = {name: getattr(generation, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    return {"temperature": 1.0, **{name: value for name, value in found.items() if value is not None}}
+    """Options of `Sampling` that a model's authors recommend; those of the draw only where they sample."""
+    names = (*_DRAWS, *_ALWAYS) if generation.do_sample else _ALWAYS
+    found = {name: value for name in names if (value := getattr(generation, name)) is not None}
+    return {"temperature": 1.0, **found} if generation.do_sample else found
 
 
 def _answer(

@@ -196,25 +196,27 @@ def load(planned: Load, compile: str = "ahead") -> tuple[Engine, dict[str, float
 
 
 def load_encoder(directory: Path) -> Embedder:
-    """The encoder of a directory, compiled.
+    """The encoder of a directory, compiled; its planned bytes are said before a weight is read.
 
     Raises:
       VishwamaiError: the directory is not a whole encoder.
     """
     _keep_programs()
     from vishwamai.aot.compile import libtpu
+    from vishwamai.core.numbers import human
     from vishwamai.inference import Embedder
-    from vishwamai.models import SentenceEncoder
+    from vishwamai.models import SentenceEncoder, bert
+    from vishwamai.models.embedding import longest_text
 
     libtpu.local_devices()
     started = time.monotonic()
-    encoder = SentenceEncoder.from_pretrained(directory)
-    config = encoder.config
+    config = bert.BertConfig.from_file(directory / "config.json")
     say(
-        f"loading bert, {config.num_hidden_layers} layers, from {directory}, in float32: vectors of "
-        f"{config.hidden_size} numbers of texts of at most {encoder.max_tokens} tokens"
+        f"loading bert, {config.num_hidden_layers} layers, from {directory}, in float32: "
+        f"{human(bert.parameter_bytes(config, 4))} planned for weights; vectors of {config.hidden_size} numbers of "
+        f"texts of at most {longest_text(directory, config)} tokens"
     )
-    embedder = Embedder.of_encoder(encoder)
+    embedder = Embedder.of_encoder(SentenceEncoder.from_pretrained(directory))
     embedder.compile(_progress([]))
     say(f"ready after {time.monotonic() - started:.1f} s")
     return embedder

@@ -99,6 +99,8 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
     if arguments.mesh is not None and arguments.pooling is not None:
         raise CommandError("--pooling computes vectors on one device; leave out --mesh, or pass --encoder.")
     planned = model.plan(arguments)
+    if planned.tokenizer is None:
+        model.say(f"{planned.directory / 'tokenizer.json'} is missing: prompts and answers are token ids only")
     names = (name,)
     if arguments.encoder is not None:
         names = (name, arguments.encoder.resolve().name)

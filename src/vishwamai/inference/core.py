@@ -51,7 +51,7 @@ class EngineCore:
         options, now = request.options, time.monotonic()
         seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed % 2**32
         for choice in range(options.n):
-            detokenizer = None if self.tokenizer is None else self.tokenizer.stream()
+            detokenizer = None if self.tokenizer is None else self.tokenizer.stream(keep=request.keep_special)
             stream = Stream(list(request.prompt), length, self.scheduler.rank(now, request.priority))
             stream.deadline = now + (np.inf if request.deadline is None else request.deadline)
             matcher = None if request.grammar is None else request.grammar.matcher()

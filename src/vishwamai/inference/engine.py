@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -215,6 +215,7 @@ class Engine:
         priority: float = 0.0,
         deadline: float | None = None,
         grammar: Any = None,
+        keep_special: Collection[int] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of a request as they come; `start` must have been called. A caller that leaves cancels it.
 
@@ -225,6 +226,7 @@ class Engine:
           priority: a unit of it counts as `Limits.aging` seconds of waiting.
           deadline: seconds after which the answers end unfinished.
           grammar: what the answers must match (`guided.Grammar`), or None.
+          keep_special: special tokens that are part of the answers' texts all the same.
         """
         if self._thread is None:
             raise ShapeError("Engine: the loop does not run; call `start()` before `stream`.")
@@ -241,7 +243,9 @@ class Engine:
         if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
             many = [prompts]
         requests = [
-            Request(self.encode(prompt), options, partial(sink, i), priority, deadline, grammar)
+            Request(
+                self.encode(prompt), options, partial(sink, i), priority, deadline, grammar, frozenset(keep_special)
+            )
             for i, prompt in enumerate(many)
         ]
         for request in requests:

@@ -25,7 +25,10 @@ class Branch:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt, what is wanted, and who is told: `sink` is called with every delta, on the engine's thread."""
+    """A prompt, what is wanted, and who is told: `sink` is called with every delta, on the engine's thread.
+
+    `keep_special` are special tokens that the answer's text has, which it has not otherwise.
+    """
 
     prompt: tuple[int, ...]
     options: Sampling
@@ -33,6 +36,7 @@ class Request:
     priority: float = 0.0
     deadline: float | None = None  # seconds from its arrival
     grammar: Any = None  # see `guided.Grammar`
+    keep_special: frozenset[int] = frozenset()
     branches: list[Branch] = dataclasses.field(default_factory=list)
 
 

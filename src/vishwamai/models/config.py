@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import json
 import math
+import types
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from typing import Any
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.families import DROPOUT, FAMILIES, IGNORED, Family
 from vishwamai.models.layer_kinds import LayerKind, read_layers, write_layers
+from vishwamai.models.values import check_value
 from vishwamai.ops.rope import YarnScaling
 
 _ACTIVATIONS = {
@@ -22,6 +27,14 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
 }
+_LEAST = {
+    "dense_layers": 0,
+    "experts.shared": 0,
+    "initializer_range": 0,
+    "norm_eps": 0,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), -1),
+}
+"""Fields whose numbers may be 0, or -1 for no token; the others are above 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,29 +180,35 @@ class ModelConfig:
 
         Raises:
           UnsupportedError: the family, a key or a value is not one that the decoder computes; the text names it.
-          ShapeError: a key is missing, or values contradict one another.
+          ShapeError: a key is missing, its value has another type, or values contradict one another.
         """
         family = _family(values, source)
         values = {**family.defaults, **{family.aliases.get(key, key): value for key, value in values.items()}}
         _check_keys(family, values, source)
         fields: dict[str, Any] = dict(family.fields)
         for key, field in family.keys.items():
-            if key in values:
-                fields[field] = _read(key, values[key], source)
+            if key in values and (value := _read(key, field, values[key], source)) is not None:
+                fields[field] = value
         fields = _nested(fields, source)
         fields["num_kv_heads"] = fields.get("num_kv_heads") or fields.get("num_heads")
         if fields.get("latent"):
             fields["head_dim"] = fields["latent"].rope_dim
         elif not fields.get("head_dim") and fields.get("num_heads"):
-            fields["head_dim"] = fields.get("hidden_size", 0) // fields["num_heads"]
-        layers = read_layers(family, values, fields.get("num_layers"), source)
-        first = fields.get("dense_layers", 0) if fields.get("experts") else len(layers)
-        fields["layers"] = tuple(dataclasses.replace(kind, experts=i >= first) for i, kind in enumerate(layers))
-        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name != "family"]
+            hidden, heads = fields.get("hidden_size", 0), fields["num_heads"]
+            if hidden % heads:
+                raise ShapeError(
+                    f"{source}: `hidden_size` is {hidden}, which is not a multiple of `num_attention_heads` = {heads}; "
+                    "expected a multiple, or `head_dim`."
+                )
+            fields["head_dim"] = hidden // heads
+        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         for name in required:
-            if fields.get(name) is None:
+            if name not in ("family", "layers") and fields.get(name) is None:
                 key = next((key for key, field in family.keys.items() if field == name), name)
                 raise ShapeError(f"{source}: `{key}` is missing; a {values['model_type']} model needs it.")
+        layers = read_layers(family, values, fields["num_layers"], source)
+        first = fields.get("dense_layers", 0) if fields.get("experts") else len(layers)
+        fields["layers"] = tuple(dataclasses.replace(kind, experts=i >= first) for i, kind in enumerate(layers))
         return cls(family=values["model_type"], **fields)
 
     def to_dict(self) -> dict[str, Any]:
@@ -244,24 +263,44 @@ def _family(values: Mapping[str, Any], source: str) -> Family:
 
 def _check_keys(family: Family, values: Mapping[str, Any], source: str) -> None:
     fixed = {**DROPOUT, **family.fixed}
+    known = {*fixed, *family.keys, *IGNORED, *family.ignored}
     for key, value in values.items():
         if key in fixed and value not in fixed[key]:
             raise UnsupportedError(
                 f"{source}: `{key}` is {value!r}; the decoder computes {values['model_type']} with "
                 f"{' or '.join(map(repr, fixed[key]))} only."
             )
-        if key not in fixed and key not in family.keys and key not in IGNORED and key not in family.ignored:
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)
+            meant = f"If `{near[0]}` is meant, write that. " if near else ""
             raise UnsupportedError(
                 f"{source}: `{key}` = {value!r} is not known for {values['model_type']}; it may change what the model "
-                "computes. Remove the key if it does not."
+                f"computes. {meant}Remove the key if it does not."
             )
 
 
-def _read(key: str, value: Any, source: str) -> Any:
-    if key in ("hidden_act", "hidden_activation"):
-        if value not in _ACTIVATIONS:
+@functools.cache
+def _kinds() -> dict[str, tuple[type, bool]]:
+    """The type of each field that a file gives, and whether it may be a list of them; "experts.count" and the like."""
+    found = {}
+    for prefix, owner in (("", ModelConfig), ("experts.", Experts), ("latent.", Latent)):
+        for name, hint in typing.get_type_hints(owner).items():
+            members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+            found[prefix + name] = members[0], any(typing.get_origin(member) is tuple for member in members)
+    return found
+
+
+def _read(key: str, field: str, value: Any, source: str) -> Any:
+    """The value of a field; None where the file has null, as if it had no such key."""
+    if field == "activation":
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise UnsupportedError(f"{source}: `{key}` is {value!r}; the decoder has {', '.join(_ACTIVATIONS)}.")
         return _ACTIVATIONS[value]
+    kind, many = _kinds()[field]
+    if value is None and kind is not bool:
+        return None
+    for one in value if many and isinstance(value, list) else [value]:
+        check_value(key, one, kind, source, _LEAST.get(field))
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -88,7 +88,7 @@ class SentenceEncoder:
             )
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(parameters, config, tokenizer, _max_tokens(directory, config), pooling, operations)
+        return cls(parameters, config, tokenizer, longest_text(directory, config), pooling, operations)
 
     def ids(self, texts: Sequence[str], *, cut: bool = True) -> list[list[int]]:
         """Token ids of texts with their special tokens, the text's end cut to `max_tokens` in all if `cut`."""
@@ -145,7 +145,12 @@ def padded(
     return tokens, mask
 
 
-def _max_tokens(directory: Path, config: bert.BertConfig) -> int:
+def longest_text(directory: Path, config: bert.BertConfig) -> int:
+    """Tokens of the longest text that an encoder's directory allows.
+
+    Raises:
+      ShapeError: `sentence_bert_config.json` is damaged, or allows more than the model has positions for.
+    """
     path = directory / "sentence_bert_config.json"
     found = read_json(path).get("max_seq_length") if path.exists() else None
     if found is None:

@@ -59,7 +59,8 @@ class Family:
 IGNORED = frozenset(
     {
         *("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"),
-        *("attn_implementation", "_attn_implementation", "cache_implementation", "use_cache", "use_bfloat16"),
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "transformers.js_config"),
+        *("cache_implementation", "use_cache", "use_bfloat16"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "router_aux_loss_coef"),
         *("chunk_size_feed_forward", "id2label", "is_encoder_decoder", "label2id", "problem_type", "unsloth_fixed"),
         *("layer_types", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "quantization_config"),
@@ -182,7 +183,7 @@ FAMILIES: Mapping[str, Family] = {
         "LlamaForCausalLM",
         {**_COMMON, **_SILU, **_HEADS, **_BIASES, "mlp_bias": "mlp_bias"},
         defaults={"attention_bias": False, "mlp_bias": False},
-        fixed={"pretraining_tp": (1,)},
+        fixed={"pretraining_tp": (1,), "is_llama_config": (True,), "rope_interleaved": (False,)},
     ),
     "mistral": Family("MistralForCausalLM", {**_COMMON, **_SILU, **_HEADS}, layer_types="all"),
     "qwen2": Family(
@@ -190,6 +191,7 @@ FAMILIES: Mapping[str, Family] = {
         {**_COMMON, **_SILU},
         fields={"attention_bias": True, "output_bias": False},
         defaults={"use_sliding_window": False},
+        fixed={"use_mrope": (False,)},
         layer_types="list",
     ),
     "qwen3": Family(
@@ -204,7 +206,8 @@ FAMILIES: Mapping[str, Family] = {
         _GEMMA,
         _GEMMA_FIELDS,
         {**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096},
-        fixed={"use_bidirectional_attention": (None, False)},
+        fixed={"use_bidirectional_attention": (None, False), "hidden_act": ("gelu_pytorch_tanh",)},
+        ignored=("sliding_window_size",),
         layer_types="list",
         window_period=2,
         tensors=_POST_NORMS,
@@ -222,6 +225,11 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family(
         "Phi3ForCausalLM",
         {**_COMMON, **_SILU},
+        fixed={
+            **dict.fromkeys(("attention_bias", "lm_head_bias", "mlp_bias"), (False,)),
+            "full_attn_mod": (1,),
+            "interpolate_factor": (1,),
+        },
         layer_types="all",
         tensors={
             **{name: Tensor(_PREFIX + "self_attn.qkv_proj.weight", True, name) for name in ("query", "key", "value")},
@@ -263,7 +271,13 @@ FAMILIES: Mapping[str, Family] = {
         },
         fields={"qk_norm": "head"},
         defaults={"attention_bias": False, "norm_topk_prob": False, "use_sliding_window": False},
-        fixed={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        fixed={
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([], None),
+            "qkv_bias": (False,),
+            "shared_expert_intermediate_size": (0, None),
+            "use_qk_norm": (True,),
+        },
         aliases={"num_local_experts": "num_experts"},
         layer_types="all",
     ),

@@ -24,7 +24,6 @@ class GenerationConfig:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None

@@ -10,8 +10,35 @@ from typing import Any
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.families import Family
+from vishwamai.models.values import check_value
 from vishwamai.ops.rope import RopeScaling
 from vishwamai.ops.rope.scaling import parse_scaling
+
+_KINDS: Mapping[str, tuple[type, float | None]] = {
+    "layer_types": (list, None),
+    "max_window_layers": (int, 0),
+    "original_max_position_embeddings": (int, None),
+    "partial_rotary_factor": (float, None),
+    "rope_local_base_freq": (float, None),
+    "rope_parameters": (dict, None),
+    "rope_scaling": (dict, None),
+    "rope_theta": (float, None),
+    "sliding_window": (int, None),
+    "sliding_window_pattern": (int, None),
+    "_sliding_window_pattern": (int, None),
+    "use_sliding_window": (bool, None),
+}
+"""The type of each key that is read here, and the smallest number, as of `check_value`."""
+
+_ROPE_KINDS: Mapping[str, type] = {
+    "factor": float,
+    "original_max_position_embeddings": int,
+    "partial_rotary_factor": float,
+    "rope_theta": float,
+    "rope_type": str,
+    "type": str,
+}
+"""The same of keys of `rope_parameters`; scalings check theirs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +74,8 @@ class LayerKind:
 def _rope(values: Mapping[str, Any], theta: Any, max_positions: Any, source: str) -> Rope:
     """One rotation, of the dictionary that transformers 5 calls `rope_parameters`."""
     values = {key: value for key, value in values.items() if value is not None}
+    for key in values.keys() & _ROPE_KINDS.keys():
+        check_value(f"rope_parameters.{key}", values[key], _ROPE_KINDS[key], source)
     theta = values.pop("rope_theta", theta)
     partial = values.pop("partial_rotary_factor", 1.0)
     kind = values.get("rope_type", values.get("type", "default"))
@@ -80,6 +109,8 @@ def _ropes(values: Mapping[str, Any], source: str) -> dict[str, Rope]:
         return _rope({**extra, **parameters, **renamed}, theta, longest, source)
 
     if any(isinstance(value, Mapping) for value in given.values()):
+        for kind, parameters in given.items():
+            check_value(f"rope_parameters.{kind}", parameters, dict, source)
         return {kind: rope(parameters, 10000.0) for kind, parameters in given.items()}
     full = rope(given or old, theta)
     if values["model_type"] == "gemma3_text":
@@ -88,15 +119,16 @@ def _ropes(values: Mapping[str, Any], source: str) -> dict[str, Rope]:
     return {"full_attention": full, "sliding_attention": full}
 
 
-def read_layers(family: Family, values: Mapping[str, Any], count: Any, source: str) -> tuple[LayerKind, ...]:
+def read_layers(family: Family, values: Mapping[str, Any], count: int, source: str) -> tuple[LayerKind, ...]:
     """The kind of every layer, as the values of a `config.json` say it, in either form.
 
     Raises:
-      ShapeError: the number of layers, or of their types, is not legal.
+      ShapeError: the number of types is not that of the layers, or a value has another type than its key.
       UnsupportedError: a rotation or a type of layer is not one that the decoder computes.
     """
-    if not isinstance(count, int):
-        raise ShapeError(f"{source}: `num_hidden_layers` is {count!r}; expected a whole number.")
+    for key, (kind, least) in _KINDS.items():
+        if values.get(key) is not None:
+            check_value(key, values[key], kind, source, least)
     ropes = _ropes(values, source)
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     types = values.get("layer_types") if family.layer_types == "list" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,23 @@ class Stored:
     dtype: np.dtype
 
     def read(self) -> np.ndarray:
-        """The tensor as an array over the file's own pages: nothing is read before it is used."""
+        """The tensor as an array over the file's own pages: nothing is read before it is used.
+
+        Raises:
+          ShapeError: the file cannot be read any more, or became shorter than its header says.
+        """
         if not math.prod(self.shape):
             return np.zeros(self.shape, self.dtype)
-        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+        try:
+            return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        except ValueError as error:
+            end = self.offset + math.prod(self.shape) * self.dtype.itemsize
+            raise ShapeError(
+                f"{self.path}: a tensor ends at byte {end}; expected a longer file, found {self.path.stat().st_size} "
+                "bytes. The file became shorter while it was read; load it again once it is written."
+            ) from error
 
 
 def read_index(directory: Path) -> dict[str, Stored]:
@@ -71,12 +85,26 @@ def read_index(directory: Path) -> dict[str, Stored]:
     return found
 
 
+def _unreadable(path: Path, error: OSError) -> ShapeError:
+    return ShapeError(
+        f"{path}: the file cannot be read ({error.strerror}); expected a safetensors file that this process may read. "
+        "Check its permissions and its disk, or download it again."
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def _files(directory: Path) -> dict[Path, set[str]]:
     """The files, each with the tensors that the index expects in it."""
     index = directory / "model.safetensors.index.json"
-    if not index.exists():
+    if not _exists(index):
         single = directory / "model.safetensors"
-        if not single.exists():
+        if not _exists(single):
             raise ShapeError(
                 f"{directory}: expected model.safetensors or model.safetensors.index.json, found neither; convert the "
                 "weights to safetensors, or download them again."
@@ -91,7 +119,7 @@ def _files(directory: Path) -> dict[Path, set[str]]:
             raise ShapeError(f"{index}: `weight_map` has {file!r} for `{name}`; expected the name of a file beside it.")
         files.setdefault(directory / file, set()).add(name)
     for path in files:
-        if not path.exists():
+        if not _exists(path):
             raise ShapeError(
                 f"{path}: the file is missing; {index.name} expects {len(files[path])} tensors there, such as "
                 f"`{min(files[path])}`. Download it again."
@@ -105,16 +133,19 @@ def read_header(path: Path) -> dict[str, Stored]:
     Raises:
       ShapeError: as `read_index`.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-            raise ShapeError(
-                f"{path}: the header's length is {length} bytes, but the file has {size}; expected a header within it. "
-                "The file is truncated or is not safetensors; download it again."
-            )
-        text = file.read(length)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+                raise ShapeError(
+                    f"{path}: the header's length is {length} bytes, but the file has {size}; expected a header within "
+                    "it. The file is truncated or is not safetensors; download it again."
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise _unreadable(path, error) from error
     try:
         header = json.loads(text)
     except ValueError as error:

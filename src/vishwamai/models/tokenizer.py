@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,14 @@ class Tokenizer:
         """Ids of the prompt that the chat template makes; see `render_chat`."""
         return self.encode(self.render_chat(messages, **values), add_special=False)
 
-    def stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """A detokenizer for one answer."""
-        return Detokenizer(self, skip_special)
+    @functools.cached_property
+    def special_ids(self) -> Mapping[str, int]:
+        """Ids of the special tokens, by text. `decode` and `stream` skip them."""
+        return {token.content: id for id, token in self.encoder.get_added_tokens_decoder().items() if token.special}
+
+    def stream(self, *, skip_special: bool = True, keep: Collection[int] = ()) -> Detokenizer:
+        """A detokenizer for one answer; `keep` are special tokens that are text all the same."""
+        return Detokenizer(self, skip_special, keep)
 
 
 class Detokenizer:
@@ -82,13 +88,16 @@ class Detokenizer:
     (['a', '', 'ä', ''], '�')
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
-        self._tokenizer, self._skip = tokenizer, skip_special
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, keep: Collection[int] = ()):
+        skipped = set(tokenizer.special_ids.values()) if skip_special else set()
+        self._tokenizer, self._skipped = tokenizer, skipped - set(keep)
         self._ids: list[int] = []  # those of the last piece given, then those not given yet
         self._given = 0  # how many of them were given
 
     def add(self, id: int) -> str:
         """The text that one more token completes; "" where there is none yet."""
+        if id in self._skipped:
+            return ""
         self._ids.append(id)
         rest = self._rest()
         if not rest or rest.endswith("\ufffd"):
@@ -103,8 +112,8 @@ class Detokenizer:
         return rest
 
     def _rest(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._given], skip_special=self._skip)
-        return self._tokenizer.decode(self._ids, skip_special=self._skip)[len(before) :]
+        before = self._tokenizer.decode(self._ids[: self._given], skip_special=False)
+        return self._tokenizer.decode(self._ids, skip_special=False)[len(before) :]
 
 
 def read_tokenizer(directory: str | Path) -> Tokenizer:

@@ -58,6 +58,7 @@ class Job:
     priority: float
     deadline: float | None
     grammar: Grammar | None
+    keep_special: frozenset[int]
     stream: bool
     usage: bool
 
@@ -125,7 +126,7 @@ class Service:
         grammar = self._grammar(body, None)
         with _declined("prompt"):
             prompts = tuple(self.engine.encode(one) for one in (prompt if many else [prompt]))
-        return self._job(body, options, "completion", prompts, grammar, None)
+        return self._job(body, options, "completion", prompts, grammar)
 
     def _chat_job(self, body: Any, options: Sampling) -> Job:
         tokenizer = self.engine.tokenizer
@@ -135,18 +136,29 @@ class Service:
         offered = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         choice = body.tool_choice or "auto"
         form = tools.form_of(tokenizer.template.text) if offered and choice != "none" else None
+        special = tokenizer.special_ids
         wanted = [tool["function"] for tool in offered]
         if not isinstance(choice, str):
             wanted = [function for function in wanted if function["name"] == choice.function.name]
         if (not isinstance(choice, str) or choice == "required") and not wanted:
             raise HttpError(400, "`tool_choice` asks for a call of a tool that `tools` lacks.", "tool_choice")
-        forced = tools.grammar(form, wanted) if form is not None and choice != "auto" else None
+        forced = None
+        if choice not in ("auto", "none"):
+            if form is None:
+                raise HttpError(
+                    400,
+                    "`tool_choice` asks for a call, but the model's chat template writes calls in a form that the "
+                    f"server does not read; it reads {tools.FORMS}. Leave `tool_choice` out to get the model's text.",
+                    "tool_choice",
+                )
+            forced = tools.grammar(form, wanted, special)
         grammar = self._grammar(body, forced)
         values = {} if not offered or choice == "none" else {"tools": offered}
         with _declined("messages"):
             messages = [message.model_dump(exclude_unset=True) for message in body.messages]
             prompts = (tuple(tokenizer.chat(messages, **{**(body.chat_template_kwargs or {}), **values})),)
-        return self._job(body, options, "chat", prompts, grammar, form)
+        keep = frozenset() if form is None else frozenset(tools.special_marks(form, special).values())
+        return self._job(body, options, "chat", prompts, grammar, form, keep)
 
     def _grammar(self, body: Any, forced: tuple[str, Any] | None) -> Grammar | None:
         kinds: list[tuple[str, Any]] = [] if forced is None else [forced]
@@ -168,7 +180,14 @@ class Service:
             return self._vocabulary.grammar(*kinds[0])
 
     def _job(
-        self, body: Any, options: Sampling, kind: Any, prompts: Any, grammar: Grammar | None, form: tools.Form | None
+        self,
+        body: Any,
+        options: Sampling,
+        kind: Any,
+        prompts: Any,
+        grammar: Grammar | None,
+        form: tools.Form | None = None,
+        keep: frozenset[int] = frozenset(),
     ) -> Job:
         with _declined(None):
             for prompt in prompts:
@@ -177,7 +196,7 @@ class Service:
         told = tokenizer is None if body.return_token_ids is None else body.return_token_ids
         reply = Reply(kind, self.settings.name, tokenizer, sum(map(len, prompts)), told, form)
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return Job(prompts, options, reply, body.priority or 0.0, body.timeout, grammar, bool(body.stream), usage)
+        return Job(prompts, options, reply, body.priority or 0.0, body.timeout, grammar, keep, bool(body.stream), usage)
 
     async def _answer(self, request: Request, job: Job) -> Response:
         self._check_room(job.choices)
@@ -194,7 +213,12 @@ class Service:
         arrived = time.monotonic()
         last: dict[int, float] = {}
         stream = self.engine.stream(
-            job.prompts, job.options, priority=job.priority, deadline=job.deadline, grammar=job.grammar
+            job.prompts,
+            job.options,
+            priority=job.priority,
+            deadline=job.deadline,
+            grammar=job.grammar,
+            keep_special=job.keep_special,
         )
         try:
             async for delta in stream:

@@ -1,18 +1,29 @@
 """Tool calls: how models write them, and how they are read from an answer.
 
 Which form a model uses is seen in its chat template. The forms: Hermes and Qwen, `<tool_call>{...}</tool_call>`;
-Mistral, `[TOOL_CALLS][{...}]`; Llama 3, an answer that is one JSON object.
+Mistral, `[TOOL_CALLS][{...}]`; Llama 3, an answer that is one JSON object. The marks may be special tokens.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 Form = Literal["hermes", "mistral", "llama"]
 MARKS: dict[Form, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "{"}
 """What a call begins with."""
+
+FORMS = "Hermes and Qwen, Mistral's `[TOOL_CALLS][{...}]`, and Llama 3"
+"""The forms that are read, for people."""
+
+_AROUND: dict[Form, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "hermes": (("<tool_call>",), ("</tool_call>",)),
+    "mistral": (("[TOOL_CALLS]", "["), ("]",)),
+    "llama": ((), ()),
+}
+"""What stands before and after one call."""
 
 
 class Call(NamedTuple):
@@ -22,9 +33,18 @@ class Call(NamedTuple):
     arguments: str
 
 
-def form_of(template: str) -> Form:
-    """How a model with this chat template writes calls."""
-    return "hermes" if "<tool_call>" in template else "mistral" if "[TOOL_CALLS]" in template else "llama"
+def form_of(template: str) -> Form | None:
+    """How a model with this chat template writes calls; None if not in a form that is read."""
+    if "<tool_call>" in template:
+        return None if "<function=" in template else "hermes"  # Qwen3 Coder writes XML between the same marks
+    if "[TOOL_CALLS]" in template:
+        return None if "[ARGS]" in template else "mistral"  # newer ones write name[ARGS]{...}
+    return "llama" if re.search(r'"name": function name,\s*"parameters":', template) else None
+
+
+def special_marks(form: Form, special: Mapping[str, int]) -> dict[str, int]:
+    """The marks around calls that are among the special tokens (ids by text), which an answer's text must keep."""
+    return {mark: special[mark] for marks in _AROUND[form] for mark in marks if mark in special}
 
 
 def split(form: Form, text: str) -> tuple[str, list[Call]]:
@@ -36,8 +56,7 @@ def split(form: Form, text: str) -> tuple[str, list[Call]]:
     ('{"name": "add"', [])
     """
     if form == "hermes":
-        found = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
-        values = [_json(part) for part in found]
+        values = _between(text, *(marks[0] for marks in _AROUND[form]))
     elif form == "mistral":
         value = _json(text.partition(MARKS[form])[2])
         values = value if isinstance(value, list) else [value]
@@ -47,6 +66,24 @@ def split(form: Form, text: str) -> tuple[str, list[Call]]:
     if not values or len(calls) != len(values):
         return text, []
     return text.partition(MARKS[form])[0].strip(), calls
+
+
+def _between(text: str, mark: str, end_mark: str) -> list[Any]:
+    """The JSON values behind each mark, None for what is not one. A text within a value may have a mark in it."""
+    values: list[Any] = []
+    at = text.find(mark)
+    while at >= 0:
+        rest = text[at + len(mark) :].lstrip()
+        try:
+            value, length = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError):
+            return [None]
+        text = rest[length:].lstrip()
+        if text and not text.startswith(end_mark):
+            return [None]
+        values.append(value)
+        at = text.find(mark)
+    return values
 
 
 def _json(text: str) -> Any:
@@ -63,8 +100,10 @@ def _call(value: Any) -> Call | None:
     return Call(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
 
 
-def grammar(form: Form, tools: list[dict[str, Any]]) -> tuple[str, Any]:
-    """The grammar (kind and source of `guided.Vocabulary.grammar`) of an answer that is one call of one of `tools`."""
+def grammar(form: Form, tools: list[dict[str, Any]], special: Mapping[str, int]) -> tuple[str, Any]:
+    """The grammar (kind and source of `guided.Vocabulary.grammar`) of an answer that is one call of one of `tools`,
+    its marks among the special tokens (ids by text) written as those, for a text never matches a special token.
+    """
     key = "parameters" if form == "llama" else "arguments"
     choices = [
         {
@@ -78,7 +117,7 @@ def grammar(form: Form, tools: list[dict[str, Any]]) -> tuple[str, Any]:
     # As templates write them, and no room to write blanks for ever.
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     schema = json.dumps({"anyOf": choices, "x-guidance": spaces})
-    around = {"hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS][", "]"), "llama": ("", "")}
-    before, after = around[form]
-    parts = [json.dumps(before), f"%json {schema}", json.dumps(after)]
-    return "lark", "start: " + " ".join(part for part in parts if part != '""')
+    before, after = (
+        [f"<[{special[mark]}]>" if mark in special else json.dumps(mark) for mark in marks] for marks in _AROUND[form]
+    )
+    return "lark", "start: " + " ".join([*before, f"%json {schema}", *after])
