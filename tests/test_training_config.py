@@ -1,18 +1,21 @@
 """The configuration of a run: what is read is what was printed, and every mistake names its key."""
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 import yaml
 
+from test_training import LLAMA
 from vishwamai.cli import main
-from vishwamai.core.errors import ConfigError
+from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.training.checks import check
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, nearest, read_config, to_dict
 from vishwamai.training.records import Record
 from vishwamai.training.report import write_report
+from vishwamai.training.run import train
 
 
 def test_what_is_printed_reads_back_and_has_every_key_with_its_doc():
@@ -81,6 +84,42 @@ def test_sections_that_contradict_one_another(values, text):
     source = {} if "sources" in text else {"data": {"sources": [{"paths": ["x"]}]}}
     with pytest.raises(ConfigError, match=text):
         check(from_dict(values | source))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"remat": "ful"}, r"remat: 'ful' is neither a policy nor an activation .* did you mean 'full'\?"),
+        ({"remat": "mixed,block_outptu"}, r"'block_outptu' is neither .* did you mean 'block_output'\?"),
+        ({"optimizer": {"name": "lion", "moment_dtype": "int8"}}, r"moment_dtype=int8 is for adamw; lion takes"),
+        ({"optimizer": {"groups": [{"pattern": "layers/0/qury"}]}}, r"groups\.0\.pattern 'layers/0/qury' matches no"),
+        ({"optimizer": {"groups": [{"pattern": "("}]}}, r"groups\.0\.pattern '\(' is not a regular expression"),
+        (
+            {"lora": {"rank": 2, "targets": "qury"}},
+            r"lora\.targets 'qury' names no matrix of a layer; .* layers/0/query",
+        ),
+        ({"lora": {"rank": 2, "targets": "("}}, r"lora\.targets '\(' is not a regular expression"),
+        (
+            {"lora": {"rank": 2}, "optimizer": {"groups": [{"pattern": "embed"}]}},
+            r"groups\.0\.pattern 'embed' matches no parameter; the parameters are layers/0/.*/down",
+        ),
+        (
+            {
+                "mesh": {"pipeline": 2},
+                "optimizer": {"groups": [{"pattern": "layers/0/query", "learning_rate_scale": 0}]},
+            },
+            r"tells layers apart that mesh\.pipeline stacks",
+        ),
+    ],
+)
+def test_a_name_that_the_model_lacks_is_an_error_before_anything_is_written(tmp_path, values, text):
+    described = LLAMA | {"vocab_size": 300, "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    model = {"start_from": str(tmp_path)} if "lora" in values else {"config": LLAMA}
+    config = from_dict(values | {"model": model, "data": {"sources": [{"paths": ["x"]}]}})
+    with pytest.raises((ConfigError, UnsupportedError), match=text):
+        next(train(config, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_nearest_key_is_looked_for_in_its_own_section_first():

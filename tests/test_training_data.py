@@ -67,6 +67,14 @@ def test_too_little_text_is_an_error_with_its_size(tmp_path):
         corpus_of(tmp_path / "more", ["abc"] * 3, holdout=0.3, sequence_length=6)
 
 
+def test_a_source_without_files_is_an_error_before_another_is_tokenized(tmp_path):
+    (tmp_path / "text.txt").write_text("words " * 100)
+    sources = [{"paths": [str(tmp_path / name)]} for name in ("text.txt", "none.txt")]
+    with pytest.raises(ConfigError, match=r"none\.txt', which matches no file"):
+        prepare(from_dict({"data": {"sources": sources}, "tokenizer": {"vocab_size": 257}}), tmp_path / "data")
+    assert not list((tmp_path / "data").iterdir())
+
+
 def test_held_out_documents_without_a_whole_batch_are_an_error_with_the_numbers(tmp_path):
     config, corpus = corpus_of(tmp_path, ["the quick brown fox jumps over it"] * 40, holdout=0.1)
     assert 4 < len(corpus.held_out[0]) <= 8

@@ -17,7 +17,7 @@ import numpy as np
 from vishwamai.core.errors import ConfigError
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.packing import REFERENCE, PackingPlan, pair_rows, plan_rows, row
-from vishwamai.training.sources import Bad
+from vishwamai.training.sources import Bad, files
 from vishwamai.training.tokens import Tokens, make_tokenizer, read_tokens, write_tokens
 
 Batch = dict[str, np.ndarray]
@@ -74,13 +74,16 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
         rows are less than a batch.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    places = [folder / f"source-{number}" for number in range(len(config.data.sources))]
+    for source, place in zip(config.data.sources, places):
+        if not (place / "tokens.json").exists():
+            files(source)  # an error comes before the first source is tokenized
     saved = folder / "tokenizer.json"
     if not saved.exists():
         make_tokenizer(config.tokenizer, config.data.sources).save(str(saved))
     bad: list[Bad | str] = []
     training, held_out = [], []
-    for number, source in enumerate(config.data.sources):
-        place = folder / f"source-{number}"
+    for number, (source, place) in enumerate(zip(config.data.sources, places)):
         if not (place / "tokens.json").exists():
             from tokenizers import Tokenizer
 

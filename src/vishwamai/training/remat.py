@@ -166,13 +166,10 @@ def checkpoint_policy(model: Decoder, policy: str) -> Any:
     if policy == "none":
         return None
     policies = jax.checkpoint_policies
-    names = activation_names(model)
     if policy == "full":
         return policies.nothing_saveable
     if policy == "block_wise":
         return policies.save_only_these_names(*_STREAM)
-    if policy == "dots":
-        return policies.save_only_these_names(*(name for name in names if name not in _STREAM))
     if policy == "offload":
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=(),
@@ -180,6 +177,9 @@ def checkpoint_policy(model: Decoder, policy: str) -> Any:
             offload_src="device",
             offload_dst="pinned_host",
         )
+    names = activation_names(model)
+    if policy == "dots":
+        return policies.save_only_these_names(*(name for name in names if name not in _STREAM))
     asked = [name.strip() for name in policy.split(",")]
     for name in asked:
         if name not in names:
