@@ -14,6 +14,7 @@ from typing import Any, SupportsIndex
 import grain
 import numpy as np
 
+from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.packing import REFERENCE, PackingPlan, pair_rows, plan_rows, row
@@ -72,6 +73,7 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
     Raises:
       ConfigError: a source cannot be read, or is too small for one row; or `evaluation.every` is set, and the held-out
         rows are less than a batch.
+      DeviceError: a file cannot be written, such as on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     places = [folder / f"source-{number}" for number in range(len(config.data.sources))]
@@ -80,7 +82,9 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
             files(source)  # an error comes before the first source is tokenized
     saved = folder / "tokenizer.json"
     if not saved.exists():
-        make_tokenizer(config.tokenizer, config.data.sources).save(str(saved))
+        made = make_tokenizer(config.tokenizer, config.data.sources)
+        with caches.writing(saved, "train"):
+            caches.write(saved, made.to_str(pretty=True))
     bad: list[Bad | str] = []
     training, held_out = [], []
     for number, (source, place) in enumerate(zip(config.data.sources, places)):
