@@ -1,10 +1,12 @@
 """Training, end to end on a small corpus: the loop, resumption, stopping, the guard, and the same steps in torch."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -26,6 +28,7 @@ from vishwamai.training.adam import scale_by_adam
 from vishwamai.training.checkpoints import Checkpoints
 from vishwamai.training.config import GuardSection, LossSection, OptimizerSection, TrainConfig
 from vishwamai.training.config_file import from_dict
+from vishwamai.training.data import prepare
 from vishwamai.training.optimizers import groups, optimizer, path_names, schedule
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.preferences import answer_logprobs
@@ -563,23 +566,58 @@ def test_a_checkpoint_restores_onto_another_mesh(tmp_path):
     np.testing.assert_allclose(losses, whole, atol=1e-4)
 
 
-@pytest.mark.long
-def test_a_disk_without_room_keeps_the_last_whole_checkpoint(tmp_path):
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """Within, a write that makes a file larger fails, as on a full disk."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    config = small(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_data_that_do_not_fit_on_the_disk_are_an_error_with_the_path(tmp_path):
+    config, data = small(tmp_path), tmp_path / "data"
+    with (
+        files_of_at_most(2**10),
+        pytest.raises(DeviceError, match=r"tokenizer\.json could not .*: File too large\. Make"),
+    ):
+        prepare(config, data)
+    assert not list(data.iterdir())  # no torn tokenizer that a later run would read
+    prepare(config, data)
+    whole = (data / "source-0" / "tokens.bin").read_bytes()
+    assert len(whole) > 2**10
+    shutil.rmtree(data / "source-0")
+    with files_of_at_most(2**10), pytest.raises(DeviceError, match=r"tokens\.bin could not .*: File too large\. Make"):
+        prepare(config, data)
+    prepare(config, data)
+    assert (data / "source-0" / "tokens.bin").read_bytes() == whole
+
+
+@pytest.mark.long
+def test_a_disk_without_room_keeps_the_last_whole_checkpoint(tmp_path):
+    config = small(tmp_path)
+    with contextlib.ExitStack() as full:
         with pytest.raises(DeviceError, match=r"could not be written [\s\S]* is that of step 3; make room"):
             for record in train(config, tmp_path / "run"):
                 if record.step == 5:  # the checkpoint of step 3 is whole; that of step 6 does not fit into a file
                     while not (tmp_path / "run" / "checkpoints" / "3").exists():
                         time.sleep(0.01)
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                    full.enter_context(files_of_at_most(2**16))
     records = list(train(config, tmp_path / "run", resume=True))
     assert [r.step for r in records] == [4, 5, 6, 7, 8]
+    model = tmp_path / "run" / "model"
+    shutil.rmtree(model)
+    with files_of_at_most(2**16):
+        with pytest.raises(
+            DeviceError, match=r"model\.safetensors could not be written: .*too large.*\. Make room, or"
+        ):
+            list(train(config, tmp_path / "run", resume=True))
+    assert not list(model.iterdir())
+    assert not list(train(config, tmp_path / "run", resume=True)) and (model / "model.safetensors").exists()
 
 
 def test_records_go_on_from_a_step_in_both_files(tmp_path):

@@ -1,18 +1,21 @@
 """The configuration of a run: what is read is what was printed, and every mistake names its key."""
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 import yaml
 
+from test_training import LLAMA
 from vishwamai.cli import main
-from vishwamai.core.errors import ConfigError
+from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.training.checks import check
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, nearest, read_config, to_dict
 from vishwamai.training.records import Record
 from vishwamai.training.report import write_report
+from vishwamai.training.run import train
 
 
 def test_what_is_printed_reads_back_and_has_every_key_with_its_doc():
@@ -44,6 +47,20 @@ def test_overrides_reach_sections_and_entries_of_lists(tmp_path):
         ("optimizer.name=adam", "optimizer.name is 'adam': input should be 'adamw', 'lion'"),
         ("data.sources=[{weight: 1}]", "the key data.sources.0.paths is missing"),
         ("data.sources.0.weight=1", "names entry '0'|goes into|empty list"),
+        ("optimizer.clip_norm=-1", "optimizer.clip_norm is -1: input should be greater than 0"),
+        ("optimizer.ema_decay=2.0", "optimizer.ema_decay is 2.0: input should be less than 1"),
+        ("optimizer.ema_decay=-0.5", "optimizer.ema_decay is -0.5: input should be greater than or equal to 0"),
+        ("optimizer.learning_rate=-1e-3", "optimizer.learning_rate is -0.001: input should be greater than or equal"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate is inf: input should be a finite number"),
+        ("optimizer.end_factor=1.5", "optimizer.end_factor is 1.5: input should be less than or equal to 1"),
+        ("optimizer.eps=0", "optimizer.eps is 0: input should be greater than 0"),
+        ("optimizer.groups=[{pattern: x, weight_decay: -1}]", "optimizer.groups.0.weight_decay is -1: input should be"),
+        ("guard.max_norm=-1", "guard.max_norm is -1: input should be greater than 0"),
+        ("lora.alpha=0", "lora.alpha is 0: input should be greater than 0"),
+        ("dpo.beta=0", "dpo.beta is 0: input should be greater than 0"),
+        ("data.sources=[{paths: [x], weight: 0}]", "data.sources.0.weight is 0: input should be greater than 0"),
+        ("data.sequence_length=1", "data.sequence_length is 1: input should be greater than or equal to 2"),
+        ("data.holdout=1", "data.holdout is 1: input should be less than 1"),
         ("steps", "'steps' is not of the form section.key=value"),
         ("steps.x=[", "is not YAML"),
     ],
@@ -67,6 +84,42 @@ def test_sections_that_contradict_one_another(values, text):
     source = {} if "sources" in text else {"data": {"sources": [{"paths": ["x"]}]}}
     with pytest.raises(ConfigError, match=text):
         check(from_dict(values | source))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"remat": "ful"}, r"remat: 'ful' is neither a policy nor an activation .* did you mean 'full'\?"),
+        ({"remat": "mixed,block_outptu"}, r"'block_outptu' is neither .* did you mean 'block_output'\?"),
+        ({"optimizer": {"name": "lion", "moment_dtype": "int8"}}, r"moment_dtype=int8 is for adamw; lion takes"),
+        ({"optimizer": {"groups": [{"pattern": "layers/0/qury"}]}}, r"groups\.0\.pattern 'layers/0/qury' matches no"),
+        ({"optimizer": {"groups": [{"pattern": "("}]}}, r"groups\.0\.pattern '\(' is not a regular expression"),
+        (
+            {"lora": {"rank": 2, "targets": "qury"}},
+            r"lora\.targets 'qury' names no matrix of a layer; .* layers/0/query",
+        ),
+        ({"lora": {"rank": 2, "targets": "("}}, r"lora\.targets '\(' is not a regular expression"),
+        (
+            {"lora": {"rank": 2}, "optimizer": {"groups": [{"pattern": "embed"}]}},
+            r"groups\.0\.pattern 'embed' matches no parameter; the parameters are layers/0/.*/down",
+        ),
+        (
+            {
+                "mesh": {"pipeline": 2},
+                "optimizer": {"groups": [{"pattern": "layers/0/query", "learning_rate_scale": 0}]},
+            },
+            r"tells layers apart that mesh\.pipeline stacks",
+        ),
+    ],
+)
+def test_a_name_that_the_model_lacks_is_an_error_before_anything_is_written(tmp_path, values, text):
+    described = LLAMA | {"vocab_size": 300, "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    model = {"start_from": str(tmp_path)} if "lora" in values else {"config": LLAMA}
+    config = from_dict(values | {"model": model, "data": {"sources": [{"paths": ["x"]}]}})
+    with pytest.raises((ConfigError, UnsupportedError), match=text):
+        next(train(config, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_nearest_key_is_looked_for_in_its_own_section_first():

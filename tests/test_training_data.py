@@ -1,12 +1,13 @@
 """Documents to batches: what is read, what is named as unreadable, how rows are packed, and the order of rows."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from vishwamai.core.errors import ConfigError
-from vishwamai.training.config import SourceSection
+from vishwamai.training.config import EvaluationSection, SourceSection
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.data import held_out_batches, prepare, training_batches
 from vishwamai.training.packing import IGNORED, plan_rows, row
@@ -59,6 +60,36 @@ def test_the_loss_mask_leaves_out_what_is_no_target():
 def test_too_little_text_is_an_error_with_its_size(tmp_path):
     with pytest.raises(ConfigError, match="the documents have 4 tokens, less than one row of 16"):
         corpus_of(tmp_path, ["abc"])
+    with pytest.raises(
+        ConfigError, match=r"the held-out documents \(data\.holdout=0\.3\) have 4 tokens, less than one"
+    ):
+        (tmp_path / "more").mkdir()
+        corpus_of(tmp_path / "more", ["abc"] * 3, holdout=0.3, sequence_length=6)
+
+
+def test_a_source_without_files_is_an_error_before_another_is_tokenized(tmp_path):
+    (tmp_path / "text.txt").write_text("words " * 100)
+    sources = [{"paths": [str(tmp_path / name)]} for name in ("text.txt", "none.txt")]
+    with pytest.raises(ConfigError, match=r"none\.txt', which matches no file"):
+        prepare(from_dict({"data": {"sources": sources}, "tokenizer": {"vocab_size": 257}}), tmp_path / "data")
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_held_out_documents_without_a_whole_batch_are_an_error_with_the_numbers(tmp_path):
+    config, corpus = corpus_of(tmp_path, ["the quick brown fox jumps over it"] * 40, holdout=0.1)
+    assert 4 < len(corpus.held_out[0]) <= 8
+    for batch_size, change in (
+        (9, r"raise data\.holdout to 0\.\d+ or more, lower"),
+        (1000, "pass more documents, lower"),
+    ):
+        config = dataclasses.replace(config, batch_size=batch_size, evaluation=EvaluationSection(every=2))
+        text = (
+            rf"evaluation\.every=2 .* takes batch_size={batch_size} rows, but data\.holdout=0\.1 holds "
+            rf"{len(corpus.held_out[0])} of \d+ rows out; {change} batch_size, or set evaluation\.every=0"
+        )
+        with pytest.raises(ConfigError, match=text):
+            prepare(config, tmp_path / "data")
+    prepare(dataclasses.replace(config, batch_size=4), tmp_path / "data")
 
 
 def test_batches_are_the_same_for_every_number_of_processes(tmp_path):

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from vishwamai.core.errors import CacheWarning, ConfigError
+from vishwamai.core.errors import CacheWarning, ConfigError, DeviceError
 
 CACHES = {"tuning": "VISHWAMAI_TUNING_DIR", "aot": "VISHWAMAI_AOT_CACHE", "jax": None}
 """The caches, with the environment variable that names another directory for one."""
@@ -103,6 +103,28 @@ def write(path: Path, content: str | bytes) -> None:
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None  # a failed write has none, others the temporary's
         raise
+
+
+@contextlib.contextmanager
+def writing(path: Path, caller: str, failures: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Of what fails inside for want of room, or in a directory for reading only, makes an error with the path and the
+    reason.
+
+    Args:
+      path: what is written.
+      caller: with which the text begins.
+      failures: what the library that writes raises.
+
+    Raises:
+      DeviceError: one of `failures` was raised inside.
+    """
+    try:
+        yield
+    except failures as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        raise DeviceError(
+            f"{caller}: {path} could not be written: {reason}. Make room, or choose another directory."
+        ) from error
 
 
 def is_special(path: Path) -> bool:

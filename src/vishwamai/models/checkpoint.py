@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from vishwamai.core import caches
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config, read_json
@@ -254,11 +255,12 @@ def save_pretrained(model: Decoder, directory: str | Path) -> None:
 
     Raises:
       ShapeError: a parameter is quantized or packed; save the model that it was made from.
+      DeviceError: a file cannot be written, such as on a full disk; the text names it and the reason.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     for name, parameter, layer, value in named_parameters(model):
         if not isinstance(value, (jax.Array, np.ndarray)):
@@ -275,10 +277,17 @@ def save_pretrained(model: Decoder, directory: str | Path) -> None:
             stored[whole] = part.swapaxes(-1, -2) if where.transpose else part
     values = model.config.to_dict()
     values["dtype"] = model.embed.get_value().dtype.name
-    draft = directory / "model.safetensors.partial"
-    save_file(tensors, draft, metadata={"format": "pt"})
-    draft.replace(directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    weights, draft = directory / "model.safetensors", directory / "model.safetensors.partial"
+    with caches.writing(weights, "save_pretrained", (OSError, SafetensorError)):
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file(tensors, draft, metadata={"format": "pt"})
+            draft.replace(weights)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+    with caches.writing(directory / "config.json", "save_pretrained"):
+        caches.write(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def named_parameters(model: Decoder) -> list[tuple[str, Parameter, int | None, Any]]:

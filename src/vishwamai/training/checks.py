@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.core.numbers import divisors
-from vishwamai.models import ModelConfig
+from vishwamai.models import Decoder, ModelConfig
 from vishwamai.models.checkpoint import is_quantized, storages
 from vishwamai.models.parameters import Parameter, layer_parameters, parameter_path
 from vishwamai.models.periods import Segment, segments, stacks_layers
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.lora import takes_adapter
+from vishwamai.training.lora import ADAPTER_RANKS, initial_adapters, takes_adapter, target_pattern
 from vishwamai.training.mesh import KEPT_APART, written
-from vishwamai.training.model import model_config, stacked_layers
-from vishwamai.training.remat import memory_limit
-from vishwamai.training.stages import cut
+from vishwamai.training.model import model_config, split, stacked_layers
+from vishwamai.training.optimizers import optimizer
+from vishwamai.training.remat import POLICIES, memory_limit
+from vishwamai.training.stages import cut, make_stages
 
 
 def check(config: TrainConfig) -> None:
@@ -81,6 +84,29 @@ def check(config: TrainConfig) -> None:
         check_pipeline(config, model, stacks_layers(stacked_layers(config)))
     if config.lora.quantize is not None:
         _check_frozen(config, config.lora.quantize, model)
+    _check_names(config, model)
+
+
+def _check_names(config: TrainConfig, model: ModelConfig) -> None:
+    """Whether the model has what `remat`, `lora.targets` and `optimizer.groups` name, and the update rule can be made:
+    by the shapes of the parameters alone.
+    """
+
+    def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> jax.Array:  # random keys trace slowly
+        return jnp.zeros(parameter.shape if layers is None or len(layers) == 1 else (len(layers), *parameter.shape))
+
+    made = nnx.eval_shape(lambda: Decoder(model, make=make, stacked=stacked_layers(config)))
+    parts = split(made)
+    if config.remat not in POLICIES and memory_limit(config.remat) is None:
+        parts.kept(config.remat)
+    trained, ranks = parts.params, parts.ranks
+    if config.lora.rank:
+        adapters = functools.partial(initial_adapters, config.lora, key=jax.random.key(0), ranks=ranks)
+        trained, ranks = jax.eval_shape(adapters, trained), ADAPTER_RANKS
+    stages = make_stages(config, model, trained, ranks, made.stacked)
+    if stages is not None:
+        trained = jax.eval_shape(stages.place, trained)
+    optimizer(config.optimizer, config.steps, trained, ranks)
 
 
 def check_length(config: TrainConfig) -> None:
@@ -123,13 +149,13 @@ def check_pipeline(config: TrainConfig, model: ModelConfig, stacked: bool) -> No
 
 def _check_targets(config: TrainConfig, model: ModelConfig, run: Segment) -> None:
     """Whether the adapters of layers that stages stack are alike."""
+    pattern = target_pattern(config.lora)
     for place, kind in enumerate(run.kinds):
         found = {
             layer: tuple(
                 name
                 for name, parameter in layer_parameters(model, kind).items()
-                if takes_adapter(name, len(parameter.shape))
-                and re.search(config.lora.targets, parameter_path(name, layer))
+                if takes_adapter(name, len(parameter.shape)) and pattern.search(parameter_path(name, layer))
             )
             for layer in run.layers(place)
         }

@@ -17,7 +17,8 @@ from vishwamai.core.optimization import Optimization
 Positive = Annotated[int, pydantic.Field(ge=1)]
 Count = Annotated[int, pydantic.Field(ge=0)]
 Share = Annotated[float, pydantic.Field(ge=0, lt=1)]
-Factor = Annotated[float, pydantic.Field(ge=0)]
+Factor = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+AboveZero = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
 def key(doc: str, default: Any = dataclasses.MISSING, factory: Callable[[], Any] | None = None) -> Any:
@@ -63,13 +64,13 @@ class SourceSection(_Section):
     column: str = key(
         "column of .jsonl, .parquet and `datasets` rows that holds the text, or the list of chat messages", "text"
     )
-    weight: Factor = key("share of this source in the mixture, relative to the other sources", 1.0)
+    weight: AboveZero = key("share of this source in the mixture, relative to the other sources", 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class DataSection(_Section):
     sources: tuple[SourceSection, ...] = key("where the documents come from, and in which shares", ())
-    sequence_length: Positive = key("tokens in a row", 512)
+    sequence_length: Annotated[int, pydantic.Field(ge=2)] = key("tokens in a row", 512)
     packing: Literal["concat", "best_fit"] = key(
         "concat: documents one after another, cut at row ends; best_fit: whole documents, the longest first, rows "
         "padded",
@@ -85,7 +86,7 @@ class DataSection(_Section):
 @dataclasses.dataclass(frozen=True)
 class GroupSection(_Section):
     pattern: str = key("regular expression that is searched in a parameter's path, such as layers/0/mlp/down/kernel")
-    weight_decay: float | None = key("weight decay of this group; null keeps the optimizer's", None)
+    weight_decay: Factor | None = key("weight decay of this group; null keeps the optimizer's", None)
     learning_rate_scale: Factor = key("factor of the learning rate; 0 freezes the group", 1.0)
 
 
@@ -97,23 +98,27 @@ class OptimizerSection(_Section):
         "after the warmup; wsd: constant, then linear over the last fifth", "cosine"
     )
     warmup_steps: Count = key("steps of linear warmup from 0", 0)
-    end_factor: Factor = key("learning rate of the last step, relative to the peak", 0.1)
+    end_factor: Annotated[float, pydantic.Field(ge=0, le=1)] = key(
+        "learning rate of the last step, relative to the peak", 0.1
+    )
     b1: Share = key("decay of the first moment", 0.9)
     b2: Share = key("decay of the second moment", 0.95)
-    eps: Factor = key("added to the root of the second moment", 1e-8)
+    eps: AboveZero = key("added to the root of the second moment", 1e-8)
     weight_decay: Factor = key("decoupled weight decay, of parameters with two or more axes", 0.1)
     groups: tuple[GroupSection, ...] = key("exceptions by path; the first group that matches holds", ())
-    clip_norm: float | None = key("largest global norm of the gradients; null does not clip", 1.0)
+    clip_norm: AboveZero | None = key("largest global norm of the gradients; null does not clip", 1.0)
     moment_dtype: Literal["float32", "bfloat16", "int8"] = key(
         "dtype of the first moment; int8 (adamw alone): both moments in 8 bits, with a scale for every 128 numbers",
         "float32",
     )
-    ema_decay: float | None = key("decay of a moving average of the parameters, which is then exported", None)
+    ema_decay: Share | None = key("decay of a moving average of the parameters, which is then exported", None)
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardSection(_Section):
-    max_norm: float | None = key("a step with a larger gradient norm is skipped; null skips non-finite ones only", None)
+    max_norm: AboveZero | None = key(
+        "a step with a larger gradient norm is skipped; null skips non-finite ones only", None
+    )
     max_skips: Positive = key("steps skipped in a row after which training stops with an error", 10)
 
 
@@ -160,7 +165,7 @@ class SampleSection(_Section):
 @dataclasses.dataclass(frozen=True)
 class LoraSection(_Section):
     rank: Count = key("rank of the adapters; 0 trains all parameters", 0)
-    alpha: Factor = key("the adapters' product is multiplied by alpha / rank", 16.0)
+    alpha: AboveZero = key("the adapters' product is multiplied by alpha / rank", 16.0)
     targets: str = key(
         "regular expression that is searched in the paths of the layers' matrices",
         r"/(query|key|value|output|gate|up|down)$",
@@ -173,7 +178,7 @@ class LoraSection(_Section):
 
 @dataclasses.dataclass(frozen=True)
 class DpoSection(_Section):
-    beta: Factor = key("how closely the model stays to the one that it started from; larger is closer", 0.1)
+    beta: AboveZero = key("how closely the model stays to the one that it started from; larger is closer", 0.1)
     prompt: str = key("column of the text before both answers; rows of chat messages need none", "prompt")
     chosen: str = key("column of the answer that was preferred: text, or a list of chat messages", "chosen")
     rejected: str = key("column of the other answer", "rejected")

@@ -14,9 +14,11 @@ from typing import Any, SupportsIndex
 import grain
 import numpy as np
 
+from vishwamai.core import caches
+from vishwamai.core.errors import ConfigError
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.packing import REFERENCE, PackingPlan, pair_rows, plan_rows, row
-from vishwamai.training.sources import Bad
+from vishwamai.training.sources import Bad, files
 from vishwamai.training.tokens import Tokens, make_tokenizer, read_tokens, write_tokens
 
 Batch = dict[str, np.ndarray]
@@ -69,16 +71,23 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
     same tokens though the files have changed.
 
     Raises:
-      ConfigError: a source cannot be read, or is too small for one row.
+      ConfigError: a source cannot be read, or is too small for one row; or `evaluation.every` is set, and the held-out
+        rows are less than a batch.
+      DeviceError: a file cannot be written, such as on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    places = [folder / f"source-{number}" for number in range(len(config.data.sources))]
+    for source, place in zip(config.data.sources, places):
+        if not (place / "tokens.json").exists():
+            files(source)  # an error comes before the first source is tokenized
     saved = folder / "tokenizer.json"
     if not saved.exists():
-        make_tokenizer(config.tokenizer, config.data.sources).save(str(saved))
+        made = make_tokenizer(config.tokenizer, config.data.sources)
+        with caches.writing(saved, "train"):
+            caches.write(saved, made.to_str(pretty=True))
     bad: list[Bad | str] = []
     training, held_out = [], []
-    for number, source in enumerate(config.data.sources):
-        place = folder / f"source-{number}"
+    for number, (source, place) in enumerate(zip(config.data.sources, places)):
         if not (place / "tokens.json").exists():
             from tokenizers import Tokenizer
 
@@ -90,9 +99,11 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
         documents = (len(tokens.offsets) - 1) // (2 if config.objective == "dpo" else 1)
         order = np.random.default_rng((config.seed, number)).permutation(documents)
         cut = round(len(order) * config.data.holdout)
-        training.append(_rows(config, tokens, order[cut:]))
+        training.append(_rows(config, tokens, order[cut:], "the documents"))
         if cut:
-            held_out.append(_rows(config, tokens, order[:cut]))
+            which = f"the held-out documents (data.holdout={config.data.holdout:g})"
+            held_out.append(_rows(config, tokens, order[:cut], which))
+    _check_held_out(config, sum(map(len, training)), sum(map(len, held_out)))
     weights = tuple(source.weight for source in config.data.sources)
     return Corpus(tuple(training), tuple(held_out), weights, tuple(str(b) for b in bad))
 
@@ -135,8 +146,21 @@ def _batched(rows: Any, batch_size: int, process: int, processes: int) -> Any:
     return mine.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
 
 
-def _rows(config: TrainConfig, tokens: Tokens, order: np.ndarray) -> PackedRows:
+def _check_held_out(config: TrainConfig, trained: int, held_out: int) -> None:
+    """Whether an evaluation has a whole batch; `trained` and `held_out` are numbers of rows."""
+    if not config.evaluation.every or held_out >= config.batch_size:
+        return
+    share = config.batch_size / (trained + held_out)
+    more = f"raise data.holdout to {1.2 * share:.2g} or more, " if share < 0.5 else "pass more documents, "
+    raise ConfigError(
+        f"config: evaluation.every={config.evaluation.every} evaluates whole batches, and a batch takes "
+        f"batch_size={config.batch_size} rows, but data.holdout={config.data.holdout:g} holds {held_out} of "
+        f"{trained + held_out} rows out; {more}lower batch_size, or set evaluation.every=0."
+    )
+
+
+def _rows(config: TrainConfig, tokens: Tokens, order: np.ndarray, which: str) -> PackedRows:
     length = config.data.sequence_length
     if config.objective == "dpo":
         return PackedRows(tokens, pair_rows(tokens.offsets, order), length)
-    return PackedRows(tokens, plan_rows(config.data.packing, tokens.offsets, order, length), length)
+    return PackedRows(tokens, plan_rows(config.data.packing, tokens.offsets, order, length, which), length)

@@ -63,7 +63,7 @@ def initial_adapters(
       ranks: axes of a parameter by the last name of its path, where the parameter has one more for stacked layers.
 
     Raises:
-      ConfigError: the pattern names no matrix of a layer.
+      ConfigError: the pattern is not a regular expression, or names no matrix of a layer.
 
     >>> params = {"layers": {0: {"query": jnp.ones((8, 4)), "norm": jnp.ones(8)}}}
     >>> adapters = initial_adapters(LoraSection(rank=2), params, jax.random.key(0))
@@ -77,7 +77,8 @@ def initial_adapters(
     def is_matrix(name: str, weight: Any) -> bool:
         return takes_adapter(name, len(weight.shape) if ranks is None else ranks[name.rpartition("/")[2]])
 
-    chosen = {name: w for name, w in inside.items() if re.search(section.targets, name) and is_matrix(name, w)}
+    pattern = target_pattern(section)
+    chosen = {name: w for name, w in inside.items() if pattern.search(name) and is_matrix(name, w)}
     if not chosen:
         raise ConfigError(
             f"config: lora.targets {section.targets!r} names no matrix of a layer; the first layer has "
@@ -89,6 +90,18 @@ def initial_adapters(
         down = jax.random.normal(part, (*stack, rows, section.rank)) * rows**-0.5
         adapters[name] = {"down": down, "up": jnp.zeros((*stack, section.rank, columns))}
     return adapters
+
+
+def target_pattern(section: LoraSection) -> re.Pattern[str]:
+    """`lora.targets`, compiled.
+
+    Raises:
+      ConfigError: it is not a regular expression.
+    """
+    try:
+        return re.compile(section.targets)
+    except re.error as error:
+        raise ConfigError(f"config: lora.targets {section.targets!r} is not a regular expression: {error}.") from error
 
 
 def takes_adapter(name: str, axes: int) -> bool:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config, save_pretrained
 from vishwamai.models.parameters import parameter_axes
@@ -152,14 +153,22 @@ def host_memory(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
 
 
 def export(parts: ModelParts, params: Tree, tokenizer: Tokenizer, end_of_text: str, folder: Path) -> None:
-    """Writes config.json, safetensors, and the tokenizer, which transformers and `vishwamai generate` load."""
+    """Writes config.json, safetensors, and the tokenizer, which transformers and `vishwamai generate` load.
+
+    Raises:
+      DeviceError: a file cannot be written, such as on a full disk.
+    """
     save_pretrained(parts.merge(params), folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end_of_text,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
-    ends = {"eos_token_id": tokenizer.token_to_id(end_of_text)}
-    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    texts = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(about, indent=2) + "\n",
+        "generation_config.json": json.dumps({"eos_token_id": tokenizer.token_to_id(end_of_text)}, indent=2) + "\n",
+    }
+    for name, text in texts.items():
+        with caches.writing(folder / name, "train"):
+            caches.write(folder / name, text)

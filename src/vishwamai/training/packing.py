@@ -39,7 +39,9 @@ class PackingPlan:
         return len(self.row_starts) - 1
 
 
-def plan_rows(method: str, offsets: np.ndarray, order: np.ndarray, length: int) -> PackingPlan:
+def plan_rows(
+    method: str, offsets: np.ndarray, order: np.ndarray, length: int, which: str = "the documents"
+) -> PackingPlan:
     """The plan of rows of `length` tokens.
 
     Args:
@@ -48,6 +50,7 @@ def plan_rows(method: str, offsets: np.ndarray, order: np.ndarray, length: int) 
       offsets: int64 `[documents + 1]`, where each document begins in the token array.
       order: the documents to pack, in this order.
       length: tokens in a row.
+      which: what an error calls the documents.
 
     Raises:
       ConfigError: the documents do not fill one row.
@@ -59,9 +62,7 @@ def plan_rows(method: str, offsets: np.ndarray, order: np.ndarray, length: int) 
     sizes = offsets[order + 1] - offsets[order]
     made = _concat(sizes, offsets[order], length) if method == "concat" else _best_fit(sizes, offsets[order], length)
     if not len(made):
-        raise ConfigError(
-            f"data: the documents have {int(sizes.sum())} tokens, less than one row of {length}; pass more."
-        )
+        raise ConfigError(f"data: {which} have {int(sizes.sum())} tokens, less than one row of {length}; pass more.")
     return made
 
 

@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vishwamai.core import caches
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import ModelConfig
 from vishwamai.training.data import Batch, Corpus, PackedRows
 from vishwamai.training.head import cross_entropy
 from vishwamai.training.layout import Layout
 from vishwamai.training.together import as_first, first_alone
+from vishwamai.training.tokens import as_npy
 
 
 def answer_logprobs(
@@ -77,9 +79,9 @@ def with_reference(
     mine = range(batch_size * process // processes, batch_size * (process + 1) // processes)
 
     def write(path: Path, parts: list[Any], count: int) -> None:
-        draft = path.with_suffix(".partial.npy")
-        np.save(draft, np.concatenate([np.asarray(part, np.float32) for part in parts])[:count])
-        draft.replace(path)
+        found = np.concatenate([np.asarray(part, np.float32) for part in parts])[:count]
+        with caches.writing(path, "train"):
+            caches.write(path, as_npy(found))
 
     def filled(kind: str, number: int, rows: PackedRows) -> PackedRows:
         path = folder / f"reference-{kind}-{number}.npy"

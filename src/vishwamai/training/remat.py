@@ -173,7 +173,11 @@ def checkpoint_policy(model: Decoder, policy: str) -> Any:
     if policy == "none":
         return None
     policies = jax.checkpoint_policies
-    names = activation_names(model)
+    save = functools.partial(policies.save_only_these_names, _INPUT)
+    if policy == "full":
+        return save()
+    if policy == "block_wise":
+        return save(_MLP_INPUT)
     if policy == "offload":
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=(),
@@ -181,11 +185,7 @@ def checkpoint_policy(model: Decoder, policy: str) -> Any:
             offload_src="device",
             offload_dst="pinned_host",
         )
-    save = functools.partial(policies.save_only_these_names, _INPUT)
-    if policy == "full":
-        return save()
-    if policy == "block_wise":
-        return save(_MLP_INPUT)
+    names = activation_names(model)
     if policy == "dots":
         return save(*(name for name in names if name not in (_MLP_INPUT, _STREAM)))
     asked = [name.strip() for name in policy.split(",")]

@@ -381,7 +381,7 @@ def _pipelined_loss_and_count(
 def _evaluated(config: TrainConfig, job: TrainingJob, params: Any, held_out: Any, at: int) -> float | None:
     """The loss on the held-out batches, at the steps that ask for it."""
     every = config.evaluation.every
-    if not every or at % every or not len(held_out):
+    if not every or at % every:
         return None
     found: list[tuple[Any, Any]] = []
     for number in range(min(config.evaluation.batches, len(held_out))):

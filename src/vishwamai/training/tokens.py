@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError
 from vishwamai.training.chat import TrainingTemplate
 from vishwamai.training.config import DataSection, DpoSection, SourceSection, TokenizerSection
@@ -77,6 +79,7 @@ def write_tokens(
 
     Raises:
       ConfigError: more than `data.max_bad_records` records cannot be read, or no document is left.
+      DeviceError: a file cannot be written, such as on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     template = None if data.chat_template is None else TrainingTemplate.read(data.chat_template)
@@ -86,21 +89,28 @@ def write_tokens(
     dtype = _dtype(tokenizer.get_vocab_size())
     found = documents(source) if preferences is None else pairs(source, preferences)
     encoded = _encoded(_good(found, data.max_bad_records, bad), tokenizer, template)
-    with (folder / "tokens.bin").open("wb") as tokens, (folder / "targets.bin").open("wb") as targets:
+    with (
+        caches.writing(folder / "tokens.bin", "train"),
+        (folder / "tokens.bin").open("wb") as tokens,
+        (folder / "targets.bin").open("wb") as targets,
+    ):
         for document in encoded if preferences is None else _fitting(encoded, data, source, bad):
             for ids, counted in document:
-                np.asarray([*ids, end], dtype).tofile(tokens)
-                np.asarray([*counted, True], bool).tofile(targets)
+                tokens.write(np.asarray([*ids, end], dtype).tobytes())  # `tofile` does not say why it fails
+                targets.write(np.asarray([*counted, True], bool).tobytes())
                 lengths.append(len(ids) + 1)
-    (folder / "bad.txt").write_text("".join(f"{b}\n" for b in bad), encoding="utf-8")
+    with caches.writing(folder / "bad.txt", "train"):
+        caches.write(folder / "bad.txt", "".join(f"{b}\n" for b in bad))
     if not lengths:
         raise ConfigError(
             f"data: {list(source.paths)} has no document; {len(bad)} records could not be read: {bad[:3]}"
         )
     if template is None and preferences is None:
         (folder / "targets.bin").unlink()
-    np.save(folder / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
-    (folder / "tokens.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))  # last: the folder is complete
+    with caches.writing(folder / "offsets.npy", "train"):
+        caches.write(folder / "offsets.npy", as_npy(np.cumsum([0, *lengths], dtype=np.int64)))
+        about = json.dumps({"dtype": np.dtype(dtype).name})
+        caches.write(folder / "tokens.json", about)  # last: the folder is complete
     return bad
 
 
@@ -113,6 +123,13 @@ def read_tokens(folder: Path) -> Tokens:
         np.load(folder / "offsets.npy"),
         np.memmap(targets, bool, "r") if targets.exists() else None,
     )
+
+
+def as_npy(array: np.ndarray) -> bytes:
+    """What `np.save` writes; of a failed write `np.save` itself does not say the reason."""
+    content = io.BytesIO()
+    np.save(content, array)
+    return content.getvalue()
 
 
 def _dtype(vocab: int) -> Any:
