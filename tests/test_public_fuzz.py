@@ -65,3 +65,16 @@ def test_the_fuzz_finds_what_is_raw():
         "TypeError",
         "ZeroDivisionError",
     }
+
+
+def total(first: int, *rest: int, scale: float = 1.0) -> float:
+    """
+    >>> total(1, 2, 3)
+    6.0
+    """
+    return scale * (first + sum(rest))
+
+
+def test_options_behind_any_number_of_operands_are_made_wrong_too():
+    wrong = public_fuzz.wrong_calls(public_fuzz.Entry(__name__, "total", total))
+    assert {name.partition(" = ")[0] for name, _ in wrong} == {"first", "1", "2", "scale"}
