@@ -15,6 +15,7 @@ from vishwamai.ops.loss.api import LOSS
 from vishwamai.ops.loss.compose import compose
 from vishwamai.ops.loss.spec import SIGNATURE, Outputs, check_options, describe, probabilities
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 
 _numbers = TorchOperator(
@@ -28,6 +29,7 @@ _numbers = TorchOperator(
 )
 
 
+@checked
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

@@ -25,6 +25,7 @@ from vishwamai.ops.moe.spec import (
 )
 from vishwamai.torch import activation as activations
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.quantization import QTensor
@@ -48,6 +49,7 @@ _ACTIVATIONS = {
 }
 
 
+@checked
 def grouped_gemm(
     lhs: Tensor,
     rhs: Tensor | QTensor,
@@ -106,6 +108,7 @@ def _held(lhs: Tensor, rhs: Any, group_sizes: Tensor, offset: int | Tensor) -> t
     return held_groups(whole, offset, held=held, rows=lhs.shape[-2])
 
 
+@checked
 def moe_routing(
     tokens: Tensor,
     router_weights: Tensor,
@@ -148,6 +151,7 @@ def moe_routing(
     return Routing(weights * scale, chosen.int(), balance, z_loss, counts)
 
 
+@checked
 def moe_dispatch(tokens: Tensor, routing: Routing, *, capacity_factor: float | None = None) -> Dispatch:
     """Sorts the tokens by the experts that they chose, with or without a capacity; see `vishwamai.moe_dispatch`.
 
@@ -188,6 +192,7 @@ class _Gather(torch.autograd.Function):
         return found, None, None
 
 
+@checked
 def moe_combine(rows: Tensor, dispatch: Dispatch, routing: Routing) -> Tensor:
     """Each token's weighted sum of what its experts returned; see `vishwamai.moe_combine`.
 
@@ -204,6 +209,7 @@ def moe_combine(rows: Tensor, dispatch: Dispatch, routing: Routing) -> Tensor:
     return (each.to(wide) * routing.weights.to(wide)[..., None]).sum(1).to(rows.dtype)
 
 
+@checked
 def moe_layer(
     tokens: Tensor,
     router_weights: Tensor,
