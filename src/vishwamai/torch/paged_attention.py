@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.ops.paged_attention import checks
 from vishwamai.ops.paged_attention.api import PAGED_ATTENTION
 from vishwamai.ops.paged_attention.checks import (
     both,
@@ -21,10 +23,12 @@ from vishwamai.ops.paged_attention.checks import (
     wide_query,
 )
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec, signature
+from vishwamai.ops.paged_attention.table_checks import check_table_values
 from vishwamai.torch import bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.attention_options import statistics_dtype
 from vishwamai.torch.operator import TorchOperator
+from vishwamai.torch.value_checks import check_values
 
 _NAME = "ragged_paged_attention"
 
@@ -69,6 +73,28 @@ def scales(name: str, like: Tensor, heads: int, **given: Any) -> list[Tensor | N
             scale = scale.expand(heads).contiguous()
         found.append(scale)
     return found
+
+
+def check_tables(
+    name: str,
+    pool: Tensor,
+    rows: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    max_q_len: int | None = None,
+    positions: int | None = None,
+) -> None:
+    """Raises ShapeError where the page tables contradict one another, the pages or the `rows`; the values of those on a
+    GPU are read under `KernelConfig(checks=True)` alone.
+    """
+    checks.check_tables(name, *tables)
+
+    def check(kv_lens: np.ndarray, *rest: np.ndarray) -> None:
+        counted = () if len(rest) == 3 else (np.array([len(kv_lens)]),)
+        of = name, tuple(pool.shape[:2]), len(rows), max_q_len
+        check_table_values(*of, kv_lens, *rest, *counted, positions=positions)
+
+    if rows.dim():
+        check_values(check, *(x for x in tables if x is not None))
 
 
 def count(name: str, num_seqs: Any, like: Tensor) -> Tensor | None:
@@ -139,7 +165,8 @@ def ragged_paged_attention(
     `vishwamai.ragged_paged_attention`, whose arguments these are.
 
     The pages stay where they are, of any strides but the last, which is 1; so the pair `kv[:, 0], kv[:, 1]` of pages
-    `[pages, 2, page_size, kv_heads, dim]` will do. float64 is for the CPU. A gradient is an UnsupportedError.
+    `[pages, 2, page_size, kv_heads, dim]` will do. What the tables hold is checked on the CPU, and on a GPU under
+    `KernelConfig(checks=True)`, where the host waits for it. float64 is for the CPU. A gradient is an UnsupportedError.
 
     >>> import torch
     >>> pages = torch.arange(8.0).reshape(4, 1, 2, 1)  # 4 pages of one token: keys 0 2 4 6, values 1 3 5 7
@@ -155,6 +182,7 @@ def ragged_paged_attention(
     factors = both(q_scale, k_scale), v_scale
     sequences = count(_NAME, num_seqs, kv_lens)
     tables = kv_lens, page_indices, cu_q_lens, sequences
+    check_tables(_NAME, k_pages, query, tables, max_q_len)
     tensors = Operands(query, k_pages, v_pages, *tables, sinks, *factors, slopes=alibi_slopes, tree_mask=tree_mask)
     out, logsumexp = _attend(*tensors, scale, check_window(window), softcap, latent_dim, max_q_len, return_lse)
     return (out, logsumexp) if return_lse else out

@@ -16,6 +16,7 @@ from vishwamai.ops.paged_attention.update import check_rows, places, stored_rows
 from vishwamai.torch import bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.paged_attention import aligned, count, pools, scales
+from vishwamai.torch.paged_attention import check_tables as check_page_tables
 
 _NAME = "update_pages"
 
@@ -85,7 +86,8 @@ def update_pages(
 
     The pages themselves are changed, and returned. A gradient that would be needed is an UnsupportedError. On a GPU one
     kernel rotates the keys and writes them. `rope_tables` may have the leading axis of 1 that
-    `rope_tables(count, head_dim)` gives them; values of the page tables are not checked.
+    `rope_tables(count, head_dim)` gives them; values of the page tables are checked
+    as those of `ragged_paged_attention`.
 
     >>> import torch
     >>> pages = torch.zeros(3, 2, 2, 1)  # 3 pages of 2 tokens, one head of one column
@@ -104,6 +106,8 @@ def update_pages(
         raise UnsupportedError(f"{_NAME}: pages have no gradient; call it under torch.no_grad(), or detach the keys.")
     factors = scales(_NAME, k_pages, kv_heads_of(k_pages, form), k_scale=k_scale, v_scale=v_scale)
     sequences = count(_NAME, num_seqs, kv_lens)
+    of_tables = None if angles is None else angles[0].shape[0]
+    check_page_tables(_NAME, k_pages, key, (kv_lens, page_indices, cu_q_lens, sequences), positions=of_tables)
     cos, sin = angles or (None, None)
     _update(k_pages, v_pages, key, value, kv_lens, page_indices, cu_q_lens, sequences, *factors, cos, sin, interleaved)
     return kv_pages
