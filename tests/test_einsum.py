@@ -171,3 +171,36 @@ def test_errors_name_the_equation_the_values_and_the_fix(call, words):
         call(jnp.ones((3, 4)))
     for word in ("einsum", *words):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("operands", [1, 2, 3])
+@pytest.mark.parametrize(
+    "optimize, words",
+    [
+        ("bogus", "`optimize` is 'bogus', which opt_einsum does not know; pass 'optimal'"),
+        (None, "`optimize` is None; pass"),
+        (3, "`optimize` is 3, of type int; pass"),
+        (np.ones(3), r"`optimize` is an array of shape \(3,\)"),
+        ([0, 1], r"`optimize` is \[0, 1\], of type list; pass"),
+        ([(0, 1.5)], r"`optimize` is \[\(0, 1.5\)\]"),
+        ([()], r"step 0 of `optimize` is \(\)"),
+        ([(0, 0)], r"step 0 of `optimize` is \(0, 0\).* different positions"),
+        ([(0, 7)], r"step 0 of `optimize` is \(0, 7\), and . operands are left"),
+    ],
+)
+def test_a_wrong_order_is_an_error_of_any_number_of_operands(optimize, words, operands):
+    square = jnp.ones((2, 2))
+    with pytest.raises(ShapeError, match=words):
+        einsum(",".join(("ij", "jk", "kl")[:operands]), *[square] * operands, optimize=optimize)
+
+
+def test_a_path_ends_with_one_result():
+    square = jnp.ones((2, 2))
+    for path in ((), [], [(0, 1)]):
+        with pytest.raises(
+            ShapeError, match=r"leaves [23] of 3 operands; pass pairs of positions, such as \[\(0, 1\), "
+        ):
+            einsum("ij,jk,kl->il", square, square, square, optimize=path)
+    for path in ([(0, 1, 2)], [(1,), (0, 1), (0, 1)], [(np.int64(0), 1), (0, 1)], "dp"):
+        got = einsum("ij,jk,kl->il", square, square, square, optimize=path)
+        assert got.tolist() == [[4.0, 4.0]] * 2

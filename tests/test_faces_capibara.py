@@ -69,6 +69,9 @@ def test_einsum_and_its_frugal_path(made):
     assert cheapest == 81 and frugal == 9
     got = made.einsum_optimize(equation, arrays, memory_efficient=True)
     np.testing.assert_allclose(got, jnp.einsum(equation, *arrays), rtol=1e-3, atol=1e-3)
+    for frugal in (False, True):
+        with pytest.raises(KernelError, match="`optimize` is 'bogus'"):
+            made.einsum_optimize(equation, arrays, "bogus", frugal)
 
 
 def test_precision_of_the_object_and_of_a_call(made):

@@ -166,6 +166,22 @@ def test_what_cannot_be_served_is_declined(peer_and_model, engine):
     assert engine.idle
 
 
+@pytest.mark.parametrize(
+    "changed, text",
+    [
+        ({"model": 5}, "Engine: `model` is 5, of type int; pass a Decoder"),
+        ({"limits": 5}, "Engine: `limits` is 5, of type int; pass a Limits or None"),
+        ({"draft": "small"}, "Engine: `draft` is 'small', of type str; pass a Decoder or None"),
+        ({"mesh": "tensor=2"}, "Engine: `mesh` is 'tensor=2', of type str; pass a Mesh or None"),
+        ({"drafts": 1.5}, "Engine: `drafts` is 1.5, of type float; pass an integer"),
+        ({"end_tokens": 5}, "Engine: `end_tokens` is 5"),
+    ],
+)
+def test_wrong_arguments_of_an_engine(peer_and_model, changed, text):
+    with pytest.raises(ShapeError, match=text):
+        Engine(**{"model": peer_and_model[1], "limits": LIMITS} | changed)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failure_reaches_every_client(engine, monkeypatch):
     def breaks(*arguments):

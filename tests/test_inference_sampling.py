@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.inference.limits import Limits
 from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, sample, set_row
 
 VOCAB = 70
@@ -119,3 +120,19 @@ def test_logprobs_are_the_models_own():
 def test_options_outside_their_range_are_named(options, named):
     with pytest.raises(ShapeError, match=named):
         Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    "made, text",
+    [
+        (lambda: Sampling(temperature="hot"), "Sampling: `temperature` is 'hot', of type str; pass a number"),
+        (lambda: Sampling(top_k=1.5), "Sampling: `top_k` is 1.5, of type float; pass an integer"),
+        (lambda: Sampling(logit_bias={"a": 1}), "`logit_bias` has 'a', of type str; pass token ids"),
+        (lambda: Sampling(logit_bias={3: "much"}), "`logit_bias` of token 3 is much; pass a number"),
+        (lambda: Limits("x"), "Limits: `max_sequences` is 'x', of type str; pass an integer"),
+        (lambda: Limits(aging=None), "Limits: `aging` is None; pass a number"),
+    ],
+)
+def test_options_of_another_type(made, text):
+    with pytest.raises(ShapeError, match=text):
+        made()

@@ -238,7 +238,7 @@ def test_moe_without_tokens_and_errors():
         vt.moe_layer(torch.ones(3, 8), torch.ones(8, 4), *weights, expert_axis="x")
     with pytest.raises(UnsupportedError, match="moe_layer: torch's has neither the activation 'swigluoai'"):
         vt.moe_layer(torch.ones(3, 8), torch.ones(8, 4), *weights, activation="swigluoai")
-    with pytest.raises(ShapeError, match="moe_combine: `routing` is of type int"):
+    with pytest.raises(ShapeError, match="moe_combine: `routing` is 3, of type int; pass a Routing"):
         routing = vt.moe_routing(torch.ones(3, 8), torch.ones(8, 4))
         vt.moe_combine(torch.ones(6, 8), vt.moe_dispatch(torch.ones(3, 8), routing), 3)  # type: ignore[arg-type]
     torch.manual_seed(0)

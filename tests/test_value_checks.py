@@ -9,7 +9,16 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from vishwamai import ShapeError, grouped_gemm, kernel_config, ragged_paged_attention, update_pages
+from vishwamai import (
+    ShapeError,
+    block_sparse_matmul,
+    grouped_gemm,
+    kernel_config,
+    moe_dispatch,
+    moe_routing,
+    ragged_paged_attention,
+    update_pages,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +78,40 @@ def test_tables(call, changed, text):
     fails_in_program(call, text, (tables,), (arrays(),))
 
 
+@pytest.mark.parametrize("changed, text", BAD_TABLES)
+@pytest.mark.parametrize("call", ["ragged_paged_attention", "update_pages"])
+def test_tables_of_torch(call, changed, text):
+    torch = pytest.importorskip("torch")
+    vt = pytest.importorskip("vishwamai.torch")
+    pages = torch.ones(8, 4, 2, 16)
+    rows = {"ragged_paged_attention": (torch.ones(4, 2, 16), pages)}
+    rows["update_pages"] = (pages, torch.ones(4, 1, 16), torch.ones(4, 1, 16))
+    run = getattr(vt, call)
+    tables = {name: torch.tensor(x, dtype=torch.int32) for name, x in {**TABLES, **changed}.items()}
+    with pytest.raises(ShapeError, match=text):
+        run(*rows[call], **tables)
+    if "num_seqs" not in changed:  # all sequences count
+        with pytest.raises(ShapeError, match=text):
+            run(*rows[call], **{**tables, "num_seqs": None})
+    assert (pages == 1).all()
+    run(*rows[call], **{name: torch.tensor(x, dtype=torch.int32) for name, x in TABLES.items()})
+
+
+def test_numbers_in_tensors():
+    torch = pytest.importorskip("torch")
+    vt = pytest.importorskip("vishwamai.torch")
+    rows, experts = torch.ones(6, 4), torch.ones(3, 4, 5)
+    for sizes, text in (([2, -1, 3], r"holds -1 at \[1\]"), ([2, 2, 3], "adds up to 7, but `lhs` has 6 rows")):
+        with pytest.raises(ShapeError, match=text):
+            vt.grouped_gemm(rows, experts, torch.tensor(sizes))
+    assert (vt.grouped_gemm(rows, experts, torch.tensor([1, 2, 3])) == 4).all()
+    with pytest.raises(ShapeError, match=r"`labels` holds 9 at \[1\] \(of 2 such\), but the vocab is 8"):
+        vt.linear_cross_entropy(torch.ones(3, 4), torch.ones(8, 4), torch.tensor([-100, 9, -1]))
+    routing = vt.moe_routing(rows, torch.ones(4, 3))
+    with pytest.raises(ShapeError, match="`routing.experts` holds 4"):
+        vt.moe_dispatch(rows, routing._replace(experts=routing.experts + 4))
+
+
 def test_the_promise_of_max_q_len():
     with pytest.raises(ShapeError, match="`max_q_len` is 2, but sequence 1 has 3 tokens"):
         attend(arrays(), max_q_len=2)
@@ -92,6 +135,36 @@ def test_group_sizes(sizes, text):
         grouped_gemm(ROWS, EXPERTS, sizes)
     fails_in_program(grouped_gemm, text, (ROWS, EXPERTS, sizes), (ROWS, EXPERTS, jnp.array([1, 2, 3])))
     jax.block_until_ready(jax.jit(grouped_gemm)(ROWS, EXPERTS, sizes))
+
+
+def test_experts_of_a_dispatch():
+    tokens = jnp.ones((2, 4))
+    right = moe_routing(tokens, jnp.ones((4, 3)), top_k=2)
+
+    def dispatch(experts):
+        return moe_dispatch(tokens, right._replace(experts=experts))
+
+    wrong = jnp.array([[0, 1], [7, 2]], jnp.int32)
+    text = r"`routing.experts` holds 7 at \[1, 0\], but there are 3 experts; pass numbers from 0 to 2"
+    with pytest.raises(ShapeError, match=text):
+        dispatch(wrong)
+    assert fails_in_program(dispatch, text, (wrong,), (right.experts,)).group_sizes.sum() == 4
+    jax.block_until_ready(jax.jit(dispatch)(wrong))
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [([[0, 1], [2, 0]], "the block row 2, but there are 2; pass 0 to 1"), ([[0, -1], [1, 0]], "the block column -1")],
+)
+def test_traced_places_of_blocks(wrong, text):
+    dense, values = jnp.ones((3, 4)), jnp.ones((2, 2, 2))
+
+    def product(indices):
+        return block_sparse_matmul(dense, values, indices, shape=(4, 4))
+
+    wrong, right = jnp.array(wrong), jnp.array([[0, 1], [1, 0]])
+    assert (fails_in_program(product, text, (wrong,), (right,)) == 2).all()
+    jax.block_until_ready(jax.jit(product)(wrong))  # clipped
 
 
 def loss(sizes):

@@ -2,7 +2,8 @@
 
 An annotation is read as text, so it costs no import. `Float[Array, "..."]` is an array or what can become one; `int`,
 `float`, `bool` and `str` take NumPy's scalars, too, which arrive as Python's; any other name is a class that the value
-is an instance of. `Any` is not checked. Values (a positive size, a legal name) are the function's own to check.
+is an instance of, such as torch's, which the function's module has imported. `Any` is not checked. Values (a positive
+size, a legal name) are the function's own to check.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class _Wrong(Exception):
     """The value is not of the type."""
 
 
-def checked(function: F, own: Sequence[str] = ()) -> F:
+def checked(function: F, own: Sequence[str] = (), unless: Callable[[], bool] | None = None) -> F:
     """The function, which raises ShapeError for an argument of another type than its annotation states.
 
     For a class, its constructor is checked. Arguments of the names `own` pass: the function checks them itself, and
-    its errors say more.
+    its errors say more. Nothing is checked where `unless()`.
 
     >>> @checked
     ... def scaled(x: Float[Array, "n"], factor: float = 1.0, name: str | None = None):
@@ -47,9 +48,9 @@ def checked(function: F, own: Sequence[str] = ()) -> F:
     vishwamai.core.errors.ShapeError: scaled: `factor` is 'much', of type str; pass a number.
     """
     if isinstance(function, type):
-        function.__init__ = _checked(function.__init__, function.__name__, own)  # type: ignore[misc]
+        function.__init__ = _checked(function.__init__, function.__name__, own, unless)  # type: ignore[misc]
         return function  # type: ignore[return-value]
-    return _checked(function, function.__name__, own)  # type: ignore[return-value]
+    return _checked(function, function.__name__, own, unless)  # type: ignore[return-value]
 
 
 def checks_its_own(*names: str) -> Callable[[F], F]:
@@ -57,7 +58,7 @@ def checks_its_own(*names: str) -> Callable[[F], F]:
     return functools.partial(checked, own=names)
 
 
-def _checked(function: Any, name: str, own: Sequence[str]) -> Any:
+def _checked(function: Any, name: str, own: Sequence[str], unless: Callable[[], bool] | None) -> Any:
     parameters = inspect.signature(function).parameters.values()
     unknown = set(own) - {p.name for p in parameters}
     assert not unknown, f"{name} has no {unknown}"
@@ -72,6 +73,8 @@ def _checked(function: Any, name: str, own: Sequence[str]) -> Any:
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if unless is not None and unless():
+            return function(*args, **kwargs)
         read = [value if reader is None else reader(value) for value, reader in zip(args, by_place)]
         if len(args) > len(read):
             read += args[len(read) :] if rest is None else map(rest, args[len(read) :])
@@ -90,6 +93,15 @@ def check_callable(function: str, name: str, value: Any) -> None:
     """Raises KernelError where `value` cannot be called; `function` and `name` are the public function and argument."""
     if not callable(value):
         raise KernelError(f"{function}: `{name}` is {described(value)}; pass a function.")
+
+
+def check_instances(function: str, kinds: Mapping[str, type], values: Mapping[str, Any]) -> None:
+    """Raises ShapeError where one of `values` is neither None nor of the class that `kinds` has for its name: of
+    optional arguments, whose annotations `checked` leaves to the function.
+    """
+    for name, kind in kinds.items():
+        if values[name] is not None and not isinstance(values[name], kind):
+            raise ShapeError(f"{function}: `{name}` is {described(values[name])}; pass a {kind.__name__} or None.")
 
 
 def described(value: Any) -> str:
@@ -111,6 +123,8 @@ def _reader(function: str, name: str, annotation: Any, scope: Mapping[str, Any])
     if not isinstance(annotation, str):
         return None
     members = _members(ast.parse(annotation, mode="eval").body)
+    if (classes := _classes_of_torch(members, scope)) is not None:
+        return _one_of(function, name, classes)
     if len(members) > 1 and any(_is_class(member) for member in members):
         return None  # one of several forms, which the function tells apart, and whose names its errors list
     found = [_of(function, name, member, scope) for member in members]
@@ -138,7 +152,34 @@ def _reader(function: str, name: str, annotation: Any, scope: Mapping[str, Any])
 
 
 _ARRAY = "an array of JAX or NumPy"
+_TENSOR, _TENSOR_WORDS = "Tensor", "a tensor of torch"
 _ARRAYS = frozenset(("Float", "Num", "Int", "Integer", "Bool", "Shaped", "Inexact", "Real"))
+
+
+def _classes_of_torch(members: Sequence[ast.expr], scope: Mapping[str, Any]) -> dict[type, str] | None:
+    """The classes, one of them of torch, that a value may be an instance of, with the words for each; None where the
+    annotation is another.
+    """
+    found: dict[type, str] = {}
+    for member in members:
+        text = ast.unparse(member)
+        module, _, name = text.rpartition(".")
+        kind = type(None) if text == "None" else getattr(scope.get(module), name, None) if module else scope.get(name)
+        if not isinstance(kind, type):
+            return None
+        found[kind] = "None" if text == "None" else _TENSOR_WORDS if text == _TENSOR else f"a {text}"
+    return found if any(kind.__module__.partition(".")[0] == "torch" for kind in found) else None
+
+
+def _one_of(function: str, name: str, classes: Mapping[type, str]) -> Reader:
+    kinds = tuple(classes)
+
+    def read(value: Any) -> Any:
+        if isinstance(value, kinds):
+            return value
+        raise ShapeError(f"{function}: `{name}` is {described(value)}; pass {' or '.join(classes.values())}.")
+
+    return read
 
 
 def _members(node: ast.expr) -> list[ast.expr]:
@@ -148,15 +189,21 @@ def _members(node: ast.expr) -> list[ast.expr]:
 
 
 def _is_class(node: ast.expr) -> bool:
-    text = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
-    return text is not None and text not in (*_SCALARS, "Any", "object")
+    return _name(node) not in (None, *_SCALARS, "Any", "object", "Path", _TENSOR)
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _name(node: ast.expr) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
 
 
 def _of(function: str, name: str, node: ast.expr, scope: Mapping[str, Any]) -> tuple[Reader, str] | None:
     """What reads one member of a union, and the words for it; None for `Any`."""
-    base = node.value if isinstance(node, ast.Subscript) else node
-    text = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", None)
-    if isinstance(node, ast.Constant) and node.value is None:
+    text = _name(node.value if isinstance(node, ast.Subscript) else node)
+    if _is_none(node):
         return _exactly_none, "None"
     if text in ("Any", "object"):
         return None
@@ -179,7 +226,7 @@ def _of(function: str, name: str, node: ast.expr, scope: Mapping[str, Any]) -> t
     assert text is not None, f"{function}: the annotation of {name} is not understood"
     kind = scope.get(text)
     check = functools.partial(_instance, kind) if isinstance(kind, type) else functools.partial(_named, text)
-    return check, f"a {text}"
+    return check, _TENSOR_WORDS if text == _TENSOR else f"a {text}"
 
 
 def _sequence(function: str, name: str, node: ast.expr, kind: str, scope: Mapping[str, Any]) -> tuple[Reader, str]:
@@ -225,14 +272,14 @@ def _scalar(value: Any) -> Any:
 
 
 def _whole(value: Any) -> int:
-    value = _scalar(value)
+    value = value if type(value) is int else _scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise _Wrong
     return value
 
 
 def _number(value: Any) -> float:
-    value = _scalar(value)
+    value = value if type(value) in (float, int) else _scalar(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
         raise _Wrong
     if not isinstance(value, int) or abs(value) < 2**31:
@@ -244,7 +291,7 @@ def _number(value: Any) -> float:
 
 
 def _flag(value: Any) -> bool:
-    value = _scalar(value)
+    value = value if type(value) is bool else _scalar(value)
     if not isinstance(value, bool):
         raise _Wrong
     return value

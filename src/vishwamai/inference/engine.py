@@ -15,6 +15,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from vishwamai.core.arguments import check_instances, checked
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.answers import Answer, Delta, Finish, joined
@@ -33,7 +34,10 @@ from vishwamai.inference.scheduler import Scheduler
 from vishwamai.models import Decoder
 from vishwamai.models.attend import rotation_switch
 
+_OPTIONAL = {"limits": Limits, "draft": Decoder, "mesh": Mesh}
 
+
+@checked
 class Engine:
     """Answers prompts with a decoder, many at once.
 
@@ -89,6 +93,7 @@ class Engine:
         compile: str = "ahead",
         on_program: Callable[[int, int, str], None] | None = None,
     ):
+        check_instances("Engine", _OPTIONAL, {"limits": limits, "draft": draft, "mesh": mesh})
         self.limits = limits or Limits(max_length=min(4096, model.config.max_positions))
         self.optimization = Optimization.of_loaded("Engine", optimization)
         kv_dtype = self.optimization.settings("serving", {"kv_dtype": kv_dtype}).get("kv_dtype", kv_dtype)

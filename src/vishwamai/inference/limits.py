@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What a step and the pools hold.

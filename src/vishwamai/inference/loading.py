@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
@@ -177,6 +178,7 @@ class Load:
         return model
 
 
+@checked
 def plan_load(
     directory: str | Path,
     *,

@@ -9,6 +9,7 @@ many comparisons for a vocab of any size. The draw is Gumbel-max (argmax of logi
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ MAX_BIASES = 300  # of OpenAI's interface, as MAX_LOGPROBS
 MAX_LOGPROBS = 20
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How one request's tokens are chosen, and when they end.
@@ -95,7 +98,9 @@ class Sampling:
                 f"Sampling: `logit_bias` names {len(self.logit_bias)} tokens; pass at most {MAX_BIASES} of them."
             )
         for token, bias in self.logit_bias.items():
-            if not -1e4 <= bias <= 1e4:
+            if not isinstance(token, numbers.Integral):
+                raise ShapeError(f"Sampling: `logit_bias` has {described(token)}; pass token ids, which are integers.")
+            if not isinstance(bias, numbers.Real) or not -1e4 <= bias <= 1e4:
                 raise ShapeError(f"Sampling: `logit_bias` of token {token} is {bias}; pass a number from -1e4 to 1e4.")
         if any(not text for text in self.stop):
             raise ShapeError("Sampling: `stop` contains an empty text; pass texts of at least one character.")

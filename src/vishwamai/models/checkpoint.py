@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from vishwamai.core import caches
+from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config, read_json
@@ -31,6 +32,7 @@ from vishwamai.models.tensors import Piece, piece
 from vishwamai.parallel import LogicalRules
 
 
+@checked
 def from_pretrained(
     directory: str | Path,
     *,
@@ -248,6 +250,7 @@ def _slice(parameter: Parameter, where: Piece, stored: list[Readable], wanted: t
     return np.stack([one(tensor) for tensor in stored[wanted[0]]]) if where.stacked else one(stored[0])
 
 
+@checked
 def save_pretrained(model: Decoder, directory: str | Path) -> None:
     """Writes `config.json` and `model.safetensors`, which transformers and `from_pretrained` load.
 

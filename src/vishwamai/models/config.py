@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.families import DROPOUT, FAMILIES, IGNORED, Family
 from vishwamai.models.layer_kinds import LayerKind, read_layers, write_layers
@@ -224,6 +225,7 @@ class ModelConfig:
         return {**values, **write_layers(self.layers, self.family, family)}
 
 
+@checked
 def read_config(directory: str | Path) -> ModelConfig:
     """The `ModelConfig` of a Hugging Face directory.
 

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 from vishwamai.models.config import read_config, read_json
 
@@ -29,6 +30,7 @@ class GenerationConfig:
     pad_token_id: int | None = None
 
 
+@checked
 def read_generation_config(directory: str | Path) -> GenerationConfig:
     """The defaults in a Hugging Face directory; `config.json` gives the special tokens where the file is absent.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from vishwamai.core.arguments import checked
 from vishwamai.core.packed_qtensor import has_kernel
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.decoder import Decoder
@@ -15,6 +16,7 @@ from vishwamai.ops.matmul.packed_weight import DTYPES, pack_weight
 from vishwamai.ops.quantization import quantize
 
 
+@checked
 def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
     """Packs the weights of the layers' products in place, one after another; returns the model.
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core.arguments import checked, described
+from vishwamai.core.errors import ShapeError
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.periods import segments
 
@@ -107,6 +109,7 @@ def ring_table(slots: Int[Array, " sequences"], ring: int, pages: int) -> Int[Ar
     return slots[:, None] * ring + jnp.arange(pages, dtype=jnp.int32) % ring
 
 
+@checked
 def page_shapes(
     config: ModelConfig,
     *,
@@ -136,12 +139,18 @@ def page_shapes(
     >>> [x.shape for x in page_shapes(config, num_pages=8, page_size=16, dtype=jnp.float32, stacked=True)]
     [(24, 16, 4, 16)]
     """
+    try:
+        stored = jnp.dtype(dtype) if dtype is not None else None
+    except (TypeError, ValueError):
+        stored = None
+    if stored is None:
+        raise ShapeError(f"page_shapes: `dtype` is {described(dtype)}; pass a dtype, such as jnp.bfloat16 or 'int8'.")
     row = (2 * config.num_kv_heads, config.head_dim)
     if config.latent is not None:  # whole lanes of a TPU: see `vishwamai.ragged_paged_attention`
         row = (-(-(config.latent.kv_rank + config.latent.rope_dim) // 128) * 128,)
     of_window: Mapping[Any, int] = window_pages or {}
     return tuple(
-        jax.ShapeDtypeStruct((segment.repeats * of_window.get(kind.window, num_pages), page_size, *row), dtype)
+        jax.ShapeDtypeStruct((segment.repeats * of_window.get(kind.window, num_pages), page_size, *row), stored)
         for segment in segments(config, stacked)
         for kind in segment.kinds
     )

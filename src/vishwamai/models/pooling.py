@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.config import read_json
 
@@ -23,6 +24,7 @@ MODES = ("mean", "cls", "last")
 _FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Pooling:
     """One vector of a text.

@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Encoder
 
+from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.chat import ChatTemplate
 from vishwamai.models.config import read_json
@@ -116,6 +117,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids, skip_special=False)[len(before) :]
 
 
+@checked
 def read_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face directory: `tokenizer.json`, with `tokenizer_config.json` and
     `chat_template.jinja` where they exist.

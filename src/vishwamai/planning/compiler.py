@@ -80,6 +80,7 @@ class ProgramMemory:
         return f"{self.target}: {self.total} of {human(self.limit)}: {fits}{f'; {parts}' if parts else ''}"
 
 
+@checked
 class Compiler:
     """A compiler's process, started when it is first asked and again after it died; a context manager ends it.
 

@@ -12,12 +12,14 @@ from vishwamai.core.spec import array_spec
 from vishwamai.ops.activation.api import ACTIVATION
 from vishwamai.ops.activation.spec import SIGNATURE, Outputs, check, check_dropout, describe
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.sharding import beside, is_dtensor
 
 _activation = TorchOperator(ACTIVATION, Outputs, SIGNATURE, describe, gradients=("x",))
 
 
+@checked
 def gelu(x: Tensor, *, approximate: bool = False) -> Tensor:
     """Gaussian error linear unit `x Phi(x)`, or its approximation by tanh; see `vishwamai.gelu`.
 
@@ -28,6 +30,7 @@ def gelu(x: Tensor, *, approximate: bool = False) -> Tensor:
     return _plain("gelu", "gelu_tanh" if approximate else "gelu", x)
 
 
+@checked
 def silu(x: Tensor) -> Tensor:
     """Sigmoid linear unit `x sigmoid(x)`; see `vishwamai.silu`.
 
@@ -38,6 +41,7 @@ def silu(x: Tensor) -> Tensor:
     return _plain("silu", "silu", x)
 
 
+@checked
 def relu2(x: Tensor) -> Tensor:
     """Squared rectifier `max(x, 0)^2`; see `vishwamai.relu2`.
 
@@ -56,6 +60,7 @@ def _plain(name: str, activation: str, x: Tensor) -> Tensor:
     return _activation(x, None, None, None, activation, 0.0)[0]
 
 
+@checked
 def fused_gelu_dropout(
     x: Tensor,
     rate: float = 0.0,

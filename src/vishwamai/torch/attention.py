@@ -21,6 +21,7 @@ from vishwamai.ops.attention.gpu_memory import Placement
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import BSHD, SIGNATURE, Operands, Outputs
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked, checks_its_own
 from vishwamai.torch.attention_options import (
     OperatorOptions,
     constant_slopes,
@@ -146,6 +147,7 @@ _attention = TorchOperator(
 )
 
 
+@checked
 def flash_attention(
     query: Tensor,
     key: Tensor,
@@ -210,6 +212,7 @@ def _text(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_len: int)
     return None if found is None else found.to_text()
 
 
+@checks_its_own("block_mask", "block_size")
 def block_sparse_attention(
     query: Tensor,
     key: Tensor,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vishwamai.ops.matmul.einsum import contract, plan_steps
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.matmul import gemm
 
 
@@ -18,6 +19,7 @@ def _plain(subscripts: str, *factors: Tensor) -> Tensor:
     return torch.einsum(subscripts, *(x.to(common) for x in factors))
 
 
+@checked
 def einsum(
     equation: str,
     *operands: Tensor,

@@ -13,8 +13,10 @@ from vishwamai.core import observe
 from vishwamai.core.config import current_config, kernel_config
 from vishwamai.core.explain import Explanation, explain_call
 from vishwamai.core.target import Target
+from vishwamai.torch.arguments import checked
 
 
+@checked
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Lists every implementation of every operation in `function`, which one runs and why the others do not; see
     `vishwamai.explain`.

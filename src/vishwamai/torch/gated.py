@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vishwamai.core.spec import ArraySpec, array_spec
 from vishwamai.ops.gated.api import GATED, check_quantized
 from vishwamai.ops.gated.spec import SIGNATURE, Operands, Outputs, Residuals, describe
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.operator import TorchOperator
@@ -29,8 +31,13 @@ _gated = TorchOperator(
 )
 
 
+@checked
 def gated_linear_unit(
-    x: Tensor, weights: Any, activation: str | None = "silu", *, precision: str | None = None
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor | QTensor],
+    activation: str | None = "silu",
+    *,
+    precision: str | None = None,
 ) -> Tensor:
     """Gated linear unit `activation(x @ gate) * (x @ up)`, both products in one pass over x; see
     `vishwamai.gated_linear_unit`.

@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from vishwamai.ops.loss.api import LOSS
 from vishwamai.ops.loss.compose import compose
-from vishwamai.ops.loss.spec import SIGNATURE, Outputs, check_options, describe, probabilities
+from vishwamai.ops.loss.spec import SIGNATURE, Outputs, check_labels, check_options, describe, probabilities
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
+from vishwamai.torch.value_checks import check_values
 
 _numbers = TorchOperator(
     LOSS,
@@ -28,6 +31,7 @@ _numbers = TorchOperator(
 )
 
 
+@checked
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -45,7 +49,9 @@ def linear_cross_entropy(
     """Cross entropy of the logits `x @ weight.T + bias`, which are never held, neither forward nor backward; see
     `vishwamai.linear_cross_entropy`.
 
-    Arguments, results and errors are those of JAX's. The mean is 0 where all tokens are ignored (torch's own has NaN).
+    Arguments, results and errors are those of JAX's. A label outside the vocab is an error on the CPU; on a GPU, and
+    where `torch.compile` runs, its loss is NaN, unless `KernelConfig(checks=True)` has the host read labels on a GPU.
+    The mean is 0 where all tokens are ignored (torch's own has NaN).
 
     >>> import torch
     >>> linear_cross_entropy(torch.zeros(2, 4), torch.ones(8, 4), torch.tensor([3, -100]))  # log(8)
@@ -62,6 +68,8 @@ def linear_cross_entropy(
     if probabilities(labels, x, labels.is_floating_point()):
         targets, mass = labels, labels.sum(-1, dtype=torch.promote_types(labels.dtype, torch.float32))
         labels = torch.full_like(mass, -1, dtype=torch.int32)
+    elif weight.dim() == 2:
+        check_values(functools.partial(check_labels, vocab=weight.shape[0], ignore_index=ignore_index), labels)
     numbers = Outputs(*_numbers(x, weight, bias, labels, targets, cap, bridge.products(precision), label_smoothing > 0))
     inside = (labels >= 0) & (labels < weight.shape[0])
     counted = ~inside if targets is not None else labels != ignore_index

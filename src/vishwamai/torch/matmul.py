@@ -16,6 +16,7 @@ from vishwamai.ops.matmul.packed import packed_operands
 from vishwamai.ops.matmul.quantized import check_quantized
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, compute_dtype
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.packed import PackedWeight, packed_gemm, result_dtype
@@ -81,6 +82,7 @@ def _factor(name: str, x: Any, contracted: int, scale: Tensor | None, dtype: tor
     return x.values, x.scales if x.axis is None else x.scales.squeeze(x.axis)
 
 
+@checked
 def gemm(
     a: Tensor | QTensor,
     b: Tensor | QTensor | PackedWeight,

@@ -8,8 +8,10 @@ from typing import Literal
 from torch import Tensor
 
 from vishwamai.ops.attention.merge import check_parts, merged
+from vishwamai.torch.arguments import checked
 
 
+@checked
 def merge_attention(
     outputs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: Literal["bhsd", "bshd"] = "bhsd"
 ) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from vishwamai.core.arrays import fetched
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.ops.moe.api import MOE
-from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch, sort_choices
+from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch, check_experts, sort_choices
 from vishwamai.ops.moe.layer import CLAMPED, MoEOutput, check_layer
 from vishwamai.ops.moe.routing import Routing, check_routing, choose
 from vishwamai.ops.moe.spec import (
@@ -19,15 +20,18 @@ from vishwamai.ops.moe.spec import (
     Outputs,
     check_held,
     check_offset,
+    check_sizes,
     describe,
     held_groups,
     unpack_weights,
 )
 from vishwamai.torch import activation as activations
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.quantization import QTensor
+from vishwamai.torch.value_checks import check_values
 
 _grouped_gemm = TorchOperator(
     MOE,
@@ -48,6 +52,7 @@ _ACTIVATIONS = {
 }
 
 
+@checked
 def grouped_gemm(
     lhs: Tensor,
     rhs: Tensor | QTensor,
@@ -59,9 +64,10 @@ def grouped_gemm(
     """Matrix product whose rows are in consecutive groups, each with its own right-hand matrix; see
     `vishwamai.grouped_gemm`, whose arguments these are.
 
-    On a GPU the host never waits for the sizes, so the call can be captured with whatever computes them. For the same
-    reason a `group_offset` out of range is an error where it is an int, and is clamped where it is a tensor. A
-    `QTensor` as `rhs` is read as it is stored there, with one scale for a column or one for each block of K.
+    Sizes that do not fit the rows are an error on the CPU. On a GPU the host never waits for them, except under
+    `KernelConfig(checks=True)`, so the call can be captured with whatever computes them. For the same reason a
+    `group_offset` out of range is an error where it is an int, and is clamped where it is a tensor. A `QTensor` as
+    `rhs` is read as it is stored there, with one scale for a column or one for each block of K.
 
     >>> import torch
     >>> rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
@@ -78,6 +84,8 @@ def grouped_gemm(
         (lhs,) = bridge.cast_for_matmul(lhs)
     else:
         lhs, rhs = bridge.cast_for_matmul(lhs, rhs)
+    if lhs.dim() > 1 and not (group_sizes.is_floating_point() or group_sizes.is_complex()):
+        check_values(functools.partial(check_sizes, rows=lhs.shape[-2]), group_sizes)
     first_row = None
     if group_offset is not None:
         group_sizes, first_row = _held(lhs, rhs, group_sizes, group_offset)
@@ -106,6 +114,7 @@ def _held(lhs: Tensor, rhs: Any, group_sizes: Tensor, offset: int | Tensor) -> t
     return held_groups(whole, offset, held=held, rows=lhs.shape[-2])
 
 
+@checked
 def moe_routing(
     tokens: Tensor,
     router_weights: Tensor,
@@ -148,6 +157,7 @@ def moe_routing(
     return Routing(weights * scale, chosen.int(), balance, z_loss, counts)
 
 
+@checked
 def moe_dispatch(tokens: Tensor, routing: Routing, *, capacity_factor: float | None = None) -> Dispatch:
     """Sorts the tokens by the experts that they chose, with or without a capacity; see `vishwamai.moe_dispatch`.
 
@@ -159,6 +169,7 @@ def moe_dispatch(tokens: Tensor, routing: Routing, *, capacity_factor: float | N
     check_dispatch(tokens, routing, capacity_factor)
     count, top_k = routing.experts.shape
     bins = routing.expert_counts.shape[0]
+    check_values(functools.partial(check_experts, experts=bins), routing.experts)
     capacity = None if capacity_factor is None else capacity_of(count, top_k, bins, capacity_factor)
     wide = routing.experts.long(), routing.expert_counts.long()  # as torch reads indices
     sizes, choice, place, dropped = sort_choices(wide[0], bins, capacity, wide[1])
@@ -188,6 +199,7 @@ class _Gather(torch.autograd.Function):
         return found, None, None
 
 
+@checked
 def moe_combine(rows: Tensor, dispatch: Dispatch, routing: Routing) -> Tensor:
     """Each token's weighted sum of what its experts returned; see `vishwamai.moe_combine`.
 
@@ -204,6 +216,7 @@ def moe_combine(rows: Tensor, dispatch: Dispatch, routing: Routing) -> Tensor:
     return (each.to(wide) * routing.weights.to(wide)[..., None]).sum(1).to(rows.dtype)
 
 
+@checked
 def moe_layer(
     tokens: Tensor,
     router_weights: Tensor,

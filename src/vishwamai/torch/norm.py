@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vishwamai.ops.norm.api import NORM
 from vishwamai.ops.norm.spec import SIGNATURE, Outputs, check_offset, describe
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 
 _norm = TorchOperator(
@@ -26,6 +27,7 @@ _norm = TorchOperator(
 )
 
 
+@checked
 def layer_norm(
     x: Tensor,
     scale: Tensor | None = None,
@@ -46,6 +48,7 @@ def layer_norm(
     return y if residual is None else (y, total)
 
 
+@checked
 def rms_norm(
     x: Tensor,
     scale: Tensor | None = None,

@@ -15,6 +15,7 @@ from vishwamai.ops.matmul import packed_weight
 from vishwamai.ops.matmul.packed import PACKED, Operands, describe_packed
 from vishwamai.ops.matmul.spec import Outputs, resolve_out_dtype
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checks_its_own
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.operator import TorchOperator
 
@@ -51,6 +52,7 @@ class PackedWeight(packed_weight.PackedWeight):
         )
 
 
+@checks_its_own("weight")
 def pack_weight(weight: Tensor, *, transpose: bool = False, isa: str | None = None) -> PackedWeight:
     """Packs a weight once, for `gemm(x, packed)` on the CPU; see `vishwamai.pack_weight`.
 

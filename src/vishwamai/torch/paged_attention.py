@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.ops.paged_attention import checks
 from vishwamai.ops.paged_attention.api import PAGED_ATTENTION
 from vishwamai.ops.paged_attention.checks import (
     both,
+    check_num_seqs,
     check_window,
     describe,
     kv_heads_of,
@@ -19,9 +23,12 @@ from vishwamai.ops.paged_attention.checks import (
     wide_query,
 )
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec, signature
+from vishwamai.ops.paged_attention.table_checks import check_table_values
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.attention_options import statistics_dtype
 from vishwamai.torch.operator import TorchOperator
+from vishwamai.torch.value_checks import check_values
 
 _NAME = "ragged_paged_attention"
 
@@ -68,9 +75,32 @@ def scales(name: str, like: Tensor, heads: int, **given: Any) -> list[Tensor | N
     return found
 
 
-def count(num_seqs: Any, like: Tensor) -> Tensor | None:
-    """`[1]` int32, or None where all sequences count."""
+def check_tables(
+    name: str,
+    pool: Tensor,
+    rows: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    max_q_len: int | None = None,
+    positions: int | None = None,
+) -> None:
+    """Raises ShapeError where the page tables contradict one another, the pages or the `rows`; the values of those on a
+    GPU are read under `KernelConfig(checks=True)` alone.
+    """
+    checks.check_tables(name, *tables)
+
+    def check(kv_lens: np.ndarray, *rest: np.ndarray) -> None:
+        counted = () if len(rest) == 3 else (np.array([len(kv_lens)]),)
+        of = name, tuple(pool.shape[:2]), len(rows), max_q_len
+        check_table_values(*of, kv_lens, *rest, *counted, positions=positions)
+
+    if rows.dim():
+        check_values(check, *(x for x in tables if x is not None))
+
+
+def count(name: str, num_seqs: Any, like: Tensor) -> Tensor | None:
+    """`[1]` int32 of how many sequences of `kv_lens`, which is `like`, count; None where all do."""
     if isinstance(num_seqs, int):
+        check_num_seqs(name, num_seqs, like.numel())
         return torch.full((1,), num_seqs, dtype=torch.int32, device=like.device)
     return None if num_seqs is None else num_seqs.reshape(-1)
 
@@ -82,7 +112,7 @@ def _pack(spec: PagedSpec, tensors: Operands) -> Operands:
     if bridge.platform_of(query) == "cuda":
         aligned(_NAME, k_pages, v_pages)
     elif num_seqs is None:  # which only Triton's kernels do without
-        num_seqs = count(spec.sequences, query)
+        num_seqs = count(_NAME, spec.sequences, tensors.kv_lens)
     rest = (*tables, num_seqs, sinks, k_scale, v_scale, slopes, tree_mask)
     rest = (None if x is None else x.contiguous()[None] for x in rest)
     pages = (None if x is None else x[None] for x in (k_pages, v_pages))
@@ -108,13 +138,14 @@ _attend = TorchOperator(
 )
 
 
+@checked
 def ragged_paged_attention(
     query: Tensor,
     kv_pages: Any,
     kv_lens: Tensor,
     page_indices: Tensor,
     cu_q_lens: Tensor,
-    num_seqs: Any = None,
+    num_seqs: int | Tensor | None = None,
     *,
     scale: float | None = None,
     window: int | tuple[int | None, int | None] | None = None,
@@ -122,9 +153,9 @@ def ragged_paged_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     tree_mask: Tensor | None = None,
-    q_scale: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    q_scale: float | Tensor | Sequence[float] | None = None,
+    k_scale: float | Tensor | Sequence[float] | None = None,
+    v_scale: float | Tensor | Sequence[float] | None = None,
     latent_dim: int | None = None,
     max_q_len: int | None = None,
     return_lse: bool = False,
@@ -134,7 +165,8 @@ def ragged_paged_attention(
     `vishwamai.ragged_paged_attention`, whose arguments these are.
 
     The pages stay where they are, of any strides but the last, which is 1; so the pair `kv[:, 0], kv[:, 1]` of pages
-    `[pages, 2, page_size, kv_heads, dim]` will do. float64 is for the CPU. A gradient is an UnsupportedError.
+    `[pages, 2, page_size, kv_heads, dim]` will do. What the tables hold is checked on the CPU, and on a GPU under
+    `KernelConfig(checks=True)`, where the host waits for it. float64 is for the CPU. A gradient is an UnsupportedError.
 
     >>> import torch
     >>> pages = torch.arange(8.0).reshape(4, 1, 2, 1)  # 4 pages of one token: keys 0 2 4 6, values 1 3 5 7
@@ -148,8 +180,9 @@ def ragged_paged_attention(
     given = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     q_scale, k_scale, v_scale = scales(_NAME, k_pages, kv_heads_of(k_pages, form), **given)
     factors = both(q_scale, k_scale), v_scale
-    sequences = count(num_seqs, page_indices)
+    sequences = count(_NAME, num_seqs, kv_lens)
     tables = kv_lens, page_indices, cu_q_lens, sequences
+    check_tables(_NAME, k_pages, query, tables, max_q_len)
     tensors = Operands(query, k_pages, v_pages, *tables, sinks, *factors, slopes=alibi_slopes, tree_mask=tree_mask)
     out, logsumexp = _attend(*tensors, scale, check_window(window), softcap, latent_dim, max_q_len, return_lse)
     return (out, logsumexp) if return_lse else out

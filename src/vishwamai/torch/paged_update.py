@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from vishwamai.ops.paged_attention.checks import check_tables, form_of, kv_heads
 from vishwamai.ops.paged_attention.key_rotation import check_rope_tables, rotated
 from vishwamai.ops.paged_attention.update import check_rows, places, stored_rows
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.paged_attention import aligned, count, pools, scales
+from vishwamai.torch.paged_attention import check_tables as check_page_tables
 
 _NAME = "update_pages"
 
@@ -64,6 +67,7 @@ def _update(
 _update.register_fake(lambda *_: None)
 
 
+@checked
 def update_pages(
     kv_pages: Any,
     key: Tensor,
@@ -71,10 +75,10 @@ def update_pages(
     kv_lens: Tensor,
     page_indices: Tensor,
     cu_q_lens: Tensor,
-    num_seqs: Any = None,
+    num_seqs: int | Tensor | None = None,
     *,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: float | Tensor | Sequence[float] | None = None,
+    v_scale: float | Tensor | Sequence[float] | None = None,
     rope_tables: tuple[Tensor, Tensor] | None = None,
     interleaved: bool = False,
 ) -> Any:
@@ -82,7 +86,8 @@ def update_pages(
 
     The pages themselves are changed, and returned. A gradient that would be needed is an UnsupportedError. On a GPU one
     kernel rotates the keys and writes them. `rope_tables` may have the leading axis of 1 that
-    `rope_tables(count, head_dim)` gives them; values of the page tables are not checked.
+    `rope_tables(count, head_dim)` gives them; values of the page tables are checked
+    as those of `ragged_paged_attention`.
 
     >>> import torch
     >>> pages = torch.zeros(3, 2, 2, 1)  # 3 pages of 2 tokens, one head of one column
@@ -100,7 +105,9 @@ def update_pages(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (k_pages, v_pages, key, value)):
         raise UnsupportedError(f"{_NAME}: pages have no gradient; call it under torch.no_grad(), or detach the keys.")
     factors = scales(_NAME, k_pages, kv_heads_of(k_pages, form), k_scale=k_scale, v_scale=v_scale)
-    sequences = count(num_seqs, page_indices)
+    sequences = count(_NAME, num_seqs, kv_lens)
+    of_tables = None if angles is None else angles[0].shape[0]
+    check_page_tables(_NAME, k_pages, key, (kv_lens, page_indices, cu_q_lens, sequences), positions=of_tables)
     cos, sin = angles or (None, None)
     _update(k_pages, v_pages, key, value, kv_lens, page_indices, cu_q_lens, sequences, *factors, cos, sin, interleaved)
     return kv_pages

@@ -17,6 +17,7 @@ from vishwamai.core.qtensor import FORMATS, format_name
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.quantization.api import check_quantize
 from vishwamai.ops.quantization.rounding import rounded
+from vishwamai.torch.arguments import checked, checks_its_own
 
 
 class QTensor(qtensor.QTensor):
@@ -43,6 +44,7 @@ class QTensor(qtensor.QTensor):
         return out if dtype is None else out.to(dtype)
 
 
+@checked
 def quantize(
     x: Tensor,
     format: str = "int8",
@@ -97,6 +99,7 @@ def _magnitude(size: Tensor, axis: int | None, method: str, percentile: float) -
     return torch.quantile(size, percentile / 100, axis, keepdim=True)
 
 
+@checks_its_own("q")
 def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor that a `QTensor` stands for; see `vishwamai.dequantize`.
 
@@ -108,6 +111,7 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
     return q.dequantize(dtype)
 
 
+@checked
 def fake_quantize(x: Tensor, format: str = "int8", **options: Any) -> Tensor:
     """`dequantize(quantize(x))` in x's dtype, with a straight-through gradient; see `vishwamai.fake_quantize`.
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vishwamai.core.errors import ShapeError
+from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.rope.api import ROPE
 from vishwamai.ops.rope.scaling import MRopeScaling, NtkScaling, RopeScaling, parse_scaling
 from vishwamai.ops.rope.spec import SIGNATURES, Operands, Outputs, RopeSpec, apart, check, check_positions, describe
 from vishwamai.ops.rope.tables import check_frequencies, fixed_point
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.sharding import beside, is_dtensor
 from vishwamai.torch.torch_private import only_computes
@@ -92,6 +93,19 @@ def _constants(numbers: list[float], dtype: torch.dtype, like: Tensor) -> Tensor
     return _placed_op(numbers, dtype, like.device)  # a compiler or a transform must not see what is kept
 
 
+def _check_count(positions: int, device: Any) -> None:
+    if not 0 <= positions < 2**31:
+        raise ShapeError(f"rope_tables: `positions` is {positions}; pass a number of positions from 0 to 2^31 - 1.")
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:
+        first = str(error).splitlines()[0]
+        raise DeviceError(
+            f"rope_tables: torch has no `device` {device!r} here ({first}); pass 'cpu', 'cuda:0' or None."
+        ) from error
+
+
+@checked
 def rope_tables(
     positions: Tensor | int,
     head_dim: int,
@@ -99,7 +113,7 @@ def rope_tables(
     theta: float = 10000.0,
     scaling: RopeScaling | Mapping[str, Any] | None = None,
     rotary_dim: int | None = None,
-    device: Any = None,
+    device: torch.device | str | int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin for `apply_rope(..., tables=...)`: made once, they serve every layer of a model.
 
@@ -118,9 +132,11 @@ def rope_tables(
     >>> cos.shape
     torch.Size([1, 100, 32])
     """
+    if not isinstance(positions, Tensor) and not torch.compiler.is_compiling():
+        _check_count(positions, device)
     head_dim, theta, rotary_dim = map(bridge.constant, (head_dim, theta, rotary_dim))
-    checked = _checked("rope_tables", head_dim, theta, scaling, rotary_dim)
-    rotated, theta, threshold, magnitude, coordinates, factor = checked
+    known = _checked("rope_tables", head_dim, theta, scaling, rotary_dim)
+    rotated, theta, threshold, magnitude, coordinates, factor = known
     length = None
     if not isinstance(positions, Tensor):
         length, positions = positions, torch.arange(positions, device=device)
@@ -163,8 +179,9 @@ def rope_tables(
     return torch.cos(found) * magnitude, torch.sin(found) * magnitude
 
 
+@checked
 def apply_rope(
-    x: Any,
+    x: Tensor | Sequence[Tensor],
     positions: Tensor | None = None,
     *,
     tables: tuple[Tensor, Tensor] | None = None,

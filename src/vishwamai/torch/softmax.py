@@ -6,6 +6,7 @@ from torch import Tensor
 
 from vishwamai.ops.softmax.api import SOFTMAX
 from vishwamai.ops.softmax.spec import SIGNATURE, Outputs, check_axis, describe
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 
 # The operator sums over the last axis.
@@ -20,6 +21,7 @@ _softmax = TorchOperator(
 )
 
 
+@checked
 def softmax(x: Tensor, *, axis: int = -1) -> Tensor:
     """Softmax along one axis, in one pass over memory where that is the last; see `vishwamai.softmax`.
 
@@ -32,6 +34,7 @@ def softmax(x: Tensor, *, axis: int = -1) -> Tensor:
     return _along("softmax", x, axis, False)
 
 
+@checked
 def log_softmax(x: Tensor, *, axis: int = -1) -> Tensor:
     """Logarithm of the softmax along one axis. Arguments, result and errors are those of `softmax`.
 

@@ -11,6 +11,7 @@ from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.ops.sparse.api import SPARSE
 from vishwamai.ops.sparse.spec import SIGNATURE, Operands, Outputs, SparseSpec, make_spec
 from vishwamai.torch import bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 
 
@@ -62,6 +63,7 @@ def _coordinates(indices: Tensor | tuple[Tensor, Tensor], values: Tensor) -> Ten
     return torch.stack([rows.to(columns.dtype), columns], 1)
 
 
+@checked
 def block_sparse_matmul(
     dense: Tensor,
     values: Tensor,

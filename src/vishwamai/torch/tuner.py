@@ -25,6 +25,7 @@ from vishwamai.core import observe, tuning
 from vishwamai.core.config import current_config, kernel_config
 from vishwamai.core.errors import DeviceError, KernelError
 from vishwamai.measure.gpu_timing import gpu_sampler
+from vishwamai.torch.arguments import checked
 
 __all__ = ["Timer", "Tuned", "gpu_timer", "tune"]
 
@@ -142,6 +143,7 @@ class _Search:
         return _differ(results, self.expected)
 
 
+@checked
 def tune(
     function: Callable[..., Any],
     *args: Any,

@@ -27,6 +27,7 @@ from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.varlen import NAME, check_starts
 from vishwamai.torch import attention, bridge
+from vishwamai.torch.arguments import checked
 from vishwamai.torch.attention_options import (
     OperatorOptions,
     constant_slopes,
@@ -163,6 +164,7 @@ _varlen = TorchOperator(
 )
 
 
+@checked
 def flash_attention_varlen(
     query: Tensor,
     key: Tensor,

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import opt_einsum
 from opt_einsum.parser import parse_einsum_input
+from opt_einsum.paths import get_path_fn
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.config import current_config
@@ -67,7 +68,8 @@ def einsum(
       The sum; it is differentiable through gemm's own gradient.
 
     Raises:
-      ShapeError: the equation cannot be read, or does not fit the operands.
+      ShapeError: the equation cannot be read, or does not fit the operands; or `optimize` is no name that opt_einsum
+        knows, or no path from these operands to one result.
       UnsupportedError: the implementation asked for cannot serve one of the products.
 
     >>> import jax.numpy as jnp
@@ -169,6 +171,7 @@ def plan_steps(equation: str, arrays: list[Any], optimize: Any) -> list[tuple[tu
                     f"einsum: index {letter!r} of `equation` {equation!r} has sizes {sizes[letter]} and {size} in "
                     f"operands of shapes {', '.join(map(str, shapes))}; make them equal, or 1 where an axis is shared."
                 )
+    check_optimize(optimize, len(arrays))
     if len(arrays) == 1 or optimize is False:
         return [(tuple(range(len(arrays)))[::-1], ",".join(inputs.split(",")[::-1]) + f"->{out}")]
     strategy = "auto" if optimize is True else optimize
@@ -177,6 +180,34 @@ def plan_steps(equation: str, arrays: list[Any], optimize: Any) -> list[tuple[tu
     )  # with `einsum_call` it also gives the contractions, which its types do not say
     _, contractions = find_path(f"{inputs}->{out}", *shapes, shapes=True, optimize=strategy, einsum_call=True)
     return [(tuple(taken), subscripts) for taken, _, subscripts, *_ in contractions]
+
+
+def check_optimize(optimize: str | bool | Sequence[tuple[int, ...]], operands: int) -> None:
+    """Raises ShapeError where opt_einsum does not know the name, or the path does not take so many operands to one."""
+    if isinstance(optimize, bool):
+        return
+    if isinstance(optimize, str):
+        try:
+            get_path_fn(optimize)
+        except KeyError:
+            raise ShapeError(
+                f"einsum: `optimize` is {optimize!r}, which opt_einsum does not know; pass 'optimal', 'auto' or "
+                "'greedy'."
+            ) from None
+        return
+    left = operands
+    for number, taken in enumerate(optimize):
+        if not taken or len(set(taken)) != len(taken) or not all(0 <= i < left for i in taken):
+            raise ShapeError(
+                f"einsum: step {number} of `optimize` is {taken}, and {left} operands are left by then; pass different "
+                f"positions from 0 to {left - 1} in each step."
+            )
+        left -= len(taken) - 1
+    if left != 1:
+        raise ShapeError(
+            f"einsum: the path {optimize!r} of `optimize` leaves {left} of {operands} operands; pass pairs of "
+            f"positions, such as {[(0, 1)] * (operands - 1)}, or 'optimal'."
+        )
 
 
 def _pair(

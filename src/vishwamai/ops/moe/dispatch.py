@@ -6,6 +6,7 @@ rows", which the table of places gives, where JAX's own transpose of a gather wo
 
 from __future__ import annotations
 
+import functools
 import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ from vishwamai.core.arrays import cast, counted, fetched, inverse, namespace, nu
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import as_array
+from vishwamai.core.value_checks import check_values
 from vishwamai.ops.moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -110,7 +112,8 @@ def moe_dispatch(
       A `Dispatch`.
 
     Raises:
-      ShapeError: `tokens` are not those of `routing`, or the factor is not positive.
+      ShapeError: `tokens` are not those of `routing`, or the factor is not positive. An expert that there is not is one
+        where its value is known; inside a program `KernelConfig(checks=True)` checks it.
 
     >>> import jax.numpy as jnp
     >>> from vishwamai import moe_routing
@@ -125,6 +128,7 @@ def moe_dispatch(
     check_dispatch(tokens, routing, capacity_factor)
     count, top_k = routing.experts.shape
     experts = routing.expert_counts.shape[0]
+    check_values(functools.partial(check_experts, experts=experts), routing.experts)
     capacity = None if capacity_factor is None else capacity_of(count, top_k, experts, capacity_factor)
 
     def dispatch(tokens: Any, chosen: Any) -> Dispatch:
@@ -140,6 +144,17 @@ def moe_dispatch(
 def _gathered(arrays: tuple[Any, ...], results: Any) -> Axes:
     """On explicit mesh axes: what is split is gathered, for any token may go to any row."""
     return Axes(tuple((None,) * x.ndim for x in arrays), results, frozenset())
+
+
+def check_experts(chosen: np.ndarray, *, experts: int) -> None:
+    """Raises ShapeError where a token has chosen an expert that there is not."""
+    wrong = (chosen < 0) | (chosen >= experts)
+    if wrong.any():
+        first = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ShapeError(
+            f"moe_dispatch: `routing.experts` holds {chosen[first]} at {list(first)}, but there are {experts} experts; "
+            f"pass numbers from 0 to {experts - 1}."
+        )
 
 
 def check_dispatch(tokens: Any, routing: Any, capacity_factor: Any) -> None:

@@ -81,6 +81,12 @@ def check_scale(name: str, label: str, scale: Any, kv_heads: int) -> Any:
     return jnp.broadcast_to(scale.astype(jnp.float32).reshape(-1), (kv_heads,))
 
 
+def check_num_seqs(name: str, num_seqs: int, sequences: int) -> None:
+    """Raises ShapeError where fewer than none or more than all sequences would count."""
+    if not 0 <= num_seqs <= sequences:
+        raise ShapeError(f"{name}: `num_seqs` is {num_seqs}; pass a number from 0 to {sequences}, the sequences given.")
+
+
 def as_num_seqs(name: str, num_seqs: Any, sequences: int) -> jax.Array:
     """How many of the sequences count, as an array of one element; None for all of them.
 
@@ -89,8 +95,8 @@ def as_num_seqs(name: str, num_seqs: Any, sequences: int) -> jax.Array:
     """
     if num_seqs is None:
         num_seqs = sequences
-    if isinstance(num_seqs, int) and not 0 <= num_seqs <= sequences:
-        raise ShapeError(f"{name}: `num_seqs` is {num_seqs}; pass a number from 0 to {sequences}, the sequences given.")
+    if isinstance(num_seqs, int):
+        check_num_seqs(name, num_seqs, sequences)
     return jnp.asarray(num_seqs, jnp.int32 if isinstance(num_seqs, int) else None).reshape(-1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.core.signature import public_call
 from vishwamai.core.spec import as_array
+from vishwamai.core.value_checks import check_values
 from vishwamai.ops.sparse.cpu import NATIVE
 from vishwamai.ops.sparse.gpu import TRITON
 from vishwamai.ops.sparse.reference import XLA
-from vishwamai.ops.sparse.spec import SIGNATURE, Operands, SparseSpec, make_spec, static
+from vishwamai.ops.sparse.spec import SIGNATURE, Operands, SparseSpec, check_places, make_spec, static
 from vishwamai.ops.sparse.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def block_sparse_matmul(
       indices: where each block stands: integers `[blocks, 2]` of (block row, block column) in any order (block COO); or
         a pair of `[block rows + 1]` and `[blocks]`: where each block row starts, and the blocks' columns (block CSR).
         NumPy arrays are checked, and give S's width; traced ones may change from call to call without a compilation,
-        and those out of range are clipped.
+        and those out of range are clipped, or an error of the program under `KernelConfig(checks=True)`.
       shape: (rows, columns) of S, multiples of the block's. None: as many as `dense` has features, by as many as the
         indices reach.
       transpose: multiply by S^T.
@@ -84,7 +86,10 @@ def block_sparse_matmul(
     products = resolve_precision(precision, current_config().precision, dense.dtype)
     spec = make_spec(dense, values, indices, shape, transpose, products)
     rows, columns = spec.block
-    most = np.array([max(0, spec.rows // rows - 1), max(0, spec.columns // columns - 1)], np.int32)
+    there = spec.rows // rows, spec.columns // columns
+    if static(indices) is None:  # `make_spec` has checked the others
+        check_values(functools.partial(check_places, most=there), indices)
+    most = np.array([max(0, n - 1) for n in there], np.int32)
     arrays = Operands(dense, values, jnp.clip(jnp.asarray(indices).astype(jnp.int32), 0, most))
     out = public_call(SPARSE, SIGNATURE, spec, arrays, config=config, implementation=implementation).out
     return out.astype(out_dtype)

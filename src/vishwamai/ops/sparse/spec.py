@@ -135,15 +135,8 @@ def make_spec(dense: Any, values: Any, indices: Any, shape: Any, transpose: bool
             f"pass {contracted} features, one for each of its {name}."
         )
     known = static(indices)
-    if known is not None and known.size:
-        most = rows // v.shape[1], columns // v.shape[2]
-        for axis, side in enumerate(("row", "column")):
-            wrong = known[:, axis][(known[:, axis] < 0) | (known[:, axis] >= most[axis])]
-            if wrong.size:
-                _fail(
-                    f"`indices` has the block {side} {wrong[0]}, but there are {most[axis]}; pass 0 to "
-                    f"{most[axis] - 1}."
-                )
+    if known is not None:
+        check_places(known, most=(rows // v.shape[1], columns // v.shape[2]))
     m = x.size // x.shape[-1] if x.shape[-1] else 0
     operands = Operands(
         ArraySpec((1, m, x.shape[-1]), x.dtype),
@@ -151,6 +144,15 @@ def make_spec(dense: Any, values: Any, indices: Any, shape: Any, transpose: bool
         ArraySpec((1, *at.shape), jnp.dtype(jnp.int32)),
     )
     return SparseSpec(operands, rows, columns, bool(transpose), precision)
+
+
+def check_places(indices: np.ndarray, *, most: tuple[int, int]) -> None:
+    """Raises ShapeError where one of `indices` `[blocks, 2]` is outside of `most` block rows and columns."""
+    for axis, side in enumerate(("row", "column")):
+        found = indices[:, axis]
+        wrong = found[(found < 0) | (found >= most[axis])]
+        if wrong.size:
+            _fail(f"`indices` has the block {side} {wrong[0]}, but there are {most[axis]}; pass 0 to {most[axis] - 1}.")
 
 
 def _extents(x: ArraySpec, v: ArraySpec, known: np.ndarray | None, shape: Any, transpose: bool) -> tuple[int, int]:

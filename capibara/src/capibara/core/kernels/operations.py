@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import vishwamai
 from vishwamai.kernels import KernelError, ShapeError
+from vishwamai.ops.matmul.einsum import check_optimize
 from vishwamai.parallel import ring_attention
 
 
@@ -104,6 +105,7 @@ def frugal_path(equation: str, operands: Sequence[Any], optimize: Any) -> tuple[
     """An order of contraction in which no intermediate result is larger than the largest operand (opt_einsum's
     `memory_limit`).
     """
+    check_optimize(optimize, len(operands))
     shapes = [jnp.shape(x) for x in operands]
     path, _ = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=optimize, memory_limit="max_input")
     return tuple(map(tuple, path))

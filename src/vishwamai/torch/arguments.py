@@ -1,0 +1,31 @@
+"""The types of the arguments of torch's public functions, checked by their annotations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from vishwamai.core import arguments
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked(function: F, own: Sequence[str] = ()) -> F:
+    """`core.arguments.checked`, except while `torch.compile` traces: there numbers may be symbols.
+
+    >>> import torch
+    >>> from torch import Tensor
+    >>> @checked
+    ... def doubled(x: "Tensor", times: "int" = 1):
+    ...     return x * 2**times
+    >>> doubled(torch.ones(2))
+    tensor([2., 2.])
+    """
+    return arguments.checked(function, own, torch.compiler.is_compiling)
+
+
+def checks_its_own(*names: str) -> Callable[[F], F]:
+    """`checked`, but for the arguments of these names, as a decorator."""
+    return lambda function: checked(function, names)
