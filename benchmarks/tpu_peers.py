@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vishwamai import flash_attention
 from vishwamai.bench import estimates
@@ -36,18 +37,25 @@ class Shape:
     window: int | None = None
     batch: int = 4
     length: int = 4096
+    document: int | None = None
+    """Tokens of each document, where rows are packed."""
 
-    def arrays(self) -> list[jax.ShapeDtypeStruct]:
+    def arrays(self) -> list[Any]:
+        """Query, key, value and, of packed rows, the segment ids, whose values steer kernels."""
+
         def of(heads: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self.batch, heads, self.length, self.dim), jnp.bfloat16)
 
-        return [of(self.heads), of(self.kv_heads), of(self.kv_heads)]
+        ids = [] if self.document is None else [np.arange(self.length, dtype=np.int32) // self.document]
+        return [of(self.heads), of(self.kv_heads), of(self.kv_heads), *(np.tile(x, (self.batch, 1)) for x in ids)]
 
     @property
     def flops(self) -> float:
         """Of the forward pass, over the positions that the mask leaves."""
         if self.window is not None:
             live = sum(min(row, self.window) + 1 for row in range(self.length))
+        elif self.document is not None:
+            live = sum(row % self.document + 1 for row in range(self.length))
         else:
             live = self.length * (self.length + 1) // 2 if self.causal else self.length**2
         return 4.0 * self.batch * self.heads * live * self.dim
@@ -62,12 +70,18 @@ SHAPES = {
     "window-128": Shape(True, 128, window=1024),
     "narrow-128": Shape(True, 128, window=511, batch=1, length=16384),
     "gqa-128": Shape(True, 128, heads=32, kv_heads=8),
+    "docs-700": Shape(True, 128, batch=1, length=8192, document=700),
 }
 
 
 def ours(shape: Shape) -> Iterator[estimates.Call]:
     window = None if shape.window is None else (shape.window, None)
-    yield estimates.OURS, lambda q, k, v: flash_attention(q, k, v, causal=shape.causal, window=window)
+
+    def call(q: Any, k: Any, v: Any, ids: Any = None) -> Any:
+        segments = None if ids is None else (ids, ids)
+        return flash_attention(q, k, v, causal=shape.causal, window=window, segment_ids=segments)
+
+    yield estimates.OURS, call
 
 
 def jax_flash(shape: Shape) -> Iterator[estimates.Call]:
@@ -91,9 +105,10 @@ def jax_flash(shape: Shape) -> Iterator[estimates.Call]:
             block_q_dq=block,
         )
 
-        def call(q: Any, k: Any, v: Any, sizes: Any = sizes) -> Any:
-            scale = 1 / math.sqrt(shape.dim)
-            return kernel.flash_attention(q, k, v, causal=shape.causal, sm_scale=scale, block_sizes=sizes)
+        def call(q: Any, k: Any, v: Any, ids: Any = None, *, sizes: Any = sizes) -> Any:
+            segments = None if ids is None else kernel.SegmentIds(ids, ids)
+            options = {"segment_ids": segments, "causal": shape.causal, "sm_scale": 1 / math.sqrt(shape.dim)}
+            return kernel.flash_attention(q, k, v, **options, block_sizes=sizes)
 
         yield f"jax flash {block}", call
 
@@ -106,11 +121,12 @@ def _masked(shape: Shape, masks: Any) -> Any:
 
 
 def _splash(
-    shape: Shape, name: str, masks: Any, make: Callable[..., Any], choices: Sequence[tuple[int, int, int]]
+    shape: Shape, name: str, modules: tuple[Any, Any], make: Callable[..., Any], choices: Sequence[tuple[int, int, int]]
 ) -> Iterator[estimates.Call]:
     """A splash attention with each choice of tiles; `make(mask, blocks)` makes its kernel. The scale is the caller's to
     apply.
     """
+    kernel, masks = modules
     for block_q, block_kv, compute in choices:
         blocks = {
             "block_q": block_q,
@@ -121,9 +137,10 @@ def _splash(
             "block_kv_dkv_compute": compute,
         }
 
-        def call(q: Any, k: Any, v: Any, blocks: dict[str, int] = blocks) -> Any:
+        def call(q: Any, k: Any, v: Any, ids: Any = None, *, blocks: dict[str, int] = blocks) -> Any:
             attend = make(_masked(shape, masks), blocks)
-            return jax.vmap(attend)(q * jnp.asarray(1 / math.sqrt(shape.dim), q.dtype), k, v)
+            segments = () if ids is None else (kernel.SegmentIds(ids, ids),)
+            return jax.vmap(attend)(q * jnp.asarray(1 / math.sqrt(shape.dim), q.dtype), k, v, *segments)
 
         yield f"{name} {block_q}/{block_kv}/{compute}", call
 
@@ -135,18 +152,18 @@ def jax_splash(shape: Shape) -> Iterator[estimates.Call]:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    def make(mask: Any, blocks: dict[str, int], fused: bool = True) -> Any:
+    def make(mask: Any, blocks: dict[str, Any], fused: bool = True) -> Any:
         apart = {} if fused else {"block_q_dq": blocks["block_q_dkv"], "block_kv_dq": blocks["block_kv_dkv"]}
         sizes = kernel.BlockSizes(**blocks, **apart, use_fused_bwd_kernel=fused)
         heads = masks.MultiHeadMask([mask] * shape.heads)
         return kernel.make_splash_mha(heads, head_shards=1, q_seq_shards=1, block_sizes=sizes)
 
     choices = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512))
-    yield from _splash(shape, "jax splash", masks, make, choices)
+    yield from _splash(shape, "jax splash", (kernel, masks), make, choices)
     if shape.window is not None:
         unfused = functools.partial(make, fused=False)
         narrow = ((256, 256, 256), (512, 512, 512), (512, 1024, 512), (1024, 1024, 512))
-        yield from _splash(shape, "jax splash, unfused", masks, unfused, narrow)
+        yield from _splash(shape, "jax splash, unfused", (kernel, masks), unfused, narrow)
 
 
 def tokamax_splash(shape: Shape) -> Iterator[estimates.Call]:
@@ -161,7 +178,8 @@ def tokamax_splash(shape: Shape) -> Iterator[estimates.Call]:
         config = kernel.SplashConfig(**blocks, use_base2_exp=True)
         return kernel.make_splash_mha(mask=mask, config=config, q_seq_shards=1)
 
-    yield from _splash(shape, "tokamax splash", masks, make, ((1024, 1024, 256), (1024, 1024, 512), (2048, 2048, 512)))
+    choices = ((1024, 1024, 256), (1024, 1024, 512), (2048, 2048, 512))
+    yield from _splash(shape, "tokamax splash", (kernel, masks), make, choices)
 
 
 PEERS = (jax_flash, jax_splash, tokamax_splash)
@@ -169,6 +187,16 @@ PEERS = (jax_flash, jax_splash, tokamax_splash)
 
 def _calls(shape: Shape) -> list[estimates.Call]:
     return [*ours(shape), *(call for peer in PEERS for call in peer(shape))]
+
+
+def _pulled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Both passes, of the arrays and a cotangent; segment ids have no gradient."""
+
+    def run(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        *ids, cotangent = rest
+        return estimates.with_gradient(lambda q, k, v: call(q, k, v, *ids))(q, k, v, cotangent)
+
+    return run
 
 
 @functools.cache
@@ -180,7 +208,7 @@ def forward_seconds(shape: Shape, target: str) -> dict[str, float | str]:
 def backward_seconds(shape: Shape, target: str) -> dict[str, float | str]:
     """Estimated seconds of the backward pass by name: the program of both passes less the forward."""
     forward, arrays, calls = forward_seconds(shape, target), shape.arrays(), _calls(shape)
-    pulled = [(name, estimates.with_gradient(call)) for name, call in calls]
+    pulled = [(name, _pulled(call)) for name, call in calls]
     both = estimates.inspected(pulled, [*arrays, arrays[0]], target, 3.5 * shape.flops)
 
     def less(name: str) -> float | str:

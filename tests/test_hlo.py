@@ -64,3 +64,15 @@ def test_the_program_of_this_machine_is_read():
         assert sum(one.root for one in body) == 1
         assert all(set(one.operands) <= names for one in body)
     assert any("while/body" in one.source for one in module.by_name.values())
+
+
+def test_attributes_of_several_lines_end_no_computation():
+    """A kernel's metadata may hold line breaks, as jax's splash attention has them."""
+    kernel = """  %k = f32[8]{0} custom-call(%x), custom_call_target="say", frontend_attributes={kernel_metadata={
+"sizes":"{\\"block\\": 8}"
+}}, metadata={op_name="jit(f)/k"}, backend_config={"estimated_cycles":"70"}
+"""
+    module = parse_module(TEXT.replace("  %limit", kernel + "  %limit"))
+    assert list(module.by_name) == ["p.1", "pair", "x", "i", "k", "limit", "yes", "either", "y"]
+    assert (module.by_name["k"].cycles, module.by_name["k"].source) == (70, "jit(f)/k")
+    assert "sizes" not in module.by_name["k"].attributes

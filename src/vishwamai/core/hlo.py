@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 NAME = re.compile(r"%[\w.\-]+")
 CALLED = re.compile(
     r"(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}"
 )
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{\s*$")
+_END = re.compile(r"^\}(?:\s|$|, execution_thread=)")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _BARE_NAME = re.compile(r"(?:^|, )([A-Za-z_][\w.\-]*)(?=,|$)")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[(\[{]|[)\]}]')
@@ -158,6 +159,24 @@ class Module:
         return {one.name: one for body in self.computations.values() for one in body}
 
 
+def _whole_lines(text: str) -> Iterator[str]:
+    """The lines, with the attributes of an instruction that go on over several lines in one: a kernel's metadata may
+    hold line breaks.
+    """
+    whole = ""
+    for line in text.splitlines():
+        if whole and line and not line[0].isspace() and not _END.match(line):
+            whole += line
+            continue
+        if whole:
+            yield whole
+        whole = line if _INSTRUCTION.match(line) else ""
+        if not whole:
+            yield line
+    if whole:
+        yield whole
+
+
 def parse_module(text: str) -> Module:
     """Takes the text of an optimised module apart. A text without computations has the entry "".
 
@@ -172,12 +191,12 @@ def parse_module(text: str) -> Module:
     """
     entry, computations = "", {}
     body: list[Instruction] | None = None
-    for line in text.splitlines():
+    for line in _whole_lines(text):
         if body is None:
             if head := _COMPUTATION.match(line):
                 body = computations.setdefault(head[2], [])
                 entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
+        elif _END.match(line):
             body = None
         elif match := _INSTRUCTION.match(line):
             shape, opcode, operands, attributes, metadata = _split(match[3])
