@@ -331,7 +331,8 @@ def torch_losses(directory, batches, section, steps):
 @pytest.mark.parametrize("family", rotation.in_turn(4, FAMILIES))
 def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
     from vishwamai.training.data import prepare, training_batches
-    from vishwamai.training.model import export, make_model
+    from vishwamai.training.exported import export, files_next_to_weights
+    from vishwamai.training.model import make_model
 
     described = LLAMA | {"model_type": family} | FAMILIES[family]
     # One document, so that torch needs no segments: rows are cut from it.
@@ -342,7 +343,8 @@ def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
     tokenizer = Tokenizer.from_file(str(tmp_path / "run" / "data" / "tokenizer.json"))
     parts = make_model(config, tokenizer)
     assert parts.new is not None
-    export(parts, parts.new(), tokenizer, config.tokenizer.end_of_text, tmp_path / "start")
+    files = files_next_to_weights(config, tokenizer, tmp_path / "run" / "data")
+    export(parts, parts.new(), files, tmp_path / "start")
     batches = iter(training_batches(corpus, config.seed, config.batch_size))
     theirs = torch_losses(tmp_path / "start", batches, config.optimizer, steps)
     ours = [record.loss for record in train(config, tmp_path / "run")]
