@@ -392,7 +392,7 @@ def test_remat_policies_change_the_memory_alone():
 
     expected, most = run("none")
     memory = {}
-    for policy in ("dots", "block_wise", "full", "mixed,block_output"):
+    for policy in ("dots", "block_wise", "full", "offload", "mixed,block_output"):
         found, memory[policy] = run(policy)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
     assert most > memory["dots"] > memory["block_wise"] > memory["full"]
@@ -400,6 +400,8 @@ def test_remat_policies_change_the_memory_alone():
         ConfigError, match=r"'mixd' is neither .* did you mean 'mixed'\? .* are stream, query, key, value"
     ):
         apply_gradient_checkpointing(model, "mixd,block_output")
+    with pytest.raises(ConfigError, match=r"'auto:1GiB' compiles whole steps .* set `remat: auto:1GiB` in .* of none, do"):
+        apply_gradient_checkpointing(model, "auto:1GiB")
 
 
 @pytest.mark.parametrize(
