@@ -82,23 +82,30 @@ def tensors(folder):
     return load_file(folder / "model" / "model.safetensors")
 
 
-def test_a_run_learns_and_its_model_is_transformers_own(tmp_path):
+def test_a_run_learns_and_its_model_is_transformers_own(tmp_path, capsys):
     import torch
     import transformers
 
+    from vishwamai.cli import main
     from vishwamai.models import from_pretrained
 
     records = list(train(small(tmp_path), tmp_path / "run"))
     assert [r.step for r in records] == list(range(1, 9))
     assert records[-1].loss < records[0].loss - 1
     assert read_records(tmp_path / "run" / "metrics.jsonl") == records
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     ids = tokenizer("the quick", return_tensors="np")["input_ids"]
     ours = from_pretrained(tmp_path / "run" / "model", dtype=jnp.float32)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(ids)).logits.numpy()
     np.testing.assert_allclose(ours.logits(ours(jnp.asarray(ids))), expected, atol=1e-4)
+
+    options = ["--prompt", "the quick", "--temperature", "0", "--max-new-tokens", "8", "--json"]
+    assert main(["generate", str(tmp_path / "run" / "model"), *options]) == 0
+    written = json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"]
+    continued = theirs.generate(torch.from_numpy(ids), do_sample=False, max_new_tokens=8, pad_token_id=0)
+    assert written == continued[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize(
