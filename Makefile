@@ -107,7 +107,7 @@ prose: $(VENV)/.build ## the pages: short sentences, and the words of CONTRIBUTI
 examples: $(VENV)/.dev ## doctests of src, and the code blocks of every Markdown page
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --doctest-modules src capibara docs $(wildcard *.md)
 
-train-example: $(VENV)/.dev ## train a small language model on Python's standard library, in minutes on a CPU, and resume it
+train-example: $(VENV)/.dev ## train a small language model on Python's standard library, in minutes on a CPU; a second call resumes it
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/vishwamai train examples/train_stdlib.yaml --output build/train-example --resume $(TRAIN)
 
 readme: $(VENV)/.dev ## write the support matrix of README.md and docs/support.md again, and README's picture

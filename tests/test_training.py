@@ -82,17 +82,18 @@ def tensors(folder):
     return load_file(folder / "model" / "model.safetensors")
 
 
-def test_a_run_learns_and_its_model_is_transformers_own(tmp_path):
+def test_a_run_learns_and_its_model_is_transformers_own(tmp_path, capsys):
     import torch
     import transformers
 
+    from vishwamai.cli import main
     from vishwamai.models import from_pretrained
 
     records = list(train(small(tmp_path), tmp_path / "run"))
     assert [r.step for r in records] == list(range(1, 9))
     assert records[-1].loss < records[0].loss - 1
     assert read_records(tmp_path / "run" / "metrics.jsonl") == records
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     ids = tokenizer("the quick", return_tensors="np")["input_ids"]
     ours = from_pretrained(tmp_path / "run" / "model", dtype=jnp.float32)
@@ -100,9 +101,32 @@ def test_a_run_learns_and_its_model_is_transformers_own(tmp_path):
         expected = theirs(torch.from_numpy(ids)).logits.numpy()
     np.testing.assert_allclose(ours.logits(ours(jnp.asarray(ids))), expected, atol=1e-4)
 
+    options = ["--prompt", "the quick", "--temperature", "0", "--max-new-tokens", "8", "--json"]
+    assert main(["generate", str(tmp_path / "run" / "model"), *options]) == 0
+    written = json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"]
+    continued = theirs.generate(torch.from_numpy(ids), do_sample=False, max_new_tokens=8, pad_token_id=0)
+    assert written == continued[0, ids.shape[1] :].tolist()
 
-def test_an_interrupted_run_resumes_with_the_same_bits(tmp_path):
-    config = small(tmp_path, optimizer={"learning_rate": 0.01, "ema_decay": 0.9})
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="adamw"),
+        *(
+            pytest.param(changes, id=name, marks=pytest.mark.long)
+            for name, changes in {
+                "mesh": {"mesh": {"data": 2, "fsdp": 4}, "batch_size": 8},
+                "fp8": {"precision": "fp8"},
+                "int8": {"optimizer": {"moment_dtype": "int8"}},
+                "lion": {"optimizer": {"name": "lion"}},
+                "adafactor": {"optimizer": {"name": "adafactor"}},
+            }.items()
+        ),
+    ],
+)
+def test_an_interrupted_run_resumes_with_the_same_bits(tmp_path, changes):
+    optimizer = {"learning_rate": 0.01, "ema_decay": 0.9} | changes.get("optimizer", {})
+    config = small(tmp_path, **changes | {"optimizer": optimizer})
     whole = list(train(config, tmp_path / "whole"))
     for record in train(config, tmp_path / "parts"):
         if record.step == 5:
@@ -331,7 +355,8 @@ def torch_losses(directory, batches, section, steps):
 @pytest.mark.parametrize("family", rotation.in_turn(4, FAMILIES))
 def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
     from vishwamai.training.data import prepare, training_batches
-    from vishwamai.training.model import export, make_model
+    from vishwamai.training.exported import export, files_next_to_weights
+    from vishwamai.training.model import make_model
 
     described = LLAMA | {"model_type": family} | FAMILIES[family]
     # One document, so that torch needs no segments: rows are cut from it.
@@ -342,7 +367,8 @@ def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
     tokenizer = Tokenizer.from_file(str(tmp_path / "run" / "data" / "tokenizer.json"))
     parts = make_model(config, tokenizer)
     assert parts.new is not None
-    export(parts, parts.new(), tokenizer, config.tokenizer.end_of_text, tmp_path / "start")
+    files = files_next_to_weights(config, tokenizer, tmp_path / "run" / "data")
+    export(parts, parts.new(), files, tmp_path / "start")
     batches = iter(training_batches(corpus, config.seed, config.batch_size))
     theirs = torch_losses(tmp_path / "start", batches, config.optimizer, steps)
     ours = [record.loss for record in train(config, tmp_path / "run")]
@@ -390,7 +416,7 @@ def test_remat_policies_change_the_memory_alone():
 
     expected, most = run("none")
     memory = {}
-    for policy in ("dots", "block_wise", "full", "mixed,block_output"):
+    for policy in ("dots", "block_wise", "full", "offload", "mixed,block_output"):
         found, memory[policy] = run(policy)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
     assert most > memory["dots"] > memory["block_wise"] > memory["full"]
@@ -398,6 +424,10 @@ def test_remat_policies_change_the_memory_alone():
         ConfigError, match=r"'mixd' is neither .* did you mean 'mixed'\? .* are stream, query, key, value"
     ):
         apply_gradient_checkpointing(model, "mixd,block_output")
+    with pytest.raises(
+        ConfigError, match=r"'auto:1GiB' compiles whole steps .* set `remat: auto:1GiB` in .* of none, do"
+    ):
+        apply_gradient_checkpointing(model, "auto:1GiB")
 
 
 @pytest.mark.parametrize(
@@ -540,6 +570,33 @@ def test_automatic_remat_takes_the_first_policy_that_fits():
             memory_limit(wrong)
 
 
+def test_the_memory_of_a_step_grows_by_the_same_bytes_with_each_row_of_a_microbatch():
+    from flax import nnx
+
+    from vishwamai.models import Decoder
+    from vishwamai.training.configured import make_loss, make_step
+    from vishwamai.training.layout import Layout
+    from vishwamai.training.model import model_config, split
+    from vishwamai.training.step import update_rule
+
+    def bytes_needed(rows, microbatches=1):
+        changes = {"data": {"sequence_length": 256}, "batch_size": rows, "microbatches": microbatches}
+        config = from_dict({"model": {"config": LLAMA}} | changes)
+        parts = split(nnx.eval_shape(lambda: Decoder(model_config(config, 512), rngs=nnx.Rngs(0))))
+        update, _ = update_rule(config, parts.params, parts.ranks)
+        step = make_step(config, make_loss(config, parts, Layout(None)), update, Layout(None))
+        state = jax.eval_shape(lambda params: initial_state(params, update), parts.params)
+        names = ("tokens", "labels", "segment_ids", "positions")
+        batch = {name: jax.ShapeDtypeStruct((rows, 256), jnp.int32) for name in names}
+        program = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    two, four, eight = map(bytes_needed, (2, 4, 8))
+    assert (eight - four) / 4 == pytest.approx((four - two) / 2, rel=0.02)
+    assert (four - two) / 2 > 2**18  # a row's share, not rounding
+    assert bytes_needed(16, microbatches=8) < two + 2**20  # the gradients are added up next to it
+
+
 @pytest.mark.long
 def test_a_traced_run_under_a_limit_of_memory_names_our_operations(tmp_path):
     """In a process of its own: a process that has loaded libtpu cannot be traced."""
@@ -618,6 +675,19 @@ def test_a_disk_without_room_keeps_the_last_whole_checkpoint(tmp_path):
             list(train(config, tmp_path / "run", resume=True))
     assert not list(model.iterdir())
     assert not list(train(config, tmp_path / "run", resume=True)) and (model / "model.safetensors").exists()
+
+
+def test_a_checkpoint_of_another_schema_is_an_error_that_names_both(tmp_path, monkeypatch):
+    from vishwamai.training import checkpoints
+
+    config = small(tmp_path, steps=1)
+    monkeypatch.setattr(checkpoints, "SCHEMA", checkpoints.SCHEMA + 1)
+    list(train(config, tmp_path / "run"))
+    monkeypatch.undo()
+    with pytest.raises(
+        ConfigError, match=r"step 1 has schema 2; this version reads 1\. Resume with the version that wrote"
+    ):
+        list(train(config, tmp_path / "run", resume=True))
 
 
 def test_records_go_on_from_a_step_in_both_files(tmp_path):

@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
 
+from test_training import small_values
+from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError
 from vishwamai.training.config import EvaluationSection, SourceSection
 from vishwamai.training.config_file import from_dict
@@ -134,20 +137,40 @@ def test_a_mixture_has_its_weights_and_held_out_documents_are_never_trained_on(t
 
 def test_bad_records_are_named_with_file_and_line_and_too_many_stop(tmp_path):
     good = json.dumps({"text": "fine " * 20})
-    (tmp_path / "x.jsonl").write_text(f"{good}\nnot json\n{good}\n" + '{"txt": 1}\n' + '{"text": ""}\n')
+    (tmp_path / "x.jsonl").write_text(f"{good}\nnot json\n{good}\n" + '{"txt": 1}\n' + '{"text": ""}\n  \n')
     (tmp_path / "y.txt").write_bytes(b"\xff\xfe bad")
+    (tmp_path / "z.txt").write_text(" \n")
     source = SourceSection(paths=(str(tmp_path),))
     found = list(documents(source))
     bad = [str(b) for b in found if isinstance(b, Bad)]
     assert len(found) - len(bad) == 2
-    for text in ("x.jsonl:2: not JSON", "x.jsonl:4: no column 'text'; it has txt", "x.jsonl:5: ", "y.txt: not UTF-8"):
-        assert any(text in b for b in bad), (text, bad)
+    expected = [
+        "x.jsonl:2: not JSON",
+        "x.jsonl:4: no column 'text'; it has txt",
+        "x.jsonl:5: column 'text' holds neither",
+    ]
+    expected += ["x.jsonl:6: empty line", "y.txt: not UTF-8", "z.txt: empty"]
+    assert len(bad) == 6 and all(text in b for text, b in zip(expected, bad)), bad
     data = {"sources": [{"paths": [str(tmp_path)]}], "sequence_length": 16}
-    config = from_dict({"data": data | {"max_bad_records": 4}, "tokenizer": {"vocab_size": 257}})
-    assert len(prepare(config, tmp_path / ".data").bad) == 4
+    config = from_dict({"data": data | {"max_bad_records": 6}, "tokenizer": {"vocab_size": 257}})
+    assert len(prepare(config, tmp_path / ".data").bad) == 6
     strict = from_dict({"data": data | {"max_bad_records": 1}, "tokenizer": {"vocab_size": 257}})
     with pytest.raises(ConfigError, match=r"2 records cannot be read.*max_bad_records=1.*\n.*x\.jsonl:2"):
         prepare(strict, tmp_path / ".other")
+
+
+def test_the_command_shows_what_it_could_not_read_before_the_first_step(tmp_path, capsys):
+    lines = [json.dumps({"text": "fine " * 20})] * 40 + ["not json"] * 5
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    data = {"sources": [{"paths": [str(tmp_path / "x.jsonl")]}], "sequence_length": 16}
+    described = small_values(tmp_path, steps=1, data=data)
+    (tmp_path / "run.yaml").write_text(json.dumps(described))
+    assert main(["train", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr()
+    names = "".join(rf"  \S*x\.jsonl:{n}: not JSON: .*\n" for n in (41, 42, 43))
+    path = re.escape(str(tmp_path / "run" / "data" / "source-0" / "bad.txt"))
+    assert re.search(rf"5 records could not be read:\n{names}  and 2 more\nAll are in {path}\.\n", said.err), said.err
+    assert "step 1/1" in said.out
 
 
 def test_parquet_and_datasets_directories(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vishwamai.core.config import ambient_target
     from vishwamai.core.optimization import explain_optimization
     from vishwamai.parallel import initialize
+    from vishwamai.training.data import unread
     from vishwamai.training.run import finish, train
     from vishwamai.training.together import first_alone
 
@@ -77,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         say("reading the data, then compiling the first step")
     started = time.perf_counter()
     records = train(config, arguments.output, arguments.resume, arguments.profile)
+    if first:
+        _show_unread(unread(arguments.output / "data"))
     last = _follow(config, records, show=first)
     if last is not None and last.step < config.steps:
         text = (
@@ -96,6 +100,19 @@ def run(arguments: argparse.Namespace) -> int:
         f"Report: {arguments.output / 'report.html'}"
     )
     return 0
+
+
+def _show_unread(found: dict[Path, list[str]]) -> None:
+    """What of the data will not be trained on: how many records, the first ones, and the files that name all."""
+    lines = [line for those in found.values() for line in those]
+    if not lines:
+        return
+    print(f"{len(lines)} record{'s' if len(lines) > 1 else ''} could not be read:", file=sys.stderr)
+    for line in lines[:3]:
+        print(f"  {line}", file=sys.stderr)
+    if len(lines) > 3:
+        print(f"  and {len(lines) - 3} more", file=sys.stderr)
+    print(f"All are in {', '.join(map(str, found))}.", file=sys.stderr, flush=True)
 
 
 def console_rule(title: str) -> str:

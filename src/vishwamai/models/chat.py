@@ -49,6 +49,11 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
+@functools.lru_cache(maxsize=16)
+def _compiled(text: str) -> jinja2.Template:
+    return _environment().from_string(text)
+
+
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
     """A chat template.
@@ -77,7 +82,7 @@ class ChatTemplate:
           UnsupportedError: the template rejects the messages, or does what the sandbox forbids.
         """
         try:
-            template = _environment().from_string(self.text)
+            template = _compiled(self.text)
         except jinja2.TemplateSyntaxError as error:
             raise ShapeError(f"{self.source}: the chat template is not valid Jinja: {error}.") from error
         plain = json.loads(json.dumps({"tools": None, "documents": None, **values, "messages": list(messages)}))

@@ -140,13 +140,22 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
     encoder.no_padding()
     settings = directory / "tokenizer_config.json"
     values = read_json(settings) if settings.exists() else {}
+    return Tokenizer(encoder, _template(directory, values.get("chat_template")), special_tokens(values))
+
+
+def special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens that chat templates name, in the values of a tokenizer_config.json.
+
+    >>> special_tokens({"eos_token": {"content": "</s>"}, "bos_token": "<s>", "pad_token": None})
+    {'bos_token': '<s>', 'eos_token': '</s>'}
+    """
     special = {}
     for name in _SPECIAL:
         token = values.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             special[name] = token
-    return Tokenizer(encoder, _template(directory, values.get("chat_template")), special)
+    return special
 
 
 def _template(directory: Path, setting: Any) -> ChatTemplate | None:

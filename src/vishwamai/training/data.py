@@ -16,9 +16,11 @@ import numpy as np
 
 from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError
+from vishwamai.models.tokenizer import special_tokens
+from vishwamai.training.chat import CHAT_TEMPLATE, read_template, tokenizer_settings
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.packing import REFERENCE, PackingPlan, pair_rows, plan_rows, row
-from vishwamai.training.sources import Bad, files
+from vishwamai.training.sources import files
 from vishwamai.training.tokens import Tokens, make_tokenizer, read_tokens, write_tokens
 
 Batch = dict[str, np.ndarray]
@@ -67,8 +69,8 @@ class Corpus:
 def prepare(config: TrainConfig, folder: Path) -> Corpus:
     """Tokenizes the sources into `folder`, unless that is done, and plans their rows.
 
-    `folder` gets `tokenizer.json` and one directory for each source. A later call reads them, so a resumed run has the
-    same tokens though the files have changed.
+    `folder` gets `tokenizer.json`, a copy of the chat template and one directory for each source. A later call reads
+    them, so a resumed run has the same tokens though the files have changed.
 
     Raises:
       ConfigError: a source cannot be read, or is too small for one row; or `evaluation.every` is set, and the held-out
@@ -80,12 +82,16 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
     for source, place in zip(config.data.sources, places):
         if not (place / "tokens.json").exists():
             files(source)  # an error comes before the first source is tokenized
+    template = folder / CHAT_TEMPLATE  # a copy, which the exported model gets
+    if config.data.chat_template is not None and not template.exists():
+        text = read_template(config.data.chat_template)
+        with caches.writing(template, "train"):
+            caches.write(template, text)
     saved = folder / "tokenizer.json"
     if not saved.exists():
         made = make_tokenizer(config.tokenizer, config.data.sources)
         with caches.writing(saved, "train"):
             caches.write(saved, made.to_str(pretty=True))
-    bad: list[Bad | str] = []
     training, held_out = [], []
     for number, (source, place) in enumerate(zip(config.data.sources, places)):
         if not (place / "tokens.json").exists():
@@ -93,8 +99,9 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
 
             tokenizer = Tokenizer.from_file(str(saved))
             preferences = config.dpo if config.objective == "dpo" else None
-            write_tokens(source, config.data, tokenizer, config.tokenizer.end_of_text, place, preferences)
-        bad += (place / "bad.txt").read_text(encoding="utf-8").splitlines()
+            special = special_tokens(tokenizer_settings(config))
+            end = config.tokenizer.end_of_text
+            write_tokens(source, config.data, tokenizer, end, place, preferences, special)
         tokens = read_tokens(place)
         documents = (len(tokens.offsets) - 1) // (2 if config.objective == "dpo" else 1)
         order = np.random.default_rng((config.seed, number)).permutation(documents)
@@ -105,7 +112,15 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
             held_out.append(_rows(config, tokens, order[:cut], which))
     _check_held_out(config, sum(map(len, training)), sum(map(len, held_out)))
     weights = tuple(source.weight for source in config.data.sources)
-    return Corpus(tuple(training), tuple(held_out), weights, tuple(str(b) for b in bad))
+    bad = tuple(line for lines in unread(folder).values() for line in lines)
+    return Corpus(tuple(training), tuple(held_out), weights, bad)
+
+
+def unread(folder: Path) -> dict[Path, list[str]]:
+    """The records that `prepare` could not read (a file, a line and why), by the file of `folder` that names them."""
+    paths = sorted(folder.glob("source-*/bad.txt"), key=lambda path: int(path.parent.name.removeprefix("source-")))
+    found = {path: path.read_text(encoding="utf-8").splitlines() for path in paths}
+    return {path: lines for path, lines in found.items() if lines}
 
 
 def training_batches(

@@ -1,22 +1,19 @@
-"""The model of a run: made new or read, taken apart for the step, and written in Hugging Face's form."""
+"""The model of a run: made new or read, and taken apart for the step."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError
-from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config, save_pretrained
+from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config
 from vishwamai.models.parameters import parameter_axes
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.remat import checkpoint_policy
@@ -150,25 +147,3 @@ def host_memory(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
         return contextlib.nullcontext()
-
-
-def export(parts: ModelParts, params: Tree, tokenizer: Tokenizer, end_of_text: str, folder: Path) -> None:
-    """Writes config.json, safetensors, and the tokenizer, which transformers and `vishwamai generate` load.
-
-    Raises:
-      DeviceError: a file cannot be written, such as on a full disk.
-    """
-    save_pretrained(parts.merge(params), folder)
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": end_of_text,
-        "clean_up_tokenization_spaces": False,
-    }
-    texts = {
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(about, indent=2) + "\n",
-        "generation_config.json": json.dumps({"eos_token_id": tokenizer.token_to_id(end_of_text)}, indent=2) + "\n",
-    }
-    for name, text in texts.items():
-        with caches.writing(folder / name, "train"):
-            caches.write(folder / name, text)

@@ -50,7 +50,8 @@ def apply_gradient_checkpointing(model: Decoder, policy: str) -> Callable[..., A
       A function of the model's arguments, `[batch, seq]` tokens to `[batch, seq, hidden]`.
 
     Raises:
-      ConfigError: a name is neither a policy nor an activation of this model. The text lists this model's names.
+      ConfigError: a name is neither a policy nor an activation of this model (the text lists this model's names), or is
+        "auto:<bytes>", which chooses by the memory of a whole step.
 
     >>> from flax import nnx
     >>> from vishwamai.models import ModelConfig
@@ -172,6 +173,11 @@ def checkpoint_policy(model: Decoder, policy: str) -> Any:
     """
     if policy == "none":
         return None
+    if policy.startswith(AUTOMATIC):
+        raise ConfigError(
+            f"remat: {policy!r} compiles whole steps and takes the first policy that fits, but here is a forward pass "
+            f"alone; set `remat: {policy}` in the configuration of a run, or pass one of {', '.join(POLICIES)}."
+        )
     policies = jax.checkpoint_policies
     save = functools.partial(policies.save_only_these_names, _INPUT)
     if policy == "full":

@@ -29,12 +29,13 @@ from vishwamai.training.checks import check
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
 from vishwamai.training.configured import make_loss, make_step
-from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, training_batches
+from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, training_batches, unread
+from vishwamai.training.exported import export, files_next_to_weights
 from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.layout import Layout
 from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
 from vishwamai.training.mesh import make_layout, over_all_devices
-from vishwamai.training.model import ModelParts, export, host_memory, make_model
+from vishwamai.training.model import ModelParts, host_memory, make_model
 from vishwamai.training.optimizers import schedule
 from vishwamai.training.pipelined import PipelinedLoss, pipelined, pipelined_logprobs
 from vishwamai.training.preferences import answer_logprobs, with_reference
@@ -56,7 +57,7 @@ from vishwamai.training.together import AnyAsked, check_shared, first_alone, is_
 
 
 def train(config: TrainConfig, output: str | Path, resume: bool = False, profile: int = 0) -> Iterator[Record]:
-    """Trains a model and yields a record for each logged step.
+    """Trains a model: prepares the data and the model, and returns the steps, which yield a record for each logged one.
 
     `output` gets `config.yaml`, `data/` (tokens), `metrics.jsonl`, `checkpoints/`, and at the end `model/`, in Hugging
     Face's form; with `log.tensorboard` also `tensorboard/`. SIGTERM, Ctrl-C and closing the generator save a checkpoint
@@ -82,7 +83,13 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
     folder = Path(output)
     first_alone(lambda: claim(config, folder, resume))
     check_shared(folder, "config.yaml")
-    job, state = make_job(config, folder)
+    return _steps(config, folder, *make_job(config, folder), resume, profile)
+
+
+def _steps(
+    config: TrainConfig, folder: Path, job: TrainingJob, state: TrainState, resume: bool, profile: int
+) -> Iterator[Record]:
+    """The loop of `train`."""
     batches, at = iter(training_batches(job.corpus, config.seed, config.batch_size, *job.layout.reader)), 0
     held_out = held_out_batches(job.corpus, config.batch_size, *job.layout.reader)
     # Signals are taken until the last checkpoint is whole: an exception at its end would leave the write to a thread.
@@ -179,6 +186,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
     prepared = first_alone(lambda: prepare(config, folder / "data"))
     corpus = prepare(config, folder / "data") if prepared is None else prepared  # the others read what it wrote
     tokenizer = Tokenizer.from_file(str(folder / "data" / "tokenizer.json"))
+    files = files_next_to_weights(config, tokenizer, folder / "data")
     made = make_model(config, tokenizer)
     parts = made.described
     rows = config.batch_size, config.microbatches
@@ -257,7 +265,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
             params = jax.jit(merged, out_shardings=places)(params, frozen)
         params = usual(params)
         params = layout.on_host(params)
-        first_alone(lambda: export(parts, params, tokenizer, config.tokenizer.end_of_text, folder / "model"))
+        first_alone(lambda: export(parts, params, files, folder / "model"))
 
     step = step_under(policy)
 
@@ -307,7 +315,7 @@ def finish(config: TrainConfig, output: str | Path) -> str | None:
         model = from_pretrained(folder / "model", dtype=config.model.compute_dtype)
         tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
         text = sample(model, tokenizer, config.sample.prompt, config.sample.tokens, config.seed)
-    bad = prepare(config, folder / "data").bad
+    bad = [line for lines in unread(folder / "data").values() for line in lines]
     write_report(config, read_records(folder / "metrics.jsonl"), folder / "report.html", bad, text)
     return text
 

@@ -111,14 +111,14 @@ def _text(path: Path, columns: list[str], take: Read) -> Iterator[Any]:
     except UnicodeDecodeError as error:
         yield Bad(str(path), 0, f"not UTF-8: byte {error.start}")
         return
-    if text.strip():
-        yield text
+    yield text if text.strip() else Bad(str(path), 0, "empty")
 
 
 def _jsonl(path: Path, columns: list[str], take: Read) -> Iterator[Any]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
+                yield Bad(str(path), number, "empty line")
                 continue
             try:
                 record = json.loads(line)

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,9 +70,10 @@ def write_tokens(
     end_of_text: str,
     folder: Path,
     preferences: DpoSection | None = None,
+    special: Mapping[str, str] | None = None,
 ) -> list[Bad]:
     """Tokenizes a source into `folder`; with `preferences`, each pair as two documents, the preferred one first, of
-    which the last answer counts.
+    which the last answer counts. A chat template may name the `special` tokens.
 
     Returns:
       The records that could not be read; `folder/bad.txt` names them too.
@@ -82,7 +83,7 @@ def write_tokens(
       DeviceError: a file cannot be written, such as on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    template = None if data.chat_template is None else TrainingTemplate.read(data.chat_template)
+    template = None if data.chat_template is None else TrainingTemplate.read(data.chat_template, special or {})
     end = tokenizer.token_to_id(end_of_text)
     bad: list[Bad] = []
     lengths: list[int] = []
