@@ -250,7 +250,7 @@ def compile_for(
     """Compiles `fn(*args, **kwargs)` for a TPU chip or topology that need not be here.
 
     The tiles and implementations are those that the target would choose: it is the ambient `target` while `fn` is
-    traced.
+    traced. While libtpu compiles, what is written to file descriptor 2 is left out: its C++ code prints stack traces.
 
     Args:
         fn: a function, jitted or not.
@@ -283,7 +283,9 @@ def compile_for(
     devices = len(libtpu.devices_for(target))
     options: dict[str, str | bool] = {**compiler_options_of("compile_for", compiler_options)}
     with tracing_for(target), in_words(found):
-        compiled = _lower(fn, target, args, kwargs).compile(compiler_options=options)
+        lowered = _lower(fn, target, args, kwargs)
+        with libtpu.quiet_compiler():
+            compiled = lowered.compile(compiler_options=options)
     return Compiled(found, devices, _memory(compiled, found), _cost(compiled), compiled)
 
 
