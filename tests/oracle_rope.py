@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.ops.rope import Llama3Scaling, YarnScaling
+from vishwamai.ops.rope import Llama3Scaling, MRopeScaling, YarnScaling
 
 
 def frequencies(pairs: int, theta: float, scaling: Any) -> tuple[np.ndarray, float]:
     """(radians a position, factor on the result)."""
     plain = np.array([theta ** (-i / pairs) for i in range(pairs)])
-    if scaling is None:
+    if scaling is None or isinstance(scaling, MRopeScaling):  # which says whose positions count
         return plain, 1.0
     if isinstance(scaling, Llama3Scaling):
         result = []
@@ -37,6 +37,15 @@ def frequencies(pairs: int, theta: float, scaling: Any) -> tuple[np.ndarray, flo
     return plain * (1 - stretched) + plain / scaling.factor * stretched, 0.1 * np.log(scaling.factor) + 1
 
 
+def coordinate(scaling: MRopeScaling, pair: int) -> int:
+    """0, 1 or 2: whether a pair follows the time, the height or the width."""
+    time, height, width = scaling.sections
+    if scaling.interleaved:  # Qwen3-VL: in turns, as long as the height and the width last; the rest is the time's
+        turn = pair % 3
+        return turn if turn and pair < 3 * (height, width)[turn - 1] else 0
+    return 0 if pair < time else 1 if pair < time + height else 2
+
+
 def rope(
     query: Any,
     key: Any = None,
@@ -54,7 +63,12 @@ def rope(
     size = rotary_dim or query.shape[-1]
     angular, factor = frequencies(size // 2, theta, scaling)
     p = np.arange(length) if positions is None else positions
-    angles = jnp.asarray(p, jnp.float64)[..., None] * angular  # [(batch,) length, pairs]
+    p = jnp.asarray(p, jnp.float64)
+    if isinstance(scaling, MRopeScaling):  # [3, batch, length] -> [batch, length, pairs]
+        p = jnp.stack([p[coordinate(scaling, i)] for i in range(size // 2)], axis=-1)
+    else:
+        p = p[..., None]
+    angles = p * angular  # [(batch,) length, pairs]
     angles = angles[..., None, :] if layout == "bshd" else jnp.expand_dims(angles, -3)
     cos, sin = factor * jnp.cos(angles), factor * jnp.sin(angles)
     first = np.arange(0, size, 2) if interleaved else np.arange(size // 2)

@@ -208,7 +208,10 @@ def test_explicit_axes_around_a_call_split_a_kernel_in_a_program_of_automatic_ax
         attend_explicit: Any = jax.sharding.explicit_axes(attend, in_sharding=(spec, spec, spec))
         return jnp.sum((attend_explicit(q, k, v) * 2).astype(jnp.float32) ** 2)
 
-    assert "explicit_axes" in aot.check(attend, x, x, x, target="v5e:2x2").problems[0].fix
+    fix = aot.check(attend, x, x, x, target="v5e:2x2").problems[0].fix
+    mine = "jax.sharding.PartitionSpec('data', 'heads')"
+    assert f"explicit_axes(function, in_sharding=({mine}, {mine}, {mine}))(*operands)" in fix
+    assert "Mesh(devices, ('data', 'heads'), axis_types=" in fix
     with jax.set_mesh(mesh):
         program = aot.compile_for(jax.grad(loss, argnums=(0, 1, 2)), x, x, x, target="v5e:2x2")
     text = program.compiled.as_text() or ""

@@ -41,6 +41,29 @@ def case_named(op, name):
     return next(c for c in catalogue.operations()[op].cases if c.name == name)
 
 
+def test_a_candidate_does_not_pay_for_the_one_before():
+    """Threads of a call are on the cores for 10 ms after it, and the first call after another candidate is slow."""
+    now, busy, last = [0.0], {"one": 0.0, "two": 0.0}, [""]
+
+    def candidate(name, other):
+        def call():
+            slower = 2.0 if now[0] < busy[other] else 1.0
+            now[0] += 0.001 * slower + (0.004 if last[0] != name else 0.0)
+            last[0], busy[name] = name, now[0] + 0.010
+
+        return call
+
+    def wait(seconds):
+        now[0] += seconds
+
+    calls = {"one": candidate("one", "two"), "two": candidate("two", "one")}
+    clock = timing.sampler(lambda: now[0])
+    found = timing.side_by_side(calls, rounds=4, sample=clock, sample_seconds=0.0, pause=wait)
+    assert [round(s, 6) for t in found.values() for s in t.samples] == [0.001] * 8
+    spoiled = timing.side_by_side(calls, rounds=4, sample=clock, sample_seconds=0.0, pause=lambda seconds: None)
+    assert max(s for t in spoiled.values() for s in t.samples) > 0.0015
+
+
 def test_the_slower_is_found_slower():
     found = timing.side_by_side({"fast": lambda: time.sleep(0.002), "slow": lambda: time.sleep(0.02)}, 0.3)
     assert found["fast"].median < found["slow"].median

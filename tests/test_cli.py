@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 
+import jax
 import pytest
 
-from vishwamai import cli
+from vishwamai import aot, cli
 from vishwamai.aot.compile import libtpu
 from vishwamai.bench import machine
 from vishwamai.cli import COMMANDS, function, main
@@ -228,6 +229,24 @@ def test_check_keeps_what_cpp_prints_from_the_terminal(capsys, tmp_path):
     status, out, err = run(capsys, "check", f"{path}:noisy", "--args", "f32[8,128]", "--target", "v5e")
     assert status == 0 and "compiles and fits" in out
     assert "mind the gap" in err and "stack trace" not in err
+
+
+@needs_libtpu
+@pytest.mark.parametrize("another_reads", [False, True])
+def test_a_check_in_a_session_keeps_what_cpp_prints_from_the_terminal(another_reads, capfd, monkeypatch):
+    """In a process whose stderr another one reads it stays: it says why libtpu ended the process."""
+    compiled = jax.stages.Lowered.compile
+
+    def noisy(self, *args, **kwargs):
+        os.write(2, b"*** Begin stack trace ***")
+        return compiled(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", noisy)
+    monkeypatch.setattr(libtpu, "_reader", [])
+    if another_reads:
+        libtpu.stderr_has_a_reader()
+    assert aot.check(lambda x: 2 * x, jax.ShapeDtypeStruct((8, 128), "float32"), target="v5e").fits
+    assert ("stack trace" in capfd.readouterr().err) is another_reads
 
 
 def test_check_of_an_unknown_chip_names_the_known(capsys, module):

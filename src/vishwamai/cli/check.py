@@ -57,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace, targets: list[str]) -> int:
     from vishwamai.aot import check
+    from vishwamai.aot.compile.libtpu import stderr_has_a_reader
 
+    stderr_has_a_reader()
     call = function.load_call(arguments.function, arguments.args)
     reports = [check(call.function, *call.args, target=target, **call.kwargs) for target in targets]
     print(*reports, sep="\n", flush=True)

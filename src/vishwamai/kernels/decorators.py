@@ -181,7 +181,8 @@ class Kernel:
             return core_explain.explain(functools.partial(self._run, call), *arrays, target=target)
 
     def check(self, target: str, *args: Any, **kwargs: Any) -> Any:
-        """Whether the function compiles for a TPU that need not be here, and fits it; see `vishwamai.aot.check`.
+        """Whether the function compiles for a TPU that need not be here, and fits it; see `vishwamai.aot.check`, which
+        says what a crash of the compiler does.
 
         Args:
           target: "v5e", or a topology "v5e:4x4".

@@ -2,7 +2,8 @@
 
 The candidates take turns, in a random order, so a slow moment hits all of them; the figure is the median of many short
 samples, its spread the distance between the quartiles. A sample repeats a short call until it is long enough for the
-clock.
+clock. Where another candidate's sample follows, a pause lets the threads of the one before go to sleep, which wait for
+more work on a core for a while; one call that is not timed then fills the caches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Mapping
 
 _SAMPLE_SECONDS = 2e-3
 """Shortest sample: a thousand times what the clock and the loop cost."""
+_PAUSE_SECONDS = 20e-3
+"""Between two candidates, for threads that spin before they sleep."""
 _MAX_ROUNDS = 40
 _MIN_ROUNDS = 3
 
@@ -86,21 +89,24 @@ def side_by_side(
     rounds: int = _MAX_ROUNDS,
     sample: Sampler | None = None,
     sample_seconds: float = _SAMPLE_SECONDS,
+    pause: Callable[[float], None] = time.sleep,
 ) -> dict[str, Timing]:
     """Times every call, taking turns in a random order.
 
     Args:
       calls: by name; each returns when its work is done, and has run before (nothing is compiled any more).
-      budget: seconds for all of them together; three rounds are made whatever they cost, or fewer if `rounds` says so.
+      budget: seconds for all of them together, pauses included; three rounds are made whatever they cost, or fewer if
+        `rounds` says so.
       rounds: how many samples of each to take at the most.
       sample: takes a sample; by default with the wall clock.
       sample_seconds: shortest sample; 0 takes one call each.
+      pause: waits so many seconds before another candidate's sample.
     """
     sample = sampler() if sample is None else sample
     repeats = {name: max(1, round(sample_seconds / max(sample(call, 1), 1e-7))) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
-    start = time.perf_counter()
+    start, last = time.perf_counter(), None
     for i in range(rounds):
         spent = time.perf_counter() - start
         if i >= _MIN_ROUNDS and spent + spent / i > budget:
@@ -109,5 +115,9 @@ def side_by_side(
             order
         )  # in a fixed order a candidate would always follow the same other one, whose leftovers in the caches it meets
         for name in order:
+            if name != last and len(calls) > 1:
+                pause(_PAUSE_SECONDS)
+                calls[name]()
+                last = name
             samples[name].append(sample(calls[name], repeats[name]) / repeats[name])
     return {name: Timing(tuple(found), repeats[name]) for name, found in samples.items()}

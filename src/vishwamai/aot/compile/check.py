@@ -70,6 +70,9 @@ class Report:
 def check(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any) -> Report:
     """Compiles `fn(*args, **kwargs)` for `target` and says in words whether it fits.
 
+    A crash of libtpu, a failed check of its C++ code, ends the process that calls this. The command `vishwamai check`
+    compiles in a process of its own, and says that the compiler crashed.
+
     Args: as `vishwamai.aot.compile_for`.
 
     Returns:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from jax.sharding import NamedSharding
 
 from vishwamai.core import jax_errors
 from vishwamai.core.errors import DeviceError, KernelError, UnsupportedError, VishwamaiError
@@ -225,12 +227,28 @@ def _partition(message: str, chip: TpuChip) -> CompilerProblem | None:
         what=(
             "a Pallas kernel was given sharded operands; the compiler does not know how to split a kernel over devices."
         ),
-        fix="make the mesh axes explicit, there vishwamai's own operations wrap themselves: "
-        "Mesh(devices, names, axis_types=(jax.sharding.AxisType.Explicit,) * len(names)); "
-        "or name the operands' specs for the call alone, "
-        "jax.sharding.explicit_axes(function, in_sharding=(spec, ...))(*operands) under jax.set_mesh(mesh); "
-        "or wrap the call in jax.shard_map with the specs of its operands.",
+        fix=_explicit("names", "(spec, ...)"),
     )
+
+
+def _explicit(names: str, specs: str) -> str:
+    """How kernels get their parts on a mesh of these axes, for operands of these specs."""
+    return (
+        "make the mesh axes explicit, there vishwamai's own operations wrap themselves: "
+        f"Mesh(devices, {names}, axis_types=(jax.sharding.AxisType.Explicit,) * len({names})); "
+        "or name the operands' specs for the call alone, "
+        f"jax.sharding.explicit_axes(function, in_sharding={specs})(*operands) under jax.set_mesh(mesh); "
+        "or wrap the call in jax.shard_map with the specs of its operands."
+    )
+
+
+def _with_specs(problem: CompilerProblem, shardings: Sequence[NamedSharding]) -> CompilerProblem:
+    """The problem of a kernel that cannot be split, with the mesh axes and the specs of the program's arguments."""
+    if problem.kind != "sharding" or not shardings:
+        return problem
+    specs = [f"jax.sharding.PartitionSpec({', '.join(map(repr, sharding.spec))})" for sharding in shardings]
+    text = _explicit(repr(shardings[0].mesh.axis_names), f"({', '.join(specs)}{',' * (len(specs) == 1)})")
+    return dataclasses.replace(problem, fix=f"{text} The specs are those of the program's arguments.")
 
 
 def _block_shape(message: str, chip: TpuChip) -> CompilerProblem | None:
@@ -306,9 +324,11 @@ def as_error(problem: CompilerProblem | None, text: str) -> VishwamaiError:
     return result
 
 
-def translate(error: Exception, chip: TpuChip) -> VishwamaiError:
-    """The vishwamai error that says what `error` means; `problem_of` of it gives the `CompilerProblem`."""
-    problem = diagnose(str(error), chip)
+def translate(error: Exception, chip: TpuChip, shardings: Sequence[NamedSharding] = ()) -> VishwamaiError:
+    """The vishwamai error that says what `error` means; `problem_of` of it gives the `CompilerProblem`. `shardings`: of
+    the program's arguments, as far as they are known.
+    """
+    problem = _with_specs(diagnose(str(error), chip), shardings)
     return as_error(problem, str(problem))
 
 

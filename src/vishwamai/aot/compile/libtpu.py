@@ -82,6 +82,21 @@ def quiet_stderr() -> Iterator[Any]:
             os.close(saved)
 
 
+_reader: list[bool] = []
+
+
+def stderr_has_a_reader() -> None:
+    """Says that another process reads this one's stderr, for what C++ code says there before it ends the process:
+    `quiet_compiler` then leaves it.
+    """
+    _reader.append(True)
+
+
+def quiet_compiler() -> contextlib.AbstractContextManager[Any]:
+    """Keeps what the compiler's C++ code prints, stack traces among it, from the terminal; its errors say it too."""
+    return contextlib.nullcontext() if _reader else quiet_stderr()
+
+
 @functools.cache
 def _describe(chip_name: str, topology: str) -> tuple[Any, ...]:
     if not has_libtpu():

@@ -229,13 +229,17 @@ def tracing_for(target: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_words(chip: TpuChip) -> Iterator[None]:
-    """Raises what the compiler says inside the block in our own words; other errors pass."""
+def in_words(chip: TpuChip, arguments: Any = ()) -> Iterator[None]:
+    """Raises what the compiler says inside the block in our own words; other errors pass. `arguments`: the program's,
+    whose shardings an error may name.
+    """
     try:
         yield
     except Exception as error:
         if diagnose.from_compiler(error):
-            raise diagnose.translate(error, chip) from error
+            found = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
+            named = [sharding for sharding in found if isinstance(sharding, NamedSharding)]
+            raise diagnose.translate(error, chip, named) from error
         raise
 
 
@@ -250,7 +254,7 @@ def compile_for(
     """Compiles `fn(*args, **kwargs)` for a TPU chip or topology that need not be here.
 
     The tiles and implementations are those that the target would choose: it is the ambient `target` while `fn` is
-    traced.
+    traced. While libtpu compiles, what is written to file descriptor 2 is left out: its C++ code prints stack traces.
 
     Args:
         fn: a function, jitted or not.
@@ -282,8 +286,10 @@ def compile_for(
     found = Target.parse_chip(target)
     devices = len(libtpu.devices_for(target))
     options: dict[str, str | bool] = {**compiler_options_of("compile_for", compiler_options)}
-    with tracing_for(target), in_words(found):
-        compiled = _lower(fn, target, args, kwargs).compile(compiler_options=options)
+    with tracing_for(target), in_words(found, (args, kwargs)):
+        lowered = _lower(fn, target, args, kwargs)
+        with libtpu.quiet_compiler():
+            compiled = lowered.compile(compiler_options=options)
     return Compiled(found, devices, _memory(compiled, found), _cost(compiled), compiled)
 
 

@@ -19,6 +19,7 @@ import jax
 from jax import export
 
 from vishwamai.aot.compile.diagnose import find_problem
+from vishwamai.aot.compile.libtpu import stderr_has_a_reader
 from vishwamai.aot.compile.options.config import RuntimeConfig
 from vishwamai.aot.compile.program import compile_for
 from vishwamai.aot.schedule.twins import twins
@@ -58,6 +59,7 @@ def main(path: str) -> None:
     """Runs the jobs of a file: {"dump": directory, "jobs": [{"blob", "target", "options", "out"}, ...]}; each `out`
     gets its dump and a result.json.
     """
+    stderr_has_a_reader()
     work = json.loads(pathlib.Path(path).read_text())
     dump = pathlib.Path(work["dump"])
     for job in work["jobs"]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
 from vishwamai.ops.rope.api import apply_rope
-from vishwamai.ops.rope.scaling import Llama3Scaling, YarnScaling
+from vishwamai.ops.rope.scaling import Llama3Scaling, MRopeScaling, YarnScaling
 from vishwamai.ops.rope.tables import RotaryCache
 
 
@@ -57,6 +57,13 @@ CASES = (
     _case("float64", (1, 2, 5, 32), "float64"),
     _case("no positions", (1, 2, 0, 32)),
     _case("bshd wide, interleaved", (2, 5, 3, 192), layout="bshd", interleaved=True),
+    _case(
+        "interleaved mrope",
+        (2, 3, 11, 32),
+        key=(2, 1, 11, 32),
+        positions=(3, 2, 11),
+        scaling=MRopeScaling((6, 5, 5), interleaved=True),
+    ),
     _model("Llama 3 8B", 32, 8, 128, theta=500000.0, scaling=Llama3Scaling()),
     _model("GPT-J 6B", 16, 16, 256, 2048, rotary_dim=64, interleaved=True),
     _model("Gemma 3 12B", 16, 8, 256, theta=1e6),
