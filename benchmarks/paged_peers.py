@@ -105,6 +105,8 @@ BATCHES = {
     "decode-mha": Batch((1024,) * 32, kv_heads=32),
     "decode-int8": Batch((4096,) * 64, dtype="int8"),
     "decode-fp8": Batch((4096,) * 64, dtype="float8_e4m3fn"),
+    "decode-1500": Batch((1500,) * 128, page_size=16, kv_heads=4),
+    "decode-1500-page64": Batch((1500,) * 128, kv_heads=4),
     "decode-1500-int8": Batch((1500,) * 128, page_size=16, kv_heads=4, dtype="int8"),
     "decode-1500-int4": Batch((1500,) * 128, page_size=16, kv_heads=4, dtype="int4"),
     "prompt-2048": Batch((2048,), (2048,)),
@@ -186,7 +188,7 @@ def main() -> None:
     options = estimates.parser(__doc__, targets=["v5e"], cases=BATCHES).parse_args()
     print(
         (
-            f"{'case':<17}{'chip':<7}{'ours us':>9}{'share':>7}{'best peer us':>14}{'share':>7}{'ratio':>7}  peer "
+            f"{'case':<20}{'chip':<7}{'ours us':>9}{'share':>7}{'best peer us':>14}{'share':>7}{'ratio':>7}  peer "
             "(estimates)"
         ),
         flush=True,
@@ -203,9 +205,9 @@ def main() -> None:
             )
             mine, bound = found[estimates.OURS], batch.bound(TPUS[target])
             if isinstance(mine, str):
-                print(f"{name:<17}{target:<7} {mine}", flush=True)
+                print(f"{name:<20}{target:<7} {mine}", flush=True)
                 continue
-            line = f"{name:<17}{target:<7}{mine * 1e6:>9.1f}{bound / mine:>7.2f}"
+            line = f"{name:<20}{target:<7}{mine * 1e6:>9.1f}{bound / mine:>7.2f}"
             # An estimate below what HBM allows is a kernel whose loops could not be followed.
             best = estimates.best_peer({n: s for n, s in found.items() if isinstance(s, float) and s > bound})
             if best is not None:

@@ -12,7 +12,6 @@ v6e has too little memory for 64 sequences in bfloat16: its weights and pages ha
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from published_steps import LLAMA_8B
@@ -28,7 +27,6 @@ from vishwamai.training.flops import flops_per_token
 NARROW: dict[str, dict[str, Any]] = {"v6e": {"kv_dtype": "int8", "quantize": "int8"}}
 """Where bfloat16 does not fit."""
 STEPS = ("decode", "prompt")
-MOVES = re.compile(r"copy|transpose|reshape|pad|bitcast|slice|concatenate")
 
 
 def bound(serving: Serving, target: str, prompt: int | None) -> float:
@@ -47,11 +45,11 @@ def bound(serving: Serving, target: str, prompt: int | None) -> float:
 
 def moved(found: StepTime) -> tuple[float, list[str]]:
     """Seconds of what only moves data, and its rows, the longest first."""
-    rows = [row for row in found.rows if row.part == "fusions" and MOVES.match(row.name)]
+    rows = ((row.name, row.seconds, row.calls) for row in found.rows if row.part == "fusions")
+    lost, named = estimates.moved(rows)
     copies = found.parts["copies"].value
-    named = [f"{row.name} {row.seconds * 1e6:.0f} us ({row.calls} calls)" for row in rows]
     waited = [f"waiting for copies {copies * 1e6:.0f} us"] if copies else []
-    return sum(row.seconds for row in rows) + copies, named + waited
+    return lost + copies, named + waited
 
 
 def main() -> None:

@@ -12,12 +12,17 @@ from typing import Any
 
 import jax
 
-from vishwamai.aot import Inspection, inspect_many
+from vishwamai.aot import Inspection, KernelSchedule, inspect_many
+from vishwamai.aot.schedule.times import TOP
 from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.hardware import TPUS
 
 OURS = "vishwamai"
+MOVES = re.compile(r"copy|transpose|reshape|pad|bitcast|slice|concatenate")
+"""How the names begin that XLA gives to what only moves data."""
 Call = tuple[str, Callable[..., Any]]
+Row = tuple[str, float, int]
+"""A program of a schedule, or several of one name: its name, seconds of all calls, how many there are."""
 
 
 def parser(doc: str | None, targets: Iterable[str] = TPUS, **choices: Iterable[str]) -> argparse.ArgumentParser:
@@ -44,15 +49,56 @@ def with_gradient(call: Callable[..., Any], outputs: bool = False) -> Callable[.
 
 def seconds(programs: Sequence[Inspection]) -> dict[str, float | str]:
     """Estimated seconds of each program by its name, or in a few words why the compiler made none."""
-    return {
-        str(program.name): str(found).splitlines()[0][:60] if isinstance(found, VishwamaiError) else found.seconds
-        for program, found in zip(programs, inspect_many(programs), strict=True)
-    }
+    return seconds_of({str(program.name): found for program, found in zip(programs, inspect_many(programs))})
+
+
+def seconds_of(found: Mapping[str, KernelSchedule | VishwamaiError]) -> dict[str, float | str]:
+    """`seconds` of programs that were inspected; a program of which the compiler left a part out has no time."""
+    return {name: _seconds(one) for name, one in found.items()}
+
+
+def _seconds(found: KernelSchedule | VishwamaiError) -> float | str:
+    if isinstance(found, VishwamaiError):
+        return str(found).splitlines()[0][:60]
+    left_out = [what for what in found.simulation.unknown if re.match(r"program (?!iota).* is not in the dump", what)]
+    return left_out[0] if left_out else found.seconds
 
 
 def inspected(calls: Iterable[Call], arrays: Sequence[Any], target: str, flops: float) -> dict[str, float | str]:
     """`seconds` of several calls with the same arrays."""
     return seconds([Inspection(call, arrays, target=target, flops=flops, name=name) for name, call in calls])
+
+
+def moved(rows: Iterable[Row]) -> tuple[float, list[str]]:
+    """Seconds of what only moves data, and its rows in words, the longest first.
+
+    >>> moved([("fusion.1", 1.0, 1), ("copy.3", 2e-6, 1), ("transpose_copy", 4e-6, 2)])
+    (6e-06, ['transpose_copy 4 us (2 calls)', 'copy.3 2 us (1 calls)'])
+    """
+    moves = sorted((row for row in rows if MOVES.match(row[0])), key=lambda row: -row[1])
+    return sum(row[1] for row in moves), [in_words(*row) for row in moves]
+
+
+def in_words(name: str, seconds: float, calls: int) -> str:
+    """A row for a reader."""
+    return f"{name} {seconds * 1e6:.0f} us ({calls} calls)"
+
+
+def around(found: KernelSchedule, smallest: float = 1e-3) -> list[str]:
+    """What XLA adds around kernels, in words: first what only moves data, then all else above a share of the time."""
+    clock, whole = found.simulation.chip.clock, found.seconds
+    rows = [
+        (program.name, program.cycles / clock, program.calls)
+        for program in found.simulation.programs
+        if program.name not in found.pallas
+    ]
+    lost, moves = moved(rows)
+    rest = sorted((row for row in rows if not MOVES.match(row[0])), key=lambda row: -row[1])
+    waited = next((p.dma_wait / clock for p in found.simulation.programs if p.name == TOP), 0.0)
+    lines = [f"moved: {lost * 1e6:.0f} us, {lost / whole:.1%}; the top level waits {waited * 1e6:.0f} us for copies"]
+    lines += [f"  {text}" for text in moves]
+    lines += [f"other: {in_words(*row)}, {row[1] / whole:.1%}" for row in rest if row[1] > smallest * whole]
+    return lines
 
 
 def best_peer(found: Mapping[str, float | str]) -> tuple[str, float] | None:

@@ -38,7 +38,7 @@ _SLOPE_OPS = 40
 """The same for each pair of slopes: three conversions, the activation and its derivative, two roundings."""
 _SLOPE_EXPOSED = 0.5
 """Of their time, that the matrix unit does not hide: 0.4 on v5e and v6e, 0.6 on v4."""
-_GAINS = frozenset(("v5e",))
+_GAINS = frozenset(("v5e", "v6e"))
 """Chips on which the schedules of the gradient's kernels take less time than XLA's (docs/notes/rows.md)."""
 _MOST_WORK = 24576
 """Cycles of products in one step: they are unrolled, and more is more program for little."""
@@ -246,14 +246,18 @@ def _best(spec: GatedSpec, chip: TpuChip) -> tuple[Tile, Tile, Tile]:
     return forward, of_x, of_w
 
 
-def heuristic(spec: GatedSpec, target: Target) -> GatedConfig:
-    """The tiles that the models of this module find fastest; those of the gradient on `_GAINS`, and where the chip is
-    not known.
-    """
-    chip = planning_chip(target)
-    forward, of_x, of_w = _best(spec, chip)
+def all_tiles(spec: GatedSpec, target: Target) -> GatedConfig:
+    """The tiles that the models of this module find fastest, of the forward pass and of the gradient's kernels."""
+    forward, of_x, of_w = _best(spec, planning_chip(target))
     # Exact gelu's erf takes longer than a step's products.
-    config = GatedConfig(*forward, spec.activation != "gelu")
+    config = GatedConfig(*forward, spec.activation != "gelu", grad_x=of_x, grad_w=of_w)
+    return dataclasses.replace(config, **config.needs(spec, target))
+
+
+def heuristic(spec: GatedSpec, target: Target) -> GatedConfig:
+    """`all_tiles`; those of the gradient on `_GAINS`, and where the chip is not known."""
+    config = all_tiles(spec, target)
     if target.tpu is None or target.tpu.name in _GAINS:
-        config = dataclasses.replace(config, grad_x=of_x, grad_w=of_w)
+        return config
+    config = dataclasses.replace(config, grad_x=None, grad_w=None)
     return dataclasses.replace(config, **config.needs(spec, target))
