@@ -60,7 +60,7 @@ def _of_piece(plan: Plan, axis: str, operands: Operands) -> Outputs:
 
 
 def _of_piece_fwd(plan: Plan, axis: str, operands: Operands) -> tuple[Outputs, tuple[Operands, Outputs]]:
-    outputs = _of_piece(plan, axis, operands)
+    outputs: Any = _of_piece(plan, axis, operands)
     return outputs, (operands, outputs)
 
 
