@@ -95,19 +95,20 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     everything = _kept(plain, fused=True)
     layers = whole.parts.config.num_layers
     recomputed = 0.0 if config.remat == "none" else rows * everything[1] / layers
-    layer = everything[0] / layers  # one layer's weights in the dtype of products
-    tables = (size(leaf) for name, leaf in whole.parts.params.items() if name != "layers")
-    table, split = max(tables) / config.mesh.tensor, config.mesh.fsdp > 1
+    tables = [size(leaf) / config.mesh.tensor for name, leaf in whole.parts.params.items() if name != LAYERS]
+    table, split = max(tables), config.mesh.fsdp > 1
+    narrower = jnp.dtype(config.model.compute_dtype).itemsize / jnp.dtype(config.model.param_dtype).itemsize
+    head = narrower * table if lay.in_parts and narrower < 1 else 0.0  # kept where it is not gathered in pieces
+    layer = (everything[0] - head) / layers  # one layer's weights in the dtype of products
 
-    # While a layer's gradient is computed: its weights whole, and the gradient of the head, or of a piece of it.
-    head = table if split else 0.0
+    # While a layer's gradient is computed: its weights whole, and the gradient of the head.
+    backward = rows * row + fixed + recomputed - head
     if lay.in_parts:
-        # A head that is gathered in pieces is not kept in the dtype of products.
-        share = jnp.dtype(config.model.compute_dtype).itemsize / jnp.dtype(config.model.param_dtype).itemsize
-        head = min(table, PIECE_BYTES) - (share * table if share != 1 else 0.0)
-    backward = rows * row + fixed + recomputed + head
-    if config.remat != "none":
-        backward += _LAYER_WORK * layer
+        copies = narrower * (lay.params - sum(tables) / config.mesh.fsdp) if narrower < 1 else 0.0
+        backward += copies + _WORK_IN_PARTS * layer if config.remat != "none" else min(table, PIECE_BYTES)
+    else:
+        backward += table if split else 0.0
+        backward += _LAYER_WORK * layer if config.remat != "none" else 0.0
     backward += _joined(config, target, whole.parts.config)
     # At the end of the backward pass: the embedding's gradient whole, before it is split, and what it is made of.
     embedding = 0.0 if lay.in_parts else 3.0 * table if split else table
@@ -203,6 +204,9 @@ def _joined(config: TrainConfig, target: str, model: ModelConfig) -> float:
 
 _LAYER_WORK = 3.4
 """A layer's weights in the dtype of products, so many times: gathered, converted, and their gradient."""
+
+_WORK_IN_PARTS = 0.5
+"""The same where no table is whole, next to the parts of all layers in that dtype, which are converted ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
