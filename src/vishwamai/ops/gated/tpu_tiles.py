@@ -38,7 +38,7 @@ _SLOPE_OPS = 40
 """The same for each pair of slopes: three conversions, the activation and its derivative, two roundings."""
 _SLOPE_EXPOSED = 0.5
 """Of their time, that the matrix unit does not hide: 0.4 on v5e and v6e, 0.6 on v4."""
-_GAINS = frozenset(("v5e", "v6e"))
+_GAINS = frozenset(("v5e", "v5p", "v6e"))
 """Chips on which the schedules of the gradient's kernels take less time than XLA's (docs/notes/rows.md)."""
 _MOST_WORK = 24576
 """Cycles of products in one step: they are unrolled, and more is more program for little."""
