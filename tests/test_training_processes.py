@@ -1,5 +1,6 @@
 """`vishwamai train` in several processes: the run of one process, stopped and resumed together."""
 
+import functools
 import json
 import signal
 import time
@@ -40,40 +41,48 @@ def alone(folder, steps, *options, run="one"):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "mesh",
-    [{"fsdp": 4}, {"sequence": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}, {"pipeline": 2, "sequence": 2}],
+    ("count", "mesh"),
+    [
+        (2, {"fsdp": 4}),
+        (2, {"sequence": 2, "tensor": 2}),
+        (2, {"pipeline": 2, "fsdp": 2}),
+        (2, {"pipeline": 2, "sequence": 2}),
+        (4, {"fsdp": 4}),
+        (4, {"pipeline": 2, "sequence": 2}),
+    ],
     ids=str,
 )
-def test_two_processes_are_one_run(tmp_path, mesh):
+def test_several_processes_are_one_run(tmp_path, count, mesh):
+    together = functools.partial(start, count, devices=4 // count)
     described = values(tmp_path, mesh)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(described))
-    metrics = tmp_path / "two" / "metrics.jsonl"
-    processes = start(2, *command(tmp_path, "two", 100_000))
+    metrics = tmp_path / "all" / "metrics.jsonl"
+    processes = together(*command(tmp_path, "all", 100_000))
     until = time.monotonic() + 150
     while len(read_records(metrics)) < 3 and time.monotonic() < until:
         assert all(one.poll() is None for one in processes), [one.communicate()[0] for one in processes]
         time.sleep(0.05)
-    processes[1].send_signal(signal.SIGTERM)  # the other one has to hear of it
+    processes[-1].send_signal(signal.SIGTERM)  # the others have to hear of it
     texts = finish(processes)
     stopped = read_records(metrics)[-1].step
     assert f"Stopped at step {stopped} of 100000" in texts[0]
-    assert "step" not in texts[1] and "Stopped" not in texts[1]
-    assert (tmp_path / "two" / "checkpoints" / str(stopped)).is_dir()
+    assert not any(word in text for text in texts[1:] for word in ("step", "Stopped"))
+    assert (tmp_path / "all" / "checkpoints" / str(stopped)).is_dir()
 
-    texts = finish(start(2, *command(tmp_path, "two", stopped + 2, "--resume")))
-    assert "Done in" in texts[0] and "Done in" not in texts[1]
-    assert (tmp_path / "two" / "report.html").exists()
+    texts = finish(together(*command(tmp_path, "all", stopped + 2, "--resume")))
+    assert ["Done in" in text for text in texts] == [True] + [False] * (count - 1)
+    assert (tmp_path / "all" / "report.html").exists()
     expected, found = alone(tmp_path, stopped + 2), read_records(metrics)
     assert [r.step for r in found] == [r.step for r in expected]
     for name in ("loss", "gradient_norm", "evaluation_loss"):
         one, other = ([getattr(r, name) for r in records if getattr(r, name)] for records in (found, expected))
         np.testing.assert_allclose(one, other, rtol=2e-6 if name == "loss" else 2e-5, err_msg=name)
-    left, right = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    left, right = tensors(tmp_path / "one"), tensors(tmp_path / "all")
     for name in left:
         np.testing.assert_allclose(right[name], left[name], atol=2e-5, err_msg=name)
 
-    # One process goes on from what two have written.
-    after, whole = (alone(tmp_path, stopped + 3, "--resume", run=run)[-1] for run in ("two", "one"))
+    # One process goes on from what several have written.
+    after, whole = (alone(tmp_path, stopped + 3, "--resume", run=run)[-1] for run in ("all", "one"))
     assert after.step == whole.step == stopped + 3 and after.loss == pytest.approx(whole.loss, rel=2e-6)
 
 
