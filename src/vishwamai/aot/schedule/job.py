@@ -20,7 +20,7 @@ from vishwamai.aot.schedule import known
 from vishwamai.core.errors import DeviceError, UnsupportedError
 from vishwamai.core.target import Target, devices_of
 
-FORMAT = 3
+FORMAT = 4
 """Counts up when the layout of the cache changes."""
 
 
