@@ -1,5 +1,7 @@
 """Sampling on the device, against plain numpy on sorted probabilities."""
 
+from typing import Any
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -122,17 +124,17 @@ def test_options_outside_their_range_are_named(options, named):
         Sampling(**options)
 
 
-@pytest.mark.parametrize(
-    "made, text",
-    [
-        (lambda: Sampling(temperature="hot"), "Sampling: `temperature` is 'hot', of type str; pass a number"),
-        (lambda: Sampling(top_k=1.5), "Sampling: `top_k` is 1.5, of type float; pass an integer"),
-        (lambda: Sampling(logit_bias={"a": 1}), "`logit_bias` has 'a', of type str; pass token ids"),
-        (lambda: Sampling(logit_bias={3: "much"}), "`logit_bias` of token 3 is much; pass a number"),
-        (lambda: Limits("x"), "Limits: `max_sequences` is 'x', of type str; pass an integer"),
-        (lambda: Limits(aging=None), "Limits: `aging` is None; pass a number"),
-    ],
-)
-def test_options_of_another_type(made, text):
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (Sampling, {"temperature": "hot"}, "Sampling: `temperature` is 'hot', of type str; pass a number"),
+    (Sampling, {"top_k": 1.5}, "Sampling: `top_k` is 1.5, of type float; pass an integer"),
+    (Sampling, {"logit_bias": {"a": 1}}, "`logit_bias` has 'a', of type str; pass token ids"),
+    (Sampling, {"logit_bias": {3: "much"}}, "`logit_bias` of token 3 is much; pass a number"),
+    (Limits, {"max_sequences": "x"}, "Limits: `max_sequences` is 'x', of type str; pass an integer"),
+    (Limits, {"aging": None}, "Limits: `aging` is None; pass a number"),
+]
+
+
+@pytest.mark.parametrize("kind, options, text", WRONG)
+def test_options_of_another_type(kind, options, text):
     with pytest.raises(ShapeError, match=text):
-        made()
+        kind(**options)

@@ -1,6 +1,7 @@
 """Values that contradict a call: an error at once where they are known, in the program where checks are asked for."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def test_tables_of_torch(call, changed, text):
     torch = pytest.importorskip("torch")
     vt = pytest.importorskip("vishwamai.torch")
     pages = torch.ones(8, 4, 2, 16)
-    rows = {"ragged_paged_attention": (torch.ones(4, 2, 16), pages)}
+    rows: dict[str, tuple[Any, ...]] = {"ragged_paged_attention": (torch.ones(4, 2, 16), pages)}
     rows["update_pages"] = (pages, torch.ones(4, 1, 16), torch.ones(4, 1, 16))
     run = getattr(vt, call)
     tables = {name: torch.tensor(x, dtype=torch.int32) for name, x in {**TABLES, **changed}.items()}

@@ -18,7 +18,7 @@ def checked(function: F, own: Sequence[str] = ()) -> F:
     >>> import torch
     >>> from torch import Tensor
     >>> @checked
-    ... def doubled(x: "Tensor", times: "int" = 1):
+    ... def doubled(x: Tensor, times: int = 1):
     ...     return x * 2**times
     >>> doubled(torch.ones(2))
     tensor([2., 2.])

@@ -61,7 +61,8 @@ def gated_linear_unit(
         gate, up, both = *weights, None
     else:
         gate, up, both = None, None, weights
-    arrays = (None if t is None else bridge.cast_for_matmul(t)[0] for t in (x, gate, up, both))
+    given: tuple[Any, ...] = x, gate, up, both
+    arrays = (None if t is None else bridge.cast_for_matmul(t)[0] for t in given)
     return _gated(*arrays, None, None, activation, bridge.products(precision))[0].to(x.dtype)
 
 

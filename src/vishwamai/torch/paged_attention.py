@@ -90,7 +90,7 @@ def check_tables(
 
     def check(kv_lens: np.ndarray, *rest: np.ndarray) -> None:
         counted = () if len(rest) == 3 else (np.array([len(kv_lens)]),)
-        of = name, tuple(pool.shape[:2]), len(rows), max_q_len
+        of = name, (pool.shape[0], pool.shape[1]), len(rows), max_q_len
         check_table_values(*of, kv_lens, *rest, *counted, positions=positions)
 
     if rows.dim():

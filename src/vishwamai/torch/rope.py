@@ -205,7 +205,8 @@ def apply_rope(
     pair = isinstance(x, (tuple, list))
     if pair and len(x) != 2:
         raise ShapeError(f"apply_rope: `x` is a sequence of {len(x)}; pass a tensor, or a pair (query, key).")
-    query, key = x if pair else (x, None)
+    query: Any = x[0] if pair else x
+    key: Any = x[1] if pair else None
     if not torch.compiler.is_compiling():  # a compiled call is checked when it runs
         check(array_spec(query), None if key is None else array_spec(key), layout)
     batch, head_dim = query.shape[0], query.shape[3]
