@@ -176,7 +176,7 @@ def test_errors():
     with pytest.raises(ShapeError, match="`group_offset` is 2, but `rhs` has .* 2 of 3 groups; pass 0 to 1"):
         vt.grouped_gemm(lhs, rhs, sizes, group_offset=2)
     word: Any = "one"
-    with pytest.raises(ShapeError, match="`group_offset` is 'one'; pass one integer"):
+    with pytest.raises(ShapeError, match="`group_offset` is 'one', of type str; pass an integer"):
         vt.grouped_gemm(lhs, rhs, sizes, group_offset=word)
     with pytest.raises(ShapeError, match=r"`group_offset` is int64 of shape \(1,\); pass one integer"):
         vt.grouped_gemm(lhs, rhs, sizes, group_offset=torch.tensor([1]))

@@ -102,6 +102,8 @@ def test_the_backward_pass_after_the_forward_one(own_tables):
     assert second.config.backward_rows == 1 and (second.config.rows, second.config.warps) == (4, 2)
     assert json.loads(first.path.read_text())["triton"][first.key]["passes"] == ["backward", "forward"]
     assert vt.tune(gradient, x, timer=fewest, passes="both")[0].trials == 0
+    with pytest.raises(KernelError, match="`passes` is 'all'; pass 'forward', 'backward', 'both'"):
+        vt.tune(gradient, x, timer=fewest, passes="all")  # type: ignore[arg-type]
 
 
 @interpreter

@@ -21,7 +21,7 @@ from vishwamai.ops.attention.gpu_memory import Placement
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import BSHD, SIGNATURE, Operands, Outputs
 from vishwamai.torch import bridge
-from vishwamai.torch.arguments import checked, checks_its_own
+from vishwamai.torch.arguments import checks_its_own
 from vishwamai.torch.attention_options import (
     OperatorOptions,
     constant_slopes,
@@ -147,7 +147,7 @@ _attention = TorchOperator(
 )
 
 
-@checked
+@checks_its_own("segment_ids")
 def flash_attention(
     query: Tensor,
     key: Tensor,

@@ -15,7 +15,7 @@ import importlib.metadata
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import torch
@@ -25,7 +25,7 @@ from vishwamai.core import observe, tuning
 from vishwamai.core.config import current_config, kernel_config
 from vishwamai.core.errors import DeviceError, KernelError
 from vishwamai.measure.gpu_timing import gpu_sampler
-from vishwamai.torch.arguments import checked
+from vishwamai.torch.arguments import checks_its_own
 
 __all__ = ["Timer", "Tuned", "gpu_timer", "tune"]
 
@@ -143,7 +143,7 @@ class _Search:
         return _differ(results, self.expected)
 
 
-@checked
+@checks_its_own("passes")
 def tune(
     function: Callable[..., Any],
     *args: Any,
@@ -172,8 +172,11 @@ def tune(
 
     Raises:
       DeviceError: the tensors are not on a GPU, or the tables cannot be written.
-      KernelError: the function runs nothing that has tiles, or returns nothing to compare.
+      KernelError: the function runs nothing that has tiles, or returns nothing to compare; or `passes` is none of the
+        three.
     """
+    if passes not in get_args(Passes):
+        raise KernelError(f"tune: `passes` is {passes!r}; pass {', '.join(map(repr, get_args(Passes)))}.")
     from vishwamai.aot.tuning import steps, tables
     from vishwamai.aot.tuning.climb import climb
 
