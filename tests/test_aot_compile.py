@@ -174,7 +174,8 @@ def test_topology_with_shardings():
     report = aot.check(pl.pallas_call(double, out_shape=shape((1024, 512), jnp.bfloat16)), a, target="v6e:2x4")
     assert report.problems[0].kind == "sharding"
     assert "shard_map" in str(report)
-    assert "axis_types=(jax.sharding.AxisType.Explicit,) * len(names)" in report.problems[0].fix
+    explicit = "Mesh(devices, ('x', 'y'), axis_types=(jax.sharding.AxisType.Explicit,) * len(('x', 'y')))"
+    assert explicit in report.problems[0].fix
     with pytest.raises(ShapeError, match="hold 8 devices, but 'v5e:4x4' has 16"):
         aot.mesh_for("v5e:4x4", {"data": 8})
 
