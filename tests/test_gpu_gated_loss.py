@@ -34,6 +34,7 @@ from vishwamai.core.observe import record_plans  # noqa: E402
 from vishwamai.core.target import Target  # noqa: E402
 from vishwamai.ops.gated.gpu import GatedGpuConfig  # noqa: E402
 from vishwamai.ops.loss.gpu import TRITON, LossGpuConfig  # noqa: E402
+from vishwamai.torch import bridge  # noqa: E402
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")]
 needs_interpreter = pytest.mark.skipif(not contract.TRITON, reason="needs a process of its own: make test-gpu")
@@ -192,12 +193,17 @@ def test_loss_of_16_bits_beside_float32_and_of_two_axes():
 
 
 def test_labels_that_nobody_knows():
-    """Ignored alone: a loss of 0 and gradients of 0. Outside the vocabulary: NaN."""
+    """Ignored alone: a loss of 0 and gradients of 0. Outside the vocabulary: NaN, and an error where it is known."""
     x, weight = tensors((2, 16), (10, 16))
     loss = vt.linear_cross_entropy(x, weight, torch.tensor([-100, -100]))
     assert loss == 0 and all((g == 0).all() for g in torch.autograd.grad(loss, (x, weight)))
-    each = vt.linear_cross_entropy(x, weight, torch.tensor([10, -1]), reduction="none", ignore_index=-1)
-    assert each[0].isnan() and each[1] == 0
+    outside = functools.partial(vt.linear_cross_entropy, x, weight, torch.tensor([10, -1]), ignore_index=-1)
+    if bridge.platform_of(x) == "cpu":
+        with pytest.raises(ShapeError, match=r"`labels` holds 10 at \[0\]"):
+            outside(reduction="none")
+    else:
+        each = outside(reduction="none")
+        assert each[0].isnan() and each[1] == 0
 
 
 @pytest.mark.parametrize("everything", [pytest.param(False, marks=pytest.mark.long), True])

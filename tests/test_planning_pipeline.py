@@ -194,7 +194,7 @@ def test_errors_are_those_of_training(monkeypatch, keys, error, text):
     keys = dict(keys)
     layers, heads, length = keys.pop("layers", 4), keys.pop("heads", 4), keys.pop("length", 128)
     model = LLAMA | {"num_hidden_layers": layers, "num_attention_heads": heads}
-    model |= {"num_key_value_heads": 1} if heads == 3 else {}
+    model |= {"num_key_value_heads": 1, "head_dim": 32} if heads == 3 else {}
     if keys.pop("model_type", None):
         model |= {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_routed_experts": 4}
         model |= {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "kv_lora_rank": 16, "q_lora_rank": None}

@@ -14,7 +14,7 @@ from vishwamai.ops.paged_attention.checks import check_tables, form_of, kv_heads
 from vishwamai.ops.paged_attention.key_rotation import check_rope_tables, rotated
 from vishwamai.ops.paged_attention.update import check_rows, places, stored_rows
 from vishwamai.torch import bridge
-from vishwamai.torch.arguments import checked
+from vishwamai.torch.arguments import checks_its_own
 from vishwamai.torch.paged_attention import aligned, count, pools, scales
 from vishwamai.torch.paged_attention import check_tables as check_page_tables
 
@@ -67,7 +67,7 @@ def _update(
 _update.register_fake(lambda *_: None)
 
 
-@checked
+@checks_its_own("rope_tables")
 def update_pages(
     kv_pages: Any,
     key: Tensor,
