@@ -250,28 +250,34 @@ def whole(x, weight, bias, labels):
     return linear_cross_entropy(x, weight, labels, bias=bias, **OPTIONS)
 
 
+def over_devices(shape, weight_spec, check_vma, **axes):
+    """`whole` inside a shard_map: tokens over "t", of which 11 count, and entries over "v"."""
+    mesh = jax.make_mesh(shape, ("t", "v"), axis_types=(AxisType.Auto,) * 2)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("t"), weight_spec, P("v"), P("t")),
+        out_specs=(P("t"), P("t")),
+        check_vma=check_vma,
+    )
+    def parts(x, weight, bias, labels):
+        return linear_cross_entropy(x, weight, labels, bias=bias, reduction="none", **axes, **OPTIONS)
+
+    def split(x, weight, bias, labels):
+        losses, logsumexp = parts(x, weight, bias, labels)
+        return jnp.sum(losses) / 11, logsumexp
+
+    return split
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_vocabulary_over_a_mesh_axis(check_vma):
     """Inside a shard_map: four parts of the vocabulary, two of the tokens."""
     x, weight, labels = inputs(12, 40, 8)
     labels = labels.at[3].set(-100)
     bias = jnp.cos(jnp.arange(40.0))
-    mesh = jax.make_mesh((2, 4), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
-
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P("t"), P("v"), P("v"), P("t")),
-        out_specs=(P("t"), P("t")),
-        check_vma=check_vma,
-    )
-    def parts(x, weight, bias, labels):
-        return linear_cross_entropy(x, weight, labels, bias=bias, vocab_axis="v", reduction="none", **OPTIONS)
-
-    def split(x, weight, bias, labels):
-        losses, logsumexp = parts(x, weight, bias, labels)
-        return jnp.sum(losses) / 11, logsumexp
-
+    split = over_devices((2, 4), P("v"), check_vma, vocab_axis="v")
     contract.close(jax.jit(scored(split))(x, weight, bias, labels), scored(whole)(x, weight, bias, labels), 1e-5)
 
 
@@ -283,23 +289,7 @@ def test_features_of_the_weight_are_gathered_in_pieces(check_vma, pieces, monkey
     x, weight, labels = inputs(12, 80, 32)
     labels = labels.at[3].set(-100)
     bias = jnp.cos(jnp.arange(80.0))
-    mesh = jax.make_mesh((4, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
-
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P("t"), P("v", "t"), P("v"), P("t")),
-        out_specs=(P("t"), P("t")),
-        check_vma=check_vma,
-    )
-    def parts(x, weight, bias, labels):
-        split = {"vocab_axis": "v", "gather_axis": "t"}
-        return linear_cross_entropy(x, weight, labels, bias=bias, reduction="none", **split, **OPTIONS)
-
-    def split(x, weight, bias, labels):
-        losses, logsumexp = parts(x, weight, bias, labels)
-        return jnp.sum(losses) / 11, logsumexp
-
+    split = over_devices((4, 2), P("v", "t"), check_vma, vocab_axis="v", gather_axis="t")
     compiled = jax.jit(scored(split)).lower(x, weight, bias, labels).compile()
     contract.close(compiled(x, weight, bias, labels), scored(whole)(x, weight, bias, labels), 1e-5)
     assert "f32[80,32]" not in (compiled.as_text() or "").partition("ENTRY")[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -187,29 +189,30 @@ def linear_cross_entropy(
         count = piece_count(weight.shape[0], x.shape[-1], jnp.dtype(acc).itemsize)
         piece = describe(_with_features(array_specs(arrays), over, count), *options)
         plan = LOSS.plan(piece, config=config, implementation=implementation)
-        arrays = arrays._replace(weight=weight)  # each piece is converted where it is gathered
-        numbers = _combined(_pieces(plan, gather_axis, count, arrays), vocab_axis)
-        loss = compose(jnp, numbers, size, counted, unknown, shares, label_smoothing, z_loss, reduction, mass)
-        return (loss, numbers.logsumexp) if return_logsumexp else loss
-    spec = describe(array_specs(arrays), *options)
-    plain = targets is None and shares is counted and vocab_axis is None
-    if plain and reduction != "none" and not return_logsumexp and at_once.expected(arrays):
-        plan = LOSS.plan(spec, config=config, implementation=implementation)
-        if at_once.serves(plan):
-            weights = jnp.where(counted, jnp.where(unknown, jnp.nan, 1.0), 0.0).astype(acc)
-            total = _sum(plan, at_once.Tokens(*arrays[:4], weights), label_smoothing, z_loss)
-            return reduced(jnp, total, shares, reduction)
+        # Each piece is converted where it is gathered.
+        parts = _pieces(plan, gather_axis, count, arrays._replace(weight=weight))
+    else:
+        spec = describe(array_specs(arrays), *options)
+        plain = targets is None and shares is counted and vocab_axis is None
+        if plain and reduction != "none" and not return_logsumexp and at_once.expected(arrays):
+            plan = LOSS.plan(spec, config=config, implementation=implementation)
+            if at_once.serves(plan):
+                weights = jnp.where(counted, jnp.where(unknown, jnp.nan, 1.0), 0.0).astype(acc)
+                total = _sum(plan, at_once.Tokens(*arrays[:4], weights), label_smoothing, z_loss)
+                return reduced(jnp, total, shares, reduction)
 
-    def part(given: Parts) -> Operands:
-        *arrays, entries = given
-        operands = Operands(*arrays)
-        return SIGNATURE.pack(operands._replace(labels=operands.labels - entries[0]))
-
-    given = Parts(*arrays, entries)
-    parts = public_call(LOSS, PARTS, spec, given, config=config, implementation=implementation, pack=part)
+        given = Parts(*arrays, entries)
+        parts = public_call(LOSS, PARTS, spec, given, config=config, implementation=implementation, pack=_part)
     numbers = _combined(parts, vocab_axis)
     loss = compose(jnp, numbers, size, counted, unknown, shares, label_smoothing, z_loss, reduction, mass)
     return (loss, numbers.logsumexp) if return_logsumexp else loss
+
+
+def _part(given: Parts) -> Operands:
+    """The op's operands of a part of the vocabulary."""
+    *arrays, entries = given
+    operands = Operands(*arrays)
+    return SIGNATURE.pack(operands._replace(labels=operands.labels - entries[0]))
 
 
 def _with_features(given: Operands, over: int, pieces: int = 1) -> Operands:
@@ -229,14 +232,8 @@ def _pieces(plan: Plan, axis: str, count: int, arrays: Operands) -> Outputs:
     x, weight, bias, labels, _ = arrays
     bias = None if bias is None else bias[None]
     operands = Operands(x.reshape(1, -1, x.shape[-1]), weight[None], bias, labels.reshape(1, -1), None)
-    observe.report(plan)
-    try:
+    with _telling(plan, arrays):
         found = gathered.numbers(plan, axis, count, operands)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        told = LOSS.told(error, plan, arrays)
-        if told is None:
-            raise
-        raise told from error
     return Outputs(*(None if y is None else jnp.moveaxis(y, 0, -1).reshape(*labels.shape, count) for y in found))
 
 
@@ -244,11 +241,18 @@ def _sum(plan: Plan, tokens: at_once.Tokens, label_smoothing: float, z_loss: flo
     """The sum of the losses, whose gradients are computed with it."""
     x, weight, bias, labels, shares = tokens
     flat = at_once.Tokens(x.reshape(-1, x.shape[-1]), weight, bias, labels.reshape(-1), shares.reshape(-1))
+    with _telling(plan, tokens):
+        return at_once.total(at_once.Sum(plan, float(label_smoothing), float(z_loss)), flat)
+
+
+@contextlib.contextmanager
+def _telling(plan: Plan, arrays: Any) -> Iterator[None]:
+    """Tells observers of a plan that runs inside, and what JAX says there in our words, as a call of the op does."""
     observe.report(plan)
     try:
-        return at_once.total(at_once.Sum(plan, float(label_smoothing), float(z_loss)), flat)
+        yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        told = LOSS.told(error, plan, tokens)
+        told = LOSS.told(error, plan, arrays)
         if told is None:
             raise
         raise told from error
