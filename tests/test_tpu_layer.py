@@ -1,8 +1,5 @@
 """benchmarks/tpu_layer.py: its layers compute the same, its words about a schedule, and how long ours compiles."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmark_files import loaded
 from vishwamai import aot
 from vishwamai.bench import estimates
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    folder = Path(__file__).parent.parent / "benchmarks"
-    spec = importlib.util.spec_from_file_location("tpu_layer", folder / "tpu_layer.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)  # it reads the peers of another benchmark
-        patch.setitem(sys.modules, spec.name, module)  # its dataclasses look themselves up
-        spec.loader.exec_module(module)
+    with loaded("tpu_layer") as module:
         yield module
 
 

@@ -1,11 +1,8 @@
 """benchmarks/weak_scaling.py: its table by formulas against sums by hand, and what it declines."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
+from benchmark_files import loaded
 from vishwamai import aot
 from vishwamai.core.hardware import TPUS
 from vishwamai.planning.figures import Estimate
@@ -15,14 +12,7 @@ LENGTH = 512
 
 @pytest.fixture(scope="module")
 def benchmark():
-    folder = Path(__file__).parent.parent / "benchmarks"
-    spec = importlib.util.spec_from_file_location("weak_scaling", folder / "weak_scaling.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)  # it reads a model of another benchmark
-        patch.setitem(sys.modules, spec.name, module)  # its dataclasses look themselves up
-        spec.loader.exec_module(module)
+    with loaded("weak_scaling") as module:
         yield module
 
 
