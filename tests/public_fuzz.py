@@ -13,6 +13,7 @@ import inspect
 import io
 import random
 import sys
+import traceback
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
@@ -160,7 +161,8 @@ def calls(entry: Entry) -> tuple[Call, ...]:
             for example in test.examples:
                 example.options.pop(doctest.SKIP, None)
             with contextlib.redirect_stdout(io.StringIO()):
-                doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=lambda text: None)
+                # The functions among the arguments still need the names of the example.
+                doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=lambda text: None, clear_globs=False)
     if entry.name in GIVEN:
         recorded.append(Call(GIVEN[entry.name], {}))
     parameters = inspect.signature(entry.function).parameters.values()
@@ -256,8 +258,13 @@ def outcome(function: Callable[..., Any], call: Call, traced: bool) -> BaseExcep
             else:
                 _used(function(*call.args, **call.kwargs))
         except Exception as error:
-            return error
+            return None if _of_the_caller(error) else error
     return None
+
+
+def _of_the_caller(error: BaseException) -> bool:
+    """Whether a function of an example raised it, which passes through."""
+    return any(frame.filename.startswith("<doctest") for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _used(result: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from vishwamai.core import arguments
+from vishwamai.core.errors import ShapeError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,3 +30,14 @@ def checked(function: F, own: Sequence[str] = ()) -> F:
 def checks_its_own(*names: str) -> Callable[[F], F]:
     """`checked`, but for the arguments of these names, as a decorator."""
     return lambda function: checked(function, names)
+
+
+def check_tensors(function: str, name: str, pair: Any) -> None:
+    """Checks that a pair, an argument that `function` calls `name`, holds tensors; what is no pair is not looked at.
+
+    Raises:
+      ShapeError: an entry is something else.
+    """
+    wrong = [x for x in pair if not isinstance(x, torch.Tensor)] if isinstance(pair, (tuple, list)) else []
+    if wrong:
+        raise ShapeError(f"{function}: an entry of `{name}` is a {type(wrong[0]).__name__}; pass a pair of tensors.")

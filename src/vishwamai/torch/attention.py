@@ -21,7 +21,7 @@ from vishwamai.ops.attention.gpu_memory import Placement
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import BSHD, SIGNATURE, Operands, Outputs
 from vishwamai.torch import bridge
-from vishwamai.torch.arguments import checks_its_own
+from vishwamai.torch.arguments import check_tensors, checks_its_own
 from vishwamai.torch.attention_options import (
     OperatorOptions,
     constant_slopes,
@@ -190,6 +190,7 @@ def flash_attention(
     computed |= dict(dropout_rate=dropout_rate, layout=layout, bias_after_softcap=bias_after_softcap)
     how: Any = dict(block_size=block_size, config=config, implementation=implementation)
     options = requested("flash_attention", **computed, **how)
+    check_tensors("flash_attention", "segment_ids", segment_ids)
     rest = *segment_pair(segment_ids), sinks, dropout_seed
     return _attend(Operands(query, key, value, bias, mask, *rest, slopes=alibi_slopes), return_lse, options)
 

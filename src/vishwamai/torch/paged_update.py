@@ -14,7 +14,7 @@ from vishwamai.ops.paged_attention.checks import check_tables, form_of, kv_heads
 from vishwamai.ops.paged_attention.key_rotation import check_rope_tables, rotated
 from vishwamai.ops.paged_attention.update import check_rows, places, stored_rows
 from vishwamai.torch import bridge
-from vishwamai.torch.arguments import checks_its_own
+from vishwamai.torch.arguments import check_tensors, checks_its_own
 from vishwamai.torch.paged_attention import aligned, count, pools, scales
 from vishwamai.torch.paged_attention import check_tables as check_page_tables
 
@@ -99,6 +99,7 @@ def update_pages(
     """
     k_pages, v_pages, form = pools(_NAME, kv_pages)
     angles: Any = rope_tables
+    check_tensors(_NAME, "rope_tables", rope_tables)
     if isinstance(rope_tables, (tuple, list)):
         angles = tuple(x[0] if x.dim() == 3 and x.shape[0] == 1 else x for x in rope_tables)
     check_rope_tables(_NAME, key, angles, interleaved)

@@ -175,7 +175,7 @@ def tune(
       KernelError: the function runs nothing that has tiles, or returns nothing to compare; or `passes` is none of the
         three.
     """
-    if passes not in get_args(Passes):
+    if not isinstance(passes, str) or passes not in get_args(Passes):
         raise KernelError(f"tune: `passes` is {passes!r}; pass {', '.join(map(repr, get_args(Passes)))}.")
     from vishwamai.aot.tuning import steps, tables
     from vishwamai.aot.tuning.climb import climb
