@@ -29,7 +29,13 @@ from vishwamai.core.links import estimate_collective
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
 from vishwamai.planning.allocation import training_config
-from vishwamai.planning.analytic import Breakdown, described, split_parameters, training_memory
+from vishwamai.planning.analytic import (
+    Breakdown,
+    described,
+    exchanged_embedding,
+    split_parameters,
+    training_memory,
+)
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.figures import Estimate
@@ -98,8 +104,8 @@ class Step:
 
     Attributes:
       compute: kernels, fusions and waiting for copies.
-      gathers, sums, between: seconds of weights that are gathered, of gradients that are added up within a slice, and
-        between slices.
+      gathers, sums, between: seconds of weights that are gathered and of an embedding's rows that are exchanged, of
+        gradients that are added up within a slice, and between slices.
       bare: the share of the parameters that are gathered before any work and added up after all.
     """
 
@@ -135,33 +141,37 @@ class Step:
         return Estimate(self.in_turn.value - self.hidden, self.in_turn.level, "s")
 
 
-def collectives_of(config: TrainConfig, place: Place, numbers: float) -> dict[str, float]:
-    """Seconds of gathers, of sums within a slice and between slices, of so many parameters; `config` is that of one
-    slice.
+def collectives_of(config: TrainConfig, place: Place) -> dict[str, float]:
+    """Seconds of gathers, of sums within a slice and between slices, and the share `bare`, all as of `Step`.
+
+    `config` is that of one slice.
 
     As in `planning.exchange`, the parameters are gathered forward and backward, and their float32 gradients added up.
+    Of an embedding that is split into whole lanes of a TPU, rows of the result are exchanged instead.
     libtpu 0.0.51 makes an all-reduce of a sum over all chips of a square, or of three sides (benchmarks/split_sums.py),
     which takes the time of two reduce-scatters. Between slices the part of the gradients that a device holds goes
     around a ring twice, at the bandwidth of a chip to other slices; a latency is not published, and not counted.
     """
     links, chip = links_of(config.mesh, place.target, "fsdp"), Target.parse_chip(place.target)
-    weights = numbers * jnp.dtype(config.model.compute_dtype).itemsize
+    params, narrow = training_step(config).parts.params, jnp.dtype(config.model.compute_dtype).itemsize
+    apart = config.mesh.fsdp * exchanged_embedding(config)
+    tables = [] if apart else [size(leaf) for name, leaf in params.items() if name != "layers"]
+    first = max([*tables, size(params["layers"]) / described(config).num_layers])
+    wide = jnp.dtype(config.model.param_dtype).itemsize
+    held, numbers = size(params) / wide, (size(params) - apart) / wide
+    tokens = config.batch_size * config.data.sequence_length
+    rows = tokens * described(config).hidden_size * narrow if apart else 0.0
+    gathers = config.microbatches * estimate_collective("all_gather", numbers * narrow, links)
+    exchanges = estimate_collective("all_to_all", rows, links) if apart else 0.0
     square = len(links.sides) == 3 or len(set(links.sides)) < len(links.sides)
     around = 2 * (place.slices - 1) / place.slices
     return {
-        "gathers": 2 * config.microbatches * estimate_collective("all_gather", weights, links),
+        "gathers": 2 * (gathers + exchanges),
         "sums": config.microbatches
         * estimate_collective("all_reduce" if square else "reduce_scatter", 4 * numbers, links),
-        "between": around * 4 * numbers / place.devices / (chip.dcn_bandwidth / chip.devices),
+        "between": around * 4 * held / place.devices / (chip.dcn_bandwidth / chip.devices),
+        "bare": first / (size(params) - apart),
     }
-
-
-def parameters_of(config: TrainConfig) -> tuple[float, float]:
-    """How many parameters there are, and the share of those that are gathered first: the largest table, or a layer."""
-    params = training_step(config).parts.params
-    tables = [size(leaf) for name, leaf in params.items() if name != "layers"]
-    first = max(*tables, size(params["layers"]) / described(config).num_layers)
-    return size(params) / jnp.dtype(config.model.param_dtype).itemsize, first / size(params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +225,9 @@ HEADER = (
 
 def by_formulas(config: TrainConfig, target: str, memory: Breakdown) -> Estimate:
     """The compute of a step without its program: what `training_time` has besides the links."""
-    links = sum(exchange_seconds(config, target, described(config), split_parameters(config), 1.0).values())
+    split, embedding = split_parameters(config), exchanged_embedding(config)
+    exchanges = exchange_seconds(config, target, described(config), split, 1.0, embedding=embedding)
+    links = sum(exchanges.values())
     return Estimate(training_time(config, target, memory).value - links, "analytic", "s")
 
 
@@ -250,7 +262,7 @@ def scaling(
 ) -> Table:
     """The table of a model: `rows` rows of `length` tokens on each chip, on slices of so many chips."""
     found: list[Row] = []
-    compute, program, numbers, bare = None, None, 0.0, 0.0
+    compute, program = None, None
     for chips in counts:
         place = place_of(chip, chips)
         config = training_config(
@@ -263,12 +275,12 @@ def scaling(
             if compute is None:
                 needed = compiled
             else:
-                program, (numbers, bare) = compiled, parameters_of(config)
+                program = compiled
         if not memory.fits or compute is None:
             reason = f"a device needs {needed} and has {human(memory.limit)}"
             found.append(Row(place, config, declined=reason))
             continue
-        found.append(Row(place, config, Step(compute, **collectives_of(config, place, numbers), bare=bare)))
+        found.append(Row(place, config, Step(compute, **collectives_of(config, place))))
     return Table(tuple(found), program)
 
 

@@ -244,13 +244,14 @@ def described(config: TrainConfig) -> ModelConfig:
 class _Local:
     """Bytes of one device's parameters that are trained, by the mesh axes that split them, of all that a step changes,
     and of the parameters below adapters, as the first ones. Whether the embedding and the head are used `in_parts`, as
-    of `Layout`.
+    of `Layout`, and then the bytes of `embedding` that no device gathers.
     """
 
     split: Mapping[tuple[str, ...], float]
     state: float
     frozen: Mapping[tuple[str, ...], float]
     in_parts: bool
+    embedding: float
 
     @property
     def params(self) -> float:
@@ -262,7 +263,10 @@ def _layout(key: _Key, mesh: MeshSection) -> _Local:
     step = _shapes(key)
     layout = _device_layout(step, mesh)
     split, frozen = (_split(layout, tree) for tree in (step.state.params, step.frozen))
-    return _Local(split, sum(_split(layout, step.state).values()), frozen, bool(layout.in_parts))
+    # A head of its own is gathered in pieces; of an embedding that is also the head its pieces are.
+    apart = [step.state.params["embed"]] if "embed" in layout.in_parts and "head" in layout.in_parts else []
+    embedding = sum(_split(layout, {"embed": table}).get(("fsdp",), 0.0) for table in apart)
+    return _Local(split, sum(_split(layout, step.state).values()), frozen, bool(layout.in_parts), embedding)
 
 
 def _split(layout: Layout, tree: Tree) -> dict[tuple[str, ...], float]:
@@ -279,6 +283,11 @@ def _split(layout: Layout, tree: Tree) -> dict[tuple[str, ...], float]:
 def split_parameters(config: TrainConfig) -> Mapping[tuple[str, ...], float]:
     """Bytes of a device's trained parameters, by the mesh axes that split them."""
     return _layout(_key(config), config.mesh).split
+
+
+def exchanged_embedding(config: TrainConfig) -> float:
+    """Bytes of a device's part of the embedding where devices exchange rows of its result, and none gathers it."""
+    return _layout(_key(config), config.mesh).embedding
 
 
 def frozen_parameters(config: TrainConfig) -> Mapping[tuple[str, ...], float]:

@@ -35,6 +35,7 @@ def exchange_seconds(
     parameters: Split,
     recomputed: float,
     frozen: Split | None = None,
+    embedding: float = 0.0,
 ) -> dict[str, float]:
     """Seconds by mesh axis; "data" is the sum of gradients over all axes that split no parameter of them.
 
@@ -43,6 +44,8 @@ def exchange_seconds(
       parameters: what a device has of them.
       recomputed: share of the forward pass that is computed again.
       frozen: as `parameters`, of those that stay as they are.
+      embedding: bytes of a device's `parameters` that are an embedding which "fsdp" splits and no device gathers:
+        devices exchange the rows of its result, and those of their gradients.
 
     Raises: as `estimate_collective`, and as `training.stages.cut`.
     """
@@ -55,12 +58,14 @@ def exchange_seconds(
     found: dict[str, float] = {}
 
     fsdp = links_of(mesh, target, "fsdp")
-    split = mesh.fsdp * sum(nbytes for axes, nbytes in parameters.items() if "fsdp" in axes)
+    split = mesh.fsdp * (sum(nbytes for axes, nbytes in parameters.items() if "fsdp" in axes) - embedding)
     below = mesh.fsdp * sum(nbytes for axes, nbytes in (frozen or {}).items() if "fsdp" in axes)
     below *= 1 if config.lora.quantize else narrow / wide  # quantized ones travel as they are held
     gathered = estimate_collective("all_gather", split * narrow / wide + below, fsdp)
     added = estimate_collective("reduce_scatter", split * 4 / wide, fsdp)
     found["fsdp"] = config.microbatches * (2 * gathered + added)
+    if embedding:
+        found["fsdp"] += 2 * estimate_collective("all_to_all", mesh.fsdp * stream, fsdp)
     found["data"] = 0.0
     for axes, nbytes in parameters.items():
         alike = links_of(mesh, target, *(axis for axis in (*TOKENS, "tensor") if axis not in axes))

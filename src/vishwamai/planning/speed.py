@@ -18,6 +18,7 @@ from vishwamai.models import ModelConfig
 from vishwamai.planning.analytic import (
     Breakdown,
     described,
+    exchanged_embedding,
     frozen_parameters,
     split_parameters,
     training_memory,
@@ -107,12 +108,13 @@ def training_time(config: TrainConfig, target: str, memory: Breakdown | None = N
     # Each pass reads the weights that are gathered, and the activations that it keeps or has kept.
     split, frozen = split_parameters(config), frozen_parameters(config)
     parted = (*split.items(), *frozen.items())
-    gathered = (config.mesh.fsdp - 1) * sum(nbytes for axes, nbytes in parted if "fsdp" in axes)
+    embedding = exchanged_embedding(config)
+    gathered = (config.mesh.fsdp - 1) * (sum(nbytes for axes, nbytes in parted if "fsdp" in axes) - embedding)
     moved += waits * (2 + recomputed) * (parts["parameters"] + gathered) * narrow * config.microbatches
     moved += waits * 2 * kept * config.microbatches
     seconds += moved / chip.hbm_bandwidth_per_device
     seconds += _offloaded(config, target, parts["activations"]) / (chip.host_bandwidth_per_device or math.inf)
-    exchanged = exchange_seconds(config, target, model, split, recomputed, frozen)
+    exchanged = exchange_seconds(config, target, model, split, recomputed, frozen, embedding)
     seconds += sum(time * (1 if axis in ("data", "pipeline") else waits) for axis, time in exchanged.items())
     return Estimate(seconds, "analytic", "s")
 
