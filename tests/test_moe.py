@@ -62,16 +62,18 @@ def test_meaning_is_that_of_ragged_dot(sizes):
 
 SMALL, DEEP = GroupedTile(128, 128, 128, 64, 16, 64), GroupedTile(256, 128, 512, 128, 32, 128)
 TILES, WHOLE_DEPTH = GroupedConfig(SMALL, SMALL, SMALL), GroupedConfig(DEEP, DEEP, DEEP)
+AHEAD = GroupedTile(256, 128, 512, 128, 32, 128, matrix_buffers=3)
+TWO_AHEAD = GroupedConfig(AHEAD, AHEAD, DEEP)
 
 
 @functools.cache
-def of_any_size(implementation, config):
+def of_any_size(implementation, config, width=256):
     """Result and gradients of groups that begin and end anywhere in a tile, share one, span several, or are empty; two
     batch entries of different sizes.
     """
-    lhs, rhs = draw(2, 300, 256), draw(2, 6, 256, 256, seed=1)
+    lhs, rhs = draw(2, 300, width), draw(2, 6, width, width, seed=1)
     sizes = jnp.array([[100, 0, 77, 1, 20, 60], [0, 290, 0, 3, 7, 0]], jnp.int32)
-    cotangent = draw(2, 300, 256, seed=2)
+    cotangent = draw(2, 300, width, seed=2)
 
     @jax.jit
     def run(lhs, rhs):
@@ -83,12 +85,16 @@ def of_any_size(implementation, config):
     return jax.block_until_ready(run(lhs, rhs))
 
 
-@pytest.mark.parametrize("config", [TILES, WHOLE_DEPTH], ids=["tiles", "whole depth"])
-def test_kernel_with_groups_of_any_size(config):
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [(TILES, 256), (WHOLE_DEPTH, 256), (TWO_AHEAD, 256), (TWO_AHEAD, 200), (WHOLE_DEPTH, 120)],
+    ids=["tiles", "whole depth", "two matrices ahead", "a depth that no register divides", "one piece of the depth"],
+)
+def test_kernel_with_groups_of_any_size(config, width):
     """Blocks of the depth, or the matrices copied ahead."""
     with contract.simulated_tpu():
-        got = of_any_size("pallas_tpu", config)
-    contract.close(got, of_any_size("xla", None), 1e-5)
+        got = of_any_size("pallas_tpu", config, width)
+    contract.close(got, of_any_size("xla", None, width), 1e-5)
 
 
 def test_kernel_keeps_garbage_of_other_groups_out():

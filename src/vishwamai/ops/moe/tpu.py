@@ -37,7 +37,7 @@ def why_not(spec: GroupedSpec, target: Target) -> str | None:
         return "an array is empty."
     config = heuristic(spec, target)
     rows = min(config.forward.rows, config.grad_lhs.rows, config.grad_rhs.rows)
-    table = 5 * 4 * spec.batch * visits.length(spec.m, spec.groups, rows)
+    table = (len(visits.Visits._fields) - 1) * 4 * spec.batch * visits.length(spec.m, spec.groups, rows)
     if table > _SMEM_BYTES:
         return (
             f"the tables of visits for {spec.batch} x {spec.groups} groups take {table:,} bytes of scalar memory, more "

@@ -28,9 +28,12 @@ def keep(x: jax.Array, axis: int, start: Any, stop: Any) -> jax.Array:
     return jnp.where((index >= start) & (index < stop), x, jnp.zeros_like(x))
 
 
-def for_pieces(start: Any, stop: Any, block_m: int, piece: int, small: int, body: Any) -> None:
+def for_pieces(start: Any, stop: Any, block_m: int, piece: int, small: int, middle: int, body: Any) -> None:
     """Calls `body(first row, rows, fresh)` for pieces that cover `start <= row < stop` of a tile: large ones, then
     small ones, never past the tile.
+
+    Args:
+      middle: rows between small and large, 0 for none: one such piece before the small one makes them fit closer.
 
     Rows before `fresh` were in the piece before: the last one is moved up where it would leave the tile.
     """
@@ -45,14 +48,25 @@ def for_pieces(start: Any, stop: Any, block_m: int, piece: int, small: int, body
     wanted = stop - begin
     large = lax.div(wanted, piece)
 
+    def one(fresh: Any, rows: int) -> None:
+        body(pl.multiple_of(jnp.minimum(fresh, block_m - rows), ALIGN), rows, fresh)
+
     def one_large(i: jax.Array, carry: None) -> None:
-        at = pl.multiple_of(begin + i * piece, ALIGN)
-        body(at, piece, at)
+        one(begin + i * piece, piece)
 
     def one_small(i: jax.Array, carry: None) -> None:
-        fresh = begin + large * piece + i * small
-        body(pl.multiple_of(jnp.minimum(fresh, block_m - small), ALIGN), small, fresh)
+        one(begin + large * piece + i * small, small)
 
+    if middle:
+        rest = wanted - large * piece
+        instead = (large > 0) & (rest > 0) & (rest <= middle + small - piece)  # of the last large one
+        last = large - instead.astype(jnp.int32) + (rest > middle).astype(jnp.int32)
+        at = begin + last * piece
+        after = at + jnp.where(instead, middle, 0)
+        lax.fori_loop(0, last, one_large, None)
+        pl.when(instead | ((rest > small) & (rest <= middle)))(lambda: one(at, middle))
+        pl.when(instead | ((rest > 0) & (rest <= small)))(lambda: one(after, small))
+        return
     lax.fori_loop(0, large, one_large, None)
     if piece > small:
         lax.fori_loop(0, lax.div(wanted - large * piece + small - 1, small), one_small, None)

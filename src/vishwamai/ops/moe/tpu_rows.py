@@ -20,7 +20,7 @@ from vishwamai.core.tpu_dequantize import Operand, blocked_operand
 from vishwamai.ops.moe import tpu_visits as visits
 from vishwamai.ops.moe.spec import Operands
 from vishwamai.ops.moe.tpu_pieces import SEMANTICS, Split, for_pieces, keep, product
-from vishwamai.ops.moe.tpu_tiles import GroupedTile, fit
+from vishwamai.ops.moe.tpu_tiles import GroupedTile, fit, middle_rows, stays
 
 
 def _rows_kernel(
@@ -29,6 +29,7 @@ def _rows_kernel(
     start_ref: Any,
     stop_ref: Any,
     following_ref: Any,
+    second_ref: Any,
     lhs_ref: Any,
     rhs_ref: Any,
     scale_ref: Any,
@@ -43,6 +44,7 @@ def _rows_kernel(
     shared: bool,
     rhs_axis: int,
     depth: int,
+    whole: bool,
     tile: GroupedTile,
     reading: Operand,
 ) -> None:
@@ -52,13 +54,13 @@ def _rows_kernel(
       scale_ref: [1, block_n] of the columns of the result, or [1, block_k] of those of lhs (rhs_axis 1); of blocks of
         K, [blocks, block_n or block_k].
       sum_ref: [block_m, block_n] if the depth takes several steps or chunks.
-      matrix_ref, slot_ref, semaphores: if a group's matrix stays in VMEM, two of them, which of the two is in use, and
-        of their copies.
+      matrix_ref, slot_ref, semaphores: if a group's matrix stays in VMEM, the buffers of `tile`, which of them is in
+        use, and of their copies.
       entries: visits of one batch entry in the tables.
       split: which sweeps each part of the grid has.
       shared: one set of matrices serves every batch entry.
       rhs_axis: the contracted axis of rhs's blocks.
-      depth: length of the contracted axis.
+      depth: length of the contracted axis. whole: a tile has all columns of the result.
       reading: how the matrix is read.
     """
     block_m, block_n, block_k = tile.block
@@ -73,24 +75,33 @@ def _rows_kernel(
     if matrix_ref is not None:
 
         def copy(batch: Any, column: Any, group: Any, slot: Any) -> Any:
-            columns = pl.ds(pl.multiple_of(column * block_n, block_n), block_n)
+            columns: Any = slice(None)
+            if not whole:
+                columns = pl.ds(pl.multiple_of(column * block_n, block_n), block_n)
             matrix = (slice(None), columns) if rhs_axis == 0 else (columns, slice(None))
             source = rhs_ref.at[(0 if shared else batch, group, *matrix)]
             return pltpu.make_async_copy(source, matrix_ref.at[slot], semaphores.at[slot])
 
+        buffers = tile.matrix_buffers
+
+        def after(slot: Any, by: int) -> Any:
+            return jnp.where(slot + by >= buffers, slot + by - buffers, slot + by)
+
         @pl.when((visit == 0) | (group_ref[entry] != group_ref[before]))
         def _() -> None:
             opening = (b == 0) & (j == 0) & (visit == 0)
-            slot = jnp.where(opening, 0, 1 - slot_ref[0])
+            slot = jnp.where(opening, 0, after(slot_ref[0], 1))
             slot_ref[0] = slot
             here = copy(batch, column, group_ref[entry], slot)
             pl.when(opening)(here.start)
+            following, second = following_ref[entry], second_ref[entry]
+            # Of three buffers that of the group before is free, and the following group's has its copy already, except
+            # in the first visit of a sweep.
+            begins = following >= 0 if buffers == 2 else (following >= 0) & (visit == 0)
+            pl.when(begins)(lambda: copy(batch, column, following, after(slot, 1)).start())
+            if buffers > 2:
+                pl.when(second >= 0)(lambda: copy(batch, column, second, after(slot, 2)).start())
             here.wait()
-            following = following_ref[entry]
-
-            @pl.when(following >= 0)
-            def _() -> None:
-                copy(batch, column, following, 1 - slot).start()
 
             turns = j == pl.num_programs(2) - 1
 
@@ -98,7 +109,7 @@ def _rows_kernel(
             def _() -> None:  # the first matrix of the next sweep
                 next_b, next_j = jnp.where(turns, b + 1, b), jnp.where(turns, 0, j + 1)
                 next_batch, next_column = split.index(part, next_b, next_j)
-                copy(next_batch, next_column, group_ref[next_batch * entries], 1 - slot).start()
+                copy(next_batch, next_column, group_ref[next_batch * entries], after(slot, 1)).start()
 
         rhs_ref = matrix_ref.at[slot_ref[0]]
 
@@ -144,19 +155,20 @@ def _rows_kernel(
             sum_ref[place, :] = grown(k, size)
 
         size = tile.chunk_depth if tail == block_k else block_k
-        chunks = block_k // size
+        chunks = pl.cdiv(block_k, size)
         if chunks > 1:
             lax.fori_loop(0, chunks - 1, lambda i, _: grow(pl.multiple_of(i * size, size), size), None)
         # The last product is stored as it is made: a pass of its own over the sum would not hide behind the matrix
         # unit.
         last = (chunks - 1) * size
         if steps == 1:
-            store(at, rows, grown(last, size))
+            store(at, rows, grown(last, block_k - last))
             return
         pl.when(step < steps - 1)(lambda: grow(last, size))
         pl.when(step == steps - 1)(lambda: store(at, rows, grown(last, size)))
 
-    for_pieces(start, stop, block_m, tile.chunk_rows, min(tile.small_rows, tile.chunk_rows), piece)
+    small = min(tile.small_rows, tile.chunk_rows)
+    for_pieces(start, stop, block_m, tile.chunk_rows, small, middle_rows(tile.chunk_rows, small), piece)
 
 
 def rows_product(
@@ -197,7 +209,7 @@ def rows_product(
     split = Split(batch, column_tiles)
     shared = rhs.shape[0] == 1
     scales_shared = scale is None or scale.shape[0] == 1
-    resident = block_k == k and k % 128 == 0 and n % block_n == 0 and block_n % 128 == 0
+    resident = stays(tile.block, n, k)
 
     def lhs_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, tile: Any, *_: Any) -> Any:
         b, _ = split.index(p, b, j)
@@ -230,6 +242,7 @@ def rows_product(
             shared=shared,
             rhs_axis=rhs_axis,
             depth=k,
+            whole=block_n == n,
             tile=tile,
             reading=reading,
         ),
@@ -244,9 +257,9 @@ def rows_product(
         outputs=dict(out_ref=((batch, m, n), out_dtype, pl.BlockSpec((None, block_m, block_n), out_index))),
         scratch=dict(
             sum_ref=pltpu.VMEM((block_m, block_n), jnp.float32) if several else None,
-            matrix_ref=pltpu.VMEM((2, *matrix), rhs.dtype) if resident else None,
+            matrix_ref=pltpu.VMEM((tile.matrix_buffers, *matrix), rhs.dtype) if resident else None,
             slot_ref=pltpu.SMEM((1,), jnp.int32) if resident else None,
-            semaphores=pltpu.SemaphoreType.DMA((2,)) if resident else None,
+            semaphores=pltpu.SemaphoreType.DMA((tile.matrix_buffers,)) if resident else None,
         ),
         semantics=SEMANTICS,
         vmem_bytes=vmem,

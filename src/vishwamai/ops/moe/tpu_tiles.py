@@ -7,11 +7,12 @@ import functools
 import itertools
 import math
 
+from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.pallas import VmemTiles, planning_chip, round_up
 from vishwamai.core.qtensor import bits
 from vishwamai.core.target import Target
-from vishwamai.core.tiles import Tiles, part, size
+from vishwamai.core.tiles import Tiles, option, part, size
 from vishwamai.core.tpu_dequantize import scale_rows
 from vishwamai.ops.moe.spec import GroupedSpec
 
@@ -33,7 +34,9 @@ class GroupedTile(Tiles):
       rows, columns, depth: of one step. For the weights' gradient the depth is the columns of lhs, and the rows are
         what is contracted.
       chunk_rows: rows multiplied at once. small_rows: the same for what is left of a group.
-      chunk_depth: depth multiplied at once; divides that of the block.
+      chunk_depth: depth multiplied at once; divides that of the block, or that is the whole depth.
+      matrix_buffers: groups' matrices in VMEM at once, 2 or 3, where one stays there for all visits of its group: one
+        or two are copied while another is used.
     """
 
     rows: int = size("rows", block_size=_edge)
@@ -42,6 +45,12 @@ class GroupedTile(Tiles):
     chunk_rows: int = size("rows at once", block_size=lambda tiles, n: min(tiles.chunk_rows, n))
     small_rows: int = size("rows at a group's end", block_size=lambda tiles, n: min(n, 128))
     chunk_depth: int = size("depth at once", block_size=lambda tiles, n: min(tiles.chunk_depth, n))
+    matrix_buffers: int = option(2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.matrix_buffers not in (2, 3):
+            raise KernelError(f"GroupedTile: `matrix_buffers` is {self.matrix_buffers!r}; pass 2 or 3.")
 
     @property
     def block(self) -> Block:
@@ -66,7 +75,8 @@ class GroupedConfig(VmemTiles):
     def needs(self, spec: GroupedSpec, target: Target) -> dict[str, int]:
         tiles = self.forward, self.grad_lhs, self.grad_rhs
         problems = _problems(spec, target)
-        need = max(p.vmem(fit(tile, p.m, p.n, p.k).block) for p, tile in zip(problems, tiles, strict=True))
+        fits = (fit(tile, p.m, p.n, p.k) for p, tile in zip(problems, tiles, strict=True))
+        need = max(p.vmem(tile.block, tile.matrix_buffers) for p, tile in zip(problems, fits))
         return {"vmem_bytes": need}
 
 
@@ -80,9 +90,17 @@ def fit(tile: GroupedTile, m: int, n: int, k: int) -> GroupedTile:
     small_m = min(chunk_m, round_up(tile.small_rows, ALIGN))
     if rows % ALIGN:
         chunk_m = small_m = rows
-    chunk_k = round_up(tile.chunk_depth, 128)
-    chunk_k = depth if depth % chunk_k else chunk_k
-    return GroupedTile(rows, columns, depth, chunk_m, small_m, chunk_k)
+    chunk_k = min(depth, round_up(tile.chunk_depth, 128))
+    chunk_k = depth if depth % chunk_k and depth < k else chunk_k  # the last of a whole depth may be shorter
+    return GroupedTile(rows, columns, depth, chunk_m, small_m, chunk_k, tile.matrix_buffers)
+
+
+def stays(block: Block, n: int, k: int) -> bool:
+    """Whether a group's matrix, of `[k, n]`, stays in VMEM for all its visits: a block has the whole depth, and whole
+    registers of columns or all of them.
+    """
+    _, block_n, block_k = block
+    return block_k == k and (block_n == n or (n % block_n == 0 and block_n % 128 == 0))
 
 
 _HBM_SHARE = 0.9
@@ -103,6 +121,12 @@ _SMALL = 128
 """Rows of a piece at a group's end: fewer take as long, for the matrix unit must be given as many weights as it has
 rows.
 """
+
+
+def middle_rows(piece: int, small: int) -> int:
+    """Rows of the piece between a large and a small one; 0 where there is none."""
+    middle = round_up((piece + small) // 2, ALIGN)
+    return middle if small < middle < piece else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,25 +171,32 @@ class GroupedProblem:
 
     def chunk_k(self, block: Block) -> int:
         """Depth of what is multiplied at once: a divisor of the block's depth in whole registers with at most
-        `_UNROLLED` cycles of work.
+        `_UNROLLED` cycles of work; of a whole depth that no register divides, about equal parts.
         """
         block_m, block_n, block_k = block
-        if block_k % 128:
-            return block_k
         least = 128 if self.transposed else math.lcm(128, self.granule)
-        if block_k % least:
-            return block_k
         most = _UNROLLED * self.rate / (_piece(block_m) * block_n)
+        if block_k % least:
+            even = self.k == block_k and self.granule == 1 and block_k > most  # all of it, the last a little shorter
+            return round_up(-(-block_k // math.ceil(block_k / most)), 128) if even else block_k
         return max(d for d in range(least, block_k + 1, least) if block_k % d == 0 and (d <= most or d == least))
 
-    def vmem(self, block: Block) -> int:
-        """Bytes of VMEM: blocks twice, for a transfer runs beside the computation, and the sum once."""
+    def vmem(self, block: Block, matrices: int = 2) -> int:
+        """Bytes of VMEM: blocks twice, for a transfer runs beside the computation, and the sum once; `matrices` where
+        they stay for their group.
+        """
         m, n, k = (round_up(size, 128) for size in block)
         if self.weights:
             return 2 * (m * k + m * n) * self.itemsize + k * n * (2 * self.out_itemsize + 4)
-        operands = m * k * self.itemsize + int(k * n * self.matrix_bytes)
+        matrix = int(k * n * self.matrix_bytes)
+        operands = m * k * self.itemsize + matrix
         unpacked = round_up(self.chunk_k(block), 128) * n * (self.itemsize + 4) if self.unpacking else 0
-        return 2 * operands + m * n * (2 * self.out_itemsize + 4) + 8 * _piece(m) * n + unpacked
+        more = (matrices - 2) * matrix if self.stays(block) else 0
+        return 2 * operands + more + m * n * (2 * self.out_itemsize + 4) + 8 * _piece(m) * n + unpacked
+
+    def stays(self, block: Block) -> bool:
+        """Whether a group's matrix stays in VMEM for all its visits in a sweep."""
+        return not self.weights and stays(block, self.n, self.k)
 
     def cycles(self, block: Block) -> float:
         """About how long the product takes: the mean of groups that end where tiles do, and of groups that never do."""
@@ -191,9 +222,14 @@ class GroupedProblem:
             outer: tuple[int, ...] = (columns, depths, self.batch)
         elif depths == 1:
             visits = full + shared
-            busy = max(self._visit(block, self.m + shared * _SMALL) + visits * _STEP_CYCLES, visits * lhs)
+            # A group that shares tiles adds half of the step between two sizes of pieces at either end.
+            middle = middle_rows(_piece(block_m), _SMALL)
+            added = middle - _SMALL + ALIGN if middle else _SMALL
+            busy = max(self._visit(block, self.m + shared * added) + visits * _STEP_CYCLES, visits * lhs)
             # A matrix is copied while its predecessor is used; the rows of the visit after the next one wait behind it.
-            late = max(0.0, matrix + 2 * lhs - 2 * busy / visits)
+            # One that does not stay is copied in the last visit of its predecessor.
+            ahead = 2 if self.stays(block) else 1
+            late = max(0.0, matrix + ahead * (lhs - busy / visits))
             sweep = busy + min(self.groups, self.m) * late
             outer = (columns, self.batch)
         else:
@@ -237,7 +273,8 @@ class GroupedProblem:
         ]
         smallest = (rows[0], columns[0], depths[0])
         block = min(found, key=lambda block: (self.cycles(block), self.vmem(block)), default=smallest)
-        return GroupedTile(*block, _piece(block[0]), min(_SMALL, block[0]), self.chunk_k(block))
+        buffers = 3 if self.stays(block) and self.vmem(block, 3) <= budget else 2
+        return GroupedTile(*block, _piece(block[0]), min(_SMALL, block[0]), self.chunk_k(block), buffers)
 
 
 def _piece(block_m: int) -> int:
@@ -245,18 +282,20 @@ def _piece(block_m: int) -> int:
 
 
 def _sizes(size: int, largest: int, granule: int) -> list[int]:
-    """Divisors in whole registers and multiples of `granule`; where there are none, the whole axis, or powers of two of
+    """Divisors in whole registers and multiples of `granule`; where there are none, the whole axis and powers of two of
     which the last block is ragged.
     """
     step = math.lcm(128, granule)
     divisors = [d for d in range(step, largest + 1, step) if size % d == 0]
-    return divisors or ([size] if size <= largest else [256, 512, 1024] if granule == 1 else [step])
+    whole = [size] if size <= largest else []
+    ragged = [n for n in (256, 512, 1024, 1536, 2048) if n < min(size, largest)] if granule == 1 else []
+    return divisors or ragged + whole or [step]
 
 
 @functools.lru_cache(maxsize=1024)
 def _best(problem: GroupedProblem) -> tuple[GroupedTile, int]:
     tile = problem.best()
-    return tile, problem.vmem(tile.block)
+    return tile, problem.vmem(tile.block, tile.matrix_buffers)
 
 
 def _problems(spec: GroupedSpec, target: Target) -> tuple[GroupedProblem, GroupedProblem, GroupedProblem]:

@@ -22,6 +22,7 @@ class Visits(NamedTuple):
     start: Any  # first row of the tile that belongs to the group
     stop: Any  # one past the last; start == stop where nothing is computed
     following: Any  # the next group that is not this one, -1 if there is none: what to load ahead
+    second: Any  # and the one after that
     count: Any  # [1]: visits that the longest batch entry has
 
 
@@ -87,8 +88,10 @@ def plan(group_sizes: jax.Array, first_row: jax.Array | None, m: int, block_m: i
     later = jnp.flip(jax.lax.cummin(jnp.flip(candidates, 1), axis=1), 1)
     later = jnp.pad(later[:, 1:], ((0, 0), (0, 1)), constant_values=groups)
     following = jnp.take_along_axis(later, group, axis=1)
+    second = jnp.take_along_axis(later, jnp.minimum(following, groups - 1), axis=1)
+    second = jnp.where((following < groups) & (second < groups), second, -1)
     following = jnp.where(following < groups, following, -1)
-    columns = (group, tile, start, stop, following, jnp.max(total))
+    columns = (group, tile, start, stop, following, second, jnp.max(total))
     return Visits(*(x.astype(jnp.int32).reshape(-1) for x in columns))
 
 

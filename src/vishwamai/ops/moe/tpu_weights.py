@@ -22,6 +22,7 @@ def _weights_kernel(
     start_ref: Any,
     stop_ref: Any,
     following_ref: Any,
+    second_ref: Any,
     lhs_ref: Any,
     dout_ref: Any,
     out_ref: Any,
@@ -32,7 +33,7 @@ def _weights_kernel(
     tile: GroupedTile,
 ) -> None:
     """One step: a group's sum grows by the product of its rows in one tile; its last visit stores it."""
-    del tile_ref, following_ref
+    del tile_ref, following_ref, second_ref
     block_m = tile.block[0]
     part, b, j, visit = (pl.program_id(axis) for axis in (0, 1, 2, 4))
     visited = pl.num_programs(4)
@@ -60,7 +61,7 @@ def _weights_kernel(
             lhs, dout = keep(lhs, 0, begin, stop - at), keep(dout, 0, begin, stop - at)
             sum_ref[...] += product(lhs, dout, (0, 0))
 
-        for_pieces(start, stop, block_m, tile.chunk_rows, min(tile.small_rows, tile.chunk_rows), piece)
+        for_pieces(start, stop, block_m, tile.chunk_rows, min(tile.small_rows, tile.chunk_rows), 0, piece)
 
     @pl.when(last)
     def _() -> None:
