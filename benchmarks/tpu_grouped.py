@@ -6,8 +6,8 @@ Peers are jax's `megablox` (`gmm`, and `tgmm` for the gradient of rhs) at the be
 Every time is an estimate of the whole program, the tables of visits included (docs/aot.md says how far to trust it;
 differences below 4 % are not worth reading). "even" groups end where tiles do, "uneven" ones do not; "zipf" are 64
 groups whose sizes fall as one over their rank. "share" is ours of the roofline; below it are the programs that XLA adds
-around our kernel. With `--columns` the matrices lie column by column, `[groups, N, K]`: ours takes their transpose,
-megablox and Tokamax read them as they lie.
+around our kernel. With `--columns` the matrices lie column by column, `[groups, N, K]`, which all three read as they
+lie (`transpose_rhs`).
 
     python benchmarks/tpu_grouped.py --targets v4,v5e,v5p,v6e,tpu7x --products forward,grad_lhs,grad_rhs --groups
     even,uneven,zipf
@@ -93,7 +93,7 @@ def ours(problem: Problem, product: str, columns: bool = False) -> Callable[...,
     """The product alone; XLA drops what a gradient does not need."""
 
     def multiply(a: Any, b: Any, sizes: Any) -> Any:
-        return grouped_gemm(a, b.swapaxes(1, 2) if columns else b, sizes)
+        return grouped_gemm(a, b, sizes, transpose_rhs=columns)
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(x.shape, x.dtype)

@@ -119,11 +119,13 @@ def test_contract_of_tensors(case):
     contract.check_all(got, contract.truth(case), contract.by_reference(case))
 
 
-@pytest.mark.parametrize("out_dtype", ["float32", pytest.param(None, marks=pytest.mark.long)])
-def test_opcheck(out_dtype):
-    lhs, rhs = tensors((8, 16), (2, 16, 8))
+@pytest.mark.parametrize(
+    ("out_dtype", "turned"), [("float32", False), pytest.param(None, True, marks=pytest.mark.long)]
+)
+def test_opcheck(out_dtype, turned):
+    lhs, rhs = tensors((8, 16), (2, 12, 16) if turned else (2, 16, 12))
     first = None if out_dtype is None else torch.tensor(1, dtype=torch.int32)
-    arguments = (lhs, rhs, torch.tensor([3, 4]), None, first, out_dtype, 0)
+    arguments = (lhs, rhs, torch.tensor([3, 4]), None, first, out_dtype, 0, turned)
     assert set(torch.library.opcheck(torch.ops.vishwamai.grouped_gemm.default, arguments).values()) == {"SUCCESS"}
 
 

@@ -136,6 +136,7 @@ class Signature:
       hints: what an error of an operand says after the shape to pass.
       turned: what an error of an operand says where its transpose would fit.
       split: the dims that may be split over devices, where they are others than the op's.
+      own: the op's dims of the operands, where an option of the call changes them.
     """
 
     def __init__(
@@ -146,13 +147,14 @@ class Signature:
         hints: Mapping[str, str] | None = None,
         split: str | None = None,
         turned: Mapping[str, str] | None = None,
+        own: Any = None,
     ):
         self.operands = operands
         self._outputs: Callable[[Any], Any] = outputs if callable(outputs) else lambda spec: outputs
         self.labels = dict(labels or {})
         self.hints = dict(hints or {})
         self.turned = dict(turned or {})
-        self._own = dims.declared(type(operands))
+        self._own = own or dims.declared(type(operands))
         self.split = split
 
     def outputs(self, spec: Any) -> Any:

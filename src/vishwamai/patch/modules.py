@@ -240,8 +240,8 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     no_loss = top_k_weights.new_zeros(())
     routing = Routing(top_k_weights, top_k_index.int(), no_loss, no_loss, counts)
     sent = moe_dispatch(hidden_states, routing)
-    gate, up = grouped_gemm(sent.rows, self.gate_up_proj.mT, sent.group_sizes).chunk(2, dim=-1)
-    out = grouped_gemm(self.act_fn(gate) * up, self.down_proj.mT, sent.group_sizes)
+    gate, up = grouped_gemm(sent.rows, self.gate_up_proj, sent.group_sizes, transpose_rhs=True).chunk(2, dim=-1)
+    out = grouped_gemm(self.act_fn(gate) * up, self.down_proj, sent.group_sizes, transpose_rhs=True)
     return moe_combine(out, sent, routing).reshape(hidden_states.shape)
 
 

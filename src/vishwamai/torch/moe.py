@@ -15,13 +15,14 @@ from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, che
 from vishwamai.ops.moe.layer import CLAMPED, MoEOutput, check_layer
 from vishwamai.ops.moe.routing import Routing, check_routing, choose
 from vishwamai.ops.moe.spec import (
-    SIGNATURE,
     Outputs,
     check_held,
     check_offset,
     check_sizes,
+    check_transposed,
     describe,
     held_groups,
+    signature,
     unpack_weights,
 )
 from vishwamai.torch import activation as activations
@@ -35,7 +36,7 @@ from vishwamai.torch.value_checks import check_values
 _grouped_gemm = TorchOperator(
     MOE,
     Outputs,
-    SIGNATURE,
+    lambda call: signature(call.transpose_rhs),
     describe,
     gradients=("lhs", "rhs"),
     dtypes=lambda call: (getattr(torch, call.out_dtype) if call.out_dtype else call.operands.lhs.dtype,),
@@ -58,6 +59,7 @@ def grouped_gemm(
     group_sizes: Tensor,
     *,
     group_offset: int | Tensor | None = None,
+    transpose_rhs: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Matrix product whose rows are in consecutive groups, each with its own right-hand matrix; see
@@ -77,6 +79,7 @@ def grouped_gemm(
     """
     if out_dtype is None and lhs.dtype == torch.float32:
         out_dtype = torch.float32  # whatever the ambient `use_bfloat16` makes of the operands
+    check_transposed(rhs, transpose_rhs)
     scale, block_k = None, 0
     if isinstance(rhs, QTensor):
         rhs, scale, block_k = unpack_weights(rhs)
@@ -89,7 +92,7 @@ def grouped_gemm(
     if group_offset is not None:
         group_sizes, first_row = _held(lhs, rhs, group_sizes, group_offset)
     name = None if out_dtype is None else str(out_dtype).removeprefix("torch.")
-    return _grouped_gemm(lhs, rhs, group_sizes, scale, first_row, name, block_k)[0]
+    return _grouped_gemm(lhs, rhs, group_sizes, scale, first_row, name, block_k, transpose_rhs)[0]
 
 
 def _held(lhs: Tensor, rhs: Any, group_sizes: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -21,14 +21,15 @@ from vishwamai.ops.moe.cpu import NATIVE
 from vishwamai.ops.moe.gpu import TRITON
 from vishwamai.ops.moe.reference import XLA
 from vishwamai.ops.moe.spec import (
-    SIGNATURE,
     GroupedSpec,
     Operands,
     check_held,
     check_offset,
     check_sizes,
+    check_transposed,
     describe,
     held_groups,
+    signature,
     split,
     unpack_weights,
 )
@@ -48,6 +49,7 @@ def grouped_gemm(
     group_sizes: Int[Array, "*batch G"],
     *,
     group_offset: int | Int[Array, ""] | None = None,
+    transpose_rhs: bool = False,
     out_dtype: Any = None,
     block_size: int | None = None,
     config: Any = None,
@@ -73,6 +75,8 @@ def grouped_gemm(
         what is beyond M is cut off; `KernelConfig(checks=True)` makes them an error there too.
       group_offset: the first group that `rhs` has a matrix for, an int or a traced scalar; one out of range is an error
         where it is known, and is clamped where it is traced. None: `rhs` has the matrices of all groups.
+      transpose_rhs: the matrices are stored `[..., G, N, K]`, the contracted axis last, as checkpoints of experts often
+        hold them. No copy is made. Not with a `QTensor` or a `PackedQTensor`.
       out_dtype: dtype of the result; by default that of `lhs`.
       block_size: about how many rows and columns a tile has; None lets the library choose.
       config: tiles (a `GroupedConfig`), a block size, or None.
@@ -95,6 +99,7 @@ def grouped_gemm(
     [0.0, 200.0, 300.0, 0.0]
     """
     config = block_size if config is None else config
+    check_transposed(rhs, transpose_rhs)
     if isinstance(lhs, QTensor):
         raise UnsupportedError(
             f"grouped_gemm: `lhs` is a QTensor of {lhs.format}, which no grouped kernel takes; pass "
@@ -129,10 +134,10 @@ def grouped_gemm(
     if group_offset is not None:
         sizes, first_row = _held(lhs, rhs, group_sizes, group_offset)
     arrays = Operands(lhs, rhs, sizes, scale, first_row)
-    spec = describe(array_specs(arrays), out_dtype, block_k)
+    spec = describe(array_specs(arrays), out_dtype, block_k, transpose_rhs)
     check_values(functools.partial(check_sizes, rows=lhs.shape[-2]), group_sizes)
     arrays = arrays._replace(group_sizes=sizes.astype(jnp.int32))
-    return public_call(MOE, SIGNATURE, spec, arrays, config=config, implementation=implementation).out
+    return public_call(MOE, signature(transpose_rhs), spec, arrays, config=config, implementation=implementation).out
 
 
 def _held(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ def _case(
     dtype: str = "float32",
     *,
     held: int | None = None,
+    transpose_rhs: bool = False,
     tags: tuple[str, ...] = ("contract",),
     **options: Any,
 ) -> Case:
@@ -27,7 +28,9 @@ def _case(
     """
     sizes = np.asarray(sizes, np.int32)
     depth = lhs[-1]
-    rhs = (*sizes.shape[:-1], held or sizes.shape[-1], depth, columns)
+    matrix = (columns, depth) if transpose_rhs else (depth, columns)
+    rhs = (*sizes.shape[:-1], held or sizes.shape[-1], *matrix)
+    options |= {"transpose_rhs": True} if transpose_rhs else {}
     # Weights of variance 1/K keep the sums near 1.
     arrays = {"lhs": ArrayInit(lhs, dtype), "rhs": ArrayInit(rhs, dtype, scale=max(depth, 1) ** -0.5)}
     return Case(name, "grouped_gemm", grouped_gemm, arrays, {"group_sizes": sizes, **options}, frozenset(tags))
@@ -89,6 +92,10 @@ _CONTRACT = (
     _case("one feature bfloat16", (40, 1), 24, [25, 15], "bfloat16"),
     _case("batch", (2, 40, 16), 20, [[10, 30, 0], [0, 5, 20]]),
     _case("no rows in any group", (20, 16), 8, [0, 0]),
+    _case("matrices [N, K]", (100, 40), 24, [30, 0, 50, 7], transpose_rhs=True),
+    _case("matrices [N, K] copied ahead", (150, 128), 256, [40, 0, 1, 70, 20], "bfloat16", transpose_rhs=True),
+    _case("matrices [N, K] of a batch", (2, 40, 16), 20, [[10, 30, 0], [0, 5, 20]], "bfloat16", transpose_rhs=True),
+    _case("some matrices [N, K]", (40, 16), 20, [10, 4, 0, 26], group_offset=1, held=3, transpose_rhs=True),
     _case("float16", (40, 16), 20, [25, 15], "float16"),
     _case("float64", (40, 16), 20, [25, 10], "float64"),
     _case("no rows", (0, 16), 20, [0, 0]),

@@ -72,7 +72,8 @@ def _turned(x: jax.Array, first_row: jax.Array | None, sign: int) -> jax.Array:
 def forward(spec: GroupedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del config, residuals  # nothing to configure; the backward pass needs the operands alone
     lhs, rhs, sizes, _, first = operands
-    return Outputs(_turned(_rows(_turned(lhs, first, -1), rhs, sizes, False, spec.out_dtype), first, 1)), None
+    out = _rows(_turned(lhs, first, -1), rhs, sizes, spec.transpose_rhs, spec.out_dtype)
+    return Outputs(_turned(out, first, 1)), None
 
 
 def backward(
@@ -81,9 +82,10 @@ def backward(
     del config, outputs, residuals
     lhs, rhs, sizes, _, first = operands
     lhs, dout = (_turned(x, first, -1) for x in (lhs, cotangents.out.astype(lhs.dtype)))
-    d_lhs = _turned(_rows(dout, rhs, sizes, True, lhs.dtype), first, 1)
+    d_lhs = _turned(_rows(dout, rhs, sizes, not spec.transpose_rhs, lhs.dtype), first, 1)
     shared = rhs.shape[0] != spec.batch  # then a sum over the batch follows, in the wider dtype
-    d_rhs = _weights(lhs, dout, sizes, spec.accumulator if shared else rhs.dtype)
+    rows, columns = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
+    d_rhs = _weights(rows, columns, sizes, spec.accumulator if shared else rhs.dtype)
     return gradients(operands, d_lhs, sum_shared(d_rhs, rhs))
 
 

@@ -123,7 +123,7 @@ def heuristic(spec: GroupedSpec, target: Target) -> GroupedGpuConfig:
     return GroupedGpuConfig(
         *tiles(entries, mean, spec.n, spec.k, width, quantized),
         *tiles(entries, mean, spec.k, spec.n, width, quantized),
-        *tiles(spec.operands.rhs.shape[0] * spec.groups, spec.k, spec.n, mean, width),
+        *tiles(spec.operands.rhs.shape[0] * spec.groups, *spec.operands.rhs.shape[2:], mean, width),
     )
 
 
@@ -231,11 +231,15 @@ def rows_product(
 
 
 def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, operands: Operands, dout: Any) -> Any:
-    """`[B or 1, G, K, N]`: for each group its rows of lhs `[B, M, K]`, transposed, times those of dout `[B, M, N]`."""
+    """`[B or 1, G, K, N]`: for each group its rows of lhs `[B, M, K]`, transposed, times those of dout `[B, M, N]`; the
+    other way around where the matrices are transposed.
+    """
     lhs, _, sizes, _, first = operands
+    lhs, dout = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
     rhs = spec.operands.rhs
+    rows, columns = rhs.shape[2:]
     block_m, block_n, block_k, warps, stages = config.backward_rhs
-    count = spec.groups * gpu.cdiv(spec.k, block_m) * gpu.cdiv(spec.n, block_n)
+    count = spec.groups * gpu.cdiv(rows, block_m) * gpu.cdiv(columns, block_n)
     programs = min(count, config.num_programs * 8 // warps)
     (out,) = gpu.launch(
         WEIGHTS_PRODUCT,
@@ -247,14 +251,14 @@ def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, operands: Opera
         batch=spec.batch,
         groups=spec.groups,
         M=spec.m,
-        N=spec.n,
-        K=spec.k,
+        N=columns,
+        K=rows,
         sizes_stride=_step(sizes, spec.groups),
         first_stride=_step(first, 1),
         MEMBERS=spec.batch // rhs.shape[0],
         PRECISION=_precision(rhs.dtype),
-        TMA_LHS=_aligned(spec.k, rhs.dtype),
-        TMA_DOUT=_aligned(spec.n, rhs.dtype),
+        TMA_LHS=_aligned(rows, rhs.dtype),
+        TMA_DOUT=_aligned(columns, rhs.dtype),
         PROGRAMS=programs,
         GROUPS=_beyond(spec.groups, None),
         BLOCK_M=block_m,
@@ -278,7 +282,8 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 def forward(spec: GroupedSpec, config: GroupedGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del residuals  # the backward pass needs the operands alone
-    return Outputs(rows_product(spec, config, config.forward, operands.lhs, operands, False, spec.out_dtype)), None
+    lhs, turned = operands.lhs, spec.transpose_rhs
+    return Outputs(rows_product(spec, config, config.forward, lhs, operands, turned, spec.out_dtype)), None
 
 
 def backward(
@@ -293,7 +298,7 @@ def backward(
     scale = operands.rhs_scale
     dtype = spec.operands.lhs.dtype
     dout = _cast(cotangents.out, dtype)
-    d_lhs = rows_product(spec, config, config.backward_lhs, dout, operands, True, dtype)
+    d_lhs = rows_product(spec, config, config.backward_lhs, dout, operands, not spec.transpose_rhs, dtype)
     if scale is not None:
         return gradients(operands, d_lhs, None) if gpu.framework(d_lhs) == "jax" else Operands(d_lhs, *(None,) * 4)
     return Operands(d_lhs, weights_product(spec, config, operands, dout), None, None, None)

@@ -162,7 +162,11 @@ def forward(spec: GroupedSpec, config: None, operands: Operands, residuals: bool
     if spec.batch == 0:
         return Outputs(jnp.zeros((0, spec.m, spec.n), spec.out_dtype)), None
     run = functools.partial(
-        product, transposed=False, block_k=spec.block_k, total=spec.accumulator, out_dtype=spec.out_dtype
+        product,
+        transposed=spec.transpose_rhs,
+        block_k=spec.block_k,
+        total=spec.accumulator,
+        out_dtype=spec.out_dtype,
     )
     return Outputs(_for_each(run, *operands)), None
 
@@ -176,11 +180,13 @@ def backward(
         return gradients(operands, jnp.zeros_like(lhs), jnp.zeros_like(rhs))
     dout = cotangents.out.astype(lhs.dtype)
     total = spec.accumulator
-    run = functools.partial(product, transposed=True, block_k=spec.block_k, total=total, out_dtype=lhs.dtype)
+    how: Any = dict(transposed=not spec.transpose_rhs, block_k=spec.block_k, total=total, out_dtype=lhs.dtype)
+    run = functools.partial(product, **how)
     d_lhs = sum_shared(_for_each(run, dout, rhs, sizes, scale, first), lhs)
     if scale is not None:
         return gradients(operands, d_lhs, None)
-    d_rhs = _for_each(functools.partial(weight_gradient, total=total), lhs, dout, sizes, first)
+    rows, columns = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
+    d_rhs = _for_each(functools.partial(weight_gradient, total=total), rows, columns, sizes, first)
     return gradients(operands, d_lhs, sum_shared(d_rhs, rhs))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vishwamai.core import dims
 from vishwamai.core.arrays import cut, namespace
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
@@ -26,7 +28,8 @@ class Operands(NamedTuple):
     """
 
     lhs: Annotated[Any, "batch m k"]
-    rhs: Annotated[Any, "batch? groups k n"]  # of the dtype of lhs; with a scale one of `NARROW`
+    # Of the dtype of lhs; with a scale one of `NARROW`. "batch? groups n k" if transpose_rhs.
+    rhs: Annotated[Any, "batch? groups k n"]
     group_sizes: Annotated[Any, "batch? groups"]  # int32
     # One for each block of k, or one block: float; or uint8, the bits of e8m0.
     rhs_scale: Annotated[Any, "batch? groups _ n?", "optional"]
@@ -39,6 +42,12 @@ class Outputs(NamedTuple):
     out: Annotated[Any, "batch m n"]  # in out_dtype
 
 
+def operand_dims(transpose_rhs: bool) -> Operands:
+    """The dims of operands whose matrices may be transposed."""
+    found = dims.declared(Operands)
+    return found._replace(rhs="batch? groups n k") if transpose_rhs else found
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupedSpec(OpSpec):
     """`out[i] = lhs[i] @ rhs[g]` for the rows i of group g, which are consecutive; 0 for the rows before the first
@@ -47,10 +56,17 @@ class GroupedSpec(OpSpec):
     Attributes:
       out_dtype: dtype of the result.
       block_k: numbers along K that share a scale of rhs; 0 where a column has one scale, or none.
+      transpose_rhs: the matrices are stored [N, K]; never with scales.
     """
 
     out_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     block_k: int = 0
+    transpose_rhs: bool = False
+
+    def dims(self, kind: Any) -> Any:
+        """Of transposed matrices too."""
+        found = super().dims(kind)
+        return operand_dims(self.transpose_rhs) if kind is Operands else found
 
     @property
     def batch(self) -> int:
@@ -72,7 +88,7 @@ class GroupedSpec(OpSpec):
 
     @property
     def n(self) -> int:
-        return self.operands.rhs.shape[3]
+        return self.operands.rhs.shape[2 if self.transpose_rhs else 3]
 
     @property
     def accumulator(self) -> jnp.dtype:
@@ -95,16 +111,18 @@ class GroupedSpec(OpSpec):
         shared = " shared" if o.rhs.shape[0] != self.batch else ""
         scaled = "" if o.rhs_scale is None else f" {o.rhs.dtype.name} blocks {self.block_k}"
         offset = "" if o.first_row is None else " offset"
+        offset += " transposed" if self.transpose_rhs else ""
         return (
             f"{o.lhs.dtype.name} {self.batch}x{self.m}x{self.n}x{self.k} groups {self.groups} "
             f"{self.out_dtype.name}{shared}{scaled}{offset}"
         )
 
 
-SIGNATURE = Signature(
-    Operands("*batch m k", "*batch? groups k n", "*batch? groups", "*batch? groups _ n?", "*batch?"),
-    Outputs("*batch m n"),
-)
+@functools.cache
+def signature(transpose_rhs: bool = False) -> Signature:
+    """The dims of the caller's arrays: any batch axes in place of the one."""
+    own = operand_dims(transpose_rhs)
+    return Signature(Operands(*(text.replace("batch", "*batch") for text in own)), Outputs("*batch m n"), own=own)
 
 
 def split(spec: GroupedSpec, backward: bool) -> str:
@@ -132,8 +150,21 @@ def unpack_weights(rhs: QTensor) -> tuple[Any, Any, int]:
     return values, scales, rhs.block_size or 0
 
 
+def check_transposed(rhs: Any, transpose_rhs: bool) -> None:
+    """Checks that transposed matrices are an array.
+
+    Raises:
+      ShapeError: they are quantized.
+    """
+    if transpose_rhs and hasattr(rhs, "format"):
+        raise ShapeError(
+            f"grouped_gemm: `rhs` is a {type(rhs).__name__}, and `transpose_rhs` is for arrays; quantize matrices "
+            "[..., G, K, N] with axis=-2, without it."
+        )
+
+
 @described
-def describe(operands: Operands, out_dtype: str | None, block_k: int = 0) -> GroupedSpec:
+def describe(operands: Operands, out_dtype: str | None, block_k: int = 0, transpose_rhs: bool = False) -> GroupedSpec:
     """The spec of the caller's arrays, with or without batch axes.
 
     Raises:
@@ -161,17 +192,18 @@ def describe(operands: Operands, out_dtype: str | None, block_k: int = 0) -> Gro
         raise ShapeError(
             f"grouped_gemm: `group_sizes` has dtype {sizes.dtype.name}; pass integers: rows of each group."
         )
-    SIGNATURE.check("grouped_gemm", operands)
+    of_caller = signature(transpose_rhs)
+    of_caller.check("grouped_gemm", operands)
     wanted = x.dtype if out_dtype is None else as_dtype("grouped_gemm", "out_dtype", out_dtype)
     if wanted not in FLOATS:
         raise ShapeError(
             f"grouped_gemm: `out_dtype` is {wanted.name}; pass bfloat16, float16, float32 or float64, or None."
         )
-    specs = SIGNATURE.specs(operands)
+    specs = of_caller.specs(operands)
     integers = dataclasses.replace(specs.group_sizes, dtype=jnp.dtype(jnp.int32))
     if specs.first_row is not None:
         specs = specs._replace(first_row=dataclasses.replace(specs.first_row, dtype=jnp.dtype(jnp.int32)))
-    return GroupedSpec(specs._replace(group_sizes=integers), wanted, block_k)
+    return GroupedSpec(specs._replace(group_sizes=integers), wanted, block_k, transpose_rhs)
 
 
 def check_sizes(sizes: np.ndarray, *, rows: int) -> None:

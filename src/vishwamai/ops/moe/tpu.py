@@ -1,6 +1,7 @@
 """The grouped product on TPU (Pallas): the three products made of its two kernels.
 
-`rows_product` serves the forward product and the gradient of lhs (which contracts the other axis of rhs). It sweeps
+`rows_product` serves the forward product and the gradient of lhs (which contracts the other axis of rhs), and both the
+other way around where the matrices are transposed. It sweeps
 over the visits of `tpu_visits.py` for each tile of columns. Where the contracted axis fits VMEM whole, the matrix of a
 group is read once for a sweep, and the next group's is copied while this one's rows are multiplied, however many visits
 they take; else blocks along the contracted axis come through the pipeline. `weights_product` is the gradient of rhs: a
@@ -49,7 +50,14 @@ def why_not(spec: GroupedSpec, target: Target) -> str | None:
 def forward(spec: GroupedSpec, config: GroupedConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del residuals  # the backward pass needs the operands alone
     out = rows_product(
-        "grouped_gemm", config.forward, config.vmem_bytes, operands.lhs, operands, 0, spec.block_k, spec.out_dtype
+        "grouped_gemm",
+        config.forward,
+        config.vmem_bytes,
+        operands.lhs,
+        operands,
+        int(spec.transpose_rhs),
+        spec.block_k,
+        spec.out_dtype,
     )
     return Outputs(out), None
 
@@ -61,11 +69,13 @@ def backward(
     lhs, rhs, sizes, scale, first = operands
     dout = cotangents.out.astype(lhs.dtype)
     vmem = config.vmem_bytes
-    d_lhs = rows_product("grouped_gemm_grad_lhs", config.grad_lhs, vmem, dout, operands, 1, spec.block_k, lhs.dtype)
+    axis = 1 - int(spec.transpose_rhs)
+    d_lhs = rows_product("grouped_gemm_grad_lhs", config.grad_lhs, vmem, dout, operands, axis, spec.block_k, lhs.dtype)
     if scale is not None:
         return gradients(operands, d_lhs, None)
     shared = rhs.shape[0] != spec.batch  # then a sum over the batch follows, in float32
-    d_rhs = weights_product(config.grad_rhs, vmem, lhs, dout, sizes, first, jnp.float32 if shared else rhs.dtype)
+    rows, columns = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
+    d_rhs = weights_product(config.grad_rhs, vmem, rows, columns, sizes, first, jnp.float32 if shared else rhs.dtype)
     return gradients(operands, d_lhs, sum_shared(d_rhs, rhs))
 
 

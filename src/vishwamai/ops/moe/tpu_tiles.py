@@ -314,7 +314,10 @@ def _problems(spec: GroupedSpec, target: Target) -> tuple[GroupedProblem, Groupe
         return GroupedProblem(spec.batch, spec.groups, spec.m, n, k, size, out, weights, planning_chip(target), *matrix)
 
     n, k = spec.n, spec.k
-    return problem(n, k, out, False), problem(k, n, size, False, True), problem(n, k, 4 if shared else size, True)
+    turned = spec.transpose_rhs
+    weights = (k, n) if turned else (n, k)
+    forward, grad_lhs = problem(n, k, out, False, turned), problem(k, n, size, False, not turned)
+    return forward, grad_lhs, problem(*weights, 4 if shared else size, True)
 
 
 def heuristic(spec: GroupedSpec, target: Target) -> GroupedConfig:
