@@ -28,7 +28,7 @@ from vishwamai.models.config import ModelConfig
 from vishwamai.training.adam import scale_by_adam
 from vishwamai.training.checkpoints import Checkpoints
 from vishwamai.training.config import GuardSection, LossSection, OptimizerSection, TrainConfig
-from vishwamai.training.config_file import from_dict
+from vishwamai.training.config_file import from_dict, read_config
 from vishwamai.training.data import prepare
 from vishwamai.training.optimizers import groups, optimizer, path_names, schedule
 from vishwamai.training.packing import IGNORED
@@ -175,8 +175,20 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
     with pytest.raises(ConfigError, match="holds a run; pass --resume"):
         next(train(config, tmp_path / "run"))
     other = dataclasses.replace(config, batch_size=8)
-    with pytest.raises(ConfigError, match="batch_size differs from the run .* it was 4, and is now 8"):
+    with pytest.raises(ConfigError, match="batch_size differs from the run .* it was 4, and is now 8; set it as"):
         next(train(other, tmp_path / "run", resume=True))
+
+
+def test_a_run_without_a_checkpoint_begins_with_another_configuration_on_resumption(tmp_path):
+    (tmp_path / "bad.jsonl").write_text("no json\n")
+    bad = {"sources": [{"paths": [str(tmp_path / "bad.jsonl")]}], "sequence_length": 32, "max_bad_records": 0}
+    with pytest.raises(ConfigError, match=r"more than data\.max_bad_records=0"):
+        next(train(small(tmp_path, data=bad), tmp_path / "run"))
+    config = small(tmp_path, steps=1)
+    with pytest.raises(ConfigError, match="holds a run; pass --resume"):
+        next(train(config, tmp_path / "run"))
+    assert [record.step for record in train(config, tmp_path / "run", resume=True)] == [1]
+    assert read_config(tmp_path / "run" / "config.yaml") == config
 
 
 def test_training_stops_when_gradients_explode(tmp_path):
