@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import os
+import pathlib
 import shutil
 import signal
 import struct
@@ -321,7 +322,10 @@ def expert_losses(model, batch):
 
     routers = [m for name, m in model.named_modules() if name.endswith("mlp.gate")]
     hooks = [router.register_forward_hook(keep) for router in routers]
-    out = model(batch["tokens"], attention_mask=torch.ones_like(batch["tokens"])).logits
+    segments = batch["segment_ids"]
+    sees = (segments[:, None, :, None] == segments[:, None, None, :]).tril()  # [rows, 1, length, length]
+    mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
+    out = model(batch["tokens"], attention_mask=mask, position_ids=batch["positions"]).logits
     for hook in hooks:
         hook.remove()
     balance, z = [], []
@@ -338,7 +342,7 @@ def expert_losses(model, batch):
 
 
 def torch_losses(directory, batches, section, steps):
-    """The same steps by transformers and torch.optim.AdamW, with the cosine written out."""
+    """The same steps by transformers and torch.optim.AdamW, with warmup and cosine written out."""
     import torch
     import transformers
 
@@ -349,8 +353,10 @@ def torch_losses(directory, batches, section, steps):
     update = torch.optim.AdamW(groups, section.learning_rate, (section.b1, section.b2), section.eps)
     losses = []
     for step in range(steps):
-        cosine = 0.5 * (1 + np.cos(np.pi * step / steps))
-        rate = section.learning_rate * ((1 - section.end_factor) * cosine + section.end_factor)
+        warmup = section.warmup_steps
+        cosine = 0.5 * (1 + np.cos(np.pi * (step - warmup) / (steps - warmup)))
+        factor = (1 - section.end_factor) * cosine + section.end_factor
+        rate = section.learning_rate * (step / warmup if step < warmup else factor)
         for group in update.param_groups:
             group["lr"] = rate
         batch = {name: torch.from_numpy(array).long() for name, array in next(batches).items()}
@@ -364,27 +370,41 @@ def torch_losses(directory, batches, section, steps):
     return losses
 
 
-@pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("family", rotation.in_turn(4, FAMILIES))
-def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
-    from vishwamai.training.data import prepare, training_batches
+def losses_of_both(config, folder):
+    """The loss of each step of a run, ours and torch's, from the same start and on the same batches."""
+    from tokenizers import Tokenizer
+
+    from vishwamai.training.data import training_batches
     from vishwamai.training.exported import export, files_next_to_weights
     from vishwamai.training.model import make_model
 
-    described = LLAMA | {"model_type": family} | FAMILIES[family]
-    # One document, so that torch needs no segments: rows are cut from it.
-    config = small(tmp_path, steps=steps, model={"config": described}, optimizer={"learning_rate": 0.003}, loss=LOSSES)
-    corpus = prepare(config, tmp_path / "run" / "data")
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tmp_path / "run" / "data" / "tokenizer.json"))
+    data = folder / "run" / "data"
+    corpus = prepare(config, data)
+    tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
     parts = make_model(config, tokenizer)
     assert parts.new is not None
-    files = files_next_to_weights(config, tokenizer, tmp_path / "run" / "data")
-    export(parts, parts.new(), files, tmp_path / "start")
+    export(parts, parts.new(), files_next_to_weights(config, tokenizer, data), folder / "start")
     batches = iter(training_batches(corpus, config.seed, config.batch_size))
-    theirs = torch_losses(tmp_path / "start", batches, config.optimizer, steps)
-    ours = [record.loss for record in train(config, tmp_path / "run")]
+    theirs = torch_losses(folder / "start", batches, config.optimizer, config.steps)
+    return [record.loss for record in train(config, folder / "run")], theirs
+
+
+@pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("family", rotation.in_turn(4, FAMILIES))
+def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
+    described = LLAMA | {"model_type": family} | FAMILIES[family]
+    config = small(tmp_path, steps=steps, model={"config": described}, optimizer={"learning_rate": 0.003}, loss=LOSSES)
+    np.testing.assert_allclose(*losses_of_both(config, tmp_path), atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [pytest.param(30, marks=pytest.mark.long), pytest.param(300, marks=pytest.mark.soak)])
+def test_the_example_on_real_text_has_the_losses_of_transformers_and_torch(tmp_path, steps):
+    """Rows of several documents, which torch's attention keeps apart by a mask."""
+    example = pathlib.Path(__file__).parents[1] / "examples" / "train_stdlib.yaml"
+    config = read_config(example, [f"steps={steps}", "evaluation.every=0"])
+    ours, theirs = losses_of_both(config, tmp_path)
+    far = np.abs(np.subtract(ours, theirs))
+    print(f"loss {ours[0]:.4f} to {ours[-1]:.4f}, at most {far.max():.1e} apart, at step {far.argmax() + 1}")
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
