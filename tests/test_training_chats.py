@@ -11,6 +11,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.models import read_generation_config
 from vishwamai.models.tokenizer import read_tokenizer
 from vishwamai.training.chat import TrainingTemplate
+from vishwamai.training.data import prepare
 from vishwamai.training.exported import files_next_to_weights
 from vishwamai.training.run import train
 from vishwamai.training.tokens import read_tokens
@@ -61,12 +62,26 @@ def test_a_model_fine_tuned_on_chats_keeps_what_serving_them_needs(tmp_path):
     assert found.temperature == 0.6 and found.eos_token_ids == (end, 7) == (0, 7)
     settings = json.loads((model / "tokenizer_config.json").read_text())
     assert settings["model_max_length"] == 77 and "chat_template" not in settings
+    # Without `data.chat_template`, chats have the form that the model at the start was trained on.
+    of_start = dataclasses.replace(chats, data=dataclasses.replace(chats.data, chat_template=None))
+    prepare(of_start, tmp_path / "of_start")
+    found_tokens = read_tokens(tmp_path / "of_start" / "source-0")
+    assert encoder.decode(found_tokens.tokens[:30].tolist()).startswith("[user]the quick[assistant]brown fox")
+    assert found_tokens.targets is not None and not found_tokens.targets.all()
     # Trained as it is served: the special tokens are in the text of training, too.
     template = TrainingTemplate.read(model / "chat_template.jinja", tokenizer.special)
     text, (span,) = template.render(CHAT)
     assert text.startswith(tokenizer.render_chat(CHAT[:1])) and text[slice(*span)] == "brown fox<|endoftext|>|"
     trained = read_tokens(tmp_path / "run" / "data" / "source-0").tokens.tolist()
     assert text in encoder.decode(trained, skip_special_tokens=False)
+
+
+def test_chats_without_any_template_are_an_error_before_the_tokenizer_is_trained(tmp_path):
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 30)
+    data = {"sources": [{"paths": [str(tmp_path / "chats.jsonl")], "column": "messages"}], "sequence_length": 32}
+    with pytest.raises(ConfigError, match=r"has no chat template; set data\.chat_template to a Jinja file"):
+        next(train(small(tmp_path, data=data), tmp_path / "run"))
+    assert not (tmp_path / "run" / "data" / "tokenizer.json").exists()
 
 
 def test_a_chat_template_that_is_missing_is_an_error_before_the_tokenizer_is_trained(tmp_path):

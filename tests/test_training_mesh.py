@@ -184,6 +184,7 @@ def test_a_checkpoint_goes_to_other_axes(tmp_path):
 def test_sizes_that_do_not_divide_are_named(tmp_path, changes, error, text):
     with pytest.raises(error, match=text):
         next(train(settings(tmp_path, "llama", **changes), tmp_path / "run"))
+    assert not (tmp_path / "run").exists()  # before data are read
 
 
 def held() -> dict[Any, int]:

@@ -140,7 +140,7 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
     encoder.no_padding()
     settings = directory / "tokenizer_config.json"
     values = read_json(settings) if settings.exists() else {}
-    return Tokenizer(encoder, _template(directory, values.get("chat_template")), special_tokens(values))
+    return Tokenizer(encoder, chat_template(directory, values.get("chat_template")), special_tokens(values))
 
 
 def special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
@@ -158,8 +158,8 @@ def special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
     return special
 
 
-def _template(directory: Path, setting: Any) -> ChatTemplate | None:
-    """The file's template before the setting's; of several named ones, the one called "default"."""
+def chat_template(directory: Path, setting: Any) -> ChatTemplate | None:
+    """The template of a Hugging Face directory: the file's before the setting's, of several named ones "default"."""
     path = directory / "chat_template.jinja"
     if path.exists():
         return ChatTemplate(path.read_text(encoding="utf-8"), str(path))

@@ -74,20 +74,13 @@ def _direction(good: Any, mu: Any, nu: Any, first: Any, second: Any, eps: float)
     """The moments without their bias, one by the root of the other.
 
     XLA on the CPU would compute the moments once more in the loop that reads them, from the old ones, and keep a copy
-    of those for it. It does not look through a branch, which makes it read the new ones.
+    of those for it. A barrier makes it read the new ones, in the loop that writes the parameters. Elsewhere one loop
+    reads and writes all of them.
     """
-
-    def formula(mu: Any, nu: Any) -> Any:
-        return (mu / first) / (jnp.sqrt(nu / second) + eps)
-
-    def branch(mu: Any, nu: Any) -> Any:
-        return jax.lax.cond(good, formula, lambda mu, nu: jnp.zeros_like(formula(mu, nu)), mu, nu)
-
-    def select(mu: Any, nu: Any) -> Any:
-        made = formula(mu, nu)
-        return jnp.where(good, made, jnp.zeros_like(made))
-
-    return jax.lax.platform_dependent(mu, nu, cpu=branch, default=select)
+    both = mu, nu
+    mu, nu = jax.lax.platform_dependent(*both, cpu=lambda *x: jax.lax.optimization_barrier(x), default=lambda *x: x)
+    made = (mu / first) / (jnp.sqrt(nu / second) + eps)
+    return jnp.where(good, made, jnp.zeros_like(made))
 
 
 def kept_where(good: Any, new: Tree, old: Tree) -> Tree:

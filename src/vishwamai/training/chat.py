@@ -10,6 +10,7 @@ from typing import Any
 from vishwamai.core.errors import ConfigError
 from vishwamai.models.chat import ChatTemplate
 from vishwamai.models.config import read_json
+from vishwamai.models.tokenizer import chat_template, special_tokens
 from vishwamai.training.config import TrainConfig
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -34,6 +35,23 @@ class TrainingTemplate:
 
     template: ChatTemplate
     special: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> TrainingTemplate | None:
+        """That of `data.chat_template`, else that of the tokenizer that the run takes; None where neither has one.
+
+        Raises:
+          ConfigError: the file cannot be read.
+          ShapeError: the tokenizer's own file is damaged.
+        """
+        settings = tokenizer_settings(config)
+        special = special_tokens(settings)
+        if config.data.chat_template is not None:
+            return cls.read(config.data.chat_template, special)
+        files = (tokenizer_file(config, name) for name in (CHAT_TEMPLATE, "tokenizer_config.json"))
+        first = next(filter(None, files), None)
+        found = None if first is None else chat_template(first.parent, settings.get("chat_template"))
+        return None if found is None else cls(found, special)
 
     @classmethod
     def read(cls, path: str | Path, special: Mapping[str, str]) -> TrainingTemplate:

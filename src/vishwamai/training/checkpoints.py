@@ -36,6 +36,11 @@ def described(state: TrainState) -> TrainState:
     return jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
 
 
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether a directory has a complete checkpoint, whose name is its step."""
+    return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
+
+
 class Checkpoints:
     """The checkpoints in a directory, of which the newest `keep` are kept; a context manager that waits for the last.
 

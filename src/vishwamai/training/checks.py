@@ -21,7 +21,7 @@ from vishwamai.models.periods import Segment, segments, stacks_layers
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.lora import ADAPTER_RANKS, initial_adapters, takes_adapter, target_pattern
-from vishwamai.training.mesh import KEPT_APART, written
+from vishwamai.training.mesh import KEPT_APART, check_sizes, written
 from vishwamai.training.model import model_config, split, stacked_layers
 from vishwamai.training.optimizers import optimizer
 from vishwamai.training.remat import POLICIES, memory_limit
@@ -80,6 +80,10 @@ def check(config: TrainConfig) -> None:
             f"config: optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds steps={config.steps}."
         )
     model = model_config(config, config.tokenizer.vocab_size)
+    # Any mesh.tensor divides 0, which stands for the vocab of a tokenizer that is not read yet; `make_layout` reads it.
+    unknown = config.model.start_from is None and "vocab_size" not in (config.model.config or {})
+    sized = dataclasses.replace(model, vocab_size=0) if unknown else model
+    check_sizes(config.mesh, jax.device_count(), config.batch_size, config.microbatches, sized)
     if config.mesh.pipeline > 1:
         check_pipeline(config, model, stacks_layers(stacked_layers(config)))
     if config.lora.quantize is not None:

@@ -78,7 +78,9 @@ class DataSection(_Section):
     )
     holdout: Share = key("share of the documents that is never trained on, for the evaluation loss", 0.0)
     chat_template: str | None = key(
-        "Jinja file that turns a list of messages into text; only the assistant's turns count in the loss", None
+        "Jinja file that turns a list of messages into text, of which only the assistant's turns count in the loss; "
+        "null takes the tokenizer's own template",
+        None,
     )
     max_bad_records: Count = key("unreadable records after which preparation stops; all are counted and named", 100)
 

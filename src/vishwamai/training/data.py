@@ -16,12 +16,11 @@ import numpy as np
 
 from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError
-from vishwamai.models.tokenizer import special_tokens
-from vishwamai.training.chat import CHAT_TEMPLATE, read_template, tokenizer_settings
+from vishwamai.training.chat import CHAT_TEMPLATE, TrainingTemplate, read_template
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.packing import REFERENCE, PackingPlan, pair_rows, plan_rows, row
 from vishwamai.training.sources import files
-from vishwamai.training.tokens import Tokens, make_tokenizer, read_tokens, write_tokens
+from vishwamai.training.tokens import Tokens, check_template, make_tokenizer, read_tokens, write_tokens
 
 Batch = dict[str, np.ndarray]
 """`tokens`, `labels`, `segment_ids` and `positions`, int32 `[rows, sequence_length]` each; of pairs of answers also
@@ -73,20 +72,24 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
     them, so a resumed run has the same tokens though the files have changed.
 
     Raises:
-      ConfigError: a source cannot be read, or is too small for one row; or `evaluation.every` is set, and the held-out
-        rows are less than a batch.
+      ConfigError: a source cannot be read, is too small for one row, or holds chats without a template; or
+        `evaluation.every` is set, and the held-out rows are less than a batch.
       DeviceError: a file cannot be written, such as on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     places = [folder / f"source-{number}" for number in range(len(config.data.sources))]
-    for source, place in zip(config.data.sources, places):
-        if not (place / "tokens.json").exists():
-            files(source)  # an error comes before the first source is tokenized
+    missing = [pair for pair in zip(config.data.sources, places) if not (pair[1] / "tokens.json").exists()]
+    for source, _ in missing:
+        files(source)  # an error comes before the first source is tokenized
     template = folder / CHAT_TEMPLATE  # a copy, which the exported model gets
     if config.data.chat_template is not None and not template.exists():
         text = read_template(config.data.chat_template)
         with caches.writing(template, "train"):
             caches.write(template, text)
+    preferences = config.dpo if config.objective == "dpo" else None
+    rendered = TrainingTemplate.of(config) if missing else None
+    for source, _ in missing:
+        check_template(source, rendered, preferences)  # before a tokenizer is trained
     saved = folder / "tokenizer.json"
     if not saved.exists():
         made = make_tokenizer(config.tokenizer, config.data.sources)
@@ -98,10 +101,7 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(saved))
-            preferences = config.dpo if config.objective == "dpo" else None
-            special = special_tokens(tokenizer_settings(config))
-            end = config.tokenizer.end_of_text
-            write_tokens(source, config.data, tokenizer, end, place, preferences, special)
+            write_tokens(source, config.data, tokenizer, config.tokenizer.end_of_text, place, preferences, rendered)
         tokens = read_tokens(place)
         documents = (len(tokens.offsets) - 1) // (2 if config.objective == "dpo" else 1)
         order = np.random.default_rng((config.seed, number)).permutation(documents)

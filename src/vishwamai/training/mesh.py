@@ -74,16 +74,10 @@ def make_layout(
     if count == 1:
         return Layout()
     devices = jax.devices() if devices is None else devices
-    if count > len(devices):
-        raise ConfigError(
-            f"config: {written(section)} needs {count} devices; JAX has {len(devices)}. On a CPU, "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes them."
-        )
-    check_rows(section, batch_size, microbatches)
+    check_sizes(section, len(devices), batch_size, microbatches, model)
     apart: dict[str, dict[str, int]] = {}
     for axis, split in KEPT_APART.items():
         if sizes[axis] > 1 and model is not None:
-            check_units(axis, sizes[axis], model)
             apart[axis] = _apart(axis, split, names)
     mesh = Mesh(_placed(tuple(sizes[axis] for axis in ALL), devices[:count], count == len(devices)), ALL)
     shapes: dict[str, list[tuple[int, ...]]] = {}
@@ -140,6 +134,24 @@ def written(section: MeshSection) -> str:
 def row_parts(section: MeshSection) -> int:
     """Into how many parts a mesh splits the rows of a batch."""
     return math.prod(getattr(section, axis) for axis in ROWS)
+
+
+def check_sizes(
+    section: MeshSection, devices: int, batch_size: int, microbatches: int, model: ModelConfig | None
+) -> None:
+    """Raises ConfigError where a mesh needs more devices than there are, or does not divide the rows of a microbatch or
+    the parts of a model; without one, those are not looked at.
+    """
+    count = math.prod(vars(section).values())
+    if count > devices:
+        raise ConfigError(
+            f"config: {written(section)} needs {count} devices; JAX has {devices}. On a CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes them."
+        )
+    check_rows(section, batch_size, microbatches)
+    for axis in KEPT_APART:
+        if model is not None and (size := getattr(section, axis)) > 1:
+            check_units(axis, size, model)
 
 
 def check_rows(section: MeshSection, batch_size: int, microbatches: int) -> None:

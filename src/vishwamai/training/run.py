@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from vishwamai.core.host_memory import give_back
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
 from vishwamai.models.axes import MeshAxes
-from vishwamai.training.checkpoints import Checkpoints, described
+from vishwamai.training.checkpoints import Checkpoints, described, holds_checkpoint
 from vishwamai.training.checks import check
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
@@ -327,6 +328,9 @@ MAY_CHANGE = frozenset({"steps", "checkpoint", "evaluation", "guard", "log", "me
 def claim(config: TrainConfig, folder: Path, resume: bool) -> None:
     """Makes the directory of a run and writes `config.yaml`, or compares it on resumption.
 
+    A run without a checkpoint, such as one whose data could not be read, begins on resumption. With another
+    configuration its data are made anew.
+
     Raises:
       ConfigError: the directory holds a run and `resume` is not set, or the run has another configuration.
     """
@@ -337,8 +341,15 @@ def claim(config: TrainConfig, folder: Path, resume: bool) -> None:
         before = from_dict(load_yaml(written.read_text(encoding="utf-8")))
         for name in (n for n in vars(config) if n not in MAY_CHANGE):
             old, new = getattr(before, name), getattr(config, name)
-            if old != new:
-                raise ConfigError(f"resume: {name} differs from the run in {folder}: it was {old}, and is now {new}.")
+            if old == new:
+                continue
+            if not holds_checkpoint(folder / "checkpoints"):
+                shutil.rmtree(folder / "data", ignore_errors=True)
+                break
+            raise ConfigError(
+                f"resume: {name} differs from the run in {folder}, which has a checkpoint: it was {old}, and is now "
+                f"{new}; set it as it was, or pass another --output."
+            )
     folder.mkdir(parents=True, exist_ok=True)
     written.write_text(describe(config), encoding="utf-8")
 

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +70,10 @@ def write_tokens(
     end_of_text: str,
     folder: Path,
     preferences: DpoSection | None = None,
-    special: Mapping[str, str] | None = None,
+    template: TrainingTemplate | None = None,
 ) -> list[Bad]:
     """Tokenizes a source into `folder`; with `preferences`, each pair as two documents, the preferred one first, of
-    which the last answer counts. A chat template may name the `special` tokens.
+    which the last answer counts. Chats become text by `template`.
 
     Returns:
       The records that could not be read; `folder/bad.txt` names them too.
@@ -83,10 +83,10 @@ def write_tokens(
       DeviceError: a file cannot be written, such as on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    template = None if data.chat_template is None else TrainingTemplate.read(data.chat_template, special or {})
     end = tokenizer.token_to_id(end_of_text)
     bad: list[Bad] = []
     lengths: list[int] = []
+    whole = True
     dtype = _dtype(tokenizer.get_vocab_size())
     found = documents(source) if preferences is None else pairs(source, preferences)
     encoded = _encoded(_good(found, data.max_bad_records, bad), tokenizer, template)
@@ -100,19 +100,31 @@ def write_tokens(
                 tokens.write(np.asarray([*ids, end], dtype).tobytes())  # `tofile` does not say why it fails
                 targets.write(np.asarray([*counted, True], bool).tobytes())
                 lengths.append(len(ids) + 1)
+                whole = whole and all(counted)
     with caches.writing(folder / "bad.txt", "train"):
         caches.write(folder / "bad.txt", "".join(f"{b}\n" for b in bad))
     if not lengths:
         raise ConfigError(
             f"data: {list(source.paths)} has no document; {len(bad)} records could not be read: {bad[:3]}"
         )
-    if template is None and preferences is None:
+    if whole and preferences is None:
         (folder / "targets.bin").unlink()
     with caches.writing(folder / "offsets.npy", "train"):
         caches.write(folder / "offsets.npy", as_npy(np.cumsum([0, *lengths], dtype=np.int64)))
         about = json.dumps({"dtype": np.dtype(dtype).name})
         caches.write(folder / "tokens.json", about)  # last: the folder is complete
     return bad
+
+
+def check_template(source: SourceSection, template: TrainingTemplate | None, preferences: DpoSection | None) -> None:
+    """Whether the first document of a source becomes text.
+
+    Raises: as `TrainingTemplate.render`; and ConfigError where it is a chat, and there is no template.
+    """
+    found = documents(source) if preferences is None else pairs(source, preferences)
+    first = next((record for record in itertools.islice(found, _BATCH) if not isinstance(record, Bad)), None)
+    if first is not None:
+        _render(first, template)
 
 
 def read_tokens(folder: Path) -> Tokens:
@@ -205,7 +217,10 @@ def _answer(prompt: str, answer: Document, template: TrainingTemplate | None) ->
 
 def _chat(messages: list[dict[str, Any]], template: TrainingTemplate | None) -> _Rendered:
     if template is None:
-        raise ConfigError("config: the sources hold chat messages; set data.chat_template to a Jinja file.")
+        raise ConfigError(
+            "config: the sources hold chat messages, and the tokenizer that the run takes has no chat template; set "
+            "data.chat_template to a Jinja file."
+        )
     return template.render(messages)
 
 
