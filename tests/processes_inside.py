@@ -190,7 +190,7 @@ def loading(devices: int) -> list[np.ndarray]:
             return found
 
     mesh = make_mesh({"tensor": devices}, devices=jax.devices()[:devices])
-    rules = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
+    rules: dict[str, Any] = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(Decoder(config, rngs=nnx.Rngs(0)), folder)
         with unittest.mock.patch.object(Stored, "read", lambda one: mapped(one).view(Counted)):
