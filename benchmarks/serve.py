@@ -3,25 +3,44 @@
     python benchmarks/serve.py DIR --format bf16 --prompt 512 --steps 32     # tokens/s: a prompt, decoding 1, 8 and 32
     python benchmarks/serve.py DIR --format int8 --arrivals                  # time between tokens while prompts arrive
     python benchmarks/serve.py DIR --arrivals --mixed-tokens 24              # the same with small pieces of prompts
+    python benchmarks/serve.py DIR --ready --no-keep-packed                  # time until the first request may come
 
-DIR is a directory as Hugging Face writes it; weights may be random, for only the time is meant. As a module it has what
-a driver of several engines needs to run it next to others on the same weights and prompts, each in a process of its
-own: `FORMATS`, and `load(folder, format, threads, max_sequences, max_tokens)`, whose result has `prefill`, `decode` and
-`reset`. A step of decoding goes through the scheduler and the sampler, as in serving.
+DIR is a directory as Hugging Face writes it; weights may be random, for only the time is meant. `serve_table.py` runs
+several formats and engines in turns. As a module this has what a driver of several engines needs to run it next to
+others on the same weights and prompts, each in a process of its own: `FORMATS`, and `load(folder, format, threads,
+max_sequences, max_tokens)`, whose result has `prefill`, `decode` and `reset`. `--contestant` names another such module.
+A step of decoding goes through the scheduler and the sampler, as in serving.
+
+Next to the rates of our engine stand two shares.
+
+- "programs": the time of the compiled programs alone over the engine's time. The programs of all steps, the draw of the
+  tokens included, are called once more with the same inputs, one after the other, and waited for at the end. What is
+  missing to 1 is what the host adds: the scheduler, the tables of a step, detokenization, and waiting for one another.
+- "bandwidth" of one sequence: bytes that a token needs (the weights without an embedding table that is read by rows,
+  and the keys and values of all tokens before it) over the time of a token, as a share of the bytes/s that
+  `vishwamai.measure` finds for copies. There is none for experts and for layers with a window, which read a part.
+
+"ready_s" counts from the start of the process, and "memory_gib" is the most that it had resident.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
+import os
+import resource
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vishwamai.inference import Engine, Request, Sampling, plan_load
+if TYPE_CHECKING:  # other contestants run where this package is not
+    from vishwamai.inference import Engine, Request
+    from vishwamai.inference.loading import Load
 
 FORMATS = ("bf16", "f32", "int8", "int4", "fp8")
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -31,6 +50,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
     "fp8": {"dtype": "bfloat16", "quantize": "fp8"},
 }
+COUNTS = (1, 8, 32)
+"""Sequences that decode at once."""
 
 
 class DrivenEngine:
@@ -39,11 +60,15 @@ class DrivenEngine:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.bytes = 0
+        self.read_bytes: Callable[[float], float] | None = None
+        """Bytes that a token needs after so many others."""
         self._requests: dict[int, Request] = {}
         self._drawn: dict[int, list[int]] = {}
 
     def start(self, sequence: int, tokens: Sequence[int], room: int | None = None) -> None:
         """Hands a prompt in, for `room` tokens, or as many as there can be."""
+        from vishwamai.inference import Request, Sampling
+
         room = room or self.engine.limits.max_length - len(tokens)
         drawn = self._drawn[sequence] = []
         request = Request(
@@ -83,11 +108,57 @@ class DrivenEngine:
         self._requests.clear()
 
 
+class Recorded:
+    """The programs that an engine calls in a block, to call them again without the engine.
+
+    The pages and the history go from call to call as in the engine. A second call of a step writes there what the first
+    did.
+    """
+
+    def __init__(self, engine: Engine):
+        self._programs = engine.programs
+        self._calls: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> Recorded:
+        for name in ("place", "step"):
+            setattr(self._programs, name, functools.partial(self._record, getattr(self._programs, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in ("place", "step"):
+            delattr(self._programs, name)
+
+    def _record(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._calls.append(functools.partial(function, *arguments))
+        return self._calls[-1]()
+
+    def seconds(self, last: int | None = None) -> float:
+        """Of the calls one after the other; `last`: where they end, as an index."""
+        import jax
+
+        jax.block_until_ready((self._programs.pages, self._programs.history))
+        began = time.perf_counter()
+        for call in self._calls[:last]:
+            call()
+        jax.block_until_ready((self._programs.pages, self._programs.history))
+        return time.perf_counter() - began
+
+
 def load(
-    folder: str, format: str, threads: int, max_sequences: int, max_tokens: int, mixed_tokens: int | None = None
+    folder: str,
+    format: str,
+    threads: int,
+    max_sequences: int,
+    max_tokens: int,
+    mixed_tokens: int | None = None,
+    keep_packed: bool = True,
 ) -> DrivenEngine:
     """The engine on a directory; `threads` are those of the process (`taskset`)."""
+    from vishwamai.cli.model import keep_programs
+    from vishwamai.inference import plan_load
+
     del threads
+    keep_programs()
     planned = plan_load(
         folder,
         **_OPTIONS[format],
@@ -95,31 +166,88 @@ def load(
         max_tokens=512 + max_sequences,
         mixed_tokens=mixed_tokens,
         max_length=max_tokens,
-        keep_packed=True,
+        keep_packed=keep_packed,
     )
     made = DrivenEngine(planned.engine())
     made.bytes = planned.weights
+    made.read_bytes = _read_bytes(planned)
     return made
 
 
-def rates(made: DrivenEngine, prompt: int, steps: int, vocab: int) -> dict[str, float]:
-    """Tokens per second: of a prompt, and of decoding 1, 8 and 32 sequences (their sum)."""
-    prompts = np.random.default_rng(1).integers(0, vocab, (32, prompt)).tolist()
+def _read_bytes(planned: Load) -> Callable[[float], float] | None:
+    """Bytes that a token needs of weights, and of keys and values after so many tokens."""
+    from vishwamai.inference.memory import rings_of
+
+    config = planned.config
+    if config.experts is not None or rings_of(config, planned.limits):
+        return None
+    itemsize = 4 if planned.dtype == "float32" else 2
+    rows = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * itemsize
+    each = planned.pages / (planned.num_pages * planned.limits.page_size)
+    return lambda tokens: planned.weights - rows + each * tokens
+
+
+def rates(made: Any, prompt: int, steps: int, vocab: int, most: int = max(COUNTS)) -> dict[str, float]:
+    """Tokens per second: of a prompt, and of decoding 1, 8 and 32 sequences (their sum); of our engine the shares."""
+    prompts = np.random.default_rng(1).integers(0, vocab, (most, prompt)).tolist()
     found: dict[str, float] = {}
-    for count in (1, 1, 8, 32):  # the first is not counted: it touches the pages for the first time
-        if count > made.engine.limits.max_sequences:
+    for count in (1, *COUNTS):  # the first is not counted: it touches the pages for the first time
+        if count > most:
             break
-        began = time.perf_counter()
+        tokens = {}
         for i in range(count):
-            made.prefill(i, prompts[i])
+            seconds, share, logits = _timed(made, functools.partial(made.prefill, i, prompts[i]), last=-1)
+            tokens[i] = int(logits.argmax())
         if count == 1:
-            found["prefill"] = prompt / (time.perf_counter() - began)
-        have = min(len(made._drawn[i]) for i in range(count))
-        began = time.perf_counter()
-        made.advance(range(count), have + steps)
-        found[f"decode {count}"] = count * steps / (time.perf_counter() - began)
+            found["prefill"] = prompt / seconds
+            if share is not None:
+                found["programs, prefill"] = share
+
+        def decode(tokens: dict[int, int]) -> None:
+            for _ in range(steps):
+                tokens = made.decode(tokens)
+
+        tokens = made.decode(tokens)
+        seconds, share, _ = _timed(made, functools.partial(decode, tokens))
+        found[f"decode {count}"] = count * steps / seconds
+        if share is not None:
+            found[f"programs, decode {count}"] = share
         made.reset()
     return found
+
+
+def _timed(made: Any, run: Callable[[], Any], last: int | None = None) -> tuple[float, float | None, Any]:
+    """Seconds of a block, the programs' share of them if the engine is ours, and the block's result.
+
+    `last`: where the steps end whose results the block waits for, as an index of its calls.
+    """
+    if not isinstance(made, DrivenEngine):
+        began = time.perf_counter()
+        result = run()
+        return time.perf_counter() - began, None, result
+    with Recorded(made.engine) as recorded:
+        began = time.perf_counter()
+        result = run()
+        seconds = time.perf_counter() - began
+    return seconds, recorded.seconds(last) / seconds, result
+
+
+def bandwidth(made: DrivenEngine, tokens: float, rate: float) -> float | None:
+    """The share of the memory's bandwidth that one sequence reads, of so many tokens in the mean."""
+    from vishwamai.measure.machine_peaks import local_peaks
+
+    if made.read_bytes is None:
+        return None
+    nbytes = made.read_bytes(tokens)
+    peak = local_peaks().bandwidth(min(int(nbytes), 1 << 28))  # a larger copy is no faster, and takes memory
+    return None if peak is None else nbytes * rate / peak
+
+
+def since_start() -> float:
+    """Seconds since this process started, to a hundredth."""
+    with open("/proc/self/stat") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def gaps(made: DrivenEngine, prompt: int, vocab: int, arrivals: bool) -> dict[str, float]:
@@ -142,22 +270,36 @@ def gaps(made: DrivenEngine, prompt: int, vocab: int, arrivals: bool) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
-    parser.add_argument("--format", choices=FORMATS, default="bf16")
+    parser.add_argument("--format", default="bf16", help=f"one of the contestant's; of ours: {', '.join(FORMATS)}")
+    parser.add_argument("--contestant", help="a module like this one, next to it")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--sequences", type=int, default=max(COUNTS), help="most that decode at once")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of another contestant")
     parser.add_argument("--arrivals", action="store_true", help="time between tokens while prompts of 2048 arrive")
+    parser.add_argument("--ready", action="store_true", help="end when the engine is ready")
     parser.add_argument("--mixed-tokens", type=int, help="tokens of a step that decodes too, as in `vishwamai serve`")
+    parser.add_argument("--no-keep-packed", action="store_true", help="read and pack the weights anew")
     options = parser.parse_args()
-    began = time.perf_counter()
     # What arrives leaves again after its eight tokens: eight prompts at once are more than there are.
-    sequences, length = (12, 2048 + 8) if options.arrivals else (32, options.prompt + 4 * options.steps)
-    made = load(options.directory, options.format, 0, sequences, length, options.mixed_tokens)
-    vocab = made.engine.programs.vocab
-    found: dict[str, Any] = {"format": options.format, "ready_s": time.perf_counter() - began}
+    sequences, length = options.sequences, options.prompt + 4 * options.steps
+    if options.arrivals:
+        sequences, length = 12, 2048 + 8
+    given: dict[str, Any] = {}
+    if options.contestant is None:
+        given = {"mixed_tokens": options.mixed_tokens, "keep_packed": not options.no_keep_packed}
+    loads = load if options.contestant is None else importlib.import_module(options.contestant).load
+    made = loads(options.directory, options.format, options.threads, sequences, length, **given)
+    found: dict[str, Any] = {"format": options.format, "ready_s": since_start()}
+    with open(os.path.join(options.directory, "config.json")) as file:
+        vocab = json.load(file)["vocab_size"]
     if options.arrivals:
         found |= {name: gaps(made, options.prompt, vocab, disturbed) for name, disturbed in _MODES.items()}
-    else:
-        found |= rates(made, options.prompt, options.steps, vocab)
+    elif not options.ready:
+        found |= rates(made, options.prompt, options.steps, vocab, sequences)
+    found["memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if isinstance(made, DrivenEngine) and "decode 1" in found:
+        found["bandwidth"] = bandwidth(made, options.prompt + options.steps / 2, found["decode 1"])
     print(json.dumps(found, indent=1))
 
 

@@ -3,7 +3,8 @@
     python benchmarks/serve_tpu.py                              Llama 3 8B, 64 sequences of 4096 tokens, and a prompt
     python benchmarks/serve_tpu.py --targets v5p --steps prompt
 
-The step is the one that the engine runs: all layers, the pages' update and the choice of the next token. It is compiled
+The step is the one that the engine runs: all layers, the pages' update and the choice of the next token. "decode" takes
+the largest logit; "draw" draws with a temperature of 0.8, top-k of 50 and top-p of 0.95. A step is compiled
 by the TPU's own compiler and followed as `vishwamai.planning.step_time` does, with the tables that steer the kernels.
 "bound" is the time that HBM needs for the weights and the pages that are live, or the matrix units for a prompt's
 products; "share" is bound / time. "moved" is the time of copies, transposes and reshapes that XLA adds between kernels.
@@ -18,6 +19,7 @@ from published_steps import LLAMA_8B
 
 from vishwamai.bench import estimates
 from vishwamai.core.target import Target
+from vishwamai.inference import Sampling
 from vishwamai.models import ModelConfig
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.program_time import StepTime, time_program
@@ -26,7 +28,8 @@ from vishwamai.training.flops import flops_per_token
 
 NARROW: dict[str, dict[str, Any]] = {"v6e": {"kv_dtype": "int8", "quantize": "int8"}}
 """Where bfloat16 does not fit."""
-STEPS = ("decode", "prompt")
+STEPS = ("decode", "draw", "prompt")
+DRAW = Sampling(temperature=0.8, top_k=50, top_p=0.95)
 
 
 def bound(serving: Serving, target: str, prompt: int | None) -> float:
@@ -65,15 +68,17 @@ def main() -> None:
     for target in options.targets:
         serving = Serving(config, options.sequences, options.length, page_size=64, **NARROW.get(target, {}))
         for step in options.steps:
-            _print(serving, target, options.prompt if step == "prompt" else None)
+            prompt, sampling = options.prompt if step == "prompt" else None, DRAW if step == "draw" else None
+            _print(serving, target, prompt, sampling)
 
 
-def _print(serving: Serving, target: str, prompt: int | None) -> None:
+def _print(serving: Serving, target: str, prompt: int | None, sampling: Sampling | None) -> None:
     what = f"a prompt of {prompt} tokens" if prompt else f"{serving.batch_size} sequences of {serving.length} tokens"
+    what += ", drawn" if sampling else ""
     kinds = f"weights {serving.quantize or serving.dtype}, pages {serving.kv_dtype}"
     print(f"{target}: {what}, {kinds}", flush=True)
     with Compiler(timeout=3600) as compiler:
-        memory, found = time_program(compiler, trace_serving(serving, target, prompt))
+        memory, found = time_program(compiler, trace_serving(serving, target, prompt, sampling))
     if found is None:
         print(f"  {memory}")
         return

@@ -6,16 +6,20 @@ Every function takes the number of devices and gives NumPy arrays, the same ones
 import functools
 import math
 import sys
+import tempfile
 import unittest.mock
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import vishwamai
+from vishwamai.models import Decoder, ModelConfig, from_pretrained, save_pretrained
+from vishwamai.models.shards import Stored
 from vishwamai.parallel import (
     LogicalRules,
     PipelineScheduler,
@@ -160,6 +164,43 @@ def _experts(sizes: dict[str, int], **options: Any) -> list[np.ndarray]:
         return jnp.sum(jnp.sin(out)), out
 
     return whole(jax.jit(jax.value_and_grad(weighed, argnums=range(5), has_aux=True))(*placed))
+
+
+def loading(devices: int) -> list[np.ndarray]:
+    """A checkpoint over all devices, of which each process reads the parts of its own ones."""
+    config = ModelConfig.from_dict(
+        {
+            "model_type": "llama",
+            "vocab_size": 64,
+            "hidden_size": 128,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 64,
+        }
+    )
+    read: list[int] = []
+    mapped = Stored.read
+
+    class Counted(np.ndarray):
+        def __getitem__(self, at: Any) -> np.ndarray:
+            found = np.asarray(self)[at]
+            read.append(found.nbytes)
+            return found
+
+    mesh = make_mesh({"tensor": devices}, devices=jax.devices()[:devices])
+    rules: dict[str, Any] = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(Decoder(config, rngs=nnx.Rngs(0)), folder)
+        with unittest.mock.patch.object(Stored, "read", lambda one: mapped(one).view(Counted)):
+            model = from_pretrained(folder, dtype=jnp.float32, mesh=mesh, rules=rules)
+    leaves = jax.tree.leaves(nnx.state(model))
+    own = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
+    every = sum(x.nbytes for x in leaves)
+    assert 0 < sum(read) <= own, (sum(read), own)
+    assert sum(read) < 1.05 * every / jax.process_count(), (sum(read), every)
+    return whole(leaves)
 
 
 if __name__ == "__main__":

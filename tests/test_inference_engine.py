@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import models_peer
+from benchmark_files import loaded
 from models_peer import Peer
 from vishwamai.core import execute
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
@@ -251,3 +252,21 @@ def test_a_rotation_that_changes_with_the_length(tmp_path, drafts):
     answers = turning.generate(prompts, Sampling(max_new_tokens=14, ignore_eos=True))
     assert [list(answer.token_ids) for answer in answers] == expected
     assert turning.statistics.preemptions == 3  # all but the long prompt
+
+
+def test_the_benchmark_calls_the_programs_of_steps_again_without_changing_them(peer_and_model, engine):
+    with loaded("serve") as serve:
+        driven = serve.DrivenEngine(Engine(peer_and_model[1], limits=LIMITS))
+        programs = driven.engine.programs
+        own = vars(programs).keys()
+        with serve.Recorded(driven.engine) as recorded:
+            tokens = {i: int(driven.prefill(i, PROMPTS[i]).argmax()) for i in range(2)}
+            for _ in range(5):
+                tokens = driven.decode(tokens)
+        before = jax.tree.map(np.asarray, (programs.pages, programs.history))
+        programs.pages = jax.tree.map(jnp.zeros_like, programs.pages)
+        assert recorded.seconds() > 0 and vars(programs).keys() == own
+        jax.tree.map(np.testing.assert_array_equal, (programs.pages, programs.history), before)
+        driven.advance([0, 1], 12)
+        expected = engine.generate(PROMPTS[:2], Sampling(max_new_tokens=12, ignore_eos=True))
+        assert [driven._drawn[i][:12] for i in range(2)] == [list(answer.token_ids) for answer in expected]

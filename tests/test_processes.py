@@ -63,7 +63,7 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 250) -> list
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
-    "name", ["pieces", "fsdp", "ring", "pipeline", "experts", "experts_of_slices", "experts_ragged"]
+    "name", ["pieces", "loading", "fsdp", "ring", "pipeline", "experts", "experts_of_slices", "experts_ragged"]
 )
 def test_processes_compute_what_one_computes(name, count, tmp_path):
     file = tmp_path / "found.npz"

@@ -186,7 +186,7 @@ def load(planned: Load, compile: str = "ahead") -> tuple[Engine, dict[str, float
 
     Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR`, by default `~/.cache/vishwamai/jax`, for the next start.
     """
-    _keep_programs()
+    keep_programs()
     started = time.monotonic()
     compiling = [started]
     engine = planned.engine(_progress(compiling, compile == "lazy"), compile, say)
@@ -201,7 +201,7 @@ def load_encoder(directory: Path) -> Embedder:
     Raises:
       VishwamaiError: the directory is not a whole encoder.
     """
-    _keep_programs()
+    keep_programs()
     from vishwamai.aot.compile import libtpu
     from vishwamai.core.numbers import human
     from vishwamai.inference import Embedder
@@ -233,7 +233,7 @@ def embed_by_decoder(engine: Engine, mode: str) -> Embedder:
     return embedder
 
 
-def _keep_programs() -> None:
+def keep_programs() -> None:
     """Keeps compiled programs for the next start."""
     import jax
 

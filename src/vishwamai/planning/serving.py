@@ -16,6 +16,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.optimization import Optimization
 from vishwamai.core.qtensor import bits
 from vishwamai.inference.pools import kv_dtype_of
+from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, sample, set_row
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
 from vishwamai.models.checkpoint import quantized
 from vishwamai.models.pages import QuantizedPages, ring_table, window_rings
@@ -112,9 +113,14 @@ def size(tree: Tree) -> int:
     return sum(-(-math.prod(leaf.shape) * bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(tree))
 
 
-def trace_serving(serving: Serving, target: str, prompt: int | None = None) -> Program:
+def trace_serving(
+    serving: Serving, target: str, prompt: int | None = None, sampling: Sampling | None = None
+) -> Program:
     """One decoding step of every sequence, or the step of a prompt of so many tokens, pages donated, traced for one
     device of a target.
+
+    It takes the largest logit; with `sampling`, it draws as the engine does, and writes the tokens to the history. The
+    options are constants of this program, so that the compiler drops the branches that they do not take.
 
     Raises: as `program.trace`.
     """
@@ -123,17 +129,33 @@ def trace_serving(serving: Serving, target: str, prompt: int | None = None) -> P
     rows = serving.batch_size if prompt is None else 1
     batch = PagedBatch(*_tables(serving, rows, new, held), max_q_len=new)
 
-    def serving_step(variables: Tree, pages: Tree, tokens: Any, batch: PagedBatch) -> tuple[Any, Tree]:
+    def serving_step(
+        variables: Tree, pages: Tree, history: Any, tokens: Any, seeds: Any, batch: PagedBatch
+    ) -> tuple[Any, ...]:
         slots = jnp.arange(rows, dtype=jnp.int32)
         tables = {window: ring_table(slots, ring, batch.page_table.shape[1]) for window, ring in serving.rings.items()}
         with serving.optimization.kernels():
             model = nnx.merge(graph, variables)
             hidden, written = model.step(tokens, pages, dataclasses.replace(batch, windows=tables))
-            return jnp.argmax(model.logits(hidden[batch.cu_q_lens[1:] - 1]), -1), written
+            logits = model.logits(hidden[batch.cu_q_lens[1:] - 1])
+            if sampling is None:
+                return jnp.argmax(logits, -1), written, history
+            vocab = serving.config.vocab_size
+            options = empty_rows(rows, rows, vocab)
+            for row in range(rows):
+                set_row(options, row, sampling)
+            options = options._replace(slot=slots, position=batch.kv_lens, seed=seeds)
+            drawn = sample(logits, options, history, jnp.asarray(all_allowed(rows, vocab)))
+            return drawn, written, history.at[slots, batch.kv_lens].set(drawn.tokens, mode="drop")
 
     tokens = jax.ShapeDtypeStruct((rows * new,), jnp.int32)
-    step = jax.jit(serving_step, donate_argnums=1)
-    return trace(step, variables, serving.pages(), tokens, batch, target=target.partition(":")[0])
+    history = seeds = None
+    if sampling is not None:
+        history = jax.ShapeDtypeStruct((rows, serving.length + 1), jnp.int32)
+        seeds = jax.ShapeDtypeStruct((rows,), jnp.uint32)
+    step = jax.jit(serving_step, donate_argnums=(1, 2))
+    arguments = variables, serving.pages(), history, tokens, seeds, batch
+    return trace(step, *arguments, target=target.partition(":")[0])
 
 
 def _tables(serving: Serving, rows: int, new: int, held: int) -> tuple[Any, ...]:
