@@ -108,7 +108,7 @@ def test_gmm(dtype, rows, k, n, groups, odd, first):
         out[at], da[at], db[g] = a[at] @ b[g], c[at] @ b[g].T, a[at].T @ c[at]
 
     def ours(lhs, rhs):
-        return vishwamai.grouped_gemm(lhs, rhs, sizes, group_offset=first or None)
+        return vishwamai.grouped_gemm(lhs, rhs, jnp.asarray(sizes), group_offset=first or None)
 
     got, pull = jax.vjp(ours, lhs, rhs)
     for found, want in zip((got, *pull(cotangent)), (out, da, db), strict=True):
