@@ -72,6 +72,11 @@ def losses(x, weight, bias):
     return (vt.linear_cross_entropy(x, weight, labels, bias=bias, label_smoothing=0.1, reduction="none"),)
 
 
+def weighted_losses(x, weight):
+    labels, shares = (replicated(t, x) for t in (torch.tensor([3, -100, 0, 1]), torch.linspace(0.5, 2, 10)))
+    return (vt.linear_cross_entropy(x, weight, labels, class_weights=shares, reduction="none"),)
+
+
 def grouped(lhs, rhs):
     return (vt.grouped_gemm(lhs, rhs, replicated(torch.tensor([2, 0, 3]), lhs)),)
 
@@ -124,6 +129,7 @@ SILENT: dict[str, tuple[Any, Any, Any]] = {
     "gated columns": (lambda x, g, u: (vt.gated_linear_unit(x, (g, u)),), ((4, 6), (6, 8), (6, 8)), (R, 1, 1)),
     "gated in one": (lambda x, w: (vt.gated_linear_unit(x, w),), ((4, 6), (2, 6, 8)), (R, 2)),
     "loss": (losses, ((4, 8), (10, 8), (10,)), (0, R, R)),
+    "loss with class weights": (weighted_losses, ((4, 8), (10, 8)), (0, R)),
     "grouped columns": (grouped, ((5, 6), (3, 6, 8)), (R, 2)),
     "grouped contraction": (grouped, ((5, 6), (3, 6, 8)), (1, 1)),
     "grouped columns of some groups": (some_groups, ((5, 6), (3, 6, 8)), (R, 2)),

@@ -29,7 +29,7 @@ from vishwamai.bench.candidates import theirs  # noqa: E402
 from vishwamai.bench.gradient import gradient_case  # noqa: E402
 from vishwamai.bench.subject import subject  # noqa: E402
 from vishwamai.core import gpu  # noqa: E402
-from vishwamai.core.errors import ShapeError  # noqa: E402
+from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
 from vishwamai.core.observe import record_plans  # noqa: E402
 from vishwamai.core.target import Target  # noqa: E402
 from vishwamai.ops.gated.gpu import GatedGpuConfig  # noqa: E402
@@ -143,8 +143,8 @@ def test_gated_errors():
 LABELS = torch.tensor([3, -100, 0, 49, 7, 7, -100, 20])
 
 
-def by_torch(x, weight, bias, labels=LABELS, softcap=None, smoothing=0.0, z_loss=0.0, reduction="mean"):
-    """(loss, logsumexp) with all logits."""
+def by_torch(x, weight, bias, labels=LABELS, softcap=None, smoothing=0.0, z_loss=0.0, reduction="mean", shares=None):
+    """(loss, logsumexp) with all logits; `shares` are the class weights."""
     logits = x @ weight.T + bias
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
@@ -152,7 +152,9 @@ def by_torch(x, weight, bias, labels=LABELS, softcap=None, smoothing=0.0, z_loss
     loss = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
     counted = labels != -100
     loss = loss + z_loss * torch.where(counted, lse, 0.0) ** 2
-    loss = loss if reduction == "none" else loss.sum() / (counted.sum() if reduction == "mean" else 1)
+    shares = counted if shares is None else torch.where(counted, shares[labels.clamp(0)], 0.0)
+    loss = shares * loss
+    loss = loss if reduction == "none" else loss.sum() / (shares.sum() if reduction == "mean" else 1)
     return loss, lse
 
 
@@ -180,6 +182,35 @@ def test_loss(softcap, smoothing, z_loss, reduction):
         lambda *args: by_torch(*args, softcap=softcap, smoothing=smoothing, z_loss=z_loss, reduction=reduction),
         (x, weight, bias),
     )
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_class_weights(reduction, dynamic):
+    """Of eager calls (None) and of one graph; the gradient reaches the weights too."""
+    args = tensors((8, 24), (50, 24), (50,), (50,))
+
+    def ours(x, weight, bias, shares):
+        options = {"class_weights": shares, "softcap": 3.0, "z_loss": 0.01, "return_logsumexp": True}
+        return vt.linear_cross_entropy(x, weight, LABELS, bias=bias, reduction=reduction, **options)
+
+    def theirs(*args):
+        return by_torch(*args[:3], softcap=3.0, z_loss=0.01, reduction=reduction, shares=args[3])
+
+    if dynamic is not None:
+        ours = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    agree(ours, theirs, args)
+
+
+def test_class_weights_of_nothing_of_float64_and_mapped():
+    x, weight, shares = (t.detach() for t in tensors((3, 8, 24), (50, 24), (50,)))
+    loss = functools.partial(vt.linear_cross_entropy, labels=LABELS)
+    assert loss(x[0], weight, class_weights=torch.zeros(50)) == 0
+    if not contract.TRITON:
+        leaves = [t.double().requires_grad_() for t in (x[0], weight, shares)]
+        assert torch.autograd.gradcheck(lambda x, w, s: loss(x, w, class_weights=s), leaves, fast_mode=True)
+    mapped = torch.vmap(lambda x: loss(x, weight, class_weights=shares))(x)
+    torch.testing.assert_close(mapped, torch.stack([loss(each, weight, class_weights=shares) for each in x]))
 
 
 def test_loss_of_16_bits_beside_float32_and_of_two_axes():
@@ -237,6 +268,15 @@ def test_loss_errors():
         vt.linear_cross_entropy(x, weight, torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ShapeError, match="`reduction` is 'total'"):
         vt.linear_cross_entropy(x, weight, torch.zeros(3, dtype=torch.int64), reduction="total")
+    weighted = functools.partial(vt.linear_cross_entropy, x, weight, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ShapeError, match=r"`class_weights` is float32\[9\], but the vocab is 20"):
+        weighted(class_weights=torch.ones(9))
+    with pytest.raises(ShapeError, match=r"`class_weights` is int64\[20\].*floating-point"):
+        weighted(class_weights=torch.ones(20, dtype=torch.int64))
+    with pytest.raises(UnsupportedError, match="`class_weights` with label_smoothing = 0.1"):
+        weighted(class_weights=torch.ones(20), label_smoothing=0.1)
+    with pytest.raises(UnsupportedError, match="pass `labels . class_weights`"):
+        vt.linear_cross_entropy(x, weight, torch.ones(3, 20), class_weights=torch.ones(20))
     compiled = torch.compile(vt.linear_cross_entropy, fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="`reduction` is 'total'"):
         compiled(x, weight, torch.zeros(3, dtype=torch.int64), reduction="total")

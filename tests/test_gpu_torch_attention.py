@@ -7,6 +7,7 @@ the Triton kernels, interpreted.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -278,8 +279,8 @@ def dense_arguments():
     q, k, v, bias, sinks = tensors((1, 2, 5, 8), (1, 1, 6, 8), (1, 1, 6, 8), (2, 5, 6), (2,))
     slopes = torch.tensor([0.5, 0.25])
     seed = torch.tensor([[[1, -2], [3, 4]]], dtype=torch.int32)
-    common = (softcap, bias_after_softcap, scale) = (None, False, None)
-    del softcap, bias_after_softcap, scale
+    common = (softcap, bias_after_softcap, scale, q_offset) = (None, False, None, None)
+    del softcap, bias_after_softcap, scale, q_offset
     plain = (q.detach(), k.detach(), v.detach(), *[None] * 8)
     return [
         (
@@ -317,6 +318,7 @@ def dense_arguments():
             5.0,
             False,
             0.1,
+            1,
             0.0,
             "bshd",
             "default",
@@ -326,6 +328,61 @@ def dense_arguments():
             [],
         ),
     ]
+
+
+PLACES = {
+    "an int": dict(q_offset=3, causal=True),
+    "a first row each": dict(q_offset=torch.tensor([2, 4]), window=(2, 1), kv_starts=torch.tensor([2, 3])),
+    "every row": dict(q_offset=torch.tensor([[4, 0, 1, 7, 3]]), causal=True, kv_lens=torch.tensor([9, 6])),
+    "padding": dict(kv_lens=torch.tensor(8), kv_starts=torch.tensor([2, 9]), layout="bshd"),
+    "padding of segments": dict(kv_lens=torch.tensor([0, 7]), segment_ids=(torch.arange(5) // 2, torch.arange(9) // 4)),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places(name):
+    """Against a mask of the same; what is outside of the lengths may be NaN; eager, in one graph, and mapped."""
+    options = dict(PLACES[name])
+    swap = options.get("layout") == "bshd"
+    shapes = ((2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8)) if swap else ((2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    leaves = tensors(*shapes)
+    if "segment_ids" in options:
+        options["segment_ids"] = tuple(x.expand(2, -1) for x in options["segment_ids"])
+    offset, columns = torch.as_tensor(options.get("q_offset", 0)), torch.arange(9)
+    stands = (offset if offset.dim() == 2 else offset.reshape(-1, 1) + torch.arange(5))[..., None]
+    lens, starts = (torch.as_tensor(options.get(n, d)).reshape(-1, 1, 1) for n, d in (("kv_lens", 9), ("kv_starts", 0)))
+    left, right = options.get("window", (99, 0 if options.get("causal") else 99))
+    seen = (columns >= stands - left) & (columns <= stands + right) & (columns < lens) & (columns >= starts)
+    rest = {n: x for n, x in options.items() if n in ("segment_ids", "layout")}
+    ours = functools.partial(vt.flash_attention, **options, return_lse=True)
+    agree(ours, lambda q, k, v: oracle(q, k, v, mask=seen[:, None], **rest), leaves)
+    if not contract.TRITON:
+        fast = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        for got, want in zip(fast(*leaves), ours(*leaves), strict=True):
+            assert torch.equal(got, want)
+        mapped = torch.vmap(lambda q: ours(q, *leaves[1:])[0])(torch.stack([leaves[0], 2 * leaves[0]]))
+        torch.testing.assert_close(mapped[1], ours(2 * leaves[0], *leaves[1:])[0])
+        wide = [x.detach().double().requires_grad_() for x in leaves]
+        assert torch.autograd.gradcheck(lambda *x: ours(*x)[0], wide, fast_mode=True)
+
+
+def test_errors_of_places():
+    q, k = torch.ones(2, 1, 3, 8), torch.ones(2, 1, 5, 8)
+    attend = functools.partial(vt.flash_attention, q, k, k)
+    wrong = {
+        r"`q_offset` has shape \(3,\), but there are 2 batch": dict(q_offset=torch.zeros(3, dtype=torch.int64)),
+        "`q_offset` has dtype float32; pass integers": dict(q_offset=torch.zeros(())),
+        "`q_offset` is 1073741824; pass a position": dict(q_offset=1 << 30),
+        "`q_offset` holds 2147483648": dict(q_offset=torch.tensor(1 << 31)),
+        "`causal_align` is 'bottom_right', but `q_offset`": dict(q_offset=1, causal=True, causal_align="bottom_right"),
+        "`kv_lens` holds 6; pass values from 0 to 5": dict(kv_lens=torch.tensor([1, 6])),
+        r"`kv_starts` has shape \(2, 1\)": dict(kv_starts=torch.ones(2, 1, dtype=torch.int32)),
+    }
+    for text, options in wrong.items():
+        if "holds" in text and bridge.platform_of(q) != "cpu":
+            continue
+        with pytest.raises(ShapeError, match=text):
+            attend(**options)
 
 
 @pytest.mark.skipif(contract.TRITON, reason="the same operator")
@@ -452,7 +509,7 @@ def test_packed_sequences_opcheck_and_compile():
     q, k, v = tensors((8, 2, 8), (9, 1, 8), (9, 1, 8))
     starts, ends = torch.tensor([0, 3, 8]), torch.tensor([0, 4, 9])
     sinks = torch.zeros(2, requires_grad=True)
-    options = (5, 5, True, True, None, None, None, False, None, 0.0, None, "default", None, None, None, [])
+    options = (5, 5, True, True, None, None, None, False, None, None, 0.0, None, "default", None, None, None, [])
     slopes = torch.tensor([0.5, 0.25])
     arguments = (q, k, v, sinks, None, slopes, starts, ends, *options)
     assert set(torch.library.opcheck(torch.ops.vishwamai.attention_varlen.default, arguments).values()) == {"SUCCESS"}

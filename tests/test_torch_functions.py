@@ -2,6 +2,7 @@
 the same name.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -192,6 +193,13 @@ ROUTINGS = {
     "sigmoid": dict(scoring="sigmoid", bias=draw(8, seed=3), num_groups=4, top_groups=2, scale=2.5, top_k=3),
     "not normalized": dict(normalize=False, top_k=1, logit_bias=draw(8, seed=3)),
     "best groups": dict(num_groups=4, top_groups=2, group_score="max"),
+    "gpt-oss": dict(
+        logit_bias=draw(8, seed=3),
+        biases=[draw(8, 6, seed=8), draw(8, 6, seed=9), draw(8, 16, seed=10)],
+        activation="swigluoai",
+        limit=1.5,
+    ),
+    "a bias alone": dict(biases=(None, None, draw(8, 16, seed=10))),
 }
 
 
@@ -204,15 +212,23 @@ def test_moe(name, capacity_factor):
     router[:, 3] = router[:, 2]  # equal scores: the lower expert wins
     weights = [0.3 * draw(*s, seed=4 + i) for i, s in enumerate(((8, 16, 6), (8, 16, 6), (8, 6, 16)))]
     how = dict(ROUTINGS[name])
+    biases = how.pop("biases", ())
     given = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in how.items()}
-    leaves = [torch.tensor(x, requires_grad=True) for x in (tokens, router, *weights)]
+    arrays = [tokens, router, *weights, *(b for b in biases if b is not None)]
+    leaves = [torch.tensor(x, requires_grad=True) for x in arrays]
+
+    def call(layer, arrays, options):
+        """With the biases among the arrays, whose gradients are compared too."""
+        own = iter(arrays[5:])
+        options = options | {"biases": tuple(b if b is None else next(own) for b in biases) or None}
+        return layer(*arrays[:5], capacity_factor=capacity_factor, **options)
 
     def theirs(arrays):
-        result = vishwamai.moe_layer(*arrays, capacity_factor=capacity_factor, **how)
+        result = call(vishwamai.moe_layer, arrays, how)
         return (result.out**2).sum() + result.routing.load_balance_loss + result.routing.z_loss, result
 
-    got = vt.moe_layer(*leaves, capacity_factor=capacity_factor, **given)
-    gradients, want = jax.jit(jax.grad(theirs, has_aux=True))([tokens, router, *weights])
+    got = call(vt.moe_layer, leaves, given)
+    gradients, want = jax.jit(jax.grad(theirs, has_aux=True))(arrays)
     for ours, wanted in zip(got.routing, want.routing, strict=True):
         close(ours, wanted)
     assert int(got.dropped) == int(want.dropped) and (capacity_factor is None) == (int(got.dropped) == 0)
@@ -226,6 +242,29 @@ def test_moe(name, capacity_factor):
         np.testing.assert_array_equal(getattr(dispatch, field).numpy(), np.asarray(getattr(wanted, field)))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+def test_moe_of_a_gate_of_minus_infinity(activation):
+    """The unit's limit, 0, in JAX and in torch."""
+    gate, up, down = np.zeros((1, 2, 1), np.float32), np.zeros((1, 2, 1), np.float32), np.ones((1, 1, 2), np.float32)
+    biases = [np.array([[-np.inf]], np.float32), np.ones((1, 1), np.float32), None]
+    arrays = np.ones((1, 2), np.float32), np.ones((2, 1), np.float32), gate, up, down
+    theirs = vishwamai.moe_layer(*arrays, top_k=1, activation=activation, biases=biases)
+    given = [None if b is None else torch.tensor(b) for b in biases]
+    ours = vt.moe_layer(*map(torch.tensor, arrays), top_k=1, activation=activation, biases=given)
+    for out in (np.asarray(theirs.out), ours.out.numpy()):
+        assert (np.abs(out) < 1e-30).all()
+
+
+def test_the_clamped_layer_compiles_in_one_graph():
+    leaves = [torch.tensor(draw(*s)) for s in ((5, 8), (8, 4), (4, 8, 6), (4, 8, 6), (4, 6, 8), (4, 6), (4, 6), (4, 8))]
+
+    def layer(*arrays):
+        return vt.moe_layer(*arrays[:5], biases=arrays[5:], activation="swigluoai").out
+
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(fast(*leaves), layer(*leaves))
+
+
 def test_moe_without_tokens_and_errors():
     weights = [torch.tensor(draw(*s)) for s in ((4, 8, 6), (4, 8, 6), (4, 6, 8))]
     result = vt.moe_layer(torch.zeros(0, 8), torch.zeros(8, 4), *weights)
@@ -236,8 +275,13 @@ def test_moe_without_tokens_and_errors():
         vt.moe_layer(torch.ones(3, 8), torch.ones(8, 4), weights[0], weights[1], weights[0])
     with pytest.raises(ShapeError, match="moe_layer: torch's has all experts on one device"):
         vt.moe_layer(torch.ones(3, 8), torch.ones(8, 4), *weights, expert_axis="x")
-    with pytest.raises(UnsupportedError, match="moe_layer: torch's has neither the activation 'swigluoai'"):
-        vt.moe_layer(torch.ones(3, 8), torch.ones(8, 4), *weights, activation="swigluoai")
+    layer = functools.partial(vt.moe_layer, torch.ones(3, 8), torch.ones(8, 4))
+    with pytest.raises(ShapeError, match="moe_layer: `activation` is 'swigluoai' with limit 7.0 and no `gate`"):
+        layer(None, *weights[1:], activation="swigluoai")
+    with pytest.raises(ShapeError, match=r"the bias of `down` has shape \(4, 6\); pass \(4, 8\)"):
+        layer(*weights, biases=(None, None, torch.ones(4, 6)))
+    with pytest.raises(ShapeError, match="moe_layer: `biases` is tuple of 2"):
+        layer(*weights, biases=(None, None))
     with pytest.raises(ShapeError, match="moe_combine: `routing` is 3, of type int; pass a Routing"):
         routing = vt.moe_routing(torch.ones(3, 8), torch.ones(8, 4))
         vt.moe_combine(torch.ones(6, 8), vt.moe_dispatch(torch.ones(3, 8), routing), 3)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from vishwamai.core.op import Plan
 from vishwamai.core.signature import Signature, array_specs
+from vishwamai.ops.attention import places
 from vishwamai.ops.attention.api import ATTENTION
 from vishwamai.ops.attention.block_mask import BlockMask
 from vishwamai.ops.attention.checks import check_blocks, segment_pair
@@ -32,6 +34,8 @@ from vishwamai.torch.attention_options import (
     statistics_dtype,
 )
 from vishwamai.torch.operator import TorchOperator
+from vishwamai.torch.sharding import beside
+from vishwamai.torch.value_checks import check_values
 
 
 def rows(x: Tensor) -> Tensor:
@@ -66,7 +70,9 @@ def _planned(tensors: Operands, options: OperatorOptions, of_bias: bool) -> tupl
     mask = None if mask is None else unexpanded(mask)
     given = tensors._replace(bias=bias, mask=mask)
     plan = planned(described(array_specs(given), options), given.query, options)
-    query, key, value, _, _, q_ids, kv_ids, sinks, seed, _, slopes = given
+    query, key, value, _, _, q_ids, kv_ids, sinks, seed, positions, slopes = given
+    if plan.spec.operands.q_positions is None:
+        positions = None  # nothing asks where a row stands
     operands = Operands(
         _inner(query, options.layout),
         _inner(key, options.layout),
@@ -77,6 +83,7 @@ def _planned(tensors: Operands, options: OperatorOptions, of_bias: bool) -> tupl
         None if kv_ids is None else _filled(kv_ids.to(torch.int32), 2),
         _filled(sinks, 2),
         None if seed is None else seed.contiguous().view(torch.uint32),
+        q_positions=None if positions is None else _filled(positions.to(torch.int32), 2),
         slopes=_filled(slopes, 2),
     )
     return plan, operands, Placement(seq_first=options.layout == "bshd")
@@ -158,6 +165,9 @@ def flash_attention(
     causal: bool = False,
     causal_align: Literal["top_left", "bottom_right"] = "top_left",
     window: tuple[int | None, int | None] | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
     segment_ids: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     bias_after_softcap: bool = False,
@@ -179,7 +189,8 @@ def flash_attention(
     requires one; `alibi_slopes` have none, and may not require one. `config` is an `AttentionGpuConfig`. In place of a
     key, dropout has `dropout_seed`: integers `[batch, heads, 2]`, of which 32 bits count. The same drop the same
     positions, here and in JAX, where they are `vishwamai.core.dropout.seeds(dropout_key, batch, heads)`. None draws
-    them from torch's generator of the query's device.
+    them from torch's generator of the query's device. What `q_offset`, `kv_lens` and `kv_starts` hold is checked on the
+    CPU; on a GPU, whose host does not wait, under `KernelConfig(checks=True)`.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 100, 4, 64)
@@ -192,17 +203,60 @@ def flash_attention(
     options = requested("flash_attention", **computed, **how)
     check_tensors("flash_attention", "segment_ids", segment_ids)
     rest = *segment_pair(segment_ids), sinks, dropout_seed
-    return _attend(Operands(query, key, value, bias, mask, *rest, slopes=alibi_slopes), return_lse, options)
+    tensors = Operands(query, key, value, bias, mask, *rest, slopes=alibi_slopes)
+    return _attend(*_placed("flash_attention", tensors, options, q_offset, kv_lens, kv_starts), return_lse)
 
 
-def _attend(tensors: Operands, return_lse: bool, options: OperatorOptions) -> Any:
+def _placed(
+    function: str, tensors: Operands, options: OperatorOptions, q_offset: Any, kv_lens: Any, kv_starts: Any
+) -> tuple[Operands, OperatorOptions]:
+    """The tensors and options with where the queries stand and which keys exist; see `ops.attention.places`."""
+    query, key = tensors[:2]
+    if isinstance(q_offset, int):
+        options = options._replace(q_offset=places.static_offset(function, q_offset))
+    if query.dim() != 4 or key.dim() != 4:  # errors of the operator
+        return tensors, options
+    seq = 1 if options.layout == "bshd" else 2
+    batch, q_len, kv_len = query.shape[0], query.shape[seq], key.shape[seq]
+
+    def count(length: int) -> Tensor:
+        return beside(query, torch.arange(length, dtype=torch.int32, device=query.device))
+
+    if isinstance(q_offset, Tensor):
+        places.check_integers(function, "q_offset", q_offset, _integers(q_offset))
+        places.check_offset_shape(function, tuple(q_offset.shape), batch, q_len)
+        check_values(functools.partial(places.check_offsets, function, q_len), q_offset)
+        tensors = tensors._replace(q_positions=places.rows_at(q_offset.int(), count(q_len)))
+    bounds = []
+    for name, x in (("kv_lens", kv_lens), ("kv_starts", kv_starts)):
+        if x is not None:
+            places.check_integers(function, name, x, _integers(x))
+            places.check_bound_shape(function, name, tuple(x.shape), batch)
+            check_values(functools.partial(places.check_bounds, function, name, kv_len), x)
+        bounds.append(None if x is None else x.int())
+    if kv_lens is None and kv_starts is None:
+        return tensors, options
+    exists = places.between(count(kv_len), *bounds)
+    q_ids, kv_ids = tensors.q_segment_ids, tensors.kv_segment_ids
+    if q_ids is None or kv_ids is None:
+        q_ids, kv_ids = count(q_len)[None] * 0, count(kv_len) * 0
+    else:
+        check_values(functools.partial(places.check_segments, function), q_ids)
+    return tensors._replace(q_segment_ids=q_ids, kv_segment_ids=torch.where(exists, kv_ids, places.NOWHERE)), options
+
+
+def _integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _attend(tensors: Operands, options: OperatorOptions, return_lse: bool) -> Any:
     """`flash_attention` of the caller's tensors."""
     query, slopes, seed = tensors.query, constant_slopes("flash_attention", tensors.slopes), None
     if options.dropout_rate and query.dim() == 4:
         shape = (query.shape[0], query.shape[2 if options.layout == "bshd" else 1], 2)
         seed = bridge.seeds("flash_attention", "dropout_seed", tensors.dropout_seed, shape, query.device)
     factors = bridge.cast_for_matmul(*tensors[:3])
-    out, logsumexp = _attention(*factors, *tensors[3:8], seed, None, slopes, *options)
+    out, logsumexp = _attention(*factors, *tensors[3:8], seed, tensors.q_positions, slopes, *options)
     out = out.to(query.dtype)
     return (out, logsumexp) if return_lse else out
 
@@ -223,6 +277,9 @@ def block_sparse_attention(
     block_size: int | tuple[int, int] | None = None,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
     segment_ids: tuple[Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -249,4 +306,5 @@ def block_sparse_attention(
         )
     how = requested("block_sparse_attention", blocks=blocks, **options)
     rest = *segment_pair(segment_ids), sinks, dropout_seed
-    return _attend(Operands(query, key, value, bias, mask, *rest, slopes=alibi_slopes), return_lse, how)
+    tensors = Operands(query, key, value, bias, mask, *rest, slopes=alibi_slopes)
+    return _attend(*_placed("block_sparse_attention", tensors, how, q_offset, kv_lens, kv_starts), return_lse)

@@ -44,6 +44,7 @@ class OperatorOptions(NamedTuple):
     softcap: float | None
     bias_after_softcap: bool
     scale: float | None
+    q_offset: int | None  # one that is a tensor is an operand
     dropout_rate: float
     layout: str | None
     precision: str
@@ -83,8 +84,8 @@ def requested(
     fields = [] if config is None else [int(getattr(config, field.name)) for field in _CONFIG]
     return OperatorOptions(
         given.causal, given.causal_align == "bottom_right", left, right, given.softcap,
-        given.bias_after_softcap, given.scale, float(given.dropout_rate), given.layout, bridge.products(None), blocks,
-        implementation, block_size, fields,
+        given.bias_after_softcap, given.scale, given.q_offset, float(given.dropout_rate), given.layout,
+        bridge.products(None), blocks, implementation, block_size, fields,
     )  # fmt: skip
 
 
@@ -109,13 +110,14 @@ def described(arrays: Operands, options: OperatorOptions) -> AttentionSpec:
 
 @functools.lru_cache(maxsize=4096)
 def _described(arrays: Operands, options: tuple[Any, ...]) -> AttentionSpec:
-    causal, bottom_right, left, right, softcap, after, scale, dropout_rate, layout, precision, blocks = options
+    causal, bottom_right, left, right, softcap, after, scale, q_offset, rate, layout, precision, blocks = options
     seed = arrays.dropout_seed
-    rate = 0.0 if seed is None else dropout_rate
+    rate = 0.0 if seed is None else rate
+    given = CallOptions(causal, ALIGNMENTS[bottom_right], (left, right), softcap, after, rate, scale)
     spec = make_spec(
         arrays._replace(dropout_seed=None),
         resolve_precision(precision, current_config().precision, arrays.query.dtype),
-        *CallOptions(causal, ALIGNMENTS[bottom_right], (left, right), softcap, after, rate, scale, layout=layout),
+        *given._replace(layout=layout, q_offset=q_offset),
     )
     if seed is not None and tuple(seed.shape) != (spec.batch, spec.q_heads, 2):
         raise ShapeError(f"attention: `dropout_seed` has shape {seed.shape}; pass [batch, heads, 2].")

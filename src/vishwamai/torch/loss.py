@@ -14,7 +14,15 @@ from torch import Tensor
 
 from vishwamai.ops.loss.api import LOSS
 from vishwamai.ops.loss.compose import compose
-from vishwamai.ops.loss.spec import SIGNATURE, Outputs, check_labels, check_options, describe, probabilities
+from vishwamai.ops.loss.spec import (
+    SIGNATURE,
+    Outputs,
+    check_class_weights,
+    check_labels,
+    check_options,
+    describe,
+    probabilities,
+)
 from vishwamai.torch import bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
@@ -38,6 +46,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    class_weights: Tensor | None = None,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -51,7 +60,7 @@ def linear_cross_entropy(
 
     Arguments, results and errors are those of JAX's. A label outside the vocab is an error on the CPU; on a GPU, and
     where `torch.compile` runs, its loss is NaN, unless `KernelConfig(checks=True)` has the host read labels on a GPU.
-    The mean is 0 where all tokens are ignored (torch's own has NaN).
+    The mean is 0 where all tokens are ignored, or all that count weigh 0 (torch's own has NaN).
 
     >>> import torch
     >>> linear_cross_entropy(torch.zeros(2, 4), torch.ones(8, 4), torch.tensor([3, -100]))  # log(8)
@@ -70,10 +79,18 @@ def linear_cross_entropy(
         labels = torch.full_like(mass, -1, dtype=torch.int32)
     elif weight.dim() == 2:
         check_values(functools.partial(check_labels, vocab=weight.shape[0], ignore_index=ignore_index), labels)
+    vocab = weight.shape[0] if weight.dim() == 2 else 0  # other shapes are errors of the operator
+    if class_weights is not None and vocab:
+        check_class_weights(class_weights, class_weights.is_floating_point(), vocab, label_smoothing, mass is not None)
     numbers = Outputs(*_numbers(x, weight, bias, labels, targets, cap, bridge.products(precision), label_smoothing > 0))
-    inside = (labels >= 0) & (labels < weight.shape[0])
+    inside = (labels >= 0) & (labels < vocab)
     counted = ~inside if targets is not None else labels != ignore_index
     how = label_smoothing, z_loss, reduction
     unknown = inside if targets is not None else counted & ~inside
-    loss = compose(torch, numbers, weight.shape[0], counted, unknown, counted, *how, mass)
+    shares = counted
+    if class_weights is not None:
+        known = counted & inside
+        of_labels = class_weights.to(numbers.logsumexp.dtype)[torch.where(known, labels, 0).long()]
+        shares = torch.where(known, of_labels, 0.0)
+    loss = compose(torch, numbers, vocab, counted, unknown, shares, *how, mass)
     return (loss, numbers.logsumexp) if return_logsumexp else loss

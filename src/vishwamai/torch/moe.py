@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vishwamai.core.arrays import fetched
-from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.errors import ShapeError
 from vishwamai.ops.moe.api import MOE
 from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch, check_experts, sort_choices
-from vishwamai.ops.moe.layer import CLAMPED, MoEOutput, check_layer
+from vishwamai.ops.moe.layer import CLAMPED, MoEOutput, check_bias, check_biases, check_layer, check_limit, clamped
 from vishwamai.ops.moe.routing import Routing, check_routing, choose
 from vishwamai.ops.moe.spec import (
     Outputs,
@@ -225,7 +226,9 @@ def moe_layer(
     down: Tensor,
     *,
     top_k: int = 2,
+    biases: Sequence[Tensor | None] | None = None,
     activation: str = "silu",
+    limit: float = 7.0,
     capacity_factor: float | None = None,
     **routing_options: Any,
 ) -> MoEOutput:
@@ -241,20 +244,31 @@ def moe_layer(
     """
     if "axis_name" in routing_options or "expert_axis" in routing_options:
         raise ShapeError("moe_layer: torch's has all experts on one device; leave out `expert_axis` and `axis_name`.")
-    if activation == CLAMPED or "biases" in routing_options:
-        raise UnsupportedError(
-            f"moe_layer: torch's has neither the activation {CLAMPED!r} nor `biases`; compose them of `moe_routing`, "
-            "`moe_dispatch`, `grouped_gemm` and `moe_combine`."
-        )
     check_layer(tokens, router_weights, gate, up, down, activation, None, "dense", None, capacity_factor)
+    gate_bias, up_bias, down_bias = check_biases(biases)
+    for name, bias, weight in (("gate", gate_bias, gate), ("up", up_bias, up), ("down", down_bias, down)):
+        check_bias(name, bias, weight)
+    check_limit(activation, gate, limit)
     routing = moe_routing(tokens, router_weights, top_k=top_k, **routing_options)
     dispatch = moe_dispatch(tokens, routing, capacity_factor=capacity_factor)
 
-    def product(rows: Tensor, weights: Tensor) -> Tensor:
-        return grouped_gemm(rows, weights, dispatch.group_sizes)
+    def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        found = grouped_gemm(rows, weights, dispatch.group_sizes)
+        return found if bias is None else found + _of_rows(bias, dispatch.group_sizes, len(found)).to(found.dtype)
 
-    hidden = _ACTIVATIONS[activation](product(dispatch.rows, up if gate is None else gate))
+    hidden = product(dispatch.rows, up, up_bias)
     if gate is not None:
-        hidden = hidden * product(dispatch.rows, up)
-    out = moe_combine(product(hidden, down), dispatch, routing)
+        gated = product(dispatch.rows, gate, gate_bias)
+        clamps = activation == CLAMPED
+        hidden = clamped(torch, gated, hidden, limit) if clamps else _ACTIVATIONS[activation](gated) * hidden
+    else:
+        hidden = _ACTIVATIONS[activation](hidden)
+    out = moe_combine(product(hidden, down, down_bias), dispatch, routing)
     return MoEOutput(out.reshape(tokens.shape), routing, dispatch.dropped)
+
+
+def _of_rows(bias: Tensor, group_sizes: Tensor, rows: int) -> Tensor:
+    """The bias of each row's group, `[rows, _]`; 0 in rows after the last group, as the product has there."""
+    numbers = torch.arange(rows, device=bias.device)
+    group = torch.searchsorted(group_sizes.long().cumsum(0), numbers, right=True)
+    return torch.where((group < len(bias))[:, None], bias[group.clamp(max=len(bias) - 1)], 0)

@@ -103,7 +103,8 @@ class Declared:
         outputs, residuals = self.outputs._fields, getattr(self.residuals, "_fields", ("residual",))
         self._results = (*outputs, *residuals) if self.residuals else outputs
         """Names of outputs and residuals."""
-        results = (f"{n}_out" if n in self.kind._fields else n for n in self._results)
+        taken = {*self.kind._fields, *self.options}  # the loss has an output and an option of one name
+        results = (f"{n}_out" if n in taken else n for n in self._results)
         self._given = (*(f"d_{n}" for n in outputs), *results, *self.kind._fields)
         """Names of the backward operator's tensors."""
 

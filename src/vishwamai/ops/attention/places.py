@@ -51,17 +51,29 @@ def row_positions(function: str, q_offset: Any, batch: int, q_len: int) -> Any:
       ShapeError: it is something else, or a known value is too large.
     """
     found = _integers(function, "q_offset", q_offset)
-    if found.ndim > 2 or (found.ndim and found.shape[0] not in (1, batch)) or found.shape[1:] not in ((), (q_len,)):
+    check_offset_shape(function, found.shape, batch, q_len)
+    check_values(functools.partial(check_offsets, function, q_len), q_offset)
+    return rows_at(found.astype(jnp.int32), jnp.arange(q_len, dtype=jnp.int32))
+
+
+def check_offset_shape(function: str, shape: tuple[int, ...], batch: int, q_len: int) -> None:
+    """Raises ShapeError where an array of such a shape does not say where the rows stand."""
+    if len(shape) > 2 or (shape and shape[0] not in (1, batch)) or shape[1:] not in ((), (q_len,)):
         _fail(
             function,
-            f"`q_offset` has shape {tuple(found.shape)}, but there are {batch} batch elements of {q_len} queries; pass "
-            f"an int, or integers of shape (), ({batch},) or ({batch}, {q_len}).",
+            f"`q_offset` has shape {shape}, but there are {batch} batch elements of {q_len} queries; pass an int, or "
+            f"integers of shape (), ({batch},) or ({batch}, {q_len}).",
         )
-    check_values(functools.partial(_check_range, function, "q_offset", 1 - MOST, MOST - 1 - q_len), q_offset)
-    found = found.astype(jnp.int32)
-    if found.ndim == 2:
-        return found
-    return found.reshape(-1, 1) + jnp.arange(q_len, dtype=jnp.int32)
+
+
+def rows_at(offset: Any, rows: Any) -> Any:
+    """`row_positions` of int32 arrays of any framework; `rows` counts from 0."""
+    return offset if offset.ndim == 2 else offset.reshape(-1, 1) + rows
+
+
+def check_offsets(function: str, q_len: int, values: np.ndarray) -> None:
+    """Raises ShapeError where a position is too large."""
+    _check_range(function, "q_offset", 1 - MOST, MOST - 1 - q_len, values)
 
 
 def lengths(function: str, name: str, x: Any, batch: int, most: int) -> Any:
@@ -71,14 +83,24 @@ def lengths(function: str, name: str, x: Any, batch: int, most: int) -> Any:
       ShapeError: it is something else, or a known value is out of range.
     """
     found = _integers(function, name, x)
-    if found.shape not in ((), (1,), (batch,)):
+    check_bound_shape(function, name, found.shape, batch)
+    check_values(functools.partial(check_bounds, function, name, most), x)
+    return found.astype(jnp.int32)
+
+
+def check_bound_shape(function: str, name: str, shape: tuple[int, ...], batch: int) -> None:
+    """Raises ShapeError where an array of such a shape is no number of keys for each batch element."""
+    if shape not in ((), (1,), (batch,)):
         _fail(
             function,
-            f"`{name}` has shape {tuple(found.shape)}, but there are {batch} batch elements; pass integers of shape () "
-            f"or ({batch},).",
+            f"`{name}` has shape {shape}, but there are {batch} batch elements; pass integers of shape () or "
+            f"({batch},).",
         )
-    check_values(functools.partial(_check_range, function, name, 0, most), x)
-    return found.astype(jnp.int32)
+
+
+def check_bounds(function: str, name: str, most: int, values: np.ndarray) -> None:
+    """Raises ShapeError where a number of keys is out of range."""
+    _check_range(function, name, 0, most, values)
 
 
 def existing_keys(
@@ -93,27 +115,40 @@ def existing_keys(
     Raises:
       ShapeError: an argument has another shape, or a known value is out of range.
     """
-    columns = jnp.arange(kv_len, dtype=jnp.int32)
-    exists = None
-    for name, x in (("kv_lens", kv_lens), ("kv_starts", kv_starts)):
-        if x is None:
-            continue
-        bound = lengths(function, name, x, batch, kv_len).reshape(-1, 1)
-        inside = columns < bound if name == "kv_lens" else columns >= bound
-        exists = inside if exists is None else exists & inside
-    assert exists is not None, "there are lengths or starts"
+    lens, starts = (
+        None if x is None else lengths(function, name, x, batch, kv_len)
+        for name, x in (("kv_lens", kv_lens), ("kv_starts", kv_starts))
+    )
+    exists = between(jnp.arange(kv_len, dtype=jnp.int32), lens, starts)
     q_ids, kv_ids = segment_ids
     if kv_ids is None:
         return jnp.zeros((1, q_len), jnp.int32), jnp.where(exists, 0, NOWHERE)
-    check_values(functools.partial(_check_range, function, "segment_ids", NOWHERE + 1, -1 - NOWHERE), q_ids)
+    check_values(functools.partial(check_segments, function), q_ids)
     return q_ids, jnp.where(exists, kv_ids.astype(jnp.int32), NOWHERE)
+
+
+def between(columns: Any, lens: Any, starts: Any) -> Any:
+    """Which keys exist, `[batch or 1, kv_len]`, of arrays of any framework, of which one may be None."""
+    inside = [] if lens is None else [columns < lens.reshape(-1, 1)]
+    inside += [] if starts is None else [columns >= starts.reshape(-1, 1)]
+    return inside[0] & inside[-1]
+
+
+def check_segments(function: str, values: np.ndarray) -> None:
+    """Raises ShapeError where the segment of a query is that of keys that do not exist."""
+    _check_range(function, "segment_ids", NOWHERE + 1, -1 - NOWHERE, values)
 
 
 def _integers(function: str, name: str, x: Any) -> Any:
     found = as_array(function, name, x)
-    if not jnp.issubdtype(found.dtype, jnp.integer):
-        _fail(function, f"`{name}` has dtype {found.dtype.name}; pass integers.")
+    check_integers(function, name, found, bool(jnp.issubdtype(found.dtype, jnp.integer)))
     return found
+
+
+def check_integers(function: str, name: str, x: Any, integers: bool) -> None:
+    """Raises ShapeError where an array of any framework does not hold `integers`."""
+    if not integers:
+        _fail(function, f"`{name}` has dtype {str(x.dtype).removeprefix('torch.')}; pass integers.")
 
 
 def _check_range(function: str, name: str, least: int, most: int, values: np.ndarray) -> None:

@@ -21,7 +21,7 @@ from vishwamai.core.plan import Plan
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.sharding import explicit_mesh, mesh_axis_size
 from vishwamai.core.signature import array_specs, public_call
-from vishwamai.core.spec import array_spec, as_array
+from vishwamai.core.spec import as_array
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.loss import at_once, gathered
 from vishwamai.ops.loss.chunked import XLA_CHUNKED
@@ -163,8 +163,9 @@ def linear_cross_entropy(
         if mass is not None:
             mass = lax.psum(mass, vocab_axis)
             labels = jnp.full_like(mass, -1, jnp.int32)
-    of_classes = None if class_weights is None else array_spec(class_weights)
-    check_class_weights(of_classes, size, label_smoothing, targets is not None)
+    if class_weights is not None:
+        floats = jnp.issubdtype(class_weights.dtype, jnp.floating)
+        check_class_weights(class_weights, floats, size, label_smoothing, targets is not None)
     inside = (labels >= 0) & (labels < size)
     if targets is None:
         check_values(functools.partial(check_labels, vocab=size, ignore_index=ignore_index), labels)

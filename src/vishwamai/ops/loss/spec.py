@@ -19,7 +19,7 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
-from vishwamai.core.spec import ArraySpec, OpSpec
+from vishwamai.core.spec import OpSpec, array_spec
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -203,25 +203,23 @@ def check_labels(labels: np.ndarray, *, vocab: int, ignore_index: int) -> None:
         )
 
 
-def check_class_weights(weights: ArraySpec | None, vocab: int, label_smoothing: float, targets: bool) -> None:
-    """Checks the class weights.
+def check_class_weights(weights: Any, floating: bool, vocab: int, label_smoothing: float, targets: bool) -> None:
+    """Checks the class weights, an array of any framework, which is `floating` or not.
 
     Raises:
       ShapeError: they are no floating-point array with one for each entry of the vocab.
       UnsupportedError: they come with label smoothing, whose target would need a sum of weighted logits; or with
         labels that are probabilities.
     """
-    if weights is None:
-        return
     if targets:
         raise UnsupportedError(
             "linear_cross_entropy: `class_weights` with labels that are probabilities; leave it out, and pass "
             "`labels * class_weights`, which is the same."
         )
-    if weights.shape != (vocab,) or not jnp.issubdtype(weights.dtype, jnp.floating):
+    if tuple(weights.shape) != (vocab,) or not floating:
         raise ShapeError(
-            f"linear_cross_entropy: `class_weights` is {weights}, but the vocab is {vocab}; pass a floating-point "
-            f"array of shape ({vocab},)."
+            f"linear_cross_entropy: `class_weights` is {array_spec(weights)}, but the vocab is {vocab}; pass a "
+            f"floating-point array of shape ({vocab},)."
         )
     if label_smoothing:
         raise UnsupportedError(

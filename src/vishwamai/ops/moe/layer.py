@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core import observe
+from vishwamai.core.activations import activate
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.links import AxisLinks
@@ -30,13 +31,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 CLAMPED = "swigluoai"
 """The gated unit of gpt-oss: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025), by the code of its release."""
@@ -142,11 +137,7 @@ def moe_layer(
     check_layer(tokens, router_weights, gate, up, down, activation, axes, exchange, exchange_factor, capacity_factor)
     _check_overlap(axes, exchange, overlap)
     gate_bias, up_bias, down_bias = _biases(biases, gate, up, down)
-    if activation == CLAMPED and not (gate is not None and isinstance(limit, (int, float)) and limit > 0):
-        raise ShapeError(
-            f"moe_layer: `activation` is {CLAMPED!r} with limit {limit!r}{' and no `gate`' if gate is None else ''}; "
-            "pass a gate, and a limit above 0."
-        )
+    check_limit(activation, gate, limit)
     routing = moe_routing(tokens, router_weights, top_k=top_k, axis_name=axes, **routing_options)
     x = tokens.reshape(-1, tokens.shape[-1])
 
@@ -155,9 +146,9 @@ def moe_layer(
 
     def unit(*products: jax.Array) -> jax.Array:
         if gate is None:
-            return ACTIVATIONS[activation](products[0])
+            return activate(activation, products[0])
         gated, above = products
-        return _clamped(gated, above, limit) if activation == CLAMPED else ACTIVATIONS[activation](gated) * above
+        return clamped(jnp, gated, above, limit) if activation == CLAMPED else activate(activation, gated) * above
 
     def experts(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
         hidden = unit(*grouped_products(rows, first, group_sizes, config, implementation))
@@ -237,14 +228,39 @@ def _in_pieces(
     return chosen
 
 
-def _clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """See `CLAMPED`."""
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+def clamped(xp: Any, gate: Any, up: Any, limit: float) -> Any:
+    """See `CLAMPED`; `xp` is `jax.numpy` or `torch`, whose arrays these are."""
+    gate, up = xp.clip(gate, None, limit), xp.clip(up, -limit, limit)
+    sigmoid = jax.nn.sigmoid if xp is jnp else xp.sigmoid
+    return gate * sigmoid(1.702 * gate) * (up + 1)
+
+
+def check_limit(activation: str, gate: Any, limit: Any) -> None:
+    """Raises ShapeError where the clamped unit lacks a gate or its limit."""
+    if activation == CLAMPED and not (gate is not None and isinstance(limit, (int, float)) and limit > 0):
+        raise ShapeError(
+            f"moe_layer: `activation` is {CLAMPED!r} with limit {limit!r}{' and no `gate`' if gate is None else ''}; "
+            "pass a gate, and a limit above 0."
+        )
 
 
 def _biases(biases: Any, gate: Any, up: Any, down: Any) -> tuple[Any, Any, Any]:
     """The experts' biases as arrays, or None each."""
+    given = check_biases(biases)
+    named = zip(("gate", "up", "down"), given, (gate, up, down), strict=True)
+    arrays = [(n, None if b is None else as_array("moe_layer", f"biases[{n}]", b), w) for n, b, w in named]
+    for name, bias, weight in arrays:
+        check_bias(name, bias, weight)
+    gate_bias, up_bias, down_bias = (bias for _, bias, _ in arrays)
+    return gate_bias, up_bias, down_bias
+
+
+def check_biases(biases: Any) -> tuple[Any, Any, Any]:
+    """(gate, up, down) of the experts' biases, each may be None.
+
+    Raises:
+      ShapeError: they are not three.
+    """
     if biases is None:
         return None, None, None
     if not isinstance(biases, (tuple, list)) or len(biases) != 3:
@@ -252,15 +268,16 @@ def _biases(biases: Any, gate: Any, up: Any, down: Any) -> tuple[Any, Any, Any]:
             f"moe_layer: `biases` is {type(biases).__name__} of {len(biases) if hasattr(biases, '__len__') else 'no'} "
             "entries; pass (gate, up, down), each an array or None."
         )
-    found = []
-    for name, bias, weight in zip(("gate", "up", "down"), biases, (gate, up, down), strict=True):
-        bias = None if bias is None else as_array("moe_layer", f"biases[{name}]", bias)
-        shape = None if weight is None else experts_spec(weight).shape
-        if bias is not None and (shape is None or bias.shape != (shape[0], shape[2])):
-            wanted = "None, as `gate` is" if shape is None else (shape[0], shape[2])
-            raise ShapeError(f"moe_layer: the bias of `{name}` has shape {bias.shape}; pass {wanted}.")
-        found.append(bias)
-    return tuple(found)
+    gate, up, down = biases
+    return gate, up, down
+
+
+def check_bias(name: str, bias: Any, weight: Any) -> None:
+    """Raises ShapeError where a bias of the experts, an array of any framework, does not fit their weight."""
+    shape = None if weight is None else experts_spec(weight).shape
+    if bias is not None and (shape is None or tuple(bias.shape) != (shape[0], shape[2])):
+        wanted = "None, as `gate` is" if shape is None else (shape[0], shape[2])
+        raise ShapeError(f"moe_layer: the bias of `{name}` has shape {tuple(bias.shape)}; pass {wanted}.")
 
 
 def check_layer(
