@@ -4,7 +4,8 @@ schedule, as a share of the chip's roofline, compared with XLA's.
 The share is roofline / estimate (docs/aot.md says how far an estimate can be trusted). For a product the roofline is
 max(FLOPs / peak, bytes / bandwidth); for all others it is bytes / bandwidth. "backward" is the program of forward and
 backward, whose bytes are those of both, or what it moves where that is less: XLA may keep what one pass leaves in VMEM
-for the other.
+for the other. `--ms` prints milliseconds in place of shares. ">" (ms) and "<" (shares) mark a
+program of which the compiler left a part out.
 
     python benchmarks/tpu_rooflines.py --targets v4,v5e,v5p,v6e,tpu7x --cases
     gemm,int8,norm,rope,softmax,gated_linear_unit,gated_int8,gated_gradient
@@ -145,19 +146,25 @@ SUITES: dict[str, Callable[[], Iterator[Any]]] = {
 }
 
 
-def _share(result: KernelSchedule | VishwamaiError) -> str:
+def _cell(result: KernelSchedule | VishwamaiError, ms: bool) -> str:
     if isinstance(result, VishwamaiError):
         return "error"
+    whole = isinstance(estimates.seconds_of({"": result})[""], float)
+    if ms:
+        return f"{'' if whole else '>'}{1e3 * result.seconds:.2f}"
     bound = result.roofline
     if bound.by == "memory":
         bound = dataclasses.replace(bound, bytes=min(bound.bytes, result.simulation.hbm_bytes))
-    return f"{100 * bound.seconds / result.seconds:.0f}"
+    return f"{'' if whole else '<'}{100 * bound.seconds / result.seconds:.0f}"
 
 
 def main() -> None:
-    options = estimates.parser(__doc__, cases=SUITES).parse_args()
+    parser = estimates.parser(__doc__, cases=SUITES)
+    parser.add_argument("--ms", action="store_true", help="milliseconds in place of shares")
+    options = parser.parse_args()
     targets = options.targets
-    print(f"{'share of the roofline, ours / XLA, %':<44}" + "".join(f"{target:>12}" for target in targets))
+    unit = "ms" if options.ms else "share of the roofline, %"
+    print(f"{f'ours / XLA, {unit}':<44}" + "".join(f"{target:>12}" for target in targets))
     for suite in options.cases:
         for name, call, arrays, flops, nbytes in SUITES[suite]():
             programs = [
@@ -167,8 +174,8 @@ def main() -> None:
                 for target in targets
                 for impl in IMPLEMENTATIONS
             ]
-            shares = [_share(result) for result in inspect_many(programs)]
-            pairs = zip(shares[::2], shares[1::2], strict=True)
+            cells = [_cell(result, options.ms) for result in inspect_many(programs)]
+            pairs = zip(cells[::2], cells[1::2], strict=True)
             print(f"{name:<44}" + "".join(f"{f'{ours} / {xla}':>12}" for ours, xla in pairs), flush=True)
 
 

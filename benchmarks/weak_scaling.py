@@ -236,6 +236,12 @@ def by_program(found: StepTime) -> Estimate:
     return Estimate(found.step.value - found.parts["collectives"].value, found.step.level, "s")
 
 
+def kinds_of(program: StepTime) -> str:
+    """Each kind of collective of a compiled program, in words; the time hidden behind other work is in it."""
+    rows = [row for row in program.rows if row.part == "collectives"]
+    return ", ".join(f"{row.name} {row.seconds * 1e3:.3f} ms ({row.calls} calls)" for row in rows)
+
+
 def compute_of(config: TrainConfig, target: str, memory: Breakdown, analytic: bool) -> tuple[Estimate | None, Any]:
     """The compute of a step, and the compiled program or the memory that it needs; None where it does not fit."""
     if analytic:
@@ -305,7 +311,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             table = scaling(model, chip, counts, asked.rows, length, asked.remat, asked.analytic)
             print(f"{title} on {chip}, {asked.rows} x {length} tokens on a device, remat {asked.remat}.")
             print("Estimates, not measurements. Two figures: nothing is hidden / all that can be hidden is.")
-            print("" if table.program is None else f"The compiled program:\n{table.program}\n")
+            if table.program is not None:
+                print(f"\nThe compiled program:\n{table.program}\n  collectives: {kinds_of(table.program)}")
+            print()
             print(f"{table}\n", flush=True)
 
 

@@ -104,3 +104,5 @@ def test_the_compute_of_a_compiled_program(benchmark):
     step = table.rows[0].step
     counted = sum(row.seconds for row in table.program.rows if row.part == "collectives")
     assert counted == pytest.approx(step.sums / 2 + step.gathers, rel=0.1)
+    kinds = dict(kind.split(maxsplit=1) for kind in benchmark.kinds_of(table.program).split(", "))
+    assert set(kinds) == {"all-gather", "all-reduce", "all-to-all", "reduce-scatter"}
