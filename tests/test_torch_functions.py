@@ -247,7 +247,7 @@ def test_moe_of_a_gate_of_minus_infinity(activation):
     """The unit's limit, 0, in JAX and in torch."""
     gate, up, down = np.zeros((1, 2, 1), np.float32), np.zeros((1, 2, 1), np.float32), np.ones((1, 1, 2), np.float32)
     biases = [np.array([[-np.inf]], np.float32), np.ones((1, 1), np.float32), None]
-    arrays = np.ones((1, 2), np.float32), np.ones((2, 1), np.float32), gate, up, down
+    arrays: Any = (np.ones((1, 2), np.float32), np.ones((2, 1), np.float32), gate, up, down)
     theirs = vishwamai.moe_layer(*arrays, top_k=1, activation=activation, biases=biases)
     given = [None if b is None else torch.tensor(b) for b in biases]
     ours = vt.moe_layer(*map(torch.tensor, arrays), top_k=1, activation=activation, biases=given)

@@ -120,10 +120,11 @@ def heuristic(spec: GroupedSpec, target: Target) -> GroupedGpuConfig:
     mean = gpu.cdiv(spec.m, spec.groups)
     entries = spec.batch * spec.groups
     quantized = spec.operands.rhs_scale is not None
+    shared, _, rows, columns = spec.operands.rhs.shape
     return GroupedGpuConfig(
         *tiles(entries, mean, spec.n, spec.k, width, quantized),
         *tiles(entries, mean, spec.k, spec.n, width, quantized),
-        *tiles(spec.operands.rhs.shape[0] * spec.groups, *spec.operands.rhs.shape[2:], mean, width),
+        *tiles(shared * spec.groups, rows, columns, mean, width),
     )
 
 
