@@ -68,5 +68,5 @@ def test_memory_above_the_arrays_is_that_of_one_tensor(dtype, tmp_path):
     command = [sys.executable, "-c", LOADING, str(small), str(large), json.dumps({"dtype": dtype})]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert found["arrays"] > 3 * BIGGEST * jnp.dtype(dtype).itemsize / 4
-    # A tensor of the file as it is mapped, and a tenth for what the allocator and the index take.
-    assert found["above"] <= 1.1 * BIGGEST, found
+    # A tensor of the file as it is mapped, and a quarter for what the allocator and the index take.
+    assert found["above"] <= 1.25 * BIGGEST, found

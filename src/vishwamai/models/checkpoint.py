@@ -222,7 +222,10 @@ def _read_kept(
 
 
 def _read(parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], dtype: Any, sharding: Any) -> jax.Array:
-    """The parameter, each device's part read from the files on its own."""
+    """The parameter, each device's part read from the files on its own.
+
+    Waits for the devices, which read a tensor's memory after the call: the host has one tensor at a time.
+    """
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
@@ -233,8 +236,8 @@ def _read(parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], dt
 
     shape = parameter.shape if len(pieces) == 1 else (len(pieces), *parameter.shape)
     if sharding is None:
-        return jnp.asarray(part((slice(None),) * len(shape)))
-    return jax.make_array_from_callback(shape, sharding, part)
+        return jax.block_until_ready(jnp.asarray(part((slice(None),) * len(shape))))
+    return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, part))
 
 
 Readable = Stored | Computed | Decoded
