@@ -451,7 +451,10 @@ def test_remat_policies_change_the_memory_alone():
     memory = {}
     for policy in ("dots", "block_wise", "full", "offload", "mixed,block_output"):
         found, memory[policy] = run(policy)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+        # What is computed again is rounded in another order: by a millionth of an array's largest number.
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max()), found, expected
+        )
     assert most > memory["dots"] > memory["block_wise"] > memory["full"]
     with pytest.raises(
         ConfigError, match=r"'mixd' is neither .* did you mean 'mixed'\? .* are stream, query, key, value"

@@ -80,12 +80,12 @@ def check(config: TrainConfig) -> None:
             f"config: optimizer.warmup_steps={config.optimizer.warmup_steps} exceeds steps={config.steps}."
         )
     model = model_config(config, config.tokenizer.vocab_size)
+    if config.mesh.pipeline > 1:
+        check_pipeline(config, model, stacks_layers(stacked_layers(config)))
     # Any mesh.tensor divides 0, which stands for the vocab of a tokenizer that is not read yet; `make_layout` reads it.
     unknown = config.model.start_from is None and "vocab_size" not in (config.model.config or {})
     sized = dataclasses.replace(model, vocab_size=0) if unknown else model
     check_sizes(config.mesh, jax.device_count(), config.batch_size, config.microbatches, sized)
-    if config.mesh.pipeline > 1:
-        check_pipeline(config, model, stacks_layers(stacked_layers(config)))
     if config.lora.quantize is not None:
         _check_frozen(config, config.lora.quantize, model)
     _check_names(config, model)
