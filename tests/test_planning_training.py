@@ -20,10 +20,11 @@ from vishwamai.core.hardware import TPUS
 from vishwamai.core.target import devices_of
 from vishwamai.models import ModelConfig
 from vishwamai.planning import analytic
-from vishwamai.planning.allocation import training_config
+from vishwamai.planning.allocation import llama_like, training_config
 from vishwamai.planning.analytic import (
     CLASSES,
     described,
+    exchanged_embedding,
     frozen_parameters,
     serving_memory,
     split_parameters,
@@ -486,3 +487,10 @@ def test_formulas_of_scales_adapters_and_pairs_are_near_the_probe(keys, target):
     config = from_dict({"model": model, "data": {"sequence_length": 2048}, "batch_size": 8, **keys})
     (one,) = plan_training(config, target, verify=False).candidates
     assert one.probe is not None and one.analytic.value == pytest.approx(one.probe.value, rel=0.25)
+
+
+def test_an_embedding_whose_rows_are_exchanged_is_the_trained_one():
+    config = training_config(llama_like(512, 512), {"mesh": {"fsdp": 4}}, "v5e:2x2", 8, 512)
+    assert exchanged_embedding(config) == 32000 * 512 * 4 / 4
+    adapters = training_config(llama_like(512, 512), {"mesh": {"fsdp": 4}, "lora": {"rank": 4}}, "v5e:2x2", 8, 512)
+    assert exchanged_embedding(adapters) == 0.0 < training_time(adapters, "v5e:2x2").value

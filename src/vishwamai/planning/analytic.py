@@ -263,9 +263,10 @@ def _layout(key: _Key, mesh: MeshSection) -> _Local:
     step = _shapes(key)
     layout = _device_layout(step, mesh)
     split, frozen = (_split(layout, tree) for tree in (step.state.params, step.frozen))
-    # A head of its own is gathered in pieces; of an embedding that is also the head its pieces are.
-    apart = [step.state.params["embed"]] if "embed" in layout.in_parts and "head" in layout.in_parts else []
-    embedding = sum(_split(layout, {"embed": table}).get(("fsdp",), 0.0) for table in apart)
+    # An embedding that is also the head is gathered in the head's pieces. One below adapters counts as gathered.
+    apart = layout.in_parts.issuperset(("embed", "head")) and "embed" in step.state.params
+    table = {"embed": step.state.params["embed"]} if apart else {}
+    embedding = _split(layout, table).get(("fsdp",), 0.0)
     return _Local(split, sum(_split(layout, step.state).values()), frozen, bool(layout.in_parts), embedding)
 
 
