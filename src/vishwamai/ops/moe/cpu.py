@@ -84,7 +84,7 @@ def backward(
     lhs, dout = (_turned(x, first, -1) for x in (lhs, cotangents.out.astype(lhs.dtype)))
     d_lhs = _turned(_rows(dout, rhs, sizes, not spec.transpose_rhs, lhs.dtype), first, 1)
     shared = rhs.shape[0] != spec.batch  # then a sum over the batch follows, in the wider dtype
-    rows, columns = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
+    rows, columns = spec.matrix_factors(lhs, dout)
     d_rhs = _weights(rows, columns, sizes, spec.accumulator if shared else rhs.dtype)
     return gradients(operands, d_lhs, sum_shared(d_rhs, rhs))
 

@@ -236,7 +236,7 @@ def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, operands: Opera
     other way around where the matrices are transposed.
     """
     lhs, _, sizes, _, first = operands
-    lhs, dout = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
+    lhs, dout = spec.matrix_factors(lhs, dout)
     rhs = spec.operands.rhs
     rows, columns = rhs.shape[2:]
     block_m, block_n, block_k, warps, stages = config.backward_rhs

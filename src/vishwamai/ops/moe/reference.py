@@ -185,7 +185,7 @@ def backward(
     d_lhs = sum_shared(_for_each(run, dout, rhs, sizes, scale, first), lhs)
     if scale is not None:
         return gradients(operands, d_lhs, None)
-    rows, columns = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
+    rows, columns = spec.matrix_factors(lhs, dout)
     d_rhs = _for_each(functools.partial(weight_gradient, total=total), rows, columns, sizes, first)
     return gradients(operands, d_lhs, sum_shared(d_rhs, rhs))
 

@@ -90,6 +90,10 @@ class GroupedSpec(OpSpec):
     def n(self) -> int:
         return self.operands.rhs.shape[2 if self.transpose_rhs else 3]
 
+    def matrix_factors(self, lhs: Any, dout: Any) -> tuple[Any, Any]:
+        """The factors of the weights' gradient: what makes the rows of a matrix, and what makes its columns."""
+        return (dout, lhs) if self.transpose_rhs else (lhs, dout)
+
     @property
     def accumulator(self) -> jnp.dtype:
         """float32, or float64 for float64 operands."""

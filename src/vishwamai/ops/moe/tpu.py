@@ -74,7 +74,7 @@ def backward(
     if scale is not None:
         return gradients(operands, d_lhs, None)
     shared = rhs.shape[0] != spec.batch  # then a sum over the batch follows, in float32
-    rows, columns = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
+    rows, columns = spec.matrix_factors(lhs, dout)
     d_rhs = weights_product(config.grad_rhs, vmem, rows, columns, sizes, first, jnp.float32 if shared else rhs.dtype)
     return gradients(operands, d_lhs, sum_shared(d_rhs, rhs))
 
