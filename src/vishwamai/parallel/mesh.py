@@ -207,7 +207,8 @@ def compile_collectives_anew(devices: Sequence[Any]) -> None:
     (jaxlib 0.10.2) it runs those that do not need one another at the same time, in any order: devices then meet in
     different collectives, and the process waits for ever, or ends.
     """
-    on = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    values = jax.config.values
+    on = values["jax_enable_compilation_cache"] and values["jax_compilation_cache_dir"]
     if not on or len(devices) == 1 or devices[0].platform != "cpu":
         return
     jax.config.update("jax_enable_compilation_cache", False)
