@@ -123,6 +123,40 @@ def test_no_device_gathers_a_table(tmp_path, monkeypatch, model, tables):
     assert f"[{vocab},{features}]" not in local and f"[1,{vocab},{features}]" not in local
 
 
+def test_gradients_are_added_up_in_the_dtype_that_is_set(tmp_path):
+    """Those of the layers' matrices, but for the router's; the run is the same to the rounding of bfloat16."""
+    found, records = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        model = {"config": MODELS["mixtral"], "compute_dtype": "bfloat16", "reduce_dtype": dtype}
+        config = settings(tmp_path, "mixtral", model=model, mesh={"fsdp": 4}, steps=2, evaluation={})
+        (tmp_path / dtype).mkdir()
+        job, state = make_job(config, tmp_path / dtype)
+        batch = {name: jnp.zeros((8, 32), jnp.int32) for name in ("tokens", "labels", "positions", "segment_ids")}
+        added = operands(jax.make_jaxpr(job.step)(state, batch).jaxpr, "reduce_scatter")
+        found[dtype] = {(math.prod(x.shape), x.dtype.name) for x in added}
+        records[dtype] = list(train(config, tmp_path / f"{dtype} run"))
+    layers = job.layout.specs(state.params)["layers"][0]
+    router = math.prod(state.params["layers"][0]["router"].shape[-2:])
+    assert "fsdp" in tuple(layers["router"]) and {dtype for _, dtype in found["float32"]} == {"float32"}
+    assert {size for size, dtype in found["bfloat16"] if dtype == "float32"} <= {router, state.params["embed"].size}
+    assert {size for size, _ in found["bfloat16"]} == {size for size, _ in found["float32"]}
+    one, other = records.values()
+    assert [r.loss for r in one] != [r.loss for r in other]
+    np.testing.assert_allclose([r.loss for r in other], [r.loss for r in one], rtol=2e-3)
+    np.testing.assert_allclose([r.gradient_norm for r in other], [r.gradient_norm for r in one], rtol=1e-2)
+
+
+def operands(jaxpr, primitive):
+    """The first operand of each equation of a primitive, of all programs inside."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == primitive:
+            yield equation.invars[0].aval
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from operands(inner, primitive)
+
+
 def inside(jaxpr):
     """The body of the first `shard_map`."""
     for equation in jaxpr.eqns:

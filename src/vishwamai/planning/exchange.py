@@ -62,7 +62,8 @@ def exchange_seconds(
     below = mesh.fsdp * sum(nbytes for axes, nbytes in (frozen or {}).items() if "fsdp" in axes)
     below *= 1 if config.lora.quantize else narrow / wide  # quantized ones travel as they are held
     gathered = estimate_collective("all_gather", split * narrow / wide + below, fsdp)
-    added = estimate_collective("reduce_scatter", split * 4 / wide, fsdp)
+    summed = jnp.dtype(config.model.reduce_dtype).itemsize
+    added = estimate_collective("reduce_scatter", split * summed / wide, fsdp)
     found["fsdp"] = config.microbatches * (2 * gathered + added)
     if embedding:
         found["fsdp"] += 2 * estimate_collective("all_to_all", mesh.fsdp * stream, fsdp)

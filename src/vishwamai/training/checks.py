@@ -54,6 +54,8 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("config: lora.rank trains adapters of an existing model; set model.start_from.")
     if config.lora.quantize and not config.lora.rank:
         raise ConfigError("config: lora.quantize freezes quantized weights; set lora.rank, such as 16.")
+    if config.model.reduce_dtype != "float32":
+        _check_reduced(config)
     if config.precision == "fp8":
         if config.lora.rank:
             raise UnsupportedError(
@@ -89,6 +91,19 @@ def check(config: TrainConfig) -> None:
     if config.lora.quantize is not None:
         _check_frozen(config, config.lora.quantize, model)
     _check_names(config, model)
+
+
+def _check_reduced(config: TrainConfig) -> None:
+    """Raises ConfigError where gradients cannot be added up in bfloat16."""
+    name = f"config: model.reduce_dtype={config.model.reduce_dtype}"
+    if config.model.compute_dtype != config.model.reduce_dtype:
+        raise ConfigError(
+            f"{name} rounds the matrices before they are gathered, but model.compute_dtype={config.model.compute_dtype} "
+            f"multiplies them unrounded; set model.compute_dtype={config.model.reduce_dtype}."
+        )
+    if config.precision == "fp8" or config.lora.rank:
+        other = "precision=fp8" if config.precision == "fp8" else f"lora.rank={config.lora.rank}"
+        raise ConfigError(f"{name} does not go with {other}; set model.reduce_dtype=float32.")
 
 
 def _check_names(config: TrainConfig, model: ModelConfig) -> None:

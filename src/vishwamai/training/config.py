@@ -43,6 +43,11 @@ class ModelSection(_Section):
     )
     compute_dtype: Literal["float32", "bfloat16"] = key("dtype of activations and products", "float32")
     param_dtype: Literal["float32", "bfloat16"] = key("dtype of the parameters that the optimizer updates", "float32")
+    reduce_dtype: Literal["float32", "bfloat16"] = key(
+        "dtype in which the devices of mesh.fsdp add up the gradients of what they gather; embeddings and routers stay "
+        "in float32",
+        "float32",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.layout import Layout
 from vishwamai.training.lora import attach, whole
@@ -35,7 +37,8 @@ def make_loss(
       policy: in place of `config.remat`.
     """
     adapters, axes, kept = config.lora.rank > 0, layout.model_axes, parts.kept(policy or config.remat)
-    gather = None if layout.mesh is None else layout.gather
+    reduced = None if config.model.reduce_dtype == "float32" else jnp.dtype(config.model.reduce_dtype)
+    gather = None if layout.mesh is None else functools.partial(layout.gather, dtype=reduced)
     if adapters:
         gather = functools.partial(whole, gather=layout.whole)
     if stages is not None:
