@@ -51,7 +51,7 @@ def scale_by_adam(
         del params
         good = jnp.asarray(good)
         count = optax.safe_increment(state.count)
-        first, second = 1 - jnp.asarray(b1, jnp.float32) ** count, 1 - jnp.asarray(b2, jnp.float32) ** count
+        first, second = bias(b1, b2, count)
 
         def one(g: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
             new_mu, new_nu = (1 - b1) * g + b1 * mu, (1 - b2) * jnp.square(g) + b2 * nu
@@ -68,6 +68,11 @@ def scale_by_adam(
         return direction, Moments(jnp.where(good, count, state.count), mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def bias(b1: float, b2: float, count: Any) -> tuple[Any, Any]:
+    """What both moments are divided by after `count` steps, because they start at 0."""
+    return 1 - jnp.asarray(b1, jnp.float32) ** count, 1 - jnp.asarray(b2, jnp.float32) ** count
 
 
 def _direction(good: Any, mu: Any, nu: Any, first: Any, second: Any, eps: float) -> Any:
