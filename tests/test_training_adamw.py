@@ -1,6 +1,7 @@
 """AdamW in one pass by the native kernel: its numbers are XLA's, and it writes parameters and moments in place."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def taken(section, steps=4, params=None, rule=None):
         params, state = step(drawn(seed), params, state, True)
     bad = jax.tree.map(lambda g: g * jnp.nan, drawn(9))
     for before, after in zip(*map(jax.tree.leaves, ((params, state), step(bad, params, state, False)))):
-        assert np.array_equal(np.asarray(before).view(np.uint8), np.asarray(after).view(np.uint8))
+        assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
     return params, state
 
 
@@ -94,7 +95,7 @@ def test_seven_arrays_are_read_and_written(ema_decay):
     params = {"w": jnp.full((512, 256), 0.5), "v": jnp.ones((256, 128))}
     program, state = compiled_step(params, OptimizerSection(ema_decay=ema_decay))
     assert program.as_text().count('custom_call_target="vishwamai_adam"') == len(params)
-    assert " copy(" not in program.as_text()
+    assert not re.search(r"f32\[\d+,\d+\]\S* copy\(", program.as_text())
     assert program.memory_analysis().temp_size_in_bytes < 4096
     moved = program.cost_analysis()["bytes accessed"] / sum(p.nbytes for p in params.values())
     # The loss reads both of its arrays, and the norm one. The average is read with the parameters, and written.
@@ -117,10 +118,13 @@ def test_each_device_of_a_mesh_updates_its_part(explicit):
         return step(gradients=gradients, params=params, state=state)
 
     expected = jax.jit(one)(gradients, params, rule.init(params))
-    laid = tuple(jax.tree.map(jax.device_put, x, places) for x in (gradients, params))
-    program = jax.jit(one, donate_argnums=(1, 2)).lower(*laid, jax.jit(rule.init)(laid[1])).compile()
-    assert 'custom_call_target="vishwamai_adam"' in program.as_text()
+    with jax.set_mesh(mesh):
+        laid = tuple(jax.device_put(x, places) for x in (gradients, params))
+        moments, *rest = rule.init(params)
+        state = (moments._replace(mu=jax.device_put(moments.mu, places), nu=jax.device_put(moments.nu, places)), *rest)
+        program = jax.jit(one, donate_argnums=(1, 2)).lower(*laid, state).compile()
+        found = program(*laid, state)
+    assert program.as_text().count('custom_call_target="vishwamai_adam"') == len(shapes)
     assert "all-gather" not in program.as_text() and "f32[64,40]" not in program.as_text()
-    found = program(*laid, jax.jit(rule.init)(laid[1]))
     close(found, expected)
     assert {name: x.sharding.is_equivalent_to(places[name], x.ndim) for name, x in found[0].items()} == dict.fromkeys(shapes, True)
