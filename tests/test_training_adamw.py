@@ -17,7 +17,15 @@ from vishwamai.training.step import initial_state, train_step, updated
 
 pytestmark = pytest.mark.skipif(ffi.why_not() is not None, reason="needs the native CPU kernels")
 
-SHAPES = {"seven": (7,), "one": (1,), "odd": (4097,), "none": (0, 3), "scalar": (), "matrix": (127, 65), "wide": (3, 9000)}
+SHAPES = {
+    "seven": (7,),
+    "one": (1,),
+    "odd": (4097,),
+    "none": (0, 3),
+    "scalar": (),
+    "matrix": (7, 65),
+    "wide": (3, 9000),
+}
 SECTION = OptimizerSection(warmup_steps=2, eps=1e-6)
 GROUPS = (GroupSection("odd", weight_decay=0.5, learning_rate_scale=3.0), GroupSection("wide", learning_rate_scale=0.0))
 
@@ -43,10 +51,14 @@ def taken(section, steps=4, params=None, rule=None):
 
 def close(found, expected):
     def one(a, b):
-        assert a.dtype == b.dtype
-        # bfloat16: a value between two of its numbers may go to either.
-        bound = {"rtol": 2**-7, "atol": 1e-6} if a.dtype == jnp.bfloat16 else {"rtol": 3e-6, "atol": 3e-7}
-        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), **bound)
+        dtype = a.dtype
+        assert b.dtype == dtype
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        if dtype == jnp.bfloat16:  # a value between two of its numbers may go to either
+            np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-6)
+            assert a.size < 1000 or np.mean(a == b) > 0.99
+        else:
+            np.testing.assert_allclose(a, b, rtol=3e-6, atol=3e-7)
 
     jax.tree.map(one, found, expected)
 
@@ -127,4 +139,4 @@ def test_each_device_of_a_mesh_updates_its_part(explicit):
     assert program.as_text().count('custom_call_target="vishwamai_adam"') == len(shapes)
     assert "all-gather" not in program.as_text() and "f32[64,40]" not in program.as_text()
     close(found, expected)
-    assert {name: x.sharding.is_equivalent_to(places[name], x.ndim) for name, x in found[0].items()} == dict.fromkeys(shapes, True)
+    assert all(x.sharding.is_equivalent_to(places[name], x.ndim) for name, x in found[0].items())

@@ -17,6 +17,7 @@ import optax
 
 from vishwamai.core import ffi, sharding
 from vishwamai.training.adam import Moments, bias, kept_where, scale_by_adam
+from vishwamai.training.config import OptimizerSection
 
 Tree = Any
 _HANDLER = "vishwamai_adam"
@@ -31,10 +32,7 @@ class AdamW(optax.GradientTransformationExtraArgs):
 
 
 def adamw(
-    b1: float,
-    b2: float,
-    eps: float,
-    mu_dtype: Any,
+    section: OptimizerSection,
     grouped: optax.GradientTransformation,
     decay: Tree,
     factor: Tree,
@@ -43,11 +41,12 @@ def adamw(
     """The chain and its form for the CPU.
 
     Args:
-      b1, b2, eps, mu_dtype: of `scale_by_adam`.
+      section: of the configuration.
       grouped: adds `decay` times the parameters to the updates and multiplies by `factor`, trees of floats.
       rate: `optax.scale_by_learning_rate`.
     """
-    chain = optax.chain(scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype), grouped, rate)
+    b1, b2, eps = section.b1, section.b2, section.eps
+    chain = optax.chain(scale_by_adam(b1, b2, eps, mu_dtype=jnp.dtype(section.moment_dtype)), grouped, rate)
 
     def one_pass(gradients: Tree, params: Tree, state: Any, clip: Any, good: Any) -> tuple[Tree, Tree]:
         moments, no_state, steps = state
@@ -62,13 +61,12 @@ def adamw(
                 return p, mu, nu
             dims = tuple(f"axis__{i}" for i in range(p.ndim))
             axes = sharding.Axes((dims,) * 4 + (("numbers",), ()), (dims,) * 3, frozenset(dims))
-            # As a factor of the first moment, JAX rounds b1 to its dtype.
-            options = {"b1": b1, "b2": b2, "kept_b1": np.asarray(b1, mu.dtype), "eps": eps}
-            options |= {"decay": decay, "factor": factor}
+            options = {"b1": b1, "b2": b2, "eps": eps, "decay": decay, "factor": factor}
+            options["kept_b1"] = np.asarray(b1, mu.dtype)  # as JAX rounds it for the product with the first moment
+            attributes = {name: np.float64(value) for name, value in options.items()}
 
             def call(*arrays: Any) -> tuple[Any, ...]:
                 results = tuple(ffi.result(x.shape, x.dtype) for x in arrays[1:4])
-                attributes = {name: np.float64(value) for name, value in options.items()}
                 return tuple(ffi.call(_HANDLER, results, *arrays, aliases={1: 0, 2: 1, 3: 2}, **attributes))
 
             split = sharding.partitioned(call, axes)

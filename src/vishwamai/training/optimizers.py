@@ -72,8 +72,7 @@ def optimizer(
     decay, factor = groups(section, params, ranks)
     grouped, rate = _grouped(decay, factor), optax.scale_by_learning_rate(schedule(section, steps))
     if section.name == "adamw" and section.moment_dtype != "int8":
-        moment = jnp.dtype(section.moment_dtype)
-        return adamw(section.b1, section.b2, section.eps, moment, grouped, decay, factor, rate)
+        return adamw(section, grouped, decay, factor, rate)
     return optax.chain(_rule(section, ranks), grouped, rate)
 
 
