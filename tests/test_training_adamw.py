@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def drawn(seed, shapes=SHAPES):
     return {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items())}
 
 
-def taken(section, steps=4, params=None, rule=None):
+def taken(section, steps=4, params=None, rule: Any = None) -> tuple[Any, Any]:
     """Parameters and state after some steps that clip, the last of them one that is not good."""
     params = drawn(0) if params is None else params
     rule = optimizer(section, 10, params) if rule is None else rule
@@ -79,13 +80,13 @@ def test_the_numbers_are_those_of_xla_and_of_optax(monkeypatch, moment_dtype, gr
 
 def test_other_dtypes_are_for_xla():
     params = {name: x.astype(jnp.bfloat16) for name, x in drawn(0).items()}
-    rule = optimizer(SECTION, 10, params)
+    rule: Any = optimizer(SECTION, 10, params)
     assert "bfloat16" in (training_step.why_not(params, params, rule.init(params)[0]) or "")
     text = jax.jit(lambda p, s: updated(rule, p, {}, p, s, None, True)).lower(params, rule.init(params)).as_text()
     assert "vishwamai_adam" not in text
 
 
-def compiled_step(params, section):
+def compiled_step(params, section) -> tuple[Any, Any]:
     """A training step whose gradients are its batch, compiled, and its first state."""
     config = TrainConfig(optimizer=section)
     update = optimizer(section, config.steps, params)
@@ -123,7 +124,7 @@ def test_each_device_of_a_mesh_updates_its_part(explicit):
     shapes = {"w": (64, 40), "rows": (24, 5), "whole": (33,)}
     places = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
     params, gradients = drawn(0, shapes), drawn(1, shapes)
-    rule = optimizer(SECTION, 10, params)
+    rule: Any = optimizer(SECTION, 10, params)
     step = functools.partial(updated, rule, largest={}, clip=jnp.float32(0.3), good=True)
 
     def one(gradients, params, state):
@@ -134,7 +135,7 @@ def test_each_device_of_a_mesh_updates_its_part(explicit):
         laid = tuple(jax.device_put(x, places) for x in (gradients, params))
         moments, *rest = rule.init(params)
         state = (moments._replace(mu=jax.device_put(moments.mu, places), nu=jax.device_put(moments.nu, places)), *rest)
-        program = jax.jit(one, donate_argnums=(1, 2)).lower(*laid, state).compile()
+        program: Any = jax.jit(one, donate_argnums=(1, 2)).lower(*laid, state).compile()
         found = program(*laid, state)
     assert program.as_text().count('custom_call_target="vishwamai_adam"') == len(shapes)
     assert "all-gather" not in program.as_text() and "f32[64,40]" not in program.as_text()

@@ -293,7 +293,7 @@ def updated(
     def by_xla(gradients: Tree, params: Tree, state: Tree, clip: Any, good: Any) -> tuple[Tree, Tree]:
         if clip is not None:
             gradients = jax.tree.map(lambda g: g * clip, gradients)
-        given = gradients | largest if largest else gradients
+        given: Tree = gradients | largest if largest else gradients
         updates, after = rule.update(given, state, params, good=good)
         return kept_where(good, (optax.apply_updates(params, updates), after), (params, state))
 
