@@ -13,6 +13,7 @@ import pytest
 from vishwamai.core import ffi
 from vishwamai.training import step as training_step
 from vishwamai.training.config import GroupSection, OptimizerSection, TrainConfig
+from vishwamai.training.layout import ALL, Layout
 from vishwamai.training.optimizers import optimizer, schedule
 from vishwamai.training.step import initial_state, train_step, updated
 
@@ -41,7 +42,7 @@ def taken(section, steps=4, params=None, rule: Any = None) -> tuple[Any, Any]:
     params = drawn(0) if params is None else params
     rule = optimizer(section, 10, params) if rule is None else rule
     state = rule.init(params)
-    step = jax.jit(lambda g, p, s, good: updated(rule, g, {}, p, s, jnp.float32(0.3), good))
+    step = jax.jit(lambda g, p, s, good: updated(rule, g, {}, p, s, jnp.float32(0.3), good, Layout()))
     for seed in range(1, steps + 1):
         params, state = step(drawn(seed), params, state, True)
     bad = jax.tree.map(lambda g: g * jnp.nan, drawn(9))
@@ -82,7 +83,8 @@ def test_other_dtypes_are_for_xla():
     params = {name: x.astype(jnp.bfloat16) for name, x in drawn(0).items()}
     rule: Any = optimizer(SECTION, 10, params)
     assert "bfloat16" in (training_step.why_not(params, params, rule.init(params)[0]) or "")
-    text = jax.jit(lambda p, s: updated(rule, p, {}, p, s, None, True)).lower(params, rule.init(params)).as_text()
+    text = jax.jit(lambda p, s: updated(rule, p, {}, p, s, None, True, Layout()))
+    text = text.lower(params, rule.init(params)).as_text()
     assert "vishwamai_adam" not in text
 
 
@@ -116,26 +118,26 @@ def test_seven_arrays_are_read_and_written(ema_decay):
     assert jax.tree.all(jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), program(state, params)))
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
-def test_each_device_of_a_mesh_updates_its_part(explicit):
-    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(kind, kind))
-    specs = {"w": jax.P("fsdp", "tensor"), "rows": jax.P(("fsdp", "tensor")), "whole": jax.P()}
-    shapes = {"w": (64, 40), "rows": (24, 5), "whole": (33,)}
-    places = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
+@pytest.mark.parametrize("axes", ["layout", "automatic", "explicit"])
+def test_each_device_of_a_mesh_updates_its_part(axes):
+    kind = jax.sharding.AxisType.Explicit if axes == "explicit" else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((1, 1, 2, 1, 1, 4), ALL, axis_types=(kind,) * 6)
+    lies = Layout(mesh, {"w": -2, "rows": -1}, {"tensor": {"w": -1}})
+    shapes = {"w": (64, 40), "rows": (5, 24), "whole": (33,)}
     params, gradients = drawn(0, shapes), drawn(1, shapes)
+    places = lies.shardings(params)
     rule: Any = optimizer(SECTION, 10, params)
-    step = functools.partial(updated, rule, largest={}, clip=jnp.float32(0.3), good=True)
 
-    def one(gradients, params, state):
-        return step(gradients=gradients, params=params, state=state)
+    def one(layout, gradients, params, state):
+        return updated(rule, gradients, {}, params, state, jnp.float32(0.3), jnp.bool_(True), layout)
 
-    expected = jax.jit(one)(gradients, params, rule.init(params))
+    expected = jax.jit(functools.partial(one, Layout()))(gradients, params, rule.init(params))
     with jax.set_mesh(mesh):
         laid = tuple(jax.device_put(x, places) for x in (gradients, params))
         moments, *rest = rule.init(params)
         state = (moments._replace(mu=jax.device_put(moments.mu, places), nu=jax.device_put(moments.nu, places)), *rest)
-        program: Any = jax.jit(one, donate_argnums=(1, 2)).lower(*laid, state).compile()
+        step = functools.partial(one, lies if axes == "layout" else Layout())
+        program: Any = jax.jit(step, donate_argnums=(1, 2)).lower(*laid, state).compile()
         found = program(*laid, state)
     assert program.as_text().count('custom_call_target="vishwamai_adam"') == len(shapes)
     assert "all-gather" not in program.as_text() and "f32[64,40]" not in program.as_text()

@@ -52,7 +52,6 @@ def adamw(
         moments, no_state, steps = state
         count = optax.safe_increment(moments.count)
         factor_of_all, after = rate.update(jnp.ones((), jnp.float32), steps)
-        clip = 1.0 if clip is None else clip
         corrections = (1 / x for x in bias(b1, b2, count))
         numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in (clip, *corrections, factor_of_all)])
 

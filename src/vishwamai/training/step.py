@@ -277,7 +277,14 @@ def accumulated(
 
 
 def updated(
-    optimizer: Optimizer, gradients: Tree, largest: Tree, params: Tree, state: Tree, clip: Any, good: Any
+    optimizer: Optimizer,
+    gradients: Tree,
+    largest: Tree,
+    params: Tree,
+    state: Tree,
+    clip: Any,
+    good: Any,
+    layout: Layout,
 ) -> tuple[Tree, Tree]:
     """Parameters and the optimizer's state after a step; both as they were where it is not `good`.
 
@@ -287,20 +294,22 @@ def updated(
       params, state: before the step.
       clip: factor of the gradients, or None.
       good: whether to take the step.
+      layout: the devices.
     """
     rule = optimizer if isinstance(optimizer, FP8Optimizer) else optax.with_extra_args_support(optimizer)
 
-    def by_xla(gradients: Tree, params: Tree, state: Tree, clip: Any, good: Any) -> tuple[Tree, Tree]:
+    def by_xla(gradients: Tree, params: Tree, state: Tree, factor: Any, good: Any) -> tuple[Tree, Tree]:
         if clip is not None:
-            gradients = jax.tree.map(lambda g: g * clip, gradients)
+            gradients = jax.tree.map(lambda g: g * factor, gradients)
         given: Tree = gradients | largest if largest else gradients
         updates, after = rule.update(given, state, params, good=good)
         return kept_where(good, (optax.apply_updates(params, updates), after), (params, state))
 
     branches = {}
     if isinstance(optimizer, AdamW) and why_not(gradients, params, state[0]) is None:
-        branches["cpu"] = optimizer.one_pass
-    return by_platform(by_xla, branches, gradients, params, state, clip, good)
+        branches["cpu"] = layout.by_part(optimizer.one_pass)
+    factor = jnp.ones((), jnp.float32) if clip is None else clip
+    return by_platform(by_xla, branches, gradients, params, state, factor, good)
 
 
 def train_step(
@@ -354,7 +363,7 @@ def train_step(
     good = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
     if config.guard.max_norm is not None:
         good &= norm <= config.guard.max_norm
-    params, moments = updated(optimizer, gradients, largest, state.params, state.optimizer, clip, good)
+    params, moments = updated(optimizer, gradients, largest, state.params, state.optimizer, clip, good, layout)
     if counts is not None and config.loss.bias_rate:
         params = kept_where(good, moved_corrections(params, counts, config.loss.bias_rate), params)
     average = state.average
