@@ -54,7 +54,9 @@ def scale_by_adam(
         first, second = bias(b1, b2, count)
 
         def one(g: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
-            new_mu, new_nu = (1 - b1) * g + b1 * mu, (1 - b2) * jnp.square(g) + b2 * nu
+            # Where `mu` is bfloat16, optax rounds `b1` and the product to it: 0.9 becomes 0.8984.
+            new_mu = (1 - b1) * g + b1 * mu.astype(g.dtype)
+            new_nu = (1 - b2) * jnp.square(g) + b2 * nu
             kept_mu = jnp.where(good, new_mu.astype(mu.dtype), mu)
             kept_nu = jnp.where(good, new_nu.astype(nu.dtype), nu)
             # Of moments that are stored rounded, the direction is that of the exact ones.

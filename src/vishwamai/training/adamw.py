@@ -61,7 +61,6 @@ def adamw(
             dims = tuple(f"axis__{i}" for i in range(p.ndim))
             axes = sharding.Axes((dims,) * 4 + (("numbers",), ()), (dims,) * 3, frozenset(dims))
             options: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "decay": decay, "factor": factor}
-            options["kept_b1"] = np.asarray(b1, mu.dtype)  # as JAX rounds it for the product with the first moment
             attributes = {name: np.float64(value) for name, value in options.items()}
 
             def call(*arrays: Any) -> tuple[Any, ...]:

@@ -15,8 +15,7 @@ void run(const AdamArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH_ROWS
 ffi::Error adam(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> gradient, ffi::Buffer<ffi::F32> param, Buffer first,
                 ffi::Buffer<ffi::F32> second, ffi::Buffer<ffi::F32> numbers, ffi::Buffer<ffi::PRED> good,
                 ffi::Result<ffi::Buffer<ffi::F32>> new_param, ffi::Result<Buffer> new_first,
-                ffi::Result<ffi::Buffer<ffi::F32>> new_second, double b1, double b2, double kept_b1, double eps, double decay,
-                double factor) {
+                ffi::Result<ffi::Buffer<ffi::F32>> new_second, double b1, double b2, double eps, double decay, double factor) {
   AdamArgs a{};
   const size_t n = gradient.element_count();
   if (param.element_count() != n || first.element_count() != n || second.element_count() != n || numbers.element_count() != 4 ||
@@ -33,7 +32,7 @@ ffi::Error adam(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> gradient, ffi::Buffe
   a.param = new_param->typed_data(), a.first = new_first->untyped_data(), a.second = new_second->typed_data();
   a.clip = of_step[0], a.first_scale = of_step[1], a.second_scale = of_step[2];
   a.rate = of_step[3] * static_cast<float>(factor);
-  a.keep_first = static_cast<float>(kept_b1), a.add_first = static_cast<float>(1 - b1);
+  a.keep_first = static_cast<float>(b1), a.add_first = static_cast<float>(1 - b1);
   a.keep_second = static_cast<float>(b2), a.add_second = static_cast<float>(1 - b2);
   a.eps = static_cast<float>(eps), a.decay = static_cast<float>(decay);
   run(a, threads_of(pool));
@@ -56,7 +55,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(vishwamai_adam, adam,
                                   .Ret<ffi::Buffer<ffi::F32>>()   // second moment
                                   .Attr<double>("b1")
                                   .Attr<double>("b2")
-                                  .Attr<double>("kept_b1")  // b1 as the first moment is multiplied by it
                                   .Attr<double>("eps")
                                   .Attr<double>("decay")
                                   .Attr<double>("factor"));  // of the rate, for this parameter
