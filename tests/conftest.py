@@ -37,6 +37,7 @@ if jax.__version__.startswith("0.10."):
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import rotation  # noqa: E402
 from vishwamai.ops import catalogue  # noqa: E402
@@ -91,6 +92,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=place)
     config.stash[_END] = time.monotonic() + 60 * minutes
+
+
+def pytest_runtest_teardown() -> None:
+    """A command that ran in this process has set where JAX keeps programs, and those of several devices must not be
+    read from there (`vishwamai.parallel.mesh.compile_collectives_anew`).
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

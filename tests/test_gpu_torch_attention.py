@@ -366,6 +366,25 @@ def test_places(name):
         assert torch.autograd.gradcheck(lambda *x: ours(*x)[0], wide, fast_mode=True)
 
 
+@pytest.mark.parametrize("name", ["a first row each", "every row", "padding", "padding of segments"])
+def test_places_among_blocks(name):
+    """With blocks left out, next to a mask of the same."""
+    options = dict(PLACES[name])
+    swap = options.get("layout") == "bshd"
+    shapes = ((2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8)) if swap else ((2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    if "segment_ids" in options:
+        options["segment_ids"] = tuple(x.expand(2, -1) for x in options["segment_ids"])
+    kept = np.array([[True, False, True], [True, True, False]])
+    dense = torch.from_numpy(np.kron(kept, np.ones((3, 3), bool))[:5, :9])
+    leaves = tensors(*shapes)
+    ours = functools.partial(vt.block_sparse_attention, block_mask=kept, block_size=3, **options, return_lse=True)
+    if contract.TRITON and "q_offset" in options:
+        with pytest.raises(UnsupportedError, match="rows have positions of their own .* next to a block mask"):
+            ours(*leaves)
+        return
+    agree(ours, lambda q, k, v: vt.flash_attention(q, k, v, mask=dense, **options, return_lse=True), leaves)
+
+
 def test_errors_of_places():
     q, k = torch.ones(2, 1, 3, 8), torch.ones(2, 1, 5, 8)
     attend = functools.partial(vt.flash_attention, q, k, k)

@@ -10,10 +10,12 @@ from jax.sharding import AxisType
 
 from vishwamai import aot
 from vishwamai.core import hardware
-from vishwamai.core.errors import DeviceError, ShapeError
+from vishwamai.core.errors import CacheWarning, DeviceError, ShapeError
 from vishwamai.core.hardware import tpu_for
 from vishwamai.parallel import axis_links, configure_tpu_mesh, make_mesh, torus
 from vishwamai.parallel.mesh import laid_out
+from vishwamai.training.config import MeshSection
+from vishwamai.training.mesh import make_layout
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 
@@ -146,3 +148,20 @@ def test_wrong_arguments(call, error, message):
 def test_sizes_that_do_not_fit_a_slice():
     with pytest.raises(ShapeError, match="hold 3 devices, but v5e:4x4 has 16; pass a=16, or another slice: v5e:2x2"):
         make_mesh("a=3", topology="v5e:4x4")
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        lambda: make_mesh("a=2", devices=jax.devices()[:2]),
+        lambda: make_layout(MeshSection(fsdp=2), {}, {}, batch_size=2, microbatches=1),
+    ],
+)
+def test_programs_of_several_cpu_devices_are_not_read_from_the_cache(tmp_path, several):
+    """Read back, a pipeline's step waited for ever, or ended the process: devices were in different collectives."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    assert make_mesh("a=1", devices=jax.devices()[:1]).size == 1
+    assert jax.config.jax_enable_compilation_cache
+    with pytest.warns(CacheWarning, match="turned off: programs of several CPU devices"):
+        several()
+    assert not jax.config.jax_enable_compilation_cache

@@ -184,9 +184,15 @@ def _drafts(arguments: argparse.Namespace) -> int:
 def load(planned: Load, compile: str = "ahead") -> tuple[Engine, dict[str, float]]:
     """The engine, and the seconds that loading and compiling took.
 
-    Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR`, by default `~/.cache/vishwamai/jax`, for the next start.
+    Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR`, by default `~/.cache/vishwamai/jax`, for the next start;
+    not those of a mesh of CPU devices (`vishwamai.parallel.mesh.compile_collectives_anew`).
     """
-    keep_programs()
+    import jax
+
+    if planned.mesh is not None and jax.default_backend() == "cpu":
+        say("compiled programs are not kept: JAX's cache mixes up the collectives of several CPU devices.")
+    else:
+        keep_programs()
     started = time.monotonic()
     compiling = [started]
     engine = planned.engine(_progress(compiling, compile == "lazy"), compile, say)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 from vishwamai.aot.compile.libtpu import devices_for
 from vishwamai.core import hardware
 from vishwamai.core.arguments import checked, described
-from vishwamai.core.errors import DeviceError, ShapeError
+from vishwamai.core.errors import CacheWarning, DeviceError, ShapeError
 from vishwamai.core.hardware import TpuChip, tpu_for
 from vishwamai.core.target import Target
 from vishwamai.parallel import torus
@@ -176,6 +178,7 @@ def _mesh(function: str, sizes: dict[str, int], devices: list[Any], topology: st
         grid = laid_out(tuple(sizes.values()), devices)
     except ValueError as error:
         raise DeviceError(f"{function}: axes {sizes} cannot be laid on the devices: {error}") from error
+    compile_collectives_anew(devices)
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
 
 
@@ -195,6 +198,27 @@ def _advice(sizes: dict[str, int], count: int, wanted: int, chip: TpuChip | None
         return f"{said}{fix if jax.default_backend() == 'cpu' else ''}."
     near = hardware.nearest(chip, (-(-wanted // chip.devices),))
     return f"{said}, or another slice: {', '.join(f'{chip.name}:{hardware.written(s)}' for s in near)}."
+
+
+def compile_collectives_anew(devices: Sequence[Any]) -> None:
+    """Turns JAX's compilation cache off in this process, with a warning, where the devices are several of a CPU.
+
+    A compiled program of several CPU devices runs its collectives one after the other. Read back from the cache
+    (jaxlib 0.10.2) it runs those that do not need one another at the same time, in any order: devices then meet in
+    different collectives, and the process waits for ever, or ends.
+    """
+    values = jax.config.values
+    on = values["jax_enable_compilation_cache"] and values["jax_compilation_cache_dir"]
+    if not on or len(devices) == 1 or devices[0].platform != "cpu":
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether it is used was decided by the first program
+    warnings.warn(
+        "JAX's compilation cache is turned off: programs of several CPU devices that are read from it may run their "
+        "collectives in another order on each device.",
+        CacheWarning,
+        stacklevel=2,
+    )
 
 
 def laid_out(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:

@@ -18,7 +18,7 @@ from vishwamai.models.attend import sequence_placement
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.parameters import LOGICAL_NAMES, split_units
 from vishwamai.parallel import LogicalRules
-from vishwamai.parallel.mesh import laid_out
+from vishwamai.parallel.mesh import compile_collectives_anew, laid_out
 from vishwamai.parallel.rules import Names
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.layout import ALL, ROWS, Layout, Tree, is_quantized
@@ -75,6 +75,7 @@ def make_layout(
         return Layout()
     devices = jax.devices() if devices is None else devices
     check_sizes(section, len(devices), batch_size, microbatches, model)
+    compile_collectives_anew(devices[:count])
     apart: dict[str, dict[str, int]] = {}
     for axis, split in KEPT_APART.items():
         if sizes[axis] > 1 and model is not None:
