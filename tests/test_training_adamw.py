@@ -51,16 +51,16 @@ def taken(section, steps=4, params=None, rule: Any = None) -> tuple[Any, Any]:
     return params, state
 
 
-def close(found, expected):
+def close(found, expected, tolerance=3e-6):
     def one(a, b):
         dtype = a.dtype
         assert b.dtype == dtype
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         if dtype == jnp.bfloat16:  # a value between two of its numbers may go to either
-            np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-6)
+            np.testing.assert_allclose(a, b, rtol=2**-7, atol=5e-4)  # of sums of about 0.1
             assert a.size < 1000 or np.mean(a == b) > 0.99
         else:
-            np.testing.assert_allclose(a, b, rtol=3e-6, atol=3e-7)
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance / 10)
 
     jax.tree.map(one, found, expected)
 
@@ -76,7 +76,7 @@ def test_the_numbers_are_those_of_xla_and_of_optax(monkeypatch, moment_dtype, gr
         params, state = taken(section, rule=own)
         close((found[0], found[1][0][1:]), (params, state[0][1:]))
     monkeypatch.setattr(training_step, "why_not", lambda *_: "the test compares with XLA's loops")
-    close(found, taken(section))
+    close(found, taken(section), 3e-6 if moment_dtype == "float32" else 3e-5)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
