@@ -8,6 +8,7 @@
 #include <string>
 
 #include "pool.h"
+#include "vishwamai/core/cpp/adam.h"
 #include "vishwamai/ops/activation/cpu_activation.h"
 #include "vishwamai/ops/attention/cpu_attention.h"
 #include "vishwamai/ops/gated/cpu_gated.h"
@@ -433,6 +434,31 @@ void check_sparse(const Kind& kind, const Threads& threads) {
   compare((std::string("sparse dvalues ") + kind.name).c_str(), dvalues, kind.storage, dwant, kind.tolerance);
 }
 
+// A first moment of any type next to the others in float, in more than one task and no whole number of vectors.
+void check_adam(const Kind& kind, const Threads& threads) {
+  if (kind.storage != Storage::f32 && kind.storage != Storage::bf16) return;
+  const size_t n = 20011;
+  Values g = normal(n), p = normal(n), mu = normal(n), nu = normal(n);
+  for (double& v : nu) v *= v;
+  const Bytes gb = stored(g, Storage::f32);
+  Bytes pb = stored(p, Storage::f32), mb = stored(mu, kind.storage), nb = stored(nu, Storage::f32);
+  AdamArgs a{};
+  a.storage = kind.storage, a.n = static_cast<int64_t>(n), a.gradient = reinterpret_cast<const float*>(gb.data());
+  a.param = reinterpret_cast<float*>(pb.data()), a.first = mb.data(), a.second = reinterpret_cast<float*>(nb.data());
+  a.clip = 0.5f, a.first_scale = 2.0f, a.second_scale = 4.0f, a.rate = -0.125f, a.eps = 0.0625f, a.decay = 0.25f;
+  a.keep_first = 0.75f, a.add_first = 0.25f, a.keep_second = 0.875f, a.add_second = 0.125f;
+  for (size_t i = 0; i < n; ++i) {
+    g[i] *= 0.5;
+    mu[i] = 0.25 * g[i] + 0.75 * mu[i];
+    nu[i] = 0.125 * g[i] * g[i] + 0.875 * nu[i];
+    p[i] -= 0.125 * (2 * mu[i] / (std::sqrt(4 * nu[i]) + 0.0625) + 0.25 * p[i]);
+  }
+  VISHWAMAI_ISA::adam_run(a, threads);
+  compare("adam parameters", pb, Storage::f32, p, 1e-6);
+  compare((std::string("adam first moment ") + kind.name).c_str(), mb, kind.storage, mu, kind.tolerance);
+  compare("adam second moment", nb, Storage::f32, nu, 1e-6);
+}
+
 }  // namespace
 
 int main() {
@@ -449,6 +475,7 @@ int main() {
     check_gated(kind, threads);
     check_loss(kind, threads);
     check_sparse(kind, threads);
+    check_adam(kind, threads);
     check_rows(kind, threads);
     check_rope(kind, false, threads);
     check_rope(kind, true, threads);

@@ -51,10 +51,12 @@ def scale_by_adam(
         del params
         good = jnp.asarray(good)
         count = optax.safe_increment(state.count)
-        first, second = 1 - jnp.asarray(b1, jnp.float32) ** count, 1 - jnp.asarray(b2, jnp.float32) ** count
+        first, second = bias(b1, b2, count)
 
         def one(g: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
-            new_mu, new_nu = (1 - b1) * g + b1 * mu, (1 - b2) * jnp.square(g) + b2 * nu
+            # Where `mu` is bfloat16, optax rounds `b1` and the product to it: 0.9 becomes 0.8984.
+            new_mu = (1 - b1) * g + b1 * mu.astype(g.dtype)
+            new_nu = (1 - b2) * jnp.square(g) + b2 * nu
             kept_mu = jnp.where(good, new_mu.astype(mu.dtype), mu)
             kept_nu = jnp.where(good, new_nu.astype(nu.dtype), nu)
             # Of moments that are stored rounded, the direction is that of the exact ones.
@@ -68,6 +70,11 @@ def scale_by_adam(
         return direction, Moments(jnp.where(good, count, state.count), mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def bias(b1: float, b2: float, count: Any) -> tuple[Any, Any]:
+    """What both moments are divided by after `count` steps, because they start at 0."""
+    return 1 - jnp.asarray(b1, jnp.float32) ** count, 1 - jnp.asarray(b2, jnp.float32) ** count
 
 
 def _direction(good: Any, mu: Any, nu: Any, first: Any, second: Any, eps: float) -> Any:

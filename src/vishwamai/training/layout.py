@@ -262,6 +262,20 @@ class Layout:
 
         return call
 
+    def by_part(self, compute: Callable[..., Tree]) -> Callable[..., Tree]:
+        """`compute(*trees)`, as a function of the parts that each device has of every array: of parameters, of what an
+        optimizer keeps for them, and of scalars. What it computes of an element takes no other element.
+        """
+        if self.mesh is None:
+            return compute
+
+        def call(*trees: Tree) -> Tree:
+            out = self.specs(jax.eval_shape(compute, *trees))
+            run = jax.shard_map(compute, mesh=self.mesh, in_specs=self.specs(trees), out_specs=out, check_vma=False)
+            return run(*trees)
+
+        return call
+
     def by_row(self, compute: Callable[..., Any], params: Tree) -> Callable[..., Any]:
         """`compute(params, batch)` to arrays `[rows, ...]` of each device's rows, as one function of all rows."""
         if self.mesh is None:

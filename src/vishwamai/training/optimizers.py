@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from vishwamai.core.errors import ConfigError
-from vishwamai.training.adam import scale_by_adam
+from vishwamai.training.adamw import adamw
 from vishwamai.training.config import OptimizerSection
 from vishwamai.training.moments import scale_by_adam_8bit
 
@@ -70,9 +70,10 @@ def optimizer(
         moments.
     """
     decay, factor = groups(section, params, ranks)
-    return optax.chain(
-        _rule(section, ranks), _grouped(decay, factor), optax.scale_by_learning_rate(schedule(section, steps))
-    )
+    grouped, rate = _grouped(decay, factor), optax.scale_by_learning_rate(schedule(section, steps))
+    if section.name == "adamw" and section.moment_dtype != "int8":
+        return adamw(section, grouped, decay, factor, rate)
+    return optax.chain(_rule(section, ranks), grouped, rate)
 
 
 def groups(section: OptimizerSection, params: Tree, ranks: Mapping[str, int] | None = None) -> tuple[Tree, Tree]:
@@ -125,7 +126,6 @@ def _rule(section: OptimizerSection, ranks: Mapping[str, int] | None) -> optax.G
     moment = jnp.dtype(section.moment_dtype)
     b1, b2, eps = section.b1, section.b2, section.eps
     return {
-        "adamw": lambda: scale_by_adam(b1, b2, eps, mu_dtype=moment),
         "lion": lambda: optax.scale_by_lion(b1, b2, mu_dtype=moment),
         # `muon` includes the sign and a rate, which here come last. An RMS of 0.2, as AdamW's updates have, lets the
         # two share a learning rate (Liu et al., "Muon is Scalable for LLM Training", 2025).

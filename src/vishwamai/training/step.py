@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from vishwamai.core.execute import by_platform
 from vishwamai.models import Decoder
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.experts import ExpertLoad
 from vishwamai.training.adam import kept_where
+from vishwamai.training.adamw import AdamW, why_not
 from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
 from vishwamai.training.head import cross_entropy
@@ -274,6 +276,42 @@ def accumulated(
     return jax.lax.scan(add, zeros, parts)[0]
 
 
+def updated(
+    optimizer: Optimizer,
+    gradients: Tree,
+    largest: Tree,
+    params: Tree,
+    state: Tree,
+    clip: Any,
+    good: Any,
+    layout: Layout,
+) -> tuple[Tree, Tree]:
+    """Parameters and the optimizer's state after a step; both as they were where it is not `good`.
+
+    Args:
+      optimizer: of `optimizers.optimizer`.
+      gradients: of the parameters. largest: of the scales of 8-bit products, or empty.
+      params, state: before the step.
+      clip: factor of the gradients, or None.
+      good: whether to take the step.
+      layout: the devices.
+    """
+    rule = optimizer if isinstance(optimizer, FP8Optimizer) else optax.with_extra_args_support(optimizer)
+
+    def by_xla(gradients: Tree, params: Tree, state: Tree, factor: Any, good: Any) -> tuple[Tree, Tree]:
+        if clip is not None:
+            gradients = jax.tree.map(lambda g: g * factor, gradients)
+        given: Tree = gradients | largest if largest else gradients
+        updates, after = rule.update(given, state, params, good=good)
+        return kept_where(good, (optax.apply_updates(params, updates), after), (params, state))
+
+    branches = {}
+    if isinstance(optimizer, AdamW) and why_not(gradients, params, state[0]) is None:
+        branches["cpu"] = layout.by_part(optimizer.one_pass)
+    factor = jnp.ones((), jnp.float32) if clip is None else clip
+    return by_platform(by_xla, branches, gradients, params, state, factor, good)
+
+
 def train_step(
     state: TrainState,
     batch: dict[str, Any],
@@ -321,18 +359,13 @@ def train_step(
     largest = {SCALES: gradients.pop(SCALES)} if isinstance(gradients, dict) and SCALES in gradients else {}
     norm = optax.tree.norm(gradients)
     limit = config.optimizer.clip_norm
-    if limit is not None:
-        gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30)), gradients)
-    given = gradients | largest if largest else gradients
+    clip = None if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
     good = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
     if config.guard.max_norm is not None:
         good &= norm <= config.guard.max_norm
-    rule = optimizer if isinstance(optimizer, FP8Optimizer) else optax.with_extra_args_support(optimizer)
-    updates, moments = rule.update(given, state.optimizer, state.params, good=good)
-    params = optax.apply_updates(state.params, updates)
+    params, moments = updated(optimizer, gradients, largest, state.params, state.optimizer, clip, good, layout)
     if counts is not None and config.loss.bias_rate:
-        params = moved_corrections(params, counts, config.loss.bias_rate)
-    params, moments = kept_where(good, (params, moments), (state.params, state.optimizer))
+        params = kept_where(good, moved_corrections(params, counts, config.loss.bias_rate), params)
     average = state.average
     if average is not None:
         decay = config.optimizer.ema_decay or 0.0

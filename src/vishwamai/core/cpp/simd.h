@@ -199,6 +199,19 @@ VISHWAMAI_INLINE f64v maximum(f64v a, f64v b) { return a > b ? a : b; }
 // a where it is less than b; keeps a NaN in a.
 template <class T> VISHWAMAI_INLINE V<T> minimum(V<T> a, V<T> b) { return a > b ? b : a; }
 
+VISHWAMAI_INLINE f32v square_root(f32v x) {
+#ifdef VISHWAMAI_AVX512
+  return _mm512_sqrt_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_sqrt_ps(x);
+#elif defined(__x86_64__)
+  return _mm_sqrt_ps(x);
+#else
+  for (int i = 0; i < lanes<float>; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+#endif
+}
+
 template <class T> VISHWAMAI_INLINE T sum_lanes(V<T> v) {
 #ifdef VISHWAMAI_AVX512
   if constexpr (std::is_same_v<T, float>) return _mm512_reduce_add_ps(v);
