@@ -1,11 +1,13 @@
 """The engine on tiny random checkpoints: its tokens are transformers', whatever else runs."""
 
 import asyncio
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import models_peer
 from benchmark_files import loaded
@@ -14,7 +16,7 @@ from vishwamai.core import execute
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.inference import Engine, Limits, Sampling
 from vishwamai.inference.pools import kv_dtype_of, make_pools
-from vishwamai.models import PagedBatch, from_pretrained
+from vishwamai.models import Decoder, PagedBatch, from_pretrained
 from vishwamai.models.attend import rotation_switch
 
 LIMITS = Limits(max_sequences=4, max_tokens=16, max_length=96, page_size=4)
@@ -45,6 +47,26 @@ def test_greedy_tokens_are_those_of_transformers(peer_and_model, engine):
     assert {answer.finish for answer in answers} == {"length"}
     again = engine.generate(PROMPTS[:1], options)
     assert again[0].token_ids == answers[0].token_ids and again[0].cached == 36  # every full page but the last token's
+
+
+def test_stacked_layers_change_no_token_and_a_deep_model_is_no_longer_program(tmp_path, engine):
+    Peer("Llama").save(tmp_path)
+    stacked = from_pretrained(tmp_path, dtype=jnp.float32, stacked=True)
+    options = Sampling(max_new_tokens=8, ignore_eos=True)
+    found, expected = (e.generate(PROMPTS[:2], options) for e in (Engine(stacked, limits=LIMITS), engine))
+    assert [a.token_ids for a in found] == [a.token_ids for a in expected]
+
+    def lines(layers):
+        config = dataclasses.replace(stacked.config, num_layers=layers, layers=stacked.config.layers[:1] * layers)
+        model = Decoder(config, rngs=nnx.Rngs(0), stacked=True)
+        batch = PagedBatch(
+            jnp.array([7], jnp.int32), jnp.arange(2, dtype=jnp.int32)[None], jnp.array([0, 7], jnp.int32)
+        )
+        pools = make_pools(model, 4, 2, jnp.dtype(jnp.float32), ())
+        step = jax.jit(lambda model, pools: model.step(jnp.arange(7, dtype=jnp.int32), pools, batch))
+        return step.lower(model, pools).as_text().count("\n")
+
+    assert lines(2) == lines(7)
 
 
 def test_few_pages_preempt_and_change_nothing(peer_and_model, engine):
