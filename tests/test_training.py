@@ -341,12 +341,13 @@ def expert_losses(model, batch):
     return out, extra
 
 
-def torch_losses(directory, batches, section, steps):
+def torch_losses(directory, batches, section, steps, dtype="float32"):
     """The same steps by transformers and torch.optim.AdamW, with warmup and cosine written out."""
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    how = {"dtype": getattr(torch, dtype), "experts_implementation": "eager"}  # its grouped products lack float64
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, **how).train()
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": section.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -370,8 +371,10 @@ def torch_losses(directory, batches, section, steps):
     return losses
 
 
-def losses_of_both(config, folder):
-    """The loss of each step of a run, ours and torch's, from the same start and on the same batches."""
+def losses_of_both(config, folder, exact=False):
+    """The loss of each step of a run, ours and torch's, from the same start and on the same batches; with `exact` also
+    torch's in float64.
+    """
     from tokenizers import Tokenizer
 
     from vishwamai.training.data import training_batches
@@ -384,9 +387,13 @@ def losses_of_both(config, folder):
     parts = make_model(config, tokenizer)
     assert parts.new is not None
     export(parts, parts.new(), files_next_to_weights(config, tokenizer, data), folder / "start")
-    batches = iter(training_batches(corpus, config.seed, config.batch_size))
-    theirs = torch_losses(folder / "start", batches, config.optimizer, config.steps)
-    return [record.loss for record in train(config, folder / "run")], theirs
+
+    def theirs(dtype):
+        batches = iter(training_batches(corpus, config.seed, config.batch_size))
+        return torch_losses(folder / "start", batches, config.optimizer, config.steps, dtype)
+
+    found = [theirs(dtype) for dtype in ("float32", *(["float64"] if exact else []))]
+    return [record.loss for record in train(config, folder / "run")], *found
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.soak)])
@@ -394,7 +401,10 @@ def losses_of_both(config, folder):
 def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
     described = LLAMA | {"model_type": family} | FAMILIES[family]
     config = small(tmp_path, steps=steps, model={"config": described}, optimizer={"learning_rate": 0.003}, loss=LOSSES)
-    np.testing.assert_allclose(*losses_of_both(config, tmp_path), atol=1e-4)
+    ours, theirs, exact = losses_of_both(config, tmp_path, exact=True)
+    # Where the loss of Gemma 2 falls fastest, rounding errors grow: torch in float32 is 6e-4 from torch in float64.
+    grown = np.abs(np.subtract(theirs, exact)).max()
+    np.testing.assert_allclose(ours, theirs, atol=max(1e-4, 5 * grown) if steps > 10 else 1e-4)
 
 
 @pytest.mark.parametrize("steps", [pytest.param(30, marks=pytest.mark.long), pytest.param(300, marks=pytest.mark.soak)])
