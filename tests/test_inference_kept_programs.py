@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from vishwamai.core.errors import CacheWarning
 from vishwamai.core.op import Op
 from vishwamai.inference import Engine, Limits, Sampling, kept_programs
 from vishwamai.inference.programs import StepShape, host_tables
@@ -114,13 +115,26 @@ def test_a_program_of_something_else_is_traced(cache, traced, monkeypatch):
 
 
 def test_a_damaged_program_is_made_again(cache, traced):
-    expected = answers(made())
+    made(compile="lazy")
     for path in cache.iterdir():
         path.write_bytes(path.read_bytes()[:-9])
+    for again in (True, False):
+        del traced[:]
+        engine = made(compile="lazy")
+        assert bool(traced) == again
+    assert len(engine.generate(PROMPTS[:1], OPTIONS[0])[0].token_ids) == 6
+
+
+def test_a_program_that_xla_declines_to_load_is_made_again(cache, traced, monkeypatch):
+    def fails(*args):
+        raise jax.errors.JaxRuntimeError("of another XLA")
+
+    made(compile="lazy")
     del traced[:]
-    assert answers(made()) == expected and traced
-    del traced[:]
-    assert answers(made()) == expected and not traced
+    monkeypatch.setattr(kept_programs.serialize_executable, "deserialize_and_load", fails)
+    with pytest.warns(CacheWarning, match="the program cannot be loaded .of another XLA.; it is compiled again"):
+        made(compile="lazy")
+    assert traced
 
 
 def test_a_program_with_a_kernel_that_declines_is_not_kept(cache, monkeypatch):

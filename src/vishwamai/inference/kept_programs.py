@@ -64,12 +64,17 @@ def _read(path: Path, arguments: tuple[Any, ...]) -> Any:
     except (OSError, zlib.error):
         return None
     in_tree, devices = jax.tree.structure((arguments, {})), tuple(_devices(arguments))
-    return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, "cpu", devices)
+    try:
+        return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, "cpu", devices)
+    except jax.errors.JaxRuntimeError as error:
+        caches.warn_once(f"{path}: the program cannot be loaded ({error}); it is compiled again.")
+        return None
 
 
 def _path(function: Any, arguments: tuple[Any, ...]) -> Path | None:
     """Where the program is kept; None where it is not to be."""
-    root = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
+    values = jax.config.values
+    root = values["jax_compilation_cache_dir"] if values["jax_enable_compilation_cache"] else None
     if not root or "://" in root or platform_of(arguments) != "cpu" or len(_devices(arguments)) != 1:
         return None
     if observe.tokens() or current_config().checks:  # an observer is told what is traced; checks call the host back
@@ -88,7 +93,7 @@ def identity(function: Any, arguments: tuple[Any, ...]) -> str:
             (tree, [_kind(x) for x in leaves]),
             (current_config(), jax.sharding.get_abstract_mesh(), sorted(jax.config.values.items())),
             sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES)),
-            [(name, importlib.metadata.version(name)) for name in _PACKAGES],
+            _versions(),
             _source(),
             _machine(),
         )
@@ -104,6 +109,11 @@ def _kind(x: Any) -> tuple[Any, ...]:
 def _devices(arguments: tuple[Any, ...]) -> set[Any]:
     arrays = (x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array))
     return {device for x in arrays for device in x.devices()}
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    return tuple((name, importlib.metadata.version(name)) for name in _PACKAGES)
 
 
 @functools.cache
