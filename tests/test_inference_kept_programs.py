@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from vishwamai.core import caches
 from vishwamai.core.errors import CacheWarning
 from vishwamai.core.op import Op
 from vishwamai.inference import Engine, Limits, Sampling, kept_programs
@@ -33,10 +34,14 @@ OPTIONS = [Sampling(max_new_tokens=6, ignore_eos=True), Sampling(max_new_tokens=
 
 
 @pytest.fixture
-def cache(tmp_path):
-    """The files of kept programs; the directory of JAX's cache is taken back after each test."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    return tmp_path / "traced"
+def cache(tmp_path, monkeypatch):
+    """The folder of kept programs; the directory of JAX's cache is taken back after each test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", str(caches.cache_directory("jax")))
+    least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield caches.cache_directory("jax") / "traced"
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 @pytest.fixture
@@ -78,10 +83,12 @@ def test_the_second_engine_compiles_nothing(options, cache):
     first = made(**options)
     expected, kept = answers(first), len(list(cache.iterdir()))
     model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    jax.clear_caches()  # as in another process
     with nothing_compiles():
         second = Engine(model, limits=LIMITS, **options)
         assert answers(second) == expected
     assert second.programs.compiled == second.programs.total and len(list(cache.iterdir())) == kept
+    assert {entry.path for entry in caches.entries("jax")} >= set(cache.iterdir())  # `vishwamai cache` has them
 
 
 def test_an_engine_of_eight_bit_pages_traces_what_measures_their_scales_alone(cache, traced):
@@ -123,6 +130,17 @@ def test_a_damaged_program_is_made_again(cache, traced):
         engine = made(compile="lazy")
         assert bool(traced) == again
     assert len(engine.generate(PROMPTS[:1], OPTIONS[0])[0].token_ids) == 6
+
+
+def test_what_jax_has_kept_is_compiled_anew(cache, traced, monkeypatch):
+    """A program that was read from JAX's cache lacks functions once it is written again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_programs, "_path", lambda *args: None)
+        expected = made(compile="lazy").generate(PROMPTS[:1], OPTIONS[0])
+    assert not cache.exists() and list(cache.parent.iterdir())
+    for again in (True, False):
+        del traced[:]
+        assert made(compile="lazy").generate(PROMPTS[:1], OPTIONS[0]) == expected and bool(traced) == again
 
 
 def test_a_program_that_xla_declines_to_load_is_made_again(cache, traced, monkeypatch):

@@ -4,7 +4,7 @@ JAX's compilation cache knows a program by its lowered form, and tracing and low
 compiled. Here a program is known by everything that decides what is traced and compiled: the function with its static
 arguments, the shapes of the others, the configuration of kernels and of JAX, the source of this package, the versions
 of the packages below it, the variables of the environment, and the machine. Its file lies in the directory of JAX's
-cache and is trusted as the files there are. Programs of one CPU device are kept.
+cache, is trusted as the files there are, and takes their place. Programs of one CPU device are kept.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import os
 import pickle
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 import vishwamai
 from vishwamai.core import caches, ffi, observe
@@ -49,12 +51,28 @@ def compiled(function: Any, arguments: tuple[Any, ...]) -> Any:
         return found
     recorder = observe.PlanRecorder()
     with observe.watching(recorder):
-        made = function.lower(*arguments).compile()
+        lowered = function.lower(*arguments)
+    with _without_cache_of_jax():
+        made = lowered.compile()
     if not any(plan.op.fallbacks(plan.choice("cpu")) for plan in recorder.plans):
         executable, _, out_tree = serialize_executable.serialize(made)
         with contextlib.suppress(OSError):  # the next start traces it
             caches.write(path, zlib.compress(pickle.dumps((executable, out_tree)), 1))
     return made
+
+
+@contextlib.contextmanager
+def _without_cache_of_jax() -> Iterator[None]:
+    """JAX's compilation cache is off in the block: a program that was read there cannot be written, because jaxlib
+    0.10.2 leaves the functions out that it calls.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether it is used was decided by the first program
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 def _read(path: Path, arguments: tuple[Any, ...]) -> Any:
