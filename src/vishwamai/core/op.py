@@ -304,14 +304,19 @@ class Op(Generic[S]):
         """
         if not choice.declined or observe.dry_run():
             return
-        platform = choice.target.platform
-        for name, reason in choice.declined:
-            if self._named(name).platform != platform:
-                continue
-            text = f"{self.name}: {name!r} declined, so {choice.implementation.name!r} runs on {platform}: {reason}"
+        for text in self.fallbacks(choice):
             if current_config().strict:
                 raise UnsupportedError(f"{text} (strict mode: `KernelConfig(strict=True)` forbids the fallback)")
             _warn_once(text)
+
+    def fallbacks(self, choice: Choice) -> list[str]:
+        """What is said of the kernels that are written for the choice's platform and declined."""
+        platform, chosen = choice.target.platform, choice.implementation.name
+        return [
+            f"{self.name}: {name!r} declined, so {chosen!r} runs on {platform}: {reason}"
+            for name, reason in choice.declined
+            if self._named(name).platform == platform
+        ]
 
 
 @functools.cache

@@ -100,6 +100,10 @@ class Planner(Protocol):
         """Chooses an implementation for every platform."""
         ...
 
+    def fallbacks(self, choice: Choice) -> list[str]:
+        """What is said of the kernels that are written for the choice's platform and declined."""
+        ...
+
     def axes(self, spec: Any, arguments: tuple[Any, ...], results: Any) -> Any:
         """The factor rule of one pass."""
         ...

@@ -8,6 +8,7 @@ margin, become the ends of the range. What is larger later is clipped to them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.inference import kept_programs
 from vishwamai.inference.mesh import gathered, on_mesh, place_pool
 from vishwamai.models.minilm import sentences
 from vishwamai.models.pages import PagedBatch, QuantizedPages, page_shapes
@@ -104,7 +106,23 @@ def calibration_tokens(vocab: int, most: int, tokenizer: Any) -> list[int]:
 
 
 def _empty(model: Decoder, shapes: Sequence[Any], mesh: Mesh | None) -> tuple[jax.Array, ...]:
+    if mesh is None:
+        return zeros(shapes)
     return tuple(place_pool(model.config, jnp.zeros(shape.shape, shape.dtype), mesh) for shape in shapes)
+
+
+def zeros(shapes: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """Arrays of zeros of shapes with one dtype, by one program, which is kept.
+
+    The zero is an argument: of a constant, XLA makes a fill that one core of a CPU does alone.
+    """
+    zero = jax.device_put(np.zeros((), shapes[0].dtype))
+    function = jax.jit(partial(_filled, shapes=tuple(shape.shape for shape in shapes)))
+    return kept_programs.compiled(function, (zero,))(zero)
+
+
+def _filled(value: Any, *, shapes: Any) -> tuple[Any, ...]:
+    return tuple(jnp.full(shape, value) for shape in shapes)
 
 
 def _largest(

@@ -20,9 +20,11 @@ from jax.sharding import Mesh
 from vishwamai.core.execute import only_for, platform_of
 from vishwamai.core.host_memory import give_back
 from vishwamai.core.qtensor import bits
+from vishwamai.inference import kept_programs
 from vishwamai.inference.drafting import draft_step
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.mesh import gathered, on_mesh, replicated
+from vishwamai.inference.pools import zeros
 from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
 from vishwamai.models import Decoder, PagedBatch
 
@@ -120,7 +122,7 @@ class Program:
 
     Args:
       name: what is told.
-      function: jitted.
+      function: jitted, as `kept_programs.compiled` takes it.
       mesh: for which it is traced.
       kernels: the configuration of kernels for which it is traced.
       told: called with the name before it is compiled.
@@ -136,8 +138,11 @@ class Program:
         self._told(self.name)
         self._platform = platform_of(arguments)
         with self._traced():
-            compiled = self._function.lower(*arguments).compile()
-        self._compiled = self._jitted if _has_four_bits(arguments) else compiled
+            if _has_four_bits(arguments):
+                self._function.lower(*arguments).compile()
+                self._compiled = self._jitted
+            else:
+                self._compiled = kept_programs.compiled(self._function, arguments)
         return self._compiled
 
     def __call__(self, *arguments: Any) -> Any:
@@ -206,10 +211,10 @@ class Programs:
         self.pages: Any = pages
         self.draft_pages: Any = draft_pages
         # One column more than tokens: the draw after the last guess may fall there.
-        history = jnp.zeros((limits.max_sequences, limits.max_length + drafts + 1), jnp.int32)
-        self.history: Any = replicated(history, mesh)
+        history = jax.ShapeDtypeStruct((limits.max_sequences, limits.max_length + drafts + 1), jnp.int32)
+        self.history: Any = replicated(zeros([history])[0], mesh)
         rows = sorted({shape.rows for shape in self.shapes})
-        self._all_allowed = {n: replicated(jnp.asarray(all_allowed(n, self.vocab)), mesh) for n in rows}
+        self._all_allowed = {n: replicated(jax.device_put(all_allowed(n, self.vocab)), mesh) for n in rows}
         drafting = () if draft is None else checking_shapes(limits, drafts)
         alone = sorted({shape.rows for shape in self.shapes if shape not in drafting})
         self.total, self.compiled = len(self.shapes) + len(alone) + 2 * len(drafting) + 1, 0

@@ -1,0 +1,156 @@
+"""Compiled programs that are kept by what their tracing reads, so that the next start does not trace them.
+
+JAX's compilation cache knows a program by its lowered form, and tracing and lowering take longer than reading what was
+compiled. Here a program is known by everything that decides what is traced and compiled: the function with its static
+arguments, the shapes of the others, the configuration of kernels and of JAX, the source of this package, the versions
+of the packages below it, the variables of the environment, and the machine. Its file lies in the directory of JAX's
+cache, is trusted as the files there are, and takes their place. Programs of one CPU device are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pickle
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+import vishwamai
+from vishwamai.core import caches, ffi, observe
+from vishwamai.core.config import current_config
+from vishwamai.core.execute import platform_of
+
+_PACKAGES = ("flax", "jax", "jaxlib", "ml_dtypes", "numpy")
+_VARIABLES = ("JAX_", "VISHWAMAI_", "XLA_")
+"""How the names begin that these packages read."""
+
+
+def compiled(function: Any, arguments: tuple[Any, ...]) -> Any:
+    """`function.lower(*arguments).compile()`, read where it was kept.
+
+    It is kept where JAX's compilation cache is on. It is not where a kernel declines: each start is to warn of that.
+
+    Args:
+      function: a function of this package, jitted, or a `functools.partial` of one whose values `repr` tells apart.
+    """
+    path = _path(function, arguments)
+    if path is None:
+        return function.lower(*arguments).compile()
+    found = _read(path, arguments)
+    if found is not None:
+        return found
+    recorder = observe.PlanRecorder()
+    with observe.watching(recorder):
+        lowered = function.lower(*arguments)
+    with _without_cache_of_jax():
+        made = lowered.compile()
+    if not any(plan.op.fallbacks(plan.choice("cpu")) for plan in recorder.plans):
+        executable, _, out_tree = serialize_executable.serialize(made)
+        with contextlib.suppress(OSError):  # the next start traces it
+            caches.write(path, zlib.compress(pickle.dumps((executable, out_tree)), 1))
+    return made
+
+
+@contextlib.contextmanager
+def _without_cache_of_jax() -> Iterator[None]:
+    """JAX's compilation cache is off in the block: a program that was read there cannot be written, because jaxlib
+    0.10.2 leaves the functions out that it calls.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether it is used was decided by the first program
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+
+
+def _read(path: Path, arguments: tuple[Any, ...]) -> Any:
+    """The program of a file; None where there is none, or it is damaged."""
+    try:
+        executable, out_tree = pickle.loads(zlib.decompress(path.read_bytes()))
+    except (OSError, zlib.error):
+        return None
+    in_tree, devices = jax.tree.structure((arguments, {})), tuple(_devices(arguments))
+    try:
+        return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, "cpu", devices)
+    except jax.errors.JaxRuntimeError as error:
+        caches.warn_once(f"{path}: the program cannot be loaded ({error}); it is compiled again.")
+        return None
+
+
+def _path(function: Any, arguments: tuple[Any, ...]) -> Path | None:
+    """Where the program is kept; None where it is not to be."""
+    values = jax.config.values
+    root = values["jax_compilation_cache_dir"] if values["jax_enable_compilation_cache"] else None
+    if not root or "://" in root or platform_of(arguments) != "cpu" or len(_devices(arguments)) != 1:
+        return None
+    if observe.tokens() or current_config().checks:  # an observer is told what is traced; checks call the host back
+        return None
+    return Path(root, "traced", f"{hashlib.sha256(identity(function, arguments).encode()).hexdigest()}-cache")
+
+
+def identity(function: Any, arguments: tuple[Any, ...]) -> str:
+    """All that decides what the program is, as text."""
+    whole = function.__wrapped__
+    whole = whole if isinstance(whole, functools.partial) else functools.partial(whole)
+    leaves, tree = jax.tree.flatten(arguments)
+    return repr(
+        (
+            (whole.func.__module__, whole.func.__qualname__, whole.args, whole.keywords),
+            (tree, [_kind(x) for x in leaves]),
+            (current_config(), jax.sharding.get_abstract_mesh(), sorted(jax.config.values.items())),
+            sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES)),
+            _versions(),
+            _source(),
+            _machine(),
+        )
+    )
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    """What tracing reads of an argument."""
+    place = (str(x.sharding), x.committed) if isinstance(x, jax.Array) else None
+    return x.shape, x.dtype.name, getattr(x, "weak_type", False), place
+
+
+def _devices(arguments: tuple[Any, ...]) -> set[Any]:
+    arrays = (x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array))
+    return {device for x in arrays for device in x.devices()}
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    return tuple((name, importlib.metadata.version(name)) for name in _PACKAGES)
+
+
+@functools.cache
+def _source() -> str:
+    """A digest of this package: its Python files and the native module."""
+    root = Path(vishwamai.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    native = ffi.native().__file__ if ffi.why_not() is None else None
+    found.update(b"" if native is None else Path(native).read_bytes())
+    return found.hexdigest()
+
+
+@functools.cache
+def _machine() -> tuple[Any, ...]:
+    """What XLA compiles for: the processor with its features, and the cores that its threads may use."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    lines = sorted(set(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*$", text, re.M)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return tuple(lines), cores, ffi.isa() if ffi.why_not() is None else None
