@@ -116,7 +116,7 @@ def zeros(shapes: Sequence[Any]) -> tuple[jax.Array, ...]:
 
     The zero is an argument: of a constant, XLA makes a fill that one core of a CPU does alone.
     """
-    zero = jax.device_put(np.zeros((), shapes[0].dtype))
+    zero = jax.device_put(np.zeros((), shapes[0].dtype), may_alias=False)
     function = jax.jit(partial(_filled, shapes=tuple(shape.shape for shape in shapes)))
     return kept_programs.compiled(function, (zero,))(zero)
 

@@ -214,7 +214,9 @@ class Programs:
         history = jax.ShapeDtypeStruct((limits.max_sequences, limits.max_length + drafts + 1), jnp.int32)
         self.history: Any = replicated(zeros([history])[0], mesh)
         rows = sorted({shape.rows for shape in self.shapes})
-        self._all_allowed = {n: replicated(jax.device_put(all_allowed(n, self.vocab)), mesh) for n in rows}
+        self._all_allowed = {
+            n: replicated(jax.device_put(all_allowed(n, self.vocab), may_alias=False), mesh) for n in rows
+        }
         drafting = () if draft is None else checking_shapes(limits, drafts)
         alone = sorted({shape.rows for shape in self.shapes if shape not in drafting})
         self.total, self.compiled = len(self.shapes) + len(alone) + 2 * len(drafting) + 1, 0
