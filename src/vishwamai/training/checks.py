@@ -98,8 +98,8 @@ def _check_reduced(config: TrainConfig) -> None:
     name = f"config: model.reduce_dtype={config.model.reduce_dtype}"
     if config.model.compute_dtype != config.model.reduce_dtype:
         raise ConfigError(
-            f"{name} rounds the matrices before they are gathered, but model.compute_dtype={config.model.compute_dtype} "
-            f"multiplies them unrounded; set model.compute_dtype={config.model.reduce_dtype}."
+            f"{name} rounds the matrices before they are gathered, but "
+            f"model.compute_dtype={config.model.compute_dtype} multiplies them unrounded; set model.compute_dtype={config.model.reduce_dtype}."
         )
     if config.precision == "fp8" or config.lora.rank:
         other = "precision=fp8" if config.precision == "fp8" else f"lora.rank={config.lora.rank}"

@@ -196,7 +196,8 @@ class Layout:
         """Inside `over_devices`: whole parameters from this device's parts, by the last name of each path.
 
         Args:
-          dtype: of what is gathered, but for `UNROUNDED`; its gradient is added up in it, too. None for that of `arrays`.
+          dtype: of what is gathered, but for `UNROUNDED`; its gradient is added up in it, too. None for that of the
+            arrays.
         """
         if self.mesh is None:
             return arrays
