@@ -98,7 +98,7 @@ def pytest_runtest_teardown() -> None:
     """A command that ran in this process has set where JAX keeps programs, and those of several devices must not be
     read from there (`vishwamai.parallel.mesh.compile_collectives_anew`).
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         jax.config.update("jax_compilation_cache_dir", None)
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()

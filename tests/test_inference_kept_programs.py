@@ -162,7 +162,7 @@ def test_a_program_with_a_kernel_that_declines_is_not_kept(cache, monkeypatch):
 
 
 def test_without_the_cache_nothing_is_kept(tmp_path, traced):
-    assert jax.config.jax_compilation_cache_dir is None
+    assert jax.config.values["jax_compilation_cache_dir"] is None
     made(compile="lazy")
     made(compile="lazy")
     assert len(traced) == 4

@@ -95,11 +95,12 @@ def check(config: TrainConfig) -> None:
 
 def _check_reduced(config: TrainConfig) -> None:
     """Raises ConfigError where gradients cannot be added up in bfloat16."""
-    name = f"config: model.reduce_dtype={config.model.reduce_dtype}"
-    if config.model.compute_dtype != config.model.reduce_dtype:
+    reduced, computed = config.model.reduce_dtype, config.model.compute_dtype
+    name = f"config: model.reduce_dtype={reduced}"
+    if computed != reduced:
         raise ConfigError(
-            f"{name} rounds the matrices before they are gathered, but "
-            f"model.compute_dtype={config.model.compute_dtype} multiplies them unrounded; set model.compute_dtype={config.model.reduce_dtype}."
+            f"{name} rounds the matrices before they are gathered, but model.compute_dtype={computed} multiplies them "
+            f"unrounded; set model.compute_dtype={reduced}."
         )
     if config.precision == "fp8" or config.lora.rank:
         other = "precision=fp8" if config.precision == "fp8" else f"lora.rank={config.lora.rank}"
