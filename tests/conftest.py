@@ -37,9 +37,9 @@ if jax.__version__.startswith("0.10."):
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
-from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import rotation  # noqa: E402
+from vishwamai.core import jax_cache  # noqa: E402
 from vishwamai.ops import catalogue  # noqa: E402
 
 catalogue.PACKAGES.append("toy_ops")
@@ -100,8 +100,7 @@ def pytest_runtest_teardown() -> None:
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         jax.config.update("jax_compilation_cache_dir", None)
-        jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
+        jax_cache.turn(on=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -339,15 +339,20 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_places(name):
-    """Against a mask of the same; what is outside of the lengths may be NaN; eager, in one graph, and mapped."""
+def placed(name):
+    """The options of a case of `PLACES`, and query, key and value."""
     options = dict(PLACES[name])
     swap = options.get("layout") == "bshd"
     shapes = ((2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8)) if swap else ((2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    leaves = tensors(*shapes)
     if "segment_ids" in options:
         options["segment_ids"] = tuple(x.expand(2, -1) for x in options["segment_ids"])
+    return options, tensors(*shapes)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places(name):
+    """Against a mask of the same; what is outside of the lengths may be NaN; eager, in one graph, and mapped."""
+    options, leaves = placed(name)
     offset, columns = torch.as_tensor(options.get("q_offset", 0)), torch.arange(9)
     stands = (offset if offset.dim() == 2 else offset.reshape(-1, 1) + torch.arange(5))[..., None]
     lens, starts = (torch.as_tensor(options.get(n, d)).reshape(-1, 1, 1) for n, d in (("kv_lens", 9), ("kv_starts", 0)))
@@ -369,14 +374,9 @@ def test_places(name):
 @pytest.mark.parametrize("name", ["a first row each", "every row", "padding", "padding of segments"])
 def test_places_among_blocks(name):
     """With blocks left out, next to a mask of the same."""
-    options = dict(PLACES[name])
-    swap = options.get("layout") == "bshd"
-    shapes = ((2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8)) if swap else ((2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    if "segment_ids" in options:
-        options["segment_ids"] = tuple(x.expand(2, -1) for x in options["segment_ids"])
+    options, leaves = placed(name)
     kept = np.array([[True, False, True], [True, True, False]])
     dense = torch.from_numpy(np.kron(kept, np.ones((3, 3), bool))[:5, :9])
-    leaves = tensors(*shapes)
     ours = functools.partial(vt.block_sparse_attention, block_mask=kept, block_size=3, **options, return_lse=True)
     if contract.TRITON and "q_offset" in options:
         with pytest.raises(UnsupportedError, match="rows have positions of their own .* next to a block mask"):

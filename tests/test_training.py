@@ -550,6 +550,20 @@ def test_adapters_learn_and_are_merged_into_the_model(tmp_path, quantize):
         list(train(small(tmp_path, lora={"rank": 4}), tmp_path / "other"))
 
 
+def step_by_batch(update, config):
+    """A training step whose gradients are its batch, of parameters by name."""
+
+    def loss(params, batch):
+        total = sum(jnp.vdot(params[name], batch[name]) for name in params)
+        return total, {"loss": total}
+
+    def step(state, batch):
+        own = batch | {"labels": jnp.zeros((1, 1), jnp.int32)}
+        return train_step(state, own, loss=loss, optimizer=update, config=config)[0]
+
+    return step
+
+
 def test_adam_is_that_of_optax_and_writes_its_moments_in_place():
     """A step with the guard inside: the same numbers, and no copy of an array in the compiled program."""
     params = {"w": jnp.full((512, 256), 0.5), "norm": jnp.ones(256)}
@@ -559,17 +573,8 @@ def test_adam_is_that_of_optax_and_writes_its_moments_in_place():
     for name, rule in rules.items():
         config = TrainConfig()
         update = optax.chain(rule, optax.scale(-0.1))
-
-        def loss(params, batch):
-            total = sum(jnp.vdot(params[name], batch[name]) for name in params)
-            return total, {"loss": total}
-
-        def one(state, batch, update=update, config=config):
-            own = {name: batch[name] for name in params} | {"labels": jnp.zeros((1, 1), jnp.int32)}
-            return train_step(state, own, loss=loss, optimizer=update, config=config)[0]
-
         state = initial_state(jax.tree.map(jnp.copy, params), update)
-        step = jax.jit(one, donate_argnums=0).lower(state, gradients[0]).compile()
+        step = jax.jit(step_by_batch(update, config), donate_argnums=0).lower(state, gradients[0]).compile()
         spare[name] = step.memory_analysis().temp_size_in_bytes
         moved[name] = step.cost_analysis()["bytes accessed"] / sum(p.nbytes for p in params.values())
         for batch in (*gradients, jax.tree.map(lambda g: g * jnp.nan, gradients[0])):
@@ -591,15 +596,7 @@ def test_a_tpu_updates_each_parameter_in_one_loop():
     params = {"w": jax.ShapeDtypeStruct((4096, 1024), jnp.float32), "v": jax.ShapeDtypeStruct((2048, 512), jnp.float32)}
     config = TrainConfig(optimizer=OptimizerSection(ema_decay=0.999, warmup_steps=3))
     update = optimizer(config.optimizer, config.steps, params)
-
-    def loss(params, batch):
-        total = sum(jnp.vdot(params[name], batch[name]) for name in params)
-        return total, {"loss": total}
-
-    def step(state, batch):
-        own = batch | {"labels": jnp.zeros((1, 1), jnp.int32)}
-        return train_step(state, own, loss=loss, optimizer=update, config=config)[0]
-
+    step = step_by_batch(update, config)
     state = jax.eval_shape(functools.partial(initial_state, optimizer=update, average=True), params)
     text = aot.compile_for(jax.jit(step, donate_argnums=0), state, params, target="v5e").text
     for shape in ("f32[4096,1024]", "f32[2048,512]"):

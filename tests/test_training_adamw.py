@@ -10,12 +10,13 @@ import numpy as np
 import optax
 import pytest
 
+from test_training import step_by_batch
 from vishwamai.core import ffi
 from vishwamai.training import step as training_step
 from vishwamai.training.config import GroupSection, OptimizerSection, TrainConfig
 from vishwamai.training.layout import ALL, Layout
 from vishwamai.training.optimizers import optimizer, schedule
-from vishwamai.training.step import initial_state, train_step, updated
+from vishwamai.training.step import initial_state, updated
 
 pytestmark = pytest.mark.skipif(ffi.why_not() is not None, reason="needs the native CPU kernels")
 
@@ -108,17 +109,8 @@ def compiled_step(params, section) -> tuple[Any, Any]:
     """A training step whose gradients are its batch, compiled, and its first state."""
     config = TrainConfig(optimizer=section)
     update = optimizer(section, config.steps, params)
-
-    def loss(params, batch):
-        total = sum(jnp.vdot(params[name], batch[name]) for name in params)
-        return total, {"loss": total}
-
-    def step(state, batch):
-        own = batch | {"labels": jnp.zeros((1, 1), jnp.int32)}
-        return train_step(state, own, loss=loss, optimizer=update, config=config)[0]
-
     state = initial_state(jax.tree.map(jnp.copy, params), update, average=section.ema_decay is not None)
-    return jax.jit(step, donate_argnums=0).lower(state, params).compile(), state
+    return jax.jit(step_by_batch(update, config), donate_argnums=0).lower(state, params).compile(), state
 
 
 @pytest.mark.parametrize("ema_decay", [None, 0.99])

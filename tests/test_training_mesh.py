@@ -119,7 +119,7 @@ def test_no_device_gathers_a_table(tmp_path, monkeypatch, model, tables):
     vocab, features = state.params["embed"].shape
     assert {f"{vocab},{features // 4}", f"1,{vocab // 3},{features}"} <= shapes
     # The state has the whole shape outside of the `shard_map`, where each device holds its part.
-    local = str(inside(jax.make_jaxpr(job.step)(state, batch).jaxpr))
+    local = str(next(equations(jax.make_jaxpr(job.step)(state, batch).jaxpr, "shard_map")).params["jaxpr"])
     assert f"[{vocab},{features}]" not in local and f"[1,{vocab},{features}]" not in local
 
 
@@ -132,7 +132,8 @@ def test_gradients_are_added_up_in_the_dtype_that_is_set(tmp_path):
         (tmp_path / dtype).mkdir()
         job, state = make_job(config, tmp_path / dtype)
         batch = {name: jnp.zeros((8, 32), jnp.int32) for name in ("tokens", "labels", "positions", "segment_ids")}
-        added = operands(jax.make_jaxpr(job.step)(state, batch).jaxpr, "reduce_scatter")
+        sums = equations(jax.make_jaxpr(job.step)(state, batch).jaxpr, "reduce_scatter")
+        added = [one.invars[0].aval for one in sums]
         found[dtype] = {(math.prod(x.shape), x.dtype.name) for x in added}
         records[dtype] = list(train(config, tmp_path / f"{dtype} run"))
     layers = job.layout.specs(state.params)["layers"][0]
@@ -146,27 +147,15 @@ def test_gradients_are_added_up_in_the_dtype_that_is_set(tmp_path):
     np.testing.assert_allclose([r.gradient_norm for r in other], [r.gradient_norm for r in one], rtol=1e-2)
 
 
-def operands(jaxpr, primitive):
-    """The first operand of each equation of a primitive, of all programs inside."""
+def equations(jaxpr, primitive):
+    """Those of a primitive, of all programs inside, too."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == primitive:
-            yield equation.invars[0].aval
+            yield equation
         for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                yield from operands(inner, primitive)
-
-
-def inside(jaxpr):
-    """The body of the first `shard_map`."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "shard_map":
-            return equation.params["jaxpr"]
-        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns") and (found := inside(inner)) is not None:
-                return found
-    return None
+                yield from equations(inner, primitive)
 
 
 @pytest.mark.long

@@ -23,10 +23,9 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache
 
 import vishwamai
-from vishwamai.core import caches, ffi, observe
+from vishwamai.core import caches, ffi, jax_cache, observe
 from vishwamai.core.config import current_config
 from vishwamai.core.execute import platform_of
 
@@ -66,13 +65,11 @@ def _without_cache_of_jax() -> Iterator[None]:
     """JAX's compilation cache is off in the block: a program that was read there cannot be written, because jaxlib
     0.10.2 leaves the functions out that it calls.
     """
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # whether it is used was decided by the first program
+    jax_cache.turn(on=False)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
+        jax_cache.turn(on=True)
 
 
 def _read(path: Path, arguments: tuple[Any, ...]) -> Any:
@@ -91,8 +88,7 @@ def _read(path: Path, arguments: tuple[Any, ...]) -> Any:
 
 def _path(function: Any, arguments: tuple[Any, ...]) -> Path | None:
     """Where the program is kept; None where it is not to be."""
-    values = jax.config.values
-    root = values["jax_compilation_cache_dir"] if values["jax_enable_compilation_cache"] else None
+    root = jax_cache.directory()
     if not root or "://" in root or platform_of(arguments) != "cpu" or len(_devices(arguments)) != 1:
         return None
     if observe.tokens() or current_config().checks:  # an observer is told what is traced; checks call the host back

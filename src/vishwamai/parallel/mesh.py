@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 from vishwamai.aot.compile.libtpu import devices_for
-from vishwamai.core import hardware
+from vishwamai.core import hardware, jax_cache
 from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import CacheWarning, DeviceError, ShapeError
 from vishwamai.core.hardware import TpuChip, tpu_for
@@ -207,12 +206,9 @@ def compile_collectives_anew(devices: Sequence[Any]) -> None:
     (jaxlib 0.10.2) it runs those that do not need one another at the same time, in any order: devices then meet in
     different collectives, and the process waits for ever, or ends.
     """
-    values = jax.config.values
-    on = values["jax_enable_compilation_cache"] and values["jax_compilation_cache_dir"]
-    if not on or len(devices) == 1 or devices[0].platform != "cpu":
+    if jax_cache.directory() is None or len(devices) == 1 or devices[0].platform != "cpu":
         return
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # whether it is used was decided by the first program
+    jax_cache.turn(on=False)
     warnings.warn(
         "JAX's compilation cache is turned off: programs of several CPU devices that are read from it may run their "
         "collectives in another order on each device.",
