@@ -14,6 +14,7 @@ import pytest
 import rotation
 from test_training import LLAMA, LOSSES, MIXTRAL, small, tensors
 from vishwamai.core.errors import ConfigError
+from vishwamai.training.rounding import to_bfloat16
 from vishwamai.training.run import make_job, train
 
 DEEPSEEK = {
@@ -145,6 +146,30 @@ def test_gradients_are_added_up_in_the_dtype_that_is_set(tmp_path):
     assert [r.loss for r in one] != [r.loss for r in other]
     np.testing.assert_allclose([r.loss for r in other], [r.loss for r in one], rtol=2e-3)
     np.testing.assert_allclose([r.gradient_norm for r in other], [r.gradient_norm for r in one], rtol=1e-2)
+
+
+def test_rounding_by_bits_is_a_conversion():
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    special = np.array([np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 0.0, -0.0, 1e-40], np.float32)
+    x = jnp.asarray(
+        np.concatenate([bits.view(np.float32), np.array([0x7F800001], np.uint32).view(np.float32), special])
+    )
+    found, expected = jax.jit(to_bfloat16)(x), x.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(("mesh", "kept"), [({"fsdp": 4}, "bfloat16"), ({"fsdp": 2, "data": 2}, "float32")])
+def test_gradients_stay_narrow_until_the_update(tmp_path, mesh, kept):
+    """Where "fsdp" alone adds them up; what several axes add up is float32."""
+    model = {"config": MODELS["one_layer"], "compute_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    config = settings(tmp_path, "one_layer", model=model, mesh=mesh)
+    (tmp_path / "run").mkdir()
+    job, state = make_job(config, tmp_path / "run")
+    batch = {name: jnp.zeros((8, 32), jnp.int32) for name in ("tokens", "labels", "positions", "segment_ids")}
+    step = next(equations(jax.make_jaxpr(job.step)(state, batch).jaxpr, "shard_map"))
+    found = [x.aval.dtype.name for x in step.outvars if x.aval.ndim > 1]
+    embedding = ["float32"]
+    assert sorted(found) == sorted(embedding + [kept] * (sum(x.ndim > 1 for x in jax.tree.leaves(state.params)) - 1))
 
 
 def equations(jaxpr, primitive):

@@ -35,6 +35,7 @@ from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.layout import Layout, batch_specs
 from vishwamai.training.mesh import make_layout, row_parts
 from vishwamai.training.parts import LAYERS
+from vishwamai.training.rounding import keeps_narrow, rounds
 from vishwamai.training.stages import cut
 
 Tree = Any
@@ -83,6 +84,9 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     optimizer = lay.state - lay.params
     wide = config.microbatches > 1  # gradients are added up in float32
     gradients = lay.params * (4 / jnp.dtype(config.model.param_dtype).itemsize if wide else 1)
+    if not wide and keeps_narrow(config, vars(config.mesh)):
+        embedding = size(whole.parts.params["embed"]) / config.mesh.fsdp
+        gradients -= (sum(nbytes for axes, nbytes in lay.split.items() if "fsdp" in axes) - embedding) / 2
 
     # Of a device's tokens, in rows.
     rows = config.batch_size / (row_parts(config.mesh) * config.mesh.sequence) / config.microbatches
@@ -104,7 +108,8 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     # While a layer's gradient is computed: its weights whole, and the gradient of the head.
     backward = rows * row + fixed + recomputed - head
     if lay.in_parts:
-        copies = narrower * (lay.params - sum(tables) / config.mesh.fsdp) if narrower < 1 else 0.0
+        ahead = narrower < 1 and not rounds(config)  # the parts of all layers, which are then converted before the loop
+        copies = narrower * (lay.params - sum(tables) / config.mesh.fsdp) if ahead else 0.0
         backward += copies + _WORK_IN_PARTS * layer if config.remat != "none" else min(table, PIECE_BYTES)
     else:
         backward += table if split else 0.0
@@ -206,7 +211,7 @@ _LAYER_WORK = 3.4
 """A layer's weights in the dtype of products, so many times: gathered, converted, and their gradient."""
 
 _WORK_IN_PARTS = 0.5
-"""The same where no table is whole, next to the parts of all layers in that dtype, which are converted ahead."""
+"""The same where no table is whole, next to the parts of all layers in that dtype where those are converted ahead."""
 
 
 @dataclasses.dataclass(frozen=True)

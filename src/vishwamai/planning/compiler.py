@@ -24,6 +24,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import DeviceError, KernelError, UnsupportedError
 from vishwamai.core.numbers import human
+from vishwamai.core.target import Target
 from vishwamai.planning import cache
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.peak import PeakMemory, peak_memory
@@ -112,7 +113,7 @@ class Compiler:
         """
         first = self._ask(program, PROBE_MIB, options)
         if "memory" in first:  # a program so small that it fits
-            return _verified(program, first["memory"])
+            return memory_of(program.target, first["memory"])
         found = self._ask(program, _allowed_again(program, first["needed"]), options)
         total = Estimate(_probed(first["needed"], _needed(program, found), program.limit), "probe")
         return ProgramMemory(program.target, total, program.limit)
@@ -309,7 +310,7 @@ def _allowed_again(program: Program, needed: int) -> int:
 
 def _needed(program: Program, found: dict[str, Any]) -> float:
     """Bytes that an answer says, of a program that was declined or compiled."""
-    return found["needed"] if "needed" in found else _verified(program, found["memory"]).total.value
+    return found["needed"] if "needed" in found else memory_of(program.target, found["memory"]).total.value
 
 
 def _probed(first: float, second: float, limit: int) -> float:
@@ -324,15 +325,17 @@ def _probed(first: float, second: float, limit: int) -> float:
 def verified_memory(program: Program, found: dict[str, Any]) -> ProgramMemory:
     """The memory of an answer about the compiled program."""
     if "memory" in found:
-        return _verified(program, found["memory"])
+        return memory_of(program.target, found["memory"])
     needed = Estimate(found["needed"], "verified")
     return ProgramMemory(program.target, needed, program.limit, allocations=tuple(found["allocations"]))
 
 
-def _verified(program: Program, memory: dict[str, int]) -> ProgramMemory:
+def memory_of(target: str, memory: Mapping[str, int]) -> ProgramMemory:
+    """The memory of a program compiled for a target, in bytes by the names of `ProgramMemory.parts`."""
     parts = {name: Estimate(memory[name], "verified") for name in _PARTS}
     total = sum(memory[name] for name in _PARTS[:4]) - memory["aliased"]
-    return ProgramMemory(program.target, Estimate(total, "verified"), program.limit, parts)
+    limit = Target.parse_chip(target).hbm_usable_bytes
+    return ProgramMemory(target, Estimate(total, "verified"), limit, parts)
 
 
 @checked

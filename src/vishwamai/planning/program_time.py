@@ -13,8 +13,10 @@ import hashlib
 import json
 import pathlib
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.schedule.dump import read_sources
@@ -27,7 +29,7 @@ from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
 from vishwamai.planning import cache, calibration
 from vishwamai.planning.collectives import link_seconds
-from vishwamai.planning.compiler import TEXT, Compiler, ProgramMemory, verified_memory
+from vishwamai.planning.compiler import TEXT, Compiler, ProgramMemory, memory_of, verified_memory
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.program import Known, Program, devices_in_order, trace
 from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
@@ -148,7 +150,9 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
         with compiler.written(program) as (answer, directory):
             found = dict(answer)
             if "memory" in found:
-                found["time"] = _followed(program, directory)
+                found["time"] = _followed(
+                    directory, program.target, devices_in_order(program), program.known, program.ticks
+                )
         if "time" in found:
             cache.write(key, found)
     memory = verified_memory(program, found)
@@ -168,9 +172,31 @@ def _digest(known: Known) -> str:
     return f"-{hashlib.sha256(json.dumps(sorted(tables)).encode()).hexdigest()[:16]}"
 
 
-def _followed(program: Program, directory: pathlib.Path) -> dict[str, Any]:
-    """The timeline of what the compiler wrote, as plain values."""
-    target, written = program.target, directory / TEXT
+def written_time(directory: pathlib.Path, target: str, devices: Sequence[Any], memory: Mapping[str, int]) -> StepTime:
+    """The time of a program that another process compiled for a target.
+
+    Args:
+      directory: what libtpu wrote with the options `aot.schedule.dump.dump_flags`, and the optimised program as
+        `compiler.TEXT`.
+      target: as of `step_time`.
+      devices: of `aot.compile.libtpu.devices_for`, in the order of the program's mesh.
+      memory: bytes, by the names of `ProgramMemory.parts`.
+
+    Raises:
+      DeviceError: the directory has no schedules.
+    """
+    return _read(target, memory_of(target, memory), _followed(directory, target, devices))
+
+
+def _followed(
+    directory: pathlib.Path,
+    target: str,
+    devices: Sequence[Any],
+    known: Known | None = None,
+    ticks: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """The timeline of what the compiler wrote, as plain values; `known` and `ticks`: of `Program`."""
+    written = directory / TEXT
     estimated = written.exists()
     text = written if estimated else next(directory.glob("*-TLP-hlo.txt"), None)
     sources = read_sources(directory)
@@ -179,12 +205,12 @@ def _followed(program: Program, directory: pathlib.Path) -> dict[str, Any]:
             f"step_time: libtpu {libtpu.versions()['libtpu']} wrote no schedules for {target}; 0.0.51 is known to."
         )
     module, chip = parse_module(text.read_text()), Target.parse_chip(target)
-    schedules = _Schedules(Simulator(sources, chip, program.known, twins(module)))
-    follower = Follower(module, chip, schedules.cycles, link_seconds(module, devices_in_order(program)), program.ticks)
+    schedules = _Schedules(Simulator(sources, chip, known or {}, twins(module)))
+    follower = Follower(module, chip, schedules.cycles, link_seconds(module, devices), ticks)
     timeline = follower.follow()
     names = ", ".join(f"{name} ({count})" for name, count in schedules.unknown.items())
     uncertain = [f"branches and copies that depend on data: {names}"] if names else []
-    if program.ticks is not None and not follower.ticked:
+    if ticks is not None and not follower.ticked:
         uncertain.append("the loop over the pipeline's ticks was not found, so each tick counts its longest action")
     if not estimated:
         uncertain.append("the compiler's cycles cannot be read back, so its fusions have the time of their schedules")

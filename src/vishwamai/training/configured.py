@@ -6,15 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.layout import Layout
 from vishwamai.training.lora import attach, whole
 from vishwamai.training.model import ModelParts
 from vishwamai.training.pipelined import PipelinedLoss, pipelined
+from vishwamai.training.rounding import rounding
 from vishwamai.training.stages import Stages
-from vishwamai.training.step import Loss, Optimizer, TrainState, model_loss, train_step
+from vishwamai.training.step import Loss, Optimizer, TrainState, accumulated, model_loss, train_step
 
 Tree = Any
 
@@ -37,8 +36,8 @@ def make_loss(
       policy: in place of `config.remat`.
     """
     adapters, axes, kept = config.lora.rank > 0, layout.model_axes, parts.kept(policy or config.remat)
-    reduced = None if config.model.reduce_dtype == "float32" else jnp.dtype(config.model.reduce_dtype)
-    gather = None if layout.mesh is None else functools.partial(layout.gather, dtype=reduced)
+    rounded = rounding(config, layout)
+    gather = None if layout.mesh is None else layout.gather if rounded is None else rounded.gather
     if adapters:
         gather = functools.partial(whole, gather=layout.whole)
     if stages is not None:
@@ -61,7 +60,12 @@ def make_step(
 
     Args: as of `train_step`; `loss` of `make_loss`.
     """
-    accumulate = pipelined if isinstance(loss, PipelinedLoss) else None
+    rounded = rounding(config, layout)
+    accumulate: Callable[..., Any] | None = None
+    if isinstance(loss, PipelinedLoss):
+        accumulate = pipelined
+    elif rounded is not None:
+        accumulate = functools.partial(accumulated, summed=layout.summed, places=rounded.places)
 
     def training_step(state: TrainState, batch: Tree, frozen: Tree = None) -> tuple[TrainState, dict[str, Any]]:
         own = {"loss": loss, "accumulate": accumulate, "frozen": frozen}

@@ -38,9 +38,6 @@ TOKENS = (*ROWS, "sequence")
 PIPELINE = "pipeline"
 """The mesh axis that splits the stacked layers; each of its devices has the same rows."""
 
-UNROUNDED = frozenset({"embed", "router"})
-"""Parameters that a model does not round to its compute dtype before it uses them."""
-
 _PIECE = 1 << 28
 """Bytes that processes fetch at once."""
 
@@ -192,20 +189,13 @@ class Layout:
 
         return {name: put(name, x) for name, x in batch.items()}
 
-    def gather(self, arrays: Tree, dtype: Any = None) -> Tree:
-        """Inside `over_devices`: whole parameters from this device's parts, by the last name of each path.
-
-        Args:
-          dtype: of what is gathered, but for `UNROUNDED`; its gradient is added up in it, too. None for that of the
-            arrays.
-        """
+    def gather(self, arrays: Tree) -> Tree:
+        """Inside `over_devices`: whole parameters from this device's parts, by the last name of each path."""
         if self.mesh is None:
             return arrays
 
         def one(path: Any, x: Any) -> Any:
-            name = parameter_name(path)
-            rounded = dtype is not None and split_axis(self.axes, name) is not None and name not in UNROUNDED
-            return self.whole(name, x.astype(dtype) if rounded else x)
+            return self.whole(parameter_name(path), x)
 
         return jax.tree_util.tree_map_with_path(one, arrays, is_leaf=is_quantized)
 

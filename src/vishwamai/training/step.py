@@ -245,18 +245,24 @@ def accumulated(
     *,
     microbatches: int,
     summed: Callable[[Tree], Tree] = lambda gradients: gradients,
+    places: Callable[[Tree], tuple[Tree, Callable[[Tree], Tree]]] = lambda params: (params, lambda of: of),
     **frozen: Tree,
 ) -> tuple[Tree, Tree]:
-    """Gradients of `scale * loss`, and the sums that `loss` reports, over equal parts of the batch in turn; `summed` is
-    `Layout.summed`, of the gradients of a part, and `loss` takes `frozen` as it is.
+    """Gradients of `scale * loss`, and the sums that `loss` reports, over equal parts of the batch in turn.
+
+    Args:
+      summed: `Layout.summed`, of the gradients of a part.
+      places: what gradients are taken of, `Rounding.places`; the parameters themselves by default.
+      frozen: what `loss` takes as it is.
     """
+    of, joined = places(params)
 
     def part(batch: dict[str, Any]) -> tuple[Tree, Tree]:
-        def scaled(params: Tree) -> tuple[Any, Any]:
-            total, sums = loss(params, batch, **frozen)
+        def scaled(of: Tree) -> tuple[Any, Any]:
+            total, sums = loss(joined(of), batch, **frozen)
             return total * scale, sums
 
-        return jax.grad(scaled, has_aux=True)(params)
+        return jax.grad(scaled, has_aux=True)(of)
 
     if microbatches == 1:
         return part(batch)
@@ -357,6 +363,8 @@ def train_step(
     gradients, sums = of_all(trained, batch, scale / layout.copies)
     counts = sums.pop(EXPERT_COUNTS, None)
     largest = {SCALES: gradients.pop(SCALES)} if isinstance(gradients, dict) and SCALES in gradients else {}
+    # Those of `rounding` may be narrower than their parameters.
+    gradients = jax.tree.map(lambda g, p: g.astype(jnp.promote_types(g.dtype, p.dtype)), gradients, state.params)
     norm = optax.tree.norm(gradients)
     limit = config.optimizer.clip_norm
     clip = None if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))

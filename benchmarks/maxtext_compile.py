@@ -1,0 +1,50 @@
+"""Compiles MaxText's step for a TPU slice, and writes down what `maxtext_step.py` reads of it; runs in MaxText's own
+environment.
+
+    python maxtext_compile.py DIRECTORY base.yml compile_topology=v5e-16 ...
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import runpy
+import sys
+import time
+from typing import Any
+
+import jax
+
+
+def main() -> None:
+    directory = pathlib.Path(sys.argv.pop(1))
+    compiled_as_usual = jax.stages.Lowered.compile
+
+    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = time.process_time()
+        found = compiled_as_usual(self, *args, **kwargs)
+        seconds = time.process_time() - begin
+        memory, text = found.memory_analysis(), found.as_text()
+        assert memory is not None and text is not None  # libtpu gives both
+        mesh = next(one.mesh for one in jax.tree.leaves(found.input_shardings[0]) if hasattr(one, "mesh"))
+        told = {
+            "compile_cpu_seconds": seconds,
+            "devices": [[*device.coords, device.core_on_chip] for device in mesh.devices.flat],
+            "memory": {
+                "arguments": memory.argument_size_in_bytes,
+                "outputs": memory.output_size_in_bytes,
+                "temporaries": memory.temp_size_in_bytes,
+                "code": memory.generated_code_size_in_bytes,
+                "aliased": memory.alias_size_in_bytes,
+            },
+        }
+        (directory / "program.hlo").write_text(text)
+        (directory / "told.json").write_text(json.dumps(told))
+        return found
+
+    jax.stages.Lowered.compile = compiled
+    runpy.run_module("maxtext.trainers.pre_train.train_compile", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""A training step of Llama 3.1 8B next to MaxText's own, by their compiled programs for a TPU slice that is not here.
+
+Both programs: AdamW in float32, products in bfloat16, gradients added up in bfloat16, FSDP over all devices, rows of
+2048 tokens, everything recomputed in the backward pass. Memory is the compiler's; the time is that of
+`planning.program_time` for both: kernels by their schedules, XLA's own cycles, links by the model, every loop as often
+as it runs. MaxText is compiled as it is, and with XLA's windowed einsum off: that program is the faster one, and takes
+more memory. "compile" are the CPU seconds of all threads; tracing is not in them.
+
+MaxText has an environment of its own (Python 3.12 or newer: `pip install --no-deps maxtext==0.2.5`, and what its
+requirements list but the linters, jinja2 and libtpu), whose Python is named:
+
+    python benchmarks/maxtext_step.py --maxtext maxtext-env/bin/python --targets v5e:4x4,v5p:2x2x4,v6e:4x4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from published_steps import LLAMA_8B
+
+from vishwamai.aot.compile import libtpu
+from vishwamai.aot.schedule.dump import dump_flags
+from vishwamai.core.environment import libtpu_environment
+from vishwamai.core.target import devices_of
+from vishwamai.planning.allocation import training_config
+from vishwamai.planning.compiler import Compiler
+from vishwamai.planning.program_time import StepTime, time_program, written_time
+from vishwamai.planning.training import trace_training
+
+TOPOLOGIES = {"v5e:4x4": "v5e-16", "v5p:2x2x4": "v5p-32", "v6e:4x4": "v6e-16"}
+"""How MaxText names the slices."""
+
+LENGTH = 2048
+WAYS = {"MaxText": "", "MaxText, no windowed einsum": "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"}
+"""Options of libtpu, by the name of a row."""
+
+
+def maxtext(python: str, target: str, rows: int, options: str) -> tuple[StepTime, float]:
+    """Its step, and the CPU seconds that its compilation took."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = pathlib.Path(folder)
+        found = subprocess.run(
+            [python, "-c", "import maxtext, os; print(os.path.dirname(maxtext.__file__))"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        given = {
+            "compile_topology": TOPOLOGIES[target],
+            "compile_topology_num_slices": 1,
+            "model_name": "llama3.1-8b",
+            "per_device_batch_size": rows,
+            "max_target_length": LENGTH,
+            "remat_policy": "full",
+            "dataset_type": "synthetic",
+            "enable_checkpointing": "false",
+        }
+        run = subprocess.run(
+            [
+                python,
+                str(pathlib.Path(__file__).with_name("maxtext_compile.py")),
+                folder,
+                f"{found.stdout.split()[-1]}/configs/base.yml",
+                *(f"{key}={value}" for key, value in given.items()),
+            ],
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+            | libtpu_environment()
+            | {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "HF_HUB_OFFLINE": "1"}
+            | {"LIBTPU_INIT_ARGS": f"{dump_flags(directory)} {options}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        written = directory / "told.json"
+        if run.returncode or not written.exists():
+            sys.exit(f"MaxText was not compiled:\n{(run.stdout + run.stderr)[-2000:]}")
+        told: dict[str, Any] = json.loads(written.read_text())
+        here = {(*device.coords, device.core_on_chip): device for device in libtpu.devices_for(target)}
+        devices = [here[tuple(place)] for place in told["devices"]]
+        return written_time(directory, target, devices, told["memory"]), told["compile_cpu_seconds"]
+
+
+def ours(target: str, rows: int) -> tuple[StepTime | None, float]:
+    """No time where it does not fit; the CPU seconds are those of the compiler's process, its start included."""
+    before = _children()
+    model = LLAMA_8B | {"max_position_embeddings": LENGTH}
+    keys = {"remat": "full", "model": {"reduce_dtype": "bfloat16"}}
+    config = training_config(model, keys, target, rows * devices_of(target), LENGTH)
+    with Compiler(timeout=7200) as compiler:
+        found = time_program(compiler, trace_training(config, target))[1]
+    return found, _children() - before
+
+
+def _children() -> float:
+    """CPU seconds of processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def show(name: str, found: StepTime, compiled: float) -> None:
+    """One row, and its parts; the time of a program that was compiled before is kept."""
+    seconds = f", {compiled:.0f} CPU seconds to compile" if compiled > 1 else ", compiled before"
+    print(f"{name}: {found.step.value:.3f} s, {found.memory.total.value / 2**30:.2f} GiB{seconds}\n{found}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="v5e:4x4", help=f"of {', '.join(TOPOLOGIES)}")
+    parser.add_argument("--rows", type=int, default=2, help="on each device")
+    parser.add_argument("--maxtext", metavar="PYTHON", help="of an environment with MaxText; left out: ours alone")
+    chosen = parser.parse_args()
+    for target in chosen.targets.split(","):
+        if target not in TOPOLOGIES:
+            parser.error(f"--targets: MaxText's name of {target} is not known; pass some of {', '.join(TOPOLOGIES)}.")
+    for target in chosen.targets.split(","):
+        mine, seconds = ours(target, chosen.rows)
+        if mine is None:
+            print(f"{target}: ours does not fit")
+            continue
+        show(f"{target}: vishwamai", mine, seconds)
+        for name, options in WAYS.items() if chosen.maxtext else ():
+            other, compiled = maxtext(chosen.maxtext, target, chosen.rows, options)
+            show(f"{target}: {name}", other, compiled)
+            time, memory = mine.step.value / other.step.value, mine.memory.total.value / other.memory.total.value
+            print(f"{target}: ours / {name}: {time:.3f} of the time, {memory:.3f} of the memory", flush=True)
+
+
+if __name__ == "__main__":
+    main()
