@@ -20,6 +20,9 @@ from vishwamai.ops.paged_attention.tpu_refs import PagedRefs, Shape
 from vishwamai.ops.paged_attention.tpu_short import ShortRuns
 from vishwamai.ops.paged_attention.tpu_words import flat_words, packing
 
+TOGETHER = (16, 4, 1)
+"""Pages whose copies are started without a branch between them: as many of the first as there are, then of the next."""
+
 
 def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
     """The body over a grid of cores, each with its share of the items; `by_name`: the `PagedRefs`."""
@@ -47,19 +50,17 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
         entry, count = live_pages(item, block)
         row = refs.sequence[item] * spec.pages_per_sequence
 
-        def start(i: Any, carry: Any) -> Any:
-            index = refs.table[row + entry + i]
-            for pool, buffer in pools:
-                page_copy(pool, buffer, index, slot, i).start()
-            return carry
+        def start(first: Any, pages: int) -> None:
+            for i in range(pages):
+                index = refs.table[row + entry + first + i]
+                for pool, buffer in pools:
+                    page_copy(pool, buffer, index, slot, first + i).start()
 
-        @pl.when(count == shape.pages)
-        def _() -> None:
-            lax.fori_loop(0, shape.pages, start, None, unroll=min(shape.pages, 16))
-
-        @pl.when(count < shape.pages)
-        def _() -> None:
-            lax.fori_loop(0, count, start, None)
+        begin = jnp.int32(0)
+        for pages in TOGETHER:
+            steps = lax.div(count - begin, pages)
+            lax.fori_loop(0, steps, lambda i, _, begin=begin, pages=pages: start(begin + i * pages, pages), None)
+            begin += steps * pages
 
         @pl.when(block == 0)
         def _() -> None:
@@ -74,14 +75,14 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
             for _, buffer in pools:  # one wait for the bytes of all pages
                 pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], refs.fetched.at[slot]).wait()
 
-        @pl.when(count < shape.pages)
-        def _() -> None:
-            def one(i: Any, carry: Any) -> Any:
-                for pool, buffer in pools:
-                    page_copy(pool, buffer, 0, slot, i).wait()
-                return carry
+        # A semaphore counts bytes: pages are awaited by the powers of two that make up their number.
+        for bit in range((shape.pages - 1).bit_length()):
 
-            lax.fori_loop(0, count, one, None)
+            @pl.when((count < shape.pages) & ((count >> bit) & 1 == 1))
+            def _(tokens: int = page << bit) -> None:
+                for _, buffer in pools:
+                    some = buffer.at[slot, pl.ds(0, tokens)]
+                    pltpu.make_async_copy(some, some, refs.fetched.at[slot]).wait()
 
     def clear_tail(item: Any, block: Any, slot: Any) -> None:
         """Keys past the item's end become 0: what an older block or the caller's unused rows left there may be NaN,
