@@ -37,7 +37,7 @@ def check(implementation, arrays, cotangent, mapped=None, rows=None, **options):
     counts = np.ones(cotangent.shape[:2], bool) if rows is None else rows
     cotangent = cotangent * counts[..., None, None].astype(dtype)
 
-    def run(attend, wide, **how):
+    def run(attend, wide, **how) -> Any:
         def call(*arrays):
             out = attend(*arrays, **options, **how)
             return out if lse else (out,)
@@ -50,11 +50,13 @@ def check(implementation, arrays, cotangent, mapped=None, rows=None, **options):
         )
 
     def named(outs, gradients):
-        found = tuple(np.asarray(x) for x in outs), {str(i): np.asarray(x) for i, x in enumerate(gradients)}
-        return found
+        return tuple(np.asarray(x) for x in outs), {str(i): np.asarray(x) for i, x in enumerate(gradients)}
 
     ours = named(*run(nnx.dot_product_attention, dtype, implementation=implementation))
-    theirs = named(*run(jax.nn.dot_product_attention, dtype, implementation="xla"))
+    # On CPUs JAX has no products of float16: there its result is that of float32, rounded.
+    half = dtype == jnp.float16
+    theirs = named(*run(jax.nn.dot_product_attention, jnp.float32 if half else dtype, implementation="xla"))
+    theirs = jax.tree.map(lambda x, like: x.astype(like.dtype), theirs, ours)
     with jax.enable_x64(True):
         true = named(*run(jax.nn.dot_product_attention, jnp.float64, implementation="xla"))
     contract.check_all(ours, true, theirs)
@@ -65,7 +67,7 @@ def check(implementation, arrays, cotangent, mapped=None, rows=None, **options):
 
 @pytest.mark.parametrize(
     ("dtype", "groups", "mapped", "implementation"),
-    rotation.drawn(list(itertools.product(("bfloat16", "float16"), (1, 2, 4), (False, True), ON_CPU)), 12),
+    rotation.drawn(list(itertools.product(("bfloat16", "float16"), (1, 2, 4), (False, True), ON_CPU)), 18),
 )
 def test_dot_product_attention(dtype, groups, mapped, implementation):
     whole, kv = (2, 128, 4, 32), (2, 128, 4 // groups, 32)
@@ -81,7 +83,7 @@ MODES = (
 
 @pytest.mark.parametrize(
     ("mode", "dtype", "implementation"),
-    rotation.drawn(list(itertools.product(MODES, ("bfloat16", "float32"), ON_CPU)), 16),
+    rotation.drawn(list(itertools.product(MODES, ("bfloat16", "float32"), ON_CPU)), 24),
 )
 def test_masks(mode, dtype, implementation):
     shape = (2, 128, 4, 32)
@@ -104,7 +106,7 @@ def test_masks(mode, dtype, implementation):
 
 @pytest.mark.parametrize(
     ("batch", "mapped", "implementation"),
-    rotation.drawn(list(itertools.product((1, 16), (False, True), ON_CPU)), 4),
+    rotation.drawn(list(itertools.product((1, 16), (False, True), ON_CPU)), 6),
 )
 def test_bias_gradient(batch, mapped, implementation):
     """Of a bias for each batch element too, which JAX's cuDNN kernel declines."""
