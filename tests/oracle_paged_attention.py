@@ -46,7 +46,7 @@ def ragged_paged_attention(
     lens, table, starts = (np.asarray(x) for x in (kv_lens, page_indices, cu_q_lens))
     out = [np.zeros((0, heads, v_pages.shape[-1]), query.dtype)]
     statistics = [np.zeros((0, heads), query.dtype)]
-    for s in range(len(lens) if num_seqs is None else int(num_seqs)):
+    for s in range(len(lens) if num_seqs is None else np.ravel(num_seqs)[0]):
         q = query[starts[s] : starts[s + 1]]
         assert max_q_len is None or q.shape[0] <= max_q_len
         where = np.arange(lens[s])
