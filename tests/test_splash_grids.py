@@ -102,7 +102,11 @@ def case_of(index: int, largest: int, heads: tuple[tuple[int, int], ...], dims: 
 
 
 def check(implementation, case, tile):
-    """The numbers; or, where the implementation declines the case, its error."""
+    """The numbers; or, where the implementation declines the case, its error.
+
+    Logits and their logsumexp are about a quarter of the head dimension, and the probabilities err by as much as both
+    do: four units in the last place of a logit are allowed.
+    """
     impl = IMPLEMENTATIONS[implementation]
     contract.skip_unless_built(impl)
     if reason := contract.declines(impl, case):
@@ -111,21 +115,19 @@ def check(implementation, case, tile):
         return
     reference = contract.OPERATIONS["attention"].reference
     theirs = None if impl is reference else contract.by_reference(case)
-    contract.check_all(contract.evaluate(case, impl, config=tile), contract.truth(case), theirs)
-
-
-DRAWS = rotation.in_turn(20, range(80))
+    unit = case.arrays["query"].shape[-1] / 8 * float(np.finfo(np.float32).eps)
+    contract.check_all(contract.evaluate(case, impl, config=tile), contract.truth(case), theirs, unit)
 
 
 @pytest.mark.parametrize("implementation", ON_CPU)
-@pytest.mark.parametrize("index", DRAWS)
+@pytest.mark.parametrize("index", rotation.in_turn(40, range(80)))
 def test_splash_attention(index, implementation):
     tile = random.Random(index).choice((None, 128, 256))
     case = case_of(index, 512, ((1, 1), (2, 2), (4, 1), (8, 4), (6, 2)), (128, 256))
     check(implementation, case, None if implementation == "xla" else tile)
 
 
-@pytest.mark.parametrize("index", rotation.in_turn(12, range(24)))
+@pytest.mark.parametrize("index", rotation.in_turn(24, range(24)))
 def test_splash_attention_in_the_simulator(index):
     check("pallas_tpu", case_of(index, 256, ((1, 1), (2, 2), (2, 1)), (128,)), None)
 
@@ -141,8 +143,7 @@ KERNELS = {  # by JAX's masks, which leave no row empty: there its kernel has no
 }
 
 
-@pytest.mark.parametrize("softcap", [None, 20.0])
-@pytest.mark.parametrize("name", rotation.in_turn(4, KERNELS))
+@pytest.mark.parametrize("name, softcap", rotation.in_turn(8, itertools.product(KERNELS, (None, 20.0))))
 def test_jax_own_kernel(name, softcap):
     """Output, logsumexp and gradients of JAX's kernel in Pallas' interpreter, which computes in float32."""
     mask, options = KERNELS[name]
@@ -152,12 +153,11 @@ def test_jax_own_kernel(name, softcap):
         jnp.asarray(rng.random((heads, n, 128)), jnp.float32)
         for heads, n in ((4, q_len), (2, kv_len), (2, kv_len), (4, q_len))
     )
-    edges = [field.name for field in dataclasses.fields(splash.BlockSizes) if field.name.startswith("block")]
-    tiles = splash.BlockSizes(**dict.fromkeys(edges, 128))
+    edges: Any = {field.name: 128 for field in dataclasses.fields(splash.BlockSizes) if field.name.startswith("block")}
     make = functools.partial(
         splash.make_splash_mha_single_device,
         jax_masks.MultiHeadMask((mask,) * 4),
-        block_sizes=tiles,
+        block_sizes=splash.BlockSizes(**edges),
         attn_logits_soft_cap=softcap,
         interpret=True,
     )
@@ -198,7 +198,7 @@ LITERAL = {
 
 
 @pytest.mark.parametrize("implementation", ON_CPU)
-@pytest.mark.parametrize("rows", rotation.in_turn(4, LITERAL))
+@pytest.mark.parametrize("rows", rotation.in_turn(5, LITERAL))
 def test_masks_written_out(rows, implementation):
     """The mean of what a query sees, where the values are the rows of the identity matrix."""
     contract.skip_unless_built(IMPLEMENTATIONS[implementation])
@@ -237,7 +237,7 @@ def test_a_function_in_blocks(seen, shape, size):
     else:
         window = options["left"], options["right"]
         dense = jax_masks.make_local_attention_mask(shape, window, offset=options["offset"])
-    ours = BlockMask.from_function(seen, *shape, size)
+    ours = BlockMask.from_function(seen, shape[0], shape[1], size)
     np.testing.assert_array_equal(ours.positions(*shape)[0], dense)
     kinds, parts = jax_blocks([dense], size)
     np.testing.assert_array_equal(np.where(ours.codes > 1, 1, 2 * ours.codes), kinds)
@@ -280,7 +280,7 @@ def test_two_masks_in_one(both, shape):
     theirs = {np.logical_or: jax_masks.LogicalOr, np.logical_and: jax_masks.LogicalAnd}[both](
         jax_masks.NumpyMask(one), jax_masks.NumpyMask(other)
     )
-    ours = BlockMask.from_function(lambda i, j: both(one[i, j], other[i, j]), *shape, (256, 256))
+    ours = BlockMask.from_function(lambda i, j: both(one[i, j], other[i, j]), shape[0], shape[1], (256, 256))
     np.testing.assert_array_equal(ours.positions(*shape)[0], theirs[:, :])
 
 
