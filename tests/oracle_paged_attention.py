@@ -46,7 +46,7 @@ def ragged_paged_attention(
     lens, table, starts = (np.asarray(x) for x in (kv_lens, page_indices, cu_q_lens))
     out = [np.zeros((0, heads, v_pages.shape[-1]), query.dtype)]
     statistics = [np.zeros((0, heads), query.dtype)]
-    for s in range(len(lens) if num_seqs is None else int(num_seqs)):
+    for s in range(len(lens) if num_seqs is None else np.ravel(num_seqs)[0]):
         q = query[starts[s] : starts[s + 1]]
         assert max_q_len is None or q.shape[0] <= max_q_len
         where = np.arange(lens[s])
@@ -56,7 +56,7 @@ def ragged_paged_attention(
             for p, f in ((k_pages, k_scale), (v_pages, v_scale))
         )
         k, v = (np.repeat(x, heads // kv_heads, axis=1) for x in (k, v))
-        logits = scale * np.einsum("qhd,khd->hqk", q, k)
+        logits = scale * (q.swapaxes(0, 1) @ k.transpose(1, 2, 0))
         if softcap is not None:
             logits = softcap * np.tanh(logits / softcap)
         position = lens[s] - q.shape[0] + np.arange(q.shape[0])[:, None]
@@ -77,7 +77,7 @@ def ragged_paged_attention(
         with np.errstate(divide="ignore"):
             statistics.append(np.log(total).T)
         weights = weights / np.where(total > 0, total, 1)[..., None]
-        out.append(np.einsum("hqk,khd->qhd", weights, v))
+        out.append((weights @ v.swapaxes(0, 1)).swapaxes(0, 1))
     out = np.concatenate(out)
     rest = query.shape[0] - out.shape[0]
     out = np.pad(out, ((0, rest), (0, 0), (0, 0)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import random
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -55,6 +56,14 @@ def in_turn(n: int, given: Iterable[Any]) -> list[Any]:
     return [
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=one_in(n, i)) for i, one in enumerate(given)
     ]
+
+
+def drawn(grid: Sequence[tuple[Any, ...]], n: int, count: int | None = None) -> list[Any]:
+    """Combinations of another project's grid, all or `count` (the same in every run), of which one in n runs by
+    default.
+    """
+    chosen = grid if count is None else random.Random(0).sample(grid, count)
+    return [pytest.param(*one, marks=one_in(n, i), id=str(i)) for i, one in enumerate(chosen)]
 
 
 def share(cases: Sequence[Case], declined: Container[str], n: int) -> frozenset[str]:

@@ -6,7 +6,6 @@ the formula in float64.
 """
 
 import itertools
-import random
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +39,7 @@ GMM = list(
         (0, 1),  # the first group that has a matrix
     )
 )
-COUNT, SHARE = 32, 8
-
-
-def drawn(grid):
-    """Combinations of a grid, the same in every run, of which one in SHARE runs by default."""
-    chosen = random.Random(0).sample(grid, COUNT)
-    return [pytest.param(*x, marks=rotation.one_in(SHARE, i), id=str(i)) for i, x in enumerate(chosen)]
+SHARE, COUNT = 8, 32
 
 
 def close(got, want, tolerance):
@@ -55,7 +48,9 @@ def close(got, want, tolerance):
     assert np.abs(got - want).max() <= tolerance * np.abs(want).max(initial=1e-6)
 
 
-@pytest.mark.parametrize(("batch", "q_len", "kv_len", "heads", "dim", "causal", "segments"), drawn(MHA))
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len", "heads", "dim", "causal", "segments"), rotation.drawn(MHA, SHARE, COUNT)
+)
 def test_mha(batch, q_len, kv_len, heads, dim, causal, segments):
     rng = np.random.default_rng(0)
     shapes = [(batch, n, heads, dim) for n in (q_len, kv_len, kv_len, q_len)]
@@ -86,7 +81,7 @@ def test_mha(batch, q_len, kv_len, heads, dim, causal, segments):
         close(got, want, 1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "rows", "k", "n", "groups", "odd", "first"), drawn(GMM))
+@pytest.mark.parametrize(("dtype", "rows", "k", "n", "groups", "odd", "first"), rotation.drawn(GMM, SHARE, COUNT))
 def test_gmm(dtype, rows, k, n, groups, odd, first):
     rng = np.random.default_rng(0)
     if first >= groups:

@@ -6,7 +6,6 @@ the operands' dtype.
 """
 
 import itertools
-import random
 
 import pytest
 
@@ -36,13 +35,7 @@ PAGED = list(
         (None, 10.0, 50.0),
     )
 )
-COUNT, SHARE = 40, 10
-
-
-def drawn(grid):
-    """Combinations of a grid, the same in every run, of which one in SHARE runs by default."""
-    chosen = random.Random(0).sample(grid, COUNT)
-    return [pytest.param(*x, marks=rotation.one_in(SHARE, i), id=str(i)) for i, x in enumerate(chosen)]
+SHARE, COUNT = 10, 40
 
 
 def attend(query, key, value, see, softcap):
@@ -72,7 +65,9 @@ def close(ours, same, true):
     assert (ours.double() - true).abs().max() <= allowed
 
 
-@pytest.mark.parametrize(("dtype", "kv_heads", "causal", "local", "dim", "lengths", "softcap"), drawn(FLASH))
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "causal", "local", "dim", "lengths", "softcap"), rotation.drawn(FLASH, SHARE, COUNT)
+)
 def test_flash_attention_2(dtype, kv_heads, causal, local, dim, lengths, softcap):
     generator = torch.Generator().manual_seed(0)
     rows, columns = lengths
@@ -99,7 +94,7 @@ def test_flash_attention_2(dtype, kv_heads, causal, local, dim, lengths, softcap
         close(ours, same, true)
 
 
-@pytest.mark.parametrize(("runs", "heads", "dim", "page", "window", "softcap"), drawn(PAGED))
+@pytest.mark.parametrize(("runs", "heads", "dim", "page", "window", "softcap"), rotation.drawn(PAGED, SHARE, COUNT))
 def test_vllm_paged(runs, heads, dim, page, window, softcap):
     generator = torch.Generator().manual_seed(0)
     q_lens, kv_lens = (torch.tensor(x, dtype=torch.int32) for x in zip(*runs, strict=True))
