@@ -57,6 +57,10 @@ class Order(NamedTuple):
         """Numbers along K that a step takes."""
         return self.rows * self.neighbours
 
+    def offset(self, x: Any) -> Any:
+        """From numbers as they are to numbers as they are stored, or back."""
+        return x ^ -128 if self.unsigned else x
+
 
 def order(dtype: str, isa: str) -> Order:
     """The order in which the kernels of an instruction set read weights of `dtype` (one of `DTYPES`)."""
@@ -111,7 +115,7 @@ class PackedWeight:
         panel, column = index // o.width, index % o.width
         parts = self.data.reshape(self.data.shape[0], -(-k // o.step), o.halves, o.rows, o.columns, o.neighbours)
         found = parts[panel, :, column // o.columns, :, column % o.columns]  # [*rows, steps, rows, neighbours]
-        return found.reshape(*index.shape, parts.shape[1] * o.step)[..., :k].astype(self.dtype)
+        return o.offset(found.reshape(*index.shape, parts.shape[1] * o.step)[..., :k]).astype(self.dtype)
 
     def __repr__(self) -> str:
         return f"PackedWeight({self.dtype}[{self.shape[0]},{self.shape[1]}], isa={self.isa!r})"
@@ -198,8 +202,7 @@ def permuted(weight: Any, transpose: bool, isa: str) -> Any:
     (k, n), o = x.shape, order(weight.dtype.name, isa)
     steps, panels = -(-k // o.step), -(-n // o.width)
     full = jnp.pad(x, ((0, steps * o.step - k), (0, panels * o.width - n))).astype(o.stored)
-    full = full ^ -128 if o.unsigned else full
-    parts = full.reshape(steps, o.rows, o.neighbours, panels, o.halves, o.columns).transpose(3, 0, 4, 1, 5, 2)
+    parts = o.offset(full).reshape(steps, o.rows, o.neighbours, panels, o.halves, o.columns).transpose(3, 0, 4, 1, 5, 2)
     return parts.reshape(panels, steps * o.step * o.width)
 
 
@@ -209,5 +212,4 @@ def unpermuted(data: Any, shape: tuple[int, int], dtype: str, isa: str) -> Any:
     steps, panels, lead = -(-k // o.step), -(-n // o.width), data.shape[:-2]
     parts = data.reshape(math.prod(lead), panels, steps, o.halves, o.rows, o.columns, o.neighbours)
     full = parts.transpose(0, 2, 4, 6, 1, 3, 5).reshape(*lead, steps * o.step, panels * o.width)
-    full = full ^ -128 if o.unsigned else full
-    return full[..., :k, :n].astype(dtype)
+    return o.offset(full[..., :k, :n]).astype(dtype)
