@@ -103,17 +103,17 @@ inline void transpose_into(const S* in, int64_t ldi, int rows, int columns, T* o
 
 // Products whose sums stay in vector registers, a few rows of A by all columns of a panel of B at a time. An engine E
 // says where step i of the product lies (a_at, b_at; kHalf on, the other half of the columns), how far apart rows of A
-// are (row_stride), what is loaded there (broadcast, columns) and how a step is added (multiply_add); and, where sums
-// do not start at zero, start(b, k, from).
+// are (row_stride), what is loaded there (broadcast, columns) and how a step is added (multiply_add); and, where the sums
+// of a row do not start at zero, where its starts(a, lda) are.
 template <class E>
 struct InRegisters {
   template <int R, class Element, class T>
-  static VISHWAMAI_INLINE void micro(const Element* a, int64_t lda, const Element* b, int64_t steps, T* c, int64_t ldc, bool accumulate, const V<T> from[2]) {
+  static VISHWAMAI_INLINE void micro(const Element* a, int64_t lda, const Element* b, int64_t steps, T* c, int64_t ldc, bool accumulate, const T* starts) {
     V<T> sum[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       sum[r][0] = sum[r][1] = V<T>{};
-      if constexpr (kStarts<Element>) sum[r][0] = from[0], sum[r][1] = from[1];
+      if constexpr (kStarts<Element>) sum[r][0] = sum[r][1] = splat(starts[r]);
     }
     for (int64_t i = 0; i < steps; ++i) {
       const auto b0 = E::columns(b + E::b_at(i)), b1 = E::columns(b + E::b_at(i) + E::kHalf);
@@ -135,34 +135,42 @@ struct InRegisters {
   // micro<count>, for a count of 1 to R.
   template <int R, class Element, class T>
   static VISHWAMAI_INLINE void micro_rows(int count, const Element* a, int64_t lda, const Element* b, int64_t steps, T* c, int64_t ldc, bool accumulate,
-                                          const V<T> from[2]) {
+                                          const T* starts) {
     if constexpr (R > 0) {
-      if (count == R) return micro<R>(a, lda, b, steps, c, ldc, accumulate, from);
-      micro_rows<R - 1>(count, a, lda, b, steps, c, ldc, accumulate, from);
+      if (count == R) return micro<R>(a, lda, b, steps, c, ldc, accumulate, starts);
+      micro_rows<R - 1>(count, a, lda, b, steps, c, ldc, accumulate, starts);
     }
   }
 
   // C[rows, kCols] (+)= A B for the first `rows` rows of the panel.  kPassing is a hint for engines that have its use.
   template <bool kPassing = false, class Element, class T>
   static VISHWAMAI_INLINE void product(const Element* a, int64_t lda, const Element* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate) {
-    multiply(a, lda, b, k, rows, c, ldc, accumulate);
+    if constexpr (kStarts<Element>) multiply(a, lda, b, k, rows, c, ldc, accumulate, E::starts(a, lda));
+    else multiply(a, lda, b, k, rows, c, ldc, accumulate);
   }
   template <class Element, class T>
   static void multiply(const Element* a, int64_t lda, const Element* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate) {
-    const int64_t steps = E::steps(k), stride = E::row_stride(lda);
-    V<T> from[2] = {};
-    if constexpr (kStarts<Element>) E::start(b, k, from);
-    // In equal parts: one row alone would wait for each of its sums, and take as long as four.
-    for (int r = 0, parts = ceil_div(rows, E::kMicroRows); parts > 0; --parts) {
-      const int count = ceil_div(rows - r, parts);
-      micro_rows<E::kMicroRows>(count, a + r * stride, stride, b, steps, c + r * ldc, ldc, accumulate, from);
-      r += count;
-    }
+    all_rows(a, lda, b, k, rows, c, ldc, accumulate, static_cast<const T*>(nullptr));
+  }
+  template <class Element, class T>
+  static void multiply(const Element* a, int64_t lda, const Element* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate, const T* starts) {
+    all_rows(a, lda, b, k, rows, c, ldc, accumulate, starts);
   }
 
  private:
   template <class Element>
-  static constexpr bool kStarts = requires(const Element* b, V<int32_t>* from) { E::start(b, 0, from); };
+  static constexpr bool kStarts = requires(const Element* a) { E::starts(a, 0); };
+
+  template <class Element, class T>
+  static VISHWAMAI_INLINE void all_rows(const Element* a, int64_t lda, const Element* b, int64_t k, int rows, T* c, int64_t ldc, bool accumulate, const T* starts) {
+    const int64_t steps = E::steps(k), stride = E::row_stride(lda);
+    // In equal parts: one row alone would wait for each of its sums, and take as long as four.
+    for (int r = 0, parts = ceil_div(rows, E::kMicroRows); parts > 0; --parts) {
+      const int count = ceil_div(rows - r, parts);
+      micro_rows<E::kMicroRows>(count, a + r * stride, stride, b, steps, c + r * ldc, ldc, accumulate, kStarts<Element> ? starts + r : nullptr);
+      r += count;
+    }
+  }
 };
 
 template <class T>

@@ -176,7 +176,7 @@ struct AmxEngine : TilePanels<kParts> {
 };
 
 // int8 x int8 -> int32 on tiles.
-struct AmxInt8Engine : Int8TilePanels {
+struct AmxInt8Engine : Int8TilePanels<0> {
   using Scope = AmxScope;
 
   template <bool kPassing = false>

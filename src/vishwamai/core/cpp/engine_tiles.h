@@ -199,7 +199,8 @@ struct TilePanels {
   }
 };
 
-// int8: 64 of k to a tile row, four to a lane.
+// int8: 64 of k to a tile row, four to a lane. kOffset is added to each number of B, modulo 256.
+template <int kOffset>
 struct Int8TilePanels {
   using Element = int8_t;
   using Acc = int32_t;
@@ -211,6 +212,9 @@ struct Int8TilePanels {
   static constexpr int64_t a_elements(int64_t k) { return ceil_div<int64_t>(k, 64) * kChunk; }
   static constexpr int64_t b_elements(int64_t k) { return ceil_div<int64_t>(k, 64) * kChunk; }
 
+  static_assert(kOffset == 0 || kOffset == -128);
+  static VISHWAMAI_INLINE __m512i offset(__m512i x) { return kOffset == 0 ? x : _mm512_xor_si512(x, _mm512_set1_epi8(kOffset)); }
+
   // Up to 16 strips of 64 bytes along k.
   template <bool kTranspose>
   static VISHWAMAI_INLINE void tile_from_strips(const int8_t* in, int64_t stride, int strips, int count, int8_t* out) {
@@ -218,7 +222,7 @@ struct Int8TilePanels {
     __m512i rows[16];
     for (int r = 0; r < 16; ++r) rows[r] = r < strips ? _mm512_maskz_loadu_epi8(mask, in + r * stride) : _mm512_setzero_si512();
     if constexpr (kTranspose) transpose16(rows);
-    for (int r = 0; r < 16; ++r) _mm512_store_si512(out + r * 64, rows[r]);
+    for (int r = 0; r < 16; ++r) _mm512_store_si512(out + r * 64, kTranspose ? offset(rows[r]) : rows[r]);
   }
   // Up to 64 lines of 16 bytes across: four lines interleave into a row of the tile.
   template <bool kTranspose>
@@ -236,7 +240,7 @@ struct Int8TilePanels {
       rows[r] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
     }
     if constexpr (kTranspose) transpose16(rows);
-    for (int r = 0; r < 16; ++r) _mm512_store_si512(out + r * 64, rows[r]);
+    for (int r = 0; r < 16; ++r) _mm512_store_si512(out + r * 64, kTranspose ? rows[r] : offset(rows[r]));
   }
 
   static void pack_a(const int8_t* in, int64_t row_stride, int64_t k_stride, int rows, int64_t k, int8_t* out) {
@@ -257,7 +261,7 @@ struct Int8TilePanels {
       for (int half = 0; half < 2; ++half) {
         const int count = greatest(0, least(16, cols - 16 * half));
         int8_t* tile = out + half * kTileBytes;
-        if (count == 0 || depth == 0) memset(tile, 0, kTileBytes);
+        if (count == 0 || depth == 0) memset(tile, kOffset, kTileBytes);
         else if (col_stride == 1) tile_from_lines<false>(in + i * k_stride + 16 * half, k_stride, depth, count, tile);
         else tile_from_strips<true>(in + i + 16 * half * col_stride, col_stride, count, depth, tile);
       }
@@ -278,8 +282,8 @@ struct Int8TilePanels {
         const __m512i x = pairs(from, from + k_stride), y = pairs(from + 2 * k_stride, from + 3 * k_stride);
         // of every 8 columns, the first and the last 4
         const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
-        _mm512_store_si512(to, _mm512_permutex2var_epi64(low, left, high));
-        _mm512_store_si512(to + kTileBytes, _mm512_permutex2var_epi64(low, right, high));
+        _mm512_store_si512(to, offset(_mm512_permutex2var_epi64(low, left, high)));
+        _mm512_store_si512(to + kTileBytes, offset(_mm512_permutex2var_epi64(low, right, high)));
       }
     }
   }

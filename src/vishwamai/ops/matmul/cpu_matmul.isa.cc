@@ -78,6 +78,50 @@ ColumnPanels<S, E> columns_of(const MatmulArgs& g) {
   return {{static_cast<const S*>(g.b), g.b_group, g.b_k, g.b_col}, g.n};
 }
 
+#if defined(VISHWAMAI_DOT)
+// A small product of int8 to int32: A is multiplied as it lies, each task packs the columns of B that it alone uses, and
+// sums are stored where they belong.
+constexpr int64_t kSmallDepth = 1024, kSmallColumns = 1024, kSmallRows = 1024;
+
+bool is_small(const MatmulArgs& g) {
+  return g.storage == Storage::s8 && g.result == Storage::s32 && !g.packed && g.a_k == 1 && g.m >= 64 && g.m <= kSmallRows && g.n <= kSmallColumns && g.k > 0 &&
+         g.k <= kSmallDepth && g.k % 4 == 0;  // a lane takes four of k
+}
+
+void small(const MatmulArgs& g, const Threads& threads) {
+  using E = Int8Engine;
+  constexpr int64_t C = E::kCols, kHigh = 256;
+  const auto columns = columns_of<int8_t, E>(g);
+  const int64_t wide = g.n > 512 ? 4 : 2, runs = ceil_div(g.n, wide * C), panel = E::b_elements(g.k);
+  const int64_t blocks = ceil_div(g.m, kHigh), different = g.a_group ? g.groups : 1;
+  const auto rows_at = [&](int64_t group, int64_t row) { return static_cast<const int8_t*>(g.a) + group * g.a_group + row * g.a_row; };
+  Scratch of_all(Scratch::size<int32_t>(different * g.m));
+  int32_t* const starts = of_all.take<int32_t>(different * g.m);
+  parallel_for(threads, different * blocks, [&](int64_t i) {
+    const int64_t group = i / blocks, row = i % blocks * kHigh;
+    E::row_starts(rows_at(group, row), g.a_row, least(kHigh, g.m - row), g.k, starts + group * g.m + row);
+  });
+  parallel_for(threads, g.groups * runs, [&](int64_t i) {
+    const int64_t group = i / runs, col0 = i % runs * wide * C, panels = ceil_div(least(wide * C, g.n - col0), C);
+    Scratch scratch(Scratch::size<int8_t>(panels * panel) + Scratch::size<int32_t>(kHigh * C));
+    int8_t* const b = scratch.take<int8_t>(panels * panel);
+    int32_t* const tile = scratch.take<int32_t>(kHigh * C);
+    columns.pack(group, 0, g.k, col0 / C, panels, b, panel);
+    for (int64_t row = 0; row < g.m; row += kHigh) {  // so many of A stay in the second cache level
+      const int high = static_cast<int>(least(kHigh, g.m - row));
+      const int32_t* const from = starts + group % different * g.m + row;
+      for (int64_t p = 0; p < panels; ++p) {
+        const int64_t col = col0 + p * C;
+        const bool whole = col + C <= g.n;
+        int32_t* const out = static_cast<int32_t*>(g.out) + (group * g.m + row) * g.n + col;
+        E::multiply(rows_at(group, row), g.a_row, b + p * panel, g.k, high, whole ? out : tile, whole ? g.n : C, false, from);
+        for (int64_t r = 0; r < high && !whole; ++r) finish_row(g, tile + r * C, group, row + r, col, g.n - col);
+      }
+    }
+  }, Share::runs);
+}
+#endif
+
 template <class S, class E>
 void run(const MatmulArgs& g, const Threads& threads) {
   run<E>(g, rows_of<S, E>(g), columns_of<S, E>(g), threads);
@@ -193,6 +237,9 @@ void matmul(const MatmulArgs& g, const Threads& all) {
   if (g.storage == Storage::f64) return VISHWAMAI_AVX512_OR(matmul(g, threads), run<double, FmaEngine<double>>(g, threads));
 #if defined(__AMX_BF16__)
   if (is_small(g)) return g.result == Storage::s32 ? small<int8_t, Int8Engine>(g, threads) : small<bf16, HalfEngine>(g, threads);
+#endif
+#if defined(VISHWAMAI_DOT)
+  if (is_small(g)) return small(g, threads);
 #endif
   if (g.storage == Storage::s8) return run<int8_t, Int8Engine>(g, threads);
   if (g.storage == Storage::bf16) return run<bf16, HalfEngine>(g, threads);

@@ -6,8 +6,8 @@ of the product takes::
 
     [panel][step of K][half][row][column][neighbours along K]
 
-It is a permutation, written here in jax.numpy both ways, so a weight that was packed on one machine is readable on
-every other: there it is unpacked.
+It is a permutation (of int8 on `avx512_bf16`, with 128 added to each number), written here in jax.numpy both ways, so a
+weight that was packed on one machine is readable on every other: there it is unpacked.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _PACK = "vishwamai_matmul_pack"
 
 
 class Order(NamedTuple):
-    """The order of an engine: what is stored, and how many halves, rows, columns and neighbours a step of a panel
-    has.
+    """The order of an engine: what is stored, how many halves, rows, columns and neighbours a step of a panel has, and
+    whether 128 is added to each number, modulo 256.
     """
 
     stored: str
@@ -45,6 +45,7 @@ class Order(NamedTuple):
     rows: int
     columns: int
     neighbours: int
+    unsigned: bool = False
 
     @property
     def width(self) -> int:
@@ -56,12 +57,17 @@ class Order(NamedTuple):
         """Numbers along K that a step takes."""
         return self.rows * self.neighbours
 
+    def offset(self, x: Any) -> Any:
+        """From numbers as they are to numbers as they are stored, or back."""
+        return x ^ -128 if self.unsigned else x
+
 
 def order(dtype: str, isa: str) -> Order:
     """The order in which the kernels of an instruction set read weights of `dtype` (one of `DTYPES`)."""
     columns = {"avx2": 16, "generic": 8}.get(isa, 32)
     if isa in ("amx", "avx512_bf16") and dtype != "float32":
-        return Order(dtype, 2, 16, 16, 2 if dtype == "bfloat16" else 4)
+        neighbours = 2 if dtype == "bfloat16" else 4
+        return Order(dtype, 2, 16, 16, neighbours, unsigned=isa == "avx512_bf16" and dtype == "int8")
     return Order("int16", 1, 1, columns, 2) if dtype == "int8" else Order(dtype, 1, 1, columns, 1)
 
 
@@ -109,7 +115,7 @@ class PackedWeight:
         panel, column = index // o.width, index % o.width
         parts = self.data.reshape(self.data.shape[0], -(-k // o.step), o.halves, o.rows, o.columns, o.neighbours)
         found = parts[panel, :, column // o.columns, :, column % o.columns]  # [*rows, steps, rows, neighbours]
-        return found.reshape(*index.shape, parts.shape[1] * o.step)[..., :k].astype(self.dtype)
+        return o.offset(found.reshape(*index.shape, parts.shape[1] * o.step)[..., :k]).astype(self.dtype)
 
     def __repr__(self) -> str:
         return f"PackedWeight({self.dtype}[{self.shape[0]},{self.shape[1]}], isa={self.isa!r})"
@@ -196,7 +202,7 @@ def permuted(weight: Any, transpose: bool, isa: str) -> Any:
     (k, n), o = x.shape, order(weight.dtype.name, isa)
     steps, panels = -(-k // o.step), -(-n // o.width)
     full = jnp.pad(x, ((0, steps * o.step - k), (0, panels * o.width - n))).astype(o.stored)
-    parts = full.reshape(steps, o.rows, o.neighbours, panels, o.halves, o.columns).transpose(3, 0, 4, 1, 5, 2)
+    parts = o.offset(full).reshape(steps, o.rows, o.neighbours, panels, o.halves, o.columns).transpose(3, 0, 4, 1, 5, 2)
     return parts.reshape(panels, steps * o.step * o.width)
 
 
@@ -206,4 +212,4 @@ def unpermuted(data: Any, shape: tuple[int, int], dtype: str, isa: str) -> Any:
     steps, panels, lead = -(-k // o.step), -(-n // o.width), data.shape[:-2]
     parts = data.reshape(math.prod(lead), panels, steps, o.halves, o.rows, o.columns, o.neighbours)
     full = parts.transpose(0, 2, 4, 6, 1, 3, 5).reshape(*lead, steps * o.step, panels * o.width)
-    return full[..., :k, :n].astype(dtype)
+    return o.offset(full[..., :k, :n]).astype(dtype)
