@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 
 import jax
@@ -107,6 +109,40 @@ def test_the_table_of_steps_per_second_has_eight_devices_of_every_chip():
     assert {devices_of(target) for target in module.SLICES} == {8} and module.ROWS == (8, 16, 32)
     row = module.written(16, planning.Measurement(0.25, "a CPU", "s"), "a CPU", 256)
     assert row == "| 16 | a CPU | 4 (measured) | 1.64e+04 | - |"
+
+
+FOREIGN = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+
+devices = np.array(topologies.get_topology_desc("v5e:2x2", platform="tpu").devices)[::-1]
+place = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("fsdp",)), jax.P("fsdp"))
+rows, weight = (jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=place) for _ in range(2))
+jax.jit(lambda x, w: x @ w, out_shardings=place).lower(rows, weight).compile()
+"""
+
+
+@pytest.mark.long
+@needs_libtpu
+def test_a_step_that_another_process_compiled_takes_the_time_of_the_same_step(tmp_path, monkeypatch):
+    """A program in the place of MaxText's, and `step_time` of the same function."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    module = benchmark("maxtext_step")
+    folder = tmp_path / "maxtext" / "trainers" / "pre_train"
+    folder.mkdir(parents=True)
+    for inside in (folder, *folder.parents[:2]):
+        (inside / "__init__.py").touch()
+    (folder / "train_compile.py").write_text(FOREIGN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setitem(module.TOPOLOGIES, "v5e:2x2", "v5e-4")
+    found, seconds = module.maxtext(sys.executable, "v5e:2x2", 2, "")
+    place = jax.NamedSharding(aot.mesh_for("v5e:2x2", {"fsdp": 4}), jax.P("fsdp"))
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=place)
+    here = planning.step_time(jax.jit(lambda x, w: x @ w, out_shardings=place), x, x, target="v5e:2x2")
+    kept = ("arguments", "outputs", "temporaries")
+    assert seconds > 0 and [found.memory.parts[n].value for n in kept] == [here.memory.parts[n].value for n in kept]
+    assert found.step.value > 2 * 512 * 2048**2 / TPUS["v5e"].peak_per_device("bfloat16")
+    assert found.step.value <= here.step.value * 1.001  # the shorter of two estimates
 
 
 def test_published_steps_are_of_models_with_the_parameters_that_name_them():
