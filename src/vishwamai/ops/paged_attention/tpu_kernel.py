@@ -21,7 +21,9 @@ from vishwamai.ops.paged_attention.tpu_short import ShortRuns
 from vishwamai.ops.paged_attention.tpu_words import flat_words, packing
 
 TOGETHER = (16, 4, 1)
-"""Pages whose copies are started without a branch between them: as many of the first as there are, then of the next."""
+"""Pages of a block that is not full whose copies are started without a branch between them: the first as often as it
+goes, then the next.
+"""
 
 
 def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
@@ -56,11 +58,17 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
                 for pool, buffer in pools:
                     page_copy(pool, buffer, index, slot, first + i).start()
 
-        begin = jnp.int32(0)
-        for pages in TOGETHER:
-            steps = lax.div(count - begin, pages)
-            lax.fori_loop(0, steps, lambda i, _, begin=begin, pages=pages: start(begin + i * pages, pages), None)
-            begin += steps * pages
+        @pl.when(count == shape.pages)
+        def _() -> None:
+            lax.fori_loop(0, shape.pages, lambda i, _: start(i, 1), None, unroll=min(shape.pages, TOGETHER[0]))
+
+        @pl.when(count < shape.pages)
+        def _() -> None:
+            begin = jnp.int32(0)
+            for pages in TOGETHER:
+                steps = lax.div(count - begin, pages)
+                lax.fori_loop(0, steps, lambda i, _, begin=begin, pages=pages: start(begin + i * pages, pages), None)
+                begin += steps * pages
 
         @pl.when(block == 0)
         def _() -> None:
@@ -75,14 +83,16 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
             for _, buffer in pools:  # one wait for the bytes of all pages
                 pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], refs.fetched.at[slot]).wait()
 
-        # A semaphore counts bytes: pages are awaited by the powers of two that make up their number.
-        for bit in range((shape.pages - 1).bit_length()):
+        @pl.when(count < shape.pages)
+        def _() -> None:
+            # A semaphore counts bytes: pages are awaited by the powers of two that make up their number.
+            for bit in range((shape.pages - 1).bit_length()):
 
-            @pl.when((count < shape.pages) & ((count >> bit) & 1 == 1))
-            def _(tokens: int = page << bit) -> None:
-                for _, buffer in pools:
-                    some = buffer.at[slot, pl.ds(0, tokens)]
-                    pltpu.make_async_copy(some, some, refs.fetched.at[slot]).wait()
+                @pl.when((count >> bit) & 1 == 1)
+                def _(tokens: int = page << bit) -> None:
+                    for _, buffer in pools:
+                        some = buffer.at[slot, pl.ds(0, tokens)]
+                        pltpu.make_async_copy(some, some, refs.fetched.at[slot]).wait()
 
     def clear_tail(item: Any, block: Any, slot: Any) -> None:
         """Keys past the item's end become 0: what an older block or the caller's unused rows left there may be NaN,
