@@ -110,7 +110,8 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     if lay.in_parts:
         ahead = narrower < 1 and not rounds(config)  # the parts of all layers, which are then converted before the loop
         copies = narrower * (lay.params - sum(tables) / config.mesh.fsdp) if ahead else 0.0
-        backward += copies + _WORK_IN_PARTS * layer if config.remat != "none" else min(table, PIECE_BYTES)
+        work = _WORK_IN_PARTS if ahead or narrower == 1 else _WORK_ROUNDED
+        backward += copies + work * layer if config.remat != "none" else min(table, PIECE_BYTES)
     else:
         backward += table if split else 0.0
         backward += _LAYER_WORK * layer if config.remat != "none" else 0.0
@@ -212,6 +213,9 @@ _LAYER_WORK = 3.4
 
 _WORK_IN_PARTS = 0.5
 """The same where no table is whole, next to the parts of all layers in that dtype where those are converted ahead."""
+
+_WORK_ROUNDED = 1.3
+"""The same where a layer's parts are rounded inside the loop."""
 
 
 @dataclasses.dataclass(frozen=True)
