@@ -49,7 +49,7 @@ def loss(options: Namespace) -> Iterator[Comparison]:
             arrays = {
                 "x": ArrayInit((tokens, features), dtype),
                 "weight": ArrayInit((vocab, features), dtype, scale=features**-0.5),
-                "labels": Labels((tokens,), "int32", "integers", words=vocab),
+                "labels": Labels((tokens,), "int32", "integers", vocab=vocab),
             }
             name = f"loss {dtype} {tokens}x{vocab}x{features}"
             yield from _both(Case(name, "linear_cross_entropy", vishwamai.linear_cross_entropy, arrays))

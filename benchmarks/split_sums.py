@@ -36,7 +36,7 @@ def program(target: str, together: int) -> str:
         return jax.lax.psum_scatter(x[0], "together", scatter_dimension=0, tiled=True)[None]
 
     run = jax.shard_map(local, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
-    return jax.jit(run).lower(x).compile().as_text()
+    return jax.jit(run).lower(x).compile().as_text() or ""
 
 
 def main() -> None:
