@@ -1,11 +1,12 @@
 """Compiles MaxText's step for a TPU slice, and writes down what `maxtext_step.py` reads of it; runs in MaxText's own
 environment.
 
-    python maxtext_compile.py DIRECTORY base.yml compile_topology=v5e-16 ...
+    python maxtext_compile.py DIRECTORY compile_topology=v5e-16 ...
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
 import runpy
@@ -17,7 +18,9 @@ import jax
 
 
 def main() -> None:
-    directory = pathlib.Path(sys.argv.pop(1))
+    directory, package = pathlib.Path(sys.argv[1]), importlib.util.find_spec("maxtext")
+    assert package is not None and package.origin is not None, "MaxText is not installed"
+    sys.argv[1] = str(pathlib.Path(package.origin).parent / "configs" / "base.yml")
     compiled_as_usual = jax.stages.Lowered.compile
 
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -49,12 +49,6 @@ def maxtext(python: str, target: str, rows: int, options: str) -> tuple[StepTime
     """Its step, and the CPU seconds that its compilation took."""
     with tempfile.TemporaryDirectory() as folder:
         directory = pathlib.Path(folder)
-        found = subprocess.run(
-            [python, "-c", "import maxtext, os; print(os.path.dirname(maxtext.__file__))"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
         given = {
             "compile_topology": TOPOLOGIES[target],
             "compile_topology_num_slices": 1,
@@ -70,7 +64,6 @@ def maxtext(python: str, target: str, rows: int, options: str) -> tuple[StepTime
                 python,
                 str(pathlib.Path(__file__).with_name("maxtext_compile.py")),
                 folder,
-                f"{found.stdout.split()[-1]}/configs/base.yml",
                 *(f"{key}={value}" for key, value in given.items()),
             ],
             env=os.environ

@@ -27,7 +27,7 @@ import rotation
 from jax_inside import simulator
 from vishwamai.core import ffi
 from vishwamai.core.cases import Case
-from vishwamai.core.errors import FallbackWarning
+from vishwamai.core.errors import FallbackWarning, UnsupportedError
 from vishwamai.core.observe import record_plans
 from vishwamai.core.op import Implementation, Op
 from vishwamai.core.target import Target
@@ -125,6 +125,18 @@ def skip_if_declined(impl: Implementation, case: Case) -> None:
     skip_unless_built(impl)
     if reason := declines(impl, case):
         pytest.skip(f"declined: {reason}")
+
+
+def declined(impl: Implementation, case: Case) -> bool:
+    """Whether the implementation declines the case; the call then raises its reason. Passes over kernels that are not
+    built.
+    """
+    skip_unless_built(impl)
+    reason = declines(impl, case)
+    if reason:
+        with pytest.raises(UnsupportedError, match=re.escape(reason)):
+            evaluate(case, impl)
+    return bool(reason)
 
 
 def x64(case: Case) -> Any:

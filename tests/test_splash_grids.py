@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import random
-import re
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ import contract
 import rotation
 from vishwamai import BlockMask, block_sparse_attention, flash_attention
 from vishwamai.core.cases import ArrayInit, Case
-from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.errors import ShapeError
 from vishwamai.ops.attention.block_mask import tile_masks
 
 pytestmark = pytest.mark.skipif(contract.TRITON, reason="the kernels of the CPU, and those of the TPU in the simulator")
@@ -109,10 +108,7 @@ def check(implementation, case, tile):
     are larger and which rounds them and their logsumexp apart.
     """
     impl = IMPLEMENTATIONS[implementation]
-    contract.skip_unless_built(impl)
-    if reason := contract.declines(impl, case):
-        with pytest.raises(UnsupportedError, match=re.escape(reason)):
-            contract.evaluate(case, impl)
+    if contract.declined(impl, case):
         return
     reference = contract.OPERATIONS["attention"].reference
     theirs = None if impl is reference else contract.by_reference(case)

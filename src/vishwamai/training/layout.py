@@ -215,8 +215,12 @@ class Layout:
 
     def whole(self, name: str, x: Any) -> Any:
         """Inside `over_devices`: one of them, an array or a `QTensor`, by its name; those `in_parts` stay split."""
-        axis = split_axis(self.axes, name)
-        return x if axis is None or name in self.in_parts else gathered(x, axis, "fsdp")
+        axis = self.gathered_axis(name)
+        return x if axis is None else gathered(x, axis, "fsdp")
+
+    def gathered_axis(self, name: str) -> int | None:
+        """The axis along which devices gather a parameter, counted from the end; None where they do not."""
+        return None if name in self.in_parts else split_axis(self.axes, name)
 
     def over_devices(
         self, compute: Callable[..., Any], params: Tree, gradients: bool = True, frozen: Tree = None

@@ -72,8 +72,7 @@ class Rounding:
             if not self._rounds(name):
                 return self.layout.whole(name, x)
             x = x if isinstance(x, Rounded) else Rounded(jax.lax.stop_gradient(x), x)
-            axis = None if name in self.layout.in_parts else split_axis(self.layout.axes, name)
-            return _rounded_whole(x.value, x.gradient, axis, self.sums, x.gradient.dtype)
+            return _rounded_whole(x.value, x.gradient, self.layout.gathered_axis(name), self.sums, x.gradient.dtype)
 
         return jax.tree_util.tree_map_with_path(one, arrays, is_leaf=lambda x: isinstance(x, Rounded))
 

@@ -44,10 +44,6 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
         entry = refs.first_page[item] + block * shape.pages
         return entry, jnp.clip(pl.cdiv(refs.end[item], page) - entry, 0, shape.pages)
 
-    def page_copy(pool: Any, buffer: Any, index: Any, slot: Any, i: Any) -> Any:
-        into = buffer.at[slot, pl.ds(pl.multiple_of(i * page, page), page)]
-        return pltpu.make_async_copy(pool.at[index], into, refs.fetched.at[slot])
-
     def fetch(item: Any, block: Any, slot: Any) -> None:
         entry, count = live_pages(item, block)
         row = refs.sequence[item] * spec.pages_per_sequence
@@ -56,7 +52,8 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
             for i in range(pages):
                 index = refs.table[row + entry + first + i]
                 for pool, buffer in pools:
-                    page_copy(pool, buffer, index, slot, first + i).start()
+                    into = buffer.at[slot, pl.ds(pl.multiple_of((first + i) * page, page), page)]
+                    pltpu.make_async_copy(pool.at[index], into, refs.fetched.at[slot]).start()
 
         @pl.when(count == shape.pages)
         def _() -> None:
