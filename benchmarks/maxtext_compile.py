@@ -6,6 +6,7 @@ environment.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import pathlib
@@ -27,8 +28,10 @@ def main() -> None:
         begin = time.process_time()
         found = compiled_as_usual(self, *args, **kwargs)
         seconds = time.process_time() - begin
-        memory, text = found.memory_analysis(), found.as_text()
-        assert memory is not None and text is not None  # libtpu gives both
+        memory = found.memory_analysis()
+        assert memory is not None  # libtpu always gives it
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # programs of the SparseCore: the dump has the program
+            (directory / "program.hlo").write_text(found.as_text() or "")
         mesh = next(one.mesh for one in jax.tree.leaves(found.input_shardings[0]) if hasattr(one, "mesh"))
         told = {
             "compile_cpu_seconds": seconds,
@@ -41,7 +44,6 @@ def main() -> None:
                 "aliased": memory.alias_size_in_bytes,
             },
         }
-        (directory / "program.hlo").write_text(text)
         (directory / "told.json").write_text(json.dumps(told))
         return found
 

@@ -4,9 +4,9 @@ Both programs: AdamW in float32, products in bfloat16, gradients added up in bfl
 2048 tokens, everything recomputed in the backward pass. Memory is the compiler's; the time is that of
 `planning.program_time` for both: kernels by their schedules, links by the model, every loop as often as it runs.
 XLA's fusions have the cycles that it estimates, or the time of their schedules; MaxText gets the shorter one. Ours has
-schedules alone where jaxlib cannot read the cycles back, on v5p and v6e. MaxText is compiled as it is, and with XLA's
-windowed einsum off: that program is the faster one, and takes more memory on v5e and v5p. "compile" are the CPU seconds
-of all threads; tracing is not in them.
+schedules alone where jaxlib cannot read the cycles back, on v5p and v6e. MaxText is compiled as it is, with XLA's
+windowed einsum off, and on v5p and v6e also with its collectives on the SparseCores, as ours are. "compile" are the CPU
+seconds of all threads; tracing is not in them.
 
 MaxText has an environment of its own (Python 3.12 or newer: `pip install --no-deps maxtext==0.2.5`, and what its
 requirements list but the linters, jinja2 and libtpu), whose Python is named:
@@ -24,29 +24,37 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 from published_steps import LLAMA_8B
 
 from vishwamai.aot.compile import libtpu
+from vishwamai.aot.compile.options.config import option_text
 from vishwamai.aot.schedule.dump import dump_flags
 from vishwamai.core.environment import libtpu_environment
-from vishwamai.core.target import devices_of
+from vishwamai.core.target import Target, devices_of
 from vishwamai.planning.allocation import training_config
 from vishwamai.planning.compiler import TEXT, Compiler
 from vishwamai.planning.program_time import StepTime, time_program, written_time
 from vishwamai.planning.training import trace_training
+from vishwamai.training.compiling import ON_SPARSE_CORES
 
 TOPOLOGIES = {"v5e:4x4": "v5e-16", "v5p:2x2x4": "v5p-32", "v6e:4x4": "v6e-16"}
 """How MaxText names the slices."""
 
 LENGTH = 2048
-WAYS = {"MaxText": "", "MaxText, no windowed einsum": "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"}
-"""Options of libtpu, by the name of a row."""
+WAYS: dict[str, dict[str, Any]] = {
+    "MaxText": {},
+    "MaxText, no windowed einsum": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1000000},
+}
+WAYS["MaxText, no windowed einsum, SparseCores"] = WAYS["MaxText, no windowed einsum"] | ON_SPARSE_CORES
+"""Options of libtpu, by the name of a row; the last ones for chips whose SparseCores take collectives."""
 
 
-def maxtext(python: str, target: str, rows: int, options: str) -> tuple[StepTime, float]:
+def maxtext(python: str, target: str, rows: int, options: Mapping[str, Any]) -> tuple[StepTime, float]:
     """Its step, and the CPU seconds that its compilation took."""
+    flags = (f"--{name}={option_text(value)}" for name, value in options.items())
     with tempfile.TemporaryDirectory() as folder:
         directory = pathlib.Path(folder)
         given = {
@@ -69,7 +77,7 @@ def maxtext(python: str, target: str, rows: int, options: str) -> tuple[StepTime
             env=os.environ
             | libtpu_environment()
             | {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "HF_HUB_OFFLINE": "1"}
-            | {"LIBTPU_INIT_ARGS": f"{dump_flags(directory)} {options}"},
+            | {"LIBTPU_INIT_ARGS": " ".join((dump_flags(directory), *flags))},
             capture_output=True,
             text=True,
             check=False,
@@ -81,7 +89,7 @@ def maxtext(python: str, target: str, rows: int, options: str) -> tuple[StepTime
         here = {(*device.coords, device.core_on_chip): device for device in libtpu.devices_for(target)}
         devices = [here[tuple(place)] for place in told["devices"]]
         by_cycles = written_time(directory, target, devices, told["memory"])
-        (directory / TEXT).unlink()
+        (directory / TEXT).unlink(missing_ok=True)
         by_schedules = written_time(directory, target, devices, told["memory"])
         return min(by_cycles, by_schedules, key=lambda one: one.step.value), told["compile_cpu_seconds"]
 
@@ -95,6 +103,11 @@ def ours(target: str, rows: int) -> tuple[StepTime | None, float]:
     with Compiler(timeout=7200) as compiler:
         found = time_program(compiler, trace_training(config, target))[1]
     return found, _children() - before
+
+
+def _ways(target: str) -> dict[str, dict[str, Any]]:
+    sparse = Target.parse_chip(target).sparse_collectives
+    return {name: options for name, options in WAYS.items() if sparse or not ON_SPARSE_CORES.keys() <= options.keys()}
 
 
 def _children() -> float:
@@ -124,7 +137,7 @@ def main() -> None:
             print(f"{target}: ours does not fit")
             continue
         show(f"{target}: vishwamai", mine, seconds)
-        for name, options in WAYS.items() if chosen.maxtext else ():
+        for name, options in _ways(target).items() if chosen.maxtext else ():
             other, compiled = maxtext(chosen.maxtext, target, chosen.rows, options)
             show(f"{target}: {name}", other, compiled)
             time, memory = mine.step.value / other.step.value, mine.memory.total.value / other.memory.total.value

@@ -217,6 +217,31 @@ ENTRY %main (p: bf16[8,1024]) -> bf16[32,1024] {
     assert found.exposed["fusions"] == pytest.approx(10e-6) and not found.missing
 
 
+def test_a_collective_on_the_sparse_core_goes_on_from_where_it_gets_its_operand():
+    text = """HloModule m
+
+%sparse (x: bf16[8,1024]) -> bf16[32,1024] {
+  %x = bf16[8,1024]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[32,1024]{1,0} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3}}
+}
+
+ENTRY %main (p: bf16[8,1024]) -> bf16[32,1024] {
+  %p = bf16[8,1024]{1,0} parameter(0)
+  %start = ((), ()) custom-call-start(), async_execution_thread="sparsecore", called_computations={%sparse}
+  %first = bf16[8,1024]{1,0} fusion(%p), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"30000"}
+  %update = ((bf16[8,1024]{1,0}), bf16[32,1024]{1,0}) custom-call-update(%start, %first)
+  %between = bf16[8,1024]{1,0} fusion(%p), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"15000"}
+  ROOT %done = bf16[32,1024]{1,0} custom-call-done(%update)
+}
+"""
+    found = follow(text)
+    assert found.by_name["collectives", "all-gather"] == (pytest.approx(30e-6), 1)
+    assert found.exposed["collectives"] == pytest.approx(20e-6) and found.hidden["collectives"] == pytest.approx(10e-6)
+    assert found.exposed["fusions"] == pytest.approx(30e-6) and not found.missing
+    gather = follow(text.replace(" all-gather(%x), channel_id=7, replica_groups={{0,1,2,3}}", " gather(%x)"))
+    assert gather.missing["custom-call-start start: its time is not known"] == 1
+
+
 @pytest.mark.parametrize(("back", "seconds"), [("{1,0},{0,1}", 60e-6), ("{0,2},{2,0}", 30e-6)])
 def test_permutes_along_other_links_go_on_side_by_side(back, seconds):
     text = f"""HloModule m

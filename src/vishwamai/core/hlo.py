@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 
 NAME = re.compile(r"%[\w.\-]+")
 CALLED = re.compile(
-    r"(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}"
+    r"(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+    r"|(branch_computations|called_computations)=\{([^}]*)\}"
 )
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{\s*$")
 _END = re.compile(r"^\}(?:\s|$|, execution_thread=)")
@@ -132,11 +133,12 @@ class Instruction:
             if match[1]:
                 found.append((match[1], match[2]))
             else:
-                found += [("branch_computations", name.strip().lstrip("%")) for name in match[3].split(",")]
+                found += [(match[3], name.strip().lstrip("%")) for name in match[4].split(",") if name.strip()]
         return tuple(found)
 
     def called(self, kind: str) -> str | None:
-        """The computation that it names as "calls", "body", "condition" or "to_apply"."""
+        """The computation that it names as "calls", "body", "condition", "to_apply" or
+        "called_computations"."""
         return next((name for key, name in self.computations if key == kind), None)
 
     @property

@@ -91,11 +91,15 @@ def directed_links(instruction: Instruction) -> list[str]:
     return _NUMBERS.findall(found[1]) if found else []
 
 
+def called(instruction: Instruction) -> str | None:
+    """The computation of a fusion, of an asynchronous instruction, or of a program for the SparseCore."""
+    return instruction.called("calls") or instruction.called("called_computations")
+
+
 def inside(module: Module, instruction: Instruction) -> list[Instruction]:
     """The collectives in the computation that a fusion or an asynchronous instruction calls."""
-    name = instruction.called("calls")
     found = []
-    for one in module.computations.get(name or "", ()):
+    for one in module.computations.get(called(instruction) or "", ()):
         found += [one] if is_collective(one.opcode) else inside(module, one)
     return found
 

@@ -185,7 +185,7 @@ class Compiler:
                 "donated": [argument.donated for argument in program.arguments],
                 "places": [argument.place for argument in program.arguments],
                 "hbm_mib": hbm_mib,
-                "options": dict(options),
+                "options": {**program.options, **options},
                 "dump": str(directory / "dump") if dump else None,
                 "text": None if text is None else str(text),
             }

@@ -55,6 +55,7 @@ class Program:
       fingerprint: of the program, the target and the versions that compile it.
       scalars: works out `known`.
       ticks: the table of the schedule by which the stages of a pipeline run, `parallel.pipeline.ticks.Ticks.table`.
+      options: of the compiler, with which the program is compiled.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Program:
     fingerprint: str = ""
     scalars: Callable[[], Known] = dataclasses.field(default=dict, repr=False, compare=False)
     ticks: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def known(self) -> Known:
@@ -71,6 +73,14 @@ class Program:
         not what is compiled.
         """
         return self.scalars()
+
+    def with_options(self, options: Mapping[str, str]) -> Program:
+        """The program, compiled with options of the compiler."""
+        if not options:
+            return self
+        said = json.dumps([self.fingerprint, sorted(options.items())])
+        fingerprint = hashlib.sha256(said.encode()).hexdigest()[:32]
+        return dataclasses.replace(self, options=dict(options), fingerprint=fingerprint)
 
     @property
     def limit(self) -> int:

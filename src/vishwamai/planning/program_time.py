@@ -34,7 +34,7 @@ from vishwamai.planning.figures import Estimate
 from vishwamai.planning.program import Known, Program, devices_in_order, trace
 from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
 
-FORMAT = 6
+FORMAT = 7
 """Counts up when a timeline is followed in another way, so that kept ones are not read."""
 
 _SHOWN = 8

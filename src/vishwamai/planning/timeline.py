@@ -21,7 +21,7 @@ from vishwamai.core.hardware import TpuChip
 from vishwamai.core.hlo import Instruction, Module, shape_bytes
 from vishwamai.parallel.pipeline.stage import column_of
 from vishwamai.parallel.pipeline.ticks import COLUMNS
-from vishwamai.planning.collectives import base, directed_links, inside, is_collective
+from vishwamai.planning.collectives import base, called, directed_links, inside, is_collective
 
 PARTS = ("kernels", "fusions", "collectives", "copies", "host", "stages")
 """What a device spends its time on: our kernels and others by Pallas, the compiler's own code, waiting for collectives,
@@ -144,6 +144,12 @@ class Follower:
             if one.opcode.endswith("-done")
             for start in one.operands
         }
+        self._offloaded = {
+            one.name
+            for body in module.computations.values()
+            for one in body
+            if one.opcode == "custom-call-start" and inside(module, one)
+        }
         self._copied = chip.hbm_bandwidth_per_device * Model().hbm_efficiency
 
     def follow(self, name: str | None = None) -> Timeline:
@@ -173,6 +179,10 @@ class Follower:
             start = _start_of(one, running.pending, sources)
             if start is not None:
                 self._wait(start, found, running)
+        elif opcode == "custom-call-update" and one.operands[0] in self._offloaded:
+            self._collective(self.module.by_name[one.operands[0]], found, running, one.name)
+        elif one.name in self._offloaded:
+            return  # it goes on by itself from where it gets its operands
         elif self._halves(one) == "between":
             self._code(one, found)
         elif is_collective(opcode) or (opcode in ("fusion", "async-start") and inside(self.module, one)):
@@ -230,9 +240,9 @@ class Follower:
         longest = (max(turns[cell].seconds for cell in row) for row in cells)
         found.exposed["stages"] += sum(longest) - sum(turns[cell].seconds for cell in busy)
 
-    def _collective(self, one: Instruction, found: Timeline, running: _Running) -> None:
+    def _collective(self, one: Instruction, found: Timeline, running: _Running, given: str | None = None) -> None:
         parts = [one] if is_collective(one.opcode) else inside(self.module, one)
-        body = self.module.computations.get(one.called("calls") or "", ())
+        body = self.module.computations.get(called(one) or "", ())
         scattered = any(part.opcode == "dynamic-slice" for part in body)
         try:
             seconds = sum(self.links(part, scattered) for part in parts if not part.opcode.endswith("-done"))
@@ -242,7 +252,7 @@ class Follower:
         kind = "reduce-scatter" if scattered and parts[0].opcode == "all-reduce" else base(parts[0].opcode)
         if one.opcode.endswith("-start") or self._halves(one) == "start":
             ways = {way for part in parts for way in directed_links(part)}
-            running.start(one.name, "collectives", found.seconds, seconds, ways)
+            running.start(given or one.name, "collectives", found.seconds, seconds, ways)
             found.note("collectives", kind, seconds)
         else:
             found.add("collectives", kind, seconds)

@@ -16,11 +16,12 @@ from jax.sharding import NamedSharding
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.core.errors import ConfigError, UnsupportedError
-from vishwamai.core.target import devices_of
+from vishwamai.core.target import Target, devices_of
 from vishwamai.models import Decoder, ModelConfig, read_config
 from vishwamai.models.checkpoint import quantized
 from vishwamai.planning.program import Program, trace
 from vishwamai.training.checks import check_length, check_pipeline
+from vishwamai.training.compiling import compiler_options
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.configured import make_loss, make_step
 from vishwamai.training.layout import Layout, batch_spec
@@ -240,4 +241,5 @@ def trace_training(config: TrainConfig, target: str) -> Program:
     below = () if frozen is None else (frozen,)
     program = trace(jax.jit(run, donate_argnums=0), state, batch, *below, target=target)
     ticks = None if step.stages is None else step.stages.ticks.table
-    return dataclasses.replace(program, ticks=ticks)
+    options = compiler_options(config, Target.parse_chip(target), devices_of(target))
+    return dataclasses.replace(program, ticks=ticks).with_options(options)

@@ -250,6 +250,11 @@ class TrainConfig(_Section):
     optimization: Optimization = key(
         "the six keys that training, serving and planning share; null leaves a setting alone", factory=Optimization
     )
+    compiler_options: dict[str, Any] | None = key(
+        "options of the TPU compiler for the step, by name; null: collectives on the SparseCores where the chip has "
+        "them; {}: none",
+        None,
+    )
     seed: Count = key("seed of parameters and data order", 0)
 
     def __post_init__(self) -> None:

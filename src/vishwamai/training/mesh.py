@@ -53,9 +53,9 @@ def make_layout(
 ) -> Layout:
     """The layout of parameters on the first devices, as many as the mesh has.
 
-    "fsdp" splits a parameter along the longest axis that no other mesh axis splits, and that it divides in every
-    parameter of that name; norms and biases stay whole. "pipeline" splits what is outside of the layers likewise, along
-    an axis that is left.
+    "fsdp" splits a parameter along its rows, or else its columns, where no other mesh axis splits them and it divides
+    them in every parameter of that name; norms and biases stay whole. "pipeline" splits what is outside of the layers
+    likewise, along an axis that is left.
 
     Args:
       section: of the configuration.
@@ -194,8 +194,11 @@ def _is_bias(name: str) -> bool:
 
 
 def _axis(shapes: list[tuple[int, ...]], parts: int, taken: set[int]) -> int | None:
-    """The longest of the last two axes that `parts` divides in every shape and that are not taken, from the end."""
+    """The last axis but one, else the last, if `parts` divides it in every shape and it is not taken; from the end.
+
+    Parts along rows are whole in memory. The compiler for TPUs splits a sum along rows, and makes others whole first.
+    """
     if parts == 1:
         return None
-    fitting = [axis for axis in (-1, -2) if axis not in taken and all(shape[axis] % parts == 0 for shape in shapes)]
-    return max(fitting, key=lambda axis: shapes[0][axis], default=None)
+    fitting = (axis for axis in (-2, -1) if axis not in taken and all(shape[axis] % parts == 0 for shape in shapes))
+    return next(fitting, None)

@@ -21,12 +21,14 @@ from tokenizers import Tokenizer
 from vishwamai.core.config import local_platform
 from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.core.execute import only_for
+from vishwamai.core.hardware import tpu_for
 from vishwamai.core.host_memory import give_back
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
 from vishwamai.models.axes import MeshAxes
 from vishwamai.training.checkpoints import Checkpoints, described, holds_checkpoint
 from vishwamai.training.checks import check
+from vishwamai.training.compiling import compiler_options
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
 from vishwamai.training.configured import make_loss, make_step
@@ -205,6 +207,8 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
     update, attach_scales = update_rule(config, params, ranks, layout.mesh_axes)
     loss_under = functools.partial(make_loss, config, parts, layout, stages, attach_scales)
 
+    options = compiler_options(config, tpu_for(jax.devices()[0].device_kind), layout.devices)
+
     def step_under(policy: str) -> Any:
         step = make_step(config, loss_under(policy), update, layout)
 
@@ -212,7 +216,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
             with only_for(local_platform()):
                 return step(state, batch, frozen)
 
-        return jax.jit(one_step, donate_argnums=0)
+        return jax.jit(one_step, donate_argnums=0, compiler_options=options)
 
     plain_loss = loss_under("none")
 
@@ -321,7 +325,9 @@ def finish(config: TrainConfig, output: str | Path) -> str | None:
     return text
 
 
-MAY_CHANGE = frozenset({"steps", "checkpoint", "evaluation", "guard", "log", "mesh", "pipeline", "sample"})
+MAY_CHANGE = frozenset(
+    {"steps", "compiler_options", "checkpoint", "evaluation", "guard", "log", "mesh", "pipeline", "sample"}
+)
 """Sections that a resumed run may have otherwise than the run before."""
 
 

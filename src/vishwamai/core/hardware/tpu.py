@@ -82,6 +82,8 @@ class TpuChip:
     """None where the chip multiplies no int8 matrices (the kernel then works in bf16)."""
     peak_fp8: float | None
     """None where the chip multiplies no 8-bit floats (the kernel then works in bf16)."""
+    sparse_collectives: bool = False
+    """Whether libtpu can run collectives on the SparseCores, next to the work of the TensorCores."""
     ici_bandwidth: float
     """Bytes/s of one link between neighbouring chips in one direction. A chip has two links along each side."""
     ici_latency: float = 1e-6  # [B] "about 1us per hop", chapter "Sharded matrices"
@@ -242,6 +244,7 @@ _V5P = TpuChip(
     peak_bf16=459e12,  # [C], [J]
     peak_int8=918e12,  # [C], [J]
     peak_fp8=None,  # [J] "Not Available"
+    sparse_collectives=True,  # [L]
     ici_bandwidth=9e10,  # [B]; [C] 1200 GB/s for a chip's 6 links, both ways
     dcn_bandwidth=6.25e9,  # [B]
     host_bandwidth=1.5e10,  # [B] as v5e
@@ -269,6 +272,7 @@ _V6E = TpuChip(
     peak_int8=1836e12,  # [C]; [J] 1.84e15
     peak_fp8=918e12,  # [J] 9.2e14: stored in 8 bits, no faster than bfloat16
     fp8_formats=("float8_e5m2", "float8_e4m3b11fnuz"),  # [J] is_matmul_supported
+    sparse_collectives=True,  # [L]
     ici_bandwidth=9e10,  # [B]
     dcn_bandwidth=1.25e10,  # [B]
     host_bandwidth=3.2e10,  # [B] "Trillium (TPU v6e) has 32GB/s"
@@ -296,6 +300,7 @@ _TPU7X = TpuChip(
     peak_int8=None,  # [J] "Not Available"
     peak_fp8=4614e12,  # [C]; [J] 4.6e15
     fp8_formats=("float8_e5m2", "float8_e4m3fn"),  # [J] is_matmul_supported
+    sparse_collectives=True,  # [L]
     ici_bandwidth=9e10,  # [B]
     dcn_bandwidth=1.25e10,  # [B]
     host_bandwidth=None,  # neither [C] nor [B] states it

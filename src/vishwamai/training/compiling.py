@@ -1,0 +1,41 @@
+"""Options with which the step of a run is compiled on TPUs."""
+
+from __future__ import annotations
+
+from vishwamai.aot.compile.options.config import compiler_options_of
+from vishwamai.core.errors import ConfigError
+from vishwamai.core.hardware import TpuChip
+from vishwamai.training.config import TrainConfig
+
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+
+ON_SPARSE_CORES = {
+    f"{_OFFLOAD}_{collective}": True
+    for collective in (
+        *("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce"),
+    )
+}
+"""Run collectives on the SparseCores, so that the TensorCores go on meanwhile."""
+
+
+def compiler_options(config: TrainConfig, chip: TpuChip | None, devices: int) -> dict[str, str]:
+    """Those of a configuration for `jax.jit`; none on what is not a TPU.
+
+    Args:
+      config: of the run. chip: that it runs on, None for another platform. devices: of the run.
+
+    Raises:
+      ConfigError: the installed libtpu has no such option, or it does not take the value.
+    """
+    if chip is None:
+        return {}
+    if config.compiler_options is not None:
+        return compiler_options_of("compiler_options", config.compiler_options)
+    if devices == 1 or not chip.sparse_collectives:
+        return {}
+    try:
+        return compiler_options_of("compiler_options", ON_SPARSE_CORES)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} To train without collectives on the SparseCores, set compiler_options: {{}}."
+        ) from None
