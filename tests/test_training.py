@@ -400,11 +400,12 @@ def losses_of_both(config, folder, *others):
 @pytest.mark.parametrize("family", rotation.in_turn(4, FAMILIES))
 def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
     described = LLAMA | {"model_type": family} | FAMILIES[family]
-    config = small(tmp_path, steps=steps, model={"config": described}, optimizer={"learning_rate": 0.003}, loss=LOSSES)
+    rate = 0.003 if steps == 10 else 0.0003  # at 0.003 rounding errors grow: torch itself is 6e-4 from float64 then
+    config = small(tmp_path, steps=steps, model={"config": described}, optimizer={"learning_rate": rate}, loss=LOSSES)
     ours, theirs, exact = losses_of_both(config, tmp_path, {"dtype": "float64"})
-    # Where the loss of Gemma 2 falls fastest, rounding errors grow: torch in float32 is 6e-4 from torch in float64.
-    grown = np.abs(np.subtract(theirs, exact)).max()
-    np.testing.assert_allclose(ours, theirs, atol=max(1e-4, 5 * grown) if steps > 10 else 1e-4)
+    far = {name: np.abs(np.subtract(one, theirs)).max() for name, one in (("ours", ours), ("float64", exact))}
+    print(f"{family}: loss {ours[0]:.4f} to {ours[-1]:.4f}; from torch: {far['ours']:.1e}, float64 {far['float64']:.1e}")
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize("steps", [pytest.param(30, marks=pytest.mark.long), pytest.param(60, marks=pytest.mark.soak)])

@@ -140,10 +140,10 @@ def test_stages_hold_their_layers_frozen_with_their_adapters(tmp_path):
     job, state = make_job(config, tmp_path / "run")
     frozen = job.step.keywords["frozen"]["layers"][0]["query"]
     assert isinstance(frozen, QTensor) and frozen.values.dtype == "int8"
-    assert frozen.values.addressable_shards[0].data.shape == (2, 64, 32)  # of 4 layers of 64 x 64
-    assert frozen.scales.addressable_shards[0].data.shape == (2, 1, 32)
+    assert frozen.values.addressable_shards[0].data.shape == (2, 32, 64)  # of 4 layers of 64 x 64
+    assert frozen.scales.addressable_shards[0].data.shape == (2, 1, 64)  # one for each column
     down, up = (state.params["layers/0/query"][part].addressable_shards[0].data for part in ("down", "up"))
-    assert down.shape == (2, 64, 4) and up.shape == (2, 4, 32)
+    assert down.shape == (2, 32, 4) and up.shape == (2, 4, 64)
     of_optimizer = [x.shape for x in jax.tree.leaves(state.optimizer) if x.ndim]
     adapters = [x.shape for x in jax.tree.leaves(state.params)]
     assert sorted(of_optimizer) == sorted(2 * adapters)  # two moments, and none of a frozen weight
