@@ -404,7 +404,7 @@ def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
     config = small(tmp_path, steps=steps, model={"config": described}, optimizer={"learning_rate": rate}, loss=LOSSES)
     ours, theirs, exact = losses_of_both(config, tmp_path, {"dtype": "float64"})
     far = {name: np.abs(np.subtract(one, theirs)).max() for name, one in (("ours", ours), ("float64", exact))}
-    print(f"{family}: loss {ours[0]:.4f} to {ours[-1]:.4f}; from torch: {far['ours']:.1e}, float64 {far['float64']:.1e}")
+    print(f"{family}: loss {ours[0]:.4f} to {ours[-1]:.4f}; from torch {far['ours']:.1e}, float64 {far['float64']:.1e}")
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 

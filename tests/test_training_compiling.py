@@ -1,4 +1,4 @@
-"""Options with which a step is compiled for TPUs: their defaults by chip, their check, and what a plan makes of them."""
+"""Options with which a step is compiled for TPUs: defaults by chip, their check, and what a plan makes of them."""
 
 from __future__ import annotations
 
