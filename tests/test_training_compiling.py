@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from vishwamai import aot, planning
-from vishwamai.core.errors import ConfigError
+from vishwamai.core.errors import ConfigError, FallbackWarning
 from vishwamai.core.hardware import TPUS
 from vishwamai.planning.allocation import training_config
 from vishwamai.planning.program_time import time_program
@@ -34,15 +34,17 @@ def test_collectives_go_to_the_sparse_cores_of_chips_that_take_them(chip, sparse
 def test_options_of_a_run_are_checked():
     given = TrainConfig(compiler_options={"xla_tpu_scoped_vmem_limit_kib": 32768})
     assert compiler_options(given, TPUS["v6e"], 8) == {"xla_tpu_scoped_vmem_limit_kib": "32768"}
+    with pytest.raises(ConfigError, match=r"compiler_options \(xla_tpu_scoped_vmem_limit_kib\) are for .* a TPU"):
+        compiler_options(given, None, 8)
     with pytest.raises(ConfigError, match=r"no option 'xla_tpu_scoped_vmem_limit_kb'; near: xla_tpu_scoped_vmem_limit"):
         compiler_options(TrainConfig(compiler_options={"xla_tpu_scoped_vmem_limit_kb": 1}), TPUS["v6e"], 1)
 
 
 @needs_libtpu
-def test_a_libtpu_without_the_options_is_an_error_that_says_how_to_train(monkeypatch):
+def test_a_libtpu_without_the_options_compiles_without_them_and_says_so(monkeypatch):
     monkeypatch.setattr(compiling, "ON_SPARSE_CORES", {"xla_tpu_enable_sparse_core_collectives": True})
-    with pytest.raises(ConfigError, match=r"no option .* set compiler_options: \{\}"):
-        compiler_options(TrainConfig(), TPUS["v6e"], 8)
+    with pytest.warns(FallbackWarning, match=r"without collectives on the SparseCores.* no option 'xla_tpu"):
+        assert compiler_options(TrainConfig(), TPUS["v6e"], 8) == {}
 
 
 @needs_libtpu

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vishwamai.core.errors import ConfigError, UnsupportedError
+from vishwamai.core.hardware import tpu_for
 from vishwamai.core.numbers import divisors
 from vishwamai.models import Decoder, ModelConfig
 from vishwamai.models.checkpoint import is_quantized, storages
 from vishwamai.models.parameters import Parameter, layer_parameters, parameter_path
 from vishwamai.models.periods import Segment, segments, stacks_layers
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage
+from vishwamai.training.compiling import compiler_options
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.lora import ADAPTER_RANKS, initial_adapters, takes_adapter, target_pattern
 from vishwamai.training.mesh import KEPT_APART, check_sizes, written
@@ -50,6 +52,7 @@ def check(config: TrainConfig) -> None:
         )
     check_length(config)
     memory_limit(config.remat)
+    compiler_options(config, tpu_for(jax.devices()[0].device_kind), devices)
     if config.lora.rank and config.model.start_from is None:
         raise ConfigError("config: lora.rank trains adapters of an existing model; set model.start_from.")
     if config.lora.quantize and not config.lora.rank:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
 from vishwamai.aot.compile.options.config import compiler_options_of
-from vishwamai.core.errors import ConfigError
+from vishwamai.core.errors import ConfigError, FallbackWarning
 from vishwamai.core.hardware import TpuChip
 from vishwamai.training.config import TrainConfig
 
@@ -25,17 +27,26 @@ def compiler_options(config: TrainConfig, chip: TpuChip | None, devices: int) ->
       config: of the run. chip: that it runs on, None for another platform. devices: of the run.
 
     Raises:
-      ConfigError: the installed libtpu has no such option, or it does not take the value.
+      ConfigError: the installed libtpu has no such option, or it does not take the value; or there is no TPU.
     """
     if chip is None:
+        if config.compiler_options:
+            raise ConfigError(
+                f"config: compiler_options ({', '.join(config.compiler_options)}) are for the compiler of a TPU, and "
+                "there is none here; leave them out."
+            )
         return {}
     if config.compiler_options is not None:
-        return compiler_options_of("compiler_options", config.compiler_options)
+        return compiler_options_of("config", config.compiler_options)
     if devices == 1 or not chip.sparse_collectives:
         return {}
     try:
-        return compiler_options_of("compiler_options", ON_SPARSE_CORES)
+        return compiler_options_of("config", ON_SPARSE_CORES)
     except ConfigError as error:
-        raise ConfigError(
-            f"{error} To train without collectives on the SparseCores, set compiler_options: {{}}."
-        ) from None
+        warnings.warn(
+            f"The step is compiled without collectives on the SparseCores, and waits for them: {error} Set "
+            "compiler_options: {} to do so without this warning.",
+            FallbackWarning,
+            stacklevel=2,
+        )
+        return {}
