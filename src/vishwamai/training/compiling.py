@@ -9,14 +9,8 @@ from vishwamai.core.errors import ConfigError, FallbackWarning
 from vishwamai.core.hardware import TpuChip
 from vishwamai.training.config import TrainConfig
 
-_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
-
-ON_SPARSE_CORES = {
-    f"{_OFFLOAD}_{collective}": True
-    for collective in (
-        *("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce"),
-    )
-}
+_COLLECTIVES = "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce"
+ON_SPARSE_CORES = {f"xla_tpu_enable_sparse_core_collective_offload_{name}": True for name in _COLLECTIVES}
 """Run collectives on the SparseCores, so that the TensorCores go on meanwhile."""
 
 
