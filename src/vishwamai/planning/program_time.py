@@ -212,6 +212,8 @@ def _followed(
     uncertain = [f"branches and copies that depend on data: {names}"] if names else []
     if ticks is not None and not follower.ticked:
         uncertain.append("the loop over the pipeline's ticks was not found, so each tick counts its longest action")
+    if follower.offloaded:
+        uncertain.append("collectives on the SparseCores take the links' time at the least, and share HBM with kernels")
     if not estimated:
         uncertain.append("the compiler's cycles cannot be read back, so its fusions have the time of their schedules")
     return _plain(timeline) | {"uncertain": uncertain}

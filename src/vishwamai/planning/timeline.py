@@ -38,6 +38,8 @@ _NO_WORK = frozenset(("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInB
 """Custom calls of the compiler that run nothing."""
 _SCALAR = 64 << 10
 """Bytes up to which an instruction without an estimate is one of the scalar unit or of a few vectors."""
+_CALLING = frozenset(("fusion", "async-start", "custom-call-start"))
+"""What may have a collective in the computation that it calls."""
 _HOST = re.compile(r"S\(5\)")
 _CHOOSING = ("kind", "first", "last")
 """The columns of a pipeline's table that choose branches."""
@@ -110,7 +112,8 @@ class _Running:
 
 
 class Follower:
-    """Follows a module; `ticked` says then whether the loop over ticks was found.
+    """Follows a module; `ticked` says then whether the loop over ticks was found. `offloaded` has the names of what
+    starts a collective on the SparseCores.
 
     Args:
       module: the program. chip: that it runs on.
@@ -144,11 +147,11 @@ class Follower:
             if one.opcode.endswith("-done")
             for start in one.operands
         }
-        self._offloaded = {
-            one.name
+        self.offloaded = {
+            one.operands[0]
             for body in module.computations.values()
             for one in body
-            if one.opcode == "custom-call-start" and inside(module, one)
+            if one.opcode == "custom-call-update" and inside(module, module.by_name[one.operands[0]])
         }
         self._copied = chip.hbm_bandwidth_per_device * Model().hbm_efficiency
 
@@ -179,13 +182,13 @@ class Follower:
             start = _start_of(one, running.pending, sources)
             if start is not None:
                 self._wait(start, found, running)
-        elif opcode == "custom-call-update" and one.operands[0] in self._offloaded:
+        elif one.name in self.offloaded:
+            return  # its program waits for its operands
+        elif opcode == "custom-call-update" and one.operands[0] in self.offloaded:
             self._collective(self.module.by_name[one.operands[0]], found, running, one.name)
-        elif one.name in self._offloaded:
-            return  # it goes on by itself from where it gets its operands
         elif self._halves(one) == "between":
             self._code(one, found)
-        elif is_collective(opcode) or (opcode in ("fusion", "async-start") and inside(self.module, one)):
+        elif is_collective(opcode) or (opcode in _CALLING and inside(self.module, one)):
             self._collective(one, found, running)
         elif opcode.endswith("-start"):
             self._copy(one, found, running)
