@@ -135,7 +135,7 @@ def test_a_step_that_another_process_compiled_takes_the_time_of_the_same_step(tm
     (folder / "train_compile.py").write_text(FOREIGN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setitem(module.TOPOLOGIES, "v5e:2x2", "v5e-4")
-    found, seconds = module.maxtext(sys.executable, "v5e:2x2", 2, "")
+    found, seconds = module.maxtext(sys.executable, "v5e:2x2", 2, {})
     place = jax.NamedSharding(aot.mesh_for("v5e:2x2", {"fsdp": 4}), jax.P("fsdp"))
     x = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=place)
     here = planning.step_time(jax.jit(lambda x, w: x @ w, out_shardings=place), x, x, target="v5e:2x2")
