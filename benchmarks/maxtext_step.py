@@ -96,12 +96,13 @@ def maxtext(python: str, target: str, rows: int, options: Mapping[str, Any]) -> 
 
 def ours(target: str, rows: int) -> tuple[StepTime | None, float]:
     """No time where it does not fit; the CPU seconds are those of the compiler's process, its start included."""
-    before = _children()
     model = LLAMA_8B | {"max_position_embeddings": LENGTH}
     keys = {"remat": "full", "model": {"reduce_dtype": "bfloat16"}}
     config = training_config(model, keys, target, rows * devices_of(target), LENGTH)
+    program = trace_training(config, target)  # which asks a process of its own about the options
+    before = _children()
     with Compiler(timeout=7200) as compiler:
-        found = time_program(compiler, trace_training(config, target))[1]
+        found = time_program(compiler, program)[1]
     return found, _children() - before
 
 

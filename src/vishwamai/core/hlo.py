@@ -137,8 +137,7 @@ class Instruction:
         return tuple(found)
 
     def called(self, kind: str) -> str | None:
-        """The computation that it names as "calls", "body", "condition", "to_apply" or
-        "called_computations"."""
+        """The computation that it names as "calls", "body", "condition", "to_apply" or "called_computations"."""
         return next((name for key, name in self.computations if key == kind), None)
 
     @property

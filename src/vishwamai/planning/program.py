@@ -65,7 +65,7 @@ class Program:
     fingerprint: str = ""
     scalars: Callable[[], Known] = dataclasses.field(default=dict, repr=False, compare=False)
     ticks: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
-    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @functools.cached_property
     def known(self) -> Known:
