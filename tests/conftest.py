@@ -106,3 +106,15 @@ def pytest_runtest_teardown() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if time.monotonic() > item.config.stash.get(_END, float("inf")):
         pytest.skip(f"not run: the {item.config.getoption('--minutes'):g} minutes of --minutes are over")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names and counts what other people's files would have tested, where they could not be fetched."""
+    absent: dict[str, int] = {}
+    for report in terminalreporter.stats.get("skipped", ()):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        _, mark, name = reason.partition("world: ")
+        if mark:
+            absent[name] = absent.get(name, 0) + 1
+    for name, count in sorted(absent.items()):
+        terminalreporter.write_line(f"world: {count} tests skipped: {name}")
