@@ -22,7 +22,7 @@ from vishwamai.ops.attention.checks import check_blocks, segment_pair
 from vishwamai.ops.attention.gpu_memory import Placement
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import BSHD, SIGNATURE, Operands, Outputs
-from vishwamai.torch import bridge
+from vishwamai.torch import bridge, definition
 from vishwamai.torch.arguments import check_tensors, checks_its_own
 from vishwamai.torch.attention_options import (
     OperatorOptions,
@@ -35,6 +35,7 @@ from vishwamai.torch.attention_options import (
 )
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.sharding import beside
+from vishwamai.torch.torch_private import constant_result
 from vishwamai.torch.value_checks import check_values
 
 
@@ -131,6 +132,36 @@ def backward(
     return found._replace(**{n: _outer(getattr(found, n), plan, memory) for n in ("query", "key", "value")})
 
 
+def _directed(tensors: Operands, tangents: Operands, options: OperatorOptions) -> tuple[Any, Operands, Operands]:
+    """(the spec, the operands and their tangents in the op's own layout)."""
+    plan, operands, _ = _planned(tensors, options, True)
+    merged = Operands(*(x if t is None else t for x, t in zip(tensors, tangents, strict=True)))
+    packed = _planned(merged, options, True)[1]
+    directions = Operands(*(None if t is None else p for p, t in zip(packed, tangents, strict=True)))
+    return dataclasses.replace(plan.spec, return_lse=True), operands, directions
+
+
+def tangents(tensors: Operands, directions: Operands, given: Sequence[Any]) -> Outputs:
+    """The tangents of the operator's results, for those of its operands."""
+    options = OperatorOptions(*given)
+    found = definition.outputs_tangent(ATTENTION, *_directed(tensors, directions, options))
+    return found._replace(out=_inner(found.out, options.layout).contiguous())
+
+
+def gradient_tangents(
+    cotangents: Outputs, of_cotangents: Outputs, tensors: Operands, directions: Operands, given: Sequence[Any]
+) -> Operands:
+    """The tangents of the gradients, for those of the outputs' cotangents and of the operands."""
+    options = OperatorOptions(*given)
+    sides = (
+        Outputs(None if x.out is None else _inner(x.out, options.layout), x.logsumexp)
+        for x in (cotangents, of_cotangents)
+    )
+    found = definition.gradients_tangent(ATTENTION, *_directed(tensors, directions, options), *sides)
+    laid = {n: _inner(getattr(found, n), options.layout) for n in ("query", "key", "value")}
+    return found._replace(**laid)
+
+
 def _signature(call: Any) -> Signature:
     of = BSHD if call.layout == "bshd" else SIGNATURE
     outputs = Outputs("batch q_len heads v_dim" if of is BSHD else "batch heads q_len v_dim", "batch heads q_len")
@@ -150,6 +181,8 @@ _attention = TorchOperator(
     lazy=("bias",),
     forward=forward,
     backward=backward,
+    tangents=tangents,
+    gradient_tangents=gradient_tangents,
     option_values={"blocks": mask_of},
 )
 
@@ -261,7 +294,7 @@ def _attend(tensors: Operands, options: OperatorOptions, return_lse: bool) -> An
     return (out, logsumexp) if return_lse else out
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _text(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_len: int) -> str | None:
     found = check_blocks(block_mask, block_size, heads, q_len, kv_len)
     return None if found is None else found.to_text()

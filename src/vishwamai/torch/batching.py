@@ -2,9 +2,7 @@
 mapped call is one call.
 
 Where it cannot be folded (a parameter that is mapped, gradients of a parameter that is shared), the elements are
-computed one after the other. torch's own limit: `torch.func.grad` rejects every custom operator with a gradient;
-gradients of mapped functions come from `tensor.backward()` and `torch.autograd.grad`, batched ones
-(`is_grads_batched=True`) among them.
+computed one after the other. `functional.py` uses the same rules under the other transforms of `torch.func`.
 """
 
 from __future__ import annotations
@@ -40,18 +38,30 @@ def register(op: Any, roles: Callable[[Sequence[Any]], Roles] | None, count: int
     """Gives an operator of `count` tensors its rule; without `roles` the elements are computed one after the other."""
 
     def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        element = [x.select(d, 0) if isinstance(d, int) else x for x, d in zip(args, in_dims, strict=True)]
-        folded = roles and _fold(roles(element), element[:count], info.batch_size, in_dims, args)
-        if folded is None:
-            return _one_by_one(op, info.batch_size, in_dims, args)
-        arguments, unfold = folded
-        results = op(*arguments)
-        if isinstance(results, Tensor):
-            return unfold(0, results)
-        unfolded, flags = zip(*(unfold(n, y) for n, y in enumerate(results)), strict=True)
-        return unfolded, flags
+        return mapped(op, roles, count, info, in_dims, args)
 
     torch.library.register_vmap(op, rule)
+
+
+def mapped(
+    op: Callable[..., Any],
+    roles: Callable[[Sequence[Any]], Roles] | None,
+    count: int,
+    info: Any,
+    in_dims: Sequence[Any],
+    args: Sequence[Any],
+) -> tuple[Any, Any]:
+    """(results, their mapped axes) of a mapped call of `op`; the arguments are those of a rule of `torch.vmap`."""
+    element = [x.select(d, 0) if isinstance(d, int) else x for x, d in zip(args, in_dims, strict=True)]
+    folded = roles and _fold(roles(element), element[:count], info.batch_size, in_dims, args)
+    if folded is None:
+        return _one_by_one(op, info.batch_size, in_dims, args)
+    arguments, unfold = folded
+    results = op(*arguments)
+    if isinstance(results, Tensor):
+        return unfold(0, results)
+    unfolded, flags = zip(*(unfold(n, y) for n, y in enumerate(results)), strict=True)
+    return unfolded, flags
 
 
 def _fold(roles: Roles, element: Sequence[Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Any:

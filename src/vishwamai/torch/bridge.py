@@ -32,7 +32,7 @@ def _on_gpu(device: int) -> Target:
 
 
 @functools.cache
-def _cpu() -> Target:
+def cpu_target() -> Target:
     return Target("cpu", ffi.chip(), "torch", local=True)
 
 
@@ -46,7 +46,7 @@ def target_of(tensor: Tensor) -> Target:
     if tensor.is_cuda:
         return _on_gpu(tensor.device.index or 0)
     if tensor.device.type == "cpu":
-        return _cpu() if gpu.launcher("torch") is launch else _INTERPRETED
+        return cpu_target() if gpu.launcher("torch") is launch else _INTERPRETED
     raise DeviceError(f"a tensor is on {tensor.device}; move it to a GPU or to the CPU, for instance `x.cpu()`.")
 
 

@@ -183,6 +183,8 @@ class _Gather(torch.autograd.Function):
     x went, `[rows]` or, where the gradient is the sum of several, `[rows, k]`.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, index: Tensor, back: Tensor) -> Tensor:
         return fetched(x, index)
@@ -190,6 +192,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(inputs[2])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        (index,) = ctx.saved_tensors
+        return fetched(tangents[0], index)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:

@@ -20,10 +20,11 @@ from vishwamai.core import dims
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.signature import op_shape
 from vishwamai.core.spec import ArraySpec, array_spec
-from vishwamai.torch import batching, bridge, sharding
+from vishwamai.torch import batching, bridge, definition, sharding
+from vishwamai.torch.functional import Functions
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.operator_rules import Declared, returned
-from vishwamai.torch.torch_private import only_computes
+from vishwamai.torch.torch_private import is_transformed, only_computes
 
 _TYPES: dict[Any, str] = {str: "str", bool: "bool", int: "SymInt", float: "float", list: "SymInt[]", tuple: "SymInt[]"}
 
@@ -53,23 +54,27 @@ class TorchOperator(Declared):
         super().__post_init__()
         self._cached = functools.lru_cache(maxsize=4096)(self._prepare)
         self._planned = functools.lru_cache(maxsize=4096)(self._plan_saving)
-        self._register([f"{_schema_type(hint)} {option}" for option, hint in self.option_types.items()])
+        self._option_texts = [f"{_schema_type(hint)} {option}" for option, hint in self.option_types.items()]
+        self._register(self._option_texts)
+        self._functions = Functions(self)
+
+    @staticmethod
+    def _schema(arguments: Iterable[str], results: int) -> str:
+        made = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+        return f"({', '.join(arguments)}) -> {made}"
+
+    @staticmethod
+    def _custom_op(name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Any:
+        # The schema is given, so the function need not have its signature.
+        op: Any = torch.library.custom_op(f"vishwamai::{name}", function, mutates_args=(), schema=schema)
+        op.register_fake(fake)
+        return op
 
     def _register(self, options: list[str]) -> None:
         absent = dims.optional(self.kind)
         tensors = [f"Tensor{'?' * a} {n}" for n, a in zip(self.kind._fields, absent, strict=True)]
         keep = ["bool keep"] if self.residuals else []
-
-        def schema(arguments: Iterable[str], results: int) -> str:
-            made = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
-            return f"({', '.join(arguments)}) -> {made}"
-
-        def custom_op(name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Any:
-            # The schema is given, so the function need not have its signature.
-            op: Any = torch.library.custom_op(f"vishwamai::{name}", function, mutates_args=(), schema=schema)
-            op.register_fake(fake)
-            return op
-
+        schema, custom_op = self._schema, self._custom_op
         self._forward_op = custom_op(
             self.name, self._forward, schema([*tensors, *options, *keep], len(self._results)), self._fake
         )
@@ -102,10 +107,13 @@ class TorchOperator(Declared):
 
     def __call__(self, *arguments: Any) -> Any:
         tensors = arguments[: len(self.kind._fields)]
+        transformed = is_transformed(tensors)
         differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         if self.residuals:
-            arguments = (*arguments, differentiable)
-        if not only_computes(tensors) or (differentiable and not self.gradients):
+            arguments = (*arguments, differentiable or transformed)
+        if transformed:
+            results = self._functions.forward.apply(*arguments)
+        elif not only_computes(tensors) or (differentiable and not self.gradients):
             results = self._forward_op(*arguments)
         elif differentiable:  # the same without the dispatcher, whose way takes longer than many a kernel
             results = self._function.apply(*arguments)
@@ -191,6 +199,17 @@ class TorchOperator(Declared):
         ctx.save_for_backward(*[x if wanted else None for x, wanted in zip(tensors, saved, strict=True)])
 
     def _gradient(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        def backward(*arguments: Any) -> Any:
+            tensors = arguments[: len(self._given)]
+            direct = not torch.is_grad_enabled() and only_computes(tensors)
+            return (self._backward if direct else self._backward_op)(*arguments)
+
+        return self._cotangents_of(ctx, cotangents, ctx.saved_tensors, backward)
+
+    def _cotangents_of(
+        self, ctx: Any, cotangents: Sequence[Any], saved: Sequence[Any], backward: Callable[..., Any]
+    ) -> tuple[Any, ...]:
+        """The cotangents of the forward operator's arguments; `backward` is called as the backward operator."""
         cotangents = cotangents[: len(self.outputs._fields)]  # only the gradient reads the residuals
         if all(c is None for c in cotangents):
             return (None,) * ctx.total
@@ -200,9 +219,7 @@ class TorchOperator(Declared):
                 cotangent = torch.zeros(zero[0], dtype=zero[1], device=zero[2])
             given.append(None if zero is None else cotangent)
         flags = [ctx.given[i] and ctx.needs_input_grad[i] for i in map(self.kind._fields.index, self.lazy)]
-        tensors = (*given, *ctx.saved_tensors)
-        direct = not torch.is_grad_enabled() and only_computes(tensors)
-        results = (self._backward if direct else self._backward_op)(*tensors, *ctx.options, *flags)
+        results = backward(*given, *saved, *ctx.options, *flags)
         found = dict(zip(self.gradients, results if len(self.gradients) > 1 else (results,), strict=True))
         of = [found.get(str(self.same.get(n, n))) if there else None for n, there in zip(self.kind._fields, ctx.given)]
         of = [g if need else None for g, need in zip(of, ctx.needs_input_grad, strict=False)]
@@ -236,6 +253,41 @@ class TorchOperator(Declared):
             kept = type(self.residuals)(*made) if hasattr(self.residuals, "_fields") else made[0]
         found = bridge.backward(plan, operands, self.outputs(*outs), kept, self.outputs(*d))
         return self._made(self.unpack(spec, found, tensors), tensors, unwanted)
+
+    def _outputs_tangent(self, tensors: Any, tangents: Any, options: Sequence[Any]) -> Any:
+        """The tangents of the outputs, empty for those that there are not."""
+        if self.tangents is not None:
+            return returned(list(self.tangents(tensors, tangents, options)))
+        prepared = self._prepared(tensors, options)
+        operands, directions = self._packed(prepared, tensors), self._packed_tangents(prepared, tensors, tangents)
+        found = definition.outputs_tangent(self.op, prepared.spec, operands, directions)
+        made = zip(found, prepared.results, strict=False)
+        return returned([tensors[0].new_empty(0) if y is None else y.reshape(shape) for y, shape in made])
+
+    def _packed_tangents(self, prepared: _Prepared, tensors: Any, tangents: Any) -> Any:
+        """Tangents of the caller's tensors in the op's layout, None for tensors without."""
+        merged = self.kind(*(x if t is None else t for x, t in zip(tensors, tangents, strict=True)))
+        packed = self._packed(prepared, merged)
+        return type(packed)(*(None if t is None else p for p, t in zip(packed, tangents, strict=True)))
+
+    def _gradients_tangent(
+        self, d: Any, d_tangents: Any, tensors: Any, tangents: Any, options: Sequence[Any], unwanted: set[str]
+    ) -> Any:
+        """The tangents of what the backward operator returns, for tangents of the outputs' cotangents and of the
+        operands.
+        """
+        if self.gradient_tangents is not None:
+            found = self.gradient_tangents(d, d_tangents, tensors, tangents, options)
+            return self._made(found, tensors, unwanted)
+        prepared = self._prepared(tensors, options)
+
+        def laid(cotangents: Any) -> Any:
+            pairs = zip(cotangents, prepared.own, strict=False)
+            return self.outputs(*(None if c is None or s is None else c.contiguous().view(s) for c, s in pairs))
+
+        operands, directions = self._packed(prepared, tensors), self._packed_tangents(prepared, tensors, tangents)
+        found = definition.gradients_tangent(self.op, prepared.spec, operands, directions, laid(d), laid(d_tangents))
+        return self._made(self.unpack(prepared.spec, found, tensors), tensors, unwanted)
 
     def _made(self, found: Any, tensors: Any, unwanted: set[str]) -> Any:
         """The results of the backward operator, empty for those that there are not."""

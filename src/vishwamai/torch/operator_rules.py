@@ -55,6 +55,9 @@ class Declared:
       lazy: operands whose gradient is computed only where it is asked for.
       forward: `(tensors, options) -> results`, in place of the op's own call.
       backward: `(cotangents, outputs, tensors, options, flags of the lazy gradients) -> gradients`, likewise.
+      tangents: `(tensors, tangents, options) -> tangents` of the outputs, in place of those of the op's definition.
+      gradient_tangents: `(cotangents, their tangents, tensors, their tangents, options) -> tangents` of the gradients,
+        likewise.
       one_by_one: `torch.vmap` computes the elements one after the other, for no axis takes the mapped one.
       name: of the operator, if it is not the op's.
       option_values: by an option's name, what a rule reads in its place: of one that stands for an object.
@@ -82,6 +85,8 @@ class Declared:
     lazy: tuple[str, ...] = ()
     forward: Callable[[Any, Sequence[Any]], Any] | None = None
     backward: Callable[..., Any] | None = None
+    tangents: Callable[..., Any] | None = None
+    gradient_tangents: Callable[..., Any] | None = None
     one_by_one: bool = False
     name: str = ""
     option_values: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
@@ -212,9 +217,12 @@ def _grouped(describe: Callable[..., Any], own: int, group: Any, operands: Any, 
     return describe(operands, *options[:own], group._make(options[own:]))
 
 
-def returned(results: Sequence[Tensor]) -> Any:
-    """Results as an operator returns them: a tensor where there is one, else a tuple."""
-    return tuple(results) if len(results) > 1 else results[0]
+def returned(results: Sequence[Tensor | None]) -> Any:
+    """Results as an operator returns them: a tensor where there is one, else a tuple. None is a view: autograd lets no
+    view that an operator returns be changed in place.
+    """
+    own = [torch.ops.aten._unsafe_view(y, y.shape) if y is not None and y._is_view() else y for y in results]
+    return tuple(own) if len(own) > 1 else own[0]
 
 
 def _sizes(texts: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:

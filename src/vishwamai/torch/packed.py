@@ -18,6 +18,7 @@ from vishwamai.torch import bridge
 from vishwamai.torch.arguments import checks_its_own
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.operator import TorchOperator
+from vishwamai.torch.torch_private import is_transformed
 
 
 def result_dtype(call: Any, of_b: torch.dtype) -> torch.dtype:
@@ -67,6 +68,11 @@ def pack_weight(weight: Tensor, *, transpose: bool = False, isa: str | None = No
     if not isinstance(weight, Tensor):
         raise UnsupportedError(
             f"pack_weight: `weight` is a {type(weight).__name__}; pass a tensor: `gemm` takes a QTensor as it is."
+        )
+    if is_transformed((weight,)):
+        raise UnsupportedError(
+            "pack_weight: a transform (torch.func, forward mode) is in force, and packed bytes have no derivative; "
+            "pack the weight before it, or pass it to `gemm` as it is."
         )
     if bridge.platform_of(weight) != "cpu":
         raise UnsupportedError(f"pack_weight: `weight` is on {weight.device}; pass it to `gemm` there as it is.")

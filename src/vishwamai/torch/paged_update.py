@@ -17,6 +17,7 @@ from vishwamai.torch import bridge
 from vishwamai.torch.arguments import check_tensors, checks_its_own
 from vishwamai.torch.paged_attention import aligned, count, pools, scales
 from vishwamai.torch.paged_attention import check_tables as check_page_tables
+from vishwamai.torch.torch_private import has_tangent
 
 _NAME = "update_pages"
 
@@ -103,7 +104,8 @@ def update_pages(
     if isinstance(rope_tables, (tuple, list)):
         angles = tuple(x[0] if x.dim() == 3 and x.shape[0] == 1 else x for x in rope_tables)
     check_rope_tables(_NAME, key, angles, interleaved)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (k_pages, v_pages, key, value)):
+    floats = k_pages, v_pages, key, value
+    if has_tangent(floats) or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in floats)):
         raise UnsupportedError(f"{_NAME}: pages have no gradient; call it under torch.no_grad(), or detach the keys.")
     factors = scales(_NAME, k_pages, kv_heads_of(k_pages, form), k_scale=k_scale, v_scale=v_scale)
     sequences = count(_NAME, num_seqs, kv_lens)

@@ -20,7 +20,7 @@ from vishwamai.torch import bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.sharding import beside, is_dtensor
-from vishwamai.torch.torch_private import only_computes
+from vishwamai.torch.torch_private import constant_result, only_computes
 
 
 def _pack(spec: RopeSpec, tensors: Operands) -> Operands:
@@ -47,7 +47,7 @@ _rope = TorchOperator(
 # What the host computes of a scaling, apart, so that the compiler takes it for numbers.
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _checked(name: str, head_dim: int, theta: float, scaling: Any, rotary_dim: int | None) -> tuple[Any, ...]:
     """(rotary_dim, theta, the length from which frequencies change, the factor on cos and sin, the coordinate of each
     pair under `MRopeScaling`, the factor of `NtkScaling`).
@@ -58,13 +58,13 @@ def _checked(name: str, head_dim: int, theta: float, scaling: Any, rotary_dim: i
     return rotary_dim, theta, parsed.threshold, float(parsed.magnitude), coordinates, factor
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _frequencies(scaling: Any, rotary_dim: int, theta: float, length: int) -> list[float]:
     """Radians a position."""
     return parse_scaling(scaling).frequencies(rotary_dim, theta, length).tolist()
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _turns(scaling: Any, rotary_dim: int, theta: float, length: int) -> list[float]:
     """Turns a position, whole numbers below 2^53, see `fixed_point`."""
     return fixed_point(parse_scaling(scaling).frequencies(rotary_dim, theta, length)).astype(float).tolist()

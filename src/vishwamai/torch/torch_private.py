@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -21,4 +24,24 @@ def only_computes(tensors: Iterable[Any]) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return False
-    return all(x is None or (type(x) in _PLAIN and not _is_mapped(x)) for x in tensors)
+    return all(x is None or (type(x) in _PLAIN and not _is_mapped(x) and not x.is_meta) for x in tensors)
+
+
+def is_transformed(tensors: Iterable[Any]) -> bool:
+    """Whether a transform of `torch.func` is in force, or a tensor has a tangent."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or has_tangent(tensors)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def has_tangent(tensors: Iterable[Any]) -> bool:
+    """Whether forward mode differentiates one of the tensors."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def constant_result(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which would import the whole compiler (2 s) to set this mark."""
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function

@@ -148,6 +148,41 @@ def _backward(
     return Operands(dq, dk, dv, sinks=dsinks)
 
 
+def _directions(tangents: Tensors, q: slice, kv: slice) -> Operands:
+    """The tangents of one sequence's operands, as `_each` has those."""
+    sides = zip(tangents[:3], (q, kv, kv), strict=True)
+    return Operands(*(None if t is None else t[None, rows] for t, rows in sides), sinks=tangents.sinks)
+
+
+def _tangents(tensors: Tensors, tangents: Tensors, given: Sequence[Any]) -> Outputs:
+    query, _, value, *_ = tensors
+    wide, out = torch.promote_types(query.dtype, torch.float32), query.new_zeros((*query.shape[:2], value.shape[2]))
+    logsumexp = query.new_zeros((query.shape[1], query.shape[0]), dtype=wide)
+    options = OperatorOptions(*given[2:])._replace(layout="bshd")
+    for q, kv, one in _each(tensors, given):
+        part, lse = attention.tangents(one, _directions(tangents, q, kv), options)
+        out[q], logsumexp[:, q] = part[0], lse[0]
+    return Outputs(out, logsumexp)
+
+
+def _gradient_tangents(
+    cotangents: Outputs, of_cotangents: Outputs, tensors: Tensors, tangents: Tensors, given: Sequence[Any]
+) -> Operands:
+    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in tensors[:3])
+    dsinks = None if tensors.sinks is None else torch.zeros_like(tensors.sinks)
+    options = OperatorOptions(*given[2:])._replace(layout="bshd")
+    for q, kv, one in _each(tensors, given):
+        of, moved = (
+            Outputs(None if o is None else o[None, q], None if lse is None else lse[None, :, q])
+            for o, lse in (cotangents, of_cotangents)
+        )
+        found = attention.gradient_tangents(of, moved, one, _directions(tangents, q, kv), options)
+        dq[q], dk[kv], dv[kv] = (part[0] for part in found[:3])
+        if dsinks is not None:
+            dsinks += found.sinks[0]
+    return Operands(dq, dk, dv, sinks=dsinks)
+
+
 _varlen = TorchOperator(
     ATTENTION,
     Outputs,
@@ -159,6 +194,8 @@ _varlen = TorchOperator(
     optional=("logsumexp",),
     forward=_forward,
     backward=_backward,
+    tangents=_tangents,
+    gradient_tangents=_gradient_tangents,
     one_by_one=True,
     name="attention_varlen",
 )

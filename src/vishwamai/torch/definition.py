@@ -1,0 +1,104 @@
+"""Tangents of an op's outputs and of its gradients, by JAX's forward mode of the op's definition (its last
+implementation, plain `jax.numpy`), on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from torch import Tensor
+
+from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.gradients import autodiff_backward
+from vishwamai.core.op import Op
+from vishwamai.torch import bridge
+
+
+def outputs_tangent(op: Op[Any], spec: Any, operands: Any, directions: Any) -> Any:
+    """The tangents of the outputs.
+
+    Args:
+      op: what is computed.
+      spec: of the operands.
+      operands: tensors in the op's layout.
+      directions: their tangents, None for an operand that has none.
+
+    Raises:
+      UnsupportedError: the tensors are on a GPU.
+    """
+    _check_device(op, operands[0])
+    return bridge.on_cpu(_outputs_tangent(op, spec), operands, directions)
+
+
+def gradients_tangent(
+    op: Op[Any], spec: Any, operands: Any, directions: Any, cotangents: Any, cotangent_directions: Any
+) -> Any:
+    """The tangents of the operands' gradients; the arguments are those of `outputs_tangent`, and the cotangents of the
+    outputs with their tangents, None for those that are zero.
+
+    Raises:
+      UnsupportedError: the tensors are on a GPU.
+    """
+    _check_device(op, operands[0])
+    return bridge.on_cpu(_gradients_tangent(op, spec), operands, directions, cotangents, cotangent_directions)
+
+
+def _check_device(op: Op[Any], tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            f"{op.name}: forward-mode differentiation (torch.func.jvp, jacfwd, linearize, hessian, dual tensors) has "
+            f"its definition on the CPU only, and the tensors are on {tensor.device}; move them to the CPU, or use "
+            "reverse mode (torch.func.vjp, jacrev, backward)."
+        )
+
+
+def _definition(op: Op[Any], spec: Any) -> Callable[[Any], Any]:
+    last = op.implementations[-1]
+    config = op.choose(spec, bridge.cpu_target(), implementation=last.name).config
+    return lambda operands: last.forward(spec, config, operands, False)[0]
+
+
+def _moving(operands: Any, directions: Any) -> Any:
+    """The operands that have a tangent, None in place of the others."""
+    return type(operands)(*(None if t is None else x for x, t in zip(operands, directions, strict=True)))
+
+
+def _merged(operands: Any, moving: Any) -> Any:
+    return type(operands)(*(x if m is None else m for x, m in zip(operands, moving, strict=True)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _outputs_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
+    run = _definition(op, spec)
+
+    def tangent(operands: Any, directions: Any) -> Any:
+        function = lambda moving: run(_merged(operands, moving))  # noqa: E731
+        return jax.jvp(function, (_moving(operands, directions),), (directions,))[1]
+
+    return jax.jit(tangent)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gradients_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
+    run = _definition(op, spec)
+    backward = autodiff_backward(lambda _, __, operands, ___: (run(operands), None))
+
+    def filled(values: Any, shapes: Any) -> Any:
+        pairs = zip(values, shapes, strict=True)
+        return type(shapes)(*(jnp.zeros(y.shape, y.dtype) if x is None and y is not None else x for x, y in pairs))
+
+    def tangent(operands: Any, directions: Any, cotangents: Any, cotangent_directions: Any) -> Any:
+        outputs = jax.eval_shape(run, operands)
+        cotangents, cotangent_directions = filled(cotangents, outputs), filled(cotangent_directions, outputs)
+
+        def gradients(moving: Any, cotangents: Any) -> Any:
+            return backward(spec, None, _merged(operands, moving), None, None, cotangents)
+
+        at = _moving(operands, directions), cotangents
+        return jax.jvp(gradients, at, (directions, cotangent_directions))[1]
+
+    return jax.jit(tangent)
