@@ -10,7 +10,7 @@ ENTRIES = [pytest.param(entry, id=str(entry)) for entry in public_fuzz.entries()
 RESULTS = {  # classes that users are given, and do not make
     "Compiled", "CompilerProblem", "Cost", "Kernel", "KernelSchedule", "Memory", "Profile", "Report", "Schedule",
     "TPUKernel",
-    "PackedQTensor", "PackedWeight", "QTensor", "Allocation", "MemorySettings", "MemoryStats",
+    "CodeTensor", "PackedQTensor", "PackedWeight", "QTensor", "Allocation", "MemorySettings", "MemoryStats",
     "Estimate", "Measurement", "DataParallelConfig", "KernelLayout", "MemoryLayout", "XlaReport",
     "ProfileResults", "RuntimeConfig", "FlagTrial", "FlagTuning",
     "ArrayPlace", "ExchangeEstimate", "OverlapEstimate", "Processes", "ShardingTable", "Span", "SplitAttentionEstimate",

@@ -1,7 +1,7 @@
 """quantize, and gemm of QTensors: what the contract suite's cases do not show."""
 
 # Calls take NumPy arrays here, and values that are wrong on purpose.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 import jax
 import jax.numpy as jnp

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the table below, as tools read it
+    from vishwamai.core.code_tensor import CodeFormat, CodeTensor
     from vishwamai.core.config import KernelConfig, current_config, kernel_config
     from vishwamai.core.errors import (
         DeviceError,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:  # the table below, as tools read it
     from vishwamai.ops.moe import grouped_gemm, moe_combine, moe_dispatch, moe_layer, moe_routing
     from vishwamai.ops.norm import layer_norm, rms_norm
     from vishwamai.ops.paged_attention import ragged_paged_attention, update_pages
-    from vishwamai.ops.quantization import dequantize, fake_quantize, quantize
+    from vishwamai.ops.quantization import dequantize, fake_quantize, load_codes, quantize, save_codes
     from vishwamai.ops.rope import (
         LinearScaling,
         Llama3Scaling,
@@ -56,6 +57,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "CodeFormat",
+    "CodeTensor",
     "DeviceError",
     "FallbackWarning",
     "KernelConfig",
@@ -92,6 +95,7 @@ __all__ = [
     "kernel_config",
     "layer_norm",
     "linear_cross_entropy",
+    "load_codes",
     "log_softmax",
     "merge_attention",
     "moe_combine",
@@ -103,12 +107,14 @@ __all__ = [
     "ragged_paged_attention",
     "relu2",
     "rms_norm",
+    "save_codes",
     "silu",
     "softmax",
     "update_pages",
 ]
 
 _MODULES = {
+    "core.code_tensor": "CodeFormat CodeTensor",
     "core.config": "KernelConfig current_config kernel_config",
     "core.errors": "DeviceError FallbackWarning KernelError ShapeError UnsupportedError VishwamaiError",
     "core.explain": "explain",
@@ -125,7 +131,7 @@ _MODULES = {
     "ops.moe": "grouped_gemm moe_combine moe_dispatch moe_layer moe_routing",
     "ops.norm": "layer_norm rms_norm",
     "ops.paged_attention": "ragged_paged_attention update_pages",
-    "ops.quantization": "dequantize fake_quantize quantize",
+    "ops.quantization": "dequantize fake_quantize load_codes quantize save_codes",
     "ops.rope": "LinearScaling Llama3Scaling LongRopeScaling MRopeScaling NtkScaling RotaryCache YarnScaling "
     "apply_rope",
     "ops.softmax": "log_softmax softmax",

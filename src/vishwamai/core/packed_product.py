@@ -239,7 +239,7 @@ def packed_product(
     def arrays(name: str, w: PackedQTensor | None) -> tuple[Any, Any]:
         if w is None:
             return None, None
-        guarded: Any = undifferentiable(f"{function}: `{name}`", w.values, w.scales)
+        guarded: Any = undifferentiable(f"{function}: `{name}` is a PackedQTensor", w.values, w.scales)
         return tuple(a[None] if lead else a[None, None] for a in guarded)
 
     operands = Operands(

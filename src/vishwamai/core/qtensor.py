@@ -65,8 +65,8 @@ def format_name(name: str) -> str:
     Raises:
       ShapeError: there is no such format.
     """
-    found = _ALIASES.get(name, name)
-    if found not in FORMATS:
+    found = _ALIASES.get(name, name) if isinstance(name, str) else None
+    if found is None or found not in FORMATS:
         raise ShapeError(f"quantize: `format` is {name!r}; pass one of {', '.join((*FORMATS, *_ALIASES))}.")
     return found
 
@@ -168,7 +168,7 @@ def expand(scales: Any, axis: int, block_size: int, size: int) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def undifferentiable(name: str, values: Any, scales: Any) -> Any:
     """(values, scales) as they are; whoever asks for their gradient gets an error that begins with `name`, such as
-    "gemm: `b`".
+    "gemm: `b` is a QTensor".
     """
     del name
     return values, scales
@@ -176,7 +176,7 @@ def undifferentiable(name: str, values: Any, scales: Any) -> Any:
 
 def _no_gradient(name: str, saved: Any, cotangents: Any) -> Any:
     raise UnsupportedError(
-        f"{name} is a QTensor, and quantized values have no gradient; differentiate with respect to the other "
+        f"{name}, and quantized values have no gradient; differentiate with respect to the other "
         "arguments only, or train the float array through `fake_quantize`, whose gradient is straight-through."
     )
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import vishwamai
+from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.weight import Weight
@@ -45,7 +46,9 @@ def mixture(
     gate_bias, up_bias, down_bias = (arrays.get(f"expert_{name}_bias") for name in _NAMES)
     biases = (gate_bias, up_bias, axes.once(down_bias))
     router, options = arrays["router"].astype(jnp.float32), _routing(experts, arrays)
-    weights = tuple(w if isinstance(w, (QTensor, PackedQTensor, Weight)) else w.astype(x.dtype) for w in weights)
+    weights = tuple(
+        w if isinstance(w, (QTensor, PackedQTensor, CodeTensor, Weight)) else w.astype(x.dtype) for w in weights
+    )
     unit = {"activation": config.activation}
     if experts.clamped_limit is not None:
         unit = {"activation": "swigluoai", "limit": experts.clamped_limit}
@@ -64,7 +67,7 @@ def explicit_axis(weight: Any) -> str | None:
     """The explicit mesh axis over which experts `[experts, in, out]` are split; None where they are whole, as packed
     ones and those of a `Weight` are.
     """
-    if isinstance(weight, (PackedQTensor, Weight)):
+    if isinstance(weight, (PackedQTensor, CodeTensor, Weight)):
         return None
     found = jax.typeof(weight.values if isinstance(weight, QTensor) else weight).sharding
     return found.spec[0] if found.mesh.explicit_axes else None

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
+from vishwamai.core.code_product import by_columns
+from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.config import ambient_target, cast_for_matmul, current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
@@ -51,7 +53,8 @@ def gated_linear_unit(
       x: `[..., features]`, bfloat16, float16, float32 or float64.
       weights: (gate, up), `[features, hidden]` each, or one array `[2, features, hidden]`; of the dtype of `x`. Or a
         pair of `QTensor`s of one format with a scale for each column (`quantize(w, axis=-2)`), which multiply as in
-        `gemm`; or a pair of `PackedQTensor`s (see `pack_weight`).
+        `gemm`; or a pair of `PackedQTensor`s (see `pack_weight`), or of `CodeTensor`s, which are dequantized to the
+        dtype of `x` a tile of columns at a time.
       activation: "relu", "relu2", "silu", "gelu" (exact), "gelu_tanh", "sigmoid", "tanh", or None.
       precision: of float32 products: "highest" (the default: float32 accuracy) or "high" (about 16 bits); None takes
         the ambient one.
@@ -77,6 +80,14 @@ def gated_linear_unit(
                 f"{name}: `weights` is a sequence of {len(weights)}; pass (gate, up), or one array of shape (2, "
                 "features, hidden)."
             )
+        if any(isinstance(w, CodeTensor) for w in weights):
+            rows = as_array(name, "x", x)
+
+            def unit(*tiles: Any) -> Any:
+                options = {"precision": precision, "config": config, "implementation": implementation}
+                return gated_linear_unit(rows, tiles, activation, **options)
+
+            return by_columns(name, unit, weights, rows.dtype)
         if any(isinstance(w, PackedQTensor) for w in weights):
             return _packed(x, weights, activation, config, implementation)
         x = as_array(name, "x", x)
@@ -139,7 +150,7 @@ def _quantized(x: jax.Array, weights: Any) -> Operands:
     check_quantized(weights)
     arrays = []
     for i, w in enumerate(weights):
-        guarded: Any = undifferentiable(f"gated_linear_unit: `weights[{i}]`", w.values, w.scales)
+        guarded: Any = undifferentiable(f"gated_linear_unit: `weights[{i}]` is a QTensor", w.values, w.scales)
         values, scales = guarded
         scales = scale_values(scales, accumulator_dtype(x.dtype))
         scales = jnp.broadcast_to(scales, values.shape[-1:]) if w.axis is None else jnp.squeeze(scales, -2)

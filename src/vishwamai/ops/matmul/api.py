@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
+from vishwamai.core.code_product import by_columns, check_options
+from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.config import cast_for_matmul, current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
@@ -37,7 +39,7 @@ MATMUL: Op[MatmulSpec] = Op("gemm", (PALLAS_TPU, TRITON, NATIVE, XLA), split=spl
 @checked
 def gemm(
     a: Num[Array, "*batch M K"] | QTensor,
-    b: Num[Array, "*batch K N"] | QTensor | PackedWeight | PackedQTensor,
+    b: Num[Array, "*batch K N"] | QTensor | PackedWeight | PackedQTensor | CodeTensor,
     *,
     bias: Any = None,
     activation: str | None = None,
@@ -64,9 +66,9 @@ def gemm(
         of it or blocks of it. One scale for a row is applied to the sum; with one for each block the operand is
         dequantized tile by tile, to the dtype of the products, and never stored so.
       b: `[..., K, N]`, or `[..., N, K]` with `transpose_b`, or a `QTensor`, or a `PackedWeight` of the dtype of `a`
-        (see `pack_weight`), or a `PackedQTensor`, which comes with its scales. Floats of different width promote as in
-        JAX; a narrow operand beside a wider float is brought to the wider dtype, exactly; an integer with a narrow
-        float is an error.
+        (see `pack_weight`), or a `PackedQTensor`, which comes with its scales, or a `CodeTensor`, which is dequantized
+        to the dtype of `a` a tile of columns at a time. Floats of different width promote as in JAX; a narrow operand
+        beside a wider float is brought to the wider dtype, exactly; an integer with a narrow float is an error.
       bias: `[N]`, or `[..., N]` with batch axes; added to the scaled sum.
       activation: "relu", "relu2" (its square), "silu", "gelu" (exact), "gelu_tanh", "sigmoid", "tanh", or None.
       transpose_a: a is stored with its contracted axis first. No copy is made.
@@ -106,6 +108,17 @@ def gemm(
         config = block_size
     if out_dtype is not None:
         out_dtype = as_jax_dtype("gemm", "out_dtype", out_dtype)
+    if isinstance(b, CodeTensor):
+        others = {"transpose_a": transpose_a, "transpose_b": transpose_b, "scale_b": scale_b}
+        check_options("gemm", "b", **others, a=a if isinstance(a, QTensor) else None)
+        options = {"activation": activation, "precision": precision, "out_dtype": out_dtype, "scale_a": scale_a}
+        options |= {"config": config, "implementation": implementation}
+        x = as_array("gemm", "a", a)
+
+        def product(tile: Any, bias: Any) -> Any:
+            return gemm(x, tile, bias=bias, **options)
+
+        return by_columns("gemm", product, (b,), x.dtype, (None if bias is None else as_array("gemm", "bias", bias),))
     if isinstance(b, PackedQTensor):
         others = {"transpose_a": transpose_a, "transpose_b": transpose_b, "config": config}
         others |= {"scale_a": scale_a, "scale_b": scale_b}

@@ -33,7 +33,7 @@ def _unpack(name: str, x: Any, contracted: int, scale: Any) -> tuple[Any, Any, i
     if not isinstance(x, QTensor):
         return x, scale, 0
     check_quantized(name, x, contracted, scale)
-    guarded: Any = undifferentiable(f"gemm: `{name}`", x.values, x.scales)
+    guarded: Any = undifferentiable(f"gemm: `{name}` is a QTensor", x.values, x.scales)
     values, scales = guarded
     if x.axis is None:
         return values, scales, 0

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
+from vishwamai.core.code_product import by_columns
+from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.config import cast_for_matmul
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.op import Op
@@ -45,7 +47,7 @@ MOE: Op[GroupedSpec] = Op("grouped_gemm", (PALLAS_TPU, TRITON, NATIVE, XLA), spl
 @checked
 def grouped_gemm(
     lhs: Float[Array, "*batch M K"] | QTensor,
-    rhs: Float[Array, "*batch G K N"] | QTensor | PackedQTensor,
+    rhs: Float[Array, "*batch G K N"] | QTensor | PackedQTensor | CodeTensor,
     group_sizes: Int[Array, "*batch G"],
     *,
     group_offset: int | Int[Array, ""] | None = None,
@@ -70,13 +72,14 @@ def grouped_gemm(
       rhs: `[G, K, N]`, or `[..., G, K, N]` with the batch axes of `lhs`; of the dtype of `lhs`. Or a `QTensor` of such
         a shape whose numbers share scales along K (`axis=-2`, in blocks or not), or all of them one scale; its values
         are multiplied in the dtype of `lhs`. Or a `PackedQTensor` of G groups (see `pack_weight`), with `lhs` `[M, K]`.
+        Or a `CodeTensor`, which is dequantized to the dtype of `lhs` a tile of columns at a time.
       group_sizes: `[G]` (with `group_offset`, of all groups) or `[..., G]`, integers of zero or more, whose sum is at
         most M. Others are an error where their values are known. Where they are traced, a negative size counts as 0 and
         what is beyond M is cut off; `KernelConfig(checks=True)` makes them an error there too.
       group_offset: the first group that `rhs` has a matrix for, an int or a traced scalar; one out of range is an error
         where it is known, and is clamped where it is traced. None: `rhs` has the matrices of all groups.
       transpose_rhs: the matrices are stored `[..., G, N, K]`, the contracted axis last, as checkpoints of experts often
-        hold them. No copy is made. Not with a `QTensor` or a `PackedQTensor`.
+        hold them. No copy is made. Not with quantized matrices.
       out_dtype: dtype of the result; by default that of `lhs`.
       block_size: about how many rows and columns a tile has; None lets the library choose.
       config: tiles (a `GroupedConfig`), a block size, or None.
@@ -105,6 +108,14 @@ def grouped_gemm(
             f"grouped_gemm: `lhs` is a QTensor of {lhs.format}, which no grouped kernel takes; pass "
             "`vishwamai.dequantize(lhs)`."
         )
+    if isinstance(rhs, CodeTensor):
+        rows = as_array("grouped_gemm", "lhs", lhs)
+
+        def product(tile: Any) -> Any:
+            options = {"out_dtype": out_dtype, "config": config, "implementation": implementation}
+            return grouped_gemm(rows, tile, group_sizes, group_offset=group_offset, **options)
+
+        return by_columns("grouped_gemm", product, (rhs,), rows.dtype)
     if isinstance(rhs, PackedQTensor):
         if jnp.ndim(lhs) != 2 or config is not None or group_offset is not None:
             raise ShapeError(
@@ -118,7 +129,7 @@ def grouped_gemm(
     scale, block_k = None, 0
     if isinstance(rhs, QTensor):
         rhs, scale, block_k = unpack_weights(rhs)
-        guarded: Any = undifferentiable("grouped_gemm: `rhs`", rhs, scale)
+        guarded: Any = undifferentiable("grouped_gemm: `rhs` is a QTensor", rhs, scale)
         rhs, scale = guarded
     named = (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes))
     lhs, rhs, group_sizes = (as_array("grouped_gemm", name, x) for name, x in named)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from vishwamai.core import observe
 from vishwamai.core.activations import activate
 from vishwamai.core.arguments import checked
+from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.links import AxisLinks
 from vishwamai.core.packed_qtensor import PackedQTensor
@@ -55,9 +56,9 @@ class MoEOutput(NamedTuple):
 def moe_layer(
     tokens: Float[Array, "*tokens d"],
     router_weights: Float[Array, "d experts"],
-    gate: Float[Array, "experts d f"] | QTensor | PackedQTensor | Weight | None,
-    up: Float[Array, "experts d f"] | QTensor | PackedQTensor | Weight,
-    down: Float[Array, "experts f d"] | QTensor | PackedQTensor | Weight,
+    gate: Float[Array, "experts d f"] | QTensor | PackedQTensor | CodeTensor | Weight | None,
+    up: Float[Array, "experts d f"] | QTensor | PackedQTensor | CodeTensor | Weight,
+    down: Float[Array, "experts f d"] | QTensor | PackedQTensor | CodeTensor | Weight,
     *,
     top_k: int = 2,
     biases: Sequence[Float[Array, "experts _"] | None] | None = None,
@@ -88,7 +89,7 @@ def moe_layer(
       tokens: `[..., d]`.
       router_weights: `[d, E]`.
       gate: `[E, d, f]`, or None for experts without a gate, `down_e(act(x up_e))`; like `up` and `down` an array, or
-        what `grouped_gemm` takes in its place: a `QTensor`, or a `PackedQTensor` of E experts; or a
+        what `grouped_gemm` takes in its place: a `QTensor`, a `PackedQTensor` of E experts or a `CodeTensor`; or a
         `vishwamai.core.weight.Weight`, which multiplies by a rule of its own.
       up: `[E, d, f]`.
       down: `[E, f, d]`.
@@ -182,7 +183,7 @@ def moe_layer(
 
 def _weight(name: str, x: Any) -> Any:
     """An argument as an array of JAX; experts may be quantized, or multiply by themselves."""
-    own = isinstance(x, (QTensor, PackedQTensor, Weight)) and name in ("gate", "up", "down")
+    own = isinstance(x, (QTensor, PackedQTensor, CodeTensor, Weight)) and name in ("gate", "up", "down")
     return x if own else as_array("moe_layer", name, x)
 
 

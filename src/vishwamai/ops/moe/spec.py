@@ -12,7 +12,9 @@ import numpy as np
 
 from vishwamai.core import dims
 from vishwamai.core.arrays import cut, namespace
+from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
 from vishwamai.core.qtensor import FP4, INT4, QTensor, bits
 from vishwamai.core.signature import Signature, described
@@ -160,7 +162,7 @@ def check_transposed(rhs: Any, transpose_rhs: bool) -> None:
     Raises:
       ShapeError: they are quantized.
     """
-    if transpose_rhs and hasattr(rhs, "format"):
+    if transpose_rhs and isinstance(rhs, (QTensor, PackedQTensor, CodeTensor)):
         raise ShapeError(
             f"grouped_gemm: `rhs` is a {type(rhs).__name__}, and `transpose_rhs` is for arrays; quantize matrices "
             "[..., G, K, N] with axis=-2, without it."

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
+from vishwamai.core.code_tensor import CodeFormat, CodeTensor
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import FORMATS, QTensor, format_name
 from vishwamai.core.spec import as_jax_dtype
+from vishwamai.ops.quantization.codes import encoded
 from vishwamai.ops.quantization.rounding import magnitude, rounded
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ _SCALES = ("absmax", "percentile")
 _ROUNDINGS = ("nearest", "stochastic")
 
 
-@checked
+@overload
 def quantize(
     x: Float[Array, ...],
     format: str = "int8",
@@ -33,17 +35,36 @@ def quantize(
     percentile: float = 99.9,
     rounding: str = "nearest",
     key: Key[Array, ""] | None = None,
-) -> QTensor:
+) -> QTensor: ...
+
+
+@overload
+def quantize(x: Float[Array, ...], format: CodeFormat, *, axis: int | None = -1) -> CodeTensor: ...
+
+
+@checked
+def quantize(
+    x: Float[Array, ...],
+    format: str | CodeFormat = "int8",
+    *,
+    axis: int | None = -1,
+    block_size: int | None = None,
+    scale: str = "absmax",
+    percentile: float = 99.9,
+    rounding: str = "nearest",
+    key: Key[Array, ""] | None = None,
+) -> QTensor | CodeTensor:
     """Rounds an array to few bits: `values = round(x / scales)`, with one scale for all numbers that lie along `axis`,
     or for each block of them.
 
     A product contracts the axis along which scales are shared: the last one of activations `[..., M, K]`, axis -2 of
-    weights `[K, N]`. All formats are symmetric (no zero point). XLA fuses the whole of it into one or two passes, so
-    there is no kernel.
+    weights `[K, N]`. The named formats are symmetric (no zero point). XLA fuses the whole of it into one or two
+    passes, so there is no kernel.
 
     Args:
       x: any floating array; computed in float32 (float64 for float64).
-      format: "int8", "int4", "fp8_e4m3" (or "fp8"), "fp8_e5m2", "mxfp8_e4m3" (or "mxfp8"), "mxfp8_e5m2", "mxfp4".
+      format: "int8", "int4", "fp8_e4m3" (or "fp8"), "fp8_e5m2", "mxfp8_e4m3" (or "mxfp8"), "mxfp8_e5m2", "mxfp4";
+        or a `CodeFormat` of your own, for weights `[..., K, N]` with axis=-2, to the nearest of its levels.
       axis: the axis along which numbers share a scale, -1 and -2 counting from the end; None gives one scale for the
         whole array.
       block_size: how many neighbours along `axis` share a scale; the last block may be shorter. The MX formats have 32.
@@ -55,8 +76,8 @@ def quantize(
       key: a random key, for stochastic rounding.
 
     Returns:
-      A `QTensor`. A block of zeros has scale 1. NaN or infinity makes the scale of its block, and so all of the block,
-      NaN.
+      A `QTensor`; a `CodeTensor` in a `CodeFormat`. A block of zeros has scale 1. NaN or infinity makes the scale of
+      its block, and so all of the block, NaN.
 
     Raises:
       ShapeError: an argument is not one of those above, or they contradict one another.
@@ -69,6 +90,8 @@ def quantize(
     QTensor(float4_e2m1fn[64,16], uint8[2,16], format='mxfp4', axis=-2, block_size=32)
     """
     x = jnp.asarray(x)
+    if isinstance(format, CodeFormat):
+        return encoded(x, format, axis, {"block_size": block_size, "scale": scale, "rounding": rounding, "key": key})
     name = format_name(format)
     axis, block_size = check_quantize(x, name, axis, block_size, scale, percentile, rounding, key)
     wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
@@ -118,17 +141,18 @@ def check_quantize(
 
 
 @checked
-def dequantize(q: QTensor, dtype: Any = None) -> Float[Array, ...]:
-    """The array that a `QTensor` stands for: `values * scales`, rounded once to `dtype` (default float32).
+def dequantize(q: QTensor | CodeTensor, dtype: Any = None) -> Float[Array, ...]:
+    """The array that a `QTensor` or a `CodeTensor` stands for, rounded once to `dtype` (default
+    float32).
 
     Raises:
-      ShapeError: `q` is not a QTensor.
+      ShapeError: `q` is neither.
 
     >>> import jax.numpy as jnp
     >>> dequantize(quantize(jnp.array([0.5, -2.0, 7.0]), "int4"), jnp.bfloat16)
     Array([0, -2, 7], dtype=bfloat16)
     """
-    if not isinstance(q, QTensor):
+    if not isinstance(q, (QTensor, CodeTensor)):
         raise ShapeError(f"dequantize: `q` is a {type(q).__name__}; pass what `quantize` gives.")
     return q.dequantize(None if dtype is None else as_jax_dtype("dequantize", "dtype", dtype))
 
