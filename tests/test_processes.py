@@ -42,8 +42,8 @@ def start(count: int, *arguments: object, devices: int = 2, **environment: str) 
     return found
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 250) -> list[str]:
-    """The outputs of processes, which end well; of some that hang, where each of them was."""
+def finish(processes: list[subprocess.Popen[str]], timeout: float = 250, status: int = 0) -> list[str]:
+    """The outputs of processes, which end with a status; of some that hang, where each of them was."""
     until = time.monotonic() + timeout
     try:
         texts = [one.communicate(timeout=max(1.0, until - time.monotonic()))[0] for one in processes]
@@ -56,7 +56,7 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 250) -> list
         for one in processes:
             one.kill()
     for one, text in zip(processes, texts):
-        assert one.returncode == 0, text[-3000:]
+        assert one.returncode == status, text[-3000:]
     return texts
 
 

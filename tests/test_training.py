@@ -7,12 +7,14 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import struct
 import subprocess
 import sys
 import time
+import warnings
 from typing import Any
 
 import jax
@@ -20,21 +22,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import rotation
 import vishwamai
 from vishwamai import aot
-from vishwamai.core.errors import ConfigError, DeviceError
+from vishwamai.core.errors import ConfigError, DeviceError, ShapeError
+from vishwamai.models import Decoder
 from vishwamai.models.config import ModelConfig
 from vishwamai.training.adam import scale_by_adam
 from vishwamai.training.checkpoints import Checkpoints
 from vishwamai.training.config import GuardSection, LossSection, OptimizerSection, TrainConfig
 from vishwamai.training.config_file import from_dict, read_config
-from vishwamai.training.data import prepare
+from vishwamai.training.data import held_out_batches, prepare
+from vishwamai.training.model import split
 from vishwamai.training.optimizers import groups, optimizer, path_names, schedule
 from vishwamai.training.packing import IGNORED
+from vishwamai.training.parts import parameter_name
 from vishwamai.training.preferences import answer_logprobs
-from vishwamai.training.records import read_records
+from vishwamai.training.records import Record, read_records
 from vishwamai.training.run import train
 from vishwamai.training.step import accumulated, initial_state, moved_corrections, token_loss, train_step
 
@@ -170,6 +176,83 @@ def test_what_was_written_after_the_checkpoint_is_written_again(tmp_path):
     assert [r.step for r in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path):
+    config, run = small(tmp_path, steps=6, checkpoint={"every": 2}), tmp_path / "run"
+    uninterrupted = list(train(config, run))
+    expected = tensors(run)
+    shutil.rmtree(run / "model")
+    (run / "checkpoints" / "999").mkdir()
+    arrays = max((run / "checkpoints" / "6" / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(arrays.read_bytes())
+    content[len(content) // 2] ^= 0x10  # Orbax itself reads this without an error
+    arrays.write_bytes(content)
+    (run / "checkpoints" / "4" / "checksums.json").unlink()  # as after a kill
+    (run / "checkpoints" / "4" / "state" / "_METADATA").write_text("{")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:40], *lines[2:]]) + "\n")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = list(train(config, run, resume=True))
+    texts = "\n".join(str(w.message) for w in caught)
+    for step, reason in {999: "about/metadata is missing", 6: "d/.* is not as it was written", 4: "."}.items():
+        pattern = rf"checkpoint of step {step} is damaged: .*{reason}.*moved to .*damaged-checkpoints/{step}; remove it"
+        assert re.search(pattern, texts), texts
+    assert "goes on from the one before, such as that of step 2" in texts
+    assert re.search(r"metrics\.jsonl:2: the line is not a record of a step", texts)
+    assert [r.step for r in resumed] == [3, 4, 5, 6]
+    assert [r.loss for r in resumed] == [r.loss for r in uninterrupted[2:]]
+    assert all((expected[name] == value).all() for name, value in tensors(run).items())
+    assert [r.step for r in read_records(run / "metrics.jsonl")] == [1, 3, 4, 5, 6]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["2", "4", "6"]
+
+
+def test_tokens_that_have_changed_are_an_error(tmp_path):
+    config = small(tmp_path, steps=1)
+    list(train(config, tmp_path / "run"))
+    tokens = tmp_path / "run" / "data" / "source-0" / "tokens.bin"
+    content = bytearray(tokens.read_bytes())
+    content[7] ^= 1
+    tokens.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokens\.bin is not as it was written.*remove .*source-0, and --resume"):
+        next(train(config, tmp_path / "run", resume=True))
+
+
+def test_the_loss_that_is_reported_is_that_of_the_exported_model(tmp_path):
+    from vishwamai.models import from_pretrained
+
+    text = "".join(f"the {'quick brown fox jumps over'.split()[n % 5]} lazy dog number {n}.\n" for n in range(400))
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": line * 3}) + "\n" for line in text.splitlines()))
+    data = {"sources": [{"paths": [str(tmp_path / "lines.jsonl")]}], "sequence_length": 32, "holdout": 0.2}
+    described = {"data": data, "optimizer": {"learning_rate": 0.01, "ema_decay": 0.8}, "log": {"every": 100}}
+    config = small(tmp_path, **described, evaluation={"every": 3, "batches": 2}, checkpoint={"every": 100}, steps=8)
+    records = list(train(config, tmp_path / "run"))
+    assert [(r.step, r.evaluation_loss is not None) for r in records] == [(3, True), (6, True), (8, True)]
+    model = from_pretrained(tmp_path / "run" / "model", dtype=jnp.float32)
+    held_out = held_out_batches(prepare(config, tmp_path / "run" / "data"), config.batch_size)
+    total = count = 0.0
+    for batch in (held_out[0], held_out[1]):
+        hidden = model(*(jnp.asarray(batch[name]) for name in ("tokens", "positions", "segment_ids")))
+        total += float(
+            vishwamai.linear_cross_entropy(hidden, model.head_weight(), jnp.asarray(batch["labels"]), reduction="sum")
+        )
+        count += (batch["labels"] != IGNORED).sum()
+    assert records[-1].evaluation_loss == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_is_in_the_exit_status(tmp_path, number, status):
+    (tmp_path / "run.yaml").write_text(json.dumps(small_values(tmp_path, steps=100_000)))
+    command = [sys.executable, "-m", "vishwamai.cli", "train", str(tmp_path / "run.yaml"), "--output"]
+    with subprocess.Popen([*command, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True) as process:
+        until, metrics = time.monotonic() + 60, tmp_path / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(number)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == status and re.search(r"Stopped at step \d+ of 100000", text)
+
+
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
     config = small(tmp_path, steps=1)
     list(train(config, tmp_path / "run"))
@@ -192,11 +275,13 @@ def test_a_run_without_a_checkpoint_begins_with_another_configuration_on_resumpt
     assert read_config(tmp_path / "run" / "config.yaml") == config
 
 
-def test_training_stops_when_gradients_explode(tmp_path):
-    config = small(tmp_path, guard={"max_norm": 1e-9, "max_skips": 3})
+@pytest.mark.parametrize("every", [1, 100])
+def test_training_stops_when_gradients_explode(tmp_path, every):
+    config = small(tmp_path, guard={"max_norm": 1e-9, "max_skips": 3}, log={"every": every})
     with pytest.raises(DeviceError, match=r"3 steps in a row were skipped at step 3: loss .*guard\.max_norm"):
         list(train(config, tmp_path / "run"))
-    assert [r.skipped for r in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    expected = [1, 2, 3] if every == 1 else [3]
+    assert [r.skipped for r in read_records(tmp_path / "run" / "metrics.jsonl")] == expected
 
 
 QUADRATIC = {"tokens": np.ones((4, 3), np.float32), "labels": np.array([[1, 2, IGNORED]] * 4)}
@@ -300,8 +385,12 @@ def test_every_rule_descends_and_leaves_frozen_groups_alone(name):
 def test_schedules_begin_and_end_where_they_say():
     for name, middle in {"cosine": 0.55, "linear": 0.55, "constant": 1.0, "wsd": 1.0}.items():
         rate = schedule(OptimizerSection(learning_rate=1.0, warmup_steps=10, schedule=name, end_factor=0.1), 110)  # pyright: ignore[reportArgumentType]
-        found = [float(np.asarray(rate(step))) for step in (0, 10, 60, 110)]
-        np.testing.assert_allclose(found, [0, 1, middle, 1.0 if name == "constant" else 0.1], rtol=1e-5)
+        rates = [float(np.asarray(rate(earlier))) for earlier in (0, 9, 59, 109)]  # of steps 1, 10, 60 and 110
+        np.testing.assert_allclose(rates, [0.1, 1, middle, 1.0 if name == "constant" else 0.1], rtol=1e-5)
+        whole = schedule(OptimizerSection(learning_rate=1.0, schedule=name, end_factor=0.1), 7)  # pyright: ignore[reportArgumentType]
+        assert float(np.asarray(whole(0))) == 1.0 and (
+            name == "constant" or abs(float(np.asarray(whole(6))) - 0.1) < 1e-6
+        )
 
 
 def test_metrics_are_json_without_empty_keys(tmp_path):
@@ -309,6 +398,11 @@ def test_metrics_are_json_without_empty_keys(tmp_path):
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert {"step", "loss", "tokens", "tokens_per_second", "gradient_norm", "memory"} <= json.loads(line).keys()
     assert "evaluation_loss" not in line
+    record = read_records(tmp_path / "run" / "metrics.jsonl")[0]
+    line = dataclasses.replace(record, loss=float("nan"), gradient_norm=float("inf")).to_json()
+    values = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert values["loss"] is None and values["gradient_norm"] is None
+    assert np.isnan(Record.from_json(line).loss)
 
 
 def expert_losses(model, batch):
@@ -433,6 +527,36 @@ def test_the_correction_moves_towards_underused_experts_without_a_loss(tmp_path)
     # Each of six steps moves an expert up or down by 1/8, or leaves it where its load is the mean.
     assert (correction * 8 == np.round(correction * 8)).all() and 0.125 <= np.abs(correction).max() <= 0.75
     assert records[-1].load_balance is not None and 1 <= (records[-1].overload or 0) <= 4
+
+
+def test_padding_does_not_count_in_the_load_of_experts():
+    model = Decoder(
+        ModelConfig.from_dict(MIXTRAL | {"vocab_size": 64, "max_position_embeddings": 32}), rngs=nnx.Rngs(0)
+    )
+    tokens = jax.random.randint(jax.random.key(0), (2, 24), 0, 64)
+    positions = jnp.tile(jnp.arange(24) % 16, (2, 1))
+    segments = jnp.tile(jnp.arange(24) < 16, (2, 1)).astype(jnp.int32)
+    _, expected = model.with_load(tokens[:, :16], positions[:, :16], segments[:, :16])
+    _, loads = model.with_load(tokens, positions, segments)
+    for load, other in zip(loads, expected):
+        assert load is not None and load.counts.sum() == 2 * 16 * 2
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), load, other)
+    with pytest.raises(ShapeError, match=r"`token_mask` has shape \(3,\).*pass a mask of shape \(2,\)"):
+        vishwamai.moe_routing(jnp.ones((2, 4)), jnp.ones((4, 2)), token_mask=jnp.ones(3, bool))
+
+
+def test_biases_do_not_decay_though_experts_have_one_each():
+    config = {"model_type": "gpt_oss", "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 2}
+    described = ModelConfig.from_dict(
+        config | {"num_experts_per_tok": 1, "vocab_size": 64, "max_position_embeddings": 32}
+    )
+    parts = split(nnx.eval_shape(lambda: Decoder(described, rngs=nnx.Rngs(0))))
+    decays = jax.tree_util.tree_leaves_with_path(groups(OptimizerSection(), parts.params, parts.ranks)[0])
+    decaying = {parameter_name(path): decay for path, decay in decays}
+    biases = {name for name in decaying if "bias" in name}
+    assert {"expert_gate_bias", "expert_up_bias", "expert_down_bias", "router_bias"} <= biases
+    assert not any(decaying[name] for name in biases) and decaying["expert_gate"] == 0.1
 
 
 def test_a_correction_rises_where_tokens_are_few():

@@ -127,7 +127,6 @@ class Command:
       words: the command.
       resume: what is added where it goes on, and there is something in its directory by this name.
       readable: raises where what was written cannot be read.
-      saves: it may save and end with status 0 where it is interrupted, and says this then.
       ended: what it says at its end.
     """
 
@@ -137,7 +136,6 @@ class Command:
     written: str
     readable: Callable[[Path], None]
     ended: str
-    saves: str = ""
 
     def start(self, folder: Path, around: dict[str, str]) -> Running:
         there = (folder / self.written).exists()
@@ -158,8 +156,7 @@ def interrupt(command: Command, folder: Path, around: dict[str, str], chance: ra
     status = running.end()
     said = running.said()
     finished = command.ended in said and status in (0, -number)  # the signal came when it had done its work
-    saved = bool(command.saves) and status == 0 and command.saves in said
-    if not (finished or saved or (sent and status == STATUS[number])):
+    if not (finished or (sent and status == STATUS[number])):
         raise running.failure(f"{number.name} after {moment:.2f} s: it ended with status {status}")
     command.readable(folder)
     return f"{command.name}: {number.name} after {moment:.2f} s, {'ended before' if finished else f'status {status}'}"
@@ -215,7 +212,7 @@ def commands(vishwamai: str, config: Path) -> list[Command]:
     return [
         Command("bench", bench, ("--resume",), "r.json", read_all_json, "wrote r.json"),
         Command("tune", tune, (), "tables", read_all_json, "searched, "),
-        Command("train", train, ("--resume",), "run", read_run, "Done in", "Stopped at step"),
+        Command("train", train, ("--resume",), "run", read_run, "Done in"),
     ]
 
 

@@ -12,8 +12,9 @@ import argparse
 import importlib.util
 import sys
 import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vishwamai.cli import console, output
 from vishwamai.cli.function import CommandError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from vishwamai.training.config import TrainConfig
     from vishwamai.training.records import Record
+    from vishwamai.training.stop import Stopped
 
 _NEEDED = ("flax", "optax", "orbax", "grain", "pydantic", "yaml", "jinja2")
 
@@ -81,15 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
     records = train(config, arguments.output, arguments.resume, arguments.profile)
     if first:
         _show_unread(unread(arguments.output / "data"))
-    last = _follow(config, records, show=first)
-    if last is not None and last.step < config.steps:
+    stopped = _follow(config, records, show=first)
+    if stopped is not None:
         text = (
-            f"Stopped at step {last.step} of {config.steps}; the checkpoint is in {arguments.output / 'checkpoints'}. "
-            "The same command with --resume goes on."
+            f"Stopped at step {stopped.step} of {config.steps}; the checkpoint is in "
+            f"{arguments.output / 'checkpoints'}. The same command with --resume goes on."
         )
         if first:
             console.console().print(text)
-        return 0
+        return stopped.status
     text = first_alone(lambda: finish(config, arguments.output))
     if not first:
         return 0
@@ -119,22 +121,29 @@ def console_rule(title: str) -> str:
     return f"{f' {title} ' if title else '':-^80}"
 
 
-def _follow(config: TrainConfig, records: Any, show: bool) -> Record | None:
-    """Shows the records as they come: a live block on a terminal, a line now and then in a file."""
+def _follow(config: TrainConfig, records: Generator[Record, None, Stopped | None], show: bool) -> Stopped | None:
+    """Shows the records as they come: a live block on a terminal, a line now and then in a file. Returns what stopped
+    the run early.
+    """
+    stopped = None
+
+    def until_end() -> Iterator[Record]:
+        nonlocal stopped
+        stopped = yield from records
+
     out = console.console()
-    last = None
     if not (out.is_terminal and show):
         every = max(config.steps // 20, 1)
-        for last in records:
-            if show and (last.step == 1 or last.step % every == 0 or last.evaluation_loss is not None):
-                print(_line(config, last), flush=True)
-        return last
+        for record in until_end():
+            if show and (record.step == 1 or record.step % every == 0 or record.evaluation_loss is not None):
+                print(_line(config, record), flush=True)
+        return stopped
     from rich.live import Live
 
     with Live(console=out, refresh_per_second=4) as live:
-        for last in records:
-            live.update(_block(config, last))
-    return last
+        for record in until_end():
+            live.update(_block(config, record))
+    return stopped
 
 
 def _cells(config: TrainConfig, record: Record) -> dict[str, str]:

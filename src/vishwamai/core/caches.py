@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import time
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +126,15 @@ def writing(path: Path, caller: str, failures: tuple[type[Exception], ...] = (OS
         raise DeviceError(
             f"{caller}: {path} could not be written: {reason}. Make room, or choose another directory."
         ) from error
+
+
+def crc32(path: Path) -> int:
+    """The CRC-32 of a file."""
+    total = 0
+    with path.open("rb") as content:
+        while piece := content.read(1 << 24):
+            total = zlib.crc32(piece, total)
+    return total
 
 
 def is_special(path: Path) -> bool:

@@ -69,6 +69,7 @@ def layer(
     attend: Attend,
     pages: Any = None,
     axes: MeshAxes = ONE_DEVICE,
+    token_mask: Any = None,
 ) -> tuple[tuple[Any, Any], Any, ExpertLoad | None]:
     """One layer.
 
@@ -77,6 +78,7 @@ def layer(
       carry: (stream, delta), both `[batch, seq, hidden]`; their sum is what the layer sees. A delta of None is 0.
       pages: its pool of pages, or None.
       axes: inside `shard_map`, the mesh axes over which the model is split.
+      token_mask: as of `experts.mixture`.
 
     Returns:
       The next carry, the pages, and the load of its experts (None without).
@@ -91,7 +93,7 @@ def layer(
     x = checkpoint_name(x, "mlp_input")
     load = None
     if kind.experts and config.experts is not None:
-        out, load = mixture(config, config.experts, arrays, x, axes)
+        out, load = mixture(config, config.experts, arrays, x, axes, token_mask)
         if config.experts.shared:
             out = out + _feed_forward(config, arrays, x, axes, "shared_")
     else:

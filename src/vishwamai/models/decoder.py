@@ -121,6 +121,7 @@ class Decoder(nnx.Module):
           tokens: ids in the vocabulary.
           positions: of the tokens; None counts every row from 0.
           segment_ids: tokens see those of their own segment only (packed sequences); None for one segment a row.
+            Segment 0 is padding, which the load of the experts leaves out.
           wrap_layer: is applied to the function of one layer, or of one period of stacked layers, such as
             `jax.checkpoint`.
           axes: inside `shard_map`, the mesh axes over which the model is split.
@@ -149,7 +150,8 @@ class Decoder(nnx.Module):
             )
         rotate = rotation(self.config, positions)
         attend = attend_sequences(self.config, segment_ids, axes)
-        hidden, _, load = self._run(tokens, rotate, lambda _: attend, None, wrap_layer or (lambda f: f), axes)
+        mask = None if segment_ids is None else segment_ids > 0
+        hidden, _, load = self._run(tokens, rotate, lambda _: attend, None, wrap_layer or (lambda f: f), axes, mask)
         return hidden, load
 
     def step(
@@ -201,6 +203,7 @@ class Decoder(nnx.Module):
         pages: Any,
         wrap: Callable[..., Any],
         axes: MeshAxes = ONE_DEVICE,
+        token_mask: Any = None,
     ) -> tuple[Any, Any, tuple[ExpertLoad | None, ...]]:
         x = embedded(self.config, self.embed.get_value(), tokens, self.dtype, axes)
         carry, found, at = (x, jnp.zeros_like(x)), [], 0
@@ -211,7 +214,7 @@ class Decoder(nnx.Module):
             group = [one.arrays() for one in self.layers[at:end]]
             pools = None if pages is None else tuple(pages[at:end])
             carry, pools, load = run_segment(
-                self.config, segment, group, carry, rotate, attend, pools, wrap, axes, periods
+                self.config, segment, group, carry, rotate, attend, pools, wrap, axes, periods, token_mask
             )
             found += pools or ()
             loads += load
@@ -263,6 +266,7 @@ def run_segment(
     wrap: Callable[..., Any],
     axes: MeshAxes,
     periods: dict[Any, Callable[..., Any]] | None = None,
+    token_mask: Any = None,
 ) -> tuple[Any, tuple[Any, ...] | None, tuple[ExpertLoad | None, ...]]:
     """The layers of one segment: in turn, or by a scan over its periods, with the pools in the scan's carry, so that
     they are written in place.
@@ -279,6 +283,7 @@ def run_segment(
       axes: as `Decoder.__call__`.
       periods: the wrapped functions of segments that ran before with the same other arguments, by what they depend on;
         it gets this one's. Segments of the same kinds then share one function, which JAX traces once.
+      token_mask: as of `experts.mixture`.
 
     Returns:
       The next carry, the pools, and the load of the experts of each kind.
@@ -291,7 +296,7 @@ def run_segment(
             first = 0
             if pool is not None and segment.repeats > 1:
                 first = index * (jax.tree.leaves(pool)[0].shape[0] // segment.repeats)
-            carry, pool, load = layer(config, kind, group[place], carry, rotate, attend(first), pool, axes)
+            carry, pool, load = layer(config, kind, group[place], carry, rotate, attend(first), pool, axes, token_mask)
             written.append(pool)
             loads.append(load)
         return carry, None if pools is None else tuple(written), tuple(loads)

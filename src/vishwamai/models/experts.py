@@ -34,13 +34,19 @@ class ExpertLoad(NamedTuple):
 
 
 def mixture(
-    config: ModelConfig, experts: Experts, arrays: Mapping[str, Any], x: Any, axes: MeshAxes = ONE_DEVICE
+    config: ModelConfig,
+    experts: Experts,
+    arrays: Mapping[str, Any],
+    x: Any,
+    axes: MeshAxes = ONE_DEVICE,
+    token_mask: Any = None,
 ) -> tuple[Any, ExpertLoad]:
     """What the experts make of `x`, `[batch, seq, hidden]`, without the shared ones, and how they were used. Over the
     axis `tensor`, the first is the device's part of a sum.
 
     Args:
       axes: inside `shard_map`, the mesh axes over which the model is split.
+      token_mask: bool `[batch, seq]`, False for padding, which the load leaves out; None counts every token.
     """
     weights = tuple(arrays[f"expert_{name}"] for name in _NAMES)
     gate_bias, up_bias, down_bias = (arrays.get(f"expert_{name}_bias") for name in _NAMES)
@@ -55,11 +61,12 @@ def mixture(
     split = explicit_axis(weights[0])
     if split is not None:
         out = _over_experts(split, x, router, weights, biases, options, unit)
-        return out, _load(vishwamai.moe_routing(x, router, **options))
+        return out, _load(vishwamai.moe_routing(x, router, token_mask=token_mask, **options))
     made = vishwamai.moe_layer(x, router, *weights, biases=biases, expert_axis=axes.expert, **unit, **options)
     routing = made.routing
-    if axes.tokens:  # of the tokens of all devices; XLA merges what the two have in common
-        routing = vishwamai.moe_routing(x, router, axis_name=axes.tokens, **options)
+    if axes.tokens or token_mask is not None:  # XLA merges what the two have in common
+        over = axes.tokens or None
+        routing = vishwamai.moe_routing(x, router, axis_name=over, token_mask=token_mask, **options)
     return made.out, _load(routing)
 
 

@@ -1,11 +1,18 @@
 """Checkpoints of a run: the training state, the place in the data, and the version of their form, by Orbax.
 
 Orbax writes in the background and completes a step's directory last, so a process that is killed leaves no torn step.
+Orbax does not notice a changed byte in an array, so a checkpoint gets the checksums of its files once it is complete.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +20,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.training.step import TrainState
 
@@ -21,6 +29,12 @@ _FAILURES = (OSError, RuntimeError, ValueError)
 
 SCHEMA = 1
 """Version of what a checkpoint holds; it counts up when an older one cannot be read."""
+
+CHECKSUMS = "checksums.json"
+"""In the directory of a checkpoint: size and CRC-32 of each file, by its path there."""
+
+DAMAGED = "damaged-checkpoints"
+"""Next to the directory of checkpoints: those that could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +51,67 @@ def described(state: TrainState) -> TrainState:
 
 
 def holds_checkpoint(folder: Path) -> bool:
-    """Whether a directory has a complete checkpoint, whose name is its step."""
-    return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
+    """Whether a directory has a checkpoint that is not damaged."""
+    return any(damage(path) is None for path in _steps(folder))
+
+
+def damage(step: Path) -> str | None:
+    """What is wrong with the directory of a checkpoint, or None. Without checksums, such as after a kill, that it has
+    its parts is all that is checked.
+    """
+    for part in ("about/metadata", "state"):
+        if not (step / part).exists():
+            return f"{part} is missing"
+    try:
+        checksums = json.loads((step / CHECKSUMS).read_text(encoding="utf-8"))
+        for name, (size, crc) in checksums.items():
+            if (step / name).stat().st_size != size or caches.crc32(step / name) != crc:
+                return f"{name} is not as it was written"
+    except FileNotFoundError as error:
+        missing = Path(error.filename)
+        return None if missing.name == CHECKSUMS else f"{missing.relative_to(step)} is missing"
+    except (ValueError, TypeError, AttributeError):
+        return f"{CHECKSUMS} is not as it was written"
+    return None
+
+
+def _seal(step: Path) -> None:
+    """Writes the checksums of a complete checkpoint."""
+    with contextlib.suppress(OSError):  # a checkpoint without checksums is one all the same
+        paths = sorted(path for path in step.rglob("*") if path.is_file())
+        sums = {str(path.relative_to(step)): (path.stat().st_size, caches.crc32(path)) for path in paths}
+        caches.write(step / CHECKSUMS, json.dumps(sums))
+
+
+def _steps(folder: Path) -> Iterator[Path]:
+    """The directories of checkpoints, the newest first."""
+    names = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    yield from sorted(names, key=lambda path: -int(path.name))
+
+
+def set_damaged_aside(folder: Path) -> None:
+    """Moves the checkpoints of a directory that are damaged, and newer than the newest whole one, out of the way, each
+    with a warning. One process calls it.
+    """
+    for path in _steps(folder):
+        reason = damage(path)
+        if reason is None:
+            return
+        _set_aside(path, reason)
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    place = path.parent.parent / DAMAGED / path.name
+    shutil.rmtree(place, ignore_errors=True)
+    place.parent.mkdir(exist_ok=True)
+    path.rename(place)
+    older = next(_steps(path.parent), None)
+    start = "begins anew" if older is None else f"goes on from the one before, such as that of step {older.name}"
+    warnings.warn(
+        f"resume: the checkpoint of step {path.name} is damaged: {reason}. It was moved to {place}; remove it. The run "
+        f"{start}.",
+        stacklevel=3,
+    )
 
 
 class Checkpoints:
@@ -57,8 +130,10 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, keep: int):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
-        self.folder = Path(folder).absolute()
+        self.folder, self._keep = Path(folder).absolute(), keep
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._sealing = concurrent.futures.ThreadPoolExecutor(1) if jax.process_index() == 0 else None
+        self._begun: int | None = None  # the step of the newest checkpoint, which may not be complete
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -67,9 +142,13 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
             self._manager.close()
+            self._seal_begun()
         except _FAILURES as failure:
             if error is None:
                 raise self._unwritten(failure) from failure
+        finally:
+            if self._sealing is not None:
+                self._sealing.shutdown()
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
@@ -86,9 +165,20 @@ class Checkpoints:
         about = {"schema": SCHEMA, "data": data}
         parts = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
         try:
+            self._manager.wait_until_finished()  # as `save` does itself
+            self._seal_begun()
             self._manager.save(step, args=parts)
         except _FAILURES as failure:
             raise self._unwritten(failure) from failure
+        self._begun = step
+
+    def _seal_begun(self) -> None:
+        """Begins to write the checksums of the newest checkpoint, which is complete; reading it takes a while."""
+        if self._begun is not None and self._sealing is not None:
+            sealing = self._sealing.submit(_seal, self.folder / str(self._begun))
+            if self._keep == 1:  # Orbax will remove the directory while the next one is written
+                sealing.result()
+        self._begun = None
 
     def _unwritten(self, failure: BaseException) -> DeviceError:
         # The manager counts a step that it has begun to write; a directory has its name when it is whole.
@@ -102,31 +192,44 @@ class Checkpoints:
             "go on with --resume."
         )
 
-    def restore(self, like: TrainState, step: int | None = None) -> Restored:
-        """A checkpoint with the shapes, dtypes and shardings of `like`, which may lie on another mesh than it was saved
-        from.
+    def restore(self, like: TrainState) -> Restored:
+        """The newest checkpoint with the shapes, dtypes and shardings of `like`, which may lie on another mesh than it
+        was saved from. One that a kill left without checksums, and that cannot be read, is set aside with a warning;
+        where there are several processes it is an error.
 
         Args:
           like: a state, or its `jax.ShapeDtypeStruct`s.
-          step: which; None is the newest.
 
         Raises:
           ConfigError: there is none, or its form or its shapes are others.
         """
-        step = self.latest() if step is None else step
-        if step is None:
-            raise ConfigError(f"resume: {self.folder} holds no complete checkpoint; start without --resume.")
+        while (step := self.latest()) is not None:
+            place = self.folder / str(step)
+            try:
+                return self._read(step, described(like))
+            except ConfigError:
+                raise
+            except Exception as error:  # Orbax and TensorStore raise of every kind, `Exception` itself among them
+                reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+                if (place / CHECKSUMS).exists():
+                    raise ConfigError(
+                        f"resume: the checkpoint of step {step} is of another model or optimizer: {reason}"
+                    ) from error
+                if jax.process_count() > 1:
+                    raise ConfigError(
+                        f"resume: the checkpoint of step {step} cannot be read: {reason} Remove {place}; --resume then "
+                        "goes on from the one before."
+                    ) from error
+            _set_aside(place, reason)
+            self._manager.reload()
+        raise ConfigError(f"resume: {self.folder} holds no complete checkpoint; start without --resume.")
+
+    def _read(self, step: int, like: TrainState) -> Restored:
         about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
         if about["schema"] != SCHEMA:
             raise ConfigError(
                 f"resume: the checkpoint of step {step} has schema {about['schema']}; this version reads {SCHEMA}. "
                 "Resume with the version that wrote it."
             )
-        wanted = described(like)
-        try:
-            found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))
-        except ValueError as error:
-            raise ConfigError(
-                f"resume: the checkpoint of step {step} is of another model or optimizer: {error}"
-            ) from error
-        return Restored(found["state"], about["data"])
+        parts = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))
+        return Restored(parts["state"], about["data"])

@@ -104,7 +104,7 @@ class OptimizerSection(_Section):
     schedule: Literal["cosine", "linear", "constant", "wsd"] = key(
         "after the warmup; wsd: constant, then linear over the last fifth", "cosine"
     )
-    warmup_steps: Count = key("steps of linear warmup from 0", 0)
+    warmup_steps: Count = key("steps of linear warmup; the last of them has the peak, the first its share of it", 0)
     end_factor: Annotated[float, pydantic.Field(ge=0, le=1)] = key(
         "learning rate of the last step, relative to the peak", 0.1
     )
@@ -118,7 +118,9 @@ class OptimizerSection(_Section):
         "dtype of the first moment; int8 (adamw alone): both moments in 8 bits, with a scale for every 128 numbers",
         "float32",
     )
-    ema_decay: Share | None = key("decay of a moving average of the parameters, which is then exported", None)
+    ema_decay: Share | None = key(
+        "decay of a moving average of the parameters, which is then evaluated and exported", None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +161,7 @@ class CheckpointSection(_Section):
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSection(_Section):
-    every: Count = key("steps between evaluations on the held-out documents; 0: never", 0)
+    every: Count = key("steps between evaluations on the held-out documents; the last step has one, too; 0: never", 0)
     batches: Positive = key("batches in an evaluation", 8)
 
 

@@ -21,7 +21,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.training.config import LoraSection
 from vishwamai.training.optimizers import path_names
-from vishwamai.training.parts import parameter_name
+from vishwamai.training.parts import is_bias, parameter_name
 
 Tree = Any
 
@@ -111,7 +111,7 @@ def takes_adapter(name: str, axes: int) -> bool:
     >>> takes_adapter("expert_down", 3), takes_adapter("expert_down_bias", 2), takes_adapter("norm", 1)
     (True, False, False)
     """
-    return axes >= 2 and not name.endswith("_bias")
+    return axes >= 2 and not is_bias(name)
 
 
 def attach(section: LoraSection, params: Tree, adapters: dict[str, dict[str, Any]]) -> Tree:

@@ -22,7 +22,7 @@ from vishwamai.parallel.mesh import compile_collectives_anew, laid_out
 from vishwamai.parallel.rules import Names
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.layout import ALL, ROWS, Layout, Tree, is_quantized
-from vishwamai.training.parts import parameter_name
+from vishwamai.training.parts import is_bias, parameter_name
 
 KEPT_APART = {"expert": ("experts",), "tensor": ("heads", "kv_heads", "mlp", "vocab")}
 """The logical axes that a mesh axis splits, by mesh axis; no device gathers these parts. What "fsdp" splits goes by
@@ -90,7 +90,7 @@ def make_layout(
         found = {name: _axis(shapes[name], parts, taken[name]) for name in inside}
         return {name: axis for name, axis in found.items() if axis is not None}
 
-    matrices = [name for name in shapes if len(names[name]) >= 2 and not _is_bias(name)]
+    matrices = [name for name in shapes if len(names[name]) >= 2 and not is_bias(name)]
     found = free(section.fsdp, matrices)
     ends = free(section.pipeline, [name for name in matrices if name in params], found)
     in_parts = _in_parts(section, shapes, names, params)
@@ -186,11 +186,6 @@ def _apart(axis: str, split: Sequence[str], names: Mapping[str, Names]) -> dict[
     rules = LogicalRules({**dict.fromkeys(LOGICAL_NAMES), **dict.fromkeys(split, axis)})
     specs = {name: tuple(rules.partition(of, where=name)) for name, of in names.items()}
     return {name: spec.index(axis) - len(spec) for name, spec in specs.items() if axis in spec}
-
-
-def _is_bias(name: str) -> bool:
-    """The biases of experts have two axes, of which the first is that of the experts."""
-    return name.endswith("_bias")
 
 
 def _axis(shapes: list[tuple[int, ...]], parts: int, taken: set[int]) -> int | None:

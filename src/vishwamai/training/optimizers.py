@@ -18,6 +18,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.training.adamw import adamw
 from vishwamai.training.config import OptimizerSection
 from vishwamai.training.moments import scale_by_adam_8bit
+from vishwamai.training.parts import is_bias
 
 Tree = Any
 
@@ -34,24 +35,28 @@ def path_names(tree: Tree) -> Tree:
 
 
 def schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
-    """The learning rate of each step: a linear warmup, then the schedule down to `end_factor` at the last step.
+    """The learning rate by the number of earlier steps: a linear warmup, of which the last step has the peak, then the
+    schedule down to `end_factor`, which the last of `steps` has.
 
     "wsd" (warmup, stable, decay) is that of Hu et al., "MiniCPM" (2024).
 
     >>> rate = schedule(OptimizerSection(learning_rate=1.0, warmup_steps=10, schedule="linear", end_factor=0.0), 110)
-    >>> [round(float(rate(step)), 2) for step in (0, 5, 10, 60, 110)]
-    [0.0, 0.5, 1.0, 0.5, 0.0]
+    >>> [round(float(rate(earlier)), 2) for earlier in (0, 4, 9, 59, 109)]
+    [0.1, 0.5, 1.0, 0.5, 0.0]
     """
     peak, warmup = section.learning_rate, section.warmup_steps
-    end, rest = peak * section.end_factor, max(steps - section.warmup_steps, 1)
-    stable = rest - rest // 5
+    first = max(warmup - 1, 0)  # earlier steps of the step that has the peak
+    rest = max(steps - 1 - first, 1)  # steps from the peak to the end
+    fall = max((steps - warmup) // 5, 1)
     after = {
         "constant": lambda: optax.constant_schedule(peak),
         "cosine": lambda: optax.cosine_decay_schedule(peak, rest, section.end_factor),
-        "linear": lambda: optax.linear_schedule(peak, end, rest),
-        "wsd": lambda: optax.linear_schedule(peak, end, max(rest // 5, 1), transition_begin=stable),
+        "linear": lambda: optax.linear_schedule(peak, peak * section.end_factor, rest),
+        "wsd": lambda: optax.linear_schedule(peak, peak * section.end_factor, fall, transition_begin=rest - fall),
     }[section.schedule]()
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
+    if not first:
+        return after
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, first), after], [first])
 
 
 def optimizer(
@@ -80,7 +85,7 @@ def groups(section: OptimizerSection, params: Tree, ranks: Mapping[str, int] | N
     """Weight decay and factor of the learning rate, two trees of floats like `params`.
 
     The first group whose pattern is found in a parameter's path holds. Without one, the decay is the optimizer's for
-    parameters with two or more axes, and 0 for the others (norms and biases).
+    parameters with two or more axes, and 0 for the others: norms and biases, those of experts among them.
 
     Raises:
       ConfigError: as `optimizer`.
@@ -112,8 +117,9 @@ def groups(section: OptimizerSection, params: Tree, ranks: Mapping[str, int] | N
 
 
 def _rank(name: str, leaf: Any, ranks: Mapping[str, int] | None) -> int:
+    """Axes of a parameter without that of stacked layers; a bias counts as a vector, though experts have one each."""
     last = name.rpartition("/")[2]
-    return ranks[last] if ranks is not None else leaf.ndim
+    return 1 if is_bias(last) else ranks[last] if ranks is not None else leaf.ndim
 
 
 def _rule(section: OptimizerSection, ranks: Mapping[str, int] | None) -> optax.GradientTransformation:

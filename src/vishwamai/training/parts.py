@@ -27,6 +27,15 @@ def parameter_name(path: Any) -> str:
     return f"{weight}/{keys[-1]}" if inside else keys[-1] if keys else ""
 
 
+def is_bias(name: str) -> bool:
+    """Whether a parameter is a bias by the last name of its path; those of experts have an axis for the experts.
+
+    >>> is_bias("expert_down_bias"), is_bias("expert_down")
+    (True, False)
+    """
+    return name.endswith("_bias")
+
+
 def in_layers(key: Any) -> bool:
     """Whether a key of a dictionary is that of layers, or the path of a parameter of theirs."""
     return key == LAYERS or (isinstance(key, str) and key.startswith(f"{LAYERS}/"))

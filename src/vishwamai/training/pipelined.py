@@ -88,6 +88,7 @@ class PipelinedLoss:
             layers = self.adapt({LAYERS: frozen}, layers)[LAYERS]
         rotate = rotation(self.config, batch["positions"])
         attend = attend_sequences(self.config, batch["segment_ids"], self.axes)
+        mask = batch["segment_ids"] > 0
         wrap = layer_wrapper(self.kept, self.gather)
         kinds, periods = self.stages.kinds, self.stages.periods
         scanned = self.stages.stacked and periods > 1
@@ -98,7 +99,7 @@ class PipelinedLoss:
         carry, loads = (x, jnp.zeros_like(x)), []
         for group in groups:
             carry, _, load = run_segment(
-                self.config, segment, group, carry, rotate, lambda _: attend, None, wrap, self.axes
+                self.config, segment, group, carry, rotate, lambda _: attend, None, wrap, self.axes, token_mask=mask
             )
             loads.append(load)
         y = carry[0] + carry[1]

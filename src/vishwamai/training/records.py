@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,16 +57,40 @@ class Record:
     margin: float | None = None
 
     def to_json(self) -> str:
-        """One line; what is None is left out."""
-        return json.dumps({k: v for k, v in dataclasses.asdict(self).items() if v is not None})
+        """One line; what is None is left out, and a number that is not finite is null, for JSON has no NaN."""
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()})
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """The record of a line of `to_json`; null becomes NaN.
+
+        Raises:
+          ValueError, TypeError: the line is not a record.
+        """
+        values = json.loads(line)
+        if not isinstance(values, dict) or not all(isinstance(v, int | float | None) for v in values.values()):
+            raise TypeError("expected an object of numbers")
+        numbers: dict[str, Any] = {name: math.nan if value is None else value for name, value in values.items()}
+        return cls(**numbers)
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a `metrics.jsonl`; a last line that was cut by a kill is left out."""
+    """The records of a `metrics.jsonl`. A line that is not a record is left out with a warning, except the last line
+    without an end, which a kill has cut.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [Record(**json.loads(line)) for line in lines]
+    records: list[Record] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
+        try:
+            records.append(Record.from_json(line))
+        except (ValueError, TypeError) as error:
+            warnings.warn(
+                f"{path}:{number}: the line is not a record of a step and is left out ({error}); remove it.",
+                stacklevel=2,
+            )
+    return records
 
 
 class RecordFiles:

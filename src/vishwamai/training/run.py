@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from vishwamai.core.host_memory import give_back
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
 from vishwamai.models.axes import MeshAxes
-from vishwamai.training.checkpoints import Checkpoints, described, holds_checkpoint
+from vishwamai.training.checkpoints import Checkpoints, described, holds_checkpoint, set_damaged_aside
 from vishwamai.training.checks import check
 from vishwamai.training.compiling import compiler_options
 from vishwamai.training.config import TrainConfig
@@ -55,16 +55,19 @@ from vishwamai.training.step import (
     run_model,
     update_rule,
 )
-from vishwamai.training.stop import stop_signals
+from vishwamai.training.stop import Stopped, stop_signals
 from vishwamai.training.together import AnyAsked, check_shared, first_alone, is_first
 
 
-def train(config: TrainConfig, output: str | Path, resume: bool = False, profile: int = 0) -> Iterator[Record]:
+def train(
+    config: TrainConfig, output: str | Path, resume: bool = False, profile: int = 0
+) -> Generator[Record, None, Stopped | None]:
     """Trains a model: prepares the data and the model, and returns the steps, which yield a record for each logged one.
 
     `output` gets `config.yaml`, `data/` (tokens), `metrics.jsonl`, `checkpoints/`, and at the end `model/`, in Hugging
     Face's form; with `log.tensorboard` also `tensorboard/`. SIGTERM, Ctrl-C and closing the generator save a checkpoint
     at the step reached; `resume` goes on from the newest one, with the same bits as a run that was never interrupted.
+    The generator returns how a signal stopped it, or None.
     Where JAX has several processes (`vishwamai.parallel.initialize`), each calls this with the same arguments, and
     process 0 writes the files; a signal to one of them stops all after the same step.
 
@@ -91,8 +94,10 @@ def train(config: TrainConfig, output: str | Path, resume: bool = False, profile
 
 def _steps(
     config: TrainConfig, folder: Path, job: TrainingJob, state: TrainState, resume: bool, profile: int
-) -> Iterator[Record]:
+) -> Generator[Record, None, Stopped | None]:
     """The loop of `train`."""
+    if resume:
+        first_alone(lambda: set_damaged_aside(folder / "checkpoints"))
     batches, at = iter(training_batches(job.corpus, config.seed, config.batch_size, *job.layout.reader)), 0
     held_out = held_out_batches(job.corpus, config.batch_size, *job.layout.reader)
     # Signals are taken until the last checkpoint is whole: an exception at its end would leave the write to a thread.
@@ -105,6 +110,7 @@ def _steps(
             batches.set_state(restored.data)
             del restored  # the layers in the usual form, which `place` has copied
         begun, exploded, stop = at, None, AnyAsked(asked)
+        every, skips, read = config.evaluation.every, int(state.skips), at  # skipped in a row at step `read`
         meter = StepMeter(at, config.batch_size * config.data.sequence_length, job.flops_per_token, job.peak_flops)
         writes = RecordFiles(folder, at, config.log.tensorboard) if is_first() else contextlib.nullcontext()
         with writes as files, _Trace(folder, profile, at + 2) as trace:
@@ -117,7 +123,11 @@ def _steps(
                         give_back()
                     state, shown = job.step(state, batch)
                     at += 1
-                    logged = at % config.log.every == 0 or at == config.steps
+                    evaluates = every > 0 and (at % every == 0 or at == config.steps)
+                    logged = evaluates or at % config.log.every == 0 or at == config.steps
+                    if logged or skips + at - read >= config.guard.max_skips:  # waits for the device, so not each step
+                        skips, read = int(shown["skips"]), at
+                        logged |= skips >= config.guard.max_skips
                     if logged:
                         shown = jax.device_get(shown)
                 trace.after(at, state)
@@ -128,11 +138,11 @@ def _steps(
                 record = meter.record(
                     shown,
                     learning_rate=float(np.asarray(job.rate(at - 1 - int(shown["skipped"])))),
-                    evaluation_loss=_evaluated(config, job, state.params, held_out, at),
+                    evaluation_loss=_evaluated(config, job, state, held_out) if evaluates else None,
                 )
                 if files is not None:
                     files.write(record)
-                if int(shown["skips"]) >= config.guard.max_skips:
+                if skips >= config.guard.max_skips:
                     exploded = record
                 try:
                     yield record
@@ -144,8 +154,15 @@ def _steps(
         checkpoints.save(at, job.usual(state), batches.get_state())
     if exploded is not None:
         raise DeviceError(_exploded(config, exploded))
-    if at == config.steps:
-        job.export(state.params if state.average is None else state.average)
+    if at < config.steps:
+        return Stopped(at, asked.number)
+    job.export(exported_params(state))
+    return None
+
+
+def exported_params(state: TrainState) -> Any:
+    """The parameters that a run evaluates and exports: their moving average where there is one."""
+    return state.params if state.average is None else state.average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,15 +420,12 @@ def _pipelined_loss_and_count(
     return None, (sums["loss"], counted(batch, loss.axes))
 
 
-def _evaluated(config: TrainConfig, job: TrainingJob, params: Any, held_out: Any, at: int) -> float | None:
-    """The loss on the held-out batches, at the steps that ask for it."""
-    every = config.evaluation.every
-    if not every or at % every:
-        return None
-    found: list[tuple[Any, Any]] = []
+def _evaluated(config: TrainConfig, job: TrainingJob, state: TrainState, held_out: Any) -> float:
+    """The loss on the held-out batches."""
+    sums: list[tuple[Any, Any]] = []
     for number in range(min(config.evaluation.batches, len(held_out))):
-        found.append(job.evaluate(params, job.layout.put_batch(held_out[number])))
-    return float(sum(loss for loss, _ in found) / sum(count for _, count in found))
+        sums.append(job.evaluate(exported_params(state), job.layout.put_batch(held_out[number])))
+    return float(sum(loss for loss, _ in sums) / sum(count for _, count in sums))
 
 
 def _exploded(config: TrainConfig, record: Record) -> str:

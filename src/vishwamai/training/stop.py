@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,10 +12,34 @@ from types import FrameType
 from vishwamai.core.threads import in_main_thread
 
 
+@dataclasses.dataclass(frozen=True)
+class Stopped:
+    """The end of a run before its last step.
+
+    Attributes:
+      step: steps taken, whose state the newest checkpoint holds.
+      signal: number of the signal; SIGTERM in a process that stopped because another got a signal.
+    """
+
+    step: int
+    signal: int = signal.SIGTERM
+
+    @property
+    def status(self) -> int:
+        """The exit status of a process that this signal ends, as shells count: 143 for SIGTERM, 130 for Ctrl-C."""
+        return 128 + self.signal
+
+
+class StopRequest(threading.Event):
+    """An event that a signal sets; `number` is that of the first signal."""
+
+    number: int = signal.SIGTERM
+
+
 @contextlib.contextmanager
-def stop_signals() -> Iterator[threading.Event]:
+def stop_signals() -> Iterator[StopRequest]:
     """An event that SIGTERM and SIGINT set. Outside the main thread, which alone gets signals, it stays unset."""
-    asked = threading.Event()
+    asked = StopRequest()
     if not in_main_thread():
         yield asked
         return
@@ -25,6 +50,8 @@ def stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
     def ask(number: int, frame: FrameType | None) -> None:
+        if not asked.is_set():
+            asked.number = number
         asked.set()
         # A second SIGTERM is often the first one, sent to the parent too, which passes it on; SIGKILL ends at once.
         if number == signal.SIGINT:

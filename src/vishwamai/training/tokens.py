@@ -111,7 +111,8 @@ def write_tokens(
         (folder / "targets.bin").unlink()
     with caches.writing(folder / "offsets.npy", "train"):
         caches.write(folder / "offsets.npy", as_npy(np.cumsum([0, *lengths], dtype=np.int64)))
-        about = json.dumps({"dtype": np.dtype(dtype).name})
+        sums = {name: caches.crc32(folder / name) for name in _ARRAYS if (folder / name).exists()}
+        about = json.dumps({"dtype": np.dtype(dtype).name, "crc32": sums})
         caches.write(folder / "tokens.json", about)  # last: the folder is complete
     return bad
 
@@ -127,12 +128,25 @@ def check_template(source: SourceSection, template: TrainingTemplate | None, pre
         _render(first, template)
 
 
+_ARRAYS = ("tokens.bin", "targets.bin", "offsets.npy")
+
+
 def read_tokens(folder: Path) -> Tokens:
-    """The arrays that `write_tokens` wrote, mapped into memory."""
-    dtype = json.loads((folder / "tokens.json").read_text())["dtype"]
+    """The arrays that `write_tokens` wrote, mapped into memory.
+
+    Raises:
+      ConfigError: a file is missing, or is not as it was written.
+    """
+    about = json.loads((folder / "tokens.json").read_text())
+    for name, crc in about.get("crc32", {}).items():
+        if not (folder / name).is_file() or caches.crc32(folder / name) != crc:
+            raise ConfigError(
+                f"data: {folder / name} is not as it was written, so the rows of the run would change; remove "
+                f"{folder}, and --resume tokenizes its source again."
+            )
     targets = folder / "targets.bin"
     return Tokens(
-        np.memmap(folder / "tokens.bin", np.dtype(dtype), "r"),
+        np.memmap(folder / "tokens.bin", np.dtype(about["dtype"]), "r"),
         np.load(folder / "offsets.npy"),
         np.memmap(targets, bool, "r") if targets.exists() else None,
     )

@@ -21,7 +21,7 @@ from vishwamai.ops.moe.spec import FLOATS
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float, Key
+    from jaxtyping import Bool, Float, Key
 
 SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = {"top2": 2, "max": 1}
@@ -65,6 +65,7 @@ def moe_routing(
     jitter: float = 0.0,
     key: Key[Array, ""] | None = None,
     axis_name: str | Sequence[str] | None = None,
+    token_mask: Bool[Array, "*tokens"] | None = None,
 ) -> Routing:
     """Scores every token with every expert and chooses the best k.
 
@@ -95,6 +96,7 @@ def moe_routing(
       key: a random key, for jitter.
       axis_name: inside `shard_map`, the mesh axes over which tokens are split: losses and counts are then those of all
         tokens.
+      token_mask: `[...]`, False for padding, which losses and counts leave out; None counts every token.
 
     Returns:
       A `Routing`.
@@ -121,42 +123,62 @@ def moe_routing(
         noise = jax.random.uniform(key, (count, x.shape[-1]), jnp.float32, 1.0 - jitter, 1.0 + jitter)
         x = x * noise.reshape(x.shape)
 
-    def score(x: Any, router: Any, bias: Any, logit_bias: Any) -> tuple[Any, ...]:
+    if token_mask is not None:
+        token_mask = as_array("moe_routing", "token_mask", token_mask)
+        if token_mask.shape != x.shape[:-1]:
+            raise ShapeError(
+                f"moe_routing: `token_mask` has shape {token_mask.shape}, but `tokens` has shape {x.shape}; pass "
+                f"a mask of shape {x.shape[:-1]}."
+            )
+
+    def score(x: Any, router: Any, mask: Any, bias: Any, logit_bias: Any) -> tuple[Any, ...]:
         """Weights and experts of the tokens here, and sums over them."""
+        mask = None if mask is None else mask.reshape(-1)
         x = x.reshape(-1, x.shape[-1])
         logits = jnp.matmul(x, router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)  # [T, experts]
         if logit_bias is not None:
             logits = logits + logit_bias.astype(jnp.float32)
-        selected = choose(logits, bias, top_k, scoring, normalize, grouping)
-        return *selected, jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2)
+        selected = choose(logits, bias, top_k, scoring, normalize, grouping, mask)
+        squares = jax.nn.logsumexp(logits, axis=1) ** 2
+        if mask is None:
+            return *selected, jnp.sum(squares), jnp.float32(x.shape[0])
+        return *selected, jnp.sum(jnp.where(mask, squares, 0.0)), jnp.sum(mask, dtype=jnp.float32)
 
     vectors = [None if v is None else jnp.asarray(v) for v in (bias, logit_bias)]
-    weights, chosen, *summed = follow_explicit_axes(score, lambda: _axes(x.ndim, vectors), x, router_weights, *vectors)
-    number = jnp.float32(math.prod(x.shape[:-1]))
+    arrays = x, router_weights, token_mask, *vectors
+    weights, chosen, *summed = follow_explicit_axes(score, lambda: _axes(x.ndim, token_mask, vectors), *arrays)
     if axis_name is not None:
         axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        number = number * mesh_axis_size("moe_routing", "axis_name", axes)
+        mesh_axis_size("moe_routing", "axis_name", axes)
         summed = jax.lax.psum(tuple(summed), axes)
-    counts, shares, squares = summed
+    counts, shares, squares, number = summed
     number = jnp.maximum(number, 1.0)
     used = counts.astype(jnp.float32) / (number * top_k)
     balance = experts * jnp.sum(used * shares / number)
     return Routing(weights * scale, chosen.astype(jnp.int32), balance, squares / number, counts)
 
 
-def _axes(ndim: int, vectors: Sequence[Any]) -> Axes:
+def _axes(ndim: int, mask: Any, vectors: Sequence[Any]) -> Axes:
     """The first axis of the tokens may be split; what is summed over them is then summed over its parts."""
     tokens = ("tokens", *([None] * (ndim - 1)))
     of_vectors = tuple(None if v is None else (None,) for v in vectors)
     split = ("tokens" if ndim > 1 else None, None)
-    return Axes((tokens, (None, None), *of_vectors), (split, split, (None,), (None,), ()), frozenset({"tokens"}))
+    operands = tokens, (None, None), None if mask is None else tokens[:-1], *of_vectors
+    return Axes(operands, (split, split, (None,), (None,), (), ()), frozenset({"tokens"}))
 
 
 def choose(
-    logits: Any, bias: Any, top_k: int, scoring: str, normalize: bool, grouping: tuple[int, int | None, str]
+    logits: Any,
+    bias: Any,
+    top_k: int,
+    scoring: str,
+    normalize: bool,
+    grouping: tuple[int, int | None, str],
+    mask: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """(weights, experts, how many chose each expert, the sum over tokens of each expert's share) by float32 logits
-    `[T, experts]`, arrays of JAX or torch; the arguments are checked ones of `moe_routing`.
+    `[T, experts]`, arrays of JAX or torch; the arguments are checked ones of `moe_routing`. Both sums leave
+    out the tokens where `mask`, `[T]` of JAX, is False.
     """
     xp, functions = namespace(logits), activations(logits)
     scores = functions.softmax(logits, -1) if scoring == "softmax" else functions.sigmoid(logits)
@@ -169,7 +191,11 @@ def choose(
     if normalize:
         weights = weights / xp.clip(weights.sum(1), 1e-20, None)[:, None]
     shares = scores if scoring == "softmax" else scores / xp.clip(scores.sum(1), 1e-20, None)[:, None]
-    return weights, chosen, counted(chosen.reshape(-1), logits.shape[1]), shares.sum(0)
+    if mask is None:
+        return weights, chosen, counted(chosen.reshape(-1), logits.shape[1]), shares.sum(0)
+    bins = jnp.where(mask[:, None], chosen, logits.shape[1])
+    counts = counted(bins.reshape(-1), logits.shape[1] + 1)[:-1]
+    return weights, chosen, counts, jnp.where(mask[:, None], shares, 0.0).sum(0)
 
 
 def _within_groups(preference: Any, num_groups: int, top_groups: int, counted: int) -> Any:
