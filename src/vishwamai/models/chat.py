@@ -1,57 +1,22 @@
-"""Chat templates: programs in Jinja that come with a model, run in a sandbox that cannot change what it is given."""
+"""Chat templates: programs in Jinja that come with a model and turn a conversation into its prompt."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
+from vishwamai.core.errors import UnsupportedError
+from vishwamai.models import messages as forms
+from vishwamai.models import template_sandbox
+from vishwamai.models.template_sandbox import Rendering
 
-from vishwamai.core.errors import ShapeError, UnsupportedError
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's own text for training; the text stays as it is."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _stop(message: str) -> str:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which a prompt is not."""
-    known = {key: options[key] for key in ("separators", "sort_keys") if key in options}
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **known)
-
-
-@functools.cache
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The environment that templates are written for: that of `apply_chat_template` of transformers."""
-    extensions = [_Generation, jinja2.ext.loopcontrols]
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=extensions
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _stop
-    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    return environment
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(text: str) -> jinja2.Template:
-    return _environment().from_string(text)
+_RESERVED = ("messages", "self", "raise_exception", "strftime_now", "namespace")
+_END = "vq7end"
+"""Stands at the end of the message that an answer continues."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,32 +26,103 @@ class ChatTemplate:
     Attributes:
       text: the program.
       source: the file that it comes from, for errors.
+      named: further templates of the model, by name. "tool_use" serves chats with tools.
 
     >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "chat.jinja")
-    >>> template.render([{"role": "user", "content": "hello"}], {})
+    >>> template.render([{"role": "user", "content": [{"type": "text", "text": "hello"}]}], {})
     '<user>hello'
     """
 
     text: str
     source: str
+    named: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+
+    def program(self, tools: bool = False) -> str:
+        """The program that renders a chat, with or without tools."""
+        return self.named.get("tool_use", self.text) if tools else self.text
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the model sees the tools that a request offers."""
+        return forms.reads_tools(self.program(tools=True))
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-        """The prompt.
+        """The prompt; arguments and errors are those of `rendering`."""
+        return self.rendering(messages, values).text
+
+    def rendering(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> Rendering:
+        """The prompt of a chat, and the spans of its `{% generation %}` blocks.
 
         Args:
-          messages: the conversation, as JSON values.
-          values: what else the template may read.
+          messages: the conversation, as clients of OpenAI's API send it.
+          values: what else the template may read, such as `tools` and `add_generation_prompt`. With
+            `continue_final_message` the prompt ends in the last message, which the answer continues.
 
         Raises:
-          ShapeError: the template is not a program in Jinja.
-          UnsupportedError: the template rejects the messages, or does what the sandbox forbids.
+          ShapeError: the template is not a program in Jinja, or a message does not have the form of one.
+          UnsupportedError: the template rejects the messages, leaves the text of one out, does what the sandbox
+            forbids or exceeds a limit; or a part of a message is not text.
         """
-        try:
-            template = _compiled(self.text)
-        except jinja2.TemplateSyntaxError as error:
-            raise ShapeError(f"{self.source}: the chat template is not valid Jinja: {error}.") from error
-        plain = json.loads(json.dumps({"tools": None, "documents": None, **values, "messages": list(messages)}))
-        try:
-            return template.render(plain)
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
-            raise UnsupportedError(f"{self.source}: the chat template rejects these messages: {error}") from error
+        values = {"tools": None, "documents": None, **values}
+        reserved = [name for name in _RESERVED if name in values]
+        if reserved:
+            raise UnsupportedError(f"{self.source}: `{reserved[0]}` is not a value that a chat may set; leave it out.")
+        program = self.program(bool(values["tools"]))
+        chat = forms.normalized(messages, program)
+        if values.pop("continue_final_message", False):
+            return self._continued(program, chat, values)
+        result = template_sandbox.render(program, self.source, {**values, "messages": chat})
+        self._check_loss(program, chat, values, result.text)
+        return result
+
+    def _continued(self, program: str, chat: list[forms.Message], values: dict[str, Any]) -> Rendering:
+        content = chat[-1].get("content") if chat else None
+        if isinstance(content, list):
+            content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END}]
+        elif isinstance(content, str):
+            content += _END
+        else:
+            raise UnsupportedError(f"{self.source}: the last message has no text that an answer could continue.")
+        values = {**values, "messages": [*chat[:-1], {**chat[-1], "content": content}], "add_generation_prompt": False}
+        result = template_sandbox.render(program, self.source, values)
+        end = result.text.rfind(_END)
+        if end < 0:
+            raise UnsupportedError(f"{self.source}: the chat template leaves the text of the last message out.")
+        return Rendering(result.text[:end], tuple((a, min(b, end)) for a, b in result.spans if a < end))
+
+    def _check_loss(self, program: str, chat: list[forms.Message], values: Mapping[str, Any], text: str) -> None:
+        """Raises an error where the template leaves a text out without a word; of an assistant's it logs a line."""
+        marked, marks = forms.marked(chat)
+        names = {key: value for key, value in values.items() if key != "documents"}
+        missing = _missing(program, json.dumps([marked, names]), tuple(marks))
+        if missing is None:  # it rejects the marks: look for the texts themselves
+            contents = ((i, message.get("content")) for i, message in enumerate(chat))
+            missing = [
+                (i, "content") for i, content in contents if isinstance(content, str) and content.strip() not in text
+            ]
+        for index, part in missing:
+            role = chat[index]["role"]
+            problem = f"the chat template leaves the {part} of a message of role {role!r} out"
+            if role == "assistant":
+                _log(f"{self.source}: {problem}")
+                continue
+            raise UnsupportedError(
+                f"{self.source}: {problem}: messages[{index}] would not reach the model. Send its text in a message of "
+                "another role, or use another template."
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _missing(program: str, chat: str, marks: tuple[tuple[str, int, str], ...]) -> list[tuple[int, str]] | None:
+    """(message, part) of what a template leaves out of a marked chat; None where it rejects the marks."""
+    messages, values = json.loads(chat)
+    try:
+        text = template_sandbox.render(program, "the chat template", {**values, "messages": messages}).text
+    except UnsupportedError:
+        return None
+    return forms.lost(marks, text)
+
+
+@functools.lru_cache(maxsize=256)
+def _log(text: str) -> None:
+    logging.getLogger(__name__).warning("%s", text)

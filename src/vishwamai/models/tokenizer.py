@@ -39,18 +39,22 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of a text, with the tokens that the model expects around it if `add_special`."""
-        return self.encoder.encode(text, add_special_tokens=add_special).ids
+        try:
+            return self.encoder.encode(text, add_special_tokens=add_special).ids
+        except UnicodeEncodeError as error:
+            raise ShapeError(f"the text has a lone surrogate at {error.start}, which no UTF-8 text has.") from error
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of ids. Bytes that are not UTF-8 become U+FFFD."""
         return self.encoder.decode(list(ids), skip_special_tokens=skip_special)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> str:
         """The prompt that the chat template makes of messages.
 
         Args:
-          messages: `{"role": ..., "content": ...}` each.
-          **values: what else the template reads: `tools`, `add_generation_prompt` (True by default), and the like.
+          messages: `{"role": ..., "content": ...}` each, as clients of OpenAI's API send them.
+          **values: what else the template reads: `tools`, `add_generation_prompt` (True by default), and the like; see
+            `ChatTemplate.rendering`.
 
         Raises:
           UnsupportedError: the model has no chat template, or its template rejects the messages.
@@ -62,8 +66,8 @@ class Tokenizer:
             )
         return self.template.render(messages, {**self.special, "add_generation_prompt": True, **values})
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
-        """Ids of the prompt that the chat template makes; see `render_chat`."""
+    def chat(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> list[int]:
+        """Ids of the prompt that the chat template makes, which writes special tokens itself; see `render_chat`."""
         return self.encode(self.render_chat(messages, **values), add_special=False)
 
     @functools.cached_property
@@ -159,10 +163,36 @@ def special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_template(directory: Path, setting: Any) -> ChatTemplate | None:
-    """The template of a Hugging Face directory: the file's before the setting's, of several named ones "default"."""
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return ChatTemplate(path.read_text(encoding="utf-8"), str(path))
+    """The template of a Hugging Face directory: the file's before the setting's, of several named ones "default", and
+    the others of `additional_chat_templates/` or of the setting by name.
+
+    Raises:
+      ShapeError: a file is not text, or the setting is neither a text nor a list of named texts.
+    """
+    source = directory / "tokenizer_config.json"
+    named: dict[str, str] = {}
     if isinstance(setting, list):
-        setting = {entry.get("name"): entry.get("template") for entry in setting}.get("default")
-    return ChatTemplate(setting, str(directory / "tokenizer_config.json")) if isinstance(setting, str) else None
+        for entry in setting:
+            if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
+                raise ShapeError(
+                    f"{source}: `chat_template` has {entry!r:.100}; expected objects with a `name` and a `template`."
+                )
+            named[entry["name"]] = entry["template"]
+    elif isinstance(setting, str):
+        named["default"] = setting
+    elif setting is not None:
+        raise ShapeError(f"{source}: `chat_template` is {setting!r:.100}; expected a text or a list of named ones.")
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        named["default"], source = _read_text(path), path
+    for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
+        named[path.stem] = _read_text(path)
+    text = named.pop("default", None)
+    return None if text is None else ChatTemplate(text, str(source), named)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ShapeError(f"{path}: the file is not UTF-8 ({error}); download it again.") from error
