@@ -34,7 +34,7 @@ from vishwamai.planning.analytic import (
 )
 from vishwamai.planning.controller import REMAT, TARGET, optimize_memory_usage
 from vishwamai.planning.exchange import exchange_seconds
-from vishwamai.planning.kept import kept_bytes
+from vishwamai.planning.residuals import residual_bytes
 from vishwamai.planning.search import candidates, plan_training
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
 from vishwamai.planning.speed import training_speed, training_time
@@ -50,21 +50,21 @@ def fresh_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path))
 
 
-def test_kept_bytes_counts_what_the_gradient_needs_once():
+def test_residual_bytes_counts_what_the_gradient_needs_once():
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    assert kept_bytes(lambda x: jnp.sum(2 * x), x) == 0
+    assert residual_bytes(lambda x: jnp.sum(2 * x), x) == 0
     labels = jax.ShapeDtypeStruct((2**40,), jnp.int32)  # by its shape alone
-    assert kept_bytes(lambda x, labels: jnp.sum(jnp.exp(x)) + labels[0], x, labels) == 128
-    assert kept_bytes(lambda x: jnp.sum(x * x), x) == 0  # the argument is the caller's
-    assert kept_bytes(lambda x: jnp.sum(jnp.exp(x)), x) == 128
-    assert kept_bytes(lambda x: jnp.sum(jnp.exp(x) * jnp.exp(x).T.reshape(4, 8)), x) <= 3 * 128
+    assert residual_bytes(lambda x, labels: jnp.sum(jnp.exp(x)) + labels[0], x, labels) == 128
+    assert residual_bytes(lambda x: jnp.sum(x * x), x) == 0  # the argument is the caller's
+    assert residual_bytes(lambda x: jnp.sum(jnp.exp(x)), x) == 128
+    assert residual_bytes(lambda x: jnp.sum(jnp.exp(x) * jnp.exp(x).T.reshape(4, 8)), x) <= 3 * 128
 
     def loop(x):
         return jnp.sum(jax.lax.scan(lambda h, _: (jnp.sin(h), None), x, None, length=5)[0])
 
-    assert kept_bytes(loop, x) == 5 * 128  # the cosine of every turn
+    assert residual_bytes(loop, x) == 5 * 128  # the cosine of every turn
     remat = jax.checkpoint(jnp.sin)
-    assert kept_bytes(lambda x: jnp.sum(jax.lax.scan(lambda h, _: (remat(h), None), x, None, length=5)[0]), x) == 640
+    assert residual_bytes(lambda x: jnp.sum(jax.lax.scan(lambda h, _: (remat(h), None), x, None, length=5)[0]), x) == 640
 
 
 def test_what_is_kept_within_a_layer_that_is_computed_again():
@@ -76,22 +76,22 @@ def test_what_is_kept_within_a_layer_that_is_computed_again():
 
     # Gate, parts of its silu, and the product of both, which the second product takes. The compiler makes the parts
     # again from the gate.
-    assert kept_bytes(unit, x) >= 4 * 256
-    assert kept_bytes(unit, x, fused=True) == 2 * 256
+    assert residual_bytes(unit, x) >= 4 * 256
+    assert residual_bytes(unit, x, fused=True) == 2 * 256
     # Sine and cosine; the product takes the sine, moved.
-    assert kept_bytes(lambda x: jnp.sum(jnp.sin(x).T @ x), x) == 2 * 256
-    assert kept_bytes(lambda x: jnp.sum(jnp.sin(x).T @ x), x, fused=True) == 256
+    assert residual_bytes(lambda x: jnp.sum(jnp.sin(x).T @ x), x) == 2 * 256
+    assert residual_bytes(lambda x: jnp.sum(jnp.sin(x).T @ x), x, fused=True) == 256
 
 
-def test_kept_bytes_of_one_device():
+def test_residual_bytes_of_one_device():
     mesh, spec = jax.sharding.AbstractMesh((4,), ("x",)), jax.sharding.PartitionSpec("x")
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 
     def fn(x):
         return jnp.sum(jnp.sin(jax.lax.all_gather(x, "x")))
 
-    assert kept_bytes(fn, x, over=(mesh, (spec,))) == 4 * 8 * 4  # the cosine of all rows
-    assert kept_bytes(lambda x: jnp.sum(jnp.sin(x)), x, over=(mesh, (spec,))) == 4 * 2 * 4
+    assert residual_bytes(fn, x, over=(mesh, (spec,))) == 4 * 8 * 4  # the cosine of all rows
+    assert residual_bytes(lambda x: jnp.sum(jnp.sin(x)), x, over=(mesh, (spec,))) == 4 * 2 * 4
 
 
 def benchmark(name):
@@ -356,12 +356,12 @@ def test_experts_and_heads_of_a_mixture_take_their_share():
     assert analytic._joined(config, "v5e:2x4", analytic.described(config)) == 0  # mesh.expert=1
     assert analytic._joined(wide, "v5e:2x4", analytic.described(wide)) == rows * (128 + 2 * 4096) * 2
     # What two sizes of mesh.expert, or of mesh.tensor, tell of a third is what its own trace says.
-    traced = analytic._kept_of(analytic._key(config), 1, 8, False)
-    assert analytic._kept(dataclasses.replace(config, mesh=MeshSection(expert=8))) == pytest.approx(traced, rel=1e-4)
+    traced = analytic._residuals_per_device(analytic._key(config), 1, 8, False)
+    assert analytic._residuals(dataclasses.replace(config, mesh=MeshSection(expert=8))) == pytest.approx(traced, rel=1e-4)
     key = analytic._key(config, remat="dots")
-    fixed, row = analytic._kept_of(key, 4, 1, False)
+    fixed, row = analytic._residuals_per_device(key, 4, 1, False)
     config = dataclasses.replace(config, mesh=MeshSection(data=2, tensor=4), remat="dots")
-    assert analytic._kept(config) == (pytest.approx(fixed), pytest.approx(row))
+    assert analytic._residuals(config) == (pytest.approx(fixed), pytest.approx(row))
 
 
 def test_split_heads_and_rows_take_their_share():

@@ -62,12 +62,12 @@ def training_changes(
         saving = base.total.value - training_memory(changed, target).total.value
         cost = None if changed.remat == "offload" and unknown else training_time(changed, target).value - seconds
         if saving > 0:
-            found = None if cost is None else Estimate(cost, "analytic", "s")
+            cost_estimate = None if cost is None else Estimate(cost, "analytic", "s")
             proposed.append(
                 Change(
                     words,
                     Estimate(saving, "analytic"),
-                    found,
+                    cost_estimate,
                     base.limit,
                     config=changed,
                     rounds=changed.optimizer != config.optimizer,
@@ -82,15 +82,15 @@ def training_changes(
         )
     )
     changes = []
-    for one in proposed[:MOST]:
-        report(f"{target}: probing {one.words}")
-        assert one.config is not None
+    for change in proposed[:MOST]:
+        report(f"{target}: probing {change.words}")
+        assert change.config is not None
         try:
-            found = compiler.probe(trace_training(one.config, target))
+            cost_estimate = compiler.probe(trace_training(change.config, target))
         except (ConfigError, KernelError) as error:  # such as a policy that the compiler cannot place
-            changes.append(dataclasses.replace(one, declined=str(error).splitlines()[0][:200]))
+            changes.append(dataclasses.replace(change, declined=str(error).splitlines()[0][:200]))
             continue
-        changes.append(dataclasses.replace(one, probe=found.total))
+        changes.append(dataclasses.replace(change, probe=cost_estimate.total))
     return ranked(changes)
 
 
@@ -107,8 +107,8 @@ def alternatives(config: TrainConfig, target: str) -> Iterator[tuple[str, TrainC
         if microbatches > config.microbatches and why_no_stages(changed) is None:
             yield f"microbatches={microbatches}", changed
     if config.remat in (*REMAT, "offload"):
-        at = REMAT.index(config.remat) if config.remat in REMAT else len(REMAT)
-        for remat in (*REMAT[at + 1 :], *(() if config.remat == "offload" else ("offload",))):
+        level = REMAT.index(config.remat) if config.remat in REMAT else len(REMAT)
+        for remat in (*REMAT[level + 1 :], *(() if config.remat == "offload" else ("offload",))):
             changed = dataclasses.replace(free, remat=remat)
             if why_no_stages(changed) is None:
                 yield f"remat={remat}", changed

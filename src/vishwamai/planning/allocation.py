@@ -32,12 +32,12 @@ class Allocation(dict[str, int]):
       subject: the training configuration, or what is served.
     """
 
-    def __init__(self, found: Breakdown, subject: TrainConfig | Serving):
-        parts = {name: round(part.value) for name, part in found.parts.items()}
+    def __init__(self, breakdown: Breakdown, subject: TrainConfig | Serving):
+        parts = {name: round(part.value) for name, part in breakdown.parts.items()}
         total = sum(parts.values())
-        super().__init__(parts, total=total, free=found.limit - total)
-        self.level: Level = found.total.level
-        self.target, self.limit, self.subject = found.target, found.limit, subject
+        super().__init__(parts, total=total, free=breakdown.limit - total)
+        self.level: Level = breakdown.total.level
+        self.target, self.limit, self.subject = breakdown.target, breakdown.limit, subject
 
     @property
     def fits(self) -> bool:
@@ -46,13 +46,13 @@ class Allocation(dict[str, int]):
 
     def probe(self) -> ProgramMemory:
         """The compiler's total of the same program, before it compiles it. Raises: as `planning.probe`."""
-        return self._asked("probe")
+        return self._compiled("probe")
 
     def verify(self) -> ProgramMemory:
         """The memory of the same program as it is compiled, to the byte. Raises: as `planning.verify`."""
-        return self._asked("verify")
+        return self._compiled("verify")
 
-    def _asked(self, question: str) -> ProgramMemory:
+    def _compiled(self, question: str) -> ProgramMemory:
         subject, target = self.subject, self.target
         program = trace_serving(subject, target) if isinstance(subject, Serving) else trace_training(subject, target)
         with Compiler() as compiler:
@@ -134,13 +134,13 @@ class MemoryPlanner:
             )
         step = dict(self.step or {})
         if self.purpose == "serving":
-            known = {field.name for field in dataclasses.fields(Serving)} - {"config", "batch_size", "length"}
-            if set(step) - known:
+            options = {field.name for field in dataclasses.fields(Serving)} - {"config", "batch_size", "length"}
+            if set(step) - options:
                 raise ConfigError(
-                    f"MemoryPlanner: serving has no key {', '.join(sorted(set(step) - known))}; it has "
-                    f"{', '.join(sorted(known))}."
+                    f"MemoryPlanner: serving has no key {', '.join(sorted(set(step) - options))}; it has "
+                    f"{', '.join(sorted(options))}."
                 )
-            for name in known & {"dtype", "kv_dtype"} & set(step):
+            for name in options & {"dtype", "kv_dtype"} & set(step):
                 if step[name] not in SERVED:
                     raise ConfigError(f"MemoryPlanner: {name} is {step[name]!r}; pass one of {', '.join(SERVED)}.")
             config = ModelConfig.from_dict(model, "MemoryPlanner: model")

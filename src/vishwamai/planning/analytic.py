@@ -26,7 +26,7 @@ from vishwamai.models import ModelConfig
 from vishwamai.ops.loss.gathered import PIECE_BYTES
 from vishwamai.planning.exchange import experts_room, rows_in_pieces
 from vishwamai.planning.figures import Estimate
-from vishwamai.planning.kept import kept_bytes
+from vishwamai.planning.residuals import residual_bytes
 from vishwamai.planning.serving import Serving, size
 from vishwamai.planning.stages import Slot, slot_of
 from vishwamai.planning.training import TrainingStep, on_slice, share_of, training_step
@@ -80,26 +80,26 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     Raises: as `planning.training.on_slice` and `training_step`.
     """
     config = on_slice(config, target)
-    whole, lay = _shapes(_key(config)), _layout(_key(config), config.mesh)
+    shapes, lay = _shapes(_key(config)), _layout(_key(config), config.mesh)
     optimizer = lay.state - lay.params
     wide = config.microbatches > 1  # gradients are added up in float32
     gradients = lay.params * (4 / jnp.dtype(config.model.param_dtype).itemsize if wide else 1)
     if not wide and keeps_narrow(config, vars(config.mesh)):
-        embedding = size(whole.parts.params["embed"]) / config.mesh.fsdp
+        embedding = size(shapes.parts.params["embed"]) / config.mesh.fsdp
         gradients -= (sum(nbytes for axes, nbytes in lay.split.items() if "fsdp" in axes) - embedding) / 2
 
     # Of a device's tokens, in rows.
     rows = config.batch_size / (row_parts(config.mesh) * config.mesh.sequence) / config.microbatches
     if config.mesh.pipeline > 1:
         return _pipelined_memory(config, target, rows)
-    fixed, row = _kept(config)
+    fixed, row = _residuals(config)
     # A layer that is computed again takes what a plain one takes, by the probes of docs/planning.md.
     keys = config.optimization.of_kernels
     plain = dataclasses.replace(config, remat="none", precision="plain", optimization=keys)
-    everything = _kept(plain, fused=True)
-    layers = whole.parts.config.num_layers
+    everything = _residuals(plain, fused=True)
+    layers = shapes.parts.config.num_layers
     recomputed = 0.0 if config.remat == "none" else rows * everything[1] / layers
-    tables = [size(leaf) / config.mesh.tensor for name, leaf in whole.parts.params.items() if name != LAYERS]
+    tables = [size(leaf) / config.mesh.tensor for name, leaf in shapes.parts.params.items() if name != LAYERS]
     table, split = max(tables), config.mesh.fsdp > 1
     narrower = jnp.dtype(config.model.compute_dtype).itemsize / jnp.dtype(config.model.param_dtype).itemsize
     head = narrower * table if lay.in_parts and narrower < 1 else 0.0  # kept where it is not gathered in pieces
@@ -115,7 +115,7 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     else:
         backward += table if split else 0.0
         backward += _LAYER_WORK * layer if config.remat != "none" else 0.0
-    backward += _joined(config, target, whole.parts.config)
+    backward += _joined(config, target, shapes.parts.config)
     # At the end of the backward pass: the embedding's gradient whole, before it is split, and what it is made of.
     embedding = 0.0 if lay.in_parts else 3.0 * table if split else table
     # The sum of the microbatches before is alive all the time. The one with this microbatch is a second one from the
@@ -137,32 +137,32 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
 
 def _pipelined_memory(config: TrainConfig, target: str, rows: float) -> Breakdown:
     """Of a device of a stage, with so many rows of a microbatch: the buffers of its schedule are alive all the time."""
-    whole, lay, mesh = _shapes(_key(config)), _layout(_key(config), config.mesh), config.mesh
-    model = whole.parts.config
+    shapes, lay, mesh = _shapes(_key(config)), _layout(_key(config), config.mesh), config.mesh
+    model = shapes.parts.config
     run, _, ticks = cut(config, model)
     narrow, wide = (jnp.dtype(dtype).itemsize for dtype in (config.model.compute_dtype, config.model.param_dtype))
     slot = _slot(config, rows)
     stream = rows * config.data.sequence_length * model.hidden_size * narrow
     buffers = (ticks.values + 1) * stream + (ticks.between + 1) * slot.between
     # The embedding and the head are whole on every stage while the schedule runs; so are their float32 gradients.
-    ends = sum(size(leaf) for name, leaf in whole.parts.params.items() if name != LAYERS) / (mesh.tensor * mesh.fsdp)
+    ends = sum(size(leaf) for name, leaf in shapes.parts.params.items() if name != LAYERS) / (mesh.tensor * mesh.fsdp)
     ends *= 1 if config.lora.rank else 1 + max(4, wide) / wide
     # A forward pass gathers what it keeps before the buffer takes it. A backward pass computes a layer again.
-    again = slot.kept
+    again = slot.saved
     if config.remat != "none":
         plain = dataclasses.replace(
             config, remat="none", precision="plain", optimization=config.optimization.of_kernels
         )
         layers = len(run.kinds) * run.repeats / len(ticks.order)
-        layer = size(whole.parts.params[LAYERS]) * narrow / wide / model.num_layers / mesh.tensor
-        again = max(again, _slot(plain, rows).kept / layers + _LAYER_WORK * layer)
+        layer = size(shapes.parts.params[LAYERS]) * narrow / wide / model.num_layers / mesh.tensor
+        again = max(again, _slot(plain, rows).saved / layers + _LAYER_WORK * layer)
     return _breakdown(
         target,
         {
             "parameters": lay.params + sum(lay.frozen.values()),
             "gradients": lay.params * max(4, wide) / wide,
             "optimizer": lay.state - lay.params,
-            "activations": (ticks.kept + 1) * slot.kept,
+            "activations": (ticks.kept + 1) * slot.saved,
             "temporaries": buffers + ends + again,
         },
     )
@@ -173,9 +173,9 @@ def _slot(config: TrainConfig, rows: float) -> Slot:
     mesh = dataclasses.replace(config.mesh, data=1, fsdp=1, sequence=1)
     alike = _key(config, remat=config.remat, mesh=mesh, microbatches=config.microbatches).config
     # A slot is the same with any number of microbatches that the schedule takes.
-    one, two = _slots(_Key(alike, repr(dataclasses.replace(alike, microbatches=1))))
-    kept, between = (a + (b - a) * (rows - 1) for a, b in zip(one, two))
-    return Slot(kept, between / config.mesh.fsdp)
+    single, double = _slots(_Key(alike, repr(dataclasses.replace(alike, microbatches=1))))
+    saved, between = (a + (b - a) * (rows - 1) for a, b in zip(single, double))
+    return Slot(saved, between / config.mesh.fsdp)
 
 
 @contextlib.contextmanager
@@ -193,8 +193,8 @@ def _slots(key: _Key) -> tuple[Slot, Slot]:
     step, mesh = training_step(key.config), key.config.mesh
     layout = _device_layout(step, mesh)
     with _for_tpus(key.config):
-        one, two = (slot_of(step, layout, rows * mesh.expert) for rows in (1, 2))
-    return one, two
+        single, double = (slot_of(step, layout, rows * mesh.expert) for rows in (1, 2))
+    return single, double
 
 
 def _joined(config: TrainConfig, target: str, model: ModelConfig) -> float:
@@ -273,8 +273,8 @@ def _layout(key: _Key, mesh: MeshSection) -> _Local:
     layout = _device_layout(step, mesh)
     split, frozen = (_split(layout, tree) for tree in (step.state.params, step.frozen))
     # An embedding that is also the head is gathered in the head's pieces. One below adapters counts as gathered.
-    apart = layout.in_parts.issuperset(("embed", "head")) and "embed" in step.state.params
-    table = {"embed": step.state.params["embed"]} if apart else {}
+    sharded = layout.in_parts.issuperset(("embed", "head")) and "embed" in step.state.params
+    table = {"embed": step.state.params["embed"]} if sharded else {}
     embedding = _split(layout, table).get(("fsdp",), 0.0)
     return _Local(split, sum(_split(layout, step.state).values()), frozen, bool(layout.in_parts), embedding)
 
@@ -305,26 +305,26 @@ def frozen_parameters(config: TrainConfig) -> Mapping[tuple[str, ...], float]:
     return _layout(_key(config), config.mesh).frozen
 
 
-def _kept(config: TrainConfig, fused: bool = False) -> tuple[float, float]:
+def _residuals(config: TrainConfig, fused: bool = False) -> tuple[float, float]:
     """Bytes that the backward pass keeps: those that do not depend on the rows, and those of each row; `fused` as of
-    `kept_bytes`.
+    `residual_bytes`.
     """
     key, tensor, expert = _key(config, remat=config.remat), config.mesh.tensor, config.mesh.expert
     if tensor > 2 and tensor % 2 == 0:  # every array is whole or split, which two sizes tell
         meshes = (MeshSection(expert=expert, tensor=n) for n in (1, 2))
-        one, two = (_kept(dataclasses.replace(config, mesh=mesh), fused) for mesh in meshes)
-        fixed, row = (2 * y - x + 2 * (x - y) / tensor for x, y in zip(one, two))
+        first, second = (_residuals(dataclasses.replace(config, mesh=mesh), fused) for mesh in meshes)
+        fixed, row = (2 * y - x + 2 * (x - y) / tensor for x, y in zip(first, second))
         return fixed, row
     experts = described(config).experts
     if expert > 4 and experts is not None and experts.count % 4 == 0:
         # Buffers have room for the tokens of all devices of the axis, and weights are split over them.
-        (fixed, row), (less, more) = (_kept_of(key, tensor, size, fused) for size in (2, 4))
+        (fixed, row), (less, more) = (_residuals_per_device(key, tensor, size, fused) for size in (2, 4))
         return 2 * less - fixed + 4 * (fixed - less) / expert, row + (more - row) * (expert - 2) / 2
-    return _kept_of(key, tensor, expert, fused)
+    return _residuals_per_device(key, tensor, expert, fused)
 
 
 @functools.lru_cache(maxsize=256)
-def _kept_of(key: _Key, tensor: int, expert: int, fused: bool) -> tuple[float, float]:
+def _residuals_per_device(key: _Key, tensor: int, expert: int, fused: bool) -> tuple[float, float]:
     """Of a device of `mesh.tensor` and `mesh.expert`."""
     model = share_of(_shapes(key).parts.config, tensor)
     step = training_step(key.config, model)
@@ -338,14 +338,14 @@ def _kept_of(key: _Key, tensor: int, expert: int, fused: bool) -> tuple[float, f
         batch = step.batch(rows * expert)
         with _for_tpus(key.config):
             if layout.mesh is None:
-                return kept_bytes(lambda *args: loss(*args)[0], params, batch, step.frozen, fused=fused)
+                return residual_bytes(lambda *args: loss(*args)[0], params, batch, step.frozen, fused=fused)
             mesh = AbstractMesh(layout.mesh.axis_sizes, layout.mesh.axis_names)
             specs = (layout.specs(params), batch_specs(batch), layout.specs(step.frozen))
             over = (mesh, specs)
-            return kept_bytes(lambda *args: loss(*args)[0], params, batch, step.frozen, over=over, fused=fused)
+            return residual_bytes(lambda *args: loss(*args)[0], params, batch, step.frozen, over=over, fused=fused)
 
-    one, two = of(1), of(2)
-    return 2 * one - two, two - one
+    single, double = of(1), of(2)
+    return 2 * single - double, double - single
 
 
 def _device_layout(step: TrainingStep, mesh: MeshSection) -> Layout:

@@ -100,12 +100,12 @@ def optimize_batch_size(
         count, smallest = guess, analytic(1)
     else:
         with Compiler() as compiler:
-            asked: dict[int, float] = {}
+            probes: dict[int, float] = {}
 
             def probed(count: int) -> float:
-                if count not in asked:
-                    asked[count] = compiler.probe(trace_training(config(count * unit), target)).total.value
-                return asked[count]
+                if count not in probes:
+                    probes[count] = compiler.probe(trace_training(config(count * unit), target)).total.value
+                return probes[count]
 
             count = largest(probed, budget, guess)
             if count and level == "verified":
@@ -114,7 +114,7 @@ def optimize_batch_size(
                     return compiler.verify(trace_training(config(count * unit), target)).total.value
 
                 count = _verified(compiled, probed, budget, count)
-            smallest = asked[1] if 1 in asked else 0.0
+            smallest = probes[1] if 1 in probes else 0.0
     if not count:
         raise DeviceError(_no_batch(config(unit), target, unit, smallest, budget, level))
     batch = count * unit
@@ -132,15 +132,15 @@ def _verified(compiled: Memory, probed: Memory, budget: float, count: int) -> in
     A program may take more than its probe said. Its share of more is then taken from what the next probe may say.
     """
     for _ in range(_COMPILATIONS):
-        found = compiled(count)
-        if found <= budget:
+        nbytes = compiled(count)
+        if nbytes <= budget:
             return count
-        count = min(count - 1, largest(probed, probed(count) * budget / found, count - 1))
+        count = min(count - 1, largest(probed, probed(count) * budget / nbytes, count - 1))
         if count < 1:
             return 0
     raise DeviceError(
         f"optimize_batch_size: {_COMPILATIONS} compiled programs took more than the budget of {human(budget)}, though "
-        f'their probes did not; the last took {human(found)}. Pass a smaller `memory_budget`, or level="probe".'
+        f'their probes did not; the last took {human(nbytes)}. Pass a smaller `memory_budget`, or level="probe".'
     )
 
 
@@ -163,29 +163,29 @@ def largest(memory: Memory, budget: float, guess: int = 0) -> int:
     high, at_high = 0, math.inf  # 0: none known that does not fit
     count = max(guess, 1)
     for turn in range(200):
-        found = memory(count)
-        if found <= budget:
-            low, at_low, before = count, found, (low, at_low)
+        nbytes = memory(count)
+        if nbytes <= budget:
+            low, at_low, before = count, nbytes, (low, at_low)
         else:
-            high, at_high, before = count, found, (high, at_high)
+            high, at_high, before = count, nbytes, (high, at_high)
         if high and high - low <= 1:
             return low
-        other, at_other = (high, at_high) if high and low else before
+        second, at_other = (high, at_high) if high and low else before
         if high and not low:
             proposed = 1 if high <= 2 or turn > 2 else _on_line(before, (high, at_high), budget) or high // 2
         elif turn % 3 == 2 and high:
             proposed = (low + high) // 2
         else:
-            proposed = _on_line((low, at_low), (other, at_other), budget) or 2 * low
+            proposed = _on_line((low, at_low), (second, at_other), budget) or 2 * low
         if turn % 2:  # one above the line, so that the answer is closed in from both sides
             proposed += 1
         count = max(low + 1, min(proposed, high - 1 if high else max(64 * low, 2)))
     raise AssertionError("memory does not grow with the count")
 
 
-def _on_line(one: tuple[int, float], two: tuple[int, float], budget: float) -> int | None:
+def _on_line(first: tuple[int, float], second: tuple[int, float], budget: float) -> int | None:
     """Where the line through two points reaches the budget; None where it has no slope."""
-    (x, at_x), (y, at_y) = one, two
+    (x, at_x), (y, at_y) = first, second
     if x == y or not (math.isfinite(at_x) and math.isfinite(at_y)) or (slope := (at_y - at_x) / (y - x)) <= 0:
         return None
     return int(x + (budget - at_x) / slope)
@@ -199,19 +199,19 @@ def throughput_bound(config: TrainConfig, target: str) -> Bound:
     flops = flops_per_token(model_config(config), length) * tokens / devices
     compute = flops / chip.peak_per_device(config.model.compute_dtype)
     parts = training_memory(config, target).parts
-    moved = 2 * sum(parts[name].value for name in ("parameters", "gradients", "optimizer"))
-    traffic = moved / chip.hbm_bandwidth_per_device
+    nbytes = 2 * sum(parts[name].value for name in ("parameters", "gradients", "optimizer"))
+    traffic = nbytes / chip.hbm_bandwidth_per_device
     return Bound(tokens / max(compute, traffic), "compute" if compute >= traffic else "memory bandwidth")
 
 
-def _check_throughput(config: TrainConfig, target: str, wanted: float) -> None:
+def _check_throughput(config: TrainConfig, target: str, tokens_per_second: float) -> None:
     bound = throughput_bound(config, target)
-    if bound.tokens_per_second >= wanted:
+    if bound.tokens_per_second >= tokens_per_second:
         return
-    more = math.ceil(wanted / bound.tokens_per_second) * devices_of(target)
+    more = math.ceil(tokens_per_second / bound.tokens_per_second) * devices_of(target)
     raise DeviceError(
         f"optimize_batch_size: {bound.name} is the bound: the largest batch that fits, {config.batch_size}, gives at "
-        f"most {bound.tokens_per_second:,.0f} tokens/s on {target}, and {wanted:,.0f} were requested; lower "
+        f"most {bound.tokens_per_second:,.0f} tokens/s on {target}, and {tokens_per_second:,.0f} were requested; lower "
         f"`target_throughput`, or take a target with at least {more} such devices."
     )
 

@@ -24,7 +24,7 @@ _VERSIONS = ("vishwamai", "jax", "jaxlib", "libtpu", "numpy")
 
 
 def calibrate(
-    wanted: Sequence[Step],
+    cases: Sequence[Step],
     settings: BenchSettings,
     layer: bool = True,
     report: Callable[[str, float | None], None] = lambda text, left: None,
@@ -35,30 +35,34 @@ def calibrate(
     full size, else the roofline. On other devices rows are measured alone.
 
     Args:
-      wanted: what to run, of `bench.runner.steps`. settings: how long. layer: whether to measure one.
+      cases: what to run, of `bench.runner.steps`. settings: how long. layer: whether to measure one.
       report: called before each, with a line of text and the seconds that are left, where known.
     """
     device, chip = libtpu.local_devices()[0], _chip_here()
     report("measuring this machine's peaks", None)
     meter = PeakMeter(measure_machine(quick=True), True)
-    begun = time.monotonic()
+    start = time.monotonic()
 
     def on_case(done: int, total: int, name: str) -> None:
         if done < total:
-            spent = time.monotonic() - begun
+            spent = time.monotonic() - start
             report(f"{done + 1} of {total}: {name}", spent / done * (total - done) if done else None)
 
     installed = machine.versions()
     versions = {name: installed.get(name) for name in _VERSIONS}
     kind = machine.cpu().name if device.platform == "cpu" else device.device_kind
-    found = Calibration(kind, None if chip is None else chip.name, versions, ())
-    for step, measurements in run(wanted, meter, settings, on_case):
-        rows = [_row(step, one, chip) for one in measurements if one.framework == "vishwamai" and one.default]
-        found = dataclasses.replace(found, rows=(*found.rows, *rows))
-        yield found
+    calibration = Calibration(kind, None if chip is None else chip.name, versions, ())
+    for step, measurements in run(cases, meter, settings, on_case):
+        rows = [
+            _row(step, measurement, chip)
+            for measurement in measurements
+            if measurement.framework == "vishwamai" and measurement.default
+        ]
+        calibration = dataclasses.replace(calibration, rows=(*calibration.rows, *rows))
+        yield calibration
     if layer:
         report("a layer", None)
-        yield dataclasses.replace(found, rows=(*found.rows, _layer(chip)))
+        yield dataclasses.replace(calibration, rows=(*calibration.rows, _layer(chip)))
 
 
 def _chip_here() -> TpuChip | None:
@@ -71,26 +75,32 @@ def name_here() -> str:
     return jax.devices()[0].platform if chip is None else chip.name
 
 
-def _row(step: Step, found: CaseMeasurement, chip: TpuChip | None) -> Row:
-    name, implementation = f"{found.op}: {found.case}", found.implementation or ""
-    if found.timing is None:
-        return Row(name, implementation, found.gradients, None, note=found.note or "its numbers are wrong: not timed")
-    note = found.note
+def _row(step: Step, measurement: CaseMeasurement, chip: TpuChip | None) -> Row:
+    name, implementation = f"{measurement.op}: {measurement.case}", measurement.implementation or ""
+    if measurement.timing is None:
+        return Row(
+            name,
+            implementation,
+            measurement.gradients,
+            None,
+            note=measurement.note or "its numbers are wrong: not timed",
+        )
+    note = measurement.note
     estimate, level, bound = None, "", ""
     if chip is not None:
-        estimate, bound = _roofline(chip, found.flops, found.bytes_moved, found.dtype)
+        estimate, bound = _roofline(chip, measurement.flops, measurement.bytes_moved, measurement.dtype)
         level = "analytic"
-        stored = schedules.stored(found.op, found.case, chip.name)
-        whole = found.flops == specs_of(step.operation, step.case)[0].flops
-        if stored is not None and stored.seconds is not None and not found.gradients:
-            if not whole:
+        stored = schedules.stored(measurement.op, measurement.case, chip.name)
+        per_device = measurement.flops == specs_of(step.operation, step.case)[0].flops
+        if stored is not None and stored.seconds is not None and not measurement.gradients:
+            if not per_device:
                 note = "run in a smaller size, so its schedule does not compare"
             elif stored.implementation != implementation:
                 note = f"the schedule is that of {stored.implementation}, so it does not compare"
             else:
                 estimate, level = stored.seconds, "verified"
-    timing = found.timing
-    return Row(name, implementation, found.gradients, timing.median, timing.spread, estimate, level, bound, note)
+    timing = measurement.timing
+    return Row(name, implementation, measurement.gradients, timing.median, timing.spread, estimate, level, bound, note)
 
 
 def _roofline(chip: TpuChip, flops: float, nbytes: float, dtype: str) -> tuple[float, str]:
@@ -125,11 +135,11 @@ def _layer(chip: TpuChip | None) -> Row:
     def forward(state: object, batch: jax.Array) -> jax.Array:
         return nnx.merge(graph, state)(batch)
 
-    found = measure(forward, state, batch, repeats=20)
+    measurement = measure(forward, state, batch, repeats=20)
     estimate, level, bound = None, "", ""
     if chip is not None:
         flops = program_flops(forward, state, batch).total
-        estimate, bound = _roofline(chip, flops, found.useful, str(jnp.dtype(dtype)))
+        estimate, bound = _roofline(chip, flops, measurement.useful, str(jnp.dtype(dtype)))
         level = "analytic"
     name = f"a layer of width {width}, {tokens} tokens"
-    return Row(name, "", False, found.seconds, 0.0, estimate, level, bound)
+    return Row(name, "", False, measurement.seconds, 0.0, estimate, level, bound)

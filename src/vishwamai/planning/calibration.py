@@ -78,8 +78,8 @@ class Calibration:
     @property
     def factor(self) -> float | None:
         """The geometric mean of `ratios`; None where fewer than `LEAST` kernels are in it."""
-        found = self.ratios()
-        return statistics.geometric_mean(found) if len(found) >= LEAST else None
+        ratios = self.ratios()
+        return statistics.geometric_mean(ratios) if len(ratios) >= LEAST else None
 
     def text(self) -> str:
         """As JSON."""
@@ -97,11 +97,11 @@ def parse(text: str, source: str) -> Calibration:
     (True, [2.0], None)
     """
     try:
-        found = json.loads(text)
-        if found["format"] != FORMAT:
-            raise ConfigError(f"calibrate: {source} has format {found['format']!r}; this version reads {FORMAT}.")
-        rows = tuple(Row(**row) for row in found["rows"])
-        made = Calibration(str(found["device"]), found["chip"], dict(found["versions"]), rows)
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise ConfigError(f"calibrate: {source} has format {document['format']!r}; this version reads {FORMAT}.")
+        rows = tuple(Row(**row) for row in document["rows"])
+        calibration = Calibration(str(document["device"]), document["chip"], dict(document["versions"]), rows)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"calibrate: {source} is not a calibration ({type(error).__name__}: {error}); pass a file that `vishwamai "
@@ -112,9 +112,9 @@ def parse(text: str, source: str) -> Calibration:
         sound = all(isinstance(v, int | float) and math.isfinite(v) and v > 0 for v in figures)
         if not sound or row.level not in ("", *LEVELS):
             raise ConfigError(f"calibrate: {source}: {row.name!r} has figures that are not positive seconds.")
-    if made.chip is not None and made.chip not in TPUS:
-        raise ConfigError(f"calibrate: {source}: chip {made.chip!r} is unknown; known are {', '.join(TPUS)}.")
-    return made
+    if calibration.chip is not None and calibration.chip not in TPUS:
+        raise ConfigError(f"calibrate: {source}: chip {calibration.chip!r} is unknown; known are {', '.join(TPUS)}.")
+    return calibration
 
 
 def use(path: Path) -> tuple[Calibration, Path]:
@@ -128,30 +128,30 @@ def use(path: Path) -> tuple[Calibration, Path]:
       DeviceError: there is no directory to keep it in.
     """
     try:
-        found = parse(path.read_text(), str(path))
+        calibration = parse(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"calibrate: {path} cannot be read: {error}") from error
-    if found.chip is None or found.factor is None:
+    if calibration.chip is None or calibration.factor is None:
         raise ConfigError(
-            f"calibrate: {path} was measured on {found.device} and has {len(found.ratios())} kernels with an estimate; "
-            f"a correction needs a TPU and {LEAST} kernels."
+            f"calibrate: {path} was measured on {calibration.device} and has {len(calibration.ratios())} kernels with an "
+            f"estimate; a correction needs a TPU and {LEAST} kernels."
         )
-    kept = _own(found.chip)
-    if kept is None:
+    stored = _user_path(calibration.chip)
+    if stored is None:
         raise DeviceError(f"calibrate: {caches.no_directory('tuning')}.")
     try:
-        caches.write(kept, found.text())
+        caches.write(stored, calibration.text())
     except OSError as error:
         raise DeviceError(
-            f"calibrate: {kept} cannot be written: {error}; {caches.OTHER_DIRECTORY['tuning']}."
+            f"calibrate: {stored} cannot be written: {error}; {caches.OTHER_DIRECTORY['tuning']}."
         ) from error
-    return found, kept
+    return calibration, stored
 
 
 def in_use(chip: str) -> Calibration | None:
     """The calibration of a chip: the user's own, else the shipped one; None where there is none."""
-    own, shipped = _own(chip), Path(str(resources.files("vishwamai") / "data" / "calibration" / f"{chip}.json"))
-    for path in (own, shipped):
+    user, shipped = _user_path(chip), Path(str(resources.files("vishwamai") / "data" / "calibration" / f"{chip}.json"))
+    for path in (user, shipped):
         if path is not None and path.is_file():
             return _read(path, path.stat().st_mtime_ns)
     return None
@@ -162,18 +162,18 @@ def _read(path: Path, changed: int) -> Calibration:
     return parse(path.read_text(), str(path))
 
 
-def _own(chip: str) -> Path | None:
+def _user_path(chip: str) -> Path | None:
     directory = caches.cache_directory("tuning")
     return None if directory is None else directory / f"calibration-{chip}.json"
 
 
-def table(found: Calibration) -> list[str]:
+def table(calibration: Calibration) -> list[str]:
     """Rows of at most 80 columns: measured next to estimated, with the ratio."""
     lines = [
-        f"{found.device}: measured next to estimated; ratio = measured / estimated",
+        f"{calibration.device}: measured next to estimated; ratio = measured / estimated",
         f"  {'case':<38}{'measured':>10}{'estimated':>11}{'ratio':>7}  level",
     ]
-    for row in found.rows:
+    for row in calibration.rows:
         name = row.name if not row.gradients else f"{row.name}, with backward"
         seconds = "-" if row.seconds is None else f"{row.seconds * 1e3:.3f} ms"
         estimate = "none" if row.estimate is None else f"{row.estimate * 1e3:.3f} ms"
@@ -181,15 +181,15 @@ def table(found: Calibration) -> list[str]:
         lines.append(f"  {name[:37]:<38}{seconds:>10}{estimate:>11}{ratio:>7}  {row.level}".rstrip())
         if row.note:
             lines.append(f"      {row.note}")
-    if found.chip is None:
+    if calibration.chip is None:
         lines.append("  no estimate: no compiler's schedule is known for this device")
     for bound in ("compute", "memory"):
-        ratios = found.ratios(bound)
+        ratios = calibration.ratios(bound)
         if ratios:
             mean = statistics.geometric_mean(ratios)
             lines.append(
                 f"  kernels bound by {bound}: {mean:.3f}, {min(ratios):.2f} to {max(ratios):.2f} ({len(ratios)} cases)"
             )
-    if found.factor is not None:
-        lines.append(f"  factor of kernels on {found.chip}: {found.factor:.3f}")
+    if calibration.factor is not None:
+        lines.append(f"  factor of kernels on {calibration.chip}: {calibration.factor:.3f}")
     return lines

@@ -67,8 +67,8 @@ def group_of(attributes: str, devices: int) -> list[int]:
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes[1])}
         among = re.findall(r"'([^']+)'", axes[2])
         if math.prod(sizes.values()) == devices and set(among) <= set(sizes) and ":" not in axes[2]:
-            at = tuple(slice(None) if name in among else 0 for name in sizes)
-            return np.arange(devices).reshape(tuple(sizes.values()))[at].reshape(-1).tolist()
+            index = tuple(slice(None) if name in among else 0 for name in sizes)
+            return np.arange(devices).reshape(tuple(sizes.values()))[index].reshape(-1).tolist()
     iota = _IOTA.search(attributes)
     if iota is None:
         raise UnsupportedError(f"the devices of a collective cannot be read: {attributes[:80]}.")
@@ -87,8 +87,8 @@ def directed_links(instruction: Instruction) -> list[str]:
     >>> directed_links(parse_module(line).by_name["c"])
     ['0,1', '1,0']
     """
-    found = _PAIRS.search(instruction.attributes)
-    return _NUMBERS.findall(found[1]) if found else []
+    match = _PAIRS.search(instruction.attributes)
+    return _NUMBERS.findall(match[1]) if match else []
 
 
 def called(instruction: Instruction) -> str | None:
@@ -98,10 +98,10 @@ def called(instruction: Instruction) -> str | None:
 
 def inside(module: Module, instruction: Instruction) -> list[Instruction]:
     """The collectives in the computation that a fusion or an asynchronous instruction calls."""
-    found = []
-    for one in module.computations.get(called(instruction) or "", ()):
-        found += [one] if is_collective(one.opcode) else inside(module, one)
-    return found
+    collectives = []
+    for part in module.computations.get(called(instruction) or "", ()):
+        collectives += [part] if is_collective(part.opcode) else inside(module, part)
+    return collectives
 
 
 def link_seconds(module: Module, devices: Sequence[Any]) -> Callable[[Instruction, bool], float]:

@@ -99,10 +99,10 @@ class Compiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        asked = self._process is not None
+        started = self._process is not None
         self._stop()
         self._files.close()
-        if asked:
+        if started:
             caches.trim("aot")
 
     def probe(self, program: Program, options: Options | None = None) -> ProgramMemory:
@@ -114,8 +114,8 @@ class Compiler:
         first = self._ask(program, PROBE_MIB, options)
         if "memory" in first:  # a program so small that it fits
             return memory_of(program.target, first["memory"])
-        found = self._ask(program, _allowed_again(program, first["needed"]), options)
-        total = Estimate(_probed(first["needed"], _needed(program, found), program.limit), "probe")
+        answer = self._ask(program, _allowed_again(program, first["needed"]), options)
+        total = Estimate(_probed(first["needed"], _needed(program, answer), program.limit), "probe")
         return ProgramMemory(program.target, total, program.limit)
 
     def verify(self, program: Program, options: Options | None = None) -> ProgramMemory:
@@ -126,7 +126,7 @@ class Compiler:
         return verified_memory(program, self._ask(program, None, options))
 
     @contextlib.contextmanager
-    def written(self, program: Program) -> Iterator[tuple[dict[str, Any], pathlib.Path]]:
+    def dumped(self, program: Program) -> Iterator[tuple[dict[str, Any], pathlib.Path]]:
         """Compiles the program, with what the compiler writes of it: its answer, and a directory that has the bundles
         and, where it can be read, the optimised program as `TEXT`. The directory is removed after the block.
 
@@ -136,10 +136,10 @@ class Compiler:
             self._stop()  # the options that make libtpu write are read when it is loaded
             self._written = directory
             try:
-                found = self._answer(program, None, {}, False, self._written / TEXT)
-                cache.write(f"{program.fingerprint}-full", found)
-                _raise_rejected(found)
-                yield found, self._written
+                answer = self._answer(program, None, {}, False, self._written / TEXT)
+                cache.write(f"{program.fingerprint}-full", answer)
+                _raise_rejected(answer)
+                yield answer, self._written
             finally:
                 self._written = None
                 self._stop()
@@ -151,8 +151,8 @@ class Compiler:
         """
         first = self._ask(program, PROBE_MIB, options)
         allowed = _allowed_again(program, first["needed"]) if "needed" in first else PROBE_MIB
-        found = self._ask(program, allowed, options, dump=True)
-        return peak_memory(program, _needed(program, found), found["peak"])
+        answer = self._ask(program, allowed, options, dump=True)
+        return peak_memory(program, _needed(program, answer), answer["peak"])
 
     def _ask(
         self, program: Program, hbm_mib: int | None, options: Options | None, dump: bool = False
@@ -161,12 +161,12 @@ class Compiler:
         key = f"{program.fingerprint}-{'full' if hbm_mib is None else hbm_mib}{'-peak' if dump else ''}"
         if options:
             key += f"-{hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]}"
-        found = cache.read(key)
-        if found is None or not _sound(found) or (dump and "rejected" not in found and "peak" not in found):
-            found = self._answer(program, hbm_mib, options, dump)
-            cache.write(key, found)
-        _raise_rejected(found)
-        return found
+        answer = cache.read(key)
+        if answer is None or not _sound(answer) or (dump and "rejected" not in answer and "peak" not in answer):
+            answer = self._answer(program, hbm_mib, options, dump)
+            cache.write(key, answer)
+        _raise_rejected(answer)
+        return answer
 
     def _answer(
         self,
@@ -195,10 +195,10 @@ class Compiler:
                 raise KernelError(f"planning {program.name!r} for {program.target}: {self._end(slow=True)}") from None
         if line is None:
             raise KernelError(f"planning {program.name!r} for {program.target}: {self._end()}")
-        found = json.loads(line)
-        if "crashed" in found:
-            raise KernelError(f"planning {program.name!r} for {program.target} failed: {found['crashed']}")
-        return found
+        answer = json.loads(line)
+        if "crashed" in answer:
+            raise KernelError(f"planning {program.name!r} for {program.target} failed: {answer['crashed']}")
+        return answer
 
     def _exchange(self, line: str) -> str | None:
         """The process's answer to a line, None where it died; TimeoutError where it is too slow."""
@@ -245,9 +245,9 @@ class Compiler:
         self._noise.seek(0)
         lines = self._noise.read().splitlines()
         telling = [line for line in lines if re.search(r"Check fail|F\d{4}|Error|error|SIG", line)]
-        said = "\n".join(telling or lines)[-1500:] or "it gave no reason"
+        text = "\n".join(telling or lines)[-1500:] or "it gave no reason"
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        return f"the compiler ended its process {how}, an error of libtpu: {said}"
+        return f"the compiler ended its process {how}, an error of libtpu: {text}"
 
     def _stop(self) -> None:
         if self._process is None:
@@ -279,26 +279,26 @@ def _scratch(program: Program) -> Iterator[pathlib.Path]:
         ) from error
 
 
-def _sound(found: dict[str, Any]) -> bool:
+def _sound(answer: dict[str, Any]) -> bool:
     """Whether a kept answer has the form of one."""
-    memory = found.get("memory")
+    memory = answer.get("memory")
     if isinstance(memory, dict):
         return all(isinstance(memory.get(name), int) for name in _PARTS)
-    if isinstance(found.get("needed"), int):
-        return isinstance(found.get("allocations"), list)
-    return isinstance(found.get("rejected"), str)
+    if isinstance(answer.get("needed"), int):
+        return isinstance(answer.get("allocations"), list)
+    return isinstance(answer.get("rejected"), str)
 
 
 _PARTS = ("arguments", "outputs", "temporaries", "code", "aliased")
 
 
-def _raise_rejected(found: dict[str, Any]) -> None:
+def _raise_rejected(answer: dict[str, Any]) -> None:
     """Raises what keeps a program from compiling, where its answer says so."""
-    if "rejected" not in found:
+    if "rejected" not in answer:
         return
-    if found.get("kind") in ("mosaic", "pallas", "sharding"):
-        raise UnsupportedError(found["rejected"])
-    raise as_error(None, found["rejected"])
+    if answer.get("kind") in ("mosaic", "pallas", "sharding"):
+        raise UnsupportedError(answer["rejected"])
+    raise as_error(None, answer["rejected"])
 
 
 def _allowed_again(program: Program, needed: int) -> int:
@@ -308,9 +308,9 @@ def _allowed_again(program: Program, needed: int) -> int:
     return max(PROBE_MIB, min(int(AGAIN * needed), program.limit) >> 20)
 
 
-def _needed(program: Program, found: dict[str, Any]) -> float:
+def _needed(program: Program, answer: dict[str, Any]) -> float:
     """Bytes that an answer says, of a program that was declined or compiled."""
-    return found["needed"] if "needed" in found else memory_of(program.target, found["memory"]).total.value
+    return answer["needed"] if "needed" in answer else memory_of(program.target, answer["memory"]).total.value
 
 
 def _probed(first: float, second: float, limit: int) -> float:
@@ -322,12 +322,12 @@ def _probed(first: float, second: float, limit: int) -> float:
     return min(max(first, second), limit) if first <= limit else second
 
 
-def verified_memory(program: Program, found: dict[str, Any]) -> ProgramMemory:
+def verified_memory(program: Program, answer: dict[str, Any]) -> ProgramMemory:
     """The memory of an answer about the compiled program."""
-    if "memory" in found:
-        return memory_of(program.target, found["memory"])
-    needed = Estimate(found["needed"], "verified")
-    return ProgramMemory(program.target, needed, program.limit, allocations=tuple(found["allocations"]))
+    if "memory" in answer:
+        return memory_of(program.target, answer["memory"])
+    needed = Estimate(answer["needed"], "verified")
+    return ProgramMemory(program.target, needed, program.limit, allocations=tuple(answer["allocations"]))
 
 
 def memory_of(target: str, memory: Mapping[str, int]) -> ProgramMemory:

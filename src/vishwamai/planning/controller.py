@@ -84,7 +84,7 @@ def optimize_memory_usage(
         return MemorySettings(microbatches, remat, peak, peak <= TARGET * current_memory)
 
     every = [predicted(n, remat) for n in divisors(batch_size) for remat in REMAT]
-    chosen = next((one for one in every if one.fits), every[-1])
+    chosen = next((settings_tried for settings_tried in every if settings_tried.fits), every[-1])
     return batch_size // chosen.microbatches, chosen
 
 

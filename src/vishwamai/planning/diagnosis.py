@@ -66,10 +66,10 @@ def ranked(changes: list[Change]) -> tuple[Change, ...]:
     others by what they need.
     """
 
-    def order(one: Change) -> tuple[float, ...]:
-        cost = float("inf") if one.cost is None else one.cost.value
-        after = float("inf") if one.probe is None else one.probe.value
-        return (0, max(cost, 0.0), one.rounds, after) if one.fits else (1, after, cost)
+    def order(change: Change) -> tuple[float, ...]:
+        cost = float("inf") if change.cost is None else change.cost.value
+        after = float("inf") if change.probe is None else change.probe.value
+        return (0, max(cost, 0.0), change.rounds, after) if change.fits else (1, after, cost)
 
     return tuple(sorted(changes, key=order))
 
@@ -97,7 +97,7 @@ class Diagnosis:
         lines = [str(self.peak)]
         if not self.fits:
             lines.append("What to change:" if self.changes else "No change that was tried saves memory.")
-            lines += [f"  {place}. {one}" for place, one in enumerate(self.changes, 1)]
+            lines += [f"  {place}. {change}" for place, change in enumerate(self.changes, 1)]
             lines += [f"  not probed: {hint}" for hint in self.hints]
         return "\n".join(lines)
 
@@ -145,10 +145,13 @@ def explain_program(
     if peak.total.value <= peak.limit:
         return Diagnosis(peak)
     calls = (_donation(fn, args, kwargs, program), _narrow(args, kwargs))
-    changes = [_probed(fn, one, program, peak, compiler, options) for one in calls if one is not None]
-    kept = peak.by_use.get("activations", 0)
-    hint = f"jax.checkpoint around the function whose gradient is taken recomputes up to {human(kept)} of activations"
-    return Diagnosis(peak, ranked(changes), (hint,) if kept else ())
+    changes = [_probed(fn, call, program, peak, compiler, options) for call in calls if call is not None]
+    activations = peak.by_use.get("activations", 0)
+    hint = (
+        "jax.checkpoint around the function whose gradient is taken recomputes up to "
+        f"{human(activations)} of activations"
+    )
+    return Diagnosis(peak, ranked(changes), (hint,) if activations else ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +172,12 @@ def _probed(
     saving = Estimate(call.saving, "analytic")
     try:
         changed = trace(call.wrap(fn), *call.args, target=program.target, **call.kwargs)
-        found = compiler.probe(changed, options).total
+        total = compiler.probe(changed, options).total
     except Exception as error:  # the function may not take the changed arguments
         text = str(error) if isinstance(error, VishwamaiError) else f"{type(error).__name__}: {error}"
         declined = text.splitlines()[0][:200]
         return Change(call.words, saving, None, peak.limit, declined=declined, rounds=call.rounds)
-    return Change(call.words, saving, Estimate(0.0, "analytic", "s"), peak.limit, found, rounds=call.rounds)
+    return Change(call.words, saving, Estimate(0.0, "analytic", "s"), peak.limit, total, rounds=call.rounds)
 
 
 def _donation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> _Call | None:
@@ -182,18 +185,18 @@ def _donation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves((args, kwargs))):
         return None  # static values: the caller's own jit says which they are
     out = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(jax.eval_shape(fn, *args, **kwargs))]
-    donated = {one.path for one in program.arguments if one.donated}
+    donated = {aval.path for aval in program.arguments if aval.donated}
     numbers, saving = [], 0
     for number, argument in enumerate(args):
         leaves = jax.tree_util.tree_leaves_with_path(argument)
         paths = {f"[{number}]{jax.tree_util.keystr(path)}" for path, _ in leaves}
-        wanted = [(leaf.shape, str(jnp.dtype(leaf.dtype))) for _, leaf in leaves]
-        if not paths or paths & donated or any(out.count(one) < wanted.count(one) for one in wanted):
+        results = [(leaf.shape, str(jnp.dtype(leaf.dtype))) for _, leaf in leaves]
+        if not paths or paths & donated or any(out.count(aval) < results.count(aval) for aval in results):
             continue
-        for one in wanted:
-            out.remove(one)
+        for aval in results:
+            out.remove(aval)
         numbers.append(number)
-        saving += sum(one.nbytes for one in program.arguments if one.path in paths)
+        saving += sum(aval.nbytes for aval in program.arguments if aval.path in paths)
     if not numbers:
         return None
     words = f"donate {', '.join(f'[{number}]' for number in numbers)} (jax.jit(..., donate_argnums={tuple(numbers)}))"
@@ -207,12 +210,12 @@ def _donation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def _narrow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
     """Float32 arguments in bfloat16."""
 
-    def one(leaf: Any) -> Any:
+    def narrow(leaf: Any) -> Any:
         if getattr(leaf, "dtype", None) != jnp.float32:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=getattr(leaf, "sharding", None))
 
-    changed = jax.tree.map(one, (args, kwargs))
+    changed = jax.tree.map(narrow, (args, kwargs))
     pairs = zip(jax.tree.leaves((args, kwargs)), jax.tree.leaves(changed))
     saving = sum(2 * math.prod(_on_device(before)) for before, after in pairs if before is not after)
     if not saving:

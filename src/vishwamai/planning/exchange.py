@@ -55,7 +55,7 @@ def exchange_seconds(
     copies = mesh.data * mesh.fsdp * mesh.expert * mesh.sequence  # of a token's computation there is one in each
     tokens = config.batch_size * config.data.sequence_length / copies  # a device's, in all microbatches
     stream = tokens * model.hidden_size * narrow
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
 
     fsdp = links_of(mesh, target, "fsdp")
     split = mesh.fsdp * (sum(nbytes for axes, nbytes in parameters.items() if "fsdp" in axes) - embedding)
@@ -64,23 +64,23 @@ def exchange_seconds(
     gathered = estimate_collective("all_gather", split * narrow / wide + below, fsdp)
     summed = jnp.dtype(config.model.reduce_dtype).itemsize
     added = estimate_collective("reduce_scatter", split * summed / wide, fsdp)
-    found["fsdp"] = config.microbatches * (2 * gathered + added)
+    times["fsdp"] = config.microbatches * (2 * gathered + added)
     if embedding:
-        found["fsdp"] += 2 * estimate_collective("all_to_all", mesh.fsdp * stream, fsdp)
-    found["data"] = 0.0
+        times["fsdp"] += 2 * estimate_collective("all_to_all", mesh.fsdp * stream, fsdp)
+    times["data"] = 0.0
     for axes, nbytes in parameters.items():
         alike = links_of(mesh, target, *(axis for axis in (*TOKENS, "tensor") if axis not in axes))
-        found["data"] += estimate_collective("all_reduce", nbytes * 4 / wide, alike)
+        times["data"] += estimate_collective("all_reduce", nbytes * 4 / wide, alike)
 
     # The results of attention and of the network of each layer, forward and backward, and those of the embedding.
     sums = model.num_layers / mesh.pipeline * (4 + 2 * recomputed) + 2
-    found["tensor"] = sums * estimate_collective("all_reduce", stream, links_of(mesh, target, "tensor"))
-    found["sequence"] = _ring(config, target, model, tokens, recomputed) / mesh.pipeline
+    times["tensor"] = sums * estimate_collective("all_reduce", stream, links_of(mesh, target, "tensor"))
+    times["sequence"] = _ring(config, target, model, tokens, recomputed) / mesh.pipeline
     if mesh.expert > 1:
-        found["expert"] = _experts(config, target, model, recomputed) / mesh.pipeline
+        times["expert"] = _experts(config, target, model, recomputed) / mesh.pipeline
     if mesh.pipeline > 1:
-        found[PIPELINE] = _between_stages(config, target, model, stream)
-    return {axis: seconds for axis, seconds in found.items() if seconds}
+        times[PIPELINE] = _between_stages(config, target, model, stream)
+    return {axis: seconds for axis, seconds in times.items() if seconds}
 
 
 def rows_in_pieces(config: TrainConfig, target: str, model: ModelConfig) -> bool:
@@ -91,7 +91,7 @@ def rows_in_pieces(config: TrainConfig, target: str, model: ModelConfig) -> bool
     if config.mesh.expert == 1:
         return False
     line = line_links(Target.parse_chip(target), (config.mesh.expert,))
-    return pays([one(links=line) for one in _ways(config, model)[0]])
+    return pays([way(links=line) for way in _ways(config, model)[0]])
 
 
 def experts_room(config: TrainConfig, model: ModelConfig) -> int:
@@ -110,9 +110,9 @@ def _between_stages(config: TrainConfig, target: str, model: ModelConfig, stream
     mesh, (_, _, ticks) = config.mesh, cut(config, model)
     links = links_of(mesh, target, PIPELINE)
     tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2) / (mesh.fsdp * mesh.tensor)
-    held = tables * jnp.dtype(config.model.param_dtype).itemsize
+    nbytes = tables * jnp.dtype(config.model.param_dtype).itemsize
     seconds = len(ticks.table) * estimate_collective("permute", stream / config.microbatches, links)
-    seconds += estimate_collective("all_gather", held, links)
+    seconds += estimate_collective("all_gather", nbytes, links)
     return seconds + (0.0 if config.lora.rank else estimate_collective("reduce_scatter", 4 * tables, links))
 
 
@@ -148,8 +148,8 @@ def _experts(config: TrainConfig, target: str, model: ModelConfig, recomputed: f
     links, pieces = links_of(config.mesh, target, "expert"), rows_in_pieces(config, target, model)
 
     def seconds(ways: list[Way]) -> float:
-        found = [one(links=links) for one in ways]
-        return sum(one.exposed if pieces else one.exchange for one in found)
+        times = [way(links=links) for way in ways]
+        return sum(way.exposed if pieces else way.exchange for way in times)
 
     forward, backward = _ways(config, model)
     once = (1 + recomputed) * seconds(forward) + seconds(backward)

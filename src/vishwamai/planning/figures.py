@@ -37,11 +37,11 @@ class Estimate:
     level: Level
     unit: str = "bytes"
 
-    def __add__(self, other: Estimate) -> Estimate:
-        if not isinstance(other, Estimate) or other.unit != self.unit:
+    def __add__(self, second: Estimate) -> Estimate:
+        if not isinstance(second, Estimate) or second.unit != self.unit:
             return NotImplemented
-        weakest = self.level if LEVELS.index(self.level) <= LEVELS.index(other.level) else other.level
-        return Estimate(self.value + other.value, weakest, self.unit)
+        weakest = self.level if LEVELS.index(self.level) <= LEVELS.index(second.level) else second.level
+        return Estimate(self.value + second.value, weakest, self.unit)
 
     def __mul__(self, factor: float) -> Estimate:
         if isinstance(factor, bool) or not isinstance(factor, int | float):
@@ -51,7 +51,7 @@ class Estimate:
     __rmul__ = __mul__
 
     def __str__(self) -> str:
-        return f"{_written(self.value, self.unit)} ({self.level})"
+        return f"{_formatted(self.value, self.unit)} ({self.level})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Measurement:
     unit: str = "bytes"
 
     def __str__(self) -> str:
-        return f"{_written(self.value, self.unit)} (measured on {self.device})"
+        return f"{_formatted(self.value, self.unit)} (measured on {self.device})"
 
 
 def cost_of_tokens(price: float, step: Estimate, tokens: float, chips: float) -> Estimate:
@@ -87,7 +87,7 @@ def cost_of_tokens(price: float, step: Estimate, tokens: float, chips: float) ->
     return Estimate(price * chips * step.value / 3600 / tokens * 1e6, step.level, "USD per million tokens")
 
 
-def _written(value: float, unit: str) -> str:
+def _formatted(value: float, unit: str) -> str:
     if unit == "bytes":
         return human(value)
     if unit == "s" and value < 1:

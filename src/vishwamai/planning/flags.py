@@ -151,7 +151,7 @@ def tune_flags(
             raise ShapeError(f"{_NAME}: `{name}` is {described(value)}; pass a whole number, {least} or more.")
     check_one_device(_NAME, target)
     chip = Target.parse_chip(target)
-    tries, untried = _usual(chip) if options is None else (_given(options), [])
+    tries, untried = _default_tries(chip) if options is None else (_requested_tries(options), [])
     judge = _Judge(Inspection(fn, args, kwargs or {}, target), prepare(fn, args, kwargs or {}, target), workers)
     with Progress(_NAME) as progress:
         progress.say("compiling the baseline")
@@ -159,20 +159,20 @@ def tune_flags(
         if baseline.problem is not None:
             raise judge.errors[()]
         left = compilations - 1
-        alone = min(len(tries), left - min(_MOST_TOGETHER, left // 4))
+        singles = min(len(tries), left - min(_MOST_TOGETHER, left // 4))
         untried += [
-            f"{name}={option_text(value)}: {compilations} compilations are over" for name, value in tries[alone:]
+            f"{name}={option_text(value)}: {compilations} compilations are over" for name, value in tries[singles:]
         ]
         trials = [baseline]
         step = 2 * workers
-        for start in range(0, alone, step):
-            progress.say(f"{start} of {alone} options, then those that gained together")
-            trials += judge([(one,) for one in tries[start : min(start + step, alone)]])
+        for start in range(0, singles, step):
+            progress.say(f"{start} of {singles} options, then those that gained together")
+            trials += judge([(trial,) for trial in tries[start : min(start + step, singles)]])
         best = _best(baseline, trials)
-        for winner in _winners(baseline, trials)[1 : left - alone + 1]:
-            together = dict(best.options) | dict(winner.options)
-            progress.say(f"{len(together)} options together")
-            trials += judge([tuple(sorted(together.items()))])
+        for winner in _winners(baseline, trials)[1 : left - singles + 1]:
+            combined = dict(best.options) | dict(winner.options)
+            progress.say(f"{len(combined)} options together")
+            trials += judge([tuple(sorted(combined.items()))])
             best = _best(best, trials[-1:])
         progress.say("asking for all options of the best together")
         config = configure_runtime_options(dict(best.options))
@@ -188,16 +188,16 @@ class _Judge:
         self.uncertain: tuple[str, ...] = ()
 
     def __call__(self, sets: Sequence[Values]) -> list[FlagTrial]:
-        jobs = [with_options(self.job, {n: option_text(v) for n, v in one}) for one in sets]
+        jobs = [with_options(self.job, {n: option_text(v) for n, v in options}) for options in sets]
         return list(self._read(sets, jobs))
 
     def _read(self, sets: Sequence[Values], jobs: Sequence[Job]) -> Iterator[FlagTrial]:
-        for options, job, found in zip(sets, jobs, dump_many(jobs, workers=self.workers)):
-            if isinstance(found, VishwamaiError):
-                self.errors[options] = found
-                yield FlagTrial(options, None, None, False, " ".join(str(found).split()))
+        for options, job, dump in zip(sets, jobs, dump_many(jobs, workers=self.workers)):
+            if isinstance(dump, VishwamaiError):
+                self.errors[options] = dump
+                yield FlagTrial(options, None, None, False, " ".join(str(dump).split()))
                 continue
-            schedule, memory = schedule_of(self.case, job, found), Memory(**found.memory)
+            schedule, memory = schedule_of(self.case, job, dump), Memory(**dump.memory)
             if not options:
                 self.uncertain = schedule.guessed
             time, size = Estimate(schedule.seconds, "verified", "s"), Estimate(memory.total, "verified")
@@ -222,13 +222,13 @@ def _best(start: FlagTrial, trials: Sequence[FlagTrial]) -> FlagTrial:
 
 def _winners(baseline: FlagTrial, trials: Sequence[FlagTrial]) -> list[FlagTrial]:
     """The best value of each option that gained alone, the largest gain first."""
-    found: dict[str, FlagTrial] = {}
+    winners: dict[str, FlagTrial] = {}
     for trial in sorted((t for t in trials if len(t.options) == 1 and _gains(baseline, t)), key=_seconds):
-        found.setdefault(trial.options[0][0], trial)
-    return list(found.values())
+        winners.setdefault(trial.options[0][0], trial)
+    return list(winners.values())
 
 
-def _usual(chip: TpuChip) -> tuple[list[tuple[str, Any]], list[str]]:
+def _default_tries(chip: TpuChip) -> tuple[list[tuple[str, Any]], list[str]]:
     """What is tried where the caller names nothing; and what the installed compiler does not have."""
     limits = [
         chip.vmem_scoped_bytes * factor >> 10 for factor in (2, 4) if chip.vmem_scoped_bytes * factor < chip.vmem_bytes
@@ -247,7 +247,7 @@ def _usual(chip: TpuChip) -> tuple[list[tuple[str, Any]], list[str]]:
     return tries, untried
 
 
-def _given(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _requested_tries(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The caller's values, checked."""
     if not options:
         raise ShapeError(f"{_NAME}: `options` is empty; pass a list of values for each option, or None.")
@@ -257,9 +257,9 @@ def _given(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
             raise ConfigError(f"{_NAME}: {described(name)} is no option of the compiler; their names begin with xla_.")
         if not isinstance(listed, (list, tuple)) or not listed:
             raise ConfigError(f"{_NAME}: `{name}` is {described(listed)}; pass a list of the values to try.")
-        known = TPU_OPTIONS.get(name)
-        if known is not None and known.area not in _JUDGED:
-            raise ConfigError(f"{_NAME}: no schedule shows what `{name}` does ({known.area}); leave it out.")
+        option = TPU_OPTIONS.get(name)
+        if option is not None and option.area not in _JUDGED:
+            raise ConfigError(f"{_NAME}: no schedule shows what `{name}` does ({option.area}); leave it out.")
         values += [(name, value) for value in listed]
     for name, value in values:
         configure_runtime_options({name: value})

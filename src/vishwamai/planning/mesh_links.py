@@ -53,13 +53,13 @@ def _links(target: str, sizes: tuple[int, ...], among: Sequence[int]) -> AxisLin
     chip = Target.parse_chip(target)
     if not among:
         return AxisLinks(chip, (), (), 1)
-    grid, whole = _grid(target, sizes), _sides(target)
-    at = tuple(slice(None) if i in among else 0 for i in range(len(sizes)))
-    group = grid[at].reshape(-1).tolist()
+    grid, box = _grid(target, sizes), _sides(target)
+    index = tuple(slice(None) if i in among else 0 for i in range(len(sizes)))
+    group = grid[index].reshape(-1).tolist()
     try:
-        return box_links(chip, whole, group)
+        return box_links(chip, box, group)
     except UnsupportedError:
-        chips = len({one.coords for one in group})
+        chips = len({device.coords for device in group})
         return AxisLinks(chip, (chips,), (False,), len(group) // chips)
 
 
@@ -77,6 +77,6 @@ def _grid(target: str, sizes: tuple[int, ...]) -> np.ndarray:
 def _devices(target: str) -> list[_Device]:
     chip, sides = Target.parse_chip(target), _sides(target)
     places = itertools.product(*(range(side) for side in reversed(sides)), range(chip.devices))
-    found = [_Device(i, (x, y, z), core, chip.device_kinds[0]) for i, (z, y, x, core) in enumerate(places)]
-    assert len(found) == math.prod(sides) * chip.devices
-    return found
+    devices = [_Device(i, (x, y, z), core, chip.device_kinds[0]) for i, (z, y, x, core) in enumerate(places)]
+    assert len(devices) == math.prod(sides) * chip.devices
+    return devices

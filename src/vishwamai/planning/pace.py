@@ -43,8 +43,8 @@ class Pace:
 
 
 @contextlib.contextmanager
-def timed(taken: list[float]) -> Iterator[None]:
+def timed(durations: list[float]) -> Iterator[None]:
     """Adds the seconds of the block to a list, unless it raises."""
-    begun = monotonic()
+    start = monotonic()
     yield
-    taken.append(monotonic() - begun)
+    durations.append(monotonic() - start)

@@ -53,38 +53,40 @@ def _section(plan: Plan, price: float | None) -> dict[str, Any]:
         "figure": _chart(plan, best),
         "columns": columns,
         "numbers": [name for name in columns if name not in ("settings", "front", "level", "step's level")],
-        "rows": [_cells(one, index in best, price) for index, one in enumerate(plan.candidates)],
+        "rows": [_cells(candidate, index in best, price) for index, candidate in enumerate(plan.candidates)],
     }
 
 
 def _chart(plan: Plan, best: set[int]) -> reports.Markup:
     """Memory against time by formulas, with the front; the chosen one by its compiled program, too."""
 
-    def curve(name: str, colour: str, mark: str, wanted: Sequence[tuple[int, Candidate]]) -> charts.Curve:
-        known = [(one, one.formula.value) for _, one in wanted if one.formula is not None]
-        points = [(one.analytic.value / 2**30, seconds) for one, seconds in known]
-        notes = [f"{one.name}: {one.analytic}, {one.formula}" for one, _ in known]
+    def curve(name: str, colour: str, mark: str, indexed: Sequence[tuple[int, Candidate]]) -> charts.Curve:
+        timed = [(candidate, candidate.formula.value) for _, candidate in indexed if candidate.formula is not None]
+        points = [(candidate.analytic.value / 2**30, seconds) for candidate, seconds in timed]
+        notes = [f"{candidate.name}: {candidate.analytic}, {candidate.formula}" for candidate, _ in timed]
         return charts.Curve(name, points, colour, [mark] * len(points), notes=notes)
 
     every = list(enumerate(plan.candidates))
     curves = [
-        curve("too large", "soft", "square", [(i, one) for i, one in every if not one.fits]),
-        curve("fits", "c1", "circle", [(i, one) for i, one in every if one.fits and i not in best]),
-        curve("Pareto front", "c0", "diamond", [(i, one) for i, one in every if i in best]),
+        curve("too large", "soft", "square", [(i, candidate) for i, candidate in every if not candidate.fits]),
+        curve("fits", "c1", "circle", [(i, candidate) for i, candidate in every if candidate.fits and i not in best]),
+        curve("Pareto front", "c0", "diamond", [(i, candidate) for i, candidate in every if i in best]),
     ]
     chosen = plan.chosen
     if chosen is not None and chosen.time is not None:
         point = (chosen.best.value / 2**30, chosen.time.step.value)
         note = f"{chosen.name}: {chosen.best}, {chosen.time.step}"
         curves.append(charts.Curve("chosen, by its compiled program", [point], "c4", ["star"], notes=[note]))
-    return charts.lines([one for one in curves if one.points], x="HBM of one device, GiB", y="a step, s", zero=True)
+    return charts.lines(
+        [candidate for candidate in curves if candidate.points], x="HBM of one device, GiB", y="a step, s", zero=True
+    )
 
 
-def _cells(one: Candidate, on_front: bool, price: float | None) -> list[str]:
-    cells = [one.name, "yes" if on_front else "", f"{one.best.value / 2**30:.2f}", one.best.level]
-    if one.speed is None:
+def _cells(candidate: Candidate, on_front: bool, price: float | None) -> list[str]:
+    cells = [candidate.name, "yes" if on_front else "", f"{candidate.best.value / 2**30:.2f}", candidate.best.level]
+    if candidate.speed is None:
         return cells + ["-"] * (4 + (price is not None))
-    speed = one.speed
+    speed = candidate.speed
     cells += [f"{speed.step.value:.3g}", speed.step.level, f"{speed.tokens_per_chip.value:.0f}"]
     cells.append(f"{speed.mfu.value:.1%}")
     return cells + ([f"{speed.cost(price).value:.4g}"] if price is not None else [])

@@ -75,18 +75,18 @@ class PeakMemory:
     @property
     def by_use(self) -> dict[str, int]:
         """Bytes by use, the largest first; "gaps" is what the total has beyond the arrays: padding and fragments."""
-        found: dict[str, int] = {}
-        for one in self.arrays:
-            found[one.use] = found.get(one.use, 0) + one.nbytes
-        found["gaps"] = max(0, int(self.total.value) - sum(found.values()))
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        uses: dict[str, int] = {}
+        for array in self.arrays:
+            uses[array.use] = uses.get(array.use, 0) + array.nbytes
+        uses["gaps"] = max(0, int(self.total.value) - sum(uses.values()))
+        return dict(sorted(uses.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
         uses = ", ".join(f"{name} {human(size)}" for name, size in self.by_use.items() if size)
         lines = [f"{self.target}: {self.total} of {human(self.limit)} at the peak: {uses}"]
-        lines += [f"  {one}" for one in self.arrays[:SHOWN]]
+        lines += [f"  {array}" for array in self.arrays[:SHOWN]]
         if len(self.arrays) > SHOWN:
-            lines.append(f"  {human(sum(one.nbytes for one in self.arrays[SHOWN:])):>10}  in smaller ones")
+            lines.append(f"  {human(sum(array.nbytes for array in self.arrays[SHOWN:])):>10}  in smaller ones")
         return "\n".join(lines)
 
 
@@ -104,10 +104,10 @@ def read_dump(directory: pathlib.Path) -> list[dict[str, Any]]:
     texts = {}
     for suffix in _SUFFIXES:
         name = f"after_optimizations-{suffix}" if suffix else "after_optimizations.txt"
-        found = sorted(directory.glob(f"*.{name}"))
-        if not found:
+        matches = sorted(directory.glob(f"*.{name}"))
+        if not matches:
             raise KernelError(f"the installed libtpu wrote no {name}, from which the peak would be read.")
-        texts[suffix] = found[-1].read_text(errors="replace")
+        texts[suffix] = matches[-1].read_text(errors="replace")
     peak = re.search(r"Live ranges at \d+ \(peak\):\n((?:    .*\n?)*)", texts["live-range.txt"])
     live = re.findall(r"^    (\S+): (\d+) bytes", peak[1], re.M) if peak else []
     if not live:
@@ -115,8 +115,8 @@ def read_dump(directory: pathlib.Path) -> list[dict[str, Any]]:
     places = _places(texts["buffer-assignment.txt"])
     program = _Origins(texts[""], places)
     arrays = []
-    for written, size in live:
-        name = written.removesuffix("{}")
+    for shape_name, size in live:
+        name = shape_name.removesuffix("{}")
         place = places.get(name)
         if place is not None and place.hbm and int(size):
             arrays.append({"nbytes": int(size), "shape": place.shape, **program.origin(name)})
@@ -135,14 +135,14 @@ class _Place:
 
 
 def _places(text: str) -> dict[str, _Place]:
-    found = {}
+    places = {}
     starts = [*_ALLOCATION.finditer(text)]
     for start, end in zip(starts, [*(s.start() for s in starts[1:]), len(text)]):
         for name, size, offset, shape in _VALUE.findall(text, start.end(), end):
             short = re.sub(r"\{[^}]*\}", "", shape)
             hbm = start[2] is None and not re.search(r"S\([1-9]", shape)
-            found[name.removesuffix("{}")] = _Place(start[1], offset, size, short, hbm)
-    return found
+            places[name.removesuffix("{}")] = _Place(start[1], offset, size, short, hbm)
+    return places
 
 
 class _Origins:
@@ -158,39 +158,43 @@ class _Origins:
 
     def origin(self, name: str) -> dict[str, Any]:
         """Number of the argument, source, line and pass of a value."""
-        one = self.every.get(name.partition("{")[0])
-        if one is None:
+        instruction = self.every.get(name.partition("{")[0])
+        if instruction is None:
             return {"argument": None, "source": "", "where": "", "pass": ""}
-        argument = re.match(r"args\[(\d+)\]", one.source)
-        if one.opcode == "parameter" and argument:
+        argument = re.match(r"args\[(\d+)\]", instruction.source)
+        if instruction.opcode == "parameter" and argument:
             return {"argument": int(argument[1]), "source": "", "where": "", "pass": ""}
-        filler, one = self._written(name, one)
-        found = "backward" if "transpose(" in filler.source else "forward" if "jvp(" in filler.source else ""
-        source = operation(one.source) or self._unnamed(one)
-        return {"argument": None, "source": source, "where": self.lines.of(one), "pass": found}
+        filler, instruction = self._writer(name, instruction)
+        direction = "backward" if "transpose(" in filler.source else "forward" if "jvp(" in filler.source else ""
+        source = operation(instruction.source) or self._unnamed(instruction)
+        return {"argument": None, "source": source, "where": self.lines.of(instruction), "pass": direction}
 
-    def _unnamed(self, one: Instruction) -> str:
+    def _unnamed(self, instruction: Instruction) -> str:
         """What the compiler made by itself: its opcode, with the argument that it is made of."""
-        root, seen = one, 0
+        root, seen = instruction, 0
         while root.opcode != "parameter" and len(root.operands) == 1 and root.operands[0] in self.every and seen < 8:
             root, seen = self.every[root.operands[0]], seen + 1
-        found = re.match(r"args\[\d+\]", root.source)
-        return f"{one.opcode} of {found[0]}" if root.opcode == "parameter" and found else one.opcode
+        match = re.match(r"args\[\d+\]", root.source)
+        return f"{instruction.opcode} of {match[0]}" if root.opcode == "parameter" and match else instruction.opcode
 
-    def _written(self, name: str, one: Instruction) -> tuple[Instruction, Instruction]:
+    def _writer(self, name: str, instruction: Instruction) -> tuple[Instruction, Instruction]:
         """What fills a value, and what made its content: an empty buffer is filled by the turns of a loop."""
-        if not (one.target == "AllocateBuffer" or one.opcode == "broadcast"):
-            return one, one
+        if not (instruction.target == "AllocateBuffer" or instruction.opcode == "broadcast"):
+            return instruction, instruction
         place = self.places[name]
-        for other in self.sharing[place.allocation, place.offset, place.size]:
-            writer = self.every.get(other.partition("{")[0])
+        for value in self.sharing[place.allocation, place.offset, place.size]:
+            writer = self.every.get(value.partition("{")[0])
             if writer is None or "dynamic_update_slice" not in writer.source:
                 continue
             parts = [self.every[operand] for operand in writer.operands if operand in self.every]
-            named = [part for part in parts if part.nbytes < one.nbytes and part.nbytes > 4 and operation(part.source)]
+            named = [
+                part
+                for part in parts
+                if part.nbytes < instruction.nbytes and part.nbytes > 4 and operation(part.source)
+            ]
             source = max(named, key=lambda part: part.nbytes, default=writer)
             return writer, source
-        return one, one
+        return instruction, instruction
 
 
 class _Lines:
@@ -198,17 +202,17 @@ class _Lines:
 
     def __init__(self, text: str):
         def table(name: str, row: str) -> dict[str, tuple[str, ...]]:
-            found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
-            lines = found[1].splitlines() if found else []
+            match = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
+            lines = match[1].splitlines() if match else []
             return {line.partition(" ")[0]: m.groups() for line in lines if (m := re.search(row, line))}
 
         self.files = table("FileNames", r'"(.*)"')
         self.locations = table("FileLocations", r"file_name_id=(\d+) .*? line=(\d+)")
         self.frames = table("StackFrames", r"file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 
-    def of(self, one: Instruction) -> str:
+    def of(self, instruction: Instruction) -> str:
         """The innermost line that is not one of the framework's, such as "blocks.py:123"."""
-        frame, seen = one.frame, set()
+        frame, seen = instruction.frame, set()
         while frame in self.frames and frame not in seen:
             seen.add(frame)
             location, parent = self.frames[frame]
@@ -251,26 +255,26 @@ def peak_memory(program: Program, needed: float, arrays: Iterable[Mapping[str, A
       program: which was compiled. needed: bytes that the compiler asks for. arrays: of `read_dump`.
     """
     arrays = [*arrays]
-    passed = [one for one in arrays if one["argument"] is not None]
-    params = {_dims(one["shape"]) for one in passed if _use(program, one["argument"]) == "parameters"}
+    passed = [array for array in arrays if array["argument"] is not None]
+    params = {_dims(array["shape"]) for array in passed if _use(program, array["argument"]) == "parameters"}
     merged: dict[tuple[str, ...], list[int]] = {}
-    for one in arrays:
+    for array in arrays:
         use, path = "temporaries", ""
-        if one["argument"] is not None:
-            use, path = _use(program, one["argument"]), program.arguments[one["argument"]].path
-        elif one["pass"] == "backward" and _dims(one["shape"]) in params:
+        if array["argument"] is not None:
+            use, path = _use(program, array["argument"]), program.arguments[array["argument"]].path
+        elif array["pass"] == "backward" and _dims(array["shape"]) in params:
             use = "gradients"
-        elif one["pass"] == "forward":
+        elif array["pass"] == "forward":
             use = "activations"
-        source = re.sub(r"args\[(\d+)\]", lambda m: program.arguments[int(m[1])].path, one["source"])
-        key = (use, one["shape"], path, source, one["where"])
-        merged.setdefault(key, []).append(one["nbytes"])
-    found = [
+        source = re.sub(r"args\[(\d+)\]", lambda m: program.arguments[int(m[1])].path, array["source"])
+        key = (use, array["shape"], path, source, array["where"])
+        merged.setdefault(key, []).append(array["nbytes"])
+    groups = [
         LiveArray(use, sum(sizes), len(sizes), shape, path, source, where)
         for (use, shape, path, source, where), sizes in merged.items()
     ]
-    found.sort(key=lambda one: -one.nbytes)
-    return PeakMemory(program.target, Estimate(needed, "probe"), program.limit, tuple(found))
+    groups.sort(key=lambda one: -one.nbytes)
+    return PeakMemory(program.target, Estimate(needed, "probe"), program.limit, tuple(groups))
 
 
 def _dims(shape: str) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ class ProfileResults:
         lines = _row("profile", f"{self.name}, {len(self.times)} steps on {self.device}")
         if self.busy:
             lines += _row("BUSY MACHINE", f"{self.busy}: times are too long; run it again while nothing else runs.")
-        cells = [f"p{p} {one.value * 1e3:.3f} ms" for p, one in self.percentiles.items()]
+        cells = [f"p{p} {measurement.value * 1e3:.3f} ms" for p, measurement in self.percentiles.items()]
         lines += _row(
             "step", f"{', '.join(cells)} (least {min(self.times) * 1e3:.3f}, most {max(self.times) * 1e3:.3f})"
         )
@@ -107,13 +107,13 @@ class ProfileResults:
         lines += _row("MFU", f"{share}; peak: {self.peaks}" if self.peaks else share)
         lines += _row("bandwidth", f"{self.bandwidth.value / 1e9:.3g} GB/s at least (arguments and results, once)")
         parts = ", ".join(f"{name} {human(part.value)}" for name, part in self.memory_parts.items() if part.value)
-        counted = "" if self.device_peak is None else f"; counted by the device: {human(self.device_peak.value)}"
-        lines += _row("memory", f"{human(self.memory.value)} by the compiled program: {parts}{counted}")
+        device = "" if self.device_peak is None else f"; counted by the device: {human(self.device_peak.value)}"
+        lines += _row("memory", f"{human(self.memory.value)} by the compiled program: {parts}{device}")
         if self.operations:
             lines += [
                 "",
                 f"{'operation (traced steps)':50}{'calls':>8}{'ms':>12}{'share':>10}",
-                *map(_line, self._shown()),
+                *map(_line, self._rows()),
             ]
         if self.trace is not None:
             lines += _row("trace", str(self.trace))
@@ -123,10 +123,14 @@ class ProfileResults:
             lines += ["", *textwrap.wrap(str(self.estimate), _WIDTH, subsequent_indent="  ")]
         return "\n".join(lines)
 
-    def _shown(self) -> list[OperationTime]:
+    def _rows(self) -> list[OperationTime]:
         first, rest = list(self.operations[:_SHOWN]), self.operations[_SHOWN:]
         if rest:
-            totals = (sum(one.calls for one in rest), sum(one.seconds for one in rest), sum(one.share for one in rest))
+            totals = (
+                sum(operation.calls for operation in rest),
+                sum(operation.seconds for operation in rest),
+                sum(operation.share for operation in rest),
+            )
             first.append(OperationTime(f"{len(rest)} others", *totals))
         return first
 
@@ -135,6 +139,6 @@ def _row(label: str, text: str) -> list[str]:
     return textwrap.wrap(f"{label:13}{text}", _WIDTH, subsequent_indent=" " * 13, break_on_hyphens=False)
 
 
-def _line(one: OperationTime) -> str:
-    name = one.name if len(one.name) <= 49 else f"...{one.name[-46:]}"
-    return f"{name:50}{one.calls:>8.4g}{one.seconds * 1e3:>12.4f}{one.share:>10.1%}"
+def _line(operation: OperationTime) -> str:
+    name = operation.name if len(operation.name) <= 49 else f"...{operation.name[-46:]}"
+    return f"{name:50}{operation.calls:>8.4g}{operation.seconds * 1e3:>12.4f}{operation.share:>10.1%}"

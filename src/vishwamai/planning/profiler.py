@@ -160,7 +160,7 @@ class TPUProfiler:
                 except VishwamaiError as error:  # what was measured is kept, and the reason is said
                     notes = (*notes, f"no estimate for {self.target}: {error}")
         kind = jax.devices()[0].device_kind
-        moved = sum(parts[name].value for name in ("arguments", "outputs")) - parts["aliased"].value
+        nbytes = sum(parts[name].value for name in ("arguments", "outputs")) - parts["aliased"].value
         return ProfileResults(
             name=subject.name,
             device=kind,
@@ -170,7 +170,7 @@ class TPUProfiler:
             flops_source=source,
             mfu=mfu,
             peaks=peaks,
-            bandwidth=Measurement(moved / statistics.median(times), kind, "B/s"),
+            bandwidth=Measurement(nbytes / statistics.median(times), kind, "B/s"),
             memory=memory,
             memory_parts=parts,
             device_peak=counted_peak(),
@@ -185,8 +185,8 @@ class TPUProfiler:
     def _traces(self) -> Iterator[Path]:
         """The directory of the trace; one that is removed afterwards where none was given."""
         if self.trace_directory is None:
-            with tempfile.TemporaryDirectory(prefix="vishwamai-trace-", ignore_cleanup_errors=True) as made:
-                yield Path(made)
+            with tempfile.TemporaryDirectory(prefix="vishwamai-trace-", ignore_cleanup_errors=True) as directory:
+                yield Path(directory)
             return
         try:
             self.trace_directory.mkdir(parents=True, exist_ok=True)
@@ -233,30 +233,30 @@ def _subject(model: Any, input_shape: Any, dtype: np.dtype[Any] | None) -> _Subj
                 f"{_NAME}: `model`{jax.tree_util.keystr(path)} is {described(leaf)}; pass a module with its parameters."
             )
     shardings = [leaf.sharding for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-    devices = max((len(one.device_set) for one in shardings), default=1)
+    devices = max((len(sharding.device_set) for sharding in shardings), default=1)
     name = _called(type(model).__name__, inputs)
     return _Subject(name, lambda state, *inputs: nnx.merge(graph, state)(*inputs), (state,), inputs, tokens, devices)
 
 
 def _called(name: str, inputs: Sequence[jax.ShapeDtypeStruct]) -> str:
     name = name.replace("<lambda>", "lambda")
-    return f"{name}({', '.join(f'{one.dtype}{list(one.shape)}' for one in inputs)})"
+    return f"{name}({', '.join(f'{shape.dtype}{list(shape.shape)}' for shape in inputs)})"
 
 
-def _inputs(given: Any, dtype: np.dtype[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _inputs(shapes: Any, dtype: np.dtype[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The inputs that `input_shape` describes."""
-    several = isinstance(given, (tuple, list)) and len(given) > 0 and not _is_size(given[0])
-    found = []
-    for one in given if several else (given,):
-        shape = one.shape if isinstance(one, jax.ShapeDtypeStruct) else one
+    several = isinstance(shapes, (tuple, list)) and len(shapes) > 0 and not _is_size(shapes[0])
+    inputs = []
+    for entry in shapes if several else (shapes,):
+        shape = entry.shape if isinstance(entry, jax.ShapeDtypeStruct) else entry
         if not isinstance(shape, (tuple, list)) or not all(map(_is_size, shape)):
             raise ShapeError(
-                f"{_NAME}: `input_shape` is {described(given)}; pass a shape such as (8, 128), a jax.ShapeDtypeStruct, "
-                "or a tuple of these."
+                f"{_NAME}: `input_shape` is {described(shapes)}; pass a shape such as (8, 128), a "
+                "jax.ShapeDtypeStruct, or a tuple of these."
             )
-        own = _number_dtype(one.dtype) if isinstance(one, jax.ShapeDtypeStruct) else dtype
-        found.append(jax.ShapeDtypeStruct(tuple(int(size) for size in shape), own))
-    return tuple(found)
+        entry_dtype = _number_dtype(entry.dtype) if isinstance(entry, jax.ShapeDtypeStruct) else dtype
+        inputs.append(jax.ShapeDtypeStruct(tuple(int(size) for size in shape), entry_dtype))
+    return tuple(inputs)
 
 
 def _is_size(value: Any) -> bool:
@@ -265,20 +265,26 @@ def _is_size(value: Any) -> bool:
 
 def _number_dtype(dtype: Any) -> np.dtype[Any]:
     try:
-        found = jnp.dtype(dtype)
+        number_dtype = jnp.dtype(dtype)
     except Exception as error:
         raise ShapeError(f"TPUProfiler: `dtype` is {described(dtype)}; pass a dtype such as 'float32'.") from error
-    if not (jnp.issubdtype(found, jnp.number) or found == np.bool_):
-        raise ShapeError(f"TPUProfiler: dtype {found} is not one of numbers; pass one such as 'float32' or 'int32'.")
-    return jax.dtypes.canonicalize_dtype(found)
+    if not (jnp.issubdtype(number_dtype, jnp.number) or number_dtype == np.bool_):
+        raise ShapeError(
+            f"TPUProfiler: dtype {number_dtype} is not one of numbers; pass one such as 'float32' or 'int32'."
+        )
+    return jax.dtypes.canonicalize_dtype(number_dtype)
 
 
-def _directory(given: Any) -> Path | None:
-    if given is None:
+def _directory(directory: Any) -> Path | None:
+    if directory is None:
         return None
-    if not isinstance(given, (str, os.PathLike)) or not isinstance(os.fspath(given), str) or not os.fspath(given):
-        raise ConfigError(f"TPUProfiler: `trace_directory` is {described(given)}; pass the path of a directory.")
-    path = Path(given)
+    if (
+        not isinstance(directory, (str, os.PathLike))
+        or not isinstance(os.fspath(directory), str)
+        or not os.fspath(directory)
+    ):
+        raise ConfigError(f"TPUProfiler: `trace_directory` is {described(directory)}; pass the path of a directory.")
+    path = Path(directory)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"TPUProfiler: `trace_directory` {path} is not a directory; pass another path.")
     return path
@@ -288,26 +294,26 @@ def _nbytes(shape: jax.ShapeDtypeStruct) -> int:
     return math.prod(shape.shape) * shape.dtype.itemsize
 
 
-def _check_memory(nbytes: float, what: str) -> None:
+def _check_memory(nbytes: float, subject: str) -> None:
     """Raises DeviceError where a CPU's memory cannot hold it; other devices say so themselves."""
     memory = cpu().memory
     if memory is not None and nbytes > memory and jax.default_backend() == "cpu":
         raise DeviceError(
-            f"{_NAME}: {what} takes {human(nbytes)}, this machine has {human(memory)}; pass smaller shapes."
+            f"{_NAME}: {subject} takes {human(nbytes)}, this machine has {human(memory)}; pass smaller shapes."
         )
 
 
 def _values(subject: _Subject, seed: int) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(seed)
 
-    def one(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    def random_array(shape: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(shape.dtype, jnp.inexact):
-            found = rng.standard_normal(shape.shape, np.float32)
+            numbers = rng.standard_normal(shape.shape, np.float32)
         else:
-            found = rng.integers(0, 2 if shape.dtype.itemsize == 1 else subject.tokens, shape.shape)
-        return jax.device_put(found.astype(shape.dtype))
+            numbers = rng.integers(0, 2 if shape.dtype.itemsize == 1 else subject.tokens, shape.shape)
+        return jax.device_put(numbers.astype(shape.dtype))
 
-    return tuple(map(one, subject.inputs))
+    return tuple(map(random_array, subject.inputs))
 
 
 def _compiled(subject: _Subject) -> jax.stages.Compiled:
@@ -336,12 +342,12 @@ def _traced(
 
 
 def _flops(subject: _Subject, compiled: jax.stages.Compiled) -> tuple[ProgramFlops, str]:
-    found = program_flops(subject.run, *subject.shapes)
-    if found.total:
-        loops = f"; {found.unknown_loops} loops of unknown length count once" if found.unknown_loops else ""
-        return found, f"products and this library's operations{loops}"
-    counted = float((compiled.cost_analysis() or {}).get("flops", 0.0))
-    return ProgramFlops({"float32": counted} if counted > 0 else {}), "XLA's count, as the program has no products"
+    flops = program_flops(subject.run, *subject.shapes)
+    if flops.total:
+        loops = f"; {flops.unknown_loops} loops of unknown length count once" if flops.unknown_loops else ""
+        return flops, f"products and this library's operations{loops}"
+    xla_flops = float((compiled.cost_analysis() or {}).get("flops", 0.0))
+    return ProgramFlops({"float32": xla_flops} if xla_flops > 0 else {}), "XLA's count, as the program has no products"
 
 
 def _mfu(flops: ProgramFlops, seconds: float, devices: int) -> tuple[Measurement | None, str, tuple[str, ...]]:

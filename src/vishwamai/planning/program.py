@@ -78,8 +78,8 @@ class Program:
         """The program, compiled with options of the compiler."""
         if not options:
             return self
-        said = json.dumps([self.fingerprint, sorted(options.items())])
-        fingerprint = hashlib.sha256(said.encode()).hexdigest()[:32]
+        text = json.dumps([self.fingerprint, sorted(options.items())])
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
         return dataclasses.replace(self, options=dict(options), fingerprint=fingerprint)
 
     @property
@@ -101,7 +101,7 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
     """
     target = Target.parse_tpu(target).name or target
     chip = Target.parse_chip(target)
-    given = jax.tree.leaves((args, kwargs))
+    operands = jax.tree.leaves((args, kwargs))
     args, kwargs = _one_mesh(place((args, kwargs), target))
     with tracing_for(target), in_words(chip):
         donated = _donated(fn, args, kwargs)
@@ -113,14 +113,14 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
         if not many:
             shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, weak_type=s.weak_type) for s in shapes]
         jitted = jax.jit(flat)
-        jaxpr, values = jitted.trace(*shapes).jaxpr, integers([given[i] for i in arrays])
+        jaxpr, values = jitted.trace(*shapes).jaxpr, integers([operands[i] for i in arrays])
         with exact_export():
             exported = export.export(jitted, platforms=["tpu"])(*shapes)
     try:
         blob = bytes(exported.serialize())
     except ImportError as error:
         raise DeviceError(f'planning a program needs flatbuffers: pip install "vishwamai[aot]" ({error}).') from error
-    found = tuple(
+    arguments = tuple(
         Argument(
             _path(leaves[i][0]),
             _nbytes(leaves[i][1]),
@@ -130,9 +130,11 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
         for i in arrays
     )
     digest = hashlib.sha256(exported.mlir_module_serialized)
-    about = [FORMAT, target, libtpu.identity(), [(a.donated, a.place) for a in found]]
+    about = [FORMAT, target, libtpu.identity(), [(a.donated, a.place) for a in arguments]]
     digest.update(json.dumps(about, sort_keys=True).encode())
-    return Program(flat.__name__, target, blob, found, digest.hexdigest()[:32], lambda: scalar_operands(jaxpr, values))
+    return Program(
+        flat.__name__, target, blob, arguments, digest.hexdigest()[:32], lambda: scalar_operands(jaxpr, values)
+    )
 
 
 def _donated(fn: Any, args: Any, kwargs: Any) -> set[str]:
@@ -161,13 +163,15 @@ def _one_mesh(tree: Any) -> Any:
     split = [s.mesh for s in shardings if isinstance(s, NamedSharding) and any(s.spec)]
     if not split:
         return tree
-    whole = NamedSharding(split[0], PartitionSpec())
+    replicated = NamedSharding(split[0], PartitionSpec())
 
-    def one(leaf: Any) -> Any:
+    def replicate(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
-        return leaf.update(sharding=whole) if isinstance(sharding, NamedSharding) and not any(sharding.spec) else leaf
+        return (
+            leaf.update(sharding=replicated) if isinstance(sharding, NamedSharding) and not any(sharding.spec) else leaf
+        )
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(replicate, tree)
 
 
 def write_sharding(sharding: NamedSharding) -> str:

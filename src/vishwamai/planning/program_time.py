@@ -86,13 +86,13 @@ class StepTime:
     def __str__(self) -> str:
         least = "at least " if self.missing else ""
         lines = [f"{self.target}: {least}{self.step} on each device"]
-        whole = self.step.value or 1.0
+        total = self.step.value or 1.0
         for name, part in self.parts.items():
             hidden = self.hidden[name].value if name in self.hidden else 0.0
             if not (part.value or hidden) and name in ("host", "stages"):
                 continue  # most programs leave the host alone and have no stages
             behind = f"  and {hidden * 1e3:.3f} ms hidden" if hidden else ""
-            lines.append(f"  {name:<12}{part.value * 1e3:>12.3f} ms {part.value / whole:>6.1%}{behind}")
+            lines.append(f"  {name:<12}{part.value * 1e3:>12.3f} ms {part.value / total:>6.1%}{behind}")
         lines += [
             f"    {row.name[:40]:<40}{row.seconds * 1e3:>12.3f} ms {row.calls:>6} calls" for row in self.rows[:_SHOWN]
         ]
@@ -131,10 +131,10 @@ def step_time(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs:
     ('verified', True)
     """
     with Compiler() as compiler:
-        memory, found = time_program(compiler, trace(fn, *args, target=target, **kwargs))
-    if found is None:
+        memory, estimate = time_program(compiler, trace(fn, *args, target=target, **kwargs))
+    if estimate is None:
         raise DeviceError(f"step_time: the program needs {memory.total}, but {target} has {human(memory.limit)}.")
-    return found
+    return estimate
 
 
 def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, StepTime | None]:
@@ -143,20 +143,20 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
     Raises: as `step_time`, for a program that fits.
     """
     key = f"{program.fingerprint}-time{FORMAT}{_digest(program.known)}"
-    found, full = cache.read(key), cache.read(f"{program.fingerprint}-full")
+    stored, full = cache.read(key), cache.read(f"{program.fingerprint}-full")
     if full is not None and "needed" in full:  # it does not fit, which is all there is to know
         return verified_memory(program, full), None
-    if found is None or not {"memory", "time"} <= found.keys():
-        with compiler.written(program) as (answer, directory):
-            found = dict(answer)
-            if "memory" in found:
-                found["time"] = _followed(
+    if stored is None or not {"memory", "time"} <= stored.keys():
+        with compiler.dumped(program) as (answer, directory):
+            stored = dict(answer)
+            if "memory" in stored:
+                stored["time"] = _followed(
                     directory, program.target, devices_in_order(program), program.known, program.ticks
                 )
-        if "time" in found:
-            cache.write(key, found)
-    memory = verified_memory(program, found)
-    return memory, _read(program.target, memory, found["time"]) if "time" in found else None
+        if "time" in stored:
+            cache.write(key, stored)
+    memory = verified_memory(program, stored)
+    return memory, _read(program.target, memory, stored["time"]) if "time" in stored else None
 
 
 def _digest(known: Known) -> str:
@@ -196,9 +196,9 @@ def _followed(
     ticks: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """The timeline of what the compiler wrote, as plain values; `known` and `ticks`: of `Program`."""
-    written = directory / TEXT
-    estimated = written.exists()
-    text = written if estimated else next(directory.glob("*-TLP-hlo.txt"), None)
+    schedule_text = directory / TEXT
+    estimated = schedule_text.exists()
+    text = schedule_text if estimated else next(directory.glob("*-TLP-hlo.txt"), None)
     sources = read_sources(directory)
     if text is None or not sources:
         raise DeviceError(
@@ -231,20 +231,20 @@ class _Schedules:
 
     def cycles(self, name: str) -> float | None:
         """None where the compiler wrote no schedule for it."""
-        own = self.simulator.program_of(name)
-        if own is None or own not in self.simulator.sources:
+        program = self.simulator.program_of(name)
+        if program is None or program not in self.simulator.sources:
             return None
-        call = name if self.simulator.known_of(name) else own
+        call = name if self.simulator.known_of(name) else program
         if call not in self.known:
-            found = self.simulator.simulate(only=call)
-            self.known[call] = found.cycles
-            if found.unknown:
-                self.unknown[family(own)] += sum(found.unknown.values())
+            simulation = self.simulator.simulate(only=call)
+            self.known[call] = simulation.cycles
+            if simulation.unknown:
+                self.unknown[family(program)] += sum(simulation.unknown.values())
         return self.known[call]
 
 
 def _plain(timeline: Timeline) -> dict[str, Any]:
-    missing = [f"{what}{f' ({count} times)' if count > 1 else ''}" for what, count in timeline.missing.items()]
+    missing = [f"{label}{f' ({count} times)' if count > 1 else ''}" for label, count in timeline.missing.items()]
     if timeline.host_bytes:
         missing.append(f"{human(timeline.host_bytes)} to and from the host's memory, whose bandwidth no source states")
     rows = sorted(timeline.by_name.items(), key=lambda row: -row[1][0])

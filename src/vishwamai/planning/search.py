@@ -145,7 +145,7 @@ class _Question:
     on_tried: Callable[[Candidate], None]
 
 
-def front(found: Sequence[Candidate]) -> set[int]:
+def front(candidates: Sequence[Candidate]) -> set[int]:
     """Which candidates fit and have no other that fits with less memory and less time: the Pareto front.
 
     Memory and time are those by formulas, so that all are compared alike.
@@ -157,7 +157,9 @@ def front(found: Sequence[Candidate]) -> set[int]:
     >>> sorted(front([one(1, 3), one(2, 2), one(2, 3), one(11, 1)]))
     [0, 1]
     """
-    points = {i: (c.analytic.value, c.formula.value) for i, c in enumerate(found) if c.fits and c.formula is not None}
+    points = {
+        i: (c.analytic.value, c.formula.value) for i, c in enumerate(candidates) if c.fits and c.formula is not None
+    }
     best: set[int] = set()
     last = (-1.0, math.inf)
     for i, point in sorted(points.items(), key=lambda item: item[1]):
@@ -184,21 +186,21 @@ def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
     if devices % math.prod(vars(fixed).values()):
         raise ConfigError(f"config: {written(fixed)} does not divide the {devices} devices of {target}.")
     sizes, stages = _sizes(config, devices), config.mesh.pipeline
-    found = []
+    sections = []
     for expert, sequence, tensor in itertools.product(sizes["expert"], sizes["sequence"], sizes["tensor"]):
         others, odd = divmod(devices, stages * expert * sequence * tensor)
         if odd or config.batch_size % (others * expert):
             continue
         for fsdp in divisors(others):
             sizes_of = {"pipeline": stages, "expert": expert, "sequence": sequence, "tensor": tensor}
-            found.append(MeshSection(data=others // fsdp, fsdp=fsdp, **sizes_of))
-    if not found:
+            sections.append(MeshSection(data=others // fsdp, fsdp=fsdp, **sizes_of))
+    if not sections:
         least = row_parts(fixed) * devices // math.prod(vars(fixed).values())
         raise ConfigError(
             f"config: batch_size={config.batch_size} is not a multiple of the {least} devices of {target} that split "
             "it, and no mesh.sequence or mesh.tensor that the model allows leaves fewer."
         )
-    return sorted(found, key=lambda mesh: (mesh.expert * mesh.sequence * mesh.tensor, mesh.fsdp))
+    return sorted(sections, key=lambda mesh: (mesh.expert * mesh.sequence * mesh.tensor, mesh.fsdp))
 
 
 def _sizes(config: TrainConfig, devices: int) -> dict[str, list[int]]:
@@ -210,8 +212,10 @@ def _sizes(config: TrainConfig, devices: int) -> dict[str, list[int]]:
         allowed[axis] = math.gcd(*(units[name][1] for name in split if name in units)) or 1
     if length % (2 * SHORTEST) == 0:  # zig-zag order cuts a device's part in two
         allowed["sequence"] = length // (2 * SHORTEST)
-    found = {axis: divisors(math.gcd(most, devices)) for axis, most in allowed.items()}
-    return {axis: sizes if vars(config.mesh)[axis] == 1 else [vars(config.mesh)[axis]] for axis, sizes in found.items()}
+    choices = {axis: divisors(math.gcd(most, devices)) for axis, most in allowed.items()}
+    return {
+        axis: sizes if vars(config.mesh)[axis] == 1 else [vars(config.mesh)[axis]] for axis, sizes in choices.items()
+    }
 
 
 def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
@@ -228,20 +232,20 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
     >>> found[0].mesh.data, found[0].remat, found[0].microbatches
     (4, 'none', 1)
     """
-    found = meshes(config, target)
-    rows = {mesh: config.batch_size // row_parts(mesh) for mesh in found}
+    sections = meshes(config, target)
+    rows = {mesh: config.batch_size // row_parts(mesh) for mesh in sections}
     pinned = config.optimization.gradient_checkpointing is not None
     reason, none = None, True
     for microbatches in divisors(config.batch_size):
         for remat in (config.remat,) if pinned else REMAT:
-            for mesh in found:
+            for mesh in sections:
                 if rows[mesh] % microbatches:
                     continue
-                one = dataclasses.replace(config, mesh=mesh, remat=remat, microbatches=microbatches)
-                reason = why_no_stages(one)
+                candidate = dataclasses.replace(config, mesh=mesh, remat=remat, microbatches=microbatches)
+                reason = why_no_stages(candidate)
                 if reason is None:
                     none = False
-                    yield one
+                    yield candidate
     if none and reason is not None:
         raise why_no_stages(config) or reason
 
@@ -277,8 +281,8 @@ def plan_training(
       DeviceError: libtpu is missing, or the target is unknown.
     """
     finalists = finalists if search and verify and time else 1
-    with contextlib.nullcontext(compiler) if compiler is not None else Compiler() as asked:
-        question = _Question(target, search, verify, time, finalists, asked, report, on_tried)
+    with contextlib.nullcontext(compiler) if compiler is not None else Compiler() as process:
+        question = _Question(target, search, verify, time, finalists, process, report, on_tried)
         plan = _planned(config, question)
         for narrow in narrower_moments(config) if search else ():
             if plan.chosen is not None:
@@ -294,7 +298,7 @@ def _joined(last: Plan, before: Plan) -> Plan:
     best = front(every)
     return dataclasses.replace(
         last,
-        candidates=tuple(one for i, one in enumerate(every) if i < LISTED or i in best),
+        candidates=tuple(candidate for i, candidate in enumerate(every) if i < LISTED or i in best),
         pruned=last.pruned + before.pruned,
         unprobed=last.unprobed + before.unprobed,
         count=last.count + before.count,
@@ -307,29 +311,31 @@ def _planned(config: TrainConfig, question: _Question) -> Plan:
     every = list(candidates(config, target)) if search else [config]
     question.report(f"{target}: {len(every)} {'candidates' if search else 'configuration'}, by formulas")
     estimated = []
-    for one in every:
-        found = training_memory(one, target)
-        estimated.append(Candidate(one, target, found.limit, found.total, formula=training_time(one, target, found)))
+    for choice in every:
+        memory = training_memory(choice, target)
+        estimated.append(
+            Candidate(choice, target, memory.limit, memory.total, formula=training_time(choice, target, memory))
+        )
     if search and question.time:
         estimated.sort(key=lambda candidate: candidate.formula.value if candidate.formula else 0.0)
-    kept: list[Candidate] = []
+    eligible: list[Candidate] = []
     pruned: list[Candidate] = []
-    for one in estimated:
-        (pruned if search and one.analytic.value > MARGIN * one.limit else kept).append(one)
-    tried = _tried(kept, question)
+    for choice in estimated:
+        (pruned if search and choice.analytic.value > MARGIN * choice.limit else eligible).append(choice)
+    tried = _tried(eligible, question)
     order = _ranked(tried.values())
-    shown = [*order, *(c for i, c in enumerate(kept) if i not in tried), *pruned]
-    best = front(shown)
-    listed = tuple(c for i, c in enumerate(shown) if i < LISTED or i in best)
-    left = len(kept) - len(tried)
+    listing = [*order, *(c for i, c in enumerate(eligible) if i not in tried), *pruned]
+    best = front(listing)
+    listed = tuple(c for i, c in enumerate(listing) if i < LISTED or i in best)
+    left = len(eligible) - len(tried)
     return Plan(target, estimated[0].limit, listed, _chosen(order), len(pruned), left, len(estimated))
 
 
 def _ranked(tried: Iterable[Candidate]) -> list[Candidate]:
     """Those that fit first, the fastest of them first."""
 
-    def preferred(one: Candidate) -> tuple[bool, bool, float]:
-        return not one.fits, one.time is None, 0.0 if one.time is None else one.time.step.value
+    def preferred(candidate: Candidate) -> tuple[bool, bool, float]:
+        return not candidate.fits, candidate.time is None, 0.0 if candidate.time is None else candidate.time.step.value
 
     return sorted(tried, key=preferred)
 
@@ -346,13 +352,13 @@ def plan_of_tried(tried: Sequence[Candidate]) -> Plan:
     return Plan(order[0].target, order[0].limit, tuple(order), _chosen(order), 0, 0, len(order), interrupted=True)
 
 
-def _tried(kept: Sequence[Candidate], question: _Question) -> dict[int, Candidate]:
+def _tried(eligible: Sequence[Candidate], question: _Question) -> dict[int, Candidate]:
     """What the compiler says of candidates, by their places, until enough of them with different meshes fit."""
     tried: dict[int, Candidate] = {}
     too_large: dict[tuple[int, ...], float] = {}
     done: set[MeshSection] = set()
     fastest, pace, finalists = math.inf, Pace(question.verify), question.finalists
-    for place, candidate in enumerate(kept):
+    for place, candidate in enumerate(eligible):
         mesh, formula = candidate.config.mesh, candidate.formula
         if formula is not None and formula.value >= fastest:
             break  # docs/planning.md: formulas are below the compiled programs' times, and one has reached this
@@ -360,7 +366,7 @@ def _tried(kept: Sequence[Candidate], question: _Question) -> dict[int, Candidat
         if mesh in done or candidate.analytic.value >= too_large.get(axes, math.inf):
             continue
         try:
-            candidate = _asked(candidate, question, finalists, pace)
+            candidate = _compiled(candidate, question, finalists, pace)
         except VishwamaiError as error:
             if not question.search:
                 raise
@@ -380,7 +386,7 @@ def _tried(kept: Sequence[Candidate], question: _Question) -> dict[int, Candidat
     return tried
 
 
-def _asked(candidate: Candidate, question: _Question, finalists: int, pace: Pace) -> Candidate:
+def _compiled(candidate: Candidate, question: _Question, finalists: int, pace: Pace) -> Candidate:
     """The candidate with its probe; where it fits, with its compiled program's figures. `finalists`: those left."""
     target, compiler = candidate.target, question.compiler
     question.report(f"{target}: probing {candidate.name} ({candidate.analytic})", pace.left(finalists))
@@ -393,5 +399,5 @@ def _asked(candidate: Candidate, question: _Question, finalists: int, pace: Pace
     with timed(pace.compilations):
         if not question.time:
             return dataclasses.replace(candidate, verified=compiler.verify(program).total)
-        memory, found = time_program(compiler, program)
-    return dataclasses.replace(candidate, verified=memory.total, time=found)
+        memory, time = time_program(compiler, program)
+    return dataclasses.replace(candidate, verified=memory.total, time=time)

@@ -66,26 +66,28 @@ class Serving:
         """The decoder's structure, and the shapes of its variables."""
         make = functools.partial(Decoder, self.config, dtype=self.dtype, param_dtype=self.dtype, stacked=False)
 
-        def made() -> Decoder:
+        def build() -> Decoder:
             model = make(rngs=nnx.Rngs(0))
             return model if self.quantize is None else quantized(model, self.quantize)
 
-        return nnx.split(nnx.eval_shape(made))
+        return nnx.split(nnx.eval_shape(build))
 
     def pages(self, tokens: int | None = None) -> tuple[Any, ...]:
         """Pools for every sequence at its full length, or for so many tokens without rings; of 8 bits with their
         scales.
         """
         count = self.batch_size * self.pages_per_sequence if tokens is None else -(-tokens // self.page_size)
-        held = self.batch_size if tokens is None else 0
-        rings = {window: held * ring for window, ring in self.rings.items()}
+        sequences = self.batch_size if tokens is None else 0
+        rings = {window: sequences * ring for window, ring in self.rings.items()}
         dtype = kv_dtype_of(self.kv_dtype)
         shapes = functools.partial(page_shapes, self.config, page_size=self.page_size, dtype=dtype, stacked=False)
         pools = shapes(num_pages=count, window_pages=rings)
         if dtype.itemsize > 1:
             return pools
         heads = 1 if self.config.latent is not None else self.config.num_kv_heads
-        scales: Any = (jax.ShapeDtypeStruct((one.shape[0], heads), jnp.float32) for one in shapes(num_pages=1))
+        scales: Any = (
+            jax.ShapeDtypeStruct((layer_pool.shape[0], heads), jnp.float32) for layer_pool in shapes(num_pages=1)
+        )
         return tuple(QuantizedPages(pool, scale, scale) for pool, scale in zip(pools, scales, strict=True))
 
     @property
@@ -125,9 +127,9 @@ def trace_serving(
     Raises: as `program.trace`.
     """
     graph, variables = serving.parameters()
-    new, held = (1, serving.length) if prompt is None else (prompt, prompt)
+    new, context = (1, serving.length) if prompt is None else (prompt, prompt)
     rows = serving.batch_size if prompt is None else 1
-    batch = PagedBatch(*_tables(serving, rows, new, held), max_q_len=new)
+    batch = PagedBatch(*_tables(serving, rows, new, context), max_q_len=new)
 
     def serving_step(
         variables: Tree, pages: Tree, history: Any, tokens: Any, seeds: Any, batch: PagedBatch
@@ -136,17 +138,17 @@ def trace_serving(
         tables = {window: ring_table(slots, ring, batch.page_table.shape[1]) for window, ring in serving.rings.items()}
         with serving.optimization.kernels():
             model = nnx.merge(graph, variables)
-            hidden, written = model.step(tokens, pages, dataclasses.replace(batch, windows=tables))
+            hidden, updated = model.step(tokens, pages, dataclasses.replace(batch, windows=tables))
             logits = model.logits(hidden[batch.cu_q_lens[1:] - 1])
             if sampling is None:
-                return jnp.argmax(logits, -1), written, history
+                return jnp.argmax(logits, -1), updated, history
             vocab = serving.config.vocab_size
             options = empty_rows(rows, rows, vocab)
             for row in range(rows):
                 set_row(options, row, sampling)
             options = options._replace(slot=slots, position=batch.kv_lens, seed=seeds)
-            drawn = sample(logits, options, history, jnp.asarray(all_allowed(rows, vocab)))
-            return drawn, written, history.at[slots, batch.kv_lens].set(drawn.tokens, mode="drop")
+            draw = sample(logits, options, history, jnp.asarray(all_allowed(rows, vocab)))
+            return draw, updated, history.at[slots, batch.kv_lens].set(draw.tokens, mode="drop")
 
     tokens = jax.ShapeDtypeStruct((rows * new,), jnp.int32)
     history = seeds = None
@@ -158,11 +160,11 @@ def trace_serving(
     return trace(step, *arguments, target=target.partition(":")[0])
 
 
-def _tables(serving: Serving, rows: int, new: int, held: int) -> tuple[Any, ...]:
-    """kv_lens, page_table and cu_q_lens of `rows` sequences of `held` tokens, `new` ones among them, whose pages lie in
-    no order.
+def _tables(serving: Serving, rows: int, new: int, context: int) -> tuple[Any, ...]:
+    """kv_lens, page_table and cu_q_lens of `rows` sequences of `context` tokens, `new` ones among them, whose pages are
+    in random order.
     """
-    each = serving.pages_per_sequence
-    pages = np.random.default_rng(0).permutation(rows * each).reshape(rows, each)
-    tables = np.full(rows, held), pages, new * np.arange(rows + 1)
+    per_sequence = serving.pages_per_sequence
+    pages = np.random.default_rng(0).permutation(rows * per_sequence).reshape(rows, per_sequence)
+    tables = np.full(rows, context), pages, new * np.arange(rows + 1)
     return tuple(table.astype(np.int32) for table in tables)

@@ -101,31 +101,31 @@ def training_time(config: TrainConfig, target: str, memory: Breakdown | None = N
     seconds /= chip.peak_per_device(config.model.compute_dtype)
 
     parts = {name: part.value for name, part in memory.parts.items()}
-    moved = 2 * (parts["parameters"] + parts["optimizer"])  # read and written once
-    moved += 2 * parts["gradients"] * config.microbatches
-    kept = parts["activations"] / microbatches_kept(config, model)
+    traffic = 2 * (parts["parameters"] + parts["optimizer"])  # read and written once
+    traffic += 2 * parts["gradients"] * config.microbatches
+    saved = parts["activations"] / microbatches_kept(config, model)
     narrow = jnp.dtype(config.model.compute_dtype).itemsize / jnp.dtype(config.model.param_dtype).itemsize
     # Each pass reads the weights that are gathered, and the activations that it keeps or has kept.
     split, frozen = split_parameters(config), frozen_parameters(config)
     parted = (*split.items(), *frozen.items())
     embedding = exchanged_embedding(config)
     gathered = (config.mesh.fsdp - 1) * (sum(nbytes for axes, nbytes in parted if "fsdp" in axes) - embedding)
-    moved += waits * (2 + recomputed) * (parts["parameters"] + gathered) * narrow * config.microbatches
-    moved += waits * 2 * kept * config.microbatches
-    seconds += moved / chip.hbm_bandwidth_per_device
+    traffic += waits * (2 + recomputed) * (parts["parameters"] + gathered) * narrow * config.microbatches
+    traffic += waits * 2 * saved * config.microbatches
+    seconds += traffic / chip.hbm_bandwidth_per_device
     seconds += _offloaded(config, target, parts["activations"]) / (chip.host_bandwidth_per_device or math.inf)
     exchanged = exchange_seconds(config, target, model, split, recomputed, frozen, embedding)
     seconds += sum(time * (1 if axis in ("data", "pipeline") else waits) for axis, time in exchanged.items())
     return Estimate(seconds, "analytic", "s")
 
 
-def _offloaded(config: TrainConfig, target: str, kept: float) -> float:
+def _offloaded(config: TrainConfig, target: str, saved: float) -> float:
     """Bytes that `remat: offload` writes to the host's memory and reads back: what `full` keeps more than it."""
     if config.remat != "offload":
         return 0.0
     alike = dataclasses.replace(config, remat="full", optimization=config.optimization.of_kernels)
-    moved = training_memory(alike, target).parts["activations"].value - kept
-    return 2 * moved * config.microbatches
+    nbytes = training_memory(alike, target).parts["activations"].value - saved
+    return 2 * nbytes * config.microbatches
 
 
 @functools.lru_cache(maxsize=16)

@@ -47,33 +47,35 @@ def stage_times(part: Callable[[Any, Any], Any], params: Any, x: Any, *, target:
     True
     """
     check_callable("stage_times", "part", part)
-    given = Target.parse_tpu(target)
-    chip = given.tpu
+    destination = Target.parse_tpu(target)
+    chip = destination.tpu
     assert chip is not None
-    if given.topology is not None and math.prod(given.topology) > 1:
+    if destination.topology is not None and math.prod(destination.topology) > 1:
         raise ShapeError(f"stage_times: `target` is {target!r}; pass a chip, {chip.name!r}: a stage is one device.")
-    named = [(f"params{jax.tree_util.keystr(at)}", leaf) for at, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    named = [
+        (f"params{jax.tree_util.keystr(path)}", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]
     for name, leaf in [*named, ("x", x)]:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ShapeError(f"stage_times: `{name}` is {described(leaf)}; pass an array or a jax.ShapeDtypeStruct.")
     params, x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x))
     split = split_part(part, params, x)
-    kept, between = ([jax.ShapeDtypeStruct(one.shape, one.dtype) for one in ones] for ones in split[-2:])
+    residuals, between = ([jax.ShapeDtypeStruct(array.shape, array.dtype) for array in ones] for ones in split[-2:])
     calls = {
         "forward": (split.forward, params, x),
-        "input_gradient": (split.input_gradient, params, kept, x),
-        "weight_gradient": (split.weight_gradient, params, kept, between),
+        "input_gradient": (split.input_gradient, params, residuals, x),
+        "weight_gradient": (split.weight_gradient, params, residuals, between),
     }
     seconds = {}
     with Compiler() as compiler:
         for name, (run, *arguments) in calls.items():
-            memory, found = time_program(compiler, trace(run, *arguments, target=chip.name))
-            if found is None:
+            memory, step = time_program(compiler, trace(run, *arguments, target=chip.name))
+            if step is None:
                 raise DeviceError(
                     f"stage_times: the program of {name} needs {memory.total}, but {chip.name} has "
                     f"{human(memory.limit)}."
                 )
-            seconds[name] = found.step.value
+            seconds[name] = step.step.value
     link = AxisLinks(chip, (2,), (False,), on_chip=1)
     nbytes = math.prod(x.shape) * x.dtype.itemsize
     return ActionTimes(**seconds, transfer=estimate_collective("permute", nbytes, link))

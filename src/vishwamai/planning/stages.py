@@ -32,7 +32,7 @@ class Slot(NamedTuple):
     and what the gradient of its input keeps for that of its weights.
     """
 
-    kept: float
+    saved: float
     between: float
 
 
@@ -47,11 +47,11 @@ def slot_of(step: TrainingStep, layout: Layout, rows: int) -> Slot:
     loss, params = step.loss(layout, attach_scales), step.state.params
     if isinstance(update, FP8Optimizer):
         params = jax.eval_shape(update.with_scales, params, step.state.optimizer)
-    found: list[Slot] = []
+    slots: list[Slot] = []
 
     def local(params: Tree, batch: Tree, frozen: Tree) -> tuple[()]:
         split = split_of(loss, params, batch, frozen)
-        found.append(Slot(size(split.kept), size(split.between)))
+        slots.append(Slot(size(split.kept), size(split.between)))
         return ()
 
     batch = step.batch(rows)
@@ -59,7 +59,7 @@ def slot_of(step: TrainingStep, layout: Layout, rows: int) -> Slot:
     places = (layout.specs(params), batch_specs(batch), layout.specs(step.frozen))
     run = jax.shard_map(local, mesh=mesh, in_specs=places, out_specs=PartitionSpec(), check_vma=False)
     jax.eval_shape(run, params, batch, step.frozen)
-    return found[-1]
+    return slots[-1]
 
 
 def microbatches_kept(config: TrainConfig, model: ModelConfig) -> float:
@@ -91,10 +91,10 @@ def stretch(config: TrainConfig, model: ModelConfig, recomputed: float) -> float
     parts, length = len(ticks.order), config.data.sequence_length
     head = 6.0 * model.vocab_size * model.hidden_size
     part = (flops_per_token(model, length) - head) / parts / 3
-    together = run.repeats > parts
+    joint = run.repeats > parts
     work = dict.fromkeys(NUMBER.values(), part)
-    work[NUMBER[INPUT_GRADIENT]] += part * (recomputed + together)
-    work[NUMBER[WEIGHT_GRADIENT]] -= part * together
+    work[NUMBER[INPUT_GRADIENT]] += part * (recomputed + joint)
+    work[NUMBER[WEIGHT_GRADIENT]] -= part * joint
     kind, last = (COLUMNS.index(name) for name in ("kind", "last"))
 
     def products(cell: Sequence[int]) -> float:

@@ -78,16 +78,16 @@ class Timeline:
         before = self.by_name.get((part, name), (0.0, 0))
         self.by_name[part, name] = (before[0] + seconds, before[1] + calls)
 
-    def include(self, other: Timeline, times: int = 1) -> None:
+    def include(self, part_line: Timeline, times: int = 1) -> None:
         """Another timeline, so many times over."""
-        for mine, its in ((self.exposed, other.exposed), (self.hidden, other.hidden)):
+        for mine, its in ((self.exposed, part_line.exposed), (self.hidden, part_line.hidden)):
             for name, value in its.items():
                 mine[name] += value * times
-        for name, value in other.missing.items():
+        for name, value in part_line.missing.items():
             self.missing[name] += value * times
-        for (part, name), (seconds, calls) in other.by_name.items():
+        for (part, name), (seconds, calls) in part_line.by_name.items():
             self.note(part, name, seconds * times, calls * times)
-        self.host_bytes += other.host_bytes * times
+        self.host_bytes += part_line.host_bytes * times
 
 
 class _Running:
@@ -141,63 +141,69 @@ class Follower:
             if _channel(part)
         }
         self._ends = {
-            start: one
+            start: done
             for body in module.computations.values()
-            for one in body
-            if one.opcode.endswith("-done")
-            for start in one.operands
+            for done in body
+            if done.opcode.endswith("-done")
+            for start in done.operands
         }
         self.offloaded = {
-            one.operands[0]
+            done.operands[0]
             for body in module.computations.values()
-            for one in body
-            if one.opcode == "custom-call-update" and inside(module, module.by_name[one.operands[0]])
+            for done in body
+            if done.opcode == "custom-call-update" and inside(module, module.by_name[done.operands[0]])
         }
         self._copied = chip.hbm_bandwidth_per_device * Model().hbm_efficiency
 
     def follow(self, name: str | None = None) -> Timeline:
         """The timeline of a computation, of the whole program by default."""
-        found, running = Timeline(), _Running()
+        line, running = Timeline(), _Running()
         body = self.module.computations[name or self.module.entry]
-        sources = {one.name: one.operands for one in body}
-        for one in body:
-            self._one(one, found, running, sources)
+        sources = {instruction.name: instruction.operands for instruction in body}
+        for instruction in body:
+            self._instruction(instruction, line, running, sources)
         for start in list(running.pending):  # waited for in the next turn, which waits for this one
-            self._wait(start, found, running)
-        return found
+            self._wait(start, line, running)
+        return line
 
-    def _one(
-        self, one: Instruction, found: Timeline, running: _Running, sources: Mapping[str, tuple[str, ...]]
+    def _instruction(
+        self, instruction: Instruction, line: Timeline, running: _Running, sources: Mapping[str, tuple[str, ...]]
     ) -> None:
-        opcode = one.opcode
-        if opcode in _FREE or one.target in _NO_WORK:
+        opcode = instruction.opcode
+        if opcode in _FREE or instruction.target in _NO_WORK:
             return
         if opcode == "while":
-            self._loop(one, found)
+            self._loop(instruction, line)
         elif opcode in ("call", "conditional"):
-            names = self._taken(one) or tuple(name for kind in ("to_apply", "calls") if (name := one.called(kind)))
+            names = self._branches(instruction) or tuple(
+                name for kind in ("to_apply", "calls") if (name := instruction.called(kind))
+            )
             branches = [self.follow(name) for name in names]
-            found.include(max(branches, key=lambda branch: branch.seconds, default=Timeline()))
-        elif opcode.endswith("-done") or self._halves(one) == "done":
-            start = _start_of(one, running.pending, sources)
+            line.include(max(branches, key=lambda branch: branch.seconds, default=Timeline()))
+        elif opcode.endswith("-done") or self._halves(instruction) == "done":
+            start = _start_of(instruction, running.pending, sources)
             if start is not None:
-                self._wait(start, found, running)
-        elif one.name in self.offloaded:
+                self._wait(start, line, running)
+        elif instruction.name in self.offloaded:
             return  # its program waits for its operands
-        elif opcode == "custom-call-update" and one.operands[0] in self.offloaded:
-            self._collective(self.module.by_name[one.operands[0]], found, running, one.name)
-        elif self._halves(one) == "between":
-            self._code(one, found)
-        elif is_collective(opcode) or (opcode in _CALLING and inside(self.module, one)):
-            self._collective(one, found, running)
+        elif opcode == "custom-call-update" and instruction.operands[0] in self.offloaded:
+            self._collective(self.module.by_name[instruction.operands[0]], line, running, instruction.name)
+        elif self._halves(instruction) == "between":
+            self._code(instruction, line)
+        elif is_collective(opcode) or (opcode in _CALLING and inside(self.module, instruction)):
+            self._collective(instruction, line, running)
         elif opcode.endswith("-start"):
-            self._copy(one, found, running)
+            self._copy(instruction, line, running)
         else:
-            self._code(one, found)
+            self._code(instruction, line)
 
-    def _halves(self, one: Instruction) -> str | None:
+    def _halves(self, instruction: Instruction) -> str | None:
         """Which part of an asynchronous collective a fusion has: "start", "done", or "between" (work that hides it)."""
-        body = self.module.computations.get(one.called("calls") or "", ()) if one.opcode == "fusion" else ()
+        body = (
+            self.module.computations.get(instruction.called("calls") or "", ())
+            if instruction.opcode == "fusion"
+            else ()
+        )
         targets = {part.target for part in body}
         opcodes = {part.opcode.rpartition("-")[2] for part in body if is_collective(part.opcode)}
         if "AsyncCollectiveStart" in targets or opcodes == {"start"}:
@@ -206,32 +212,35 @@ class Follower:
             return "done"
         return "between" if any(_channel(part) in self._channels for part in body if _channel(part)) else None
 
-    def _loop(self, one: Instruction, found: Timeline) -> None:
-        turns, body = trip_count(self.module, one), one.called("body")
+    def _loop(self, loop: Instruction, line: Timeline) -> None:
+        turns, body = trip_count(self.module, loop), loop.called("body")
         if self.ticks is not None and turns == len(self.ticks) and self._has_ticks(body):
-            self._over_ticks(body, self.ticks, found)
+            self._over_ticks(body, self.ticks, line)
             return
         if turns is None:
-            found.missing[f"loop {one.name}: how often it runs is not known; it counts once"] += 1
-        found.include(self.follow(body), 1 if turns is None else turns)
+            line.missing[f"loop {loop.name}: how often it runs is not known; it counts once"] += 1
+        line.include(self.follow(body), 1 if turns is None else turns)
 
-    def _taken(self, one: Instruction) -> tuple[str, ...]:
+    def _branches(self, conditional: Instruction) -> tuple[str, ...]:
         """The branches of a conditional that may be taken: one where a tick of a pipeline chooses it."""
-        chosen = self._cell.get(column_of(one.source) or "")
+        chosen = self._cell.get(column_of(conditional.source) or "")
         if chosen is None:
-            return one.branches
-        named = one.called("true_computation" if chosen else "false_computation")
-        return one.branches[chosen : chosen + 1] if named is None else (named,)
+            return conditional.branches
+        named = conditional.called("true_computation" if chosen else "false_computation")
+        return conditional.branches[chosen : chosen + 1] if named is None else (named,)
 
     def _has_ticks(self, body: str | None) -> bool:
         """Whether the body of a loop chooses a stage's action."""
-        within = self.module.computations.get(body or "", ())
-        return any(one.opcode == "conditional" and column_of(one.source) == "kind" for one in within)
+        instructions = self.module.computations.get(body or "", ())
+        return any(
+            instruction.opcode == "conditional" and column_of(instruction.source) == "kind"
+            for instruction in instructions
+        )
 
-    def _over_ticks(self, body: str | None, table: np.ndarray, found: Timeline) -> None:
+    def _over_ticks(self, body: str | None, table: np.ndarray, line: Timeline) -> None:
         """The time of the stage that is busy longest, and what it waits for the others."""
-        at = [COLUMNS.index(name) for name in _CHOOSING]
-        cells = [[tuple(map(int, cell)) for cell in row] for row in table[:, :, at]]
+        columns = [COLUMNS.index(name) for name in _CHOOSING]
+        cells = [[tuple(map(int, cell)) for cell in row] for row in table[:, :, columns]]
         turns: dict[tuple[int, ...], Timeline] = {}
         for cell in {cell for row in cells for cell in row}:
             self._cell = dict(zip(_CHOOSING, cell))
@@ -239,73 +248,75 @@ class Follower:
         self._cell, self.ticked = {}, True
         busy = max(zip(*cells), key=lambda stage: sum(turns[cell].seconds for cell in stage))
         for cell, times in collections.Counter(busy).items():
-            found.include(turns[cell], times)
+            line.include(turns[cell], times)
         longest = (max(turns[cell].seconds for cell in row) for row in cells)
-        found.exposed["stages"] += sum(longest) - sum(turns[cell].seconds for cell in busy)
+        line.exposed["stages"] += sum(longest) - sum(turns[cell].seconds for cell in busy)
 
-    def _collective(self, one: Instruction, found: Timeline, running: _Running, given: str | None = None) -> None:
-        parts = [one] if is_collective(one.opcode) else inside(self.module, one)
-        body = self.module.computations.get(called(one) or "", ())
+    def _collective(self, instruction: Instruction, line: Timeline, running: _Running, name: str | None = None) -> None:
+        parts = [instruction] if is_collective(instruction.opcode) else inside(self.module, instruction)
+        body = self.module.computations.get(called(instruction) or "", ())
         scattered = any(part.opcode == "dynamic-slice" for part in body)
         try:
             seconds = sum(self.links(part, scattered) for part in parts if not part.opcode.endswith("-done"))
         except UnsupportedError as error:
-            found.missing[f"{base(parts[0].opcode)}: {error}"] += 1
+            line.missing[f"{base(parts[0].opcode)}: {error}"] += 1
             return
         kind = "reduce-scatter" if scattered and parts[0].opcode == "all-reduce" else base(parts[0].opcode)
-        if one.opcode.endswith("-start") or self._halves(one) == "start":
+        if instruction.opcode.endswith("-start") or self._halves(instruction) == "start":
             ways = {way for part in parts for way in directed_links(part)}
-            running.start(given or one.name, "collectives", found.seconds, seconds, ways)
-            found.note("collectives", kind, seconds)
+            running.start(name or instruction.name, "collectives", line.seconds, seconds, ways)
+            line.note("collectives", kind, seconds)
         else:
-            found.add("collectives", kind, seconds)
-        if one.opcode == "fusion" and one.cycles:
-            found.add("fusions", "fusion with a collective", one.cycles / self.chip.clock)
+            line.add("collectives", kind, seconds)
+        if instruction.opcode == "fusion" and instruction.cycles:
+            line.add("fusions", "fusion with a collective", instruction.cycles / self.chip.clock)
 
-    def _copy(self, one: Instruction, found: Timeline, running: _Running) -> None:
-        body = self.module.computations.get(one.called("calls") or "", ())
-        end = self._ends.get(one.name)
-        nbytes = _moved(self.module, one, body, end)
-        if _HOST.search(one.shape) or any(_HOST.search(part.shape) for part in body):
+    def _copy(self, copy: Instruction, line: Timeline, running: _Running) -> None:
+        body = self.module.computations.get(copy.called("calls") or "", ())
+        end = self._ends.get(copy.name)
+        nbytes = _copy_bytes(self.module, copy, body, end)
+        if _HOST.search(copy.shape) or any(_HOST.search(part.shape) for part in body):
             way = "to" if end is not None and _HOST.search(end.shape) else "from"
-            self._host(one, way, nbytes, found, running)
+            self._host(copy, way, nbytes, line, running)
             return
-        opcodes = {part.opcode for part in body} - _FREE or {base(one.opcode)}
+        opcodes = {part.opcode for part in body} - _FREE or {base(copy.opcode)}
         if not opcodes <= _COPIES:
-            found.missing[f"{one.opcode} {family(one.name)}: its time is not known"] += 1
+            line.missing[f"{copy.opcode} {family(copy.name)}: its time is not known"] += 1
             return
-        running.start(one.name, "copies", found.seconds, nbytes / self._copied + Model().dma_latency)
+        running.start(copy.name, "copies", line.seconds, nbytes / self._copied + Model().dma_latency)
 
-    def _host(self, one: Instruction, way: str, nbytes: int, found: Timeline, running: _Running) -> None:
+    def _host(self, copy: Instruction, way: str, nbytes: int, line: Timeline, running: _Running) -> None:
         bandwidth = self.chip.host_bandwidth_per_device
         if bandwidth is None:
-            found.host_bytes += nbytes
+            line.host_bytes += nbytes
             return
-        running.start(one.name, "host", found.seconds, nbytes / bandwidth, (way,))
-        found.note("host", f"{way} the host's memory", nbytes / bandwidth)
+        running.start(copy.name, "host", line.seconds, nbytes / bandwidth, (way,))
+        line.note("host", f"{way} the host's memory", nbytes / bandwidth)
 
-    def _wait(self, start: str, found: Timeline, running: _Running) -> None:
+    def _wait(self, start: str, line: Timeline, running: _Running) -> None:
         part, end, seconds = running.pending.pop(start)
-        left = max(0.0, end - found.seconds)
-        found.exposed[part] += left
-        found.hidden[part] += max(0.0, seconds - left)
+        left = max(0.0, end - line.seconds)
+        line.exposed[part] += left
+        line.hidden[part] += max(0.0, seconds - left)
 
-    def _code(self, one: Instruction, found: Timeline) -> None:
-        kernel = one.opcode == "custom-call"
-        cycles = None if kernel else one.cycles
+    def _code(self, instruction: Instruction, line: Timeline) -> None:
+        kernel = instruction.opcode == "custom-call"
+        cycles = None if kernel else instruction.cycles
         if cycles is None:
-            cycles = self.cycles(one.name)
+            cycles = self.cycles(instruction.name)
         if cycles is not None:
-            found.add("kernels" if kernel else "fusions", family(one.name), cycles / self.chip.clock)
-        elif kernel or one.opcode == "fusion" or one.nbytes > _SCALAR:
-            what = one.target if kernel and one.target != "tpu_custom_call" else family(one.name)
-            found.missing[f"{one.opcode} {what}: no schedule was found"] += 1
+            line.add("kernels" if kernel else "fusions", family(instruction.name), cycles / self.chip.clock)
+        elif kernel or instruction.opcode == "fusion" or instruction.nbytes > _SCALAR:
+            label = (
+                instruction.target if kernel and instruction.target != "tpu_custom_call" else family(instruction.name)
+            )
+            line.missing[f"{instruction.opcode} {label}: no schedule was found"] += 1
 
 
-def _channel(one: Instruction) -> str | None:
+def _channel(instruction: Instruction) -> str | None:
     """The number that the parts of one collective share."""
-    found = re.search(r"channel_id=(\d+)", one.attributes) if is_collective(one.opcode) else None
-    return None if found is None else found[1]
+    match = re.search(r"channel_id=(\d+)", instruction.attributes) if is_collective(instruction.opcode) else None
+    return None if match is None else match[1]
 
 
 def family(name: str) -> str:
@@ -317,7 +328,7 @@ def family(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)|[.\d]+$", "", name) or name
 
 
-def _moved(module: Module, start: Instruction, body: Sequence[Instruction], end: Instruction | None) -> int:
+def _copy_bytes(module: Module, start: Instruction, body: Sequence[Instruction], end: Instruction | None) -> int:
     """Bytes that an asynchronous copy brings: what its end gives, or what it writes into a part of that."""
     for part in (start, *body):
         if base(part.opcode) == "dynamic-update-slice":
@@ -344,9 +355,9 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
     The counter starts at the constant that the loop's operand has, else at 0, and grows by 1, as in every loop of
     `jax.lax.scan`.
     """
-    known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    if known:
-        return int(known[1])
+    match = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if match:
+        return int(match[1])
     condition = module.computations.get(loop.called("condition") or "", ())
     root = condition[-1] if condition else None
     if root is None or root.opcode != "compare" or "direction=LT" not in root.attributes:
@@ -363,14 +374,14 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
     return max(0, limit - (first or 0))
 
 
-def _constant(module: Module, one: Instruction | None) -> int | None:
+def _constant(module: Module, instruction: Instruction | None) -> int | None:
     """The integer that an instruction is, through copies; None where it is not one."""
     for _ in range(8):
-        if one is None or one.opcode == "constant":
+        if instruction is None or instruction.opcode == "constant":
             break
-        if base(one.opcode) not in ("copy", "bitcast", "convert", "reshape") or not one.operands:
+        if base(instruction.opcode) not in ("copy", "bitcast", "convert", "reshape") or not instruction.operands:
             return None
-        one = module.by_name.get(one.operands[0])
-    if one is None or not re.fullmatch(r"-?\d+", one.text.strip()):
+        instruction = module.by_name.get(instruction.operands[0])
+    if instruction is None or not re.fullmatch(r"-?\d+", instruction.text.strip()):
         return None
-    return int(one.text)
+    return int(instruction.text)

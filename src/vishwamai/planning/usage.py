@@ -54,7 +54,10 @@ class MemoryStats:
 
     def __str__(self) -> str:
         lines = [f"peak {self.peak}: " + ", ".join(f"{name} {human(part.value)}" for name, part in self.parts.items())]
-        lines += [f"  {human(one.live):>10} alive at {one.name} ({one.source or one.opcode})" for one in self.largest()]
+        lines += [
+            f"  {human(program.live):>10} alive at {program.name} ({program.source or program.opcode})"
+            for program in self.largest()
+        ]
         lines.append(
             f"donated {human(sum(self.donated.values()))}, could be donated: {', '.join(self.donatable) or '-'}"
         )
@@ -140,8 +143,8 @@ def planned_memory(compiled: jax.stages.Compiled) -> tuple[Estimate, dict[str, E
 def counted_peak() -> Measurement | None:
     """What the default device's allocator counted at most; None on devices without a counter."""
     device = jax.devices()[0]
-    counted = device.memory_stats() or {}
-    return Measurement(counted["peak_bytes_in_use"], device.device_kind) if "peak_bytes_in_use" in counted else None
+    stats = device.memory_stats() or {}
+    return Measurement(stats["peak_bytes_in_use"], device.device_kind) if "peak_bytes_in_use" in stats else None
 
 
 def _donation(lowered: Any) -> tuple[dict[str, int], dict[str, int]]:
@@ -150,16 +153,16 @@ def _donation(lowered: Any) -> tuple[dict[str, int], dict[str, int]]:
     positional, _ = lowered.args_info
     leaves = jax.tree_util.tree_leaves_with_path(positional, is_leaf=lambda leaf: hasattr(leaf, "donated"))
     donated, donatable = {}, {}
-    for wanted in (True, False):
+    for flag in (True, False):
         for path, leaf in leaves:
-            if leaf.donated is not wanted:
+            if leaf.donated is not flag:
                 continue
-            found = results[leaf.shape, leaf.dtype] > 0
-            results[leaf.shape, leaf.dtype] -= found
+            matches = results[leaf.shape, leaf.dtype] > 0
+            results[leaf.shape, leaf.dtype] -= matches
             nbytes = int(np.prod(leaf.shape)) * getattr(leaf.dtype, "itemsize", 4)
-            if wanted:
+            if flag:
                 donated[jax.tree_util.keystr(path)] = nbytes
-            elif found:
+            elif matches:
                 donatable[jax.tree_util.keystr(path)] = nbytes
     return donated, donatable
 
@@ -206,8 +209,8 @@ def _alive() -> dict[int, Any]:
 
 
 def _bytes_of_new(before: dict[int, Any], arguments: Any) -> int:
-    known = set(before) | {id(leaf) for leaf in jax.tree.leaves(arguments)}
-    return sum(array.nbytes for array in jax.live_arrays() if id(array) not in known and not array.is_deleted())
+    existing = set(before) | {id(leaf) for leaf in jax.tree.leaves(arguments)}
+    return sum(array.nbytes for array in jax.live_arrays() if id(array) not in existing and not array.is_deleted())
 
 
 def _resident() -> int | None:

@@ -37,24 +37,24 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
       "memory" of the program, or what keeps it from compiling: "needed" (bytes of HBM) with the largest "allocations",
       or "rejected" in words. With a dump also "peak", of `peak.read_dump`.
     """
-    found = _compiled(request)
-    if request["dump"] is not None and "rejected" not in found:
+    reply = _compiled(request)
+    if request["dump"] is not None and "rejected" not in reply:
         try:
-            found["peak"] = read_dump(pathlib.Path(request["dump"]))
+            reply["peak"] = read_dump(pathlib.Path(request["dump"]))
         except KernelError as error:
             return {"rejected": str(error), "kind": "compiler"}
-    return found
+    return reply
 
 
 def _compiled(request: dict[str, Any]) -> dict[str, Any]:
     chip = Target.parse_chip(request["target"])
     exported = export.deserialize(bytearray(pathlib.Path(request["blob"]).read_bytes()))
     devices = libtpu.devices_for(request["target"])
-    donated = tuple(i for i, given in enumerate(request["donated"]) if given)
-    one = jax.sharding.SingleDeviceSharding(devices[0])
-    placed = [one if text is None else read_sharding(text, devices) for text in request["places"]]
+    donated = tuple(i for i, donation in enumerate(request["donated"]) if donation)
+    single = jax.sharding.SingleDeviceSharding(devices[0])
+    placed = [single if text is None else read_sharding(text, devices) for text in request["places"]]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p) for a, p in zip(exported.in_avals, placed)]
-    out: dict[str, Any] = {} if placed else {"out_shardings": one}  # without arguments nothing else names the device
+    out: dict[str, Any] = {} if placed else {"out_shardings": single}  # without arguments nothing else names the device
     hbm = request["hbm_mib"]
     try:
         lowered = jax.jit(exported.call, donate_argnums=donated, **out).lower(*shapes)
@@ -91,10 +91,10 @@ def main() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
-            found = answer(json.loads(line))
+            reply = answer(json.loads(line))
         except Exception:  # reported to the parent, which raises it
-            found = {"crashed": traceback.format_exc()}
-        replies.write(json.dumps(found) + "\n")
+            reply = {"crashed": traceback.format_exc()}
+        replies.write(json.dumps(reply) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the backward pass of a function keeps of its forward pass: bytes, by tracing alone."""
+"""Bytes of saved residuals: what the backward pass of a function keeps of its forward pass, by tracing alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FUSED = frozenset(
 """Primitives that the compiler fuses with what takes their results."""
 
 
-def kept_bytes(
+def residual_bytes(
     fn: Callable[..., Any],
     argument: Tree,
     *rest: Tree,
@@ -43,7 +43,7 @@ def kept_bytes(
         of elementwise operations that only such operations take.
 
     >>> import jax.numpy as jnp
-    >>> kept_bytes(lambda x: jnp.sum(jnp.sin(x)), jax.ShapeDtypeStruct((8,), jnp.float32))  # the cosine
+    >>> residual_bytes(lambda x: jnp.sum(jnp.sin(x)), jax.ShapeDtypeStruct((8,), jnp.float32))  # the cosine
     32
     """
 
@@ -60,37 +60,37 @@ def kept_bytes(
     return _unique(jaxpr, jaxpr.outvars, set(), fused)
 
 
-def _unique(jaxpr: Any, wanted: list[Any], ignored: set[int], fused: bool) -> int:
-    """Bytes of the arrays behind `wanted`, each once, the jaxpr's inputs and `ignored` ones apart."""
+def _unique(jaxpr: Any, variables: list[Any], ignored: set[int], fused: bool) -> int:
+    """Bytes of the arrays behind `variables`, each once, the jaxpr's inputs and `ignored` ones apart."""
     stored = _stored(jaxpr) if fused else None
-    made = {id(v): equation for equation in jaxpr.eqns for v in equation.outvars}
+    producers = {id(v): equation for equation in jaxpr.eqns for v in equation.outvars}
     inputs = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars)}
     seen, total, loops = set(ignored), 0, {}
-    for variable in wanted:
+    for variable in variables:
         if hasattr(variable, "val"):  # a literal
             continue
-        root = _root(variable, made)
+        root = _root(variable, producers)
         if id(root) in seen or id(root) in inputs:
             continue
         seen.add(id(root))
-        equation = made[id(root)]
+        equation = producers[id(root)]
         if equation.primitive.name == "scan":
             loops.setdefault(id(equation), (equation, []))[1].append(root)
         elif stored is None or id(root) in stored or not _is_fused(equation):
-            total += _kept(root.aval)
+            total += _nbytes(root.aval)
     return total + sum(_loop(equation, roots, fused) for equation, roots in loops.values())
 
 
 def _stored(jaxpr: Any) -> set[int]:
     """The variables that an operation takes which the compiler does not fuse with what made them."""
-    found: set[int] = set()
+    stores: set[int] = set()
     for equation in reversed(jaxpr.eqns):
         moves = equation.primitive.name in _MOVES
         if not moves and _is_fused(equation):
             continue
-        if not moves or any(id(v) in found for v in equation.outvars):
-            found |= {id(v) for v in equation.invars}
-    return found
+        if not moves or any(id(v) in stores for v in equation.outvars):
+            stores |= {id(v) for v in equation.invars}
+    return stores
 
 
 def _is_fused(equation: Any) -> bool:
@@ -98,29 +98,31 @@ def _is_fused(equation: Any) -> bool:
     inner = equation.params.get("jaxpr") if equation.primitive.name in ("jit", "pjit") else None
     if inner is None:
         return equation.primitive.name in _FUSED
-    return all(one.primitive.name in _MOVES or _is_fused(one) for one in inner.jaxpr.eqns)
+    return all(
+        inner_equation.primitive.name in _MOVES or _is_fused(inner_equation) for inner_equation in inner.jaxpr.eqns
+    )
 
 
 def _loop(equation: Any, roots: list[Any], fused: bool) -> int:
     """Bytes of the results of a scan: its last carry, and what it stacks."""
     body, carried = equation.params["jaxpr"].jaxpr, equation.params["num_carry"]
-    wanted = {id(root) for root in roots}
-    final = sum(_kept(v.aval) for v in equation.outvars[:carried] if id(v) in wanted)
-    stacked = [inner for v, inner in zip(equation.outvars, body.outvars) if id(v) in wanted]
+    root_ids = {id(root) for root in roots}
+    final = sum(_nbytes(v.aval) for v in equation.outvars[:carried] if id(v) in root_ids)
+    stacked = [inner for v, inner in zip(equation.outvars, body.outvars) if id(v) in root_ids]
     stacked = [inner for inner in stacked if inner not in body.outvars[:carried]]
-    made = {id(v): e for e in body.eqns for v in e.outvars}
+    producers = {id(v): e for e in body.eqns for v in e.outvars}
     # What one turn hands on and the next keeps as its input is one array.
     constants = equation.params["num_consts"]
     carries_in = body.invars[constants : constants + carried]
-    handed = {id(_root(v, made)) for v in body.outvars[:carried] if not hasattr(v, "val")}
-    own = {id(v) for v in stacked}
-    inputs = sum(_kept(v.aval) for v in carries_in if id(v) in own)
+    handed = {id(_root(v, producers)) for v in body.outvars[:carried] if not hasattr(v, "val")}
+    stacked_ids = {id(v) for v in stacked}
+    inputs = sum(_nbytes(v.aval) for v in carries_in if id(v) in stacked_ids)
     return final + equation.params["length"] * (inputs + _unique(body, stacked, handed if inputs else set(), fused))
 
 
-def _root(variable: Any, made: dict[int, Any]) -> Any:
+def _root(variable: Any, producers: dict[int, Any]) -> Any:
     while True:
-        equation = made.get(id(variable))
+        equation = producers.get(id(variable))
         if equation is None or equation.primitive.name not in _MOVES:
             return variable
         source = equation.invars[0]
@@ -129,7 +131,7 @@ def _root(variable: Any, made: dict[int, Any]) -> Any:
         variable = source
 
 
-def _kept(aval: Any) -> int:
+def _nbytes(aval: Any) -> int:
     """Bytes of the device's memory."""
     return 0 if getattr(aval, "memory_space", None) is jax.memory.Space.Host else _size(aval)
 
