@@ -63,25 +63,27 @@ class Vocabulary:
         matcher = llguidance.LLMatcher(self.tokens, text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise ShapeError(f"the {kind.replace('_', ' ')} is not valid: {matcher.get_error().strip()}")
-        return Grammar(matcher)
+        return Grammar(matcher, -(-self.tokens.vocab_size // 32))
 
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar, at its start."""
+    """A compiled grammar, at its start; `words` are the int32 of a mask."""
 
     start: Any
+    words: int
 
     def matcher(self) -> Matcher:
         """A matcher for one answer."""
-        return Matcher(self.start.deep_copy())
+        return Matcher(self.start.deep_copy(), self.words)
 
 
 class Matcher:
     """Where one answer is in its grammar."""
 
-    def __init__(self, matcher: Any):
+    def __init__(self, matcher: Any, words: int):
         self._matcher = matcher
+        self._words = words
 
     @property
     def ended(self) -> bool:
@@ -90,7 +92,8 @@ class Matcher:
 
     def mask(self) -> np.ndarray:
         """int32 `[ceil(vocab / 32)]`: the bits of the tokens that may follow."""
-        return np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        # llguidance computes vocab // 32 + 1 words: one too many where 32 divides the vocab, as in published models.
+        return np.frombuffer(self._matcher.compute_bitmask(), np.int32, count=self._words)
 
     def advance(self, tokens: Sequence[int]) -> str | None:
         """Takes the tokens that were drawn; the reason if the grammar could not go on."""
