@@ -133,8 +133,8 @@ def use(path: Path) -> tuple[Calibration, Path]:
         raise ConfigError(f"calibrate: {path} cannot be read: {error}") from error
     if calibration.chip is None or calibration.factor is None:
         raise ConfigError(
-            f"calibrate: {path} was measured on {calibration.device} and has {len(calibration.ratios())} kernels with an "
-            f"estimate; a correction needs a TPU and {LEAST} kernels."
+            f"calibrate: {path} was measured on {calibration.device} and has {len(calibration.ratios())} kernels "
+            f"with an estimate; a correction needs a TPU and {LEAST} kernels."
         )
     stored = _user_path(calibration.chip)
     if stored is None:
