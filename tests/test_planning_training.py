@@ -425,6 +425,19 @@ def test_the_controller_is_monotone(a, b, peak, batch):
     assert (small.microbatches, REMAT.index(small.remat)) <= (large.microbatches, REMAT.index(large.remat))
 
 
+def test_the_controller_takes_and_gives_bytes_by_class():
+    plan = {"parameters": 2 * GIB, "optimizer": 4 * GIB, "activations": 9 * GIB, "temporaries": 3 * GIB}
+    plan |= {"total": 18 * GIB, "free": -2 * GIB}
+    rows, found = optimize_memory_usage(plan, 18 * GIB, 8)
+    _, same = optimize_memory_usage(16 * GIB, 18 * GIB, 8, fixed_memory=6 * GIB)
+    assert (rows, found.remat, found.predicted) == (8, same.remat, same.predicted)
+    assert found.fits and list(found) == list(plan) and found["total"] + found["free"] == 16 * GIB
+    assert found["optimizer"] == 4 * GIB and found["activations"] == pytest.approx(3 * found["temporaries"], abs=2)
+    assert found["total"] == pytest.approx(found.predicted, abs=4)
+    with pytest.raises(ShapeError, match="has no 'free'"):
+        optimize_memory_usage({"total": 1}, 1, 1)
+
+
 def test_the_controller_goes_on_from_settings():
     _, first = optimize_memory_usage(10 * GIB, 40 * GIB, 8, fixed_memory=4 * GIB)
     rows, again = optimize_memory_usage(10 * GIB, int(first.predicted), 8, fixed_memory=4 * GIB, settings=first)
