@@ -326,7 +326,7 @@ def test_what_cannot_be_planned(keys, target, error, words):
         training_memory(config, target)
 
 
-@rotation.takes_turns(3, 1)
+@rotation.takes_turns(5, 19)
 def test_experts_and_heads_of_a_mixture_take_their_share():
     mixture = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 8}
     config = training(mesh={"data": 8})
