@@ -34,13 +34,25 @@ class Peer:
     name: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def config(self) -> Any:
+        """The configuration of transformers."""
+        import transformers
+
+        return getattr(transformers, f"{self.name}Config")(**{**SIZES, **self.options})
+
     def save(self, directory: Path) -> Any:
-        """Writes a random checkpoint and returns the model, whose norms and biases are random too."""
+        """Writes a random checkpoint and returns the model."""
+        model = self.build(self.config())
+        model.save_pretrained(directory)
+        return model
+
+    @staticmethod
+    def build(config: Any) -> Any:
+        """A random model, whose norms and biases are random too."""
         import torch
         import transformers
 
         torch.manual_seed(0)
-        config = getattr(transformers, f"{self.name}Config")(**{**SIZES, **self.options})
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", experts_implementation="eager"
         ).eval()
@@ -48,7 +60,6 @@ class Peer:
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1 or "bias" in name or "sinks" in name:
                     parameter.add_(0.2 * torch.randn_like(parameter))
-        model.save_pretrained(directory)
         return model
 
 
@@ -105,3 +116,10 @@ def peer_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
         pad_token_id=0,
     )
     return found[0, len(prompt) :].tolist()
+
+
+def load(directory: Path) -> Any:
+    """The model of transformers in a directory."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()

@@ -4,12 +4,14 @@ an error.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vishwamai import ShapeError, UnsupportedError
-from vishwamai.models import ModelConfig
+from vishwamai.models import ModelConfig, read_config
 
 ABSENT: Any = object()
 """The value of a common key that a file leaves out."""
@@ -323,7 +325,6 @@ NUMBER = "expected a number above 0."
         ("Gemma 2 2B", "query_pre_attn_scalar", 0, NUMBER),
         ("Gemma 3 270M", "layer_types", [1, 2, 3, 4], "expected a list of texts."),
         ("Phi 4 mini", "original_max_position_embeddings", "4096", WHOLE),
-        ("DeepSeek V2", "topk_method", 3, "expected a text."),
         ("DeepSeek V2", "n_routed_experts", 0, WHOLE),
         ("DeepSeek V2", "kv_lora_rank", "32", WHOLE),
         ("gpt-oss", "swiglu_limit", "7", NUMBER),
@@ -362,6 +363,70 @@ def test_values_inside_of_others_are_named() -> None:
 def test_a_mistyped_key_is_an_error_with_the_nearest_known_one() -> None:
     values = published("Llama 2")
     values["hiden_size"] = values.pop("hidden_size")
-    text = "`hiden_size` = 64 is not known for llama; .* If `hidden_size` is meant, write that. Remove the key if"
+    text = "`hiden_size` = 64 is not known for llama; .* `hidden_size` is missing; if that is meant, write it. Remove"
     with pytest.raises(UnsupportedError, match=text):
         ModelConfig.from_dict(values)
+
+
+def test_all_keys_that_are_declined_are_in_one_error() -> None:
+    values = {**published("Llama 2"), "use_mrope": True, "qk_layernorm": True, "sliding_windows": 7}
+    with pytest.raises(UnsupportedError) as error:
+        ModelConfig.from_dict(values)
+    assert [f"`{key}`" in str(error.value) for key in ("use_mrope", "qk_layernorm", "sliding_windows")] == [True] * 3
+    assert "if that is meant" not in str(error.value)  # no key is missing, so none is proposed
+    assert "\n" not in str(error.value)
+
+
+def test_keys_without_an_effect_on_logits_are_accepted() -> None:
+    extra = {"attention_dropout": 0.1, "router_jitter_noise": 0.1, "output_router_logits": True, "torchscript": True}
+    extra |= {"unsloth_version": "2025.1", "model_max_length": 4096, "_model_name_or_path": "x", "unk_token_id": 0}
+    for name in ("Llama 2", "Mixtral 8x7B", "DeepSeek V3"):
+        assert ModelConfig.from_dict({**published(name), **extra}) == ModelConfig.from_dict(published(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "text"),
+    [
+        ("Llama 2", {"num_hidden_layers": 10**8}, "`num_hidden_layers` is 100000000; expected 10000 at most."),
+        ("Mixtral 8x7B", {"num_local_experts": 10**9}, "`num_local_experts` is 1000000000; expected 100000 at most."),
+        (
+            "Mixtral 8x7B",
+            {"num_experts_per_tok": 9},
+            "`num_experts_per_tok` is 9, of `num_local_experts` = 8",
+        ),
+        (
+            "DeepSeek V3",
+            {"n_group": 3},
+            "`n_group` = 3 groups, `topk_group` = 2 of which",
+        ),
+        ("DeepSeek V3", {"topk_group": 5}, "`topk_group` = 5 of which"),
+        ("DeepSeek V3", {"num_experts_per_tok": 5}, "`num_experts_per_tok` is 5, of `n_routed_experts` = 8"),
+        ("DeepSeek V2", {"topk_method": "noaux"}, "`topk_method` is 'noaux'; the decoder computes deepseek_v2 with"),
+        ("Llama 2", {"hidden_size": 10**400}, "`hidden_size` is 1000"),
+        ("Llama 2", {"rope_theta": 10**400}, "`rope_theta` is 1000"),
+        ("Llama 2", {"rms_norm_eps": float("nan")}, "`rms_norm_eps` is nan"),
+        ("Llama 2", {"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}, "`rope_parameters.factor` is nan"),
+        ("Phi 3.5 mini", {"rope_scaling": {**LONGROPE, "long_factor": [float("nan")] * 8}}, "rope_scaling"),
+        ("Phi 3.5 mini", {"rope_scaling": {**LONGROPE, "long_factor": 3}}, "rope_scaling"),
+        ("Gemma 3 1B", {"rope_parameters": {"rope_type": "linear", "factor": 8}}, "`rope_parameters` is {"),
+        ("Qwen3 30B-A3B", {"mlp_only_layers": {}}, "`mlp_only_layers` is {}"),
+        ("Llama 2", {"model_type": ["llama"]}, "`model_type` is ['llama']"),
+    ],
+)
+def test_absurd_values_are_declined_before_memory_is_taken(name: str, values: dict[str, Any], text: str) -> None:
+    with pytest.raises((ShapeError, UnsupportedError)) as error:
+        ModelConfig.from_dict({**published(name), **values})
+    assert text in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+def test_damaged_files_are_errors_that_name_them(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for text, reason in (("[" * 200_000, "nested too deeply"), ("[1]", "expected a JSON object"), ("{", "not JSON")):
+        path.write_text(text)
+        with pytest.raises(ShapeError, match=reason):
+            read_config(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ShapeError, match="not a regular file"):
+        read_config(tmp_path)

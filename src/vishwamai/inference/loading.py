@@ -22,9 +22,10 @@ from vishwamai.inference.memory import page_bytes, ring_pages, rings_of, weight_
 from vishwamai.inference.mesh import serving_mesh, serving_rules
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.prompts import Prompts
-from vishwamai.models.config import ModelConfig, read_config, read_json
+from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.generation import GenerationConfig, read_generation_config
 from vishwamai.models.shards import read_index
+from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import vishwamai
-from vishwamai.models.config import read_json
 from vishwamai.models.shards import Stored
+from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
     from jax import Array

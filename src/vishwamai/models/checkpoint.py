@@ -21,7 +21,7 @@ from vishwamai.core import caches
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
-from vishwamai.models.config import ModelConfig, read_config, read_json
+from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, layer_parameters, parameter_path, top_parameters
 from vishwamai.models.periods import segments
@@ -29,6 +29,8 @@ from vishwamai.models.published import Computed, Decoded, Index, decode_index
 from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage, parameter_sharding
 from vishwamai.models.tensors import Piece, piece
+from vishwamai.models.text_part import text_tensors
+from vishwamai.models.values import read_json
 from vishwamai.parallel import LogicalRules
 
 
@@ -135,7 +137,29 @@ def storages(directory: Path, config: ModelConfig) -> Callable[[str, Parameter, 
 
 def is_quantized(directory: Path) -> bool:
     """Whether a checkpoint is published quantized."""
-    return read_json(directory / "config.json").get("quantization_config") is not None
+    return quantization(directory) is not None
+
+
+_OTHER_QUANTIZERS = {"quanto_qmap.json": "optimum-quanto", "hf_quant_config.json": "modelopt"}
+"""Files that say how weights are quantized where `config.json` does not."""
+
+
+def quantization(directory: Path) -> dict[str, Any] | None:
+    """`quantization_config` of the checkpoint, which may lie with the keys of its text part.
+
+    Raises:
+      UnsupportedError: another file says that the weights are quantized, in a form that the loader does not read.
+    """
+    values = read_json(directory / "config.json")
+    nested = values.get("text_config")
+    settings = values.get("quantization_config") or (nested.get("quantization_config") if nested else None)
+    for name, method in _OTHER_QUANTIZERS.items():
+        if settings is None and (directory / name).exists():
+            raise UnsupportedError(
+                f"{directory / name}: the weights are quantized by {method}, which the loader does not read; load the "
+                "model that they were made from."
+            )
+    return settings
 
 
 def _index(directory: Path, quantize: str | None) -> Index:
@@ -144,13 +168,13 @@ def _index(directory: Path, quantize: str | None) -> Index:
             f"from_pretrained: `quantize` is {quantize!r}; pass {', '.join((KEEP, *QUANTIZATIONS))} or None."
         )
     source = directory / "config.json"
-    settings = read_json(source).get("quantization_config")
+    settings = quantization(directory)
     if quantize == KEEP and settings is None:
         raise ShapeError(
             f"from_pretrained: `quantize` is {KEEP!r}, but {source} has no `quantization_config`: its weights are "
             f"plain. Pass {', '.join(QUANTIZATIONS)} or None."
         )
-    return decode_index(read_index(directory), settings, str(source))
+    return decode_index(text_tensors(read_index(directory)), settings, str(source))
 
 
 def _storage(

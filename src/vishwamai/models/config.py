@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
 import math
 import types
 import typing
@@ -15,9 +14,11 @@ from typing import Any
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.models.families import DROPOUT, FAMILIES, IGNORED, Family
-from vishwamai.models.layer_kinds import LayerKind, read_layers, write_layers
-from vishwamai.models.values import check_value
+from vishwamai.models.families import FAMILIES, IDLE, IGNORED, Family
+from vishwamai.models.layer_kinds import LayerKind, read_layers, read_mixtures, write_layers
+from vishwamai.models.text_part import text_values
+from vishwamai.models.tied import has_own_head
+from vishwamai.models.values import check_value, read_json
 from vishwamai.ops.rope import YarnScaling
 
 _ACTIVATIONS = {
@@ -36,6 +37,8 @@ _LEAST = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), -1),
 }
 """Fields whose numbers may be 0, or -1 for no token; the others are above 0."""
+_MOST = {"num_layers": 10_000, "experts.count": 100_000}
+"""Counts that would take memory before a weight is read, and what no model exceeds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +152,11 @@ class ModelConfig:
     dense_layers: int = 0
 
     def __post_init__(self) -> None:
+        if self.latent is not None and self.num_kv_heads != self.num_heads:
+            raise ShapeError(
+                f"ModelConfig: `num_key_value_heads` is {self.num_kv_heads}; latent attention has keys for each of "
+                f"`num_attention_heads` = {self.num_heads}. Leave it out."
+            )
         if len(self.layers) != self.num_layers:
             raise ShapeError(
                 f"ModelConfig: `layers` has {len(self.layers)} kinds, but num_layers is {self.num_layers}; give one "
@@ -183,14 +191,20 @@ class ModelConfig:
           UnsupportedError: the family, a key or a value is not one that the decoder computes; the text names it.
           ShapeError: a key is missing, its value has another type, or values contradict one another.
         """
+        nested = "text_config" in values
+        values = text_values(values, source)
         family = _family(values, source)
-        values = {**family.defaults, **{family.aliases.get(key, key): value for key, value in values.items()}}
-        _check_keys(family, values, source)
+        values = {**(family.sizes if nested else {}), **values}
+        values = {family.aliases.get(key, key): value for key, value in values.items()}
+        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        _check_keys(family, values, required, source)
+        values = {**family.defaults, **values}
         fields: dict[str, Any] = dict(family.fields)
         for key, field in family.keys.items():
             if key in values and (value := _read(key, field, values[key], source)) is not None:
                 fields[field] = value
-        fields = _nested(fields, source)
+        _check_counts(family, fields, source)
+        fields = _nested(family, fields, source)
         fields["num_kv_heads"] = fields.get("num_kv_heads") or fields.get("num_heads")
         if fields.get("latent"):
             fields["head_dim"] = fields["latent"].rope_dim
@@ -202,14 +216,15 @@ class ModelConfig:
                     "expected a multiple, or `head_dim`."
                 )
             fields["head_dim"] = hidden // heads
-        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         for name in required:
             if name not in ("family", "layers") and fields.get(name) is None:
                 key = next((key for key, field in family.keys.items() if field == name), name)
                 raise ShapeError(f"{source}: `{key}` is missing; a {values['model_type']} model needs it.")
-        layers = read_layers(family, values, fields["num_layers"], source)
-        first = fields.get("dense_layers", 0) if fields.get("experts") else len(layers)
-        fields["layers"] = tuple(dataclasses.replace(kind, experts=i >= first) for i, kind in enumerate(layers))
+        count = fields["num_layers"]
+        layers = read_layers(family, values, count, source)
+        dense = fields.get("dense_layers", 0) if fields.get("experts") else count
+        mixtures = read_mixtures(family, values, count, dense, source)
+        fields["layers"] = tuple(dataclasses.replace(kind, experts=flag) for kind, flag in zip(layers, mixtures))
         return cls(family=values["model_type"], **fields)
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,7 +237,7 @@ class ModelConfig:
             for name in field.split("."):
                 value = getattr(value, name)
             values[key] = names[value] if field == "activation" else list(value) if isinstance(value, tuple) else value
-        return {**values, **write_layers(self.layers, self.family, family)}
+        return {**values, **write_layers(self.layers, family)}
 
 
 @checked
@@ -234,24 +249,10 @@ def read_config(directory: str | Path) -> ModelConfig:
       UnsupportedError: it describes what the decoder does not compute.
     """
     path = Path(directory) / "config.json"
-    return ModelConfig.from_dict(read_json(path), str(path))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-      ShapeError: the file is missing or is not a JSON object.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShapeError(f"{path}: the file cannot be read ({error.strerror}); a model's directory has it.") from error
-    except ValueError as error:
-        raise ShapeError(f"{path}: the file is not JSON ({error}); download it again.") from error
-    if not isinstance(values, dict):
-        raise ShapeError(f"{path}: expected a JSON object, found {type(values).__name__}; download it again.")
-    return values
+    config = ModelConfig.from_dict(read_json(path), str(path))
+    if config.tie_embeddings and has_own_head(path.parent):
+        return dataclasses.replace(config, tie_embeddings=False)
+    return config
 
 
 def _family(values: Mapping[str, Any], source: str) -> Family:
@@ -263,22 +264,61 @@ def _family(values: Mapping[str, Any], source: str) -> Family:
     return FAMILIES[kind]
 
 
-def _check_keys(family: Family, values: Mapping[str, Any], source: str) -> None:
-    fixed = {**DROPOUT, **family.fixed}
-    known = {*fixed, *family.keys, *IGNORED, *family.ignored}
+def _check_keys(family: Family, values: Mapping[str, Any], required: list[str], source: str) -> None:
+    """Checks that every key is one that the family has, all of them in one error."""
+    reads = {*family.keys, *family.ignored, *family.reads(), *IGNORED}
+    absent = {key for key, field in family.keys.items() if field in required and key not in values}
+    kind, problems = values["model_type"], []
     for key, value in values.items():
-        if key in fixed and value not in fixed[key]:
-            raise UnsupportedError(
-                f"{source}: `{key}` is {value!r}; the decoder computes {values['model_type']} with "
-                f"{' or '.join(map(repr, fixed[key]))} only."
+        allowed = family.fixed.get(key)
+        if allowed is None and key in IDLE and key not in reads:
+            allowed = (*IDLE[key], None)
+        if allowed is not None and value not in allowed:
+            allowed = family.fixed.get(key, IDLE.get(key, ()))
+            choices = " or ".join(map(repr, allowed))
+            problems.append(f"`{key}` is {value!r}; the decoder computes {kind} with {choices} only.")
+        elif allowed is None and key not in reads:
+            near = difflib.get_close_matches(key, sorted(absent), n=1, cutoff=0.8)
+            hint = f"`{near[0]}` is missing; if that is meant, write it. " if near else ""
+            problems.append(
+                f"`{key}` = {_brief(value)} is not known for {kind}; it may change what the model computes. {hint}"
+                "Remove the key if it does not."
             )
-        if key not in known:
-            near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)
-            meant = f"If `{near[0]}` is meant, write that. " if near else ""
-            raise UnsupportedError(
-                f"{source}: `{key}` = {value!r} is not known for {values['model_type']}; it may change what the model "
-                f"computes. {meant}Remove the key if it does not."
-            )
+    if problems:
+        raise UnsupportedError(f"{source}: {' '.join(problems)}")
+
+
+def _brief(value: Any) -> str:
+    """A value as an error shows it, in one line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _check_counts(family: Family, fields: Mapping[str, Any], source: str) -> None:
+    """Checks counts and groups of experts before anything is made of them."""
+    names = {field: key for key, field in family.keys.items()}
+    for field, most in _MOST.items():
+        if fields.get(field, 0) > most:
+            raise ShapeError(f"{source}: `{names[field]}` is {fields[field]}; expected {most} at most.")
+    heads, shared = fields.get("num_heads"), fields.get("num_kv_heads")
+    if heads and shared and heads % shared:
+        raise ShapeError(
+            f"{source}: `{names['num_heads']}` is {heads}, which is not a multiple of `{names['num_kv_heads']}` = "
+            f"{shared}; each head of keys serves a whole number of heads of queries."
+        )
+    count, top = fields.get("experts.count"), fields.get("experts.top_k")
+    if count is None or top is None:
+        return
+    chosen = f"`{names['experts.top_k']}` is {top}, of `{names['experts.count']}` = {count} experts"
+    groups, top_groups = fields.get("experts.num_groups"), fields.get("experts.top_groups")
+    if groups and top_groups:
+        chosen += f" in `{names['experts.num_groups']}` = {groups} groups"
+        chosen += f", `{names['experts.top_groups']}` = {top_groups} of which a token may reach"
+        if count % groups or top_groups > groups:
+            raise ShapeError(f"{source}: {chosen}; expected groups of one size, and no more than there are.")
+        count = count // groups * top_groups
+    if top > count:
+        raise ShapeError(f"{source}: {chosen}; expected {count} at most.")
 
 
 @functools.cache
@@ -306,7 +346,7 @@ def _read(key: str, field: str, value: Any, source: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _nested(fields: dict[str, Any], source: str) -> dict[str, Any]:
+def _nested(family: Family, fields: dict[str, Any], source: str) -> dict[str, Any]:
     """Fields with the parts of "experts.count" and the like put together."""
     flat = {name: value for name, value in fields.items() if "." not in name}
     for outer, kind in (("experts", Experts), ("latent", Latent)):
@@ -315,8 +355,7 @@ def _nested(fields: dict[str, Any], source: str) -> dict[str, Any]:
             continue
         absent = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING and f.name not in inner]
         if absent:
-            raise ShapeError(
-                f"{source}: the key of `{outer}.{absent[0]}` is missing; found {', '.join(sorted(inner))}."
-            )
+            key = next((key for key, field in family.keys.items() if field == f"{outer}.{absent[0]}"), absent[0])
+            raise ShapeError(f"{source}: `{key}` is missing; a model with {outer} needs it.")
         flat[outer] = kind(**inner)
     return flat

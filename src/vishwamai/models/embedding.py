@@ -15,9 +15,9 @@ import numpy as np
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.pallas import round_up
 from vishwamai.models import bert
-from vishwamai.models.config import read_json
 from vishwamai.models.pooling import Pooling, read_pooling
 from vishwamai.models.shards import read_index
+from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

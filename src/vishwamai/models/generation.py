@@ -8,7 +8,8 @@ from typing import Any
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
-from vishwamai.models.config import read_config, read_json
+from vishwamai.models.config import read_config
+from vishwamai.models.values import read_json
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from vishwamai.ops.rope import RopeScaling
 from vishwamai.ops.rope.scaling import parse_scaling
 
 _KINDS: Mapping[str, tuple[type, float | None]] = {
+    "decoder_sparse_step": (int, None),
     "layer_types": (list, None),
     "max_window_layers": (int, 0),
     "original_max_position_embeddings": (int, None),
@@ -25,7 +26,6 @@ _KINDS: Mapping[str, tuple[type, float | None]] = {
     "rope_theta": (float, None),
     "sliding_window": (int, None),
     "sliding_window_pattern": (int, None),
-    "_sliding_window_pattern": (int, None),
     "use_sliding_window": (bool, None),
 }
 """The type of each key that is read here, and the smallest number, as of `check_value`."""
@@ -71,52 +71,79 @@ class LayerKind:
     experts: bool = False
 
 
-def _rope(values: Mapping[str, Any], theta: Any, max_positions: Any, source: str) -> Rope:
-    """One rotation, of the dictionary that transformers 5 calls `rope_parameters`."""
-    values = {key: value for key, value in values.items() if value is not None}
-    for key in values.keys() & _ROPE_KINDS.keys():
-        check_value(f"rope_parameters.{key}", values[key], _ROPE_KINDS[key], source)
-    theta = values.pop("rope_theta", theta)
-    partial = values.pop("partial_rotary_factor", 1.0)
-    kind = values.get("rope_type", values.get("type", "default"))
+_STRETCHED = ("llama3", "longrope", "yarn")
+"""Rotations that know the length of the original context, which a key outside of their object may give."""
+
+
+def _rope(family: Family, parameters: Mapping[str, Any], values: Mapping[str, Any], theta: float, source: str) -> Rope:
+    """One rotation.
+
+    Args:
+      parameters: the object that transformers 5 calls `rope_parameters`, or the older `rope_scaling`.
+      values: the file's keys.
+      theta: base where `parameters` has none.
+    """
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    for key in parameters.keys() & _ROPE_KINDS.keys():
+        check_value(f"rope_parameters.{key}", parameters[key], _ROPE_KINDS[key], source)
+    theta = parameters.pop("rope_theta", theta)
+    partial = parameters.pop("partial_rotary_factor", values.get("partial_rotary_factor") or family.partial or 1.0)
+    if family.partial is None and partial != 1.0:
+        raise UnsupportedError(
+            f"{source}: `partial_rotary_factor` is {partial!r}; the decoder rotates all features of "
+            f"{values['model_type']} heads, as transformers does. Remove the key."
+        )
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "su" or (kind == "yarn" and "short_factor" in parameters):  # older names of LongRoPE
+        kind = parameters["rope_type"] = "longrope"
     if kind == "default":
         return Rope(float(theta), partial=float(partial))
-    if kind in ("dynamic", "longrope", "yarn") and "original_max_position_embeddings" not in values:
-        values["original_max_position_embeddings"] = max_positions
-    if kind in ("longrope", "yarn") and "factor" not in values:
-        values["factor"] = max_positions / values["original_max_position_embeddings"]
+    positions = values["max_position_embeddings"]
+    original = values.get("original_max_position_embeddings")
+    if kind == "dynamic":
+        parameters["original_max_position_embeddings"] = positions
+    elif kind in _STRETCHED and original is not None:
+        parameters["original_max_position_embeddings"] = original
+    elif kind in _STRETCHED:
+        parameters.setdefault("original_max_position_embeddings", positions)
+    if kind in ("longrope", "yarn") and "factor" not in parameters:
+        parameters["factor"] = positions / parameters["original_max_position_embeddings"]
     try:
-        return Rope(float(theta), parse_scaling(values), float(partial))
-    except ShapeError as error:
+        return Rope(float(theta), parse_scaling(parameters), float(partial))
+    except (ShapeError, TypeError, ValueError) as error:
         raise UnsupportedError(f"{source}: `rope_parameters` (or `rope_scaling`) is not supported: {error}") from error
 
 
-def _ropes(values: Mapping[str, Any], source: str) -> dict[str, Rope]:
+def _ropes(family: Family, values: Mapping[str, Any], source: str) -> dict[str, Rope]:
     """The rotation of each type of layer, from either form of the file."""
-    given = values.get("rope_parameters") or {}
+    new = values.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
     old = values.get("rope_scaling") or {}
-    theta, longest = values.get("rope_theta") or 10000.0, values.get("max_position_embeddings")
-    shared = {
-        key: values[key]
-        for key in ("partial_rotary_factor", "original_max_position_embeddings")
-        if values.get(key) is not None
-    }
-
-    def rope(parameters: Mapping[str, Any], theta: float) -> Rope:
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        extra = {k: v for k, v in shared.items() if k == "partial_rotary_factor" or kind in ("longrope", "su")}
-        renamed = {"rope_type": "longrope"} if kind == "su" else {}
-        return _rope({**extra, **parameters, **renamed}, theta, longest, source)
-
-    if any(isinstance(value, Mapping) for value in given.values()):
-        for kind, parameters in given.items():
-            check_value(f"rope_parameters.{kind}", parameters, dict, source)
-        return {kind: rope(parameters, 10000.0) for kind, parameters in given.items()}
-    full = rope(given or old, theta)
-    if values["model_type"] == "gemma3_text":
-        full = rope(given or old, values.get("rope_theta") or 1_000_000.0)
-        return {"full_attention": full, "sliding_attention": Rope(values.get("rope_local_base_freq") or 10000.0)}
-    return {"full_attention": full, "sliding_attention": full}
+    theta = values.get("rope_theta") or family.theta
+    if new and family.local_theta is not None and not any(isinstance(value, Mapping) for value in new.values()):
+        raise UnsupportedError(
+            f"{source}: `rope_parameters` is {new!r}; {values['model_type']} has one object for each type of layer: "
+            "'full_attention' and 'sliding_attention'."
+        )
+    if not any(isinstance(value, Mapping) for value in new.values()):
+        base = (old or new).get("rope_theta") or theta
+        if old and new.get("rope_theta") not in (None, base):
+            raise UnsupportedError(
+                f"{source}: `rope_scaling` replaces `rope_parameters`, whose rope_theta = {new['rope_theta']!r} is "
+                f"then {base!r}; move the keys of `rope_scaling` into `rope_parameters`."
+            )
+        full = _rope(family, old or new, values, theta, source)
+        if family.local_theta is None:
+            return {"full_attention": full, "sliding_attention": full}
+        local = Rope(values.get("rope_local_base_freq") or family.local_theta)
+        return {"full_attention": full, "sliding_attention": local}
+    for kind, parameters in new.items():
+        check_value(f"rope_parameters.{kind}", parameters, dict, source)
+    bases = {"sliding_attention": values.get("rope_local_base_freq") or family.local_theta or theta}
+    found = {}
+    for kind in ("full_attention", "sliding_attention"):
+        parameters = {**new.get(kind, {}), **(old if kind == "full_attention" else {})}
+        found[kind] = _rope(family, parameters, values, bases.get(kind, theta), source)
+    return found
 
 
 def read_layers(family: Family, values: Mapping[str, Any], count: int, source: str) -> tuple[LayerKind, ...]:
@@ -129,24 +156,44 @@ def read_layers(family: Family, values: Mapping[str, Any], count: int, source: s
     for key, (kind, least) in _KINDS.items():
         if values.get(key) is not None:
             check_value(key, values[key], kind, source, least)
-    ropes = _ropes(values, source)
-    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    ropes = _ropes(family, values, source)
+    reads = family.reads()
+    window = values.get("sliding_window") if "sliding_window" in reads else None
+    if "use_sliding_window" in reads and not values.get("use_sliding_window"):
+        window = None
     types = values.get("layer_types") if family.layer_types == "list" else None
     if types is None:
-        period = values.get("sliding_window_pattern") or values.get("_sliding_window_pattern") or family.window_period
-        first = values.get("max_window_layers", 0) if "use_sliding_window" in values else 0
-
-        def slides(i: int) -> bool:
-            return window is not None and i >= first and (period is None or (i + 1) % period != 0)
-
-        sliding = family.layer_types != "none"
-        types = ["sliding_attention" if sliding and slides(i) else "full_attention" for i in range(count)]
+        period = values.get("sliding_window_pattern") if "sliding_window_pattern" in reads else None
+        period = period or family.window_period
+        first = (values.get("max_window_layers") or 0) if "max_window_layers" in reads else 0
+        slides = [window is not None and i >= first and (period is None or (i + 1) % period != 0) for i in range(count)]
+        types = ["sliding_attention" if value else "full_attention" for value in slides]
     if len(types) != count:
         raise ShapeError(f"{source}: `layer_types` has {len(types)} entries; expected num_hidden_layers = {count}.")
     for kind in types:
         if kind not in ropes:
             raise UnsupportedError(f"{source}: `layer_types` has {kind!r}; the decoder has {', '.join(ropes)}.")
+        if kind == "sliding_attention" and window is None:
+            raise UnsupportedError(
+                f"{source}: `layer_types` has 'sliding_attention', but `sliding_window` is null or not in use; give "
+                "the window's size, or make all types 'full_attention'."
+            )
     return tuple(LayerKind(window if kind == "sliding_attention" else None, ropes[kind]) for kind in types)
+
+
+def read_mixtures(family: Family, values: Mapping[str, Any], count: int, dense: int, source: str) -> list[bool]:
+    """For every layer whether its feed-forward network is a mixture of experts.
+
+    Args:
+      dense: how many layers at the start have none.
+    """
+    reads = family.reads()
+    skipped = values.get("mlp_only_layers") if "mlp_only_layers" in reads else None
+    skipped = [] if skipped is None else skipped
+    if not isinstance(skipped, list) or not all(isinstance(i, int) for i in skipped):
+        raise ShapeError(f"{source}: `mlp_only_layers` is {skipped!r}; expected a list of the numbers of layers.")
+    step = (values.get("decoder_sparse_step") or 1) if "decoder_sparse_step" in reads else 1
+    return [i >= dense and i not in skipped and (i + 1) % step == 0 for i in range(count)]
 
 
 def _rope_to_dict(rope: Rope) -> dict[str, Any]:
@@ -163,23 +210,25 @@ def _rope_to_dict(rope: Rope) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": rope.theta, **partial, **values}
 
 
-def write_layers(layers: Sequence[LayerKind], model_type: str, family: Family) -> dict[str, Any]:
+def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
     """What a `config.json` says of the layers, in the form of transformers 5."""
     types = ["full_attention" if kind.window is None else "sliding_attention" for kind in layers]
     windows = [kind.window for kind in layers if kind.window is not None]
     ropes = {kind: _rope_to_dict(layer.rope) for kind, layer in zip(types, layers)}
-    if model_type == "gemma3_text":
+    values: dict[str, Any] = {"rope_parameters": next(iter(ropes.values()))}
+    if family.local_theta is not None:
         missing = {kind: next(iter(ropes.values())) for kind in ("full_attention", "sliding_attention")}
-        values: dict[str, Any] = {"rope_parameters": {**missing, **ropes}}
-    else:
-        values = {"rope_parameters": next(iter(ropes.values()))}
+        values = {"rope_parameters": {**missing, **ropes}}
     original = values["rope_parameters"].get("original_max_position_embeddings")
-    if model_type == "phi3" and original is not None:
+    if "original_max_position_embeddings" in family.defaults and original is not None:
         values["original_max_position_embeddings"] = original
-    if family.layer_types != "none":
+    reads = family.reads()
+    if "sliding_window" in reads:
         values["sliding_window"] = windows[0] if windows else None
-    if family.layer_types == "list":
+    if "layer_types" in reads:
         values["layer_types"] = types
-    if "use_sliding_window" in family.defaults:
+    if "use_sliding_window" in reads:
         values["use_sliding_window"] = bool(windows)
+    if "mlp_only_layers" in reads:
+        values["mlp_only_layers"] = [i for i, kind in enumerate(layers) if not kind.experts]
     return values

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.models.config import read_json
+from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
     from jax import Array

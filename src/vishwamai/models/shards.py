@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.models.config import read_json
+from vishwamai.models.values import read_json
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64,

@@ -1,0 +1,15 @@
+"""The families of decoders by their `model_type`: data that reading, writing and loading follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vishwamai.models.families.dense import DENSE
+from vishwamai.models.families.experts import MIXTURES
+from vishwamai.models.families.family import IDLE, IGNORED, TENSORS, Family, Tensor
+from vishwamai.models.families.gemma import GEMMA
+from vishwamai.models.families.latent import LATENT
+
+FAMILIES: Mapping[str, Family] = {**DENSE, **GEMMA, **MIXTURES, **LATENT}
+
+__all__ = ["FAMILIES", "IDLE", "IGNORED", "TENSORS", "Family", "Tensor"]

@@ -1,0 +1,183 @@
+"""What a family of decoders is, as data: the keys of its `config.json`, their defaults, and its tensors' names.
+
+A `Family` says how a Hugging Face directory maps to `ModelConfig` and to the decoder's parameters. Reading and writing
+both follow it, so nothing is stated twice. A key means what the family's class in transformers computes with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a parameter lies in a checkpoint.
+
+    Attributes:
+      name: the tensor's name; `{layer}` is the layer's number. With `{expert}` the parameter stacks the tensors of all
+        experts.
+      transpose: the tensor is stored `[out, in]`, the parameter `[in, out]`.
+      part: the parameter is this part of a tensor that several share ("query", "gate", "even", ...; see `tensors.py`).
+    """
+
+    name: str
+    transpose: bool = False
+    part: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type`.
+
+    Attributes:
+      architecture: the class of transformers, as `config.json` names it.
+      keys: a key of `config.json` for each field of `ModelConfig` ("experts.count": a field of a field).
+      fields: fields of `ModelConfig` that the family fixes.
+      defaults: values of keys that a file may leave out, as the family's class in transformers has them.
+      sizes: the same of sizes, which a `text_config` within another file may leave out; a file of its own has them.
+      fixed: keys whose value must be one of these, for the decoder computes nothing else.
+      ignored: keys without an effect, besides `IGNORED`.
+      aliases: other names of keys.
+      layer_types: "none", "all" (`sliding_window` holds for every layer), or "list" (`layer_types` says which).
+      layer_keys: further keys that say what the layers are: `use_sliding_window`, `mlp_only_layers` and the like.
+      window_period: without `layer_types`, every so many layers one attends to everything.
+      theta: base of the rotations where the file gives none.
+      partial: share of a head's features that rotate where the file gives none; None: the family has no such key.
+      local_theta: base of layers with a window where they have a rotation of their own; None where they share it.
+      tensors: names that differ from the common ones, by parameter; None where the common one is absent.
+    """
+
+    architecture: str
+    keys: Mapping[str, str]
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    layer_types: str = "none"
+    layer_keys: tuple[str, ...] = ()
+    window_period: int | None = None
+    theta: float = 10000.0
+    partial: float | None = None
+    local_theta: float | None = None
+    tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def reads(self) -> frozenset[str]:
+        """Keys that say what the layers are: windows, rotations, experts."""
+        windows = {"none": (), "all": ("sliding_window",), "list": ("sliding_window", "layer_types")}[self.layer_types]
+        partial = () if self.partial is None else ("partial_rotary_factor",)
+        return frozenset((*_ROTATION, *windows, *partial, *self.layer_keys))
+
+
+_ROTATION = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+_GENERATION = (
+    *("bad_words_ids", "begin_suppress_tokens", "do_sample", "diversity_penalty", "early_stopping", "epsilon_cutoff"),
+    *("encoder_no_repeat_ngram_size", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id"),
+    *("forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "min_p"),
+    *("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "penalty_alpha"),
+    *("remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature"),
+    *("top_k", "top_p", "typical_p", "use_cache", "cache_implementation"),
+)
+IGNORED = frozenset(
+    {
+        *("_name_or_path", "name_or_path", "_model_name_or_path", "model_name", "_commit_hash", "architectures"),
+        *("auto_map", "dtype", "torch_dtype", "model_type", "transformers_version", "transformers.js_config"),
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "experts_implementation"),
+        *("unsloth_fixed", "unsloth_version", "torchscript", "tf_legacy_loss", "use_bfloat16", "base_model_tp_plan"),
+        *("attention_dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "resid_pdrop", "residual_dropout"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "router_aux_loss_coef"),
+        *("router_jitter_noise", "router_z_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pruned_heads"),
+        *("chunk_size_feed_forward", "finetuning_task", "id2label", "label2id", "num_labels", "problem_type"),
+        *("is_encoder_decoder", "tie_encoder_decoder", "task_specific_params", "tokenizer_class", "prefix"),
+        *("cls_token_id", "decoder_start_token_id", "mask_token_id", "sep_token_id", "unk_token_id"),
+        *("gradient_checkpointing", "model_max_length", "initial_context_length", "quantization_config"),
+        *("num_nextn_predict_layers", "num_mtp_layers", "max_window_layers", "cross_attention_hidden_size"),
+        *_GENERATION,
+    }
+)
+"""Keys that change no logits of any family, and the ones that the readers of quantized tensors and of sampling take."""
+
+IDLE: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention_bias", "lm_head_bias", "mlp_bias", "qkv_bias", "use_mrope"), (False,)),
+    **dict.fromkeys(("use_sliding_window", "rope_interleaved", "add_cross_attention", "is_decoder"), (False,)),
+    **dict.fromkeys(("sliding_window", "rope_local_base_freq", "clip_qkv", "head_dim", "quantization"), (None,)),
+    **dict.fromkeys(("full_attn_mod", "interpolate_factor", "moe_layer_freq", "pretraining_tp"), (1,)),
+    "is_llama_config": (True,),
+    "partial_rotary_factor": (1.0,),
+    "shared_expert_intermediate_size": (0, None),
+}
+"""Values, besides null, of keys by which a family without that key computes what it does anyway."""
+
+COMMON: Mapping[str, str] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "max_position_embeddings": "max_positions",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+    "initializer_range": "initializer_range",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "pad_token_id",
+    "num_key_value_heads": "num_kv_heads",
+}
+SILU = {"hidden_act": "activation"}
+HEADS = {"head_dim": "head_dim"}
+BIASES = {"attention_bias": "attention_bias"}
+EXPERTS = {"num_experts_per_tok": "experts.top_k"}
+INNER = {"moe_intermediate_size": "experts.inner_size"}
+PREFIX = "model.layers.{layer}."
+MLP = ("gate", "up", "down")
+
+
+def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, positions: int) -> dict[str, int]:
+    """Sizes of a family's class in transformers."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    values = (vocab, hidden, inner, layers, heads, positions)
+    return dict(zip((*names, "max_position_embeddings"), values, strict=True))
+
+
+def tokens(bos: int | None, eos: Any, pad: int | None = None) -> dict[str, Any]:
+    """Defaults of the special tokens."""
+    return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+
+
+TENSORS: Mapping[str, Tensor] = {
+    "embed": Tensor("model.embed_tokens.weight"),
+    "norm": Tensor("model.norm.weight"),
+    "head": Tensor("lm_head.weight"),
+    "attention_norm": Tensor(PREFIX + "input_layernorm.weight"),
+    **{
+        f"{name}{suffix}": Tensor(f"{PREFIX}self_attn.{short}_proj.{kind}", transpose=kind == "weight")
+        for name, short in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o"))
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    },
+    "query_norm": Tensor(PREFIX + "self_attn.q_norm.weight"),
+    "key_norm": Tensor(PREFIX + "self_attn.k_norm.weight"),
+    "mlp_norm": Tensor(PREFIX + "post_attention_layernorm.weight"),
+    "mlp_post_norm": Tensor(PREFIX + "post_feedforward_layernorm.weight"),
+    **{
+        f"{name}{suffix}": Tensor(f"{PREFIX}mlp.{name}_proj.{kind}", transpose=kind == "weight")
+        for name in MLP
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    },
+    "sinks": Tensor(PREFIX + "self_attn.sinks"),
+    "query_down": Tensor(PREFIX + "self_attn.q_a_proj.weight", True),
+    "query_down_bias": Tensor(PREFIX + "self_attn.q_a_proj.bias"),
+    "query_down_norm": Tensor(PREFIX + "self_attn.q_a_layernorm.weight"),
+    "query_up": Tensor(PREFIX + "self_attn.q_b_proj.weight", True),
+    "latent_down": Tensor(PREFIX + "self_attn.kv_a_proj_with_mqa.weight", True),
+    "latent_down_bias": Tensor(PREFIX + "self_attn.kv_a_proj_with_mqa.bias"),
+    "latent_norm": Tensor(PREFIX + "self_attn.kv_a_layernorm.weight"),
+    "latent_up": Tensor(PREFIX + "self_attn.kv_b_proj.weight", True),
+    "router": Tensor(PREFIX + "mlp.gate.weight", True),
+    "router_correction": Tensor(PREFIX + "mlp.gate.e_score_correction_bias"),
+    **{f"expert_{name}": Tensor(PREFIX + f"mlp.experts.{{expert}}.{name}_proj.weight", True) for name in MLP},
+    **{f"shared_{name}": Tensor(PREFIX + f"mlp.shared_experts.{name}_proj.weight", True) for name in MLP},
+}
+"""Tensors of the decoder's parameters in most checkpoints; a family's own `tensors` come first."""

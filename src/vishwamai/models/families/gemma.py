@@ -1,0 +1,61 @@
+"""Gemma: scaled embeddings, norms with an offset, local and global layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vishwamai.models.families.family import BIASES, COMMON, HEADS, PREFIX, Family, Tensor, sizes, tokens
+
+_KEYS = {
+    **COMMON,
+    **HEADS,
+    "hidden_activation": "activation",
+    "query_pre_attn_scalar": "query_scalar",
+    "attn_logit_softcapping": "attention_softcap",
+    "final_logit_softcapping": "final_logit_softcap",
+    **BIASES,
+}
+_FIELDS = {"norms": "both", "norm_offset": True, "scale_embeddings": True}
+_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "head_dim": 256,
+    "attention_bias": False,
+    "sliding_window": 4096,
+    **tokens(2, 1, 0),
+}
+_POST_NORMS = {
+    "attention_post_norm": Tensor(PREFIX + "post_attention_layernorm.weight"),
+    "mlp_norm": Tensor(PREFIX + "pre_feedforward_layernorm.weight"),
+}
+
+GEMMA: Mapping[str, Family] = {
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _KEYS,
+        _FIELDS,
+        {**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        fixed={"use_bidirectional_attention": (None, False), "hidden_act": ("gelu_pytorch_tanh",)},
+        ignored=("sliding_window_size",),
+        layer_types="list",
+        window_period=2,
+        tensors=_POST_NORMS,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {key: field for key, field in _KEYS.items() if field != "attention_softcap"},
+        {**_FIELDS, "qk_norm": "head"},
+        _DEFAULTS,
+        sizes(262208, 2304, 9216, 26, 8, 131072),
+        fixed={"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)},
+        ignored=("_sliding_window_pattern",),
+        layer_types="list",
+        layer_keys=("sliding_window_pattern", "rope_local_base_freq"),
+        window_period=6,
+        theta=1_000_000.0,
+        local_theta=10000.0,
+        tensors=_POST_NORMS,
+    ),
+}

@@ -1,0 +1,78 @@
+"""Families with latent attention (MLA)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vishwamai.models.families.family import BIASES, COMMON, EXPERTS, INNER, SILU, Family, sizes, tokens
+
+_KEYS = {
+    **COMMON,
+    **SILU,
+    **BIASES,
+    **EXPERTS,
+    **INNER,
+    "first_k_dense_replace": "dense_layers",
+    "kv_lora_rank": "latent.kv_rank",
+    "n_group": "experts.num_groups",
+    "n_routed_experts": "experts.count",
+    "n_shared_experts": "experts.shared",
+    "q_lora_rank": "latent.query_rank",
+    "qk_nope_head_dim": "latent.nope_dim",
+    "qk_rope_head_dim": "latent.rope_dim",
+    "routed_scaling_factor": "experts.scale",
+    "topk_group": "experts.top_groups",
+    "v_head_dim": "latent.value_dim",
+}
+_IGNORED = ("head_dim", "qk_head_dim")
+_FIXED = {"rope_interleave": (True,)}
+_DEFAULTS = {"attention_bias": False, "kv_lora_rank": 512, "q_lora_rank": 1536}
+_DEFAULTS |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+LATENT: Mapping[str, Family] = {
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        {**_KEYS, "topk_method": "experts.method"},
+        fields={"experts.normalize": False},
+        defaults={
+            **_DEFAULTS,
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            **tokens(1, 2),
+        },
+        fixed={
+            **_FIXED,
+            "norm_topk_prob": (False,),
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy"),
+        },
+        ignored=_IGNORED,
+        aliases={"num_experts": "n_routed_experts"},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        {**_KEYS, "norm_topk_prob": "experts.normalize"},
+        fields={"experts.method": "noaux_tc"},
+        defaults={
+            **_DEFAULTS,
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+            **tokens(0, 1),
+        },
+        sizes=sizes(129280, 7168, 18432, 61, 128, 4096),
+        fixed={**_FIXED, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+        ignored=_IGNORED,
+        aliases={"num_local_experts": "n_routed_experts"},
+    ),
+}

@@ -1,0 +1,83 @@
+"""The text part of a model that also reads images: its keys within `config.json`, and its tensors among the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from vishwamai.core.errors import ShapeError, UnsupportedError
+
+Entry = TypeVar("Entry")
+
+WRAPPERS: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "kimi_k25": "deepseek_v3",
+    "llava": "llama",
+    "mistral3": "mistral",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+}
+"""The `model_type` of `text_config` where it has none, by the `model_type` around it."""
+
+RENAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "kimi_k2": ("deepseek_v3", {}),
+    "qwen3_vl_text": ("qwen3", {"rope_theta": 500000.0}),
+}
+"""Families that are another one under a name of their own, with keys whose defaults differ."""
+
+_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+_PLACES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+
+
+def text_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The keys of the decoder: those of `text_config` where a file nests them there.
+
+    Raises:
+      ShapeError: `text_config` is not an object.
+      UnsupportedError: the decoder does not compute the text part of such a model; the text names its `model_type`.
+    """
+    kind, inner = values.get("model_type"), values.get("text_config")
+    found = dict(values)
+    if isinstance(kind, str) and kind in WRAPPERS:
+        if not isinstance(inner, Mapping):
+            raise ShapeError(f"{source}: `text_config` is {inner!r}; expected an object with the keys of the decoder.")
+        found = {"model_type": WRAPPERS[kind], **inner}
+        found |= {key: values[key] for key in _SHARED if found.get(key) is None and values.get(key) is not None}
+        if values.get("tie_word_embeddings") is not None:
+            found["tie_word_embeddings"] = values["tie_word_embeddings"]
+        for key in ("rope_scaling", "rope_parameters"):
+            found[key] = _one_coordinate(found.get(key))
+    elif inner is not None:
+        nested = inner.get("model_type") if isinstance(inner, Mapping) else None
+        raise UnsupportedError(
+            f"{source}: `model_type` is {kind!r} with a `text_config` of model_type {nested!r}; the decoder computes "
+            f"the text part of {', '.join(WRAPPERS)} only."
+        )
+    name = found.get("model_type")
+    renamed = RENAMED.get(name) if isinstance(name, str) else None
+    return found if renamed is None else {**renamed[1], **found, "model_type": renamed[0]}
+
+
+def _one_coordinate(rotation: Any) -> Any:
+    """A rotation without its sections for images: a text's positions have three equal coordinates."""
+    if not isinstance(rotation, Mapping) or "mrope_section" not in rotation:
+        return rotation
+    plain = {key: value for key, value in rotation.items() if key not in ("mrope_section", "mrope_interleaved")}
+    return {key: "default" if value == "mrope" else value for key, value in plain.items()}
+
+
+def text_tensors(index: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The tensors of the text part under the names of a plain decoder; all of them where nothing is around it.
+
+    >>> sorted(text_tensors({"language_model.model.norm.weight": 1, "vision_tower.conv.weight": 2}))
+    ['model.norm.weight']
+    """
+    if not any(name.startswith(place) for name in index for place, _ in _PLACES):
+        return dict(index)
+    found = {name: entry for name, entry in index.items() if name == "lm_head.weight"}
+    for name, entry in index.items():
+        for place, plain in _PLACES:
+            if name.startswith(place):
+                found[plain + name.removeprefix(place)] = entry
+                break
+    return found

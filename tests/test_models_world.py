@@ -1,0 +1,118 @@
+"""`config.json` files that others published: each loads, or is declined in one line that names the key."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models_peer
+import world
+from models_peer import SIZES, Peer
+from vishwamai import ShapeError, UnsupportedError
+from vishwamai.models import ModelConfig, from_pretrained, read_config, save_pretrained
+from vishwamai.models.checkpoint import quantization
+
+FILES = world.files("configs", "*/config.json")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
+def test_a_published_config_loads_or_names_what_is_declined(path: Path) -> None:
+    values = json.loads(path.read_text())
+    inner = values.get("text_config") or values
+    try:
+        config = read_config(path.parent)
+    except (ShapeError, UnsupportedError) as error:
+        keys = re.findall("`([^`]*)`", str(error))
+        assert keys and keys[0] in ("model_type", "text_config", *values, *inner)
+        assert "\n" not in str(error)
+        return
+    for key, size in (("num_hidden_layers", config.num_layers), ("hidden_size", config.hidden_size)):
+        assert inner.get(key, size) == size
+    assert inner.get("num_attention_heads", config.num_heads) == config.num_heads
+    ends = inner.get("eos_token_id", values.get("eos_token_id"))
+    assert config.eos_token_id == (tuple(ends) if isinstance(ends, list) else ends)
+    assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+def test_the_page_has_the_table_of_published_configs() -> None:
+    folder = world.folder("configs").parent
+    path = Path(__file__).parents[1] / "tools" / "model_table.py"
+    spec = importlib.util.spec_from_file_location("model_table", path)
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.table(folder) in tool.PAGE.read_text(), "write it again: python tools/model_table.py"
+
+
+def test_a_tied_model_with_a_head_of_its_own_uses_that_head(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    peer = Peer("Llama", {"tie_word_embeddings": True})
+    peer.save(tmp_path)
+    tokens = np.random.default_rng(0).integers(3, 131, (1, 20))
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    for head, tied in ((table, True), (2 * table[::-1], False)):
+        save_file({**tensors, "lm_head.weight": np.ascontiguousarray(head)}, tmp_path / "model.safetensors")
+        model = from_pretrained(tmp_path, dtype=jnp.float32)
+        assert model.config.tie_embeddings == read_config(tmp_path).tie_embeddings == tied
+        expected = models_peer.peer_logits(models_peer.load(tmp_path), tokens)
+        np.testing.assert_allclose(model.logits(model(jnp.asarray(tokens))), expected, rtol=2e-4, atol=2e-4)
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+QWEN_VISION |= {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 24}
+WRAPPED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3", "gemma3_text", VISION, {"head_dim": 24, "sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "llava": ("Llava", "mistral", {**VISION, "model_type": "clip_vision_model"}, {"sliding_window": 9}),
+    "mistral3": ("Mistral3", "mistral", {**VISION, "model_type": "pixtral"}, {"sliding_window": None}),
+    "qwen3_vl": ("Qwen3VL", "qwen3_vl_text", QWEN_VISION, {"head_dim": 24}),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_text_part_of_a_vision_model_loads(name: str, tmp_path: Path) -> None:
+    """Both the keys in `text_config` and the tensors under their prefix; the tower stays in the files."""
+    import torch
+    import transformers
+
+    kind, text, vision, options = WRAPPED[name]
+    torch.manual_seed(0)
+    values = {"text_config": {**SIZES, "model_type": text, **options}, "vision_config": vision}
+    config = getattr(transformers, f"{kind}Config")(**values, tie_word_embeddings=False)
+    peer = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config, attn_implementation="eager")
+    peer.eval().save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(3, 131, (1, 40))
+    expected = models_peer.peer_logits(peer, tokens)
+    model = from_pretrained(tmp_path, dtype=jnp.float32)
+    np.testing.assert_allclose(
+        model.logits(model(jnp.asarray(tokens))), expected, rtol=0, atol=1e-4 * np.abs(expected).max()
+    )
+    save_pretrained(model, tmp_path / "text")
+    assert read_config(tmp_path / "text") == model.config
+
+
+def test_quantized_forms_that_are_not_read_are_declined_by_name(tmp_path: Path) -> None:
+    Peer("Llama").save(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    for method in ("bitsandbytes", "torchao", "quanto", "modelopt"):
+        settings = {"quant_method": method, "load_in_4bit": True}
+        (tmp_path / "config.json").write_text(json.dumps({**values, "quantization_config": settings}))
+        with pytest.raises(UnsupportedError, match=f"`quantization_config.quant_method` is '{method}'"):
+            from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for name, method in (("quanto_qmap.json", "optimum-quanto"), ("hf_quant_config.json", "modelopt")):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(UnsupportedError, match=f"{name}: the weights are quantized by {method}"):
+            quantization(tmp_path)
+        (tmp_path / name).unlink()
