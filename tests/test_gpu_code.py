@@ -210,6 +210,7 @@ def test_products_of_float32_compile_for_amd(amd):
         assert (inspect_launch(launch, amd).mma > 0) == (launch.launch.kernel.name != "delta")
 
 
+@rotation.takes_turns(5, 21)
 @pytest.mark.parametrize(
     "op, name",
     [

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import models_peer
+import rotation
 from benchmark_files import loaded
 from models_peer import Peer
 from vishwamai.core import execute
@@ -49,6 +50,7 @@ def test_greedy_tokens_are_those_of_transformers(peer_and_model, engine):
     assert again[0].token_ids == answers[0].token_ids and again[0].cached == 36  # every full page but the last token's
 
 
+@rotation.takes_turns(5, 5)
 def test_stacked_layers_change_no_token_and_a_deep_model_is_no_longer_program(tmp_path, engine):
     Peer("Llama").save(tmp_path)
     stacked = from_pretrained(tmp_path, dtype=jnp.float32, stacked=True)
@@ -251,6 +253,7 @@ def test_keys_and_values_of_8_bits(peer_and_model, kv_dtype):
         assert error(coarse) > 2 * error(pools)
 
 
+@rotation.takes_turns(5, 20)
 def test_an_engine_with_keys_and_values_of_8_bits(peer_and_model):
     quantized = Engine(peer_and_model[1], limits=FEW, kv_dtype="int8")
     assert {pool.pool.dtype.name for pool in quantized.programs.pages} == {"int8"}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import rotation
 from vishwamai.core import caches
 from vishwamai.core.errors import CacheWarning
 from vishwamai.core.op import Op
@@ -78,7 +79,10 @@ def answers(engine):
     return [(one.token_ids, one.logprobs) for one in engine.generate(PROMPTS, OPTIONS)]
 
 
-@pytest.mark.parametrize("options", [{}, {"drafts": 2}, {"optimization": {"attention_memory_efficient": False}}])
+OPTIONAL = [{"drafts": 2}, {"optimization": {"attention_memory_efficient": False}}]
+
+
+@pytest.mark.parametrize("options", [{}, *rotation.in_turn(5, OPTIONAL)])
 def test_the_second_engine_compiles_nothing(options, cache):
     first = made(**options)
     expected, kept = answers(first), len(list(cache.iterdir()))
@@ -91,6 +95,7 @@ def test_the_second_engine_compiles_nothing(options, cache):
     assert {entry.path for entry in caches.entries("jax")} >= set(cache.iterdir())  # `vishwamai cache` has them
 
 
+@rotation.takes_turns(5, 1)
 def test_an_engine_of_eight_bit_pages_traces_what_measures_their_scales_alone(cache, traced):
     expected = answers(made(kv_dtype="int8"))
     del traced[:]
@@ -100,6 +105,7 @@ def test_an_engine_of_eight_bit_pages_traces_what_measures_their_scales_alone(ca
         assert answers(second) == expected
 
 
+@rotation.takes_turns(5, 0)
 def test_a_program_of_something_else_is_traced(cache, traced, monkeypatch):
     made(compile="lazy")
     others = [
@@ -121,6 +127,7 @@ def test_a_program_of_something_else_is_traced(cache, traced, monkeypatch):
     assert not traced
 
 
+@rotation.takes_turns(5, 2)
 def test_a_damaged_program_is_made_again(cache, traced):
     made(compile="lazy")
     for path in cache.iterdir():

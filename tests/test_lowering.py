@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -168,8 +169,18 @@ def test_shard_map_on_a_slice():
     assert (2, 4, 256, 128) in kernel_shapes(aot.compile_for(sharded, *structs, target=TOPOLOGY))
 
 
-def test_automatic_axes_are_errors_that_explain_themselves():
-    """libtpu cannot be taught how to split a kernel: the error says what to write instead."""
-    structs = attention_structs(AxisType.Auto, P("x"))
+def test_automatic_axes_split_a_kernel_by_their_names():
+    """Neither name is one of columns, so both axes split the batch, however the arrays lie."""
+    structs = attention_structs(AxisType.Auto, P(None, "x"))
+    program = aot.compile_for(attention_and_gradients, *structs, target=TOPOLOGY)
+    assert {(1, 8, 256, 128), (1, 4, 256, 128)} <= kernel_shapes(program)
+
+
+def test_a_kernel_of_ones_own_under_automatic_axes_is_an_error_that_explains_itself():
+    def double(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...] * 2), out_shape=shape)(x)
+
+    query = attention_structs(AxisType.Auto, P("x"))[0]
     with pytest.raises(UnsupportedError, match="shard_map"):
-        aot.compile_for(attention_and_gradients, *structs, target=TOPOLOGY)
+        aot.compile_for(double, query, target=TOPOLOGY)

@@ -105,6 +105,17 @@ def test_a_training_file_that_contradicts_its_section_names_both(keys, words):
         from_dict(keys)
 
 
+def test_a_dict_may_be_the_section_alone(tmp_path):
+    keys = {"optimization": {"use_fp8": True, "kv_cache_fp8": True}}
+    assert Optimization.of(keys) == Optimization(use_fp8=True, kv_cache_fp8=True)
+    assert "precision=fp8" in str(explain_optimization(keys))
+    (tmp_path / "keys.json").write_text(json.dumps(keys))
+    arguments = ["explain", "vishwamai:rms_norm", "--args", "f32[8,16]", "--optimization", str(tmp_path / "keys.json")]
+    assert main([*arguments, "--optimization", "block_size=64"]) == 0
+    with pytest.raises(ConfigError, match="unknown key 'optimization'"):
+        Optimization.of(keys | {"use_fp8": True})
+
+
 def test_a_training_file_is_read_back_as_it_is_printed():
     config = from_dict({"optimization": {"use_fp8": True, "gradient_checkpointing": "full"}})
     assert (config.precision, config.remat) == ("fp8", "full")

@@ -96,6 +96,7 @@ def test_product(form, activations, implementation):
         close(got, oracle(x, weight, activations), dtype)
 
 
+@rotation.takes_turns(5, 24)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", rotation.in_turn(2, [((1, 1),), ((7, 33),), ((8, 32),), ((31, 1),), ((129, 40),)]))
 def test_sizes_that_fill_no_block(shape, implementation):

@@ -453,7 +453,7 @@ def trees(columns, sequences=2, new=16, length=1500):
     return (*arrays, lens, table, starts), np.ones((sequences * new, columns), bool)
 
 
-@rotation.takes_turns(2, 0)
+@rotation.takes_turns(5, 14)
 @needs_libtpu
 def test_a_tree_costs_its_own_blocks_only():
     """By the schedule on v5e: blocks without new tokens run the code of a call without the mask."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import vishwamai
 from vishwamai import aot
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.parallel import configure_data_parallel, optimize_kernel_layout, optimize_memory_layout
@@ -22,6 +23,12 @@ def test_a_batch_over_devices(batch, devices, most, held, parts):
     assert dict(config.mesh.shape) == {"data": devices}
     rows = jax.device_put(np.ones((held * devices, 3)), config.input_sharding)
     assert rows.addressable_shards[0].data.shape == (held, 3)
+
+
+@needs_libtpu
+def test_a_batch_over_devices_that_are_not_here():
+    config = configure_data_parallel(64, 16)
+    assert (config.per_device_batch, config.mesh.size) == (4, 16) and "TPU" in config.mesh.devices.flat[0].device_kind
 
 
 def test_the_parts_of_a_batch_are_the_batch():
@@ -44,7 +51,7 @@ def test_the_parts_of_a_batch_are_the_batch():
     [
         ((30, 8), "`batch_size` is 30, which 8 devices do not divide; pass 24 or 32"),
         ((3, 8), "which 8 devices do not divide; pass 8"),
-        ((8, 9), "`num_devices` is 9, but JAX has 8"),
+        ((9, 9), "`num_devices` is 9, but JAX has 8, and no slice of v5e has as many; pass at most 8, or"),
         ((8, 0), "`num_devices` is 0"),
         ((0, 2), "`batch_size` is 0"),
     ],
@@ -81,6 +88,17 @@ def test_products_and_gradients_of_a_padded_kernel():
     np.testing.assert_allclose(layout.restore(gradient), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_padded_kernel_is_taken_as_the_weight():
+    x, kernel = jax.random.normal(jax.random.key(0), (5, 100)), jax.random.normal(jax.random.key(1), (100, 30))
+    layout = optimize_kernel_layout(kernel)
+    close = dict(rtol=1e-5, atol=1e-5)
+    for product in (vishwamai.gemm(x, layout), x @ layout, jax.jit(vishwamai.gemm)(x, layout)):
+        np.testing.assert_allclose(product, x @ kernel, **close)
+    gradient = jax.grad(lambda w: vishwamai.gemm(x, w).sum())(layout)
+    expected = jax.grad(lambda w: vishwamai.gemm(x, w).sum())(kernel)
+    np.testing.assert_allclose(gradient.restore(), expected, **close)
+
+
 def test_kernels_that_do_not_fit_are_named():
     with pytest.raises(ShapeError, match="`kernel` is a scalar"):
         optimize_kernel_layout(jnp.ones(()))
@@ -88,6 +106,15 @@ def test_kernels_that_do_not_fit_are_named():
         optimize_kernel_layout(jnp.ones((2, 2)), 0)
     with pytest.raises(ShapeError, match=r"has shape \(2, 2\); pass one of shape \(128, 128\)"):
         optimize_kernel_layout(jnp.ones((2, 2))).restore(jnp.ones((2, 2)))
+
+
+def test_weights_are_laid_over_the_devices_of_this_machine():
+    weights = {"w": jnp.arange(512.0 * 64).reshape(512, 64), "layers": [jnp.ones((3, 5))]}
+    layout = optimize_memory_layout(weights, "2x2x2")
+    assert dict(layout.mesh.shape) == {"x": 2, "y": 2, "z": 2} and layout["w"].sharding == layout.shardings["w"]
+    assert len({str(shard.index) for shard in layout["w"].addressable_shards}) == 8
+    jax.tree.map(np.testing.assert_array_equal, dict(layout), weights)
+    assert isinstance(optimize_memory_layout(layout.shapes, "2x2x2")["w"], jax.ShapeDtypeStruct)
 
 
 WEIGHTS = {

@@ -130,7 +130,7 @@ def test_an_allocation_is_verified_by_the_compiler():
             "dtype is 'f7'",
         ),
         (lambda: performance.MemoryPlanner(SMALL, "v5e:2x2").allocate(3, 64, 128), ConfigError, "batch_size=3"),
-        (lambda: performance.apply_gradient_checkpointing(jnp.sin), ShapeError, "pass a vishwamai.models.Decoder"),
+        (lambda: performance.apply_gradient_checkpointing(jnp.sin), ShapeError, "pass a module of Flax, NNX or linen"),
     ],
 )
 def test_what_cannot_be_planned(call, error, words):
@@ -140,7 +140,7 @@ def test_what_cannot_be_planned(call, error, words):
 
 def test_the_forward_pass_gives_the_logsumexp():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 2, 40, 16))
-    out, lse = performance.flash_attention_forward(q, k, v, 16, causal=True)
+    out, lse = performance.flash_attention_forward(q, k, v, 16, causal=True, return_lse=True)
     logits = jnp.where(jnp.tri(40, dtype=bool), jnp.einsum("bhid,bhjd->bhij", q, k) / 4, -jnp.inf)
     assert jnp.allclose(lse, jax.nn.logsumexp(logits, -1), atol=1e-5)
     assert jnp.allclose(out, vishwamai.flash_attention(q, k, v, causal=True, block_size=16), atol=1e-6)
@@ -233,6 +233,11 @@ def test_what_a_step_takes_and_keeps():
     clean = performance.track_memory_usage(jax.jit(lambda w, x: w - x.sum(), donate_argnums=0), inputs, steps=3)
     assert clean.leaked.value == 0 and clean.donated == {"[0]": 64 * 64 * 4} and clean.donatable == {}
     assert clean.parts["aliased"].value == 64 * 64 * 4 and "left behind" in str(clean)
+
+    by_name = performance.track_memory_usage(step, {"x": inputs[1], "w": inputs[0]}, steps=1)
+    assert by_name.donatable == {"['w']": 64 * 64 * 4}
+    one_dict = performance.track_memory_usage(lambda batch: batch["x"] @ batch["w"], {"x": inputs[1], "w": inputs[0]})
+    assert one_dict.parts["outputs"].value == 256 * 64 * 4
 
     def cyclic(w, x):
         loop: list[Any] = [x + 1]

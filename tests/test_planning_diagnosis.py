@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import rotation
 from vishwamai import aot, planning
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError, KernelError
@@ -191,6 +192,7 @@ def test_every_single_change_of_a_configuration():
     ]
 
 
+@rotation.takes_turns(5, 8)
 def test_the_time_by_formulas_grows_with_what_is_computed_again():
     wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 16}
     model = {"config": wide | {"model_type": "llama", "max_position_embeddings": 128}, "compute_dtype": "bfloat16"}

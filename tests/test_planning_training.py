@@ -326,7 +326,7 @@ def test_what_cannot_be_planned(keys, target, error, words):
         training_memory(config, target)
 
 
-@rotation.takes_turns(3, 1)
+@rotation.takes_turns(5, 19)
 def test_experts_and_heads_of_a_mixture_take_their_share():
     mixture = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 8}
     config = training(mesh={"data": 8})
@@ -423,6 +423,19 @@ def test_the_controller_is_monotone(a, b, peak, batch):
     assert (wide.microbatches, REMAT.index(wide.remat)) <= (tight.microbatches, REMAT.index(tight.remat))
     (_, small), (_, large) = (optimize_memory_usage(peak, m, batch) for m in (less, more))
     assert (small.microbatches, REMAT.index(small.remat)) <= (large.microbatches, REMAT.index(large.remat))
+
+
+def test_the_controller_takes_and_gives_bytes_by_class():
+    plan = {"parameters": 2 * GIB, "optimizer": 4 * GIB, "activations": 9 * GIB, "temporaries": 3 * GIB}
+    plan |= {"total": 18 * GIB, "free": -2 * GIB}
+    rows, found = optimize_memory_usage(plan, 18 * GIB, 8)
+    _, same = optimize_memory_usage(16 * GIB, 18 * GIB, 8, fixed_memory=6 * GIB)
+    assert (rows, found.remat, found.predicted) == (8, same.remat, same.predicted)
+    assert found.fits and list(found) == list(plan) and found["total"] + found["free"] == 16 * GIB
+    assert found["optimizer"] == 4 * GIB and found["activations"] == pytest.approx(3 * found["temporaries"], abs=2)
+    assert found["total"] == pytest.approx(found.predicted, abs=4)
+    with pytest.raises(ShapeError, match="has no 'free'"):
+        optimize_memory_usage({"total": 1}, 1, 1)
 
 
 def test_the_controller_goes_on_from_settings():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+import rotation
 import vishwamai
 from vishwamai import (
     LinearScaling,
@@ -321,6 +322,7 @@ def test_blocks_fit_the_chip(heads, length, head_dim, layout, chip):
         assert config.with_block_size(block_size).block_positions % 8 == 0
 
 
+@rotation.takes_turns(5, 11)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_several_steps_and_a_ragged_one(layout):
     from jax.experimental.pallas import tpu as pltpu
@@ -333,6 +335,7 @@ def test_several_steps_and_a_ragged_one(layout):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@rotation.takes_turns(5, 12)
 def test_second_order_and_the_tables_gradient():
     """Reverse over reverse goes through the reference; cos and sin have gradients, for what is learned in front of
     them.
@@ -363,6 +366,7 @@ def test_explain_says_what_runs():
     assert explain(apply_rope, x).calls[0].runs == ("xla" if ffi.why_not() else "native_cpu")
 
 
+@rotation.takes_turns(5, 13)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_one_kv_head_beside_query_heads_on_several_devices(kind, layout):

@@ -41,6 +41,7 @@ def test_parameters_in_turn(monkeypatch):
     assert [{mark.name for mark in one.marks} for one in given] == [{"rotating", "long"}, {"rotating"}]
 
 
+@rotation.takes_turns(5, 4)
 def test_a_seed_repeats_a_run():
     """Another process with the seed of the header chooses the same cases; another seed chooses others."""
 

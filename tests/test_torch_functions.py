@@ -203,6 +203,7 @@ ROUTINGS = {
 }
 
 
+@rotation.takes_turns(5, 23)
 @pytest.mark.parametrize("name", rotation.in_turn(2, ROUTINGS))
 @pytest.mark.parametrize("capacity_factor", [None, 0.7])
 def test_moe(name, capacity_factor):
@@ -255,6 +256,7 @@ def test_moe_of_a_gate_of_minus_infinity(activation):
         assert (np.abs(out) < 1e-30).all()
 
 
+@rotation.takes_turns(5, 7)
 def test_the_clamped_layer_compiles_in_one_graph():
     leaves = [torch.tensor(draw(*s)) for s in ((5, 8), (8, 4), (4, 8, 6), (4, 8, 6), (4, 6, 8), (4, 6), (4, 6), (4, 8))]
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import rotation
+
 torch = pytest.importorskip("torch")
 
 import contract  # noqa: E402
@@ -107,6 +109,7 @@ def test_a_second_derivative_is_an_error_of_ours(name):
         gradient.square().sum().backward()
 
 
+@rotation.takes_turns(5, 22)
 @pytest.mark.parametrize("scaling", [None, "dynamic"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_rope_of_positions_compiles_in_one_graph(scaling, dynamic):

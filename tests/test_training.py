@@ -448,10 +448,10 @@ def torch_losses(directory, batches, section, steps, dtype="float32"):
     update = torch.optim.AdamW(groups, section.learning_rate, (section.b1, section.b2), section.eps)
     losses = []
     for step in range(steps):
-        warmup = section.warmup_steps
-        cosine = 0.5 * (1 + np.cos(np.pi * (step - warmup) / (steps - warmup)))
+        warmup, peak = section.warmup_steps, max(section.warmup_steps - 1, 0)
+        cosine = 0.5 * (1 + np.cos(np.pi * (step - peak) / (steps - 1 - peak)))
         factor = (1 - section.end_factor) * cosine + section.end_factor
-        rate = section.learning_rate * (step / warmup if step < warmup else factor)
+        rate = section.learning_rate * ((step + 1) / warmup if step < warmup else factor)
         for group in update.param_groups:
             group["lr"] = rate
         batch = {name: torch.from_numpy(array).long() for name, array in next(batches).items()}

@@ -209,7 +209,104 @@ def test_a_chat_counts_the_assistants_turns_alone(tmp_path):
     made = corpus.training[0][0]
     counted = made["labels"][made["labels"] != IGNORED]
     assert tokenizer.decode(counted.tolist(), skip_special_tokens=False) == "FOUR\nYES\n<|endoftext|>"
-    (tmp_path / "bad.jinja").write_text("{{ messages | length }}" + turns)
-    wrong = from_dict({"data": data | {"chat_template": str(tmp_path / "bad.jinja")}, "tokenizer": {"vocab_size": 257}})
-    with pytest.raises(ConfigError, match="is not the beginning of the text of all 4"):
-        prepare(wrong, tmp_path / "other")
+    (tmp_path / "whole.jinja").write_text("{{ messages | length }}" + turns)  # depends on the last message
+    whole = from_dict(
+        {"data": data | {"chat_template": str(tmp_path / "whole.jinja")}, "tokenizer": {"vocab_size": 257}}
+    )
+    made = prepare(whole, tmp_path / "other").training[0][0]
+    counted = made["labels"][made["labels"] != IGNORED]
+    assert tokenizer.decode(counted.tolist(), skip_special_tokens=False) == "FOUR\nYES\n<|endoftext|>"
+
+
+def lines_of(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {"sources": [{"paths": [str(path)], "column": "messages"}], "sequence_length": 64}
+
+
+def test_formats_by_suffix(tmp_path):
+    import gzip
+
+    records = [{"text": "one"}, {"text": "two"}]
+    rows = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "array.json").write_text(json.dumps(records))
+    (tmp_path / "lines.json").write_text(rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(records).encode()))
+    (tmp_path / "plain.txt.gz").write_bytes(gzip.compress(b"one"))
+    for name, expected in {
+        "array.json": ["one", "two"],
+        "lines.json": ["one", "two"],
+        "a.jsonl.gz": ["one", "two"],
+        "a.json.gz": ["one", "two"],
+        "plain.txt.gz": ["one"],
+    }.items():
+        assert list(documents(SourceSection(paths=(str(tmp_path / name),)))) == expected, name
+    (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-12])
+    *_, bad = documents(SourceSection(paths=(str(tmp_path / "cut.jsonl.gz"),)))
+    assert isinstance(bad, Bad) and "cut.jsonl.gz" in str(bad)
+    for name in ("a.csv", "a.tsv", "a.zip"):
+        (tmp_path / name).write_text("text\none\n")
+        with pytest.raises(ConfigError, match=rf"{name}, which format=auto does not read .* reads text, \.jsonl"):
+            list(documents(SourceSection(paths=(str(tmp_path / name),))))
+    unread = [str(b) for b in documents(SourceSection(paths=(str(tmp_path),))) if isinstance(b, Bad)]
+    assert sum("format=auto does not read" in text for text in unread) == 3  # in a directory they are counted
+    assert list(documents(SourceSection(paths=(str(tmp_path / "a.csv"),), format="text"))) == ["text\none\n"]
+
+
+def test_one_bad_record_loses_no_other(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = pyarrow.array([b"good"] * 200 + [b"\xff bad"] + [b"good"] * 200, pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 401, texts.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    found = list(documents(SourceSection(paths=(str(tmp_path / "a.parquet"),))))
+    bad = [str(b) for b in found if isinstance(b, Bad)]
+    assert found.count("good") == 400 and len(bad) == 1 and "a.parquet:201: not UTF-8" in bad[0]
+
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "two and two"}, {"role": "assistant", "content": "four"}]
+    records = [{"messages": chat} for _ in range(6)]
+    records[0] = {"messages": [{"role": "judge", "content": "no"}, *chat]}
+    records[3] = {"messages": [{"role": "user", "content": "a \ud800 b"}, chat[1]]}
+    data = lines_of(tmp_path / "c.jsonl", records) | {"sequence_length": 16, "chat_template": str(tmp_path / "t.jinja")}
+    corpus = prepare(from_dict({"data": data, "tokenizer": {"vocab_size": 257}}), tmp_path / "data")
+    assert len(corpus.training[0].tokens.offsets) == 5
+    assert re.search(r"c\.jsonl:1: .*no judges", corpus.bad[0]) and "c.jsonl:4: not Unicode: a lone" in corpus.bad[1]
+
+
+def test_preference_pairs_in_every_form_have_their_prompt(tmp_path):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    user, good, poor = ({"role": r, "content": c} for r, c in (("user", "2+2"), ("assistant", "4"), ("assistant", "5")))
+    forms = {
+        "trl": {"prompt": [user], "chosen": [good], "rejected": [poor]},
+        "implicit": {"chosen": [user, good], "rejected": [user, poor]},
+        "ultrafeedback": {"prompt": "2+2", "chosen": [user, good], "rejected": [user, poor]},
+        "text prompt": {"prompt": "2+2", "chosen": [good], "rejected": [poor]},
+        "prompt twice": {"prompt": [user], "chosen": [user, good], "rejected": [user, poor]},
+        "text answers": {"prompt": [user], "chosen": "4", "rejected": "5"},
+    }
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(form) + "\n" for form in forms.values()))
+    data = {"sources": [{"paths": [str(tmp_path / "p.jsonl")]}], "sequence_length": 64}
+    data |= {"chat_template": str(tmp_path / "t.jinja")}
+    config = from_dict({"data": data, "tokenizer": {"vocab_size": 257}, "objective": "dpo"})
+    corpus = prepare(config, tmp_path / "data")
+    from tokenizers import Tokenizer
+
+    decode = Tokenizer.from_file(str(tmp_path / "data" / "tokenizer.json")).decode
+    tokens, offsets, targets = (getattr(corpus.training[0].tokens, n) for n in ("tokens", "offsets", "targets"))
+    assert len(offsets) == 1 + 2 * len(forms)
+    for number, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+        answer, ids = "45"[number % 2], tokens[begin:end]
+        text = decode(ids.tolist(), skip_special_tokens=False)
+        assert text == f"<user>2+2<|endoftext|><assistant>{answer}<|endoftext|>", list(forms)[number // 2]
+        assert decode(ids[targets[begin:end]].tolist(), skip_special_tokens=False) == f"{answer}<|endoftext|>"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": 7, "chosen": [good], "rejected": [poor]}) + "\n")
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: column 'prompt' holds neither text nor a list of messages"):
+        prepare(config, tmp_path / "other")

@@ -100,7 +100,7 @@ def step(optimizer, params, state, x):
 
 def test_scales_follow_the_history_and_a_bad_step_changes_nothing():
     params = {"layers": {0: {"up": jnp.full((4, 2), 0.5)}}}
-    optimizer = FP8Optimizer(optax.sgd(0.1), margin=0.0, history=2)
+    optimizer = FP8Optimizer(inner=optax.sgd(0.1), margin=0.0, history=2)
     still = dataclasses.replace(optimizer, dynamic_scale=False)
     state = fixed = optimizer.init(params)
     seen = []
@@ -117,7 +117,7 @@ def test_scales_follow_the_history_and_a_bad_step_changes_nothing():
 @rotation.takes_turns(2, 0)
 def test_magnitudes_are_those_of_all_microbatches_and_devices():
     params = {"layers": {0: {"up": jnp.full((4, 2), 0.5)}}}
-    optimizer = FP8Optimizer(optax.sgd(0.1))
+    optimizer = FP8Optimizer(inner=optax.sgd(0.1))
     trained = optimizer.with_scales(params, optimizer.init(params))
     batch = {"tokens": jnp.array([[1.0] * 4, [2.0] * 4, [7.0] * 4, [3.0] * 4])}
 
@@ -132,6 +132,30 @@ def test_magnitudes_are_those_of_all_microbatches_and_devices():
         assert (float(largest["input"]), float(largest["weight"]), float(largest["gradient"])) == (7.0, 0.5, 1.0)
         assert float(sums["loss"]) == pytest.approx(52, rel=0.05)
         np.testing.assert_allclose(gradients["layers"][0]["up"], 13.0, rtol=0.05)
+
+
+def test_an_optax_loop_in_three_lines():
+    """Parameters of any tree; `x @ w` multiplies in 8 bits, and the update is that of the optimizer inside."""
+    params = {"dense": {"w": jax.random.normal(jax.random.key(0), (16, 8)), "b": jnp.zeros(8)}}
+    x = jax.random.normal(jax.random.key(1), (32, 16))
+
+    def loss(params, x):
+        return jnp.mean((x @ params["dense"]["w"] + params["dense"]["b"] - 1) ** 2)
+
+    optimizer = FP8Optimizer(0.01, True, inner=optax.sgd(0.1), targets="dense/w")
+    state, losses = optimizer.init(params), []
+    for _ in range(20):
+        value, gradients = optimizer.value_and_grad(loss)(params, state, x)
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    assert losses[0] != float(loss(params, x)) and losses[-1] < 0.5 * losses[0]
+    assert float(state.scales["dense/w"]["input"]) == pytest.approx(float(jnp.abs(x).max()) * 1.01 / 448)
+    rule = optax.GradientTransformation(optimizer.init, optimizer.update)
+    chained = optax.chain(optax.clip_by_global_norm(1.0), rule)
+    plain = jax.grad(loss)(params, x)
+    updates, _ = chained.update(plain, chained.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 
 def test_what_cannot_be_is_an_error_that_says_so():

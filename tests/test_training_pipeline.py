@@ -127,7 +127,7 @@ def test_8_bit_products_go_through_stages(tmp_path, model, mesh, changes):
 
 def test_scales_lie_with_the_layers_of_their_stage():
     layers = {i: {"query": jnp.full((2, 3), i, jnp.float32)} for i in range(4)}
-    optimizer = FP8Optimizer(optax.sgd(0.1), ranks={"query": 2})
+    optimizer = FP8Optimizer(inner=optax.sgd(0.1), ranks={"query": 2})
     state = optimizer.init({"layers": layers})
     scales = {f"layers/{i}/query": {t: jnp.float32(i) for t in TENSORS} for i in range(4)}
     stages = stages_of(DEEP, False, schedule="zb_v")

@@ -110,6 +110,8 @@ def _pair(text: str) -> dict[str, Any]:
 
 
 def _file(text: str) -> dict[str, Any]:
+    from vishwamai.core.optimization import Optimization
+
     try:
         found = json.loads(Path(text).read_text(encoding="utf-8"))
     except OSError as error:
@@ -118,7 +120,7 @@ def _file(text: str) -> dict[str, Any]:
         raise CommandError(f"--optimization {text}: {error}; the file must hold a JSON object.") from error
     if not isinstance(found, dict):
         raise CommandError(f"--optimization {text}: the file holds a {type(found).__name__}, not a JSON object.")
-    return found
+    return Optimization.of(found).given
 
 
 def say_optimization(keys: Optimization, purpose: Purpose, devices: int | None) -> None:

@@ -44,6 +44,9 @@ class KernelConfig:
         its result in its operands' dtype (attention, gated units, block-sparse products) it is rounded to bfloat16 on
         the way. Other operations keep their dtype, which `explain` says.
       use_fp16: the same with float16; an error on TPUs, which have no float16 unit.
+      use_fp8: the same with the values of float8_e4m3fn, each operand with a scale of its own, a power of two; 16-bit
+        operands are rounded too. The products of these values are exact in bfloat16, which multiplies them. Gradients
+        are not rounded. `precision: fp8` in training and `quantize="fp8"` in serving use the 8-bit units of a chip.
       use_tensor_cores: GPUs only. True lets float32 products run on the tensor cores as TF32 (`precision="high"`),
         unless `precision` says otherwise; None and False keep float32 accuracy. 16- and 8-bit products run on tensor
         cores always.
@@ -70,6 +73,7 @@ class KernelConfig:
     precision: PrecisionConfig = PrecisionConfig()
     use_bfloat16: bool = False
     use_fp16: bool = False
+    use_fp8: bool = False
     use_tensor_cores: bool | None = None
     implementation: str | None = None
     use_flash: bool = True
@@ -233,21 +237,40 @@ def cuda_architecture() -> str:
 
 
 def cast_for_matmul(*arrays: Any) -> tuple[Any, ...]:
-    """The operands of a matrix product as `use_bfloat16` or `use_fp16` want them: float32 ones rounded, all others as
-    they are.
+    """The operands of a matrix product as `use_bfloat16`, `use_fp16` and `use_fp8` want them: float32 ones rounded, all
+    others as they are.
 
     Raises:
       UnsupportedError: `use_fp16` on a TPU.
     """
     config = current_config()
-    if not (config.use_bfloat16 or config.use_fp16):
+    if not (config.use_bfloat16 or config.use_fp16 or config.use_fp8):
         return arrays
     if config.use_fp16 and ambient_target().platform == "tpu":
         raise UnsupportedError(
             "KernelConfig: `use_fp16` is True, but no TPU multiplies float16; pass `use_bfloat16=True` instead."
         )
-    dtype = jnp.bfloat16 if config.use_bfloat16 else jnp.float16
+    dtype = jnp.float16 if config.use_fp16 else jnp.bfloat16
+    if config.use_fp8:
+        return tuple(_with_values_of_fp8(x, dtype) for x in arrays)
     return tuple(x.astype(dtype) if x.dtype == jnp.float32 else x for x in arrays)
+
+
+_FP8 = jnp.finfo(jnp.float8_e4m3fn)
+
+
+def _with_values_of_fp8(x: Any, dtype: Any) -> Any:
+    """A float operand with the values that e4m3 has under its scale; the gradient passes as if it were not rounded."""
+    if not isinstance(x, jax.Array) or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return x
+    wide = x.astype(jnp.float32)
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(wide), initial=0.0))
+    _, exponent = jnp.frexp(largest / float(_FP8.max))
+    scale = jnp.where((largest > 0) & jnp.isfinite(largest), jnp.ldexp(jnp.float32(1), exponent), 1.0)
+    limit = float(_FP8.max)
+    rounded = jnp.clip(wide / scale, -limit, limit).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
+    # The difference of a number and its rounding is exact, and so is the sum.
+    return (wide + jax.lax.stop_gradient(rounded - wide)).astype(dtype if x.dtype == jnp.float32 else x.dtype)
 
 
 def without_effect(config: KernelConfig, platform: str) -> tuple[str, ...]:

@@ -107,6 +107,12 @@ VARIABLES = (
         "Read by the tests: chooses the share of the rotating tests that runs.",
         "../CONTRIBUTING.md",
     ),
+    Variable(
+        "VISHWAMAI_WORLD",
+        "`../shared/world` next to the clone",
+        "Read by the tests: the folder of published configurations, templates, requests and schemas.",
+        "../CONTRIBUTING.md",
+    ),
 )
 """Every variable, in the order of the table."""
 

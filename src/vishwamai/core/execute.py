@@ -8,7 +8,7 @@
 3. `lax.platform_dependent`: the branch is picked while lowering, so the same traced function lowers for tpu, cuda and
    cpu. It traces every branch. Where the platform is known before, `only_for` leaves the others out.
 4. `core.sharding.partitioned`: XLA's partitioner is made to follow the op's factor rule (CPU and GPU kernels; see
-   `core.sharding`).
+   `core.sharding`); libtpu has no such hook, so TPU kernels become a `shard_map` (`core.automatic_axes`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from vishwamai.core import observe, sharding
+from vishwamai.core import automatic_axes, observe, sharding
 from vishwamai.core.config import local_platform
 from vishwamai.core.gradients import autodiff_backward, is_float, map_fields
 from vishwamai.core.plan import Choice, Plan
@@ -245,7 +245,17 @@ def _run(plan: Plan, choice: Choice, direction: str) -> Callable[..., Any]:
 
 def _branch(plan: Plan, choice: Choice, direction: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
     run = _run(plan, choice, direction)
-    if choice.implementation.platform in (None, "tpu"):
-        return run  # XLA splits its own operations itself, and libtpu has no hook for ours
+    platform = choice.implementation.platform
+    mesh = automatic_axes.automatic_mesh(arguments) if platform == "tpu" else None
+    if platform is None or (platform == "tpu" and mesh is None):
+        return run  # XLA splits its own operations itself
     results = jax.eval_shape(run, *arguments)
-    return sharding.partitioned(run, plan.op.axes(plan.spec, arguments, results))
+    axes = plan.op.axes(plan.spec, arguments, results)
+    if mesh is None:
+        return sharding.partitioned(run, axes)
+
+    def local(*shards: Any) -> Any:
+        part = _replan(plan, shards[0])
+        return _run(part, part.choice("tpu"), direction)(*shards)
+
+    return automatic_axes.over_automatic_axes(local, axes, mesh, plan.op.name, results)

@@ -107,7 +107,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
 
 def _kept_wide(plan: Plan) -> tuple[str, ...]:
     """Says so where `use_bfloat16` or `use_fp16` was set and the op keeps float32 nevertheless."""
-    setting = next((name for name in ("use_bfloat16", "use_fp16") if getattr(current_config(), name)), None)
+    setting = next((name for name in ("use_bfloat16", "use_fp16", "use_fp8") if getattr(current_config(), name)), None)
     operands = zip(plan.spec.operands._fields, plan.spec.operands, strict=True)
     wide = [name for name, x in operands if x is not None and x.dtype.name == "float32"]
     return (f"{setting} leaves {', '.join(wide)} in float32",) if setting and wide else ()

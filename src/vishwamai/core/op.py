@@ -16,7 +16,7 @@ from typing import Any, Generic
 import jax
 from jax.core import Tracer
 
-from vishwamai.core import dims, execute, jax_errors, observe, sharding, tuning
+from vishwamai.core import automatic_axes, dims, execute, jax_errors, observe, sharding, tuning
 from vishwamai.core.config import KernelConfig, ambient_target, check_block_size, current_config
 from vishwamai.core.errors import DeviceError, FallbackWarning, KernelError, UnsupportedError, VishwamaiError
 from vishwamai.core.plan import Choice, Implementation, Plan, S
@@ -62,7 +62,7 @@ class Op(Generic[S]):
         """
         plan = self.plan(spec, config=config, implementation=implementation)
         observe.report(plan)
-        if observe.dry_run() and not sharding.on_explicit_axes(operands):
+        if observe.dry_run() and not self._tells_axes(operands):
             # Whoever asks for the plans alone is spared the tracing of every platform's kernel, forward and backward.
             reference = self.implementations[-1]
             config = self._config(reference, spec, None, ambient_target(), current_config())
@@ -74,6 +74,11 @@ class Op(Generic[S]):
             if told is None:
                 raise
             raise told from error
+
+    def _tells_axes(self, operands: Any) -> bool:
+        """Whether tracing the kernels tells how they are split over mesh axes."""
+        on_tpu = ambient_target().platform == "tpu"
+        return sharding.on_explicit_axes(operands) or (on_tpu and automatic_axes.automatic_mesh(operands) is not None)
 
     def told(self, error: Exception, plan: Plan, operands: Any) -> VishwamaiError | None:
         """JAX's own error about a call of `plan`, in our words; None where we have none."""

@@ -145,7 +145,7 @@ class Optimization:
 
     @classmethod
     def of(cls, given: Optimization | Mapping[str, Any] | None) -> Optimization:
-        """The keys of a dict; None has none.
+        """The keys of a dict, or of the section "optimization" that is all of it; None has none.
 
         Raises:
           ConfigError: a key is unknown (the text names the nearest), or a value has another type than its key.
@@ -154,6 +154,8 @@ class Optimization:
             return given or cls()
         if not isinstance(given, Mapping):
             raise ConfigError(f'optimization: expected a dict such as {{"use_fp8": True}}, not {described(given)}.')
+        if list(given) == ["optimization"]:
+            return cls.of(given["optimization"])
         known = [field.name for field in dataclasses.fields(cls)]
         for name in given:
             if name not in known:

@@ -8,8 +8,8 @@ change the speed but never the answer. How the rule is enforced depends on the m
 
 - explicit (sharding in types): the public function becomes a `shard_map`, on every platform (`follow_explicit_axes`);
 - automatic: XLA's partitioner asks us through `custom_partitioning` (`partitioned`), for CPU and GPU kernels. libtpu
-  has no such hook, so there a kernel under automatic axes is an error that names `shard_map`; XLA's own operations are
-  split by XLA on every platform;
+  has no such hook, so there a kernel becomes a `shard_map` by the names of the axes (`core.automatic_axes`); XLA's own
+  operations are split by XLA on every platform;
 - manual: inside the caller's own `shard_map` there is nothing to do.
 """
 
@@ -51,7 +51,7 @@ class Axes:
     @property
     def dims(self) -> list[Factors]:
         """The factors of all arguments, then of all results."""
-        return [*_leaves(self.arguments), *_leaves(self.results)]
+        return [*factor_leaves(self.arguments), *factor_leaves(self.results)]
 
 
 def mesh_axis_size(function: str, name: str, axes: tuple[str, ...]) -> int:
@@ -108,7 +108,7 @@ def _is_dims(node: Any) -> bool:
     )
 
 
-def _leaves(tree: Any) -> list[Factors]:
+def factor_leaves(tree: Any) -> list[Factors]:
     return jax.tree.leaves(tree, is_leaf=_is_dims)
 
 
@@ -158,7 +158,7 @@ def assign(
     return assignment
 
 
-def _spec(names: Factors, shape: tuple[int, ...], assignment: Assignment) -> PartitionSpec:
+def spec_of(names: Factors, shape: tuple[int, ...], assignment: Assignment) -> PartitionSpec:
     """Partition spec of one array; a broadcast dimension of size 1 stays whole."""
     return PartitionSpec(
         *(
@@ -168,7 +168,7 @@ def _spec(names: Factors, shape: tuple[int, ...], assignment: Assignment) -> Par
     )
 
 
-def _reduce_missing(results: Any, carried: Sequence[set[str | None]], assignment: Assignment) -> Any:
+def reduce_missing(results: Any, carried: Sequence[set[str | None]], assignment: Assignment) -> Any:
     """Sums each result over the mesh axes whose factor it does not carry."""
     leaves, treedef = jax.tree.flatten(results)
     reduced = []
@@ -192,7 +192,7 @@ def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
     """Wraps `function` so that XLA's automatic partitioner follows `axes`; on one device it is `function` itself."""
 
     wrapped = custom_partitioning(function)
-    argument_dims = _leaves(axes.arguments)
+    argument_dims = factor_leaves(axes.arguments)
 
     def partition(mesh: Mesh, argument_shapes: Any, result_shapes: Any) -> Any:
         shapes, treedef = jax.tree.flatten(argument_shapes)
@@ -205,13 +205,13 @@ def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
             specs = [_decoded(shape.sharding, mesh) for shape in shapes]
         assignment = assign(argument_dims, axes.splittable, [shape.shape for shape in shapes], specs, dict(mesh.shape))
         arguments = [
-            NamedSharding(mesh, _spec(names, shape.shape, assignment))
+            NamedSharding(mesh, spec_of(names, shape.shape, assignment))
             for names, shape in zip(argument_dims, shapes, strict=True)
         ]
         outs, out_treedef = jax.tree.flatten(result_shapes)
-        result_dims = _leaves(axes.results)
+        result_dims = factor_leaves(axes.results)
         results = [
-            NamedSharding(mesh, _spec(names, shape.shape, assignment))
+            NamedSharding(mesh, spec_of(names, shape.shape, assignment))
             for names, shape in zip(result_dims, outs, strict=True)
         ]
         # By the global extents: a local extent of 1 may be a share of many.
@@ -221,7 +221,7 @@ def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         ]
 
         def local(*operands: Any) -> Any:
-            return _reduce_missing(function(*operands), carried, assignment)
+            return reduce_missing(function(*operands), carried, assignment)
 
         return mesh, local, jax.tree.unflatten(out_treedef, results), jax.tree.unflatten(treedef, arguments)
 
@@ -319,7 +319,7 @@ def assigned(mesh: Any, axes: Axes, arrays: Any) -> Assignment:
     leaves = jax.tree.leaves(arrays)
     specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
     shapes = [leaf.shape for leaf in leaves]
-    return assign(_leaves(axes.arguments), axes.splittable, shapes, specs, dict(mesh.shape))
+    return assign(factor_leaves(axes.arguments), axes.splittable, shapes, specs, dict(mesh.shape))
 
 
 def follow_explicit_axes(function: Callable[..., Any], axes: Axes | Callable[[], Axes], *arrays: Any) -> Any:
@@ -345,9 +345,9 @@ def follow_explicit_axes(function: Callable[..., Any], axes: Axes | Callable[[],
             f"the arrays are on two meshes, with axes {dict(mesh.shape)} and {dict(other.shape)}; put them on one, for "
             "instance by jax.device_put(x, jax.NamedSharding(mesh, jax.P()))."
         )
-    dims = _leaves(axes.arguments)
+    dims = factor_leaves(axes.arguments)
     assignment = assigned(mesh, axes, leaves)
-    in_specs = [_spec(names, leaf.shape, assignment) for names, leaf in zip(dims, leaves, strict=True)]
+    in_specs = [spec_of(names, leaf.shape, assignment) for names, leaf in zip(dims, leaves, strict=True)]
 
     def laid(*leaves: jax.Array) -> list[jax.Array]:
         return [
@@ -362,7 +362,7 @@ def follow_explicit_axes(function: Callable[..., Any], axes: Axes | Callable[[],
 
     def local(*shards: Any) -> Any:
         results = function(*jax.tree.unflatten(treedef, shards))
-        return _reduce_missing(results, [{*names, *axes.merged} for names in _leaves(axes.results)], assignment)
+        return reduce_missing(results, [{*names, *axes.merged} for names in factor_leaves(axes.results)], assignment)
 
     out_specs = jax.tree.map(out_spec, axes.results, is_leaf=_is_dims)
     # Empty stands for all axes but those that an enclosing vmap already maps over, which only JAX knows.

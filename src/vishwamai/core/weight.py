@@ -27,6 +27,10 @@ class Weight(abc.ABC):
     def product(self, x: Any, out_dtype: Any) -> Any:
         """`x @ weight`, `[..., in]` to `[..., out]`."""
 
+    def __rmatmul__(self, x: Any) -> Any:
+        """`x @ weight` in the dtype of `x`."""
+        return self.product(x, x.dtype)
+
     @abc.abstractmethod
     def grouped(self, x: Any, group_sizes: Any) -> Any:
         """Rows `[rows, in]`, sorted by expert, with their expert's matrix: `[rows, out]` in the dtype of `x`."""

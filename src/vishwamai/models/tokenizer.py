@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import functools
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,16 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.chat import ChatTemplate
 from vishwamai.models.values import read_json
+
+
+def _byte_characters() -> dict[str, int]:
+    """Bytes by the characters that byte-level tokenizers write them as: GPT-2's table."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -41,8 +53,11 @@ class Tokenizer:
         """Ids of a text, with the tokens that the model expects around it if `add_special`."""
         try:
             return self.encoder.encode(text, add_special_tokens=add_special).ids
-        except UnicodeEncodeError as error:
-            raise ShapeError(f"the text has a lone surrogate at {error.start}, which no UTF-8 text has.") from error
+        except TypeError:
+            surrogate = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+            if surrogate is None:
+                raise
+            raise ShapeError(f"the text has a lone surrogate at {surrogate}, which UTF-8 cannot encode.") from None
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of ids. Bytes that are not UTF-8 become U+FFFD."""
@@ -70,6 +85,60 @@ class Tokenizer:
         """Ids of the prompt that the chat template makes, which writes special tokens itself; see `render_chat`."""
         return self.encode(self.render_chat(messages, **values), add_special=False)
 
+    def token_bytes(self, id: int) -> bytes:
+        """What a token adds to a text that it continues; no bytes for an id that no token has.
+
+        The bytes of a text's tokens, in order, are the text in UTF-8; one token may hold a part of a character.
+
+        >>> from tokenizers import Tokenizer as Encoder, decoders, models
+        >>> encoder = Encoder(models.WordLevel({"Ã": 0, "Ġa": 1}, unk_token="Ã"))
+        >>> encoder.decoder = decoders.ByteLevel()
+        >>> Tokenizer(encoder).token_bytes(0), Tokenizer(encoder).token_bytes(1), Tokenizer(encoder).token_bytes(9)
+        (b'\xc3', b' a', b'')
+        """
+        cached = self._bytes.get(id)
+        if cached is None:
+            cached = self._bytes[id] = self._decoded(id)
+        return cached
+
+    def _decoded(self, id: int) -> bytes:
+        token = self.encoder.id_to_token(id) if 0 <= id < 2**32 else None
+        if token is None:
+            return b""
+        decoders = self._decoders
+        if '"ByteLevel"' in decoders:
+            plain = id in self._added or not all(character in _BYTES for character in token)
+            return token.encode() if plain else bytes(_BYTES[character] for character in token)
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+        if byte and '"ByteFallback"' in decoders:
+            return bytes.fromhex(byte[1])
+        before = self.encoder.decode(self._anchor)
+        return self.encoder.decode([*self._anchor, id], skip_special_tokens=False)[len(before) :].encode()
+
+    @functools.cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        return {}
+
+    @functools.cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self.encoder.get_added_tokens_decoder())
+
+    @functools.cached_property
+    def _decoders(self) -> str:
+        """The decoders of the tokenizer, as JSON."""
+        decoder = self.encoder.decoder
+        return "" if decoder is None else decoder.__getstate__().decode()
+
+    @functools.cached_property
+    def _anchor(self) -> list[int]:
+        """A word that another token continues: decoders strip blanks at the beginning of a text."""
+        try:
+            word = self.encoder.encode("a", add_special_tokens=False).ids[-1:]
+        except Exception:  # the library raises plain Exception, here for a vocabulary without an unknown token
+            word = []
+        ids = (id for id in (*word, *range(99)) if id not in self._added)
+        return [id for id in ids if self.encoder.decode([id])][:1]
+
     @functools.cached_property
     def special_ids(self) -> Mapping[str, int]:
         """Ids of the special tokens, by text. `decode` and `stream` skip them."""
@@ -83,7 +152,7 @@ class Tokenizer:
 class Detokenizer:
     """Text of an answer, token by token; a character is given once all of its bytes are there.
 
-    Tokens are decoded together with those of the last piece, for a token's text may depend on the one before (spaces).
+    The answer continues a text: its first blank stays, which SentencePiece's decoder strips at the beginning of a text.
 
     >>> from tokenizers import Tokenizer as Encoder, decoders, models
     >>> encoder = Encoder(models.WordLevel({"Ã": 0, "¤": 1, "a": 2}, unk_token="a"))
@@ -96,29 +165,15 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, keep: Collection[int] = ()):
         skipped = set(tokenizer.special_ids.values()) if skip_special else set()
         self._tokenizer, self._skipped = tokenizer, skipped - set(keep)
-        self._ids: list[int] = []  # those of the last piece given, then those not given yet
-        self._given = 0  # how many of them were given
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, id: int) -> str:
         """The text that one more token completes; "" where there is none yet."""
-        if id in self._skipped:
-            return ""
-        self._ids.append(id)
-        rest = self._rest()
-        if not rest or rest.endswith("\ufffd"):
-            return ""
-        self._ids, self._given = self._ids[self._given :], len(self._ids) - self._given
-        return rest
+        return "" if id in self._skipped else self._characters.decode(self._tokenizer.token_bytes(id))
 
     def finish(self) -> str:
         """What is left at the end: a character that was never completed is U+FFFD."""
-        rest = self._rest()
-        self._ids, self._given = [], 0
-        return rest
-
-    def _rest(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._given], skip_special=False)
-        return self._tokenizer.decode(self._ids, skip_special=False)[len(before) :]
+        return self._characters.decode(b"", final=True)
 
 
 @checked

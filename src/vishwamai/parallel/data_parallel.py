@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from vishwamai.core import hardware
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.numbers import divisors
@@ -41,14 +43,18 @@ def configure_data_parallel(
 ) -> DataParallelConfig:
     """A batch over the first `num_devices` devices, in as few parts as their memory allows.
 
+    Where JAX has fewer devices, the mesh is that of a v5e slice to compile for (`vishwamai.aot`), by libtpu.
+
     Args:
       batch_size: rows of the batch, a multiple of the devices.
-      num_devices: how many.
+      num_devices: how many, at least 1.
       max_per_device: the most rows that a device can hold at once; the batch is cut into equal parts until it does.
         None for all at once.
 
     Raises:
-      ShapeError: there are fewer devices, or they do not divide the rows; the text lists what fits.
+      ShapeError: the devices do not divide the rows, or there are fewer and no slice has so many; the text lists what
+        fits.
+      DeviceError: there are fewer devices, and libtpu is not installed.
 
     >>> config = configure_data_parallel(32, 1, max_per_device=12)
     >>> config.per_device_batch, config.accumulation, config.input_sharding.spec
@@ -56,10 +62,9 @@ def configure_data_parallel(
     >>> jax.device_put(jax.numpy.ones((8, 128)), config.input_sharding).shape
     (8, 128)
     """
-    there = jax.device_count()
     count = num_devices
-    if not 1 <= count <= there:
-        raise ShapeError(f"configure_data_parallel: `num_devices` is {count}, but JAX has {there}; pass 1 to {there}.")
+    if count < 1:
+        raise ShapeError(f"configure_data_parallel: `num_devices` is {count}; pass 1 or more.")
     if batch_size < 1 or batch_size % count:
         near = sorted({max(1, batch_size // count) * count, (max(0, batch_size) // count + 1) * count})
         raise ShapeError(
@@ -73,5 +78,20 @@ def configure_data_parallel(
     rows = batch_size // count
     most = rows if max_per_device is None else min(max_per_device, rows)
     held = max(n for n in divisors(rows) if n <= most)
-    mesh = make_mesh({"data": count}, devices=jax.devices()[:count])
+    mesh = _mesh(count)
     return DataParallelConfig(mesh, held, rows // held, NamedSharding(mesh, PartitionSpec("data")))
+
+
+def _mesh(count: int) -> Mesh:
+    """Of the first devices, or of a described slice that has as many."""
+    if count <= jax.device_count():
+        return make_mesh({"data": count}, devices=jax.devices()[:count])
+    chip = hardware.TPUS["v5e"]
+    sides = hardware.of_chips(chip, count)
+    if sides is None:
+        sizes = " or ".join(str(math.prod(sides)) for sides in hardware.nearest(chip, (count, 1)))
+        raise ShapeError(
+            f"configure_data_parallel: `num_devices` is {count}, but JAX has {jax.device_count()}, and no slice of "
+            f"{chip.name} has as many; pass at most {jax.device_count()}, or {sizes}."
+        )
+    return make_mesh({"data": count}, topology=f"{chip.name}:{hardware.written(sides)}")

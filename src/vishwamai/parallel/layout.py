@@ -7,8 +7,10 @@ axis is split over which side of the slice; `optimize_memory_layout` counts all 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +21,7 @@ from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.hardware import tpu_for
 from vishwamai.core.pallas import round_up
-from vishwamai.parallel.mesh import make_mesh, slice_of
+from vishwamai.parallel.mesh import make_mesh, sides_of, slice_name, slice_of
 from vishwamai.parallel.placement import ShardingTable, explain_sharding, tiled
 
 if TYPE_CHECKING:
@@ -29,9 +31,8 @@ if TYPE_CHECKING:
 _SIDES = ("x", "y", "z")
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryLayout:
-    """Where weights lie on a slice.
+class MemoryLayout(dict[str, Any]):
+    """Weights laid out over a slice: arrays where its devices are there, otherwise shapes with their shardings.
 
     Attributes:
       mesh: an axis for each side of the slice ("x", "y", "z", and "core" where a chip has two devices), so that a
@@ -42,11 +43,20 @@ class MemoryLayout:
       whole: bytes that a device would hold of all weights, unsplit.
     """
 
-    mesh: Mesh
-    shardings: Any
-    shapes: Any
-    table: ShardingTable
-    whole: int
+    def __init__(self, weights: Mapping[str, Any], mesh: Mesh):
+        def sharding(x: Any) -> NamedSharding:
+            return NamedSharding(mesh, _least(x.shape, jnp.dtype(x.dtype).itemsize, mesh))
+
+        self.mesh = mesh
+        self.shardings = jax.tree.map(sharding, dict(weights))
+        self.shapes = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), dict(weights), self.shardings
+        )
+        self.table: ShardingTable = explain_sharding(self.shapes)
+        self.whole = sum(tiled(x.shape, jnp.dtype(x.dtype).itemsize) for x in jax.tree.leaves(self.shapes))
+        local = set(mesh.devices.flat) <= set(jax.devices())
+        values = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(dict(weights)))
+        super().__init__(self.place(dict(weights)) if local and not values else self.shapes)
 
     @property
     def saved(self) -> int:
@@ -65,7 +75,7 @@ class MemoryLayout:
 
 
 @checked
-def optimize_memory_layout(weights: Any, tpu_topology: str) -> MemoryLayout:
+def optimize_memory_layout(weights: Mapping[str, Any], tpu_topology: str) -> MemoryLayout:
     """The split of weights over a TPU slice that leaves least on each device, tiles' padding included.
 
     Every weight is split on its own: each side of the slice goes to one of the weight's axes that it divides, or to
@@ -73,15 +83,20 @@ def optimize_memory_layout(weights: Any, tpu_topology: str) -> MemoryLayout:
     splits the first axes, whose parts are contiguous.
 
     Args:
-      weights: a tree of arrays or `jax.ShapeDtypeStruct`s.
-      tpu_topology: the slice, "v5e:4x4", as `make_mesh` takes it (needs libtpu, or that slice).
+      weights: arrays or `jax.ShapeDtypeStruct`s by name; a value may be a tree of them.
+      tpu_topology: the sides of a slice, "2x2x2", or a chip with them, "v5e:4x4". Sides alone are laid over the devices
+        of this machine if it has as many, and else are those of `configure_tpu_mesh`. A slice that is not this
+        machine's needs libtpu.
+
+    Returns:
+      The weights by name, each on the devices of the slice; a slice that is not here gives shapes with shardings.
 
     Raises:
       ShapeError: a leaf is not an array, or holds random keys.
       DeviceError: the topology does not exist, or libtpu is missing.
 
     >>> layout = optimize_memory_layout({"up": jnp.ones((512, 2048))}, "v5e:2x2")  # doctest: +SKIP
-    >>> layout.shardings["up"].spec, layout.saved  # doctest: +SKIP
+    >>> layout["up"].sharding.spec, layout.saved  # doctest: +SKIP
     (P(('x', 'y'), None), 3145728)
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
@@ -95,22 +110,23 @@ def optimize_memory_layout(weights: Any, tpu_topology: str) -> MemoryLayout:
                 f"optimize_memory_layout: weights{jax.tree_util.keystr(path)} has the dtype {leaf.dtype}; pass arrays "
                 "of numbers, without random keys."
             )
-    mesh = _mesh_of_sides(tpu_topology)
-    shardings = jax.tree.map(lambda x: NamedSharding(mesh, _least(x.shape, jnp.dtype(x.dtype).itemsize, mesh)), weights)
-    shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), weights, shardings)
-    whole = sum(tiled(x.shape, jnp.dtype(x.dtype).itemsize) for x in jax.tree.leaves(shapes))
-    return MemoryLayout(mesh, shardings, shapes, explain_sharding(shapes), whole)
+    return MemoryLayout(weights, _mesh_of_sides(tpu_topology))
 
 
 def _mesh_of_sides(topology: str) -> Mesh:
+    sides = sides_of(topology)
+    if sides is not None and len(sides) <= len(_SIDES) and math.prod(sides) == jax.device_count():
+        here = {name: side for name, side in zip(_SIDES, sides) if side > 1}
+        return make_mesh(here or {"x": 1}, devices=jax.devices())
+    topology = slice_name("optimize_memory_layout", topology)
     chip, sides = slice_of("optimize_memory_layout", topology)
     sizes = {name: side for name, side in zip(_SIDES, sides) if side > 1}
     if chip.devices > 1:
         sizes["core"] = chip.devices
     sizes = sizes or {"x": 1}
-    here = jax.devices()
-    if tpu_for(here[0].device_kind) is chip and len(here) == math.prod(sizes.values()):
-        return make_mesh(sizes, devices=here)
+    devices = jax.devices()
+    if tpu_for(devices[0].device_kind) is chip and len(devices) == math.prod(sizes.values()):
+        return make_mesh(sizes, devices=devices)
     return make_mesh(sizes, topology=topology)
 
 
@@ -132,9 +148,12 @@ def _least(shape: tuple[int, ...], item: int, mesh: Mesh) -> PartitionSpec:
     return best[1]
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("padded",), meta_fields=("shape", "block_size"))
 @dataclasses.dataclass(frozen=True)
 class KernelLayout:
     """A weight padded to whole blocks, and the way back.
+
+    Operations of this library and of jax.numpy take it in place of the weight: they see the weight without the padding.
 
     Attributes:
       padded: the weight, zeros behind its own rows and columns.
@@ -145,6 +164,17 @@ class KernelLayout:
     padded: Array
     shape: tuple[int, ...]
     block_size: int
+
+    @property
+    def dtype(self) -> Any:
+        return self.padded.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __jax_array__(self) -> Array:
+        return self.restore()
 
     @property
     def padding(self) -> float:
@@ -182,6 +212,8 @@ def optimize_kernel_layout(kernel: Shaped[Array, "*batch rows columns"], block_s
     >>> layout = optimize_kernel_layout(jnp.ones((100, 300)))
     >>> layout.padded.shape, layout.restore().shape, round(layout.padding, 2)
     ((128, 384), (100, 300), 0.39)
+    >>> (jnp.ones((5, 100)) @ layout).shape
+    (5, 300)
     """
     if jnp.ndim(kernel) < 1:
         raise ShapeError("optimize_kernel_layout: `kernel` is a scalar; pass at least one axis.")

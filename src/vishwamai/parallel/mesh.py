@@ -82,15 +82,7 @@ def configure_tpu_mesh(
     if num_cores < 1:
         raise ShapeError(f"configure_tpu_mesh: `num_cores` is {num_cores}; pass a positive number.")
     here = tpu_for(jax.devices()[0].device_kind)
-    name = topology
-    if re.fullmatch(r"[0-9]+(x[0-9]+)*", topology.strip()):
-        chip = here or hardware.TPUS["v5e" if topology.count("x") < 2 else "v4"]
-        name = f"{chip.name}:{topology.strip()}"
-    elif not re.match(r"\s*(v[0-9]|tpu)", topology, re.IGNORECASE):
-        raise DeviceError(
-            f"configure_tpu_mesh: `topology` is {topology!r}; pass the sides of a slice such as '2x4', or a chip with "
-            "them such as 'v5e:2x4'."
-        )
+    name = slice_name("configure_tpu_mesh", topology)
     chip, sides = slice_of("configure_tpu_mesh", name)
     count = math.prod(sides) * chip.devices
     if count != num_cores:
@@ -103,6 +95,29 @@ def configure_tpu_mesh(
     if here is chip and len(jax.devices()) == count:
         return _mesh("configure_tpu_mesh", sizes, list(jax.devices()), name)
     return _mesh("configure_tpu_mesh", sizes, _described(name), name)
+
+
+def sides_of(topology: str) -> tuple[int, ...] | None:
+    """The sides of a topology without a chip, "2x2x2"; None for others."""
+    text = topology.strip()
+    return tuple(map(int, text.split("x"))) if re.fullmatch(r"[0-9]+(x[0-9]+)*", text) else None
+
+
+def slice_name(function: str, topology: str) -> str:
+    """A topology with its chip: of sides alone the TPU of this machine, else v4 for three sides and v5e for two.
+
+    Raises:
+      DeviceError: it is neither.
+    """
+    if (sides := sides_of(topology)) is not None:
+        chip = tpu_for(jax.devices()[0].device_kind) or hardware.TPUS["v5e" if len(sides) < 3 else "v4"]
+        return f"{chip.name}:{topology.strip()}"
+    if not re.match(r"\s*(v[0-9]|tpu)", topology, re.IGNORECASE):
+        raise DeviceError(
+            f"{function}: `topology` is {topology!r}; pass the sides of a slice such as '2x4', or a chip with them "
+            "such as 'v5e:2x4'."
+        )
+    return topology
 
 
 def slice_of(function: str, topology: str) -> tuple[TpuChip, tuple[int, ...]]:

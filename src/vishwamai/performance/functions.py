@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import vishwamai
@@ -20,46 +19,52 @@ def flash_attention_forward(
     k: Float[Array, "batch kv_heads kv_len qk_dim"],
     v: Float[Array, "batch kv_heads kv_len v_dim"],
     block_size: int | None = None,
+    *,
+    return_lse: bool = False,
     **options: Any,
-) -> tuple[Any, Any]:
-    """The forward pass of `vishwamai.flash_attention` with its logsumexp.
+) -> Any:
+    """The forward pass of `vishwamai.flash_attention`.
 
     Args:
       q: `[batch, heads, q_len, qk_dim]`.
       k: `[batch, kv_heads, kv_len, qk_dim]`.
       v: `[batch, kv_heads, kv_len, v_dim]`.
       block_size: edge of the tiles, in elements; None takes the tuned ones.
+      return_lse: whether to return the logsumexp, too.
       **options: the others of `vishwamai.flash_attention`.
 
     Returns:
-      The output `[batch, heads, q_len, v_dim]`, and the natural logsumexp `[batch, heads, q_len]`, float32 (float64
-      for float64).
+      The output `[batch, heads, q_len, v_dim]`; with `return_lse=True` a pair of it and the natural logsumexp
+      `[batch, heads, q_len]`, float32 (float64 for float64).
 
     Raises: as `vishwamai.flash_attention`.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.zeros((1, 2, 8, 16))
-    >>> out, lse = flash_attention_forward(x, x, x, block_size=128)
+    >>> flash_attention_forward(x, x, x, block_size=128).shape
+    (1, 2, 8, 16)
+    >>> out, lse = flash_attention_forward(x, x, x, return_lse=True)
     >>> out.shape, round(float(lse[0, 0, 0]), 4)  # the logarithm of 8 keys with logits of 0
     ((1, 2, 8, 16), 2.0794)
     """
-    return vishwamai.flash_attention(q, k, v, block_size=block_size, **{**options, "return_lse": True})
+    return vishwamai.flash_attention(q, k, v, block_size=block_size, return_lse=return_lse, **options)
 
 
 @checked
-def apply_gradient_checkpointing(model: Any, checkpoint_policy: str = "block_wise") -> Callable[..., Any]:
-    """The forward pass of a decoder whose gradient keeps less and recomputes the rest.
+def apply_gradient_checkpointing(model: Any, checkpoint_policy: str = "block_wise") -> Any:
+    """The model with a gradient that keeps less of the forward pass and recomputes the rest; its numbers stay.
 
     Args:
-      model: a `vishwamai.models.Decoder`.
-      checkpoint_policy: "none", "dots", "block_wise", "full", "offload", or names of activations with commas between
-        them.
+      model: a module of Flax, NNX or linen. Its blocks are siblings that are alike, or else its children.
+      checkpoint_policy: "none", "dots", "block_wise" or "full"; of a `vishwamai.models.Decoder` "offload", too, or
+        names of activations with commas between them.
 
     Returns:
-      A function of the model's arguments, `[batch, seq]` tokens to `[batch, seq, hidden]`.
+      The module: of NNX it shares its parameters with `model`, of linen its parameters have the same tree. Of a
+      `Decoder` a function of its arguments, `[batch, seq]` tokens to `[batch, seq, hidden]`.
 
     Raises:
-      ShapeError: the model is not a `Decoder`.
+      ShapeError: `model` is not a module of Flax.
       ConfigError: the policy is neither a policy nor an activation of this model.
 
     >>> import jax.numpy as jnp
@@ -72,11 +77,15 @@ def apply_gradient_checkpointing(model: Any, checkpoint_policy: str = "block_wis
     >>> forward(jnp.ones((1, 5), jnp.int32)).shape
     (1, 5, 32)
     """
-    from vishwamai.models import Decoder
-    from vishwamai.training import remat
+    from flax import linen, nnx
 
-    if not isinstance(model, Decoder):
+    from vishwamai.models import Decoder
+    from vishwamai.training import remat, remat_modules
+
+    if isinstance(model, Decoder):
+        return remat.apply_gradient_checkpointing(model, checkpoint_policy)
+    if not isinstance(model, (nnx.Module, linen.Module)):
         raise ShapeError(
-            f"apply_gradient_checkpointing: `model` is {described(model)}; pass a vishwamai.models.Decoder."
+            f"apply_gradient_checkpointing: `model` is {described(model)}; pass a module of Flax, NNX or linen."
         )
-    return remat.apply_gradient_checkpointing(model, checkpoint_policy)
+    return remat_modules.checkpoint_blocks(model, checkpoint_policy)

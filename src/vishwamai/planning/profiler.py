@@ -89,7 +89,7 @@ class TPUProfiler:
 
     @checked
     def profile_execution(
-        self, model: Any, input_shape: Any, warmup_steps: int = 3, profile_steps: int = 20
+        self, model: Any, input_shape: Any, warmup_steps: int = 5, profile_steps: int = 10
     ) -> ProfileResults:
         """Runs `model` on inputs of this shape and measures it.
 
@@ -103,8 +103,9 @@ class TPUProfiler:
         MFU compares them with the peak of each dtype: published for a TPU, measured on this machine for others.
 
         Args:
-          model: a function of arrays, jitted or not, or a Flax NNX module. A step is one call; profile a function that
-            takes gradients for a training step. The module's state is an argument of the step, and does not change.
+          model: a function of arrays, jitted or not, or a module of Flax, NNX or linen. A step is one call; profile a
+            function that takes gradients for a training step. The module's state is an argument of the step, and does
+            not change. The variables of a linen module are drawn from the profiler's seed.
           input_shape: the shape of its input, such as `(8, 128)`, or a `jax.ShapeDtypeStruct`; for several inputs a
             tuple of these.
           warmup_steps: 0 to 100,000.
@@ -122,7 +123,7 @@ class TPUProfiler:
                 raise ShapeError(f"{_NAME}: `{name}` is {steps}; pass a whole number from {least} to {_MOST_STEPS}.")
         if self.target is not None and not has_libtpu():
             raise DeviceError(f'{_NAME}: an estimate for {self.target} needs libtpu: pip install "vishwamai[aot]".')
-        subject = _subject(model, input_shape, self.dtype)
+        subject = _subject(model, input_shape, self.dtype, self.seed)
         _check_memory(sum(map(_nbytes, subject.inputs)), "the inputs")
         with Progress(_NAME) as progress, undisturbed(), self._traces() as directory:
             progress.say("tracing and compiling")
@@ -216,7 +217,26 @@ class _Subject:
         return (*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state), *self.inputs)
 
 
-def _subject(model: Any, input_shape: Any, dtype: np.dtype[Any] | None) -> _Subject:
+def _linen_variables(model: Any, inputs: Sequence[jax.ShapeDtypeStruct], seed: int) -> Any:
+    try:
+        return jax.jit(model.init)(jax.random.key(seed), *(jnp.zeros(one.shape, one.dtype) for one in inputs))
+    except VishwamaiError:
+        raise
+    except Exception as error:  # of the caller's own model
+        raise _not_taken(error) from error
+
+
+def _not_taken(error: Exception) -> ShapeError:
+    text = str(error).strip() or type(error).__name__
+    return ShapeError(f"{_NAME}: `model` does not take inputs of `input_shape`: {text}")
+
+
+def _subject(model: Any, input_shape: Any, dtype: np.dtype[Any] | None, seed: int) -> _Subject:
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(model, linen.Module):
+        inputs = _inputs(input_shape, dtype or np.dtype(np.float32))
+        name = _called(type(model).__name__, inputs)
+        return _Subject(name, model.apply, (_linen_variables(model, inputs, seed),), inputs, 2, 1)
     nnx = sys.modules.get("flax.nnx")  # who has a module has imported it
     if nnx is None or not isinstance(model, nnx.Module):
         inputs = _inputs(input_shape, dtype or np.dtype(np.float32))
@@ -322,8 +342,7 @@ def _compiled(subject: _Subject) -> jax.stages.Compiled:
     except VishwamaiError:
         raise
     except Exception as error:  # of the caller's own model
-        text = str(error).strip() or type(error).__name__
-        raise ShapeError(f"{_NAME}: `model` does not take inputs of `input_shape`: {text}") from error
+        raise _not_taken(error) from error
     with out_of_memory_named(_NAME):
         return lowered.compile()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,15 +70,18 @@ _MOST_STEPS = 10_000
 
 
 @checked
-def track_memory_usage(step_fn: Callable[..., Any], inputs: Sequence[Any], *, steps: int = 4) -> MemoryStats:
-    """The memory of `step_fn(*inputs)`: planned by the compiler of this machine's device, and over steps that run.
+def track_memory_usage(
+    step_fn: Callable[..., Any], inputs: Sequence[Any] | Mapping[str, Any], *, steps: int = 4
+) -> MemoryStats:
+    """The memory of a step: planned by the compiler of this machine's device, and over steps that run.
 
     The step is traced and compiled once for its plan. Then it runs, every time with copies of the inputs, so that
     donated ones can be used again. What JAX arrays are alive after a step and were not before it, leaked.
 
     Args:
       step_fn: a function of arrays, jitted or not; a jitted one's donated arguments stay donated.
-      inputs: its positional arguments, trees of arrays.
+      inputs: its arguments, trees of arrays. A dict has them by name if the step has these parameters, and is its only
+        argument otherwise. A sequence has them by position.
       steps: how often it runs after one that warms up, 10,000 times at most.
 
     Raises:
@@ -95,8 +99,8 @@ def track_memory_usage(step_fn: Callable[..., Any], inputs: Sequence[Any], *, st
     check_callable("track_memory_usage", "step_fn", step_fn)
     if not 1 <= steps <= _MOST_STEPS:
         raise ShapeError(f"track_memory_usage: `steps` is {steps}; pass a whole number from 1 to {_MOST_STEPS}.")
-    inputs = tuple(inputs)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(inputs):
+    call = _call(step_fn, inputs)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(inputs if isinstance(inputs, Mapping) else tuple(inputs)):
         if not isinstance(leaf, (jax.Array, np.ndarray, bool, int, float, complex, np.generic)):
             raise ShapeError(
                 f"track_memory_usage: `inputs`{jax.tree_util.keystr(path)} is of type {type(leaf).__name__}; pass "
@@ -104,7 +108,7 @@ def track_memory_usage(step_fn: Callable[..., Any], inputs: Sequence[Any], *, st
             )
     jitted = step_fn if hasattr(step_fn, "lower") else jax.jit(step_fn)
     try:
-        lowered = jitted.lower(*inputs)  # type: ignore[attr-defined]
+        lowered = jitted.lower(*call[0], **call[1])  # type: ignore[attr-defined]
     except VishwamaiError:
         raise
     except Exception as error:  # of the caller's own function
@@ -112,7 +116,7 @@ def track_memory_usage(step_fn: Callable[..., Any], inputs: Sequence[Any], *, st
     compiled = lowered.compile()
     peak, parts = planned_memory(compiled)
     donated, donatable = _donation(lowered)
-    leaked, resident = _run(step_fn, inputs, steps)
+    leaked, resident = _run(step_fn, call, steps)
     return MemoryStats(
         peak,
         parts,
@@ -150,8 +154,11 @@ def counted_peak() -> Measurement | None:
 def _donation(lowered: Any) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of the donated arguments by path, and of those that could be."""
     results = Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(lowered.out_info))
-    positional, _ = lowered.args_info
-    leaves = jax.tree_util.tree_leaves_with_path(positional, is_leaf=lambda leaf: hasattr(leaf, "donated"))
+    leaves = [
+        leaf
+        for arguments in lowered.args_info  # by position, and by name
+        for leaf in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=lambda leaf: hasattr(leaf, "donated"))
+    ]
     donated, donatable = {}, {}
     for flag in (True, False):
         for path, leaf in leaves:
@@ -167,15 +174,30 @@ def _donation(lowered: Any) -> tuple[dict[str, int], dict[str, int]]:
     return donated, donatable
 
 
-def _run(step_fn: Callable[..., Any], inputs: tuple[Any, ...], steps: int) -> tuple[float, int | None]:
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments by position and by name."""
+
+
+def _call(step_fn: Callable[..., Any], inputs: Sequence[Any] | Mapping[str, Any]) -> _Call:
+    """The arguments that `inputs` are."""
+    if not isinstance(inputs, Mapping):
+        return tuple(inputs), {}
+    try:
+        inspect.signature(step_fn).bind(**inputs)
+    except (TypeError, ValueError):  # other parameters, or a builtin without a signature
+        return (dict(inputs),), {}
+    return (), dict(inputs)
+
+
+def _run(step_fn: Callable[..., Any], call: _Call, steps: int) -> tuple[float, int | None]:
     """Bytes of arrays that a step leaves behind, the median over the steps, and the process's growth over them all."""
     left, resident = [], None
     with _without_collections():
         for turn in range(steps + 1):
-            arguments = jax.tree.map(jax.numpy.array, inputs)
+            arguments = jax.tree.map(jax.numpy.array, call)
             _collect_young()
             before = _alive()
-            jax.block_until_ready(step_fn(*arguments))
+            jax.block_until_ready(step_fn(*arguments[0], **arguments[1]))
             _collect_young()
             if turn:
                 left.append(_bytes_of_new(before, arguments))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from vishwamai.core.arguments import described
+from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import KernelError
 from vishwamai.core.target import Target
 from vishwamai.rewrite.program import rewritten, size
 from vishwamai.rewrite.report import XlaReport
 
 
-def optimize_xla_compilation(jaxpr: ClosedJaxpr | Jaxpr, target_config: str | None = None) -> ClosedJaxpr:
+def optimize_xla_compilation(
+    computation_graph: ClosedJaxpr | Jaxpr, target_config: str | Mapping[str, Any] | None = None
+) -> ClosedJaxpr:
     """The program with our operations in place of attention and norms written by hand, and without what it need not
     compute: dead equations, repeated ones, and casts to a wider dtype and back.
 
@@ -22,16 +28,18 @@ def optimize_xla_compilation(jaxpr: ClosedJaxpr | Jaxpr, target_config: str | No
     are no part of it.
 
     Args:
-      jaxpr: what `jax.make_jaxpr(f)(*args)` gives. Trace the function before its gradient is taken: a backward pass
-        reads the weights of attention, which the operation does not keep. Then take the gradient of the result.
+      computation_graph: what `jax.make_jaxpr(f)(*args)` gives. Trace the function before its gradient is taken: a
+        backward pass reads the weights of attention, which the operation does not keep. Then take the gradient of the
+        result.
       target_config: what the program is for: "v5e", "h100", "cpu". An operation is put in where a kernel of ours runs
-        it there. None means the ambient target, else this machine.
+        it there. A dict has fields of `KernelConfig`, such as `{"target": "v5e", "block_size": 256}`, which that
+        choice reads. None means the ambient target, else this machine.
 
     Returns:
       The program; `jax.core.eval_jaxpr(new.jaxpr, new.consts, *args)` runs it, under `jax.jit` and `jax.grad`, too.
 
     Raises:
-      KernelError: `jaxpr` is no program.
+      KernelError: `computation_graph` is not a program, or a key of the dict is not a field of `KernelConfig`.
       DeviceError: the target is unknown.
 
     >>> import jax, jax.numpy as jnp
@@ -46,10 +54,12 @@ def optimize_xla_compilation(jaxpr: ClosedJaxpr | Jaxpr, target_config: str | No
     >>> jax.core.eval_jaxpr(program.jaxpr, program.consts, q, q, q)[0].shape
     (1, 2, 128, 64)
     """
-    return _report("optimize_xla_compilation", jaxpr, target_config).program
+    return _report("optimize_xla_compilation", computation_graph, target_config).program
 
 
-def explain_xla_compilation(jaxpr: ClosedJaxpr | Jaxpr, target_config: str | None = None) -> XlaReport:
+def explain_xla_compilation(
+    computation_graph: ClosedJaxpr | Jaxpr, target_config: str | Mapping[str, Any] | None = None
+) -> XlaReport:
     """What `optimize_xla_compilation` does to a program: each operation that it found and where, which kernel runs
     there, and why a place that looks like an operation was left as it is.
 
@@ -65,24 +75,28 @@ def explain_xla_compilation(jaxpr: ClosedJaxpr | Jaxpr, target_config: str | Non
     >>> found[0].replaced, found[0].reason
     (False, 'it normalises over other axes than the last one')
     """
-    return _report("explain_xla_compilation", jaxpr, target_config)
+    return _report("explain_xla_compilation", computation_graph, target_config)
 
 
-def _report(function: str, jaxpr: ClosedJaxpr | Jaxpr, target: str | None) -> XlaReport:
+def _report(function: str, jaxpr: Any, config: str | Mapping[str, Any] | None) -> XlaReport:
+    fields = dict(config) if isinstance(config, Mapping) else {}
+    target = fields.pop("target", None) if isinstance(config, Mapping) else config
     if isinstance(jaxpr, Jaxpr):
         if jaxpr.constvars:
             raise KernelError(
-                f"{function}: `jaxpr` is a Jaxpr without the values of its {len(jaxpr.constvars)} constants; pass the "
-                "ClosedJaxpr that `jax.make_jaxpr(f)(*args)` gives."
+                f"{function}: `computation_graph` is a Jaxpr without the values of its {len(jaxpr.constvars)} "
+                "constants; pass the ClosedJaxpr that `jax.make_jaxpr(f)(*args)` gives."
             )
         jaxpr = ClosedJaxpr(jaxpr, [])
     if not isinstance(jaxpr, ClosedJaxpr):
         raise KernelError(
-            f"{function}: `jaxpr` is {described(jaxpr)}; pass the program that `jax.make_jaxpr(f)(*args)` gives."
+            f"{function}: `computation_graph` is {described(jaxpr)}; pass the program that `jax.make_jaxpr(f)(*args)` "
+            "gives."
         )
     if target is not None:
         Target.parse(target)
-    program, done = rewritten(jaxpr, target)
+    with kernel_config(**fields):
+        program, done = rewritten(jaxpr, target)
     counts = done.counts
     return XlaReport(
         program,

@@ -77,18 +77,33 @@ def choose(op: Op, spec: Any, tensor: Tensor, *, config: Any = None, implementat
 
 
 def cast_for_matmul(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The operands of a matrix product as `use_bfloat16` or `use_fp16` want them: float32 ones rounded, all others as
-    they are; as `core.config.cast_for_matmul` does.
+    """The operands of a matrix product as `use_bfloat16`, `use_fp16` and `use_fp8` want them: float32 ones rounded, all
+    others as they are; as `core.config.cast_for_matmul` does.
 
     The setting is not read while `torch.compile` traces.
     """
     if torch.compiler.is_compiling():
         return tensors
     config = current_config()
-    if not (config.use_bfloat16 or config.use_fp16):
+    if not (config.use_bfloat16 or config.use_fp16 or config.use_fp8):
         return tensors
-    dtype = torch.bfloat16 if config.use_bfloat16 else torch.float16
+    dtype = torch.float16 if config.use_fp16 else torch.bfloat16
+    if config.use_fp8:
+        return tuple(_with_values_of_fp8(x, dtype) for x in tensors)
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
+
+
+def _with_values_of_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `core.config` has it for JAX."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return x
+    wide, limit = x.float(), torch.finfo(torch.float8_e4m3fn).max
+    with torch.no_grad():
+        largest = wide.abs().max() if wide.numel() else wide.new_zeros(())
+        _, exponent = torch.frexp(largest / limit)
+        scale = torch.where((largest > 0) & largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+        change = (wide / scale).clamp(-limit, limit).to(torch.float8_e4m3fn).float() * scale - wide
+    return (wide + change).to(dtype if x.dtype == torch.float32 else x.dtype)
 
 
 def products(precision: str | None) -> str:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vishwamai.core.errors import ConfigError
+from vishwamai.core.errors import ConfigError, UnsupportedError
+from vishwamai.models import template_sandbox
 from vishwamai.models.chat import ChatTemplate
+from vishwamai.models.messages import Message, normalized
 from vishwamai.models.tokenizer import chat_template, special_tokens
 from vishwamai.models.values import read_json
 from vishwamai.training.config import TrainConfig
+
+Span = tuple[int, int]
+"""Characters of a text, from the first up to the one after the last."""
+
+END_OF_TEXT = "<|endoftext|>"
+"""The end token of a tokenizer that a run trains, and of those that name none."""
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """The file of a chat template, next to weights and next to the tokens of a run."""
@@ -62,31 +72,100 @@ class TrainingTemplate:
         """
         return cls(ChatTemplate(read_template(path), str(path)), special)
 
-    def render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Span]]:
         """The text of a chat, and the spans (begin, end) of the assistant's turns, without the prompts before them.
 
-        Raises:
-          ConfigError: the text of the first turns is not the beginning of the whole text, so a turn has no place in it.
-          ShapeError: the template is not a program in Jinja.
-          UnsupportedError: it rejects the messages.
-        """
-        whole = self._text(messages)
-        spans: list[tuple[int, int]] = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._text(messages[:i], prompt=True)
-            after = self._text(messages[: i + 1])
-            if not (whole.startswith(after) and after.startswith(before)):
-                raise ConfigError(
-                    f"data.chat_template: the text of the first {i + 1} messages is not the beginning of the text of "
-                    f"all {len(messages)}; pass a template that only appends."
-                )
-            spans.append((len(before), len(after)))
-        return whole, spans
+        The template's `{% generation %}` blocks are the turns. Without such blocks, a turn goes from the generation
+        prompt to the end of the turn. A turn whose text the template leaves out has no span.
 
-    def _text(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        return self.template.render(messages, {**self.special, "add_generation_prompt": prompt})
+        Raises:
+          ShapeError: the template is not a program in Jinja, or a message does not have the form of one.
+          UnsupportedError: it rejects the messages, or leaves the text of one out that is not the assistant's.
+        """
+        rendering = self.template.rendering(messages, {**self.special, "add_generation_prompt": False})
+        program = self.template.program()
+        if _GENERATION.search(program):
+            return rendering.text, list(rendering.spans)
+        chat = normalized(messages, program)
+        spans: list[Span] = []
+        for index, message in enumerate(chat):
+            if message["role"] == "assistant":
+                span = self._turn(rendering.text, chat, index, spans[-1][1] if spans else 0)
+                spans += [] if span is None else [span]
+        return rendering.text, spans
+
+    def _turn(self, whole: str, chat: list[Message], index: int, least: int) -> Span | None:
+        """The span of a message in the text of a chat; None where the template leaves it out.
+
+        Args:
+          whole: the text of all messages.
+          chat: the messages, in the form that the template reads.
+          index: of an assistant's message.
+          least: where the turn may begin.
+        """
+        before, after = self._text(chat[:index], prompt=True), self._text(chat[: index + 1])
+        if before and after and after.startswith(before) and whole.startswith(after):
+            return len(before), len(after)
+        # The text of earlier messages depends on later ones, such as where a template drops earlier reasoning.
+        place = self._difference(whole, chat, index)
+        if place is None:
+            return None
+        begin, end = place
+        prompt = (before or "").removeprefix(self._text(chat[:index]) or "")
+        header = next((n for n in range(len(prompt), 0, -1) if prompt[:n] in whole[least:begin]), 0)
+        if prompt.rfind("<", 0, header) > prompt.rfind(">", 0, header):  # within a token, such as <think> for </think>
+            header = prompt.rfind("<", 0, header)
+        if prompt[:header].strip():
+            begin = whole.rindex(prompt[:header], least, begin) + header
+        last = None if after is None else self._difference(after, chat[: index + 1], index)
+        rest = "" if after is None or last is None else after[last[1] :]  # what follows the message's last word
+        if whole.startswith(rest, end):
+            return begin, end + len(rest)
+        closing = _SPECIAL.match(whole, end)
+        following = self._difference(whole, chat, index + 1)
+        if closing is None or following is None or closing.end() >= following[0]:  # it opens the next turn
+            return begin, end
+        return begin, closing.end()
+
+    def _difference(self, text: str, chat: list[Message], index: int) -> Span | None:
+        """Where the text of a chat changes with the words of a message; None where it does not."""
+        if index == len(chat):
+            return None
+        other = self._text([*chat[:index], _replaced(chat[index]), *chat[index + 1 :]])
+        if other is None or other == text:
+            return None
+        begin = len(os.path.commonprefix([text, other]))
+        tail = len(os.path.commonprefix([text[begin:][::-1], other[begin:][::-1]]))
+        return begin, len(text) - tail
+
+    def _text(self, chat: list[Message], prompt: bool = False) -> str | None:
+        """The text of messages in the form that the template reads; None where it rejects them."""
+        values = {**self.special, "tools": None, "documents": None, "add_generation_prompt": prompt, "messages": chat}
+        try:
+            return template_sandbox.render(self.template.program(), self.template.source, values).text
+        except UnsupportedError:
+            return None
+
+
+_GENERATION = re.compile(r"{%-?\s*generation\b")
+_SPECIAL = re.compile(r"\s*<[^<>\s]+>\n?")
+"""An end of a turn in the notation of most vocabularies, such as `<|im_end|>` or `</s>`."""
+_WORDS = "\u241f"
+"""In place of a message's words: a symbol that texts do not begin or end with."""
+
+
+def _replaced(message: Message) -> Message:
+    """A message with other words, and other names of the functions that it calls."""
+    content = message.get("content")
+    if isinstance(content, str) and content.strip():
+        message = {**message, "content": _WORDS}
+    elif isinstance(content, list):
+        message = {**message, "content": [{**part, "text": _WORDS} for part in content]}
+    calls = []
+    for call in message.get("tool_calls", ()):
+        named = call.get("function", call) | {"name": _WORDS}
+        calls.append({**call, "function": named} if "function" in call else named)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def read_template(path: str | Path) -> str:
@@ -101,19 +180,36 @@ def read_template(path: str | Path) -> str:
         raise ConfigError(f"config: data.chat_template is {str(path)!r}, which cannot be read: {error}") from error
 
 
+def tokenizer_path(config: TrainConfig) -> Path | None:
+    """The file or directory of the tokenizer that a run takes: that of `model.start_from` unless `tokenizer.path` names
+    another; None where the run trains one.
+    """
+    path = config.tokenizer.path or config.model.start_from
+    return None if path is None else Path(path)
+
+
+def end_of_text(config: TrainConfig) -> str:
+    """The token after each document: the tokenizer's own end, unless `tokenizer.end_of_text` names another."""
+    if config.tokenizer.end_of_text is not None:
+        return config.tokenizer.end_of_text
+    settings = tokenizer_file(config, "tokenizer_config.json")
+    return END_OF_TEXT if settings is None else special_tokens(read_json(settings)).get("eos_token", END_OF_TEXT)
+
+
 def tokenizer_settings(config: TrainConfig) -> dict[str, Any]:
     """The values of the exported tokenizer_config.json: those of the tokenizer that the run takes, if it has some.
 
     Raises:
       ShapeError: the tokenizer's own file is damaged.
     """
-    usual = {
+    values: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": config.tokenizer.end_of_text,
+        "eos_token": end_of_text(config),
         "clean_up_tokenization_spaces": False,
     }
-    found = tokenizer_file(config, "tokenizer_config.json")
-    values = usual if found is None else usual | read_json(found)
+    settings = tokenizer_file(config, "tokenizer_config.json")
+    if settings is not None:
+        values |= read_json(settings)
     if config.data.chat_template is not None:
         values.pop("chat_template", None)
     return values
@@ -123,8 +219,8 @@ def tokenizer_file(config: TrainConfig, name: str) -> Path | None:
     """A file of the tokenizer that the run takes, in its directory or in that of `model.start_from`; None where neither
     has it, and for a tokenizer that the run trains.
     """
-    if config.tokenizer.path is None:
+    path = tokenizer_path(config)
+    if path is None:
         return None
-    path = Path(config.tokenizer.path)
     folders = [path if path.is_dir() else path.parent, *map(Path, filter(None, [config.model.start_from]))]
     return next((folder / name for folder in folders if (folder / name).is_file()), None)

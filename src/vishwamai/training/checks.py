@@ -71,11 +71,8 @@ def check(config: TrainConfig) -> None:
                 "set fp8.scaling=delayed."
             )
     if config.objective == "dpo":
-        if config.model.start_from is None or config.tokenizer.path is None:
-            raise ConfigError(
-                "config: objective=dpo goes on from a trained model; set model.start_from and tokenizer.path, which "
-                "may be the same directory."
-            )
+        if config.model.start_from is None:
+            raise ConfigError("config: objective=dpo goes on from a trained model; set model.start_from.")
         if any((config.loss.z_loss, config.loss.load_balance, config.loss.router_z_loss, config.loss.bias_rate)):
             raise ConfigError("config: objective=dpo has one loss alone; set the keys of loss to 0.")
     if config.evaluation.every and not config.data.holdout:

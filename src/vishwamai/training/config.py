@@ -52,20 +52,31 @@ class ModelSection(_Section):
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerSection(_Section):
-    path: str | None = key("tokenizer.json, or a directory that holds one; null trains a byte-level BPE first", None)
+    path: str | None = key(
+        "tokenizer.json, or a directory that holds one; null takes that of model.start_from, and trains a byte-level "
+        "BPE for a new model",
+        None,
+    )
     vocab_size: Positive = key("vocab of the BPE that is trained", 4096)
-    end_of_text: str = key("token after each document; the BPE that is trained contains it", "<|endoftext|>")
+    end_of_text: str | None = key(
+        "token after each document, unless a chat template ends it; null: eos_token of tokenizer_config.json, else "
+        "<|endoftext|>, which the BPE that is trained contains",
+        None,
+    )
+    add_bos: bool | None = key(
+        "begin documents with the BOS token; null: as the tokenizer does, and chats as their template does", None
+    )
     sample_bytes: Positive = key("bytes of text that the BPE is trained on", 20_000_000)
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceSection(_Section):
     paths: tuple[str, ...] = key(
-        "files, directories or glob patterns: text, .jsonl, .parquet, or a directory that `datasets` saved; {stdlib} "
-        "is the directory of Python's standard library"
+        "files, directories or glob patterns: text, .json, .jsonl (also .gz), .parquet, or a directory that `datasets` "
+        "saved; {stdlib} is the directory of Python's standard library"
     )
     exclude: tuple[str, ...] = key("glob patterns of files to leave out", ())
-    format: Literal["auto", "text", "jsonl", "parquet", "datasets"] = key("auto goes by the suffix", "auto")
+    format: Literal["auto", "text", "json", "jsonl", "parquet", "datasets"] = key("auto goes by the suffix", "auto")
     column: str = key(
         "column of .jsonl, .parquet and `datasets` rows that holds the text, or the list of chat messages", "text"
     )

@@ -20,7 +20,7 @@ from vishwamai.training.chat import CHAT_TEMPLATE, TrainingTemplate, read_templa
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.packing import REFERENCE, PackingPlan, pair_rows, plan_rows, row
 from vishwamai.training.sources import files
-from vishwamai.training.tokens import Tokens, check_template, make_tokenizer, read_tokens, write_tokens
+from vishwamai.training.tokens import Encoding, Tokens, check_template, make_tokenizer, read_tokens, write_tokens
 
 Batch = dict[str, np.ndarray]
 """`tokens`, `labels`, `segment_ids` and `positions`, int32 `[rows, sequence_length]` each; of pairs of answers also
@@ -92,7 +92,7 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
         check_template(source, rendered, preferences)  # before a tokenizer is trained
     saved = folder / "tokenizer.json"
     if not saved.exists():
-        made = make_tokenizer(config.tokenizer, config.data.sources)
+        made = make_tokenizer(config)
         with caches.writing(saved, "train"):
             caches.write(saved, made.to_str(pretty=True))
     training, held_out = [], []
@@ -100,8 +100,8 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
         if not (place / "tokens.json").exists():
             from tokenizers import Tokenizer
 
-            tokenizer = Tokenizer.from_file(str(saved))
-            write_tokens(source, config.data, tokenizer, config.tokenizer.end_of_text, place, preferences, rendered)
+            encoding = Encoding.of(config, Tokenizer.from_file(str(saved)))
+            write_tokens(source, config.data, encoding, place, preferences, rendered)
         tokens = read_tokens(place)
         documents = (len(tokens.offsets) - 1) // (2 if config.objective == "dpo" else 1)
         order = np.random.default_rng((config.seed, number)).permutation(documents)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vishwamai.core import caches
 from vishwamai.models import read_generation_config, save_pretrained
 from vishwamai.models.values import read_json
-from vishwamai.training.chat import CHAT_TEMPLATE, tokenizer_file, tokenizer_settings
+from vishwamai.training.chat import CHAT_TEMPLATE, end_of_text, tokenizer_file, tokenizer_settings
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.model import ModelParts, Tree
 
@@ -38,7 +38,7 @@ def files_next_to_weights(config: TrainConfig, tokenizer: Tokenizer, data: Path)
     generation_config.json, and chat_template.jinja where there is one.
 
     The template is that of `data.chat_template`, else that of the tokenizer that the run takes. An answer ends with
-    `tokenizer.end_of_text`, and with what ends an answer of `model.start_from`.
+    the token after each document, and with what ends an answer of `model.start_from`.
 
     Args:
       config: of the run.
@@ -53,7 +53,7 @@ def files_next_to_weights(config: TrainConfig, tokenizer: Tokenizer, data: Path)
     if start is not None and (Path(start) / "generation_config.json").is_file():
         sampling = read_json(Path(start) / "generation_config.json")
     before = read_generation_config(start).eos_token_ids if start is not None else ()
-    ends = list(dict.fromkeys([tokenizer.token_to_id(config.tokenizer.end_of_text), *before]))
+    ends = list(dict.fromkeys([tokenizer.token_to_id(end_of_text(config)), *before]))
     sampling["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     values = {"tokenizer_config.json": tokenizer_settings(config), "generation_config.json": sampling}
     files = {name: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for name, value in values.items()}

@@ -32,7 +32,9 @@ Tree = Any
 SCALES = "fp8"
 """Key of the scales in a tree of parameters; their gradients are the largest magnitudes."""
 
-_MATRICES = r"/(query|key|value|output|gate|up|down|(query|latent)_down|query_up|(expert|shared)_(gate|up|down))$"
+_MATRICES = (
+    r"^layers/(.*/)?(query|key|value|output|gate|up|down|(query|latent)_down|query_up|(expert|shared)_(gate|up|down))$"
+)
 
 
 class FP8State(NamedTuple):
@@ -58,31 +60,31 @@ class FP8Optimizer:
     and the inner state stay.
 
     Attributes:
-      inner: the update rule.
       margin: see `Recipe`.
       dynamic_scale: scales follow the history; False keeps those of the first finite step.
+      inner: the update rule, of optax; AdamW with a rate of 1e-3 if it is left out.
       scaling: "delayed", "current" or "block"; only the first has state.
       history: steps over which "delayed" takes the maximum.
-      targets: regular expression that is searched in the paths of parameters with products.
+      targets: regular expression that is searched in the paths of parameters with products, "layers/0/up"; that of the
+        layers' matrices of a `vishwamai.models.Decoder` if it is left out.
       ranks: axes of a parameter by the last name of its path, where the parameter has one more for stacked layers.
       axes: see `Recipe`.
 
-    >>> import vishwamai.training.fp8 as fp8
-    >>> params = {"layers": {0: {"up": jnp.full((4, 2), 0.3)}}}
-    >>> optimizer = FP8Optimizer(optax.sgd(0.1))
+    >>> params = {"up": jnp.full((4, 2), 0.3), "bias": jnp.zeros(2)}
+    >>> def loss(params, x):
+    ...     return jnp.sum(x @ params["up"] + params["bias"])  # a product of 8-bit floats
+    >>> optimizer = FP8Optimizer(0.01, True, targets="up")
     >>> state = optimizer.init(params)
-    >>> def loss(trained, x):
-    ...     layer = optimizer.attach(trained)["layers"][0]
-    ...     return jnp.sum(layer["up"].product(x, jnp.float32))
-    >>> gradients = jax.grad(loss)(optimizer.with_scales(params, state), jnp.full((3, 4), 8.0))
+    >>> value, gradients = optimizer.value_and_grad(loss)(params, state, jnp.full((3, 4), 8.0))
     >>> updates, state = optimizer.update(gradients, state, params)
-    >>> updates["layers"][0]["up"].shape, state.history["layers/0/up"]["input"][:2].tolist()
-    ((4, 2), [8.0, 0.0])
+    >>> params = optax.apply_updates(params, updates)
+    >>> round(float(value), 2), state.history["up"]["input"][:2].tolist()
+    (57.6, [8.0, 0.0])
     """
 
-    inner: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adamw(1e-3))
     margin: float = 0.01
     dynamic_scale: bool = True
+    inner: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adamw(1e-3))
     scaling: Scaling = "delayed"
     history: int = 16
     targets: str = _MATRICES
@@ -134,7 +136,8 @@ class FP8Optimizer:
         """Updates of the parameters, and the state after them.
 
         Args:
-          gradients: with respect to what `with_scales` returns.
+          gradients: of `value_and_grad`, or with respect to what `with_scales` returns. Gradients of the parameters
+            alone, without magnitudes, leave the scales as they are.
           state: before the step.
           params: the parameters, without scales.
           good: whether to take the step, if all is finite.
@@ -147,24 +150,42 @@ class FP8Optimizer:
         rule = optax.with_extra_args_support(self.inner)
         updates, inner = rule.update(gradients, state.inner, params, good=good)
         updates = jax.tree.map(lambda u: jnp.where(good, u, 0), updates)
-        history = jax.tree.map(
-            lambda old, new: jnp.concatenate([new[..., None].astype(old.dtype), old[..., :-1]], axis=-1),
-            state.history,
-            largest,
-        )
-        scales = jax.tree_util.tree_map_with_path(self._scale, history, state.scales)
+        history, scales = state.history, state.scales
+        if largest:
+            history = jax.tree.map(
+                lambda old, new: jnp.concatenate([new[..., None].astype(old.dtype), old[..., :-1]], axis=-1),
+                history,
+                largest,
+            )
+            scales = jax.tree_util.tree_map_with_path(self._scale, history, scales)
         return updates, kept_where(good, FP8State(inner, scales, history), state)
 
     def with_scales(self, params: Tree, state: FP8State) -> Tree:
         """The parameters and the scales as one tree, to differentiate by."""
         return params | {SCALES: state.scales} if state.scales else params
 
+    def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Tree]]:
+        """`jax.value_and_grad` of a loss whose products with the targets are those of 8-bit floats.
+
+        Args:
+          loss: of the parameters and further arguments. Among the parameters, a target is an `FP8Weight`: `x @ weight`
+            multiplies in 8 bits, and so do the layers of `vishwamai.models`.
+          has_aux: as in `jax.value_and_grad`.
+
+        Returns:
+          A function of (parameters, state, further arguments) to the value and the gradients that `update` takes.
+        """
+        differentiated = jax.value_and_grad(
+            lambda trained, *args, **options: loss(self.attach(trained), *args, **options), has_aux=has_aux
+        )
+        return lambda params, state, *args, **options: differentiated(self.with_scales(params, state), *args, **options)
+
     def attach(self, trained: Tree) -> Tree:
         """The parameters with an `FP8Weight` in place of each matrix that multiplies in 8 bits."""
         return attach(trained, self.recipe, self._is_target)
 
     def _is_target(self, name: str) -> bool:
-        return name.startswith("layers/") and re.search(self.targets, name) is not None
+        return re.search(self.targets, name) is not None
 
     def _targets(self, params: Tree) -> dict[str, tuple[int, ...]]:
         """Paths of the matrices, each with the shape of its scales: that of the axis of stacked layers, or ()."""

@@ -15,6 +15,7 @@ from flax import nnx
 from vishwamai.core.errors import ConfigError
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config
 from vishwamai.models.parameters import parameter_axes
+from vishwamai.training.chat import end_of_text
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.remat import checkpoint_policy
 
@@ -122,7 +123,7 @@ def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
         made.dtype = dtype  # of activations; the reader has one dtype for both
         parts = split(made)
     else:
-        end = tokenizer.token_to_id(config.tokenizer.end_of_text)
+        end = tokenizer.token_to_id(end_of_text(config))
         size = tokenizer.get_vocab_size()
         described = model_config(config, size, eos_token_id=end)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.models import Decoder
+from vishwamai.training.tokens import first_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,7 +25,7 @@ def sample(model: Decoder, tokenizer: Tokenizer, prompt: str, tokens: int, seed:
       tokens: how many to write; fewer if the model ends its text.
       seed: of the random choices.
     """
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    ids = [*first_tokens(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
     end = model.config.eos_token_id
     ends = {end} if isinstance(end, int) else set(end or ())
     row = np.zeros((1, len(ids) + tokens), np.int32)

@@ -1,4 +1,5 @@
-"""Documents from files: text, JSONL, Parquet, and directories that Hugging Face's `datasets` saved.
+"""Documents from files: text, JSON, JSONL, Parquet, each of the first three also in gzip, and directories that Hugging
+Face's `datasets` saved.
 
 A record that cannot be read is counted and named in `Bad`; none is dropped silently.
 """
@@ -7,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import glob
+import gzip
 import json
 import sysconfig
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +34,29 @@ class Pair:
     rejected: Document
 
 
-Read = Callable[[Any, Path, int], "Document | Pair | Bad"]
-"""A record of a file, its path, and its line or row, to what it holds."""
+Place = tuple[str, int]
+"""A file, and a line or row of it; 0 for the whole file."""
 
-_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "datasets"}
+Read = Callable[[Any, Place], "Document | Pair | Bad"]
+"""A record of a file and its place, to its content."""
+
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "datasets",
+}
+"""Formats by suffix, under `format: auto`. Any other suffix is text, except `_UNREAD`."""
+
+_UNREAD = frozenset(
+    (
+        ".csv .tsv .xls .xlsx .ods .zip .tar .tgz .zst .bz2 .xz .7z .avro .orc .feather .h5 .hdf5 .npy .npz .pkl .pt "
+        ".bin .safetensors .gguf .db .sqlite .sqlite3 .msgpack .tfrecord .png .jpg .jpeg .gif .webp .pdf .docx .mp3 "
+        ".wav .mp4"
+    ).split()
+)
+"""Suffixes of data that is not text in lines or paragraphs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +78,7 @@ def files(source: SourceSection) -> list[Path]:
       ConfigError: a path matches no file.
     """
     found: set[Path] = set()
+    named: set[Path] = set()  # by itself, not by its directory
     for pattern in source.paths:
         path = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
         matches = [Path(name) for name in glob.glob(path, recursive=True)]
@@ -62,41 +86,69 @@ def files(source: SourceSection) -> list[Path]:
         if not inside:
             raise ConfigError(f"config: data.sources.paths has {pattern!r}, which matches no file; check the path.")
         found.update(inside)
+        named.update(m for m in matches if m.is_file())
     kept = [f for f in found if not any(fnmatch.fnmatch(str(f), pattern) for pattern in source.exclude)]
     if not kept:
         raise ConfigError(f"config: data.sources.exclude {list(source.exclude)} leaves none of {len(found)} files.")
+    unread = [f for f in named.intersection(kept) if source.format == "auto" and _format(f) is None]
+    if unread:
+        raise ConfigError(f"config: data.sources.paths has {min(unread)}, {_not_read(min(unread))}.")
     return sorted(kept)
+
+
+def _format(path: Path) -> str | None:
+    """The format of a file by its suffix, without that of gzip; None where it is not read."""
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return None if suffix.lower() in _UNREAD else _SUFFIXES.get(suffix.lower(), "text")
+
+
+def _not_read(path: Path) -> str:
+    return (
+        f"which format=auto does not read by its suffix: it reads text, {', '.join(_SUFFIXES)}, and .gz of all but the "
+        "last two; convert the file, exclude it, or set format"
+    )
 
 
 def documents(source: SourceSection) -> Iterator[Document | Bad]:
     """The documents of a source in the order of its files, with a `Bad` for each record that cannot be read."""
+    yield from (record for _, record in placed_documents(source))
 
-    def read(record: Any, path: Path, number: int) -> Document | Bad:
-        return _document(record, source.column, path, number)
 
-    yield from _records(source, [source.column], read)
+def placed_documents(source: SourceSection) -> Iterator[tuple[Place, Document | Bad]]:
+    """The same with their places."""
+    yield from _records(source, [source.column], functools.partial(_document, column=source.column))
 
 
 def pairs(source: SourceSection, columns: DpoSection) -> Iterator[Pair | Bad]:
-    """The pairs of answers of a source, which is JSONL, Parquet or a directory of `datasets`."""
-
-    def read(record: Any, path: Path, number: int) -> Pair | Bad:
-        return _pair(record, columns, path, number)
-
-    yield from _records(source, [columns.prompt, columns.chosen, columns.rejected], read)
+    """The pairs of answers of a source, with a `Bad` for each record that cannot be read."""
+    yield from (record for _, record in placed_pairs(source, columns))
 
 
-def _records(source: SourceSection, columns: list[str], take: Any) -> Iterator[Any]:
+def placed_pairs(source: SourceSection, columns: DpoSection) -> Iterator[tuple[Place, Pair | Bad]]:
+    """The same with their places; the source is JSON, JSONL, Parquet or of `datasets`."""
+    names = [columns.prompt, columns.chosen, columns.rejected]
+    yield from _records(source, names, functools.partial(_pair, columns=columns))
+
+
+def _records(source: SourceSection, columns: list[str], take: Read) -> Iterator[tuple[Place, Any]]:
     for path in files(source):
-        kind = _SUFFIXES.get(path.suffix, "text") if source.format == "auto" else source.format
-        if kind == "text" and len(columns) > 1:
-            yield Bad(str(path), 0, f"plain text has no columns {', '.join(columns)}; pass JSONL, Parquet or datasets")
+        kind = _format(path) if source.format == "auto" else source.format
+        if kind is None:
+            yield (str(path), 0), Bad(str(path), 0, _not_read(path))
             continue
-        read = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "datasets": _arrow}[kind]
+        if kind == "text" and len(columns) > 1:
+            reason = f"plain text has no columns {', '.join(columns)}; pass JSON, JSONL, Parquet or datasets"
+            yield (str(path), 0), Bad(str(path), 0, reason)
+            continue
+        read = {"text": _text, "json": _json, "jsonl": _jsonl, "parquet": _parquet, "datasets": _arrow}[kind]
+        number = 0
         try:
-            yield from read(path, columns, take)
-        except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
-            yield Bad(str(path), 0, str(error).splitlines()[0])
+            for number, record in read(path, columns):
+                place = str(path), number
+                content = Bad(*place, record.reason) if isinstance(record, _Unreadable) else record
+                yield place, content if isinstance(content, Bad) or kind == "text" else take(content, place)
+        except (OSError, ValueError, EOFError, zlib.error) as error:  # pyarrow's errors are ValueErrors
+            yield (str(path), 0), Bad(str(path), 0, f"{str(error).splitlines()[0]}, after record {number}")
 
 
 def _is_data(path: Path, root: Path) -> bool:
@@ -105,90 +157,147 @@ def _is_data(path: Path, root: Path) -> bool:
     return not hidden and not (path.name in ("state.json", "dataset_info.json", "dataset_dict.json") and path != root)
 
 
-def _text(path: Path, columns: list[str], take: Read) -> Iterator[Any]:
+@dataclasses.dataclass(frozen=True)
+class _Unreadable:
+    """In place of a record that cannot be read."""
+
+    reason: str
+
+
+def _content(path: Path) -> bytes:
+    with _opened(path) as content:
+        return content.read()
+
+
+def _opened(path: Path) -> Any:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def _text(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _content(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        yield Bad(str(path), 0, f"not UTF-8: byte {error.start}")
+        yield 0, _Unreadable(f"not UTF-8: byte {error.start}")
         return
-    yield text if text.strip() else Bad(str(path), 0, "empty")
+    yield 0, text if text.strip() else _Unreadable("empty")
 
 
-def _jsonl(path: Path, columns: list[str], take: Read) -> Iterator[Any]:
-    with path.open("rb") as lines:
+def _json(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
+    """The records of an array, numbered from 1; a file that holds an object in each line is read as lines."""
+    try:
+        records = json.loads(_content(path))
+    except ValueError as error:
+        if "Extra data" not in str(error):
+            raise ValueError(f"not JSON: {error}") from error
+        yield from _jsonl(path, columns)
+        return
+    if isinstance(records, dict) and not any(name in records for name in columns):
+        yield 0, _Unreadable("an object and not an array of records; pass a list, or JSONL")
+        return
+    yield from enumerate(records if isinstance(records, list) else [records], 1)
+
+
+def _jsonl(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
+    with _opened(path) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
-                yield Bad(str(path), number, "empty line")
+                yield number, _Unreadable("empty line")
                 continue
             try:
-                record = json.loads(line)
-            except ValueError as error:
-                yield Bad(str(path), number, f"not JSON: {error}")
-                continue
-            yield take(record, path, number)
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield number, _Unreadable(f"not JSON: {error}")
 
 
-def _parquet(path: Path, columns: list[str], take: Read) -> Iterator[Any]:
+def _parquet(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(path)
     names = [name for name in columns if name in table.schema_arrow.names]
     if not names:
-        yield Bad(str(path), 0, f"no column {columns[0]!r}; it has {', '.join(table.schema_arrow.names)}")
+        yield 0, _Unreadable(f"no column {columns[0]!r}; it has {', '.join(table.schema_arrow.names)}")
         return
-    row = 0
-    for batch in table.iter_batches(columns=names):
-        for record in batch.to_pylist():
-            row += 1
-            yield take(record, path, row)
+    yield from enumerate((row for batch in table.iter_batches(columns=names) for row in _rows(batch)), 1)
 
 
-def _arrow(path: Path, columns: list[str], take: Read) -> Iterator[Any]:
+def _arrow(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as data:
-        row = 0
+        count = 0
         for batch in pyarrow.ipc.open_stream(data):
             names = [name for name in columns if name in batch.schema.names]
             if not names:
-                yield Bad(str(path), 0, f"no column {columns[0]!r}; it has {', '.join(batch.schema.names)}")
+                yield 0, _Unreadable(f"no column {columns[0]!r}; it has {', '.join(batch.schema.names)}")
                 return
-            for record in batch.select(names).to_pylist():
-                row += 1
-                yield take(record, path, row)
+            yield from enumerate(_rows(batch.select(names)), count + 1)
+            count += len(batch)
 
 
-def _document(record: Any, column: str, path: Path, number: int) -> Document | Bad:
+def _rows(batch: Any) -> Iterable[Any]:
+    """The rows of a batch of pyarrow; a text that is not UTF-8 makes one row unreadable, not the batch."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        return [_row(batch, index) for index in range(len(batch))]
+
+
+def _row(batch: Any, index: int) -> Any:
+    try:
+        return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
+    except UnicodeDecodeError as error:
+        return _Unreadable(f"not UTF-8: byte {error.start} of a column")
+
+
+def _document(record: Any, place: Place, column: str) -> Document | Bad:
     if not isinstance(record, dict) or column not in record:
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        return Bad(str(path), number, f"no column {column!r}; it has {keys}")
+        return Bad(*place, f"no column {column!r}; it has {keys}")
     value = record[column]
     if _is_document(value):
         return value
-    return Bad(str(path), number, f"column {column!r} holds neither text nor a list of messages")
+    return Bad(*place, f"column {column!r} holds neither text nor a list of messages")
 
 
 def _is_document(value: Any) -> bool:
-    if isinstance(value, str):
-        return bool(value.strip())
+    return bool(value.strip()) if isinstance(value, str) else _is_chat(value)
+
+
+def _is_chat(value: Any) -> bool:
+    """Whether a value is messages: each has a role, and a content or calls of functions."""
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+        and all(isinstance(m, dict) and "role" in m and ("content" in m or "tool_calls" in m) for m in value)
     )
 
 
-def _pair(record: Any, columns: DpoSection, path: Path, number: int) -> Pair | Bad:
+def _pair(record: Any, place: Place, columns: DpoSection) -> Pair | Bad:
     for column in (columns.chosen, columns.rejected):
-        found = _document(record, column, path, number)
-        if isinstance(found, Bad):
-            return found
+        content = _document(record, place, column)
+        if isinstance(content, Bad):
+            return content
     chosen, rejected = record[columns.chosen], record[columns.rejected]
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        return Bad(str(path), number, f"columns {columns.chosen!r} and {columns.rejected!r} hold text and messages")
     prompt = record.get(columns.prompt) or ""
-    if isinstance(chosen, str) and not (isinstance(prompt, str) and prompt):
-        return Bad(str(path), number, f"no text in column {columns.prompt!r}, which comes before both answers")
-    if not isinstance(chosen, str) and not all(a[-1]["role"] == "assistant" for a in (chosen, rejected)):
-        return Bad(str(path), number, "the last message of an answer is not the assistant's")
-    return Pair(prompt if isinstance(prompt, str) else "", chosen, rejected)
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        return Bad(*place, f"columns {columns.chosen!r} and {columns.rejected!r} hold text and messages")
+    if not isinstance(prompt, str) and not _is_chat(prompt):
+        return Bad(*place, f"column {columns.prompt!r} holds neither text nor a list of messages")
+    if isinstance(prompt, str) and isinstance(chosen, str):
+        if not prompt:
+            return Bad(*place, f"no text in column {columns.prompt!r}, which comes before both answers")
+        return Pair(prompt, chosen, rejected)
+    chats = [_conversation(prompt, answer) for answer in (chosen, rejected)]
+    if not all(chat[-1]["role"] == "assistant" for chat in chats):
+        return Bad(*place, "the last message of an answer is not the assistant's")
+    return Pair("", *chats)
+
+
+def _conversation(prompt: str | list[dict[str, Any]], answer: Document) -> list[dict[str, Any]]:
+    """A prompt and an answer as one chat. An answer that is a whole chat, as in UltraFeedback, holds its prompt."""
+    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if isinstance(prompt, str):
+        before = [{"role": "user", "content": prompt}] if prompt and turns[0]["role"] == "assistant" else []
+    else:
+        before = [] if turns[: len(prompt)] == prompt else prompt
+    return [*before, *turns]

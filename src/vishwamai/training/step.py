@@ -79,7 +79,7 @@ def update_rule(
     update = optimizer(config.optimizer, config.steps, params, ranks)
     if config.precision != "fp8":
         return update, None
-    scaled = FP8Optimizer(update, ranks=ranks, axes=axes, **dataclasses.asdict(config.fp8))
+    scaled = FP8Optimizer(inner=update, ranks=ranks, axes=axes, **dataclasses.asdict(config.fp8))
     return scaled, scaled.attach
 
 

@@ -6,17 +6,19 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vishwamai.core import caches
-from vishwamai.core.errors import ConfigError
-from vishwamai.training.chat import TrainingTemplate
-from vishwamai.training.config import DataSection, DpoSection, SourceSection, TokenizerSection
-from vishwamai.training.sources import Bad, Document, Pair, documents, pairs
+from vishwamai.core.errors import ConfigError, ShapeError, UnsupportedError
+from vishwamai.models.tokenizer import special_tokens
+from vishwamai.training.chat import Span, TrainingTemplate, end_of_text, tokenizer_path, tokenizer_settings
+from vishwamai.training.config import DataSection, DpoSection, SourceSection, TokenizerSection, TrainConfig
+from vishwamai.training.sources import Bad, Document, Pair, Place, documents, placed_documents, placed_pairs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,7 +31,7 @@ class Tokens:
     """The documents of one source.
 
     Attributes:
-      tokens: uint16 or uint32 `[tokens]`, each document with the end-of-text token after it.
+      tokens: uint16 or uint32 `[tokens]`, each document with its end after it.
       offsets: int64 `[documents + 1]`, where each document begins.
       targets: bool `[tokens]`, the tokens that count in the loss; None if all do.
     """
@@ -39,41 +41,110 @@ class Tokens:
     targets: np.ndarray | None
 
 
-def make_tokenizer(section: TokenizerSection, sources: Iterable[SourceSection]) -> Tokenizer:
-    """The tokenizer that a configuration names, or a byte-level BPE trained on its sources.
+def make_tokenizer(config: TrainConfig) -> Tokenizer:
+    """The tokenizer of a run: that of `tokenizer_path`, or a byte-level BPE trained on the sources.
 
     Raises:
       ConfigError: there is no tokenizer.json, or it lacks the end-of-text token.
     """
     import tokenizers
 
-    if section.path is None:
-        made = _train(section, sources)
+    path, end = tokenizer_path(config), end_of_text(config)
+    if path is None:
+        made = _train(config.tokenizer, end, config.data.sources)
     else:
-        path = Path(section.path)
-        path = path / "tokenizer.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ConfigError(f"config: tokenizer.path is {section.path!r}, but {path} is not a file.")
-        made = tokenizers.Tokenizer.from_file(str(path))
-    if made.token_to_id(section.end_of_text) is None:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            key = "model.start_from" if config.tokenizer.path is None else "tokenizer.path"
+            raise ConfigError(f"config: {key} is {str(path)!r}, but {file} is not a file; set tokenizer.path.")
+        made = tokenizers.Tokenizer.from_file(str(file))
+        made.no_truncation()
+        made.no_padding()
+    if made.token_to_id(end) is None:
         raise ConfigError(
-            f"config: tokenizer.end_of_text is {section.end_of_text!r}, which {section.path} does not contain; name "
-            "its own end token."
+            f"config: tokenizer.end_of_text is {end!r}, which {path} does not contain; name its own end token."
         )
     return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """How texts become documents.
+
+    Attributes:
+      tokenizer: the encoder.
+      end: id of the end-of-text token.
+      begin: ids before a text; that of BOS, or none.
+      begin_chats: a chat gets them too, unless its template has written them. Templates do where a chat has a BOS.
+    """
+
+    tokenizer: Tokenizer
+    end: int
+    begin: tuple[int, ...] = ()
+    begin_chats: bool = False
+
+    @classmethod
+    def of(cls, config: TrainConfig, tokenizer: Tokenizer) -> Encoding:
+        """The encoding of a configuration, which `tokenizer.add_bos` changes.
+
+        Raises:
+          ConfigError: `tokenizer.add_bos` is set, and the tokenizer has no BOS.
+        """
+        asked = config.tokenizer.add_bos
+        begin = first_tokens(tokenizer)
+        if asked is False:
+            begin = ()
+        elif asked and not begin:
+            name = special_tokens(tokenizer_settings(config)).get("bos_token")
+            number = None if name is None else tokenizer.token_to_id(name)
+            if number is None:
+                raise ConfigError(
+                    "config: tokenizer.add_bos=true, but the tokenizer has no `bos_token` in tokenizer_config.json; "
+                    "set tokenizer.add_bos to null."
+                )
+            begin = (number,)
+        end = tokenizer.token_to_id(end_of_text(config))
+        assert end is not None  # `make_tokenizer` says so
+        return cls(tokenizer, end, begin, bool(asked))
+
+    def __call__(self, texts: Sequence[Rendered]) -> Iterator[tuple[list[int], list[bool]]]:
+        """Ids of each text with what begins and ends it, and which of them count in the loss."""
+        encoded = self.tokenizer.encode_batch([one.text for one in texts], add_special_tokens=False)
+        added = self.tokenizer.get_added_tokens_decoder()
+        closings = tuple(token.content for token in added.values())
+        for one, tokens in zip(texts, encoded):
+            ids = list(tokens.ids)
+            counted = [any(a < end and begin < b for begin, end in one.spans) for a, b in tokens.offsets]
+            if not one.is_chat or (self.begin_chats and tuple(ids[: len(self.begin)]) != self.begin):
+                ids, counted = [*self.begin, *ids], [False] * len(self.begin) + counted
+            if not (one.is_chat and one.text.rstrip().endswith(closings)):  # the template has not ended the turn
+                ids, counted = [*ids, self.end], [*counted, one.ends]
+            yield ids, counted
+
+
+def first_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that a tokenizer puts before a text, such as that of BOS.
+
+    >>> from tokenizers import Tokenizer, models
+    >>> first_tokens(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    ()
+    """
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    ids = tokenizer.encode("a").ids
+    starts = (i for i in range(len(ids) - len(plain) + 1) if ids[i : i + len(plain)] == plain)
+    return tuple(ids[: next(starts, 0)])
 
 
 def write_tokens(
     source: SourceSection,
     data: DataSection,
-    tokenizer: Tokenizer,
-    end_of_text: str,
+    encoding: Encoding,
     folder: Path,
     preferences: DpoSection | None = None,
     template: TrainingTemplate | None = None,
 ) -> list[Bad]:
     """Tokenizes a source into `folder`; with `preferences`, each pair as two documents, the preferred one first, of
-    which the last answer counts. Chats become text by `template`.
+    which the answer counts. Chats become text by `template`.
 
     Returns:
       The records that could not be read; `folder/bad.txt` names them too.
@@ -83,30 +154,34 @@ def write_tokens(
       DeviceError: a file cannot be written, such as on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    end = tokenizer.token_to_id(end_of_text)
     bad: list[Bad] = []
     lengths: list[int] = []
     whole = True
-    dtype = _dtype(tokenizer.get_vocab_size())
-    found = documents(source) if preferences is None else pairs(source, preferences)
-    encoded = _encoded(_good(found, data.max_bad_records, bad), tokenizer, template)
+    dtype = _dtype(encoding.tokenizer.get_vocab_size())
+    records = placed_documents(source) if preferences is None else placed_pairs(source, preferences)
+    rendered = _good(records, template, data.max_bad_records, bad)
+    longest = None if preferences is None else data.sequence_length
     with (
         caches.writing(folder / "tokens.bin", "train"),
         (folder / "tokens.bin").open("wb") as tokens,
         (folder / "targets.bin").open("wb") as targets,
     ):
-        for document in encoded if preferences is None else _fitting(encoded, data, source, bad):
+        for place, document in _encoded(rendered, encoding):
+            size = sum(len(ids) for ids, _ in document)
+            if longest is not None and size > longest:
+                reason = f"the pair has {size} tokens, more than data.sequence_length={longest}"
+                _add_bad(Bad(*place, reason), data.max_bad_records, bad)
+                continue
             for ids, counted in document:
-                tokens.write(np.asarray([*ids, end], dtype).tobytes())  # `tofile` does not say why it fails
-                targets.write(np.asarray([*counted, True], bool).tobytes())
-                lengths.append(len(ids) + 1)
-                whole = whole and all(counted)
+                tokens.write(np.asarray(ids, dtype).tobytes())  # `tofile` does not say why it fails
+                targets.write(np.asarray(counted, bool).tobytes())
+                lengths.append(len(ids))
+                whole = whole and all(counted[1:])  # the first token is never a label
     with caches.writing(folder / "bad.txt", "train"):
         caches.write(folder / "bad.txt", "".join(f"{b}\n" for b in bad))
     if not lengths:
-        raise ConfigError(
-            f"data: {list(source.paths)} has no document; {len(bad)} records could not be read: {bad[:3]}"
-        )
+        named = "".join(f"\n  {b}" for b in bad[:3])
+        raise ConfigError(f"data: {list(source.paths)} has no document; {len(bad)} records could not be read:{named}")
     if whole and preferences is None:
         (folder / "targets.bin").unlink()
     with caches.writing(folder / "offsets.npy", "train"):
@@ -118,14 +193,21 @@ def write_tokens(
 
 
 def check_template(source: SourceSection, template: TrainingTemplate | None, preferences: DpoSection | None) -> None:
-    """Whether the first document of a source becomes text.
+    """Whether one of the first documents of a source becomes text.
 
-    Raises: as `TrainingTemplate.render`; and ConfigError where it is a chat, and there is no template.
+    Raises: as `TrainingTemplate.render`; and ConfigError where a document is a chat, and there is no template.
     """
-    found = documents(source) if preferences is None else pairs(source, preferences)
-    first = next((record for record in itertools.islice(found, _BATCH) if not isinstance(record, Bad)), None)
-    if first is not None:
-        _render(first, template)
+    records = placed_documents(source) if preferences is None else placed_pairs(source, preferences)
+    failure = None
+    for _, record in itertools.islice(records, _BATCH):
+        if not isinstance(record, Bad):
+            try:
+                _render(record, template)
+                return
+            except (ShapeError, UnsupportedError) as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 _ARRAYS = ("tokens.bin", "targets.bin", "offsets.npy")
@@ -163,20 +245,47 @@ def _dtype(vocab: int) -> Any:
     return np.uint16 if vocab <= np.iinfo(np.uint16).max + 1 else np.uint32
 
 
-_Encoded = list[tuple[list[int], list[bool]]]
-"""The texts of a document, one or a pair: ids, and which of them count in the loss."""
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """A document as text.
+
+    Attributes:
+      text: the document.
+      spans: the characters that count in the loss.
+      is_chat: a template has written it.
+      ends: its end-of-text token, where it gets one, counts in the loss.
+    """
+
+    text: str
+    spans: list[Span]
+    is_chat: bool = False
+    ends: bool = True
 
 
-def _good(found: Iterable[Any], limit: int, bad: list[Bad]) -> Iterator[Any]:
-    for record in found:
+def _good(
+    records: Iterable[tuple[Place, Document | Pair | Bad]],
+    template: TrainingTemplate | None,
+    limit: int,
+    bad: list[Bad],
+) -> Iterator[tuple[Place, list[Rendered]]]:
+    """The records that become text, one or a pair each; the others go to `bad`."""
+    for place, record in records:
         if not isinstance(record, Bad):
-            yield record
-            continue
-        bad.append(record)
-        _check_bad(bad, limit)
+            try:
+                texts = _render(record, template)
+                for one in texts:
+                    one.text.encode()
+                yield place, texts
+                continue
+            except UnicodeEncodeError as error:
+                record = Bad(*place, f"not Unicode: a lone surrogate at character {error.start}")
+            except (ShapeError, UnsupportedError) as error:
+                record = Bad(*place, str(error).splitlines()[0])
+        _add_bad(record, limit, bad)
 
 
-def _check_bad(bad: list[Bad], limit: int) -> None:
+def _add_bad(record: Bad, limit: int, bad: list[Bad]) -> None:
+    bad.append(record)
     if len(bad) > limit:
         named = "\n  ".join(str(b) for b in bad[:5])
         raise ConfigError(
@@ -184,61 +293,46 @@ def _check_bad(bad: list[Bad], limit: int) -> None:
         )
 
 
-def _fitting(found: Iterable[_Encoded], data: DataSection, source: SourceSection, bad: list[Bad]) -> Iterator[_Encoded]:
-    """The pairs that fit into a row; the others are bad records."""
-    for number, pair in enumerate(found, 1):
-        size = sum(len(ids) + 1 for ids, _ in pair)
-        if size <= data.sequence_length:
-            yield pair
-            continue
-        reason = f"pair {number} has {size} tokens, more than data.sequence_length={data.sequence_length}"
-        bad.append(Bad(", ".join(source.paths), 0, reason))
-        _check_bad(bad, data.max_bad_records)
+_Encoded = list[tuple[list[int], list[bool]]]
+"""The texts of a document, one or a pair: ids, and which of them count in the loss."""
 
 
-def _encoded(
-    found: Iterator[Document | Pair], tokenizer: Tokenizer, template: TrainingTemplate | None
-) -> Iterator[_Encoded]:
-    while batch := list(itertools.islice(found, _BATCH)):
-        rendered = [_render(document, template) for document in batch]
-        texts = [text for document in rendered for text, _ in document]
-        encoded = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
-        for document in rendered:
-            made = []
-            for (_, spans), one in zip(document, encoded):
-                made.append((one.ids, [any(a < end and begin < b for begin, end in spans) for a, b in one.offsets]))
-            yield made
+def _encoded(records: Iterator[tuple[Place, list[Rendered]]], encoding: Encoding) -> Iterator[tuple[Place, _Encoded]]:
+    while batch := list(itertools.islice(records, _BATCH)):
+        encoded = encoding([text for _, texts in batch for text in texts])
+        for place, texts in batch:
+            yield place, list(itertools.islice(encoded, len(texts)))
 
 
-_Rendered = tuple[str, list[tuple[int, int]]]
-
-
-def _render(document: Document | Pair, template: TrainingTemplate | None) -> list[_Rendered]:
+def _render(document: Document | Pair, template: TrainingTemplate | None) -> list[Rendered]:
     """The texts of a document, one or a pair, each with the spans of characters that count in the loss."""
-    if isinstance(document, Pair):
-        return [_answer(document.prompt, answer, template) for answer in (document.chosen, document.rejected)]
     if isinstance(document, str):
-        return [(document, [(0, len(document))])]
-    return [_chat(document, template)]
+        return [Rendered(document, [(0, len(document))])]
+    if not isinstance(document, Pair):
+        return [_chat(document, template)]
+    answers, prompt = (document.chosen, document.rejected), document.prompt
+    if isinstance(document.chosen, str):
+        texts = [f"{prompt}{answer}" for answer in answers]
+        return [Rendered(text, [(len(prompt), len(text))]) for text in texts]
+    chats = [_chat(answer, template) for answer in answers if not isinstance(answer, str)]
+    common = len(os.path.commonprefix([chat.text for chat in chats]))  # the prompt, and words that both begin with
+    return [
+        dataclasses.replace(chat, spans=[span for span in chat.spans if span[1] > common] or chat.spans[-1:])
+        for chat in chats
+    ]
 
 
-def _answer(prompt: str, answer: Document, template: TrainingTemplate | None) -> _Rendered:
-    if isinstance(answer, str):
-        return prompt + answer, [(len(prompt), len(prompt) + len(answer))]
-    text, spans = _chat(answer, template)
-    return text, spans[-1:]
-
-
-def _chat(messages: list[dict[str, Any]], template: TrainingTemplate | None) -> _Rendered:
+def _chat(messages: list[dict[str, Any]], template: TrainingTemplate | None) -> Rendered:
     if template is None:
         raise ConfigError(
             "config: the sources hold chat messages, and the tokenizer that the run takes has no chat template; set "
             "data.chat_template to a Jinja file."
         )
-    return template.render(messages)
+    text, spans = template.render(messages)
+    return Rendered(text, spans, is_chat=True, ends=messages[-1]["role"] == "assistant")
 
 
-def _train(section: TokenizerSection, sources: Iterable[SourceSection]) -> Tokenizer:
+def _train(section: TokenizerSection, end: str, sources: Iterable[SourceSection]) -> Tokenizer:
     """A byte-level BPE (Sennrich et al., 2016; the bytes as in GPT-2), which can write any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -247,7 +341,7 @@ def _train(section: TokenizerSection, sources: Iterable[SourceSection]) -> Token
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=section.vocab_size,
-        special_tokens=[section.end_of_text],
+        special_tokens=[end],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -263,8 +357,17 @@ def _sample(limit: int, sources: Iterable[SourceSection]) -> Iterator[str]:
         for document in documents(source):
             if isinstance(document, Bad):
                 continue
-            text = document if isinstance(document, str) else "\n".join(str(m["content"]) for m in document)
+            text = document if isinstance(document, str) else "\n".join(map(_words, document))
+            text = text.encode("utf-8", "ignore").decode()  # without lone surrogates
             yield text
             left -= len(text.encode())
             if left <= 0:
                 break
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    """The text of a message, whose content may be a list of parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""

