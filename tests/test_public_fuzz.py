@@ -13,7 +13,7 @@ RESULTS = {  # classes that users are given, and do not make
     "CodeTensor", "PackedQTensor", "PackedWeight", "QTensor", "Allocation", "MemorySettings", "MemoryStats",
     "Estimate", "Measurement", "DataParallelConfig", "KernelLayout", "MemoryLayout", "XlaReport",
     "ProfileResults", "RuntimeConfig", "FlagTrial", "FlagTuning",
-    "ArrayPlace", "ExchangeEstimate", "OverlapEstimate", "Processes", "ShardingTable", "Span", "SplitAttentionEstimate",
+    "AdaptiveSharding", "ArrayChoice", "ArrayPlace", "PlacementChange", "ExchangeEstimate", "OverlapEstimate", "Processes", "ShardingTable", "Span", "SplitAttentionEstimate",
     "Timeline",
 }  # fmt: skip
 RESULTS |= {

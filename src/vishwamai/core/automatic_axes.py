@@ -55,7 +55,7 @@ def automatic_assignment(
     >>> automatic_assignment(gemm, [(1, 8, 4), (1, 4, 6)], frozenset(("m", "n")), {"data": 4, "model": 2})
     {'m': ('data',), 'n': ('model',)}
     """
-    found: Assignment = {}
+    assignment: Assignment = {}
 
     def divides(factor: str, ways: int) -> bool:
         extents = [
@@ -68,11 +68,11 @@ def automatic_assignment(
 
     for axis, size in sizes.items():
         for factor in _OF_COLUMNS if axis in COLUMNS else _OF_ROWS:
-            ways = math.prod(sizes[name] for name in found.get(factor, ())) * size
+            ways = math.prod(sizes[name] for name in assignment.get(factor, ())) * size
             if factor in splittable and divides(factor, ways):
-                found[factor] = (*found.get(factor, ()), axis)
+                assignment[factor] = (*assignment.get(factor, ()), axis)
                 break
-    return found
+    return assignment
 
 
 def over_automatic_axes(
@@ -94,24 +94,32 @@ def over_automatic_axes(
     def call(*arguments: Any) -> Any:
         leaves, arguments_def = jax.tree.flatten(arguments)
         sizes = {axis: mesh.shape[axis] for axis in automatic if mesh.shape[axis] > 1}
-        found = automatic_assignment(argument_dims, [leaf.shape for leaf in leaves], axes.splittable, sizes)
-        said = ", ".join(f"{factor} over {', '.join(split)}" for factor, split in found.items()) or "nothing is split"
-        observe.note(f"{name} over automatic mesh axes {', '.join(sizes)}, on TPU: {said}, by the names of the axes.")
+        assignment = automatic_assignment(argument_dims, [leaf.shape for leaf in leaves], axes.splittable, sizes)
+        parts = [f"{factor} over {', '.join(split)}" for factor, split in assignment.items()] or ["nothing is split"]
+        observe.note(
+            f"{name} over automatic mesh axes {', '.join(sizes)}, on TPU: {', '.join(parts)}, by the names of the axes."
+        )
         carried = [
             {factor for factor, extent in zip(names, shape.shape, strict=True) if extent != 1}
             for names, shape in zip(result_dims, shapes, strict=True)
         ]
 
         def local(*shards: Any) -> Any:
-            made = function(*jax.tree.unflatten(arguments_def, shards))
-            return tuple(jax.tree.leaves(reduce_missing(made, carried, found)))
+            outputs = function(*jax.tree.unflatten(arguments_def, shards))
+            return tuple(jax.tree.leaves(reduce_missing(outputs, carried, assignment)))
 
-        in_specs = tuple(spec_of(names, leaf.shape, found) for names, leaf in zip(argument_dims, leaves, strict=True))
-        out_specs = tuple(spec_of(names, s.shape, found) for names, s in zip(result_dims, shapes, strict=True))
+        def specs(dims: Sequence[Factors], arrays: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(spec_of(names, x.shape, assignment) for names, x in zip(dims, arrays, strict=True))
+
         # Inside the caller's own shard_map the mesh is that of the context.
         context = None if not jax.sharding.get_abstract_mesh().empty else mesh
         split = jax.shard_map(
-            local, mesh=context, in_specs=in_specs, out_specs=out_specs, axis_names=set(automatic), check_vma=False
+            local,
+            mesh=context,
+            in_specs=specs(argument_dims, leaves),
+            out_specs=specs(result_dims, shapes),
+            axis_names=set(automatic),
+            check_vma=False,
         )
         return jax.tree.unflatten(treedef, split(*leaves))
 

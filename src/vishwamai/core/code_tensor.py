@@ -4,7 +4,7 @@
 codebook, such as NF4's (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023).
 
 Codes are stored as planes of bits: bit j of byte i of plane p is bit p of the code of row 8 i + j. So every number of
-bits takes as many bits of memory, and a level is found by selections on bits instead of a gather.
+bits takes as many bits of memory, and a level is values by selections on bits instead of a gather.
 """
 
 from __future__ import annotations
@@ -201,16 +201,16 @@ def _levels(codes: Any, form: CodeFormat) -> Any:
     if form.codebook is None or bits > _SELECTED_BITS:
         total = functools.reduce(jnp.bitwise_or, (plane(p) << p for p in range(bits)))
         if form.codebook is None:
-            found = total.astype(jnp.float32) + form.levels[0]
+            values = total.astype(jnp.float32) + form.levels[0]
         else:
-            found = jnp.asarray(form.levels, jnp.float32)[total]
+            values = jnp.asarray(form.levels, jnp.float32)[total]
     else:
-        found = [jnp.float32(level) for level in form.levels]
-        found += found[-1:] * (2**bits - len(found))  # codes that do not occur
+        values = [jnp.float32(level) for level in form.levels]
+        values += values[-1:] * (2**bits - len(values))  # codes that do not occur
         for p in range(bits):
-            found = [jnp.where(plane(p) != 0, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
-        (found,) = found
-    return found.reshape(*lead, rows * 8, columns)
+            values = [jnp.where(plane(p) != 0, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+        (values,) = values
+    return values.reshape(*lead, rows * 8, columns)
 
 
 def planes(codes: Any, bits: int) -> Any:

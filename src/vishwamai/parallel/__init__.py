@@ -11,6 +11,8 @@ from vishwamai.ops.attention.split_times import SplitAttentionEstimate, estimate
 from vishwamai.ops.attention.ulysses import ulysses_attention
 from vishwamai.ops.moe.exchange import all_to_all_grouped_gemm, grouped_gemm_all_to_all
 from vishwamai.ops.moe.exchange_times import ExchangeEstimate, estimate_exchange
+from vishwamai.ops.moe.placement import ExpertPlacement, PlacementChange, move_experts, place_experts
+from vishwamai.parallel.adaptive import AdaptiveSharding, ArrayChoice, adaptive_sharding
 from vishwamai.parallel.data_parallel import DataParallelConfig, configure_data_parallel
 from vishwamai.parallel.layout import KernelLayout, MemoryLayout, optimize_kernel_layout, optimize_memory_layout
 from vishwamai.parallel.mesh import configure_tpu_mesh, make_mesh
@@ -23,21 +25,26 @@ from vishwamai.parallel.pipeline.simulate import ActionTimes, Span, Timeline, si
 from vishwamai.parallel.placement import ArrayPlace, ShardingTable, explain_sharding, validate_sharding
 from vishwamai.parallel.processes import Processes, initialize
 from vishwamai.parallel.products import all_gather_gated_linear_unit, all_gather_gemm, gemm_reduce_scatter
-from vishwamai.parallel.rules import LogicalRules, shard, shardings
+from vishwamai.parallel.rules import LogicalRules, shardings
+from vishwamai.parallel.shard import shard
 from vishwamai.parallel.tensor import copy_to_shards, sum_of_shards
 
 __all__ = [
     "Action",
     "ActionTimes",
+    "AdaptiveSharding",
+    "ArrayChoice",
     "ArrayPlace",
     "AxisLinks",
     "DataParallelConfig",
     "ExchangeEstimate",
+    "ExpertPlacement",
     "KernelLayout",
     "LogicalRules",
     "MemoryLayout",
     "OverlapEstimate",
     "PipelineScheduler",
+    "PlacementChange",
     "Processes",
     "Schedule",
     "ScheduleError",
@@ -45,6 +52,7 @@ __all__ = [
     "Span",
     "SplitAttentionEstimate",
     "Timeline",
+    "adaptive_sharding",
     "all_gather_gated_linear_unit",
     "all_gather_gemm",
     "all_to_all_grouped_gemm",
@@ -65,9 +73,11 @@ __all__ = [
     "initialize",
     "make_mesh",
     "merge_shards",
+    "move_experts",
     "optimize_kernel_layout",
     "optimize_memory_layout",
     "pipelined_loss",
+    "place_experts",
     "place_parts",
     "ring_attention",
     "shard",

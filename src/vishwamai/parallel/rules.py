@@ -145,48 +145,6 @@ class LogicalRules(Mapping[str, tuple[str, ...]]):
 
 
 @checked
-def shard(tree: Any, mesh: Mesh, rules: LogicalRules, axes: Mapping[str, Names] | None = None) -> Any:
-    """The tree with every array laid out over the mesh as the rules say.
-
-    Where the names of an array's axes come from: `axes` has them by the end of its path, "query" or "attention/query";
-    the longest end that fits counts. The names are those of the *last* axes, so one entry serves the layers of a stack,
-    and an optimizer's moments, whose paths end alike. A tree that knows its own, such as `vishwamai.models.Decoder`,
-    has them in `logical_axes` and needs no `axes`.
-
-    Args:
-      tree: arrays, or `jax.ShapeDtypeStruct`s, which get their sharding and no memory. Scalars go to every device.
-      mesh: of `make_mesh`, for example.
-      rules: mesh axes by logical name.
-      axes: names by the end of a path; None for `tree.logical_axes`.
-
-    Returns:
-      A tree of the same structure. With several processes every process passes the same values.
-
-    Raises:
-      ShapeError: an array has no names; a name is not in the rules; an array would be split twice by one mesh axis; or
-        a size does not divide. The text has the array's path and the fix.
-
-    >>> from vishwamai.parallel import make_mesh
-    >>> mesh = make_mesh("fsdp=1,tensor=1", devices=jax.devices()[:1])
-    >>> rules = LogicalRules({"embed": "fsdp", "mlp": "tensor"})
-    >>> weights = {"layers": [{"up": np.ones((8, 16))}, {"up": np.ones((8, 16))}]}
-    >>> shard(weights, mesh, rules, {"up": ("embed", "mlp")})["layers"][0]["up"].sharding.spec
-    P('fsdp', 'tensor')
-    >>> shard(weights, mesh, rules, {"down": ("mlp", "embed")})
-    Traceback (most recent call last):
-    vishwamai.core.errors.ShapeError: shard: layers/0/up of shape (8, 16) has no names; pass `axes={"up": (name, name)}`
-    with a logical name or None for each of its last axes.
-    """
-
-    def put(leaf: Any, sharding: NamedSharding) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
-        return jax.device_put(leaf, sharding)
-
-    return jax.tree.map(put, tree, shardings(tree, mesh, rules, axes))
-
-
-@checked
 def shardings(tree: Any, mesh: Mesh, rules: LogicalRules, axes: Mapping[str, Names] | None = None) -> Any:
     """The sharding of every array of a tree, as `shard` lays it out: for `out_shardings` of `jax.jit`, or a restore.
 
@@ -238,6 +196,14 @@ def path_text(path: Any) -> str:
     # A variable of Flax NNX is a node of its own, whose leaf is its `value`.
     inner = path[:-1] if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value") else path
     return jax.tree_util.keystr(inner, simple=True, separator="/")
+
+
+def names_of(tree: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of every array of a tree, checked."""
+    found = [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    for where, leaf in found:
+        _check_leaf(where, leaf)
+    return found
 
 
 def _names(path: str, axes: Mapping[str, Names]) -> Names | None:

@@ -21,6 +21,7 @@ from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.sharding import mesh_axis_size
 from vishwamai.core.spec import ArraySpec, array_spec, as_array
+from vishwamai.core.value_checks import check_values
 from vishwamai.core.weight import Weight
 from vishwamai.ops.moe import parallel
 from vishwamai.ops.moe.dispatch import capacity_of, moe_combine, moe_dispatch
@@ -30,7 +31,7 @@ from vishwamai.ops.moe.routing import Routing, moe_routing
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
@@ -69,6 +70,7 @@ def moe_layer(
     exchange: str = "dense",
     exchange_factor: float | None = None,
     overlap: bool | None = None,
+    expert_places: Int[Array, " experts"] | None = None,
     implementation: str | None = None,
     config: Any = None,
     **routing_options: Any,
@@ -111,6 +113,9 @@ def moe_layer(
         (`vishwamai.parallel.all_to_all_grouped_gemm`), over two axes those of the outer one; such a layer is
         differentiable once. False sends them all before the products, and so does "ragged". None lets the model of the
         links decide, which knows TPUs alone; `vishwamai.explain` gives both times.
+      expert_places: `[E]`, where each expert's weights and biases lie among the E places of all devices
+        (`vishwamai.parallel.ExpertPlacement.places`); None for the experts' own order. The result is the same, but that
+        an `exchange_factor` drops what is beyond it of other devices.
       implementation: of the grouped products.
       config: of the grouped products.
       **routing_options: of `moe_routing`: scoring, bias, logit_bias, normalize, scale, num_groups, top_groups,
@@ -140,6 +145,8 @@ def moe_layer(
     gate_bias, up_bias, down_bias = _biases(biases, gate, up, down)
     check_limit(activation, gate, limit)
     routing = moe_routing(tokens, router_weights, top_k=top_k, axis_name=axes, **routing_options)
+    places = None if expert_places is None else _places(expert_places, routing.expert_counts.shape[0])
+    placed = routing if places is None else _placed(routing, places)
     x = tokens.reshape(-1, tokens.shape[-1])
 
     first = ((up, up_bias),) if gate is None else ((gate, gate_bias), (up, up_bias))
@@ -156,8 +163,8 @@ def moe_layer(
         return grouped_products(hidden, last, group_sizes, config, implementation)[0]
 
     if axes is None:
-        dispatch = moe_dispatch(x, routing, capacity_factor=capacity_factor)
-        out = moe_combine(experts(dispatch.rows, dispatch.group_sizes), dispatch, routing)
+        dispatch = moe_dispatch(x, placed, capacity_factor=capacity_factor)
+        out = moe_combine(experts(dispatch.rows, dispatch.group_sizes), dispatch, placed)
         dropped = dispatch.dropped
     else:
         size, local = jax.lax.axis_size(axes), experts_spec(up).shape[0]
@@ -173,12 +180,35 @@ def moe_layer(
             way = there_and_back if len(axes) == 1 else functools.partial(there_and_back_over_two, axes)
             travel = functools.partial(way, pieces, first=first, unit=unit, last=last)
         if capacity_factor is not None:
-            out, dropped = parallel.with_capacity(x, routing, axes, capacity_factor, local, experts, travel)
+            out, dropped = parallel.with_capacity(x, placed, axes, capacity_factor, local, experts, travel)
         elif exchange == "dense":
-            out, dropped = parallel.dense(x, routing, axes, exchange_factor, local, experts, travel)
+            out, dropped = parallel.dense(x, placed, axes, exchange_factor, local, experts, travel)
         else:
-            out, dropped = parallel.ragged(x, routing, axes, exchange_factor, local, experts)
+            out, dropped = parallel.ragged(x, placed, axes, exchange_factor, local, experts)
     return MoEOutput(out.reshape(tokens.shape), routing, dropped)
+
+
+def _places(expert_places: Any, experts: int) -> jax.Array:
+    """`expert_places`, checked where its values are known."""
+    places = as_array("moe_layer", "expert_places", expert_places)
+    if places.shape != (experts,) or not jnp.issubdtype(places.dtype, jnp.integer):
+        raise ShapeError(
+            f"moe_layer: `expert_places` is {places.dtype.name} of shape {places.shape}; pass integers of shape "
+            f"({experts},), the place of each expert."
+        )
+    check_values(_check_permutation, places)
+    return places.astype(jnp.int32)
+
+
+def _check_permutation(places: Any) -> None:
+    if sorted(places.tolist()) != list(range(len(places))):
+        raise ShapeError(f"moe_layer: `expert_places` is {places.tolist()}; pass each place once.")
+
+
+def _placed(routing: Routing, places: jax.Array) -> Routing:
+    """The routing in terms of places."""
+    counts = jnp.zeros_like(routing.expert_counts).at[places].set(routing.expert_counts, unique_indices=True)
+    return routing._replace(experts=places[routing.experts], expert_counts=counts)
 
 
 def _weight(name: str, x: Any) -> Any:
