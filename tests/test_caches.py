@@ -3,7 +3,9 @@
 import functools
 import json
 import os
+import pathlib
 import pwd
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,7 +94,7 @@ def test_directories(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("homeless")
 def test_without_a_home_nothing_is_kept_and_that_is_said_once(compiled):
-    assert [caches.cache_directory(cache) for cache in caches.CACHES] == [None] * 3
+    assert [caches.cache_directory(cache) for cache in caches.CACHES] == [None] * 4
     with pytest.warns(CacheWarning, match="no home directory to keep the aot cache in; set VISHWAMAI_AOT_CACHE"):
         assert rejections() == 2
     with warnings.catch_warnings():
@@ -116,7 +118,7 @@ def test_without_a_home_kernels_are_chosen(capsys):
     with pytest.raises(DeviceError, match="set VISHWAMAI_TUNING_DIR to a directory"):
         tuning.writable_directory(None)
     assert main(["cache"]) == 0
-    assert capsys.readouterr().out.count("no home directory") == 3
+    assert capsys.readouterr().out.count("no home directory") == 4
 
 
 def test_dumps_are_kept(aot, compiled):
@@ -229,7 +231,7 @@ def test_the_command(aot, monkeypatch, tmp_path, capsys):
     assert main(["cache", "clear", "tuning"]) == 0
     assert not (tmp_path / "tables" / "v5e" / "toy.json").exists()
     assert main(["cache", "clear", "all"]) == 2
-    assert "there is no cache 'all'; name tuning, aot, jax" in capsys.readouterr().err
+    assert "there is no cache 'all'; name tuning, aot, jax, weights" in capsys.readouterr().err
 
 
 INTERRUPTED = """
@@ -274,3 +276,21 @@ def test_a_signal_ends_the_compilers_and_removes_their_files(tmp_path, aot, numb
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("vishwamai-")]
+
+
+def test_a_directory_that_another_process_removes_meanwhile_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(tmp_path))
+    for name in ("a" * 16, ".vishwamai-other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "answer").write_bytes(b"1234")
+    iterdir = pathlib.Path.iterdir
+
+    def vanishing(path):
+        if path.name == ".vishwamai-other":
+            shutil.rmtree(path, ignore_errors=True)
+        return iterdir(path)
+
+    monkeypatch.setattr(pathlib.Path, "iterdir", vanishing)
+    assert [entry.path.name for entry in caches.entries("aot")] == ["a" * 16]
+    caches.trim("aot", 0)
+    assert not list(tmp_path.glob("*"))

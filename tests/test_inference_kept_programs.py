@@ -2,7 +2,11 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import os
+import pickle
 import re
+import zlib
 
 import jax
 import numpy as np
@@ -128,15 +132,63 @@ def test_a_program_of_something_else_is_traced(cache, traced, monkeypatch):
 
 
 @rotation.takes_turns(5, 2)
+@pytest.mark.filterwarnings("ignore:.*it is compiled again")
 def test_a_damaged_program_is_made_again(cache, traced):
     made(compile="lazy")
-    for path in cache.iterdir():
-        path.write_bytes(path.read_bytes()[:-9])
-    for again in (True, False):
-        del traced[:]
-        engine = made(compile="lazy")
-        assert bool(traced) == again
+    assert cache.stat().st_mode & 0o777 == 0o700 and {p.stat().st_mode & 0o777 for p in cache.iterdir()} == {0o600}
+    for damage in (lambda data: data[:-9], lambda data: b"", lambda data: data[:40] + b"x" + data[41:]):
+        for path in cache.iterdir():
+            path.write_bytes(damage(path.read_bytes()))
+        for again in (True, False):
+            del traced[:]
+            engine = made(compile="lazy")
+            assert bool(traced) == again
     assert len(engine.generate(PROMPTS[:1], OPTIONS[0])[0].token_ids) == 6
+
+
+class Hostile:
+    def __reduce__(self):
+        return pytest.fail, ("code of another user ran",)
+
+
+def test_programs_that_others_could_have_written_are_not_loaded(cache, traced, monkeypatch):
+    """Pickles run code: a folder or a file that another user may write, or that is a link, is declined."""
+    made(compile="lazy")
+    paths = sorted(cache.iterdir())
+    content = zlib.compress(pickle.dumps((Hostile(), None)))
+
+    def poison():
+        for path in paths:
+            path.unlink(missing_ok=True)
+            path.write_bytes(hashlib.sha256(content).digest() + content)
+            path.chmod(0o600)
+
+    def linked():
+        for path in paths:
+            path.rename(cache.parent / path.name)
+            path.symlink_to(cache.parent / path.name)
+
+    changes = [lambda: cache.chmod(0o777), lambda: [path.chmod(0o602) for path in paths], linked]
+    for change in changes:
+        del traced[:]
+        cache.chmod(0o700)
+        poison()
+        change()
+        caches.warn_once.cache_clear()
+        with pytest.warns(CacheWarning, match="it is compiled again|not kept for the next start"):
+            made(compile="lazy")
+        assert traced
+    cache.chmod(0o700)
+    poison()
+    for path in [cache, *paths]:
+        if os.geteuid() == 0:
+            os.chown(path, 12345, -1)
+    with monkeypatch.context() as patch:
+        if os.geteuid() != 0:
+            patch.setattr("os.geteuid", lambda: 12345)
+        caches.warn_once.cache_clear()
+        with pytest.warns(CacheWarning, match="belongs to another user"):
+            made(compile="lazy")
 
 
 def test_what_jax_has_kept_is_compiled_anew(cache, traced, monkeypatch):

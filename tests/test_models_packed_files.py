@@ -1,6 +1,9 @@
-"""Packed weights kept beside their checkpoint are those that packing gives, and serve only what they were made of."""
+"""Packed weights kept in the user's cache are those that packing gives, and serve only what they were made of."""
 
 import collections
+import json
+import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -41,8 +44,15 @@ CONFIG = ModelConfig.from_dict(
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    save_pretrained(Decoder(CONFIG, rngs=nnx.Rngs(0), stacked=False), tmp_path)
-    return tmp_path
+    path = tmp_path / "model"
+    save_pretrained(Decoder(CONFIG, rngs=nnx.Rngs(0), stacked=False), path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VISHWAMAI_WEIGHTS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def load(directory: Path, quantize: str | None = None, keep: bool = True) -> tuple[Decoder, list[str]]:
@@ -63,7 +73,7 @@ def same(one: Decoder, other: Decoder) -> None:
 @pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
 def test_kept_weights_are_those_of_packing(quantize, directory, monkeypatch):
     packed, said = load(directory, quantize, keep=False)
-    assert not said and not (directory / ".vishwamai").exists()
+    assert not said and not any(path.is_dir() for path in directory.iterdir())
     made, said = load(directory, quantize)
     assert "packed weights are kept in" in said[0]
     with monkeypatch.context() as patched:
@@ -83,35 +93,98 @@ def test_an_engine_over_kept_weights_gives_the_same_tokens(directory):
     assert len(tokens[0]) == 8 and tokens[0] == tokens[1] == tokens[2]
 
 
-def test_weights_of_something_else_are_made_again(directory):
+BF16 = Form("bfloat16", None, False)
+
+
+def test_weights_of_something_else_are_made_again(directory, cache):
     load(directory)
-    kept = Form("bfloat16", None, False)
-    assert read_packed(directory, kept) is not None
+    assert read_packed(directory, BF16) is not None
     save_pretrained(Decoder(CONFIG, rngs=nnx.Rngs(1), stacked=False), directory)
-    assert read_packed(directory, kept) is None
+    assert read_packed(directory, BF16) is None
     again, said = load(directory)
     assert said
     same(again, load(directory, keep=False)[0])
     assert read_packed(directory, Form("float32", None, False)) is None
-    weights = kept.directory(directory) / "weights.bin"
-    weights.write_bytes(weights.read_bytes()[:-64])
-    assert read_packed(directory, kept) is None
-    (kept.directory(directory) / "index.json").write_text("{")
-    assert read_packed(directory, kept) is None
-    same(load(directory)[0], again)
-    assert [path.name for path in (directory / ".vishwamai").iterdir()] == [weights.parent.name]
+    assert len(list(cache.iterdir())) == 1  # what was made of the other weights is gone
+    assert {oct(path.stat().st_mode & 0o777) for path in cache.rglob("*") if path.is_file()} == {"0o600"}
+    assert (cache.stat().st_mode & 0o777, next(cache.iterdir()).stat().st_mode & 0o777) == (0o700, 0o700)
 
 
-def test_a_directory_that_cannot_be_written_loads_all_the_same(directory, monkeypatch):
+@pytest.mark.parametrize("way", ["replace", "in place"])
+def test_weights_of_equal_size_and_time_are_recognised(way, directory, tmp_path):
+    """As `cp -p` and the layers of an image leave them."""
+    load(directory)
+    save_pretrained(Decoder(CONFIG, rngs=nnx.Rngs(1), stacked=False), tmp_path / "other")
+    path, other = (folder / "model.safetensors" for folder in (directory, tmp_path / "other"))
+    state = path.stat()
+    assert other.stat().st_size == state.st_size
+    if way == "replace":
+        os.replace(other, path)
+    else:
+        path.write_bytes(other.read_bytes())
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert path.stat().st_mtime_ns == state.st_mtime_ns
+    assert read_packed(directory, BF16) is None
+    same(load(directory)[0], load(directory, keep=False)[0])
+
+
+def test_weights_that_came_with_a_checkpoint_are_not_taken(directory, cache, tmp_path):
+    load(directory)
+    (entry,) = cache.iterdir()
+    shutil.copytree(entry, directory / ".vishwamai" / "bfloat16-avx512")
+    weights = directory / ".vishwamai" / "bfloat16-avx512" / "weights.bin"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    expected = load(directory, keep=False)[0]
+    same(load(directory)[0], expected)
+    for change in (lambda: entry.chmod(0o777), lambda: (entry / "weights.bin").chmod(0o622)):
+        change()
+        assert read_packed(directory, BF16) is None
+        same(load(directory)[0], expected)  # made again, with its own modes
+        assert read_packed(directory, BF16) is not None
+    entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    assert read_packed(directory, BF16) is None
+    entry.unlink()
+    (tmp_path / "elsewhere").rename(entry)
+    assert read_packed(directory, BF16) is not None
+    (entry / "weights.bin").rename(tmp_path / "weights.bin")
+    (entry / "weights.bin").symlink_to(tmp_path / "weights.bin")
+    assert read_packed(directory, BF16) is None
+
+
+def test_damaged_files_are_made_again(directory, cache):
+    load(directory)
+    (entry,) = cache.iterdir()
+    expected = load(directory, keep=False)[0]
+    whole = {path.name: path.read_bytes() for path in entry.iterdir()}
+    index = json.loads(whole["index.json"])
+    changes = [("index.json", text.encode()) for text in ("", "{", "[]", "5", "null", "[" * 50_000, '{"index": []}')]
+    for change in ({"parameters": {}}, {"samples": 1}, {"made_of": None}):
+        changes.append(("index.json", json.dumps({**index, "index": {**index["index"], **change}}).encode()))
+    changes.append(("weights.bin", whole["weights.bin"][:-64]))
+    changes.append(("weights.bin", bytes(4096) + whole["weights.bin"][4096:]))
+    changes.append(("weights.bin", b""))
+    for name, content in changes:
+        (entry / name).write_bytes(content)
+        assert read_packed(directory, BF16) is None, content[:40]
+    same(load(directory)[0], expected)
+    assert read_packed(directory, BF16) is not None
+
+
+def test_a_directory_that_cannot_be_written_loads_all_the_same(directory, cache, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda path: collections.namedtuple("Usage", "free")(1000))
         model, said = load(directory)
     assert "packed weights are not kept for the next start" in said[0] and "the disk has 1000 left" in said[0]
     same(model, load(directory, keep=False)[0])
-    (directory / ".vishwamai").rmdir()
-    (directory / ".vishwamai").touch()
+    cache.rmdir()
+    cache.touch()
+    assert "packed weights are not kept for the next start" in load(directory)[1][0]
+    for variable in ("VISHWAMAI_WEIGHTS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", "relative")
     model, said = load(directory)
-    assert "packed weights are not kept for the next start" in said[0]
+    assert "there is no home directory to keep the weights cache in" in said[0]
 
 
 def test_weights_of_one_shape_are_rounded_by_one_program(directory, monkeypatch):

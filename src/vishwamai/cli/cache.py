@@ -15,6 +15,7 @@ _HOLDS = {
     "tuning": "your own tuning tables",
     "aot": "answers of the TPU compiler",
     "jax": "compiled programs of generate and serve",
+    "weights": "weights packed for this CPU",
 }
 
 
@@ -27,8 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="CACHE",
         help=(
-            "which: tuning, aot, jax. Without one, show lists all, and clear removes aot and jax: tuning tables cannot "
-            "be made again without a search"
+            "which: tuning, aot, jax, weights. Without one, show lists all, and clear removes all but tuning: tuning "
+            "tables cannot be made again without a search"
         ),
     )
 
@@ -42,11 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         if name not in caches.CACHES:
             raise CommandError(f"cache: there is no cache {name!r}; name {', '.join(caches.CACHES)}.")
     if arguments.action == "clear":
-        return max(_clear(cache) for cache in arguments.caches or ("aot", "jax"))
+        return max(_clear(cache) for cache in arguments.caches or ("aot", "jax", "weights"))
     for cache in arguments.caches or caches.CACHES:
         root, held = caches.cache_directory(cache), caches.entries(cache)
         size = sum(entry.bytes for entry in held) / 2**20
-        bound = "" if cache == "tuning" else f" of at most {caches.limit() >> 20}"
+        bound = "" if cache in ("tuning", "weights") else f" of at most {caches.limit() >> 20}"
         tell(f"{cache:7} {_HOLDS[cache]}: {len(held)} entries, {size:.1f}{bound} MiB")
         tell(f"        {root or caches.no_directory(cache)}")
     return 0

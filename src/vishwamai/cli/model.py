@@ -61,7 +61,7 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
         "--keep-packed",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="on a CPU, keep the packed weights in DIR/.vishwamai, which the next start maps (yes)",
+        help="on a CPU, keep the packed weights in the user's cache, which the next start maps (yes)",
     )
     parser.add_argument(
         "--compile",
@@ -253,7 +253,7 @@ def keep_programs() -> None:
             say(f"compiled programs are not kept: {caches.no_directory('jax')}.")
             return
         try:
-            cache.mkdir(parents=True, exist_ok=True)
+            caches.private_directory(cache)
             caches.trim("jax")
         except OSError as error:
             say(f"compiled programs are not kept: {error}; JAX_COMPILATION_CACHE_DIR names another directory.")

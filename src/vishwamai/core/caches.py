@@ -1,8 +1,8 @@
 """Where files are kept between runs, and how: the one place that knows the user's cache directory.
 
-There are three caches: `tuning` (tables of configs, which users measure and keep), `aot` (what the TPU compiler
-answered) and `jax` (compiled programs of `generate` and `serve`). None is needed. Without a home directory there is no
-cache; one that cannot be read or written costs a warning and time.
+There are four caches: `tuning` (tables of configs, which users measure and keep), `aot` (what the TPU compiler
+answered), `jax` (compiled programs of `generate` and `serve`) and `weights` (weights packed for a CPU). None is
+needed. Without a home directory there is no cache; one that cannot be read or written costs a warning and time.
 """
 
 from __future__ import annotations
@@ -10,20 +10,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from vishwamai.core.errors import CacheWarning, ConfigError, DeviceError
 
-CACHES = {"tuning": "VISHWAMAI_TUNING_DIR", "aot": "VISHWAMAI_AOT_CACHE", "jax": None}
+CACHES = {
+    "tuning": "VISHWAMAI_TUNING_DIR",
+    "aot": "VISHWAMAI_AOT_CACHE",
+    "jax": None,
+    "weights": "VISHWAMAI_WEIGHTS_CACHE",
+}
 """The caches, with the environment variable that names another directory for one."""
 
 OTHER_DIRECTORY = {
@@ -164,6 +172,44 @@ def temporary_directory(parent: Path) -> Iterator[Path]:
         yield Path(made)
 
 
+def private_directory(path: Path) -> None:
+    """Makes a directory that its user alone may read and write, with its parents; one that exists is checked.
+
+    Raises:
+      OSError: it cannot be made, is a link, belongs to another user, or may be written by others.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    _check_private(path, os.lstat(path), directory=True)
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Opens a file for reading that nobody but this user could have written.
+
+    Raises:
+      OSError: it cannot be read; or it or its directory is a link, of another user, or may be written by others.
+    """
+    _check_private(path.parent, os.lstat(path.parent), directory=True)
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # a pipe would block
+    try:
+        _check_private(path, os.fstat(file.fileno()), directory=False)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _check_private(path: Path, state: os.stat_result, directory: bool) -> None:
+    kind = "directory" if directory else "file"
+    if not (stat.S_ISDIR if directory else stat.S_ISREG)(state.st_mode):
+        raise NotADirectoryError(f"{path} is not a {kind} of its own; remove it")
+    if state.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{path} belongs to another user; choose another directory for caches")
+    if state.st_mode & 0o022:
+        raise PermissionError(f"{path} may be written by other users; remove it, or run `chmod go-w` on it")
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds the lock of a file, `<name>.lock` next to it, so that two processes do not read, change and write it at
@@ -223,6 +269,7 @@ _ENTRIES = {
     "tuning": re.compile(r"(v\d+[a-z]?|tpu\w+|sm_\w+|gfx\w+)/\w+\.json(\.lock|\.damaged)?"),
     "aot": re.compile(r"[0-9a-f]{16,64}|plans/[0-9a-f]{16,64}-\w+\.json"),
     "jax": re.compile(r".+-(cache|atime)"),
+    "weights": re.compile(r"[0-9a-f]{64}"),
 }
 
 
@@ -232,7 +279,8 @@ def entries(cache: str) -> list[CachedFile]:
     if root is None or not os.path.isdir(root):
         return []
     found = []
-    for path in (*root.glob("*"), *root.glob("*/*")):
+    first = _listed(root)
+    for path in (*first, *itertools.chain.from_iterable(_listed(path) for path in first if path.is_dir())):
         temporary = path.name.startswith(_TEMPORARY)
         if not (temporary or _ENTRIES[cache].fullmatch(path.relative_to(root).as_posix())):
             continue
@@ -242,6 +290,14 @@ def entries(cache: str) -> list[CachedFile]:
             if not temporary or time.time() - used > _ABANDONED_S:
                 found.append(CachedFile(path, sum(state.st_size for state in states), used))
     return sorted(found, key=lambda entry: entry.used)
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What is in a directory; nothing where another process removed it meanwhile."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def limit() -> int:

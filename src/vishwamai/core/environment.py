@@ -36,6 +36,12 @@ VARIABLES = (
         "aot.md#how-would-it-run",
     ),
     Variable(
+        "VISHWAMAI_WEIGHTS_CACHE",
+        "`~/.cache/vishwamai/weights`",
+        "The directory for weights that `generate` and `serve` have packed for a CPU.",
+        "serving.md",
+    ),
+    Variable(
         "VISHWAMAI_CACHE_MIB",
         "4096",
         "How many MiB the answers of the compiler, and the compiled programs of `generate` and `serve`, may each take.",
@@ -50,7 +56,7 @@ VARIABLES = (
     Variable(
         "XDG_CACHE_HOME",
         "`~/.cache`",
-        "The directory that holds `vishwamai/`, with the three caches above.",
+        "The directory that holds `vishwamai/`, with the four caches above.",
         "",
     ),
     Variable(

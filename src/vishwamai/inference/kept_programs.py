@@ -4,7 +4,8 @@ JAX's compilation cache knows a program by its lowered form, and tracing and low
 compiled. Here a program is known by everything that decides what is traced and compiled: the function with its static
 arguments, the shapes of the others, the configuration of kernels and of JAX, the source of this package, the versions
 of the packages below it, the variables of the environment, and the machine. Its file lies in the directory of JAX's
-cache, is trusted as the files there are, and takes their place. Programs of one CPU device are kept.
+cache, in a folder that its user alone may write, and takes the place of the files there. A file is a pickle, so one
+that another user could have written is declined. Programs of one CPU device are kept.
 """
 
 from __future__ import annotations
@@ -55,8 +56,13 @@ def compiled(function: Any, arguments: tuple[Any, ...]) -> Any:
         made = lowered.compile()
     if not any(plan.op.fallbacks(plan.choice("cpu")) for plan in recorder.plans):
         executable, _, out_tree = serialize_executable.serialize(made)
-        with contextlib.suppress(OSError):  # the next start traces it
-            caches.write(path, zlib.compress(pickle.dumps((executable, out_tree)), 1))
+        content = zlib.compress(pickle.dumps((executable, out_tree)), 1)
+        try:
+            caches.private_directory(path.parent)
+            caches.write(path, hashlib.sha256(content).digest() + content)
+            path.chmod(0o600)
+        except OSError as error:  # the next start traces it
+            caches.warn_once(f"compiled programs are not kept for the next start: {error}")
     return made
 
 
@@ -73,15 +79,19 @@ def _without_cache_of_jax() -> Iterator[None]:
 
 
 def _read(path: Path, arguments: tuple[Any, ...]) -> Any:
-    """The program of a file; None where there is none, or it is damaged."""
+    """The program of a file; None where there is none, it is damaged, or another user could have written it."""
     try:
-        executable, out_tree = pickle.loads(zlib.decompress(path.read_bytes()))
-    except (OSError, zlib.error):
-        return None
-    in_tree, devices = jax.tree.structure((arguments, {})), tuple(_devices(arguments))
-    try:
+        with caches.open_private(path) as file:
+            content = file.read()
+        digest, content = content[:32], content[32:]
+        if hashlib.sha256(content).digest() != digest:
+            raise ValueError("the file is damaged")
+        executable, out_tree = pickle.loads(zlib.decompress(content))
+        in_tree, devices = jax.tree.structure((arguments, {})), tuple(_devices(arguments))
         return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, "cpu", devices)
-    except jax.errors.JaxRuntimeError as error:
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # what is damaged raises anything
         caches.warn_once(f"{path}: the program cannot be loaded ({error}); it is compiled again.")
         return None
 

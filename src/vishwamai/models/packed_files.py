@@ -1,15 +1,17 @@
-"""Packed weights kept beside their checkpoint, so that the next start maps them instead of reading, rounding and
-packing again.
+"""Packed weights kept in the user's cache, so that the next start maps them instead of reading, rounding and packing
+again.
 
-`DIR/.vishwamai/<form>/` has `weights.bin`, the arrays one after another, each at a multiple of 64 bytes so that XLA
-reads them where they lie, and `index.json`: what they are, and what they were made of. They serve the instruction set,
-its orders of packed weights, the files and the version of this package that they were made with; where one of those is
-another, they are made again.
+`<cache>/weights/<digest>/` has `weights.bin`, the arrays one after another, each at a multiple of 64 bytes so that XLA
+reads them where they lie, and `index.json`: what they are, and what they were made of. The digest is of the instruction
+set, its orders of packed weights, the version of this package, and the checkpoint's files: their sizes, times, inodes,
+headers and samples. Files that came with a checkpoint are not taken for its weights, nor those that another user could
+have written; what is damaged is made again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -43,21 +45,27 @@ class Form:
     quantize: str | None
     int8_head: bool
 
-    def directory(self, checkpoint: Path) -> Path:
-        """Where the packed weights of a checkpoint are kept in this form."""
-        return checkpoint / ".vishwamai" / f"{self.quantize or self.dtype}-{ffi.isa()}"
-
 
 def read_packed(checkpoint: Path, form: Form) -> Decoder | None:
-    """The decoder over the kept file's own pages; None where there is none, or it was made of something else."""
-    folder = form.directory(checkpoint)
+    """The decoder over the kept file's own pages; None where there is none, it is damaged, or it was made of something
+    else.
+    """
     try:
-        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        data = np.memmap(folder / "weights.bin", np.uint8, "r")
-    except (OSError, ValueError):
+        return _read(checkpoint, form)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    if index.get("made_of") != _made_of(checkpoint, form) or index.get("bytes") != data.size:
-        return None
+
+
+def _read(checkpoint: Path, form: Form) -> Decoder:
+    origin = _origin(checkpoint, form)
+    folder = _folder(origin)
+    with caches.open_private(folder / "index.json") as file:
+        index = json.load(file)
+    digest, index = index["digest"], index["index"]
+    with caches.open_private(folder / "weights.bin") as file:
+        if digest != _digest(index) or index["made_of"] != origin or index["samples"] != _samples(file):
+            raise ValueError("the files are damaged")
+        data = np.memmap(file, np.uint8, "r")
 
     def array(entry: dict[str, Any]) -> jax.Array:
         dtype, shape = jnp.dtype(entry["dtype"]), tuple(entry["shape"])
@@ -84,7 +92,7 @@ def write_packed(model: Decoder, checkpoint: Path, form: Form) -> Path:
     Raises:
       OSError: it cannot be written, or the disk would be left with less free space than the weights take.
     """
-    folder, parameters, arrays, end = form.directory(checkpoint), {}, [], 0
+    parameters, arrays, end = {}, [], 0
     for name, _, layers, held in held_parameters(model):
         value, kind, meta, entries = held.get_value(), None, {}, {}
         fields = {"values": value}
@@ -103,32 +111,90 @@ def write_packed(model: Decoder, checkpoint: Path, form: Form) -> Path:
             "meta": meta,
             "arrays": entries,
         }
-    folder.parent.mkdir(exist_ok=True)
+    origin = _origin(checkpoint, form)
+    folder = _folder(origin)
+    caches.private_directory(folder.parent)
+    for entry in _stale(folder.parent, origin):
+        shutil.rmtree(entry, ignore_errors=True)
     free = shutil.disk_usage(folder.parent).free
     if free < 2 * end:
         raise OSError(f"{end} bytes are to be written, and the disk has {free} left")
-    index = {"made_of": _made_of(checkpoint, form), "bytes": end, "parameters": parameters}
     with caches.temporary_directory(folder.parent) as draft:
-        made = draft / "made"
-        made.mkdir()
-        with open(made / "weights.bin", "wb") as file:
+        inside = draft / "entry"
+        inside.mkdir(mode=0o700)
+        with open(inside / "weights.bin", "w+b") as file:
             for offset, part in arrays:
                 file.seek(offset)
                 file.write(np.asarray(part).reshape(-1).view(np.uint8).data)
-        (made / "index.json").write_text(json.dumps(index), encoding="utf-8")
+            file.flush()
+            samples = _samples(file)
+        index = {"made_of": origin, "samples": samples, "parameters": parameters}
+        (inside / "index.json").write_text(json.dumps({"digest": _digest(index), "index": index}), encoding="utf-8")
+        for path in inside.iterdir():
+            path.chmod(0o600)
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(made, folder)
+        os.replace(inside, folder)
     return folder
 
 
-def _made_of(checkpoint: Path, form: Form) -> dict[str, Any]:
+def _folder(origin: dict[str, Any]) -> Path:
+    root = caches.cache_directory("weights")
+    if root is None:
+        raise OSError(caches.no_directory("weights"))
+    return root / _digest(origin)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _stale(root: Path, origin: dict[str, Any]) -> list[Path]:
+    """Entries of a checkpoint and a form that were made of other files or by another version."""
+    entries = []
+    for path in root.glob("*/index.json"):
+        try:
+            with caches.open_private(path) as file:
+                other = json.load(file)["index"]["made_of"]
+            same = all(other[key] == origin[key] for key in ("checkpoint", "isa", *_FORM))
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            continue
+        if same:
+            entries.append(path.parent)
+    return entries
+
+
+_FORM = tuple(field.name for field in dataclasses.fields(Form))
+
+
+def _origin(checkpoint: Path, form: Form) -> dict[str, Any]:
     """What the weights depend on, as JSON gives it back."""
     files = sorted([checkpoint / "config.json", *checkpoint.glob("*.safetensors*")])
-    stats = [(path.name, path.stat()) for path in files]
     return {
         "version": vishwamai.__version__,
         "isa": ffi.isa(),
         "orders": {dtype: list(order(dtype, ffi.isa())) for dtype in DTYPES},
         **dataclasses.asdict(form),
-        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        "checkpoint": str(checkpoint.resolve()),
+        "files": [_fingerprint(path) for path in files],
     }
+
+
+def _fingerprint(path: Path) -> list[Any]:
+    """A file's name, size, times and inode, and a digest of samples: a file of equal size and time is another one."""
+    with path.open("rb") as file:
+        state = os.fstat(file.fileno())
+        return [path.name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, _samples(file)]
+
+
+_SAMPLES, _SAMPLE = 64, 4096
+
+
+def _samples(file: Any) -> str:
+    """A digest of a file's size and of blocks at its beginning, at its end and evenly between."""
+    number = file.fileno()
+    size = os.fstat(number).st_size
+    digest = hashlib.sha256(str(size).encode())
+    last = max(0, size - _SAMPLE)
+    for place in sorted({last * i // _SAMPLES for i in range(_SAMPLES + 1)}):
+        digest.update(os.pread(number, _SAMPLE, place))
+    return digest.hexdigest()
