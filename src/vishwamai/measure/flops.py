@@ -52,33 +52,33 @@ def program_flops(function: Callable[..., Any], *arguments: Any) -> ProgramFlops
     >>> program_flops(lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y @ x.T @ x, x), x).by_dtype
     {'float32': 12288.0}
     """
-    found: dict[str, float] = defaultdict(float)
-    loops = _count(trace_passes(function, *arguments).jaxpr, 1.0, found)
-    return ProgramFlops({dtype: flops for dtype, flops in found.items() if flops}, loops)
+    counts: dict[str, float] = defaultdict(float)
+    loops = _count(trace_passes(function, *arguments).jaxpr, 1.0, counts)
+    return ProgramFlops({dtype: flops for dtype, flops in counts.items() if flops}, loops)
 
 
-def _count(jaxpr: Any, times: float, found: dict[str, float]) -> int:
+def _count(jaxpr: Any, times: float, totals: dict[str, float]) -> int:
     """Adds the FLOP of a jaxpr that runs `times` times; the loops in it whose turns are not known."""
     unknown = 0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         ours = pass_of(equation)
         if ours is not None:
-            found[compute_dtype(ours[0])] += times * (pass_flops(*ours) or 0)
+            totals[compute_dtype(ours[0])] += times * (pass_flops(*ours) or 0)
         elif name in _PRODUCTS:
             wider = max((v.aval.dtype for v in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
-            found[wider.name] += times * 2.0 * _PRODUCTS[name](equation)
+            totals[wider.name] += times * 2.0 * _PRODUCTS[name](equation)
         elif name == "pallas_call" and params.get("cost_estimate") is not None:
-            found[equation.outvars[0].aval.dtype.name] += times * params["cost_estimate"].flops
+            totals[equation.outvars[0].aval.dtype.name] += times * params["cost_estimate"].flops
         elif name == "cond":
             branches: list[dict[str, float]] = [defaultdict(float) for _ in params["branches"]]
-            unknown += max(_count(one.jaxpr, times, counts) for one, counts in zip(params["branches"], branches))
+            unknown += max(_count(branch.jaxpr, times, counts) for branch, counts in zip(params["branches"], branches))
             for dtype, flops in max(branches, key=lambda counts: sum(counts.values())).items():
-                found[dtype] += flops
+                totals[dtype] += flops
         else:
             unknown += name == "while"
             for inner in jaxprs_in_params(params):
-                unknown += _count(inner, times * _turns(name, params), found)
+                unknown += _count(inner, times * _turns(name, params), totals)
     return unknown
 
 

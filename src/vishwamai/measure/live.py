@@ -74,51 +74,65 @@ class Origin:
 
 def origins(text: str) -> dict[str, Origin]:
     """Where every instruction of a compiled program comes from, by its name."""
-    found = parse_module(text).by_name
-    return {name: Origin(one.source, one.target, one.opcode in _INSIDE) for name, one in found.items()}
+    instructions = parse_module(text).by_name
+    return {
+        name: Origin(instruction.source, instruction.target, instruction.opcode in _INSIDE)
+        for name, instruction in instructions.items()
+    }
 
 
 def _follow(module: Module, name: str, donated: frozenset[int] | None) -> list[LiveAt]:
     """`donated`: results of the entry that lie in arguments; None for another computation than the entry."""
     body, entry = module.computations[name], donated is not None
     aliases: dict[str, frozenset[str]] = {}
-    made: dict[str, int] = {}
-    for one in body:
-        known = frozenset().union(*(aliases.get(operand, ()) for operand in one.operands))
-        if one.opcode in _NAMES:
-            aliases[one.name] = known
+    sizes: dict[str, int] = {}
+    for instruction in body:
+        referents = frozenset().union(*(aliases.get(operand, ()) for operand in instruction.operands))
+        if instruction.opcode in _NAMES:
+            aliases[instruction.name] = referents
         else:
-            aliases[one.name] = frozenset({one.name})
-            made[one.name] = 0 if one.opcode == "parameter" and not entry else one.nbytes
-        if one.root:  # those of a loop lie in what it carries, those of a call are counted around it
-            results = one.operands if one.opcode == "tuple" else (one.name,)
+            aliases[instruction.name] = frozenset({instruction.name})
+            sizes[instruction.name] = 0 if instruction.opcode == "parameter" and not entry else instruction.nbytes
+        if instruction.root:  # those of a loop lie in what it carries, those of a call are counted around it
+            results = instruction.operands if instruction.opcode == "tuple" else (instruction.name,)
             elsewhere = [r for place, r in enumerate(results) if donated is None or place in donated]
-            made.update((value, 0) for r in elsewhere for value in aliases[r] if value in made)
+            sizes.update((value, 0) for r in elsewhere for value in aliases[r] if value in sizes)
     last: dict[str, int] = {}
-    for place, one in enumerate(body):
-        for value in (*(v for operand in one.operands for v in aliases.get(operand, ())), *aliases[one.name]):
+    for place, instruction in enumerate(body):
+        for value in (
+            *(v for operand in instruction.operands for v in aliases.get(operand, ())),
+            *aliases[instruction.name],
+        ):
             last[value] = max(place, last.get(value, 0))
-        if one.opcode == "parameter" or one.root:
-            for value in aliases[one.name]:
+        if instruction.opcode == "parameter" or instruction.root:
+            for value in aliases[instruction.name]:
                 last[value] = len(body)
-    arguments = [one.name for one in body if one.opcode == "parameter"]
-    alive = {value: made[value] for value in arguments}
-    found = []
-    for place, one in enumerate(body):
-        if one.opcode in ("parameter", "constant"):
-            if one.opcode == "constant":
-                alive[one.name] = made[one.name]
+    arguments = [instruction.name for instruction in body if instruction.opcode == "parameter"]
+    alive = {value: sizes[value] for value in arguments}
+    points = []
+    for place, instruction in enumerate(body):
+        if instruction.opcode in ("parameter", "constant"):
+            if instruction.opcode == "constant":
+                alive[instruction.name] = sizes[instruction.name]
             continue
-        alive.update({value: made[value] for value in aliases[one.name] if value in made})
+        alive.update({value: sizes[value] for value in aliases[instruction.name] if value in sizes})
         inside = 0
-        if one.opcode in _INSIDE:
-            called = (name for _, name in one.computations if name in module.computations)
+        if instruction.opcode in _INSIDE:
+            called = (name for _, name in instruction.computations if name in module.computations)
             inside = max((_peak(module, name) for name in called), default=0)
-        if one.opcode not in _NAMES or one.opcode == "while":
-            found.append(LiveAt(one.name, one.opcode, one.source, sum(alive.values()) + inside, one.nbytes))
+        if instruction.opcode not in _NAMES or instruction.opcode == "while":
+            points.append(
+                LiveAt(
+                    instruction.name,
+                    instruction.opcode,
+                    instruction.source,
+                    sum(alive.values()) + inside,
+                    instruction.nbytes,
+                )
+            )
         alive = {value: size for value, size in alive.items() if last.get(value, place) > place}
-    return found
+    return points
 
 
 def _peak(module: Module, name: str) -> int:
-    return max((one.live for one in _follow(module, name, None)), default=0)
+    return max((point.live for point in _follow(module, name, None)), default=0)

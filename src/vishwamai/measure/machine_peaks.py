@@ -48,9 +48,9 @@ class MachinePeaks:
         """The best FLOP/s measured for `dtype`; a dtype that was not measured counts as float32."""
         return max(self.flops.get(_unit(dtype), self.flops["float32"]).values())
 
-    def rate(self, dtype: str, who: str) -> float:
-        """FLOP/s that `who` reached with `dtype`, or the peak where it was not measured."""
-        return self.flops.get(_unit(dtype), {}).get(who, self.peak(dtype))
+    def rate(self, dtype: str, library: str) -> float:
+        """FLOP/s that `library` reached with `dtype`, or the peak where it was not measured."""
+        return self.flops.get(_unit(dtype), {}).get(library, self.peak(dtype))
 
     @property
     def best_bandwidth(self) -> float:
@@ -70,20 +70,24 @@ def _size_class(nbytes: float) -> int:
     return max(4096, 1 << max(0, int(nbytes).bit_length() - 1))
 
 
-def best_of(one: MachinePeaks, other: MachinePeaks) -> MachinePeaks:
+def best_of(first: MachinePeaks, second: MachinePeaks) -> MachinePeaks:
     """The better of two measurements of one machine, figure by figure.
 
     >>> slow, fast = ({"float32": {"jax": rate}} for rate in (1e9, 2e9))
     >>> best_of(MachinePeaks(slow, {"jax": 8.0}, "a"), MachinePeaks(fast, {"jax": 4.0}, "b")).peak("float32")
     2000000000.0
     """
-    dtypes = dict.fromkeys((*one.flops, *other.flops))
-    flops = {dtype: _larger(one.flops.get(dtype, {}), other.flops.get(dtype, {})) for dtype in dtypes}
-    return MachinePeaks(flops, _larger(one.bandwidth, other.bandwidth), one.how, _larger(one.cached, other.cached))
+    dtypes = dict.fromkeys((*first.flops, *second.flops))
+    flops = {dtype: _larger(first.flops.get(dtype, {}), second.flops.get(dtype, {})) for dtype in dtypes}
+    return MachinePeaks(
+        flops, _larger(first.bandwidth, second.bandwidth), first.how, _larger(first.cached, second.cached)
+    )
 
 
-def _larger(one: dict[Any, float], other: dict[Any, float]) -> dict[Any, float]:
-    return {key: max(one.get(key, 0.0), other.get(key, 0.0)) for key in (*one, *(k for k in other if k not in one))}
+def _larger(first: dict[Any, float], second: dict[Any, float]) -> dict[Any, float]:
+    return {
+        key: max(first.get(key, 0.0), second.get(key, 0.0)) for key in (*first, *(k for k in second if k not in first))
+    }
 
 
 def _unit(dtype: str) -> str:
@@ -146,8 +150,8 @@ def measure_again(before: MachinePeaks, quick: bool = False) -> MachinePeaks:
     """The best of `before` and of a shorter measurement now, of who was the fastest before."""
     size, nbytes = (_QUICK_SIZE, _QUICK_BYTES) if quick else (_SIZE, _BYTES)
     flops = {
-        dtype: _best(_products(size, dtype, max(found, key=lambda who: found[who])), 2.0 * size**3, 0.2, rounds=3)
-        for dtype, found in before.flops.items()
+        dtype: _best(_products(size, dtype, max(rates, key=lambda who: rates[who])), 2.0 * size**3, 0.2, rounds=3)
+        for dtype, rates in before.flops.items()
     }
     return best_of(before, MachinePeaks(flops, _best(_copies(nbytes), 2.0 * nbytes, 0.2, rounds=3), before.how))
 
@@ -170,7 +174,7 @@ def measure_machine(quick: bool = False, dtypes: tuple[str, ...] = ("float32", "
     bandwidth = _best(_copies(nbytes), 2.0 * nbytes, budget)
     how = (
         f"best sample of a {size} x {size} x {size} product for each dtype, and of reading and writing {nbytes >> 20} "
-        f"MiB, by {', '.join(sorted({name for found in flops.values() for name in found}))}"
+        f"MiB, by {', '.join(sorted({name for rates in flops.values() for name in rates}))}"
     )
     return MachinePeaks(flops, bandwidth, how)
 
@@ -210,8 +214,8 @@ def _measured(dtype: str) -> MachinePeaks:
 def _copy_rate(nbytes: int) -> float:
     """Bytes/s of doubling an array, which reads and writes `nbytes` together."""
     with undisturbed():
-        found = measure(lambda x: x * 2, jnp.ones(nbytes // 8, jnp.float32), repeats=11)
-    return nbytes / found.seconds
+        measured = measure(lambda x: x * 2, jnp.ones(nbytes // 8, jnp.float32), repeats=11)
+    return nbytes / measured.seconds
 
 
 def local_peaks() -> Peaks:

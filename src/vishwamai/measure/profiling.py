@@ -69,8 +69,8 @@ def profile_kernel(*, repeats: int = 5, peaks: Callable[[], Peaks] = local_peaks
 
 def active() -> Profile | None:
     """The profile of the enclosing block, if there is one."""
-    found = observe.interceptor()
-    return found.profile if isinstance(found, _Profiler) else None
+    interceptor = observe.interceptor()
+    return interceptor.profile if isinstance(interceptor, _Profiler) else None
 
 
 def run_kernel(
@@ -90,7 +90,7 @@ def run_kernel(
     with undisturbed():
         if key not in profile.programs:
             profile.programs[key] = jax.jit(function).lower(*arguments).compile()
-        found = measure_compiled(profile.programs[key], *arguments, repeats=profile.repeats, name=name)
+        measured = measure_compiled(profile.programs[key], *arguments, repeats=profile.repeats, name=name)
     before = profile.flops
     profile.inside_kernel = True
     try:
@@ -99,10 +99,10 @@ def run_kernel(
         profile.inside_kernel = False
     flops = profile.flops - before
     row = ProfileRow(
-        name, "the program as a whole, FLOP of its operations alone", flops or None, None, found.memory, ""
+        name, "the program as a whole, FLOP of its operations alone", flops or None, None, measured.memory, ""
     )
-    profile.record(key, lambda: row, found.seconds, kernel=True)
-    return found.result
+    profile.record(key, lambda: row, measured.seconds, kernel=True)
+    return measured.result
 
 
 def trace_passes(function: Callable[..., Any], *arguments: Any) -> ClosedJaxpr:
@@ -157,18 +157,18 @@ class _Profiler(observe.Observer):
     def run_eager(self, plan: Plan, direction: str, run: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
         """Times a pass on tensors of torch, which runs as it is met."""
         with undisturbed():
-            found = measure_eager(run, arguments, repeats=self.profile.repeats)
+            measured = measure_eager(run, arguments, repeats=self.profile.repeats)
         call = _Pass(self.token, plan, direction, run, ())
         self.profile.record(
-            (plan.op.name, direction, str(plan.spec)), lambda: _row(call, found), found.seconds, kernel=False
+            (plan.op.name, direction, str(plan.spec)), lambda: _row(call, measured), measured.seconds, kernel=False
         )
-        return found.result
+        return measured.result
 
 
 def _profile_of(call: _Pass) -> Profile | None:
     """The profile that the call was made under; None once its block is over."""
-    found = observe.find(call.token)
-    return found.profile if isinstance(found, _Profiler) else None
+    observer = observe.find(call.token)
+    return observer.profile if isinstance(observer, _Profiler) else None
 
 
 @_OPERATION.def_impl
@@ -183,18 +183,18 @@ def _timed(*operands: Any, call: _Pass) -> list[Any]:
         if program not in profile.programs:
             profile.programs[program] = jax.jit(call.function).lower(*leaves).compile()
         name = f"{call.plan.op.name} {call.direction}"
-        found = measure_compiled(profile.programs[program], *leaves, repeats=profile.repeats, name=name)
+        measured = measure_compiled(profile.programs[program], *leaves, repeats=profile.repeats, name=name)
     key = (call.plan.op.name, call.direction, str(call.plan.spec), where)
-    profile.record(key, lambda: _row(call, found), found.seconds, kernel=False)
-    return found.result
+    profile.record(key, lambda: _row(call, measured), measured.seconds, kernel=False)
+    return measured.result
 
 
-def _row(call: _Pass, found: Measured) -> ProfileRow:
+def _row(call: _Pass, measured: Measured) -> ProfileRow:
     plan = call.plan
     flops, nbytes = pass_flops(plan, call.direction), work(plan)[1]
     choice = plan.choice(ambient_target().platform)
     if call.direction == "backward":
-        nbytes = found.useful
+        nbytes = measured.useful
     if choice.target.framework == "torch" and choice.target.platform != ambient_target().platform:
         nbytes = None  # the peaks are those of another device
     word = call.direction.replace("forward_with_residuals", "forward (for a gradient)")
@@ -203,7 +203,7 @@ def _row(call: _Pass, found: Measured) -> ProfileRow:
         f"{choice.implementation.name}: {plan.spec}",
         flops,
         nbytes,
-        found.memory,
+        measured.memory,
         compute_dtype(plan),
     )
 

@@ -84,8 +84,8 @@ def measure_eager(run: Callable[[], Any], arguments: Any, *, repeats: int = 5) -
         start = time.perf_counter()
         result = run()
         samples.append(time.perf_counter() - start)
-    held = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves((arguments, result)))
-    return Measured(result, statistics.median(samples), held, held)
+    nbytes = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves((arguments, result)))
+    return Measured(result, statistics.median(samples), nbytes, nbytes)
 
 
 def work(plan: Plan) -> tuple[int | None, int]:

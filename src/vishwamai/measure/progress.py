@@ -10,9 +10,9 @@ _EVERY, _AGAIN = 1.0, 10.0
 """Seconds after which new words are shown, and after which the same ones are shown again."""
 
 
-def write(text: str, begun: float) -> None:
-    """A line on standard error, after the seconds since `begun`, a time of `time.monotonic`."""
-    print(f"[{time.monotonic() - begun:4.0f} s] {text}", file=sys.stderr, flush=True)
+def write(text: str, start: float) -> None:
+    """A line on standard error, after the seconds since `start`, a time of `time.monotonic`."""
+    print(f"[{time.monotonic() - start:4.0f} s] {text}", file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -40,9 +40,9 @@ class Progress:
         self._text = text
 
     def _show(self) -> None:
-        shown, at = "", 0.0
+        printed, printed_at = "", 0.0
         while not self._over.wait(_EVERY):
             now = time.monotonic()
-            if self._text != shown or now - at >= _AGAIN:
-                shown, at = self._text, now
-                write(f"{self._name}: {shown}", self._start)
+            if self._text != printed or now - printed_at >= _AGAIN:
+                printed, printed_at = self._text, now
+                write(f"{self._name}: {printed}", self._start)

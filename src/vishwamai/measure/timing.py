@@ -50,13 +50,13 @@ class Timing:
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
         return (high - low) / self.median
 
-    def ratio(self, other: Timing) -> float:
-        """How many times as fast as `other` this is: the median over the rounds that both took part in."""
-        return statistics.median(theirs / mine for mine, theirs in zip(self.samples, other.samples))
+    def ratio(self, peer: Timing) -> float:
+        """How many times as fast as `peer` this is: the median over the rounds that both took part in."""
+        return statistics.median(theirs / mine for mine, theirs in zip(self.samples, peer.samples))
 
-    def best_ratio(self, other: Timing) -> float:
-        """How many times as fast as `other` this is, by the best sample of each."""
-        return other.best / self.best
+    def best_ratio(self, peer: Timing) -> float:
+        """How many times as fast as `peer` this is, by the best sample of each."""
+        return peer.best / self.best
 
 
 Call = Callable[[], object]
@@ -120,4 +120,4 @@ def side_by_side(
                 calls[name]()
                 last = name
             samples[name].append(sample(calls[name], repeats[name]) / repeats[name])
-    return {name: Timing(tuple(found), repeats[name]) for name, found in samples.items()}
+    return {name: Timing(tuple(seconds), repeats[name]) for name, seconds in samples.items()}

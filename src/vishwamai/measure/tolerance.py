@@ -111,8 +111,10 @@ def bound(
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         return NONE
-    unit, own = max(unit, float(jnp.finfo(dtype).eps)), magnitude(true)
-    size = Errors(max(own.largest, CANCELLATION * group.largest), max(own.rms, CANCELLATION * group.largest))
+    unit, result_size = max(unit, float(jnp.finfo(dtype).eps)), magnitude(true)
+    size = Errors(
+        max(result_size.largest, CANCELLATION * group.largest), max(result_size.rms, CANCELLATION * group.largest)
+    )
     units = (CEILING if reference is None else FLOOR)[np.dtype(dtype).itemsize]
     theirs = NONE if reference is None else errors(reference, true)
     if math.isinf(theirs.largest):

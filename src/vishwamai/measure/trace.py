@@ -89,22 +89,22 @@ def operation_times(trace: Any, text: str, steps: int) -> tuple[OperationTime, .
       text: of the compiled program, `jax.stages.Compiled.as_text`.
       steps: how often it ran.
     """
-    known = origins(text)
+    origin_of = origins(text)
     module = re.match(r"HloModule ([\w.\-]+)", text)
     calls: dict[str, float] = {}
     seconds: dict[str, float] = {}
     devices = set()
     for device, instruction, duration in _events(trace, module[1] if module else ""):
-        origin = known.get(instruction)
+        origin = origin_of.get(instruction)
         if origin is not None and origin.contains:
             continue
         devices.add(device)
         name = scope_of(instruction, origin)
         calls[name] = calls.get(name, 0) + 1
         seconds[name] = seconds.get(name, 0) + duration
-    whole, runs = sum(seconds.values()) or 1.0, steps * max(1, len(devices))
-    found = [OperationTime(n, calls[n] / runs, taken / runs, taken / whole) for n, taken in seconds.items()]
-    return tuple(sorted(found, key=lambda one: -one.seconds))
+    total, runs = sum(seconds.values()) or 1.0, steps * max(1, len(devices))
+    rows = [OperationTime(n, calls[n] / runs, elapsed / runs, elapsed / total) for n, elapsed in seconds.items()]
+    return tuple(sorted(rows, key=lambda one: -one.seconds))
 
 
 def _events(trace: Any, module: str) -> Iterator[tuple[str, str, float]]:

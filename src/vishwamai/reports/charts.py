@@ -102,8 +102,8 @@ class _Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], log: bool, zero: bool = False) -> _Axis:
-        known = [v for v in values if math.isfinite(v) and (v > 0 or not log)] or [1.0]
-        low, high = min(known), max(known)
+        finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)] or [1.0]
+        low, high = min(finite), max(finite)
         if log:
             return cls(low / 1.3, high * 1.3, True)
         low = min(low, 0.0) if zero else low
@@ -112,8 +112,8 @@ class _Axis:
 
     def share(self, value: float) -> float:
         """Where a value is, in percent of the axis."""
-        at, low, high = (math.log(v) if self.log else v for v in (value, self.low, self.high))
-        return 100 * (at - low) / (high - low)
+        position, low, high = (math.log(v) if self.log else v for v in (value, self.low, self.high))
+        return 100 * (position - low) / (high - low)
 
     def shows(self, value: float) -> bool:
         return math.isfinite(value) and (value > 0 or not self.log)
@@ -128,8 +128,8 @@ class _Axis:
         size = 10 ** math.floor(math.log10(step))
         step = next(m * size for m in (1, 2, 5, 10) if m * size >= step * 0.999)
         first = math.ceil(self.low / step - 1e-9)
-        found = [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
-        return [v for v in found if v > 0] if self.log else found
+        multiples = [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        return [v for v in multiples if v > 0] if self.log else multiples
 
 
 def _legend(curves: Sequence[tuple[str, str, str]]) -> str:
@@ -154,10 +154,10 @@ def _figure(legend: str, unit: str, plot: str, height: int, left: int, below: in
 
 def _x_axis(axis: _Axis, title: str) -> str:
     lines = (
-        f'<line class="grid" x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="100%"/>'
-        f'<svg x="{at:.2f}%" y="100%" overflow="visible"><text y="16" text-anchor="middle">{number(value)}</text></svg>'
+        f'<line class="grid" x1="{x:.2f}%" x2="{x:.2f}%" y1="0" y2="100%"/>'
+        f'<svg x="{x:.2f}%" y="100%" overflow="visible"><text y="16" text-anchor="middle">{number(value)}</text></svg>'
         for value in axis.ticks()
-        for at in [axis.share(value)]
+        for x in [axis.share(value)]
     )
     name = f'<svg x="100%" y="100%" overflow="visible"><text y="34" text-anchor="end">{_escaped(title)}</text></svg>'
     return "".join(lines) + (name if title else "")
@@ -165,10 +165,10 @@ def _x_axis(axis: _Axis, title: str) -> str:
 
 def _y_axis(axis: _Axis) -> str:
     return "".join(
-        f'<line class="grid" x1="0" x2="100%" y1="{at:.2f}%" y2="{at:.2f}%"/>'
-        f'<text x="-8" y="{at:.2f}%" dy="4" text-anchor="end">{number(value)}</text>'
+        f'<line class="grid" x1="0" x2="100%" y1="{top:.2f}%" y2="{top:.2f}%"/>'
+        f'<text x="-8" y="{top:.2f}%" dy="4" text-anchor="end">{number(value)}</text>'
         for value in axis.ticks()
-        for at in [100 - axis.share(value)]
+        for top in [100 - axis.share(value)]
     )
 
 
@@ -177,28 +177,28 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     if len(points) <= POINTS:
         return list(points)
     size = math.ceil(len(points) / (POINTS // 4))
-    found: list[tuple[float, float]] = []
+    thinned: list[tuple[float, float]] = []
     for start in range(0, len(points), size):
         part = range(start, min(start + size, len(points)))
-        known = [i for i in part if math.isfinite(points[i][1])]
+        finite = [i for i in part if math.isfinite(points[i][1])]
         gaps = {i for i in part if not math.isfinite(points[i][1])}
-        ends = {min(known, key=lambda i: points[i][1]), max(known, key=lambda i: points[i][1])} if known else set()
-        found += [points[i] for i in sorted({part[0], part[-1], *ends, *list(gaps)[:1]})]
-    return found
+        ends = {min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])} if finite else set()
+        thinned += [points[i] for i in sorted({part[0], part[-1], *ends, *list(gaps)[:1]})]
+    return thinned
 
 
 def _line(curve: Curve, x: _Axis, y: _Axis) -> str:
     pieces: list[list[str]] = [[]]
-    for at, value in _thinned(curve.points):
-        if x.shows(at) and y.shows(value):
-            pieces[-1].append(f"{10 * x.share(at):.1f},{1000 - 10 * y.share(value):.1f}")
+    for abscissa, value in _thinned(curve.points):
+        if x.shows(abscissa) and y.shows(value):
+            pieces[-1].append(f"{10 * x.share(abscissa):.1f},{1000 - 10 * y.share(value):.1f}")
         elif pieces[-1]:
             pieces.append([])
     dash = f' stroke-dasharray="{curve.dash}"' if curve.dash else ""
     # A piece of one point is drawn as a dot by its round cap.
-    drawn = (piece if len(piece) > 1 else piece * 2 for piece in pieces if piece)
+    segments = (piece if len(piece) > 1 else piece * 2 for piece in pieces if piece)
     lines = "".join(
-        f'<polyline class="curve" stroke-linecap="round"{dash} points="{" ".join(piece)}"/>' for piece in drawn
+        f'<polyline class="curve" stroke-linecap="round"{dash} points="{" ".join(piece)}"/>' for piece in segments
     )
     return (
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%" overflow="visible" '
@@ -215,10 +215,10 @@ def _marks(curve: Curve, x: _Axis, y: _Axis) -> str:
     return (
         f'<g style="--c:var(--{curve.colour})">'
         + "".join(
-            f'<svg x="{x.share(at):.2f}%" y="{100 - y.share(value):.2f}%" overflow="visible"><g>{_note(note)}'
+            f'<svg x="{x.share(abscissa):.2f}%" y="{100 - y.share(value):.2f}%" overflow="visible"><g>{_note(note)}'
             f"{_mark(shape, curve.hollow)}</g></svg>"
-            for (at, value), shape, note in zip(curve.points, curve.marks, notes, strict=True)
-            if x.shows(at) and y.shows(value)
+            for (abscissa, value), shape, note in zip(curve.points, curve.marks, notes, strict=True)
+            if x.shows(abscissa) and y.shows(value)
         )
         + "</g>"
     )
@@ -238,7 +238,7 @@ def lines(
     """
     points = [point for curve in curves for point in curve.points]
     across, up = _Axis.over([p[0] for p in points], log), _Axis.over([p[1] for p in points], log, zero)
-    drawn = "".join(_marks(c, across, up) if c.marks else _line(c, across, up) for c in curves)
+    shapes = "".join(_marks(c, across, up) if c.marks else _line(c, across, up) for c in curves)
     entries = [
         (
             c.name,
@@ -251,7 +251,7 @@ def lines(
         if c.points
     ]
     legend = _legend(entries) if len(entries) > 1 else ""
-    return _figure(legend, y, _y_axis(up) + _x_axis(across, x) + drawn, height, 58, 42 if x else 24)
+    return _figure(legend, y, _y_axis(up) + _x_axis(across, x) + shapes, height, 58, 42 if x else 24)
 
 
 def bars(
@@ -269,18 +269,18 @@ def bars(
       legend: (name, colour).
       reference: a value with a line of its own.
     """
-    known = [bar.value for _, found in groups for bar in found if math.isfinite(bar.value)]
-    axis = _Axis(0.0, max([*known, 1.2 * (reference or 0.0), 1e-12]) * 1.02, False)
-    drawn, top = [], 0
-    for name, found in groups:
-        drawn.append(f'<text class="on" x="0" y="{top + 13}">{_escaped(name)}</text>')
+    finite = [bar.value for _, group in groups for bar in group if math.isfinite(bar.value)]
+    axis = _Axis(0.0, max([*finite, 1.2 * (reference or 0.0), 1e-12]) * 1.02, False)
+    shapes, top = [], 0
+    for name, group in groups:
+        shapes.append(f'<text class="on" x="0" y="{top + 13}">{_escaped(name)}</text>')
         top += 19
-        for bar in found:
+        for bar in group:
             width = axis.share(bar.value) if math.isfinite(bar.value) else 0.0
             # The text is next to a short bar, and inside the end of a long one.
             inside = width > 55
             place = 'text-anchor="end" dx="-6" style="fill:var(--paper)"' if inside else 'class="on" dx="6"'
-            drawn.append(
+            shapes.append(
                 f'<g style="--c:var(--{bar.colour})">{_note(bar.note)}<rect class="bar" y="{top}" width="{width:.2f}%" '
                 f'height="17" rx="2"/><text x="{width:.2f}%" y="{top + 13}" {place}>{_escaped(bar.text)}</text></g>'
             )
@@ -288,10 +288,10 @@ def bars(
         top += 9
     line = ""
     if reference is not None:
-        at = axis.share(reference)
-        line = f'<line class="limit" x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="100%"/>'
+        limit = axis.share(reference)
+        line = f'<line class="limit" x1="{limit:.2f}%" x2="{limit:.2f}%" y1="0" y2="100%"/>'
     entries = [(name, colour, _SWATCH) for name, colour in legend]
-    return _figure(_legend(entries) if entries else "", "", _x_axis(axis, x) + line + "".join(drawn), top, 4, 42)
+    return _figure(_legend(entries) if entries else "", "", _x_axis(axis, x) + line + "".join(shapes), top, 4, 42)
 
 
 def spans(
@@ -311,22 +311,22 @@ def spans(
       least: pixels that the texts in the spans need; a narrower place scrolls.
       lowest: where time begins.
     """
-    last = max([span.end for _, found in rows for span in found], default=lowest)
+    last = max([span.end for _, row in rows for span in row], default=lowest)
     axis = _Axis(lowest, last if last > lowest else lowest + 1.0, False)
-    size, drawn = 24, []
-    for r, (name, found) in enumerate(rows):
+    size, shapes = 24, []
+    for r, (name, row) in enumerate(rows):
         top = r * size
-        drawn.append(f'<text x="-8" y="{top + 16}" text-anchor="end">{_escaped(name)}</text>')
-        for span in found:
+        shapes.append(f'<text x="-8" y="{top + 16}" text-anchor="end">{_escaped(name)}</text>')
+        for span in row:
             begin, end = axis.share(span.begin), axis.share(span.end)
             text = f'<text class="inside" x="{begin:.3f}%" dx="3" y="{top + 15}">{_escaped(span.text)}</text>'
-            drawn.append(
+            shapes.append(
                 f'<g style="--c:var(--{span.colour})">{_note(span.note)}<rect class="cell" x="{begin:.3f}%" y="{top}" '
                 f'width="{end - begin:.3f}%" height="{size - 2}" fill-opacity="{min(max(span.share, 0.0), 1.0):.2f}"/>'
                 f"{text if span.text else ''}</g>"
             )
     keys = _legend([(name, colour, _SWATCH) for name, colour in legend]) if legend else ""
-    return _figure(keys, "", _x_axis(axis, x) + "".join(drawn), len(rows) * size, 78, 42, least)
+    return _figure(keys, "", _x_axis(axis, x) + "".join(shapes), len(rows) * size, 78, 42, least)
 
 
 def shares(
@@ -341,7 +341,7 @@ def shares(
       notes: what the reader is told of each column.
       x: the unit of the edges.
     """
-    found = [
+    cells = [
         (
             name,
             [
@@ -351,4 +351,4 @@ def shares(
         )
         for name, of in zip(rows, values, strict=True)
     ]
-    return spans(found, x=x, lowest=edges[0])
+    return spans(cells, x=x, lowest=edges[0])

@@ -23,11 +23,11 @@ from vishwamai.rewrite.softmax import Softmax, softmax_at
 
 def find(graph: Graph) -> list[Match | Near]:
     """Every softmax between two products, as a match, or with the reason why it is none."""
-    found = (_at(graph, eqn) for eqn in graph.eqns if eqn.primitive.name == "div")
-    return [one for one in found if one is not None]
+    matches = (_match_at(graph, eqn) for eqn in graph.eqns if eqn.primitive.name == "div")
+    return [match for match in matches if match is not None]
 
 
-def _at(graph: Graph, division: JaxprEqn) -> Match | Near | None:
+def _match_at(graph: Graph, division: JaxprEqn) -> Match | Near | None:
     softmax = softmax_at(graph, division)
     if softmax is None:
         return None
@@ -39,10 +39,10 @@ def _at(graph: Graph, division: JaxprEqn) -> Match | Near | None:
     if after.product is None:
         return Near("flash_attention", division, after.why) if after.near else None
     try:
-        found = _attention(graph, softmax, product, labels, after)
-        _numbers(graph, steps, found)
-        found.region |= region
-        return as_match(graph, found)
+        attention = _attention(graph, softmax, product, labels, after)
+        _numbers(graph, steps, attention)
+        attention.region |= region
+        return as_match(graph, attention)
     except NoMatch as no:
         return Near("flash_attention", division, str(no))
 
@@ -122,10 +122,10 @@ def _before(graph: Graph, softmax: Softmax) -> tuple[list[tuple[Any, ...]], Jaxp
             main = _main(graph, eqn)
             if main == 1 and name in ("div", "sub"):
                 raise NoMatch(f"the logits are the second operand of `{name}`")
-            other = sides[1 - main]
-            number = graph.number(other[0])
+            operand = sides[1 - main]
+            number = graph.number(operand[0])
             if name in ("add", "sub"):
-                steps.append(("bias", *other, 1.0 if name == "add" else -1.0))
+                steps.append(("bias", *operand, 1.0 if name == "add" else -1.0))
             elif not number or not math.isfinite(number):
                 raise NoMatch("the logits are scaled by a value that is no constant of the program, or by 0")
             else:
@@ -145,8 +145,8 @@ def _before(graph: Graph, softmax: Softmax) -> tuple[list[tuple[Any, ...]], Jaxp
 
 def _main(graph: Graph, eqn: JaxprEqn) -> int:
     """Which operand of a binary equation has the product of queries and keys in it."""
-    whole = [i for i, a in enumerate(eqn.invars) if isinstance(a, Var) and a.aval.size == eqn.outvars[0].aval.size]
-    return next((i for i in whole if _is_product(graph, eqn.invars[i])), whole[0] if whole else 0)
+    candidates = [i for i, a in enumerate(eqn.invars) if isinstance(a, Var) and a.aval.size == eqn.outvars[0].aval.size]
+    return next((i for i in candidates if _is_product(graph, eqn.invars[i])), candidates[0] if candidates else 0)
 
 
 def _is_product(graph: Graph, atom: Any) -> bool:
@@ -173,10 +173,10 @@ def _attention(graph: Graph, softmax: Softmax, product: JaxprEqn, labels: Labels
     weights: Labels = softmax.labels
     for move in after.moves:
         if move.primitive.name in LAYOUT:
-            moved = labels_after(move, weights)
-            if moved is None:
+            after_move = labels_after(move, weights)
+            if after_move is None:
                 raise NoMatch(f"`{move.primitive.name}` joins, splits or repeats axes of the weights")
-            weights = moved
+            weights = after_move
         elif not jnp.issubdtype(move.outvars[0].aval.dtype, jnp.floating):
             raise NoMatch(f"the weights are cast to {move.outvars[0].aval.dtype}")
     left, right, shared, contracted = _sides(product, labels)
@@ -227,11 +227,11 @@ def _operands(product: JaxprEqn, labels: Labels, contracted: Labels) -> tuple[La
     """The labels of both operands of the product, in their own order."""
     sums, batches = product.params["dimension_numbers"]
     left, right, _, _ = _sides(product, labels)
-    made = []
+    results = []
     for free, summed, batch in zip((left, right), sums, batches):
         places = {**free, **dict(zip(summed, contracted)), **dict(zip(batch, labels))}
-        made.append(tuple(places[i] for i in range(len(places))))
-    return made[0], made[1]
+        results.append(tuple(places[i] for i in range(len(places))))
+    return results[0], results[1]
 
 
 def _values(product: JaxprEqn, place: int, weights: Labels) -> tuple[Labels, Labels, list[Any]]:
@@ -243,8 +243,8 @@ def _values(product: JaxprEqn, place: int, weights: Labels) -> tuple[Labels, Lab
         for a, b in zip(mine, theirs):
             labels[b] = weights[a]
     free = [
-        [x for i, x in enumerate(own) if i not in sums[side] and i not in batches[side]]
-        for side, own in ((place, weights), (1 - place, labels))
+        [x for i, x in enumerate(side_labels) if i not in sums[side] and i not in batches[side]]
+        for side, side_labels in ((place, weights), (1 - place, labels))
     ]
     first, second = free if place == 0 else free[::-1]
     out = (*(weights[i] for i in batches[place]), *first, *second)
@@ -272,50 +272,50 @@ def _cast(graph: Graph, product: JaxprEqn, out: Labels) -> tuple[list[JaxprEqn],
 
 def _asks_precision(product: JaxprEqn) -> bool:
     precision = product.params.get("precision")
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    if any(p is not None and not isinstance(p, lax.Precision) for p in asked):
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if any(p is not None and not isinstance(p, lax.Precision) for p in precisions):
         raise NoMatch(f"a product asks for the algorithm {precision}")
-    return any(p in (lax.Precision.HIGH, lax.Precision.HIGHEST) for p in asked)
+    return any(p in (lax.Precision.HIGH, lax.Precision.HIGHEST) for p in precisions)
 
 
-def _numbers(graph: Graph, steps: list[tuple[Any, ...]], found: FoundAttention) -> None:
+def _numbers(graph: Graph, steps: list[tuple[Any, ...]], attention: FoundAttention) -> None:
     """What the steps between the product and the softmax compute: scale, bias, bound and masks, in this order."""
     for step in steps:
         if step[0] == "scale":
-            _scaled(found, step[1])
+            _scaled(attention, step[1])
         elif step[0] == "tanh":
-            if found.softcap is not None:
+            if attention.softcap is not None:
                 raise NoMatch("the logits go through two hyperbolic tangents")
-            if found.masks:
+            if attention.masks:
                 raise NoMatch("the logits are masked before they are bounded")
-            found.softcap = 1.0
+            attention.softcap = 1.0
         elif step[0] == "mask":
             if not step[4] <= HIDES:
                 raise NoMatch(f"masked logits become {step[4]:g}, which need not hide them; {HIDES:g} does")
-            found.masks.append(mask_of(graph, *step[1:]))
+            attention.masks.append(mask_of(graph, *step[1:]))
         else:
             mask = mask_of_bias(graph, *step[1:])
             if mask is not None:
-                found.masks.append(mask)
-            elif any(m.value is None for m in found.masks):
+                attention.masks.append(mask)
+            elif any(m.value is None for m in attention.masks):
                 raise NoMatch("a bias is added after the logits are masked")
             else:
-                after = found.softcap is not None
-                if found.biases and found.bias_after_softcap != after:
+                after = attention.softcap is not None
+                if attention.biases and attention.bias_after_softcap != after:
                     raise NoMatch("one bias is added before the logits are bounded, and another one after")
-                found.bias_after_softcap = after
-                found.biases.append(step[1:])
-    if found.softcap is not None and found.softcap <= 0:
+                attention.bias_after_softcap = after
+                attention.biases.append(step[1:])
+    if attention.softcap is not None and attention.softcap <= 0:
         raise NoMatch("the bound of the logits is negative")
 
 
-def _scaled(found: FoundAttention, by: float) -> None:
-    if found.softcap is not None:
-        found.softcap *= by
+def _scaled(attention: FoundAttention, by: float) -> None:
+    if attention.softcap is not None:
+        attention.softcap *= by
     else:
-        found.scale *= by
-    if found.softcap is None or found.bias_after_softcap:
-        found.biases = [(atom, labels, factor * by) for atom, labels, factor in found.biases]
-    found.masks = [dataclasses.replace(mask, fill=mask.fill * by) for mask in found.masks]
-    if any(not mask.fill <= HIDES for mask in found.masks):
+        attention.scale *= by
+    if attention.softcap is None or attention.bias_after_softcap:
+        attention.biases = [(atom, labels, factor * by) for atom, labels, factor in attention.biases]
+    attention.masks = [dataclasses.replace(mask, fill=mask.fill * by) for mask in attention.masks]
+    if any(not mask.fill <= HIDES for mask in attention.masks):
         raise NoMatch("masked logits are scaled so that they need not hide their positions")

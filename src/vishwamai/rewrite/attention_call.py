@@ -69,35 +69,35 @@ class _Axes:
         return (*self.batch, *self.heads, *self.groups, *self.row, *self.keys)
 
 
-def as_match(graph: Graph, found: FoundAttention) -> Match:
+def as_match(graph: Graph, attention: FoundAttention) -> Match:
     """The call for what was found.
 
     Raises:
       NoMatch: the operation does not serve it, or would lose accuracy; the text says why.
     """
-    sizes = {label: n for atom, labels in _operands(found) for label, n in zip(labels, atom.aval.shape) if n != 1}
-    axes = _axes(found, sizes)
-    dtype = _dtype(found)
+    sizes = {label: n for atom, labels in _operands(attention) for label, n in zip(labels, atom.aval.shape) if n != 1}
+    axes = _axes(attention, sizes)
+    dtype = _dtype(attention)
     rows = math.prod(sizes[x] for x in axes.row)
-    columns = sizes[found.keys]
-    (low, high), masks = _static(found.masks, axes, rows, columns)
-    alive = every_row_sees([m for m in found.masks if m.value is not None], axes.scores) and not any(
-        m.value is None for m in found.masks
+    columns = sizes[attention.keys]
+    (low, high), masks = _static(attention.masks, axes, rows, columns)
+    alive = every_row_sees([m for m in attention.masks if m.value is not None], axes.scores) and not any(
+        m.value is None for m in attention.masks
     )
-    fills = {-math.inf if m.fill == -math.inf else 0.0 for m in found.masks}
-    if not alive and (len(fills) > 1 or any(m.value is not None and m.fill > -math.inf for m in found.masks[:-1])):
+    fills = {-math.inf if m.fill == -math.inf else 0.0 for m in attention.masks}
+    if not alive and (len(fills) > 1 or any(m.value is not None and m.fill > -math.inf for m in attention.masks[:-1])):
         raise NoMatch("it has masks of different kinds, and rows may see no key, whose value would change")
-    dead = None if alive or not found.masks else math.nan if fills == {-math.inf} else 0.0
-    cap = found.softcap
+    dead = None if alive or not attention.masks else math.nan if fills == {-math.inf} else 0.0
+    cap = attention.softcap
     unit = 1.0 if cap is None else cap
-    static = dict(options(low, high, rows, columns), scale=found.scale * unit, softcap=cap)
-    layouts = [labels for _, labels in _operands(found)]
-    if found.bias_after_softcap:
+    static = dict(options(low, high, rows, columns), scale=attention.scale * unit, softcap=cap)
+    layouts = [labels for _, labels in _operands(attention)]
+    if attention.bias_after_softcap:
         static["bias_after_softcap"], unit = True, 1.0
-    biases = [(labels, factor * unit) for _, labels, factor in found.biases]
-    kept = [(m.labels, m.shown) for m in masks]
-    out_aval = found.last.outvars[0].aval
-    out_sizes = [sizes.get(label, 1) for label in found.out]
+    biases = [(labels, factor * unit) for _, labels, factor in attention.biases]
+    mask_forms = [(m.labels, m.shown) for m in masks]
+    out_aval = attention.last.outvars[0].aval
+    out_sizes = [sizes.get(label, 1) for label in attention.out]
 
     def call(query: Any, key: Any, value: Any, *others: Any) -> Any:
         q = _laid(query, layouts[0], (axes.batch, (*axes.heads, *axes.groups), axes.row, axes.contracted), sizes, dtype)
@@ -105,76 +105,76 @@ def as_match(graph: Graph, found: FoundAttention) -> Match:
         v = _laid(value, layouts[2], (axes.batch, axes.heads, axes.keys, axes.features), sizes, dtype)
         bias = None
         for array, (labels, factor) in zip(others, biases):
-            one = _broadcast(array.astype(jnp.promote_types(array.dtype, jnp.float32)), labels, axes, sizes)
-            one = one if factor == 1 else one * factor
-            bias = one if bias is None else bias + one
+            term = _broadcast(array.astype(jnp.promote_types(array.dtype, jnp.float32)), labels, axes, sizes)
+            term = term if factor == 1 else term * factor
+            bias = term if bias is None else bias + term
         mask = None
-        for array, (labels, shown) in zip(others[len(biases) :], kept):
+        for array, (labels, visible) in zip(others[len(biases) :], mask_forms):
             array = array if array.dtype == jnp.bool_ else array != 0
-            one = _broadcast(array if shown else ~array, labels, axes, sizes)
-            mask = one if mask is None else mask & one
-        with kernel_config(precision="highest") if found.precise else kernel_config():
+            term = _broadcast(array if visible else ~array, labels, axes, sizes)
+            mask = term if mask is None else mask & term
+        with kernel_config(precision="highest") if attention.precise else kernel_config():
             out = flash_attention(q, k, v, bias, mask, layout="bhsd", **static)
         if dead is not None:
             out = _with_dead_rows(out, v, mask, low, high, columns, dead)
         named = (*axes.batch, *axes.heads, *axes.groups, *axes.row, *axes.features)
         out = out.reshape([sizes[label] for label in named])
-        present = [label for label in found.out if label in sizes]
+        present = [label for label in attention.out if label in sizes]
         out = out.transpose([named.index(label) for label in present])
         return out.reshape(out_sizes).astype(out_aval.dtype)
 
     call.__name__ = "flash_attention"
-    operands = (found.query, found.key, found.value, *((a, s) for a, s, _ in found.biases))
+    operands = (attention.query, attention.key, attention.value, *((a, s) for a, s, _ in attention.biases))
     atoms = (*(a for a, _ in operands), *(m.atom for m in masks))
     if not all(isinstance(a, Var) for a in atoms):
         raise NoMatch("an operand is a number in the program")
-    words = _words(found, axes, sizes, dtype, static, len(biases), masks, dead)
-    return Match("flash_attention", found.last, frozenset(found.region), call, atoms, words)
+    words = _words(attention, axes, sizes, dtype, static, len(biases), masks, dead)
+    return Match("flash_attention", attention.last, frozenset(attention.region), call, atoms, words)
 
 
-def _operands(found: FoundAttention) -> tuple[Operand, Operand, Operand]:
-    return found.query, found.key, found.value
+def _operands(attention: FoundAttention) -> tuple[Operand, Operand, Operand]:
+    return attention.query, attention.key, attention.value
 
 
-def _axes(found: FoundAttention, sizes: dict[Any, int]) -> _Axes:
+def _axes(attention: FoundAttention, sizes: dict[Any, int]) -> _Axes:
     """Which labels are the operation's batch, heads, groups of heads and rows."""
-    value = [label for label in found.value[1] if label in sizes]
-    shared = [label for label in found.shared if label in sizes]
-    rows = [label for label in found.rows if label in sizes]
+    value = [label for label in attention.value[1] if label in sizes]
+    shared = [label for label in attention.shared if label in sizes]
+    rows = [label for label in attention.rows if label in sizes]
     shared += [label for label in rows if label in value]  # values of their own for these: heads, too
     rows = [label for label in rows if label not in shared]
-    masked = [m.labels for m in found.masks if m.value is not None]
+    masked = [m.labels for m in attention.masks if m.value is not None]
     row = next((r for r in rows if any(r in labels for labels in masked)), None)
     if row is None and rows:
         row = max(rows, key=lambda label: sizes[label])
-    features = tuple(label for label in value if label is not found.keys and label not in shared)
-    if not features and found.value[0].aval.size == 0:
+    features = tuple(label for label in value if label is not attention.keys and label not in shared)
+    if not features and attention.value[0].aval.size == 0:
         raise NoMatch("its values are empty")
     return _Axes(
         tuple(shared[:-1]),
         tuple(shared[-1:]),
         tuple(label for label in rows if label is not row),
         (row,) if row is not None else (),
-        (found.keys,),
-        tuple(label for label in found.contracted if label in sizes),
+        (attention.keys,),
+        tuple(label for label in attention.contracted if label in sizes),
         features,
     )
 
 
-def _dtype(found: FoundAttention) -> Any:
+def _dtype(attention: FoundAttention) -> Any:
     """The dtype that the operation takes: what all operands widen to without loss."""
-    own = [jnp.dtype(atom.aval.dtype) for atom, _ in _operands(found)]
-    wrong = [d.name for d in own if d not in FLOATS]
+    dtypes = [jnp.dtype(atom.aval.dtype) for atom, _ in _operands(attention)]
+    wrong = [d.name for d in dtypes if d not in FLOATS]
     if wrong:
         raise NoMatch(f"an operand is {wrong[0]}")
-    dtype = next((d for d in (*own, jnp.dtype(jnp.float32)) if all(lossless(o, d) for o in own)), None)
-    result = found.last.outvars[0].aval
+    dtype = next((d for d in (*dtypes, jnp.dtype(jnp.float32)) if all(lossless(o, d) for o in dtypes)), None)
+    result = attention.last.outvars[0].aval
     if dtype is None or not lossless(result.dtype, dtype):
         raise NoMatch(
             f"its result is kept in {result.dtype.name}, and the operation rounds it to its operands' "
-            f"{own[0].name}; cast the result, or the operands"
+            f"{dtypes[0].name}; cast the result, or the operands"
         )
-    if any(n == 0 for atom, _ in _operands(found) for n in atom.aval.shape):
+    if any(n == 0 for atom, _ in _operands(attention) for n in atom.aval.shape):
         raise NoMatch("an operand is empty")
     return dtype
 
@@ -186,18 +186,18 @@ def _static(
     limits: tuple[int | None, int | None] = (None, None)
     left = []
     for mask in masks:
-        value, own, plane = mask.value, set(), set()
+        value, mask_labels, plane = mask.value, set(), set()
         if value is not None:
             plane = {*axes.row, *axes.keys}
             for axis, label in enumerate(mask.labels):
                 first = value.take([0], axis)
                 value = first if label not in plane and bool((value == first).all()) else value
-            own = {label for n, label in zip(value.shape, mask.labels) if n != 1}
-        if value is not None and own <= plane:
+            mask_labels = {label for n, label in zip(value.shape, mask.labels) if n != 1}
+        if value is not None and mask_labels <= plane:
             seen = ordered(value, mask.labels, (*axes.row, *axes.keys), np.transpose)
-            found = band(np.broadcast_to(seen, (*(rows for _ in axes.row), columns)).reshape(rows, columns))
-            if found is not None:
-                limits = narrower(limits, found)
+            limit = band(np.broadcast_to(seen, (*(rows for _ in axes.row), columns)).reshape(rows, columns))
+            if limit is not None:
+                limits = narrower(limits, limit)
                 continue
         if not isinstance(mask.atom, Var):
             raise NoMatch("a mask is one number, which hides every position or none")
@@ -222,13 +222,13 @@ def _broadcast(x: Any, labels: Labels, axes: _Axes, sizes: dict[Any, int]) -> An
     """A mask or bias `[batch or 1, heads or 1, rows or 1, keys or 1]`."""
     parts = (axes.batch, (*axes.heads, *axes.groups), axes.row, axes.keys)
     x = ordered(x, labels, axes.scores, jnp.transpose)
-    shape, joined, at = [], [], 0
+    shape, joined, axis = [], [], 0
     for part in parts:
-        own = x.shape[at : at + len(part)]
-        whole = any(n != 1 for n in own)
-        shape += [sizes[label] if whole else 1 for label in part]
-        joined.append(math.prod(shape[at:]))
-        at += len(part)
+        part_sizes = x.shape[axis : axis + len(part)]
+        broadcasts = any(n != 1 for n in part_sizes)
+        shape += [sizes[label] if broadcasts else 1 for label in part]
+        joined.append(math.prod(shape[axis:]))
+        axis += len(part)
     return jnp.broadcast_to(x, shape).reshape(joined)
 
 
@@ -253,7 +253,7 @@ def _with_dead_rows(
 
 
 def _words(
-    found: FoundAttention,
+    attention: FoundAttention,
     axes: _Axes,
     sizes: dict[Any, int],
     dtype: Any,
@@ -270,13 +270,13 @@ def _words(
     heads, kv_heads = size((*axes.heads, *axes.groups)), size(axes.heads)
     parts = [
         f"{dtype.name}, batch {size(axes.batch)}, heads {heads}" + (f"/{kv_heads}" if heads != kv_heads else ""),
-        f"{size(axes.row)} queries, {sizes[found.keys]} keys, scale {static['scale']:.4g}",
+        f"{size(axes.row)} queries, {sizes[attention.keys]} keys, scale {static['scale']:.4g}",
     ]
     for name in ("causal", "causal_align", "q_offset", "window", "softcap"):
         if static.get(name) is not None:
             parts.append("causal" if name == "causal" else f"{name}={static[name]}")
     if biases:
-        after = " after the soft-cap" if found.bias_after_softcap else ""
+        after = " after the soft-cap" if attention.bias_after_softcap else ""
         parts.append(f"{biases} bias" + ("es" if biases > 1 else "") + after)
     if masks:
         parts.append(f"{len(masks)} mask" + ("s" if len(masks) > 1 else "") + " passed on")

@@ -73,12 +73,12 @@ class Graph:
         return None if jnp.issubdtype(value.dtype, jnp.complexfloating) else float(value.reshape(()))
 
     def _computed(self, atom: Var) -> np.ndarray:
-        wanted, needed = {atom}, []
+        variables, needed = {atom}, []
         for eqn in reversed(self.eqns):
-            if wanted.intersection(eqn.outvars):
+            if variables.intersection(eqn.outvars):
                 needed.append(eqn)
-                wanted.update(a for a in eqn.invars if isinstance(a, Var))
-        constants = [v for v in self._constants if v in wanted]
+                variables.update(a for a in eqn.invars if isinstance(a, Var))
+        constants = [v for v in self._constants if v in variables]
         jaxpr = Jaxpr(constants, [], [atom], needed[::-1], debug_info=jax.make_jaxpr(lambda: ())().jaxpr.debug_info)
         with jax.ensure_compile_time_eval():
             return np.asarray(jax.core.eval_jaxpr(jaxpr, [self._constants[v] for v in constants])[0])
@@ -212,19 +212,19 @@ def labels_after(eqn: JaxprEqn, labels: Labels) -> Labels | None:
 
 def _reshaped(shape: Sequence[int], labels: Labels, to: Sequence[int]) -> Labels | None:
     """The labels after axes of size 1 have come or gone."""
-    kept = [(n, label) for n, label in zip(shape, labels) if n != 1]
-    if [n for n, _ in kept] != [n for n in to if n != 1]:
+    proper = [(n, label) for n, label in zip(shape, labels) if n != 1]
+    if [n for n, _ in proper] != [n for n in to if n != 1]:
         return None
-    left = iter(kept)
+    left = iter(proper)
     return tuple(Fresh() if n == 1 else next(left)[1] for n in to)
 
 
 def operand_labels(operand: Any, shape: Sequence[int], labels: Labels) -> Labels:
     """The labels of an operand of an elementwise equation with this result, along which it may have size 1."""
-    own = operand.aval.shape
-    if len(own) != len(shape):
+    operand_shape = operand.aval.shape
+    if len(operand_shape) != len(shape):
         return ()
-    return tuple(label if n == m else Fresh() for n, m, label in zip(own, shape, labels))
+    return tuple(label if n == m else Fresh() for n, m, label in zip(operand_shape, shape, labels))
 
 
 def same(shape: Sequence[int], a: Labels, b: Labels) -> bool:

@@ -34,19 +34,19 @@ def inlined(program: ClosedJaxpr, keep: set[int]) -> ClosedJaxpr:
                 eqns.append(eqn.replace(invars=invars, outvars=outvars))
                 continue
             body = eqn.params["jaxpr"]
-            own: dict[Var, Any] = dict(zip(body.jaxpr.invars, invars))
+            renaming: dict[Var, Any] = dict(zip(body.jaxpr.invars, invars))
             for var, value in zip(body.jaxpr.constvars, body.consts):
-                own[var] = new(var.aval)
-                constants.append((own[var], value))
-            write(body.jaxpr, own, top=False)
-            outs = [own.get(v, v) if isinstance(v, Var) else v for v in body.jaxpr.outvars]
+                renaming[var] = new(var.aval)
+                constants.append((renaming[var], value))
+            write(body.jaxpr, renaming, top=False)
+            outs = [renaming.get(v, v) if isinstance(v, Var) else v for v in body.jaxpr.outvars]
             names.update(zip(eqn.outvars, outs))
 
     names: dict[Var, Any] = {}
     write(jaxpr, names, top=True)
     outvars = [names.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
-    whole = jaxpr.replace(eqns=eqns, outvars=outvars, constvars=[v for v, _ in constants])
-    return ClosedJaxpr(whole, [c for _, c in constants])
+    flat = jaxpr.replace(eqns=eqns, outvars=outvars, constvars=[v for v, _ in constants])
+    return ClosedJaxpr(flat, [c for _, c in constants])
 
 
 def _may_inline(eqn: JaxprEqn, keep: set[int]) -> bool:
@@ -60,9 +60,9 @@ def _may_inline(eqn: JaxprEqn, keep: set[int]) -> bool:
 
 def is_placed(eqn: JaxprEqn) -> bool:
     """Whether a jitted program states where its arrays are."""
-    stated = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     mesh = eqn.params.get("ctx_mesh")
-    return any(type(s).__name__ != "UnspecifiedValue" for s in stated) or (mesh is not None and not mesh.empty)
+    return any(type(s).__name__ != "UnspecifiedValue" for s in shardings) or (mesh is not None and not mesh.empty)
 
 
 def _size(jaxpr: Jaxpr) -> int:

@@ -32,14 +32,14 @@ class Mask:
     value: np.ndarray | None
 
 
-def mask_of(graph: Graph, atom: Any, labels: Labels, shown: bool, fill: float) -> Mask:
+def mask_of(graph: Graph, atom: Any, labels: Labels, visible: bool, fill: float) -> Mask:
     """The mask of a `select_n` by `atom`, before it was broadcast."""
     atom, labels = graph.peel(atom, labels)
     while graph.name(atom) == "not":
         atom, labels = graph.peel(graph.made[atom].invars[0], labels)
-        shown = not shown
+        visible = not visible
     value = graph.known(atom)
-    return Mask(atom, labels, shown, fill, None if value is None else value.astype(bool) == shown)
+    return Mask(atom, labels, visible, fill, None if value is None else value.astype(bool) == visible)
 
 
 def mask_of_bias(graph: Graph, atom: Any, labels: Labels, factor: float) -> Mask | None:
@@ -57,13 +57,13 @@ def mask_of_bias(graph: Graph, atom: Any, labels: Labels, factor: float) -> Mask
 
 def ordered(x: Any, labels: Labels, order: Labels, transpose: Any) -> Any:
     """`x` with its axes in `order`, of size 1 where it has none of that label; `transpose` of JAX or NumPy."""
-    kept = [i for i, n in enumerate(x.shape) if n != 1]
-    present = [label for label in order if any(labels[i] is label for i in kept)]
-    if len(present) != len(kept):
+    proper = [i for i, n in enumerate(x.shape) if n != 1]
+    present = [label for label in order if any(labels[i] is label for i in proper)]
+    if len(present) != len(proper):
         raise NoMatch("a mask or bias has an axis that the logits do not have")
-    own = [labels[i] for i in kept]
-    x = x.reshape([x.shape[i] for i in kept])
-    x = transpose(x, [own.index(label) for label in present])
+    present_labels = [labels[i] for i in proper]
+    x = x.reshape([x.shape[i] for i in proper])
+    x = transpose(x, [present_labels.index(label) for label in present])
     sizes = dict(zip(present, x.shape))
     return x.reshape([sizes.get(label, 1) for label in order])
 
@@ -99,14 +99,14 @@ def options(low: int | None, high: int | None, rows: int, columns: int) -> dict[
     """The options of `flash_attention` for a band, which must not be empty."""
     if high is None:
         return {} if low is None else {"window": (0, None), "q_offset": low}
-    found: dict[str, Any] = {"causal": True}
+    arguments: dict[str, Any] = {"causal": True}
     if low is not None:
-        found["window"] = (high - low, None)
+        arguments["window"] = (high - low, None)
     if high and high == columns - rows:
-        found["causal_align"] = "bottom_right"
+        arguments["causal_align"] = "bottom_right"
     elif high:
-        found["q_offset"] = high
-    return found
+        arguments["q_offset"] = high
+    return arguments
 
 
 def every_row_sees(masks: list[Mask], order: Labels) -> bool:
@@ -116,9 +116,9 @@ def every_row_sees(masks: list[Mask], order: Labels) -> bool:
     seen = np.ones((1,) * len(order), bool)
     for mask in masks:
         assert mask.value is not None
-        one = ordered(mask.value, mask.labels, order, np.transpose)
-        shape = np.broadcast_shapes(seen.shape, one.shape)
+        values = ordered(mask.value, mask.labels, order, np.transpose)
+        shape = np.broadcast_shapes(seen.shape, values.shape)
         if math.prod(shape) > _LARGEST:
             return False
-        seen = seen & one
+        seen = seen & values
     return bool(seen.any(axis=-1).all())

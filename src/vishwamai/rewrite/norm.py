@@ -23,13 +23,13 @@ Operand = tuple[Any, Labels]
 
 def find(graph: Graph) -> list[Match | Near]:
     """Every reciprocal root of a mean of squares, as a match, or with the reason why it is none."""
-    found = []
+    matches = []
     for eqn in graph.eqns:
         if eqn.primitive.name in ("rsqrt", "sqrt"):
-            one = _at(graph, eqn)
-            if one is not None:
-                found.append(one)
-    return found
+            match = _match_at(graph, eqn)
+            if match is not None:
+                matches.append(match)
+    return matches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +44,17 @@ class _Statistic:
     centred: Any = None
 
 
-def _at(graph: Graph, root: JaxprEqn) -> Match | Near | None:
+def _match_at(graph: Graph, root: JaxprEqn) -> Match | Near | None:
     argument, labels = root.invars[0], tuple(object() for _ in root.outvars[0].aval.shape)
     eps = 0.0
     inner, inner_labels = graph.peel(argument, labels, casts=True)
     if graph.name(inner) == "add":
         add = graph.made[inner]
         numbers = [graph.number(a) for a in add.invars]
-        which = next((i for i, n in enumerate(numbers) if n is not None), None)
-        if which is not None:
-            eps = numbers[which] or 0.0
-            main = add.invars[1 - which]
+        place = next((i for i, n in enumerate(numbers) if n is not None), None)
+        if place is not None:
+            eps = numbers[place] or 0.0
+            main = add.invars[1 - place]
             inner, inner_labels = main, operand_labels(main, inner.aval.shape, inner_labels)
     try:
         statistic = _statistic(graph, inner, inner_labels)
@@ -102,9 +102,9 @@ def _statistic(graph: Graph, atom: Any, labels: Labels) -> _Statistic | None:
         second = None if root is None else _mean(graph, *graph.peel(root, root_labels, casts=True))
         if first is not None and second is not None:
             x, x_labels = first
-            other, other_labels = _source(graph, *second)
+            second_source, other_labels = _source(graph, *second)
             x, x_labels = _source(graph, x, x_labels)
-            if other is x and same(x.aval.shape, x_labels, other_labels):
+            if second_source is x and same(x.aval.shape, x_labels, other_labels):
                 return _Statistic("layer_norm", x, x_labels)
     return None
 
@@ -113,12 +113,12 @@ def _of_squares(graph: Graph, x: Any, labels: Labels) -> _Statistic:
     """The statistic that the mean of the squares of `x` is."""
     x, labels = _source(graph, x, labels)
     if graph.name(x) == "sub":
-        whole, part = graph.made[x].invars
-        own = operand_labels(part, x.aval.shape, labels)
-        mean = _mean(graph, *graph.peel(part, own, casts=True))
+        base_atom, part = graph.made[x].invars
+        part_labels = operand_labels(part, x.aval.shape, labels)
+        mean = _mean(graph, *graph.peel(part, part_labels, casts=True))
         if mean is not None:
             of, of_labels = _source(graph, *mean)
-            base, base_labels = _source(graph, whole, labels)
+            base, base_labels = _source(graph, base_atom, labels)
             if of is base and same(base.aval.shape, of_labels, base_labels):
                 return _Statistic("layer_norm", base, base_labels, x)
     return _Statistic("rms_norm", x, labels)
@@ -130,10 +130,10 @@ def _source(graph: Graph, atom: Any, labels: Labels) -> Operand:
         atom = graph.widened(atom)
         if graph.name(atom) != "sub":
             return atom, labels
-        whole, part = graph.made[atom].invars
-        if graph.number(part) != 0.0 or whole.aval.shape != atom.aval.shape:
+        main, part = graph.made[atom].invars
+        if graph.number(part) != 0.0 or main.aval.shape != atom.aval.shape:
             return atom, labels
-        atom = whole
+        atom = main
 
 
 def _mean(graph: Graph, atom: Any, labels: Labels, squares: bool = False) -> Operand | None:
@@ -142,18 +142,18 @@ def _mean(graph: Graph, atom: Any, labels: Labels, squares: bool = False) -> Ope
     if eqn is None or eqn.primitive.name not in ("div", "mul"):
         return None
     numbers = [graph.number(a) for a in eqn.invars]
-    which = 1 if numbers[1] is not None else 0
-    number = numbers[which]
-    if number is None or not number or (eqn.primitive.name == "div" and which == 0):
+    place = 1 if numbers[1] is not None else 0
+    number = numbers[place]
+    if number is None or not number or (eqn.primitive.name == "div" and place == 0):
         return None
-    main = eqn.invars[1 - which]
-    total, kept = graph.peel(main, operand_labels(main, atom.aval.shape, labels), casts=True)
+    main = eqn.invars[1 - place]
+    total, total_labels = graph.peel(main, operand_labels(main, atom.aval.shape, labels), casts=True)
     if graph.name(total) != "reduce_sum":
         return None
     reduction = graph.made[total]
     axes = {int(a) for a in reduction.params["axes"]}
     shape = reduction.invars[0].aval.shape
-    left = iter(kept)
+    left = iter(total_labels)
     marks = tuple(_FEATURES if i in axes else next(left) for i in range(len(shape)))
     inner, marks = graph.peel(reduction.invars[0], marks, casts=True)
     if squares:
@@ -206,13 +206,13 @@ class _Product:
             return True
         if graph.name(source) != "sub":
             return False
-        whole, part = graph.made[source].invars
-        own = operand_labels(part, source.aval.shape, s.labels)
-        mean = _mean(graph, *graph.peel(part, own, casts=True))
+        main, part = graph.made[source].invars
+        part_labels = operand_labels(part, source.aval.shape, s.labels)
+        mean = _mean(graph, *graph.peel(part, part_labels, casts=True))
         if mean is None:
             return False
         of, of_labels = _source(graph, *mean)
-        return of is s.x and _source(graph, whole, s.labels)[0] is s.x and same(of.aval.shape, of_labels, s.labels)
+        return of is s.x and _source(graph, main, s.labels)[0] is s.x and same(of.aval.shape, of_labels, s.labels)
 
     def parameter(self, atom: Any) -> Operand | None:
         """A scale or offset: an array with a value for each feature."""
@@ -220,8 +220,8 @@ class _Product:
         atom, labels = self.graph.peel(atom, labels)
         if not isinstance(atom, Var) or atom.aval.dtype not in FLOATS:
             return None
-        own = [label for n, label in zip(atom.aval.shape, labels) if n != 1]
-        return (atom, labels) if own == [_FEATURES] else None
+        proper_labels = [label for n, label in zip(atom.aval.shape, labels) if n != 1]
+        return (atom, labels) if proper_labels == [_FEATURES] else None
 
     def take(self, eqn: JaxprEqn, cur: Var) -> bool:
         """Goes through an equation that reads the value so far; False where the normalization ends before it."""
@@ -231,22 +231,22 @@ class _Product:
         if name not in ("mul", "div", "add") or len(eqn.invars) != 2 or eqn.invars[0] is eqn.invars[1]:
             return False
         place = 0 if eqn.invars[0] is cur else 1
-        other = eqn.invars[1 - place]
+        factor = eqn.invars[1 - place]
         if name == "div":
             return False
-        whole = eqn.outvars[0].aval.shape == self.statistic.x.aval.shape
-        if name == "mul" and not self.numerator and whole and self.is_numerator(other):
+        same_shape = eqn.outvars[0].aval.shape == self.statistic.x.aval.shape
+        if name == "mul" and not self.numerator and same_shape and self.is_numerator(factor):
             self.numerator = True
             return True
         if self.offset is not None or (name == "add" and not self.numerator):
             return False
-        found = self.parameter(other) if whole else None
-        if found is None or (name == "mul" and self.scales):
+        operand = self.parameter(factor) if same_shape else None
+        if operand is None or (name == "mul" and self.scales):
             return False
         if name == "mul":
-            self.scales.append(found)
+            self.scales.append(operand)
         else:
-            self.offset = found
+            self.offset = operand
         return True
 
 
@@ -255,10 +255,10 @@ def _match(graph: Graph, root: JaxprEqn, statistic: _Statistic, eps: float, labe
     if x.aval.dtype not in FLOATS or not isinstance(x, Var) or 0 in shape:
         raise NoMatch(f"it is of {x.aval.dtype}{list(shape)}")
     walk = _Product(graph, statistic)
-    cur, own = root.outvars[0], labels
+    cur, current_labels = root.outvars[0], labels
     walk.region.add(root)
     if root.primitive.name == "sqrt":
-        cur, own, division = _divided(graph, cur, own, walk)
+        cur, current_labels, division = _divided(graph, cur, current_labels, walk)
         walk.region.add(division)
         walk.last = division if walk.numerator else None
     while True:
@@ -266,21 +266,21 @@ def _match(graph: Graph, root: JaxprEqn, statistic: _Statistic, eps: float, labe
         if reader is None:
             break
         if reader.primitive.name in LAYOUT and not walk.numerator:
-            after = labels_after(reader, own)
+            after = labels_after(reader, current_labels)
             if after is None:
-                after = _repeated(reader, own)
+                after = _repeated(reader, current_labels)
             if after is None:
                 break
-            own = after
+            current_labels = after
         else:
-            aligned = len(own) == len(shape) and all(
-                n == 1 or a is b or a == b for n, a, b in zip(cur.aval.shape, own, statistic.labels)
+            aligned = len(current_labels) == len(shape) and all(
+                n == 1 or a is b or a == b for n, a, b in zip(cur.aval.shape, current_labels, statistic.labels)
             )
             if not aligned or not walk.take(reader, cur):
                 break
             result = reader.outvars[0].aval.shape
             if result == shape:
-                own = statistic.labels
+                current_labels = statistic.labels
             if walk.numerator:
                 walk.last = reader
         walk.region.add(reader)
@@ -311,7 +311,7 @@ def _repeated(eqn: JaxprEqn, labels: Labels) -> Labels | None:
     return tuple(after)
 
 
-def _divided(graph: Graph, cur: Var, own: Labels, walk: _Product) -> tuple[Var, Labels, JaxprEqn]:
+def _divided(graph: Graph, cur: Var, current_labels: Labels, walk: _Product) -> tuple[Var, Labels, JaxprEqn]:
     """The division by a root."""
     statistic = walk.statistic
     while True:
@@ -320,20 +320,20 @@ def _divided(graph: Graph, cur: Var, own: Labels, walk: _Product) -> tuple[Var, 
             raise NoMatch("the root is used elsewhere, too")
         name = reader.primitive.name
         if name in LAYOUT:
-            after = labels_after(reader, own) or _repeated(reader, own)
+            after = labels_after(reader, current_labels) or _repeated(reader, current_labels)
             if after is None:
                 raise NoMatch(f"`{name}` splits or joins axes of the root")
-            own = after
+            current_labels = after
         elif name == "convert_element_type":
             pass
         elif name == "div" and reader.invars[1] is cur and reader.invars[0] is not cur:
-            aligned = len(own) == len(statistic.labels) and all(
-                n == 1 or a == b for n, a, b in zip(cur.aval.shape, own, statistic.labels)
+            aligned = len(current_labels) == len(statistic.labels) and all(
+                n == 1 or a == b for n, a, b in zip(cur.aval.shape, current_labels, statistic.labels)
             )
             if graph.number(reader.invars[0]) == 1.0:
-                return reader.outvars[0], own, reader
-            whole = reader.outvars[0].aval.shape == statistic.x.aval.shape
-            if not aligned or not whole or not walk.is_numerator(reader.invars[0]):
+                return reader.outvars[0], current_labels, reader
+            same_shape = reader.outvars[0].aval.shape == statistic.x.aval.shape
+            if not aligned or not same_shape or not walk.is_numerator(reader.invars[0]):
                 raise NoMatch("what it divides is not the array whose squares were averaged")
             walk.numerator = True
             return reader.outvars[0], statistic.labels, reader
@@ -362,7 +362,7 @@ def _call(walk: _Product, eps: float) -> Match:
         return function(array.astype(wide), scale, offset, eps=eps).astype(out.dtype)
 
     call.__name__ = statistic.operation
-    names = [n for n, there in (("scale", has_scale), ("offset", has_offset)) if there]
+    names = [n for n, present in (("scale", has_scale), ("offset", has_offset)) if present]
     words = f"{wide}{list(x.aval.shape)}, eps {eps:.3g}" + "".join(f", {n}" for n in names)
     region = frozenset(walk.region)
     return Match(statistic.operation, last, region, call, (x, *(a for a, _ in used)), words)

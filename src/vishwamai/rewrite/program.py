@@ -89,28 +89,28 @@ class Rewriter:
         return self._done[id(body)][1]
 
     def _with_operations(self, program: ClosedJaxpr, path: tuple[str, ...]) -> ClosedJaxpr:
-        whole = simplified(inlined(program, set(self.calls)), Counts())
-        graph = Graph(whole)
-        given_away = donated(whole.jaxpr)
+        flat = simplified(inlined(program, set(self.calls)), Counts())
+        graph = Graph(flat)
+        given_away = donated(flat.jaxpr)
         calls: dict[JaxprEqn, JaxprEqn] = {}
-        for one in (*attention.find(graph), *norm.find(graph)):
-            if isinstance(one, Near):
-                self._report(one.operation, one.at, path, one.reason)
+        for match in (*attention.find(graph), *norm.find(graph)):
+            if isinstance(match, Near):
+                self._report(match.operation, match.at, path, match.reason)
                 continue
-            reason = self._hinders(graph, one, given_away)
+            reason = self._hinders(graph, match, given_away)
             if reason is None:
-                call, plan = self._call(one)
+                call, plan = self._call(match)
                 if isinstance(call, str):
                     reason = call
                 else:
-                    calls[one.last] = call
-                    self._report(one.operation, one.last, path, one.words, plan)
+                    calls[match.last] = call
+                    self._report(match.operation, match.last, path, match.words, plan)
                     continue
-            self._report(one.operation, one.last, path, f"{reason} ({one.words})")
+            self._report(match.operation, match.last, path, f"{reason} ({match.words})")
         if not calls:
             return program
-        eqns = [calls.get(eqn, eqn) for eqn in whole.jaxpr.eqns]
-        replaced = ClosedJaxpr(whole.jaxpr.replace(eqns=eqns), whole.consts)
+        eqns = [calls.get(eqn, eqn) for eqn in flat.jaxpr.eqns]
+        replaced = ClosedJaxpr(flat.jaxpr.replace(eqns=eqns), flat.consts)
         return without_dead(replaced, self.counts, "recognised")
 
     def _hinders(self, graph: Graph, match: Match, given_away: set[Any]) -> str | None:
@@ -152,13 +152,13 @@ class Rewriter:
                 )
                 return f"no kernel of ours runs here, and XLA has the program already: {others}", None
             with self._targeted():
-                made = jax.make_jaxpr(jax.jit(match.call))(*shapes)
+                traced = jax.make_jaxpr(jax.jit(match.call))(*shapes)
         except VishwamaiError as error:
             return str(error), None
-        (call,) = made.jaxpr.eqns
-        assert not made.consts and [v.aval for v in call.outvars] == [v.aval for v in match.last.outvars]
+        (call,) = traced.jaxpr.eqns
+        assert not traced.consts and [v.aval for v in call.outvars] == [v.aval for v in match.last.outvars]
         self.calls[id(call.params["jaxpr"])] = call.params["jaxpr"]
-        names = dict(zip(made.jaxpr.invars, match.operands))
+        names = dict(zip(traced.jaxpr.invars, match.operands))
         invars = [names[v] for v in call.invars]
         return call.replace(invars=invars, outvars=match.last.outvars, source_info=match.last.source_info), plan
 

@@ -32,17 +32,17 @@ def without_dead(program: ClosedJaxpr, counts: Counts, label: str = "dead") -> C
     """The level without equations, and constants, that nothing reads."""
     jaxpr = program.jaxpr
     read = {v for v in jaxpr.outvars if isinstance(v, Var)}
-    kept = []
+    live = []
     for eqn in reversed(jaxpr.eqns):
         if not _has_effect(eqn) and not read.intersection(eqn.outvars):
             counts[label] += 1
             continue
-        kept.append(eqn)
+        live.append(eqn)
         read.update(a for a in eqn.invars if isinstance(a, Var))
     if jaxpr.effects:  # an effect may name an argument by its place, constants included
-        return ClosedJaxpr(jaxpr.replace(eqns=kept[::-1]), program.consts)
+        return ClosedJaxpr(jaxpr.replace(eqns=live[::-1]), program.consts)
     constants = [(v, c) for v, c in zip(jaxpr.constvars, program.consts) if v in read]
-    reduced = jaxpr.replace(eqns=kept[::-1], constvars=[v for v, _ in constants])
+    reduced = jaxpr.replace(eqns=live[::-1], constvars=[v for v, _ in constants])
     return ClosedJaxpr(reduced, [c for _, c in constants])
 
 
@@ -56,7 +56,7 @@ def _shared(program: ClosedJaxpr, counts: Counts) -> ClosedJaxpr:
     instead: dict[Var, Any] = {}
     first: dict[Any, JaxprEqn] = {}
     widened: dict[Var, Any] = {}  # what a lossless cast was made of
-    kept = []
+    unique = []
     for eqn in jaxpr.eqns:
         invars = [instead.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
         if any(a is not b for a, b in zip(invars, eqn.invars)):
@@ -81,18 +81,18 @@ def _shared(program: ClosedJaxpr, counts: Counts) -> ClosedJaxpr:
                 instead.update(pairs)
                 counts["repeated"] += 1
                 continue
-        kept.append(eqn)
+        unique.append(eqn)
     outvars = [instead.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
-    return ClosedJaxpr(jaxpr.replace(eqns=kept, outvars=outvars), program.consts)
+    return ClosedJaxpr(jaxpr.replace(eqns=unique, outvars=outvars), program.consts)
 
 
 def donated(jaxpr: Jaxpr) -> set[Var]:
     """The variables that an inner program of this level may overwrite."""
-    found: set[Var] = set()
+    variables: set[Var] = set()
     for eqn in jaxpr.eqns:
         flags = eqn.params.get("donated_invars", ())
-        found.update(a for a, given in zip(eqn.invars, flags) if given and isinstance(a, Var))
-    return found
+        variables.update(a for a, flag in zip(eqn.invars, flags) if flag and isinstance(a, Var))
+    return variables
 
 
 def _may_stand_for(atom: Any, var: Var, given_away: set[Var]) -> bool:

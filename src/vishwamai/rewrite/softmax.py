@@ -41,10 +41,10 @@ def softmax_at(graph: Graph, division: JaxprEqn) -> Softmax | None:
     if not isinstance(top, Var) or graph.name(top) != "exp" or top.aval.size != math.prod(shape):
         return None
     below = operand_labels(division.invars[1], shape, labels)
-    total, kept = graph.peel(division.invars[1], below, casts=True)
+    total, total_labels = graph.peel(division.invars[1], below, casts=True)
     if graph.name(total) != "reduce_sum":
         return None
-    over = _reduced(graph, total, kept, top, top_labels)
+    over = _reduced(graph, total, total_labels, top, top_labels)
     if over is None:
         return None
     exp = graph.made[top]
@@ -54,9 +54,9 @@ def softmax_at(graph: Graph, division: JaxprEqn) -> Softmax | None:
     if graph.name(inner) == "sub":
         sub = graph.made[inner]
         base, base_labels = graph.peel(sub.invars[0], inner_labels, casts=True)
-        shift, own = _maximum(graph, sub, operand_labels(sub.invars[1], inner.aval.shape, inner_labels))
+        shift, shift_labels = _maximum(graph, sub, operand_labels(sub.invars[1], inner.aval.shape, inner_labels))
         same_size = sub.invars[0].aval.size == inner.aval.size
-        if shift is not None and same_size and _reduced(graph, shift, own, base, base_labels) == over:
+        if shift is not None and same_size and _reduced(graph, shift, shift_labels, base, base_labels) == over:
             region |= {sub, graph.made[shift], *_between(graph, argument, inner)}
             argument, argument_labels = sub.invars[0], inner_labels
     return Softmax(frozenset(region), labels, over, argument, argument_labels)
@@ -64,36 +64,36 @@ def softmax_at(graph: Graph, division: JaxprEqn) -> Softmax | None:
 
 def _between(graph: Graph, atom: Any, stop: Any) -> set[JaxprEqn]:
     """The equations that were peeled off `atom` to get to `stop`."""
-    found = set()
+    equations = set()
     while atom is not stop:
-        found.add(graph.made[atom])
+        equations.add(graph.made[atom])
         atom = graph.made[atom].invars[0]
-    return found
+    return equations
 
 
 def _maximum(graph: Graph, sub: JaxprEqn, labels: Labels) -> tuple[Var | None, Labels]:
     """The maximum that is subtracted, as the result of its reduction."""
-    shift, own = graph.peel(sub.invars[1], labels, casts=True, also=("stop_gradient",))
+    shift, shift_labels = graph.peel(sub.invars[1], labels, casts=True, also=("stop_gradient",))
     if graph.name(shift) == "max":
         eqn = graph.made[shift]
         sides = [a for a in eqn.invars if graph.number(a) != -math.inf]
         if len(sides) == 1:
-            shift, own = graph.peel(sides[0], own, casts=True)
-    return (shift, own) if graph.name(shift) == "reduce_max" else (None, ())
+            shift, shift_labels = graph.peel(sides[0], shift_labels, casts=True)
+    return (shift, shift_labels) if graph.name(shift) == "reduce_max" else (None, ())
 
 
-def _reduced(graph: Graph, result: Any, kept: Labels, base: Any, base_labels: Labels) -> frozenset[Any] | None:
+def _reduced(graph: Graph, result: Any, result_labels: Labels, base: Any, base_labels: Labels) -> frozenset[Any] | None:
     """The labels of `base` that a reduction runs over, if it reduces `base` and every other axis keeps its place."""
     eqn = graph.made[result]
     axes = {int(a) for a in eqn.params["axes"]}
-    left = iter(kept)
+    left = iter(result_labels)
     marks: Labels = tuple(_Reduced(i) if i in axes else next(left) for i in range(len(eqn.invars[0].aval.shape)))
-    found, labels = graph.peel(eqn.invars[0], marks, casts=True)
-    other, other_labels = graph.peel(base, base_labels, casts=True)
-    if found is not other or len(labels) != len(other_labels):
+    source, labels = graph.peel(eqn.invars[0], marks, casts=True)
+    base_source, other_labels = graph.peel(base, base_labels, casts=True)
+    if source is not base_source or len(labels) != len(other_labels):
         return None
     over = set()
-    for n, mark, label in zip(found.aval.shape, labels, other_labels):
+    for n, mark, label in zip(source.aval.shape, labels, other_labels):
         if isinstance(mark, _Reduced):
             over.add(label)
         elif n != 1 and mark is not label:
