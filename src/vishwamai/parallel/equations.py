@@ -15,9 +15,9 @@ _CALLS |= {remat_p: "jaxpr"}
 
 def run_equation(eqn: Any, values: Sequence[Any], jaxpr: Jaxpr) -> list[Any]:
     """The results of an equation of a program."""
-    own = {v: x for v, x in zip(eqn.invars, values, strict=True) if not isinstance(v, Literal)}
-    one = jaxpr.replace(constvars=[], invars=list(own), outvars=eqn.outvars, eqns=[eqn])
-    return jaxpr_as_fun(ClosedJaxpr(one, ()))(*own.values())
+    operands = {v: x for v, x in zip(eqn.invars, values, strict=True) if not isinstance(v, Literal)}
+    program = jaxpr.replace(constvars=[], invars=list(operands), outvars=eqn.outvars, eqns=[eqn])
+    return jaxpr_as_fun(ClosedJaxpr(program, ()))(*operands.values())
 
 
 def evaluate(
@@ -40,14 +40,14 @@ def evaluate(
         return v.val if isinstance(v, Literal) else values[v]
 
     for eqn in jaxpr.eqns:
-        given = [read(v) for v in eqn.invars]
+        operands = [read(v) for v in eqn.invars]
         if eqn.primitive in _CALLS:
             if remat and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                given = jax.lax.optimization_barrier(given)
+                operands = jax.lax.optimization_barrier(operands)
             inner = eqn.params[_CALLS[eqn.primitive]]
             closed = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
-            results = evaluate(*closed, given, run, remat)
+            results = evaluate(*closed, operands, run, remat)
         else:
-            results = run(eqn, given, jaxpr)
+            results = run(eqn, operands, jaxpr)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]

@@ -53,8 +53,8 @@ def in_order(function: F) -> F:
             return function(*args, **kwargs)
 
         program, shape = jax.make_jaxpr(flat, return_shape=True)(*values)
-        found = evaluate(program.jaxpr, program.consts, values, _Order().run, remat=True)
-        return jax.tree.unflatten(jax.tree.structure(shape), found)
+        results = evaluate(program.jaxpr, program.consts, values, _Order().run, remat=True)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return ordered  # pyright: ignore[reportReturnType]
 
@@ -87,13 +87,15 @@ class _Order:
 def _talks(eqn: Any) -> bool:
     """Whether an equation is a collective or has one inside."""
     inner = (program for value in eqn.params.values() for program in _programs(value))
-    return eqn.primitive.name.startswith(_COLLECTIVES) or any(any(map(_talks, one.eqns)) for one in inner)
+    return eqn.primitive.name.startswith(_COLLECTIVES) or any(
+        any(map(_talks, inner_program.eqns)) for inner_program in inner
+    )
 
 
 def _programs(value: Any) -> Iterator[Jaxpr]:
-    for one in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(one, (Jaxpr, ClosedJaxpr)):
-            yield one.jaxpr if isinstance(one, ClosedJaxpr) else one
+    for entry in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(entry, (Jaxpr, ClosedJaxpr)):
+            yield entry.jaxpr if isinstance(entry, ClosedJaxpr) else entry
 
 
 def _within(value: Any) -> Any:
@@ -107,13 +109,13 @@ def _within(value: Any) -> Any:
     def body(*args: Any) -> list[Any]:
         return evaluate(inner, consts, args, _Order().run, remat=True)
 
-    made = jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars))
-    return made if isinstance(value, ClosedJaxpr) else made.jaxpr
+    traced = jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars))
+    return traced if isinstance(value, ClosedJaxpr) else traced.jaxpr
 
 
-def _marked(found: Sequence[Any]) -> Any:
+def _marked(results: Sequence[Any]) -> Any:
     """An int32 zero that needs the values, which XLA does not see to be one."""
-    firsts = [jnp.ravel(x)[0].astype(jnp.int32) for x in found if _is_plain(x)]
+    firsts = [jnp.ravel(x)[0].astype(jnp.int32) for x in results if _is_plain(x)]
     return functools.reduce(jnp.bitwise_or, [first & 1 for first in firsts]) >> 1 if firsts else None
 
 

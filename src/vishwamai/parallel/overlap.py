@@ -106,11 +106,11 @@ def estimate_overlap(
     width, chip, rows = as_jax_dtype("estimate_overlap", "dtype", dtype).itemsize, links.chip, m // size
     product = _product(chip, m, k, n, dtype, (m * k + k * n + m * n) * width)
     travels = rows * (k if kind == "all_gather" else n) * width
-    moved = (rows * k + k * n + rows * n) * width
+    nbytes = (rows * k + k * n + rows * n) * width
     if kind == "all_gather":  # the result of a piece is copied to its rows
-        moved += 2 * rows * n * width
+        nbytes += 2 * rows * n * width
     else:  # the float32 result of a piece is read again, with what has arrived
-        moved += rows * n * (8 - width + 2 * width)
+        nbytes += rows * n * (8 - width + 2 * width)
     closed = len(links.sides) > 1 or any(links.wraps)
     hop = estimate_collective("permute", travels * (1 if closed else 2), links)
     transfer = hop if closed else max(hop, chip.ici_latency * links.hops)
@@ -118,7 +118,7 @@ def estimate_overlap(
         kind,
         product,
         estimate_collective(kind, m * (k if kind == "all_gather" else n) * width, links),
-        _product(chip, rows, k, n, dtype, moved),
+        _product(chip, rows, k, n, dtype, nbytes),
         transfer if size > 1 else 0.0,
         size // 2,
         size,
@@ -144,5 +144,5 @@ def decide(
         return False, f"plain: the links of {axis!r} are not known ({LINKS_UNKNOWN}); overlap=True asks for the ring."
     if m % links.devices:
         return False, f"plain: the {links.devices} devices of the axis do not divide the {m} rows."
-    found = estimate_overlap(kind, m, k, n, dtype.name, links)
-    return found.pays, str(found)
+    estimate = estimate_overlap(kind, m, k, n, dtype.name, links)
+    return estimate.pays, str(estimate)

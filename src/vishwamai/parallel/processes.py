@@ -78,9 +78,9 @@ def initialize(
     coordinator = _of_environment("coordinator") if coordinator is None else coordinator
     num_processes = _of_environment("num_processes") if num_processes is None else num_processes
     process_id = _of_environment("process_id") if process_id is None else process_id
-    found = jax_private.cluster_of_processes(coordinator, num_processes, process_id, round(timeout))
-    address, count, index, gpus = found
-    missing = [name for name, value in zip(_ENVIRONMENT, found) if value is None]
+    cluster = jax_private.cluster_of_processes(coordinator, num_processes, process_id, round(timeout))
+    address, count, index, gpus = cluster
+    missing = [name for name, value in zip(_ENVIRONMENT, cluster) if value is None]
     if len(missing) == len(_ENVIRONMENT):
         return Processes(0, 1)
     if address is None or count is None or index is None:

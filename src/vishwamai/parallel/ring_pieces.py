@@ -66,40 +66,40 @@ class RingPieces:
         up, down = self.reach
 
         def added(total: Any, way: int, distance: int) -> Any:
-            moved = None if total is None else self.shift(total, way)
-            own = part(distance)
-            return (own if moved is None else own + moved.astype(own.dtype)).astype(dtype)
+            shifted = None if total is None else self.shift(total, way)
+            local = part(distance)
+            return (local if shifted is None else local + shifted.astype(local.dtype)).astype(dtype)
 
         before = after = None
         for step in range(up, 0, -1):
             before = added(before, 1, step)
             if step <= down:
                 after = added(after, -1, -step)
-        moved = [self.shift(x, way) for x, way in ((before, 1), (after, -1)) if x is not None]
-        own = part(0)
-        return sum((x.astype(own.dtype) for x in moved), own)
+        shifted = [self.shift(x, way) for x, way in ((before, 1), (after, -1)) if x is not None]
+        local = part(0)
+        return sum((x.astype(local.dtype) for x in shifted), local)
 
     def rows(self, x: Any, distance: int) -> Any:
         """The rows (last axis but one) of `x` that belong to the device `distance` places after this one."""
         count = x.shape[-2] // self.size
         return jax.lax.dynamic_slice_in_dim(x, self._start(distance, count), count, x.ndim - 2)
 
-    def joined(self, found: Iterator[tuple[int, Any]]) -> Any:
+    def joined(self, pieces: Iterator[tuple[int, Any]]) -> Any:
         """The rows of all devices in their order, from (distance, rows) as `gathered` gives them; of every leaf."""
-        whole: Any = None
-        for distance, rows in found:
-            if whole is None:
-                whole = jax.tree.map(self._empty, rows)
-            whole = jax.tree.map(lambda x, y, d=distance: self._placed(x, y, -d), whole, rows)
-        return whole
+        result: Any = None
+        for distance, rows in pieces:
+            if result is None:
+                result = jax.tree.map(self._empty, rows)
+            result = jax.tree.map(lambda x, y, d=distance: self._placed(x, y, -d), result, rows)
+        return result
 
     def _empty(self, x: Any) -> Any:
         shape = (*x.shape[:-2], x.shape[-2] * self.size, x.shape[-1])
         return match_varying((jnp.zeros(shape, x.dtype), x))[0]
 
-    def _placed(self, whole: Any, x: Any, distance: int) -> Any:
+    def _placed(self, target: Any, x: Any, distance: int) -> Any:
         start = self._start(distance, x.shape[-2])
-        return jax.lax.dynamic_update_slice_in_dim(whole, x, start, whole.ndim - 2)
+        return jax.lax.dynamic_update_slice_in_dim(target, x, start, target.ndim - 2)
 
     def _start(self, distance: int, count: int) -> Any:
         return (jax.lax.axis_index(self.axis) + distance) % self.size * count

@@ -67,10 +67,10 @@ def _flat(x: Any) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gathered_product(static: Static, x: Any, w: Any, bias: Any) -> Any:
     """`act(gathered(x) @ w + bias)`, from this device's rows of x."""
-    found = static.pieces.gathered(x)
+    gathered = static.pieces.gathered(x)
     options = {"activation": static.activation, "out_dtype": static.out_dtype, "precision": static.precision}
     run = functools.partial(gemm, b=w, bias=bias, config=static.config, implementation=static.implementation, **options)
-    return static.pieces.joined((distance, run(piece)) for distance, piece in found)
+    return static.pieces.joined((distance, run(piece)) for distance, piece in gathered)
 
 
 def _gathered_forward(static: Static, x: Any, w: Any, bias: Any) -> tuple[Any, Any]:
@@ -125,14 +125,14 @@ def _scattered_forward(static: Static, x: Any, w: Any) -> tuple[Any, Any]:
 
 def _scattered_backward(static: Static, saved: Any, dz: Any) -> Any:
     x, w = saved
-    pieces, found = static.pieces, []
+    pieces, gathered = static.pieces, []
 
     def piece_of(distance: int, piece: Any) -> Any:
-        found.append((pieces.rows(x, -distance), piece))
+        gathered.append((pieces.rows(x, -distance), piece))
         return static.product(piece, w, transpose_b=True).astype(x.dtype)
 
     dx = pieces.joined((d, piece_of(d, piece)) for d, piece in pieces.gathered(dz.astype(x.dtype)))
-    return dx, _weight_gradient(static, found, w.dtype)
+    return dx, _weight_gradient(static, gathered, w.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -153,8 +153,8 @@ def _gated_forward(static: Static, x: Any, gate: Any, up: Any) -> tuple[Any, Any
         h = GATED_SIGNATURE.unpack(spec, outputs, arrays).h
         return h, jax.tree.map(lambda z: z.reshape(h.shape), residuals)
 
-    found = static.pieces.gathered(x)
-    h, residuals = static.pieces.joined((distance, piece_of(piece)) for distance, piece in found)
+    gathered = static.pieces.gathered(x)
+    h, residuals = static.pieces.joined((distance, piece_of(piece)) for distance, piece in gathered)
     return h, (x, gate, up, residuals)
 
 
@@ -176,8 +176,11 @@ def _gated_gradients(static: Static, saved: Any, dh: Any) -> Any:
         )
 
     dx = pieces.reduced(to_x, x.dtype).astype(x.dtype)
-    found = list(pieces.gathered(x))
-    dw = (_weight_gradient(static, ((piece, pieces.rows(each, -d)) for d, piece in found), x.dtype) for each in dz)
+    gathered = list(pieces.gathered(x))
+    dw = (
+        _weight_gradient(static, ((piece, pieces.rows(piece_gradient, -d)) for d, piece in gathered), x.dtype)
+        for piece_gradient in dz
+    )
     return dx, *dw
 
 

@@ -82,15 +82,15 @@ def call(address: str, process: int, count: int, timeout: float) -> None:
         with connection:
             _send(connection, {"process": process, "count": count})
             # Process 0 may have begun to wait later than this one, by as long as this one waited for it.
-            said = _read(connection, timeout + _LINE)
-        if said is None:
+            message = _read(connection, timeout + _LINE)
+        if message is None:
             raise DeviceError(
                 f"initialize: process 0 at {address} went away before all {count} processes were there; look at its "
                 "output."
             )
-        if "go" in said:
+        if "go" in message:
             return
-        raise (ConfigError if said.get("error") == "ConfigError" else DeviceError)(str(said.get("text")))
+        raise (ConfigError if message.get("error") == "ConfigError" else DeviceError)(str(message.get("text")))
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -123,13 +123,13 @@ def _listening(address: str) -> socket.socket:
         ) from error
 
 
-def _admit(said: dict[str, Any] | None, connection: Any, present: dict[int, Any], count: int) -> None:
-    process = (said or {}).get("process")
-    if said is None or not isinstance(process, int):
+def _admit(message: dict[str, Any] | None, connection: Any, present: dict[int, Any], count: int) -> None:
+    process = (message or {}).get("process")
+    if message is None or not isinstance(process, int):
         return  # someone else on the network
     problem = None
-    if said.get("count") != count:
-        problem = f"process {process} says that there are {said.get('count')} processes, process 0 says {count}"
+    if message.get("count") != count:
+        problem = f"process {process} says that there are {message.get('count')} processes, process 0 says {count}"
     elif not 0 < process < count or process in present:
         problem = f"two processes have the number {process}"
     if problem is not None:
@@ -149,10 +149,10 @@ def _read(connection: socket.socket, timeout: float) -> dict[str, Any] | None:
     until = time.monotonic() + timeout
     line = b"".join(_pieces(connection, until))
     try:
-        found = json.loads(line)
+        message = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return message if isinstance(message, dict) else None
 
 
 def _pieces(connection: socket.socket, until: float) -> Iterator[bytes]:

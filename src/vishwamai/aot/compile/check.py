@@ -57,8 +57,8 @@ class Report:
                 kernels = ()
                 lines.append(f"  VMEM     {error}")
             if kernels:
-                most, usual = human(self.chip.vmem_bytes), human(self.chip.vmem_scoped_bytes)
-                lines.append(f"  VMEM     of {most} per core, {usual} unless a kernel asks:")
+                most, scoped = human(self.chip.vmem_bytes), human(self.chip.vmem_scoped_bytes)
+                lines.append(f"  VMEM     of {most} per core, {scoped} unless a kernel asks:")
             for kernel in sorted(kernels, key=lambda k: -k.vmem)[:10]:
                 lines.append(f"           {human(kernel.vmem):>10}  {kernel.name}{'' if kernel.pallas else '  (XLA)'}")
         for problem in self.problems:
@@ -90,14 +90,14 @@ def check(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any
           problem  the program needs 298.0 GiB of HBM, but one v5e device has 15.8 GiB.
         ...
     """
-    found = Target.parse_chip(target)
+    chip = Target.parse_chip(target)
     try:
         program = compile_for(fn, *args, target=target, **kwargs)
     except VishwamaiError as error:
         problem = find_problem(error)
         if problem is None:
             raise
-        return Report(found, target, None, (problem,))
+        return Report(chip, target, None, (problem,))
     problems = []
     memory = program.memory
     if not memory.fits:
@@ -112,4 +112,4 @@ def check(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any
                 limit=memory.limit,
             )
         )
-    return Report(found, target, program, tuple(problems))
+    return Report(chip, target, program, tuple(problems))

@@ -65,7 +65,7 @@ def _where(message: str) -> str | None:
 
 def _allocations(message: str) -> tuple[str, ...]:
     """The "Largest program allocations" list: size, tag and shape of each."""
-    found = []
+    lines = []
     for part in re.split(r"\n\s*\d+\. Size: ", message)[1:]:
         size = part.split()[0]
         tag = re.search(r"Tag: ([^\n]*?)\.? ?(?:The u8 shape[^\n]*)?(?:\n|$)", part)
@@ -74,8 +74,8 @@ def _allocations(message: str) -> tuple[str, ...]:
         shape = re.search(r"Shape: (\S+)", part)
         words = tag[1].strip() if tag else (shape[1] if shape else "unnamed")
         note = f" (buffered {buffers[1]} times)" if buffers else ""
-        found.append(f"{human(_bytes(size))}: {words}{note}" + (f", of {name[1]}" if name else ""))
-    return tuple(found[:5])
+        lines.append(f"{human(_bytes(size))}: {words}{note}" + (f", of {name[1]}" if name else ""))
+    return tuple(lines[:5])
 
 
 def _vmem_fix(chip: TpuChip) -> str:
@@ -254,20 +254,21 @@ def _with_specs(problem: CompilerProblem, shardings: Sequence[NamedSharding]) ->
 def _block_shape(message: str, chip: TpuChip) -> CompilerProblem | None:
     if not jax_errors.illegal_block_shape(message):
         return None
-    found = jax_errors.block_shape(message)
+    mismatch = jax_errors.block_shape(message)
     return CompilerProblem(
         kind="pallas",
-        what=f"kernel {found.kernel!r}: a block of {found.block} over an array of {found.array} cannot be tiled."
-        if found
+        what=f"kernel {mismatch.kernel!r}: a block of {mismatch.block} over an array of {mismatch.array} cannot be "
+        "tiled."
+        if mismatch
         else message.splitlines()[0],
         fix="make the last block axis a multiple of 128 and the one before it a multiple of 8, "
         "or equal to the array's own size.",
-        kernel=found.kernel if found else None,
-        where=found.where if found else None,
+        kernel=mismatch.kernel if mismatch else None,
+        where=mismatch.where if mismatch else None,
     )
 
 
-def _other(message: str, chip: TpuChip) -> CompilerProblem | None:
+def _unrecognised(message: str, chip: TpuChip) -> CompilerProblem | None:
     first = message.strip().splitlines()[0]
     return CompilerProblem(
         kind="compiler",
@@ -286,7 +287,7 @@ _READERS: tuple[Callable[[str, TpuChip], CompilerProblem | None], ...] = (
     _primitive,
     _partition,
     _block_shape,
-    _other,
+    _unrecognised,
 )
 
 

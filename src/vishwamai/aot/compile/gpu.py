@@ -73,14 +73,14 @@ class Code:
 
 def launches(case: Case, *, backward: bool = True) -> list[RecordedLaunch]:
     """Every launch that a case makes with its op's Triton implementation, in order; nothing is computed or compiled."""
-    found: list[RecordedLaunch] = []
+    recorded: list[RecordedLaunch] = []
     before = gpu.launcher("jax")
     assert before is not None
 
     def record(how: gpu.Launch, inputs: dict[str, Any], outputs: dict[str, gpu.Result]) -> list[Any]:
         starts = {f"{name}_init": out for name, out in outputs.items() if out.initialized}
         types = tuple((name, POINTERS[x.dtype.name]) for name, x in {**inputs, **starts, **outputs}.items())
-        found.append(RecordedLaunch(dataclasses.replace(how), types))
+        recorded.append(RecordedLaunch(dataclasses.replace(how), types))
         return before(how, inputs, outputs)
 
     def run(arrays: dict[str, Any]) -> Any:
@@ -97,7 +97,7 @@ def launches(case: Case, *, backward: bool = True) -> list[RecordedLaunch]:
         jax.eval_shape(run, case.shapes())
     finally:
         gpu.register_launcher("jax", before)
-    unique = {dataclasses.replace(r, launch=dataclasses.replace(r.launch, grid=())): r for r in found}
+    unique = {dataclasses.replace(r, launch=dataclasses.replace(r.launch, grid=())): r for r in recorded}
     return list(unique.values())
 
 
@@ -180,8 +180,8 @@ def _read_amd(kernel: Any, how: gpu.Launch) -> Code:
     assembly = kernel.asm["amdgcn"]
 
     def field(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
-        return int(found[1]) if found else 0
+        match = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        return int(match[1]) if match else 0
 
     return Code(
         kernel=how.kernel.name,

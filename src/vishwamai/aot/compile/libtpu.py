@@ -109,10 +109,10 @@ def _describe(chip_name: str, topology: str) -> tuple[Any, ...]:
             return tuple(topologies.get_topology_desc(topology, platform="tpu", **options).devices)
         except Exception as error:
             noise.seek(0)
-            said = noise.read().decode(errors="replace").strip()[-500:]
+            output = noise.read().decode(errors="replace").strip()[-500:]
             raise DeviceError(
                 f"libtpu gives no topology {topology!r}, though {chip_name} has this slice: {error}. "
-                f"{TPUS[chip_name].topology!r} is known to work. {said}"
+                f"{TPUS[chip_name].topology!r} is known to work. {output}"
             ) from error
 
 

@@ -129,16 +129,16 @@ _CONFIG = re.compile(r"backend_config=(\{.*\})")
 
 
 def _kernels(text: str) -> Iterator[KernelMemory]:
-    for one in parse_module(text).by_name.values():
-        match = _CONFIG.search(one.attributes)
+    for instruction in parse_module(text).by_name.values():
+        match = _CONFIG.search(instruction.attributes)
         if match is None:
             continue
-        pallas = one.target == "tpu_custom_call"
+        pallas = instruction.target == "tpu_custom_call"
         config, _ = json.JSONDecoder().raw_decode(match[1])
         # memory_space 1 is VMEM, as in the layouts' S(1)
         used = sum(int(m["size"]) for m in config.get("used_scoped_memory_configs", ()) if m.get("memory_space") == "1")
         if pallas or used:
-            yield KernelMemory(one.name, used, pallas)
+            yield KernelMemory(instruction.name, used, pallas)
 
 
 def _is_array(leaf: object) -> bool:
@@ -147,9 +147,9 @@ def _is_array(leaf: object) -> bool:
 
 def _sharding(leaf: Any, devices: tuple[Any, ...], target: str) -> jax.sharding.Sharding:
     """Where an argument lies on the target: its own NamedSharding carried over axis by axis, else replicated."""
-    own = getattr(leaf, "sharding", None)
-    if isinstance(own, NamedSharding) and own.mesh.size > 1:
-        mesh = own.mesh
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+        mesh = sharding.mesh
         if mesh.size != len(devices):
             raise ShapeError(
                 f"compile_for: an argument of shape {tuple(leaf.shape)} is sharded over {mesh.size} devices "
@@ -158,7 +158,7 @@ def _sharding(leaf: Any, devices: tuple[Any, ...], target: str) -> jax.sharding.
             )
         shape = tuple(mesh.shape.values())
         placed = Mesh(np.asarray(devices, dtype=object).reshape(shape), mesh.axis_names, axis_types=mesh.axis_types)
-        return NamedSharding(placed, own.spec)
+        return NamedSharding(placed, sharding.spec)
     if len(devices) == 1:
         return SingleDeviceSharding(devices[0])
     return NamedSharding(Mesh(np.asarray(devices, dtype=object), ("devices",)), PartitionSpec())
@@ -218,11 +218,11 @@ def tracing_for(target: str) -> Iterator[None]:
     """Traces the block for `target`: our kernels see it as the ambient target, others through Pallas'
     `get_tpu_info()`.
     """
-    found, topology = Target.parse_chip(target), Target.parse_tpu(target).topology
+    chip, topology = Target.parse_chip(target), Target.parse_tpu(target).topology
     with contextlib.ExitStack() as stack:
-        stack.enter_context(kernel_config(target=found.name))
+        stack.enter_context(kernel_config(target=chip.name))
         if topology is None and jax.sharding.get_abstract_mesh().empty:
-            device = jax.sharding.AbstractDevice(found.device_kinds[0], found.cores_per_device, "tpu")
+            device = jax.sharding.AbstractDevice(chip.device_kinds[0], chip.cores_per_device, "tpu")
             mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         yield
@@ -237,8 +237,8 @@ def in_words(chip: TpuChip, arguments: Any = ()) -> Iterator[None]:
         yield
     except Exception as error:
         if diagnose.from_compiler(error):
-            found = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
-            named = [sharding for sharding in found if isinstance(sharding, NamedSharding)]
+            shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
+            named = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
             raise diagnose.translate(error, chip, named) from error
         raise
 
@@ -283,14 +283,14 @@ def compile_for(
         >>> program.memory.arguments >> 20, program.memory.fits  # doctest: +SKIP
         (4, True)
     """
-    found = Target.parse_chip(target)
+    chip = Target.parse_chip(target)
     devices = len(libtpu.devices_for(target))
     options: dict[str, str | bool] = {**compiler_options_of("compile_for", compiler_options)}
-    with tracing_for(target), in_words(found, (args, kwargs)):
+    with tracing_for(target), in_words(chip, (args, kwargs)):
         lowered = _lower(fn, target, args, kwargs)
         with libtpu.quiet_compiler():
             compiled = lowered.compile(compiler_options=options)
-    return Compiled(found, devices, _memory(compiled, found), _cost(compiled), compiled)
+    return Compiled(chip, devices, _memory(compiled, chip), _cost(compiled), compiled)
 
 
 def _memory(compiled: jax.stages.Compiled, chip: TpuChip) -> Memory:
@@ -307,10 +307,10 @@ def _memory(compiled: jax.stages.Compiled, chip: TpuChip) -> Memory:
 
 
 def _cost(compiled: jax.stages.Compiled) -> Cost:
-    counted = compiled.cost_analysis() or {}
+    costs = compiled.cost_analysis() or {}
     return Cost(
-        flops=float(counted.get("flops", 0.0)),
-        transcendentals=float(counted.get("transcendentals", 0.0)),
-        bytes_accessed=float(counted.get("bytes accessed", 0.0)),
-        seconds=counted.get("optimal_seconds"),
+        flops=float(costs.get("flops", 0.0)),
+        transcendentals=float(costs.get("transcendentals", 0.0)),
+        bytes_accessed=float(costs.get("bytes accessed", 0.0)),
+        seconds=costs.get("optimal_seconds"),
     )

@@ -28,27 +28,27 @@ _UNITS = {
 
 def advise(schedule: ScheduleEstimate) -> tuple[str, ...]:
     """What bounds `schedule` and what to try, most important first."""
-    found: list[str] = []
+    advice: list[str] = []
     programs = [program for program in schedule.programs if program.name != TOP]
     total = schedule.simulation.cycles
     if not programs or not total:
         return ("nothing runs: the compiler folded the program into constants or copies.",)
-    found += _cores(schedule)
+    advice += _cores(schedule)
     hottest = programs[0]
-    found += _program(schedule, hottest)
-    found += _work(schedule)
+    advice += _program(schedule, hottest)
+    advice += _work(schedule)
     fusions = sum(program.cycles for program in programs if schedule.kind(program) == "xla" and program is not hottest)
     if schedule.kind(hottest) == "pallas" and fusions > 0.1 * total:
-        found.append(
+        advice.append(
             f"{fusions / total:.0%} of the time goes to XLA around the kernel (copies, transposes, casts): fuse them "
             "into it, or keep the layout that it wants."
         )
     top = next((program.cycles for program in schedule.programs if program.name == TOP), 0.0)
     if top > 0.2 * total:
-        found.append(
+        advice.append(
             f"{top / total:.0%} of the time is between programs (launches and waits): give one call more work."
         )
-    return tuple(found)
+    return tuple(advice)
 
 
 def _cores(schedule: ScheduleEstimate) -> list[str]:
@@ -64,45 +64,45 @@ def _cores(schedule: ScheduleEstimate) -> list[str]:
 
 def _program(schedule: ScheduleEstimate, program: ProgramTime) -> list[str]:
     """What bounds one program."""
-    found = []
+    advice = []
     cycles = program.cycles or 1.0
     matrix = program.utilisation("MXU")
     wait, stall = program.dma_wait / cycles, program.matrix_stall / cycles
     busiest = max(_UNITS, key=program.utilisation)
     if matrix >= BUSY:
-        found.append(
+        advice.append(
             f"{program.name} is bound by the matrix units, busy {matrix:.0%} of the time: only fewer products help."
         )
     elif wait >= 0.3:
-        found.append(_copies(schedule, program, wait))
+        advice.append(_copies(schedule, program, wait))
     elif program.utilisation(busiest) >= BUSY:
-        found.append(f"{program.name} is bound ({program.utilisation(busiest):.0%} busy) by {_UNITS[busiest]}.")
+        advice.append(f"{program.name} is bound ({program.utilisation(busiest):.0%} busy) by {_UNITS[busiest]}.")
     else:
-        found.append(
+        advice.append(
             f"{program.name} is bound by latency: the matrix units are busy {matrix:.0%}, {busiest} "
             f"{program.utilisation(busiest):.0%}, the rest waits on results. Unroll, take larger tiles, or issue the "
             "next step's products before this step's vector work."
         )
     if stall > 0.1:
-        found.append(
+        advice.append(
             f"{stall:.0%} of its time waits for products: interleave independent work between a product and its use."
         )
     slots = program.units["VSTORE:SPILL"] + program.units["VLOAD:FILL"]
     if slots > 0.1 * cycles:
-        found.append(
+        advice.append(
             f"registers spill ({program.spills} spills and {program.fills} fills in the code, {slots / cycles:.1f} a "
             "cycle): smaller tiles in the innermost loop, or fewer values kept across it."
         )
-    return found
+    return advice
 
 
 def _copies(schedule: ScheduleEstimate, program: ProgramTime, wait: float) -> str:
-    moved, useful = schedule.simulation.hbm_bytes, schedule.roofline.bytes
+    traffic, useful = schedule.simulation.hbm_bytes, schedule.roofline.bytes
     start = f"{program.name} waits for HBM {wait:.0%} of the time"
-    if moved > 1.5 * useful:
+    if traffic > 1.5 * useful:
         return (
-            f"{start} and moves {human(moved)} where {human(useful)} would do: larger blocks, or an order of the grid "
-            "that reuses them."
+            f"{start} and moves {human(traffic)} where {human(useful)} would do: larger blocks, or an order of the "
+            "grid that reuses them."
         )
     if schedule.efficiency > 0.8:
         return (

@@ -191,8 +191,8 @@ def _scalar(op: str, result: str | None, rest: str, marks: Sequence[str]) -> Sca
     if op in ("sphi", "pphi"):
         return Scalar(op, result, predicate)
     if op.startswith("sdivrem"):
-        wanted = next((mark.split()[1] for mark in marks if mark.startswith("divide")), "kDivAndRem")
-        return Scalar(op, result, predicate, tuple(_operands(rest)), wanted)
+        division = next((mark.split()[1] for mark in marks if mark.startswith("divide")), "kDivAndRem")
+        return Scalar(op, result, predicate, tuple(_operands(rest)), division)
     if op == "sld" and "core id" in marks:
         return Scalar("core id", result, predicate)
     return Scalar(op, result, predicate, tuple(_operands(rest)), thread)
@@ -201,19 +201,19 @@ def _scalar(op: str, result: str | None, rest: str, marks: Sequence[str]) -> Sca
 def _predicate(rest: str) -> tuple[Predicate | None, str]:
     """Takes the predicate off the operands: leading `(!%p3, %s4)`, or trailing as in `vld [...] (%p1)`."""
     rest = _ATTRIBUTE.sub("", rest)
-    found = None
+    predicate = None
     if rest.startswith("("):
         end = rest.find(")")
         match = _PREDICATE.match(rest[: end + 1])
         if match:
-            found = Predicate(match[2], match[1] == "!", _operand(match[3]) if match[3] else None)
+            predicate = Predicate(match[2], match[1] == "!", _operand(match[3]) if match[3] else None)
             rest = rest[end + 1 :].lstrip(" ,")
     rest = _ATTRIBUTE.sub("", rest)
     trailing = re.search(r"\((!?)%(p\w+)\)", rest)
-    if trailing and found is None:
-        found = Predicate(trailing[2], trailing[1] == "!", None)
+    if trailing and predicate is None:
+        predicate = Predicate(trailing[2], trailing[1] == "!", None)
         rest = (rest[: trailing.start()] + rest[trailing.end() :]).replace(" ,", ",")
-    return found, rest
+    return predicate, rest
 
 
 def _split(text: str) -> list[str]:
@@ -240,17 +240,17 @@ def _closing(text: str) -> int:
 
 
 def _operands(text: str) -> list[BundleOperand]:
-    found = []
+    operands = []
     for part in _split(text):
         part = re.sub(r"\s+sm:.*$", "", part)
         if part.startswith("[smem:") and "]" in part:
             end = _closing(part)
-            found.append(_operand(part[: end + 1]))
+            operands.append(_operand(part[: end + 1]))
             if part[end + 1 :].strip():
-                found.append(_operand(part[end + 1 :]))
+                operands.append(_operand(part[end + 1 :]))
         else:
-            found.append(_operand(_ATTRIBUTE.sub("", part)))
-    return found
+            operands.append(_operand(_ATTRIBUTE.sub("", part)))
+    return operands
 
 
 def _operand(text: str) -> BundleOperand:

@@ -69,7 +69,7 @@ _BUNDLES = re.compile(r"(\d+)-(.*)-\d+-final_bundles\.txt")
 
 def read_sources(directory: pathlib.Path) -> dict[str, Source]:
     """The programs of a dump directory; of programs that were compiled twice, the last."""
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for file in sorted(directory.glob("*final_bundles.txt*")):
         match = _BUNDLES.match(file.name)
         if match is None or "schedule-analysis" in file.name:
@@ -80,8 +80,8 @@ def read_sources(directory: pathlib.Path) -> dict[str, Source]:
             for f in directory.iterdir()
             if f.name.startswith(f"{stamp}-{name}-") and "per-bundle-utilization" in f.name
         ]
-        found[name] = Source(_text(file), _text(units[0]) if units else "")
-    return found
+        sources[name] = Source(_text(file), _text(units[0]) if units else "")
+    return sources
 
 
 def _text(file: pathlib.Path) -> str:
@@ -111,8 +111,8 @@ def _pack(work: pathlib.Path, entry: pathlib.Path) -> None:
         fresh = temporary / "entry"
         fresh.mkdir()
         for file in work.iterdir():
-            wanted = _BUNDLES.match(file.name) or "per-bundle-utilization" in file.name
-            if wanted and "schedule-analysis" not in file.name:
+            needed = _BUNDLES.match(file.name) or "per-bundle-utilization" in file.name
+            if needed and "schedule-analysis" not in file.name:
                 (fresh / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), 5))
         shutil.copy(work / "result.json", fresh)
         if not entry.exists():
@@ -128,7 +128,7 @@ _DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, z
 
 
 def _load(entry: pathlib.Path, job: Job) -> Dump:
-    found = Target.parse_chip(job.target)
+    chip = Target.parse_chip(job.target)
     result = json.loads((entry / "result.json").read_text())
     if "rejected" in result:
         problem = result["problem"] and CompilerProblem(
@@ -139,7 +139,7 @@ def _load(entry: pathlib.Path, job: Job) -> Dump:
     if not sources:
         raise _NoBundles(f"libtpu {libtpu.versions()['libtpu']} wrote no bundles for {job.target}; 0.0.51 is known to.")
     return Dump(
-        found,
+        chip,
         sources,
         result.get("memory", {}),
         result.get("cost", {}),
@@ -174,13 +174,13 @@ class _Workers:
             )
             self._running.add(process)
         try:
-            _, said = process.communicate(timeout=timeout)
+            _, output = process.communicate(timeout=timeout)
         finally:
             process.kill()  # does nothing to one that has ended
             process.wait()
             with self._lock:
                 self._running.discard(process)
-        return process.returncode, said
+        return process.returncode, output
 
     def stop(self) -> None:
         """Ends what runs, and starts no more."""
@@ -199,7 +199,7 @@ def _compile(
         by fingerprint, where a job's dump is; and what a job's process said before it ended. That is not kept: it need
         not happen again.
     """
-    made: dict[str, pathlib.Path] = {}
+    dumps: dict[str, pathlib.Path] = {}
     crashed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="vishwamai-aot-") as temporary:
         root = pathlib.Path(temporary)
@@ -208,7 +208,7 @@ def _compile(
             (root / f"job{index}").mkdir()
             (root / f"job{index}.blob").write_bytes(jobs[index].blob)
         while pending:
-            said = _run_worker(root, [(i, jobs[i]) for i in pending], timeout, workers)
+            output = _run_worker(root, [(i, jobs[i]) for i in pending], timeout, workers)
             results = {i: root / f"job{i}" / "result.json" for i in pending}
             done = [i for i in pending if results[i].exists()]
             for index in done:
@@ -216,11 +216,11 @@ def _compile(
                 if "crashed" in result:
                     crashed[jobs[index].fingerprint] = result["crashed"]
                 else:
-                    made[jobs[index].fingerprint] = _keep(root / f"job{index}", entries_at[index], spare)
+                    dumps[jobs[index].fingerprint] = _keep(root / f"job{index}", entries_at[index], spare)
             pending = [i for i in pending if i not in done]
             if pending:  # the first one left is what the worker died of
-                crashed[jobs[pending.pop(0)].fingerprint] = said
-    return made, crashed
+                crashed[jobs[pending.pop(0)].fingerprint] = output
+    return dumps, crashed
 
 
 def _run_worker(root: pathlib.Path, jobs: Sequence[tuple[int, Job]], timeout: float, workers: _Workers) -> str:
@@ -292,10 +292,10 @@ def _compile_all(
     jobs: Sequence[Job], entries_at: Sequence[pathlib.Path], spare: pathlib.Path, timeout: float, workers: int
 ) -> tuple[dict[str, pathlib.Path], dict[str, str]]:
     """`_compile` by several processes."""
-    made: dict[str, pathlib.Path] = {}
+    dumps: dict[str, pathlib.Path] = {}
     crashed: dict[str, str] = {}
     if not jobs:
-        return made, crashed
+        return dumps, crashed
     for entry in entries_at:  # what is left of a damaged one
         shutil.rmtree(entry, ignore_errors=True)
     running, count = _Workers(), min(workers, len(jobs))
@@ -306,22 +306,22 @@ def _compile_all(
                 for start in range(count)
             ]
             for part in parts:
-                found, ended = part.result()  # raises what the thread raised
-                made |= found
-                crashed |= ended
+                part_dumps, part_crashes = part.result()  # raises what the thread raised
+                dumps |= part_dumps
+                crashed |= part_crashes
         except BaseException:
             running.stop()
             raise
     caches.trim("aot")
-    return made, crashed
+    return dumps, crashed
 
 
 def _load_or_heal(
-    made: pathlib.Path | None, entry: pathlib.Path, job: Job, spare: pathlib.Path, timeout: float
+    fresh: pathlib.Path | None, entry: pathlib.Path, job: Job, spare: pathlib.Path, timeout: float
 ) -> Dump:
-    """The dump of a job: of `made`, where it was compiled just now, else of the cache, which may be damaged."""
-    if made is not None:
-        return _load(made, job)
+    """The dump of a job: of `fresh`, where it was compiled just now, else of the cache, which may be damaged."""
+    if fresh is not None:
+        return _load(fresh, job)
     try:
         return _load(entry, job)
     except _DAMAGE as error:

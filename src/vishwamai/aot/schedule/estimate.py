@@ -57,9 +57,9 @@ class ScheduleEstimate:
     def guessed(self) -> tuple[str, ...]:
         """What could not be followed; where this is not empty, the time is less certain than docs/aot.md says."""
         return tuple(
-            f"{what}{f' ({count} times)' if count > 1 else ''}"
-            for what, count in self.simulation.unknown.items()
-            if not what.startswith(f"{TOP}: copy") and not what.startswith(f"{TOP}: size")
+            f"{text}{f' ({count} times)' if count > 1 else ''}"
+            for text, count in self.simulation.unknown.items()
+            if not text.startswith(f"{TOP}: copy") and not text.startswith(f"{TOP}: size")
         )
 
     def kind(self, program: ProgramTime) -> str:

@@ -79,21 +79,21 @@ class Inspection:
     compiler_options: Mapping[str, Any] | RuntimeConfig | None = None
 
 
-def _custom_calls(found: Dump) -> frozenset[str]:
+def _custom_calls(dump: Dump) -> frozenset[str]:
     """Names of the kernels by the top-level program's own remarks, for executables whose text cannot be read."""
-    top = found.sources.get(TOP)
+    top = dump.sources.get(TOP)
     return frozenset(re.findall(r"/\* %([\w.\-]+) = custom-call\(", top.bundles)) if top else frozenset()
 
 
-def schedule_of(case: Inspection, job: Job, found: Dump) -> KernelSchedule:
-    simulation = simulate(found.sources, found.chip, job.known, found.twins)
+def schedule_of(case: Inspection, job: Job, dump: Dump) -> KernelSchedule:
+    simulation = simulate(dump.sources, dump.chip, job.known, dump.twins)
     issued = sum(simulation.flops.values())
-    counted = found.cost.get("flops") or 0.0
+    xla_flops = dump.cost.get("flops") or 0.0
     if case.flops is not None:
         flops, source = case.flops, "given"
-    elif counted >= 0.25 * issued and not simulation.looped:
+    elif xla_flops >= 0.25 * issued and not simulation.looped:
         # Less, and a kernel without a cost estimate hides from the compiler's count, which takes a loop's body once.
-        flops, source = counted, "counted by the compiler"
+        flops, source = xla_flops, "counted by the compiler"
     else:
         flops, source = issued, "as issued to the matrix units, padding included"
     # float32 products are several bfloat16 passes: as issued they run at that rate, as useful work at a sixth of it.
@@ -104,11 +104,11 @@ def schedule_of(case: Inspection, job: Job, found: Dump) -> KernelSchedule:
         name=case.name or getattr(case.fn, "__name__", "program"),
         target=case.target,
         simulation=simulation,
-        roofline=roofline(found.chip, flops, nbytes, dtype),
+        roofline=roofline(dump.chip, flops, nbytes, dtype),
         flops_source=source,
-        vmem={kernel["name"]: kernel["vmem"] for kernel in found.kernels},
-        pallas=frozenset(kernel["name"] for kernel in found.kernels if kernel["pallas"]) or _custom_calls(found),
-        warning=found.warning,
+        vmem={kernel["name"]: kernel["vmem"] for kernel in dump.kernels},
+        pallas=frozenset(kernel["name"] for kernel in dump.kernels if kernel["pallas"]) or _custom_calls(dump),
+        warning=dump.warning,
     )
 
 
@@ -187,12 +187,12 @@ def inspect_many(
     if not cases:
         raise ShapeError("inspect_many: `cases` is empty; pass at least one Inspection.")
     jobs = [_prepared(case) for case in cases]
-    found = dump_many([job for job in jobs if isinstance(job, Job)], timeout, workers)
+    dumps = dump_many([job for job in jobs if isinstance(job, Job)], timeout, workers)
     results: list[KernelSchedule | VishwamaiError] = []
     for case, job in zip(cases, jobs):
         if isinstance(job, Job):
-            one = next(found)
-            results.append(one if isinstance(one, VishwamaiError) else schedule_of(case, job, one))
+            dump = next(dumps)
+            results.append(dump if isinstance(dump, VishwamaiError) else schedule_of(case, job, dump))
         else:
             results.append(job)
     return results

@@ -141,36 +141,36 @@ class ScalarRun:
         writes: list[tuple[str, str, Value]] = []
         stores: list[tuple[int, Value]] = []
         target: int | None = None
-        for one in code:
+        for instruction in code:
             holds: Value = True
-            if one.predicate is not None:
-                holds = self.read(one.predicate)
+            if instruction.predicate is not None:
+                holds = self.read(instruction.predicate)
                 if holds is not None:
-                    holds = bool(holds) != one.negated
-            effect = one.effect
+                    holds = bool(holds) != instruction.negated
+            effect = instruction.effect
             if effect == "branch":
-                target = self._branch(pc, one, holds, target)
+                target = self._branch(pc, instruction, holds, target)
             elif effect == "call":
                 if holds is not False:
-                    name = one.scalar.target if isinstance(one.scalar.target, str) else None
-                    self.call(name, [self.evaluate(operand) for operand in one.operands])
+                    name = instruction.scalar.target if isinstance(instruction.scalar.target, str) else None
+                    self.call(name, [self.evaluate(operand) for operand in instruction.operands])
             elif effect == "divide":
-                a, b = (self.evaluate(operand) for operand in one.operands)
-                self.quotients[one.result] = divide(a, b, str(one.scalar.target))
+                a, b = (self.evaluate(operand) for operand in instruction.operands)
+                self.quotients[instruction.result] = divide(a, b, str(instruction.scalar.target))
             elif effect == "dma":
-                self._dma(pc, one.scalar, holds)
+                self._dma(pc, instruction.scalar, holds)
             elif effect == "store":
-                address = self.evaluate(one.operands[0])
+                address = self.evaluate(instruction.operands[0])
                 if holds is not False and address is not None:
-                    value = self.evaluate(one.operands[1]) if len(one.operands) > 1 else None
+                    value = self.evaluate(instruction.operands[1]) if len(instruction.operands) > 1 else None
                     stores.append((address, value if holds else None))
             elif effect == "phi":
-                self.values[one.result] = self.registers.get(one.register)
+                self.values[instruction.result] = self.registers.get(instruction.register)
             elif effect == "value":
-                if one.cast and (writes or stores):  # renames a value that this very bundle defines
+                if instruction.cast and (writes or stores):  # renames a value that this very bundle defines
                     self._commit(writes, stores)
                     writes, stores = [], []
-                self._define(pc, one, holds, writes)
+                self._define(pc, instruction, holds, writes)
         self._commit(writes, stores)
         return target
 
@@ -181,29 +181,29 @@ class ScalarRun:
             self.values[name] = value
             self.registers[register] = value
 
-    def _define(self, pc: int, one: _Instruction, holds: Value, writes: list[tuple[str, str, Value]]) -> None:
-        if one.op.startswith("operand."):
-            value = self._operand_value(one.op[8:], one.scalar.target)
-        elif one.op == "core id":
+    def _define(self, pc: int, instruction: _Instruction, holds: Value, writes: list[tuple[str, str, Value]]) -> None:
+        if instruction.op.startswith("operand."):
+            value = self._operand_value(instruction.op[8:], instruction.scalar.target)
+        elif instruction.op == "core id":
             value = self.machine.core
         else:
-            value = self._arithmetic(pc, one)
+            value = self._arithmetic(pc, instruction)
         if holds is None:
             value = None
-        elif holds is False and not one.op.startswith("operand.") and one.op != "core id":
-            if one.otherwise is None:
+        elif holds is False and not instruction.op.startswith("operand.") and instruction.op != "core id":
+            if instruction.otherwise is None:
                 return
-            value = self.evaluate(one.otherwise)
+            value = self.evaluate(instruction.otherwise)
         elif holds is False:
             return
-        if one.alias:
+        if instruction.alias:
             # A cast within one register writes nothing: its operand's producer may have been predicated off.
-            self.values[one.result] = value
+            self.values[instruction.result] = value
         else:
-            writes.append((one.result, one.register, value))
+            writes.append((instruction.result, instruction.register, value))
 
-    def _branch(self, pc: int, one: _Instruction, holds: Value, target: int | None) -> int | None:
-        region = one.scalar.target
+    def _branch(self, pc: int, instruction: _Instruction, holds: Value, target: int | None) -> int | None:
+        region = instruction.scalar.target
         if holds is None:
             if self.program.name != "TLP":  # the top level's own unknown branches are launch checks
                 self.machine.unknown[f"{self.program.name}: branch at {pc:#x} depends on data"] += 1
@@ -232,8 +232,8 @@ class ScalarRun:
                 # XLA lets the program before fetch an operand (cross_program_prefetch_index), which a flag tells this
                 # one: from HBM it comes anyway.
                 size = self.perhaps.get(str(operands[1].value)) if len(operands) > 1 else None
-                what = "size of the copy" if size is None else "whether the program before made the copy"
-                machine.unknown[f"{self.program.name}: {what} at {pc:#x} depends on data"] += 1
+                reason = "size of the copy" if size is None else "whether the program before made the copy"
+                machine.unknown[f"{self.program.name}: {reason} at {pc:#x} depends on data"] += 1
             machine.copy(op, size, self.evaluate(operands[3]) if len(operands) > 3 else None, scalar.target or 0)
             if op.endswith("_to_smem"):
                 source = machine.symbol_of(self.evaluate(operands[0]))
@@ -264,16 +264,16 @@ class ScalarRun:
     def _operand_value(self, space: str, index: int | str | None) -> Value:
         array = self.known.get(index) if isinstance(index, int) else None
         if space not in ("hbm", "vmem", "cmem", "smem"):  # a scalar, handed over in a register
-            given = self.arguments[index] if isinstance(index, int) and index < len(self.arguments) else None
-            return given if given is not None or array is None else int(array.reshape(-1)[0]) & MASK32
+            argument = self.arguments[index] if isinstance(index, int) and index < len(self.arguments) else None
+            return argument if argument is not None or array is None else int(array.reshape(-1)[0]) & MASK32
         address = self.machine.symbol(f"operand:{space}:{self.program.name}:{index}")
         if space == "smem":
             self._fill(address, array)
         return address
 
-    def _arithmetic(self, pc: int, one: _Instruction) -> Value:
-        op, head = one.op, one.head
-        operands: list[BundleOperand] = list(one.operands)
+    def _arithmetic(self, pc: int, instruction: _Instruction) -> Value:
+        op, head = instruction.op, instruction.head
+        operands: list[BundleOperand] = list(instruction.operands)
         count = len(operands)
         if head in ("smov", "int_to_ptr", "pmov"):
             return self.evaluate(operands[0])
@@ -285,10 +285,10 @@ class ScalarRun:
         if head == "reloc":
             return self.machine.symbol(f"relocation:{self.evaluate(operands[0])}")
         if head == "scalar_select":
-            choice, one_way, other = (self.evaluate(operand) for operand in operands)
-            if choice is None and one_way is not None and other is not None and 0 in (one_way, other):
-                self.perhaps[one.result] = max(one_way, other)
-            return None if choice is None else one_way if choice else other
+            choice, one_way, other_way = (self.evaluate(operand) for operand in operands)
+            if choice is None and one_way is not None and other_way is not None and 0 in (one_way, other_way):
+                self.perhaps[instruction.result] = max(one_way, other_way)
+            return None if choice is None else one_way if choice else other_way
         if head == "sld":
             address = self.evaluate(operands[0])
             return None if address is None else self.machine.memory.get(address)

@@ -58,11 +58,11 @@ def exact_export() -> Iterator[None]:
     An export otherwise keeps to older forms for older compilers; and the places in the source that every operation
     carries hold the whole stack of callers, of which only the innermost says anything here.
     """
-    wanted = {"jax_export_ignore_forward_compatibility": True, "jax_traceback_in_locations_limit": 1}
+    settings = {"jax_export_ignore_forward_compatibility": True, "jax_traceback_in_locations_limit": 1}
     with _EXPORTING:
-        before = {name: getattr(jax.config, name) for name in wanted}
+        before = {name: getattr(jax.config, name) for name in settings}
         try:
-            for name, value in wanted.items():
+            for name, value in settings.items():
                 jax.config.update(name, value)
             yield
         finally:
@@ -95,8 +95,8 @@ def over_arrays(fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, arrays
 
 def integers(arrays: Sequence[Any]) -> dict[int, np.ndarray]:
     """Those of a function's flat arguments that are arrays of integers, not shapes alone, by position."""
-    held = {i: x for i, x in enumerate(arrays) if isinstance(x, (np.ndarray, jax.Array))}
-    return {i: np.asarray(x) for i, x in held.items() if np.issubdtype(x.dtype, np.integer)}
+    arrays_by_place = {i: x for i, x in enumerate(arrays) if isinstance(x, (np.ndarray, jax.Array))}
+    return {i: np.asarray(x) for i, x in arrays_by_place.items() if np.issubdtype(x.dtype, np.integer)}
 
 
 def check_one_device(caller: str, target: str) -> None:

@@ -39,14 +39,14 @@ def scalar_operands(closed: jex.ClosedJaxpr, known: Mapping[int, np.ndarray]) ->
         by kernel name ("*" for a kernel without one), one dictionary for each call in the order of the program: values
         by operand position.
     """
-    found: dict[str, list[dict[int, np.ndarray]]] = {}
+    tables: dict[str, list[dict[int, np.ndarray]]] = {}
     if not _steered(closed.jaxpr):  # folding runs every operation that it can, so not without need
-        return found
+        return tables
     arguments = [known.get(i, UNKNOWN) for i in range(len(closed.jaxpr.invars))]
     for name, values in _walk(closed.jaxpr, closed.consts, arguments, []):
         integers = {i: v for i, v in values.items() if np.issubdtype(v.dtype, np.integer) or v.dtype == bool}
-        found.setdefault(name, []).append(integers)
-    return found if any(values for calls in found.values() for values in calls) else {}
+        tables.setdefault(name, []).append(integers)
+    return tables if any(values for calls in tables.values() for values in calls) else {}
 
 
 def _steered(jaxpr: Any) -> bool:
@@ -77,9 +77,9 @@ def _inside(equation: Any, key: str, body: Any, values: Sequence[Any]) -> list[A
     elif key == "jaxpr":  # scan: constants, carry, slices
         # Told by the ranks, since jax 0.11 dropped the parameters that counted: the body sees slices of one axis less,
         # and gives them.
-        whole = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(equation.invars, body.invars))
+        matching = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(equation.invars, body.invars))
         carry = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(equation.outvars, body.outvars))
-        constants = whole - carry
+        constants = matching - carry
         arguments[:constants] = values[:constants]
     elif key in ("cond_jaxpr", "body_jaxpr"):  # while: constants of the condition, of the body, carry
         first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]

@@ -144,15 +144,15 @@ class Machine:
         self.dma_wait += ready - self.now
         self.now = ready
 
-    def _advance(self, until: float, wanted: _Transfer | None = None) -> None:
-        """Moves the copies under way to the time `until`, or until `wanted` is done.
+    def _advance(self, until: float, transfer: _Transfer | None = None) -> None:
+        """Moves the copies under way to the time `until`, or until `transfer` is done.
 
         Those of one queue move one after another, and the queues share the bandwidth equally: XLA puts the copies of a
         kernel's pipeline in one and those that run in parallel with kernels in others, and one of these does not hold
         up the kernel. `_moved` counts the bytes that each queue has been given, so a copy is done at a count fixed when
         it begins to move.
         """
-        while self._moving and (wanted is None or wanted.arrival is None):
+        while self._moving and (transfer is None or transfer.arrival is None):
             done_at, _, thread = self._moving[0]
             rate = self.bytes_per_cycle / len(self._moving)
             done = self._moved_at + (done_at - self._moved) / rate
@@ -164,7 +164,7 @@ class Machine:
             self._queues[thread].popleft()[1].arrival = done + self.latency
             if self._queues[thread]:
                 self._begin(thread)
-        if wanted is None:
+        if transfer is None:
             self._moved_at = until
 
     def _begin(self, thread: object) -> None:

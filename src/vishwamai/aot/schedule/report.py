@@ -81,14 +81,14 @@ def _row(schedule: ScheduleEstimate, program: ProgramTime) -> Sequence[str]:
 def _roofline(schedule: ScheduleEstimate) -> Markup:
     bound = schedule.roofline
     ridge = bound.peak / bound.bandwidth
-    here = bound.intensity if bound.bytes else ridge
-    low, high = min(here, ridge) / 20, max(here, ridge) * 20
+    intensity = bound.intensity if bound.bytes else ridge
+    low, high = min(intensity, ridge) / 20, max(intensity, ridge) * 20
     achieved = bound.flops / schedule.seconds if schedule.seconds else 0.0
     roof = [(x, min(bound.peak, x * bound.bandwidth) / 1e12) for x in (low, ridge, high)]
     mark = f"{schedule.name}: {schedule.efficiency:.0%}"
     curves = [
         charts.Curve(f"{schedule.chip.name} device", roof, "soft"),
-        charts.Curve(mark, [(here, achieved / 1e12)], "c4", marks=["circle"]),
+        charts.Curve(mark, [(intensity, achieved / 1e12)], "c4", marks=["circle"]),
     ]
     return charts.lines(curves, x="useful FLOP per useful byte of HBM", y="TFLOP/s", log=True, height=320)
 

@@ -44,15 +44,15 @@ ARITHMETIC: dict[str, Callable[[int, int], Value]] = {
 }
 
 
-def divide(a: Value, b: Value, wanted: str) -> tuple[Value, ...]:
-    """What a division of unsigned numbers leaves to be popped, in order: `wanted` is "kDiv", "kRem" or "kDivAndRem".
+def divide(a: Value, b: Value, kind: str) -> tuple[Value, ...]:
+    """What a division of unsigned numbers leaves to be popped, in order: `kind` is "kDiv", "kRem" or "kDivAndRem".
 
     Example:
         >>> divide(17, 5, "kDivAndRem"), divide(17, 5, "kRem"), divide(None, 5, "kDiv")
         ((3, 2), (2,), (None,))
     """
-    both: tuple[Value, Value] = (None, None) if a is None or not b else divmod(a, b)
-    return {"kDiv": both[:1], "kRem": both[1:], "kDivAndRem": both}[wanted]
+    results: tuple[Value, Value] = (None, None) if a is None or not b else divmod(a, b)
+    return {"kDiv": results[:1], "kRem": results[1:], "kDivAndRem": results}[kind]
 
 
 COMPARE: dict[str, Callable[[int, int], bool]] = {

@@ -41,11 +41,12 @@ def _one_each(known: Sequence[Known], calls: int) -> Sequence[Known]:
     it is not clear which.
     """
     distinct: list[Known] = []
-    for one in known:
+    for table in known:
         if not any(
-            one.keys() == other.keys() and all(np.array_equal(one[i], other[i]) for i in one) for other in distinct
+            table.keys() == previous.keys() and all(np.array_equal(table[i], previous[i]) for i in table)
+            for previous in distinct
         ):
-            distinct.append(one)
+            distinct.append(table)
     if len(distinct) == 1:
         return distinct * calls
     return known if len(known) == calls else distinct if len(distinct) == calls else ()
@@ -60,12 +61,12 @@ def _calls(sources: Mapping[str, Source]) -> dict[str, list[str]]:
     Where some lie deeper in loops than others (the dump marks a loop's bundles by ">"), their numbers say nothing of
     the order, and their kernel is left out.
     """
-    found: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    groups: dict[str, dict[str, str]] = collections.defaultdict(dict)
     top = sources.get(TOP)
     for depth, name in _CUSTOM_CALL.findall(top.bundles) if top else ():
         base, _, number = name.rpartition(".")
-        found[base if number.isdigit() else name][name] = depth
-    same = {base: names for base, names in found.items() if len(set(names.values())) == 1}
+        groups[base if number.isdigit() else name][name] = depth
+    same = {base: names for base, names in groups.items() if len(set(names.values())) == 1}
     return {base: sorted(names, key=lambda name: (len(name), name)) for base, names in same.items()}
 
 
@@ -126,10 +127,10 @@ class Simulator:
         same = self._calls.get(base, ())
         for kernel, calls in self.known.items():
             if re.sub(r"[^\w.\-]", "_", kernel) == base:
-                found = _one_each(calls, len(same) or len(calls))
+                tables = _one_each(calls, len(same) or len(calls))
                 if called in same:
-                    return found[same.index(called)] if found else {}
-                return found[0] if found and all(one is found[0] for one in found) else {}
+                    return tables[same.index(called)] if tables else {}
+                return tables[0] if tables and all(table is tables[0] for table in tables) else {}
         unnamed = self.known.get("*", ())
         return unnamed[0] if len(unnamed) == 1 else {}
 
@@ -187,7 +188,7 @@ class Simulator:
             matrix_stall=machine.mxu_stall,
             matrix=sum(program.matrix for program in programs),
             hbm_bytes=sum(result[0].hbm_bytes for result in results),
-            flops=_total(self._flops(name, tally) for _, found, _ in results for name, tally in found.items()),
+            flops=_total(self._flops(name, tally) for _, by_name, _ in results for name, tally in by_name.items()),
             programs=programs,
             looped=calls > 1,
             unknown=dict(machine.unknown),

@@ -82,12 +82,12 @@ def _time(seconds: float) -> str:
 def _columns(schedule: ScheduleEstimate) -> list[str]:
     """The programs' times, and below them their units: two tables, each of at most 80 columns."""
     total = schedule.simulation.cycles or 1
-    shown = schedule.programs[:12]
-    names = [program.name if len(program.name) <= 28 else f"{program.name[:27]}…" for program in shown]
+    programs = schedule.programs[:12]
+    names = [program.name if len(program.name) <= 28 else f"{program.name[:27]}…" for program in programs]
     times = [["program", "kind", "calls", "time", "share", "VMEM"]]
     units = [["program", *(u.removeprefix("V") if u != "VALU" else u for u in SHOWN_UNITS)]]
     units[0] += ["wait", "stall", "spills"]
-    for name, program in zip(names, shown):
+    for name, program in zip(names, programs):
         vmem = schedule.vmem.get(program.name)
         cycles = program.cycles or 1
         times.append(

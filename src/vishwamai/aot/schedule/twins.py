@@ -50,15 +50,18 @@ def twins(module: Module) -> dict[str, str]:
             digests[name] = ""  # recursion does not occur in HLO
             numbers: dict[str, str] = {}
             lines = []
-            for one in module.computations[name]:
-                text = f"%{one.name} = {one.shape} {one.opcode}({one.text}){with_bodies(one.attributes)}"
+            for instruction in module.computations[name]:
+                call = f"{instruction.opcode}({instruction.text}){with_bodies(instruction.attributes)}"
+                text = f"%{instruction.name} = {instruction.shape} {call}"
                 lines.append(NAME.sub(lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), text))
             digests[name] = _digest(*lines)
         return digests[name]
 
-    found = {}
-    for name, one in module.by_name.items():
-        if one.opcode not in _WITHOUT_CODE:
-            inputs = [module.by_name[o].shape if o in module.by_name else "?" for o in one.operands]
-            found[name] = _digest(one.shape, one.opcode, *inputs, with_bodies(one.attributes))
-    return found
+    fingerprints = {}
+    for name, instruction in module.by_name.items():
+        if instruction.opcode not in _WITHOUT_CODE:
+            inputs = [module.by_name[o].shape if o in module.by_name else "?" for o in instruction.operands]
+            fingerprints[name] = _digest(
+                instruction.shape, instruction.opcode, *inputs, with_bodies(instruction.attributes)
+            )
+    return fingerprints

@@ -34,9 +34,9 @@ def neighbours(config: T, paths: Iterable[str], spec: Any, target: Target) -> It
         >>> sorted((t.block, t.unroll) for t in neighbours(Blocks(256, 1), ["block", "unroll"], None, Target("tpu")))
         [(128, 1), (128, 2), (256, 2), (512, 1)]
     """
-    found = config.sizes()
-    now, names = {path: value for path, (_, value) in found.items()}, list(paths)
-    axis = {path: (what.axis, what.of) for path, (what, _) in found.items()}
+    sizes = config.sizes()
+    now, names = {path: value for path, (_, value) in sizes.items()}, list(paths)
+    axis = {path: (size.axis, size.of) for path, (size, _) in sizes.items()}
     pairs = [(a, b) for a in names for b in names if a != b]
     of_one_axis = [(a, b) for a, b in pairs if axis[a] == axis[b]]
     steps = [{a: now[a] * 2, b: now[b] // 2} for a, b in of_one_axis]
@@ -68,20 +68,20 @@ def alone(config: T, paths: Iterable[str]) -> Iterator[T]:
         >>> [dataclasses.astuple(t)[:3] for t in alone(start, passes(start)["forward"])]
         [(2, 16, 2), (1, 8, 2), (1, 16, 3), (1, 16, 1)]
     """
-    found = config.sizes()
+    sizes = config.sizes()
     for path in paths:
-        what, now = found[path]
-        for size in (now + 1, now - 1) if what.additive else (now * 2, now // 2):
-            if what.least <= size <= what.most:
+        tile, now = sizes[path]
+        for size in (now + 1, now - 1) if tile.additive else (now * 2, now // 2):
+            if tile.least <= size <= tile.most:
                 yield config.with_sizes({path: size})
 
 
 def passes(config: Tiles) -> dict[str, list[str]]:
     """The paths of a config's sizes by the pass that they serve, "forward" before "backward"."""
-    found: dict[str, list[str]] = {"forward": [], "backward": []}
-    for path, (what, _) in config.sizes().items():
-        found[what.of].append(path)
-    return {of: paths for of, paths in found.items() if paths}
+    fields: dict[str, list[str]] = {"forward": [], "backward": []}
+    for path, (size, _) in config.sizes().items():
+        fields[size.of].append(path)
+    return {of: paths for of, paths in fields.items() if paths}
 
 
 def kernels(config: Tiles) -> tuple[str, ...]:
@@ -95,10 +95,10 @@ def kernels(config: Tiles) -> tuple[str, ...]:
     return tuple(dict.fromkeys(head for head, _, _ in parts.values()))
 
 
-def adopt(config: T, other: T, kernel: str, spec: Any, target: Target) -> T:
+def adopt(config: T, winner: T, kernel: str, spec: Any, target: Target) -> T:
     """`config` with the other's tiles for one kernel, and memory planned for them."""
-    paths = [path for path in other.sizes() if path.startswith(f"{kernel}.")]
-    return config.with_sizes({path: other.sizes()[path][1] for path in paths}).planned(spec, target)
+    paths = [path for path in winner.sizes() if path.startswith(f"{kernel}.")]
+    return config.with_sizes({path: winner.sizes()[path][1] for path in paths}).planned(spec, target)
 
 
 def abreast(config: T, names: Sequence[str], spec: Any, target: Target) -> Iterator[T]:

@@ -47,10 +47,10 @@ class TableEntry:
         """
         operation = operations().get(self.op)
         cases = operation.cases if operation else ()
-        found = next((case for case in cases if case.name == self.evidence["case"]), None)
-        if found is None:
+        match = next((case for case in cases if case.name == self.evidence["case"]), None)
+        if match is None:
             raise KernelError(f"{self}: {self.op} has no such case any more; delete the entry.")
-        return found
+        return match
 
     def __str__(self) -> str:
         return f"{self.target} {self.op} {self.evidence['case']}"
@@ -101,5 +101,5 @@ def write(
 
 def known(directory: pathlib.Path, case: Case, target: str) -> bool:
     """Whether a table has this case already, found with the same compiler."""
-    found = [e.evidence for e in entries(directory) if (e.target, e.op) == (target, case.op)]
-    return any(entry.get("case") == case.name and entry.get("versions") == libtpu.versions() for entry in found)
+    evidence = [e.evidence for e in entries(directory) if (e.target, e.op) == (target, case.op)]
+    return any(entry.get("case") == case.name and entry.get("versions") == libtpu.versions() for entry in evidence)

@@ -74,10 +74,10 @@ class Outcome:
 
     def entry(self) -> dict[str, Any]:
         """What the table holds; of the heuristic's config only what the best one has otherwise."""
-        other = {name: value for name, value in self.heuristic.items() if value != self.config[name]}
+        differing = {name: value for name, value in self.heuristic.items() if value != self.config[name]}
         return {
             "config": self.config,
-            **({"heuristic": other} if other else {}),
+            **({"heuristic": differing} if differing else {}),
             "estimate_us": round(self.seconds * 1e6, 2),
             "heuristic_us": round(self.heuristic_seconds * 1e6, 2),
             "efficiency": round(self.efficiency, 3),
@@ -113,7 +113,7 @@ class Search:
     def _program(self, config: Any, backward: bool) -> inspection.Inspection:
         case, name = self.case, self.choice.implementation.name
         arrays = arguments(case)
-        moved = case.differentiable
+        differentiated = case.differentiable
 
         def forward(**values: Any) -> Any:
             return case.run(values, implementation=name, config=config)
@@ -124,8 +124,8 @@ class Search:
 
         if not backward:
             return inspection.Inspection(forward, kwargs=arrays, target=self.target, name=case.name)
-        values = {key: arrays[key] for key in moved}
-        fixed = {key: array for key, array in arrays.items() if key not in moved}
+        values = {key: arrays[key] for key in differentiated}
+        fixed = {key: array for key, array in arrays.items() if key not in differentiated}
         # Cotangents come from outside, as in training: made here they would cost a pass over HBM of their own.
         with tracing_for(self.target):
             cotangents = jax.eval_shape(lambda v, f: forward(**v, **f), values, fixed)
@@ -159,22 +159,22 @@ class Search:
             return []
         self.compilations += len(programs)
         trials = []
-        for config, found in zip(tried, inspection.inspect_many(programs, workers=self.workers)):
-            if isinstance(found, VishwamaiError):
-                self.rejected.append(f"{_short(config)}: {str(found).splitlines()[0][:200]}")
+        for config, schedule in zip(tried, inspection.inspect_many(programs, workers=self.workers)):
+            if isinstance(schedule, VishwamaiError):
+                self.rejected.append(f"{_short(config)}: {str(schedule).splitlines()[0][:200]}")
             else:
-                trials.append(_Trial(config, found.seconds, found.efficiency, self._parts(found)))
+                trials.append(_Trial(config, schedule.seconds, schedule.efficiency, self._parts(schedule)))
         return trials
 
-    def _parts(self, found: inspection.KernelSchedule) -> dict[str, float]:
+    def _parts(self, schedule: inspection.KernelSchedule) -> dict[str, float]:
         """Seconds of each of `kernels`: of the Pallas programs that bear its name, and of those without a name of
         another for the first.
         """
         parts = dict.fromkeys(self.kernels, 0.0)
-        for program in found.programs:
-            if parts and found.kind(program) == "pallas":
+        for program in schedule.programs:
+            if parts and schedule.kind(program) == "pallas":
                 named = next((kernel for kernel in self.kernels if kernel in program.name), self.kernels[0])
-                parts[named] += program.cycles / found.chip.clock
+                parts[named] += program.cycles / schedule.chip.clock
         return parts
 
     def climb(self, start: Any, fields: Sequence[str], backward: bool) -> tuple[_Trial, _Trial]:
@@ -183,18 +183,18 @@ class Search:
         Raises:
             KernelError: the heuristic's own config does not compile.
         """
-        found = climb(
+        climbed = climb(
             start,
             lambda configs: self.evaluate(configs, backward),
             lambda config: neighbours(config, fields, self.plan.spec, self.aim),
             MARGIN,
             lambda trial: trial.efficiency >= ENOUGH,
         )
-        if found is None:
+        if climbed is None:
             raise KernelError(
                 f"tune: {self.case.op} {self.case.name!r} does not compile for {self.target}: {self.rejected[-1:]}"
             )
-        return found
+        return climbed
 
     def climb_abreast(self) -> tuple[_Trial, _Trial]:
         """`climb` for configs with tiles of its own for each kernel: every program steps them all, and each kernel
@@ -221,12 +221,12 @@ class Search:
             if config == best.config:
                 break
             seen.add(config)
-            together = [t for t in trials if t.config == config] or self.evaluate(
+            trial_of_both = [t for t in trials if t.config == config] or self.evaluate(
                 [config], bool(self.case.differentiable)
             )
-            if not together or together[0].seconds >= MARGIN * best.seconds:
+            if not trial_of_both or trial_of_both[0].seconds >= MARGIN * best.seconds:
                 break
-            best = together[0]
+            best = trial_of_both[0]
         return best, heuristic
 
     def run(self) -> Outcome:
@@ -274,8 +274,8 @@ def _short(config: Any) -> str:
 def arguments(case: Case) -> dict[str, Any]:
     """The case's arrays: shapes, but values of the 32-bit integers, which steer kernels (page tables, lengths)."""
     rng = np.random.default_rng(0)
-    given = {name: init.make(rng) for name, init in case.arrays.items() if init.dtype == "int32"}
-    return dict(case.shapes()) | given
+    indices = {name: init.make(rng) for name, init in case.arrays.items() if init.dtype == "int32"}
+    return dict(case.shapes()) | indices
 
 
 def _plan(case: Case, target: str) -> Plan:
@@ -339,7 +339,7 @@ def tune(
     """
     place = tuning.writable_directory(directory)
     work = [(case, Target.parse_chip(target).name) for target in targets for case in cases]
-    found: list[Outcome | KernelError] = []
+    outcomes: list[Outcome | KernelError] = []
     for done, (case, target) in enumerate(work, start=1):
         if not again and tables.known(place, case, target):
             progress(done, len(work), f"{target} {case.op} {case.name}: in the table")
@@ -347,12 +347,12 @@ def tune(
         try:
             outcome = tune_case(case, target, budget, workers)
         except KernelError as error:
-            found.append(error)
+            outcomes.append(error)
             progress(done, len(work), f"{target} {case.op} {case.name}: {error}")
             continue
         tables.write(place, target, outcome.op, outcome.implementation, outcome.key, outcome.entry())
         tuning.reload()
-        found.append(outcome)
+        outcomes.append(outcome)
         gain = outcome.heuristic_seconds / outcome.seconds if outcome.seconds else 1.0
         progress(
             done,
@@ -360,4 +360,4 @@ def tune(
             f"{target} {case.op} {case.name}: {outcome.seconds * 1e6:.1f} us (estimate), {gain:.2f} x the heuristic, "
             f"{outcome.efficiency:.0%} of the roofline, {outcome.compilations} compiled",
         )
-    return found
+    return outcomes

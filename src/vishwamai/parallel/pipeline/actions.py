@@ -82,13 +82,13 @@ class Schedule:
         """
         actions = []
         for word in text.split():
-            found = _WRITTEN.fullmatch(word)
-            if found is None:
+            match = _WRITTEN.fullmatch(word)
+            if match is None:
                 raise ScheduleError(
                     f'Schedule.parse: {word!r} is not an action; write part, kind and microbatch, "2F0", with one of '
                     f"the kinds {', '.join(KINDS)}."
                 )
-            actions.append(Action(found[2], int(found[1]), int(found[3])))
+            actions.append(Action(match[2], int(match[1]), int(match[3])))
         return cls(stage, tuple(parts), tuple(actions))
 
     def __str__(self) -> str:
@@ -102,21 +102,21 @@ def placement(schedules: Sequence[Schedule]) -> dict[int, int]:
       ScheduleError: stages or parts are not numbered from 0, or a part has two stages.
     """
     several = isinstance(schedules, Sequence) and len(schedules) > 0
-    if not several or not all(isinstance(one, Schedule) for one in schedules):
+    if not several or not all(isinstance(schedule, Schedule) for schedule in schedules):
         raise ScheduleError(f"schedules: pass a list with one `Schedule` for each stage, not {schedules!r}.")
-    stages = [one.stage for one in schedules]
+    stages = [schedule.stage for schedule in schedules]
     if stages != list(range(len(schedules))):
         raise ScheduleError(f"schedules: the stages are {stages}; pass one `Schedule` for each stage, 0 first.")
-    found: dict[int, int] = {}
-    for one in schedules:
-        for part in one.parts:
-            if part in found:
-                raise ScheduleError(f"schedules: part {part} is on the stages {found[part]} and {one.stage}.")
-            found[part] = one.stage
-    missing = sorted(set(range(len(found))) ^ set(found))
-    if not found or missing:
-        raise ScheduleError(f"schedules: the parts are {sorted(found)}; number them from 0 without a gap.")
-    return found
+    stage_of: dict[int, int] = {}
+    for schedule in schedules:
+        for part in schedule.parts:
+            if part in stage_of:
+                raise ScheduleError(f"schedules: part {part} is on the stages {stage_of[part]} and {schedule.stage}.")
+            stage_of[part] = schedule.stage
+    missing = sorted(set(range(len(stage_of))) ^ set(stage_of))
+    if not stage_of or missing:
+        raise ScheduleError(f"schedules: the parts are {sorted(stage_of)}; number them from 0 without a gap.")
+    return stage_of
 
 
 def needs(action: Action, stage_of: Mapping[int, int]) -> list[Action]:
@@ -127,8 +127,8 @@ def needs(action: Action, stage_of: Mapping[int, int]) -> list[Action]:
     def made(kind: str, part: int = part) -> Action:
         return Action(kind, part, microbatch)
 
-    def remote(other: int) -> bool:
-        return stage_of.get(other) != stage_of.get(part)
+    def remote(neighbour: int) -> bool:
+        return stage_of.get(neighbour) != stage_of.get(part)
 
     if kind == FORWARD:
         return [] if part == 0 else [made(RECV_F) if remote(part - 1) else made(FORWARD, part - 1)]
@@ -164,26 +164,26 @@ def with_transfers(schedules: Sequence[Schedule], *, after_weights: bool = False
     stage 1: 1RECV_F0 1F0 1I0 1SEND_B0 1W0
     """
     stage_of = placement(schedules)
-    made = []
-    for one in schedules:
+    completed = []
+    for schedule in schedules:
         actions: list[Action] = []
         late: Action | None = None
-        for i, action in enumerate(one.actions):
+        for i, action in enumerate(schedule.actions):
             if action.part in stage_of:
                 actions += [need for need in needs(action, stage_of) if need.kind in (RECV_F, RECV_B)]
             actions.append(action)
             if late is not None:
                 actions.append(late)
                 late = None
-            other = action.part + {FORWARD: 1, INPUT_GRADIENT: -1}.get(action.kind, 0)
-            if stage_of.get(other, one.stage) == one.stage:
+            neighbour = action.part + {FORWARD: 1, INPUT_GRADIENT: -1}.get(action.kind, 0)
+            if stage_of.get(neighbour, schedule.stage) == schedule.stage:
                 continue
             send = Action(SEND_F if action.kind == FORWARD else SEND_B, action.part, action.microbatch)
             weights = Action(WEIGHT_GRADIENT, action.part, action.microbatch)
-            follows = i + 1 < len(one.actions) and one.actions[i + 1] == weights
+            follows = i + 1 < len(schedule.actions) and schedule.actions[i + 1] == weights
             if after_weights and action.kind == INPUT_GRADIENT and follows:
                 late = send
             else:
                 actions.append(send)
-        made.append(dataclasses.replace(one, actions=tuple(actions)))
-    return made
+        completed.append(dataclasses.replace(schedule, actions=tuple(actions)))
+    return completed

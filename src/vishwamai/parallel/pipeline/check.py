@@ -50,49 +50,49 @@ def check_schedules(schedules: Sequence[Schedule], max_activations: float | None
     _check_order(schedules, stage_of)
     if max_activations is None:
         return
-    for one in schedules:
-        for action, held in held_activations(one):
-            if held > max_activations:
+    for schedule in schedules:
+        for action, activations in held_activations(schedule):
+            if activations > max_activations:
                 raise ScheduleError(
-                    f"schedules: stage {one.stage} holds {held:g} activations after {action}, but `max_activations` is "
-                    f"{max_activations:g}; let a weight gradient run before that action."
+                    f"schedules: stage {schedule.stage} holds {activations:g} activations after {action}, but "
+                    f"`max_activations` is {max_activations:g}; let a weight gradient run before that action."
                 )
 
 
 def held_activations(schedule: Schedule) -> Iterator[tuple[Action, float]]:
     """How much a stage holds while each "F" or "W" runs, in activations of one microbatch through all of its parts."""
-    held = 0
+    activations = 0
     for action in schedule.actions:
-        held += action.kind == FORWARD
+        activations += action.kind == FORWARD
         if action.kind in (FORWARD, WEIGHT_GRADIENT):
-            yield action, held / len(schedule.parts)
-        held -= action.kind == WEIGHT_GRADIENT
+            yield action, activations / len(schedule.parts)
+        activations -= action.kind == WEIGHT_GRADIENT
 
 
 def num_microbatches(schedules: Sequence[Schedule]) -> int:
     """How many microbatches the schedules name."""
-    return 1 + max((action.microbatch for one in schedules for action in one.actions), default=-1)
+    return 1 + max((action.microbatch for schedule in schedules for action in schedule.actions), default=-1)
 
 
 def _expected(stage_of: dict[int, int], microbatches: int) -> dict[Action, int]:
     """Every action that a complete schedule has, with its stage."""
-    found = {}
+    expected = {}
     for part, stage in stage_of.items():
         kinds = [
             *COMPUTE,
             *((SEND_F, RECV_B) if stage_of.get(part + 1, stage) != stage else ()),
             *((SEND_B, RECV_F) if stage_of.get(part - 1, stage) != stage else ()),
         ]
-        found.update({Action(kind, part, m): stage for kind in kinds for m in range(microbatches)})
-    return found
+        expected.update({Action(kind, part, m): stage for kind in kinds for m in range(microbatches)})
+    return expected
 
 
 def _check_complete(schedules: Sequence[Schedule], stage_of: dict[int, int]) -> None:
-    if not any(one.actions for one in schedules):
+    if not any(schedule.actions for schedule in schedules):
         raise ScheduleError("schedules: there are no actions; give every stage those of one microbatch or more.")
     expected = _expected(stage_of, num_microbatches(schedules))
-    for one in schedules:
-        counts = collections.Counter(one.actions)
+    for schedule in schedules:
+        counts = collections.Counter(schedule.actions)
         for action, count in counts.items():
             if action not in expected:
                 why = (
@@ -100,32 +100,32 @@ def _check_complete(schedules: Sequence[Schedule], stage_of: dict[int, int]) -> 
                     if action.part not in stage_of
                     else "no other stage needs this transfer"
                 )
-                raise ScheduleError(f"schedules: stage {one.stage} has {action}, but {why}; leave it out.")
-            if expected[action] != one.stage:
+                raise ScheduleError(f"schedules: stage {schedule.stage} has {action}, but {why}; leave it out.")
+            if expected[action] != schedule.stage:
                 raise ScheduleError(
-                    f"schedules: stage {one.stage} has {action}, but part {action.part} is on stage "
+                    f"schedules: stage {schedule.stage} has {action}, but part {action.part} is on stage "
                     f"{expected[action]}; move it there."
                 )
             if count > 1:
-                raise ScheduleError(f"schedules: stage {one.stage} has {action} {count} times; keep one.")
-        missing = [str(a) for a, stage in expected.items() if stage == one.stage and a not in counts]
+                raise ScheduleError(f"schedules: stage {schedule.stage} has {action} {count} times; keep one.")
+        missing = [str(a) for a, stage in expected.items() if stage == schedule.stage and a not in counts]
         if missing:
             transfers = all("_" in text for text in missing)
             fix = "`with_transfers(schedules)` adds sends and receives." if transfers else "Add them."
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise ScheduleError(f"schedules: stage {one.stage} lacks {shown}. {fix}")
+            listing = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise ScheduleError(f"schedules: stage {schedule.stage} lacks {listing}. {fix}")
 
 
 def _check_order(schedules: Sequence[Schedule], stage_of: dict[int, int]) -> None:
-    left = {one.stage: collections.deque(one.actions) for one in schedules}
+    left = {schedule.stage: collections.deque(schedule.actions) for schedule in schedules}
     done: set[Action] = set()
-    moved = True
-    while moved:
-        moved = False
+    progress = True
+    while progress:
+        progress = False
         for queue in left.values():
             while queue and all(need in done for need in needs(queue[0], stage_of)):
                 done.add(queue.popleft())
-                moved = True
+                progress = True
     if any(left.values()):
         circle = _circle({stage: list(queue) for stage, queue in left.items()}, stage_of)
         words = [f"{action} (stage {stage_of[action.part]})" for action in circle]
@@ -141,11 +141,11 @@ def _circle(left: dict[int, list[Action]], stage_of: dict[int, int]) -> list[Act
     """
     place = {action: (stage, i) for stage, actions in left.items() for i, action in enumerate(actions)}
     walk: list[Action] = []
-    at = next(actions[0] for actions in left.values() if actions)
-    while at not in walk:
-        walk.append(at)
-        stage, i = place[at]
+    current = next(actions[0] for actions in left.values() if actions)
+    while current not in walk:
+        walk.append(current)
+        stage, i = place[current]
         # An action waits for what it reads, or else for the action before it.
-        lacking = next((need for need in needs(at, stage_of) if need in place), None)
-        at = lacking if lacking is not None else left[stage][i - 1]
-    return walk[walk.index(at) :]
+        lacking = next((need for need in needs(current, stage_of) if need in place), None)
+        current = lacking if lacking is not None else left[stage][i - 1]
+    return walk[walk.index(current) :]

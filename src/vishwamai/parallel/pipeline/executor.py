@@ -124,29 +124,29 @@ def pipelined_loss(
 
     def compute(params: Tree, loss_params: Tree, inputs: Any, targets: Tree) -> tuple[Any, tuple[Tree, Tree, Any]]:
         _check(params, inputs, targets, len(schedules), microbatches, shards)
-        own = jax.tree.map(lambda _: PartitionSpec(), params) if param_specs is None else param_specs
-        own = jax.tree.map(
-            lambda spec: PartitionSpec(axis, None, *spec), own, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        stage_specs = jax.tree.map(lambda _: PartitionSpec(), params) if param_specs is None else param_specs
+        stage_specs = jax.tree.map(
+            lambda spec: PartitionSpec(axis, None, *spec), stage_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
         rows = PartitionSpec(None, batch_axes or None)
-        given = (jax.tree.map(functools.partial(_cut, microbatches), x) for x in (inputs, targets))
-        arguments = (params, loss_params, *given, jnp.asarray(ticks.table))
-        whole = jax.tree.map(lambda _: PartitionSpec(), loss_params)
-        specs = (own, whole, rows, jax.tree.map(lambda _: rows, targets), PartitionSpec(None, axis))
-        run = functools.partial(_run, part, loss, ticks, axis, batch_axes, shards, own)
+        operands = (jax.tree.map(functools.partial(_cut, microbatches), x) for x in (inputs, targets))
+        arguments = (params, loss_params, *operands, jnp.asarray(ticks.table))
+        replicated = jax.tree.map(lambda _: PartitionSpec(), loss_params)
+        specs = (stage_specs, replicated, rows, jax.tree.map(lambda _: rows, targets), PartitionSpec(None, axis))
+        run = functools.partial(_run, part, loss, ticks, axis, batch_axes, shards, stage_specs)
         if mesh.explicit_axes:
             arguments = jax.tree.map(lambda x, spec: _laid(x, mesh, spec), arguments, specs)
         value, of_params, of_loss, of_inputs = jax.shard_map(
             among_processes(run),
             mesh=mesh,
             in_specs=specs,
-            out_specs=(PartitionSpec(), own, whole, rows),
+            out_specs=(PartitionSpec(), stage_specs, replicated, rows),
             check_vma=False,
         )(*arguments)
         gradients = (of_params, of_loss, of_inputs)
         if mesh.explicit_axes:  # a gradient has the sharding of its argument
-            given = (params, loss_params, _cut(microbatches, inputs))
-            gradients = jax.tree.map(lambda g, x: _laid(g, mesh, jax.typeof(x).sharding.spec), gradients, given)
+            operands = (params, loss_params, _cut(microbatches, inputs))
+            gradients = jax.tree.map(lambda g, x: _laid(g, mesh, jax.typeof(x).sharding.spec), gradients, operands)
         of_params, of_loss, of_inputs = gradients
         return value, (of_params, of_loss, of_inputs.reshape(inputs.shape))
 

@@ -61,12 +61,12 @@ def _schedules(
     write: Callable[[int, _Stage], None],
     after_weights: bool,
 ) -> list[Schedule]:
-    made = []
+    schedules = []
     for rank in range(num_stages):
         stage = _Stage(parts(rank), microbatches)
         write(rank, stage)
-        made.append(Schedule(rank, stage.parts, tuple(stage.actions)))
-    return with_transfers(made, after_weights=after_weights)
+        schedules.append(Schedule(rank, stage.parts, tuple(stage.actions)))
+    return with_transfers(schedules, after_weights=after_weights)
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> list[Schedule]:

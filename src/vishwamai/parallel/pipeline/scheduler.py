@@ -63,9 +63,9 @@ class PipelineScheduler:
                 f"{self.microbatch_size}; pass {-(-batch_size // self.microbatch_size) * self.microbatch_size}."
             )
         options = {"chunks": self.chunks} if self.kind == "interleaved_1f1b" else {}
-        made = GENERATORS[self.kind](num_stages, batch_size // self.microbatch_size, **options)
-        check_schedules(made, self.max_activations)
-        return made
+        schedules = GENERATORS[self.kind](num_stages, batch_size // self.microbatch_size, **options)
+        check_schedules(schedules, self.max_activations)
+        return schedules
 
 
 def _check_positive(function: str, name: str, value: object) -> None:

@@ -28,8 +28,8 @@ class ActionTimes:
     transfer: float = 0.0
 
     def __call__(self, action: Action) -> float:
-        own = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}
-        return own.get(action.kind, self.transfer)
+        times = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}
+        return times.get(action.kind, self.transfer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def simulate(schedules: Sequence[Schedule], times: Callable[[Action], float] | N
     check_schedules(schedules)
     times = times or ActionTimes()
     stage_of = placement(schedules)
-    queues = [collections.deque(one.actions) for one in schedules]
+    queues = [collections.deque(schedule.actions) for schedule in schedules]
     clocks = [0.0] * len(schedules)
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedules]
@@ -108,5 +108,7 @@ def simulate(schedules: Sequence[Schedule], times: Callable[[Action], float] | N
                 if action.kind in COMPUTE:
                     spans[stage].append(Span(action, clocks[stage], ends[action]))
                     clocks[stage] = ends[action]
-    peaks = tuple(max((held for _, held in held_activations(one)), default=0.0) for one in schedules)
+    peaks = tuple(
+        max((activations for _, activations in held_activations(schedule)), default=0.0) for schedule in schedules
+    )
     return Timeline(tuple(map(tuple, spans)), peaks)

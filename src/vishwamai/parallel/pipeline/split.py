@@ -112,16 +112,16 @@ def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree, see
     run_second = _function(back, [*in_residuals, *between], out_params, second)
 
     def whole(params: Tree, kept_values: Sequence[Any], given: tuple[Tree, ...]) -> list[Any]:
-        found = dict(zip(kept, kept_values, strict=True))
-        values = [None if isinstance(v, Literal) else found.get(v) for v in residuals]
+        values_of = dict(zip(kept, kept_values, strict=True))
+        values = [None if isinstance(v, Literal) else values_of.get(v) for v in residuals]
         for i, value in zip(of_params, run_params(*jax.tree.leaves((params, given))), strict=True):
             values[i] = value
         return values
 
     def run_part(params: Tree, x: Any, *given: Tree) -> tuple[Any, list[Any]]:
-        y, *found = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(given))
-        seen = jax.tree.unflatten(seen_tree, found[: ends - 1])
-        return (y, seen) if sees else y, found[ends - 1 :]
+        y, *outputs = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(given))
+        seen = jax.tree.unflatten(seen_tree, outputs[: ends - 1])
+        return (y, seen) if sees else y, outputs[ends - 1 :]
 
     def input_gradient(params: Tree, kept_values: Sequence[Any], dy: Any, *given: Tree) -> tuple[Any, list[Any]]:
         dx, *values = run_first(*whole(params, kept_values, given), dy)
@@ -139,23 +139,23 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _depends(jaxpr: Jaxpr, source: Var) -> set[Any]:
     """The values that depend on `source`, and itself."""
-    found: set[Any] = {source}
+    dependent: set[Any] = {source}
     for eqn in jaxpr.eqns:
-        if any(not isinstance(v, Literal) and v in found for v in eqn.invars):
-            found.update(eqn.outvars)
-    return found
+        if any(not isinstance(v, Literal) and v in dependent for v in eqn.invars):
+            dependent.update(eqn.outvars)
+    return dependent
 
 
 def _needed(jaxpr: Jaxpr, outs: Sequence[Any]) -> list[int]:
     """The equations, by number, that `outs` need."""
-    wanted = {v for v in outs if not isinstance(v, Literal)}
-    found = []
+    variables = {v for v in outs if not isinstance(v, Literal)}
+    indices = []
     for i in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[i]
-        if any(v in wanted for v in eqn.outvars):
-            found.append(i)
-            wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return found[::-1]
+        if any(v in variables for v in eqn.outvars):
+            indices.append(i)
+            variables.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return indices[::-1]
 
 
 def _function(
@@ -164,9 +164,9 @@ def _function(
     """The function from some values of a jaxpr to others, by the equations given, or by those that it needs."""
     jaxpr = closed.jaxpr
     numbers = _needed(jaxpr, outvars) if equations is None else equations
-    own = jaxpr.replace(
+    inner = jaxpr.replace(
         invars=list(invars),
         outvars=list(outvars),
         eqns=[jaxpr.eqns[i] for i in numbers],
     )
-    return jaxpr_as_fun(ClosedJaxpr(own, closed.consts))
+    return jaxpr_as_fun(ClosedJaxpr(inner, closed.consts))

@@ -157,8 +157,8 @@ def run_stage(
         with chosen_by("first"):
             x = jax.lax.cond(row["first"] == 1, ends.enter, read, row["microbatch"])
         if split is not None:
-            y, kept = split.forward(own(row), x, *also(row))
-            state = state | {"kept": write(state["kept"], row["kept"], kept)}
+            y, saved = split.forward(own(row), x, *also(row))
+            state = state | {"kept": write(state["kept"], row["kept"], saved)}
         else:
             y = part(own(row), x, *also(row))
         if sees:
@@ -181,8 +181,8 @@ def run_stage(
             state, dy = jax.lax.cond(row["last"] == 1, of_loss, of_next, state, row)
         if split is None:
             return state
-        kept = [buffer[row["kept"]] for buffer in state["kept"]]
-        dx, between = split.input_gradient(own(row), kept, dy, *also(row))
+        saved = [buffer[row["kept"]] for buffer in state["kept"]]
+        dx, between = split.input_gradient(own(row), saved, dy, *also(row))
         with chosen_by("first"):
             entry = jax.lax.cond(
                 row["first"] == 1, ends.left, lambda found, m, dx: found, state["entry"], row["microbatch"], dx
@@ -196,14 +196,14 @@ def run_stage(
     def weight_gradient(state: dict, row: dict) -> dict:
         if split is None:
             return state
-        kept, between = ([b[row[name]] for b in state[name]] for name in ("kept", "between"))
-        found = split.weight_gradient(own(row), kept, between, *also(row))
+        saved, between = ([b[row[name]] for b in state[name]] for name in ("kept", "between"))
+        gradients = split.weight_gradient(own(row), saved, between, *also(row))
         chunk = row["chunk"]
 
         def joined(total: Any, new: Any, most: bool) -> Any:
             return total.at[chunk].max(new) if most else total.at[chunk].add(new)
 
-        return state | {"params": jax.tree.map(joined, state["params"], found, largest)}
+        return state | {"params": jax.tree.map(joined, state["params"], gradients, largest)}
 
     def transfer(values: Any, row: dict, way: str, step: int) -> Any:
         ring = [(stage, (stage + step) % stages) for stage in range(stages)]

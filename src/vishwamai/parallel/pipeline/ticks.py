@@ -74,15 +74,16 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
     check_schedules(schedules)
     stage_of = placement(schedules)
     stages, last_part = len(schedules), len(stage_of) - 1
-    if len({len(one.parts) for one in schedules}) > 1:
+    if len({len(schedule.parts) for schedule in schedules}) > 1:
         raise UnsupportedError(
-            f"pipeline: the stages hold {[len(one.parts) for one in schedules]} parts; give every stage as many."
+            f"pipeline: the stages hold {[len(schedule.parts) for schedule in schedules]} parts; give every stage as "
+            "many."
         )
-    at, sent, arrived = _walk(schedules, stage_of)
+    tick_of, sent, arrived = _walk(schedules, stage_of)
 
     # The life of each value: where, from when, until when, as ticks and phases.
     values: list[tuple[int, int, int, tuple[str, Action]]] = []
-    kept, between = [], []
+    saved, between = [], []
 
     def when(tick: int, phase: int) -> int:
         return 4 * tick + phase
@@ -90,25 +91,27 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
     for part, stage in stage_of.items():
         for m in range(num_microbatches(schedules)):
             f, i, w = (Action(kind, part, m) for kind in COMPUTE)
-            kept.append((stage, when(at[f], _WRITE), when(at[w], _READ), f))
-            between.append((stage, when(at[i], _WRITE), when(at[w], _READ), i))
-            for made, other, reader in ((f, part + 1, FORWARD), (i, part - 1, INPUT_GRADIENT)):
-                begin = when(at[made], _WRITE)
-                if other < 0:
+            saved.append((stage, when(tick_of[f], _WRITE), when(tick_of[w], _READ), f))
+            between.append((stage, when(tick_of[i], _WRITE), when(tick_of[w], _READ), i))
+            for producer, neighbour, reader in ((f, part + 1, FORWARD), (i, part - 1, INPUT_GRADIENT)):
+                begin = when(tick_of[producer], _WRITE)
+                if neighbour < 0:
                     continue  # the gradient of the inputs has a place of its own
-                reads = Action(reader, other, m) if other <= last_part else i
-                if stage_of.get(other, stage) == stage:
-                    values.append((stage, begin, when(at[reads], _READ), ("own", made)))
+                reads = Action(reader, neighbour, m) if neighbour <= last_part else i
+                if stage_of.get(neighbour, stage) == stage:
+                    values.append((stage, begin, when(tick_of[reads], _READ), ("own", producer)))
                     continue
-                there = stage_of[other]
-                values.append((stage, begin, when(sent[made], _SEND), ("out", made)))
-                values.append((there, when(arrived[made] - 1, _RECEIVE), when(at[reads], _READ), ("in", made)))
+                destination = stage_of[neighbour]
+                values.append((stage, begin, when(sent[producer], _SEND), ("out", producer)))
+                values.append(
+                    (destination, when(arrived[producer] - 1, _RECEIVE), when(tick_of[reads], _READ), ("in", producer))
+                )
 
     value_slot, value_count = _colour(values)
-    kept_slot, kept_count = _colour(kept)
+    kept_slot, kept_count = _colour(saved)
     between_slot, between_count = _colour(between)
     column = {name: i for i, name in enumerate(COLUMNS)}
-    table = np.zeros((1 + max(at.values()), stages, len(COLUMNS)), np.int32)
+    table = np.zeros((1 + max(tick_of.values()), stages, len(COLUMNS)), np.int32)
     for name in COLUMNS[column["read"] :]:
         table[:, :, column[name]] = {"kept": kept_count, "between": between_count}.get(name, value_count)
 
@@ -117,7 +120,7 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
             table[tick, stage, column[name]] = cell
 
     up = down = False
-    for action, tick in at.items():
+    for action, tick in tick_of.items():
         kind, part, m = action.kind, action.part, action.microbatch
         stage = stage_of[part]
         put(
@@ -139,26 +142,26 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
             if (form, action) in value_slot:
                 put(tick, stage, write=value_slot[form, action])
         if action in sent:
-            there = stage_of[part + (1 if kind == FORWARD else -1)]
-            upward = _is_up(action, stage, there, stages)
+            destination = stage_of[part + (1 if kind == FORWARD else -1)]
+            upward = _is_up(action, stage, destination, stages)
             up, down = up or upward, down or not upward
             way = "up" if upward else "down"
             put(sent[action], stage, **{f"send_{way}": value_slot["out", action]})
-            put(sent[action], there, **{f"recv_{way}": value_slot["in", action]})
-    order = tuple(part for one in schedules for part in one.parts)
+            put(sent[action], destination, **{f"recv_{way}": value_slot["in", action]})
+    order = tuple(part for schedule in schedules for part in schedule.parts)
     return Ticks(table, value_count, kept_count, between_count, order, up, down)
 
 
-def _is_up(made: Action, stage: int, there: int, stages: int) -> bool:
+def _is_up(producer: Action, stage: int, destination: int, stages: int) -> bool:
     """Whether the value goes up the ring; with two stages activations go up and gradients down."""
-    ways = [step for step in (1, -1) if (there - stage) % stages == step % stages]
+    ways = [step for step in (1, -1) if (destination - stage) % stages == step % stages]
     if not ways:
         raise UnsupportedError(
-            f"pipeline: the value of {made} goes from stage {stage} to stage {there}, but values travel between "
-            f"neighbours in the ring of {stages} stages; put the parts {made.part} and "
-            f"{made.part + (1 if made.kind == FORWARD else -1)} on neighbours."
+            f"pipeline: the value of {producer} goes from stage {stage} to stage {destination}, but values travel "
+            f"between neighbours in the ring of {stages} stages; put the parts {producer.part} and "
+            f"{producer.part + (1 if producer.kind == FORWARD else -1)} on neighbours."
         )
-    return (1 if made.kind == FORWARD else -1) == ways[0] if len(ways) == 2 else ways[0] == 1
+    return (1 if producer.kind == FORWARD else -1) == ways[0] if len(ways) == 2 else ways[0] == 1
 
 
 def _walk(
@@ -166,9 +169,9 @@ def _walk(
 ) -> tuple[dict[Action, int], dict[Action, int], dict[Action, int]]:
     """The tick of every "F", "I" and "W"; the tick at whose end each value is sent; the tick from which it is there."""
     stages = len(schedules)
-    queues = [collections.deque(one.actions) for one in schedules]
+    queues = [collections.deque(schedule.actions) for schedule in schedules]
     waiting: dict[tuple[int, bool], collections.deque[Action]] = collections.defaultdict(collections.deque)
-    at: dict[Action, int] = {}
+    tick_of: dict[Action, int] = {}
     sent: dict[Action, int] = {}
     arrived: dict[Action, int] = {}
     tick = 0
@@ -179,26 +182,26 @@ def _walk(
                 action = queue[0]
                 if action.kind in COMPUTE:
                     ready = all(
-                        need.kind not in COMPUTE or at.get(need, tick) < tick for need in needs(action, stage_of)
+                        need.kind not in COMPUTE or tick_of.get(need, tick) < tick for need in needs(action, stage_of)
                     )
                     if computed or not ready:
                         break
-                    at[action], computed = tick, True
+                    tick_of[action], computed = tick, True
                 elif action.kind in (RECV_F, RECV_B):
                     (send,) = needs(action, stage_of)
                     if arrived.get(needs(send, stage_of)[0], tick + 1) > tick:
                         break
                 else:
-                    (made,) = needs(action, stage_of)
-                    there = stage_of[made.part + (1 if action.kind == SEND_F else -1)]
-                    waiting[stage, _is_up(made, stage, there, stages)].append(made)
+                    (producer,) = needs(action, stage_of)
+                    destination = stage_of[producer.part + (1 if action.kind == SEND_F else -1)]
+                    waiting[stage, _is_up(producer, stage, destination, stages)].append(producer)
                 queue.popleft()
         for values in waiting.values():
             if values:
-                made = values.popleft()
-                sent[made], arrived[made] = tick, tick + 1
+                producer = values.popleft()
+                sent[producer], arrived[producer] = tick, tick + 1
         tick += 1
-    return at, sent, arrived
+    return tick_of, sent, arrived
 
 
 def _colour(lives: list) -> tuple[dict, int]:

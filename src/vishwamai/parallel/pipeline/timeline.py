@@ -32,12 +32,14 @@ def page(ran: Timeline) -> str:
                     _KINDS[span.action.kind][1],
                     note=_note(span.action, span.begin, span.end),
                 )
-                for span in found
+                for span in stage_spans
             ],
         )
-        for stage, found in enumerate(ran.spans)
+        for stage, stage_spans in enumerate(ran.spans)
     ]
-    shortest = min((span.end - span.begin for found in ran.spans for span in found if span.end > span.begin), default=1)
+    shortest = min(
+        (span.end - span.begin for stage_spans in ran.spans for span in stage_spans if span.end > span.begin), default=1
+    )
     least = min(int(_BOX * ran.duration / shortest), 12_000)
     facts = [
         (f"{ran.bubble_share:.1%}", "bubble"),

@@ -39,20 +39,20 @@ def ask(questions: Sequence[Question]) -> list[dict[str, Any]]:
         KernelError: the worker cannot start, or takes too long.
     """
     keys = [_key(question) for question in questions]
-    found = [answers.read("options", key) for key in keys]
-    missing = [i for i, one in enumerate(found) if one is None]
-    asked = bool(missing)
+    replies = [answers.read("options", key) for key in keys]
+    missing = [i for i, reply in enumerate(replies) if reply is None]
+    incomplete = bool(missing)
     while missing:
-        got, said = _run([questions[i] for i in missing])
-        for index, one in zip(missing, got):
-            found[index] = one
-            answers.write("options", keys[index], one)
+        got, ending = _run([questions[i] for i in missing])
+        for index, reply in zip(missing, got):
+            replies[index] = reply
+            answers.write("options", keys[index], reply)
         missing = missing[len(got) :]
-        if missing and said is not None:  # the first without an answer ended the process
-            found[missing.pop(0)] = {"refused": f"it ends libtpu's process: {said}"}
-    if asked:
+        if missing and ending is not None:  # the first without an answer ended the process
+            replies[missing.pop(0)] = {"refused": f"it ends libtpu's process: {ending}"}
+    if incomplete:
         caches.trim("aot")
-    return [one or {} for one in found]
+    return [reply or {} for reply in replies]
 
 
 def _key(question: Question) -> str:
@@ -69,7 +69,7 @@ def _run(questions: Sequence[Question]) -> tuple[list[dict[str, Any]], str | Non
     cleared = {name: value for name, value in os.environ.items() if name not in ("LIBTPU_INIT_ARGS", "XLA_FLAGS")}
     more = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:
-        ended = subprocess.run(
+        worker = subprocess.run(
             [sys.executable, *COMMAND],
             input="".join(json.dumps(question) + "\n" for question in questions),
             env=cleared | libtpu_environment() | more,
@@ -80,10 +80,10 @@ def _run(questions: Sequence[Question]) -> tuple[list[dict[str, Any]], str | Non
         )
     except subprocess.TimeoutExpired:
         raise KernelError(f"asking the compiler about options took longer than {TIMEOUT_S:g} s.") from None
-    got = [json.loads(line) for line in ended.stdout.splitlines() if line.endswith("}")]
+    got = [json.loads(line) for line in worker.stdout.splitlines() if line.endswith("}")]
     if len(got) == len(questions):
         return got, None
-    said = f"status {ended.returncode}: {ended.stderr.strip()[-500:] or 'it gave no reason'}"
-    if "Traceback" in ended.stderr:
-        raise KernelError(f"asking about options failed: {said}")
-    return got, said
+    ending = f"status {worker.returncode}: {worker.stderr.strip()[-500:] or 'it gave no reason'}"
+    if "Traceback" in worker.stderr:
+        raise KernelError(f"asking about options failed: {ending}")
+    return got, ending

@@ -84,8 +84,8 @@ class RuntimeConfig:
         for name, value in self.compiler:
             variable = "XLA_FLAGS" if name in self.of_xla else "LIBTPU_INIT_ARGS"
             flags.setdefault(variable, [inherited.get(variable, "")]).append(f"--{name}={value}")
-        found = {variable: " ".join(parts).strip() for variable, parts in flags.items()}
-        return found | {name.upper(): option_text(value) for name, value in self.settings}
+        variables = {variable: " ".join(parts).strip() for variable, parts in flags.items()}
+        return variables | {name.upper(): option_text(value) for name, value in self.settings}
 
     def too_late(self) -> tuple[str, ...]:
         """What can no longer be set in this process, one sentence for each; empty before JAX has a backend."""
@@ -171,8 +171,8 @@ def _check_plain(name: str, value: Any) -> None:
 def _unknown(name: str) -> ConfigError:
     versions = dict(_versions(name.startswith("xla_")))
     near = difflib.get_close_matches(name, (*TPU_OPTIONS, *jax.config.values), n=3, cutoff=0.6)
-    other = "options of the compiler begin with xla_, those of JAX with jax_"
-    close = f"near: {', '.join(near)}" if near else other
+    prefixes = "options of the compiler begin with xla_, those of JAX with jax_"
+    close = f"near: {', '.join(near)}" if near else prefixes
     installed = " and ".join(f"{package} {version}" for package, version in versions.items())
     return ConfigError(f"configure_runtime_options: {installed} has no option {name!r}; {close}.")
 
@@ -224,15 +224,15 @@ def configure_runtime_options(tpu_config: Mapping[str, Any]) -> RuntimeConfig:
     if len(of_compiler) > 1:
         questions.append({"together": texts})
     replies = ask(questions)
-    said = dict(zip([*of_compiler, *settings], replies))
+    reply_of = dict(zip([*of_compiler, *settings], replies))
     for name in names:
-        if said[name].get("unknown"):
+        if reply_of[name].get("unknown"):
             raise _unknown(name)
-        if "kind" in said[name]:
+        if "kind" in reply_of[name]:
             option = TPU_OPTIONS.get(name)
             least = option.least if option is not None else None
-            _check_type(name, options[name], said[name]["kind"], tuple(said[name]["choices"]), least)
-        refused = said[name].get("refused")
+            _check_type(name, options[name], reply_of[name]["kind"], tuple(reply_of[name]["choices"]), least)
+        refused = reply_of[name].get("refused")
         if refused is not None:
             raise _refuse(name, options[name], f"refused: {_first(refused)}")
     if len(of_compiler) > 1 and (refused := replies[-1].get("refused")) is not None:
@@ -240,7 +240,7 @@ def configure_runtime_options(tpu_config: Mapping[str, Any]) -> RuntimeConfig:
     return RuntimeConfig(
         compiler=tuple(texts.items()),
         settings=tuple((name, options[name]) for name in settings),
-        of_xla=frozenset(name for name in of_compiler if said[name]["owner"] == "xla"),
+        of_xla=frozenset(name for name in of_compiler if reply_of[name]["owner"] == "xla"),
         versions=_versions(bool(of_compiler)) if names else (),
     )
 
@@ -249,23 +249,23 @@ def _first(text: str) -> str:
     return " ".join(text.split())[:500]
 
 
-def compiler_options_of(function: str, given: Mapping[str, Any] | RuntimeConfig | None) -> dict[str, str]:
+def compiler_options_of(function: str, options: Mapping[str, Any] | RuntimeConfig | None) -> dict[str, str]:
     """What a public function hands to the compiler; a mapping is checked first.
 
     Raises:
         ConfigError: options of JAX among them; or as `configure_runtime_options`.
     """
-    if given is None:
+    if options is None:
         return {}
-    if not isinstance(given, RuntimeConfig):
-        if not isinstance(given, Mapping):
+    if not isinstance(options, RuntimeConfig):
+        if not isinstance(options, Mapping):
             raise ConfigError(
-                f"{function}: `compiler_options` is {described(given)}; pass a dict of options or a RuntimeConfig."
+                f"{function}: `compiler_options` is {described(options)}; pass a dict of options or a RuntimeConfig."
             )
-        given = configure_runtime_options(given)
-    if given.settings:
+        options = configure_runtime_options(options)
+    if options.settings:
         raise ConfigError(
-            f"{function}: `compiler_options` has options of JAX ({', '.join(given.jax_options)}), which are global; "
+            f"{function}: `compiler_options` has options of JAX ({', '.join(options.jax_options)}), which are global; "
             "set them by RuntimeConfig.apply() and pass the others."
         )
-    return given.compiler_options
+    return options.compiler_options

@@ -28,8 +28,8 @@ UNREADABLE = "?"
 
 @functools.cache
 def _tiny() -> Any:
-    here = jax.sharding.SingleDeviceSharding(libtpu.describe_device(TARGET))
-    return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=here))
+    placement = jax.sharding.SingleDeviceSharding(libtpu.describe_device(TARGET))
+    return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=placement))
 
 
 def _refusal(options: dict[str, str]) -> str | None:
@@ -50,23 +50,26 @@ def _option(name: str, value: str) -> dict[str, Any]:
     """What the compiler says of an option: "unknown", or "kind", "choices", whose it is ("xla" or "libtpu"), and what
     it says of the value.
     """
-    said = _refusal({name: UNREADABLE})
-    if said is not None and "No such compile option" in said:
+    message = _refusal({name: UNREADABLE})
+    if message is not None and "No such compile option" in message:
         return {"unknown": True}
-    found: dict[str, Any] = {"owner": "xla" if said and "While setting option" in said else "libtpu", "choices": []}
-    choices = re.search(r"(?:Valid options|Supported values) are: (.*?)\.?$", said or "", re.M)
-    if said is None or _is_read(said):
-        return found | {"kind": "anything"}
+    answer: dict[str, Any] = {
+        "owner": "xla" if message and "While setting option" in message else "libtpu",
+        "choices": [],
+    }
+    choices = re.search(r"(?:Valid options|Supported values) are: (.*?)\.?$", message or "", re.M)
+    if message is None or _is_read(message):
+        return answer | {"kind": "anything"}
     if choices:
         words = choices[1].split(", ")
-        found |= {"kind": "auto"} if "auto" in words else {"kind": "choice", "choices": words}
+        answer |= {"kind": "auto"} if "auto" in words else {"kind": "choice", "choices": words}
     elif _is_read(_refusal({name: "true"})):
-        found |= {"kind": "bool"}
+        answer |= {"kind": "bool"}
     elif _is_read(_refusal({name: "1.5"})):
-        found |= {"kind": "float"}
+        answer |= {"kind": "float"}
     else:
-        found |= {"kind": "int" if _is_read(_refusal({name: "1"})) else "text"}
-    return found | {"refused": _refusal({name: value})}
+        answer |= {"kind": "int" if _is_read(_refusal({name: "1"})) else "text"}
+    return answer | {"refused": _refusal({name: value})}
 
 
 def _setting(name: str, value: Any) -> dict[str, Any]:
