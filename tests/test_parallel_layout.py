@@ -1,5 +1,7 @@
 """Layouts for a TPU: batches over devices, weights over the sides of a slice, and whole tiles."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +93,7 @@ def test_products_and_gradients_of_a_padded_kernel():
 def test_a_padded_kernel_is_taken_as_the_weight():
     x, kernel = jax.random.normal(jax.random.key(0), (5, 100)), jax.random.normal(jax.random.key(1), (100, 30))
     layout = optimize_kernel_layout(kernel)
-    close = dict(rtol=1e-5, atol=1e-5)
+    close: Any = dict(rtol=1e-5, atol=1e-5)
     for product in (vishwamai.gemm(x, layout), x @ layout, jax.jit(vishwamai.gemm)(x, layout)):
         np.testing.assert_allclose(product, x @ kernel, **close)
     gradient = jax.grad(lambda w: vishwamai.gemm(x, w).sum())(layout)
