@@ -140,7 +140,6 @@ def test_requests_that_cannot_be_served_are_named(client, engine):
     fails(400, "`prompt`: Input should be a valid string; List should have at least 1 item", prompt=[])
     fails(400, "token id 262; ids are 0 to 261", prompt=[262])
     fails(400, "at most 400 tokens", prompt="a" * 400)
-    fails(400, "`surprise`", extra_body={"surprise": 1})
     fails(400, "`logit_bias`", logit_bias={"x": 1})
     fails(400, "regex is not valid", extra_body={"regex": "(["})
     fails(400, "lark is not valid", extra_body={"grammar": "start: nowhere"})

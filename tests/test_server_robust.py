@@ -19,7 +19,7 @@ from vishwamai.inference.server.service import Settings
 
 # Tools are rendered, and the prompt stays short.
 TEMPLATE = (
-    "{% if tools %}<tool_call>{{ (tools | tojson)[:24] }}{% endif %}"
+    "{% if tools %}<tool_call>{{ tools[0].function.name[:24] }}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 )
 

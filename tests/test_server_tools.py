@@ -12,7 +12,7 @@ from vishwamai.inference import plan_load
 from vishwamai.inference.guided import Vocabulary
 from vishwamai.inference.server.replies import CallText
 from vishwamai.inference.server.service import Settings
-from vishwamai.inference.server.tools import Call, form_of, grammar, special_marks, split
+from vishwamai.inference.server.tools import Call, form_of, grammar, marks_of, split
 from vishwamai.models import read_tokenizer
 
 ONE = '{"name": "add", "arguments": {"a": 1}}'
@@ -71,13 +71,21 @@ def test_the_template_tells_the_form(template, form):
 
 
 MARKED = {
-    "hermes": ("{% if tools %}<tool_call>{% endif %}{{ messages[0].content }}", ("<tool_call>", "</tool_call>"), ONE),
-    "mistral": ("{% if tools %}[TOOL_CALLS]{% endif %}{{ messages[0].content }}", ("[TOOL_CALLS]",), f"[{ONE}]"),
+    "hermes": (
+        "{% if tools %}{{ tools[0].function.name }}<tool_call>{% endif %}{{ messages[0].content }}",
+        ("<tool_call>", "</tool_call>"),
+        ONE,
+    ),
+    "mistral": (
+        "{% if tools %}{{ tools[0].function.name }}[TOOL_CALLS]{% endif %}{{ messages[0].content }}",
+        ("[TOOL_CALLS]",),
+        f"[{ONE}]",
+    ),
 }
 
 
 @pytest.mark.parametrize("form", MARKED)
-def test_a_forced_call_is_written_with_special_marks(form, tmp_path):
+def test_a_forced_call_is_written_with_marks_of(form, tmp_path):
     template, marks, call = MARKED[form]
     write_model(tmp_path, template, marks)
     tokenizer = read_tokenizer(tmp_path)
@@ -91,7 +99,7 @@ def test_a_forced_call_is_written_with_special_marks(form, tmp_path):
         assert matcher.mask()[token // 32] >> (token % 32) & 1
         assert matcher.advance([token]) is None
     assert matcher.ended
-    stream = tokenizer.stream(keep=special_marks(form, tokenizer.special_ids).values())
+    stream = tokenizer.stream(keep=marks_of(form, tokenizer.special_ids).values())
     text = "".join(stream.add(token) for token in [1, *ids, 2])
     assert split(form, text) == ("", [ADD])
 

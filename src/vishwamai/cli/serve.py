@@ -38,6 +38,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-queue", type=int, default=256, metavar="N", help="answers that may wait (256)")
     parser.add_argument("--max-body", type=float, default=4.0, metavar="MIB", help="of a request (4)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="of an answer (what a sequence has room for)")
+    parser.add_argument(
+        "--unknown-keys",
+        choices=("accept", "refuse"),
+        default="accept",
+        help="keys of requests that no interface documents: named in the log once, or an error (accept)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="info: a line a request (info)",
+    )
+    parser.add_argument("--log-json", action="store_true", help="the log is a JSON object a line")
     parser.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="for running answers to end (30)")
 
 
@@ -51,8 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     engine, embed, names, defaults = _models(arguments)
     import uvicorn
 
+    from vishwamai.inference.server import requests_log
     from vishwamai.inference.server.app import make_app
-    from vishwamai.inference.server.service import Settings
+    from vishwamai.inference.server.settings import Settings
 
     settings = Settings(
         name=names[0],
@@ -62,13 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens,
         defaults=defaults,
         encoder=names[-1],
+        decline_unknown_keys=arguments.unknown_keys == "refuse",
     )
+    requests_log.configure(arguments.log_level, arguments.log_json)
     app = make_app(engine, settings, embed)
     config = uvicorn.Config(
         app,
         host=arguments.host,
         port=arguments.port,
-        log_level="info",
+        log_config=None,
         access_log=False,
         timeout_graceful_shutdown=max(1, int(arguments.drain)),
     )

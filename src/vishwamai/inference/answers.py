@@ -125,7 +125,7 @@ class Writer:
 
     def __init__(self, options: Sampling, end_tokens: frozenset[int], detokenizer: Any, choice: int):
         ends = frozenset() if options.ignore_eos else end_tokens
-        self._ends = ends | set(options.stop_token_ids)
+        self.ends = ends | set(options.stop_token_ids)
         self._stops = StopTexts(options.stop)
         self._detokenizer = detokenizer
         self._choice = choice
@@ -140,7 +140,7 @@ class Writer:
         finish: Finish | None = None
         for token in tokens[:room]:
             taken.append(token)
-            if token in self._ends:
+            if token in self.ends:
                 finish = "stop"
             elif self._detokenizer is not None:
                 certain, stopped = self._stops.add(self._detokenizer.add(token))

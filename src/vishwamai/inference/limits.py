@@ -70,7 +70,8 @@ class Limits:
         if not prompt_length < max_length <= self.max_length:
             raise ShapeError(
                 f"the prompt has {prompt_length} tokens and may grow to {max_length}, but a sequence holds at most "
-                f"{self.max_length} tokens; shorten the prompt or ask for fewer new tokens."
+                f"{self.max_length} tokens; shorten the prompt, ask for fewer new tokens, or raise --max-length "
+                "(`max_length`)."
             )
         if self.pages_of(max_length) > num_pages:
             raise ShapeError(

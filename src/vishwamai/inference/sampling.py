@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -47,6 +47,7 @@ class Sampling:
       stop: texts that end the answer; they are not part of it.
       stop_token_ids: tokens that end the answer, besides the model's own; they are not part of its text.
       ignore_eos: the model's own end tokens do not end the answer.
+      min_new_tokens: so many tokens come before one that would end the answer can be drawn; stop texts end it earlier.
       n: how many answers.
       logprobs: log probabilities, before all of the above, of so many most likely tokens at each place; None: none
         at all, 0: the chosen token's alone.
@@ -71,6 +72,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_new_tokens: int = 0
     n: int = 1
     logprobs: int | None = None
     seed: int | None = None
@@ -78,6 +80,7 @@ class Sampling:
     def __post_init__(self) -> None:
         ranges = {
             "max_new_tokens": (1, float("inf")),
+            "min_new_tokens": (0, float("inf")),
             "temperature": (0.0, 100.0),
             "top_k": (0, float("inf")),
             "top_p": (1e-6, 1.0),
@@ -96,6 +99,17 @@ class Sampling:
         if len(self.logit_bias) > MAX_BIASES:
             raise ShapeError(
                 f"Sampling: `logit_bias` names {len(self.logit_bias)} tokens; pass at most {MAX_BIASES} of them."
+            )
+        barred = len(self.logit_bias) + len(self.stop_token_ids) + 32  # 32: the model's own end tokens
+        if self.min_new_tokens and barred > MAX_BIASES:
+            raise ShapeError(
+                f"Sampling: `logit_bias` and `stop_token_ids` name {barred - 32} tokens; with `min_new_tokens`, "
+                f"pass at most {MAX_BIASES - 32}."
+            )
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ShapeError(
+                f"Sampling: `min_new_tokens` is {self.min_new_tokens}; pass at most `max_new_tokens`, "
+                f"{self.max_new_tokens}."
             )
         for token, bias in self.logit_bias.items():
             if not isinstance(token, numbers.Integral):
@@ -193,6 +207,12 @@ def set_row(rows: Rows, row: int, options: Sampling) -> None:
     if options.logit_bias:
         rows.bias_tokens[row, : len(options.logit_bias)] = list(options.logit_bias)
         rows.bias_values[row, : len(options.logit_bias)] = list(options.logit_bias.values())
+
+
+def bar_tokens(rows: Rows, row: int, tokens: Collection[int], first: int) -> None:
+    """Bars tokens from one row, by biases from entry `first` on."""
+    rows.bias_tokens[row, first : first + len(tokens)] = list(tokens)
+    rows.bias_values[row, first : first + len(tokens)] = -np.inf
 
 
 def all_allowed(rows: int, vocab: int) -> np.ndarray:

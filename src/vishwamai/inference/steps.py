@@ -12,7 +12,7 @@ import numpy as np
 from vishwamai.inference.answers import TokenLogprobs
 from vishwamai.inference.programs import Programs, StepShape
 from vishwamai.inference.requests import Branch
-from vishwamai.inference.sampling import Rows, Sampled, empty_rows, set_row
+from vishwamai.inference.sampling import Rows, Sampled, bar_tokens, empty_rows, set_row
 from vishwamai.inference.scheduler import Plan, Stream, Work
 
 
@@ -91,7 +91,10 @@ def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> S
 
 def _set(rows: Rows, row: int, branch: Branch, position: int) -> None:
     """Writes a request's options to one row, which draws the token at `position`."""
-    set_row(rows, row, branch.request.options)
+    options = branch.request.options
+    set_row(rows, row, options)
+    if position - branch.stream.prompt_length < options.min_new_tokens:
+        bar_tokens(rows, row, branch.writer.ends, len(options.logit_bias))
     rows.slot[row], rows.position[row] = branch.stream.slot, position
     rows.prompt_length[row] = branch.stream.prompt_length
     rows.seed[row], rows.choice[row] = branch.seed, branch.choice

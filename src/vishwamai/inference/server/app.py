@@ -18,8 +18,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vishwamai.inference.engine import Engine
-from vishwamai.inference.server.errors import HttpError
+from vishwamai.inference.server.errors import HttpError, error_response
 from vishwamai.inference.server.metrics import Metrics
+from vishwamai.inference.server.requests_log import RequestLog
 from vishwamai.inference.server.service import Service, Settings
 from vishwamai.inference.server.vectors import Embed, Vectors
 
@@ -36,14 +37,14 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     """
     metrics = Metrics(engine)
     encoder_name = settings.encoder or settings.name
-    vectors = Vectors(embed, encoder_name, settings.max_body, settings.max_queue)
+    vectors = Vectors(embed, encoder_name, settings)
     ready: list[bool] = []
     names = [settings.name] if engine else []
     names += [encoder_name] if embed and encoder_name not in names else []
     common = {"object": "model", "created": int(time.time()), "owned_by": "vishwamai"}
     entries: dict[str, dict[str, Any]] = {name: {"id": name, **common} for name in names}
     if engine is not None:
-        entries[settings.name]["max_model_len"] = engine.limits.max_length
+        entries[settings.name] |= {"max_model_len": engine.limits.max_length, "defaults": defaults_of(settings)}
 
     async def models(request: Request) -> Response:
         name = request.path_params.get("name")
@@ -104,7 +105,13 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     )
     if settings.keys:
         app.add_middleware(Keys, keys=settings.keys)
+    app.add_middleware(RequestLog)
     return app
+
+
+def defaults_of(settings: Settings) -> dict[str, Any]:
+    """The options of sampling that hold where a request has none."""
+    return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, **settings.defaults}
 
 
 class Keys:
@@ -131,12 +138,16 @@ def _digest(key: bytes) -> bytes:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    return error.response()
+    return error_response(request, error)
 
 
 async def _starlette_error(request: Request, error: Any) -> Response:
-    return HttpError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.").response()
+    text = f"{request.method} {request.url.path[:200]}: {error.detail}."
+    if error.status_code == 404:
+        paths = dict.fromkeys(route.path for route in request.app.routes if isinstance(route, Route))
+        text = f"{text} The routes are {', '.join(path for path in paths if '{' not in path)}."
+    return error_response(request, HttpError(error.status_code, text))
 
 
 async def _own_error(request: Request, error: Exception) -> Response:
-    return HttpError(500, f"{type(error).__name__} in the server; its log has the trace.").response()
+    return error_response(request, HttpError(500, f"{type(error).__name__} in the server; its log has the trace."))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+
+from vishwamai.inference.server.requests_log import record_of
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
 
@@ -30,6 +33,15 @@ class HttpError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+def error_response(request: Request, error: HttpError) -> JSONResponse:
+    """The answer of an error, whose text the log of the request has too."""
+    record = record_of(request.scope)
+    record.error = error.message
+    response = error.response()
+    response.headers["X-Request-Id"] = record.id
+    return response
+
+
 async def read_json(request: Request, limit: int) -> Any:
     """The JSON value of a body of at most `limit` bytes.
 
@@ -46,9 +58,41 @@ async def read_json(request: Request, limit: int) -> Any:
         if len(body) > limit:
             raise too_long
     try:
-        return json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        text = body.decode("utf-8")
+        value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}.") from error
+    if _ESCAPED.search(text) is not None:
+        try:
+            _check_text(value, "")
+        except RecursionError as error:
+            raise HttpError(400, "the body is nested too deeply.") from error
+    return value
+
+
+_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _check_text(value: Any, path: str) -> None:
+    """Raises an error for a text with half of a surrogate pair, which JSON can escape and UTF-8 cannot hold."""
+    if isinstance(value, list):
+        for i, entry in enumerate(value):
+            _check_text(entry, f"{path}[{i}]")
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            _check_text(key, f"{path} (a key)".strip())
+            _check_text(entry, f"{path}.{key}" if path else key)
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            where = path or "the body"
+            raise HttpError(
+                400,
+                f"`{where[:200]}` has a lone surrogate at character {error.start}, which is not text; send whole "
+                "characters.",
+                where.split(".")[0].split("[")[0][:200],
+            ) from error
 
 
 def _no_constant(name: str) -> Any:

@@ -8,10 +8,51 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from vishwamai.inference.answers import Delta, Finish, TokenLogprobs
+from vishwamai.inference.answers import Delta, Finish
+from vishwamai.inference.scoring import Score
 from vishwamai.inference.server import tools
+from vishwamai.inference.server.pieces import Pieces, Places
 
 _FINISH: dict[Finish, str] = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop"}
+
+
+@dataclasses.dataclass
+class Usage:
+    """Tokens of prompts and answers, and how many of a prompt the prefix cache had."""
+
+    prompt_tokens: int
+    new_tokens: int = 0
+    cached: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, delta: Delta) -> None:
+        """Counts a delta."""
+        self.new_tokens += len(delta.token_ids)
+        self.cached[delta.choice] = max(delta.cached, self.cached.get(delta.choice, 0))
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.new_tokens,
+            "total_tokens": self.prompt_tokens + self.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": min(sum(self.cached.values()), self.prompt_tokens)},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What an answer says of its prompt.
+
+    Attributes:
+      ids: its tokens.
+      echo: its text, which comes before the answer's; None: the answer's alone.
+      scores: log probabilities of its tokens; none where they were not asked for.
+    """
+
+    ids: tuple[int, ...]
+    echo: str | None = None
+    scores: Sequence[Score | None] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,40 +62,76 @@ class Reply:
     Attributes:
       kind: of the request.
       model: its name.
-      tokenizer: for the texts of log probabilities; None where the model has none.
-      prompt_tokens: of all prompts.
+      pieces: texts of tokens, for log probabilities.
+      prompts: of the request.
+      n: answers to each prompt.
       token_ids: choices carry their token ids, an extension.
+      logprobs: choices carry log probabilities, those of an echoed prompt too.
+      prompt_logprobs: choices carry those of their prompt, an extension.
       calls: how tool calls are written, where the request offers tools.
+      single: no more than one call is answered.
+      legacy: a call is OpenAI's older `function_call`.
+      usage_each: each chunk has the usage so far; None: chunks have none at all.
     """
 
     kind: Literal["completion", "chat"]
     model: str
-    tokenizer: Any
-    prompt_tokens: int
+    pieces: Pieces
+    prompts: tuple[Prompt, ...]
+    n: int = 1
     token_ids: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
     calls: tools.Form | None = None
+    single: bool = False
+    legacy: bool = False
+    usage_each: bool | None = None
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-    def head(self, chunk: bool) -> dict[str, Any]:
+    @property
+    def choices(self) -> int:
+        """Answers in all."""
+        return self.n * len(self.prompts)
+
+    def usage(self) -> Usage:
+        """The usage before the first token."""
+        return Usage(sum(len(prompt.ids) for prompt in self.prompts))
+
+    def head(self, chunk: bool, usage: Usage | None = None) -> dict[str, Any]:
         """The members before the choices."""
-        if self.kind == "completion":
-            return {"id": f"cmpl-{self.id}", "object": "text_completion", "created": self.created, "model": self.model}
         kind = "chat.completion.chunk" if chunk else "chat.completion"
-        return {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": self.model}
+        name = f"cmpl-{self.id}" if self.kind == "completion" else f"chatcmpl-{self.id}"
+        kind = "text_completion" if self.kind == "completion" else kind
+        shared = {"id": name, "object": kind, "created": self.created, "model": self.model}
+        if chunk and self.usage_each is not None:
+            shared["usage"] = usage.value if usage is not None and self.usage_each else None
+        return shared
 
-    def whole(self, deltas: Sequence[Delta], choices: int) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The answer that is sent at once."""
-        made = [self._whole_choice(i, [d for d in deltas if d.choice == i]) for i in range(choices)]
-        return {**self.head(False), "choices": made, "usage": self.usage(deltas)}
+        usage = self.usage()
+        by_choice: list[list[Delta]] = [[] for _ in range(self.choices)]
+        for delta in deltas:
+            usage.add(delta)
+            by_choice[delta.choice].append(delta)
+        choices = [self._choice(i, parts) for i, parts in enumerate(by_choice)]
+        reply = {**self.head(False), "choices": choices, "usage": usage.value}
+        if self.kind == "chat" and self.prompt_logprobs:
+            reply["prompt_logprobs"] = self.pieces.prompt(self.prompts[0].scores)
+        return reply
 
-    def _whole_choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+        prompt = self.prompts[index // self.n]
         text = "".join(delta.text for delta in deltas)
-        logprobs = [entry for delta in deltas for entry in delta.logprobs]
+        entries = [entry for delta in deltas for entry in delta.logprobs]
         finish = _FINISH[deltas[-1].finish or "stop"]
-        choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": self._logprobs(logprobs)}
+        choice: dict[str, Any] = {"index": index, "finish_reason": finish}
         if self.kind == "completion":
-            choice["text"] = text
+            choice["text"] = (prompt.echo or "") + text
+            choice["logprobs"] = self.places(index).joined(entries) if self.logprobs else None
+            if self.prompt_logprobs:
+                choice["prompt_logprobs"] = self.pieces.prompt(prompt.scores)
         else:
             content, calls = tools.split(self.calls, text) if self.calls is not None else (text, [])
             message: dict[str, Any] = {
@@ -63,85 +140,87 @@ class Reply:
                 "refusal": None,
             }
             if calls:
-                message["tool_calls"] = _calls(calls)
-                choice["finish_reason"] = "tool_calls" if finish == "stop" else finish
-            choice["message"] = message
+                message |= self._calls(calls)
+                choice["finish_reason"] = self._finish(finish)
+            choice |= {"message": message, "logprobs": self.pieces.chat(entries)}
         if self.token_ids:
             choice["token_ids"] = [token for delta in deltas for token in delta.token_ids]
         return choice
 
-    def chunk(self, delta: Delta, text: str, calls: Sequence[tools.Call] = ()) -> dict[str, Any]:
+    def places(self, index: int) -> EchoedPlaces:
+        """Where the tokens of an answer are in its text, its echoed prompt before them."""
+        return EchoedPlaces(self.pieces, self.prompts[index // self.n])
+
+    def chunk(
+        self, delta: Delta, text: str, calls: Sequence[tools.Call], places: EchoedPlaces, usage: Usage
+    ) -> dict[str, Any]:
         """One chunk of a stream: a delta, of whose text `text` is sent."""
         finish = None if delta.finish is None else _FINISH[delta.finish]
-        if calls and finish == "stop":
-            finish = "tool_calls"
-        choice: dict[str, Any] = {
-            "index": delta.choice,
-            "finish_reason": finish,
-            "logprobs": self._logprobs(list(delta.logprobs)),
-        }
+        choice: dict[str, Any] = {"index": delta.choice, "finish_reason": finish}
         if self.kind == "completion":
             choice["text"] = text
+            choice["logprobs"] = places.logprobs(delta.logprobs) if self.logprobs else None
         else:
-            new: dict[str, Any] = {"content": text} if text else {}
+            part: dict[str, Any] = {"content": text} if text else {}
             if calls:
-                new["tool_calls"] = [{"index": i, **call} for i, call in enumerate(_calls(calls))]
-            choice["delta"] = new
+                choice["finish_reason"] = self._finish(finish)
+                part |= self._calls(calls, numbered=True)
+            choice |= {"delta": part, "logprobs": self.pieces.chat(delta.logprobs)}
         if self.token_ids:
             choice["token_ids"] = list(delta.token_ids)
-        return {**self.head(True), "choices": [choice]}
+        return {**self.head(True, usage), "choices": [choice]}
 
-    def first_chunk(self, index: int) -> dict[str, Any]:
-        """The role, before an answer's text."""
-        choice = {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "finish_reason": None,
-            "logprobs": None,
-        }
-        return {**self.head(True), "choices": [choice]}
-
-    def usage(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Tokens of prompts and answers, and how many of a prompt the prefix cache had."""
-        new = sum(len(delta.token_ids) for delta in deltas)
-        cached: dict[int, int] = {}
-        for delta in deltas:
-            cached[delta.choice] = max(delta.cached, cached.get(delta.choice, 0))
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": new,
-            "total_tokens": self.prompt_tokens + new,
-            "prompt_tokens_details": {"cached_tokens": min(sum(cached.values()), self.prompt_tokens)},
-        }
-
-    def _text(self, token: int) -> str:
-        return str(token) if self.tokenizer is None else self.tokenizer.decode([token], skip_special=False)
-
-    def _logprobs(self, entries: list[TokenLogprobs]) -> dict[str, Any] | None:
-        if not entries:
-            return None
-
-        def named(token: int, logprob: float) -> dict[str, Any]:
-            text = self._text(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
-
+    def first_chunk(self, index: int, places: EchoedPlaces, usage: Usage) -> dict[str, Any] | None:
+        """What comes before an answer's text: the role of a chat, the echoed prompt of a completion."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
         if self.kind == "chat":
-            content = [
-                {**named(e.token, e.logprob), "top_logprobs": [named(token, value) for token, value in e.top]}
-                for e in entries
-            ]
-            return {"content": content, "refusal": None}
-        texts = [self._text(entry.token) for entry in entries]
-        return {
-            "tokens": texts,
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{self._text(token): value for token, value in entry.top} for entry in entries],
-            "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
-        }
+            choice["delta"] = {"role": "assistant", "content": ""}
+        else:
+            prompt = self.prompts[index // self.n]
+            if prompt.echo is None:
+                return None
+            choice |= {"text": prompt.echo, "logprobs": places.of_prompt() if self.logprobs else None}
+        return {**self.head(True, usage), "choices": [choice]}
+
+    def last_chunk(self, usage: Usage) -> dict[str, Any]:
+        """The usage, behind all choices."""
+        return {**self.head(True), "choices": [], "usage": usage.value}
+
+    def _finish(self, finish: str | None) -> str | None:
+        """The reason of the end of an answer that has calls."""
+        return finish if finish != "stop" else "function_call" if self.legacy else "tool_calls"
+
+    def _calls(self, calls: Sequence[tools.Call], numbered: bool = False) -> dict[str, Any]:
+        if self.legacy:
+            return {"function_call": calls[0]._asdict()}
+        entries = [
+            {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call._asdict()}
+            for call in (calls[:1] if self.single else calls)
+        ]
+        return {"tool_calls": [{"index": i, **call} for i, call in enumerate(entries)] if numbered else entries}
 
 
-def _calls(calls: Sequence[tools.Call]) -> list[dict[str, Any]]:
-    return [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call._asdict()} for call in calls]
+class EchoedPlaces(Places):
+    """Places of the tokens of a prompt that is echoed, and of the answer behind it."""
+
+    def __init__(self, pieces: Pieces, prompt: Prompt):
+        super().__init__(pieces)
+        self.prompt = prompt
+        first = next((pieces.bytes_of(id) for id in prompt.ids if id not in pieces.special), None) or b""
+        if prompt.echo and first.startswith(b" ") and not prompt.echo.startswith(" "):
+            self.offset = -1  # SentencePiece's blank before a text
+
+    def of_prompt(self) -> dict[str, Any] | None:
+        """The log probabilities of the prompt."""
+        scores = [score for score in self.prompt.scores if score is not None]
+        return self.logprobs(scores, self.prompt.ids[0])
+
+    def joined(self, entries: Sequence[Any]) -> dict[str, Any] | None:
+        """Those of the echoed prompt and of the answer."""
+        if self.prompt.echo is None:
+            return self.logprobs(entries)
+        before, behind = self.of_prompt() or {}, self.logprobs(entries) or {}
+        return {name: values + behind.get(name, []) for name, values in before.items()}
 
 
 class CallText:
@@ -150,21 +229,21 @@ class CallText:
     def __init__(self, form: tools.Form):
         self._form: tools.Form = form
         self._mark = tools.MARKS[form]
-        self._held, self._sent = "", False
+        self._rest, self._sent = "", False
 
     def add(self, text: str, last: bool) -> tuple[str, list[tools.Call]]:
         """(text to send now, the calls, at the end)."""
-        held = self._held + text
-        at = held.find(self._mark)
-        if self._form == "llama" and (self._sent or not held.lstrip().startswith(self._mark)) and held.strip():
+        text = self._rest + text
+        at = text.find(self._mark)
+        if self._form == "llama" and (self._sent or not text.lstrip().startswith(self._mark)) and text.strip():
             at, keep = -1, 0  # only a whole answer is a call of this form
         else:
-            keep = len(held) - at if at >= 0 else _may_begin(held, self._mark)
+            keep = len(text) - at if at >= 0 else _may_begin(text, self._mark)
         if last:
-            self._held = ""
-            return tools.split(self._form, held) if at >= 0 else (held, [])
-        self._held = held[len(held) - keep :]
-        now = held[: len(held) - keep]
+            self._rest = ""
+            return tools.split(self._form, text) if at >= 0 else (text, [])
+        self._rest = text[len(text) - keep :]
+        now = text[: len(text) - keep]
         self._sent |= bool(now)
         return now, []
 

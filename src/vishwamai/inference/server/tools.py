@@ -6,10 +6,13 @@ Mistral, `[TOOL_CALLS][{...}]`; Llama 3, an answer that is one JSON object. The 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+
+from vishwamai.core.errors import UnsupportedError
 
 Form = Literal["hermes", "mistral", "llama"]
 MARKS: dict[Form, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "{"}
@@ -42,9 +45,9 @@ def form_of(template: str) -> Form | None:
     return "llama" if re.search(r'"name": function name,\s*"parameters":', template) else None
 
 
-def special_marks(form: Form, special: Mapping[str, int]) -> dict[str, int]:
-    """The marks around calls that are among the special tokens (ids by text), which an answer's text must keep."""
-    return {mark: special[mark] for marks in _AROUND[form] for mark in marks if mark in special}
+def marks_of(form: Form, added: Mapping[str, int]) -> dict[str, int]:
+    """The marks around calls that are tokens of their own (ids by text): the text of an answer must keep them."""
+    return {mark: added[mark] for marks in _AROUND[form] for mark in marks if mark in added}
 
 
 def split(form: Form, text: str) -> tuple[str, list[Call]]:
@@ -100,24 +103,141 @@ def _call(value: Any) -> Call | None:
     return Call(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
 
 
-def grammar(form: Form, tools: list[dict[str, Any]], special: Mapping[str, int]) -> tuple[str, Any]:
-    """The grammar (kind and source of `guided.Vocabulary.grammar`) of an answer that is one call of one of `tools`,
-    its marks among the special tokens (ids by text) written as those, for a text never matches a special token.
+def grammar(
+    form: Form,
+    tools: Sequence[Mapping[str, Any]],
+    added: Mapping[str, int],
+    *,
+    forced: bool = True,
+    content: Mapping[str, Any] | None = None,
+) -> tuple[str, str]:
+    """The grammar of an answer with calls: kind and source of `guided.Vocabulary.grammar`.
+
+    Args:
+      tools: functions that may be called: `name`, `parameters`, `strict`.
+      added: ids of the tokens that are a text of their own, by text; a mark among them is written as that token, which
+        no other text matches.
+      forced: the answer is one call. Otherwise it is text, and calls whose arguments follow the schema of a tool that
+        is `strict`, and are any object of another.
+      content: the JSON schema of an answer without calls, if it has one.
     """
+    of_tools = [_call_rules(i, form, tool, forced) for i, tool in enumerate(tools)]
+    rules = [f"object: {' | '.join(f'object{i}' for i in range(len(tools)))}", *itertools.chain(*of_tools)]
+    if form == "llama":
+        call = calls = "object"
+        rules.append(r"TEXT: /\s*[^\s{](?s:.*)/")
+    else:
+        before, after = ([_mark(mark, added) for mark in marks] for marks in _AROUND[form])
+        mark, behind = before[0], " ".join(["BLANK?", *before[1:], "{}", "BLANK?", *after])
+        call = f"{mark} {behind.format('object')}"
+        rules.append(r"BLANK: /[ \n]/")
+        # Text without the mark, then the mark, as a token or as the end of a text.
+        rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){re.escape(MARKS[form])}(?s:.*)/")
+        objects = 'object (", " object)*' if form == "mistral" else "object"
+        lead = f"TEXT? {mark}"
+        if MARKS[form] not in added:
+            rules.append(f"lead[suffix={json.dumps(MARKS[form])}]: /(?s:.*)/")
+            lead = "lead"
+        calls = f"({lead} {behind.format(objects)})+ TEXT?"
+    if forced:
+        start = call
+    elif content is not None:
+        rules.append("content: %json " + json.dumps(content))
+        start = f"content | {call}"
+    else:
+        start = f"{calls} | TEXT?"
+    return "lark", "\n".join([f"start: {start}", *rules])
+
+
+def _call_rules(i: int, form: Form, tool: Mapping[str, Any], forced: bool) -> tuple[str, str]:
+    """The rules of a call of one tool. Its schema is a grammar of its own, for its references count from its root."""
     key = "parameters" if form == "llama" else "arguments"
-    choices = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool["name"]}, key: tool.get("parameters") or {"type": "object"}},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
+    schema = (tool.get("parameters") if forced or tool.get("strict") else None) or {"type": "object"}
     # As templates write them, and no room to write blanks for ever.
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    schema = json.dumps({"anyOf": choices, "x-guidance": spaces})
-    before, after = (
-        [f"<[{special[mark]}]>" if mark in special else json.dumps(mark) for mark in marks] for marks in _AROUND[form]
-    )
-    return "lark", "start: " + " ".join([*before, f"%json {schema}", *after])
+    before = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "{key}": ')
+    source = json.dumps({"x-guidance": spaces, **schema})
+    return f'object{i}: {before} arguments{i} "}}"', f"arguments{i}: %json {source}"
+
+
+def _mark(text: str, added: Mapping[str, int]) -> str:
+    return f"<[{added[text]}]>" if text in added else json.dumps(text)
+
+
+# The form for a template that does not read `tools`: that of Hermes, written into the messages.
+
+_OFFER = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{signatures}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+"""As Qwen 2.5's chat template offers tools."""
+
+
+def in_messages(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], role: str = "system"
+) -> list[dict[str, Any]]:
+    """Messages that offer tools, and have earlier calls and their results, as texts in the form of Hermes.
+
+    Args:
+      messages: as clients send them.
+      tools: the values of `tools`.
+      role: of the message that offers them, the first of its kind: "system", or "user" for a template that has none.
+
+    >>> chat = in_messages([{"role": "user", "content": "2 + 2?"}], [{"type": "function", "function": {"name": "add"}}])
+    >>> [message["role"] for message in chat], '"name": "add"' in chat[0]["content"]
+    (['system', 'user'], True)
+    """
+    chat: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{_text(message)}\n</tool_response>"
+            if chat and chat[-1].pop("results", None):
+                chat[-1] |= {"content": f"{chat[-1]['content']}\n{text}", "results": True}
+            else:
+                chat.append({"role": "user", "content": text, "results": True})
+            continue
+        calls = [_written(call) for call in message.get("tool_calls") or ()]
+        if calls:
+            text = "\n".join(filter(None, [_text(message), *calls]))
+            message = {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
+        chat.append(dict(message))
+    for message in chat:
+        message.pop("results", None)
+    offer = _OFFER.format(signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    at = next((i for i, message in enumerate(chat) if message["role"] == role), None)
+    if at is None or (role == "system" and at > 0):
+        return [{"role": role, "content": offer}, *chat]
+    texts = [_text(chat[at]), offer]
+    chat[at]["content"] = "\n\n".join(texts if role == "system" else texts[::-1])
+    return chat
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """The text of a message."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content or ""
+    parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) < len(parts):
+        raise UnsupportedError(
+            f"a message of role {message['role']!r} has a part without a text; this model reads text."
+        )
+    return "\n".join(texts)
+
+
+def _written(call: Any) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    value = dict(function) if isinstance(function, dict) else {}
+    if isinstance(value.get("arguments"), str):
+        value["arguments"] = _json(value["arguments"]) if value["arguments"] else {}
+    return f"<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>"

@@ -14,6 +14,9 @@ from starlette.responses import JSONResponse, Response
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference.server import schema
 from vishwamai.inference.server.errors import HttpError, read_json
+from vishwamai.inference.server.requests_log import record_of
+from vishwamai.inference.server.service import check_keys
+from vishwamai.inference.server.settings import Settings
 
 Embed = Callable[[Sequence[str | Sequence[int]], int | None], tuple[np.ndarray, int]]
 """Texts or token ids, and how many tokens of each to keep, to vectors `[texts, features]` float32 and how many tokens
@@ -27,12 +30,11 @@ class Vectors:
     Args:
       embed: the encoder; None: every request is an error that says that there is none.
       name: what clients call it.
-      max_body: bytes of a request's body.
-      max_queue: requests that compute or wait at once.
+      settings: limits; `max_queue` requests compute or wait at once.
     """
 
-    def __init__(self, embed: Embed | None, name: str, max_body: int, max_queue: int):
-        self.embed, self.name, self.max_body, self.max_queue = embed, name, max_body, max_queue
+    def __init__(self, embed: Embed | None, name: str, settings: Settings):
+        self.embed, self.name, self.settings, self.max_queue = embed, name, settings, settings.max_queue
         self.pending = 0
 
     async def embeddings(self, request: Request) -> Response:
@@ -46,7 +48,8 @@ class Vectors:
             self.pending -= 1
 
     async def _answer(self, request: Request) -> Response:
-        body = schema.parse(schema.Embedding, await read_json(request, self.max_body))
+        body = schema.parse(schema.Embedding, await read_json(request, self.settings.max_body))
+        check_keys(body, self.settings)
         if self.embed is None:
             raise HttpError(400, "this server has no encoder; start it with --encoder DIR or --pooling.", "model")
         if body.model is not None and body.model != self.name:
@@ -58,10 +61,25 @@ class Vectors:
             vectors, tokens = await run_in_threadpool(self.embed, inputs, body.truncate_prompt_tokens)
         except ShapeError as error:
             raise HttpError(400, str(error), "input") from error
+        record_of(request.scope).prompt_tokens = tokens
+        if body.dimensions is not None:
+            vectors = shortened(vectors, body.dimensions)
         encoded = [_written(vector, body.encoding_format == "base64") for vector in vectors]
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(encoded)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
+
+
+def shortened(vectors: np.ndarray, dimensions: int) -> np.ndarray:
+    """The first features of vectors, of length 1 again, as OpenAI's `dimensions` asks for.
+
+    Raises:
+      HttpError: 400, there are fewer.
+    """
+    if dimensions > vectors.shape[1]:
+        raise HttpError(400, f"`dimensions` is {dimensions}; the vectors have {vectors.shape[1]}.", "dimensions")
+    first = vectors[:, :dimensions]
+    return first / np.maximum(np.linalg.norm(first, axis=1, keepdims=True), 1e-12)
 
 
 def _written(vector: np.ndarray, as_base64: bool) -> Any:

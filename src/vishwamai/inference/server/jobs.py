@@ -1,0 +1,287 @@
+"""From a checked request to what the engine computes: prompts in tokens, options, a grammar and the reply's form."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.inference.engine import Engine
+from vishwamai.inference.guided import Grammar, Vocabulary
+from vishwamai.inference.mesh import mesh_of
+from vishwamai.inference.sampling import Sampling
+from vishwamai.inference.scoring import Scorer
+from vishwamai.inference.server import schema, tools
+from vishwamai.inference.server.errors import HttpError
+from vishwamai.inference.server.pieces import Pieces
+from vishwamai.inference.server.replies import Prompt, Reply
+from vishwamai.inference.server.settings import Settings
+
+_OFFERED = ("name", "description", "parameters")
+_LOG = logging.getLogger("vishwamai.server")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A checked request.
+
+    Attributes:
+      prompts, priority, deadline, grammar, keep_special: as the arguments of `Engine.stream`.
+      options: None: no token is computed.
+      reply: the form of the answer.
+      scored: most likely tokens at each place of the prompts; None: prompts are not scored.
+      stream: the answer comes in pieces.
+      usage: a stream ends with its usage.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    options: Sampling | None
+    reply: Reply
+    scored: int | None
+    priority: float
+    deadline: float | None
+    grammar: Grammar | None
+    keep_special: frozenset[int]
+    stream: bool
+    usage: bool
+
+
+class declined:
+    """Errors of ours about what the client sent become answers of status 400."""
+
+    def __init__(self, param: str | None):
+        self._param = param
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ShapeError | UnsupportedError):
+            raise HttpError(400, str(error), self._param) from error
+
+
+class Jobs:
+    """Makes jobs for one engine; any thread may call it.
+
+    Args:
+      engine: whose tokenizer and limits hold.
+      settings: of the server.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings):
+        self.engine, self.settings = engine, settings
+        split = mesh_of(engine.model) is not None
+        self.scorer = Scorer(engine.model, engine.limits.max_length, engine.optimization, split)
+        self._texts = {as_ids: Pieces(engine.tokenizer, as_ids) for as_ids in (False, True)}
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self.engine.tokenizer, self.engine.programs.vocab, sorted(self.engine.end_tokens))
+
+    @functools.cached_property
+    def _added(self) -> Mapping[str, int]:
+        """Ids of the tokens that tokenizers match as a text of their own, special or not."""
+        tokens = self.engine.tokenizer.encoder.get_added_tokens_decoder()
+        return {token.content: id for id, token in tokens.items()}
+
+    def completion(self, body: schema.Completion) -> Job:
+        """The job of /v1/completions."""
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise HttpError(
+                400, f"`best_of` is {body.best_of}; leave it out, or pass `n`: all answers are sent.", "best_of"
+            )
+        if body.suffix:
+            raise HttpError(
+                400, "`suffix` is not served; leave it out, or write the model's own marks into `prompt`.", "suffix"
+            )
+        grammar = self._grammar(dict(self._sources(body)))
+        many: Any = (
+            body.prompt if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else [body.prompt]
+        )
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        tokenizer = self.engine.tokenizer
+        prompts = []
+        with declined("prompt"):
+            for prompt in many:
+                if isinstance(prompt, str) and not special and tokenizer is not None:
+                    ids = tuple(tokenizer.encode(prompt, add_special=False))
+                else:
+                    ids = self.engine.encode(prompt)
+                cut = self._truncated(body, ids)
+                echo = None
+                if body.echo:
+                    text = prompt if isinstance(prompt, str) and cut == ids else None
+                    echo = text if text is not None else "" if tokenizer is None else tokenizer.decode(cut)
+                prompts.append(Prompt(cut, echo))
+        return self._job(body, "completion", prompts, grammar, special=frozenset())
+
+    def chat(self, body: schema.Chat) -> Job:
+        """The job of /v1/chat/completions."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or tokenizer.template is None:
+            lacks = "tokenizer" if tokenizer is None else "chat template"
+            raise HttpError(400, f"the model has no {lacks}; use /v1/completions.", "messages")
+        choice = body.choice
+        offers = [] if choice == "none" else [function.model_dump(exclude_none=True) for function in body.offers]
+        reads = bool(offers) and tokenizer.template.reads_tools
+        form = tools.form_of(tokenizer.template.program(tools=True)) if reads else "hermes" if offers else None
+        named = [offer for offer in offers if isinstance(choice, str) or offer["name"] == choice.name]
+        if choice not in ("auto", "none") and not named:
+            raise HttpError(400, "`tool_choice` asks for a call of a tool that `tools` lacks.", "tool_choice")
+        if offers and form is None:
+            once(f"the chat template writes calls in a form that stays text; those that are read: {tools.FORMS}")
+        grammar = self._chat_grammar(body, choice, form, named)
+        messages = [_current(message.model_dump(exclude_unset=True)) for message in body.messages]
+        values = dict(body.chat_template_kwargs or {})
+        values |= {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        values |= {} if body.add_generation_prompt is None else {"add_generation_prompt": body.add_generation_prompt}
+        values |= {} if not body.continue_final_message else {"continue_final_message": True}
+        offered = [
+            {"type": "function", "function": {key: offer[key] for key in _OFFERED if key in offer}} for offer in offers
+        ]
+        with declined("messages"):
+            if reads:
+                prompt = tokenizer.chat(messages, **values, tools=offered)
+            elif offers:
+                prompt = self._described(messages, offered, values)
+            else:
+                prompt = tokenizer.chat(messages, **values)
+        special = frozenset() if form is None else frozenset(tools.marks_of(form, tokenizer.special_ids).values())
+        ids = self._truncated(body, tuple(prompt))
+        return self._job(body, "chat", [Prompt(ids)], grammar, form, special)
+
+    def _described(self, messages: list[Any], offered: list[Any], values: Mapping[str, Any]) -> list[int]:
+        """A chat for a template that does not read `tools`: the messages offer them."""
+        once("the chat template does not read `tools`; messages offer them, and the model writes calls as Hermes does")
+        tokenizer = self.engine.tokenizer
+        try:
+            return tokenizer.chat(tools.in_messages(messages, offered), **values)
+        except UnsupportedError:
+            if messages[0]["role"] == "system":
+                raise
+            return tokenizer.chat(tools.in_messages(messages, offered, "user"), **values)
+
+    def _chat_grammar(
+        self, body: schema.Chat, choice: Any, form: tools.Form | None, functions: Sequence[Mapping[str, Any]]
+    ) -> Grammar | None:
+        sources = dict(self._sources(body))
+        if choice not in ("auto", "none"):
+            if form is None:
+                raise HttpError(
+                    400,
+                    "`tool_choice` asks for a call, but the model's chat template writes calls in a form that the "
+                    f"server does not read; it reads {tools.FORMS}. Leave `tool_choice` out to get the model's text.",
+                    "tool_choice",
+                )
+            # Clients send the form of their last answer along with a call that they force.
+            sources.pop("response_format", None)
+            return self._grammar({**sources, "tool_choice": tools.grammar(form, functions, self._added)}, "tools")
+        if form is not None and functions:
+            strict = any(function.get("strict") for function in functions)
+            kind, content = sources.get("response_format", (None, None))
+            if strict or kind == "json_schema":
+                sources.pop("response_format", None)
+                source = tools.grammar(form, functions, self._added, forced=False, content=content)
+                return self._grammar({**sources, "tools": source})
+        return self._grammar(sources)
+
+    def _sources(self, body: schema.Common) -> list[tuple[str, tuple[str, Any]]]:
+        return [(name, (kind, source)) for name, kind, source in body.grammars()]
+
+    def _grammar(self, sources: Mapping[str, tuple[str, Any]], param: str | None = None) -> Grammar | None:
+        if len(sources) > 1:
+            names = " and ".join(f"`{name}`" for name in sources)
+            raise HttpError(400, f"an answer cannot follow {names} at once; pass one of them.", list(sources)[0])
+        for name, source in sources.items():
+            with declined(param or name):
+                return self._vocabulary.grammar(*source)
+        return None
+
+    def _truncated(self, body: schema.Common, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The last tokens of a prompt, where the request bounds them."""
+        count = body.truncate_prompt_tokens
+        if count is None:
+            return ids
+        if count == -1:
+            count = self.engine.limits.max_length - max(1, body.limit or 1)
+        return ids[-count:] if count > 0 else ()
+
+    def _job(
+        self,
+        body: schema.Common,
+        kind: Any,
+        prompts: Sequence[Prompt],
+        grammar: Grammar | None,
+        form: tools.Form | None = None,
+        special: frozenset[int] = frozenset(),
+    ) -> Job:
+        with declined(None):
+            options = body.sampling(self.settings.defaults, self.settings.max_new_tokens)
+        computes = body.limit != 0
+        if not computes and kind == "chat":
+            raise HttpError(400, "`max_tokens` is 0; pass at least 1.", "max_tokens")
+        if grammar is not None and options.min_new_tokens:
+            raise HttpError(400, "`min_tokens` and a grammar may contradict; leave one of them out.", "min_tokens")
+        if body.prompt_logprobs is not None and body.stream:
+            raise HttpError(400, "`prompt_logprobs` come with whole answers; leave out `stream`.", "prompt_logprobs")
+        for prompt in prompts:
+            with declined("prompt" if kind == "completion" else "messages"):
+                if computes:
+                    self.engine.check(prompt.ids, options)
+                elif not 0 < len(prompt.ids) <= self.engine.limits.max_length:
+                    raise ShapeError(
+                        f"the prompt has {len(prompt.ids)} tokens; pass 1 to {self.engine.limits.max_length} "
+                        "(--max-length)."
+                    )
+        tokenizer = self.engine.tokenizer
+        if body.skip_special_tokens is False and tokenizer is not None:
+            special |= frozenset(tokenizer.special_ids.values())
+        scores = [body.prompt_logprobs]
+        if isinstance(body, schema.Completion) and body.echo:
+            scores.append(body.logprobs)
+        counts = [count for count in scores if count is not None]
+        reply = Reply(
+            kind,
+            self.settings.name,
+            self._texts[bool(body.return_tokens_as_token_ids)],
+            tuple(prompts),
+            options.n,
+            token_ids=tokenizer is None if body.return_token_ids is None else body.return_token_ids,
+            logprobs=body.count_logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            calls=form,
+            single=isinstance(body, schema.Chat) and body.parallel_tool_calls is False,
+            legacy=isinstance(body, schema.Chat) and not body.tools and bool(body.functions),
+            usage_each=body.continuous_usage if body.include_usage else None,
+        )
+        return Job(
+            tuple(prompt.ids for prompt in prompts),
+            options if computes else None,
+            reply,
+            max(counts, default=None),
+            body.priority or 0.0,
+            body.timeout,
+            grammar,
+            special,
+            bool(body.stream),
+            body.include_usage,
+        )
+
+
+def _current(message: dict[str, Any]) -> dict[str, Any]:
+    """A message in today's form: OpenAI's older one has `function_call`, and results of role "function"."""
+    call = message.pop("function_call", None)
+    if call is not None and not message.get("tool_calls"):
+        message["tool_calls"] = [{"type": "function", "id": "call_0", "function": call}]
+    if message["role"] == "function":
+        message |= {"role": "tool", "tool_call_id": "call_0"}
+    return message
+
+
+@functools.lru_cache(maxsize=4096)
+def once(text: str) -> None:
+    """Logs a warning, once."""
+    _LOG.warning("%s", text)
