@@ -49,7 +49,7 @@ def bound(serving: Serving, target: str, prompt: int | None) -> float:
 def moved(found: StepTime) -> tuple[float, list[str]]:
     """Seconds of what only moves data, and its rows, the longest first."""
     rows = ((row.name, row.seconds, row.calls) for row in found.rows if row.part == "fusions")
-    lost, named = estimates.moved(rows)
+    lost, named = estimates.layout_copies(rows)
     copies = found.parts["copies"].value
     waited = [f"waiting for copies {copies * 1e6:.0f} us"] if copies else []
     return lost + copies, named + waited

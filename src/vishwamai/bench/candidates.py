@@ -120,21 +120,21 @@ def candidates(
     run = gradient_case(case) if gradients else case
     if run is None:
         return [], []
-    found: list[Contestant] = []
+    contestants: list[Contestant] = []
     declined: list[tuple[str, str]] = []
     for impl in operation.op.implementations:
         if impl.platform not in (target.platform, None):
             continue
         reason = impl.why_not(spec, target)
         if reason is None:
-            found.append(ours(run, impl, default=not found))
+            contestants.append(ours(run, impl, default=not contestants))
         else:
             declined.append((impl.name, reason))
     with_torch = importlib.util.find_spec("torch") is not None and target.platform == "cpu"
-    wanted = set(case.differentiable) if gradients else set()
-    found += [
+    differentiable = set(case.differentiable) if gradients else set()
+    contestants += [
         theirs(p, case, gradients)
         for p in about.peers(case)
-        if (p.framework != "torch" or with_torch) and wanted <= set(p.arguments)
+        if (p.framework != "torch" or with_torch) and differentiable <= set(p.arguments)
     ]
-    return found, declined
+    return contestants, declined

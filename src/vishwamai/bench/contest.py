@@ -57,34 +57,34 @@ def contest(
     """
     calls: dict[str, Call] = {}
     took: dict[str, float] = {}
-    found: dict[str, ContestOutcome] = {}
+    outcomes: dict[str, ContestOutcome] = {}
     for candidate in able:
         memory = None
         try:
             call, outputs, memory = candidate.build(arrays)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             result = call()
-            took[candidate.name] = time.perf_counter() - begun
+            took[candidate.name] = time.perf_counter() - start
             result = outputs(result)
             verdict = check(candidate, result) if candidate.checked else None
         except TooLarge as reason:
-            found[candidate.name] = ContestOutcome(candidate, note=str(reason))
+            outcomes[candidate.name] = ContestOutcome(candidate, note=str(reason))
             continue
         except Exception as error:  # it counts as wrong, with what it raised, and the others still get their turn
             if out_of_memory(error):
-                found[candidate.name] = ContestOutcome(candidate, note=str(device_error(candidate.name, error)))
+                outcomes[candidate.name] = ContestOutcome(candidate, note=str(device_error(candidate.name, error)))
                 continue
             verdict = numbers.raised(error)
-        found[candidate.name] = ContestOutcome(candidate, verdict, memory=memory)
+        outcomes[candidate.name] = ContestOutcome(candidate, verdict, memory=memory)
         if verdict is None or verdict.right:
             calls[candidate.name] = call
     fastest = min((took[name] for name in calls), default=0.0)
     for name in [name for name in calls if took[name] > max(slowest, _FAR * fastest)]:
         del calls[name]
         note = f"one call takes {took[name]:.3g} s, and the fastest candidate's {fastest:.3g} s"
-        found[name] = dataclasses.replace(found[name], note=note)
+        outcomes[name] = dataclasses.replace(outcomes[name], note=note)
     with out_of_memory_named("bench"):
         timings = timer(calls) if calls else {}
     for name, timing in timings.items():
-        found[name] = dataclasses.replace(found[name], timing=timing)
-    return [found[candidate.name] for candidate in able]
+        outcomes[name] = dataclasses.replace(outcomes[name], timing=timing)
+    return [outcomes[candidate.name] for candidate in able]

@@ -27,10 +27,10 @@ Row = tuple[str, float, int]
 
 def parser(doc: str | None, targets: Iterable[str] = TPUS, **choices: Iterable[str]) -> argparse.ArgumentParser:
     """`--targets`, and an option for each of `choices`: comma-separated, all of them by default."""
-    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments_parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, values in {"targets": targets, **choices}.items():
-        found.add_argument(f"--{name}", default=list(values), type=lambda text: text.split(","))
-    return found
+        arguments_parser.add_argument(f"--{name}", default=list(values), type=lambda text: text.split(","))
+    return arguments_parser
 
 
 def with_gradient(call: Callable[..., Any], outputs: bool = False) -> Callable[..., Any]:
@@ -49,19 +49,19 @@ def with_gradient(call: Callable[..., Any], outputs: bool = False) -> Callable[.
 
 def seconds(programs: Sequence[Inspection]) -> dict[str, float | str]:
     """Estimated seconds of each program by its name, or in a few words why the compiler made none."""
-    return seconds_of({str(program.name): found for program, found in zip(programs, inspect_many(programs))})
+    return seconds_of({str(program.name): schedule for program, schedule in zip(programs, inspect_many(programs))})
 
 
-def seconds_of(found: Mapping[str, KernelSchedule | VishwamaiError]) -> dict[str, float | str]:
+def seconds_of(schedules: Mapping[str, KernelSchedule | VishwamaiError]) -> dict[str, float | str]:
     """`seconds` of programs that were inspected; a program of which the compiler left a part out has no time."""
-    return {name: _seconds(one) for name, one in found.items()}
+    return {name: _seconds(schedule) for name, schedule in schedules.items()}
 
 
-def _seconds(found: KernelSchedule | VishwamaiError) -> float | str:
-    if isinstance(found, VishwamaiError):
-        return str(found).splitlines()[0][:60]
-    left_out = [what for what in found.simulation.unknown if re.match(r"program (?!iota).* is not in the dump", what)]
-    return left_out[0] if left_out else found.seconds
+def _seconds(schedule: KernelSchedule | VishwamaiError) -> float | str:
+    if isinstance(schedule, VishwamaiError):
+        return str(schedule).splitlines()[0][:60]
+    left_out = [gap for gap in schedule.simulation.unknown if re.match(r"program (?!iota).* is not in the dump", gap)]
+    return left_out[0] if left_out else schedule.seconds
 
 
 def inspected(calls: Iterable[Call], arrays: Sequence[Any], target: str, flops: float) -> dict[str, float | str]:
@@ -69,10 +69,10 @@ def inspected(calls: Iterable[Call], arrays: Sequence[Any], target: str, flops: 
     return seconds([Inspection(call, arrays, target=target, flops=flops, name=name) for name, call in calls])
 
 
-def moved(rows: Iterable[Row]) -> tuple[float, list[str]]:
+def layout_copies(rows: Iterable[Row]) -> tuple[float, list[str]]:
     """Seconds of what only moves data, and its rows in words, the longest first.
 
-    >>> moved([("fusion.1", 1.0, 1), ("copy.3", 2e-6, 1), ("transpose_copy", 4e-6, 2)])
+    >>> layout_copies([("fusion.1", 1.0, 1), ("copy.3", 2e-6, 1), ("transpose_copy", 4e-6, 2)])
     (6e-06, ['transpose_copy 4 us (2 calls)', 'copy.3 2 us (1 calls)'])
     """
     moves = sorted((row for row in rows if MOVES.match(row[0])), key=lambda row: -row[1])
@@ -84,37 +84,37 @@ def in_words(name: str, seconds: float, calls: int) -> str:
     return f"{name} {seconds * 1e6:.0f} us ({calls} calls)"
 
 
-def around(found: KernelSchedule, smallest: float = 1e-3) -> list[str]:
+def around(schedule: KernelSchedule, smallest: float = 1e-3) -> list[str]:
     """What XLA adds around kernels, in words: first what only moves data, then all else above a share of the time."""
-    clock, whole = found.simulation.chip.clock, found.seconds
+    clock, total = schedule.simulation.chip.clock, schedule.seconds
     rows = [
         (program.name, program.cycles / clock, program.calls)
-        for program in found.simulation.programs
-        if program.name not in found.pallas
+        for program in schedule.simulation.programs
+        if program.name not in schedule.pallas
     ]
-    lost, moves = moved(rows)
+    lost, moves = layout_copies(rows)
     rest = sorted((row for row in rows if not MOVES.match(row[0])), key=lambda row: -row[1])
-    waited = next((p.dma_wait / clock for p in found.simulation.programs if p.name == TOP), 0.0)
-    lines = [f"moved: {lost * 1e6:.0f} us, {lost / whole:.1%}; the top level waits {waited * 1e6:.0f} us for copies"]
+    waited = next((p.dma_wait / clock for p in schedule.simulation.programs if p.name == TOP), 0.0)
+    lines = [f"moved: {lost * 1e6:.0f} us, {lost / total:.1%}; the top level waits {waited * 1e6:.0f} us for copies"]
     lines += [f"  {text}" for text in moves]
-    lines += [f"other: {in_words(*row)}, {row[1] / whole:.1%}" for row in rest if row[1] > smallest * whole]
+    lines += [f"other: {in_words(*row)}, {row[1] / total:.1%}" for row in rest if row[1] > smallest * total]
     return lines
 
 
-def best_peer(found: Mapping[str, float | str]) -> tuple[str, float] | None:
+def best_peer(times: Mapping[str, float | str]) -> tuple[str, float] | None:
     """(name, seconds) of the fastest program that is not ours; None where no peer compiled."""
-    peers = {name: time for name, time in found.items() if name != OURS and isinstance(time, float)}
+    peers = {name: time for name, time in times.items() if name != OURS and isinstance(time, float)}
     return min(peers.items(), key=lambda peer: peer[1], default=None)
 
 
-def other_peers(found: Mapping[str, float | str], best: str) -> dict[str, float]:
+def other_peers(times: Mapping[str, float | str], best: str) -> dict[str, float]:
     """The best seconds of each peer except `best`, by its name without the sizes of tiles that end it.
 
     >>> other_peers({"a 512/512": 2e-3, "a 256/512": 3e-3, "b 512": 5e-3, "b 256": 4e-3}, "a 512/512")
     {'b': 0.004}
     """
     others: dict[str, float] = {}
-    for name, time in found.items():
+    for name, time in times.items():
         peer = _without_tiles(name)
         if name != OURS and isinstance(time, float) and peer != _without_tiles(best):
             others[peer] = min(time, others.get(peer, time))
@@ -134,16 +134,16 @@ class PeerTable:
         self.ratios: dict[str, list[float]] = {}
         print(f"{head}{'ours, ms':>9}{'best peer, ms':>15}{'ratio':>7}  best peer")
 
-    def line(self, label: str, group: str, found: Mapping[str, float | str]) -> None:
+    def line(self, label: str, group: str, times: Mapping[str, float | str]) -> None:
         """Prints one problem; `group`: whose mean its ratio enters."""
-        mine, best = found[OURS], best_peer(found)
+        mine, best = times[OURS], best_peer(times)
         if isinstance(mine, str) or best is None:
-            rest = {name: time for name, time in found.items() if name != OURS}
+            rest = {name: time for name, time in times.items() if name != OURS}
             print(f"{label}{mine if isinstance(mine, str) else rest}", flush=True)
             return
         ratio = mine / best[1]
         self.ratios.setdefault(group, []).append(ratio)
-        rest = "".join(f"; {name} {time * 1e3:.3f}" for name, time in other_peers(found, best[0]).items())
+        rest = "".join(f"; {name} {time * 1e3:.3f}" for name, time in other_peers(times, best[0]).items())
         print(f"{label}{mine * 1e3:>9.3f}{best[1] * 1e3:>15.3f}{ratio:>7.3f}  {best[0]}{rest}", flush=True)
 
     def means(self) -> None:

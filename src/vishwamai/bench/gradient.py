@@ -39,7 +39,7 @@ def gradient_case(case: Case) -> Case | None:
         return None
     results = jax.tree.leaves(jax.eval_shape(lambda arrays: case.run(arrays), case.shapes()))
     cotangents = {f"{_COTANGENT}{i}": ArrayInit(x.shape, x.dtype.name) for i, x in enumerate(results)}
-    wanted = case.differentiable
+    names = case.differentiable
 
     def call(**given: Any) -> tuple[Any, ...]:
         outer = {name: given.pop(name) for name in cotangents}
@@ -48,9 +48,9 @@ def gradient_case(case: Case) -> Case | None:
         def leaves(floats: Mapping[str, Any]) -> list[Any]:
             return jax.tree.leaves(case.call(**{**arrays, **floats}, **given))
 
-        outputs, pull = jax.vjp(leaves, {name: arrays[name] for name in wanted})
+        outputs, pull = jax.vjp(leaves, {name: arrays[name] for name in names})
         (gradients,) = pull([g.astype(y.dtype) for g, y in zip(outer.values(), outputs, strict=True)])
-        return tuple(gradients[name] for name in wanted)
+        return tuple(gradients[name] for name in names)
 
     name = f"{case.name}, forward and backward"
     return dataclasses.replace(case, name=name, call=call, arrays={**case.arrays, **cotangents})
@@ -72,7 +72,7 @@ def gradient_peer(peer: Peer, case: Case) -> Peer:
     """The peer's own gradients, by the framework's own differentiation; `case` is the one that `gradient_case` was
     given.
     """
-    wanted = [peer.arguments.index(name) for name in case.differentiable]
+    positions = [peer.arguments.index(name) for name in case.differentiable]
     count = len(jax.tree.leaves(jax.eval_shape(lambda arrays: case.run(arrays), case.shapes())))
 
     def prepare(arrays: Arrays) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ def gradient_peer(peer: Peer, case: Case) -> Peer:
             cotangents = [to_torch(np.asarray(x, order="C")) for x in cotangents]
         return (*peer.prepare(arrays), tuple(cotangents))
 
-    differentiate = _torch(peer, wanted) if peer.framework == "torch" else _jax(peer, wanted)
+    differentiate = _torch(peer, positions) if peer.framework == "torch" else _jax(peer, positions)
     # Cases list their arrays in the order of the peers' arguments, so the gradients come in the order of
     # `case.differentiable`.
     return dataclasses.replace(peer, prepare=prepare, call=differentiate)
@@ -95,31 +95,31 @@ def restored(peer: Peer, case: Case, gradients: tuple[np.ndarray, ...]) -> tuple
     return tuple(peer.restore(x) if name in peer.laid_out else x for name, x in pairs)
 
 
-def _jax(peer: Peer, wanted: list[int]) -> Callable[..., Any]:
+def _jax(peer: Peer, positions: list[int]) -> Callable[..., Any]:
     def call(*arguments: Any) -> tuple[Any, ...]:
         *inputs, cotangents = arguments
 
         def leaves(floats: list[Any]) -> list[Any]:
-            given = list(inputs)
-            for i, x in zip(wanted, floats, strict=True):
-                given[i] = x
-            return jax.tree.leaves(peer.call(*given))
+            replaced = list(inputs)
+            for i, x in zip(positions, floats, strict=True):
+                replaced[i] = x
+            return jax.tree.leaves(peer.call(*replaced))
 
-        outputs, pull = jax.vjp(leaves, [inputs[i] for i in wanted])
+        outputs, pull = jax.vjp(leaves, [inputs[i] for i in positions])
         return tuple(pull([g.astype(y.dtype) for g, y in zip(cotangents, outputs, strict=True)])[0])
 
     return call
 
 
-def _torch(peer: Peer, wanted: list[int]) -> Callable[..., Any]:
+def _torch(peer: Peer, positions: list[int]) -> Callable[..., Any]:
     def call(*arguments: Any) -> tuple[Any, ...]:
         import torch
 
         *inputs, cotangents = arguments
-        leaves = {i: inputs[i].detach().requires_grad_() for i in wanted}
+        leaves = {i: inputs[i].detach().requires_grad_() for i in positions}
         outputs = peer.call(*(leaves.get(i, x) for i, x in enumerate(inputs)))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         # Zeros for an argument that has no gradient, as JAX gives them.
-        return torch.autograd.grad(outputs, [leaves[i] for i in wanted], cotangents, materialize_grads=True)
+        return torch.autograd.grad(outputs, [leaves[i] for i in positions], cotangents, materialize_grads=True)
 
     return call

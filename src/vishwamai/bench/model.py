@@ -66,10 +66,10 @@ class ModelResult:
         return all(agreement.right for agreement in self.agreements)
 
 
-def _agreement(other: str, ours: np.ndarray, theirs: np.ndarray) -> Agreement:
+def _agreement(peer: str, ours: np.ndarray, theirs: np.ndarray) -> Agreement:
     theirs = theirs.astype(np.float64)
     cosine = (ours * theirs).sum(-1) / (np.linalg.norm(ours, axis=-1) * np.linalg.norm(theirs, axis=-1))
-    return Agreement(other, len(ours), float(cosine.min()), float(np.abs(ours - theirs).max()))
+    return Agreement(peer, len(ours), float(cosine.min()), float(np.abs(ours - theirs).max()))
 
 
 def _float64(texts: Sequence[str]) -> np.ndarray:

@@ -18,77 +18,85 @@ Cell = str | tuple[str, str]
 """A text, or (text, class)."""
 
 
-def write(made: BenchReport, path: Path) -> None:
+def write(bench_report: BenchReport, path: Path) -> None:
     """Writes the page; a file of that name is replaced whole.
 
     Args:
-      made: the report.
+      bench_report: the report.
       path: the file to write, about 100 KB.
     """
-    caches.write(path, render(made))
+    caches.write(path, render(bench_report))
 
 
-def render(made: BenchReport) -> str:
+def render(bench_report: BenchReport) -> str:
     """The page's text."""
-    timed = [m for m in made.measurements if m.timing is not None]
-    found = [f"{m.op}, {m.case}, {m.candidate}: {m.numbers.what if m.numbers else ''}" for m in made.wrong]
+    timed = [m for m in bench_report.measurements if m.timing is not None]
+    mistakes = [f"{m.op}, {m.case}, {m.candidate}: {m.numbers.what if m.numbers else ''}" for m in bench_report.wrong]
     return reports.render(
         "bench/report.html",
         title="vishwamai bench",
-        made=made,
-        right=made.right,
-        checked=sum(1 for m in made.measurements if m.framework == "vishwamai" and m.numbers),
-        wrong=found,
-        banners=_banners(made),
-        facts=_facts(made),
-        where=f"{made.cpu.name}, {made.cpu.cores} cores; jax on {', '.join(made.devices)}",
-        standings=_standings(made),
-        roofline=plots.roofline(timed, made.peaks) if timed else None,
-        operations=[_operation(made, op) for op in dict.fromkeys(m.op for m in made.measurements)],
+        bench_report=bench_report,
+        right=bench_report.right,
+        checked=sum(1 for m in bench_report.measurements if m.framework == "vishwamai" and m.numbers),
+        wrong=mistakes,
+        banners=_banners(bench_report),
+        facts=_facts(bench_report),
+        where=f"{bench_report.cpu.name}, {bench_report.cpu.cores} cores; jax on {', '.join(bench_report.devices)}",
+        standings=_standings(bench_report),
+        roofline=plots.roofline(timed, bench_report.peaks) if timed else None,
+        operations=[_operation(bench_report, op) for op in dict.fromkeys(m.op for m in bench_report.measurements)],
         columns=report.COLUMNS,
-        model=None if made.model is None else _model(made.model),
-        targets=_targets(made.targets) if made.targets else None,
-        machine=_machine(made),
+        model=None if bench_report.model is None else _model(bench_report.model),
+        targets=_targets(bench_report.targets) if bench_report.targets else None,
+        machine=_machine(bench_report),
     )
 
 
-def _facts(made: BenchReport) -> list[tuple[str, str]]:
-    peaks = [(f"{report.rate(made.peaks.peak(d))} GFLOP/s", f"peak measured here, {d}") for d in made.peaks.flops]
-    found = report.standings(made.measurements)
-    wins = [(f"{sum(one.ratio >= 1 for one in found)} of {len(found)}", "cases as fast as the best peer, or faster")]
+def _facts(bench_report: BenchReport) -> list[tuple[str, str]]:
+    peaks = [
+        (f"{report.rate(bench_report.peaks.peak(d))} GFLOP/s", f"peak measured here, {d}")
+        for d in bench_report.peaks.flops
+    ]
+    standings = report.standings(bench_report.measurements)
+    wins = [
+        (
+            f"{sum(standing.ratio >= 1 for standing in standings)} of {len(standings)}",
+            "cases as fast as the best peer, or faster",
+        )
+    ]
     return [
-        *(wins if found else []),
+        *(wins if standings else []),
         *peaks,
-        (f"{report.rate(made.peaks.best_bandwidth)} GB/s", "memory, measured here"),
+        (f"{report.rate(bench_report.peaks.best_bandwidth)} GB/s", "memory, measured here"),
     ]
 
 
-def _banners(made: BenchReport) -> list[str]:
-    said = report.banners(made.measurements, made.versions)
-    if len(made.done) < made.wanted:
-        said.insert(0, f"{len(made.done)} of {made.wanted} cases were run; --resume goes on.")
-    return said
+def _banners(bench_report: BenchReport) -> list[str]:
+    texts = report.banners(bench_report.measurements, bench_report.versions)
+    if len(bench_report.done) < bench_report.wanted:
+        texts.insert(0, f"{len(bench_report.done)} of {bench_report.wanted} cases were run; --resume goes on.")
+    return texts
 
 
-def _standings(made: BenchReport) -> dict[str, Any]:
+def _standings(bench_report: BenchReport) -> dict[str, Any]:
     rows = [
         [
-            (f"{one.ratio:.2f}x", "good" if one.ratio >= 1 else "bad"),
-            one.peer,
-            f"{one.op}: {one.case}",
-            (one.candidate, "soft"),
+            (f"{standing.ratio:.2f}x", "good" if standing.ratio >= 1 else "bad"),
+            standing.peer,
+            f"{standing.op}: {standing.case}",
+            (standing.candidate, "soft"),
         ]
-        for one in report.standings(made.measurements)
+        for standing in report.standings(bench_report.measurements)
     ]
-    title = report.score(made.measurements).capitalize()
+    title = report.score(bench_report.measurements).capitalize()
     return {"title": title, "columns": ("times as fast", "as", "case", "by"), "rows": rows}
 
 
-def _operation(made: BenchReport, op: str) -> dict[str, Any]:
-    mine = [m for m in made.measurements if m.op == op]
+def _operation(bench_report: BenchReport, op: str) -> dict[str, Any]:
+    mine = [m for m in bench_report.measurements if m.op == op]
     rows, kinds = [], []
-    for (_, case), found in report.groups(mine).items():
-        for i, m in enumerate(found):
+    for (_, case), group in report.groups(mine).items():
+        for i, m in enumerate(group):
             kinds.append("default" if m.default else "")
             rows.append(_cells(m, case if i == 0 else ""))
     return {"op": op, "bars": plots.bars([m for m in mine if m.timing is not None]), "rows": rows, "kinds": kinds}
@@ -96,12 +104,12 @@ def _operation(made: BenchReport, op: str) -> dict[str, Any]:
 
 def _cells(m: CaseMeasurement, case: str) -> list[Cell]:
     numbers = ("", "") if m.numbers is None else ("right", "good") if m.numbers.right else ("WRONG", "bad")
-    who = "" if m.framework == "vishwamai" else "soft"
-    first: list[Cell] = [case, (m.candidate, who), numbers]
+    style = "" if m.framework == "vishwamai" else "soft"
+    first: list[Cell] = [case, (m.candidate, style), numbers]
     if m.timing is None:
         why = m.note or (m.numbers.what if m.numbers else "")
         return [*first, "", (f"not timed: {why}", "soft"), *[""] * (len(report.COLUMNS) - 5)]
-    return [*first, *((figure, who) for figure in report.figures(m, m.timing))]
+    return [*first, *((figure, style) for figure in report.figures(m, m.timing))]
 
 
 def _model(result: ModelResult) -> dict[str, Any]:
@@ -124,31 +132,34 @@ def _model(result: ModelResult) -> dict[str, Any]:
     }
 
 
-def _targets(found: Sequence[TargetRow]) -> dict[str, Any]:
-    chips = list(dict.fromkeys(r.target for r in found))
-    by_place = {(r.op, r.case, r.target): r for r in found}
+def _targets(target_rows: Sequence[TargetRow]) -> dict[str, Any]:
+    chips = list(dict.fromkeys(r.target for r in target_rows))
+    by_place = {(r.op, r.case, r.target): r for r in target_rows}
     styles = {"green": "good", "red": "bad", "yellow": "warn"}
     rows = []
-    for op, case in sorted(dict.fromkeys((r.op, r.case) for r in found), key=lambda key: key[0]):
+    for op, case in sorted(dict.fromkeys((r.op, r.case) for r in target_rows), key=lambda key: key[0]):
         words = [report.target_words(by_place.get((op, case, chip))) for chip in chips]
         rows.append([f"{op}: {case}", *((text, styles[colour]) for text, colour in words)])
-    problems = report.target_problems(found)
-    return {"columns": ["case", *chips], "rows": rows, "problems": problems, "estimates": report.estimates(found)}
+    problems = report.target_problems(target_rows)
+    return {"columns": ["case", *chips], "rows": rows, "problems": problems, "estimates": report.estimates(target_rows)}
 
 
-def _machine(made: BenchReport) -> dict[str, Any]:
+def _machine(bench_report: BenchReport) -> dict[str, Any]:
     flops = [
-        [f"product, {dtype}", who, f"{report.rate(value)} GFLOP/s"]
-        for dtype, found in made.peaks.flops.items()
-        for who, value in found.items()
+        [f"product, {dtype}", library, f"{report.rate(value)} GFLOP/s"]
+        for dtype, rates in bench_report.peaks.flops.items()
+        for library, value in rates.items()
     ]
     memory = [
-        ["memory, read and write", who, f"{report.rate(value)} GB/s"] for who, value in made.peaks.bandwidth.items()
+        ["memory, read and write", library, f"{report.rate(value)} GB/s"]
+        for library, value in bench_report.peaks.bandwidth.items()
     ]
     return {
-        "versions": ", ".join(f"{name} {version}" for name, version in made.versions.items() if version),
-        "flags": " ".join(made.cpu.flags) or "none known",
-        "load": "" if made.load is None else f" Load average over the last minute of the run: {made.load:.1f}.",
+        "versions": ", ".join(f"{name} {version}" for name, version in bench_report.versions.items() if version),
+        "flags": " ".join(bench_report.cpu.flags) or "none known",
+        "load": ""
+        if bench_report.load is None
+        else f" Load average over the last minute of the run: {bench_report.load:.1f}.",
         "columns": ("what", "by", "best sample"),
         "rows": [*flops, *memory],
     }

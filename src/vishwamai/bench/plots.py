@@ -19,8 +19,8 @@ _CEILINGS = {"float32": "2 3", "bfloat16": "7 4", "int8": "9 3 2 3"}
 def colours(measurements: Sequence[CaseMeasurement]) -> dict[str, str]:
     """A colour for each candidate: ours from one family, the frameworks' one each."""
     ours = list(dict.fromkeys(m.candidate for m in measurements if m.framework == "vishwamai"))
-    found = {name: _OURS[i % len(_OURS)] for i, name in enumerate(ours)}
-    return found | {m.candidate: _PEERS[m.framework] for m in measurements if m.framework != "vishwamai"}
+    palette = {name: _OURS[i % len(_OURS)] for i, name in enumerate(ours)}
+    return palette | {m.candidate: _PEERS[m.framework] for m in measurements if m.framework != "vishwamai"}
 
 
 def _label(m: CaseMeasurement) -> str:

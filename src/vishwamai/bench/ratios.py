@@ -62,54 +62,56 @@ class Comparison:
 Suites = Mapping[str, Callable[[argparse.Namespace], Iterable[Comparison]]]
 
 
-def contestants(wanted: Comparison) -> list[Contestant]:
+def contestants(comparison: Comparison) -> list[Contestant]:
     """Ours, torch and XLA under these names, and those of `more`."""
-    about, operation = subject(wanted.case.op), operations()[wanted.case.op]
-    able, _ = candidates(operation, wanted.case, about, wanted.gradients)
-    found: dict[str, Contestant] = {}
-    for one in able:
-        if one.implementation == "native_cpu":
-            found["ours"] = one
-        elif one.framework == "torch":
-            found.setdefault("torch", one)
-        elif one.framework == "jax" and wanted.xla:
-            found["xla"] = one
-    for one in able:
-        if wanted.xla and one.implementation == wanted.xla:
-            found.setdefault("xla", one)
-    if "ours" in wanted.more:
-        found["plain"] = found.pop("ours")
-    found |= {label: theirs(peer, wanted.case, wanted.gradients) for label, peer in wanted.more.items()}
+    about, operation = subject(comparison.case.op), operations()[comparison.case.op]
+    able, _ = candidates(operation, comparison.case, about, comparison.gradients)
+    by_label: dict[str, Contestant] = {}
+    for candidate in able:
+        if candidate.implementation == "native_cpu":
+            by_label["ours"] = candidate
+        elif candidate.framework == "torch":
+            by_label.setdefault("torch", candidate)
+        elif candidate.framework == "jax" and comparison.xla:
+            by_label["xla"] = candidate
+    for candidate in able:
+        if comparison.xla and candidate.implementation == comparison.xla:
+            by_label.setdefault("xla", candidate)
+    if "ours" in comparison.more:
+        by_label["plain"] = by_label.pop("ours")
+    by_label |= {label: theirs(peer, comparison.case, comparison.gradients) for label, peer in comparison.more.items()}
     first = {"ours": 0, "plain": 1, "torch": 2}
-    return [dataclasses.replace(found[label], name=label) for label in sorted(found, key=lambda x: first.get(x, 3))]
+    return [
+        dataclasses.replace(by_label[label], name=label) for label in sorted(by_label, key=lambda x: first.get(x, 3))
+    ]
 
 
 def run(
-    wanted: Comparison, rounds: int, seconds: float, sample: Sampler, unit: float = 0.0
+    comparison: Comparison, rounds: int, seconds: float, sample: Sampler, unit: float = 0.0
 ) -> tuple[list[ContestOutcome], float]:
     """(the outcomes, the work of one call: FLOP or bytes)."""
-    case, about = wanted.case, subject(wanted.case.op)
-    able = contestants(wanted)
+    case, about = comparison.case, subject(comparison.case.op)
+    able = contestants(comparison)
     spec = specs_of(operations()[case.op], case)[0]
     flops, nbytes = spec.flops, spec.bytes_moved
-    if wanted.gradients:
+    if comparison.gradients:
         case = gradient_case(case)
-        assert case is not None, f"{wanted.case.name} has no gradient"
+        assert case is not None, f"{comparison.case.name} has no gradient"
         flops, nbytes = work(case, spec)
     arrays = case.make()
-    part = about.gradient_sample(case, arrays) if wanted.gradients else about.sample(case, arrays)
-    right = numbers.truth(part, wanted.gradients, unit)
+    part = about.gradient_sample(case, arrays) if comparison.gradients else about.sample(case, arrays)
+    right = numbers.truth(part, comparison.gradients, unit)
     outcomes = contest(
         able,
         arrays,
         lambda one, outputs: numbers.check(outputs, part, right, 1.0 if one.name in ("ours", "plain") else PEERS),
         lambda calls: side_by_side(calls, rounds=rounds, sample=sample, sample_seconds=seconds),
     )
-    return outcomes, float(nbytes if wanted.unit == "GB/s" else flops)
+    return outcomes, float(nbytes if comparison.unit == "GB/s" else flops)
 
 
 def _line(
-    wanted: Comparison, outcomes: Iterable[ContestOutcome], work: float
+    comparison: Comparison, outcomes: Iterable[ContestOutcome], work: float
 ) -> tuple[str, dict[str, float], dict[str, float]]:
     """(the line, rates by contestant, ratios of best times by peer)."""
     times = {o.candidate.name: o.timing for o in outcomes if o.timing is not None}
@@ -120,32 +122,34 @@ def _line(
         if peer != "ours" and ours is not None:
             ratios[peer] = ours.best_ratio(timing)
             cells.append(f"| x {peer} {ratios[peer]:.2f} ({ours.ratio(timing):.2f})")
-    return f"{wanted.case.name:42} {wanted.unit}: {' '.join(cells)}", rates, ratios
+    return f"{comparison.case.name:42} {comparison.unit}: {' '.join(cells)}", rates, ratios
 
 
 def _compare(suites: Suites, options: argparse.Namespace, sample: Sampler) -> dict[str, list[float]]:
     """Runs the suites and prints a line for each case; the ratios of best times, by suite, dtype and peer."""
-    found: dict[str, list[float]] = {}
+    ratios_of: dict[str, list[float]] = {}
     for suite in options.suite:
-        for wanted in suites[suite](options):
+        for comparison in suites[suite](options):
             outcomes, work = run(
-                wanted, options.rounds, options.seconds, sample, HIGH if options.precision == "high" else 0.0
+                comparison, options.rounds, options.seconds, sample, HIGH if options.precision == "high" else 0.0
             )
-            name = wanted.case.name
+            name = comparison.case.name
             for o in outcomes:
                 if o.timing is None:
                     why = o.numbers.what if o.numbers else o.note
                     print(f"  {name}: {o.candidate.name} is not timed: {why}", file=sys.stderr)
-            line, rates, ratios = _line(wanted, outcomes, work)
+            line, rates, ratios = _line(comparison, outcomes, work)
             print(line, flush=True)
             dtype = name.split()[1] if suite != "int8" else ""
             for peer, ratio in ratios.items():
-                found.setdefault(f"{suite} {dtype} / {peer}", []).append(ratio)
+                ratios_of.setdefault(f"{suite} {dtype} / {peer}", []).append(ratio)
             if options.json:
                 errors = {o.candidate.name: o.numbers.error for o in outcomes if o.numbers}
                 with open(options.json, "a") as file:
-                    file.write(json.dumps({"case": name, "unit": wanted.unit, "rates": rates, "errors": errors}) + "\n")
-    return found
+                    file.write(
+                        json.dumps({"case": name, "unit": comparison.unit, "rates": rates, "errors": errors}) + "\n"
+                    )
+    return ratios_of
 
 
 def _comma(text: str) -> list[str]:

@@ -99,42 +99,42 @@ class Standing:
 
 def standings(measurements: Sequence[CaseMeasurement]) -> list[Standing]:
     """Every case whose ratio is not held back, the slowest first."""
-    found = [
+    rows = [
         Standing(m.op, m.case, m.candidate, *m.best_peer) for m in measurements if m.default and m.best_peer is not None
     ]
-    return sorted(found, key=lambda one: one.ratio)
+    return sorted(rows, key=lambda one: one.ratio)
 
 
 def score(measurements: Sequence[CaseMeasurement]) -> str:
     """Wins and losses, in one sentence."""
-    found = standings(measurements)
-    held = sum(1 for m in measurements if m.default and m.held)
-    losses = sum(1 for one in found if one.ratio < 1)
-    text = f"against the best peer: {len(found) - losses} wins, {losses} losses"
-    return text + (f", {held} held back" if held else "")
+    rows = standings(measurements)
+    withheld = sum(1 for m in measurements if m.default and m.held)
+    losses = sum(1 for standing in rows if standing.ratio < 1)
+    text = f"against the best peer: {len(rows) - losses} wins, {losses} losses"
+    return text + (f", {withheld} held back" if withheld else "")
 
 
 def banners(measurements: Sequence[CaseMeasurement], versions: Mapping[str, str | None]) -> list[str]:
     """What a reader must know before any figure."""
-    found = []
-    held = [m for m in measurements if m.default and m.held]
-    if held:
-        compared = len(held) + len(standings(measurements))
-        reasons = ", ".join(sorted({m.held for m in held})[-3:])
-        found.append(
-            f"BUSY MACHINE: the ratios of {len(held)} of {compared} cases are held back ({reasons}); run it again "
+    texts = []
+    withheld = [m for m in measurements if m.default and m.held]
+    if withheld:
+        compared = len(withheld) + len(standings(measurements))
+        reasons = ", ".join(sorted({m.held for m in withheld})[-3:])
+        texts.append(
+            f"BUSY MACHINE: the ratios of {len(withheld)} of {compared} cases are held back ({reasons}); run it again "
             "while nothing else runs."
         )
     over = [m for m in measurements if m.overshot]
     if over:
         names = ", ".join(dict.fromkeys(f"{m.op}: {m.case}" for m in over))
-        found.append(
+        texts.append(
             f"{len(over)} {'timing was' if len(over) == 1 else 'timings were'} above the measured peak, which was "
             f"therefore measured too low; no share is shown of {names}."
         )
     if versions.get("torch") is None and any(m.framework == "jax" for m in measurements):
-        found.append("The peers are those of jax alone, which is a weak one on CPUs; make bench TORCH=yes adds torch.")
-    return found
+        texts.append("The peers are those of jax alone, which is a weak one on CPUs; make bench TORCH=yes adds torch.")
+    return texts
 
 
 def now() -> str:
@@ -285,10 +285,10 @@ def figures(m: CaseMeasurement, timing: Timing) -> tuple[str, ...]:
 
 def groups(measurements: Sequence[CaseMeasurement]) -> dict[tuple[str, str], list[CaseMeasurement]]:
     """Measurements by (op, case), in order."""
-    found: dict[tuple[str, str], list[CaseMeasurement]] = {}
+    grouped: dict[tuple[str, str], list[CaseMeasurement]] = {}
     for m in measurements:
-        found.setdefault((m.op, m.case), []).append(m)
-    return found
+        grouped.setdefault((m.op, m.case), []).append(m)
+    return grouped
 
 
 def estimates(rows: Sequence[TargetRow]) -> str:
@@ -303,7 +303,7 @@ def target_problems(rows: Sequence[TargetRow]) -> list[str]:
     for row in rows:
         if row.problem:
             chips.setdefault((row.op, row.case, row.problem), []).append(row.target)
-    return [f"{op}: {case}, {', '.join(found)}: {problem}" for (op, case, problem), found in chips.items()]
+    return [f"{op}: {case}, {', '.join(names)}: {problem}" for (op, case, problem), names in chips.items()]
 
 
 def target_words(row: TargetRow | None) -> tuple[str, str]:

@@ -185,12 +185,12 @@ class CaseMeasurement:
 
 def planned(operations: Sequence[Operation], settings: BenchSettings) -> list[tuple[Operation, Case]]:
     """The cases to run: those with a real model's shape."""
-    found = []
+    selected = []
     for operation in operations:
         cases = [c for c in operation.cases if "model" in c.tags]
         short = [c for c in cases if settings.long or "long" not in c.tags]
-        found += [(operation, case) for case in (short or cases)[: settings.cases_per_op]]
-    return found
+        selected += [(operation, case) for case in (short or cases)[: settings.cases_per_op]]
+    return selected
 
 
 def by_turns(cases: Sequence[tuple[Operation, Case]]) -> list[tuple[Operation, Case]]:
@@ -209,16 +209,16 @@ def steps(operations: Sequence[Operation], settings: BenchSettings) -> list[Step
     """What `run` does: every case, the first of every operation first, and the backward passes of the first that have
     one.
     """
-    found = []
+    sequence = []
     count: dict[str, int] = {}
     for operation, case in by_turns(planned(operations, settings)):
-        found.append(Step(operation, case, False))
+        sequence.append(Step(operation, case, False))
         done = count.get(operation.name, 0)
-        wanted = settings.gradients_per_op is None or done < settings.gradients_per_op
-        if wanted and has_gradient(case):
-            found.append(Step(operation, case, True))
+        due = settings.gradients_per_op is None or done < settings.gradients_per_op
+        if due and has_gradient(case):
+            sequence.append(Step(operation, case, True))
             count[operation.name] = done + 1
-    return found
+    return sequence
 
 
 def fitted(
@@ -234,7 +234,7 @@ def fitted(
     """
     spec = specs_of(operation, case)[0]
     dtype = next(iter(case.arrays.values())).dtype
-    slowest = min(peaks.rate(dtype, who) for who in ("jax", "torch"))
+    slowest = min(peaks.rate(dtype, library) for library in ("jax", "torch"))
     passes = 3 if gradients else 1
     seconds = passes * max(about.slack * spec.flops / slowest, spec.bytes_moved / peaks.best_bandwidth)
     if seconds <= settings.call_seconds:
@@ -283,9 +283,9 @@ def run_case(
     def timed(calls: Mapping[str, Call]) -> dict[str, Timing]:
         nonlocal busy
         usage = Usage()
-        found = side_by_side(calls, seconds)
+        timings = side_by_side(calls, seconds)
         busy = usage.complaint(settings.others)
-        return found
+        return timings
 
     outcomes = contest(
         able, arrays, lambda one, outputs: numbers.check(outputs, sample, right), timed, settings.slowest_call
@@ -300,12 +300,12 @@ def run_case(
         )
         if timing is not None:
             others = {o.candidate.name: o.timing for o in peers if o is not outcome and o.timing is not None}
-            held = busy or _unsteady(timing, settings.spread)
-            steady = {} if held else {n: t for n, t in others.items() if not _unsteady(t, settings.spread)}
-            if others and not steady and not held:
-                held = f"the peers' {_unsteady(next(iter(others.values())), settings.spread)}"
-            ratios = {name: timing.ratio(other) for name, other in steady.items()}
-            row = dataclasses.replace(row, ratios=ratios, held=held if others else "").against(peaks)
+            withheld = busy or _unsteady(timing, settings.spread)
+            steady = {} if withheld else {n: t for n, t in others.items() if not _unsteady(t, settings.spread)}
+            if others and not steady and not withheld:
+                withheld = f"the peers' {_unsteady(next(iter(others.values())), settings.spread)}"
+            ratios = {name: timing.ratio(peer_timing) for name, peer_timing in steady.items()}
+            row = dataclasses.replace(row, ratios=ratios, held=withheld if others else "").against(peaks)
         yield row
     for name, reason in declined:
         yield dataclasses.replace(untimed(f"vishwamai {name}", "vishwamai", name, False), note=reason)
@@ -317,7 +317,7 @@ def _unsteady(timing: Timing, limit: float) -> str:
 
 
 def run(
-    wanted: Sequence[Step],
+    sequence: Sequence[Step],
     meter: PeakMeter,
     settings: BenchSettings,
     on_case: Callable[[int, int, str], None] = lambda done, total, name: None,
@@ -332,20 +332,20 @@ def run(
     left = settings.seconds
     bound = (budget or Budget()).part(settings.case_seconds)
     measured = time.perf_counter()
-    for i, step in enumerate(wanted):
+    for i, step in enumerate(sequence):
         if not bound.has_room:
             break
         start = time.perf_counter()
-        on_case(i, len(wanted), str(step))
-        share = left / (len(wanted) - i)
-        found = list(run_case(step.operation, step.case, meter.best, settings, share, step.gradients))
-        for nbytes in {m.bytes_moved for m in found if m.timing is not None}:
+        on_case(i, len(sequence), str(step))
+        share = left / (len(sequence) - i)
+        case_rows = list(run_case(step.operation, step.case, meter.best, settings, share, step.gradients))
+        for nbytes in {m.bytes_moved for m in case_rows if m.timing is not None}:
             meter.for_bytes(nbytes)
         now = time.perf_counter()
         left = max(0.0, left - min(now - start, share))
-        if i + 1 == len(wanted) or now - measured > _PEAKS_SECONDS:
+        if i + 1 == len(sequence) or now - measured > _PEAKS_SECONDS:
             meter.again()
             measured = time.perf_counter()
         bound.took(time.perf_counter() - start)
-        yield step, [m.against(meter.best) for m in found]
-    on_case(len(wanted), len(wanted), "done")
+        yield step, [m.against(meter.best) for m in case_rows]
+    on_case(len(sequence), len(sequence), "done")

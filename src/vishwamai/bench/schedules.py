@@ -44,24 +44,24 @@ def stored(op: str, case: str, target: str) -> TargetRow | None:
     >>> stored("gemm", "no such case", "v5e") is None
     True
     """
-    found = _table(target)["rows"].get(f"{op}: {case}")
-    return None if found is None else TargetRow(op, case, target, **found)
+    row = _table(target)["rows"].get(f"{op}: {case}")
+    return None if row is None else TargetRow(op, case, target, **row)
 
 
 def rows(cases: Sequence[tuple[Operation, Case]], targets: Sequence[str]) -> list[TargetRow]:
     """The stored rows of the cases, in their order; a case without one on a chip is left out there."""
-    found = (stored(operation.name, case.name, target) for operation, case in cases for target in targets)
-    return [row for row in found if row is not None]
+    candidates = (stored(operation.name, case.name, target) for operation, case in cases for target in targets)
+    return [row for row in candidates if row is not None]
 
 
-def write(target: str, version: str, made: Sequence[TargetRow], into: Path) -> None:
+def write(target: str, version: str, new_rows: Sequence[TargetRow], into: Path) -> None:
     """Writes the file of a chip; rows of an earlier file of the same libtpu stay where they are not made anew."""
     path = into / f"{target}.json"
     before = json.loads(path.read_text()) if path.exists() else {"libtpu": version, "rows": {}}
-    kept = before["rows"] if before["libtpu"] == version else {}
-    for row in made:
-        kept[f"{row.op}: {row.case}"] = {
+    merged = before["rows"] if before["libtpu"] == version else {}
+    for row in new_rows:
+        merged[f"{row.op}: {row.case}"] = {
             name: value for name, value in dataclasses.asdict(row).items() if name not in (*_KEYS, "compile_seconds")
         }
     into.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"libtpu": version, "rows": dict(sorted(kept.items()))}, indent=1) + "\n")
+    path.write_text(json.dumps({"libtpu": version, "rows": dict(sorted(merged.items()))}, indent=1) + "\n")

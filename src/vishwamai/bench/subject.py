@@ -167,9 +167,9 @@ def ours_in_torch(case: Case, call: Callable[..., Any] | None = None) -> Peer | 
     rest: dict[str, Any] = {name: value for name, value in case.options.items() if name not in names}
     if isinstance(rest.get("out_dtype"), str):
         rest["out_dtype"] = getattr(torch, rest["out_dtype"])
-    known = inspect.signature(function).parameters
-    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    if not open_ended and not {*names, *rest} <= set(known):
+    parameters = inspect.signature(function).parameters
+    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not open_ended and not {*names, *rest} <= set(parameters):
         return None
 
     def prepare(arrays: Arrays) -> tuple[Any, ...]:

@@ -75,9 +75,9 @@ def compile_case(operation: Operation, case: Case, target: str) -> TargetRow:
             program, problem = None, str(error)
     seconds = time.perf_counter() - start
 
-    found, spec = Target.parse_chip(target), explained.spec
+    chip, spec = Target.parse_chip(target), explained.spec
     dtype = next(iter(case.arrays.values())).dtype
-    roofline = max(spec.flops / found.peak_per_device(dtype), spec.bytes_moved / found.hbm_bandwidth_per_device)
+    roofline = max(spec.flops / chip.peak_per_device(dtype), spec.bytes_moved / chip.hbm_bandwidth_per_device)
     row = TargetRow(operation.name, case.name, target, explained.runs, roofline, seconds)
     if program is None:
         return dataclasses.replace(row, problem=problem)
@@ -101,25 +101,31 @@ def scheduled(rows: Sequence[TargetRow], cases: Sequence[tuple[Operation, Case]]
     Takes seconds for each program that is not in its cache yet.
     """
     by_name = {(operation.name, case.name): case for operation, case in cases}
-    wanted = [row for row in rows if row.vmem is not None]
+    compiled = [row for row in rows if row.vmem is not None]
 
     def program(row: TargetRow) -> inspection.Inspection:
         case = by_name[row.op, row.case]
         # With the values of page tables and lengths: without them the kernels' loops would not be known.
         return inspection.Inspection(lambda arrays: case.run(arrays), (arguments(case),), target=row.target)
 
-    made = inspection.inspect_many([program(row) for row in wanted], workers=workers) if wanted else ()
-    found = dict(zip(wanted, made, strict=True))
-    return [_timed(row, found.get(row)) for row in rows]
+    schedules = inspection.inspect_many([program(row) for row in compiled], workers=workers) if compiled else ()
+    schedule_of = dict(zip(compiled, schedules, strict=True))
+    return [_timed(row, schedule_of.get(row)) for row in rows]
 
 
-def _timed(row: TargetRow, made: inspection.KernelSchedule | VishwamaiError | None) -> TargetRow:
+def _timed(row: TargetRow, schedule: inspection.KernelSchedule | VishwamaiError | None) -> TargetRow:
     """The row with the time of its schedule, or with why it has none."""
-    if isinstance(made, inspection.KernelSchedule) and not made.guessed:
-        return dataclasses.replace(row, seconds=made.seconds, estimate="schedule")
+    if isinstance(schedule, inspection.KernelSchedule) and not schedule.guessed:
+        return dataclasses.replace(row, seconds=schedule.seconds, estimate="schedule")
     if row.problem or not row.compiles:
         return row
-    why = _NO_KERNEL if made is None else made.guessed[0] if isinstance(made, inspection.KernelSchedule) else str(made)
+    why = (
+        _NO_KERNEL
+        if schedule is None
+        else schedule.guessed[0]
+        if isinstance(schedule, inspection.KernelSchedule)
+        else str(schedule)
+    )
     return dataclasses.replace(row, problem=f"not timed: {why.splitlines()[0]}")
 
 
@@ -142,9 +148,9 @@ def run(
             break
         on_case(i, len(ordered), f"{target}: {operation.name}: {case.name}")
         start = time.perf_counter()
-        made = compile_case(operation, case, target)
+        row = compile_case(operation, case, target)
         bound.took(time.perf_counter() - start)
-        yield made
+        yield row
     on_case(len(ordered), len(ordered), "done")
 
 

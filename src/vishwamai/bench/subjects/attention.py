@@ -69,17 +69,17 @@ class _Attention(Subject):
         blocks = "block_mask" in options
         if blocks and _live(case) is None:
             return []
-        meant = extra or any(options.get(name) for name in ("softcap", "dropout_rate", "return_lse", "segment_ids"))
-        if meant or _offset(case):
+        extended = extra or any(options.get(name) for name in ("softcap", "dropout_rate", "return_lse", "segment_ids"))
+        if extended or _offset(case):
             return []
-        found = []
+        peer_list = []
         window = options.get("window")
         whole_window = window is None or None not in window
         if arrays["key"].shape == arrays["value"].shape and whole_window and not blocks:
-            found.append(_jax_peer(case))
+            peer_list.append(_jax_peer(case))
         if "bias" not in arrays:
-            found.append(_torch_peer(case))
-        return found
+            peer_list.append(_torch_peer(case))
+        return peer_list
 
     def in_torch(self, case: Case) -> Peer | None:
         if "block_mask" not in case.options:
@@ -92,8 +92,8 @@ class _Attention(Subject):
 
     def sample(self, case: Case, arrays: Arrays) -> Sample:
         q_len, axis = _length(case, "query"), _heads_axis(case)
-        written = "block_mask" not in case.options or _live(case) is not None
-        if case.options.get("dropout_rate") or not written:  # a function of the absolute head and row
+        dense = "block_mask" not in case.options or _live(case) is not None
+        if case.options.get("dropout_rate") or not dense:  # a function of the absolute head and row
             return super().sample(case, arrays)
         seq = 3 - axis
         group = arrays["query"].shape[axis] // arrays["key"].shape[axis]

@@ -114,10 +114,10 @@ def packed(case: Case) -> dict[str, Peer]:
 
         return torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")
 
-    found = {"ours": Peer("packed", "jax", ours, run)}
+    peers = {"ours": Peer("packed", "jax", ours, run)}
     if case.arrays["b"].dtype != "bfloat16" or _packs_bfloat16():
-        found["torch packed"] = Peer("torch, weight packed by oneDNN", "torch", theirs, linear)
-    return found
+        peers["torch packed"] = Peer("torch, weight packed by oneDNN", "torch", theirs, linear)
+    return peers
 
 
 def _packs_bfloat16() -> bool:
@@ -133,7 +133,7 @@ class _Matmul(Subject):
     def peers(self, case: Case) -> list[Peer]:
         if "b" not in case.arrays:  # a quantized weight of several arrays
             return []
-        found = [Peer("jnp.matmul", "jax", _prepare, _jax_gemm(case), arguments=_NAMES)]
+        peer_list = [Peer("jnp.matmul", "jax", _prepare, _jax_gemm(case), arguments=_NAMES)]
         dtypes = {case.arrays[name].dtype for name in ("a", "b")}
         plain = not {"scale_a", "scale_b"} & set(case.arrays) and "out_dtype" not in case.options
         if plain and dtypes in ({"float32"}, {"bfloat16"}):
@@ -141,12 +141,12 @@ class _Matmul(Subject):
             def prepare(arrays: Arrays) -> tuple[Any, ...]:
                 return tuple(None if x is None else to_torch(x) for x in _prepare(arrays))
 
-            found.append(
+            peer_list.append(
                 Peer("torch matmul", "torch", prepare, lambda *args: _torch_gemm(case)(*args), arguments=_NAMES)
             )
         if plain and dtypes == {"int8"} and len(case.arrays["a"].shape) == len(case.arrays["b"].shape) == 2:
-            found.append(torch_peer("torch _int_mm", case, _int_mm))
-        return found
+            peer_list.append(torch_peer("torch _int_mm", case, _int_mm))
+        return peer_list
 
     def sample(self, case: Case, arrays: Arrays) -> Sample:
         options = case.options

@@ -25,8 +25,8 @@ def _first(case: Case, count: int) -> Case:
     sizes = case.options["group_sizes"]
     rows = int(sizes[:count].sum())
     axes = {name: {0: count if name == "rhs" else rows} for name in case.arrays}
-    made = resized(case, axes, f"cut to {count} of {len(sizes)} groups")
-    return dataclasses.replace(made, options={"group_sizes": sizes[:count]})
+    smaller = resized(case, axes, f"cut to {count} of {len(sizes)} groups")
+    return dataclasses.replace(smaller, options={"group_sizes": sizes[:count]})
 
 
 class _Grouped(Subject):

@@ -19,10 +19,10 @@ class _Loss(Subject):
 
         def plain(x: Any, weight: Any, labels: Any) -> Any:
             z = jnp.dot(x, weight.T, preferred_element_type=jnp.float32)
-            kept = labels != -100
-            at_label = jnp.take_along_axis(z, jnp.where(kept, labels, 0)[..., None], axis=-1)[..., 0]
-            loss = jnp.where(kept, jax.nn.logsumexp(z, axis=-1) - at_label, 0.0)
-            return loss if reduction == "none" else loss.sum() / (kept.sum() if reduction == "mean" else 1)
+            counts = labels != -100
+            at_label = jnp.take_along_axis(z, jnp.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
+            loss = jnp.where(counts, jax.nn.logsumexp(z, axis=-1) - at_label, 0.0)
+            return loss if reduction == "none" else loss.sum() / (counts.sum() if reduction == "mean" else 1)
 
         def torch_plain(x: Any, weight: Any, labels: Any) -> Any:
             import torch.nn.functional as F

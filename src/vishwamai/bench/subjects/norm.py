@@ -50,16 +50,16 @@ class _Norm(Subject):
     def peers(self, case: Case) -> list[Peer]:
         layer, eps = case.call is layer_norm, case.options.get("eps", 1e-6)
         name = "layer_norm" if layer else "rms_norm"
-        found = [Peer("jax.numpy", "jax", _prepare, _jax(layer, eps), arguments=_NAMES)]
+        peer_list = [Peer("jax.numpy", "jax", _prepare, _jax(layer, eps), arguments=_NAMES)]
         if layer or "offset" not in case.arrays:
 
             def prepare(arrays: Arrays) -> tuple[Any, ...]:
                 return tuple(None if a is None else to_torch(a) for a in _prepare(arrays))
 
-            found.append(
+            peer_list.append(
                 Peer(f"torch {name}", "torch", prepare, lambda *args: _torch(layer, eps)(*args), arguments=_NAMES)
             )
-        return found
+        return peer_list
 
     def sample(self, case: Case, arrays: Arrays) -> Sample:
         return sample_of_rows(case, arrays, ("x", "residual"), _ROWS) or super().sample(case, arrays)

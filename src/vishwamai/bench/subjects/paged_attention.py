@@ -106,7 +106,7 @@ class _Paged(Subject):
             return None
         pages = new * entries + 2
         pools = [name for name in ("kv_pages", "k_pages", "v_pages") if name in case.arrays]
-        made = resized(
+        cut_case = resized(
             case, {"query": {0: new}, **{name: {0: pages} for name in pools}}, f"cut to {new} of {sequences} sequences"
         )
         tables = {
@@ -114,7 +114,7 @@ class _Paged(Subject):
             "page_indices": Table((new, entries), "int32", pages=pages),
             "cu_q_lens": Table((new + 1,), "int32", values=starts[: new + 1]),
         }
-        return dataclasses.replace(made, arrays={**made.arrays, **tables})
+        return dataclasses.replace(cut_case, arrays={**cut_case.arrays, **tables})
 
 
 SUBJECT = _Paged()
