@@ -128,6 +128,41 @@ def mxfp4(name: str, shape: tuple[int, ...]) -> tuple[Tensors, np.ndarray]:
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}, np.ascontiguousarray(plain.numpy())
 
 
+def scaled(
+    name: str,
+    shape: tuple[int, ...],
+    block: tuple[int, int] | None,
+    suffix: str = "scale",
+    scalar: tuple[int, ...] = (),
+) -> tuple[Tensors, np.ndarray]:
+    """float8 with a scale for blocks, or one of shape `scalar` for the weight, and one of the input."""
+    weight = RNG.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    sizes = scalar if block is None else tuple(-(-n // b) for n, b in zip(shape, block))
+    scales = RNG.uniform(0.1, 0.2, sizes).astype(np.float32)
+    each = scales.reshape(1, 1) if block is None else scales.repeat(block[0], 0)[: shape[0]].repeat(block[1], 1)
+    plain = weight.astype(np.float32) * (each if block is None else each[:, : shape[1]])
+    stem = name.removesuffix(".weight")
+    others = {} if block is not None else {f"{stem}.input_scale": np.float32([0.3])}
+    return {name: weight, f"{name}_{suffix}": scales, **others}, plain
+
+
+def packed_groups(name: str, shape: tuple[int, ...], size: int | None) -> tuple[Tensors, np.ndarray]:
+    """4 bits, plus 8, in groups of `size`, of which the last may be smaller; rows filled up to whole words."""
+    stem, (out, columns) = name.removesuffix(".weight"), shape
+    size = size or columns
+    values, scales = RNG.integers(-8, 8, shape), _scales((out, -(-columns // size))).astype(ml_dtypes.bfloat16)
+    filled = np.pad(values + 8, ((0, 0), (0, -columns % 8)))
+    return {
+        f"{stem}.weight_packed": packed(filled, list(range(8))),
+        f"{stem}.weight_scale": scales,
+        f"{stem}.weight_shape": np.array(shape, np.int64),
+    }, (values * scales.astype(np.float32).repeat(size, 1)[:, :columns]).astype(np.float32)
+
+
+def _weights(**values: Any) -> dict[str, Any]:
+    return {"config_groups": {"group_0": {"input_activations": {"num_bits": 8}, "weights": values}}}
+
+
 _GPTQ = {"quant_method": "gptq", "bits": 4}
 _COMPRESSED = {"quant_method": "compressed-tensors"}
 FORMATS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
@@ -149,10 +184,53 @@ FORMATS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 exactly ("" where none does).
 """
 
+_PACKED = {**_COMPRESSED, "format": "pack-quantized"}
+FURTHER: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "fp8-static": (
+        functools.partial(scaled, block=None, suffix="scale_inv"),
+        LLAMA,
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+        "",
+    ),
+    "fp8-tensor": (functools.partial(scaled, block=None, scalar=(1,)), LLAMA, {"quant_method": "fp8"}, ""),
+    "modelopt": (functools.partial(scaled, block=None), LLAMA, {"quant_algo": "FP8", "kv_cache_scheme": "FP8"}, ""),
+    "compressed-tensor": (
+        functools.partial(scaled, block=None, scalar=(1,)),
+        LLAMA,
+        {**_COMPRESSED, "format": "float-quantized", **_weights(strategy="tensor")},
+        "",
+    ),
+    "compressed-block": (
+        functools.partial(scaled, block=(10, 32)),
+        LLAMA,
+        {**_COMPRESSED, "format": "float-quantized", **_weights(strategy="block", block_structure="10x32")},
+        "",
+    ),
+    "compressed-group": (
+        functools.partial(scaled, block=(1, 40)),
+        LLAMA,
+        {**_COMPRESSED, "format": "float-quantized", **_weights(strategy="group", group_size=40)},
+        "",
+    ),
+    "packed-groups": (
+        functools.partial(packed_groups, size=64),
+        LLAMA,
+        {**_PACKED, **_weights(strategy="group", group_size=64)},
+        "",
+    ),
+    "packed-columns": (
+        functools.partial(packed_groups, size=None),
+        {**LLAMA, "intermediate_size": 36},
+        {**_PACKED, **_weights(strategy="channel", group_size=None)},
+        "",
+    ),
+}
+"""As `FORMATS`: options of its formats that publishers use."""
+
 
 def write(name: str, directory: Path, **changed: Any) -> tuple[Path, Path]:
     """A published directory, and the plain one that it must equal; `changed`: of the model."""
-    encode, values, settings, _ = FORMATS[name]
+    encode, values, settings, _ = {**FORMATS, **FURTHER}[name]
     save_pretrained(Decoder(ModelConfig.from_dict({**values, **changed}), rngs=nnx.Rngs(0)), directory / "plain")
     plain = load_file(directory / "plain" / "model.safetensors")
     published: Tensors = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -97,8 +98,33 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"tensor `{QUERY}` is missing; config.json expects it, of shape .16, 16.",
     ),
     "tensor too many": (
-        weights(lambda h: h.update({"extra.weight": h[QUERY]})),
+        weights(lambda h: h.update({"extra.weight": h.pop(QUERY)})),
+        f"tensor `{QUERY}` is missing",
+    ),
+    "tensor without a place": (
+        weights(lambda h: h.update({"extra.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})),
         "model.safetensors: tensor `extra.weight` is not expected in a llama model",
+    ),
+    "tensors that overlap": (
+        weights(lambda h: h.update({"extra.weight": h[QUERY]})),
+        r"model.safetensors: tensors `.*` and `.*` overlap at byte [0-9]+; the header does not describe",
+    ),
+    "a deep header": (
+        lambda p: (p / "model.safetensors").write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000 + bytes(8)),
+        "model.safetensors: the header is (nested too deeply|not JSON)",
+    ),
+    "dtype is a list": (weights(lambda h: h[QUERY].update(dtype=[])), "has `dtype` = .*; expected one of"),
+    "sizes beyond 64 bits": (
+        weights(lambda h: h[QUERY].update(shape=[10**30, 0])),
+        "has `shape` = .*; expected a list",
+    ),
+    "a pipe": (
+        lambda p: ((p / "model.safetensors").unlink(), os.mkfifo(p / "model.safetensors")),
+        "model.safetensors: it is not a regular file",
+    ),
+    "a shard above": (
+        lambda p: (p / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {QUERY: ".."}})),
+        "the file cannot be read|it is not a regular file",
     ),
     "other width": (
         configuration(intermediate_size=25),
@@ -218,3 +244,35 @@ def test_random_weights_start_as_those_of_transformers() -> None:
     assert abs(float(embed.astype(jnp.float32).std()) - 0.05) < 0.001
     assert not embed[3].any()
     assert (model.norm.get_value() == 1).all()
+
+
+def test_saving_over_shards_replaces_them(directory: Path, tmp_path: Path) -> None:
+    """An index of shards would be preferred to the file that is written."""
+    old = tmp_path / "sharded"
+    shutil.copytree(directory, old)
+    (old / "model.safetensors").rename(old / "model-00001-of-00001.safetensors")
+    names = dict.fromkeys(read_index(directory), "model-00001-of-00001.safetensors")
+    (old / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    model = Decoder(ModelConfig.from_dict(VALUES), rngs=nnx.Rngs(1), stacked=False)
+    mask = os.umask(0o027)
+    try:
+        save_pretrained(model, old)
+    finally:
+        os.umask(mask)
+    assert (old / "model.safetensors").stat().st_mode & 0o777 == 0o640
+    loaded = from_pretrained(old, dtype=jnp.float32)
+    for x, y in zip(jax.tree.leaves(nnx.state(loaded)), jax.tree.leaves(nnx.state(model))):
+        assert (x == y).all()
+
+
+def test_names_of_a_class_without_a_head(directory: Path) -> None:
+    expected = from_pretrained(directory, dtype=jnp.float32)
+
+    def bare(header: dict[str, Any]) -> None:
+        for name in list(header):
+            header[name.removeprefix("model.")] = header.pop(name)
+
+    edit(directory / "model.safetensors", bare)
+    loaded = from_pretrained(directory, dtype=jnp.float32)
+    for x, y in zip(jax.tree.leaves(nnx.state(loaded)), jax.tree.leaves(nnx.state(expected))):
+        assert (x == y).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,24 @@ def test_generation_defaults(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     found = read_generation_config(tmp_path)
     assert (found.temperature, found.top_k, found.eos_token_ids, found.top_p) == (0.6, 20, (5, 7), None)
-    (tmp_path / "generation_config.json").write_text(json.dumps({**values, "top_k": "many"}))
-    with pytest.raises(ShapeError, match="`top_k` is 'many'; expected a number"):
-        read_generation_config(tmp_path)
+    for read, expected in (({"top_k": -1}, (0, None)), ({"top_p": 0}, (1, None)), ({"top_p": 0.5}, (20, 0.5))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({**values, **read}))
+        found = read_generation_config(tmp_path)
+        assert (found.top_k, found.top_p) == expected
+    wrong = {"top_k": ["many", -2, 1.5], "top_p": [2, "a", True], "temperature": [math.nan, -1, math.inf, []]}
+    wrong |= {"eos_token_id": ["</s>", ["</s>"], [1, -5], True], "do_sample": [1], "repetition_penalty": [0]}
+    for key, value in ((key, value) for key, several in wrong.items() for value in several):
+        (tmp_path / "generation_config.json").write_text(json.dumps({**values, key: value}))
+        with pytest.raises(ShapeError, match=f"generation_config.json: `{key}` is .*; expected"):
+            read_generation_config(tmp_path)
+
+
+def test_a_tokenizer_that_panics_is_an_error(directory: Path, tmp_path: Path) -> None:
+    """A regular expression that backtracks without end: the library's Rust code panics."""
+    values = json.loads((directory / "tokenizer.json").read_text())
+    values["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(UnsupportedError, match="the tokenizer does not read this text"):
+        read_tokenizer(tmp_path).encode("a" * 100 + "b")

@@ -311,7 +311,11 @@ def save_pretrained(model: Decoder, directory: str | Path) -> None:
     with caches.writing(weights, "save_pretrained", (OSError, SafetensorError)):
         directory.mkdir(parents=True, exist_ok=True)
         try:
+            draft.write_bytes(b"")
+            mode = draft.stat().st_mode  # by the umask; safetensors gives 0600
             save_file(tensors, draft, metadata={"format": "pt"})
+            draft.chmod(mode)
+            (directory / "model.safetensors.index.json").unlink(missing_ok=True)  # of shards, which it would prefer
             draft.replace(weights)
         except BaseException:
             draft.unlink(missing_ok=True)

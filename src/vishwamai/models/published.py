@@ -10,6 +10,9 @@ for, which takes the memory of the dtype that is asked for.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -126,11 +129,17 @@ def decode_index(index: Mapping[str, Stored], settings: Mapping[str, Any] | None
     if settings is None:
         return index
     method = settings.get("quant_method")
-    if method not in _FORMATS:
+    if method is None and settings.get("quant_algo") == "FP8":  # modelopt's own form
+        method = "fp8"
+    if not isinstance(method, str) or method not in _FORMATS:
         raise _unsupported(source, "quant_method", method, ", ".join(_FORMATS))
     packed = method == "compressed-tensors" and settings.get("format") == "pack-quantized"
     suffixes, name, decoder = _PACKED if packed else _FORMATS[method]
-    plain = dict(index)
+    if method == "fp8" and not any(key.endswith(suffixes[0]) for key in index):
+        suffixes = (".weight_scale", ".weight")
+    plain = {key: stored for key, stored in index.items() if not key.endswith(_OF_ACTIVATIONS)}
+    if len(plain) < len(index) or _quantizes_activations(settings):
+        _log(f"{source}: activations, keys and values are quantized there; here the weights alone are.")
     found: dict[str, Decoded] = {}
     for first in [key for key in index if key.endswith(suffixes[0])]:
         stem = first.removesuffix(suffixes[0])
@@ -141,9 +150,23 @@ def decode_index(index: Mapping[str, Stored], settings: Mapping[str, Any] | None
             )
         parts = tuple(plain.pop(stem + suffix) for suffix in suffixes)
         order = plain.pop(stem + (".weight_g_idx" if packed else ".g_idx"), None)
-        plain.pop(stem + ".weight_shape", None)
-        found[stem + name] = decoder(parts, order, settings, source)
+        shape = plain.pop(stem + ".weight_shape", None)
+        found[stem + name] = decoder((*parts, shape) if packed else parts, order, settings, source)
     return {**plain, **found}
+
+
+_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+"""Endings of tensors that say how activations, keys and values are rounded."""
+
+
+def _quantizes_activations(settings: Mapping[str, Any]) -> bool:
+    groups = settings.get("config_groups") or {}
+    return any(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values())
+
+
+@functools.lru_cache(maxsize=64)
+def _log(text: str) -> None:
+    logging.getLogger(__name__).warning("%s", text)
 
 
 def _unsupported(source: str, key: str, value: Any, known: str) -> UnsupportedError:
@@ -167,62 +190,98 @@ _SMALL = {
 
 
 def _float8(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], source: str) -> Decoded:
-    """float8 with a scale for each block of rows and columns (DeepSeek V3, Qwen3): `weight * weight_scale_inv`."""
-    scales, weight = parts
+    """float8 with a scale for each block of rows and columns (DeepSeek V3, Qwen3), for each row or for the weight."""
     block = settings.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2:
-        raise _unsupported(source, "weight_block_size", block, "a pair, such as [128, 128]")
-    _fits(weight, scales, tuple(-(-n // b) for n, b in zip(weight.shape, block)))
-    if weight.dtype not in _SMALL:
-        raise _unsupported(source, "fmt", settings.get("fmt", weight.dtype.name), "e4m3 and e5m2")
+    if parts[1].dtype not in _SMALL:
+        raise _unsupported(source, "fmt", settings.get("fmt", parts[1].dtype.name), "e4m3 and e5m2")
+    return _eight_bits(parts, block, source, "weight_block_size")
+
+
+def _compressed(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], source: str) -> Decoded:
+    """compressed-tensors: int8 or float8, with a scale for the weight, for each row, or for groups or blocks of it."""
+    if parts[1].dtype not in _SMALL:
+        raise _unsupported(source, "format", settings.get("format"), f"{_COMPRESSED} of 8 bits, and pack-quantized")
+    weights = _weights(settings, source)
+    block = weights.get("block_structure")
+    if isinstance(block, str):
+        block = [int(n) if n.isdecimal() else n for n in block.split("x")]
+    if weights.get("strategy") == "group":
+        block = [1, weights.get("group_size")]
+    return _eight_bits(parts, block, source, "config_groups.*.weights.block_structure")
+
+
+def _eight_bits(parts: tuple[Stored, ...], block: Any, source: str, key: str) -> Decoded:
+    """Numbers of 8 bits and their scales; `block` is of rows and columns, None for a scale a row or one in all."""
+    scales, weight = parts
+    if len(weight.shape) != 2:
+        raise ShapeError(
+            f"{weight.path}: a quantized weight has shape {list(weight.shape)}; expected rows and columns."
+        )
     out = weight.shape[0]
+    if block is None:
+        if math.prod(scales.shape) != 1:
+            _fits(weight, scales, (out, 1) if len(scales.shape) == 2 else (out,))
+
+        def rows() -> np.ndarray:
+            return np.broadcast_to(scales.read().astype(np.float32).reshape(-1, 1), (out, 1))
+
+        return Decoded(weight, Computed(scales.path, (out, 1), rows), Storage(_SMALL[weight.dtype]))
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        raise _unsupported(source, key, block, "a pair, such as [128, 128], or null")
+    _fits(weight, scales, tuple(-(-n // b) for n, b in zip(weight.shape, block)))
 
     def wide() -> np.ndarray:  # rows of a block share its scale; a QTensor has one for each
         return scales.read().astype(np.float32).repeat(block[0], 0)[:out]
 
-    each = Computed(scales.path, (out, scales.shape[1]), wide)
-    return Decoded(weight, each, Storage(_SMALL[weight.dtype], block[1]))
-
-
-def _compressed(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], source: str) -> Decoded:
-    """compressed-tensors: int8 or float8, with a scale for each row `[out, 1]` or one for the weight `[1]`."""
-    scales, weight = parts
-    if weight.dtype not in _SMALL:
-        raise _unsupported(source, "format", settings.get("format"), f"{_COMPRESSED} of 8 bits, and pack-quantized")
-    _symmetric(settings, source)
-    shape = (weight.shape[0], 1)
-    _fits(weight, scales, shape if len(scales.shape) == 2 else (1,))
-    each = Computed(scales.path, shape, lambda: np.broadcast_to(scales.read().astype(np.float32), shape))
-    return Decoded(weight, each, Storage(_SMALL[weight.dtype]))
+    return Decoded(weight, Computed(scales.path, (out, scales.shape[1]), wide), Storage(_SMALL[weight.dtype], block[1]))
 
 
 _COMPRESSED = "int-quantized and float-quantized"
 
 
-def _symmetric(settings: Mapping[str, Any], source: str, bits: int | None = None) -> None:
-    for name, group in settings.get("config_groups", {}).items():
-        weights = group.get("weights") or {}
+def _weights(settings: Mapping[str, Any], source: str, bits: int | None = None) -> Mapping[str, Any]:
+    """How weights are rounded: symmetric ones, alike in all groups of modules."""
+    found: dict[str, Any] = {}
+    for name, group in (settings.get("config_groups") or {}).items():
+        weights = (group.get("weights") if isinstance(group, Mapping) else None) or {}
         if not weights.get("symmetric", True):
             raise _unsupported(source, f"config_groups.{name}.weights.symmetric", False, "symmetric weights")
         if bits is not None and weights.get("num_bits", bits) != bits:
             raise _unsupported(source, f"config_groups.{name}.weights.num_bits", weights["num_bits"], str(bits))
+        for key in ("strategy", "group_size", "block_structure"):
+            if key in found and found[key] != weights.get(key):
+                raise _unsupported(source, f"config_groups.{name}.weights.{key}", weights.get(key), "equal groups")
+            found[key] = weights.get(key)
+    return found
 
 
 def _compressed_packed(
-    parts: tuple[Stored, ...], order: Stored | None, settings: Mapping[str, Any], source: str
+    parts: tuple[Stored | None, ...], order: Stored | None, settings: Mapping[str, Any], source: str
 ) -> Decoded:
-    """compressed-tensors, "pack-quantized": 4 bits, stored plus 8, with a scale for each row or for groups of a row."""
-    weight, scales = parts
-    _symmetric(settings, source, 4)
+    """compressed-tensors, "pack-quantized": 4 bits, stored plus 8, with a scale for each row or for groups of a row.
+    Rows are filled up to whole words.
+    """
+    weight, scales, sizes = parts
+    assert weight is not None and scales is not None
+    size = _weights(settings, source, 4).get("group_size")
     out, columns = weight.shape[0], 8 * weight.shape[1]
+    if sizes is not None:
+        found = [int(n) for n in np.asarray(sizes.read()).reshape(-1)]
+        if len(found) != 2 or found[0] != out or not columns - 8 < found[1] <= columns:
+            raise ShapeError(
+                f"{sizes.path}: a tensor `weight_shape` holds {found}; expected {out} rows and {columns - 7} to "
+                f"{columns} columns for words of shape {list(weight.shape)}."
+            )
+        columns = found[1]
     groups = scales.shape[-1]
     _fits(weight, scales, (out, groups))
     values = Computed(
         weight.path,
         (out, columns),
-        lambda: _nibbles(np.asarray(weight.read()), _PLAIN_ORDER).reshape(out, columns) - np.int8(8),
+        lambda: _nibbles(np.asarray(weight.read()), _PLAIN_ORDER).reshape(out, -1)[:, :columns] - np.int8(8),
     )
-    return Decoded(values, _float32(scales), _grouped("int4", columns, groups), groups=order)
+    storage = _grouped("int4", columns, groups, size, weight.path)
+    return Decoded(values, _float32(scales), storage, groups=order)
 
 
 def _float32(scales: Stored, transpose: bool = False) -> Computed:
@@ -235,8 +294,15 @@ def _float32(scales: Stored, transpose: bool = False) -> Computed:
     return Computed(scales.path, scales.shape[::-1] if transpose else scales.shape, compute)
 
 
-def _grouped(format: str, rows: int, groups: int) -> Storage:
-    return Storage(format, None if groups == 1 else -(-rows // groups))
+def _grouped(format: str, rows: int, groups: int, size: Any, path: Path) -> Storage:
+    """A scale for each `size` numbers of `rows`; None or -1: the groups are equal."""
+    block = -(-rows // groups) if size in (None, -1) else size
+    if not isinstance(block, int) or block < 1 or -(-rows // block) != groups:
+        raise ShapeError(
+            f"{path}: a weight of {rows} inputs has {groups} groups of scales, but `group_size` is {size!r}; the "
+            "configuration does not describe the weights."
+        )
+    return Storage(format, None if groups == 1 else block)
 
 
 def _nibbles(packed: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
@@ -264,12 +330,12 @@ def _gptq(parts: tuple[Stored, ...], order: Stored | None, settings: Mapping[str
     _fits(weight, scales, (groups, columns))
     _fits(weight, zeros, (groups, columns // 8))
     shift = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-    storage = _grouped("int4" if settings.get("sym") else "int8", rows, groups)
+    storage = _grouped("int4" if settings.get("sym") else "int8", rows, groups, settings.get("group_size"), weight.path)
 
     def decode() -> np.ndarray:
         values = _nibbles(np.asarray(weight.read()), _PLAIN_ORDER).swapaxes(1, 2).reshape(rows, columns)
         zero = _nibbles(np.asarray(zeros.read()), _PLAIN_ORDER).reshape(groups, columns) + np.int8(shift)
-        group = np.arange(rows) // -(-rows // groups) if order is None else np.asarray(order.read())
+        group = np.arange(rows) // (storage.block_size or rows) if order is None else np.asarray(order.read())
         return (values - zero[group]).T
 
     return Decoded(Computed(weight.path, (columns, rows), decode), _float32(scales, True), storage, groups=order)
@@ -286,14 +352,14 @@ def _awq(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], sou
     _fits(weight, scales, (groups, columns))
     _fits(weight, zeros, (groups, columns // 8))
 
+    storage = _grouped("int8", rows, groups, settings.get("group_size"), weight.path)
+
     def decode() -> np.ndarray:
         values = _nibbles(np.asarray(weight.read()), _AWQ_ORDER).reshape(rows, columns)
         zero = _nibbles(np.asarray(zeros.read()), _AWQ_ORDER).reshape(groups, columns)
-        return (values - zero.repeat(rows // groups, 0)).T
+        return (values - zero[np.arange(rows) // (storage.block_size or rows)]).T
 
-    return Decoded(
-        Computed(weight.path, (columns, rows), decode), _float32(scales, True), _grouped("int8", rows, groups)
-    )
+    return Decoded(Computed(weight.path, (columns, rows), decode), _float32(scales, True), storage)
 
 
 def _mxfp4(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], source: str) -> Decoded:

@@ -7,12 +7,14 @@ import json
 import math
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from vishwamai.core import caches
 from vishwamai.core.errors import ShapeError
 from vishwamai.models.values import read_json
 
@@ -45,6 +47,11 @@ class Stored:
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def read(self) -> np.ndarray:
         """The tensor as an array over the file's own pages: nothing is read before it is used.
 
@@ -58,7 +65,7 @@ class Stored:
         except OSError as error:
             raise _unreadable(self.path, error) from error
         except ValueError as error:
-            end = self.offset + math.prod(self.shape) * self.dtype.itemsize
+            end = self.offset + self.bytes
             raise ShapeError(
                 f"{self.path}: a tensor ends at byte {end}; expected a longer file, found {self.path.stat().st_size} "
                 "bytes. The file became shorter while it was read; load it again once it is written."
@@ -134,6 +141,8 @@ def read_header(path: Path) -> dict[str, Stored]:
       ShapeError: as `read_index`.
     """
     try:
+        if caches.is_special(path):  # to open a pipe would block
+            raise ShapeError(f"{path}: it is not a regular file; expected a safetensors file.")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
@@ -148,12 +157,28 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise _unreadable(path, error) from error
     try:
         header = json.loads(text)
+    except RecursionError as error:
+        raise ShapeError(f"{path}: the header is nested too deeply; download the file again.") from error
     except ValueError as error:
         raise ShapeError(f"{path}: the header is not JSON ({error}); download the file again.") from error
     if not isinstance(header, dict):
         raise ShapeError(f"{path}: the header is not an object of tensors; download the file again.")
     header.pop("__metadata__", None)
-    return {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    tensors = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    _check_apart(path, tensors)
+    return tensors
+
+
+def _check_apart(path: Path, tensors: Mapping[str, Stored]) -> None:
+    end, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].bytes)):
+        if tensor.bytes and tensor.offset < end:
+            raise ShapeError(
+                f"{path}: tensors `{before}` and `{name}` overlap at byte {tensor.offset}; the header does not "
+                "describe the file; download it again."
+            )
+        if tensor.bytes:
+            end, before = tensor.offset + tensor.bytes, name
 
 
 def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
@@ -166,11 +191,11 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
     if not isinstance(entry, dict):
         raise lies("entry", "an object with dtype, shape and data_offsets", entry)
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise lies("dtype", f"one of {', '.join(DTYPES)}", dtype)
-    if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
         raise lies("shape", "a list of whole numbers", shape)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(isinstance(n, int) and n >= 0 for n in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise lies("data_offsets", "two whole numbers", offsets)
     kind = np.dtype(DTYPES[dtype])
     expected = math.prod(shape) * kind.itemsize
@@ -182,3 +207,7 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
             "bytes. The file is truncated; download it again."
         )
     return Stored(path, start + offsets[0], tuple(shape), kind)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

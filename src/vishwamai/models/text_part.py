@@ -67,13 +67,15 @@ def _one_coordinate(rotation: Any) -> Any:
 
 
 def text_tensors(index: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The tensors of the text part under the names of a plain decoder; all of them where nothing is around it.
+    """The tensors of the text part under the names of a plain decoder; all of them where nothing is around it. Names
+    without `model.`, as transformers' classes without a head write them, get it.
 
     >>> sorted(text_tensors({"language_model.model.norm.weight": 1, "vision_tower.conv.weight": 2}))
     ['model.norm.weight']
     """
     if not any(name.startswith(place) for name in index for place, _ in _PLACES):
-        return dict(index)
+        bare = "embed_tokens.weight" in index and not any(name.startswith("model.") for name in index)
+        return {f"model.{name}" if bare and name != "lm_head.weight" else name: entry for name, entry in index.items()}
     found = {name: entry for name, entry in index.items() if name == "lm_head.weight"}
     for name, entry in index.items():
         for place, plain in _PLACES:

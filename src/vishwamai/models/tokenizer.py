@@ -58,6 +58,10 @@ class Tokenizer:
             if surrogate is None:
                 raise
             raise ShapeError(f"the text has a lone surrogate at {surrogate}, which UTF-8 cannot encode.") from None
+        except BaseException as error:
+            if not _of_library(error):
+                raise
+            raise UnsupportedError(f"the tokenizer does not read this text ({error}).") from error
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of ids. Bytes that are not UTF-8 become U+FFFD."""
@@ -191,15 +195,24 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
             f"{path}: the file is missing; expected a tokenizer in the format of the library `tokenizers`. Download "
             "it, or pass token ids instead of text."
         )
+    if not path.is_file():
+        raise ShapeError(f"{path}: it is not a regular file; expected a tokenizer.")
     try:
         encoder = Encoder.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
+    except BaseException as error:  # the library raises plain Exception, and panics that are not even that
+        if not _of_library(error):
+            raise
         raise ShapeError(f"{path}: the file is not a tokenizer ({error}); download it again.") from error
     encoder.no_truncation()
     encoder.no_padding()
     settings = directory / "tokenizer_config.json"
     values = read_json(settings) if settings.exists() else {}
     return Tokenizer(encoder, chat_template(directory, values.get("chat_template")), special_tokens(values))
+
+
+def _of_library(error: BaseException) -> bool:
+    """Whether an error is one of the library: a plain `Exception`, or a panic of its Rust code."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 def special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
