@@ -21,6 +21,7 @@ from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.program_time import time_program
 from vishwamai.planning.speed import training_speed, training_time
 from vishwamai.planning.training import trace_training
+from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
 
 LLAMA_8B = {
@@ -35,7 +36,17 @@ LLAMA_8B = {
 }
 
 
-RECIPES = "tpu-recipes/training/trillium/Llama3.1-8B-MaxText"
+MIXTRAL = LLAMA_8B | {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+
+TRILLIUM = "tpu-recipes/training/trillium"
+RECIPES = f"{TRILLIUM}/Llama3.1-8B-MaxText"
 
 
 class Published(NamedTuple):
@@ -89,7 +100,16 @@ ROWS = (
     by_rate(64, "v5e:16x16", 2, 118),
     by_rate(32, "v5p:4x4x4", 7, 328, V5P),
     by_rate(64, "v5p:4x4x4", 3, 323, V5P),
+    Published("Mixtral 8x7B", MIXTRAL, "v6e:16x16", 8, 4096, 8.409, f"{TRILLIUM}/Mixtral-8x7B-MaxText"),
 )
+"""`planning.published` has the estimates of these rows, which `vishwamai plan` prints as a range."""
+
+
+def configured(row: Published, keys: dict[str, Any]) -> TrainConfig:
+    """The step of a row, changed by `keys`."""
+    model = row.model | {"max_position_embeddings": row.length}
+    keys = {"remat": "full"} | row.keys | keys
+    return training_config(model, keys, row.target, row.rows * devices_of(row.target), row.length)
 
 
 def main() -> None:
@@ -100,15 +120,7 @@ def main() -> None:
     chosen = parser.parse_args()
     for index in chosen.rows:
         row = ROWS[index]
-        model = row.model | {"max_position_embeddings": row.length}
-        keys = {"remat": "full"} | row.keys | ({} if chosen.remat is None else {"remat": chosen.remat})
-        config = training_config(
-            model,
-            keys,
-            row.target,
-            row.rows * devices_of(row.target),
-            row.length,
-        )
+        config = configured(row, {} if chosen.remat is None else {"remat": chosen.remat})
         analytic = training_time(config, row.target)
         print(f"{row.name} on {row.target}, {row.rows} rows of {row.length} on a chip, remat {config.remat}")
         print(f"  published {row.seconds:.3f} s ({row.source})")

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -26,6 +27,7 @@ from vishwamai.planning.program_time import Row
 from vishwamai.planning.search import FINALISTS, candidates, meshes, plan_training
 from vishwamai.planning.speed import training_time
 from vishwamai.training.config import MeshSection
+from vishwamai.training.config_file import to_dict
 
 
 @pytest.fixture(autouse=True)
@@ -338,3 +340,40 @@ def test_the_bar_of_a_search_fills_as_time_goes_by(capsys, monkeypatch):
     assert bar.tasks[0].percentage == 40.0
     clock[0] += 100.0  # longer than was expected
     assert "2 min 20 s, about 0 s left" in shown() and bar.tasks[0].percentage == 100.0
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["lora.rank=4", "lora.quantize=int8"], r"lora\.rank trains adapters of an existing model"),
+        (["model.reduce_dtype=bfloat16", "model.compute_dtype=float32"], r"set model\.compute_dtype=bfloat16"),
+        (["evaluation.every=5"], r"evaluation\.every needs held-out documents"),
+        (["optimizer.warmup_steps=2000"], r"warmup_steps=2000 exceeds steps=1000"),
+        (["objective=dpo"], r"objective=dpo goes on from a trained model"),
+        (["optimizer.groups=[{pattern: nowhere}]"], r"matches no parameter"),
+    ],
+)
+def test_a_plan_declines_what_training_declines(tmp_path, capsys, overrides, words):
+    config = to_dict(training(data={"sources": [{"paths": [str(tmp_path)]}]}))
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    command = ["plan", str(tmp_path / "c.yaml"), *overrides, "--target", "v5e", "--no-verify"]
+    assert main(command) == 2 and re.search(words, capsys.readouterr().err)
+    assert main(["train", str(tmp_path / "c.yaml"), *overrides, "--output", str(tmp_path / "run")]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_a_plan_of_all_devices_prints_the_mesh_that_it_compiles(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(json.dumps(to_dict(training(optimization={"use_pjit": True}))))
+    assert main(["plan", str(tmp_path / "c.yaml"), "--target", "v5e:2x2", "--no-verify", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["chosen"]["mesh"]["fsdp"] == 4
+    low, high = plan["chosen"]["step_seconds_by_published_steps"]
+    assert 0.97 * plan["chosen"]["step_seconds"] < high and low < high
+
+
+def test_a_plan_takes_automatic_remat(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(json.dumps(to_dict(training(remat="auto:12GiB"))))
+    assert main(["plan", str(tmp_path / "c.yaml"), "--target", "v5e", "--no-verify"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "chosen: data=1 fsdp=1 remat=none" in said
+    assert "published training steps of dense models on v5e took 0.97 to 1.15 of such estimates" in said

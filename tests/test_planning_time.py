@@ -3,6 +3,8 @@
 import functools
 import itertools
 import math
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ from vishwamai.planning.analytic import CLASSES, Breakdown
 from vishwamai.planning.collectives import group_of, link_seconds
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.exchange import exchange_seconds
+from vishwamai.planning.figures import Estimate
 from vishwamai.planning.mesh_links import links_of
 from vishwamai.planning.program import devices_in_order, trace
 from vishwamai.planning.program_time import time_program
@@ -468,3 +471,22 @@ def test_a_program_keeps_the_order_of_its_mesh():
     assert [device.id for device in devices_in_order(program)] == [device.id for device in order]
     one = trace(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32), target="v5e")
     assert devices_in_order(one) == libtpu.devices_for("v5e")
+
+
+def test_the_range_of_times_is_that_of_the_published_steps():
+    sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+    import published_steps
+
+    from vishwamai.planning.published import STEPS, published_range
+
+    assert len(STEPS) == len(published_steps.ROWS)
+    for step, row in zip(STEPS, published_steps.ROWS):
+        formula = training_time(published_steps.configured(row, {}), row.target).value
+        assert (step.target, step.experts) == (row.target, row.model["model_type"] == "mixtral")
+        assert step.seconds == pytest.approx(row.seconds, rel=1e-3)
+        assert step.estimates[0] == pytest.approx(formula, rel=2e-3), row
+    found = published_range("v6e:2x2", experts=True)
+    text = found.describe(Estimate(0.1, "analytic", "s"), "v6e:2x2")
+    kind = "1 published training step of mixtures of experts"
+    assert text == f"167.7 to 167.7 ms, for {kind} on v6e took 1.68 of such estimates"
+    assert "on other chips (none of v4)" in published_range("v4", experts=False).comparison("v4")

@@ -32,6 +32,7 @@ from vishwamai.models import Decoder
 from vishwamai.models.config import ModelConfig
 from vishwamai.training.adam import scale_by_adam
 from vishwamai.training.checkpoints import Checkpoints
+from vishwamai.training.checks import check
 from vishwamai.training.config import GuardSection, LossSection, OptimizerSection, TrainConfig
 from vishwamai.training.config_file import from_dict, read_config
 from vishwamai.training.data import held_out_batches, prepare
@@ -42,7 +43,7 @@ from vishwamai.training.parts import parameter_name
 from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.records import Record, read_records
 from vishwamai.training.run import train
-from vishwamai.training.step import accumulated, initial_state, moved_corrections, token_loss, train_step
+from vishwamai.training.step import LossScale, accumulated, initial_state, moved_corrections, token_loss, train_step
 
 LLAMA = {
     "model_type": "llama",
@@ -527,6 +528,66 @@ def test_the_correction_moves_towards_underused_experts_without_a_loss(tmp_path)
     # Each of six steps moves an expert up or down by 1/8, or leaves it where its load is the mean.
     assert (correction * 8 == np.round(correction * 8)).all() and 0.125 <= np.abs(correction).max() <= 0.75
     assert records[-1].load_balance is not None and 1 <= (records[-1].overload or 0) <= 4
+
+
+def test_float16_scales_the_loss_and_follows_float32(tmp_path):
+    expected = [r.loss for r in train(small(tmp_path), tmp_path / "wide")]
+    model = {"config": LLAMA, "compute_dtype": "float16"}
+    records = list(train(small(tmp_path, model=model), tmp_path / "run"))
+    np.testing.assert_allclose([r.loss for r in records], expected, rtol=5e-3)
+    assert records[-1].skipped == 0
+    for record in train(small(tmp_path, model=model), tmp_path / "parts"):
+        if record.step == 4:
+            break
+    list(train(small(tmp_path, model=model), tmp_path / "parts", resume=True))
+    left, right = tensors(tmp_path / "run"), tensors(tmp_path / "parts")
+    assert all((left[name] == right[name]).all() for name in left)
+
+
+def test_the_scale_of_the_loss_falls_where_gradients_overflow_and_grows_again():
+    section = OptimizerSection(learning_rate=0.1, schedule="constant", clip_norm=None)
+    config = from_dict({"optimizer": {"learning_rate": 0.1, "clip_norm": None}, "model": {"compute_dtype": "float16"}})
+    params = {"w": jnp.ones((2, 2))}
+    rule = optimizer(section, 10, params)
+
+    def loss(params, batch):
+        total = jnp.sum((batch["tokens"].astype(jnp.float16) @ params["w"].astype(jnp.float16)).astype(jnp.float32))
+        return total, {"loss": total}
+
+    batch = {"tokens": jnp.ones((4, 2)), "labels": jnp.ones((4, 2), jnp.int32)}
+    state = initial_state(params, rule, loss_scale=2.0**18)
+    factors = []
+    for _ in range(6):
+        state, shown = train_step(state, batch, loss=loss, optimizer=rule, config=config)
+        factors.append(float(np.log2(state.loss_scale.factor)))
+    # The gradient of each product is the factor by 8 tokens: 2^15 is the largest power of two that float16 holds.
+    assert factors[0] < 18 and factors[-1] == factors[-2] and int(shown["skips"]) == 0 < int(shown["skipped"])
+    scale = LossScale(jnp.float32(8.0), jnp.int32(1999))
+    assert float(scale.after(jnp.bool_(False)).factor) == 16.0 and int(scale.after(jnp.bool_(True)).steps) == 0
+
+
+def test_stochastic_rounding_takes_steps_that_rounding_to_the_nearest_loses(tmp_path):
+    def loss(params, batch):
+        total = jnp.sum(params["w"].astype(jnp.float32)) * jnp.sum(batch["labels"])
+        return total, {"loss": total}
+
+    ends = {}
+    for rounding in ("nearest", "stochastic"):
+        model = {"param_dtype": "bfloat16", "param_rounding": rounding}
+        section = {"name": "sgd", "b1": 0.0, "learning_rate": 2.0**-11, "schedule": "constant", "clip_norm": None}
+        config = from_dict({"model": model, "optimizer": section | {"weight_decay": 0.0}})
+        params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+        rule = optimizer(config.optimizer, 8, params)
+        state = initial_state(params, rule)
+        for _ in range(8):
+            state, _ = train_step(state, {"labels": jnp.ones(1, jnp.int32)}, loss=loss, optimizer=rule, config=config)
+        ends[rounding] = np.asarray(state.params["w"], np.float64).mean()
+    assert ends["nearest"] == 1.0 and ends["stochastic"] == pytest.approx(1 - 8 * 2.0**-11, abs=3e-4)
+    model = {"config": LLAMA, "param_dtype": "bfloat16"}
+    with pytest.warns(UserWarning, match=r"loses steps below 1/512 of it.*param_rounding=stochastic"):
+        check(small(tmp_path, model=model))
+    with pytest.raises(ConfigError, match="param_rounding=stochastic is for bfloat16 parameters"):
+        check(small(tmp_path, model={"config": LLAMA, "param_rounding": "stochastic"}))
 
 
 def test_padding_does_not_count_in_the_load_of_experts():

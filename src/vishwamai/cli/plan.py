@@ -266,7 +266,7 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
                 f"  total        {found.total} of {found.limit / 2**30:.2f} GiB: "
                 f"{'fits' if found.fits else 'does not fit'}",
                 f"  keys and values of {'any number of' if tokens is None else tokens} tokens fit next to the rest",
-                *_decoding(arguments, Target.parse_chip(target), formula, timed),
+                *_decoding(arguments, target, config.experts is not None, formula, timed),
             ]
             data.append(
                 {
@@ -302,10 +302,12 @@ def _compiled(arguments: argparse.Namespace, compiler: Any, program: Any, say: A
     return (compiler.verify(program), None) if arguments.no_time else time_program(compiler, program)
 
 
-def _decoding(arguments: argparse.Namespace, chip: Any, formula: Any, timed: Any) -> list[str]:
+def _decoding(arguments: argparse.Namespace, target: str, experts: bool, formula: Any, timed: Any) -> list[str]:
     """Lines about the time of a decoding step, which gives every sequence one token."""
     from vishwamai.planning.figures import Estimate, cost_of_tokens
+    from vishwamai.planning.published import published_range
 
+    chip = Target.parse_chip(target)
     read = sum(formula.parts[name].value for name in ("parameters", "kv"))
     least = read / chip.hbm_bandwidth_per_device
     lines = [f"  a token takes at least {least * 1e3:.4g} ms (analytic: weights and pages read once)"]
@@ -315,6 +317,7 @@ def _decoding(arguments: argparse.Namespace, chip: Any, formula: Any, timed: Any
         step = max(step, timed.step, key=lambda one: one.value)
     rate = arguments.batch / step.value
     lines.append(f"  {step.value * 1e3:.4g} ms a token, {rate:.0f} tokens/s for {arguments.batch} sequences")
+    lines.append(f"    {published_range(target, experts).describe(step, target)}; no serving step was compared")
     if arguments.price is not None:
         cost = cost_of_tokens(arguments.price, step, arguments.batch, 1 / chip.devices)
         lines.append(f"  {cost.value:.4g} USD per million tokens, at {arguments.price:g} USD a chip-hour")
@@ -337,7 +340,7 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
             with keys.kernels():
                 program = trace(call.function, *call.args, target=target, **call.kwargs)
             found, timed = _compiled(arguments, compiler, program, say)
-            lines += [str(found), *([] if timed is None else str(timed).splitlines())]
+            lines += [str(found), *([] if timed is None else _timed(timed, target))]
             lines += [f"  {part.nbytes / 2**20:10.1f} MiB  argument {part.path}" for part in _largest(program)]
             data.append(
                 {
@@ -357,6 +360,13 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
             fits &= found.fits
     too_large = [_diagnosis(one) for one in reasons]
     return {"json": {"plans": data, "not_tried": [], "too_large": too_large}, "text": "\n".join(lines), "fits": fits}
+
+
+def _timed(timed: Any, target: str) -> list[str]:
+    """The time of a function, and how far such estimates were from published steps."""
+    from vishwamai.planning.published import published_range
+
+    return [*str(timed).splitlines(), f"  {published_range(target, False).describe(timed.step, target)}"]
 
 
 def _largest(program: Any) -> list[Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
+from vishwamai.planning.analytic import described
 from vishwamai.planning.figures import Estimate
+from vishwamai.planning.published import PublishedRange, published_range
 from vishwamai.planning.search import Candidate, Plan, front
 
 _SHOWN = 12
@@ -32,6 +35,9 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
         lines.append(f"  ... and {plan.count - _SHOWN} more")
     if len(plan.candidates) > 1:
         lines.append("  * by formulas, no other that fits takes less memory and less time")
+    timed = [candidate for candidate in plan.candidates[:_SHOWN] if candidate.step is not None]
+    for candidate in timed[:1]:
+        lines += _wrapped(f"ms: {published(candidate).comparison(plan.target)}")
     if any(_moments(one).strip() for one in plan.candidates[:_SHOWN]):
         lines.append("  b, 8: the optimizer's moments in bfloat16, in 8 bits, which changes numbers")
     lines.append(
@@ -44,6 +50,10 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
     )
     lines += [f"  {one.name}: {one.declined}" for one in plan.candidates if one.declined]
     return lines + ([] if plan.chosen is None else _time(plan.chosen, price))
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent="    ")
 
 
 def _stages(plan: Plan) -> str:
@@ -65,6 +75,7 @@ def _time(chosen: Candidate, price: float | None) -> list[str]:
         return []
     lines = [
         f"  step {speed.step}: {speed.tokens_per_chip.value:.0f} tokens/s a chip",
+        *_wrapped(published(chosen).describe(speed.step, chosen.target)),
         f"  MFU {speed.mfu.value:.1%} of {speed.peak / 1e12:.0f} TFLOP/s a chip, its peak of {speed.dtype}",
     ]
     if price is not None:
@@ -72,6 +83,11 @@ def _time(chosen: Candidate, price: float | None) -> list[str]:
     if chosen.time is not None:
         lines += [f"  {line}" for line in str(chosen.time).splitlines()[1:]]
     return lines
+
+
+def published(candidate: Candidate) -> PublishedRange:
+    """What published steps took of estimates for its chip and kind of model."""
+    return published_range(candidate.target, described(candidate.config).experts is not None)
 
 
 def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
@@ -102,6 +118,7 @@ def _candidate(one: Candidate, on_front: bool, price: float | None) -> dict[str,
         "verified_bytes": _bytes(one.verified),
         "step_seconds": None if speed is None else speed.step.value,
         "step_level": None if speed is None else speed.step.level,
+        "step_seconds_by_published_steps": None if speed is None else published(one).of(speed.step),
         "tokens_per_second_per_chip": None if speed is None else speed.tokens_per_chip.value,
         "mfu": None if speed is None else speed.mfu.value,
         "usd_per_million_tokens": None if speed is None or price is None else speed.cost(price).value,

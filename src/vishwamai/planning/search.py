@@ -20,9 +20,10 @@ from vishwamai.planning.figures import Estimate
 from vishwamai.planning.pace import Pace, timed
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
-from vishwamai.planning.training import narrower_moments, trace_training, why_no_stages
+from vishwamai.planning.training import as_planned, narrower_moments, trace_training, why_no_stages
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.mesh import KEPT_APART, row_parts, written
+from vishwamai.training.remat import fitting_policy, memory_limit
 
 MARGIN = 1.15
 """A candidate is pruned where the analytic estimate exceeds the limit by more: the bound of its error."""
@@ -280,8 +281,18 @@ def plan_training(
       ConfigError: the batch or the mesh does not suit the target.
       DeviceError: libtpu is missing, or the target is unknown.
     """
+    config = as_planned(config, target, search=search)
     finalists = finalists if search and verify and time else 1
     with contextlib.nullcontext(compiler) if compiler is not None else Compiler() as process:
+        limit = memory_limit(config.remat)
+        if limit is not None:
+
+            def needs(policy: str) -> int:
+                report(f"{target}: probing remat={policy}, for remat={config.remat}")
+                program = trace_training(dataclasses.replace(config, remat=policy), target)
+                return int(process.probe(program).total.value)
+
+            config = dataclasses.replace(config, remat=fitting_policy(limit, needs))
         question = _Question(target, search, verify, time, finalists, process, report, on_tried)
         plan = _planned(config, question)
         for narrow in narrower_moments(config) if search else ():

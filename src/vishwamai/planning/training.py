@@ -20,7 +20,7 @@ from vishwamai.core.target import Target, devices_of
 from vishwamai.models import Decoder, ModelConfig, read_config
 from vishwamai.models.checkpoint import quantized
 from vishwamai.planning.program import Program, trace
-from vishwamai.training.checks import check_length, check_pipeline
+from vishwamai.training.checks import check_length, check_pipeline, check_step
 from vishwamai.training.compiling import compiler_options
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.configured import make_loss, make_step
@@ -30,7 +30,7 @@ from vishwamai.training.mesh import check_rows, check_units, make_layout, over_a
 from vishwamai.training.model import ModelParts, split
 from vishwamai.training.packing import REFERENCE
 from vishwamai.training.stages import Stages, make_stages
-from vishwamai.training.step import TrainState, initial_state, update_rule
+from vishwamai.training.step import TrainState, first_loss_scale, initial_state, update_rule
 
 Tree = Any
 
@@ -95,6 +95,20 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
     return config
 
 
+def as_planned(config: TrainConfig, target: str, *, search: bool = False) -> TrainConfig:
+    """The configuration that a plan compiles, checked as `vishwamai train` checks it, but for the files of the data.
+
+    Args:
+      config: of a run. target: a chip or slice. search: other meshes are tried.
+
+    Raises: as `training.checks.check_step` and `on_slice`.
+    """
+    devices = devices_of(target)
+    config = over_all_devices(config, devices)
+    check_step(config, devices, Target.parse_chip(target))
+    return config if search else on_slice(config, target)
+
+
 def check_stages(config: TrainConfig) -> None:
     """Raises ConfigError or UnsupportedError where a configuration has stages that cannot compute it."""
     if config.mesh.pipeline > 1:
@@ -150,7 +164,7 @@ def training_step(config: TrainConfig, model: ModelConfig | None = None) -> Trai
     if stages is not None:
         params, frozen = jax.eval_shape(lambda *trees: tuple(map(stages.place, trees)), params, frozen)
     update, _ = update_rule(config, params, ranks)
-    state = jax.eval_shape(lambda p: initial_state(p, update, average), params)
+    state = jax.eval_shape(lambda p: initial_state(p, update, average, first_loss_scale(config)), params)
     return TrainingStep(config, parts, state, frozen, stages)
 
 

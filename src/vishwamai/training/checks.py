@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vishwamai.core.errors import ConfigError, UnsupportedError
-from vishwamai.core.hardware import tpu_for
+from vishwamai.core.hardware import TpuChip, tpu_for
 from vishwamai.core.numbers import divisors
 from vishwamai.models import Decoder, ModelConfig
 from vishwamai.models.checkpoint import is_quantized, storages
@@ -31,11 +32,9 @@ from vishwamai.training.stages import cut, make_stages
 
 
 def check(config: TrainConfig) -> None:
-    """What the sections ask of one another.
+    """What the sections ask of one another, and of the devices of this process.
 
-    Raises:
-      ConfigError: the text names the keys.
-      UnsupportedError: the configuration asks for two things that do not work together so far.
+    Raises: as `check_step`; and ConfigError where there are no sources, or processes without a part.
     """
     if not config.data.sources:
         raise ConfigError("config: data.sources is empty; name at least one source with its paths.")
@@ -45,6 +44,30 @@ def check(config: TrainConfig) -> None:
             f"config: {written(config.mesh)} is {devices} devices, but JAX has {jax.device_count()} in {processes} "
             "processes, and each of them takes part; set sizes of mesh whose product is that."
         )
+    if config.model.param_dtype == "bfloat16" and config.model.param_rounding == "nearest":
+        warnings.warn(
+            "config: model.param_dtype=bfloat16 rounds each parameter after a step, and loses steps below 1/512 of it, "
+            f"which most steps are at small rates (optimizer.learning_rate={config.optimizer.learning_rate:g}). "
+            "Set model.param_rounding=stochastic, or model.param_dtype=float32.",
+            stacklevel=2,
+        )
+    check_step(config, jax.device_count(), tpu_for(jax.devices()[0].device_kind))
+
+
+def check_step(config: TrainConfig, available: int, chip: TpuChip | None) -> None:
+    """What the sections ask of one another, but for the files of the data: what a run and a plan accept.
+
+    Args:
+      config: of the run.
+      available: devices of which `mesh` takes the first ones.
+      chip: the TPU that they are; None for another platform.
+
+    Raises:
+      ConfigError: the text names the keys.
+      UnsupportedError: the configuration asks for two things that do not work together so far.
+    """
+    devices = math.prod(dataclasses.astuple(config.mesh))
+    stacked = stacked_layers(config) if chip is None else True
     if config.batch_size % config.microbatches:
         raise ConfigError(
             f"config: batch_size={config.batch_size} is not a multiple of microbatches={config.microbatches}; every "
@@ -52,13 +75,21 @@ def check(config: TrainConfig) -> None:
         )
     check_length(config)
     memory_limit(config.remat)
-    compiler_options(config, tpu_for(jax.devices()[0].device_kind), devices)
+    compiler_options(config, chip, devices)
     if config.lora.rank and config.model.start_from is None:
         raise ConfigError("config: lora.rank trains adapters of an existing model; set model.start_from.")
     if config.lora.quantize and not config.lora.rank:
         raise ConfigError("config: lora.quantize freezes quantized weights; set lora.rank, such as 16.")
     if config.model.reduce_dtype != "float32":
         _check_reduced(config)
+    if config.model.compute_dtype == "float16" and (chip is not None or config.precision == "fp8"):
+        reason = f"{chip.name} has no unit for it" if chip is not None else "precision=fp8 has products of its own"
+        raise UnsupportedError(f"config: model.compute_dtype=float16: {reason}; set model.compute_dtype=bfloat16.")
+    if config.model.param_rounding == "stochastic" and config.model.param_dtype != "bfloat16":
+        raise ConfigError(
+            f"config: model.param_rounding=stochastic is for bfloat16 parameters, but model.param_dtype is "
+            f"{config.model.param_dtype}; set model.param_rounding=nearest."
+        )
     if config.precision == "fp8":
         if config.lora.rank:
             raise UnsupportedError(
@@ -83,14 +114,14 @@ def check(config: TrainConfig) -> None:
         )
     model = model_config(config, config.tokenizer.vocab_size)
     if config.mesh.pipeline > 1:
-        check_pipeline(config, model, stacks_layers(stacked_layers(config)))
+        check_pipeline(config, model, stacks_layers(stacked))
     # Any mesh.tensor divides 0, which stands for the vocab of a tokenizer that is not read yet; `make_layout` reads it.
     unknown = config.model.start_from is None and "vocab_size" not in (config.model.config or {})
     sized = dataclasses.replace(model, vocab_size=0) if unknown else model
-    check_sizes(config.mesh, jax.device_count(), config.batch_size, config.microbatches, sized)
+    check_sizes(config.mesh, available, config.batch_size, config.microbatches, sized)
     if config.lora.quantize is not None:
-        _check_frozen(config, config.lora.quantize, model)
-    _check_names(config, model)
+        _check_frozen(config, config.lora.quantize, model, stacked)
+    _check_names(config, model, stacked)
 
 
 def _check_reduced(config: TrainConfig) -> None:
@@ -107,7 +138,7 @@ def _check_reduced(config: TrainConfig) -> None:
         raise ConfigError(f"{name} does not go with {other}; set model.reduce_dtype=float32.")
 
 
-def _check_names(config: TrainConfig, model: ModelConfig) -> None:
+def _check_names(config: TrainConfig, model: ModelConfig, stacked: bool | None) -> None:
     """Whether the model has what `remat`, `lora.targets` and `optimizer.groups` name, and the update rule can be made:
     by the shapes of the parameters alone.
     """
@@ -115,7 +146,7 @@ def _check_names(config: TrainConfig, model: ModelConfig) -> None:
     def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> jax.Array:  # random keys trace slowly
         return jnp.zeros(parameter.shape if layers is None or len(layers) == 1 else (len(layers), *parameter.shape))
 
-    made = nnx.eval_shape(lambda: Decoder(model, make=make, stacked=stacked_layers(config)))
+    made = nnx.eval_shape(lambda: Decoder(model, make=make, stacked=stacked))
     parts = split(made)
     if config.remat not in POLICIES and memory_limit(config.remat) is None:
         parts.kept(config.remat)
@@ -201,7 +232,7 @@ def _check_exchange(config: TrainConfig, model: ModelConfig) -> None:
         )
 
 
-def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig) -> None:
+def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig, stacked: bool | None) -> None:
     """Whether the frozen weights can be held as `lora.quantize` says, and split as `mesh` says, by the headers of the
     checkpoint alone.
     """
@@ -217,7 +248,7 @@ def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig) -> Non
     else:
         find = lambda name, parameter, layer: QUANTIZATIONS[quantize] if parameter.matrix else None  # noqa: E731
     stages = config.mesh.pipeline > 1
-    for segment in segments(model, stages or stacks_layers(stacked_layers(config))):
+    for segment in segments(model, stages or stacks_layers(stacked)):
         for place, kind in enumerate(segment.kinds):
             for name, parameter in layer_parameters(model, kind).items():
                 layers = segment.layers(place)

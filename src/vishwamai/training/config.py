@@ -41,8 +41,16 @@ class ModelSection(_Section):
         "keys of a Hugging Face config.json (model_type, hidden_size, ...); vocab_size defaults to the tokenizer's",
         None,
     )
-    compute_dtype: Literal["float32", "bfloat16"] = key("dtype of activations and products", "float32")
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = key(
+        "dtype of activations and products; float16, for GPUs and CPUs, scales the loss by optimizer.loss_scale",
+        "float32",
+    )
     param_dtype: Literal["float32", "bfloat16"] = key("dtype of the parameters that the optimizer updates", "float32")
+    param_rounding: Literal["nearest", "stochastic"] = key(
+        "how a step is added to bfloat16 parameters: nearest loses steps below 1/512 of a parameter, stochastic is "
+        "right in the mean",
+        "nearest",
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = key(
         "dtype in which the devices of mesh.fsdp add up the gradients of what they gather; embeddings and routers stay "
         "in float32",
@@ -128,6 +136,11 @@ class OptimizerSection(_Section):
     moment_dtype: Literal["float32", "bfloat16", "int8"] = key(
         "dtype of the first moment; int8 (adamw alone): both moments in 8 bits, with a scale for every 128 numbers",
         "float32",
+    )
+    loss_scale: AboveZero = key(
+        "first factor of the loss with model.compute_dtype float16; halved where gradients overflow, doubled after "
+        "2000 steps without",
+        2.0**15,
     )
     ema_decay: Share | None = key(
         "decay of a moving average of the parameters, which is then evaluated and exported", None

@@ -81,6 +81,38 @@ def optimizer(
     return optax.chain(_rule(section, ranks), grouped, rate)
 
 
+def apply_updates(params: Tree, updates: Tree, key: Any = None) -> Tree:
+    """The parameters after a step.
+
+    Args:
+      params: before it.
+      updates: of the optimizer.
+      key: of a random rounding of bfloat16 parameters, whose mean is the sum; None rounds to the nearest.
+
+    >>> params, updates = {"w": jnp.ones(4096, jnp.bfloat16)}, {"w": jnp.full(4096, 2.0**-11)}  # a quarter of a step
+    >>> float(apply_updates(params, updates)["w"].astype(jnp.float32).mean())
+    1.0
+    >>> mean = apply_updates(params, updates, jax.random.key(0))["w"].astype(jnp.float32).mean()
+    >>> bool(abs(mean - 1 - 2.0**-11) < 1e-4)
+    True
+    """
+    if key is None:
+        return optax.apply_updates(params, updates)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.tree.unflatten(structure, list(jax.random.split(key, len(leaves))))
+    return jax.tree.map(_added, params, updates, keys)
+
+
+def _added(parameter: Any, update: Any, key: Any) -> Any:
+    if parameter.dtype != jnp.bfloat16:
+        return (parameter + update).astype(parameter.dtype)
+    total = parameter.astype(jnp.float32) + update.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(total, jnp.uint32)
+    below = jax.random.bits(key, bits.shape, jnp.uint32) >> 16  # of the 16 bits that bfloat16 lacks
+    rounded = jax.lax.bitcast_convert_type(((bits + below) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(total), rounded, total.astype(jnp.bfloat16))
+
+
 def groups(section: OptimizerSection, params: Tree, ranks: Mapping[str, int] | None = None) -> tuple[Tree, Tree]:
     """Weight decay and factor of the learning rate, two trees of floats like `params`.
 

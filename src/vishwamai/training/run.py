@@ -51,6 +51,7 @@ from vishwamai.training.step import (
     Loss,
     TrainState,
     counted,
+    first_loss_scale,
     initial_state,
     run_model,
     update_rule,
@@ -248,7 +249,8 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
     start = frozen
     if config.objective == "dpo" and start is None:
         start = jax.tree.map(jnp.copy, params)  # the state's are given away
-    begin = functools.partial(initial_state, optimizer=update, average=config.optimizer.ema_decay is not None)
+    average, loss_scale = config.optimizer.ema_decay is not None, first_loss_scale(config)
+    begin = functools.partial(initial_state, optimizer=update, average=average, loss_scale=loss_scale)
     state = layout.made(begin, params)
 
     if config.objective == "dpo":

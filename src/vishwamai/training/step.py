@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
 from vishwamai.training.head import cross_entropy
 from vishwamai.training.layout import Layout
-from vishwamai.training.optimizers import optimizer
+from vishwamai.training.optimizers import apply_updates, optimizer
 from vishwamai.training.packing import IGNORED, REFERENCE
 from vishwamai.training.preferences import answer_logprobs, preference_loss
 from vishwamai.training.remat import checkpointed
@@ -31,9 +31,32 @@ from vishwamai.training.remat import checkpointed
 Tree = Any
 
 
+class LossScale(NamedTuple):
+    """The factor of the loss that keeps gradients of float16 in its range. Micikevicius et al., "Mixed Precision
+    Training" (2018).
+
+    Attributes:
+      factor: float32 scalar.
+      steps: int32 scalar, steps since it changed.
+    """
+
+    factor: Any
+    steps: Any
+
+    def after(self, overflow: Any) -> LossScale:
+        """Half the factor where gradients have overflowed, twice the factor after `_GROWS_AFTER` steps without."""
+        steps = jnp.where(overflow, 0, self.steps + 1)
+        grows = steps == _GROWS_AFTER
+        factor = jnp.where(overflow, self.factor / 2, jnp.where(grows, self.factor * 2, self.factor))
+        return LossScale(jnp.clip(factor, 1.0, 2.0**24), jnp.where(grows, 0, steps))
+
+
+_GROWS_AFTER = 2000
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "params", "optimizer", "average", "skips", "skipped"),
+    data_fields=("step", "params", "optimizer", "average", "skips", "skipped", "loss_scale"),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +70,7 @@ class TrainState:
       average: moving average of the parameters in float32, or None.
       skips: int32 scalar, steps skipped in a row.
       skipped: int32 scalar, steps skipped in all.
+      loss_scale: of float16, or None.
     """
 
     step: Any
@@ -55,6 +79,7 @@ class TrainState:
     average: Tree
     skips: Any
     skipped: Any
+    loss_scale: LossScale | None = None
 
 
 Loss = Callable[..., tuple[Any, dict[str, Any]]]
@@ -83,18 +108,22 @@ def update_rule(
     return scaled, scaled.attach
 
 
-def initial_state(params: Tree, optimizer: Optimizer, average: bool = False) -> TrainState:
+def initial_state(
+    params: Tree, optimizer: Optimizer, average: bool = False, loss_scale: float | None = None
+) -> TrainState:
     """The state before the first step.
 
     Args:
       params: the parameters.
       optimizer: of `optimizers.optimizer`.
       average: keep a moving average of the parameters.
+      loss_scale: the first factor of the loss, of float16; None for other dtypes.
     """
     # Each array is one of its own, so that all of them can be donated.
     step, skips, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
     mean = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params) if average else None
-    return TrainState(step, params, optimizer.init(params), mean, skips, skipped)
+    scale = None if loss_scale is None else LossScale(jnp.float32(loss_scale), jnp.zeros((), jnp.int32))
+    return TrainState(step, params, optimizer.init(params), mean, skips, skipped, scale)
 
 
 def model_loss(
@@ -291,6 +320,7 @@ def updated(
     clip: Any,
     good: Any,
     layout: Layout,
+    key: Any = None,
 ) -> tuple[Tree, Tree]:
     """Parameters and the optimizer's state after a step; both as they were where it is not `good`.
 
@@ -301,6 +331,7 @@ def updated(
       clip: factor of the gradients, or None.
       good: whether to take the step.
       layout: the devices.
+      key: of `optimizers.apply_updates`.
     """
     rule = optimizer if isinstance(optimizer, FP8Optimizer) else optax.with_extra_args_support(optimizer)
 
@@ -309,7 +340,7 @@ def updated(
             gradients = jax.tree.map(lambda g: g * factor, gradients)
         given: Tree = gradients | largest if largest else gradients
         updates, after = rule.update(given, state, params, good=good)
-        return kept_where(good, (optax.apply_updates(params, updates), after), (params, state))
+        return kept_where(good, (apply_updates(params, updates, key), after), (params, state))
 
     branches = {}
     if isinstance(optimizer, AdamW) and why_not(gradients, params, state[0]) is None:
@@ -352,6 +383,7 @@ def train_step(
     over_parts = functools.partial(accumulated, summed=layout.summed) if accumulate is None else accumulate
     tokens = jnp.sum(batch["labels"] != IGNORED)
     scale = 1.0 / jnp.maximum(counted(batch), 1).astype(jnp.float32)
+    grows = None if state.loss_scale is None else state.loss_scale.factor
     trained = state.params
     if isinstance(optimizer, FP8Optimizer):
         trained = optimizer.with_scales(trained, state.optimizer)
@@ -360,18 +392,25 @@ def train_step(
         return over_parts(loss, params, batch, scale, microbatches=config.microbatches, **frozen)
 
     of_all = layout.over_devices(compute, trained, frozen=frozen)
-    gradients, sums = of_all(trained, batch, scale / layout.copies)
+    factor = scale / layout.copies
+    gradients, sums = of_all(trained, batch, factor if grows is None else factor * grows)
     counts = sums.pop(EXPERT_COUNTS, None)
     largest = {SCALES: gradients.pop(SCALES)} if isinstance(gradients, dict) and SCALES in gradients else {}
     # Those of `rounding` may be narrower than their parameters.
     gradients = jax.tree.map(lambda g, p: g.astype(jnp.promote_types(g.dtype, p.dtype)), gradients, state.params)
+    if grows is not None:
+        gradients = jax.tree.map(lambda g: g / grows, gradients)
     norm = optax.tree.norm(gradients)
     limit = config.optimizer.clip_norm
     clip = None if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
     good = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
+    loss_scale = None if state.loss_scale is None else state.loss_scale.after(~good)
     if config.guard.max_norm is not None:
         good &= norm <= config.guard.max_norm
-    params, moments = updated(optimizer, gradients, largest, state.params, state.optimizer, clip, good, layout)
+    key = None
+    if config.model.param_rounding == "stochastic":
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    params, moments = updated(optimizer, gradients, largest, state.params, state.optimizer, clip, good, layout, key)
     if counts is not None and config.loss.bias_rate:
         params = kept_where(good, moved_corrections(params, counts, config.loss.bias_rate), params)
     average = state.average
@@ -381,10 +420,15 @@ def train_step(
         average = kept_where(good, moved, average)
     bad = jnp.where(good, 0, 1).astype(jnp.int32)
     after = TrainState(
-        state.step + 1, params, moments, average, jnp.where(good, 0, state.skips + 1), state.skipped + bad
+        state.step + 1, params, moments, average, jnp.where(good, 0, state.skips + 1), state.skipped + bad, loss_scale
     )
     shown = {"gradient_norm": norm, "tokens": tokens, "skips": after.skips, "skipped": after.skipped}
     if counts is not None:
         ratios = [jnp.max(count / jnp.maximum(jnp.mean(count, axis=-1, keepdims=True), 1)) for count in counts.values()]
         shown["overload"] = functools.reduce(jnp.maximum, ratios)
     return after, {name: value * scale for name, value in sums.items()} | shown
+
+
+def first_loss_scale(config: TrainConfig) -> float | None:
+    """The first factor of the loss of a configuration; None where products are not in float16."""
+    return config.optimizer.loss_scale if config.model.compute_dtype == "float16" else None
