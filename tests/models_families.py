@@ -21,6 +21,18 @@ DEEPSEEK = {
     "v_head_dim": 12,
     "routed_scaling_factor": 1.5,
 }
+CORRECTED = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 TINY: dict[str, Peer] = {
@@ -29,7 +41,7 @@ TINY: dict[str, Peer] = {
     "qwen2": Peer("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": Peer("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
     "gemma2": Peer("Gemma2", {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 24}),
-    "gemma3_text": Peer("Gemma3Text", {"sliding_window": 8, "head_dim": 24, "layer_types": None}),
+    "gemma3_text": Peer("Gemma3Text", {"sliding_window": 8, "head_dim": 24, "sliding_window_pattern": 2}),
     "phi3": Peer("Phi3", {"original_max_position_embeddings": 16, "sliding_window": 11}),
     "olmo2": Peer("Olmo2"),
     "mixtral": Peer("Mixtral", MIXTURE),
@@ -39,4 +51,62 @@ TINY: dict[str, Peer] = {
     "gpt_oss": Peer("GptOss", {**MIXTURE, "sliding_window": 9, "head_dim": 16, "swiglu_limit": 1.5}),
     "deepseek_v2": Peer("DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": Peer("DeepseekV3", DEEPSEEK),
+    "olmo3": Peer("Olmo3", {"sliding_window": 9, "num_hidden_layers": 4}),
+    "ministral": Peer("Ministral", {"sliding_window": 9, "head_dim": 24}),
+    "ministral3": Peer(
+        "Ministral3",
+        {
+            "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "seed_oss": Peer("SeedOss", {"head_dim": 24}),
+    "smollm3": Peer("SmolLM3", {"no_rope_layer_interval": 2}),
+    "exaone4": Peer("Exaone4", {"sliding_window": 9, "head_dim": 24, "num_hidden_layers": 4}),
+    "granite": Peer(
+        "Granite",
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 5.0,
+            "residual_multiplier": 0.4,
+        },
+    ),
+    "glm": Peer("Glm", {"head_dim": 24}),
+    "glm4": Peer("Glm4", {"head_dim": 24}),
+    "ernie4_5": Peer("Ernie4_5", {"head_dim": 24}),
+    "helium": Peer("Helium", {"head_dim": 16}),
+    "gemma": Peer("Gemma", {"head_dim": 24}),
+    "glm4_moe_lite": Peer("Glm4MoeLite", {key: v for key, v in DEEPSEEK.items() if key != "first_k_dense_replace"}),
+    "qwen2_moe": Peer(
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": Peer("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "granitemoe": Peer(
+        "GraniteMoe",
+        {
+            **MIXTURE,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 5.0,
+            "residual_multiplier": 0.4,
+        },
+    ),
+    "dots1": Peer("Dots1", CORRECTED),
+    "glm4_moe": Peer("Glm4Moe", {**CORRECTED, "use_qk_norm": True, "head_dim": 24}),
+    "minimax_m2": Peer("MiniMaxM2", {**MIXTURE, "head_dim": 24, "rotary_dim": 16}),
 }

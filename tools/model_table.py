@@ -16,11 +16,47 @@ from pathlib import Path
 
 from vishwamai import ShapeError, UnsupportedError
 from vishwamai.models import ModelConfig
+from vishwamai.models.families import FAMILIES, Family
 
 ROOT = Path(__file__).parents[1]
 WORLD = Path(os.environ.get("VISHWAMAI_WORLD", ROOT.parent / "shared" / "world"))
 PAGE = ROOT / "docs" / "models.md"
-START, END = "<!-- published configurations: tools/model_table.py -->", "<!-- end -->"
+FILES = "<!-- published configurations: tools/model_table.py -->", "<!-- end of configurations -->"
+FAMILIES_AT = "<!-- families: tools/model_table.py -->", "<!-- end of families -->"
+
+
+def layers(family: Family) -> list[str]:
+    """What a family's layers have beyond those of Llama, by its entry."""
+    fields, reads = {*family.keys.values(), *family.fields}, family.reads()
+    norms = {"post": "norms after blocks", "both": "norms before and after blocks"}
+    words = {
+        "latent attention": "latent.kv_rank" in fields,
+        "windows": "sliding_window" in reads,
+        "a window or none by layer": "layer_types" in reads,
+        "layers without rotation": "no_rope_layers" in reads or not family.global_rope,
+        "rotation by kind of layer": family.local_theta is not None,
+        "partial rotation": family.partial is not None,
+        "neighbouring features rotate": family.fields.get("rope_interleaved", False),
+        "queries scaled by position": "llama_4_scaling_beta" in reads,
+        "norms of queries and keys": "qk_norm" in fields or any(f == "qk_norm" for f, _ in family.choices.values()),
+        norms.get(family.fields.get("norms", ""), ""): "norms" in fields,
+        "soft-caps": "final_logit_softcap" in fields,
+        "sinks": "sinks" in fields,
+        "multipliers": "residual_multiplier" in fields,
+        "experts": "experts.count" in fields,
+        "groups of experts": "experts.num_groups" in fields,
+        "shared experts": bool(fields & {"experts.shared", "experts.shared_size"}),
+        "sigmoid routing": family.fields.get("experts.method") == "noaux_tc",
+    }
+    return [word for word, flag in words.items() if flag]
+
+
+def families() -> str:
+    """The table of the families."""
+    rows = [
+        f"| `{name}` | {', '.join(layers(family)) or 'those of Llama'} |" for name, family in sorted(FAMILIES.items())
+    ]
+    return "\n".join(["| `model_type` | Layers |", "|---|---|", *rows])
 
 
 def result(path: Path) -> str:
@@ -43,11 +79,15 @@ def table(world: Path) -> str:
     return "\n".join(["| `model_type` | Files | Loads as |", "|---|---|---|", *rows])
 
 
+def replaced(text: str, places: tuple[str, str], table: str) -> str:
+    """The page with a table between two comments."""
+    first, rest = text.split(places[0])
+    return f"{first}{places[0]}\n\n{table}\n\n{places[1]}{rest.split(places[1])[1]}"
+
+
 def main() -> None:
-    text = PAGE.read_text()
-    first, rest = text.split(START)
     world = Path(sys.argv[1]) if len(sys.argv) > 1 else WORLD
-    PAGE.write_text(f"{first}{START}\n\n{table(world)}\n\n{END}{rest.split(END)[1]}")
+    PAGE.write_text(replaced(replaced(PAGE.read_text(), FAMILIES_AT, families()), FILES, table(world)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from vishwamai.models.layer_kinds import LayerKind, Rope
 from vishwamai.models.pages import PagedBatch, QuantizedPages
 from vishwamai.ops.attention.ring import ring_attention
 from vishwamai.ops.attention.ulysses import ulysses_attention
-from vishwamai.ops.rope import LongRopeScaling
+from vishwamai.ops.rope import Llama3Scaling, LongRopeScaling, YarnScaling
 
 
 def rotation_switch(config: ModelConfig) -> int | None:
@@ -34,8 +34,12 @@ def rotation(config: ModelConfig, positions: Any, lengths: Any = None) -> Rotate
 
     def rotate(pair: tuple[Any, Any], rope: Rope) -> tuple[Any, Any]:
         turned = int(config.head_dim * rope.partial)
+        if not turned:
+            return pair
+        if rope.query_growth:
+            pair = pair[0] * _growth(rope, positions, pair[0]), pair[1]
         options: dict[str, Any] = {"theta": rope.theta, "rotary_dim": turned, "layout": "bshd"}
-        options["interleaved"] = config.latent is not None
+        options["interleaved"] = config.rope_interleaved
         scaling = rope.scaling
         if lengths is None or not isinstance(scaling, LongRopeScaling):
             return vishwamai.apply_rope(pair, positions, scaling=scaling, **options)
@@ -46,6 +50,15 @@ def rotation(config: ModelConfig, positions: Any, lengths: Any = None) -> Rotate
         return jnp.where(past, far[0], near[0]), jnp.where(past, far[1], near[1])
 
     return rotate
+
+
+def _growth(rope: Rope, positions: Any, query: Any) -> Any:
+    """The factor of queries `[batch, seq, heads, head_dim]` by position; see `Rope`."""
+    if positions is None:
+        positions = jnp.arange(query.shape[1])[None]
+    assert isinstance(rope.scaling, YarnScaling | LongRopeScaling | Llama3Scaling)
+    steps = jnp.floor(positions / rope.scaling.original_max_positions)
+    return (1 + rope.query_growth * jnp.log1p(steps))[..., None, None].astype(query.dtype)
 
 
 def sequence_placement(config: ModelConfig) -> Literal["contiguous", "zigzag"]:

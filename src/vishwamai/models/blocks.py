@@ -60,6 +60,14 @@ def norm(config: ModelConfig, x: Any, scale: Any, residual: Any = None) -> Any:
     return vishwamai.rms_norm(x, scale, eps=config.norm_eps, scale_offset=offset, residual=residual)
 
 
+def final_norm(config: ModelConfig, x: Any, scale: Any, residual: Any = None) -> Any:
+    """The norm before the head, of `x` or of its sum with `residual`, over the divisor of the logits: the head is
+    linear.
+    """
+    hidden = norm(config, x, scale) if residual is None else norm(config, x, scale, residual)[0]
+    return hidden if config.logit_divisor == 1.0 else hidden / jnp.asarray(config.logit_divisor, hidden.dtype)
+
+
 def layer(
     config: ModelConfig,
     kind: LayerKind,
@@ -94,8 +102,11 @@ def layer(
     load = None
     if kind.experts and config.experts is not None:
         out, load = mixture(config, config.experts, arrays, x, axes, token_mask)
-        if config.experts.shared:
-            out = out + _feed_forward(config, arrays, x, axes, "shared_")
+        if "shared_down" in arrays:
+            shared = _feed_forward(config, arrays, x, axes, "shared_")
+            if config.experts.shared_gate:
+                shared = shared * jax.nn.sigmoid(linear(x, arrays["shared_expert_gate"]))
+            out = out + shared
     else:
         out = _feed_forward(config, arrays, x, axes)
     return (carry, _leave(config, axes.total(out), arrays.get("mlp_post_norm"))), pages, load
@@ -115,6 +126,8 @@ def _enter(config: ModelConfig, carry: tuple[Any, Any], scale: Any) -> tuple[Any
 
 def _leave(config: ModelConfig, delta: Any, scale: Any) -> Any:
     delta = checkpoint_name(delta, "block_output")
+    if config.residual_multiplier != 1.0:
+        delta = delta * jnp.asarray(config.residual_multiplier, delta.dtype)
     return delta if scale is None else norm(config, delta, scale)
 
 

@@ -206,7 +206,8 @@ def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     extra = f"model.layers.{config.num_layers}."  # DeepSeek's layer that predicts a second token
     left = sorted(n for n in index if n not in used | ignored and not n.endswith("rotary_emb.inv_freq"))
-    left = [n for n in left if config.latent is None or not n.startswith(extra)]
+    if config.latent is not None or (config.experts is not None and config.experts.method == "noaux_tc"):
+        left = [n for n in left if not n.startswith(extra)]
     if left:
         raise ShapeError(
             f"{index[left[0]].path}: tensor `{left[0]}` is not expected in a {config.family} model of "

@@ -49,6 +49,8 @@ class Experts:
       count, top_k: how many experts there are, and how many each token is sent to.
       inner_size: inner width of one expert; None for the `intermediate_size` of the model.
       shared: experts that every token passes, as one network of so many times the width.
+      shared_size: width of that network where it is stated; None for `shared` times the width of one expert.
+      shared_gate: the output of that network is multiplied by the sigmoid of a product of its input (Qwen2-MoE).
       method: "greedy" (the best scores by softmax), "group_limited_greedy" (in the best groups, by their best expert;
         DeepSeek V2), or "noaux_tc" (by sigmoid and correction, in the best groups by two; DeepSeek V3).
       normalize: a token's weights add up to 1.
@@ -62,6 +64,8 @@ class Experts:
     top_k: int
     inner_size: int | None = None
     shared: int = 0
+    shared_size: int | None = None
+    shared_gate: bool = False
     method: str = "greedy"
     normalize: bool = True
     scale: float = 1.0
@@ -104,6 +108,10 @@ class ModelConfig:
       query_scalar: attention's logits are divided by its root; None for that of `head_dim`.
       attention_softcap, final_logit_softcap: bounds of attention's logits and of the model's; None for none.
       scale_embeddings: embeddings are multiplied by the root of `hidden_size` (Gemma).
+      embedding_multiplier, residual_multiplier: factors of embeddings, and of each block's output (Granite).
+      attention_multiplier: factor of attention's logits; None for that of `query_scalar`.
+      logit_divisor: the model's logits are divided by it.
+      rope_interleaved: rotations turn neighbouring features, not the two halves of a head.
       tie_embeddings: the head is the embedding table.
       initializer_range: standard deviation of random weights.
       layers: the kind of every layer.
@@ -141,6 +149,11 @@ class ModelConfig:
     attention_softcap: float | None = None
     final_logit_softcap: float | None = None
     scale_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logit_divisor: float = 1.0
+    rope_interleaved: bool = False
     tie_embeddings: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -171,6 +184,8 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """Factor of attention's logits."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
         if self.latent is None:
             return float(self.query_scalar or self.head_dim) ** -0.5
         scale = float(self.latent.nope_dim + self.latent.rope_dim) ** -0.5
@@ -195,6 +210,12 @@ class ModelConfig:
         values = text_values(values, source)
         family = _family(values, source)
         values = {**(family.sizes if nested else {}), **values}
+        for alias, key in family.aliases.items():
+            if alias in values and values.get(key, values[alias]) != values[alias]:
+                raise UnsupportedError(
+                    f"{source}: `{alias}` is {values[alias]!r}, but `{key}` is {values[key]!r}; the two are names of "
+                    "one value. Remove one."
+                )
         values = {family.aliases.get(key, key): value for key, value in values.items()}
         required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         _check_keys(family, values, required, source)
@@ -203,6 +224,9 @@ class ModelConfig:
         for key, field in family.keys.items():
             if key in values and (value := _read(key, field, values[key], source)) is not None:
                 fields[field] = value
+        for key, (field, meanings) in family.choices.items():
+            if key in values:
+                fields[field] = meanings[values[key]]
         _check_counts(family, fields, source)
         fields = _nested(family, fields, source)
         fields["num_kv_heads"] = fields.get("num_kv_heads") or fields.get("num_heads")
@@ -237,6 +261,8 @@ class ModelConfig:
             for name in field.split("."):
                 value = getattr(value, name)
             values[key] = names[value] if field == "activation" else list(value) if isinstance(value, tuple) else value
+        for key, (field, meanings) in family.choices.items():
+            values[key] = next(value for value, meaning in meanings.items() if meaning == getattr(self, field))
         return {**values, **write_layers(self.layers, family)}
 
 
@@ -266,15 +292,17 @@ def _family(values: Mapping[str, Any], source: str) -> Family:
 
 def _check_keys(family: Family, values: Mapping[str, Any], required: list[str], source: str) -> None:
     """Checks that every key is one that the family has, all of them in one error."""
-    reads = {*family.keys, *family.ignored, *family.reads(), *IGNORED}
+    reads = {*family.keys, *family.choices, *family.ignored, *family.reads(), *IGNORED}
     absent = {key for key, field in family.keys.items() if field in required and key not in values}
     kind, problems = values["model_type"], []
     for key, value in values.items():
         allowed = family.fixed.get(key)
+        if key in family.choices:
+            allowed = tuple(family.choices[key][1])
         if allowed is None and key in IDLE and key not in reads:
             allowed = (*IDLE[key], None)
         if allowed is not None and value not in allowed:
-            allowed = family.fixed.get(key, IDLE.get(key, ()))
+            allowed = IDLE[key] if allowed[-1] is None and key not in family.fixed else allowed
             choices = " or ".join(map(repr, allowed))
             problems.append(f"`{key}` is {value!r}; the decoder computes {kind} with {choices} only.")
         elif allowed is None and key not in reads:

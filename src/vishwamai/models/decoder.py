@@ -15,7 +15,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.models.attend import attend_pages, attend_sequences, rotation
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import Attend, Rotate, in_dtype, layer, norm
+from vishwamai.models.blocks import Attend, Rotate, final_norm, in_dtype, layer
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.experts import ExpertLoad
 from vishwamai.models.pages import PagedBatch
@@ -219,13 +219,15 @@ class Decoder(nnx.Module):
             found += pools or ()
             loads += load
             at = end
-        hidden, _ = norm(self.config, carry[1], self.norm.get_value(), residual=carry[0])
+        hidden = final_norm(self.config, carry[1], self.norm.get_value(), residual=carry[0])
         return hidden, tuple(found), tuple(loads)
 
 
 def embedded(config: ModelConfig, table: Any, tokens: Any, dtype: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
     """The input of the first layer, `[batch, seq, hidden]`, from the embedding table and tokens `[batch, seq]`."""
     x = _rows(table, tokens, dtype, axes)
+    if config.embedding_multiplier != 1.0:
+        x = x * jnp.asarray(config.embedding_multiplier, dtype)
     return x * jnp.asarray(config.hidden_size**0.5, dtype) if config.scale_embeddings else x
 
 

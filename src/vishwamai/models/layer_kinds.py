@@ -17,6 +17,8 @@ from vishwamai.ops.rope.scaling import parse_scaling
 _KINDS: Mapping[str, tuple[type, float | None]] = {
     "decoder_sparse_step": (int, None),
     "layer_types": (list, None),
+    "no_rope_layer_interval": (int, None),
+    "rotary_dim": (int, None),
     "max_window_layers": (int, 0),
     "original_max_position_embeddings": (int, None),
     "partial_rotary_factor": (float, None),
@@ -32,6 +34,7 @@ _KINDS: Mapping[str, tuple[type, float | None]] = {
 
 _ROPE_KINDS: Mapping[str, type] = {
     "factor": float,
+    "llama_4_scaling_beta": float,
     "original_max_position_embeddings": int,
     "partial_rotary_factor": float,
     "rope_theta": float,
@@ -48,12 +51,15 @@ class Rope:
     Attributes:
       theta: base of the frequencies.
       scaling: a scaling of `vishwamai`, or `RopeScaling()` for none.
-      partial: share of a head's features that turn.
+      partial: share of a head's features that turn; 0 for a layer without rotation.
+      query_growth: queries are multiplied by `1 + query_growth * ln(1 + floor(position / original))`, with the length
+        of the original context of `scaling` (Ministral 3, after Llama 4).
     """
 
     theta: float = 10000.0
     scaling: RopeScaling = RopeScaling()
     partial: float = 1.0
+    query_growth: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +91,16 @@ def _rope(family: Family, parameters: Mapping[str, Any], values: Mapping[str, An
     """
     parameters = {key: value for key, value in parameters.items() if value is not None}
     for key in parameters.keys() & _ROPE_KINDS.keys():
-        check_value(f"rope_parameters.{key}", parameters[key], _ROPE_KINDS[key], source)
+        least = 0 if key == "llama_4_scaling_beta" else None
+        check_value(f"rope_parameters.{key}", parameters[key], _ROPE_KINDS[key], source, least)
     theta = parameters.pop("rope_theta", theta)
-    partial = parameters.pop("partial_rotary_factor", values.get("partial_rotary_factor") or family.partial or 1.0)
+    share = values.get("partial_rotary_factor") or family.partial or 1.0
+    if "rotary_dim" in family.reads() and values.get("rotary_dim") and not values.get("partial_rotary_factor"):
+        share = values["rotary_dim"] / values["head_dim"]
+    partial = parameters.pop("partial_rotary_factor", share)
+    growth = parameters.pop("llama_4_scaling_beta", 0.0) if "llama_4_scaling_beta" in family.reads() else 0.0
+    if growth:
+        parameters.pop("max_position_embeddings", None)
     if family.partial is None and partial != 1.0:
         raise UnsupportedError(
             f"{source}: `partial_rotary_factor` is {partial!r}; the decoder rotates all features of "
@@ -97,6 +110,8 @@ def _rope(family: Family, parameters: Mapping[str, Any], values: Mapping[str, An
     if kind == "su" or (kind == "yarn" and "short_factor" in parameters):  # older names of LongRoPE
         kind = parameters["rope_type"] = "longrope"
     if kind == "default":
+        if growth:
+            raise UnsupportedError(f"{source}: `rope_parameters` has llama_4_scaling_beta, but no original context.")
         return Rope(float(theta), partial=float(partial))
     positions = values["max_position_embeddings"]
     original = values.get("original_max_position_embeddings")
@@ -109,7 +124,7 @@ def _rope(family: Family, parameters: Mapping[str, Any], values: Mapping[str, An
     if kind in ("longrope", "yarn") and "factor" not in parameters:
         parameters["factor"] = positions / parameters["original_max_position_embeddings"]
     try:
-        return Rope(float(theta), parse_scaling(parameters), float(partial))
+        return Rope(float(theta), parse_scaling(parameters), float(partial), float(growth))
     except (ShapeError, TypeError, ValueError) as error:
         raise UnsupportedError(f"{source}: `rope_parameters` (or `rope_scaling`) is not supported: {error}") from error
 
@@ -119,6 +134,8 @@ def _ropes(family: Family, values: Mapping[str, Any], source: str) -> dict[str, 
     new = values.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
     old = values.get("rope_scaling") or {}
     theta = values.get("rope_theta") or family.theta
+    if old and family.local_theta is not None and "rope_type" not in old:  # transformers leaves its `type` out
+        raise UnsupportedError(f"{source}: `rope_scaling` is {old!r}; expected a `rope_type` in it.")
     if new and family.local_theta is not None and not any(isinstance(value, Mapping) for value in new.values()):
         raise UnsupportedError(
             f"{source}: `rope_parameters` is {new!r}; {values['model_type']} has one object for each type of layer: "
@@ -153,20 +170,23 @@ def read_layers(family: Family, values: Mapping[str, Any], count: int, source: s
       ShapeError: the number of types is not that of the layers, or a value has another type than its key.
       UnsupportedError: a rotation or a type of layer is not one that the decoder computes.
     """
+    reads = family.reads()
+    types = values.get("layer_types") if "layer_types" in reads else None
+    unused = {"sliding_window"} if "use_sliding_window" in reads and not values.get("use_sliding_window") else set()
+    unused |= {"sliding_window_pattern"} if types is not None else set()
     for key, (kind, least) in _KINDS.items():
-        if values.get(key) is not None:
+        if values.get(key) is not None and key not in unused:
             check_value(key, values[key], kind, source, least)
     ropes = _ropes(family, values, source)
-    reads = family.reads()
-    window = values.get("sliding_window") if "sliding_window" in reads else None
-    if "use_sliding_window" in reads and not values.get("use_sliding_window"):
-        window = None
-    types = values.get("layer_types") if family.layer_types == "list" else None
+    window = values.get("sliding_window") if "sliding_window" in reads - unused else None
+    rotated = _rotated(family, values, count, source)
     if types is None:
         period = values.get("sliding_window_pattern") if "sliding_window_pattern" in reads else None
         period = period or family.window_period
         first = (values.get("max_window_layers") or 0) if "max_window_layers" in reads else 0
         slides = [window is not None and i >= first and (period is None or (i + 1) % period != 0) for i in range(count)]
+        if "no_rope_layers" in reads:
+            slides = [window is not None and not flag for flag in rotated]
         types = ["sliding_attention" if value else "full_attention" for value in slides]
     if len(types) != count:
         raise ShapeError(f"{source}: `layer_types` has {len(types)} entries; expected num_hidden_layers = {count}.")
@@ -178,7 +198,25 @@ def read_layers(family: Family, values: Mapping[str, Any], count: int, source: s
                 f"{source}: `layer_types` has 'sliding_attention', but `sliding_window` is null or not in use; give "
                 "the window's size, or make all types 'full_attention'."
             )
-    return tuple(LayerKind(window if kind == "sliding_attention" else None, ropes[kind]) for kind in types)
+    kinds = []
+    for kind, flag in zip(types, rotated):
+        turns = flag and (family.global_rope or window is None or kind == "sliding_attention")
+        rope = ropes[kind] if turns else Rope(ropes[kind].theta, partial=0.0)
+        kinds.append(LayerKind(window if kind == "sliding_attention" else None, rope))
+    return tuple(kinds)
+
+
+def _rotated(family: Family, values: Mapping[str, Any], count: int, source: str) -> list[bool]:
+    """For every layer whether it rotates queries and keys, by the keys of SmolLM3."""
+    if "no_rope_layers" not in family.reads():
+        return [True] * count
+    flags = values.get("no_rope_layers")
+    if flags is None:
+        period = values.get("no_rope_layer_interval") or count + 1
+        return [(i + 1) % period != 0 for i in range(count)]
+    if not isinstance(flags, list) or len(flags) < count or not all(isinstance(flag, int) for flag in flags):
+        raise ShapeError(f"{source}: `no_rope_layers` is {flags!r}; expected 0 or 1 for each of the {count} layers.")
+    return [bool(flag) for flag in flags[:count]]
 
 
 def read_mixtures(family: Family, values: Mapping[str, Any], count: int, dense: int, source: str) -> list[bool]:
@@ -188,6 +226,10 @@ def read_mixtures(family: Family, values: Mapping[str, Any], count: int, dense: 
       dense: how many layers at the start have none.
     """
     reads = family.reads()
+    if "mlp_layer_types" in reads and (types := values.get("mlp_layer_types")) is not None:
+        if not isinstance(types, list) or len(types) != count or set(types) - {"dense", "sparse"}:
+            raise ShapeError(f"{source}: `mlp_layer_types` is {types!r}; expected 'dense' or 'sparse' for each layer.")
+        return [kind == "sparse" for kind in types]
     skipped = values.get("mlp_only_layers") if "mlp_only_layers" in reads else None
     skipped = [] if skipped is None else skipped
     if not isinstance(skipped, list) or not all(isinstance(i, int) for i in skipped):
@@ -207,6 +249,8 @@ def _rope_to_dict(rope: Rope) -> dict[str, Any]:
     kind = {"rope": "default", "ntk": "dynamic"}.get(kind, kind)
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     partial = {} if rope.partial == 1.0 else {"partial_rotary_factor": rope.partial}
+    if rope.query_growth:
+        partial["llama_4_scaling_beta"] = rope.query_growth
     return {"rope_type": kind, "rope_theta": rope.theta, **partial, **values}
 
 
@@ -214,8 +258,8 @@ def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
     """What a `config.json` says of the layers, in the form of transformers 5."""
     types = ["full_attention" if kind.window is None else "sliding_attention" for kind in layers]
     windows = [kind.window for kind in layers if kind.window is not None]
-    ropes = {kind: _rope_to_dict(layer.rope) for kind, layer in zip(types, layers)}
-    values: dict[str, Any] = {"rope_parameters": next(iter(ropes.values()))}
+    ropes = {kind: _rope_to_dict(layer.rope) for kind, layer in zip(types, layers) if layer.rope.partial}
+    values: dict[str, Any] = {"rope_parameters": next(iter(ropes.values()), {"rope_type": "default"})}
     if family.local_theta is not None:
         missing = {kind: next(iter(ropes.values())) for kind in ("full_attention", "sliding_attention")}
         values = {"rope_parameters": {**missing, **ropes}}
@@ -229,6 +273,10 @@ def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
         values["layer_types"] = types
     if "use_sliding_window" in reads:
         values["use_sliding_window"] = bool(windows)
+    if "no_rope_layers" in reads:
+        values["no_rope_layers"] = [int(kind.rope.partial > 0) for kind in layers]
+    if "mlp_layer_types" in reads:
+        values["mlp_layer_types"] = ["sparse" if kind.experts else "dense" for kind in layers]
     if "mlp_only_layers" in reads:
         values["mlp_only_layers"] = [i for i, kind in enumerate(layers) if not kind.experts]
     return values

@@ -157,10 +157,12 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Parameter]:
         for name, size in (("gate", inner), ("up", inner), ("down", hidden)):
             axis = "embed" if name == "down" else "mlp"
             found[f"expert_{name}_bias"] = Parameter((count, size), ("experts", axis), "zeros")
-    if experts.shared:
-        wide = inner * experts.shared
+    wide = experts.shared_size or inner * experts.shared
+    if wide:
         found |= {f"shared_{name}": _matrix(hidden, wide, ("embed", "mlp")) for name in ("gate", "up")}
         found["shared_down"] = _matrix(wide, hidden, ("mlp", "embed"))
+    if wide and experts.shared_gate:
+        found["shared_expert_gate"] = Parameter((hidden, 1), ("embed", None))
     return found
 
 

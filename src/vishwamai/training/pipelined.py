@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from vishwamai.models.attend import attend_sequences, rotation
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import norm
+from vishwamai.models.blocks import final_norm
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.decoder import embedded, run_segment
 from vishwamai.models.periods import Segment
@@ -128,7 +128,7 @@ class PipelinedLoss:
     def _end(self, params: Tree, y: Any) -> tuple[Any, Any]:
         """The hidden states after the last norm, and the head."""
         params = self.whole(params)
-        return norm(self.config, y, params["norm"]), params["embed" if self.config.tie_embeddings else "head"]
+        return final_norm(self.config, y, params["norm"]), params["embed" if self.config.tie_embeddings else "head"]
 
 
 @jax.custom_vjp

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vishwamai.models.families.family import BIASES, COMMON, HEADS, PREFIX, SILU, Family, Tensor, sizes, tokens
+from vishwamai.models.families.family import (
+    BIASES,
+    COMMON,
+    HEADS,
+    MULTIPLIER_DEFAULTS,
+    MULTIPLIERS,
+    PREFIX,
+    SILU,
+    Family,
+    Tensor,
+    sizes,
+    tokens,
+)
 
 _QWEN_LAYERS = ("use_sliding_window", "max_window_layers")
 _QWEN_DEFAULTS = {
@@ -12,6 +24,14 @@ _QWEN_DEFAULTS = {
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
+}
+_FUSED_GATE = {name: Tensor(PREFIX + "mlp.gate_up_proj.weight", True, name) for name in ("gate", "up")}
+_GLM_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    **tokens(None, [151329, 151336, 151338], 151329),
 }
 
 DENSE: Mapping[str, Family] = {
@@ -53,7 +73,7 @@ DENSE: Mapping[str, Family] = {
         partial=1.0,
         tensors={
             **{name: Tensor(PREFIX + "self_attn.qkv_proj.weight", True, name) for name in ("query", "key", "value")},
-            **{name: Tensor(PREFIX + "mlp.gate_up_proj.weight", True, name) for name in ("gate", "up")},
+            **_FUSED_GATE,
         },
     ),
     "olmo2": Family(
@@ -62,5 +82,141 @@ DENSE: Mapping[str, Family] = {
         fields={"norms": "post", "qk_norm": "all"},
         defaults={"attention_bias": False, "rms_norm_eps": 1e-5, **tokens(None, 50279, 1)},
         tensors={"attention_post_norm": Tensor(PREFIX + "post_attention_layernorm.weight")},
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {**COMMON, **SILU, **HEADS, **BIASES},
+        fields={"norms": "post", "qk_norm": "all"},
+        defaults={"attention_bias": False, "rms_norm_eps": 1e-5, "sliding_window": 4096, **tokens(None, 50279, 1)},
+        layer_types="list",
+        window_period=4,
+        theta=500000.0,
+        local_theta=500000.0,
+        tensors={"attention_post_norm": Tensor(PREFIX + "post_attention_layernorm.weight")},
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        {**COMMON, **SILU, **HEADS},
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096, **tokens(1, 2)},
+        layer_types="list",
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        {**COMMON, **SILU, **HEADS},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            **tokens(1, 2, 11),
+        },
+        sizes=sizes(131072, 4096, 14336, 34, 32, 262144),
+        layer_types="all",
+        layer_keys=("llama_4_scaling_beta",),
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        {**COMMON, **SILU, **HEADS, **BIASES, "attention_out_bias": "output_bias", "mlp_bias": "mlp_bias"},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+            **tokens(0, 2, 1),
+        },
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {**COMMON, **SILU, **HEADS, **BIASES, "mlp_bias": "mlp_bias"},
+        defaults={
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "no_rope_layer_interval": 4,
+            **tokens(128000, 128001, 128004),
+        },
+        ignored=("pretraining_tp",),
+        layer_types="list",
+        layer_keys=("use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
+        theta=2_000_000.0,
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        {**COMMON, **SILU, **HEADS},
+        fields={"norms": "post", "qk_norm": "head"},
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            **tokens(0, 2),
+        },
+        layer_types="list",
+        layer_keys=("sliding_window_pattern",),
+        global_rope=False,
+        tensors={"attention_post_norm": Tensor(PREFIX + "post_attention_layernorm.weight")},
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        {**COMMON, **SILU, **HEADS, **BIASES, **MULTIPLIERS, "mlp_bias": "mlp_bias"},
+        defaults={"attention_bias": False, "mlp_bias": False, **MULTIPLIER_DEFAULTS, **tokens(1, 2)},
+    ),
+    "glm": Family(
+        "GlmForCausalLM",
+        {**COMMON, **SILU, **HEADS, **BIASES},
+        fields={"output_bias": False, "rope_interleaved": True},
+        defaults=_GLM_DEFAULTS,
+        partial=0.5,
+        tensors=_FUSED_GATE,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        {**COMMON, **SILU, **HEADS, **BIASES},
+        fields={"norms": "both", "output_bias": False, "rope_interleaved": True},
+        defaults=_GLM_DEFAULTS,
+        partial=0.5,
+        tensors={
+            **_FUSED_GATE,
+            "attention_post_norm": Tensor(PREFIX + "post_self_attn_layernorm.weight"),
+            "mlp_post_norm": Tensor(PREFIX + "post_mlp_layernorm.weight"),
+        },
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        {**COMMON, **SILU, **HEADS},
+        choices={"use_bias": ("attention_bias", {False: False})},
+        fields={"rope_interleaved": True},
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            **tokens(1, 2, 0),
+        },
+        theta=500000.0,
+    ),
+    "helium": Family(
+        "HeliumForCausalLM",
+        {**COMMON, **SILU, **HEADS, **BIASES, "mlp_bias": "mlp_bias"},
+        fields={"output_bias": False, "rope_interleaved": True},
+        defaults={
+            "num_key_value_heads": 20,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-8,
+            "attention_bias": False,
+            "mlp_bias": False,
+            **tokens(1, 2, 3),
+        },
+        theta=100000.0,
     ),
 }

@@ -37,6 +37,7 @@ class Family:
       fields: fields of `ModelConfig` that the family fixes.
       defaults: values of keys that a file may leave out, as the family's class in transformers has them.
       sizes: the same of sizes, which a `text_config` within another file may leave out; a file of its own has them.
+      choices: fields of another type than their key: the field, and its value for each value of the key.
       fixed: keys whose value must be one of these, for the decoder computes nothing else.
       ignored: keys without an effect, besides `IGNORED`.
       aliases: other names of keys.
@@ -46,6 +47,7 @@ class Family:
       theta: base of the rotations where the file gives none.
       partial: share of a head's features that rotate where the file gives none; None: the family has no such key.
       local_theta: base of layers with a window where they have a rotation of their own; None where they share it.
+      global_rope: layers without a window rotate in a model that has windows.
       tensors: names that differ from the common ones, by parameter; None where the common one is absent.
     """
 
@@ -54,6 +56,7 @@ class Family:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    choices: Mapping[str, tuple[str, Mapping[Any, Any]]] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -63,6 +66,7 @@ class Family:
     theta: float = 10000.0
     partial: float | None = None
     local_theta: float | None = None
+    global_rope: bool = True
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def reads(self) -> frozenset[str]:
@@ -129,8 +133,27 @@ COMMON: Mapping[str, str] = {
 SILU = {"hidden_act": "activation"}
 HEADS = {"head_dim": "head_dim"}
 BIASES = {"attention_bias": "attention_bias"}
+MULTIPLIERS = {
+    "attention_multiplier": "attention_multiplier",
+    "embedding_multiplier": "embedding_multiplier",
+    "logits_scaling": "logit_divisor",
+    "residual_multiplier": "residual_multiplier",
+}
+MULTIPLIER_DEFAULTS: Mapping[str, float] = dict.fromkeys(MULTIPLIERS, 1.0)
 EXPERTS = {"num_experts_per_tok": "experts.top_k"}
 INNER = {"moe_intermediate_size": "experts.inner_size"}
+CORRECTED = {
+    **EXPERTS,
+    **INNER,
+    "first_k_dense_replace": "dense_layers",
+    "n_group": "experts.num_groups",
+    "n_routed_experts": "experts.count",
+    "n_shared_experts": "experts.shared",
+    "norm_topk_prob": "experts.normalize",
+    "routed_scaling_factor": "experts.scale",
+    "topk_group": "experts.top_groups",
+}
+"""Routing by sigmoid and correction, in groups, with shared experts (DeepSeek V3)."""
 PREFIX = "model.layers.{layer}."
 MLP = ("gate", "up", "down")
 
@@ -178,6 +201,7 @@ TENSORS: Mapping[str, Tensor] = {
     "router": Tensor(PREFIX + "mlp.gate.weight", True),
     "router_correction": Tensor(PREFIX + "mlp.gate.e_score_correction_bias"),
     **{f"expert_{name}": Tensor(PREFIX + f"mlp.experts.{{expert}}.{name}_proj.weight", True) for name in MLP},
+    "shared_expert_gate": Tensor(PREFIX + "mlp.shared_expert_gate.weight", True),
     **{f"shared_{name}": Tensor(PREFIX + f"mlp.shared_experts.{name}_proj.weight", True) for name in MLP},
 }
 """Tensors of the decoder's parameters in most checkpoints; a family's own `tensors` come first."""

@@ -32,6 +32,20 @@ _POST_NORMS = {
 }
 
 GEMMA: Mapping[str, Family] = {
+    "gemma": Family(
+        "GemmaForCausalLM",
+        {**COMMON, **HEADS, **BIASES},
+        {"activation": "gelu_tanh", "norm_offset": True, "scale_embeddings": True},
+        {
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            **tokens(2, 1, 0),
+        },
+        fixed={"use_bidirectional_attention": (None, False), "hidden_act": ("gelu", "gelu_pytorch_tanh")},
+        ignored=("hidden_activation",),
+    ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         _KEYS,

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vishwamai.models.families.family import BIASES, COMMON, EXPERTS, INNER, SILU, Family, sizes, tokens
+from vishwamai.models.families.family import BIASES, COMMON, CORRECTED, SILU, Family, sizes, tokens
 
 _KEYS = {
     **COMMON,
     **SILU,
     **BIASES,
-    **EXPERTS,
-    **INNER,
-    "first_k_dense_replace": "dense_layers",
+    **{key: field for key, field in CORRECTED.items() if key != "norm_topk_prob"},
     "kv_lora_rank": "latent.kv_rank",
-    "n_group": "experts.num_groups",
-    "n_routed_experts": "experts.count",
-    "n_shared_experts": "experts.shared",
     "q_lora_rank": "latent.query_rank",
     "qk_nope_head_dim": "latent.nope_dim",
     "qk_rope_head_dim": "latent.rope_dim",
-    "routed_scaling_factor": "experts.scale",
-    "topk_group": "experts.top_groups",
     "v_head_dim": "latent.value_dim",
 }
+_NORMALIZED = {**_KEYS, "norm_topk_prob": "experts.normalize"}
 _IGNORED = ("head_dim", "qk_head_dim")
 _FIXED = {"rope_interleave": (True,)}
+_FIELDS = {"rope_interleaved": True}
 _DEFAULTS = {"attention_bias": False, "kv_lora_rank": 512, "q_lora_rank": 1536}
 _DEFAULTS |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
@@ -33,7 +28,7 @@ LATENT: Mapping[str, Family] = {
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         {**_KEYS, "topk_method": "experts.method"},
-        fields={"experts.normalize": False},
+        fields={**_FIELDS, "experts.normalize": False},
         defaults={
             **_DEFAULTS,
             "first_k_dense_replace": 0,
@@ -55,8 +50,8 @@ LATENT: Mapping[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        {**_KEYS, "norm_topk_prob": "experts.normalize"},
-        fields={"experts.method": "noaux_tc"},
+        _NORMALIZED,
+        fields={**_FIELDS, "experts.method": "noaux_tc"},
         defaults={
             **_DEFAULTS,
             "first_k_dense_replace": 3,
@@ -74,5 +69,31 @@ LATENT: Mapping[str, Family] = {
         fixed={**_FIXED, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
         ignored=_IGNORED,
         aliases={"num_local_experts": "n_routed_experts"},
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        {key: field for key, field in _KEYS.items() if field != "dense_layers"}
+        | {"norm_topk_prob": "experts.normalize"},
+        fields={**_FIELDS, "experts.method": "noaux_tc", "dense_layers": 1},
+        defaults={
+            **_DEFAULTS,
+            "moe_intermediate_size": 1536,
+            "n_group": 1,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 4,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.8,
+            "topk_group": 1,
+            "v_head_dim": 256,
+            **tokens(0, 1),
+        },
+        fixed={**_FIXED, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+        ignored=("qk_head_dim",),
+        aliases={"head_dim": "qk_rope_head_dim", "num_local_experts": "n_routed_experts"},
+        layer_keys=("mlp_layer_types",),
     ),
 }

@@ -1,0 +1,48 @@
+"""Every family against transformers, by table: a tiny random checkpoint, its logits, and greedy tokens over pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models_peer
+import rotation
+from models_families import TINY
+from vishwamai.models import from_pretrained, read_config, save_pretrained
+from vishwamai.models.families import FAMILIES
+from vishwamai.models.text_part import WRAPPERS
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    """Those that exist within another model's file alone are in `test_models_world`."""
+    assert set(FAMILIES) - set(TINY) <= set(WRAPPERS.values())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    peer = TINY[name].save(tmp_path)
+    tokens = np.random.default_rng(0).integers(3, 131, (2, 48))
+    exact = models_peer.peer_logits(peer, tokens, double=True)
+    # transformers takes a rotation's angles in float32 in either dtype: they are off by up to 48 * 2^-24.
+    bound = 2 * np.abs(models_peer.peer_logits(peer, tokens) - exact).max() + 48 * 2.0**-24 * np.abs(exact).max()
+    model = from_pretrained(tmp_path, dtype=jnp.float32)
+    logits = model.logits(model(jnp.asarray(tokens)))
+    assert np.abs(np.asarray(logits, np.float64) - exact).max() <= bound
+    save_pretrained(model, tmp_path / "ours")
+    assert read_config(tmp_path / "ours") == model.config
+    assert (
+        models_peer.peer_logits(models_peer.load(tmp_path / "ours"), tokens)
+        == models_peer.peer_logits(models_peer.load(tmp_path), tokens)
+    ).all()
+
+
+@pytest.mark.parametrize("name", rotation.in_turn(6, TINY))
+def test_tokens_over_pages_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    peer = TINY[name].save(tmp_path)
+    tokens = np.random.default_rng(0).integers(3, 131, (2, 48))
+    prompts = [tokens[0, :37].tolist(), tokens[1, :11].tolist()]
+    model = from_pretrained(tmp_path, dtype=jnp.float32, stacked=True)
+    assert models_peer.greedy(model, prompts, 24) == [models_peer.peer_greedy(peer, prompt, 24) for prompt in prompts]
