@@ -27,7 +27,7 @@ EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install 
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-gpu test-on-gpu world triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
+.PHONY: help bench clients test test-gpu test-on-gpu world triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,10 @@ world: $(VENV)/.world ## fetch real tokenizers and weights for the tests; what t
 $(VENV)/.world: $(VENV)/.dev tools/fetch_world.py
 	$(PY) tools/fetch_world.py $(VENV)/world
 	@touch $@
+
+CLIENTS ?=
+clients: $(VENV)/.world ## the client libraries of OpenAI's interface against a server for SmolLM2, each in an environment of its own; CLIENTS='--only litellm' passes options
+	$(PY) examples/clients/clients.py --serve $(VENV)/world/models/smollm2-135m-instruct --environments build/clients --install $(CLIENTS)
 
 # The files that have the mark: to import the other ones costs each worker more than many of these tests.
 test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interpreter: no GPU needed

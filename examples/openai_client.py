@@ -15,20 +15,17 @@ client = openai.OpenAI()  # address and key from OPENAI_BASE_URL and OPENAI_API_
 model = client.models.list().data[0].id
 print("model:", model)
 
-# %% A chat, piece by piece.
-question = [{"role": "user", "content": "Name a colour."}]
-options = {"model": model, "messages": question, "max_tokens": 24, "temperature": 0.7}
+# %% A text, piece by piece.
+options = {"model": model, "prompt": "def mean(values):\n", "max_tokens": 24, "temperature": 0.7}
 usage = {"include_usage": True}
-for part in client.chat.completions.create(**options, seed=1, stream=True, stream_options=usage):
+for part in client.completions.create(**options, seed=1, stream=True, stream_options=usage):
     if part.choices:
-        print(part.choices[0].delta.content or "", end="", flush=True)
+        print(part.choices[0].text, end="", flush=True)
     else:
         print(f"\n{part.usage.completion_tokens} tokens; {part.usage.prompt_tokens} of the prompt")
 
 # %% The same seed gives the same answer, whatever else is served. Two seeds are two answers.
-first, again, other = (
-    client.chat.completions.create(**options, seed=seed).choices[0].message.content for seed in (1, 1, 2)
-)
+first, again, other = (client.completions.create(**options, seed=seed).choices[0].text for seed in (1, 1, 2))
 assert first == again
 print("seed 1:", repr(first))
 print("seed 2:", repr(other))
@@ -41,8 +38,16 @@ schema = {
     "additionalProperties": False,
 }
 form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": schema}}
-answer = client.chat.completions.create(**options | {"max_tokens": 100}, response_format=form)
-print("as JSON:", json.loads(answer.choices[0].message.content))
+answer = client.completions.create(**options | {"max_tokens": 100}, extra_body={"response_format": form})
+print("as JSON:", json.loads(answer.choices[0].text))
+
+# %% A chat, where the model has a chat template.
+question = [{"role": "user", "content": "Name a colour."}]
+try:
+    answer = client.chat.completions.create(model=model, messages=question, max_tokens=24, response_format=form)
+    print("chat:", answer.choices[0].message.content)
+except openai.BadRequestError as error:
+    print("no chat:", error.body["message"])
 
 # %% The most likely next tokens.
 answer = client.completions.create(model=model, prompt="The colour of the sky is", max_tokens=1, logprobs=3)

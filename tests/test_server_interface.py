@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from typing import Any
 
 import httpx
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 
 import world
 from serving import serving, write_model
-from vishwamai.inference import plan_load
+from vishwamai.core.errors import ShapeError
+from vishwamai.inference import Sampling, plan_load
 from vishwamai.inference.answers import Delta, TokenLogprobs
 from vishwamai.inference.guided import Vocabulary
 from vishwamai.inference.server import requests_log, schema, tools
@@ -329,3 +331,26 @@ def test_a_request_has_a_line_and_an_id(address, caplog):
 def test_models_say_the_defaults(client):
     model = client.models.list().data[0]
     assert model.model_extra["max_model_len"] == 512 and model.model_extra["defaults"]["temperature"] == 0.0
+
+
+def test_texts_become_tokens_and_texts_again(address, engine):
+    answer = httpx.post(f"{address}/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+    assert answer["tokens"] == engine.tokenizer.encode(PROMPT) and answer["count"] == len(answer["token_strs"])
+    assert httpx.post(f"{address}/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": PROMPT}
+    chat = httpx.post(f"{address}/tokenize", json={"messages": USER, "tools": [TOOL]}).json()
+    asked = httpx.post(f"{address}/v1/chat/completions", json={"messages": USER, "tools": [TOOL], "max_tokens": 1})
+    assert chat["count"] == asked.json()["usage"]["prompt_tokens"]
+
+
+def test_a_sequence_is_as_long_as_the_model_where_pages_hold_it(path):
+    sizes: Any = {"dtype": "float32", "max_sequences": 4, "max_tokens": 64}
+    long = world.tiny("qwen3", max_position_embeddings=20_000)
+    assert plan_load(long, **sizes).limits.max_length == 16_384 == 4 * 4096
+    assert plan_load(path, **sizes).limits.max_length == 2048
+    assert plan_load(long, **sizes | {"max_sequences": 8}).limits.max_length == 20_000
+    planned = plan_load(long, **sizes)
+    short = plan_load(long, **sizes, max_length=512)
+    answers = [load.engine(compile="lazy").generate([[1, 2, 3]], Sampling(8))[0].token_ids for load in (planned, short)]
+    assert answers[0] == answers[1]
+    with pytest.raises(ShapeError, match="--max-length"):
+        short.prompts.check([1] * 600, Sampling(8))

@@ -34,7 +34,9 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
         "are; without it weights are held in --dtype",
     )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="of keys and values (--dtype)")
-    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="of a sequence (the model's, at most 4096)")
+    parser.add_argument(
+        "--max-length", type=int, metavar="TOKENS", help="of a sequence (the model's, as the pages hold it)"
+    )
     parser.add_argument("--max-sequences", type=int, default=sequences, metavar="N", help=f"at once ({sequences})")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens of one step (512)")
     parser.add_argument("--mixed-tokens", type=int, metavar="N", help="tokens of a step that decodes too (a quarter)")
@@ -230,14 +232,15 @@ def load_encoder(directory: Path) -> Embedder:
     return embedder
 
 
-def embed_by_decoder(engine: Engine, mode: str) -> Embedder:
-    """Vectors from the states of an engine's decoder, compiled."""
+def embed_by_decoder(engine: Engine, mode: str, max_length: int | None = None, compile: str = "ahead") -> Embedder:
+    """Vectors from a decoder's states, of texts of at most `max_length` tokens; None: 4096."""
     from vishwamai.inference import Embedder
     from vishwamai.models import Pooling
 
-    most, keys = engine.limits.max_length, engine.optimization
+    most, keys = min(max_length or 4096, engine.limits.max_length), engine.optimization
     embedder = Embedder.of_decoder(engine.model, engine.tokenizer, Pooling(mode), most, keys)
-    embedder.compile(_progress([]))
+    if compile == "ahead":
+        embedder.compile(_progress([]))
     return embedder
 
 

@@ -126,7 +126,9 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
         engine, _ = model.load(planned, arguments.compile)
     else:
         engine, _ = model.load(planned, arguments.compile)
-        embed = None if arguments.pooling is None else model.embed_by_decoder(engine, arguments.pooling)
+        embed = None
+        if arguments.pooling is not None:
+            embed = model.embed_by_decoder(engine, arguments.pooling, arguments.max_length, arguments.compile)
     return engine, embed, names, generate.recommended(planned.generation)
 
 

@@ -207,7 +207,8 @@ def plan_load(
       quantize: as of `from_pretrained`; "keep" is of a draft model only where that is published quantized.
       kv_dtype: of keys and values, a name of `pools.KV_DTYPES`; None: `dtype`.
       max_sequences, max_tokens, mixed_tokens, page_size: as `Limits`.
-      max_length: of a sequence; None: the model's own, at most 4096 tokens.
+      max_length: of a sequence; None: the model's own, as far as the pages of `max_sequences` sequences of 4096 tokens
+        hold one. With a draft model or layers with a window: at most 4096.
       memory: bytes that all may take; None: 90 % of what is available.
       drafts: as `Engine`.
       draft_model: a directory of a smaller model with the same tokenizer, which makes the guesses (`drafting`). It is
@@ -234,6 +235,7 @@ def plan_load(
             mesh = f"tensor={jax.device_count()}"
     directory = Path(directory)
     config, generation = _read(directory), read_generation_config(directory)
+    own_length = max_length is None
     if max_length is None:
         max_length = min(4096, config.max_positions)
     elif max_length > config.max_positions:
@@ -277,6 +279,9 @@ def plan_load(
     growing = page + draft_page
     left = wanted if budget is None else (budget - fixed) // max(growing, 1)
     pages = min(wanted, left)
+    if own_length and draft is None:
+        longest = dataclasses.replace(limits, max_length=max(max_length, min(config.max_positions, pages * page_size)))
+        limits = limits if rings_of(config, longest) else longest
     load = Load(
         directory,
         config,

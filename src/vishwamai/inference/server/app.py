@@ -22,8 +22,10 @@ from vishwamai.inference.server.errors import HttpError, error_response
 from vishwamai.inference.server.metrics import Metrics
 from vishwamai.inference.server.requests_log import RequestLog
 from vishwamai.inference.server.service import Service, Settings
+from vishwamai.inference.server.tokens import Tokens
 from vishwamai.inference.server.vectors import Embed, Vectors
 
+_KEYED = ("/metrics", "/tokenize", "/detokenize")
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
@@ -89,6 +91,9 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
         "/v1/completions": no_answers if service is None else service.completions,
         "/v1/chat/completions": no_answers if service is None else service.chat,
     }
+    if service is not None:
+        tokens = Tokens(service)
+        answers |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
     app = Starlette(
         routes=[
             *([] if engine is None else [Route("/", front)]),
@@ -115,14 +120,14 @@ def defaults_of(settings: Settings) -> dict[str, Any]:
 
 
 class Keys:
-    """Asks for an API key under /v1/ and at /metrics; every key is compared, each in constant time."""
+    """Asks for an API key under /v1/, at /metrics and for tokens; every key is compared, each in constant time."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["path"].startswith("/v1/") or scope["path"] == "/metrics"):
+        if scope["type"] == "http" and (scope["path"].startswith("/v1/") or scope["path"] in _KEYED):
             given = dict(scope["headers"]).get(b"authorization", b"")
             kind, _, key = given.partition(b" ")
             found = [hmac.compare_digest(_digest(key.strip()), digest) for digest in self._digests]

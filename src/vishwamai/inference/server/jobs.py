@@ -75,7 +75,7 @@ class Jobs:
         self.engine, self.settings = engine, settings
         split = mesh_of(engine.model) is not None
         self.scorer = Scorer(engine.model, engine.limits.max_length, engine.optimization, split)
-        self._texts = {as_ids: Pieces(engine.tokenizer, as_ids) for as_ids in (False, True)}
+        self.pieces = Pieces(engine.tokenizer)
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -120,20 +120,27 @@ class Jobs:
 
     def chat(self, body: schema.Chat) -> Job:
         """The job of /v1/chat/completions."""
+        ids, form, offers = self.chat_prompt(body)
+        choice = body.choice
+        named = [offer for offer in offers if isinstance(choice, str) or offer["name"] == choice.name]
+        if choice not in ("auto", "none") and not named:
+            raise HttpError(400, "`tool_choice` asks for a call of a tool that `tools` lacks.", "tool_choice")
+        grammar = self._chat_grammar(body, choice, form, named)
+        special_ids = self.engine.tokenizer.special_ids
+        special = frozenset() if form is None else frozenset(tools.marks_of(form, special_ids).values())
+        return self._job(body, "chat", [Prompt(self._truncated(body, ids))], grammar, form, special)
+
+    def chat_prompt(self, body: schema.Chat) -> tuple[tuple[int, ...], tools.Form | None, list[dict[str, Any]]]:
+        """The token ids of a conversation, how its tools are called, and the tools."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None or tokenizer.template is None:
             lacks = "tokenizer" if tokenizer is None else "chat template"
             raise HttpError(400, f"the model has no {lacks}; use /v1/completions.", "messages")
-        choice = body.choice
-        offers = [] if choice == "none" else [function.model_dump(exclude_none=True) for function in body.offers]
+        offers = [] if body.choice == "none" else [function.model_dump(exclude_none=True) for function in body.offers]
         reads = bool(offers) and tokenizer.template.reads_tools
         form = tools.form_of(tokenizer.template.program(tools=True)) if reads else "hermes" if offers else None
-        named = [offer for offer in offers if isinstance(choice, str) or offer["name"] == choice.name]
-        if choice not in ("auto", "none") and not named:
-            raise HttpError(400, "`tool_choice` asks for a call of a tool that `tools` lacks.", "tool_choice")
         if offers and form is None:
             once(f"the chat template writes calls in a form that stays text; those that are read: {tools.FORMS}")
-        grammar = self._chat_grammar(body, choice, form, named)
         messages = [_current(message.model_dump(exclude_unset=True)) for message in body.messages]
         values = dict(body.chat_template_kwargs or {})
         values |= {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
@@ -149,9 +156,7 @@ class Jobs:
                 prompt = self._described(messages, offered, values)
             else:
                 prompt = tokenizer.chat(messages, **values)
-        special = frozenset() if form is None else frozenset(tools.marks_of(form, tokenizer.special_ids).values())
-        ids = self._truncated(body, tuple(prompt))
-        return self._job(body, "chat", [Prompt(ids)], grammar, form, special)
+        return tuple(prompt), form, offers
 
     def _described(self, messages: list[Any], offered: list[Any], values: Mapping[str, Any]) -> list[int]:
         """A chat for a template that does not read `tools`: the messages offer them."""
@@ -246,7 +251,7 @@ class Jobs:
         reply = Reply(
             kind,
             self.settings.name,
-            self._texts[bool(body.return_tokens_as_token_ids)],
+            Pieces(tokenizer, as_ids=True) if body.return_tokens_as_token_ids else self.pieces,
             tuple(prompts),
             options.n,
             token_ids=tokenizer is None if body.return_token_ids is None else body.return_token_ids,

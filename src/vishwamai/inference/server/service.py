@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -50,10 +51,15 @@ class Service:
 
     async def _serve(self, request: Request, kind: type[schema.Common], make: Callable[[Any], Job]) -> Response:
         self._check_room()
-        body = schema.parse(kind, await read_json(request, self.settings.max_body))
-        check_keys(body, self.settings)
-        self._check_model(body.model)
+        body = self.checked(kind, await read_json(request, self.settings.max_body))
         return await self._answer(request, await run_in_threadpool(make, body))
+
+    def checked(self, kind: type[BaseModel], value: Any) -> Any:
+        """The request of a JSON value, whose model is this server's."""
+        body = schema.parse(kind, value)
+        check_keys(body, self.settings)
+        self._check_model(getattr(body, "model", None))
+        return body
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.name:
