@@ -3,7 +3,7 @@
 An annotation is read as text, so it costs no import. `Float[Array, "..."]` is an array or what can become one; `int`,
 `float`, `bool` and `str` take NumPy's scalars, too, which arrive as Python's; any other name is a class that the value
 is an instance of, such as torch's, which the function's module has imported. `Any` is not checked. Values (a positive
-size, a legal name) are the function's own to check.
+size, a legal name) are the function's own to check. The function runs under JAX's default promotion (`promotion.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import jax.core
 import numpy as np
 
 from vishwamai.core.errors import KernelError, ShapeError
+from vishwamai.core.promotion import by_default
 from vishwamai.core.spec import as_array
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,6 +73,8 @@ def _checked(function: Any, name: str, own: Sequence[str], unless: Callable[[], 
     rest = next((readers.get(p.name) for p in parameters if p.kind is p.VAR_POSITIONAL), None)
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
+    run = by_default(function)
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if unless is not None and unless():
             return function(*args, **kwargs)
@@ -82,7 +85,7 @@ def _checked(function: Any, name: str, own: Sequence[str], unless: Callable[[], 
             reader = readers.get(key)
             if reader is not None and value is not defaults.get(key, readers):
                 kwargs[key] = reader(value)
-        return function(*read, **kwargs)
+        return run(*read, **kwargs)
 
     # In the function's own module, as far as doctest and the warnings' line of the caller go by it.
     made = types.FunctionType(call.__code__, function.__globals__, function.__name__, None, call.__closure__)

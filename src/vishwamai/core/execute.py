@@ -26,6 +26,7 @@ from vishwamai.core import automatic_axes, observe, sharding
 from vishwamai.core.config import local_platform
 from vishwamai.core.gradients import autodiff_backward, is_float, map_fields
 from vishwamai.core.plan import Choice, Plan
+from vishwamai.core.promotion import by_default
 
 _ONLY = jax.make_user_context(default_value=None)
 
@@ -96,7 +97,7 @@ def _differentiable_bwd(plan: Plan, residuals: bool, saved: Any, cotangents: Any
     return (_backward(plan, (*saved, cotangents[0])),)
 
 
-_differentiable.defvjp(_differentiable_fwd, _differentiable_bwd)
+_differentiable.defvjp(by_default(_differentiable_fwd), by_default(_differentiable_bwd))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -125,14 +126,21 @@ def _backward_bwd(plan: Plan, arguments: tuple[Any, ...], cotangents: Any) -> tu
     return ((d_operands, *jax.tree.map(jnp.zeros_like, (outputs, residuals)), d_dout),)
 
 
-_backward.defvjp(_backward_fwd, _backward_bwd)
+_backward.defvjp(_backward_fwd, by_default(_backward_bwd))
 
 
 @functools.lru_cache(maxsize=4096)
 def _batchable(plan: Plan, direction: str) -> Callable[..., Any]:
-    mapped = jax.custom_batching.custom_vmap(functools.partial(_dispatch, plan, direction))
+    @by_default
+    def dispatch(*arguments: Any) -> Any:
+        # Within a program of its own, arrays of NumPy stay constants. `custom_vmap` would make operands of them, and
+        # fails with those in a branch of a mapped `lax.cond`. Traced anew each time: an observer may be in force.
+        return jax.jit(functools.partial(_dispatch, plan, direction))(*arguments)
+
+    mapped = jax.custom_batching.custom_vmap(dispatch)
 
     @mapped.def_vmap
+    @by_default
     def rule(size: int, in_batched: list[Any], *arguments: Any) -> tuple[Any, Any]:
         return _fold(plan, direction, size, tuple(in_batched), arguments)
 
@@ -234,6 +242,7 @@ def _run(plan: Plan, choice: Choice, direction: str) -> Callable[..., Any]:
     impl = choice.implementation
 
     @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of the results and for the call
+    @by_default
     def run(*shard: Any) -> Any:
         spec = plan.spec.localize(shard[0])
         if direction == "backward":

@@ -136,6 +136,7 @@ def call(
     results: Sequence[jax.ShapeDtypeStruct],
     *operands: Any,
     aliases: dict[int, int] | None = None,
+    vmap_method: str | None = None,
     **attributes: Any,
 ) -> list[Any]:
     """Calls a native kernel inside a JAX program.
@@ -146,6 +147,7 @@ def call(
       *operands: arrays; None stands for an absent one.
       aliases: which operand is changed in place and becomes which result, by index; XLA copies the operand where it is
         needed afterwards.
+      vmap_method: what `jax.vmap` makes of the call, see `jax.ffi.ffi_call`; None where it is folded before.
       **attributes: NumPy scalars or bools, of the exact types that the handler declares.
 
     Returns:
@@ -154,5 +156,6 @@ def call(
     native()
     given = [absent() if operand is None else operand for operand in operands]
     structs = tuple(sharding.out_struct(r.shape, r.dtype, given) for r in results)
-    values = jax.ffi.ffi_call(name, structs, input_output_aliases=aliases)(*given, **attributes)
+    kernel = jax.ffi.ffi_call(name, structs, input_output_aliases=aliases, vmap_method=vmap_method)
+    values = kernel(*given, **attributes)
     return [None if r.shape == (0,) else value for r, value in zip(results, values, strict=True)]

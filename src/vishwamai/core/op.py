@@ -20,6 +20,7 @@ from vishwamai.core import automatic_axes, dims, execute, jax_errors, observe, s
 from vishwamai.core.config import KernelConfig, ambient_target, check_block_size, current_config
 from vishwamai.core.errors import DeviceError, FallbackWarning, KernelError, UnsupportedError, VishwamaiError
 from vishwamai.core.plan import Choice, Implementation, Plan, S
+from vishwamai.core.spec import SYMBOLIC, is_symbolic
 from vishwamai.core.target import Target
 
 PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
@@ -227,10 +228,11 @@ class Op(Generic[S]):
         platform.
         """
         declined = []
+        symbolic = is_symbolic(spec.operands)
         for impl in self.implementations:
             if not impl.is_for(target) or (anywhere and impl.platform is not None):
                 continue
-            reason = impl.why_not(spec, target)
+            reason = SYMBOLIC if symbolic and impl is not self.implementations[-1] else impl.why_not(spec, target)
             if reason is not None:
                 declined.append((impl.name, reason))
             elif impl.why_not_default(spec, target) is None:
@@ -250,13 +252,19 @@ class Op(Generic[S]):
             raise UnsupportedError(
                 f"{self.name}: {name!r} is {written}, and the arrays are {target.framework}'s on {target.platform}."
             )
-        reason = chosen.why_not(spec, target)
+        symbolic = is_symbolic(spec.operands)
+        last = self.implementations[-1]
+        reason = SYMBOLIC if symbolic and chosen is not last else chosen.why_not(spec, target)
         if reason is None:
             return Choice(target.platform, chosen, self._config(chosen, spec, wanted, target, ambient), target)
         others = [
             (impl, target if target.framework == "torch" else target.on(impl.platform)) for impl in self.implementations
         ]
-        able = [repr(impl.name) for impl, where in others if impl.is_for(where) and impl.why_not(spec, where) is None]
+        able = [
+            repr(impl.name)
+            for impl, where in others
+            if impl.is_for(where) and (impl is last if symbolic else impl.why_not(spec, where) is None)
+        ]
         can = f"These can: {', '.join(able)}; or pass" if able else "Pass"
         raise UnsupportedError(
             f"{self.name}: implementation {name!r} cannot serve this call: {reason} {can} implementation=None to let "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -55,6 +56,29 @@ def array_spec(x: Any) -> ArraySpec:
 def _array_spec(shape: tuple[int, ...], dtype: Any) -> ArraySpec:
     torch = type(dtype).__module__.startswith("torch")
     return ArraySpec(shape, jnp.dtype(str(dtype).removeprefix("torch.") if torch else dtype))
+
+
+SYMBOLIC = "sizes are symbols (jax.export), and it is made for known ones."
+"""The reason of every implementation but the definition."""
+
+
+def is_symbolic(arrays: Iterable[Any]) -> bool:
+    """Whether a size of one of the arrays, or of their `ArraySpec`s, is a symbol of `jax.export`."""
+    return any(not _is_number(size) for x in arrays if x is not None for size in x.shape)
+
+
+def _is_number(size: Any) -> bool:
+    return isinstance(size, (int, np.integer))
+
+
+def known(size: Any, assumed: int) -> int:
+    """A size, or `assumed` in place of a symbol of `jax.export`, for a choice that changes no result."""
+    return size if _is_number(size) else assumed
+
+
+def at_least_1(size: Any) -> Any:
+    """`max(1, size)`; a symbol of `jax.export` is at least 1."""
+    return max(1, size) if _is_number(size) else size
 
 
 def as_array(function: str, name: str, x: Any) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.promotion import by_default
 from vishwamai.core.sharding import match_varying
 from vishwamai.ops.attention.chunked import XLA_CHUNKED
 from vishwamai.ops.attention.merge import merged
@@ -189,5 +190,5 @@ def _twice(ring: Ring, saved: Any, cotangents: Any) -> Any:
     )
 
 
-_gradients.defvjp(_once, _twice)
-_attend.defvjp(_forward, _backward)
+_gradients.defvjp(by_default(_once), _twice)
+_attend.defvjp(by_default(_forward), by_default(_backward))

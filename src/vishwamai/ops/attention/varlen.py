@@ -148,7 +148,10 @@ def flash_attention_varlen(
 
 def _sequence_of(starts: Any, total: int) -> Any:
     """The number of the sequence of every position; the count of sequences after the last one."""
-    return jnp.searchsorted(starts, jnp.arange(total, dtype=starts.dtype), side="right").astype(jnp.int32) - 1
+    positions = jnp.arange(total, dtype=starts.dtype)
+    if not isinstance(starts.shape[0], int):  # of a symbol of jax.export, which no search takes
+        return (starts <= positions[:, None]).sum(1, dtype=jnp.int32) - 1
+    return jnp.searchsorted(starts, positions, side="right").astype(jnp.int32) - 1
 
 
 def _in_zigzag(ids: Any, x: Any) -> Any:

@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from vishwamai.core import dims, execute, ffi, observe
 from vishwamai.core.config import ambient_target
 from vishwamai.core.plan import Plan
+from vishwamai.core.promotion import by_default
 from vishwamai.core.sharding import Axes, explicit_mesh, partitioned
 from vishwamai.ops.loss.compose import compose
 from vishwamai.ops.loss.cpu import NATIVE, TOTAL, total_with_gradients
@@ -104,7 +105,7 @@ def _total_bwd(what: Sum, slopes: Slopes, cotangent: Any) -> tuple[Tokens]:
     return (Tokens(x, weight, scaled.bias, None, None),)
 
 
-total.defvjp(_total_fwd, _total_bwd, symbolic_zeros=True)
+total.defvjp(by_default(_total_fwd), by_default(_total_bwd), symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -124,7 +125,7 @@ def _with_slopes_bwd(what: Sum, of_weight: bool, tokens: Tokens, cotangents: Any
     return (Tokens(slopes.x, slopes.weight, slopes.bias, None, None),)
 
 
-_with_slopes.defvjp(_with_slopes_fwd, _with_slopes_bwd)
+_with_slopes.defvjp(by_default(_with_slopes_fwd), by_default(_with_slopes_bwd))
 
 
 def _apart(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
@@ -137,9 +138,10 @@ def _apart(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
 
 @functools.lru_cache(maxsize=4096)
 def _batchable(what: Sum, of_weight: bool) -> Callable[..., Any]:
-    mapped = jax.custom_batching.custom_vmap(functools.partial(_by_platform, what, of_weight))
+    mapped = jax.custom_batching.custom_vmap(by_default(functools.partial(_by_platform, what, of_weight)))
 
     @mapped.def_vmap
+    @by_default
     def rule(size: int, in_batched: list[Any], tokens: Tokens) -> tuple[Any, Any]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])
         apart = functools.partial(_apart, what, of_weight)

@@ -17,6 +17,7 @@ from jax import lax
 from vishwamai.core import execute, sharding
 from vishwamai.core.numbers import divisors
 from vishwamai.core.plan import Plan
+from vishwamai.core.promotion import by_default
 from vishwamai.ops.loss.spec import Operands, Outputs
 
 PIECE_BYTES = 1 << 28
@@ -72,7 +73,7 @@ def _of_piece_bwd(plan: Plan, axis: str, saved: tuple[Operands, Outputs], cotang
     return (found._replace(weight=weight.astype(operands.weight.dtype), labels=None, targets=None),)
 
 
-_of_piece.defvjp(_of_piece_fwd, _of_piece_bwd)
+_of_piece.defvjp(by_default(_of_piece_fwd), by_default(_of_piece_bwd))
 
 
 def _whole(axis: str, operands: Operands) -> Operands:

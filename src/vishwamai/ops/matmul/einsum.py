@@ -26,7 +26,7 @@ from vishwamai.core.config import current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import PrecisionConfig, lax_precision, resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
-from vishwamai.core.spec import array_spec
+from vishwamai.core.spec import array_spec, known
 from vishwamai.ops.matmul.api import gemm
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ def plan_steps(equation: str, arrays: list[Any], optimize: Any) -> list[tuple[tu
     find_path: Any = (
         opt_einsum.contract_path
     )  # with `einsum_call` it also gives the contractions, which its types do not say
-    _, contractions = find_path(f"{inputs}->{out}", *shapes, shapes=True, optimize=strategy, einsum_call=True)
+    sizes_of_path = [tuple(known(size, 1024) for size in shape) for shape in shapes]
+    _, contractions = find_path(f"{inputs}->{out}", *sizes_of_path, shapes=True, optimize=strategy, einsum_call=True)
     return [(tuple(taken), subscripts) for taken, _, subscripts, *_ in contractions]
 
 
@@ -235,12 +236,13 @@ def _pair(
     rows, columns = ([i for i in term if i not in shared] for term in terms)
     if not contracted or not (rows or columns):
         return plain(f"{a_term},{b_term}->{out}", a, b)
+    assumed = {index: known(size, 1024) for index, size in sizes.items()}
     best = min(
         (
             plan
             for turned in (False, True)
             for order in dict.fromkeys((_order(contracted, a_term), _order(contracted, b_term)))
-            for plan in _layouts(a_term, b_term, out, shared, order, turned, sizes)
+            for plan in _layouts(a_term, b_term, out, shared, order, turned, assumed)
         ),
         key=lambda plan: plan[0],
     )

@@ -189,7 +189,8 @@ def _packed(weight: Any, transpose: bool, isa: str) -> Any:
     result = jax.eval_shape(portable, weight)
 
     def native(weight: Any) -> Any:
-        return ffi.call(_PACK, (ffi.result(result.shape, result.dtype),), weight, transposed=transpose)[0]
+        results = (ffi.result(result.shape, result.dtype),)
+        return ffi.call(_PACK, results, weight, vmap_method="sequential", transposed=transpose)[0]
 
     if ffi.why_not(None, _PACK) is not None or isa != ffi.isa() or result.size == 0:
         return portable(weight)

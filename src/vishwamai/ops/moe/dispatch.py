@@ -18,8 +18,9 @@ import numpy as np
 from vishwamai.core.arguments import checked, checks_its_own
 from vishwamai.core.arrays import cast, counted, fetched, inverse, namespace, numbers
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.promotion import by_default
 from vishwamai.core.sharding import Axes, follow_explicit_axes
-from vishwamai.core.spec import as_array
+from vishwamai.core.spec import as_array, at_least_1
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.moe.routing import Routing
 
@@ -59,10 +60,6 @@ def unpermute(rows: jax.Array, choice: jax.Array, place: jax.Array) -> jax.Array
     return fetched(rows, place)
 
 
-def _no_gradient(x: jax.Array) -> np.ndarray:
-    return np.zeros(x.shape, jax.dtypes.float0)
-
-
 def _permute_fwd(tokens: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
     return permute(tokens, choice, place), (choice, place)
 
@@ -70,7 +67,7 @@ def _permute_fwd(tokens: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
 def _permute_bwd(saved: Any, g: jax.Array) -> Any:
     choice, place = saved
     total = fetched(g, place).astype(jnp.promote_types(g.dtype, jnp.float32)).sum(axis=1).astype(g.dtype)
-    return total, _no_gradient(choice), _no_gradient(place)
+    return total, None, None
 
 
 def _unpermute_fwd(rows: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
@@ -79,17 +76,22 @@ def _unpermute_fwd(rows: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
 
 def _unpermute_bwd(saved: Any, g: jax.Array) -> Any:
     choice, place = saved
-    return fetched(g.reshape(-1, g.shape[-1]), choice), _no_gradient(choice), _no_gradient(place)
+    return fetched(g.reshape(-1, g.shape[-1]), choice), None, None
 
 
-permute.defvjp(_permute_fwd, _permute_bwd)
-unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
+permute.defvjp(by_default(_permute_fwd), by_default(_permute_bwd))
+unpermute.defvjp(by_default(_unpermute_fwd), by_default(_unpermute_bwd))
 
 
 def capacity_of(tokens: int, top_k: int, experts: int, capacity_factor: float) -> int:
     """Rows of each expert: `capacity_factor` times its even share of the choices, rounded up, but no more
     than there are choices.
     """
+    if not isinstance(tokens, int):
+        raise ShapeError(
+            f"moe_dispatch: `capacity_factor` is {capacity_factor}, and the number of tokens is a symbol of "
+            f"jax.export, {tokens}; pass capacity_factor=None, or export with a known number of tokens."
+        )
     return max(1, min(tokens * top_k, math.ceil(capacity_factor * tokens * top_k / experts)))
 
 
@@ -191,7 +193,8 @@ def sort_choices(chosen: Any, bins: int, capacity: int | None, sizes: Any = None
     order = xp.argsort(flat, stable=True)
     sizes = counted(flat, bins) if sizes is None else sizes
     at = inverse(order)
-    choice = cast(order % max(1, count) * top_k + order // max(1, count), "int32")
+    divisor = at_least_1(count)
+    choice = cast(order % divisor * top_k + order // divisor, "int32")
     if capacity is None:
         return sizes, choice, cast(at.reshape(top_k, count).T, "int32"), cast(xp.zeros_like(sizes[0]), "int32")
     starts = xp.cumsum(sizes, 0, dtype=sizes.dtype) - sizes

@@ -22,6 +22,7 @@ import numpy as np
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.packed_qtensor import PackedQTensor
+from vishwamai.core.promotion import by_default
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.sharding import match_varying
 from vishwamai.core.weight import Weight
@@ -254,7 +255,7 @@ def _twice(pieces: Pieces, saved: Any, cotangents: Any) -> Any:
     )
 
 
-_arrive_gradients.defvjp(functools.partial(_once, _arrive_gradients), _twice)
-_depart_gradients.defvjp(functools.partial(_once, _depart_gradients), _twice)
-_arrive.defvjp(_arrive_forward, functools.partial(_backward, _arrive_gradients))
-_depart.defvjp(_depart_forward, functools.partial(_backward, _depart_gradients))
+_arrive_gradients.defvjp(by_default(functools.partial(_once, _arrive_gradients)), _twice)
+_depart_gradients.defvjp(by_default(functools.partial(_once, _depart_gradients)), _twice)
+_arrive.defvjp(by_default(_arrive_forward), by_default(functools.partial(_backward, _arrive_gradients)))
+_depart.defvjp(by_default(_depart_forward), by_default(functools.partial(_backward, _depart_gradients)))

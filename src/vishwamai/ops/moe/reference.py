@@ -16,6 +16,7 @@ from jax import lax
 from vishwamai.core.gradients import is_float
 from vishwamai.core.op import Implementation
 from vishwamai.core.qtensor import expand, scale_values
+from vishwamai.core.spec import known
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
 
 _LARGEST_BLOCK = 512
@@ -31,7 +32,7 @@ class GroupBlocks(NamedTuple):
 
 def block_rows(m: int, groups: int) -> int:
     """Rows of one block: a power of two of about half a group, so that padding costs little."""
-    half = max(1, m // max(1, 2 * groups))
+    half = max(1, known(m, 32 * groups) // max(1, 2 * groups))
     return min(_LARGEST_BLOCK, max(8, 1 << (half - 1).bit_length()))
 
 
@@ -43,7 +44,8 @@ def layout(group_sizes: jax.Array, first_row: jax.Array | None, m: int, block: i
     starts = jnp.concatenate([first[None], ends[:-1]])
     last_block = jnp.cumsum(-(-(ends - starts) // block))  # blocks up to and with each group
     first_block = last_block + (-(ends - starts) // block)
-    count = m // block + min(groups, m)  # at most: every group that has a row adds one part of a block
+    # At most: every group that has a row adds one part of a block.
+    count = m // block + (min(groups, m) if isinstance(m, int) else groups)
     index = jnp.arange(count)
     group = jnp.minimum(jnp.searchsorted(last_block, index, side="right"), groups - 1)
     row = (starts[group] + (index - first_block[group]) * block)[:, None] + jnp.arange(block)

@@ -19,6 +19,7 @@ from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import lax_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes, match_varying
+from vishwamai.core.spec import known
 from vishwamai.ops.paged_attention.schedule import at_tokens, items, query_of, runs
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
 
@@ -30,7 +31,7 @@ _LOWEST = -1e30
 
 
 def _queries_per_block(spec: PagedSpec) -> int:
-    return min(spec.max_q_len, max(1, 64 // spec.group), 16)
+    return min(known(spec.max_q_len, 16), max(1, 64 // spec.group), 16)
 
 
 def keys_and_values(spec: PagedSpec, operands: Operands, pages: Any) -> tuple[Any, Any]:
@@ -127,7 +128,8 @@ def _one(spec: PagedSpec, operands: Operands) -> Outputs:
 
     number = blocks.sequence.shape[0]
     bytes_each = ahead * page * kv_heads * (spec.head_dim + spec.value_dim) * jnp.dtype(wide).itemsize
-    together = max(1, min(number, _STEP_BYTES // max(1, bytes_each)))
+    most = max(1, _STEP_BYTES // max(1, bytes_each))
+    together = max(1, min(number, most)) if isinstance(number, int) else None
     # [items, block, Hq, Dv] and [items, block, Hq]
     out, logsumexp = lax.map(attend, tuple(blocks[:5]), batch_size=together)
     found, where = nothing(spec, ()), query_of(spec, of, block, 1, spec.max_q_len)

@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from vishwamai.core import ffi, sharding
 from vishwamai.core.config import current_config
 from vishwamai.core.execute import by_platform
+from vishwamai.core.promotion import by_default
 from vishwamai.core.qtensor import bits
+from vishwamai.core.spec import is_symbolic
 from vishwamai.ops.paged_attention import gpu_update, tpu_update
 from vishwamai.ops.paged_attention.reference import XLA
 
@@ -84,11 +86,14 @@ def _put_bwd(places: tuple[Any, Any], cotangent: Any) -> tuple[Any, ...]:
     return cotangent.at[page, slot].set(0, mode="drop"), rows, None, None
 
 
-_put.defvjp(_put_fwd, _put_bwd)
+_put.defvjp(by_default(_put_fwd), by_default(_put_bwd))
 
 
 @jax.custom_batching.custom_vmap
+@by_default
 def _mapped(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
+    if is_symbolic((pool, rows)):
+        return _scatter(pool, rows, page, slot)
     branches: dict[str, Any] = {}
     if _whole_bytes(pool) and ffi.why_not(None, _HANDLER) is None:
         branches["cpu"] = _by(_native, pool.ndim)
@@ -101,6 +106,7 @@ def _mapped(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
 
 
 @_mapped.def_vmap
+@by_default
 def _fold(size: int, in_batched: list[bool], *arrays: Any) -> tuple[Any, bool]:
     """A mapped axis makes more pages."""
     pool, rows, page, slot = (

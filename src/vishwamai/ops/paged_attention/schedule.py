@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from vishwamai.core.arrays import namespace
+from vishwamai.core.spec import is_symbolic, known
 from vishwamai.ops.paged_attention.spec import PagedSpec
 
 
@@ -56,6 +57,8 @@ def runs(kv_lens: Any, cu_q_lens: Any, num_seqs: Any) -> Runs:
 
 def most_items(spec: PagedSpec, block: int, least: int, most: int) -> int:
     """How many blocks of `block` queries there can be in sequences of `least` ... `most` queries (least >= 1)."""
+    if is_symbolic(spec.operands):  # the definition's alone, whose `least` is 1
+        return spec.tokens // block + spec.sequences
     tokens, sequences = spec.tokens, min(spec.sequences, spec.tokens // least)
     # Each sequence may leave one block unfilled, all others are full.
     return max(1, min(tokens // block + sequences, sequences * -(-most // block)))
@@ -119,7 +122,7 @@ def at_tokens(x: Any, before: Any, place: Any, exists: Any) -> Any:
 
 def prefix_sum(x: Any) -> Any:
     """Inclusive sums of an int32 vector; a short one as a masked sum, which fuses with what is around it."""
-    if x.shape[0] > 512:
+    if known(x.shape[0], 513) > 512:
         return jnp.cumsum(x, dtype=jnp.int32)
     index = jnp.arange(x.shape[0])
     return jnp.sum(jnp.where(index[None, :] <= index[:, None], x[None, :], 0), axis=1, dtype=jnp.int32)
