@@ -141,11 +141,13 @@ wheel-arm64: ## the wheels for 64-bit Arm alone, by Debian's cross compiler, int
 	$(PYTHON) tools/cross_wheel.py --out dist $(foreach python,$(PYTHONS),--python $(python))
 
 # The versions of the tests' own environment: what was released since is no fault of a change.
-first-hour: $(VENV)/.dev ## a wheel in an empty environment of one Python, its examples pasted, its commands interrupted; MINUTES=20 bounds it
+# With NATIVE=no the wheel is built as on a machine without a compiler, and the hour is shorter.
+FIRST_HOUR = $(if $(filter no,$(NATIVE)),--out build/wheels-without-native --without-native,--out build/wheels --interrupts 2 --core)
+first-hour: $(VENV)/.dev ## a wheel in an empty environment of one Python, its examples pasted, its commands interrupted; MINUTES=20 bounds it; NATIVE=no: without a compiler
 	mkdir -p build
 	$(PIP) freeze --exclude-editable | grep -v ' @ ' > build/versions.txt
-	$(PYTHON) tools/wheels.py --out build/wheels --one --constraint build/versions.txt --interrupts 2 \
-	  --core --seed $${VISHWAMAI_TEST_SEED:-1} --minutes $(or $(MINUTES),20) $(foreach python,$(PYTHONS),--python $(python))
+	$(PYTHON) tools/wheels.py $(FIRST_HOUR) --one --constraint build/versions.txt \
+	  --seed $${VISHWAMAI_TEST_SEED:-1} --minutes $(or $(MINUTES),20) $(foreach python,$(PYTHONS),--python $(python))
 
 native: $(VENV)/.native ## the C++ module, after a change of its sources
 

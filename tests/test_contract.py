@@ -63,6 +63,23 @@ def test_numbers(op, impl, case):
         contract.check_all(contract.evaluate(case, impl), contract.truth(case), contract.by_reference(case), unit)
 
 
+NAMES = [name for name in contract.OPERATIONS if not contract.TRITON]
+EVERY = pytest.param(True, marks=pytest.mark.long, id="every case")
+
+
+@pytest.mark.filterwarnings("ignore::vishwamai.FallbackWarning")
+@pytest.mark.parametrize("every", [pytest.param(False, id="one case"), EVERY])
+@pytest.mark.parametrize("name", NAMES)
+def test_concrete_arrays(name, every):
+    """Outside of jit, on arrays of JAX whose values are known, an operation gives what its program gives."""
+    cases = contract.OPERATIONS[name].cases
+    start = rotation.SEED % len(cases)
+    for case in cases if every else cases[start : start + 1]:
+        with contract.x64(case):
+            arrays = {key: jnp.asarray(x) for key, x in case.make().items()}
+            contract.close(case.run(arrays), jax.jit(case.run)(arrays), 1e-2)
+
+
 @pytest.mark.parametrize("op, impl", pairs_in_turn(0))
 def test_same_bits_twice(op, impl):
     """Same inputs, same config, same machine: the same bits, whatever the order of threads or parallel grid steps."""

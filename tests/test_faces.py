@@ -18,6 +18,7 @@ import vishwamai
 from jax_inside import DEVICES_TAKEN
 from vishwamai import aot, kernels
 from vishwamai.core import config as config_module
+from vishwamai.core import ffi
 from vishwamai.core import op as op_module
 from vishwamai.core.config import current_config, kernel_config, without_effect
 from vishwamai.core.target import Target
@@ -480,3 +481,87 @@ def test_a_mask_is_bool_integers_or_what_is_added(of_torch):
         known = convert(seen.astype(np.int32))  # not an argument of the program
         inside = jax.jit(lambda q: module.flash_attention(q, k, v, known))(q)
         np.testing.assert_allclose(inside, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_check_in_a_program_is_the_error_of_the_eager_call():
+    @cpu_kernel(checks=True)
+    def loss(x, w, labels):
+        return vishwamai.linear_cross_entropy(x, w, labels)
+
+    arrays = jnp.ones((4, 16)), jnp.ones((8, 16)), jnp.array([1, 2, 3, 99])
+    with pytest.raises(ShapeError) as eager:
+        vishwamai.linear_cross_entropy(*arrays)
+    for call in (loss, jax.grad(lambda x, w, labels: loss(x, w, labels).sum())):
+        with pytest.raises(ShapeError) as caught, loss.named_errors():
+            jax.block_until_ready(call(*arrays))
+        assert str(caught.value) == str(eager.value) and isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+def test_an_out_of_memory_is_a_device_error_wherever_it_is_waited_for():
+    kernel = cpu_kernel(lambda x: jnp.zeros((1 << 46,), jnp.int8) + x)
+    with pytest.raises(DeviceError, match="make the batch smaller"), kernel.named_errors():
+        jax.block_until_ready(kernel(jnp.int8(1)))
+    with pytest.raises(DeviceError, match="make the batch smaller"), kernel.named_errors():
+        jax.block_until_ready(jax.jit(kernel.function)(jnp.int8(1)))
+
+
+def test_an_implementation_of_another_platform_says_so():
+    x = random(8, 16)
+    with pytest.raises(UnsupportedError, match="an implementation of another platform.*leave `implementation` out"):
+        tpu_kernel(vishwamai.gemm, implementation="pallas_tpu")(x, x.T)
+
+
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_a_floating_mask_of_zeros_and_ones_is_named(of_torch):
+    q, mask = random(1, 2, 9, 16), np.tri(9, dtype=np.float32)
+    convert: Any = pytest.importorskip("torch").tensor if of_torch else jnp.asarray
+    module = kernels.gpu if of_torch else kernels.tpu
+    q = convert(np.asarray(q))
+    with pytest.warns(UserWarning, match="zeros and ones alone.*pass `mask != 0`") as caught:
+        module.flash_attention(q, q, q, convert(mask))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.flash_attention(q, q, q, convert(mask) != 0)
+        module.flash_attention(q, q, q, convert(np.where(mask, 0.0, -np.inf).astype(np.float32)))
+        module.flash_attention(q, q, q, convert(0 * mask))
+
+
+def test_numbers_of_the_wrong_sign_are_errors_at_once():
+    for call, words in (
+        (lambda: kernels.tpu.TPUGEMMKernel(block_size=-1), "TPUGEMMKernel: `block_size` is -1"),
+        (lambda: kernels.tpu.TPUAttentionKernel(block_size=0), "TPUAttentionKernel: `block_size` is 0"),
+        (lambda: kernels.tpu.TPULayerNormKernel(eps=-1), "TPULayerNormKernel: `eps` is -1"),
+        (lambda: kernels.tpu.TPUGEMMKernel(precision="fast"), "'fast'"),
+        (lambda: kernels.profile_kernel(repeats=0).__enter__(), "profile_kernel: `repeats` is 0"),
+    ):
+        with pytest.raises(KernelError, match=words):
+            call()
+
+
+def test_warnings_point_at_the_line_of_the_caller():
+    with pytest.warns(FallbackWarning) as caught:
+        tpu_kernel(lambda x: x + 1)(random(2))
+    assert caught[0].filename == __file__
+
+
+@pytest.fixture
+def without_the_native_module(monkeypatch):
+    missing = "the native CPU kernels are not built: install a compiler."
+    monkeypatch.setattr(ffi, "_load", lambda: (None, missing))
+    config_module._local_target.cache_clear()
+    yield missing
+    config_module._local_target.cache_clear()
+
+
+def test_the_missing_module_is_said_once_for_all_operations(without_the_native_module):
+    x = random(8, 16)
+    with pytest.warns(FallbackWarning) as caught:
+        vishwamai.gemm(x, x.T)
+        vishwamai.rms_norm(x)
+        vishwamai.softmax(x)
+    assert [str(w.message) for w in caught] == [
+        f"{without_the_native_module} Until then XLA runs in their place, slower."
+    ]
+    with pytest.raises(UnsupportedError, match="gemm: 'native_cpu' declined.*not built"), kernel_config(strict=True):
+        vishwamai.gemm(x, x.T)

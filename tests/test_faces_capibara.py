@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pickle
 import time
 
 import jax
@@ -243,3 +244,24 @@ def test_every_method_is_explained_in_both_languages():
     assert len(public) == 10
     for function in (TPUv4Kernels, *public):
         assert function.__doc__ is not None and "Español:" in function.__doc__, function
+
+
+def test_an_object_is_pickled_with_its_options_and_its_random_keys():
+    made, x = TPUv4Kernels(precision="float32", seed=3), random(8, 64)
+    made.fused_gelu_dropout(x, 0.5)
+    again = pickle.loads(pickle.dumps(made))
+    np.testing.assert_array_equal(again.fused_gelu_dropout(x, 0.5), made.fused_gelu_dropout(x, 0.5))
+    assert again._run.config == made._run.config
+    with pytest.raises(KernelError, match="no call was measured yet"):
+        pickle.loads(pickle.dumps(made)).get_tflops()
+
+
+def test_lists_and_wrong_signs(made):
+    q = random(1, 2, 4, 8)
+    mask = np.tri(4, dtype=bool)
+    np.testing.assert_allclose(made.flash_attention(q, q, q, mask.tolist()), made.flash_attention(q, q, q, mask))
+    with pytest.raises(KernelError, match="moe_routing_kernel: `num_experts` is -3"):
+        made.moe_routing_kernel(random(4, 8), -3, 1)
+    with pytest.warns(FallbackWarning) as caught:
+        TPUv4Kernels()
+    assert caught[0].filename == __file__

@@ -186,6 +186,15 @@ def test_its_errors_say_what_to_do():
         register_tpu_op("nothing", {"npu": row_scale, "default": row_scale})
     with pytest.raises(KernelError, match="has 1 operands, but the operation takes 2"):
         register_tpu_op("nothing", {"default": row_scale}, sharding="b d -> b d")
+    for rule, split, words in (
+        ("b b, d -> b d", "b", "has 'b b'; write a name for each axis"),
+        ("b-1 d, d -> b d", "d", "has 'b-1 d'"),
+        ("b d, d -> b e", "b", "has 'e' in a result alone"),
+        ("b d, d -> b d", "bt", "has no factor 't'; pass letters of b, d"),
+        (None, "b", "there is no `sharding` whose factors"),
+    ):
+        with pytest.raises(KernelError, match=words):
+            register_tpu_op("nothing", {"default": row_scale}, sharding=rule, split=split)
     with pytest.raises(UnsupportedError, match="row_scale: there is no implementation 'pallas'"):
         op(random(8, 128), random(128), implementation="pallas")
     wrong = register_tpu_op("wrong", {"default": lambda x: x[0]}, abstract=lambda x: x)

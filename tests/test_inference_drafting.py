@@ -274,7 +274,7 @@ def test_the_command(tmp_path, models, plain, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_pretrained(models[0], tmp_path / "model")
     command = ["generate", str(tmp_path / "model"), "--token-ids", "3,4,5", "--dtype", "float32", "--max-length", "48"]
-    command += ["--max-tokens", "16", "--max-new-tokens", "12", "--temperature", "0", "--json"]
+    command += ["--step-tokens", "16", "--max-new-tokens", "12", "--temperature", "0", "--json"]
     draft = ["--draft-model", str(tmp_path / "model")]
     assert main([*command, *draft, "--draft-tokens", "2"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -19,7 +19,7 @@ from vishwamai.models import read_generation_config
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(128))]
 PROMPT = [5, 17, 99, 3, 42]
-SMALL = ("--max-length", "64", "--max-tokens", "16", "--dtype", "float32")
+SMALL = ("--max-length", "64", "--step-tokens", "16", "--dtype", "float32")
 
 
 def write_tokenizer(path):
@@ -116,12 +116,12 @@ GENERATION = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_pe
 @pytest.mark.parametrize(
     ("settings", "options", "expected"),
     [
-        (GENERATION, [], Sampling(128, temperature=0.6, top_k=20, repetition_penalty=1.05)),
-        (GENERATION, ["--top-k", "5"], Sampling(128, temperature=0.6, top_k=5, repetition_penalty=1.05)),
-        (GENERATION, ["--temperature", "0.9"], Sampling(128, temperature=0.9, repetition_penalty=1.05)),
-        (GENERATION, ["--temperature", "0", "--repetition-penalty", "1"], Sampling(128)),
-        ({**GENERATION, "do_sample": False}, [], Sampling(128, repetition_penalty=1.05)),
-        ({"do_sample": True}, [], Sampling(128, temperature=1.0)),
+        (GENERATION, [], Sampling(None, temperature=0.6, top_k=20, repetition_penalty=1.05)),
+        (GENERATION, ["--top-k", "5"], Sampling(None, temperature=0.6, top_k=5, repetition_penalty=1.05)),
+        (GENERATION, ["--temperature", "0.9"], Sampling(None, temperature=0.9, repetition_penalty=1.05)),
+        (GENERATION, ["--temperature", "0", "--repetition-penalty", "1"], Sampling(None)),
+        ({**GENERATION, "do_sample": False}, [], Sampling(None, repetition_penalty=1.05)),
+        ({"do_sample": True}, [], Sampling(None, temperature=1.0)),
     ],
 )
 def test_what_the_authors_recommend_holds_where_no_option_is_given(settings, options, expected, tmp_path):
@@ -143,3 +143,11 @@ def test_an_interrupt_ends_it_cleanly(peer):
     _, said = process.communicate(timeout=120)
     assert (process.returncode, said.splitlines()[-1]) == (130, "vishwamai generate: interrupted")
     assert "Traceback" not in said
+
+
+def test_without_a_number_of_new_tokens_the_answer_has_the_room_there_is(peer, capsys):
+    path, _ = peer
+    (path / "tokenizer.json").unlink(missing_ok=True)
+    arguments = ["generate", str(path), "--token-ids", "5,17", "--max-length", "10", "--step-tokens", "40"]
+    assert main([*arguments, "--dtype", "float32", "--ignore-eos", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"]) == 8

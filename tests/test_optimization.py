@@ -234,7 +234,7 @@ def test_loading_reads_the_keys(directory, capsys):
 def test_generate_says_what_each_key_does(directory, tmp_path, capsys):
     (tmp_path / "keys.json").write_text(json.dumps({"kv_cache_fp8": True, "gradient_checkpointing": "full"}))
     arguments = ["generate", str(directory), "--token-ids", "1,2", "--max-new-tokens", "1", "--max-length", "16"]
-    arguments += ["--max-tokens", "8", "--optimization", str(tmp_path / "keys.json"), "--optimization", "use_fp8=true"]
+    arguments += ["--step-tokens", "8", "--optimization", str(tmp_path / "keys.json"), "--optimization", "use_fp8=true"]
     assert main(arguments) == 0
     said = capsys.readouterr().err
     for words in ("kv_dtype=fp8", "quantize=fp8", "no effect: only training takes gradients", "block_size  "):

@@ -92,7 +92,7 @@ def test_products_and_gradients_of_a_padded_kernel():
 
 def test_a_padded_kernel_is_taken_as_the_weight():
     x, kernel = jax.random.normal(jax.random.key(0), (5, 100)), jax.random.normal(jax.random.key(1), (100, 30))
-    layout = optimize_kernel_layout(kernel)
+    layout: Any = optimize_kernel_layout(kernel)
     close: Any = dict(rtol=1e-5, atol=1e-5)
     for product in (vishwamai.gemm(x, layout), x @ layout, jax.jit(vishwamai.gemm)(x, layout)):
         np.testing.assert_allclose(product, x @ kernel, **close)

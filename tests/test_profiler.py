@@ -201,14 +201,14 @@ def test_a_module_is_profiled_with_its_own_inputs(known_peak, no_trace):
 
 def test_values_come_from_the_seed():
     def values(seed, given):
-        subject = profiler._subject(lambda *x: x, given, None)
+        subject = profiler._subject(lambda *x: x, given, None, seed)
         return [np.asarray(one) for one in profiler._values(subject, seed)]
 
     given = (shape(100), shape(100, dtype=jnp.int32), shape(100, dtype=jnp.bool_), shape(9, dtype=jnp.float8_e4m3fn))
     one, same, other = values(1, given), values(1, given), values(2, given)
     assert all((a == b).all() for a, b in zip(one, same)) and (one[0] != other[0]).any()
     assert set(one[1].tolist()) == {0, 1} and one[2].dtype == bool and one[3].dtype == jnp.float8_e4m3fn
-    tokens = profiler._values(profiler._subject(decoder(), (4, 50), None), 0)[0]
+    tokens = profiler._values(profiler._subject(decoder(), (4, 50), None, 0), 0)[0]
     assert tokens.dtype == jnp.int32 and 2 < tokens.max() < 64 and tokens.min() >= 0
 
 
@@ -369,3 +369,10 @@ def test_a_measurement_outlives_a_compiler_that_declines(known_peak, no_trace, m
     assert len(found.times) == 2 and found.estimate is None
     assert found.notes[-1] == "no estimate for v5e: kernel 'k' does not compile for v5e"
     assert "does not compile for v5e" in str(found)
+
+
+def test_an_mfu_above_the_peak_is_marked(monkeypatch):
+    slow = SimpleNamespace(published=False, how="measured", flops=lambda dtype: 1.0)
+    monkeypatch.setattr(profiler, "local_peaks", lambda: slow)
+    found = TPUProfiler().profile_execution(lambda x: x @ x, (16, 16), warmup_steps=0, profile_steps=1)
+    assert "ABOVE 100 %" in str(found) and any("which no device reaches" in note for note in found.notes)

@@ -30,7 +30,7 @@ def directory(tmp_path_factory):
 def started(directory, *options):
     """(the process, its address), once it is ready."""
     port = free_port()
-    sizes = ["--dtype", "float32", "--max-length", "256", "--max-tokens", "32", "--max-sequences", "2"]
+    sizes = ["--dtype", "float32", "--max-length", "256", "--step-tokens", "32", "--max-sequences", "2"]
     command = [sys.executable, "-m", "vishwamai.cli", "serve", str(directory / "tiny"), "--port", str(port)]
     command += [*sizes, *options]
     environment = {**os.environ, "XDG_CACHE_HOME": str(directory)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +152,8 @@ def test_an_optax_loop_in_three_lines():
         losses.append(float(value))
     assert losses[0] != float(loss(params, x)) and losses[-1] < 0.5 * losses[0]
     assert float(state.scales["dense/w"]["input"]) == pytest.approx(float(jnp.abs(x).max()) * 1.01 / 448)
-    rule = optax.GradientTransformation(optimizer.init, optimizer.update)
+    update: Any = optimizer.update
+    rule = optax.GradientTransformation(optimizer.init, update)
     chained = optax.chain(optax.clip_by_global_norm(1.0), rule)
     plain = jax.grad(loss)(params, x)
     updates, _ = chained.update(plain, chained.init(params), params)

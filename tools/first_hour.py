@@ -73,18 +73,20 @@ class Environment:
         self.elsewhere.mkdir(parents=True)
         self.around = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", "HOME": "/nonexistent"}
 
-    def run(self, place: str, *words: str, status: int = 0, says: str = "") -> str:
+    def run(self, place: str, *words: str, status: int = 0, says: str = "", once: str | None = None) -> str:
         """What a command prints.
 
         Raises:
-          Failed: it ends with another status, does not say what it must, or prints a traceback.
+          Failed: it ends with another status, does not say what it must, says more than once what it may say `once`, or
+            prints a traceback.
         """
         before, more = places(self.folder)[place]
         done = subprocess.run(
             [*before, *words], cwd=self.elsewhere, env=self.around | more, capture_output=True, text=True, check=False
         )
         said = done.stdout + done.stderr
-        if done.returncode != status or says not in said or (status and "Traceback" in said):
+        repeated = once is not None and said.count(once) > 1
+        if done.returncode != status or says not in said or repeated or (status and "Traceback" in said):
             raise Failed(
                 f"with {place}: {' '.join(words)}\nended with status {done.returncode}, not {status} and {says!r}; it "
                 f"said:\n{said[-3000:]}"
@@ -156,6 +158,31 @@ def everything(environment: Environment, count: int, seed: int) -> Iterator[str]
     yield from full_disk(environment, config, model)
     yield from interrupted(environment, config, model, count, seed)
     yield from every_page(environment)
+
+
+MISSING = "the native CPU kernels are not built"
+
+
+def without_native(environment: Environment) -> Iterator[str]:
+    """A short hour where the wheel was installed without a compiler: every command does its work, and says once for the
+    module that XLA takes its place.
+    """
+    place, command = "no home directory", environment.vishwamai
+    for page in BARE[:1]:
+        yield environment.paste(place, page)
+    config, model = prepared(environment)
+    yield "train: a small model"
+    prompt = ("--prompt", "the", "--max-new-tokens", "4")
+    for words in (
+        ("generate", str(model), *prompt),
+        ("generate", str(model), *prompt, "--quantize", "int8"),
+        ("train", str(config), "--output", "again"),
+        ("bench", "--quick", "--ops", "norm", "--targets", "none", "--no-model"),
+    ):
+        environment.run(place, command, *words, once=MISSING)
+        yield f"{words[0]}: works, and names the module once at most"
+    environment.run(place, command, "generate", str(model), *prompt, says=MISSING)
+    yield from serve_trials(command, model, environment.folder / "serve", environment.around, 0, random.Random(0))
 
 
 def follow(lines: Iterator[str], end: float) -> bool:

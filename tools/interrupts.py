@@ -251,7 +251,7 @@ class _Server:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
-        sizes = ["--dtype", "float32", "--max-length", "64", "--max-tokens", "32", "--max-sequences", "2"]
+        sizes = ["--dtype", "float32", "--max-length", "64", "--step-tokens", "32", "--max-sequences", "2"]
         self.running = Running([vishwamai, "serve", str(model), "--port", str(port), *sizes], folder, around)
 
     def until_ready(self) -> None:

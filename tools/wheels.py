@@ -40,6 +40,7 @@ CORE = ("core_choice", "core_gradient", "core_dropout", "config", "observe", "ro
 CORE_NEEDS = ("pytest>=9.0", "pytest-xdist>=3.8", "hypothesis>=6.150", "sybil>=9")
 
 NATIVE = "from vishwamai.core import ffi; why = ffi.why_not(); assert why is None, why"
+NO_NATIVE = f"from vishwamai.core import ffi; why = ffi.why_not(); assert {first_hour.MISSING!r} in why, why"
 
 
 def version_of(python: str) -> tuple[int, int]:
@@ -70,10 +71,14 @@ def install(binaries: Path, *words: str) -> None:
     )
 
 
-def build(python: str, out: Path, folder: Path) -> None:
-    """Compiles a wheel and gives it the tag of the systems that it runs on."""
+def build(python: str, out: Path, folder: Path, native: bool = True) -> None:
+    """Compiles a wheel and gives it the tag of the systems that it runs on; or makes one as where no compiler is."""
     raw = folder / "raw"
     words = ["-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "-w", str(raw), str(ROOT)]
+    if not native:
+        words[words.index(str(raw))] = str(out)
+        subprocess.run([python, *words], check=True, env=os.environ | {"CC": "false", "CXX": "false"})
+        return
     subprocess.run([python, *words], check=True, env=os.environ | {"VISHWAMAI_NATIVE": "require"})
     for wheel in raw.glob("vishwamai-*.whl"):
         repair(python, wheel, out, folder)
@@ -99,12 +104,14 @@ def attempt(python: str, out: Path, folder: Path, arguments: argparse.Namespace)
     install(binaries, "--no-deps", "--no-index", "--find-links", str(out), "vishwamai")
     install(binaries, *constraint, "vishwamai")  # what it depends on
     place = first_hour.Environment(binaries, folder / "first hour")
-    place.run("no home directory", place.python, "-c", NATIVE)
+    place.run("no home directory", place.python, "-c", NO_NATIVE if arguments.without_native else NATIVE)
     for words in COMMANDS:
         print(place.run("no home directory", place.vishwamai, *words), end="", flush=True)
-    whole = first_hour.follow(first_hour.bare(place), end)
+    whole = arguments.without_native or first_hour.follow(first_hour.bare(place), end)
     install(binaries, *constraint, "--find-links", str(out), f"vishwamai[{EXTRAS}]")
     lines = first_hour.everything(place, arguments.interrupts, arguments.seed)
+    if arguments.without_native:
+        lines = first_hour.without_native(place)
     whole = first_hour.follow(lines, end) and whole
     print(f"{python}: {'all of it' if whole else 'NOT CHECKED TO THE END, there was no time for the rest'}")
 
@@ -177,6 +184,7 @@ def main() -> int:
     parser.add_argument("--built", action="store_true", help="compile nothing: try what --out has")
     parser.add_argument("--one", action="store_true", help="serve one of the Pythons that run here, by the seed")
     parser.add_argument("--core", action="store_true", help="the tests of the core too, with README.md's jax")
+    parser.add_argument("--without-native", action="store_true", help="as on a machine without a compiler, and shorter")
     parser.add_argument("--constraint", type=Path, help="versions for pip (the newest)")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the moments of the interrupts")
     parser.add_argument("--interrupts", type=int, default=4, help="of each command (4)")
@@ -195,8 +203,8 @@ def main() -> int:
     builders += [python for version, python in sorted(pythons.items()) if version >= ABI][:1]
     with tempfile.TemporaryDirectory() as folder:
         for number, python in enumerate([] if arguments.built else builders):
-            build(python, out, Path(folder, f"build{number}"))
-        if not (arguments.built or arguments.one):
+            build(python, out, Path(folder, f"build{number}"), not arguments.without_native)
+        if not (arguments.built or arguments.one or arguments.without_native):
             reason = cross_wheel.why_not()
             if reason is not None:
                 print(f"wheels: NOT MADE for Arm: {reason}")

@@ -11,6 +11,7 @@ its last line is an object with `token_ids`, `text`, `finish_reason` and `timing
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -35,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="continue this text")
     prompt.add_argument("--chat", metavar="FILE", type=Path, help="answer the messages in this JSON file (a list)")
     prompt.add_argument("--token-ids", metavar="1,2,3", help="continue these tokens; needs no tokenizer")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="(128, or what a sequence has room for)")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token")
     parser.add_argument("--top-p", type=float, metavar="P", help="only the likeliest tokens that sum to P")
     parser.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
@@ -61,6 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     if messages is not None and planned.tokenizer is not None:
         prompt = planned.tokenizer.chat(messages)
     encoded = planned.prompts.encode(prompt)
+    if arguments.max_new_tokens is None:
+        room = max(1, planned.limits.max_length - len(encoded))
+        options = dataclasses.replace(options, max_new_tokens=min(128, room))
     planned.prompts.check(encoded, options)
     engine, timing = model.load(planned, arguments.compile)
     deltas, spent = _answer(engine, encoded, options, arguments.stream)

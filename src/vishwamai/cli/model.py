@@ -38,7 +38,7 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
         "--max-length", type=int, metavar="TOKENS", help="of a sequence (the model's, as the pages hold it)"
     )
     parser.add_argument("--max-sequences", type=int, default=sequences, metavar="N", help=f"at once ({sequences})")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens of one step (512)")
+    parser.add_argument("--step-tokens", type=int, default=512, metavar="N", help="of one step of all sequences (512)")
     parser.add_argument("--mixed-tokens", type=int, metavar="N", help="tokens of a step that decodes too (a quarter)")
     parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="of a page (16)")
     parser.add_argument("--memory", type=float, metavar="GIB", help="use no more (90 %% of what is available)")
@@ -157,7 +157,7 @@ def plan(arguments: argparse.Namespace) -> Load:
         quantize=arguments.quantize,
         kv_dtype=arguments.kv_dtype,
         max_sequences=arguments.max_sequences,
-        max_tokens=arguments.max_tokens,
+        max_tokens=arguments.step_tokens,
         max_length=arguments.max_length,
         page_size=arguments.page_size,
         memory=None if arguments.memory is None else int(arguments.memory * 2**30),

@@ -158,7 +158,7 @@ def _cells(config: TrainConfig, record: Record) -> dict[str, str]:
         "left": duration(left),
     }
     if record.mfu is not None:
-        cells["MFU"] = f"{record.mfu:.1%}"
+        cells["MFU"] = f"{record.mfu:.1%}{' (above the peak)' if record.mfu > 1 else ''}"
     if record.accuracy is not None:
         cells["preferred"] = f"{record.accuracy:.0%}"
     if record.skipped:

@@ -18,12 +18,12 @@ import shutil
 import stat
 import tempfile
 import time
-import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from vishwamai.core import callers
 from vishwamai.core.errors import CacheWarning, ConfigError, DeviceError
 
 CACHES = {
@@ -85,7 +85,7 @@ def no_directory(cache: str) -> str:
 @functools.cache
 def warn_once(text: str) -> None:
     """Gives a `CacheWarning` the first time that this process has this text to say."""
-    warnings.warn(text, CacheWarning, stacklevel=3)
+    callers.warn(text, CacheWarning)
 
 
 def write(path: Path, content: str | bytes) -> None:

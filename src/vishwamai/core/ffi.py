@@ -12,7 +12,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.core import sharding
+from vishwamai.core import callers, sharding
 from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.core.hardware import CPUS, CpuChip
 from vishwamai.core.target import Target
@@ -73,7 +72,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     complaint = module.isa_complaint()
     if complaint is not None:
-        warnings.warn(f"{complaint}; using {module.isa()}.", stacklevel=3)
+        callers.warn(f"{complaint}; using {module.isa()}.")
     return module, None
 
 

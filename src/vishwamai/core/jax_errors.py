@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import jax
 
-from vishwamai.core.errors import DeviceError
+from vishwamai.core import errors
+from vishwamai.core.errors import DeviceError, VishwamaiError
 
 
 def lacks_forward_mode(error: Exception) -> bool:
@@ -35,6 +36,18 @@ def lacks_platform(error: Exception) -> bool:
 def out_of_memory(error: Exception) -> bool:
     """The device's memory, or the host's, is exhausted."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def from_callback(error: Exception) -> VishwamaiError | None:
+    """Our own error that a callback of the program raised (`KernelConfig(checks=True)`), which JAX wraps with its
+    traceback; None for others.
+    """
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return None
+    kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    names = "|".join(name for name, kind in kinds.items() if issubclass(kind, VishwamaiError))
+    found = re.search(rf"^(?:vishwamai\.core\.errors\.)?({names}): (.+?)\s*\Z", str(error), re.MULTILINE | re.DOTALL)
+    return None if found is None else kinds[found[1]](found[2])
 
 
 def device_error(what: str, error: Exception) -> DeviceError | None:

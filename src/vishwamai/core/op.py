@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Generic
 
 import jax
 from jax.core import Tracer
 
-from vishwamai.core import automatic_axes, dims, execute, jax_errors, observe, sharding, tuning
+from vishwamai.core import automatic_axes, callers, dims, execute, ffi, jax_errors, observe, sharding, tuning
 from vishwamai.core.config import KernelConfig, ambient_target, check_block_size, current_config
 from vishwamai.core.errors import DeviceError, FallbackWarning, KernelError, UnsupportedError, VishwamaiError
 from vishwamai.core.plan import Choice, Implementation, Plan, S
@@ -320,7 +318,7 @@ class Op(Generic[S]):
         for text in self.fallbacks(choice):
             if current_config().strict:
                 raise UnsupportedError(f"{text} (strict mode: `KernelConfig(strict=True)` forbids the fallback)")
-            _warn_once(text)
+            _warn_once(_of_the_module(text))
 
     def fallbacks(self, choice: Choice) -> list[str]:
         """What is said of the kernels that are written for the choice's platform and declined."""
@@ -345,17 +343,12 @@ def _heuristic(impl: Implementation, spec: Any, target: Target) -> Any:
     return impl.heuristic(spec, target)
 
 
+def _of_the_module(text: str) -> str:
+    """What is said once of all operations, where their native kernels are missing together; others as they are."""
+    missing = ffi.why_not()
+    return text if missing is None or missing not in text else f"{missing} Until then XLA runs in their place, slower."
+
+
 @functools.cache
 def _warn_once(text: str) -> None:
-    warnings.warn(text, FallbackWarning, stacklevel=_callers_level())
-
-
-_OURS = ("vishwamai", "jax", "torch")
-
-
-def _callers_level() -> int:
-    """`stacklevel` of the nearest line that is neither ours nor the framework's: the one the caller wrote."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
-        frame, level = frame.f_back, level + 1
-    return level
+    callers.warn(text, FallbackWarning)

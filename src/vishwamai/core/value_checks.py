@@ -27,7 +27,8 @@ def check_values(check: Callable[..., None], *arrays: Any) -> None:
         under `KernelConfig(checks=True)`.
 
     Raises:
-      ShapeError: what `check` raises. Inside a program it arrives as JAX's runtime error, whose text has it.
+      ShapeError: what `check` raises. Inside a program it arrives as JAX's runtime error, whose text has it; a
+        decorated kernel makes the `ShapeError` of it again.
     """
     if all(map(is_known, arrays)):
         check(*map(np.asarray, arrays))

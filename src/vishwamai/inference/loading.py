@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core import ffi
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.numbers import human
@@ -161,7 +162,7 @@ class Load:
         from vishwamai.models.packed_files import Form, read_packed, write_packed
 
         quantize, dtype = _of_directory(self.quantize, directory, self.directory), jnp.dtype(self.dtype)
-        if jax.default_backend() != "cpu" or mesh is not None:
+        if jax.default_backend() != "cpu" or mesh is not None or ffi.why_not() is not None:
             placed = {} if mesh is None else {"mesh": mesh, "rules": serving_rules(config, mesh.shape)}
             return from_pretrained(directory, dtype=dtype, quantize=quantize, **placed)
         form = Form(dtype.name, quantize, _quantizes_head(self.quantize))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +18,8 @@ import jax
 import jax.core
 import numpy as np
 
+from vishwamai.core import callers, jax_errors
 from vishwamai.core import explain as core_explain
-from vishwamai.core import jax_errors
 from vishwamai.core.config import KernelConfig, current_config, kernel_config
 from vishwamai.core.errors import (
     DeviceError,
@@ -76,7 +75,7 @@ class Kernel:
         self._constants = constants  # arrays of integers and bools are part of the program
         self._verify = verify  # called once for each new program with (function of arrays, arrays)
         self._verified: set[Any] = set()
-        with self._name_errors(), self.configured():
+        with self.named_errors(), self.configured():
             pass  # a keyword that is wrong is told where it stands, not at the first call
 
         def program(call: StaticCall, *arrays: Any) -> Any:
@@ -123,7 +122,7 @@ class Kernel:
             yield config
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._name_errors(), self.configured() as config:
+        with self.named_errors(), self.configured() as config:
             tensors = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_torch_tensor(leaf)]
             if tensors:
                 return self._call_on_tensors(tensors, config, args, kwargs)
@@ -167,7 +166,7 @@ class Kernel:
 
         Of torch tensors the function is run once, on the device where they are; see `vishwamai.torch.explain`.
         """
-        with self._name_errors(), self.configured():
+        with self.named_errors(), self.configured():
             if any(map(is_torch_tensor, jax.tree.leaves((args, kwargs)))):
                 if target is not None:
                     raise KernelError(
@@ -190,13 +189,13 @@ class Kernel:
         """
         from vishwamai import aot
 
-        with self._name_errors(), self.configured():
+        with self.named_errors(), self.configured():
             call, arrays = self.split(args, kwargs)
             return aot.check(functools.partial(self._run, call), *arrays, target=target)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(...).lower` gives it; `.compile()` is called with the arrays alone."""
-        with self._name_errors(), self.configured():
+        with self.named_errors(), self.configured():
             call, arrays = self.split(args, kwargs)
             return self._program.lower(call, *arrays)
 
@@ -244,8 +243,17 @@ class Kernel:
         return arrays
 
     @contextlib.contextmanager
-    def _name_errors(self) -> Iterator[None]:
-        """What the block raises, as a `KernelError` or `DeviceError` with its cause."""
+    def named_errors(self) -> Iterator[None]:
+        """What the block raises, as a `KernelError` or `DeviceError` with its cause.
+
+        A call has it around itself. A program that runs asynchronously may fail afterwards, when its results are
+        waited for: put that wait into such a block.
+
+        >>> import jax, jax.numpy as jnp
+        >>> kernel = cpu_kernel(jnp.tanh)
+        >>> with kernel.named_errors():
+        ...     y = jax.block_until_ready(kernel(jnp.ones(8)))
+        """
         try:
             yield
         except VishwamaiError:
@@ -267,7 +275,7 @@ def _made(
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    warnings.warn(text, FallbackWarning, stacklevel=4)
+    callers.warn(text, FallbackWarning)
 
 
 def translated(name: str, error: Exception) -> VishwamaiError:
@@ -276,6 +284,13 @@ def translated(name: str, error: Exception) -> VishwamaiError:
     """
     first = (str(error).strip() or "no message").splitlines()[0][:500]
     text = f"{name}: {type(error).__name__}: {first}"
+    if (of_callback := jax_errors.from_callback(error)) is not None:
+        return of_callback
+    if jax_errors.lacks_platform(error):
+        return UnsupportedError(
+            f"{name}: an operation in it has an implementation of another platform than this program's, and it cannot "
+            f"run here ({first}); leave `implementation` out, or ask `.check(target, ...)` whether it compiles."
+        )
     if (of_device := jax_errors.device_error(name, error)) is not None:
         return of_device
     if isinstance(error, NotImplementedError):

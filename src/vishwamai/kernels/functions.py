@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import vishwamai
+from vishwamai.core import callers
 from vishwamai.core.arguments import checked
 from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError
@@ -67,7 +68,7 @@ def flash_attention(
       value: `[batch, kv_heads, kv_len, v_dim]`.
       mask: bool, True = attend; integers, 1 = attend and 0 = hide; or floating numbers, which are added to the scaled
         logits as `bias` is (0 = attend, -inf or a large negative number = hide). It broadcasts to
-        `[batch, heads, q_len, kv_len]`.
+        `[batch, heads, q_len, kv_len]`. A warning names floating zeros and ones, which hide nothing.
       block_size: edge of the tiles, in elements; None takes the tuned ones, which are seldom slower.
       use_flash: False computes by the plain reference that holds the score matrix.
       **options: `causal`, `window`, `bias`, `softcap` and the others of `vishwamai.flash_attention`.
@@ -106,12 +107,26 @@ def _mask_and_bias(mask: Any) -> tuple[Any, Any]:
     if kind == "bool":
         return mask, None
     if "float" in kind:
+        if of_jax:
+            check_values(_warn_of_zeros_and_ones, mask)
+        else:
+            _warn_of_zeros_and_ones(mask)
         return None, mask
     if of_jax:
         check_values(_check_integers, mask)
     else:
         _check_integers(mask)
     return mask != 0, None
+
+
+def _warn_of_zeros_and_ones(mask: Any) -> None:
+    """Warns of a floating mask, of NumPy or torch, that looks like one of 0 and 1."""
+    if bool(((mask == 1) | (mask == 0)).all()) and bool((mask == 1).any()):
+        kind = str(mask.dtype).removeprefix("torch.")
+        callers.warn(
+            f"flash_attention: `mask` is {kind} and has zeros and ones alone; floating numbers are added to the "
+            "logits, so it hides nothing. If ones mean attend, pass `mask != 0`."
+        )
 
 
 def _check_integers(mask: Any) -> None:

@@ -22,7 +22,9 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 
 from vishwamai.core import observe
+from vishwamai.core.arguments import described
 from vishwamai.core.config import ambient_target, current_config
+from vishwamai.core.errors import KernelError
 from vishwamai.core.plan import Plan
 from vishwamai.measure.machine_peaks import local_peaks
 from vishwamai.measure.peaks import Peaks
@@ -48,7 +50,7 @@ def profile_kernel(*, repeats: int = 5, peaks: Callable[[], Peaks] = local_peaks
     same way, backward passes too; bytes are left out where their device is not JAX's.
 
     Args:
-      repeats: how often an operation is run for its median.
+      repeats: how often an operation is run for its median, 1 or more.
       peaks: gives the device's peaks when the summary needs them. The default takes a TPU's published peaks, and
         measures those of other machines.
 
@@ -56,12 +58,17 @@ def profile_kernel(*, repeats: int = 5, peaks: Callable[[], Peaks] = local_peaks
       a `Profile`: `print(prof.summary())` gives the table (per operation: calls, time, GFLOP/s, GB/s, share of the
       peak, memory); `prof.operations` and `prof.kernels` hold its rows.
 
+    Raises:
+      KernelError: `repeats` is not a positive whole number.
+
     >>> import vishwamai
     >>> with profile_kernel(repeats=3) as prof:
     ...     y = vishwamai.gemm(jnp.ones((64, 32)), jnp.ones((32, 16)))
     >>> [(row.name, row.calls, row.flops) for row in prof.operations]
     [('gemm forward', 1, 65536)]
     """
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise KernelError(f"profile_kernel: `repeats` is {described(repeats)}; pass a whole number of 1 or more.")
     profiler = _Profiler(Profile(repeats, peaks))
     with observe.watching(profiler) as profiler.token, jax.disable_jit():
         yield profiler.profile

@@ -103,7 +103,8 @@ class ProfileResults:
         )
         lines += _row("compilation", f"{self.compiling.value:.3g} s")
         lines += _row("work", f"{self.flops.total:.4g} FLOP a step: {self.flops_source}")
-        share = "not known" if self.mfu is None else f"{self.mfu.value:.1%}"
+        above = " (ABOVE 100 %, see the notes)" if self.mfu is not None and self.mfu.value > 1 else ""
+        share = "not known" if self.mfu is None else f"{self.mfu.value:.1%}{above}"
         lines += _row("MFU", f"{share}; peak: {self.peaks}" if self.peaks else share)
         lines += _row("bandwidth", f"{self.bandwidth.value / 1e9:.3g} GB/s at least (arguments and results, once)")
         parts = ", ".join(f"{name} {human(part.value)}" for name, part in self.memory_parts.items() if part.value)

@@ -382,7 +382,10 @@ def _mfu(flops: ProgramFlops, seconds: float, devices: int) -> tuple[Measurement
         return Measurement(share, jax.devices()[0].device_kind, "of peak"), peaks.how, ()
     if peaks.published:
         return None, peaks.how, (f"MFU would be {share:.2f}: the clock or the count of FLOP is wrong.",)
-    note = "MFU is above 100 %, so the peak was measured too low."
+    note = (
+        f"MFU is {share:.1%}, above 100 %, which no device reaches: the peak was measured too low, by other work "
+        "on this machine or by a clock that has risen since. Run it again while nothing else runs."
+    )
     return Measurement(share, jax.devices()[0].device_kind, "of peak"), peaks.how, (note,)
 
 

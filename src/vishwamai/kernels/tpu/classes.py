@@ -6,9 +6,15 @@ import dataclasses
 from typing import Any
 
 from vishwamai.core.arguments import checked
-from vishwamai.core.config import kernel_config
-from vishwamai.core.precision import PrecisionConfig
+from vishwamai.core.config import check_block_size, kernel_config
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.kernels import functions
+
+
+def _check_block_size(kernel: str, block_size: int | None) -> None:
+    if block_size is not None:
+        check_block_size(f"{kernel}: `block_size`", block_size)
 
 
 @checked
@@ -29,6 +35,10 @@ class TPUGEMMKernel:
     block_size: int | None = None
     use_bfloat16: bool | None = None
     precision: PrecisionConfig | str | None = None
+
+    def __post_init__(self) -> None:
+        _check_block_size("TPUGEMMKernel", self.block_size)
+        resolve_precision(self.precision, PrecisionConfig.DEFAULT)
 
     def __call__(self, a: Any, b: Any, **options: Any) -> Any:
         """`a @ b`; options as `vishwamai.gemm`."""
@@ -56,6 +66,9 @@ class TPUAttentionKernel:
     block_size: int | None = None
     causal: bool = False
 
+    def __post_init__(self) -> None:
+        _check_block_size("TPUAttentionKernel", self.block_size)
+
     def __call__(self, query: Any, key: Any, value: Any, mask: Any = None, **options: Any) -> Any:
         """Attention of `[batch, heads, seq, head_dim]` arrays; options as `vishwamai.flash_attention`."""
         options.setdefault("causal", self.causal)
@@ -82,6 +95,10 @@ class TPULayerNormKernel:
     eps: float = 1e-6
     use_fused_ops: bool = True
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ShapeError(f"TPULayerNormKernel: `eps` is {self.eps!r}; pass a number of 0 or more, such as 1e-6.")
 
     def __call__(self, x: Any, scale: Any = None, bias: Any = None, **options: Any) -> Any:
         """The normalized `x`; options as `vishwamai.layer_norm`."""

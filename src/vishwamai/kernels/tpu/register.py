@@ -76,7 +76,12 @@ class RegisteredOp:
         self.operands = _array_parameters(name, self._reference)
         functools.update_wrapper(self, self._reference)
         self._operands_type = collections.namedtuple(f"{name}_operands", self.operands, rename=True)  # type: ignore[misc]
-        self._dims = None if sharding is None else _parse(name, sharding, len(self.operands))
+        self._dims = None if sharding is None else _parse(name, sharding, len(self.operands), split)
+        if sharding is None and split:
+            raise KernelError(
+                f"register_tpu_op: {name}: `split` is {split!r}, but there is no `sharding` whose factors it could "
+                'name; pass the rule, such as "b t d, d -> b t d", or leave `split` out.'
+            )
         self._split = frozenset(split)
         self._seen: dict[Any, Any] = {}
         found = []
@@ -322,7 +327,9 @@ def _array_parameters(name: str, function: Callable[..., Any]) -> tuple[str, ...
     return found
 
 
-def _parse(name: str, rule: str, operands: int) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+def _parse(
+    name: str, rule: str, operands: int, split: str
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
     left, arrow, right = rule.partition("->")
     before, after = (tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right))
     if not arrow or len(before) != operands:
@@ -330,6 +337,24 @@ def _parse(name: str, rule: str, operands: int) -> tuple[tuple[tuple[str, ...], 
             f"register_tpu_op: {name}: the sharding rule {rule!r} has {len(before)} operands, but the operation takes "
             f"{operands}; "
             'write "b t d, d -> b t d".'
+        )
+    for dims in (*before, *after):
+        for factor in dims:
+            if not factor.isidentifier() or dims.count(factor) > 1:
+                raise KernelError(
+                    f"register_tpu_op: {name}: the sharding rule {rule!r} has {' '.join(dims)!r}; write a name for "
+                    "each axis of an array, each once."
+                )
+    factors = {factor for dims in before for factor in dims}
+    if unknown := sorted({factor for dims in after for factor in dims} - factors):
+        raise KernelError(
+            f"register_tpu_op: {name}: the sharding rule {rule!r} has {unknown[0]!r} in a result alone; name an axis "
+            "of the operands, or leave the rule out."
+        )
+    if unknown := sorted(set(split) - factors):
+        raise KernelError(
+            f"register_tpu_op: {name}: `split` is {split!r}, but the sharding rule {rule!r} has no factor "
+            f"{unknown[0]!r}; pass letters of {', '.join(sorted(factors))}."
         )
     return before, after
 

@@ -4,7 +4,6 @@ métodos.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ import opt_einsum
 from jax.sharding import Mesh, PartitionSpec
 
 import vishwamai
+from vishwamai.core import callers
+from vishwamai.core.spec import as_array
 from vishwamai.kernels import KernelError, ShapeError
 from vishwamai.ops.matmul.einsum import check_optimize
 from vishwamai.parallel import ring_attention
@@ -41,7 +42,10 @@ def boolean(mask: Any) -> Any:
     Raises:
       ShapeError: it is floating, which might mean an additive bias.
     """
-    if mask is None or mask.dtype == jnp.bool_:
+    if mask is None:
+        return None
+    mask = as_array("flash_attention", "attention_mask", mask)
+    if mask.dtype == jnp.bool_:
         return mask
     if jnp.issubdtype(mask.dtype, jnp.integer):
         return mask.astype(jnp.bool_)
@@ -129,16 +133,17 @@ def routing(
     Without `router_weights` the tokens are the logits where they have a feature for each expert; else the router is
     random, of a fixed seed, and a warning says so.
     """
+    if num_experts < 1:
+        raise KernelError(f"moe_routing_kernel: `num_experts` is {num_experts}; pass 1 or more.")
     if router_weights is None:
         width = tokens.shape[-1]
         if width == num_experts:
             router_weights = jnp.eye(num_experts, dtype=jnp.float32)
         else:
-            warnings.warn(
+            callers.warn(
                 f"moe_routing_kernel: there are no `router_weights`, and the tokens have {width} features for "
                 f"{num_experts} experts, so they are no logits: a random router of seed 0 decides; pass router_weights "
-                f"of shape ({width}, {num_experts}).",
-                stacklevel=2,
+                f"of shape ({width}, {num_experts})."
             )
             router_weights = jax.random.normal(jax.random.key(0), (width, num_experts)) * width**-0.5
     found = vishwamai.moe_routing(tokens if dtype is None else tokens.astype(dtype), router_weights, num_experts, top_k)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import jax.core
 
 from capibara.core.kernels import benchmark, operations
 from capibara.core.kernels.measured import Runner, memory_in_use
+from vishwamai.core import callers
 from vishwamai.core.arguments import checked
 from vishwamai.kernels import FallbackWarning, KernelConfig, KernelError
 
@@ -88,9 +88,19 @@ class TPUv4Kernels:
         self._draws = 0
         platform = jax.devices()[0].platform
         if platform != "tpu":
-            warnings.warn(
-                f"TPUv4Kernels: there is no TPU here, so it runs on {platform}", FallbackWarning, stacklevel=2
-            )
+            callers.warn(f"TPUv4Kernels: there is no TPU here, so it runs on {platform}", FallbackWarning)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the compiled programs and the figures, which belong to this process."""
+        run = self._run
+        key = jax.random.key_data(self._key), jax.random.key_impl(self._key)
+        return {"run": (run.config, run.fuse, run.automatic_layouts), "key": key, "draws": self._draws}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._run = Runner(*state["run"])
+        data, kind = state["key"]
+        self._key = jax.random.wrap_key_data(data, impl=kind)
+        self._draws = state["draws"]
 
     @property
     def device(self) -> str:
