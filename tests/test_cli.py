@@ -18,7 +18,9 @@ from vishwamai import aot, cli
 from vishwamai.aot.compile import libtpu
 from vishwamai.bench import machine
 from vishwamai.cli import COMMANDS, function, main
+from vishwamai.core import installing
 from vishwamai.core.hardware import TPUS
+from vishwamai.core.installing import install_line
 from vishwamai.models import minilm
 
 MODULE = '''
@@ -165,9 +167,15 @@ def test_doctor_says_what_is_here(capsys):
 def test_doctor_names_the_fix_of_what_is_missing(capsys, monkeypatch):
     lacking = machine.versions() | {"rich": None, "torch": None}
     monkeypatch.setattr(machine, "versions", lambda: lacking)
+    monkeypatch.setattr(installing, "_installed", lambda name: name not in ("rich", "torch"))
     monkeypatch.setattr(machine.ffi, "why_not", lambda: "the native CPU kernels are not built: run the builder.")
     _, out, _ = run(capsys, "doctor")
-    assert 'pip install "vishwamai[cli]"' in out and 'pip install "vishwamai[torch]"' in out
+    assert f"cli (rich): would bring tables and progress bars\n      {install_line('cli')}" in out
+    assert (
+        install_line("torch") in out
+        and "train                 lacks rich" in out
+        and "calibrate             ready" in out
+    )
     assert "run the builder" in out and "rich                  not installed" in out
 
 
@@ -352,13 +360,13 @@ def _without(monkeypatch, package):
 def test_without_rich_the_command_that_installs_it_is_named(capsys, monkeypatch):
     _without(monkeypatch, "rich")
     status, _, err = run(capsys, "bench")
-    assert status == 2 and 'pip install "vishwamai[cli]"' in err
+    assert status == 2 and install_line("cli") in err
 
 
 def test_without_jinja2_a_page_that_was_asked_for_is_an_error(capsys, monkeypatch, tmp_path):
     _without(monkeypatch, "jinja2")
     status, _, err = run(capsys, "bench", "--report", str(tmp_path / "x.html"), "--targets", "none")
-    assert status == 2 and 'pip install "vishwamai[report]"' in err
+    assert status == 2 and install_line("report") in err
 
 
 def test_without_libtpu_targets_that_were_asked_for_are_an_error(capsys, monkeypatch):

@@ -130,7 +130,7 @@ def test_the_benchmark_is_installed_without_libtpu():
         return {re.split(r"[^\w-]", r)[0] for r in extras[extra]}.union(*map(required, inner))
 
     assert "libtpu" not in required("bench") and {"rich", "jinja2", "tokenizers"} <= required("bench")
-    assert "libtpu" in required("aot") & required("dev")
+    assert "libtpu" in required("aot")
     assert "libtpu: Google Cloud Platform Terms of Service" in (ROOT / "README.md").read_text()
 
 
@@ -145,7 +145,7 @@ def test_command_names_the_missing_package():
         timeout=120,
     )
     assert done.returncode not in (0, None)
-    assert re.search(r"pip install .vishwamai\[cli\]", done.stderr)
+    assert "pip install '.[cli]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

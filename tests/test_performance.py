@@ -51,7 +51,7 @@ sys.modules["flax"] = None
 try:
     _ = performance.MemoryPlanner
 except performance.DeviceError as error:
-    assert 'pip install "vishwamai[train]"' in str(error), error
+    assert "pip install '.[train]'" in str(error), error
 else:
     raise AssertionError
 """

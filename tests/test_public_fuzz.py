@@ -13,7 +13,8 @@ RESULTS = {  # classes that users are given, and do not make
     "CodeTensor", "PackedQTensor", "PackedWeight", "QTensor", "Allocation", "MemorySettings", "MemoryStats",
     "Estimate", "Measurement", "DataParallelConfig", "KernelLayout", "MemoryLayout", "XlaReport",
     "ProfileResults", "RuntimeConfig", "FlagTrial", "FlagTuning",
-    "AdaptiveSharding", "ArrayChoice", "ArrayPlace", "PlacementChange", "ExchangeEstimate", "OverlapEstimate", "Processes", "ShardingTable", "Span", "SplitAttentionEstimate",
+    "AdaptiveSharding", "ArrayChoice", "PlacementChange",
+    "ArrayPlace", "ExchangeEstimate", "OverlapEstimate", "Processes", "ShardingTable", "Span", "SplitAttentionEstimate",
     "Timeline",
 }  # fmt: skip
 RESULTS |= {

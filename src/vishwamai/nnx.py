@@ -1,7 +1,7 @@
 """Flax NNX layers and `dot_product_attention` on the library's kernels, under Flax's and JAX's own names and arguments.
 
 A class is Flax's class with another forward pass: parameters, their names, initializers and dtypes are Flax's, so
-checkpoints and optimizers see no change. Needs Flax: `pip install "vishwamai[models]"`.
+checkpoints and optimizers see no change. Needs Flax: the extra `models`.
 """
 
 from __future__ import annotations

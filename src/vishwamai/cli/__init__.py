@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import vishwamai
 from vishwamai.cli.interrupt import Terminated, insistent_interrupt, interrupt_ends_process
-from vishwamai.core.environment import libtpu_environment
+from vishwamai.core.environment import libtpu_environment, share_threads
 from vishwamai.core.errors import VishwamaiError
 
 COMMANDS = {
@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is not None:
         return _status(list(arguments))
+    share_threads()
     try:
         return _status(sys.argv[1:])
     finally:

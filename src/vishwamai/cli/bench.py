@@ -75,7 +75,7 @@ def _targets(arguments: argparse.Namespace) -> list[str]:
     if arguments.targets == "none":
         return []
     if arguments.schedule and not libtpu.has_libtpu():
-        raise CommandError(f"--schedule needs libtpu: {libtpu.INSTALL}.")
+        raise CommandError(f"--schedule needs libtpu: {libtpu.install_hint()}.")
     if arguments.targets is None:
         return ["v5e"] if arguments.quick else list(TPUS)
     return [Target.parse_chip(name).name for name in arguments.targets.split(",")]
@@ -87,8 +87,8 @@ def _page_path(arguments: argparse.Namespace, notes: list[str]) -> Path | None:
     if importlib.util.find_spec(reports.NEEDED) is not None:
         return arguments.report or Path("report.html")
     if arguments.report is not None:
-        raise CommandError(f"{reports.INSTALL}.")
-    notes.append(f"report.html was not written; {reports.INSTALL}.")
+        raise CommandError(f"{reports.install_hint()}.")
+    notes.append(f"report.html was not written; {reports.install_hint()}.")
     return None
 
 
@@ -288,7 +288,9 @@ def _compile(
         )
     if not libtpu.has_libtpu():
         if pairs:
-            notes.append(f"{len(pairs)} programs for TPUs have no stored schedule; to compile them: {libtpu.INSTALL}.")
+            notes.append(
+                f"{len(pairs)} programs for TPUs have no stored schedule; to compile them: {libtpu.install_hint()}."
+            )
         return stored
     rows = list(compiling.run(pairs, steps.on_case("compiling for"), bound))
     if len(rows) < len(pairs):

@@ -24,6 +24,7 @@ from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Countdown
 from vishwamai.core import caches
+from vishwamai.core.installing import install_line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     missing = [name for name in ("flax",) if importlib.util.find_spec(name) is None]
     if missing and not arguments.no_layer:
-        raise CommandError('calibrate measures a layer with flax: pip install "vishwamai[models]", or --no-layer.')
+        raise CommandError(f"calibrate measures a layer with flax: {install_line('models')}, or --no-layer.")
     return _measure(arguments)
 
 

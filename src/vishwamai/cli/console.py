@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vishwamai.cli.function import CommandError
+from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +47,7 @@ def broken(line: str, width: int) -> list[str]:
 def require_rich() -> None:
     """Raises `CommandError`, with the command that fixes it, where rich is not installed."""
     if importlib.util.find_spec("rich") is None:
-        raise CommandError('tables and progress bars need the package rich: pip install "vishwamai[cli]".')
+        raise CommandError(f"tables and progress bars need the package rich: {install_line('cli')}.")
 
 
 @functools.cache

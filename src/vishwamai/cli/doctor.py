@@ -6,6 +6,7 @@ import argparse
 
 from vishwamai.cli.console import tell
 from vishwamai.core.hardware import GPUS, TPUS, tpu_for
+from vishwamai.core.hardware.nodes import memory_nodes, ranges
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     memory = f", {cpu.memory / 2**30:.0f} GiB of memory" if cpu.memory else ""
     tell(f"  {cpu.name} ({cpu.architecture}), {cpu.cores} cores for this process{memory}")
     tell(f"  instruction sets      {' '.join(cpu.flags) or 'none that the kernels ask for'}")
+    for node in memory_nodes():
+        size = f", {node.memory / 2**30:.0f} GiB" if node.memory else ""
+        away = f", distances {' '.join(map(str, node.distances))}" if len(node.distances) > 1 else ""
+        tell(f"  memory node {node.number:<9} processors {ranges(node.processors)}{size}{away}")
     isa, reason = machine.native()
     tell(f"  native kernels        {f'built, using {isa}' if isa else reason}")
 
@@ -43,7 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         tell(f"  {device.id:3}  {device.platform}  {device.device_kind}{known}")
 
     tell("\nTPUs that programs can be compiled for here")
-    tell(f"  {', '.join(TPUS)}" if libtpu.has_libtpu() else f"  none: {libtpu.INSTALL}")
+    tell(f"  {', '.join(TPUS)}" if libtpu.has_libtpu() else f"  none: {libtpu.install_hint()}")
+
+    tell("\nCommands")
+    for command, names in machine.ready().items():
+        tell(f"  {command:22}{'lacks ' + ', '.join(names) if names else 'ready'}")
 
     lacking = machine.missing()
     tell("\nMissing" if lacking else "\nNothing is missing.")

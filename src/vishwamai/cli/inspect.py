@@ -9,10 +9,12 @@ vishwamai inspect mymodel.layers:block --target v6e --report block.html \\
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import pathlib
 from collections.abc import Sequence
 
+from vishwamai import reports
 from vishwamai.cli import function, output
 from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
@@ -49,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     targets = arguments.target or ["v5e"]
     pages = _pages(arguments.report, targets)
+    if pages and importlib.util.find_spec(reports.NEEDED) is None:
+        raise CommandError(f"{reports.install_hint()}.")
     for path in pages:
         output.check_file(path, "--report")
     for option in ("flops", "bytes"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli.function import CommandError
+from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
     from vishwamai.core.optimization import Optimization, Purpose
@@ -140,9 +141,11 @@ def plan(arguments: argparse.Namespace) -> Load:
       CommandError: the packages for it are missing.
       VishwamaiError: the directory is not a whole model, or it does not fit.
     """
-    for package in ("flax", "safetensors", "tokenizers", "jinja2"):
-        if importlib.util.find_spec(package) is None:
-            raise CommandError(f'models need the package {package}: pip install "vishwamai[serve]".')
+    missing = [
+        name for name in ("flax", "safetensors", "tokenizers", "jinja2") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise CommandError(f"models need {', '.join(missing)}: {install_line('serve')}.")
     drafts = _drafts(arguments)
     import jax
 

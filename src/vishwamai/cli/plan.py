@@ -29,7 +29,16 @@ from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Countdown
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target
+
+NEEDED = {
+    "all": ("rich", "flatbuffers"),
+    "training": ("optax", "flax", "pydantic", "yaml"),
+    "serving": ("flax",),
+    "function": (),
+}
+"""Packages by what is planned."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -110,14 +119,12 @@ def _kind(arguments: argparse.Namespace) -> str:
     if arguments.report is not None and kind != "training":
         raise CommandError(f"--report is for training configurations; {text} has no candidates to show.")
     if arguments.report is not None and importlib.util.find_spec(reports.NEEDED) is None:
-        raise CommandError(f"{reports.INSTALL}.")
+        raise CommandError(f"{reports.install_hint()}.")
     if arguments.price is not None and not 0 < arguments.price < float("inf"):
         raise CommandError(f"--price is {arguments.price}; pass USD of a chip and hour, such as 1.2.")
-    needed = {"training": ("optax", "flax", "pydantic", "yaml"), "serving": ("flax",), "function": ()}[kind]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    missing = [name for name in (*NEEDED["all"], *NEEDED[kind]) if importlib.util.find_spec(name) is None]
     if missing:
-        extra = "train" if kind == "training" else "models"
-        raise CommandError(f'plan needs {", ".join(missing)}: pip install "vishwamai[{extra},aot]".')
+        raise CommandError(f"plan needs {', '.join(missing)}: {install_line('aot')}.")
     return kind
 
 

@@ -20,9 +20,24 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import generate, model
 from vishwamai.cli.function import CommandError
+from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
     from vishwamai.inference import Embedder, Engine
+
+_NEEDED = (
+    *(
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
+        "pydantic",
+        "llguidance",
+        "flax",
+        "safetensors",
+        "tokenizers",
+        "jinja2",
+    ),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for package in ("starlette", "uvicorn", "prometheus_client", "pydantic", "llguidance"):
-        if importlib.util.find_spec(package) is None:
-            raise CommandError(f'serving needs the package {package}: pip install "vishwamai[serve]".')
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CommandError(f"serve needs {', '.join(missing)}: {install_line('serve')}.")
     keys = _keys(arguments.api_key_file)
     if arguments.encoder is not None and arguments.pooling is not None:
         raise CommandError("--encoder and --pooling both name what computes /v1/embeddings; pass one of them.")

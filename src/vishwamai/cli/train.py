@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from vishwamai.cli import console, output
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import duration, say
+from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
     from rich.columns import Columns
@@ -44,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise CommandError(f'train needs {", ".join(missing)}: pip install "vishwamai[train]".')
+        raise CommandError(f"train needs {', '.join(missing)}: {install_line('train')}.")
     from vishwamai.training.config_file import describe, read_config
 
     path, overrides = arguments.config, list(arguments.overrides)

@@ -19,6 +19,7 @@ import numpy as np
 
 from vishwamai.core import ffi, hardware
 from vishwamai.core.errors import KernelError, UnsupportedError
+from vishwamai.core.hardware.nodes import memory_nodes
 from vishwamai.core.plan import Implementation
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.core.target import Target
@@ -67,6 +68,11 @@ class KernelConfig:
         there `causal` means the order of the sequence, and a causal `flash_attention` that cannot go around a ring is
         an error, and so is one of packed sequences. Paged attention, and the functions of `vishwamai.torch`, take
         sequences in order whatever it says.
+      threads: CPUs only. The most threads that work on a call of a native kernel; None for as many as
+        `VISHWAMAI_CPU_THREADS`, else `OMP_NUM_THREADS`, allows, else all of XLA's pool.
+      numa: CPUs only. Where the threads of native kernels work on a machine with several memory nodes: None gives each
+        node a share of every call's work, so that what one call writes first is read there by the next; the number of a
+        node keeps the call on its processors; "off" leaves it to the system.
     """
 
     block_size: int | None = None
@@ -83,6 +89,8 @@ class KernelConfig:
     target: str | None = None
     checks: bool = False
     split_sequence: str | None = None
+    threads: int | None = None
+    numa: int | str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -113,6 +121,17 @@ class KernelConfig:
             )
         if self.target is not None:
             Target.parse(self.target)
+        if self.threads is not None:
+            object.__setattr__(self, "threads", _count("threads", self.threads, 1, "a positive number, or None"))
+        if self.numa is not None and self.numa != "off":
+            number = _count("numa", self.numa, 0, 'the number of a memory node, "off", or None')
+            nodes = [node.number for node in memory_nodes()]
+            if number not in nodes:
+                raise KernelError(
+                    f"KernelConfig: `numa` is {number}, but this machine has the memory nodes "
+                    f'{", ".join(map(str, nodes))}; pass one of them, "off", or None.'
+                )
+            object.__setattr__(self, "numa", number)
         if self.split_sequence is not None and not (
             isinstance(self.split_sequence, str) and self.split_sequence in SPLIT_SEQUENCE
         ):
@@ -129,6 +148,12 @@ def _flag(name: str, value: Any, optional: bool) -> bool | None:
         return None
     legal = "True, False or None" if optional else "True or False"
     raise KernelError(f"KernelConfig: `{name}` is {value!r}, of type {type(value).__name__}; pass {legal}.")
+
+
+def _count(name: str, value: Any, least: int, remedy: str) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value < 2**31:
+        raise KernelError(f"KernelConfig: `{name}` is {value!r}; pass {remedy}.")
+    return int(value)
 
 
 def check_block_size(what: str, value: Any) -> int:
@@ -180,7 +205,7 @@ def kernel_config(config: KernelConfig | None = None, **overrides: object) -> It
         )
     base = current_config() if config is None else config
     if not overrides:
-        with _AMBIENT(base):
+        with _in_force(base):
             yield base
         return
     fields = {field.name for field in dataclasses.fields(KernelConfig)}
@@ -193,8 +218,18 @@ def kernel_config(config: KernelConfig | None = None, **overrides: object) -> It
     elif overrides.get("use_efficient_attention") is not None and "use_flash" not in overrides:
         overrides["use_flash"] = _flag("use_efficient_attention", overrides["use_efficient_attention"], True)
     value = dataclasses.replace(base, **overrides)  # type: ignore[arg-type]
-    with _AMBIENT(value):
+    with _in_force(value):
         yield value
+
+
+@contextlib.contextmanager
+def _in_force(config: KernelConfig) -> Iterator[None]:
+    placement = None
+    if config.threads is not None or config.numa is not None:
+        node = -1 if config.numa is None else ffi.UNPLACED if config.numa == "off" else config.numa
+        placement = (config.threads or 0, node)
+    with _AMBIENT(config), ffi.PLACEMENT(placement):
+        yield
 
 
 def ambient_target() -> Target:
@@ -281,6 +316,9 @@ def without_effect(config: KernelConfig, platform: str) -> tuple[str, ...]:
     ('use_tensor_cores has no effect: a cpu has no tensor cores.',)
     """
     found = []
+    for name in ("threads", "numa"):
+        if getattr(config, name) is not None and platform != "cpu":
+            found.append(f"{name} has no effect: it is about the CPU's native kernels.")
     if config.use_tensor_cores is not None and platform in ("tpu", "cpu"):
         what = "matrix units, which run every product," if platform == "tpu" else "no tensor cores"
         found.append(f"use_tensor_cores has no effect: a {platform} has {what}.".replace(",.", "."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from typing import NamedTuple
 
 
@@ -67,9 +68,15 @@ VARIABLES = (
     ),
     Variable(
         "VISHWAMAI_CPU_THREADS",
-        "all",
-        "How many threads may work on one call of a CPU kernel.",
-        "cpu.md#environment",
+        "`OMP_NUM_THREADS`, else all",
+        "How many threads may work on one call of a CPU kernel. The commands give it to XLA and OpenMP, too.",
+        "cpu.md#threads-and-memory-nodes",
+    ),
+    Variable(
+        "VISHWAMAI_CPU_NODES",
+        "`/sys/devices/system/node`",
+        "Another directory of that form, with other memory nodes, for tests.",
+        "cpu.md#threads-and-memory-nodes",
     ),
     Variable(
         "VISHWAMAI_CPU_KEEP_FREED",
@@ -134,6 +141,18 @@ def table() -> str:
         page = f"[{variable.page.partition('#')[0].removeprefix('../')}]({variable.page})" if variable.page else ""
         rows.append(f"| `{variable.name}` | {variable.default} | {variable.meaning} | {page} |")
     return "\n".join(rows)
+
+
+THREADS = ("VISHWAMAI_CPU_THREADS", "OMP_NUM_THREADS", "PJRT_NPROC")
+"""The numbers of threads of the CPU kernels, of OpenMP (torch, NumPy's products) and of XLA's pool."""
+
+
+def share_threads() -> None:
+    """Gives the number of threads that is set for the CPU kernels, else for OpenMP, to all that have none."""
+    first = next((text for name in THREADS if (text := os.environ.get(name, "").partition(",")[0].strip())), "")
+    if first.isascii() and first.isdigit() and int(first) > 0:
+        for name in THREADS:
+            os.environ.setdefault(name, first)
 
 
 def libtpu_environment() -> dict[str, str]:

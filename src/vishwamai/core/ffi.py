@@ -2,8 +2,8 @@
 
 The extension module `vishwamai.core._cpu` is built by `pip install` when a C++ compiler is there. It is loaded at the
 first question about it, never at import; `VISHWAMAI_CPU_MODULE` names another build of it, such as the one with
-sanitizers. `VISHWAMAI_CPU_THREADS` bounds the threads of the kernels. An operand or a result that is absent travels as
-an array with no elements, since an FFI call has a fixed number of both.
+sanitizers. `VISHWAMAI_CPU_THREADS`, else `OMP_NUM_THREADS`, bounds the threads of the kernels. An operand or a result
+that is absent travels as an array with no elements, since an FFI call has a fixed number of both.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vishwamai.core import callers, sharding
 from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.core.hardware import CPUS, CpuChip
+from vishwamai.core.hardware.nodes import memory_nodes, usable_processors
 from vishwamai.core.target import Target
 
 BUILD_HINT = (
@@ -34,6 +36,12 @@ ISAS = tuple(CPUS)
 """The instruction sets that the kernels are compiled for, as core/cpp/isa.h numbers them: each contains those before
 it.
 """
+
+
+PLACEMENT = jax.make_user_context(default_value=None)
+"""(threads, node) of the calls that are traced in it, as `KernelConfig` has them; None for as many as there are."""
+UNPLACED = -2
+"""The node that stands for none: threads work where the system puts them. -1 spreads them over all nodes."""
 
 
 def _module() -> ModuleType:
@@ -70,6 +78,8 @@ def _load() -> tuple[ModuleType | None, str | None]:
         return None, f"the native CPU kernels cannot be loaded ({error}): {BUILD_HINT}."
     for name, handler in _handlers(module).items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    if hasattr(module, "set_nodes"):
+        module.set_nodes(usable_processors(memory_nodes()))
     complaint = module.isa_complaint()
     if complaint is not None:
         callers.warn(f"{complaint}; using {module.isa()}.")
@@ -152,7 +162,12 @@ def call(
     Returns:
       the results in order, None for each that was not wanted.
     """
-    native()
+    module = native()
+    if PLACEMENT.value is not None:
+        if not hasattr(module, "set_nodes"):
+            raise DeviceError(f"the native CPU kernels were built before they took `threads` and `numa`: {BUILD_HINT}.")
+        threads, node = PLACEMENT.value
+        attributes |= {"vishwamai_threads": np.int64(threads), "vishwamai_node": np.int64(node)}
     given = [absent() if operand is None else operand for operand in operands]
     structs = tuple(sharding.out_struct(r.shape, r.dtype, given) for r in results)
     kernel = jax.ffi.ffi_call(name, structs, input_output_aliases=aliases, vmap_method=vmap_method)

@@ -14,8 +14,8 @@ from typing import Any
 from vishwamai.core import triton_private
 from vishwamai.core.config import cuda_architecture
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.installing import install_line
 
-INSTALL_HINT = "pip install 'vishwamai[gpu]'"
 PTX_VERSION = 87
 """Of CUDA 12.8, which every driver that jax 0.10 supports takes; Triton would otherwise ask the local driver."""
 
@@ -178,7 +178,7 @@ def compiler_options(launch: Launch) -> dict[str, Any]:
 def why_not() -> str | None:
     """None where triton is installed, else the reason and its fix."""
     if importlib.util.find_spec("triton") is None:
-        return f"triton is not installed: {INSTALL_HINT}."
+        return f"triton is not installed: {install_line('gpu')}."
     return None
 
 

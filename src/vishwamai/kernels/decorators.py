@@ -29,14 +29,13 @@ from vishwamai.core.errors import (
     UnsupportedError,
     VishwamaiError,
 )
+from vishwamai.core.installing import install_line
 from vishwamai.kernels.call import ARRAY, Constant, StaticCall, is_array, is_torch_tensor
 from vishwamai.measure import profiling
 
 _JAX_PLATFORMS = {"tpu": ("tpu",), "gpu": ("gpu", "cuda", "rocm"), "cpu": ("cpu",)}
 _FIXES = {
-    "tpu": (
-        'on a TPU machine `pip install "vishwamai[tpu]"`; to compile for one you do not have, use `.check(target, ...)`'
-    ),
+    "tpu": (f"on a TPU machine `{install_line('tpu')}`; to compile for one you do not have, use `.check(target, ...)`"),
     "gpu": "install a jaxlib with GPU support on a machine that has one",
 }
 

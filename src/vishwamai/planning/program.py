@@ -19,6 +19,7 @@ from vishwamai.aot.compile.program import in_words, place, tracing_for
 from vishwamai.aot.schedule.job import exact_export, integers, over_arrays
 from vishwamai.aot.schedule.known import scalar_operands
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target
 
 Known = Mapping[str, Sequence[Mapping[int, np.ndarray]]]
@@ -119,7 +120,7 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
     try:
         blob = bytes(exported.serialize())
     except ImportError as error:
-        raise DeviceError(f'planning a program needs flatbuffers: pip install "vishwamai[aot]" ({error}).') from error
+        raise DeviceError(f"planning a program needs flatbuffers: {install_line('aot')} ({error}).") from error
     arguments = tuple(
         Argument(
             _path(leaves[i][0]),

@@ -13,10 +13,15 @@ import functools
 from typing import Any
 
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.installing import install_line
 
 NEEDED = "jinja2"
 """The package that `render` needs."""
-INSTALL = f'an HTML page needs the package {NEEDED}: pip install "vishwamai[report]"'
+
+
+def install_hint() -> str:
+    """The package that pages need, and the line that installs it."""
+    return f"an HTML page needs the package {NEEDED}: {install_line('report')}"
 
 
 class Markup(str):
@@ -31,7 +36,7 @@ def _environment() -> Any:
     try:
         import jinja2
     except ImportError as error:
-        raise UnsupportedError(f"{INSTALL}.") from error
+        raise UnsupportedError(f"{install_hint()}.") from error
     loader = jinja2.PackageLoader("vishwamai", "")
     return jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

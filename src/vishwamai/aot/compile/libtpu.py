@@ -28,9 +28,14 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.hardware import TPUS, written
+from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target
 
-INSTALL = 'pip install "vishwamai[aot]"  (or: pip install libtpu)'
+
+def install_hint() -> str:
+    """The line that installs libtpu."""
+    return f"{install_line('aot')} (or: pip install libtpu)"
+
 
 _OF_OTHERS = ("--xla_force_host_platform_device_count", "--xla_cpu_", "--xla_gpu_")
 """Flags of XLA that change no program of a TPU."""
@@ -50,7 +55,9 @@ def versions() -> dict[str, str]:
     try:
         return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
     except importlib.metadata.PackageNotFoundError as error:
-        raise DeviceError(f"compiling for a TPU needs the package {error.name}, which is missing; {INSTALL}.") from None
+        raise DeviceError(
+            f"compiling for a TPU needs the package {error.name}, which is missing; {install_hint()}."
+        ) from None
 
 
 def identity() -> dict[str, Any]:
@@ -100,7 +107,9 @@ def quiet_compiler() -> contextlib.AbstractContextManager[Any]:
 @functools.cache
 def _describe(chip_name: str, topology: str) -> tuple[Any, ...]:
     if not has_libtpu():
-        raise DeviceError(f"compiling for TPU {chip_name} needs the package libtpu, which is missing; {INSTALL}.")
+        raise DeviceError(
+            f"compiling for TPU {chip_name} needs the package libtpu, which is missing; {install_hint()}."
+        )
     for key, value in libtpu_environment().items():
         os.environ.setdefault(key, value)
     options = dict(TPUS[chip_name].topology_options)

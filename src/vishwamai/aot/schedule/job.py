@@ -18,6 +18,7 @@ from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.program import in_words, place, tracing_for
 from vishwamai.aot.schedule import known
 from vishwamai.core.errors import DeviceError, UnsupportedError
+from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target, devices_of
 
 FORMAT = 4
@@ -138,9 +139,7 @@ def prepare(
     try:
         blob = bytes(exported.serialize())
     except ImportError as error:
-        raise DeviceError(
-            f'inspecting a schedule needs flatbuffers: pip install "vishwamai[aot]" ({error}).'
-        ) from error
+        raise DeviceError(f"inspecting a schedule needs flatbuffers: {install_line('aot')} ({error}).") from error
     total = sum(_bytes(s, s.sharding) for s in placed) + sum(_bytes(s, None) for s in exported.out_avals)
     digest = hashlib.sha256(exported.mlir_module_serialized)
     digest.update(json.dumps([FORMAT, target, identity], sort_keys=True).encode())

@@ -1,7 +1,10 @@
 // Reading the operands of an XLA FFI call.  An operand or result that is absent is a buffer with no elements.
 #pragma once
 
+#include <cstring>
+
 #include "parallel.h"
+#include "placement.h"
 #include "storage.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -34,6 +37,37 @@ inline size_t bytes_of(ffi::DataType dtype, size_t count) {
   return halves ? (count + 1) / 2 : count * ffi::ByteWidth(dtype);
 }
 
+// What the program says of a call's threads: the attributes "vishwamai_threads" and "vishwamai_node", which no handler
+// declares. They are read and left out of `frame`, whose lists of attributes become `types`, `names` and `values`.
+struct CallAttributes {
+  static constexpr int64_t kMost = 32;
+  XLA_FFI_AttrType types[kMost];
+  XLA_FFI_ByteSpan* names[kMost];
+  void* values[kMost];
+
+  Placement take(XLA_FFI_CallFrame* frame) {
+    Placement where;
+    XLA_FFI_Attrs& attrs = frame->attrs;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < attrs.size && attrs.size <= kMost; ++i) {
+      const XLA_FFI_ByteSpan& name = *attrs.names[i];
+      int* target = is(name, "vishwamai_threads") ? &where.threads : is(name, "vishwamai_node") ? &where.node : nullptr;
+      if (target && attrs.types[i] == XLA_FFI_AttrType_SCALAR) {
+        *target = static_cast<int>(*static_cast<const int64_t*>(static_cast<const XLA_FFI_Scalar*>(attrs.attrs[i])->value));
+        continue;
+      }
+      types[kept] = attrs.types[i], names[kept] = attrs.names[i], values[kept++] = attrs.attrs[i];
+    }
+    if (attrs.size <= kMost && kept < attrs.size) {
+      attrs.size = kept, attrs.types = types, attrs.names = names, attrs.attrs = values;
+    }
+    return where;
+  }
+  static bool is(const XLA_FFI_ByteSpan& name, const char* text) {
+    return name.len == std::strlen(text) && std::memcmp(name.ptr, text, name.len) == 0;
+  }
+};
+
 // Handler `call`, whose results are announced first: what VISHWAMAI_REGISTER registers, so every large result of every
 // operation.
 template <XLA_FFI_Handler* call>
@@ -45,7 +79,12 @@ XLA_FFI_Error* announcing_results(XLA_FFI_CallFrame* frame) {
     for (int64_t axis = 0; axis < result.rank; ++axis) count *= static_cast<size_t>(result.dims[axis]);
     expect_written(result.data, bytes_of(static_cast<ffi::DataType>(result.dtype), count));
   }
-  return call(frame);
+  CallAttributes attributes;
+  XLA_FFI_CallFrame rest = *frame;
+  const Placed in_force(attributes.take(&rest));
+  XLA_FFI_Error* error = call(&rest);
+  frame->future = rest.future;
+  return error;
 }
 
 inline bool storage_of(const ffi::AnyBuffer& buffer, Storage* storage) {

@@ -6,14 +6,100 @@
 #include <memory>
 #include <new>
 #include <thread>
+#include <utility>
+
+#include "placement.h"
 
 #if defined(__linux__)
+#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
 
 namespace vishwamai {
 namespace {
+
+// The memory nodes of this machine, never freed: a thread may still read one that was replaced.
+struct Nodes {
+  std::vector<std::vector<int>> processors;  // of each node
+  std::vector<int> node_of;                  // of each processor, -1 for none
+  std::vector<int> order;                    // nodes in the order in which threads are dealt out, one for a processor
+
+  explicit Nodes(std::vector<std::vector<int>> each) : processors(std::move(each)) {
+    size_t most = 0;
+    for (size_t node = 0; node < processors.size(); ++node) {
+      most = processors[node].size() > most ? processors[node].size() : most;
+      for (int processor : processors[node]) {
+        if (processor >= static_cast<int>(node_of.size())) node_of.resize(processor + 1, -1);
+        node_of[processor] = static_cast<int>(node);
+      }
+    }
+    for (size_t i = 0; i < most; ++i) {
+      for (size_t node = 0; node < processors.size(); ++node) {
+        if (i < processors[node].size()) order.push_back(static_cast<int>(node));
+      }
+    }
+  }
+  int64_t count() const { return static_cast<int64_t>(processors.size()); }
+};
+
+std::atomic<const Nodes*>& nodes() {
+  static std::atomic<const Nodes*> known{nullptr};
+  return known;
+}
+
+int node_here(const Nodes* known) {
+#if defined(__linux__)
+  const int processor = sched_getcpu();
+  if (known && processor >= 0 && processor < static_cast<int>(known->node_of.size()) && known->node_of[processor] >= 0) {
+    return known->node_of[processor];
+  }
+#else
+  (void)known;
+#endif
+  return 0;
+}
+
+// The thread works on the processors of a node, as far as it may, for the life of the object; or from then on.
+class OnNode {
+ public:
+  OnNode(const Nodes* known, int node, bool forever = false) : forever_(forever) {
+#if defined(__linux__)
+    if (known == nullptr || node < 0 || node >= known->count()) return;
+    if (sched_getaffinity(0, sizeof(before_), &before_) != 0) return;
+    cpu_set_t some;
+    CPU_ZERO(&some);
+    for (int processor : known->processors[node]) {
+      if (processor < CPU_SETSIZE && CPU_ISSET(processor, &before_)) CPU_SET(processor, &some);
+    }
+    changed_ = CPU_COUNT(&some) > 0 && sched_setaffinity(0, sizeof(some), &some) == 0;
+#else
+    (void)known, (void)node;
+#endif
+  }
+  ~OnNode() {
+#if defined(__linux__)
+    if (changed_ && !forever_) sched_setaffinity(0, sizeof(before_), &before_);
+#endif
+  }
+  OnNode(const OnNode&) = delete;
+  OnNode& operator=(const OnNode&) = delete;
+
+ private:
+#if defined(__linux__)
+  cpu_set_t before_;
+#endif
+  bool changed_ = false, forever_;
+};
+
+// A helper of a spread call stays on the node that it is dealt at its first.
+void settle(const Nodes* known) {
+  static std::atomic<uint32_t> next{0};
+  static thread_local const Nodes* settled = nullptr;
+  if (settled == known) return;
+  settled = known;
+  OnNode(known, known->order[next.fetch_add(1, std::memory_order_relaxed) % known->order.size()], true);
+}
 
 struct alignas(64) Run {  // a cache line each: threads count without disturbing each other
   std::atomic<int64_t> next{0};
@@ -27,18 +113,41 @@ struct Job {
   int64_t n;
   int64_t count;  // of runs
   std::unique_ptr<Run[]> runs;
-  std::atomic<int64_t> arrived{1};  // of threads; the caller is the first
+  std::atomic<int64_t> arrived{0};  // of threads
   std::atomic<int64_t> done{0};
+  Placement placed;
+  const Nodes* spread;  // over these nodes, runs are divided in their order; null: no node has runs of its own
+  const Nodes* bound;   // the nodes of `placed.node`, or null
 
-  Job(void (*each)(void*, int64_t), void* with, int64_t indices, int64_t parts)
-      : body(each), context(with), n(indices), count(parts), runs(new Run[static_cast<size_t>(parts)]) {
+  Job(void (*each)(void*, int64_t), void* with, int64_t indices, int64_t parts, Placement where, const Nodes* over,
+      const Nodes* within)
+      : body(each),
+        context(with),
+        n(indices),
+        count(parts),
+        runs(new Run[static_cast<size_t>(parts)]),
+        placed(where),
+        spread(over),
+        bound(within) {
     for (int64_t r = 0; r < count; ++r) {
       runs[r].next.store(n / count * r + (r < n % count ? r : n % count), std::memory_order_relaxed);
       runs[r].end = n / count * (r + 1) + (r + 1 < n % count ? r + 1 : n % count);
     }
   }
 
-  void work(int64_t own) {
+  // Runs are shared by arrival, among those of the thread's node first.
+  int64_t first_run() {
+    const int64_t arrival = arrived.fetch_add(1, std::memory_order_relaxed);
+    if (spread == nullptr) return arrival % count;
+    const int64_t node = node_here(spread), begin = count * node / spread->count();
+    const int64_t share = count * (node + 1) / spread->count() - begin;
+    return begin + (share > 0 ? arrival % share : 0);
+  }
+
+  void work() {
+    const Placed in_force(placed);
+    const OnNode bound_here(bound, placed.node);
+    const int64_t own = first_run();
     int64_t mine = 0;
     for (int64_t r = 0; r < count; ++r) {
       Run& run = runs[(own + r) % count];
@@ -51,7 +160,8 @@ struct Job {
 
 void run_helper(void* task) {
   std::unique_ptr<std::shared_ptr<Job>> job(static_cast<std::shared_ptr<Job>*>(task));
-  (*job)->work((*job)->arrived.fetch_add(1, std::memory_order_relaxed));
+  if ((*job)->spread) settle((*job)->spread);
+  (*job)->work();
 }
 
 inline void pause() {
@@ -64,11 +174,31 @@ inline void pause() {
 
 }  // namespace
 
+Placement& placement() {
+  static thread_local Placement here;
+  return here;
+}
+
+void set_nodes(std::vector<std::vector<int>> processors) { nodes().store(new Nodes(std::move(processors)), std::memory_order_release); }
+
+int current_node() { return node_here(nodes().load(std::memory_order_acquire)); }
+
 void run_parallel(const Threads& threads, int64_t n, Share share, void (*body)(void*, int64_t), void* context) {
-  const int64_t helpers = (n < threads.count ? n : threads.count) - 1;
-  const auto job = std::make_shared<Job>(body, context, n, share == Share::runs ? helpers + 1 : 1);
+  const Placement where = placement();
+  const Nodes* known = nodes().load(std::memory_order_acquire);
+  const Nodes* spread = known && where.node == kSpread && known->count() > 1 ? known : nullptr;
+  const Nodes* bound = known && where.node >= 0 && where.node < known->count() ? known : nullptr;
+  int64_t most = threads.count;
+  if (bound) {
+    const auto own = static_cast<int64_t>(bound->processors[where.node].size());
+    most = own >= 1 && own < most ? own : most;
+  }
+  const int64_t helpers = (n < most ? n : most) - 1;
+  int64_t parts = share == Share::runs ? helpers + 1 : 1;
+  if (spread && parts < spread->count()) parts = spread->count();
+  const auto job = std::make_shared<Job>(body, context, n, parts, where, spread, bound);
   for (int64_t i = 0; i < helpers; ++i) threads.schedule(threads.pool, run_helper, new std::shared_ptr<Job>(job));
-  job->work(0);
+  job->work();
   // The last index of a helper is usually a few microseconds away: spin for about that long (a pause is some 140
   // cycles) before sleeping.
   int64_t done = job->done.load(std::memory_order_acquire);
@@ -84,11 +214,15 @@ void run_parallel(const Threads& threads, int64_t n, Share share, void (*body)(v
 
 int thread_limit() {
   static const int limit = [] {
-    const char* text = std::getenv("VISHWAMAI_CPU_THREADS");
-    const int value = text ? std::atoi(text) : 0;
-    return value > 0 ? value : 1 << 20;
+    for (const char* name : {"VISHWAMAI_CPU_THREADS", "OMP_NUM_THREADS"}) {  // OpenMP's may be a list, "4,2"
+      const char* text = std::getenv(name);
+      const int value = text ? std::atoi(text) : 0;
+      if (value > 0) return value;
+    }
+    return 1 << 20;
   }();
-  return limit;
+  const int own = placement().threads;
+  return own > 0 && own < limit ? own : limit;
 }
 
 namespace {
