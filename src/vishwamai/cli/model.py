@@ -24,7 +24,7 @@ KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     """The model's directory, its dtypes and its sizes; `sequences`: the default of how many run at once."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a model as Hugging Face writes it")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a model as Hugging Face writes it, or a GGUF file")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of weights and activations"
     )

@@ -25,6 +25,7 @@ from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.prompts import Prompts
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.generation import GenerationConfig, read_generation_config
+from vishwamai.models.gguf import model_directory
 from vishwamai.models.shards import read_index
 from vishwamai.models.values import read_json
 
@@ -235,6 +236,7 @@ def plan_load(
         if keys.over(jax.device_count(), count, f"mesh={mesh}"):
             mesh = f"tensor={jax.device_count()}"
     directory = Path(directory)
+    directory = model_directory(directory)
     config, generation = _read(directory), read_generation_config(directory)
     own_length = max_length is None
     if max_length is None:
@@ -266,6 +268,7 @@ def plan_load(
     weights, page, ring = sizes(directory, config, rings)
     draft, draft_page, draft_ring, rows = None, 0, 0, (drafts + 1) * max_sequences
     if draft_model is not None:
+        draft_model = model_directory(Path(draft_model))
         small = _read_draft(Path(draft_model), directory, config, drafts, max_length)
         of_draft = rings_of(small, limits)
         draft_weights, draft_page, draft_ring = sizes(Path(draft_model), small, of_draft)

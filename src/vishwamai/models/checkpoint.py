@@ -23,6 +23,7 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.decoder import Decoder
+from vishwamai.models.gguf import model_directory
 from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, layer_parameters, parameter_path, top_parameters
 from vishwamai.models.periods import segments
 from vishwamai.models.published import Computed, Decoded, Index, decode_index
@@ -63,7 +64,7 @@ def from_pretrained(
       UnsupportedError: the configuration is not one that the decoder computes, or "keep" is asked for and no `QTensor`
         has the numbers of a weight; the text names it.
     """
-    directory = Path(directory)
+    directory = model_directory(Path(directory))
     config = read_config(directory)
     if rules and mesh is None:
         raise ShapeError("from_pretrained: `rules` are given without a `mesh`; pass the mesh whose axes they name.")

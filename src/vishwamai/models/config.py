@@ -15,6 +15,7 @@ from typing import Any
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.families import FAMILIES, IDLE, IGNORED, Family
+from vishwamai.models.gguf import model_directory
 from vishwamai.models.layer_kinds import LayerKind, read_layers, read_mixtures, write_layers
 from vishwamai.models.text_part import text_values
 from vishwamai.models.tied import has_own_head
@@ -274,7 +275,7 @@ def read_config(directory: str | Path) -> ModelConfig:
       ShapeError: `config.json` is missing, is not JSON, or lacks a key.
       UnsupportedError: it describes what the decoder does not compute.
     """
-    path = Path(directory) / "config.json"
+    path = model_directory(Path(directory)) / "config.json"
     config = ModelConfig.from_dict(read_json(path), str(path))
     if config.tie_embeddings and has_own_head(path.parent):
         return dataclasses.replace(config, tie_embeddings=False)

@@ -11,6 +11,7 @@ from typing import Any
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 from vishwamai.models.config import read_config
+from vishwamai.models.gguf import model_directory
 from vishwamai.models.values import read_json
 
 
@@ -40,7 +41,8 @@ def read_generation_config(directory: str | Path) -> GenerationConfig:
     Raises:
       ShapeError: a file is damaged, or a value has another type than its name says.
     """
-    path = Path(directory) / "generation_config.json"
+    directory = model_directory(Path(directory))
+    path = directory / "generation_config.json"
     values = read_json(path) if path.exists() else {}
     if "eos_token_id" not in values:
         config = read_config(directory)

@@ -168,7 +168,7 @@ _FORM = tuple(field.name for field in dataclasses.fields(Form))
 
 def _origin(checkpoint: Path, form: Form) -> dict[str, Any]:
     """What the weights depend on, as JSON gives it back."""
-    files = sorted([checkpoint / "config.json", *checkpoint.glob("*.safetensors*")])
+    files = sorted([checkpoint / "config.json", *checkpoint.glob("*.safetensors*"), *checkpoint.glob("*.gguf")])
     return {
         "version": vishwamai.__version__,
         "isa": ffi.isa(),

@@ -16,6 +16,7 @@ import numpy as np
 
 from vishwamai.core import caches
 from vishwamai.core.errors import ShapeError
+from vishwamai.models.gguf import read_tensors
 from vishwamai.models.values import read_json
 
 DTYPES: dict[str, Any] = {
@@ -73,12 +74,15 @@ class Stored:
 
 
 def read_index(directory: Path) -> dict[str, Stored]:
-    """All tensors of a directory, by name.
+    """All tensors of a directory, by name; those of its GGUF file where it has one.
 
     Raises:
       ShapeError: a file is missing, truncated, or its header does not describe it; the text names the file, the tensor,
         what was expected and what was found.
     """
+    blocks: Any = read_tensors(directory)
+    if blocks is not None:
+        return blocks
     found: dict[str, Stored] = {}
     for path, names in _files(directory).items():
         tensors = read_header(path)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Encoder
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.chat import ChatTemplate
+from vishwamai.models.gguf import model_directory
 from vishwamai.models.values import read_json
 
 
@@ -188,7 +189,7 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
     Raises:
       ShapeError: `tokenizer.json` is missing or damaged; the text names it.
     """
-    directory = Path(directory)
+    directory = model_directory(Path(directory))
     path = directory / "tokenizer.json"
     if not path.exists():
         raise ShapeError(
