@@ -354,3 +354,25 @@ def test_a_sequence_is_as_long_as_the_model_where_pages_hold_it(path):
     assert answers[0] == answers[1]
     with pytest.raises(ShapeError, match="--max-length"):
         short.prompts.check([1] * 600, Sampling(8))
+
+
+def test_responses_carry_text_calls_and_their_results(client):
+    offer = {"type": "function", "strict": True, **{k: TOOL["function"][k] for k in ("name", "parameters")}}
+    ask = {"model": "qwen", "tools": [offer], "max_output_tokens": 60}
+    first = client.responses.create(**ask, input="hi", instructions="Be brief.", tool_choice="required")
+    (call,) = first.output
+    assert (first.status, call.type, call.name) == ("completed", "function_call", "weather")
+    assert json.loads(call.arguments)["unit"] in ("C", "F") and first.usage.input_tokens > 10
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21"}
+    turns = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}, call.model_dump(), result]
+    ask |= {"input": turns, "max_output_tokens": 6, "tool_choice": "none"}
+    second = client.responses.create(**ask)
+    with client.responses.stream(**ask) as stream:
+        events = list(stream)
+    kinds = [event.type for event in events]
+    assert kinds[0] == "response.created" and kinds.count("response.output_item.done") == 1
+    assert kinds[-1] == f"response.{second.status}" and events[-1].response.output_text == second.output_text
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model="qwen", input="a", previous_response_id="x")
+    with pytest.raises(openai.BadRequestError, match=r"input\[0\]"):
+        client.responses.create(model="qwen", input=[{"type": "web_search_call", "id": "1"}])

@@ -24,8 +24,9 @@ import urllib.request
 import venv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+Names = Literal["red", "green", "blue"]
 FOLDER = Path(__file__).parent
 URL = os.environ.get("OPENAI_BASE_URL", "")
 MODEL = os.environ.get("CLIENTS_MODEL", "")
@@ -50,7 +51,7 @@ def with_openai() -> str:
     from pydantic import BaseModel
 
     class Colour(BaseModel):
-        name: str
+        name: Names
         warm: bool
 
     client = openai.OpenAI()
@@ -83,10 +84,10 @@ def with_litellm() -> str:
 def with_instructor() -> str:
     import instructor
     import openai
-    from pydantic import BaseModel, Field
+    from pydantic import BaseModel
 
     class Colour(BaseModel):
-        name: str = Field(max_length=12)
+        name: Names
         warm: bool
 
     colours = []
@@ -103,7 +104,7 @@ def with_langchain() -> str:
     class Colour(BaseModel):
         """A colour."""
 
-        name: str
+        name: Names
         warm: bool
 
     chat = ChatOpenAI(model=MODEL, max_tokens=200)
@@ -133,7 +134,7 @@ def with_pydantic_ai() -> str:
     from pydantic_ai.providers.openai import OpenAIProvider
 
     class Colour(BaseModel):
-        name: str
+        name: Names
         warm: bool
 
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=URL, api_key="none"))
@@ -151,7 +152,7 @@ def with_openai_agents() -> str:
     from pydantic import BaseModel
 
     class Colour(BaseModel):
-        name: str
+        name: Names
         warm: bool
 
     agents.set_tracing_disabled(True)

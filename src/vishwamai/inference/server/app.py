@@ -21,6 +21,7 @@ from vishwamai.inference.engine import Engine
 from vishwamai.inference.server.errors import HttpError, error_response
 from vishwamai.inference.server.metrics import Metrics
 from vishwamai.inference.server.requests_log import RequestLog
+from vishwamai.inference.server.responses import Responses
 from vishwamai.inference.server.service import Service, Settings
 from vishwamai.inference.server.tokens import Tokens
 from vishwamai.inference.server.vectors import Embed, Vectors
@@ -93,6 +94,7 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     }
     if service is not None:
         tokens = Tokens(service)
+        answers["/v1/responses"] = Responses(service).create
         answers |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
     app = Starlette(
         routes=[

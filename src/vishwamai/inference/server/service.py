@@ -50,7 +50,7 @@ class Service:
         return await self._serve(request, schema.Chat, self.jobs.chat)
 
     async def _serve(self, request: Request, kind: type[schema.Common], make: Callable[[Any], Job]) -> Response:
-        self._check_room()
+        self.check_room()
         body = self.checked(kind, await read_json(request, self.settings.max_body))
         return await self._answer(request, await run_in_threadpool(make, body))
 
@@ -67,7 +67,7 @@ class Service:
                 404, f"the model {name[:200]!r} is not served; this server has {self.settings.name!r}.", "model"
             )
 
-    def _check_room(self, answers: int = 1) -> None:
+    def check_room(self, answers: int = 1) -> None:
         """Declines what would make the queue too long."""
         if self.engine.failure is not None:
             raise HttpError(503, f"the engine has stopped: {self.engine.failure}.", retry_after=30)
@@ -78,15 +78,15 @@ class Service:
             raise HttpError(429, f"{most} answers wait already; try again later.", retry_after=1)
 
     async def _answer(self, request: Request, job: Job) -> Response:
-        self._check_room(job.reply.choices)
+        self.check_room(job.reply.choices)
         record = record_of(request.scope)
         record.prompt_tokens = sum(map(len, job.prompts))
         if job.scored is not None:
             job = await run_in_threadpool(self._scored, job)
-        deltas = self._deltas(job, record)
+        deltas = self.deltas(job, record)
         if job.stream:
             return StreamingResponse(self._events(job, deltas), media_type="text/event-stream")
-        parts = await _unless_left(request, _all(deltas))
+        parts = await unless_left(request, _all(deltas))
         if parts is None:
             return Response(status_code=499)  # nobody reads it
         # Log probabilities of long answers take their time, which the event loop has not.
@@ -101,7 +101,7 @@ class Service:
         prompts = (dataclasses.replace(prompt, scores=score) for prompt, score in zip(job.reply.prompts, scores))
         return dataclasses.replace(job, reply=dataclasses.replace(job.reply, prompts=tuple(prompts)))
 
-    async def _deltas(self, job: Job, record: Any) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, job: Job, record: Any) -> AsyncGenerator[Delta, None]:
         """The engine's deltas, counted; an error of the engine is an `HttpError`."""
         if job.options is None:
             for choice in range(job.reply.choices):
@@ -174,6 +174,16 @@ def check_keys(body: Any, settings: Settings) -> None:
             once(f"the key {name[:200]!r} of requests is not documented and has no effect")
 
 
+async def event_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    """The lines of a stream of typed events, an error as the last of them."""
+    try:
+        async for event in events:
+            yield f"event: {event['type']}\n{_event(event)}"
+    except HttpError as error:  # the status is sent already
+        details = {"message": error.message, "code": str(error.status), "param": error.param}
+        yield f"event: error\n{_event({'type': 'error', 'sequence_number': 0, **details})}"
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -186,7 +196,7 @@ async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-async def _unless_left(request: Request, answer: Any) -> Any:
+async def unless_left(request: Request, answer: Any) -> Any:
     """What `answer` gives, or None if the client leaves before; then it is cancelled."""
     working = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_left(request))

@@ -1,0 +1,261 @@
+"""/v1/responses, OpenAI's newer interface, by way of chats. Nothing is stored: the client sends the conversation."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from vishwamai.inference.answers import Delta
+from vishwamai.inference.server import schema, tools
+from vishwamai.inference.server.errors import HttpError, read_json
+from vishwamai.inference.server.jobs import Job
+from vishwamai.inference.server.replies import CallText, Usage
+from vishwamai.inference.server.requests_log import record_of
+from vishwamai.inference.server.service import Service, event_lines, unless_left
+
+
+class TextFormat(schema.Open):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[schema.JsonObject | None, Field(alias="schema")] = None
+
+
+class TextOptions(schema.Open):
+    format: TextFormat | None = None
+
+
+class Reasoning(schema.Open):
+    effort: str | None = None
+
+
+class FunctionTool(schema.Function):
+    type: Literal["function"]
+
+
+class NamedTool(schema.Named):
+    type: Literal["function"]
+
+
+class Body(schema.Open):
+    """A body of /v1/responses."""
+
+    model: str | None = None
+    input: str | Annotated[list[schema.JsonObject], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    background: Literal[False] | None = None
+    truncation: str | None = None
+    include: list[str] | None = None
+
+
+def as_chat(body: Body) -> schema.Chat:
+    """The same request in the form of chats."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    items: list[Any] = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    for i, item in enumerate(items):
+        _add_item(messages, item, f"input[{i}]")
+    chat: dict[str, Any] = {"messages": messages, "parallel_tool_calls": body.parallel_tool_calls}
+    chat |= {name: getattr(body, name) for name in ("model", "temperature", "top_p", "stream")}
+    chat["max_completion_tokens"] = body.max_output_tokens
+    if body.reasoning is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if body.tools:
+        offers = [tool.model_dump(include={"name", "description", "parameters", "strict"}) for tool in body.tools]
+        chat["tools"] = [{"type": "function", "function": offer} for offer in offers]
+    choice = body.tool_choice
+    named = isinstance(choice, NamedTool)
+    chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice
+    form = None if body.text is None else body.text.format
+    if form is not None and form.type != "text":
+        chat["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
+    return schema.parse(schema.Chat, chat)
+
+
+def _add_item(messages: list[dict[str, Any]], item: schema.JsonObject, where: str) -> None:
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if messages and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    elif kind == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+    elif kind == "message":
+        if item.get("role") == "assistant" and messages and messages[-1]["role"] == "assistant":
+            messages[-1]["content"] = item.get("content")
+        else:
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+    elif kind != "reasoning":  # of an earlier answer, which templates leave out
+        raise HttpError(
+            400, f"`{where}` is of type {str(kind)[:100]!r}; this server reads messages and calls.", "input"
+        )
+
+
+@dataclasses.dataclass
+class Writer:
+    """One response on its way: its output items so far, and the events of its stream.
+
+    Attributes:
+      body: the request.
+      model: the name that clients know.
+      usage: tokens so far.
+    """
+
+    body: Body
+    model: str
+    usage: Usage
+    id: str = dataclasses.field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    created: float = dataclasses.field(default_factory=lambda: float(int(time.time())))
+    output: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    number: int = 0
+
+    def response(self, status: str) -> dict[str, Any]:
+        """The object of the response."""
+        body, usage = self.body, self.usage.value
+        counts = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+        dump = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self.model,
+            "output": [] if status == "in_progress" else list(self.output),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "text": {"format": dump.get("text", {}).get("format", {"type": "text"})},
+            "tool_choice": dump.get("tool_choice", "auto"),
+            "tools": [{"strict": False, "parameters": {}, **tool} for tool in dump.get("tools", [])],
+            "metadata": {},
+            "store": False,
+            "usage": None if status == "in_progress" else counts,
+        }
+
+    def event(self, kind: str, **members: Any) -> dict[str, Any]:
+        """The next event."""
+        self.number += 1
+        return {"type": f"response.{kind}", "sequence_number": self.number - 1, **members}
+
+    def text(self, text: str) -> Iterator[dict[str, Any]]:
+        """Events of new text."""
+        if not self.output:
+            item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
+            self.output.append({**item, "content": []})
+            yield self.event("output_item.added", output_index=0, item=dict(self.output[0]))
+            self.output[0]["content"] = [_part("")]
+            yield self.event("content_part.added", **self._place, part=_part(""))
+        self.output[0]["content"][0]["text"] += text
+        yield self.event("output_text.delta", **self._place, delta=text, logprobs=[])
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.output[0]["id"], "output_index": 0, "content_index": 0}
+
+    def end(self, calls: list[tools.Call], complete: bool) -> Iterator[dict[str, Any]]:
+        """Events of the end: of the text, of each call, and of the response."""
+        if not self.output and not calls:
+            yield from self.text("")
+        if self.output:
+            message, text = self.output[0], self.output[0]["content"][0]["text"]
+            message["status"] = "completed" if complete else "incomplete"
+            yield self.event("output_text.done", **self._place, text=text, logprobs=[])
+            yield self.event("content_part.done", **self._place, part=_part(text))
+            yield self.event("output_item.done", output_index=0, item=message)
+        for call in calls:
+            place = len(self.output)
+            item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": f"call_{uuid.uuid4().hex[:24]}"}
+            item |= {"name": call.name, "arguments": call.arguments, "status": "completed"}
+            self.output.append(item)
+            where = {"item_id": item["id"], "output_index": place}
+            begin = {**item, "arguments": "", "status": "in_progress"}
+            yield self.event("output_item.added", output_index=place, item=begin)
+            yield self.event("function_call_arguments.delta", **where, delta=call.arguments)
+            yield self.event("function_call_arguments.done", **where, name=call.name, arguments=call.arguments)
+            yield self.event("output_item.done", output_index=place, item=item)
+        status = "completed" if complete else "incomplete"
+        yield self.event(status, response=self.response(status))
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+class Responses:
+    """Responses by the chats of a service."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        service = self._service
+        body = service.checked(Body, await read_json(request, service.settings.max_body))
+        job = await run_in_threadpool(lambda: service.jobs.chat(as_chat(body)))
+        service.check_room(job.reply.choices)
+        record = record_of(request.scope)
+        record.prompt_tokens = sum(map(len, job.prompts))
+        writer = Writer(body, service.settings.name, job.reply.usage())
+        events = self._events(job, writer, service.deltas(job, record))
+        if body.stream:
+            return StreamingResponse(event_lines(events), media_type="text/event-stream")
+        last = await unless_left(request, _last(events))
+        return Response(status_code=499) if last is None else JSONResponse(last["response"])
+
+    async def _events(self, job: Job, writer: Writer, deltas: Any) -> AsyncIterator[dict[str, Any]]:
+        for kind in ("created", "in_progress"):
+            yield writer.event(kind, response=writer.response("in_progress"))
+        form = job.reply.calls
+        pending = None if form is None else CallText(form)
+        calls: list[tools.Call] = []
+        delta = Delta(0)
+        try:
+            async for delta in deltas:
+                writer.usage.add(delta)
+                text, calls = delta.text, []
+                if pending is not None:
+                    text, calls = pending.add(delta.text, delta.finish is not None)
+                if text:
+                    for event in writer.text(text):
+                        yield event
+        finally:
+            await deltas.aclose()
+        calls = calls[:1] if job.reply.single else calls
+        for event in writer.end(calls, delta.finish == "stop"):
+            yield event
+
+
+async def _last(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    return [event async for event in events][-1]
