@@ -109,4 +109,20 @@ TINY: dict[str, Peer] = {
     "dots1": Peer("Dots1", CORRECTED),
     "glm4_moe": Peer("Glm4Moe", {**CORRECTED, "use_qk_norm": True, "head_dim": 24}),
     "minimax_m2": Peer("MiniMaxM2", {**MIXTURE, "head_dim": 24, "rotary_dim": 16}),
+    "internlm3": Peer("InternLM3", {"head_dim": 24}),
+    "vaultgemma": Peer("VaultGemma", {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 24}),
+    "solar_open": Peer(
+        "SolarOpen", {**{key: v for key, v in CORRECTED.items() if key != "first_k_dense_replace"}, "head_dim": 24}
+    ),
+    "hy_v3": Peer(
+        "HYV3",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 24,
+            "router_scaling_factor": 1.5,
+        },
+    ),
 }

@@ -76,10 +76,18 @@ VISION |= {"image_size": 28, "patch_size": 14}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 QWEN_VISION |= {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 24}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}}
 WRAPPED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", "gemma3_text", VISION, {"head_dim": 24, "sliding_window": 8, "query_pre_attn_scalar": 24}),
     "llava": ("Llava", "mistral", {**VISION, "model_type": "clip_vision_model"}, {"sliding_window": 9}),
     "mistral3": ("Mistral3", "mistral", {**VISION, "model_type": "pixtral"}, {"sliding_window": None}),
+    "qwen2_vl": ("Qwen2VL", "qwen2_vl_text", {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2}, MROPE),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        "qwen2_5_vl_text",
+        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64},
+        MROPE,
+    ),
     "qwen3_vl": ("Qwen3VL", "qwen3_vl_text", QWEN_VISION, {"head_dim": 24}),
     "qwen3_vl_moe": ("Qwen3VLMoe", "qwen3_vl_moe_text", QWEN_VISION, MIXTURE),
 }
@@ -108,6 +116,11 @@ def test_the_text_part_of_a_vision_model_loads(name: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(
         model.logits(model(jnp.asarray(tokens))), expected, rtol=0, atol=1e-4 * np.abs(expected).max()
     )
+    if name in ("qwen2_vl", "qwen2_5_vl"):  # published flat
+        inner = json.loads((tmp_path / "config.json").read_text())["text_config"]
+        flat = {**inner, "model_type": name, "vision_config": vision, "image_token_id": 5}
+        (tmp_path / "config.json").write_text(json.dumps(flat))
+        assert read_config(tmp_path) == model.config
     save_pretrained(model, tmp_path / "text")
     assert read_config(tmp_path / "text") == model.config
 

@@ -14,18 +14,30 @@ WRAPPERS: Mapping[str, str] = {
     "kimi_k25": "deepseek_v3",
     "llava": "llama",
     "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 """The `model_type` of `text_config` where it has none, by the `model_type` around it."""
 
+_QWEN2_VL = {"bos_token_id": 151643, "eos_token_id": 151645, "max_window_layers": 80, "num_key_value_heads": 8}
+_QWEN2_VL |= {"rms_norm_eps": 1e-5}
+
 RENAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "kimi_k2": ("deepseek_v3", {}),
+    **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), ("qwen2", _QWEN2_VL)),
     "qwen3_vl_text": ("qwen3", {"rope_theta": 500000.0}),
 }
 """Families that are another one under a name of their own, with keys whose defaults differ."""
 
+_FLAT = ("qwen2_5_vl", "qwen2_vl")
+"""Those whose published files have the keys of the decoder next to these:"""
+_AROUND = ("model_type", "text_config", "vision_config", "image_token_id", "video_token_id", "vision_token_id")
+_AROUND += ("vision_start_token_id", "vision_end_token_id")
+
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+_TOWER = "visual."  # where a tower lies next to a decoder under its plain names (Qwen2-VL)
 _PLACES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 
 
@@ -39,6 +51,8 @@ def text_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     kind, inner = values.get("model_type"), values.get("text_config")
     found = dict(values)
     if isinstance(kind, str) and kind in WRAPPERS:
+        if inner is None and kind in _FLAT:
+            inner = {key: value for key, value in values.items() if key not in _AROUND}
         if not isinstance(inner, Mapping):
             raise ShapeError(f"{source}: `text_config` is {inner!r}; expected an object with the keys of the decoder.")
         found = {"model_type": WRAPPERS[kind], **inner}
@@ -74,6 +88,7 @@ def text_tensors(index: Mapping[str, Entry]) -> dict[str, Entry]:
     ['model.norm.weight']
     """
     if not any(name.startswith(place) for name in index for place, _ in _PLACES):
+        index = {name: entry for name, entry in index.items() if not name.startswith(_TOWER)}
         bare = "embed_tokens.weight" in index and not any(name.startswith("model.") for name in index)
         return {f"model.{name}" if bare and name != "lm_head.weight" else name: entry for name, entry in index.items()}
     found = {name: entry for name, entry in index.items() if name == "lm_head.weight"}

@@ -219,4 +219,17 @@ DENSE: Mapping[str, Family] = {
         },
         theta=100000.0,
     ),
+    "internlm3": Family(
+        "InternLM3ForCausalLM",
+        {**COMMON, **SILU, **HEADS, **BIASES, "mlp_bias": "mlp_bias"},
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "mlp_bias": False,
+            **tokens(1, 2, 2),
+        },
+        aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
 }

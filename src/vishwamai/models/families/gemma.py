@@ -57,6 +57,16 @@ GEMMA: Mapping[str, Family] = {
         window_period=2,
         tensors=_POST_NORMS,
     ),
+    "vaultgemma": Family(
+        "VaultGemmaForCausalLM",
+        _KEYS,
+        {"norm_offset": True, "scale_embeddings": True},
+        {**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        fixed={"hidden_act": ("gelu_pytorch_tanh",)},
+        layer_types="list",
+        window_period=2,
+        tensors={"mlp_norm": _POST_NORMS["mlp_norm"]},
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {key: field for key, field in _KEYS.items() if field != "attention_softcap"},
