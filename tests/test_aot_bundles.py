@@ -110,10 +110,22 @@ def test_parse_matrix_and_crosslane_instructions():
 
 
 def test_utilisation_rows_are_padded_to_the_bundles():
-    text = "== CAPACTIY:\nMATMUL, MATPUSH\n 4 4 3 4 2 1 3 3 1 1 2\n== UTILIZATION:\n0 0 0 1 0 0 2 0 0 0 1\n"
+    text = f"== CAPACTIY:\n{', '.join(UNITS)}\n 4 4 3 4 2 1 3 3 1 1 2\n== UTILIZATION:\n0 0 0 1 0 0 2 0 0 0 1\n"
     found = bundles.parse_utilisation(text, 3)
     assert dict(zip(UNITS, found.capacity))["VALU"] == 4
     assert [sum(row) for row in found.rows] == [4, 0, 0]
+
+
+def test_columns_go_by_their_names():
+    """As 0.0.48.1 and 0.0.50.1 wrote them, with one column for both uses of a matrix unit."""
+    names = "MXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU"
+    text = f"== CAPACTIY:\n{names}\n    4     3     4     2     1     3     3     1     1     2\n== UTILIZATION:\n"
+    found = bundles.parse_utilisation(text + "2 0 0 1 0 0 0 0 0 1\n", 2)
+    capacity, row = (dict(zip(UNITS, numbers)) for numbers in (found.capacity, found.rows[0]))
+    assert (capacity["MATMUL"], capacity["MATPUSH"], capacity["EUP"], capacity["SALU"]) == (4, 0, 1, 2)
+    assert (row["MATMUL"], row["VPOP"], row["SALU"], sum(row.values())) == (2, 1, 1, 4)
+    other = bundles.parse_utilisation("== CAPACTIY:\nA, B\n 1 2\n== UTILIZATION:\n1 1\n", 1)
+    assert len(other.rows[0]) != len(UNITS)  # which `inspect` says
 
 
 def products(count, unit=0, gap=0, bits=16):

@@ -283,18 +283,26 @@ class Utilisation:
 
 
 def parse_utilisation(text: str, bundles: int) -> Utilisation:
-    """Reads a `...hlo-static-per-bundle-utilization.txt`; missing rows count nothing."""
-    capacity = (0,) * len(UNITS)
-    rows: list[tuple[int, ...]] = []
-    section = ""
+    """Reads a `...hlo-static-per-bundle-utilization.txt`; missing rows count nothing.
+
+    The columns go by the names that the file has. Before 0.0.51, libtpu had one for products and weights pushed, "MXU",
+    which counts as the products' here. Where another unit of `UNITS` has no column, rows are as the file has them.
+    """
+    names: list[str] = []
+    table: list[list[int]] = []  # the capacity, then a row for each bundle
     for line in text.splitlines():
-        if line.startswith("=="):
-            section = line
-        elif section.startswith("== CAP") and re.fullmatch(r"[\d\s]+", line) and line.strip():
-            capacity = tuple(int(number) for number in line.split())
-        elif section.startswith("== UTIL") and line.strip():
-            rows.append(tuple(int(number) for number in line.split()))
-    rows = rows[:bundles] + [(0,) * len(UNITS)] * (bundles - len(rows))
+        if re.fullmatch(r"[\d\s]+", line) and line.strip():
+            table.append([int(number) for number in line.split()])
+        elif not names and not line.startswith("=="):
+            names = [name.strip() for name in line.split(",")]
+    if "MXU" in names:
+        names[names.index("MXU")] = "MATMUL"
+        names, table = [*names, "MATPUSH"], [[*row, 0] for row in table]
+    if set(UNITS) <= set(names):
+        places = [names.index(unit) for unit in UNITS]
+        table = [[row[place] for place in places] for row in table if len(row) == len(names)]
+    capacity, *rows = (tuple(row) for row in table) if table else ((0,) * len(UNITS),)
+    rows = rows[:bundles] + [(0,) * len(capacity)] * (bundles - len(rows))
     return Utilisation(capacity, tuple(rows))
 
 

@@ -206,8 +206,8 @@ class Simulator:
         program = self.program(name)
         if any(len(program.units[start]) != len(UNITS) for start in tally.passes):
             raise DeviceError(
-                f"the libtpu here says how busy other units are than the {len(UNITS)} that `inspect` reads; install "
-                "0.0.51 or newer: pip install -U 'libtpu>=0.0.51' (compile and check work with this one)."
+                f"the libtpu here says how busy other units are than the {len(UNITS)} that `inspect` reads; 0.0.48.1 "
+                "to 0.0.52 were tried: pip install 'libtpu==0.0.52' (compile and check work with this one)."
             )
         blocks = [
             Block(
