@@ -153,7 +153,13 @@ def quantization(directory: Path) -> dict[str, Any] | None:
     """
     values = read_json(directory / "config.json")
     nested = values.get("text_config")
-    settings = values.get("quantization_config") or (nested.get("quantization_config") if nested else None)
+    settings = values.get("quantization_config")
+    if settings is None and isinstance(nested, dict):
+        settings = nested.get("quantization_config")
+    if settings is not None and not isinstance(settings, dict):
+        raise ShapeError(
+            f"{directory / 'config.json'}: `quantization_config` is {settings!r:.100}; expected an object."
+        )
     for name, method in _OTHER_QUANTIZERS.items():
         if settings is None and (directory / name).exists():
             raise UnsupportedError(

@@ -128,6 +128,11 @@ def decode_index(index: Mapping[str, Stored], settings: Mapping[str, Any] | None
     """
     if settings is None:
         return index
+    groups = settings.get("config_groups")
+    if groups is not None and not (
+        isinstance(groups, Mapping) and all(isinstance(g, Mapping) for g in groups.values())
+    ):
+        raise _unsupported(source, "config_groups", groups, "an object of groups")
     method = settings.get("quant_method")
     if method is None and settings.get("quant_algo") == "FP8":  # modelopt's own form
         method = "fp8"
@@ -161,7 +166,7 @@ _OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_
 
 def _quantizes_activations(settings: Mapping[str, Any]) -> bool:
     groups = settings.get("config_groups") or {}
-    return any(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values())
+    return any(group.get("input_activations") for group in groups.values())
 
 
 @functools.lru_cache(maxsize=64)
@@ -243,7 +248,7 @@ def _weights(settings: Mapping[str, Any], source: str, bits: int | None = None) 
     """How weights are rounded: symmetric ones, alike in all groups of modules."""
     found: dict[str, Any] = {}
     for name, group in (settings.get("config_groups") or {}).items():
-        weights = (group.get("weights") if isinstance(group, Mapping) else None) or {}
+        weights = group.get("weights") or {}
         if not weights.get("symmetric", True):
             raise _unsupported(source, f"config_groups.{name}.weights.symmetric", False, "symmetric weights")
         if bits is not None and weights.get("num_bits", bits) != bits:
