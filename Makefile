@@ -192,5 +192,6 @@ $(VENV)/.torch: $(VENV)/.run
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.native
-	$(EDITABLE) '.[dev]'
+	$(PY) tools/build_requires.py --group dev > $(VENV)/dev-requires.txt
+	$(EDITABLE) '.[aot,bench,serve,train]' -r $(VENV)/dev-requires.txt
 	@touch $@

@@ -3,10 +3,13 @@
 import importlib.metadata
 import importlib.util
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.dependency_groups import resolve_dependency_groups
 from packaging.requirements import Requirement
 
 from vishwamai import cli
@@ -59,6 +62,16 @@ def test_extras_are_those_of_the_project():
     for extra in PROJECT["project"]["optional-dependencies"]:
         assert set(extras()[extra]) == _declared(extra), extra
     assert set(installing.COMMANDS.values()) <= set(extras()) and set(installing.COMMANDS) <= set(cli.COMMANDS)
+
+
+def test_tools_of_developers_are_no_extra():
+    """They are groups (PEP 735), which tools/build_requires.py reads as the `packaging` project's resolver does."""
+    groups = PROJECT["dependency-groups"]
+    assert {"dev", "docs"} <= set(groups) and not {"dev", "docs"} & set(extras())
+    command = [sys.executable, ROOT / "tools/build_requires.py", "--group", "dev"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert sorted(str(Requirement(line)) for line in lines) == sorted(resolve_dependency_groups(groups, "dev"))
+    assert {"pytest", "mkdocs"} <= {Requirement(line).name for line in lines}
 
 
 def test_the_line_works_from_where_the_user_is(monkeypatch, tmp_path):
