@@ -29,10 +29,10 @@ from vishwamai.planning.timeline import Follower
 from vishwamai.planning.training import model_config, on_slice, trace_training
 from vishwamai.training.checks import check
 from vishwamai.training.config_file import from_dict
-from vishwamai.training.configured import make_loss, make_step
 from vishwamai.training.layout import batch_spec
 from vishwamai.training.mesh import make_layout
 from vishwamai.training.model import split
+from vishwamai.training.program import make_loss, make_step
 from vishwamai.training.stages import cut, make_stages
 from vishwamai.training.step import initial_state, update_rule
 
@@ -198,6 +198,7 @@ def test_errors_are_those_of_training(monkeypatch, keys, error, text):
     model = LLAMA | {"num_hidden_layers": layers, "num_attention_heads": heads}
     model |= {"num_key_value_heads": 1, "head_dim": 32} if heads == 3 else {}
     if keys.pop("model_type", None):
+        del model["num_key_value_heads"]
         model |= {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_routed_experts": 4}
         model |= {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "kv_lora_rank": 16, "q_lora_rank": None}
         model |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1}

@@ -833,9 +833,9 @@ def test_the_memory_of_a_step_grows_by_the_same_bytes_with_each_row_of_a_microba
     from flax import nnx
 
     from vishwamai.models import Decoder
-    from vishwamai.training.configured import make_loss, make_step
     from vishwamai.training.layout import Layout
     from vishwamai.training.model import model_config, split
+    from vishwamai.training.program import make_loss, make_step
     from vishwamai.training.step import update_rule
 
     def bytes_needed(rows, microbatches=1):

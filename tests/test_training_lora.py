@@ -8,7 +8,7 @@ from flax import nnx
 import rotation
 import vishwamai
 from published import write
-from test_training import LLAMA, MIXTRAL, tensors
+from test_training import LLAMA, MIXTRAL, small, tensors
 from test_training_mesh import assert_equal_runs, settings
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
@@ -20,6 +20,7 @@ from vishwamai.training.mesh import make_layout
 from vishwamai.training.model import split
 from vishwamai.training.remat import activation_names
 from vishwamai.training.run import make_job, train
+from vishwamai.training.tokens import make_tokenizer
 
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 32}
 EXPERTS = MIXTRAL | {k: v for k, v in WIDE.items() if k not in LLAMA or k in ("hidden_size", "intermediate_size")}
@@ -29,6 +30,7 @@ DEEP = WIDE | {"num_hidden_layers": 4}
 
 def start(folder, model):
     save_pretrained(Decoder(ModelConfig.from_dict(model), rngs=nnx.Rngs(0)), folder / "start")
+    make_tokenizer(small(folder)).save(str(folder / "start" / "tokenizer.json"))
     return str(folder / "start")
 
 

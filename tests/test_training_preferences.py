@@ -157,5 +157,5 @@ def test_pairs_that_cannot_be_read_are_named(tmp_path):
 
 
 def test_preferences_need_a_model_to_start_from(tmp_path):
-    with pytest.raises(ConfigError, match="set model.start_from and tokenizer.path"):
+    with pytest.raises(ConfigError, match=r"set model\.start_from"):
         next(train(small(tmp_path, objective="dpo"), tmp_path / "run"))

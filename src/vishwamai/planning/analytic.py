@@ -29,12 +29,13 @@ from vishwamai.planning.figures import Estimate
 from vishwamai.planning.residuals import residual_bytes
 from vishwamai.planning.serving import Serving, size
 from vishwamai.planning.stages import Slot, slot_of
-from vishwamai.planning.training import TrainingStep, on_slice, share_of, training_step
+from vishwamai.planning.training import on_slice, share_of, training_step
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.layout import Layout, batch_specs
 from vishwamai.training.mesh import make_layout, row_parts
 from vishwamai.training.parts import LAYERS
+from vishwamai.training.program import TrainingStep
 from vishwamai.training.rounding import keeps_narrow, rounds
 from vishwamai.training.stages import cut
 

@@ -16,12 +16,12 @@ from vishwamai.models import ModelConfig
 from vishwamai.parallel.pipeline.actions import INPUT_GRADIENT, WEIGHT_GRADIENT
 from vishwamai.parallel.pipeline.ticks import COLUMNS, NUMBER
 from vishwamai.planning.serving import size
-from vishwamai.planning.training import TrainingStep
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.layout import Layout, batch_specs
 from vishwamai.training.pipelined import split_of
+from vishwamai.training.program import TrainingStep
 from vishwamai.training.stages import cut
 
 Tree = Any

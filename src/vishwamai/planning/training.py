@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.core.errors import ConfigError, UnsupportedError
@@ -20,53 +19,14 @@ from vishwamai.core.target import Target, devices_of
 from vishwamai.models import Decoder, ModelConfig, read_config
 from vishwamai.models.checkpoint import quantized
 from vishwamai.planning.program import Program, trace
+from vishwamai.training import program
 from vishwamai.training.checks import check_length, check_pipeline, check_step
-from vishwamai.training.compiling import compiler_options
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.configured import make_loss, make_step
-from vishwamai.training.layout import Layout, batch_spec
-from vishwamai.training.lora import ADAPTER_RANKS, initial_adapters
-from vishwamai.training.mesh import check_rows, check_units, make_layout, over_all_devices, written
+from vishwamai.training.mesh import check_rows, check_units, over_all_devices, written
 from vishwamai.training.model import ModelParts, split
-from vishwamai.training.packing import REFERENCE
-from vishwamai.training.stages import Stages, make_stages
-from vishwamai.training.step import TrainState, first_loss_scale, initial_state, update_rule
+from vishwamai.training.program import TrainingStep
 
 Tree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingStep:
-    """One step of a configuration, on some devices.
-
-    Attributes:
-      config: the configuration. parts: its model, with shapes for parameters. state: shapes of what a step changes.
-      frozen: shapes of the parameters below adapters; None without adapters. stages: None without `mesh.pipeline`.
-    """
-
-    config: TrainConfig
-    parts: ModelParts
-    state: TrainState
-    frozen: Tree = None
-    stages: Stages | None = None
-
-    def batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch of so many rows."""
-        shape = jax.ShapeDtypeStruct((rows, self.config.data.sequence_length), jnp.int32)
-        found: dict[str, jax.ShapeDtypeStruct] = {}
-        found |= dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), shape)
-        if self.config.objective == "dpo":  # what the reference thinks of both answers
-            found[REFERENCE] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
-        return found
-
-    def update_rule(self, axes: tuple[str, ...] = ()) -> Any:
-        """As `training.step.update_rule`, of the parameters that are trained."""
-        ranks = self.parts.ranks if self.frozen is None else ADAPTER_RANKS
-        return update_rule(self.config, self.state.params, ranks, axes)
-
-    def loss(self, layout: Layout, attach_scales: Any) -> Any:
-        """As `training.configured.make_loss`."""
-        return make_loss(self.config, self.parts, layout, self.stages, attach_scales)
 
 
 def on_slice(config: TrainConfig, target: str) -> TrainConfig:
@@ -138,15 +98,23 @@ def narrower_moments(config: TrainConfig) -> Iterator[TrainConfig]:
 def training_step(config: TrainConfig, model: ModelConfig | None = None) -> TrainingStep:
     """The step's shapes; no array is made.
 
-    Args:
-      config: the configuration. model: in place of the one that it describes.
+    Args: as `planned_parts`.
 
     Raises:
       ConfigError, UnsupportedError, ShapeError: the configuration describes no model that trains.
     """
+    return program.training_step(config, planned_parts(config, model))
+
+
+def planned_parts(config: TrainConfig, model: ModelConfig | None = None) -> ModelParts:
+    """The model of a configuration as shapes, with its layers stacked, as they are on a TPU.
+
+    Args:
+      config: the configuration.
+      model: in place of the one that it describes.
+    """
     described = model_config(config) if model is None else model
     dtype, param_dtype = jnp.dtype(config.model.compute_dtype), jnp.dtype(config.model.param_dtype)
-    # Layers are stacked, as they are on a TPU.
     make = functools.partial(Decoder, described, dtype=dtype, param_dtype=param_dtype, stacked=True)
 
     def made() -> Decoder:
@@ -154,18 +122,7 @@ def training_step(config: TrainConfig, model: ModelConfig | None = None) -> Trai
         start = config.model.start_from
         return model if config.lora.quantize is None else quantized(model, config.lora.quantize, start)
 
-    parts = split(nnx.eval_shape(made))
-    average = config.optimizer.ema_decay is not None
-    params, frozen, ranks = parts.params, None, parts.ranks
-    if config.lora.rank:
-        frozen, ranks = params, ADAPTER_RANKS
-        params = jax.eval_shape(lambda p: initial_adapters(config.lora, p, jax.random.key(0), parts.ranks), frozen)
-    stages = make_stages(config, parts.config, params, ranks, parts.stacked)
-    if stages is not None:
-        params, frozen = jax.eval_shape(lambda *trees: tuple(map(stages.place, trees)), params, frozen)
-    update, _ = update_rule(config, params, ranks)
-    state = jax.eval_shape(lambda p: initial_state(p, update, average, first_loss_scale(config)), params)
-    return TrainingStep(config, parts, state, frozen, stages)
+    return split(nnx.eval_shape(made))
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
@@ -230,30 +187,9 @@ def trace_training(config: TrainConfig, target: str) -> Program:
     Raises: as `training_step`, `on_slice` and `program.trace`.
     """
     config = on_slice(config, target)
-    step = training_step(config)
-    parts = step.parts
-    layout = make_layout(
-        config.mesh,
-        parts.params,
-        parts.axes,
-        config.batch_size,
-        config.microbatches,
-        devices=libtpu.devices_for(target),
-        model=parts.config,
-    )
-    update, attach_scales = step.update_rule(layout.mesh_axes)
-    run = make_step(config, step.loss(layout, attach_scales), update, layout)
-    state, batch, frozen = step.state, step.batch(config.batch_size), step.frozen
-    if layout.mesh is not None:
-        mesh = layout.mesh
-
-        def placed(leaf: Any, spec: Any) -> Any:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-        state, frozen = (jax.tree.map(placed, tree, layout.specs(tree)) for tree in (state, frozen))
-        batch = {name: placed(leaf, batch_spec(name)) for name, leaf in batch.items()}
-    below = () if frozen is None else (frozen,)
-    program = trace(jax.jit(run, donate_argnums=0), state, batch, *below, target=target)
-    ticks = None if step.stages is None else step.stages.ticks.table
-    options = compiler_options(config, Target.parse_chip(target), devices_of(target))
-    return dataclasses.replace(program, ticks=ticks).with_options(options)
+    chip, devices = Target.parse_chip(target), libtpu.devices_for(target)
+    made = program.training_program(config, planned_parts(config), chip, devices)
+    traced = trace(jax.jit(made.step(), donate_argnums=0), *made.arguments, target=target)
+    stages = made.shapes.stages
+    ticks = None if stages is None else stages.ticks.table
+    return dataclasses.replace(traced, ticks=ticks).with_options(made.options)

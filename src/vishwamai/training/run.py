@@ -28,33 +28,29 @@ from vishwamai.models import from_pretrained
 from vishwamai.models.axes import MeshAxes
 from vishwamai.training.checkpoints import Checkpoints, described, holds_checkpoint, set_damaged_aside
 from vishwamai.training.checks import check
-from vishwamai.training.compiling import compiler_options
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
-from vishwamai.training.configured import make_loss, make_step
 from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, training_batches, unread
 from vishwamai.training.exported import export, files_next_to_weights
 from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.layout import Layout
-from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
-from vishwamai.training.mesh import make_layout, over_all_devices
+from vishwamai.training.lora import attach, initial_adapters, whole
+from vishwamai.training.mesh import over_all_devices
 from vishwamai.training.model import ModelParts, host_memory, make_model
 from vishwamai.training.optimizers import schedule
 from vishwamai.training.pipelined import PipelinedLoss, pipelined, pipelined_logprobs
 from vishwamai.training.preferences import answer_logprobs, with_reference
+from vishwamai.training.program import training_program
 from vishwamai.training.records import Record, RecordFiles, StepMeter, read_records
 from vishwamai.training.remat import fitting_policy, memory_limit
 from vishwamai.training.report import write_report
 from vishwamai.training.sample import sample
-from vishwamai.training.stages import Stages, make_stages, moved
+from vishwamai.training.stages import Stages, moved
 from vishwamai.training.step import (
     Loss,
     TrainState,
     counted,
-    first_loss_scale,
-    initial_state,
     run_model,
-    update_rule,
 )
 from vishwamai.training.stop import Stopped, stop_signals
 from vishwamai.training.together import AnyAsked, check_shared, first_alone, is_first
@@ -210,33 +206,25 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
     files = files_next_to_weights(config, tokenizer, folder / "data")
     made = make_model(config, tokenizer)
     parts = made.described
-    rows = config.batch_size, config.microbatches
-    layout = make_layout(config.mesh, parts.params, parts.axes, *rows, model=parts.config)
-    trained, ranks, gather = parts.params, parts.ranks, layout.gather if layout.mesh is not None else None
-    adapters = None
-    if config.lora.rank:
-        adapters = functools.partial(_adapters, config, parts)
-        trained, ranks, gather = jax.eval_shape(adapters), ADAPTER_RANKS, functools.partial(whole, gather=layout.whole)
-    stages = make_stages(config, parts.config, trained, ranks, parts.stacked)
+    program = training_program(config, parts, tpu_for(jax.devices()[0].device_kind))
+    layout, stages = program.layout, program.shapes.stages
+    gather = layout.gather if layout.mesh is not None else None
     params, frozen = _weights(config, made, stages, layout), None
     del made  # its arrays lie on the devices now
-    if adapters is not None:
-        params, frozen = layout.made(lambda: _placed(stages, adapters())), params
-    update, attach_scales = update_rule(config, params, ranks, layout.mesh_axes)
-    loss_under = functools.partial(make_loss, config, parts, layout, stages, attach_scales)
-
-    options = compiler_options(config, tpu_for(jax.devices()[0].device_kind), layout.devices)
+    if config.lora.rank:
+        gather = functools.partial(whole, gather=layout.whole)
+        params, frozen = layout.made(lambda: _placed(stages, _adapters(config, parts))), params
 
     def step_under(policy: str) -> Any:
-        step = make_step(config, loss_under(policy), update, layout)
+        step = program.step(policy)
 
         def one_step(state: TrainState, batch: Batch, frozen: Any) -> tuple[TrainState, dict[str, Any]]:
             with only_for(local_platform()):
                 return step(state, batch, frozen)
 
-        return jax.jit(one_step, donate_argnums=0, compiler_options=options)
+        return jax.jit(one_step, donate_argnums=0, compiler_options=program.options)
 
-    plain_loss = loss_under("none")
+    plain_loss = program.loss("none")
 
     def evaluation(params: Any, batch: Batch, frozen: Any) -> Any:
         if stages is not None:
@@ -249,9 +237,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
     start = frozen
     if config.objective == "dpo" and start is None:
         start = jax.tree.map(jnp.copy, params)  # the state's are given away
-    average, loss_scale = config.optimizer.ema_decay is not None, first_loss_scale(config)
-    begin = functools.partial(initial_state, optimizer=update, average=average, loss_scale=loss_scale)
-    state = layout.made(begin, params)
+    state = layout.made(functools.partial(program.shapes.initial, update=program.update), params)
 
     if config.objective == "dpo":
 

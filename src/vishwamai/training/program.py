@@ -1,0 +1,228 @@
+"""One training program: a checked configuration to shapes, shardings, the step and its compiler options.
+
+`run` fills the arrays and loops, a plan compiles the same program, and benchmarks time it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from vishwamai.core.hardware import TpuChip
+from vishwamai.training.compiling import compiler_options
+from vishwamai.training.config import TrainConfig
+from vishwamai.training.layout import Layout, batch_spec
+from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
+from vishwamai.training.mesh import make_layout
+from vishwamai.training.model import ModelParts
+from vishwamai.training.packing import REFERENCE
+from vishwamai.training.pipelined import PipelinedLoss, pipelined
+from vishwamai.training.rounding import rounding
+from vishwamai.training.stages import Stages, make_stages
+from vishwamai.training.step import (
+    Loss,
+    Optimizer,
+    TrainState,
+    accumulated,
+    first_loss_scale,
+    initial_state,
+    model_loss,
+    train_step,
+    update_rule,
+)
+
+Tree = Any
+Shapes = Any
+"""A tree of `jax.ShapeDtypeStruct`s."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingStep:
+    """Shapes of one step of a configuration, on any devices.
+
+    Attributes:
+      config: the configuration.
+      parts: its model, with shapes for parameters.
+      state: shapes of what a step changes.
+      frozen: shapes of the parameters below adapters; None without adapters.
+      stages: None without `mesh.pipeline`.
+    """
+
+    config: TrainConfig
+    parts: ModelParts
+    state: TrainState
+    frozen: Shapes = None
+    stages: Stages | None = None
+
+    def batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch of so many rows."""
+        shape = jax.ShapeDtypeStruct((rows, self.config.data.sequence_length), jnp.int32)
+        arrays: dict[str, jax.ShapeDtypeStruct] = {}
+        arrays |= dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), shape)
+        if self.config.objective == "dpo":  # the log-probabilities of both answers under the reference
+            arrays[REFERENCE] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
+        return arrays
+
+    def update_rule(self, axes: tuple[str, ...] = ()) -> tuple[Optimizer, Callable[[Tree], Tree] | None]:
+        """`step.update_rule` of the parameters that are trained."""
+        ranks = self.parts.ranks if self.frozen is None else ADAPTER_RANKS
+        return update_rule(self.config, self.state.params, ranks, axes)
+
+    def loss(self, layout: Layout, attach_scales: Callable[[Tree], Tree] | None, policy: str | None = None) -> Any:
+        """`make_loss` on the devices of a layout."""
+        return make_loss(self.config, self.parts, layout, self.stages, attach_scales, policy)
+
+    def initial(self, params: Tree, update: Optimizer) -> TrainState:
+        """The state before the first step."""
+        average = self.config.optimizer.ema_decay is not None
+        return initial_state(params, update, average, first_loss_scale(self.config))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingProgram:
+    """The step of a configuration on devices, which are there or described.
+
+    Attributes:
+      shapes: of the state, the batch and the frozen parameters.
+      layout: where they lie.
+      update: the update rule.
+      attach_scales: of 8-bit products; None without them.
+      options: of the compiler, by name.
+    """
+
+    shapes: TrainingStep
+    layout: Layout
+    update: Optimizer
+    attach_scales: Callable[[Tree], Tree] | None
+    options: dict[str, str]
+
+    @property
+    def config(self) -> TrainConfig:
+        """The configuration."""
+        return self.shapes.config
+
+    def loss(self, policy: str | None = None) -> Any:
+        """The loss, under a policy of `remat` in place of the configuration's."""
+        return self.shapes.loss(self.layout, self.attach_scales, policy)
+
+    def step(self, policy: str | None = None) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+        """One step as a function of state, batch and frozen parameters."""
+        return make_step(self.config, self.loss(policy), self.update, self.layout)
+
+    @property
+    def arguments(self) -> tuple[Shapes, ...]:
+        """Shapes of the state, a batch and the frozen parameters where there are some, with their shardings."""
+        state, frozen, batch = self.shapes.state, self.shapes.frozen, self.shapes.batch(self.config.batch_size)
+        mesh = self.layout.mesh
+        if mesh is not None:
+
+            def placed(leaf: Any, spec: Any) -> Any:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+            state, frozen = (jax.tree.map(placed, tree, self.layout.specs(tree)) for tree in (state, frozen))
+            batch = {name: placed(leaf, batch_spec(name)) for name, leaf in batch.items()}
+        return (state, batch) if frozen is None else (state, batch, frozen)
+
+
+def training_step(config: TrainConfig, parts: ModelParts) -> TrainingStep:
+    """The shapes of a step; no array is made.
+
+    Args:
+      config: of the run.
+      parts: its model, of which shapes are enough.
+    """
+    params, frozen, ranks = parts.params, None, parts.ranks
+    if config.lora.rank:
+        frozen, ranks = params, ADAPTER_RANKS
+        params = jax.eval_shape(lambda p: initial_adapters(config.lora, p, jax.random.key(0), parts.ranks), frozen)
+    stages = make_stages(config, parts.config, params, ranks, parts.stacked)
+    if stages is not None:
+        params, frozen = jax.eval_shape(lambda *trees: tuple(map(stages.place, trees)), params, frozen)
+    update, _ = update_rule(config, params, ranks)
+    average = config.optimizer.ema_decay is not None
+    state = jax.eval_shape(lambda p: initial_state(p, update, average, first_loss_scale(config)), params)
+    return TrainingStep(config, parts, state, frozen, stages)
+
+
+def training_program(
+    config: TrainConfig, parts: ModelParts, chip: TpuChip | None, devices: Sequence[Any] | None = None
+) -> TrainingProgram:
+    """The program of a configuration.
+
+    Args:
+      config: checked by `checks.check_step`.
+      parts: its model, of which shapes are enough.
+      chip: the TPU that it is for; None for another platform.
+      devices: of the chip; None for those of JAX.
+
+    Raises: as `make_layout`, `make_stages` and `compiler_options`.
+    """
+    rows = config.batch_size, config.microbatches
+    layout = make_layout(config.mesh, parts.params, parts.axes, *rows, devices=devices, model=parts.config)
+    shapes = training_step(config, parts)
+    return TrainingProgram(
+        shapes, layout, *shapes.update_rule(layout.mesh_axes), compiler_options(config, chip, layout.devices)
+    )
+
+
+def make_loss(
+    config: TrainConfig,
+    parts: ModelParts,
+    layout: Layout,
+    stages: Stages | None = None,
+    attach_scales: Callable[[Tree], Tree] | None = None,
+    policy: str | None = None,
+) -> Any:
+    """The `Loss` as a function of the trained parameters, a batch, and the frozen ones below adapters where there are
+    some; with stages a `PipelinedLoss`.
+
+    Args:
+      config: of the run. parts: its model, of which shapes are enough. layout: its devices.
+      stages: of `make_stages`.
+      attach_scales: of `step.update_rule`.
+      policy: in place of `config.remat`.
+    """
+    adapters, axes, kept = config.lora.rank > 0, layout.model_axes, parts.kept(policy or config.remat)
+    rounded = rounding(config, layout)
+    gather = None if layout.mesh is None else layout.gather if rounded is None else rounded.gather
+    if adapters:
+        gather = functools.partial(whole, gather=layout.whole)
+    if stages is not None:
+        dtype = parts.merge(parts.params).dtype
+        adapt = functools.partial(attach, config.lora) if adapters else None
+        given = gather, axes, attach_scales, layout.ends, adapt, config.dpo.beta
+        return PipelinedLoss(stages, parts.config, dtype, config.loss, kept, *given)
+    full = model_loss(parts.graph, parts.rest, config.loss, kept, gather, attach_scales, axes, config.dpo.beta)
+
+    def loss(params: Tree, batch: Tree, frozen: Tree = None) -> tuple[Any, dict[str, Any]]:
+        return full(params if frozen is None else attach(config.lora, frozen, params), batch)
+
+    return loss
+
+
+def make_step(
+    config: TrainConfig, loss: Loss | PipelinedLoss, optimizer: Optimizer, layout: Layout
+) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+    """`step.train_step` as a function of state, batch and frozen parameters.
+
+    Args: as of `train_step`; `loss` of `make_loss`.
+    """
+    rounded = rounding(config, layout)
+    accumulate: Callable[..., Any] | None = None
+    if isinstance(loss, PipelinedLoss):
+        accumulate = pipelined
+    elif rounded is not None:
+        accumulate = functools.partial(accumulated, summed=layout.summed, places=rounded.places)
+
+    def step(state: TrainState, batch: Tree, frozen: Tree = None) -> tuple[TrainState, dict[str, Any]]:
+        options = {"loss": loss, "accumulate": accumulate, "frozen": frozen}
+        with config.optimization.kernels():
+            return train_step(state, batch, **options, optimizer=optimizer, config=config, layout=layout)
+
+    return step
