@@ -22,7 +22,7 @@ from vishwamai.ops.attention.checks import check_blocks, segment_pair
 from vishwamai.ops.attention.gpu_memory import Placement
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import BSHD, SIGNATURE, Operands, Outputs
-from vishwamai.torch import bridge, definition
+from vishwamai.torch import autocast, bridge, definition
 from vishwamai.torch.arguments import check_tensors, checks_its_own
 from vishwamai.torch.attention_options import (
     OperatorOptions,
@@ -235,6 +235,7 @@ def flash_attention(
     how: Any = dict(block_size=block_size, config=config, implementation=implementation)
     options = requested("flash_attention", **computed, **how)
     check_tensors("flash_attention", "segment_ids", segment_ids)
+    query, key, value, bias = autocast.factors(query, key, value, bias)
     rest = *segment_pair(segment_ids), sinks, dropout_seed
     tensors = Operands(query, key, value, bias, mask, *rest, slopes=alibi_slopes)
     return _attend(*_placed("flash_attention", tensors, options, q_offset, kv_lens, kv_starts), return_lse)
@@ -338,6 +339,7 @@ def block_sparse_attention(
             block_mask, block_size, *map(bridge.constant, (query.shape[heads], query.shape[seq], key.shape[seq]))
         )
     how = requested("block_sparse_attention", blocks=blocks, **options)
+    query, key, value, bias = autocast.factors(query, key, value, bias)
     rest = *segment_pair(segment_ids), sinks, dropout_seed
     tensors = Operands(query, key, value, bias, mask, *rest, slopes=alibi_slopes)
     return _attend(*_placed("block_sparse_attention", tensors, how, q_offset, kv_lens, kv_starts), return_lse)

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vishwamai.ops.matmul.einsum import contract, plan_steps
+from vishwamai.ops.matmul.einsum import best_layout, contract, plan_steps
+from vishwamai.torch import autocast, bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.matmul import gemm
+from vishwamai.torch.torch_private import constant_result
+
+constant_result(best_layout)  # torch.compile would trace how it searches
+
+
+@constant_result
+def _steps(equation: str, shapes: tuple[tuple[int, ...], ...], optimize: Any) -> list[tuple[tuple[int, ...], str]]:
+    return plan_steps(equation, [SimpleNamespace(shape=shape) for shape in shapes], optimize)
 
 
 def _plain(subscripts: str, *factors: Tensor) -> Tensor:
@@ -34,6 +44,7 @@ def einsum(
     >>> einsum("bhqd,bhkd->bhqk", q, k).shape
     torch.Size([2, 4, 3, 5])
     """
-    steps = plan_steps(equation, list(operands), optimize)
+    operands = autocast.factors(*operands)
+    steps = _steps(equation, tuple(tuple(map(bridge.constant, x.shape)) for x in operands), optimize)
     product: Any = functools.partial(gemm, precision=precision)
     return contract(steps, list(operands), _plain, product, torch.permute)

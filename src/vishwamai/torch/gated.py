@@ -13,7 +13,7 @@ from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.spec import ArraySpec, array_spec
 from vishwamai.ops.gated.api import GATED, check_quantized
 from vishwamai.ops.gated.spec import SIGNATURE, Operands, Outputs, Residuals, describe
-from vishwamai.torch import bridge
+from vishwamai.torch import autocast, bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.matmul import gemm
@@ -50,6 +50,8 @@ def gated_linear_unit(
     >>> gated_linear_unit(x, (gate, up), "relu")[0, :3]
     tensor([8., 8., 8.])
     """
+    (x,) = autocast.factors(x)
+    weights = autocast.factors(*weights) if isinstance(weights, (tuple, list)) else autocast.factors(weights)[0]
     if isinstance(weights, (tuple, list)):
         if len(weights) != 2:
             raise ShapeError(

@@ -23,7 +23,7 @@ from vishwamai.ops.loss.spec import (
     describe,
     probabilities,
 )
-from vishwamai.torch import bridge
+from vishwamai.torch import autocast, bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.value_checks import check_values
@@ -67,7 +67,7 @@ def linear_cross_entropy(
     tensor(2.0794)
     """
     check_options(softcap, label_smoothing, z_loss, ignore_index, reduction)
-    x, weight = bridge.cast_for_matmul(x, weight)
+    x, weight = bridge.cast_for_matmul(*autocast.factors(x, weight))
     common = torch.promote_types(x.dtype, weight.dtype)
     x, weight = x.to(common), weight.to(common)
     if bias is not None:

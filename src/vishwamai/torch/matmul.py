@@ -15,7 +15,7 @@ from vishwamai.ops.matmul.layout import make_spec, signature
 from vishwamai.ops.matmul.packed import packed_operands
 from vishwamai.ops.matmul.quantized import check_quantized
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, compute_dtype
-from vishwamai.torch import bridge
+from vishwamai.torch import autocast, bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.operator import TorchOperator
@@ -105,6 +105,7 @@ def gemm(
     >>> gemm(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [-1.0]]), bias=torch.tensor([4.0]))
     tensor([[5.]])
     """
+    a, b, bias = autocast.factors(a, b, bias)
     name = None if out_dtype is None else str(out_dtype).removeprefix("torch.")
     if isinstance(b, PackedWeight):
         if isinstance(a, QTensor) or transpose_a or transpose_b:

@@ -27,7 +27,7 @@ from vishwamai.ops.moe.spec import (
     unpack_weights,
 )
 from vishwamai.torch import activation as activations
-from vishwamai.torch import bridge
+from vishwamai.torch import autocast, bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.operator import TorchOperator
@@ -78,6 +78,7 @@ def grouped_gemm(
     >>> grouped_gemm(rows, torch.tensor([[[7.0]], [[100.0]]]), torch.tensor([1, 0, 2]), group_offset=1)[:, 0]
     tensor([  0., 200., 300.,   0.])
     """
+    lhs, rhs = autocast.factors(lhs, rhs)
     if out_dtype is None and lhs.dtype == torch.float32:
         out_dtype = torch.float32  # whatever the ambient `use_bfloat16` makes of the operands
     check_transposed(rhs, transpose_rhs)
@@ -148,7 +149,8 @@ def moe_routing(
     if jitter:
         noise = torch.rand(x.shape, generator=generator, device=x.device)
         x = x * (1.0 - jitter + 2 * jitter * noise)
-    logits = gemm(x, router_weights.float(), precision="highest", out_dtype=torch.float32)  # [T, experts]
+    with autocast.off(x):  # whatever its users round, a router is float32
+        logits = gemm(x, router_weights.float(), precision="highest", out_dtype=torch.float32)  # [T, experts]
     if logit_bias is not None:
         logits = logits + logit_bias.float()
     weights, chosen, counts, shares = choose(logits, bias, top_k, scoring, normalize, grouping)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vishwamai.ops.norm.api import NORM
 from vishwamai.ops.norm.spec import SIGNATURE, Outputs, check_offset, describe
+from vishwamai.torch import autocast
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 
@@ -44,6 +45,7 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 2.0, 3.0, 6.0]]))
     tensor([[-1.0690, -0.5345,  0.0000,  1.6036]])
     """
+    x, residual = autocast.in_float32(x), None if residual is None else autocast.in_float32(residual)
     y, total = _norm(x, residual, scale, offset, "layer", eps)
     return y if residual is None else (y, total)
 
@@ -68,5 +70,6 @@ def rms_norm(
     if scale_offset:
         check_offset(scale, scale_offset)
         scale = scale.to(torch.promote_types(scale.dtype, torch.float32)) + scale_offset  # type: ignore[union-attr]
+    x, residual = autocast.in_float32(x), None if residual is None else autocast.in_float32(residual)
     y, total = _norm(x, residual, scale, offset, "rms", eps)
     return y if residual is None else (y, total)

@@ -14,10 +14,12 @@ from torch import Tensor
 from vishwamai.core import qtensor
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import FORMATS, format_name
-from vishwamai.core.spec import array_spec
 from vishwamai.ops.quantization.api import check_quantize
-from vishwamai.ops.quantization.rounding import rounded
+from vishwamai.ops.quantization.rounding import grouped, rounded
+from vishwamai.torch import bridge
 from vishwamai.torch.arguments import checked, checks_its_own
+from vishwamai.torch.launch import torch_dtype
+from vishwamai.torch.torch_private import constant_result
 
 
 class QTensor(qtensor.QTensor):
@@ -70,12 +72,9 @@ def quantize(
     (tensor([[ 32, -64, 127]], dtype=torch.int8), 0.0315)
     """
     name = format_name(format)
-    form, given = FORMATS[name], array_spec(x)
-    key = "torch's" if rounding == "stochastic" else None
-    array = jax.ShapeDtypeStruct(given.shape, given.dtype)
-    axis, block_size = check_quantize(array, name, axis, block_size, scale, percentile, rounding, key)
-    if qtensor.bits(form.dtype) < 8:
-        raise UnsupportedError(f"quantize: torch has no numbers of {name}; pass 'int8' or 'fp8', or quantize in JAX.")
+    form, shape = FORMATS[name], tuple(map(bridge.constant, x.shape))
+    options = axis, block_size, scale, percentile, rounding
+    axis, block_size = _checked_options(shape, str(x.dtype).removeprefix("torch."), name, *options)
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
     def noise(blocks: Tensor) -> Tensor:
@@ -84,8 +83,63 @@ def quantize(
     def magnitude(blocks: Tensor, along: int | None) -> Tensor:
         return _magnitude(blocks.abs(), along, scale, percentile)
 
-    made = rounded(wide, form, axis, block_size, magnitude, noise if rounding == "stochastic" else None)
-    return QTensor(*made, name, axis, block_size)
+    if torch.compiler.is_compiling():
+        drawn = noise(grouped(wide, axis, block_size)[0]) if rounding == "stochastic" else None
+        values, scales = _rounded_op(wide, drawn, name, axis, block_size, scale, percentile)
+    else:
+        values, scales = rounded(wide, form, axis, block_size, magnitude, noise if rounding == "stochastic" else None)
+    return QTensor(values, scales, name, axis, block_size)
+
+
+def _rounded(
+    x: Tensor, noise: Tensor | None, name: str, axis: int | None, block_size: int | None, scale: str, percentile: float
+) -> tuple[Tensor, Tensor]:
+    def magnitude(blocks: Tensor, along: int | None) -> Tensor:
+        return _magnitude(blocks.abs(), along, scale, percentile)
+
+    values, scales = rounded(x, FORMATS[name], axis, block_size, magnitude, None if noise is None else lambda _: noise)
+    return values.clone(), scales.clone()
+
+
+def _rounded_fake(
+    x: Tensor, noise: Any, name: str, axis: int | None, block_size: int | None, scale: str, percentile: float
+) -> tuple[Tensor, Tensor]:
+    shape = [] if axis is None else list(x.shape)
+    if axis is not None:
+        shape[axis] = 1 if block_size is None else -(-shape[axis] // min(block_size, max(1, shape[axis])))
+    scales = x.new_empty(shape, dtype=torch.uint8 if FORMATS[name].power_of_two else x.dtype)
+    return x.new_empty(x.shape, dtype=torch_dtype(FORMATS[name].dtype)), scales
+
+
+# torch.compile takes the rounding as an operator: it cannot trace the dtypes of NumPy that describe the formats.
+_rounded_op: Any = torch.library.custom_op(
+    "vishwamai::rounded",
+    _rounded,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? noise, str name, SymInt? axis, SymInt? block_size, str scale, float percentile) "
+    "-> (Tensor, Tensor)",
+)
+_rounded_op.register_fake(_rounded_fake)
+
+
+@constant_result
+def _checked_options(
+    shape: tuple[int, ...],
+    dtype: str,
+    name: str,
+    axis: Any,
+    block_size: Any,
+    scale: str,
+    percentile: float,
+    rounding: str,
+) -> tuple[int | None, int | None]:
+    """(axis counted from the end, block size) of `quantize`."""
+    key = "torch's" if rounding == "stochastic" else None
+    array = jax.ShapeDtypeStruct(shape, dtype)
+    found = check_quantize(array, name, axis, block_size, scale, percentile, rounding, key)
+    if qtensor.bits(FORMATS[name].dtype) < 8:
+        raise UnsupportedError(f"quantize: torch has no numbers of {name}; pass 'int8' or 'fp8', or quantize in JAX.")
+    return found
 
 
 def _magnitude(size: Tensor, axis: int | None, method: str, percentile: float) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from vishwamai.ops.softmax.api import SOFTMAX
 from vishwamai.ops.softmax.spec import SIGNATURE, Outputs, check_axis, describe
+from vishwamai.torch import autocast
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 
@@ -46,7 +47,7 @@ def log_softmax(x: Tensor, *, axis: int = -1) -> Tensor:
 
 
 def _along(name: str, x: Tensor, axis: int, log: bool) -> Tensor:
-    axis = check_axis(name, x.shape, axis)
+    axis, x = check_axis(name, x.shape, axis), autocast.in_float32(x)
     if axis == x.dim() - 1:
         return _softmax(x, log, False)[0]
     # It is moved here, so the kernel's rows are rows.

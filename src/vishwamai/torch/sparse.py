@@ -10,7 +10,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.ops.sparse.api import SPARSE
 from vishwamai.ops.sparse.spec import SIGNATURE, Operands, Outputs, SparseSpec, make_spec
-from vishwamai.torch import bridge
+from vishwamai.torch import autocast, bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 
@@ -83,6 +83,7 @@ def block_sparse_matmul(
     >>> block_sparse_matmul(torch.tensor([1.0, 2.0, 3.0, 4.0]), values, torch.tensor([[0, 1], [1, 0]]), shape=(4, 4))
     tensor([ 9., 12.,  1.,  2.])
     """
+    dense, values = autocast.factors(dense, values)
     out_dtype = dense.dtype
     dense, values = bridge.cast_for_matmul(dense, values)
     at = _coordinates(indices, values)

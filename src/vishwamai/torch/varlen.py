@@ -26,7 +26,7 @@ from vishwamai.ops.attention.gpu_memory import Packed, Placement
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.varlen import NAME, check_starts
-from vishwamai.torch import attention, bridge
+from vishwamai.torch import attention, autocast, bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.attention_options import (
     OperatorOptions,
@@ -244,6 +244,7 @@ def flash_attention_varlen(
     computed: Any = dict(causal=causal, causal_align=causal_align, window=window, softcap=softcap, scale=scale)
     how: Any = dict(block_size=block_size, config=config, implementation=implementation)
     options = requested(NAME, dropout_rate=dropout_rate, **computed, **how)
+    query, key, value = autocast.factors(query, key, value)
     seed = None
     if dropout_rate and query.dim() == 3:
         shape = (cu_seqlens_q.shape[0] - 1, query.shape[1], 2)

@@ -26,14 +26,14 @@ from vishwamai.core.config import current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import PrecisionConfig, lax_precision, resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
-from vishwamai.core.spec import array_spec, known
+from vishwamai.core.spec import known
 from vishwamai.ops.matmul.api import gemm
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Num
 
-_FLOATS = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 @checked
@@ -126,11 +126,13 @@ def contract(
 
         def contraction(*factors: Any, subscripts: str = subscripts) -> Any:
             inputs, out = subscripts.split("->")
-            if len(factors) == 2 and all(array_spec(factor).dtype in _FLOATS for factor in factors):
+            if len(factors) == 2 and all(str(factor.dtype).removeprefix("torch.") in _FLOATS for factor in factors):
                 return _pair(inputs.split(","), out, list(factors), plain, product, permute)
             return plain(subscripts, *factors)
 
-        arrays.append(run(contraction, subscripts, [arrays.pop(i) for i in taken]))
+        chosen = [arrays[i] for i in taken]
+        arrays = [x for i, x in enumerate(arrays) if i not in taken]
+        arrays.append(run(contraction, subscripts, chosen))
     (result,) = arrays
     return result
 
@@ -236,17 +238,8 @@ def _pair(
     rows, columns = ([i for i in term if i not in shared] for term in terms)
     if not contracted or not (rows or columns):
         return plain(f"{a_term},{b_term}->{out}", a, b)
-    assumed = {index: known(size, 1024) for index, size in sizes.items()}
-    best = min(
-        (
-            plan
-            for turned in (False, True)
-            for order in dict.fromkeys((_order(contracted, a_term), _order(contracted, b_term)))
-            for plan in _layouts(a_term, b_term, out, shared, order, turned, assumed)
-        ),
-        key=lambda plan: plan[0],
-    )
-    _, turned, batch, (a_order, transpose_a), (b_order, transpose_b) = best
+    assumed = tuple((index, known(size, 1024)) for index, size in sizes.items())
+    turned, batch, (a_order, transpose_a), (b_order, transpose_b) = best_layout(a_term, b_term, out, assumed)
     if turned:
         a, b, a_term, b_term, rows, columns = b, a, b_term, a_term, columns, rows
     rows, columns = (_order(axes, out) for axes in (rows, columns))
@@ -270,6 +263,19 @@ def _pair(
 def _order(indices: Any, term: str) -> str:
     """The indices in the order of a term that has them all."""
     return "".join(i for i in term if i in indices)
+
+
+def best_layout(a_term: str, b_term: str, out: str, sizes: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
+    """The layout of a product that copies the fewest elements, as `_layouts` yields it without their number."""
+    shared = [i for i in a_term if i in b_term]
+    contracted = [i for i in shared if i not in out]
+    layouts = (
+        plan
+        for turned in (False, True)
+        for order in dict.fromkeys((_order(contracted, a_term), _order(contracted, b_term)))
+        for plan in _layouts(a_term, b_term, out, shared, order, turned, dict(sizes))
+    )
+    return min(layouts, key=lambda plan: plan[0])[1:]
 
 
 def _layouts(

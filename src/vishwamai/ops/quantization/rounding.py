@@ -34,7 +34,7 @@ def rounded(
         that axis, which stays as 1; None stands for all axes.
       noise: `(blocks) -> uniform numbers` of [0, 1), for stochastic rounding; None rounds to the nearest.
     """
-    blocks, along = _grouped(x, axis, block_size)
+    blocks, along = grouped(x, axis, block_size)
     scale = _scale_of(magnitude(blocks, along), form)
     scaled = blocks / scale
     values = _to_grid(scaled, form, None if noise is None else noise(scaled))
@@ -42,7 +42,7 @@ def rounded(
     return (values, stored) if along is None or block_size is None else _ungrouped(values, stored, x.shape, along)
 
 
-def _grouped(x: Any, axis: int | None, block_size: int | None) -> tuple[Any, int | None]:
+def grouped(x: Any, axis: int | None, block_size: int | None) -> tuple[Any, int | None]:
     """x with the numbers that share a scale along one axis, and that axis; zeros fill the last block. None stands for
     all axes.
     """
