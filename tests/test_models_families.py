@@ -11,6 +11,7 @@ import pytest
 import models_peer
 import rotation
 from models_families import TINY
+from vishwamai.inference import Engine, Limits, Sampling
 from vishwamai.models import from_pretrained, read_config, save_pretrained
 from vishwamai.models.families import FAMILIES
 from vishwamai.models.text_part import WRAPPERS
@@ -46,3 +47,17 @@ def test_tokens_over_pages_are_those_of_transformers(name: str, tmp_path: Path) 
     prompts = [tokens[0, :37].tolist(), tokens[1, :11].tolist()]
     model = from_pretrained(tmp_path, dtype=jnp.float32, stacked=True)
     assert models_peer.greedy(model, prompts, 24) == [models_peer.peer_greedy(peer, prompt, 24) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", rotation.in_turn(18, TINY))
+def test_the_engine_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    """Prompts go in chunks, next to other sequences, and a second time from the prefix cache."""
+    peer = TINY[name].save(tmp_path)
+    tokens = np.random.default_rng(1).integers(3, 131, (2, 40)).tolist()
+    prompts = [tokens[0], tokens[1][:7]]
+    limits = Limits(max_sequences=2, max_tokens=16, max_length=64, page_size=4)
+    engine = Engine(from_pretrained(tmp_path, dtype=jnp.float32), limits=limits)
+    expected = [models_peer.peer_greedy(peer, prompt, 12) for prompt in prompts]
+    for _ in range(2):
+        answers = engine.generate(prompts, Sampling(max_new_tokens=12, ignore_eos=True))
+        assert [list(answer.token_ids) for answer in answers] == expected
