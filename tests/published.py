@@ -33,6 +33,14 @@ GPT_OSS = {
     "num_experts_per_tok": 2,
     "sliding_window": 8,
 }
+MOE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 RNG = np.random.default_rng(0)
 Tensors = dict[str, np.ndarray]
 
@@ -224,6 +232,10 @@ FURTHER: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         {**_PACKED, **_weights(strategy="channel", group_size=None)},
         "",
     ),
+    "gptq-experts": (functools.partial(gptq, zero=8), MOE, {**_GPTQ, "sym": True, "group_size": 32}, ""),
+    "awq-experts": (awq, MOE, {"quant_method": "awq", "bits": 4, "version": "gemm"}, ""),
+    "fp8-experts": (fp8, MOE, {"quant_method": "fp8", "weight_block_size": [10, 32]}, ""),
+    "packed-experts": (compressed_packed, MOE, {**_PACKED, **_weights(strategy="group", group_size=32)}, ""),
 }
 """As `FORMATS`: options of its formats that publishers use."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import functools
 import itertools
 import json
 import re
+import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import tokenizers
 
 import world
 from vishwamai import ShapeError, UnsupportedError
-from vishwamai.models import read_tokenizer, template_sandbox
+from vishwamai.models import Tokenizer, read_tokenizer, template_sandbox
 from vishwamai.models.chat import ChatTemplate
 from vishwamai.models.messages import call_form, normalized, reads_tools
 
@@ -263,6 +266,45 @@ def test_time_and_memory_of_a_template_are_bounded(text: str, monkeypatch: pytes
     with pytest.raises(UnsupportedError, match="x: the chat template (was ended: it needs more than|rejects)"):
         ChatTemplate(text, "x").render([ASK], {})
     assert ChatTemplate("{{ messages[0].content }}", "x").render([ASK], {}) == "What now?"
+
+
+def test_a_template_is_tried_when_a_server_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vishwamai.cli import model, serve
+
+    tokenizer = Tokenizer(encoder(), ChatTemplate("{{ raise_exception('no chats') }}", "chat.jinja"))
+    lines: list[str] = []
+    monkeypatch.setattr(model, "plan", lambda arguments: types.SimpleNamespace(tokenizer=tokenizer))
+    monkeypatch.setattr(model, "say", lines.append)
+    monkeypatch.setattr(model, "load", lambda *args: (_ for _ in ()).throw(InterruptedError))
+    options = {
+        "directory": tmp_path,
+        "name": None,
+        "encoder": None,
+        "pooling": None,
+        "optimization": None,
+        "mesh": None,
+    }
+    with pytest.raises(InterruptedError):
+        serve._models(argparse.Namespace(**options, compile="lazy"))
+    assert lines == ["chats may be declined: chat.jinja: the chat template rejects these messages: no chats"]
+
+
+def test_a_chat_that_takes_its_time_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "TIME_LIMIT_S", 2.0)
+    plain = ChatTemplate("{{ messages[0].content }}", "x")
+    endless = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "x")
+    ended = threading.Event()
+
+    def slow() -> None:
+        with pytest.raises(UnsupportedError, match="was ended"):
+            endless.render([ASK], {})
+        ended.set()
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    assert plain.render([ASK], {}) == "What now?" and not ended.is_set()
+    thread.join()
+    assert ended.is_set()
 
 
 @pytest.mark.parametrize(

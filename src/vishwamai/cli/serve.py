@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import generate, model
 from vishwamai.cli.function import CommandError
+from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
@@ -132,6 +133,11 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
     planned = model.plan(arguments)
     if planned.tokenizer is None:
         model.say(f"{planned.directory / 'tokenizer.json'} is missing: prompts and answers are token ids only")
+    elif planned.tokenizer.template is not None:
+        try:  # once, before a client does
+            planned.tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+        except VishwamaiError as error:
+            model.say(f"chats may be declined: {error}")
     names = (name,)
     if arguments.encoder is not None:
         names = (name, arguments.encoder.resolve().name)

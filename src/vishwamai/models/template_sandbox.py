@@ -23,7 +23,10 @@ TIME_LIMIT_S = 10.0
 """How long one rendering may take."""
 
 MEMORY_LIMIT = 1 << 30
-"""Bytes of address space of the process."""
+"""Bytes of address space of a process."""
+
+PROCESSES = 4
+"""How many render at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +58,7 @@ def render(template: str, source: str, values: Mapping[str, Any]) -> Rendering:
         request = json.dumps({"text": template, "values": values, "now": _now().isoformat()})
     except (TypeError, ValueError, RecursionError) as error:
         raise ShapeError(f"{source}: the messages of a chat are JSON values: {error}.") from error
-    answer = _PROCESS.ask(request.encode())
+    answer = _PROCESSES.ask(request.encode())
     if answer is None:
         raise UnsupportedError(
             f"{source}: the chat template was ended: it needs more than {TIME_LIMIT_S:g} s or "
@@ -73,40 +76,50 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now()
 
 
-class _Process:
-    """The process that renders, started by the first request; one that was ended is started again by the next."""
+class _Processes:
+    """The processes that render, started as they are needed; one that was ended is replaced by the next request's.
+
+    There are several, so that a chat that takes all of its time does not hold up the others.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # a fork has the pipes of its parent, which it must not use
 
     def ask(self, request: bytes) -> dict[str, Any] | None:
         """The answer to a request; None where the process ended without one."""
         if os.getpid() != self._owner:
-            self._lock, self._process, self._owner = threading.Lock(), None, os.getpid()
-        with self._lock:
-            process = self._process
-            if process is None or process.poll() is not None:
-                process = self._process = self._start()
-            assert process.stdin is not None and process.stdout is not None
-            timer = threading.Timer(TIME_LIMIT_S, process.kill)
-            timer.daemon = True
-            timer.start()
+            self._idle: list[subprocess.Popen[bytes]] = []
+            self._slots, self._owner = threading.BoundedSemaphore(PROCESSES), os.getpid()
+        with self._slots:
             try:
-                process.stdin.write(request + b"\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-            except OSError:
-                line = b""
-            finally:
-                timer.cancel()
+                process = self._idle.pop()  # of a list, whose methods are atomic
+            except IndexError:
+                process = self._start()
+            if process.poll() is not None:
+                process = self._start()
+            line = self._line(process, request + b"\n")
             if not line.endswith(b"\n"):
                 process.kill()
                 process.wait()
-                self._process = None
                 return None
+            self._idle.append(process)
         return json.loads(line)
+
+    @staticmethod
+    def _line(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+        """What a process answers; not a whole line where it ended."""
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(TIME_LIMIT_S, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+            return process.stdout.readline()
+        except OSError:
+            return b""
+        finally:
+            timer.cancel()
 
     @staticmethod
     def _start() -> subprocess.Popen[bytes]:
@@ -123,4 +136,4 @@ class _Process:
         )
 
 
-_PROCESS = _Process()
+_PROCESSES = _Processes()
