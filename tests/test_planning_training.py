@@ -112,6 +112,14 @@ def test_the_table_of_steps_per_second_has_eight_devices_of_every_chip():
     assert row == "| 16 | a CPU | 4 (measured) | 1.64e+04 | - |"
 
 
+def test_the_table_of_tokens_per_second_has_every_chip(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    module = benchmark("tokens_per_second")
+    assert set(module.CHIPS) == set(TPUS) and module.LENGTHS == (512, 1024, 2048)
+    config = module.model_of(module.EXAMPLE)
+    assert (config.vocab_size, config.max_positions) == (4096, 2048)
+
+
 FOREIGN = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
