@@ -200,13 +200,14 @@ def with_lm_eval() -> str:
 
 
 def with_guidellm() -> str:
-    program = [Path(sys.executable).with_name("guidellm"), "benchmark", "run", "--target", URL.removesuffix("/v1")]
-    data = "prompt_tokens=16,output_tokens=8"
-    program += ["--rate-type", "synchronous", "--max-requests", "3", "--data", data]
-    program += ["--processor", os.environ["CLIENTS_TOKENIZER"], "--model", MODEL]
+    program = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console"]
+    program += ["--backend", f"kind=openai_http,target={URL.removesuffix('/v1')},model={MODEL}"]
+    program += ["--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=3"]
+    program += ["--tokenizer", f"kind=huggingface_auto,model={os.environ['CLIENTS_TOKENIZER']}"]
+    program += ["--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        subprocess.run([*map(str, program), "--output-path", str(report)], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*program, "--output", f"kind=json,path={report}"], check=True, stdout=subprocess.DEVNULL)
         totals = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
     assert totals["successful"] == 3 and totals["errored"] == 0, totals
     return f"{totals}"
@@ -221,7 +222,7 @@ PACKAGES = {
     "pydantic_ai": ["pydantic-ai-slim[openai]"],
     "openai_agents": ["openai-agents"],
     "smolagents": ["smolagents[openai]"],
-    "lm_eval": ["lm-eval[api]"],
+    "lm_eval": ["lm-eval[api]", "transformers"],
     "guidellm": ["guidellm"],
     "ai_sdk": ["ai", "@ai-sdk/openai-compatible", "zod"],  # of npm
 }
