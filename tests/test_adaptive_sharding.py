@@ -50,7 +50,7 @@ def test_the_choice_is_the_cheapest_of_all():
     """Next to every choice of names, each summed by hand."""
     cost = planned(V5E, 256)
     layer = _layer(2048, 8192, 32000)
-    found = _planned(layer, 256)
+    plan = _planned(layer, 256)
     bf16, sums = jnp.dtype(jnp.bfloat16), {}
     for mlp in (False, True):
         for vocab in (False, True):
@@ -58,17 +58,17 @@ def test_the_choice_is_the_cheapest_of_all():
             down = cost((8192, 2048), bf16, "rows" if mlp else "whole", "all_reduce" if mlp else "")
             head = cost((2048, 32000), bf16, "columns" if vocab else "whole", "all_gather" if vocab else "")
             sums[mlp, vocab] = 2 * up + down + head
-    kinds = {c.path: c.kind for c in found.choices}
+    kinds = {c.path: c.kind for c in plan.choices}
     assert (kinds["up"] == "columns", kinds["head"] == "columns") == min(sums, key=sums.__getitem__)
     embed = cost((2048, 8192), bf16, "rows", "all_reduce")  # and the alternatives that each line names
-    np.testing.assert_allclose(next(c for c in found.choices if c.path == "up").seconds["rows"], embed)
+    np.testing.assert_allclose(next(c for c in plan.choices if c.path == "up").seconds["rows"], embed)
 
 
 def test_sides_that_the_axis_does_not_divide_and_arrays_without_names():
-    found = _planned(_layer(4096, 14336, odd=(8192, 30001)), 8)
-    odd = next(c for c in found.choices if c.path == "odd")
+    plan = _planned(_layer(4096, 14336, odd=(8192, 30001)), 8)
+    odd = next(c for c in plan.choices if c.path == "odd")
     assert odd.kind == "rows" and set(odd.seconds) == {"whole", "rows"}
-    assert found.shardings["odd"].spec == P("tensor", None)
+    assert plan.shardings["odd"].spec == P("tensor", None)
 
 
 def test_measured_times_choose_and_the_arrays_lie_so():
@@ -87,20 +87,20 @@ def test_a_cost_of_ones_own_decides():
     def columns_are_free(shape, dtype, kind, collective):
         return 0.0 if kind == "columns" else 1.0
 
-    found = choose({"w": jnp.ones((8, 8))}, _mesh(), NO_RULES, {"w": ("a", "b")}, "tensor", columns_are_free, "planned")
-    assert found.shardings["w"].spec == P(None, "tensor")
+    plan = choose({"w": jnp.ones((8, 8))}, _mesh(), NO_RULES, {"w": ("a", "b")}, "tensor", columns_are_free, "planned")
+    assert plan.shardings["w"].spec == P(None, "tensor")
 
 
 def test_names_with_mesh_axes_keep_them():
     rules = LogicalRules({"embed": "data"})
-    found = choose(_layer(4096, 14336), _mesh(), rules, AXES, "tensor", planned(V5E, 1024), "planned")
-    assert found.shardings["up"].spec == P("data", "tensor") and found.shardings["down"].spec == P("tensor", "data")
+    plan = choose(_layer(4096, 14336), _mesh(), rules, AXES, "tensor", planned(V5E, 1024), "planned")
+    assert plan.shardings["up"].spec == P("data", "tensor") and plan.shardings["down"].spec == P("tensor", "data")
 
 
 @pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 def test_a_described_slice_is_planned():
-    found = adaptive_sharding(_layer(4096, 14336), make_mesh("tensor=4", topology="v5e:2x2"), axes=AXES)
-    assert found.cost == "planned" and {c.kind for c in found.choices} >= {"rows", "columns"}
+    plan = adaptive_sharding(_layer(4096, 14336), make_mesh("tensor=4", topology="v5e:2x2"), axes=AXES)
+    assert plan.cost == "planned" and {c.kind for c in plan.choices} >= {"rows", "columns"}
 
 
 @pytest.mark.parametrize(

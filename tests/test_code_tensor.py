@@ -89,14 +89,14 @@ def test_the_examples_have_the_published_levels():
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_numbers_are_the_nearest_levels(form):
     w = _weights(form, 100, 5)  # neither blocks nor bytes divide 100
-    made = quantize(w, form, axis=-2)
+    packed = quantize(w, form, axis=-2)
     want = _oracle(form, w)
-    found = np.asarray(made.dequantize(), np.float64)
+    result = np.asarray(packed.dequantize(), np.float64)
     step = np.ptp(want) / len(form.levels)
-    off = abs(found - want) > 1e-5 * abs(want).max()
-    assert off.mean() <= 0.01 and abs(found - want).max() <= 2 * step  # float32 may tip what lies in the middle
-    assert made.codes.shape == (form.bits, 13, 5)
-    assert made.codes.nbytes == form.bits * 13 * 5
+    off = abs(result - want) > 1e-5 * abs(want).max()
+    assert off.mean() <= 0.01 and abs(result - want).max() <= 2 * step  # float32 may tip what lies in the middle
+    assert packed.codes.shape == (form.bits, 13, 5)
+    assert packed.codes.nbytes == form.bits * 13 * 5
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,11 @@ def test_transforms_and_the_gradient_of_the_other_operand(monkeypatch):
     """No array of the dense weight's size is in the gradient's program."""
     monkeypatch.setattr(code_product, "TILE_BYTES", 1)
     x, w = _normal(2, 3, 40), _normal(2, 40, 256)
-    made = jax.vmap(lambda w: quantize(w, NF4, axis=-2))(w)
-    assert made.shape == (2, 40, 256) and made.matrix == (40, 256)
-    want = np.einsum("bmk,bkn->bmn", x, np.asarray(made.dequantize()))
-    np.testing.assert_allclose(jax.jit(jax.vmap(gemm))(x, made), want, rtol=1e-4, atol=1e-4)
-    scanned = jax.lax.scan(lambda carry, pair: (carry, gemm(*pair)), 0, (x, made))[1]
+    packed = jax.vmap(lambda w: quantize(w, NF4, axis=-2))(w)
+    assert packed.shape == (2, 40, 256) and packed.matrix == (40, 256)
+    want = np.einsum("bmk,bkn->bmn", x, np.asarray(packed.dequantize()))
+    np.testing.assert_allclose(jax.jit(jax.vmap(gemm))(x, packed), want, rtol=1e-4, atol=1e-4)
+    scanned = jax.lax.scan(lambda carry, pair: (carry, gemm(*pair)), 0, (x, packed))[1]
     np.testing.assert_allclose(scanned, want, rtol=1e-4, atol=1e-4)
     one = quantize(w[0], NF4, axis=-2)
     slope = jax.jit(jax.grad(lambda x: gemm(x, one, activation="relu").sum()))
@@ -154,10 +154,10 @@ def test_experts_of_a_layer():
 
 def test_files_hold_weights_bit_for_bit(tmp_path):
     path = tmp_path / "weights.safetensors"
-    made = {form.name: quantize(_weights(form, 3, 50, 7), form, axis=-2) for form in FORMATS}
-    vishwamai.save_codes(path, made)
+    packed = {form.name: quantize(_weights(form, 3, 50, 7), form, axis=-2) for form in FORMATS}
+    vishwamai.save_codes(path, packed)
     read = vishwamai.load_codes(path)
-    for name, tensor in made.items():
+    for name, tensor in packed.items():
         assert read[name].format == tensor.format
         for a, b in zip(jax.tree.leaves(read[name]), jax.tree.leaves(tensor), strict=True):
             assert a.dtype == b.dtype and np.array_equal(a, b)
@@ -171,10 +171,10 @@ def test_blocks_that_are_zero_or_not_finite():
     x = np.ones((64, 4), np.float32)
     x[3, 0], x[40, 1], x[:, 2] = np.nan, np.inf, 0
     for form in (CodeFormat("a", 4, 32), CodeFormat("b", 4, 32, "e8m0"), CodeFormat("c", 4, 32, "float16", True)):
-        found = np.asarray(quantize(x, form, axis=-2).dequantize())
-        bad = np.isnan(found)
+        result = np.asarray(quantize(x, form, axis=-2).dequantize())
+        bad = np.isnan(result)
         assert bad[:32, 0].all() and bad[32:, 1].all() and bad.sum() == 64
-        assert (found[:, 2] == 0).all()
+        assert (result[:, 2] == 0).all()
     tiny = np.full((8, 1), 1e-9, np.float32)
     assert np.isfinite(quantize(tiny, CodeFormat("d", 4, None, "float16"), axis=-2).dequantize()).all()
 

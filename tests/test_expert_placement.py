@@ -52,11 +52,11 @@ def test_steps_follow_the_load_and_stay_exact():
         change = place_experts(counts, placement, expert_bytes=3 * 2 * FEATURES * HIDDEN * 4)
         state = move_experts(state, placement, change.placement)
         placement = change.placement
-        for moved, w in zip(state["weights"], weights, strict=True):
-            assert moved.sharding == split
-            np.testing.assert_array_equal(moved, np.asarray(w)[list(placement.order)])
+        for array, w in zip(state["weights"], weights, strict=True):
+            assert array.sharding == split
+            np.testing.assert_array_equal(array, np.asarray(w)[list(placement.order)])
         np.testing.assert_array_equal(state["moments"][0], state["weights"][0] + 1)
-    assert fullest[0] > 1.5 and fullest[1] < 0.7 * fullest[0] and change.moved < EXPERTS
+    assert fullest[0] > 1.5 and fullest[1] < 0.7 * fullest[0] and change.moves < EXPERTS
 
 
 def test_the_balance_is_near_the_best_there_is():
@@ -64,26 +64,26 @@ def test_the_balance_is_near_the_best_there_is():
     rng = np.random.default_rng(0)
     for _ in range(20):
         counts = rng.pareto(1.5, EXPERTS)
-        found = place_experts(counts, DEVICES)
+        result = place_experts(counts, DEVICES)
 
         def pairs(rest):
             if not rest:
                 yield 0.0
-            for other in rest[1:]:
-                left = [e for e in rest[1:] if e != other]
-                yield from (max(load, counts[rest[0]] + counts[other]) for load in pairs(left))  # noqa: B023
+            for partner in rest[1:]:
+                left = [e for e in rest[1:] if e != partner]
+                yield from (max(load, counts[rest[0]] + counts[partner]) for load in pairs(left))  # noqa: B023
 
         best = min(pairs(list(range(EXPERTS)))) / (counts.sum() / DEVICES)
-        assert best - 1e-9 <= found.after <= 1.1 * best
-        assert found.after <= found.before
+        assert best - 1e-9 <= result.after <= 1.1 * best
+        assert result.after <= result.before
 
 
 def test_an_even_load_moves_nothing_and_the_cost_is_that_of_the_links():
     even = place_experts(np.ones(16), 4, expert_bytes=2**20)
-    assert even.moved == 0 and even.pays_after(1.0) == float("inf")
+    assert even.moves == 0 and even.pays_after(1.0) == float("inf")
     links = AxisLinks(TPUS["v5e"], (4,), (False,))
     change = place_experts([8, 8, 8, 8, 1, 1, 1, 1], 4, expert_bytes=2**20, links=links)
-    assert change.bytes == change.moved * 2**20
+    assert change.bytes == change.moves * 2**20
     assert change.seconds == estimate_collective("all_to_all", change.bytes, links)
     assert change.pays_after(1e-3) == pytest.approx(change.seconds / ((change.before - change.after) * 1e-3))
 
@@ -94,10 +94,10 @@ def test_arrays_split_along_two_axes_move_too():
     old, new = ExpertPlacement((0, 1, 2, 3), 2), ExpertPlacement((3, 1, 0, 2), 2)
     for spec in itertools.chain([P("expert", None, "tensor"), P("expert"), P(None, "tensor"), P()]):
         placed = jax.device_put(x, NamedSharding(mesh, spec))
-        moved = move_experts(placed, old, new)
-        np.testing.assert_array_equal(moved, x[jnp.array([3, 1, 0, 2])])
-        assert moved.sharding.is_equivalent_to(placed.sharding, 3)
-        np.testing.assert_array_equal(move_experts(moved, new, old), x)
+        array = move_experts(placed, old, new)
+        np.testing.assert_array_equal(array, x[jnp.array([3, 1, 0, 2])])
+        assert array.sharding.is_equivalent_to(placed.sharding, 3)
+        np.testing.assert_array_equal(move_experts(array, new, old), x)
 
 
 @pytest.mark.parametrize(

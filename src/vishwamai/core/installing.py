@@ -83,10 +83,10 @@ def extras() -> dict[str, tuple[str, ...]]:
     def expanded(extra: str) -> list[str]:
         names: list[str] = []
         for requirement in direct.get(extra, ()):
-            own = re.match(rf"{NAME}\[([\w,. -]+)\]", requirement)
+            nested = re.match(rf"{NAME}\[([\w,. -]+)\]", requirement)
             match = re.match(r"[\w.-]+", requirement)
-            if own:
-                names += [name for inner in own[1].split(",") for name in expanded(inner.strip())]
+            if nested:
+                names += [name for inner in nested[1].split(",") for name in expanded(inner.strip())]
             elif match:
                 names.append(match[0])
         return list(dict.fromkeys(names))
@@ -115,8 +115,8 @@ def _requirements() -> list[str]:
 def _on_this_machine(requirement: str) -> bool:
     """Whether the platform of a requirement's marker is this one."""
     facts = {"sys_platform": sys.platform, "platform_machine": platform.machine(), "os_name": os.name}
-    found = re.findall(r"(sys_platform|platform_machine|os_name)\s*==\s*['\"]([^'\"]+)['\"]", requirement)
-    return all(facts[name] == value for name, value in found)
+    conditions = re.findall(r"(sys_platform|platform_machine|os_name)\s*==\s*['\"]([^'\"]+)['\"]", requirement)
+    return all(facts[name] == value for name, value in conditions)
 
 
 def lacking(extra: str) -> tuple[str, ...]:

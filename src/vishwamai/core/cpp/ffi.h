@@ -48,7 +48,7 @@ struct CallAttributes {
   Placement take(XLA_FFI_CallFrame* frame) {
     Placement where;
     XLA_FFI_Attrs& attrs = frame->attrs;
-    int64_t kept = 0;
+    int64_t count = 0;
     for (int64_t i = 0; i < attrs.size && attrs.size <= kMost; ++i) {
       const XLA_FFI_ByteSpan& name = *attrs.names[i];
       int* target = is(name, "vishwamai_threads") ? &where.threads : is(name, "vishwamai_node") ? &where.node : nullptr;
@@ -56,10 +56,10 @@ struct CallAttributes {
         *target = static_cast<int>(*static_cast<const int64_t*>(static_cast<const XLA_FFI_Scalar*>(attrs.attrs[i])->value));
         continue;
       }
-      types[kept] = attrs.types[i], names[kept] = attrs.names[i], values[kept++] = attrs.attrs[i];
+      types[count] = attrs.types[i], names[count] = attrs.names[i], values[count++] = attrs.attrs[i];
     }
-    if (attrs.size <= kMost && kept < attrs.size) {
-      attrs.size = kept, attrs.types = types, attrs.names = names, attrs.attrs = values;
+    if (attrs.size <= kMost && count < attrs.size) {
+      attrs.size = count, attrs.types = types, attrs.names = names, attrs.attrs = values;
     }
     return where;
   }

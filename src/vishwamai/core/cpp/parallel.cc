@@ -44,18 +44,18 @@ struct Nodes {
 };
 
 std::atomic<const Nodes*>& nodes() {
-  static std::atomic<const Nodes*> known{nullptr};
-  return known;
+  static std::atomic<const Nodes*> machine{nullptr};
+  return machine;
 }
 
-int node_here(const Nodes* known) {
+int node_here(const Nodes* machine) {
 #if defined(__linux__)
   const int processor = sched_getcpu();
-  if (known && processor >= 0 && processor < static_cast<int>(known->node_of.size()) && known->node_of[processor] >= 0) {
-    return known->node_of[processor];
+  if (machine && processor >= 0 && processor < static_cast<int>(machine->node_of.size()) && machine->node_of[processor] >= 0) {
+    return machine->node_of[processor];
   }
 #else
-  (void)known;
+  (void)machine;
 #endif
   return 0;
 }
@@ -63,18 +63,18 @@ int node_here(const Nodes* known) {
 // The thread works on the processors of a node, as far as it may, for the life of the object; or from then on.
 class OnNode {
  public:
-  OnNode(const Nodes* known, int node, bool forever = false) : forever_(forever) {
+  OnNode(const Nodes* machine, int node, bool forever = false) : forever_(forever) {
 #if defined(__linux__)
-    if (known == nullptr || node < 0 || node >= known->count()) return;
+    if (machine == nullptr || node < 0 || node >= machine->count()) return;
     if (sched_getaffinity(0, sizeof(before_), &before_) != 0) return;
     cpu_set_t some;
     CPU_ZERO(&some);
-    for (int processor : known->processors[node]) {
+    for (int processor : machine->processors[node]) {
       if (processor < CPU_SETSIZE && CPU_ISSET(processor, &before_)) CPU_SET(processor, &some);
     }
     changed_ = CPU_COUNT(&some) > 0 && sched_setaffinity(0, sizeof(some), &some) == 0;
 #else
-    (void)known, (void)node;
+    (void)machine, (void)node;
 #endif
   }
   ~OnNode() {
@@ -93,12 +93,12 @@ class OnNode {
 };
 
 // A helper of a spread call stays on the node that it is dealt at its first.
-void settle(const Nodes* known) {
+void settle(const Nodes* machine) {
   static std::atomic<uint32_t> next{0};
   static thread_local const Nodes* settled = nullptr;
-  if (settled == known) return;
-  settled = known;
-  OnNode(known, known->order[next.fetch_add(1, std::memory_order_relaxed) % known->order.size()], true);
+  if (settled == machine) return;
+  settled = machine;
+  OnNode(machine, machine->order[next.fetch_add(1, std::memory_order_relaxed) % machine->order.size()], true);
 }
 
 struct alignas(64) Run {  // a cache line each: threads count without disturbing each other
@@ -185,13 +185,13 @@ int current_node() { return node_here(nodes().load(std::memory_order_acquire)); 
 
 void run_parallel(const Threads& threads, int64_t n, Share share, void (*body)(void*, int64_t), void* context) {
   const Placement where = placement();
-  const Nodes* known = nodes().load(std::memory_order_acquire);
-  const Nodes* spread = known && where.node == kSpread && known->count() > 1 ? known : nullptr;
-  const Nodes* bound = known && where.node >= 0 && where.node < known->count() ? known : nullptr;
+  const Nodes* machine = nodes().load(std::memory_order_acquire);
+  const Nodes* spread = machine && where.node == kSpread && machine->count() > 1 ? machine : nullptr;
+  const Nodes* bound = machine && where.node >= 0 && where.node < machine->count() ? machine : nullptr;
   int64_t most = threads.count;
   if (bound) {
-    const auto own = static_cast<int64_t>(bound->processors[where.node].size());
-    most = own >= 1 && own < most ? own : most;
+    const auto size = static_cast<int64_t>(bound->processors[where.node].size());
+    most = size >= 1 && size < most ? size : most;
   }
   const int64_t helpers = (n < most ? n : most) - 1;
   int64_t parts = share == Share::runs ? helpers + 1 : 1;
@@ -221,8 +221,8 @@ int thread_limit() {
     }
     return 1 << 20;
   }();
-  const int own = placement().threads;
-  return own > 0 && own < limit ? own : limit;
+  const int most = placement().threads;
+  return most > 0 && most < limit ? most : limit;
 }
 
 namespace {

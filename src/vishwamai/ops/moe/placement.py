@@ -70,7 +70,7 @@ class PlacementChange:
     Attributes:
       placement: the new one.
       before: load of the fullest device as a multiple of the mean, of the old placement. after: of the new one.
-      moved: experts that change their device.
+      moves: experts that change their device.
       bytes: of them, of all their arrays.
       seconds: of the move at the least, by the links; None where they are not known.
     """
@@ -78,7 +78,7 @@ class PlacementChange:
     placement: ExpertPlacement
     before: float
     after: float
-    moved: int
+    moves: int
     bytes: int
     seconds: float | None
 
@@ -94,7 +94,7 @@ class PlacementChange:
     def __str__(self) -> str:
         time = "" if self.seconds is None else f", {1e6 * self.seconds:.0f} us at the least"
         return (
-            f"the fullest device has {self.before:.2f} times the mean load, and {self.after:.2f} after {self.moved} "
+            f"the fullest device has {self.before:.2f} times the mean load, and {self.after:.2f} after {self.moves} "
             f"experts move ({self.bytes / 2**20:.1f} MiB{time})"
         )
 
@@ -115,7 +115,7 @@ def place_experts(
       ShapeError: the counts are not one number of zero or more for each expert.
 
     >>> change = place_experts([9, 7, 1, 1], 2, expert_bytes=2**20)
-    >>> change.placement.order, change.moved
+    >>> change.placement.order, change.moves
     ((2, 1, 0, 3), 2)
     >>> print(change)
     the fullest device has 1.78 times the mean load, and 1.11 after 2 experts move (2.0 MiB)
@@ -143,12 +143,12 @@ def place_experts(
         order[a], order[b] = order[b], order[a]
     balanced = ExpertPlacement(tuple(int(expert) for expert in order.reshape(-1)), placement.devices)
     local = order.shape[1]
-    moved = int((placement.places // local != balanced.places // local).sum())
-    nbytes = moved * expert_bytes
+    moves = int((placement.places // local != balanced.places // local).sum())
+    nbytes = moves * expert_bytes
     seconds = None if links is None else estimate_collective("all_to_all", nbytes, links) if nbytes else 0.0
     mean = load.sum() / placement.devices or 1.0
     before, after = (float(each.loads(load).max() / mean) for each in (placement, balanced))
-    return PlacementChange(balanced, before, after, moved, nbytes, seconds)
+    return PlacementChange(balanced, before, after, moves, nbytes, seconds)
 
 
 def _best_swap(load: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]] | None:
