@@ -137,6 +137,7 @@ def test_the_measure_notices(dtype, slip):
         contract.check("x", one, true, rounded, contract.Errors(0, 0))
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the simulator's callbacks hang on a GPU's runtime")
 def test_the_simulator_notices_a_race():
     """Two parallel steps that write the same block are found, though the result may look right."""
 

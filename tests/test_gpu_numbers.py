@@ -101,7 +101,7 @@ def test_a_kernel_that_leaves_memory_unwritten_is_noticed(norm):
 
 
 @pytest.fixture(scope="module")
-def benchmark():
+def script():
     path = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
     spec = importlib.util.spec_from_file_location("benchmark_of_gpus", path)
     assert spec is not None and spec.loader is not None
@@ -111,20 +111,20 @@ def benchmark():
     return module
 
 
-def test_the_benchmark_runs_dry(benchmark, tmp_path, capsys):
+def test_the_benchmark_runs_dry(script, tmp_path, capsys):
     """The smallest case of every operation: ours is right in every one, forward and with gradients, next to a peer."""
     out = tmp_path / "rows.json"
-    assert benchmark.main(["--dry", "--json", str(out)]) == 0
+    assert script.main(["--dry", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())
-    ours = [row for row in rows if row["contestant"] == benchmark.OURS]
+    ours = [row for row in rows if row["contestant"] == script.OURS]
     assert {row["op"] for row in ours} == OPERATIONS == {row["op"] for row in rows if row not in ours}
     assert sum("forward and backward" in row["case"] for row in ours) == len(OPERATIONS) - 1  # not of pages
     assert all(row["ms"] > 0 and row["tflops"] > 0 and row["share"] > 0 and not row["note"] for row in ours)
     assert capsys.readouterr().out.startswith("dry: the times mean nothing")
 
 
-def test_the_benchmark_times_no_wrong_numbers(benchmark, tmp_path):
-    (this, _) = benchmark.comparisons(operations()["norm"], dry=True)
+def test_the_benchmark_times_no_wrong_numbers(script, tmp_path):
+    (this, _) = script.comparisons(operations()["norm"], dry=True)
     ours, peer = this.contestants
 
     def off(arrays):
@@ -136,14 +136,14 @@ def test_the_benchmark_times_no_wrong_numbers(benchmark, tmp_path):
 
     another = dataclasses.replace(peer, name="another", build=declines)
     wrong = dataclasses.replace(this, contestants=[dataclasses.replace(ours, build=off), peer, another])
-    rows = benchmark.measure(wrong, benchmark.prepared(wrong, tmp_path), 1, sampler(), (1e12, 1e12))
+    rows = script.measure(wrong, script.prepared(wrong, tmp_path), 1, sampler(), (1e12, 1e12))
     by_name = {row.contestant: row for row in rows}
-    assert by_name[benchmark.OURS].ms is None and "largest error 1, allowed" in by_name[benchmark.OURS].note
+    assert by_name[script.OURS].ms is None and "largest error 1, allowed" in by_name[script.OURS].note
     assert by_name[peer.name].ms > 0 and by_name["another"].note == "it raised RuntimeError: no such instruction"
 
 
-def test_the_benchmark_has_every_case_of_a_model(benchmark):
+def test_the_benchmark_has_every_case_of_a_model(script):
     """`vishwamai.torch` computes them all; nothing is run."""
     for name in OPERATIONS:
-        found = {this.case.name for this in benchmark.comparisons(operations()[name], dry=False)}
+        found = {this.case.name for this in script.comparisons(operations()[name], dry=False)}
         assert found == {case.name for case in operations()[name].tagged("model")}, name

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vishwamai import ShapeError, UnsupportedError, explain, gemm, kernel_config
+from vishwamai import ShapeError, UnsupportedError, explain, gemm, kernel_config, pack_weight, quantize
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.observe import record_plans
 from vishwamai.core.target import Target
@@ -297,3 +297,23 @@ def test_tiles_fit_the_chip(case, chip):
         assert problem.vmem(config.tiles(which)) <= (config.vmem_limit_bytes or 16 << 20)
     assert config.block_k % config.chunk_k == 0
     assert (config.vmem_limit_bytes or 0) < chip.vmem_bytes
+
+
+def test_long_sums_of_int8_do_not_wrap():
+    """k of Qwen's vocab: no int32 holds 151,936 products of 127 x 127, so the definition sums in parts, or declines."""
+    k = 151_936
+    a, b = jnp.full((2, k), 127, jnp.int8), jnp.full((k, 3), 127, jnp.int8)
+    ones = jnp.ones(3)
+    results = [
+        gemm(a, b, out_dtype=jnp.float32),
+        gemm(a, b, scale_b=ones),
+        gemm(a, b.T, transpose_b=True, scale_b=ones),
+        gemm(a[None], b[None], scale_b=ones),
+        gemm(a, pack_weight(b), scale_b=ones),
+        gemm(quantize(a.astype(jnp.float32), axis=1), quantize(b.astype(jnp.float32), axis=0)),
+    ]
+    for result in results:
+        np.testing.assert_allclose(result.reshape(2, 3), 127.0**2 * k, rtol=1e-6)
+    for weight in (b, pack_weight(b)):
+        with pytest.raises(ShapeError, match="out_dtype=float32"):
+            gemm(a, weight)

@@ -15,15 +15,15 @@ from vishwamai.bench import estimates
 
 
 @pytest.fixture(scope="module")
-def benchmark():
+def script():
     with loaded("tpu_layer") as module:
         yield module
 
 
 @rotation.takes_turns(5, 3)
-def test_the_layers_compute_the_same(benchmark):
+def test_the_layers_compute_the_same(script):
     """Forward and with gradients; attention by its formula in place of splash's kernel, which is for TPUs."""
-    layer = benchmark.Layer(tokens=24, hidden=64, heads=4, kv_heads=2, dim=16, inner=96, dtype=jnp.float32)
+    layer = script.Layer(tokens=24, hidden=64, heads=4, kv_heads=2, dim=16, inner=96, dtype=jnp.float32)
     random = np.random.default_rng(0)
     x, weights, cotangent = jax.tree.map(
         lambda a: jnp.asarray(random.normal(size=a.shape) / (len(a) ** 0.5 if a.ndim == 2 else 1.0), a.dtype),
@@ -36,17 +36,17 @@ def test_the_layers_compute_the_same(benchmark):
         seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)) @ value
 
-    calls = benchmark.ours(layer), benchmark.splash(layer, formula), benchmark.xla(layer)
+    calls = script.ours(layer), script.splash(layer, formula), script.xla(layer)
     mine, *others = (estimates.with_gradient(call, outputs=True)(x, weights, cotangent) for call in calls)
     for other in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), mine, other)
 
 
-def test_the_layer_is_llama_3_8b(benchmark):
-    layer = benchmark.Layer()
+def test_the_layer_is_llama_3_8b(script):
+    layer = script.Layer()
     assert sum(w.size for w in layer.weights().values()) == 218_112_000  # a thirty-second of the model less its vocab
     assert layer.flops == pytest.approx(2 * 2048 * 218_103_808 + 4 * 32 * 128 * 2048 * 2049 / 2)
-    assert [a.shape for a in jax.tree.leaves(benchmark.arrays(layer, "backward"))[:1]] == [(1, 2048, 4096)]
+    assert [a.shape for a in jax.tree.leaves(script.arrays(layer, "backward"))[:1]] == [(1, 2048, 4096)]
 
 
 def test_what_stands_around_kernels_is_named():
@@ -66,14 +66,14 @@ def test_what_stands_around_kernels_is_named():
 
 @pytest.mark.long
 @pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
-def test_gradients_compile_about_as_fast_as_without_kernels(benchmark):
+def test_gradients_compile_about_as_fast_as_without_kernels(script):
     """The goal is twice XLA's CPU seconds on v6e; a shared machine may add half."""
-    layer = benchmark.Layer()
-    args = benchmark.arrays(layer, "backward")
+    layer = script.Layer()
+    args = script.arrays(layer, "backward")
     aot.compile_for(jnp.sin, layer.x(), target="v6e")  # loads libtpu
     mine, alone = (
-        benchmark.compile_seconds(estimates.with_gradient(call, outputs=True), args, "v6e")
-        for call in (benchmark.ours(layer), benchmark.xla(layer))
+        script.compile_seconds(estimates.with_gradient(call, outputs=True), args, "v6e")
+        for call in (script.ours(layer), script.xla(layer))
     )
     print(f"ours {mine:.1f} s, XLA alone {alone:.1f} s: {mine / alone:.2f} times")
     assert mine < 2.5 * alone, f"ours compiles in {mine:.1f} s, XLA alone in {alone:.1f} s: {mine / alone:.2f} times"

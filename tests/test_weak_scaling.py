@@ -13,7 +13,7 @@ LENGTH = 512
 
 
 @pytest.fixture(scope="module")
-def benchmark():
+def script():
     with loaded("weak_scaling") as module:
         yield module
 
@@ -24,13 +24,13 @@ def parameters(model: dict) -> int:
     return 2 * model["vocab_size"] * width + layers * (2 * width * width + 2 * width * kv + 3 * width * inner)
 
 
-def test_a_row_by_hand(benchmark):
+def test_a_row_by_hand(script):
     """On a square of v5e, and on two slices whose sides are rings: each chip has two links, then four.
 
     On four chips the embedding is in parts of whole lanes, so rows of its result are exchanged instead.
     """
-    model, chip = benchmark.SMALL, TPUS["v5e"]
-    table = benchmark.scaling(model, "v5e", (4, 512), 1, LENGTH, "full", True)
+    model, chip = script.SMALL, TPUS["v5e"]
+    table = script.scaling(model, "v5e", (4, 512), 1, LENGTH, "full", True)
     numbers = parameters(model)
     for row, chips, links in zip(table.rows, (4, 256), (2, 4), strict=True):
         apart = model["vocab_size"] * model["hidden_size"] if chips == 4 else 0
@@ -48,9 +48,9 @@ def test_a_row_by_hand(benchmark):
     assert table.rows[1].chips == 512 and str(table.rows[1].place) == "2 x v5e:16x16"
 
 
-def test_what_is_hidden(benchmark):
+def test_what_is_hidden(script):
     def step(compute, bare=0.25):
-        return benchmark.Step(Estimate(compute, "verified", "s"), 2.0, 3.0, 4.0, bare)
+        return script.Step(Estimate(compute, "verified", "s"), 2.0, 3.0, 4.0, bare)
 
     long = step(100.0)  # a quarter of one gather and of the sums has no work next to it
     assert long.in_turn.value == 109.0 and long.overlapped.value == 102.0 and long.hidden == 7.0
@@ -68,18 +68,18 @@ def test_what_is_hidden(benchmark):
         ("v6e", 4096, "16 x v6e:16x16"),
     ],
 )
-def test_slices(benchmark, chip, chips, written):
-    assert str(benchmark.place_of(chip, chips)) == written
+def test_slices(script, chip, chips, written):
+    assert str(script.place_of(chip, chips)) == written
 
 
-def test_a_step_that_does_not_fit_is_named(benchmark):
-    table = benchmark.scaling(benchmark.SMALL, "v5e", (4, 16), 1 << 20, LENGTH, "full", True)
+def test_a_step_that_does_not_fit_is_named(script):
+    table = script.scaling(script.SMALL, "v5e", (4, 16), 1 << 20, LENGTH, "full", True)
     assert all(row.step is None for row in table.rows)
     assert "declined: a device needs" in str(table) and "and has 15.8 GiB" in str(table)
 
 
-def test_the_quick_table(benchmark, capsys):
-    benchmark.main(["--quick", "--analytic"])
+def test_the_quick_table(script, capsys):
+    script.main(["--quick", "--analytic"])
     text = capsys.readouterr().out
     assert "Estimates, not measurements." in text and "The compiled program" not in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
@@ -91,10 +91,10 @@ def test_the_quick_table(benchmark, capsys):
 
 @pytest.mark.long
 @pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
-def test_the_compute_of_a_compiled_program(benchmark):
-    model = benchmark.SMALL | {"num_hidden_layers": 1}
-    table = benchmark.scaling(model, "v5e", (4, 512), 1, LENGTH, "full", False)
-    formulas = benchmark.scaling(model, "v5e", (4,), 1, LENGTH, "full", True)
+def test_the_compute_of_a_compiled_program(script):
+    model = script.SMALL | {"num_hidden_layers": 1}
+    table = script.scaling(model, "v5e", (4, 512), 1, LENGTH, "full", False)
+    formulas = script.scaling(model, "v5e", (4,), 1, LENGTH, "full", True)
     parts = table.program.parts
     expected = sum(parts[name].value for name in ("kernels", "fusions", "copies"))
     assert [row.step.compute.value for row in table.rows] == pytest.approx([expected] * 2)
@@ -104,5 +104,5 @@ def test_the_compute_of_a_compiled_program(benchmark):
     step = table.rows[0].step
     counted = sum(row.seconds for row in table.program.rows if row.part == "collectives")
     assert counted == pytest.approx(step.sums / 2 + step.gathers, rel=0.1)
-    kinds = dict(kind.split(maxsplit=1) for kind in benchmark.kinds_of(table.program).split(", "))
+    kinds = dict(kind.split(maxsplit=1) for kind in script.kinds_of(table.program).split(", "))
     assert set(kinds) == {"all-gather", "all-reduce", "all-to-all", "reduce-scatter"}

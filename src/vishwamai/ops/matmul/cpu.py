@@ -16,13 +16,15 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.target import Target
 from vishwamai.ops.matmul import gradient
-from vishwamai.ops.matmul.spec import ACTIVATIONS, MatmulSpec, Operands, Outputs, joint_groups
+from vishwamai.ops.matmul.spec import ACTIVATIONS, WRAPS, MatmulSpec, Operands, Outputs, joint_groups
 
 _COMPUTED = ("float32", "bfloat16", "float64", "float16", "int8")
 
 
 def why_not(spec: MatmulSpec, target: Target) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
+    if spec.wraps:
+        return WRAPS
     if spec.compute_dtype.name not in _COMPUTED:
         return f"the operands multiply as {spec.compute_dtype.name}; the CPU kernel takes {', '.join(_COMPUTED)}."
     if any(spec.blocked):

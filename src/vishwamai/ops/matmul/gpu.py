@@ -15,7 +15,7 @@ from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
 from vishwamai.ops.matmul import gpu_gradient, gradient
 from vishwamai.ops.matmul.gpu_gradient import stride
-from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs
+from vishwamai.ops.matmul.spec import WRAPS, MatmulSpec, Operands, Outputs
 
 MATMUL = gpu.TritonKernel("vishwamai.ops.matmul.gpu_kernels", "matmul")
 TRANSPOSE = gpu.TritonKernel("vishwamai.ops.matmul.gpu_kernels", "transpose")
@@ -66,6 +66,8 @@ class MatmulGpuConfig(Tiles):
 
 def why_not(spec: MatmulSpec, target: Target) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
+    if spec.wraps:
+        return WRAPS
     if any(spec.blocked):
         return "an operand has scales for blocks of K; the Triton kernel takes one for each row or column."
     for name, operand in zip("ab", spec.operands, strict=False):

@@ -25,6 +25,7 @@ from vishwamai.ops.matmul.spec import (
     Operands,
     Outputs,
     check,
+    check_sum,
     compute_dtype,
     operand_texts,
     resolve_out_dtype,
@@ -262,7 +263,9 @@ def make_spec(
     result = resolve_out_dtype(out_dtype, a, b, float_epilogue=float_epilogue, blocked=blocked)
     products = resolve_precision(precision, PrecisionConfig(), product)
     operands = of_caller.specs(arrays)
-    return MatmulSpec(operands, transpose_a, transpose_b, activation, products, result, blocks.size)
+    spec = MatmulSpec(operands, transpose_a, transpose_b, activation, products, result, blocks.size)
+    check_sum(spec.wraps, spec.integer, spec.k)
+    return spec
 
 
 def _struct(x: ArraySpec | None) -> Any:

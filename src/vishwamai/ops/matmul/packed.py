@@ -19,7 +19,7 @@ from vishwamai.core.spec import OpSpec, array_spec
 from vishwamai.core.target import Target
 from vishwamai.ops.matmul import cpu, reference
 from vishwamai.ops.matmul.packed_weight import PackedWeight, unpermuted
-from vishwamai.ops.matmul.spec import ACTIVATIONS, MatmulSpec, Outputs, resolve_out_dtype
+from vishwamai.ops.matmul.spec import ACTIVATIONS, WRAPS, MatmulSpec, Outputs, check_sum, resolve_out_dtype, wraps
 from vishwamai.ops.matmul.spec import Operands as Dense
 
 
@@ -82,6 +82,8 @@ class PackedSpec(OpSpec):
 
 def why_not(spec: PackedSpec, target: Target) -> str | None:
     """The reason why the native kernel cannot serve `spec`, or None."""
+    if wraps(spec.operands.a.dtype, spec.shape[0]):
+        return WRAPS
     reason = ffi.why_not(target)
     if reason is not None:
         return reason
@@ -230,4 +232,5 @@ def describe_packed(
     floating = activation is not None or any(v is not None for v in vectors)
     stored = jnp.dtype(a.dtype)
     result = resolve_out_dtype(out_dtype, a.dtype, stored, float_epilogue=floating)
+    check_sum(wraps(a.dtype, shape[0]), jnp.issubdtype(result, jnp.integer), shape[0])
     return PackedSpec(operands, (shape[0], shape[1]), isa, activation, result)

@@ -14,7 +14,7 @@ from vishwamai.core.precision import FP8_DTYPES, lax_precision
 from vishwamai.core.qtensor import expand, scale_values
 from vishwamai.ops.matmul import gradient
 from vishwamai.ops.matmul.epilogue import activate, columns, rows
-from vishwamai.ops.matmul.spec import Blocked, MatmulSpec, Operands, Outputs, joint_groups
+from vishwamai.ops.matmul.spec import LONGEST_INT8, Blocked, MatmulSpec, Operands, Outputs, joint_groups
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -44,6 +44,15 @@ def product(
     """`[groups, lhs's free axis, rhs's free axis]`; see `gradient.Product`."""
     dtype, total = spec.compute_dtype, spec.accumulator
     lhs, rhs = _widen(lhs, dtype), _widen(rhs, dtype)
+    length = lhs.shape[lhs_axis]
+    if spec.wraps and length > LONGEST_INT8:  # int32 sums of parts, added in float32
+
+        def part(start: int) -> jax.Array:
+            ends = start, min(start + LONGEST_INT8, length)
+            a, b = (lax.slice_in_dim(x, *ends, axis=axis) for x, axis in ((lhs, lhs_axis), (rhs, rhs_axis)))
+            return product(spec, a, b, lhs_axis, rhs_axis, groups, spec.epilogue_dtype)
+
+        return functools.reduce(jnp.add, map(part, range(0, length, LONGEST_INT8)))
     dot = functools.partial(lax.dot_general, precision=lax_precision(spec.precision), preferred_element_type=total)
     both = lhs.shape[0] == rhs.shape[0]
     if both and groups == lhs.shape[0]:

@@ -12,7 +12,7 @@ from vishwamai.core.activations import ACTIVATIONS
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FLOATS, FP8_DTYPES, accumulator_dtype
 from vishwamai.core.qtensor import FP4, INT4, bits
-from vishwamai.core.spec import OpSpec, as_dtype
+from vishwamai.core.spec import OpSpec, as_dtype, known
 
 _INT8 = jnp.dtype(jnp.int8)
 INTEGERS = (_INT8, INT4)
@@ -194,6 +194,11 @@ class MatmulSpec(OpSpec):
         return jnp.issubdtype(self.out_dtype, jnp.integer)
 
     @property
+    def wraps(self) -> bool:
+        """Whether a sum of products of int8 can exceed int32."""
+        return wraps(self.compute_dtype, self.k)
+
+    @property
     def keeps_preactivation(self) -> bool:
         """Whether the residual is the pre-activation `[G, M, N]` rounded to `out_dtype`; else there is none.
 
@@ -268,6 +273,25 @@ VECTORS = {
     "scale_b": "one number for each column, or a scalar",
 }
 """What the vectors of the epilogue hold, for errors."""
+
+
+LONGEST_INT8 = (2**31 - 1) // 128**2
+"""The largest k whose sum of products of int8 no int32 exceeds."""
+WRAPS = f"a sum of more than {LONGEST_INT8} products of int8 can exceed int32; XLA sums it in parts."
+
+
+def wraps(compute: Any, k: int) -> bool:
+    """Whether the int32 sum of `k` products can exceed int32."""
+    return compute == _INT8 and known(k, 0) > LONGEST_INT8
+
+
+def check_sum(wraps: bool, integer: bool, k: int) -> None:
+    """Raises ShapeError where the result is an int32 sum that int32 may not hold."""
+    if wraps and integer:
+        raise ShapeError(
+            f"gemm: `a` and `b` are int8 and k is {k}: a sum of more than {LONGEST_INT8} products can exceed the int32 "
+            "of the result; pass out_dtype=float32."
+        )
 
 
 def resolve_out_dtype(

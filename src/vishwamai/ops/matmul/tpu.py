@@ -25,7 +25,7 @@ from vishwamai.core.pallas import TPU_DTYPES
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.target import Target
 from vishwamai.ops.matmul import gradient
-from vishwamai.ops.matmul.spec import INTEGERS, SMALL_FLOATS, MatmulSpec, Operands, Outputs
+from vishwamai.ops.matmul.spec import INTEGERS, SMALL_FLOATS, WRAPS, MatmulSpec, Operands, Outputs
 from vishwamai.ops.matmul.tpu_product import product
 from vishwamai.ops.matmul.tpu_tiles import MatmulConfig, heuristic
 
@@ -34,6 +34,8 @@ _INT8 = jnp.dtype(jnp.int8)
 
 def why_not(spec: MatmulSpec, target: Target) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
+    if spec.wraps:
+        return WRAPS
     for name, operand in zip(spec.operands._fields, spec.operands, strict=True):
         scale_bits = name.startswith("scale") and operand is not None and operand.dtype == jnp.uint8
         if operand is not None and not scale_bits and operand.dtype not in (*TPU_DTYPES, *INTEGERS, *SMALL_FLOATS):
