@@ -97,7 +97,7 @@ def _complete(template: str, text: str | None, name: str) -> bool:
     words = {"one": "now?", "several": "now? This", "null": "now? This", "call": "now? weather Paris sunny"}
     return all(word in text for word in words.get(name, "now? brief").split()) and (
         name != "call"
-        or (("None" in template or "None" not in text) and '\\"Paris' not in text and "'city':" not in text)
+        or (("None" in template or "None" not in text) and '\\"Paris' not in text and "'city': 'Paris'" not in text)
     )
 
 

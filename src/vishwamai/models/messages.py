@@ -236,7 +236,7 @@ def call_form(template: str) -> CallForm:
 
 def _calls(text: str) -> bool:
     """Whether a rendered chat has the example's call, its arguments neither encoded twice nor as Python prints them."""
-    return _NAME in text and _MARK in text and f'\\"{_MARK}' not in text and f"'{_ARGUMENT}':" not in text
+    return _NAME in text and _MARK in text and f'\\"{_MARK}' not in text and f"'{_ARGUMENT}': '{_MARK}'" not in text
 
 
 @functools.lru_cache(maxsize=64)
