@@ -96,6 +96,7 @@ def _rope(family: Family, parameters: Mapping[str, Any], values: Mapping[str, An
     theta = parameters.pop("rope_theta", theta)
     share = values.get("partial_rotary_factor") or family.partial or 1.0
     if "rotary_dim" in family.reads() and values.get("rotary_dim") and not values.get("partial_rotary_factor"):
+        check_value("head_dim", values.get("head_dim"), int, source)  # which null would not be
         share = values["rotary_dim"] / values["head_dim"]
     partial = parameters.pop("partial_rotary_factor", share)
     growth = parameters.pop("llama_4_scaling_beta", 0.0) if "llama_4_scaling_beta" in family.reads() else 0.0
