@@ -4,26 +4,36 @@
 
 The step before is read while the present one is computed. Only a request with a grammar, or with guesses, waits for its
 last token's value, and then the core reads before it plans.
+
+What goes wrong for one answer ends that answer. A step that fails ends the answers in it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from vishwamai.core.errors import ShapeError
 from vishwamai.inference.answers import Delta, Finish, Writer
 from vishwamai.inference.drafting import UNREAD
 from vishwamai.inference.programs import Programs
 from vishwamai.inference.requests import Branch, Request, Statistics
-from vishwamai.inference.sampling import Sampled
-from vishwamai.inference.scheduler import Plan, Scheduler, Stream
+from vishwamai.inference.sampling import NO_TOKEN, Sampled
+from vishwamai.inference.scheduler import Plan, Scheduler, Stream, Work
 from vishwamai.inference.speculative import accepted, lookup
 from vishwamai.inference.steps import Sent, logprobs_of, send
+
+
+_LOG = logging.getLogger(__name__)
+_MOST_FAILURES = 3
+"""Steps that may fail one after another before the engine gives up."""
 
 
 class EngineCore:
@@ -40,6 +50,7 @@ class EngineCore:
         self.statistics = Statistics()
         self._branches: dict[Stream, Branch] = {}
         self._sent: Sent | None = None
+        self._failures = 0
 
     @property
     def idle(self) -> bool:
@@ -51,20 +62,26 @@ class EngineCore:
         options, now = request.options, time.monotonic()
         seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed % 2**32
         for choice in range(options.n):
-            detokenizer = None if self.tokenizer is None else self.tokenizer.stream(keep=request.keep_special)
-            stream = Stream(list(request.prompt), length, self.scheduler.rank(now, request.priority))
-            stream.deadline = now + (np.inf if request.deadline is None else request.deadline)
-            matcher = None if request.grammar is None else request.grammar.matcher()
-            stream.synchronous = bool(self.programs.drafts) or matcher is not None
-            shares = self.scheduler.pool.shared and request.branches
-            stream.leader = request.branches[0].stream if shares else None
-            branch = Branch(
-                request, choice, seed, stream, Writer(options, self.end_tokens, detokenizer, choice), matcher
-            )
-            request.branches.append(branch)
-            self._branches[stream] = branch
-            self.scheduler.add(stream)
-            self.statistics.prompt_tokens += stream.prompt_length
+            try:
+                self._take(request, choice, length, seed, now)
+            except Exception as error:
+                _LOG.exception("a request ends in an error")
+                _tell(request, Delta(choice, finish="error", error=_text(error)))
+
+    def _take(self, request: Request, choice: int, length: int, seed: int, now: float) -> None:
+        detokenizer = None if self.tokenizer is None else self.tokenizer.stream(keep=request.keep_special)
+        writer = Writer(request.options, self.end_tokens, detokenizer, choice)
+        matcher = None if request.grammar is None else request.grammar.matcher()
+        stream = Stream(list(request.prompt), length, self.scheduler.rank(now, request.priority))
+        stream.deadline = now + (np.inf if request.deadline is None else request.deadline)
+        stream.synchronous = bool(self.programs.drafts) or matcher is not None
+        shares = self.scheduler.pool.shared and request.branches
+        stream.leader = request.branches[0].stream if shares else None
+        branch = Branch(request, choice, seed, stream, writer, matcher)
+        self.scheduler.add(stream)
+        request.branches.append(branch)
+        self._branches[stream] = branch
+        self.statistics.prompt_tokens += stream.prompt_length
 
     def cancel(self, request: Request) -> None:
         """Ends a request's answers."""
@@ -87,14 +104,29 @@ class EngineCore:
         for stream in plan.expired:
             self._end(self._branches[stream], "deadline")
         self.statistics.preemptions += len(plan.preempted)
-        sent = self._send(plan) if plan.works else None
+        works = self._ready(plan)
+        sent = None
+        try:
+            sent = self._send(plan, works) if works else None
+        except Exception as error:
+            self._failed((self._branches[work.stream] for work in works), error)
         self._read()
         self._sent = sent
+
+    def _failed(self, branches: Iterable[Branch], error: Exception) -> None:
+        """Ends the answers of a step that failed; raises its error where the next would fail, too."""
+        self._failures += 1
+        if self._failures >= _MOST_FAILURES or not self.programs.intact:
+            raise error
+        _LOG.error("a step failed", exc_info=error)
+        for branch in branches:
+            if not branch.stream.finished:
+                self._end(branch, "error", _text(error))
 
     def _end(self, branch: Branch, finish: Finish, error: str | None = None) -> None:
         self.scheduler.finish(branch.stream)
         self._forget(branch, finish)
-        branch.request.sink(Delta(branch.choice, finish=finish, error=error, cached=branch.stream.cached))
+        _tell(branch.request, Delta(branch.choice, finish=finish, error=error, cached=branch.stream.cached))
 
     def _forget(self, branch: Branch, finish: Finish) -> None:
         del self._branches[branch.stream]
@@ -107,41 +139,79 @@ class EngineCore:
         most = min(most, self.programs.drafts)
         return lookup(stream.tokens, most) if self.programs.draft is None else (UNREAD,) * most
 
-    def _send(self, plan: Plan) -> Sent:
-        for stream in plan.admitted:
-            if stream.preemptions == 0:
-                self.statistics.cached_tokens += stream.cached
+    def _ready(self, plan: Plan) -> dict[Work, np.ndarray | None]:
+        """The works of a plan with their masks; an answer whose grammar gives up ends."""
+        works: dict[Work, np.ndarray | None] = {}
+        for work in plan.works:
+            branch = self._branches[work.stream]
+            try:
+                works[work] = branch.matcher.mask() if branch.matcher is not None and work.samples else None
+            except Exception as error:
+                self._end(branch, "error", _text(error))
+        return works
+
+    def _send(self, plan: Plan, works: dict[Work, np.ndarray | None]) -> Sent:
+        admitted = [stream for stream in plan.admitted if not stream.finished]
+        self.statistics.cached_tokens += sum(stream.cached for stream in admitted if stream.preemptions == 0)
         self.statistics.steps += 1
-        self.statistics.computed_tokens += sum(work.count for work in plan.works)
-        self.statistics.guesses += sum(len(work.drafts) for work in plan.works)
-        return send(plan, self._branches, self.programs)
+        self.statistics.computed_tokens += sum(work.count for work in works)
+        self.statistics.guesses += sum(len(work.drafts) for work in works)
+        return send(admitted, works, self._branches, self.programs)
 
     def _read(self) -> None:
         """Waits for the step that was sent off last, and hands out what it drew."""
         sent, self._sent = self._sent, None
         if sent is None:
             return
-        drawn: Sampled = jax.tree.map(np.asarray, sent.sampled)
+        try:
+            drawn: Sampled = jax.tree.map(np.asarray, sent.sampled)
+        except Exception as error:  # the device reports here what went wrong in a step
+            self._failed((branch for _, branch, _ in sent.works), error)
+            return
+        self._failures = 0
         for i, (work, branch, row) in enumerate(sent.works):
-            stream, options = work.stream, branch.request.options
-            if stream.finished or not work.samples:
+            if branch.stream.finished or not work.samples:
                 continue
-            tokens = accepted(sent.guesses(i), drawn.tokens[row : row + len(work.drafts) + 1].tolist())
-            self.statistics.guesses_accepted += len(tokens) - 1 if work.drafts else 0
-            logprobs = ()
-            if options.logprobs is not None:
-                logprobs = [logprobs_of(drawn, row + at, options.logprobs) for at in range(len(tokens))]
-            room = stream.max_length - len(stream.tokens)
-            error = None if branch.matcher is None else branch.matcher.advance(tokens)
-            self.scheduler.read(stream, tokens)
-            delta = branch.writer.add(tokens, logprobs, room, stream.cached)
-            if delta.finish is None and branch.matcher is not None and branch.matcher.ended:
-                delta = branch.writer.end(delta)
-            self.statistics.new_tokens += len(delta.token_ids)
-            if error is not None:
-                self._end(branch, "error", error)
-                continue
-            if delta.finish is not None:
-                self.scheduler.finish(stream)
-                self._forget(branch, delta.finish)
-            branch.request.sink(delta)
+            try:
+                self._hand_out(branch, sent.guesses(i), drawn, row, len(work.drafts))
+            except Exception as error:  # of its grammar or its text
+                _LOG.exception("an answer ends in an error")
+                self._end(branch, "error", _text(error))
+
+    def _hand_out(self, branch: Branch, guesses: Sequence[int], drawn: Sampled, row: int, drafts: int) -> None:
+        """Hands out what a step drew for one answer."""
+        stream, options = branch.stream, branch.request.options
+        tokens = accepted(guesses, drawn.tokens[row : row + drafts + 1].tolist())
+        if NO_TOKEN in tokens:
+            self._end(branch, "error", "the logits of its next token are not finite; check the model's weights and dtype.")
+            return
+        self.statistics.guesses_accepted += len(tokens) - 1 if drafts else 0
+        logprobs = ()
+        if options.logprobs is not None:
+            logprobs = [logprobs_of(drawn, row + at, options.logprobs) for at in range(len(tokens))]
+        room = stream.max_length - len(stream.tokens)
+        error = None if branch.matcher is None else branch.matcher.advance(tokens)
+        self.scheduler.read(stream, tokens)
+        delta = branch.writer.add(tokens, logprobs, room, stream.cached)
+        if error is None and delta.finish is None and branch.matcher is not None and branch.matcher.ended:
+            delta = branch.writer.end(delta)
+        self.statistics.new_tokens += len(delta.token_ids)
+        if error is not None:
+            self._end(branch, "error", error)
+            return
+        if delta.finish is not None:
+            self.scheduler.finish(stream)
+            self._forget(branch, delta.finish)
+        _tell(branch.request, delta)
+
+
+def _tell(request: Request, delta: Delta) -> None:
+    """Hands a delta to a request's sink, whose failure is nobody else's: its event loop may have ended."""
+    try:
+        request.sink(delta)
+    except Exception:
+        _LOG.exception("the sink of a request failed")
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, ShapeError) else f"{type(error).__name__}: {error}"

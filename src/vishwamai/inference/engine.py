@@ -31,6 +31,7 @@ from vishwamai.inference.prompts import Prompts
 from vishwamai.inference.requests import Request
 from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scheduler import Scheduler
+from vishwamai.inference.threads import roomy_stack
 from vishwamai.models import Decoder
 from vishwamai.models.attend import rotation_switch
 
@@ -52,7 +53,7 @@ class Engine:
       draft: a smaller decoder of the same vocab that guesses (`drafting`); None: guesses come from the text itself
         (`speculative`). It has pages of its own, as many and of the same dtype.
       prefix_cache: whether a prompt that begins like an earlier one shares its pages.
-      end_tokens: ids that end an answer, besides those of the model's configuration.
+      end_tokens: ids that end an answer, besides those of the model's configuration and of its tokenizer.
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
       optimization: keys of `vishwamai.performance.Optimization`; `use_fp8` and `use_pjit` belong to `plan_load`.
@@ -111,7 +112,9 @@ class Engine:
             model, draft = place_model(model, mesh), None if draft is None else place_model(draft, mesh)
         self.model, self.tokenizer, self.drafts = model, tokenizer, drafts
         end = model.config.eos_token_id
-        self.end_tokens = frozenset(end_tokens) | set(() if end is None else (end,) if isinstance(end, int) else end)
+        of_tokenizer = None if tokenizer is None else tokenizer.end_token
+        ends = (*(end if isinstance(end, Sequence) else (end,)), of_tokenizer)
+        self.end_tokens = frozenset(end_tokens) | {token for token in ends if token is not None}
         page_size = self.limits.page_size
         sample = calibration_tokens(model.config.vocab_size, min(256, self.limits.max_length), tokenizer)
         rings = [{} if one is None else rings_of(one.config, self.limits) for one in (model, draft)]
@@ -133,6 +136,7 @@ class Engine:
         self.core = EngineCore(self.programs, self.scheduler, tokenizer, self.end_tokens)
         self.statistics = self.core.statistics
         self.failure: str | None = None
+        self.on_failure: Callable[[], None] | None = None  # called once `failure` is set, on the engine's thread
         self._inbox: queue.SimpleQueue[tuple[Callable[[Request], None], Request] | None] = queue.SimpleQueue()
         self.pending = 0  # answers handed in, and not taken from the queue yet
         self._lock = threading.Lock()
@@ -271,8 +275,9 @@ class Engine:
     def start(self) -> None:
         """Runs the loop on a thread of its own."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-            self._thread.start()
+            with roomy_stack():  # masks of grammars are computed there
+                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
         """Ends the loop; requests that are not answered end as cancelled."""
@@ -292,9 +297,11 @@ class Engine:
                 if not self.step():
                     break
             self._abandon("cancelled")
-        except Exception as error:  # every client is told; the process goes on and says so in /health
+        except Exception as error:  # what cannot be a request's: every client is told
             self.failure = f"{type(error).__name__}: {error}"
             self._abandon("error")
+            if self.on_failure is not None:
+                self.on_failure()
             raise
 
     def _abandon(self, finish: Finish) -> None:

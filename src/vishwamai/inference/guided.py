@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,20 @@ import numpy as np
 
 from vishwamai.core.errors import ShapeError
 
-_LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000)
-"""Work that one grammar may cause, about a second; beyond it, it is an error of its request."""
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+"""Work of llguidance for a grammar and for each of its masks. Beyond it, the request ends in an error."""
+
+MAX_BYTES = 1 << 20
+MAX_REFERENCES = 200
+MAX_RULES = 1000
+"""Bounds of a grammar's text, its distinct `$ref`s and its rules: llguidance follows them by recursion, and ends the
+process where the stack ends."""
 
 _JSON_FORM: Any = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})?"}
 """Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Without a bound, a weak model
@@ -50,20 +63,67 @@ class Vocabulary:
     def grammar(self, kind: str, source: str | Mapping[str, Any]) -> Grammar:
         """A grammar of kind "json_schema" (an object), "regex" or "lark".
 
+        The compiler of llguidance runs in this process. A server compiles in a process with limits first
+        (`server.compilation`).
+
         Raises:
-          ShapeError: it is not valid; the text is the library's.
+          ShapeError: it is not valid or larger than the bounds; the text is the library's.
         """
+        return self.compiled(kind, grammar_text(kind, source))
+
+    def compiled(self, kind: str, text: str) -> Grammar:
+        """The grammar of a text of `grammar_text`.
+
+        Raises:
+          ShapeError: it is not valid.
+        """
+        matcher = llguidance.LLMatcher(self.tokens, text, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+        if matcher.is_error():
+            raise invalid(kind, matcher.get_error())
+        return Grammar(matcher, -(-self.tokens.vocab_size // 32))
+
+
+def grammar_text(kind: str, source: str | Mapping[str, Any]) -> str:
+    """A grammar as llguidance reads it; the arguments are those of `Vocabulary.grammar`.
+
+    Raises:
+      ShapeError: it is not JSON, or larger than the bounds.
+    """
+    try:
+        text = json.dumps(source) if kind == "json_schema" else str(source)
+        _check_bounds(kind, text)
         if kind == "json_schema":
             form = None if "x-guidance" in source else _JSON_FORM
-            text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(source), defaults=form)
-        elif kind == "regex":
-            text = llguidance.LLMatcher.grammar_from_regex(str(source))
-        else:
-            text = llguidance.LLMatcher.grammar_from_lark(str(source))
-        matcher = llguidance.LLMatcher(self.tokens, text, log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise ShapeError(f"the {kind.replace('_', ' ')} is not valid: {matcher.get_error().strip()}")
-        return Grammar(matcher, -(-self.tokens.vocab_size // 32))
+            return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=form)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ShapeError):
+            raise
+        raise invalid(kind, str(error)) from error
+    if kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(text)
+    return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def _check_bounds(kind: str, text: str) -> None:
+    counts = {
+        "bytes": (len(text), MAX_BYTES),
+        "distinct references": (len(set(_REFERENCE.findall(text))), MAX_REFERENCES),
+        "rules": (len(_RULE.findall(text)) if kind == "lark" else 0, MAX_RULES),
+    }
+    for name, (count, most) in counts.items():
+        if count > most:
+            raise ShapeError(f"the {kind.replace('_', ' ')} has {count} {name}; the most is {most}. Make it smaller.")
+
+
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)"\s*:\s*"((?:[^"\\]|\\.)*)"')
+_RULE = re.compile(r"^\s*[?!]?\w+[^:\n\"/]*:", re.MULTILINE)
+
+
+def invalid(kind: str, reason: str) -> ShapeError:
+    """The error of a grammar that is not valid, in a few lines."""
+    lines = [line for line in reason.strip().splitlines() if line.strip()]
+    text = "; ".join(lines[:4])
+    return ShapeError(f"the {kind.replace('_', ' ')} is not valid: {text[:400]}{'...' if len(text) > 400 else ''}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +151,28 @@ class Matcher:
         return self._matcher.is_stopped()
 
     def mask(self) -> np.ndarray:
-        """int32 `[ceil(vocab / 32)]`: the bits of the tokens that may follow."""
+        """int32 `[ceil(vocab / 32)]`: the bits of the tokens that may follow.
+
+        Raises:
+          ShapeError: the grammar gave up, because it is too ambiguous or because nothing can follow.
+        """
         # llguidance computes vocab // 32 + 1 words: one too many where 32 divides the vocab, as in published models.
-        return np.frombuffer(self._matcher.compute_bitmask(), np.int32, count=self._words)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32, count=self._words)
+        if (reason := self._reason()) is not None:
+            raise ShapeError(reason)
+        if not mask.any():
+            raise ShapeError("the grammar could not go on: no token of the model may follow.")
+        return mask
 
     def advance(self, tokens: Sequence[int]) -> str | None:
         """Takes the tokens that were drawn; the reason if the grammar could not go on."""
-        if not self._matcher.is_stopped() and not self._matcher.consume_tokens(list(tokens)):
-            return self._matcher.get_error()
-        return None
+        if not self._matcher.is_stopped():
+            self._matcher.consume_tokens(list(tokens))
+        return self._reason()
+
+    def _reason(self) -> str | None:
+        stop = self._matcher.stop_reason()
+        if not self._matcher.is_error() and stop not in ("ParserTooComplex", "LexerTooComplex", "InternalError"):
+            return None
+        text = (self._matcher.get_error().strip() or stop).splitlines()[0]
+        return f"the grammar could not go on: {text[:300]}"

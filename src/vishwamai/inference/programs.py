@@ -261,6 +261,12 @@ class Programs:
         if on_program is not None:
             on_program(self.compiled, self.total, "")
 
+    @property
+    def intact(self) -> bool:
+        """Whether the arrays that steps hand on are there: a program that failed may have taken them with it."""
+        arrays = jax.tree.leaves((self.pages, self.draft_pages, self.history))
+        return not any(x.is_deleted() for x in arrays if isinstance(x, jax.Array))
+
     def _state(self) -> tuple[Any, ...]:
         return self.model, self.pages, self.draft, self.draft_pages
 

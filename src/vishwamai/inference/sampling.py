@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_BIASES = 300  # of OpenAI's interface, as MAX_LOGPROBS
 MAX_LOGPROBS = 20
+NO_TOKEN = -1  # drawn from logits that have no finite maximum
 
 
 @checked
@@ -164,7 +165,7 @@ class Proposals(NamedTuple):
 class Sampled(NamedTuple):
     """What was drawn."""
 
-    tokens: Any  # int32 [rows]
+    tokens: Any  # int32 [rows]; `NO_TOKEN` where the logits are not numbers
     logprobs: Any  # float32 [rows], of the tokens
     top_tokens: Any  # int32 [rows, MAX_LOGPROBS], the most likely first; 0 where no row asked
     top_logprobs: Any  # float32 [rows, MAX_LOGPROBS]
@@ -196,7 +197,8 @@ def empty_rows(rows: int, slots: int, vocab: int) -> Rows:
 def set_row(rows: Rows, row: int, options: Sampling) -> None:
     """Writes a request's options to one row."""
     rows.rejects[row] = options.seed is None and not options.greedy
-    rows.temperature[row] = options.temperature
+    # A device may count a denormal as zero in one place and not in another.
+    rows.temperature[row] = options.temperature if options.temperature >= np.finfo(np.float32).tiny else 0.0
     rows.top_k[row] = options.top_k
     rows.top_p[row] = options.top_p
     rows.min_p[row] = options.min_p
@@ -231,7 +233,8 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array, proposals:
       proposals: what `rows.proposal` counts; a row that `rejects` gives its proposal or, where it is rejected, another.
 
     Returns:
-      The tokens, and the log probabilities of those rows that ask for them.
+      The tokens, and the log probabilities of those rows that ask for them. A row of logits with a NaN, or without a
+      finite maximum, has the token `NO_TOKEN`.
 
     >>> logits = jnp.array([[0.0, 5.0, 1.0]])
     >>> one = empty_rows(1, slots=1, vocab=3)
@@ -253,8 +256,11 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array, proposals:
         checked = lax.cond(jnp.any(checks), lambda: _checked(x, rows, guesses), lambda: found)
         return jnp.where(checks, checked, found)
 
-    tokens = _chosen(_changed(logits, rows, history, allowed), rows, drawn)
-    return Sampled(tokens, *lax.cond(jnp.any(rows.logprobs), _logprobs, _no_logprobs, logits, tokens))
+    changed = _changed(logits, rows, history, allowed)
+    tokens = _chosen(changed, rows, drawn)
+    finite = jnp.isfinite(jnp.max(logits, axis=1)) & jnp.isfinite(jnp.max(changed, axis=1))
+    logprobs = lax.cond(jnp.any(rows.logprobs), _logprobs, _no_logprobs, logits, tokens)
+    return Sampled(jnp.where(finite, tokens, NO_TOKEN), *logprobs)
 
 
 def propose(logits: Array, rows: Rows, history: Array, allowed: Array) -> Proposals:
@@ -328,7 +334,9 @@ def _penalized(logits: Array, rows: Rows, history: Array) -> Array:
 def _shaped(logits: Array, rows: Rows) -> Array:
     """Logits of the distribution that is drawn from: after temperature, top-k, top-p and min-p."""
     vocab = logits.shape[1]
-    x = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    # The largest is 0 at every temperature: 1e-37 must not make it infinite.
+    x = logits - jnp.max(logits, axis=1, keepdims=True)
+    x = x / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     limited = jnp.any(((rows.top_k > 0) & (rows.top_k < vocab)) | (rows.top_p < 1))
     x = lax.cond(limited, lambda x: _limited(x, rows), lambda x: x, x)
     least = jnp.max(x, axis=1) + jnp.log(rows.min_p)  # -inf for min_p of 0

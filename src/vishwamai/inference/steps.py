@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from vishwamai.inference.answers import TokenLogprobs
 from vishwamai.inference.programs import Programs, StepShape
 from vishwamai.inference.requests import Branch
 from vishwamai.inference.sampling import Rows, Sampled, bar_tokens, empty_rows, set_row
-from vishwamai.inference.scheduler import Plan, Stream, Work
+from vishwamai.inference.scheduler import Stream, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +34,24 @@ class Sent:
         return tuple(int(np.asarray(tokens)[place]) for tokens in self.guessed[: len(known)]) if self.guessed else known
 
 
-def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> Sent:
-    """Sends the step off; nothing here waits for the device."""
-    for stream in plan.admitted:
+def send(
+    admitted: Iterable[Stream],
+    works: Mapping[Work, np.ndarray | None],
+    branches: Mapping[Stream, Branch],
+    programs: Programs,
+) -> Sent:
+    """Sends a step off; nothing here waits for the device.
+
+    Args:
+      admitted: sequences whose tokens the device does not have yet.
+      works: parts of the step, each with the mask of its grammar.
+      branches: the answers of the sequences.
+      programs: of the model.
+    """
+    for stream in admitted:
         assert stream.slot is not None
         programs.place(stream.slot, 0, stream.tokens)
-    order = sorted(plan.works, key=lambda work: -len(work.drafts))  # as `draft_step` takes them
+    order = sorted(works, key=lambda work: -len(work.drafts))  # as `draft_step` takes them
     counts = [work.count for work in order]
     wanted = sum(len(work.drafts) + 1 for work in order)
     needed = StepShape(sum(counts), len(counts), wanted, max(counts))
@@ -51,7 +63,7 @@ def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> S
     masks: dict[int, np.ndarray] = {}
     tables["cu_q_lens"][:] = needed.tokens
     tables["cu_q_lens"][: len(counts) + 1] = [0, *itertools.accumulate(counts)]
-    works, row = [], 0
+    rows_of, row = [], 0
     for i, work in enumerate(order):
         stream, branch = work.stream, branches[work.stream]
         assert stream.slot is not None
@@ -63,7 +75,7 @@ def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> S
             tables["windows"][window][i, span.first : span.first + len(span.pages)] = span.pages
         if work.drafts and programs.draft is None:
             programs.place(stream.slot, len(stream.tokens), work.drafts)
-        works.append((work, branch, row))
+        rows_of.append((work, branch, row))
         position = work.start + work.count - len(work.drafts)
         if drafting:
             _set(firsts, i, branch, position)
@@ -72,8 +84,8 @@ def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> S
             _set(rows, row, branch, position + place)
             if drafting and place < len(work.drafts):
                 rows.proposal[row] = place * shape.sequences + i
-            if branch.matcher is not None:
-                masks[row] = branch.matcher.mask()
+            if (mask := works[work]) is not None:
+                masks[row] = mask
             row += 1
     allowed = None
     if masks:
@@ -86,7 +98,7 @@ def send(plan: Plan, branches: Mapping[Stream, Branch], programs: Programs) -> S
         count[: len(order)] = [len(work.drafts) for work in order]
         proposals = programs.propose(shape, tables, firsts, count)
     sampled = programs.step(shape, tables, rows, allowed, proposals)
-    return Sent(tuple(works), sampled, tuple(one.tokens for one in proposals))
+    return Sent(tuple(rows_of), sampled, tuple(one.tokens for one in proposals))
 
 
 def _set(rows: Rows, row: int, branch: Branch, position: int) -> None:

@@ -149,6 +149,12 @@ class Tokenizer:
         """Ids of the special tokens, by text. `decode` and `stream` skip them."""
         return {token.content: id for id, token in self.encoder.get_added_tokens_decoder().items() if token.special}
 
+    @functools.cached_property
+    def end_token(self) -> int | None:
+        """The id of the token that the tokenizer's settings call the end of a text."""
+        text = self.special.get("eos_token")
+        return None if text is None else self.encoder.token_to_id(text)
+
     def stream(self, *, skip_special: bool = True, keep: Collection[int] = ()) -> Detokenizer:
         """A detokenizer for one answer; `keep` are special tokens that are text all the same."""
         return Detokenizer(self, skip_special, keep)

@@ -1,0 +1,178 @@
+"""What goes wrong for one request ends that request; the others get the answers that they get without it."""
+
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import world
+from serving import write_model
+from vishwamai.inference import Sampling, plan_load
+from vishwamai.inference.guided import Vocabulary
+from vishwamai.inference.requests import Request
+from vishwamai.inference.sampling import NO_TOKEN, all_allowed, empty_rows, sample, set_row
+from vishwamai.models import read_tokenizer
+
+AMBIGUOUS = 'start: a+\na: b | c | a a | a a a\nb: "x" | "xx" | b b\nc: "x"+ | c c'
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bytes")
+    write_model(path)
+    return plan_load(path, dtype="float32", max_sequences=4, max_tokens=32, max_length=96, page_size=8).engine()
+
+
+def answers(engine, *requests):
+    """The deltas of each request, which the engine's own loop computes without its thread."""
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        engine.step()
+
+
+def request(deltas, **options):
+    grammar, sink = options.pop("grammar", None), options.pop("sink", deltas.append)
+    return Request((5, 6, 7), Sampling(max_new_tokens=6, **options), sink, grammar=grammar)
+
+
+class Broken:
+    """A grammar that fails at some point."""
+
+    ended = False
+
+    def __init__(self, place):
+        self.place = place
+
+    def matcher(self):
+        if self.place == "matcher":
+            raise RuntimeError("broken")
+        return self
+
+    def mask(self):
+        if self.place == "mask":
+            raise RuntimeError("broken")
+        return np.full(3 if self.place == "shape" else 9, -1, np.int32)
+
+    def advance(self, tokens):
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("place", ["matcher", "mask", "advance", "sink", "take"])
+def test_a_fault_ends_its_own_request(engine, place):
+    expected, good, bad = [], [], []
+    answers(engine, request(expected))
+    if place == "sink":
+        faulty = request(bad, sink=lambda delta: bad.append(delta) or 1 / 0)
+    elif place == "take":
+        faulty = request(bad, stop_token_ids=(1,))
+        faulty.keep_special = 5  # no collection
+    else:
+        faulty = request(bad, grammar=Broken(place))
+    answers(engine, request(good), faulty)
+    assert [delta.token_ids for delta in good] == [delta.token_ids for delta in expected]
+    assert bad[-1].finish == ("length" if place == "sink" else "error")
+    assert engine.core.idle and engine.failure is None and not engine.core._branches
+
+
+def test_a_step_that_fails_ends_its_answers_and_no_later(engine):
+    bad, good = [], []
+    answers(engine, request(bad, grammar=Broken("shape")))
+    assert bad[-1].finish == "error" and "broadcast" in bad[-1].error
+    answers(engine, request(good))
+    assert good[-1].finish == "length"
+
+
+def test_an_engine_that_ends_says_so(tmp_path):
+    write_model(tmp_path)
+    engine = plan_load(tmp_path, dtype="float32", max_sequences=1, max_tokens=16, max_length=32).engine(compile="lazy")
+    ended = threading.Event()
+    engine.on_failure = ended.set
+    engine.core.step = lambda: 1 / 0
+    deltas = []
+    engine.start()
+    engine.submit(request(deltas))
+    assert ended.wait(10) and engine.failure.startswith("ZeroDivisionError")
+    engine.stop()
+    assert deltas[-1].finish == "error"
+
+
+def rows(vocab, *options):
+    filled = empty_rows(len(options), len(options), vocab)
+    for i, option in enumerate(options):
+        set_row(filled, i, option)
+    return filled
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-37, 1.2e-38, 1e-40, 1e-45])
+def test_the_smallest_temperatures_draw_the_largest(temperature):
+    logits = jnp.array([[3.0, 80.0, -5.0, 79.0], [-3e38, -1.0, -2.0, -jnp.inf]])
+    for options in ({}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 2}):
+        filled = rows(4, *[Sampling(temperature=temperature, seed=1, **options)] * 2)
+        drawn = sample(logits, filled, jnp.zeros((2, 8), jnp.int32), all_allowed(2, 4))
+        assert drawn.tokens.tolist() == [1, 1], options
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_row_that_is_not_finite_has_no_token(value):
+    logits = jnp.array([[1.0, 2.0, 0.0, 0.0], [1.0, value, 0.0, 0.0], [-jnp.inf] * 4])
+    for temperature in (0.0, 1.0):
+        filled = rows(4, *[Sampling(temperature=temperature, seed=1, logprobs=2, top_k=1)] * 3)
+        drawn = sample(logits, filled, jnp.zeros((3, 8), jnp.int32), all_allowed(3, 4))
+        assert drawn.tokens.tolist() == [1, NO_TOKEN, NO_TOKEN]
+
+
+def test_logits_that_are_not_finite_are_an_error_of_their_answer(engine, monkeypatch):
+    step = engine.programs.step
+
+    def poisoned(shape, tables, filled, allowed, proposals=()):
+        drawn = step(shape, tables, filled, allowed, proposals)
+        return drawn._replace(tokens=jnp.full_like(drawn.tokens, NO_TOKEN))
+
+    monkeypatch.setattr(engine.programs, "step", poisoned)
+    deltas = []
+    answers(engine, request(deltas))
+    assert deltas[-1].finish == "error" and "not finite" in deltas[-1].error
+
+
+def test_a_grammar_that_gives_up_is_an_error():
+    tokenizer = read_tokenizer(world.tokenizer("qwen3"))
+    grammar = Vocabulary.of(tokenizer, 151936, [151645]).grammar("lark", AMBIGUOUS)
+    matcher = grammar.matcher()
+    token = tokenizer.encode("x")[0]
+    reason = None
+    for _ in range(400):
+        try:
+            matcher.mask()
+        except Exception as error:
+            reason = str(error)
+            break
+        reason = matcher.advance([token])
+        if reason is not None:
+            break
+    assert reason is not None and "could not go on" in reason and len(reason) < 400
+
+
+def test_the_end_token_of_the_tokenizer_ends_an_answer():
+    directory = world.tiny("qwen3", eos_token_id=151643)
+    engine = plan_load(directory, dtype="float32", max_sequences=1, max_tokens=16, max_length=64).engine(compile="lazy")
+    assert {151643, 151645} <= engine.end_tokens
+
+
+def test_the_first_blank_of_an_answer_stays():
+    directory = world.tiny("llama2")
+    engine = plan_load(directory, dtype="float32", max_sequences=1, max_tokens=16, max_length=64).engine(compile="lazy")
+    tokenizer = engine.tokenizer
+    blank = tokenizer.encoder.token_to_id("▁Paris")
+    (answer,) = engine.generate(["The capital is"], Sampling(max_new_tokens=2, logit_bias={blank: 1000.0}, stop=(" Paris Paris ",)))
+    assert answer.text == " Paris Paris"
+    (stopped,) = engine.generate(["The capital is"], Sampling(max_new_tokens=2, logit_bias={blank: 1000.0}, stop=(" Paris",)))
+    assert stopped.text == "" and stopped.finish == "stop"
+
+
+def test_an_id_without_a_token_has_no_text():
+    directory = world.tiny("qwen3")
+    engine = plan_load(directory, dtype="float32", max_sequences=1, max_tokens=16, max_length=64).engine(compile="lazy")
+    (answer,) = engine.generate(["a"], Sampling(max_new_tokens=2, logit_bias={151900: 1000.0}))
+    assert answer.token_ids == (151900, 151900) and answer.text == ""
