@@ -155,7 +155,7 @@ def test_requests_that_cannot_be_served_are_named(client, engine):
 
 def test_bodies_that_are_not_json(address):
     for body in (b"", b"{", b'{"prompt": NaN}', b"\xff", b"[" * 10_000, b"null"):
-        answer = httpx.post(f"{address}/v1/completions", content=body)
+        answer = httpx.post(f"{address}/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
     assert httpx.get(f"{address}/v1/nowhere").status_code == 404
     assert httpx.get(f"{address}/v1/completions").status_code == 405
@@ -217,7 +217,7 @@ def test_an_engine_that_failed_says_so_everywhere(path, monkeypatch):
         ready = httpx.get(f"{address}/ready")
         assert (ready.status_code, ready.json(), ready.headers["retry-after"]) == (503, {"ready": False}, "1")
         health = httpx.get(f"{address}/health")
-        assert (health.status_code, health.json()) == (503, {"status": failure})
+        assert (health.status_code, health.json()) == (503, {"status": "failed"})
         asks = {
             "completions": lambda **more: client.completions.create(model="tiny", prompt="a", **more),
             "chat": lambda **more: client.chat.completions.create(model="tiny", messages=MESSAGES, **more),

@@ -50,7 +50,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pooling", choices=("mean", "last"), help="/v1/embeddings by the decoder: vectors from its tokens' states"
     )
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one to a line; without: none is asked")
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="keys, one to a line, # begins a comment; without: none is asked",
+    )
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name of the server in the Host header; * is any (names of this machine, or any with --host)",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="pages of this origin may send requests (none but the server's own page)",
+    )
+    parser.add_argument(
+        "--max-priority", type=float, default=0.0, metavar="N", help="of a request; more counts as this (0)"
+    )
     parser.add_argument("--max-queue", type=int, default=256, metavar="N", help="answers that may wait (256)")
     parser.add_argument("--max-body", type=float, default=4.0, metavar="MIB", help="of a request (4)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="of an answer (what a sequence has room for)")
@@ -80,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine, embed, names, defaults = _models(arguments)
     import uvicorn
 
-    from vishwamai.inference.server import requests_log
+    from vishwamai.inference.server import connections, guards, requests_log
     from vishwamai.inference.server.app import make_app
     from vishwamai.inference.server.settings import Settings
 
@@ -92,6 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens,
         defaults=defaults,
         encoder=names[-1],
+        allowed_hosts=guards.hosts_of(arguments.host, arguments.allowed_host),
+        allowed_origins=tuple(origin.rstrip("/") for origin in arguments.allow_origin),
+        max_priority=arguments.max_priority,
         decline_unknown_keys=arguments.unknown_keys == "refuse",
     )
     requests_log.configure(arguments.log_level, arguments.log_json)
@@ -100,11 +125,21 @@ def run(arguments: argparse.Namespace) -> int:
         app,
         host=arguments.host,
         port=arguments.port,
+        http=connections.LimitedProtocol,
+        timeout_keep_alive=connections.IDLE_SECONDS,
+        backlog=128,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=max(1, int(arguments.drain)),
     )
     server = uvicorn.Server(config)
+    if not keys and not guards.is_loopback(arguments.host):
+        model.say(
+            f"WARNING: anyone who reaches {arguments.host} may use this server; pass --api-key-file to ask for keys"
+        )
+    if engine is not None:
+        # A process that cannot answer ends, with status 1, so that whoever runs it starts another.
+        engine.on_failure = lambda: setattr(server, "should_exit", True)
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
@@ -157,7 +192,10 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+        keys = tuple(line for line in lines if line and not line.startswith("#"))
+        if path.stat().st_mode & 0o077:
+            model.say(f"WARNING: other users may read {path}; run chmod 600 on it")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"--api-key-file {path} cannot be read: {error}; pass a text file, a key a line.") from error
     if not keys:

@@ -32,6 +32,7 @@ class Delta:
       finish: why it ended, in its last delta: "stop" (an end token or a stop text), "length", "cancelled", "deadline",
         "error".
       error: what went wrong, where `finish` is "error".
+      declined: the request is at fault for the error, not the server.
       cached: prompt tokens that were in the prefix cache.
     """
 
@@ -41,6 +42,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
     error: str | None = None
+    declined: bool = False
     cached: int = 0
 
 

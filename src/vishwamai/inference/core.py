@@ -10,7 +10,6 @@ What goes wrong for one answer ends that answer. A step that fails ends the answ
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -29,7 +28,6 @@ from vishwamai.inference.sampling import NO_TOKEN, Sampled
 from vishwamai.inference.scheduler import Plan, Scheduler, Stream, Work
 from vishwamai.inference.speculative import accepted, lookup
 from vishwamai.inference.steps import Sent, logprobs_of, send
-
 
 _LOG = logging.getLogger(__name__)
 _MOST_FAILURES = 3
@@ -123,10 +121,13 @@ class EngineCore:
             if not branch.stream.finished:
                 self._end(branch, "error", _text(error))
 
-    def _end(self, branch: Branch, finish: Finish, error: str | None = None) -> None:
+    def _end(self, branch: Branch, finish: Finish, error: str | None = None, declined: bool = False) -> None:
         self.scheduler.finish(branch.stream)
         self._forget(branch, finish)
-        _tell(branch.request, Delta(branch.choice, finish=finish, error=error, cached=branch.stream.cached))
+        _tell(
+            branch.request,
+            Delta(branch.choice, finish=finish, error=error, declined=declined, cached=branch.stream.cached),
+        )
 
     def _forget(self, branch: Branch, finish: Finish) -> None:
         del self._branches[branch.stream]
@@ -147,7 +148,7 @@ class EngineCore:
             try:
                 works[work] = branch.matcher.mask() if branch.matcher is not None and work.samples else None
             except Exception as error:
-                self._end(branch, "error", _text(error))
+                self._end(branch, "error", _text(error), isinstance(error, ShapeError))
         return works
 
     def _send(self, plan: Plan, works: dict[Work, np.ndarray | None]) -> Sent:
@@ -183,7 +184,9 @@ class EngineCore:
         stream, options = branch.stream, branch.request.options
         tokens = accepted(guesses, drawn.tokens[row : row + drafts + 1].tolist())
         if NO_TOKEN in tokens:
-            self._end(branch, "error", "the logits of its next token are not finite; check the model's weights and dtype.")
+            self._end(
+                branch, "error", "the logits of its next token are not finite; check the model's weights and dtype."
+            )
             return
         self.statistics.guesses_accepted += len(tokens) - 1 if drafts else 0
         logprobs = ()
@@ -197,7 +200,7 @@ class EngineCore:
             delta = branch.writer.end(delta)
         self.statistics.new_tokens += len(delta.token_ids)
         if error is not None:
-            self._end(branch, "error", error)
+            self._end(branch, "error", error, declined=True)
             return
         if delta.finish is not None:
             self.scheduler.finish(stream)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,14 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
+    "max_items_in_row": 500,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
 """Work of llguidance for a grammar and for each of its masks. Beyond it, the request ends in an error."""
+
+_MASK_SECONDS, _MOST_EXCESS = 0.05, 0.2
+"""Time of a processor for a mask, during which all answers wait, and how far the masks of an answer may exceed it."""
 
 MAX_BYTES = 1 << 20
 MAX_REFERENCES = 200
@@ -144,6 +149,7 @@ class Matcher:
     def __init__(self, matcher: Any, words: int):
         self._matcher = matcher
         self._words = words
+        self._excess = 0.0  # seconds of masks over their share
 
     @property
     def ended(self) -> bool:
@@ -156,10 +162,17 @@ class Matcher:
         Raises:
           ShapeError: the grammar gave up, because it is too ambiguous or because nothing can follow.
         """
+        started = time.thread_time()
         # llguidance computes vocab // 32 + 1 words: one too many where 32 divides the vocab, as in published models.
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32, count=self._words)
+        self._excess += max(0.0, time.thread_time() - started - _MASK_SECONDS)
         if (reason := self._reason()) is not None:
             raise ShapeError(reason)
+        if self._excess > _MOST_EXCESS:
+            raise ShapeError(
+                "the grammar could not go on: its masks take too long, because it is ambiguous. Write rules by which a "
+                "text can be read in one way."
+            )
         if not mask.any():
             raise ShapeError("the grammar could not go on: no token of the model may follow.")
         return mask

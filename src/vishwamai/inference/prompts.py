@@ -46,6 +46,19 @@ class Prompts:
                 raise ShapeError(f"the prompt has token id {token}; ids are 0 to {self.vocab - 1}.")
         return tuple(int(token) for token in prompt)
 
+    def check_text(self, characters: int) -> None:
+        """Declines a text that has too many tokens whatever it says, before it is tokenized.
+
+        Raises:
+          ShapeError: so many characters do not fit.
+        """
+        longest = None if self.tokenizer is None else self.tokenizer.longest
+        if longest is not None and characters > longest * self.limits.max_length:
+            raise ShapeError(
+                f"the prompt has {characters} characters, and a token has at most {longest}, so it is longer than the "
+                f"{self.limits.max_length} tokens of a sequence (--max-length); shorten it."
+            )
+
     def check(self, prompt: Sequence[int], options: Sampling) -> int:
         """The length that each answer's sequence may reach, prompt included.
 

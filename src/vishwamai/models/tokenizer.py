@@ -150,6 +150,13 @@ class Tokenizer:
         return {token.content: id for id, token in self.encoder.get_added_tokens_decoder().items() if token.special}
 
     @functools.cached_property
+    def longest(self) -> int | None:
+        """The most characters that one token of a text stands for; None where a token may stand for any text."""
+        if '"ByteLevel"' not in self._decoders and '"ByteFallback"' not in self._decoders:
+            return None
+        return max(map(len, self.encoder.get_vocab()))
+
+    @functools.cached_property
     def end_token(self) -> int | None:
         """The id of the token that the tokenizer's settings call the end of a text."""
         text = self.special.get("eos_token")

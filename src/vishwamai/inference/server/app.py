@@ -12,13 +12,15 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.server.errors import HttpError, error_response
+from vishwamai.inference.server.guards import Guards
 from vishwamai.inference.server.metrics import Metrics
 from vishwamai.inference.server.requests_log import RequestLog
 from vishwamai.inference.server.responses import Responses
@@ -27,7 +29,8 @@ from vishwamai.inference.server.tokens import Tokens
 from vishwamai.inference.server.vectors import Embed, Vectors
 
 _KEYED = ("/metrics", "/tokenize", "/detokenize")
-_PAGE_POLICY = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_PAGE_POLICY = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+_PAGE_POLICY += "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
 
 def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = None) -> Starlette:
@@ -58,9 +61,9 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
         return JSONResponse(entries[name])
 
     async def health(request: Request) -> Response:
-        """Whether the process is worth keeping."""
-        failure = None if engine is None else engine.failure
-        return JSONResponse({"status": "ok" if failure is None else failure}, 200 if failure is None else 503)
+        """Whether the process is worth keeping; the log says why not."""
+        good = engine is None or engine.failure is None
+        return JSONResponse({"status": "ok" if good else "failed"}, 200 if good else 503)
 
     async def is_ready(request: Request) -> Response:
         good = bool(ready) and (engine is None or engine.failure is None)
@@ -86,6 +89,8 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
         ready.clear()
         if engine is not None:
             engine.stop()
+        if service is not None:
+            service.grammars.close()
 
     service = None if engine is None else Service(engine, settings, metrics)
     answers = {
@@ -107,11 +112,21 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
             *(Route(path, handler, methods=["POST"]) for path, handler in answers.items()),
             Route("/v1/embeddings", vectors.embeddings, methods=["POST"]),
         ],
-        exception_handlers={HttpError: _http_error, HTTPException: _starlette_error, Exception: _own_error},
+        exception_handlers={
+            HttpError: _http_error,
+            HTTPException: _starlette_error,
+            ClientDisconnect: _left,
+            Exception: _own_error,
+        },
         lifespan=life,
     )
     if settings.keys:
         app.add_middleware(Keys, keys=settings.keys)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    app.add_middleware(Guards, settings=settings)
     app.add_middleware(RequestLog)
     return app
 
@@ -154,6 +169,10 @@ async def _starlette_error(request: Request, error: Any) -> Response:
         paths = dict.fromkeys(route.path for route in request.app.routes if isinstance(route, Route))
         text = f"{text} The routes are {', '.join(path for path in paths if '{' not in path)}."
     return error_response(request, HttpError(error.status_code, text))
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
 
 
 async def _own_error(request: Request, error: Exception) -> Response:

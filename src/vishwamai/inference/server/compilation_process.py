@@ -70,14 +70,19 @@ def attempt(tokenizer: llguidance.LLTokenizer, text: str, limits: dict) -> dict:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, whose end closes the input
-    source, output = sys.stdin.buffer, sys.stdout.buffer
-    settings = json.loads(source.readline())
+    source, output = 0, sys.stdout.buffer
+    parts: list[bytes] = []
+    while b"\n" not in (part := os.read(source, 1 << 20)):
+        if not part:
+            return
+        parts.append(part)
+    last, _, text = part.partition(b"\n")  # read by hand: `select` does not see what a file has read ahead
+    settings = json.loads(b"".join([*parts, last]))
     end = list(settings["end"])
     tokenizer = llguidance.LLTokenizer(settings.pop("tokenizer"), n_vocab=settings["vocab"], eos_token=end)
     selector = selectors.DefaultSelector()
-    selector.register(source.fileno(), selectors.EVENT_READ)
+    selector.register(source, selectors.EVENT_READ)
     trials: dict[int, tuple[int, int]] = {}  # by the descriptor of its pipe: the request's id, and the process
-    text = b""
 
     def say(message: dict) -> None:
         output.write(json.dumps(message).encode() + b"\n")
@@ -105,25 +110,31 @@ def main() -> None:
         status = os.waitpid(process, 0)[1]
         say({"id": request, **(json.loads(answer) if answer else {"signal": os.WTERMSIG(status)})})
 
+    def take(part: bytes) -> bytes:
+        """Does what complete lines ask for; the rest."""
+        *lines, rest = part.split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            if "text" in request:
+                begin(request)
+                continue
+            for number, process in trials.values():
+                if number == request["id"]:
+                    os.kill(process, signal.SIGKILL)
+        return rest
+
+    text = take(text)
     while True:
         for key, _ in selector.select():
-            if key.fd != source.fileno():
+            if key.fd != source:
                 finish(key.fd)
                 continue
-            part = os.read(key.fd, 1 << 16)
+            part = os.read(source, 1 << 16)
             if not part:
                 for _, process in trials.values():
                     os.kill(process, signal.SIGKILL)
                 return
-            *lines, text = (text + part).split(b"\n")
-            for line in lines:
-                request = json.loads(line)
-                if "text" in request:
-                    begin(request)
-                    continue
-                for number, process in trials.values():
-                    if number == request["id"]:
-                        os.kill(process, signal.SIGKILL)
+            text = take(text + part)
 
 
 main()

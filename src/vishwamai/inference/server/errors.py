@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -50,13 +51,21 @@ async def read_json(request: Request, limit: int) -> Any:
     """
     too_long = HttpError(413, f"the body is longer than {limit} bytes; send less.")
     declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > limit:
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
         raise too_long
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > limit:
             raise too_long
+    return _value(body) if len(body) < _SMALL else await run_in_threadpool(_value, body)
+
+
+_SMALL = 1 << 16
+"""Bytes of a body that is read in less time than a thread takes to begin."""
+
+
+def _value(body: bytearray) -> Any:
     try:
         text = body.decode("utf-8")
         value = json.loads(text, parse_constant=_no_constant)

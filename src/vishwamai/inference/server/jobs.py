@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.inference.engine import Engine
-from vishwamai.inference.guided import Grammar, Vocabulary
+from vishwamai.inference.guided import Grammar
 from vishwamai.inference.mesh import mesh_of
 from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scoring import Scorer
@@ -25,11 +26,21 @@ _LOG = logging.getLogger("vishwamai.server")
 
 
 @dataclasses.dataclass(frozen=True)
+class GrammarSource:
+    """A grammar that a request asks for: kind and source of `Vocabulary.grammar`, and the argument that has it."""
+
+    kind: str
+    source: Any
+    param: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Job:
     """A checked request.
 
     Attributes:
-      prompts, priority, deadline, grammar, keep_special: as the arguments of `Engine.stream`.
+      prompts, priority, deadline, keep_special: as the arguments of `Engine.stream`.
+      grammar: what the answer must match, and the same once it is `compiled`.
       options: None: no token is computed.
       reply: the form of the answer.
       scored: most likely tokens at each place of the prompts; None: prompts are not scored.
@@ -43,10 +54,11 @@ class Job:
     scored: int | None
     priority: float
     deadline: float | None
-    grammar: Grammar | None
+    grammar: GrammarSource | None
     keep_special: frozenset[int]
     stream: bool
     usage: bool
+    compiled: Grammar | None = None
 
 
 class declined:
@@ -60,7 +72,11 @@ class declined:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, ShapeError | UnsupportedError):
-            raise HttpError(400, str(error), self._param) from error
+            raise HttpError(400, _MODEL_FILE.sub(r"\1", str(error)), self._param) from error
+
+
+_MODEL_FILE = re.compile(r"(?<![\w/.:])/(?:[^\s/]+/)*([^\s/]+\.(?:jinja|json|safetensors|gguf|model|txt)\b)")
+"""The absolute path of a file, of which clients see the name."""
 
 
 class Jobs:
@@ -76,10 +92,6 @@ class Jobs:
         split = mesh_of(engine.model) is not None
         self.scorer = Scorer(engine.model, engine.limits.max_length, engine.optimization, split)
         self.pieces = Pieces(engine.tokenizer)
-
-    @functools.cached_property
-    def _vocabulary(self) -> Vocabulary:
-        return Vocabulary.of(self.engine.tokenizer, self.engine.programs.vocab, sorted(self.engine.end_tokens))
 
     @functools.cached_property
     def _added(self) -> Mapping[str, int]:
@@ -106,6 +118,8 @@ class Jobs:
         prompts = []
         with declined("prompt"):
             for prompt in many:
+                if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+                    self.engine.prompts.check_text(len(prompt))
                 if isinstance(prompt, str) and not special and tokenizer is not None:
                     ids = tuple(tokenizer.encode(prompt, add_special=False))
                 else:
@@ -150,6 +164,8 @@ class Jobs:
             {"type": "function", "function": {key: offer[key] for key in _OFFERED if key in offer}} for offer in offers
         ]
         with declined("messages"):
+            if body.truncate_prompt_tokens is None:
+                self.engine.prompts.check_text(_characters(messages))
             if reads:
                 prompt = tokenizer.chat(messages, **values, tools=offered)
             elif offers:
@@ -171,7 +187,7 @@ class Jobs:
 
     def _chat_grammar(
         self, body: schema.Chat, choice: Any, form: tools.Form | None, functions: Sequence[Mapping[str, Any]]
-    ) -> Grammar | None:
+    ) -> GrammarSource | None:
         sources = dict(self._sources(body))
         if choice not in ("auto", "none"):
             if form is None:
@@ -196,13 +212,12 @@ class Jobs:
     def _sources(self, body: schema.Common) -> list[tuple[str, tuple[str, Any]]]:
         return [(name, (kind, source)) for name, kind, source in body.grammars()]
 
-    def _grammar(self, sources: Mapping[str, tuple[str, Any]], param: str | None = None) -> Grammar | None:
+    def _grammar(self, sources: Mapping[str, tuple[str, Any]], param: str | None = None) -> GrammarSource | None:
         if len(sources) > 1:
             names = " and ".join(f"`{name}`" for name in sources)
             raise HttpError(400, f"an answer cannot follow {names} at once; pass one of them.", list(sources)[0])
         for name, source in sources.items():
-            with declined(param or name):
-                return self._vocabulary.grammar(*source)
+            return GrammarSource(*source, param or name)
         return None
 
     def _truncated(self, body: schema.Common, ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -219,7 +234,7 @@ class Jobs:
         body: schema.Common,
         kind: Any,
         prompts: Sequence[Prompt],
-        grammar: Grammar | None,
+        grammar: GrammarSource | None,
         form: tools.Form | None = None,
         special: frozenset[int] = frozenset(),
     ) -> Job:
@@ -241,6 +256,7 @@ class Jobs:
                         f"the prompt has {len(prompt.ids)} tokens; pass 1 to {self.engine.limits.max_length} "
                         "(--max-length)."
                     )
+        self._check_entries(body, prompts, options)
         tokenizer = self.engine.tokenizer
         if body.skip_special_tokens is False and tokenizer is not None:
             special |= frozenset(tokenizer.special_ids.values())
@@ -267,13 +283,37 @@ class Jobs:
             options if computes else None,
             reply,
             max(counts, default=None),
-            body.priority or 0.0,
+            min(body.priority or 0.0, self.settings.max_priority),
             body.timeout,
             grammar,
             special,
             bool(body.stream),
             body.include_usage,
         )
+
+    def _check_entries(self, body: schema.Common, prompts: Sequence[Prompt], options: Sampling) -> None:
+        """Declines a reply of too many log probabilities, which is built in memory."""
+        count = 0
+        if options.logprobs is not None:
+            lengths = (self.engine.check(prompt.ids, options) - len(prompt.ids) for prompt in prompts)
+            count += options.n * sum(lengths) * (1 + options.logprobs)
+        if body.prompt_logprobs is not None or getattr(body, "echo", None):
+            count += sum(len(prompt.ids) for prompt in prompts) * (1 + (body.prompt_logprobs or 1))
+        if count > self.settings.max_entries:
+            raise HttpError(
+                400,
+                f"the answers may have {count} log probabilities; the most is {self.settings.max_entries}. Ask for "
+                "fewer answers, tokens (`max_tokens`) or likely tokens.",
+                "logprobs",
+            )
+
+
+def _characters(value: Any) -> int:
+    """Characters of all texts of messages; what a template writes of them may be less than their names and ids."""
+    texts = (message.get("content") or "" for message in value)
+    return sum(
+        len(text) if isinstance(text, str) else sum(len(part.get("text") or "") for part in text) for text in texts
+    )
 
 
 def _current(message: dict[str, Any]) -> dict[str, Any]:

@@ -224,6 +224,9 @@ class Responses:
         service = self._service
         body = service.checked(Body, await read_json(request, service.settings.max_body))
         job = await run_in_threadpool(lambda: service.jobs.chat(as_chat(body)))
+        job = await service.compiled(request, job)
+        if job is None:
+            return Response(status_code=499)  # nobody reads it
         service.check_room(job.reply.choices)
         record = record_of(request.scope)
         record.prompt_tokens = sum(map(len, job.prompts))

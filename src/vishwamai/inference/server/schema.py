@@ -56,7 +56,7 @@ class StructuredOutputs(Open):
 
     json_: Annotated[JsonObject | str | None, Field(alias="json")] = None
     regex: Short | None = None
-    choice: Annotated[list[Short], Field(min_length=1, max_length=1024)] | None = None
+    choice: Annotated[list[Short], Field(fail_fast=True, min_length=1, max_length=1024)] | None = None
     grammar: Short | None = None
     json_object: bool | None = None
 
@@ -71,7 +71,7 @@ class Common(Open):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Short | Annotated[list[Short], Field(max_length=16)] | None = None
+    stop: Short | Annotated[list[Short], Field(fail_fast=True, max_length=16)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
@@ -82,7 +82,7 @@ class Common(Open):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Tokens | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=64)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -92,7 +92,7 @@ class Common(Open):
     regex: Annotated[Short | None, Field(validation_alias=AliasChoices("regex", "guided_regex"))] = None
     grammar: Annotated[Short | None, Field(validation_alias=AliasChoices("grammar", "guided_grammar"))] = None
     guided_json: JsonObject | str | None = None
-    guided_choice: Annotated[list[Short], Field(min_length=1, max_length=1024)] | None = None
+    guided_choice: Annotated[list[Short], Field(fail_fast=True, min_length=1, max_length=1024)] | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -201,9 +201,12 @@ class Completion(Common):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=1024)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=1024)]
+        | Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]],
+            Field(fail_fast=True, min_length=1, max_length=1024),
+        ]
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -225,7 +228,7 @@ class Message(Open):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[JsonValue] | None = None
-    tool_calls: list[JsonObject] | None = None
+    tool_calls: Annotated[list[JsonObject], Field(fail_fast=True, max_length=1024)] | None = None
     function_call: JsonObject | None = None
 
 
@@ -253,13 +256,13 @@ class NamedTool(Open):
 class Chat(Common):
     """A body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=16_384)]
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    functions: Annotated[list[Function], Field(max_length=128)] | None = None
+    functions: Annotated[list[Function], Field(fail_fast=True, max_length=128)] | None = None
     function_call: Literal["none", "auto"] | Named | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
@@ -296,9 +299,12 @@ class Embedding(Open):
     model: str | None = None
     input: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=2048)]
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=2048)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=2048)]
+        | Annotated[list[int], Field(fail_fast=True, min_length=1)]
+        | Annotated[
+            list[Annotated[list[int], Field(fail_fast=True, min_length=1)]],
+            Field(fail_fast=True, min_length=1, max_length=2048),
+        ]
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None

@@ -18,6 +18,7 @@ from vishwamai.core.errors import DeviceError
 from vishwamai.inference.answers import Delta
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.server import schema
+from vishwamai.inference.server.compilation import Compilation
 from vishwamai.inference.server.errors import HttpError, read_json
 from vishwamai.inference.server.jobs import Job, Jobs, declined, once
 from vishwamai.inference.server.metrics import Metrics
@@ -40,6 +41,7 @@ class Service:
     def __init__(self, engine: Engine, settings: Settings, metrics: Metrics):
         self.engine, self.settings, self.metrics = engine, settings, metrics
         self.jobs = Jobs(engine, settings)
+        self.grammars = Compilation(engine.tokenizer, engine.programs.vocab, sorted(engine.end_tokens))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -52,7 +54,16 @@ class Service:
     async def _serve(self, request: Request, kind: type[schema.Common], make: Callable[[Any], Job]) -> Response:
         self.check_room()
         body = self.checked(kind, await read_json(request, self.settings.max_body))
-        return await self._answer(request, await run_in_threadpool(make, body))
+        job = await self.compiled(request, await run_in_threadpool(make, body))
+        return Response(status_code=499) if job is None else await self._answer(request, job)
+
+    async def compiled(self, request: Request, job: Job) -> Job | None:
+        """The job with its grammar compiled; None where the client left before."""
+        if job.grammar is None:
+            return job
+        with declined(job.grammar.param):
+            grammar = await unless_left(request, self.grammars.grammar(job.grammar.kind, job.grammar.source))
+        return None if grammar is None else dataclasses.replace(job, compiled=grammar)
 
     def checked(self, kind: type[BaseModel], value: Any) -> Any:
         """The request of a JSON value, whose model is this server's."""
@@ -114,12 +125,14 @@ class Service:
             job.options,
             priority=job.priority,
             deadline=job.deadline,
-            grammar=job.grammar,
+            grammar=job.compiled,
             keep_special=job.keep_special,
         )
         try:
             async for delta in stream:
                 if delta.finish == "error":
+                    if delta.declined:
+                        raise HttpError(400, f"the answer could not go on: {delta.error}")
                     raise HttpError(500, f"the engine could not go on: {delta.error}")
                 now = time.monotonic()
                 if delta.choice in last:

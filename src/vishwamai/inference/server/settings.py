@@ -19,6 +19,12 @@ class Settings:
       defaults: options of sampling where a request has none.
       encoder: what clients call the encoder of /v1/embeddings; None: as the model.
       decline_unknown_keys: decline requests with keys that no interface documents, in place of a line in the log.
+      allowed_hosts: names of the server in the Host header; none: any (`guards.hosts_of`).
+      allowed_origins: pages of other servers that may send requests, such as "https://chat.example".
+      body_seconds: from the headers of a request to the end of its body.
+      max_bytes: of all bodies that arrive at once.
+      max_entries: log probabilities that an answer may have.
+      max_priority: the highest priority of a request; a higher one counts as this.
     """
 
     name: str
@@ -29,3 +35,9 @@ class Settings:
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     encoder: str | None = None
     decline_unknown_keys: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    body_seconds: float = 30.0
+    max_bytes: int = 64 * 2**20
+    max_entries: int = 2**20
+    max_priority: float = 0.0

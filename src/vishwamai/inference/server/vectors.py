@@ -39,16 +39,16 @@ class Vectors:
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings."""
+        body = schema.parse(schema.Embedding, await read_json(request, self.settings.max_body))
         if self.pending >= self.max_queue:
             raise HttpError(429, f"{self.pending} requests wait already; try again later.", retry_after=1)
         self.pending += 1
         try:
-            return await self._answer(request)
+            return await self._answer(request, body)
         finally:
             self.pending -= 1
 
-    async def _answer(self, request: Request) -> Response:
-        body = schema.parse(schema.Embedding, await read_json(request, self.settings.max_body))
+    async def _answer(self, request: Request, body: schema.Embedding) -> Response:
         check_keys(body, self.settings)
         if self.embed is None:
             raise HttpError(400, "this server has no encoder; start it with --encoder DIR or --pooling.", "model")
