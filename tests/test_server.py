@@ -238,7 +238,7 @@ def test_an_engine_that_failed_says_so_everywhere(path, monkeypatch):
                 "code": None,
             }
         # It fails between the check of a request and its start.
-        monkeypatch.setattr(Service, "_check_room", lambda self, answers=1: None)
+        monkeypatch.setattr(Service, "check_room", lambda self, answers=1: None)
         answer = unavailable(asks["completions"])
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
         assert failure in answer.json()["error"]["message"]
