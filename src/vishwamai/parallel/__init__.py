@@ -1,6 +1,11 @@
 """Programs over many devices: meshes laid on a TPU's links, attention over a split sequence, pipelines as data.
 
 Everything runs on JAX's own distributed runtime: one program, XLA's collectives, no engine of our own.
+
+Meshes: `mesh`, `torus` (neighbours), `processes` and `roll_call` (several processes), `in_order` (their collectives on
+CPUs). Placement: `rules` (logical axes), `shard`, `adaptive`, `placement`, `layout`, `data_parallel`. Products with
+their collective: `products`, `ring_pieces`, `ring_products`, `overlap` (whether it pays). `pipeline/`: schedules as
+data (`actions`, `generators`), what judges them (`check`, `simulate`, `timeline`), and the executor.
 """
 
 from vishwamai.core.errors import ScheduleError

@@ -2,6 +2,11 @@
 
 Three levels: "analytic" (formulas), "probe" (the compiler's answer without a full compilation) and "verified" (the
 compiled program).
+
+Figures keep their level (`figures`). Programs: `program`, `training`, `serving`; the compiler in a process of its own:
+`compiler`, `worker`, `cache`. Memory: `analytic`, `residuals`, `stages`, `allocation`, `peak`, `usage`. Time: `speed`,
+`exchange`, `mesh_links`, `program_time`, `timeline`, `collectives`, `published` (the range of published steps),
+`calibrate`, `calibration`. Choice: `search`, `batch`, `diagnosis`, `advice`, `controller`, `flags`.
 """
 
 from vishwamai.planning.compiler import Compiler, ProgramMemory, probe, verify
