@@ -259,3 +259,11 @@ def test_keys_have_comments_and_a_mode(tmp_path, capsys):
     assert serve._keys(path) == ("secret",) and "chmod 600" in capsys.readouterr().err
     path.chmod(0o600)
     assert serve._keys(path) == ("secret",) and capsys.readouterr().err == ""
+
+
+def test_a_priority_is_bounded(engine, address, monkeypatch):
+    priorities, stream = [], engine.stream
+    monkeypatch.setattr(engine, "stream", lambda *a, **k: priorities.append(k["priority"]) or stream(*a, **k))
+    for priority in (50, -5):
+        assert post(address, ASK | {"priority": priority}).status_code == 200
+    assert priorities == [0.0, -5.0]

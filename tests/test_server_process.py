@@ -26,12 +26,15 @@ def directory(tmp_path_factory):
     return path
 
 
+SERVE = ("-m", "vishwamai.cli")
+
+
 @contextlib.contextmanager
-def started(directory, *options):
-    """(the process, its address), once it is ready."""
+def started(directory, *options, program=SERVE):
+    """(the process, its address), once it is ready; `program` are the arguments of Python before those of serve."""
     port = free_port()
     sizes = ["--dtype", "float32", "--max-length", "256", "--step-tokens", "32", "--max-sequences", "2"]
-    command = [sys.executable, "-m", "vishwamai.cli", "serve", str(directory / "tiny"), "--port", str(port)]
+    command = [sys.executable, *program, "serve", str(directory / "tiny"), "--port", str(port)]
     command += [*sizes, *options]
     environment = {**os.environ, "XDG_CACHE_HOME": str(directory)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -96,3 +99,25 @@ def test_sigterm_lets_answers_end_and_a_killed_server_starts_again(directory):
         assert httpx.post(f"{address}/v1/completions", json={"prompt": "x"}).status_code == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
+
+
+BROKEN = """
+import sys
+from vishwamai.cli import main
+from vishwamai.inference.engine import Engine
+
+def step(self):
+    raise MemoryError("the device is gone")
+
+Engine.step = step
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.long
+def test_a_server_whose_engine_cannot_go_on_ends_with_status_1(directory):
+    with started(directory, program=("-c", BROKEN)) as (process, address):
+        body = {"prompt": "a", "max_tokens": 1}
+        with contextlib.suppress(httpx.TransportError):
+            assert httpx.post(f"{address}/v1/completions", json=body, timeout=30).status_code >= 500
+        assert process.wait(60) == 1
