@@ -150,7 +150,7 @@ def scaled(
     each = scales.reshape(1, 1) if block is None else scales.repeat(block[0], 0)[: shape[0]].repeat(block[1], 1)
     plain = weight.astype(np.float32) * (each if block is None else each[:, : shape[1]])
     stem = name.removesuffix(".weight")
-    others = {} if block is not None else {f"{stem}.input_scale": np.float32([0.3])}
+    others = {} if block is not None else {f"{stem}.input_scale": np.array([0.3], np.float32)}
     return {name: weight, f"{name}_{suffix}": scales, **others}, plain
 
 

@@ -155,5 +155,5 @@ def test_the_compilers_programs():
 @pytest.mark.long
 @needs_libtpu
 def test_what_is_tried_by_default_is_what_the_compiler_has():
-    tries, untried = flags._usual(TPUS["v5e"])
+    tries, untried = flags._default_tries(TPUS["v5e"])
     assert {name for name, _ in tries} > {A, B, C} and not untried

@@ -93,13 +93,14 @@ def test_stochastic_rounding_in_one_graph():
     assert (fast(X).int() - vt.quantize(X).values.int()).abs().max() == 1
 
 
+ROWS = Q[0].transpose(0, 1)
 META = {
     "gemm": lambda m: vt.gemm(m(X), m(W)),
     "norm": lambda m: vt.rms_norm(m(X), m(X[0])),
     "softmax": lambda m: vt.log_softmax(m(X), axis=0),
     "activation": lambda m: vt.gelu(m(X)),
     "attention": lambda m: vt.flash_attention(m(Q), m(Q), m(Q), kv_lens=m(torch.tensor([3]))),
-    "varlen": lambda m: vt.flash_attention_varlen(*[m(Q[0].transpose(0, 1))] * 3, m(STARTS), m(STARTS), 4, 4),
+    "varlen": lambda m: vt.flash_attention_varlen(*(m(ROWS), m(ROWS), m(ROWS)), m(STARTS), m(STARTS), 4, 4),
     "rope": lambda m: vt.apply_rope(m(Q)),
     "gated": lambda m: vt.gated_linear_unit(m(X), (m(W), m(W))),
     "loss": lambda m: vt.linear_cross_entropy(m(X), m(W.T), m(LABELS)),

@@ -61,7 +61,7 @@ def adamw(
             dims = tuple(f"axis__{i}" for i in range(p.ndim))
             axes = sharding.Axes((dims,) * 4 + (("numbers",), ()), (dims,) * 3, frozenset(dims))
             options: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "decay": decay, "factor": factor}
-            attributes = {name: np.float64(value) for name, value in options.items()}
+            attributes: dict[str, Any] = {name: np.float64(value) for name, value in options.items()}
 
             def call(*arrays: Any) -> tuple[Any, ...]:
                 results = tuple(ffi.result(x.shape, x.dtype) for x in arrays[1:4])
