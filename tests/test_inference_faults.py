@@ -69,7 +69,7 @@ def test_a_fault_ends_its_own_request(engine, place):
         faulty = request(bad, sink=lambda delta: bad.append(delta) or 1 / 0)
     elif place == "take":
         faulty = request(bad, stop_token_ids=(1,))
-        setattr(faulty, "keep_special", 5)  # no collection
+        faulty.keep_special = 5  # pyright: ignore[reportAttributeAccessIssue]: no collection
     else:
         faulty = request(bad, grammar=Broken(place))
     answers(engine, request(good), faulty)
@@ -92,7 +92,7 @@ def test_an_engine_that_ends_says_so(tmp_path):
     engine = plan_load(tmp_path, dtype="float32", max_sequences=1, max_tokens=16, max_length=32).engine(compile="lazy")
     ended = threading.Event()
     engine.on_failure = ended.set
-    setattr(engine.core, "step", lambda: 1 / 0)
+    engine.core.step = lambda: 1 / 0  # pyright: ignore[reportAttributeAccessIssue]
     deltas = []
     engine.start()
     engine.submit(request(deltas))
