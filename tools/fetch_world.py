@@ -127,7 +127,7 @@ def run(command: list[str], env: dict[str, str] | None = None) -> None:
 
 
 def main(destination: Path) -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     if not world().is_dir():
         print(f"world: there is no {world()}; its tests skip (VISHWAMAI_WORLD names another folder)")
         return
