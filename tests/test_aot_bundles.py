@@ -446,3 +446,13 @@ def test_smem_layout_of_small_integers():
     packed = dict(smem_words(np.array([[1, 2], [3, -1]], np.int8)))  # four rows a word
     assert packed == {0: 1 | 3 << 8, 1: 2 | 0xFF << 8}
     assert dict(smem_words(np.arange(130, dtype=np.int16)))[1] == 1 | 129 << 16
+
+
+def test_a_loop_of_unknown_length_is_listed_at_the_top_level_too():
+    text = LOOP.replace("scmp.ge.s32.totalorder %s3_s0, 5", "vtos %v9_v0")
+    for name in ("kernel", "TLP"):
+        machine, passes = finish(text, name=name)
+        assert (passes[1], list(machine.unknown)) == (
+            1,
+            [f"{name}: loop that ends at 0x4, of unknown length, counted as one turn"],
+        )

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import vishwamai
 from vishwamai import aot
-from vishwamai.aot.compile import diagnose, libtpu
+from vishwamai.aot.compile import diagnose, libtpu, program
 from vishwamai.aot.compile.program import place
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import DeviceError, KernelError, ShapeError, UnsupportedError
@@ -99,7 +99,8 @@ def test_vmem_limit_bytes_is_the_fix_that_it_says():
 
 
 @needs_libtpu
-def test_one_block_larger_than_the_chip():
+def test_one_block_larger_than_the_chip(monkeypatch):
+    monkeypatch.setattr(program, "refuse_too_large", lambda *_: None)  # which would be first
     fn, x = blocks_of(300)
     with pytest.raises(DeviceError, match=r"input window allocation.*takes 150\.0 MiB, but v5p has 64\.0 MiB of VMEM"):
         aot.compile_for(fn, x, target="v5p")
@@ -302,3 +303,30 @@ def test_chip_table():
     assert [c.name for c in TPUS.values() if c.megacore] == ["v4", "v5p"]
     assert [c.name for c in TPUS.values() if c.has_int8] == ["v5e", "v5p", "v6e"]
     assert [c.name for c in TPUS.values() if c.has_fp8] == ["v6e", "tpu7x"]
+
+
+@needs_libtpu
+def test_blocks_beyond_vmem_are_refused_before_the_compiler(monkeypatch):
+    def product(x_ref, y_ref, o_ref, sum_ref):
+        o_ref[...] = jnp.dot(x_ref[...], y_ref[...]) + sum_ref[...]
+
+    def call(x, block):
+        specs = [pl.BlockSpec((block, block), where) for where in (lambda i, j: (i, 0), lambda i, j: (0, 0))]
+        out = pl.BlockSpec((block, block), lambda i, j: (i, j))
+        scratch = [pltpu.VMEM((block, block), jnp.float32)]
+        shape = jax.ShapeDtypeStruct((16384, 16384), jnp.float32)
+        return pl.pallas_call(
+            product, shape, grid=(4, 4), in_specs=specs, out_specs=out, scratch_shapes=scratch, name="wide"
+        )(x, x)
+
+    monkeypatch.setattr(libtpu, "quiet_compiler", lambda: pytest.fail("the compiler ran"))
+    x = jax.ShapeDtypeStruct((16384, 16384), jnp.float32)
+    report = aot.check(jax.jit(call, static_argnums=1), x, 4096, target="v5e")
+    (problem,) = report.problems
+    mib = 2**20
+    assert (problem.kind, problem.kernel, problem.used, problem.limit) == ("vmem", "wide", 384 * mib, 128 * mib)
+    assert problem.allocations[0] == "128.0 MiB: a block of float32[4096,4096] (buffered 2 times)"
+    assert problem.allocations[2:] == (
+        "64.0 MiB: scratch of float32[4096,4096]",
+        "64.0 MiB: a block of float32[4096,4096]",
+    )

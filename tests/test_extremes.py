@@ -9,7 +9,17 @@ import pytest
 from scipy import special
 
 import contract
-from vishwamai import flash_attention, gated_linear_unit, gelu, gemm, ragged_paged_attention, relu2, silu
+from vishwamai import (
+    flash_attention,
+    gated_linear_unit,
+    gelu,
+    gemm,
+    layer_norm,
+    ragged_paged_attention,
+    relu2,
+    rms_norm,
+    silu,
+)
 from vishwamai.core.activations import activate, derivative
 
 pytestmark = pytest.mark.interpreter
@@ -177,3 +187,30 @@ def test_paged_attention_of_huge_logits(impl, size):
         *pages,
     )
     np.testing.assert_allclose(out[0], want[0, :, -1], rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["xla", "native_cpu"])
+@pytest.mark.parametrize("call", [rms_norm, layer_norm])
+def test_normalizations_of_tiny_and_huge_rows(call, name):
+    """Squares of these rows leave the range of float32, or come so near its lower end that they lose digits."""
+    impl = next(impl for op, impl in contract.pairs() if (op.name, impl.name) == ("norm", name))
+    sizes = np.array([1e-25, 1e-20, 1e-18, 1.0, 1e13, 1e18, 1e20, 1e30])[:, None]
+    x = (sizes * np.random.default_rng(0).standard_normal((8, 70))).astype(np.float32)
+    dy = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
+    for eps in (0.0, 1e-6):
+
+        def both(x, dy, eps=eps):
+            y, pull = jax.vjp(functools.partial(call, eps=eps, implementation=name), x)
+            return y, pull(dy)[0]
+
+        y, dx = run(impl, both, x, dy)
+        centred = x.astype(np.float64)
+        centred -= centred.mean(-1, keepdims=True) * (call is layer_norm)
+        rstd = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+        slope = dy - centred * rstd * (dy * centred * rstd).mean(-1, keepdims=True)
+        slope = (slope - dy.mean(-1, keepdims=True) * (call is layer_norm)) * rstd
+        for result, expected in ((y, centred * rstd), (dx, slope)):
+            largest = np.abs(expected).max(-1, keepdims=True)
+            np.testing.assert_allclose(result / largest, expected / largest, atol=1e-6)
+    constant = np.full((1, 70), 1e25, np.float32)
+    assert np.all(np.abs(run(impl, functools.partial(layer_norm, implementation=name), constant)) < 1e3)

@@ -10,7 +10,8 @@ from flax import nnx
 
 import vishwamai
 from vishwamai import nnx as ours
-from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError
+from vishwamai.core.precision import precision_of
 
 RNG = np.random.default_rng(0)
 
@@ -199,3 +200,34 @@ def test_memory_does_not_grow_with_the_scores():
     assert temporaries(jax.nn.dot_product_attention) >= scores
     with vishwamai.kernel_config(implementation="xla_chunked"):
         assert temporaries(ours.dot_product_attention) < scores / 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "products"),
+    [
+        ("float32", "highest"),
+        ("tensorfloat32", "high"),
+        ("fastest", "default"),
+        (jax.lax.Precision.HIGH, "high"),
+        (("bfloat16", "float32"), "highest"),
+        (jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3, "high"),
+        ("F32_F32_F32", "highest"),
+    ],
+)
+def test_precisions_are_those_of_flax(precision, products):
+    read = precision_of("Linear", precision)
+    assert read is not None and read.products == products
+    (x,) = arrays((2, 7, 16))
+    layers: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
+        (nnx.Linear, ours.Linear, {"in_features": 16, "out_features": 8}),
+        (nnx.MultiHeadAttention, ours.Attention, {"num_heads": 2, "in_features": 16, "decode": False}),
+    )
+    for theirs, layer, options in layers:
+        result, expected = (kind(**options, precision=precision, rngs=nnx.Rngs(0))(x) for kind in (layer, theirs))
+        close(result, expected, 2e-5 if products == "highest" else 2e-3)
+
+
+def test_a_precision_that_flax_does_not_take_is_named():
+    layer = ours.Linear(16, 8, precision="exact", rngs=nnx.Rngs(0))
+    with pytest.raises(KernelError, match="Linear: `precision` is 'exact'; pass None, a jax.lax.Precision"):
+        layer(jnp.ones((2, 16)))

@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import contract
 import rotation
+import vishwamai
+from vishwamai.core.errors import UnsupportedError
 
 ON_THIS_CPU = [
     pytest.param(op, impl, id=f"{op.name}-{impl.name}") for op, impl in contract.pairs() if impl.platform != "tpu"
@@ -230,3 +232,26 @@ def test_sharded_operands(op, kind, layout):
         outputs = jax.jit(case.run)(placed)
         gradients = jax.jit(lambda f, r: jax.grad(lambda f: function({**f, **r}))(f))(floats, rest)
     contract.close((outputs, gradients), expected)
+
+
+def test_linearize_goes_through_the_definition():
+    """JAX takes the rules of a gradient, and would fail where the linear function is called."""
+    rng = np.random.default_rng(0)
+    x, t, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 16), (8, 16), (16, 16)))
+    calls = {
+        "norm": vishwamai.rms_norm,
+        "softmax": vishwamai.softmax,
+        "gemm": lambda x: vishwamai.gemm(x, w),
+        "attention": lambda x: vishwamai.flash_attention(*(x[None, None],) * 3),
+        "loss": lambda x: vishwamai.linear_cross_entropy(x, w, jnp.arange(8)),
+    }
+    for name, call in calls.items():
+        y, linear = jax.linearize(call, x)
+        dy = jnp.sin(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape) + 1
+        dx = jax.vjp(call, x)[1](dy)[0]
+        np.testing.assert_allclose(jnp.vdot(linear(t), dy), jnp.vdot(t, dx), rtol=1e-4, err_msg=name)
+    slope = jax.grad(lambda x: jnp.sum(vishwamai.rms_norm(x) ** 3))
+    expected = jax.grad(lambda x: jnp.vdot(slope(x), t))(x)  # the Hessian is symmetric
+    np.testing.assert_allclose(jax.linearize(slope, x)[1](t), expected, rtol=1e-3, atol=1e-4)
+    with pytest.raises(UnsupportedError, match="norm: .* no forward mode"):
+        jax.linearize(lambda x: vishwamai.rms_norm(x, implementation="native_cpu"), x)

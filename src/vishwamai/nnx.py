@@ -18,6 +18,7 @@ from flax import nnx
 from vishwamai.core.arguments import checks_its_own, described
 from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.precision import precision_of
 from vishwamai.core.spec import as_jax_dtype
 from vishwamai.ops.attention import flash_attention
 from vishwamai.ops.matmul import gemm
@@ -71,7 +72,8 @@ def dot_product_attention(
       dropout_rate: share of the probabilities to drop, in [0, 1).
       deterministic: drop nothing.
       dtype: of the products and the result; None promotes query, key and value to one dtype.
-      precision: of float32 products, as `KernelConfig` takes it; None takes the ambient one.
+      precision: of float32 products, as JAX and Flax take it: a `jax.lax.Precision` or its name, a pair of them, or a
+        `jax.lax.DotAlgorithmPreset`; None takes the ambient one.
       module: None. The probabilities are never formed, so a module cannot keep them.
       promote_dtype: Flax's function that brings query, key and value to one dtype; None does as JAX promotes.
       is_causal: query i sees no key after it.
@@ -124,7 +126,8 @@ def dot_product_attention(
         key_value_seq_lengths = _lengths(name, "key_value_seq_lengths", key_value_seq_lengths, math.prod(batch))
     window: Any = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
     drops = dropout_rate != 0.0 and not deterministic
-    with contextlib.nullcontext() if precision is None else kernel_config(precision=precision):
+    products = precision_of(name, precision)
+    with contextlib.nullcontext() if products is None else kernel_config(precision=products):
         found = flash_attention(
             q,
             k,
@@ -214,6 +217,8 @@ class LayerNorm(nnx.LayerNorm):
 class Linear(nnx.Linear):
     """Flax's `nnx.Linear` by `vishwamai.gemm`: the bias is added to the sum before it is rounded.
 
+    Of float32, `precision` is at least as accurate as asked for; None takes that of `KernelConfig`.
+
     >>> Linear(64, 32, rngs=nnx.Rngs(0))(jnp.ones((2, 100, 64))).shape
     (2, 100, 32)
     """
@@ -239,7 +244,7 @@ class Linear(nnx.Linear):
         parts = (inputs, _value(self.kernel), _value(self.bias))
         inputs, kernel, bias = self.promote_dtype(parts, dtype=self.dtype)  # type: ignore[misc]
         rows = inputs[None] if inputs.ndim == 1 else inputs
-        precision: Any = self.precision  # gemm says which it takes
+        precision = precision_of("Linear", self.precision)
         y = gemm(rows, kernel, bias=bias, precision=precision, out_dtype=self.preferred_element_type)
         return y[0] if inputs.ndim == 1 else y
 

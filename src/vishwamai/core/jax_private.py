@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax._src import source_info_util
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
+from jax._src.interpreters.ad import LinearizeTracer
 from jax._src.mesh import get_concrete_mesh
 from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
@@ -54,6 +56,17 @@ def tell(key: str, text: str) -> None:
 def heard(key: str) -> str:
     """What a process tells by a key, however long that takes; an error where the connection to process 0 closes."""
     return _connection().blocking_key_value_get(key, 30 * 24 * 3600 * 1000)
+
+
+def is_linearized(arrays: Any) -> bool:
+    """Whether `jax.linearize` traces one of the arrays; under `jax.grad` and `jax.vjp` too, which trace with
+    the same tracers.
+    """
+
+    def linearized(x: Any) -> bool:
+        return isinstance(x, LinearizeTracer) and (not x._trace.is_vjp or linearized(x.primal))
+
+    return any(map(linearized, jax.tree.leaves(arrays)))
 
 
 def source_of(eqn: Any) -> str:

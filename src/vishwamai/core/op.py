@@ -14,7 +14,18 @@ from typing import Any, Generic
 import jax
 from jax.core import Tracer
 
-from vishwamai.core import automatic_axes, callers, dims, execute, ffi, jax_errors, observe, sharding, tuning
+from vishwamai.core import (
+    automatic_axes,
+    callers,
+    dims,
+    execute,
+    ffi,
+    jax_errors,
+    jax_private,
+    observe,
+    sharding,
+    tuning,
+)
 from vishwamai.core.config import KernelConfig, ambient_target, check_block_size, current_config
 from vishwamai.core.errors import DeviceError, FallbackWarning, KernelError, UnsupportedError, VishwamaiError
 from vishwamai.core.plan import Choice, Implementation, Plan, S
@@ -59,6 +70,11 @@ class Op(Generic[S]):
             only; or the implementation asked for is for another platform than the arrays'.
           DeviceError: the operands are committed to different devices.
         """
+        if jax_private.is_linearized(operands):
+            # JAX would raise only where the linear function is called, in its own words.
+            if implementation is not None and not self._named(implementation).autodiff:
+                raise self._no_forward_mode()
+            config, implementation = None, implementation or self.implementations[-1].name
         plan = self.plan(spec, config=config, implementation=implementation)
         observe.report(plan)
         if observe.dry_run() and not self._tells_axes(operands):
@@ -86,12 +102,7 @@ class Op(Generic[S]):
         if isinstance(error, TypeError):
             if not jax_errors.lacks_forward_mode(error):
                 return None
-            able = [repr(impl.name) for impl in self.implementations if impl.autodiff]
-            return UnsupportedError(
-                f"{self.name}: its kernels have a gradient (jax.grad, jax.vjp) but no forward mode (jax.jvp, "
-                f"jax.jacfwd, jax.hessian); for that pass implementation={' or '.join(able)}, which JAX differentiates "
-                "itself."
-            )
+            return self._no_forward_mode()
         apart = self._on_different_devices(operands)  # arrays that no one program can take
         if apart is not None:
             return apart
@@ -103,6 +114,14 @@ class Op(Generic[S]):
             )
         return None
 
+    def _no_forward_mode(self) -> UnsupportedError:
+        able = [repr(impl.name) for impl in self.implementations if impl.autodiff]
+        return UnsupportedError(
+            f"{self.name}: its kernels have a gradient (jax.grad, jax.vjp) but no forward mode (jax.jvp, "
+            f"jax.jacfwd, jax.hessian); for that pass implementation={' or '.join(able)}, which JAX differentiates "
+            "itself."
+        )
+
     def with_residuals(
         self, spec: S, operands: Any, *, config: Any = None, implementation: str | None = None
     ) -> tuple[Any, Any]:
@@ -112,6 +131,11 @@ class Op(Generic[S]):
         Raises:
           UnsupportedError: what `plan` raises.
         """
+        if jax_private.is_linearized(operands):
+            # JAX would raise only where the linear function is called, in its own words.
+            if implementation is not None and not self._named(implementation).autodiff:
+                raise self._no_forward_mode()
+            config, implementation = None, implementation or self.implementations[-1].name
         plan = self.plan(spec, config=config, implementation=implementation)
         observe.report(plan)
         return execute.forward(plan, sharding.match_varying(operands))

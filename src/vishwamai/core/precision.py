@@ -48,6 +48,50 @@ class PrecisionConfig:
 PrecisionConfig.DEFAULT, PrecisionConfig.HIGH, PrecisionConfig.HIGHEST = map(PrecisionConfig, PRECISIONS)
 
 
+def precision_of(name: str, precision: Any) -> PrecisionConfig | None:
+    """The precision that a `precision` of JAX and Flax asks for; None where it is None.
+
+    Of a pair, one for each operand, the more accurate. An algorithm of products (`jax.lax.DotAlgorithmPreset`, by
+    name too) is the precision that is at least as accurate.
+
+    Raises:
+      KernelError: it is none of JAX's, or it accumulates in another dtype than float32. `name` is who says so.
+
+    >>> precision_of("Linear", ("bfloat16", "float32"))
+    PrecisionConfig(products='highest')
+    >>> precision_of("Linear", jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
+    PrecisionConfig(products='high')
+    """
+    if precision is None or isinstance(precision, PrecisionConfig):
+        return precision
+    if isinstance(precision, (tuple, list)) and len(precision) == 2:
+        pair = [part for part in (precision_of(name, operand) for operand in precision) if part is not None]
+        return max(pair, key=lambda part: PRECISIONS.index(part.products), default=None)
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        precision = precision.name
+    if isinstance(precision, str) and precision in _ALGORITHMS:
+        return PrecisionConfig(_ALGORITHMS[precision])
+    try:
+        return PrecisionConfig(jax.lax.Precision(precision).name.lower())
+    except (ValueError, TypeError):
+        raise KernelError(
+            f"{name}: `precision` is {precision!r}; pass None, a jax.lax.Precision or its name, a pair of them, or one "
+            f"of the algorithms {', '.join(_ALGORITHMS)}."
+        ) from None
+
+
+_ALGORITHMS = {
+    "DEFAULT": "default",
+    "BF16_BF16_F32": "default",
+    "BF16_BF16_F32_X3": "high",
+    "BF16_BF16_F32_X6": "highest",
+    "BF16_BF16_F32_X9": "highest",
+    "TF32_TF32_F32": "high",
+    "TF32_TF32_F32_X3": "highest",
+    "F32_F32_F32": "highest",
+}
+
+
 def resolve_precision(
     precision: str | PrecisionConfig | jax.lax.Precision | None, ambient: PrecisionConfig, *dtypes: jnp.dtype
 ) -> str:

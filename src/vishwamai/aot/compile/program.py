@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from vishwamai.aot.compile import diagnose, libtpu
+from vishwamai.aot.compile.kernel_memory import refuse_too_large
 from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options_of
 from vishwamai.core.arguments import checked
 from vishwamai.core.config import kernel_config
@@ -207,10 +208,14 @@ def _lower(fn: Callable[..., Any], target: str, args: tuple[Any, ...], kwargs: d
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     if not any(_is_array(leaf) for leaf in jax.tree.leaves((args, kwargs))):
         # Without an array argument nothing would name the device; the outputs can.
-        call = jitted
+        call = functools.partial(jitted, *args, **kwargs)
         device = SingleDeviceSharding(libtpu.describe_device(target))
-        return jax.jit(lambda: call(*args, **kwargs), out_shardings=device).lower()
-    return jitted.lower(*args, **kwargs)  # type: ignore[attr-defined]
+        jitted, args, kwargs = jax.jit(lambda: call(), out_shardings=device), (), {}
+    if not hasattr(jitted, "trace"):
+        return jitted.lower(*args, **kwargs)  # type: ignore[attr-defined]
+    traced = jitted.trace(*args, **kwargs)
+    refuse_too_large(traced.jaxpr.jaxpr, Target.parse_chip(target))
+    return traced.lower()
 
 
 @contextlib.contextmanager

@@ -205,7 +205,11 @@ class ScalarRun:
     def _branch(self, pc: int, instruction: _Instruction, holds: Value, target: int | None) -> int | None:
         region = instruction.scalar.target
         if holds is None:
-            if self.program.name != "TLP":  # the top level's own unknown branches are launch checks
+            if isinstance(region, int) and self.program.region_at.get(region, pc + 1) <= pc:
+                self.machine.unknown[
+                    f"{self.program.name}: loop that ends at {pc:#x}, of unknown length, counted as one turn"
+                ] += 1
+            elif self.program.name != "TLP":  # the top level's own unknown branches forward are launch checks
                 self.machine.unknown[f"{self.program.name}: branch at {pc:#x} depends on data"] += 1
             return target
         if not holds:

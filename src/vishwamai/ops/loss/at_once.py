@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from vishwamai.core import dims, execute, ffi, observe
 from vishwamai.core.config import ambient_target
+from vishwamai.core.jax_private import is_linearized
 from vishwamai.core.plan import Plan
 from vishwamai.core.promotion import by_default
 from vishwamai.core.sharding import Axes, explicit_mesh, partitioned
@@ -62,7 +63,7 @@ class Sum:
 
 
 def expected(arrays: Any) -> bool:
-    """Whether the program is made for a CPU, of arrays that no mesh splits by their types.
+    """Whether the program is made for a CPU, of arrays that no mesh splits by their types, and not by `jax.linearize`.
 
     Whoever watches the passes of the op, as a profile does, sees them: under it they run.
     """
@@ -70,6 +71,7 @@ def expected(arrays: Any) -> bool:
     return (
         ambient_target().platform == "cpu"
         and explicit_mesh(arrays) is None
+        and not is_linearized(arrays)
         and not mesh.manual_axes
         and not mesh.explicit_axes
         and observe.interceptor() is None

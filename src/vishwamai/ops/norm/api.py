@@ -42,7 +42,8 @@ def layer_norm(
       x: `[..., features]`, bfloat16, float16, float32 or float64. Statistics are float32 (float64 for float64).
       scale: `[features]`, or None for 1.
       offset: `[features]`, or None for 0.
-      eps: added to the variance.
+      eps: added to the variance. On TPUs and GPUs, 0 is right where values are not below 1e-15, and any eps where they
+        are not above 1e17; elsewhere the squares may leave the range of float32.
       residual: like `x`; added before normalizing. The sum is returned too, for the next residual connection.
       config: tiles (a `NormConfig`), a block size in rows, or None.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.

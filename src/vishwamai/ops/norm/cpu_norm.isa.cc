@@ -3,6 +3,9 @@
 // A row is read from memory once; the further walks over it (variance, scaling) find it in the first cache levels,
 // which is why the variance is taken from the centred values and not from the cancelling difference of moments.
 #include "cpu_norm.h"
+
+#include <limits>
+
 #include "vishwamai/core/cpp/rows.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
@@ -39,12 +42,31 @@ VISHWAMAI_INLINE double sum_row(const S* x, int64_t n, F&& f) {
   return sum;
 }
 
+// The moments of a row whose squares leave the range of T, or come near its lower end and lose digits.
+template <class S, class T = compute_t<S>>
+[[gnu::noinline]] Moments<T> wide_moments(const S* x, int64_t n, bool layer, double eps) {
+  using Wide = std::conditional_t<std::is_same_v<T, float>, double, long double>;
+  auto average = [&](auto f) {
+    Wide sum = 0;
+    for_vectors<T>(n, [&](int64_t i, auto count) {
+      const V<T> v = get(x + i, count);
+      for (int64_t lane = 0; lane < static_cast<int64_t>(count); ++lane) sum += f(static_cast<Wide>(v[lane]));
+    });
+    return sum / static_cast<Wide>(n);
+  };
+  const Wide mean = layer ? average([](Wide v) { return v; }) : Wide(0);
+  const Wide square = average([&](Wide v) { return (v - mean) * (v - mean); });
+  return {static_cast<T>(mean), static_cast<T>(1 / __builtin_sqrtl(square + static_cast<Wide>(eps)))};
+}
+
 template <class S, class T = compute_t<S>>
 VISHWAMAI_INLINE Moments<T> moments(const S* x, int64_t n, bool layer, double eps) {
+  constexpr T kLeast = std::is_same_v<T, float> ? T(1e-30) : T(1e-290);
   const double inverse = 1.0 / static_cast<double>(n);
   const T mean = layer ? static_cast<T>(sum_row(x, n, [](V<T> v) { return v; }) * inverse) : T(0);
   const V<T> m = splat(mean);
   T root = static_cast<T>(sum_row(x, n, [&](V<T> v) { return (v - m) * (v - m); }) * inverse + eps);
+  if (!(root > kLeast && root <= std::numeric_limits<T>::max())) return wide_moments(x, n, layer, eps);
   if constexpr (std::is_same_v<T, float>) root = __builtin_sqrtf(root);
   else root = __builtin_sqrt(root);
   return {mean, 1 / root};

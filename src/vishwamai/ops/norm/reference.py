@@ -22,10 +22,13 @@ def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -
         # XLA may keep the sum in float32 between the two lines above; the caller's `total` is rounded, so `s` is too.
         rounded = jnp.finfo(x.dtype)
         s = lax.reduce_precision(s, rounded.nexp, rounded.nmant)
+    inverse = _inverse_power(spec, s)
+    s = s * inverse
     mean = jnp.mean(s, axis=-1, keepdims=True) if spec.kind == "layer" else None
     centred = s if mean is None else s - mean
-    rstd = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + spec.eps)
-    y = centred * rstd
+    # Of rows that are constant and large, eps would vanish: 0 / 0.
+    eps = jnp.maximum(spec.eps * inverse * inverse, jnp.finfo(s.dtype).tiny) if spec.eps > 0 else 0.0
+    y = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
 
     def parameter(p: Any) -> Any:
         return p[:, None, :].astype(spec.accumulator)
@@ -35,6 +38,16 @@ def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -
     if operands.offset is not None:
         y = y + parameter(operands.offset)
     return Outputs(y.astype(x.dtype), None if operands.residual is None else total), None
+
+
+def _inverse_power(spec: NormSpec, s: Any) -> Any:
+    """The inverse of the power of two near each row's largest size, or near sqrt(eps) where that is more: of rows times
+    it, neither the squares nor the gradient's cubes leave the dtype's range, and no digit changes.
+    """
+    dtype = jnp.finfo(s.dtype)
+    largest = jnp.max(jnp.abs(lax.stop_gradient(s)), axis=-1, keepdims=True)
+    bounded = jnp.clip(largest, max(spec.eps**0.5, float(dtype.tiny)), 0.25 / float(dtype.tiny))
+    return 1.0 / lax.reduce_precision(bounded, dtype.nexp, 0)
 
 
 XLA = Implementation("xla", None, forward, autodiff_backward(forward), autodiff=True)
