@@ -30,6 +30,7 @@ VALUES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "initializer_range": 0.15,
+    "eos_token_id": None,
 }
 LIMITS = Limits(max_sequences=2, max_tokens=16, mixed_tokens=16, max_length=48, page_size=4)
 PROMPTS = [list(range(3, 3 + count)) for count in (21, 5, 1, 20)]  # the first and the last begin alike

@@ -25,6 +25,7 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 96,
     "initializer_range": 0.2,
+    "eos_token_id": None,
 }
 MISTRAL = {**SIZES, "model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 6}
 GEMMA = {**SIZES, "model_type": "gemma3_text", "num_hidden_layers": 4, "sliding_window": 6, "query_pre_attn_scalar": 16}

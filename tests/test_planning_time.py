@@ -349,6 +349,7 @@ def training(**keys):
         "intermediate_size": 1536,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "max_position_embeddings": 512,
     }
     return from_dict(

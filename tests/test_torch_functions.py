@@ -40,7 +40,7 @@ def close(got, want, tolerance=1e-5):
 def test_every_public_function_is_here():
     """What takes arrays, except for what is JAX's alone: configurations, and functions whose torch form is another."""
     functions = {n for n in vishwamai.__all__ if n[0].islower() and not n.endswith("_config")}
-    assert functions - set(vt.__all__) == set()
+    assert functions - set(vt.__all__) == {"load_codes", "save_codes"}  # files of JAX arrays
 
 
 @pytest.mark.parametrize("name, options", [("gelu", {}), ("gelu", {"approximate": True}), ("silu", {}), ("relu2", {})])
