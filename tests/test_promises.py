@@ -151,13 +151,6 @@ def test_the_page_lists_nothing_else():
     assert all(len(blocks(text)) == 1 for text in exceptions().values())  # the nearest form
 
 
-@pytest.mark.long
-def test_the_nearest_forms_run():
-    names: dict[str, Any] = {}
-    for block in blocks(PAGE.read_text(encoding="utf-8")):
-        exec(compile(block.text, f"{PAGE.name}:{block.line}", "exec"), names)
-
-
 def _dense(x: jax.Array) -> jax.Array:
     return jnp.tanh(x) * 2
 

@@ -123,7 +123,7 @@ class KernelConfig:
             Target.parse(self.target)
         if self.threads is not None:
             object.__setattr__(self, "threads", _count("threads", self.threads, 1, "a positive number, or None"))
-        if self.numa is not None and self.numa != "off":
+        if self.numa is not None and not (isinstance(self.numa, str) and self.numa == "off"):
             number = _count("numa", self.numa, 0, 'the number of a memory node, "off", or None')
             nodes = [node.number for node in memory_nodes()]
             if number not in nodes:

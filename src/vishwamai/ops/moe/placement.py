@@ -184,7 +184,9 @@ def move_experts(tree: Any, old: ExpertPlacement, new: ExpertPlacement) -> Any:
     source = old.places[list(new.order)]  # the old place of what each new place holds
 
     def move(x: Any) -> Any:
-        if not np.ndim(x) or x.shape[0] != len(source):
+        if not isinstance(x, (jax.Array, np.ndarray)):
+            raise ShapeError(f"move_experts: a leaf of `tree` is {described(x)}; pass a pytree of arrays.")
+        if not x.ndim or x.shape[0] != len(source):
             raise ShapeError(
                 f"move_experts: an array has shape {np.shape(x)}; pass arrays whose first axis has the "
                 f"{len(source)} experts."

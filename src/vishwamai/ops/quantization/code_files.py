@@ -65,6 +65,15 @@ def load_codes(path: str | os.PathLike[str]) -> dict[str, CodeTensor]:
 
     Raises:
       KernelError: the file cannot be read, or has no such weights.
+
+    >>> import os, tempfile, jax.numpy as jnp
+    >>> from vishwamai import CodeFormat, load_codes, quantize, save_codes
+    >>> weight = quantize(jnp.ones((16, 4)), CodeFormat("int3", bits=3), axis=-2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_codes(os.path.join(folder, "codes.safetensors"), {"up": weight})
+    ...     weights = load_codes(os.path.join(folder, "codes.safetensors"))
+    >>> weights["up"].shape
+    (16, 4)
     """
     from safetensors import SafetensorError, safe_open
 
