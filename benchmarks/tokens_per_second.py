@@ -86,15 +86,15 @@ def measured(config: ModelConfig, sequences: int, length: int, steps: int) -> st
 
     for number in range(sequences):
         submit(number)
-    taken = []
+    durations = []
     while not engine.idle:
         tokens = sum(counts.values())
         all_decode = min(counts.values()) > 0
         start = time.perf_counter()
         engine.step()
         if all_decode and sum(counts.values()) - tokens == sequences:
-            taken.append(time.perf_counter() - start)
-    rate = sequences / statistics.median(taken[len(taken) // 4 :])
+            durations.append(time.perf_counter() - start)
+    rate = sequences / statistics.median(durations[len(durations) // 4 :])
     return f"| {length} | {machine.cpu().name} | {rate:.4g} (measured) | {human(_alive() - before)} | |"
 
 

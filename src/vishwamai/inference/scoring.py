@@ -90,13 +90,13 @@ class Scorer:
     def _score(self, prompts: list[Sequence[int]], scores: list[list[Score | None]], length: int, count: int) -> None:
         tokens, _ = padded(prompts, 1 if len(prompts) == 1 else max(1, _TOKENS // length), length)
         hidden = self._hidden(self._model, jnp.asarray(tokens))
-        places = [(row, at) for row, prompt in enumerate(prompts) for at in range(1, len(prompt))]
+        places = [(row, position) for row, prompt in enumerate(prompts) for position in range(1, len(prompt))]
         for first in range(0, len(places), _ROWS):
             part = places[first : first + _ROWS]
             rows, targets = np.zeros(_ROWS, np.int32), np.zeros(_ROWS, np.int32)
-            rows[: len(part)] = [row * length + at - 1 for row, at in part]
-            targets[: len(part)] = [prompts[row][at] for row, at in part]
+            rows[: len(part)] = [row * length + position - 1 for row, position in part]
+            targets[: len(part)] = [prompts[row][position] for row, position in part]
             chosen, rank, top, values = map(np.asarray, self._scored(self._model, hidden, rows, targets))
-            for i, (row, at) in enumerate(part):
+            for i, (row, position) in enumerate(part):
                 best = tuple(zip(top[i, :count].tolist(), values[i, :count].tolist()))
-                scores[row].append(Score(prompts[row][at], float(chosen[i]), best, int(rank[i])))
+                scores[row].append(Score(prompts[row][position], float(chosen[i]), best, int(rank[i])))

@@ -49,27 +49,27 @@ def text_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
       UnsupportedError: the decoder does not compute the text part of such a model; the text names its `model_type`.
     """
     kind, inner = values.get("model_type"), values.get("text_config")
-    found = dict(values)
+    flat = dict(values)
     if isinstance(kind, str) and kind in WRAPPERS:
         if inner is None and kind in _FLAT:
             inner = {key: value for key, value in values.items() if key not in _AROUND}
         if not isinstance(inner, Mapping):
             raise ShapeError(f"{source}: `text_config` is {inner!r}; expected an object with the keys of the decoder.")
-        found = {"model_type": WRAPPERS[kind], **inner}
-        found |= {key: values[key] for key in _SHARED if found.get(key) is None and values.get(key) is not None}
+        flat = {"model_type": WRAPPERS[kind], **inner}
+        flat |= {key: values[key] for key in _SHARED if flat.get(key) is None and values.get(key) is not None}
         if values.get("tie_word_embeddings") is not None:
-            found["tie_word_embeddings"] = values["tie_word_embeddings"]
+            flat["tie_word_embeddings"] = values["tie_word_embeddings"]
         for key in ("rope_scaling", "rope_parameters"):
-            found[key] = _one_coordinate(found.get(key))
+            flat[key] = _one_coordinate(flat.get(key))
     elif inner is not None:
         nested = inner.get("model_type") if isinstance(inner, Mapping) else None
         raise UnsupportedError(
             f"{source}: `model_type` is {kind!r} with a `text_config` of model_type {nested!r}; the decoder computes "
             f"the text part of {', '.join(WRAPPERS)} only."
         )
-    name = found.get("model_type")
+    name = flat.get("model_type")
     renamed = RENAMED.get(name) if isinstance(name, str) else None
-    return found if renamed is None else {**renamed[1], **found, "model_type": renamed[0]}
+    return flat if renamed is None else {**renamed[1], **flat, "model_type": renamed[0]}
 
 
 def _one_coordinate(rotation: Any) -> Any:
@@ -91,10 +91,10 @@ def text_tensors(index: Mapping[str, Entry]) -> dict[str, Entry]:
         index = {name: entry for name, entry in index.items() if not name.startswith(_TOWER)}
         bare = "embed_tokens.weight" in index and not any(name.startswith("model.") for name in index)
         return {f"model.{name}" if bare and name != "lm_head.weight" else name: entry for name, entry in index.items()}
-    found = {name: entry for name, entry in index.items() if name == "lm_head.weight"}
+    renamed = {name: entry for name, entry in index.items() if name == "lm_head.weight"}
     for name, entry in index.items():
         for place, plain in _PLACES:
             if name.startswith(place):
-                found[plain + name.removeprefix(place)] = entry
+                renamed[plain + name.removeprefix(place)] = entry
                 break
-    return found
+    return renamed

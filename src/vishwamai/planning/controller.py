@@ -128,10 +128,10 @@ def _by_class(parts: Mapping[str, int], fixed: int, peak: float, current: int) -
     variable = {name: size for name, size in parts.items() if name not in (*FIXED, "total", "free")}
     before = sum(variable.values())
     shares = {name: size / before for name, size in variable.items()} if before else {"activations": 1.0}
-    found = {name: parts[name] for name in FIXED if name in parts} or {"fixed": fixed}
-    found |= {name: round(share * (peak - fixed)) for name, share in shares.items()}
-    total = sum(found.values())
-    return found | {"total": total, "free": current - total}
+    classes = {name: parts[name] for name in FIXED if name in parts} or {"fixed": fixed}
+    classes |= {name: round(share * (peak - fixed)) for name, share in shares.items()}
+    total = sum(classes.values())
+    return classes | {"total": total, "free": current - total}
 
 
 def _check(current: int, peak: int, batch_size: int, fixed: int, before: MemorySettings) -> None:

@@ -105,15 +105,15 @@ class Guards:
         """Serves a request whose body comes within the limits."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self._settings.body_seconds
-        counted, complete = 0, False
+        in_flight, complete = 0, False
 
         def release() -> None:
-            nonlocal counted
-            self._bytes -= counted
-            counted = 0
+            nonlocal in_flight
+            self._bytes -= in_flight
+            in_flight = 0
 
         async def body() -> Message:
-            nonlocal counted, complete
+            nonlocal in_flight, complete
             if complete:
                 return await receive()
             try:
@@ -124,7 +124,7 @@ class Guards:
                 raise HttpError(408, f"the body did not arrive within {seconds:g} s; send it at once.") from None
             complete = not message.get("more_body", False)
             size = len(message.get("body", b""))
-            counted, self._bytes = counted + size, self._bytes + size
+            in_flight, self._bytes = in_flight + size, self._bytes + size
             if self._bytes > self._settings.max_bytes:
                 raise HttpError(503, "too many bodies arrive at once; try again later.", retry_after=1)
             return message
