@@ -3,8 +3,8 @@
 import json
 import random
 
-import jsonschema
 import pytest
+from jsonschema.validators import validator_for
 
 import world
 from serving import write_model
@@ -75,7 +75,7 @@ def check(vocabulary, lines):
         if text is not None:
             counts["texts"] += 1
             try:
-                counts["wrong"] += not jsonschema.validators.validator_for(schema)(schema).is_valid(json.loads(text))
+                counts["wrong"] += not validator_for(schema)(schema).is_valid(json.loads(text))
             except Exception:
                 counts["texts"] -= 1  # the validator itself declines the schema
     return counts

@@ -191,10 +191,10 @@ def move_experts(tree: Any, old: ExpertPlacement, new: ExpertPlacement) -> Any:
                 f"move_experts: an array has shape {np.shape(x)}; pass arrays whose first axis has the "
                 f"{len(source)} experts."
             )
-        split = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.is_fully_addressable
-        if not split or x.sharding.is_fully_replicated:
-            return jnp.take(x, source, axis=0)
-        return _between_devices(x, source)
+        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.is_fully_addressable:
+            if not x.sharding.is_fully_replicated:
+                return _between_devices(x, source)
+        return jnp.take(x, source, axis=0)
 
     return jax.tree.map(move, tree)
 
