@@ -1,6 +1,8 @@
 """Compiling for chips you do not have: every generation, topologies, and every error in words."""
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -262,6 +264,18 @@ def test_topologies_that_do_not_exist():
     for impossible in ("v5e:3x5", "v5e:0x2", "v5p:0x1x1", "v5e:2x2x2", "v5e:32x8", "v6e:64x64", "v5p:64x64x64"):
         with pytest.raises(DeviceError, match=f"has no slice of .* chips; the nearest are {impossible[:3]}:"):
             aot.check(jnp.sin, shape((8,)), target=impossible)
+
+
+def test_jax_profiles_a_process_that_compiled_for_a_tpu():
+    """In a process of its own: where libtpu's profiler is loaded, a trace ends the process by SIGSEGV."""
+    program = """
+import tempfile, jax, jax.numpy as jnp
+from vishwamai.aot.compile.libtpu import devices_for
+assert len(devices_for("v5e:2x2")) == 4
+with tempfile.TemporaryDirectory() as directory, jax.profiler.trace(directory):
+    jnp.ones(3).sum().block_until_ready()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_missing_libtpu_says_how_to_get_it(monkeypatch):

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 from jax._src import source_info_util
+from jax._src.cloud_tpu_init import get_tpu_library_path
 from jax._src.clusters import ClusterEnv
+from jax._src.config import jax_platforms
 from jax._src.distributed import global_state
 from jax._src.interpreters.ad import LinearizeTracer
 from jax._src.mesh import get_concrete_mesh
@@ -17,6 +19,7 @@ from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax._src.xla_bridge import backends_are_initialized
 from jax.sharding import Mesh, PartitionSpec
+from jaxlib import xla_client
 
 
 def partition_spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec | None:
@@ -41,6 +44,18 @@ def cluster_of_processes(
 def devices_are_taken() -> bool:
     """Whether JAX has asked the platform for its devices, after which no process can join others."""
     return backends_are_initialized()
+
+
+def load_libtpu_as_compiler() -> None:
+    """Loads libtpu into a process that is told to use no TPU (by JAX_PLATFORMS), without its profiler.
+
+    JAX loads the profiler with it, whose interface may be newer than jaxlib's: the process's next `jax.profiler.trace`
+    is then a segmentation fault (jax 0.10.2 with libtpu 0.0.51).
+    """
+    platforms = jax_platforms.value
+    path = get_tpu_library_path()
+    if platforms and path and "tpu" not in platforms.split(",") and not xla_client.pjrt_plugin_loaded("tpu"):
+        xla_client.load_pjrt_plugin_dynamically("tpu", path)
 
 
 def _connection() -> Any:

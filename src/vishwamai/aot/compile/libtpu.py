@@ -29,6 +29,7 @@ from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.hardware import TPUS, written
 from vishwamai.core.installing import install_line
+from vishwamai.core.jax_private import load_libtpu_as_compiler
 from vishwamai.core.target import Target
 
 
@@ -115,6 +116,7 @@ def _describe(chip_name: str, topology: str) -> tuple[Any, ...]:
     options = dict(TPUS[chip_name].topology_options)
     with quiet_stderr() as noise:
         try:
+            load_libtpu_as_compiler()
             return tuple(topologies.get_topology_desc(topology, platform="tpu", **options).devices)
         except Exception as error:
             noise.seek(0)
