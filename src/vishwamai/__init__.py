@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the table below, as tools read it
         flash_attention_varlen,
         merge_attention,
     )
+    from vishwamai.ops.conv import causal_conv1d
     from vishwamai.ops.gated import gated_linear_unit
     from vishwamai.ops.loss import linear_cross_entropy
     from vishwamai.ops.matmul import gemm
@@ -80,6 +81,7 @@ __all__ = [
     "apply_rope",
     "block_sparse_attention",
     "block_sparse_matmul",
+    "causal_conv1d",
     "current_config",
     "dequantize",
     "einsum",
@@ -123,6 +125,7 @@ _MODULES = {
     "core.qtensor": "QTensor",
     "ops.activation": "fused_gelu_dropout gelu relu2 silu",
     "ops.attention": "BlockMask block_sparse_attention flash_attention flash_attention_varlen merge_attention",
+    "ops.conv": "causal_conv1d",
     "ops.gated": "gated_linear_unit",
     "ops.loss": "linear_cross_entropy",
     "ops.matmul": "gemm",

@@ -9,6 +9,7 @@ torch.Size([2, 4])
 
 from vishwamai.torch.activation import fused_gelu_dropout, gelu, relu2, silu
 from vishwamai.torch.attention import block_sparse_attention, flash_attention
+from vishwamai.torch.conv import causal_conv1d
 from vishwamai.torch.einsum import einsum
 from vishwamai.torch.explain import explain
 from vishwamai.torch.gated import gated_linear_unit
@@ -33,6 +34,7 @@ __all__ = [
     "apply_rope",
     "block_sparse_attention",
     "block_sparse_matmul",
+    "causal_conv1d",
     "dequantize",
     "einsum",
     "explain",

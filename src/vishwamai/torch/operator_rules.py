@@ -226,13 +226,13 @@ def returned(results: Sequence[Tensor | None]) -> Any:
 
 
 def _sizes(texts: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:
-    """The extent of every word, of a `*name` all of them."""
+    """The size of every word's own axis, without what "+1" adds; of a `*name` all of them."""
     sizes: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for text, x in zip(texts, tensors, strict=True):
         fixed, variadic, lead = ([], None, ()) if x is None else laid(text, x.shape)
         for dim, _, size in fixed:
-            (shared if dim.shareable else sizes).setdefault(str(dim.name), size)
+            (shared if dim.shareable else sizes).setdefault(str(dim.name), size - dim.more)
         if variadic is not None:
             known = sizes.setdefault(str(variadic.name), lead)
             if variadic.shareable:
@@ -242,8 +242,8 @@ def _sizes(texts: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:
 
 def _shape(text: str, sizes: Mapping[str, Any]) -> list[Any]:
     """What `_sizes` says of the words of a text."""
-    extents = ((dim.variadic, sizes[str(dim.name)]) for dim in dims.parse(text))
-    return [size for variadic, extent in extents for size in (extent if variadic else (extent,))]
+    extents = ((dim, sizes[str(dim.name)]) for dim in dims.parse(text))
+    return [size for dim, extent in extents for size in (extent if dim.variadic else (extent + dim.more,))]
 
 
 def _floating(x: Any) -> bool:
