@@ -33,6 +33,11 @@ def write_model(path: Path, template: str = TEMPLATE, marks: Sequence[str] = ())
     Peer("Llama", {"vocab_size": 262, "num_hidden_layers": 1, "hidden_size": 32, "max_position_embeddings": 512}).save(
         path
     )
+    write_tokenizer(path, template, marks)
+
+
+def write_tokenizer(path: Path, template: str = TEMPLATE, marks: Sequence[str] = ()) -> None:
+    """The tokenizer of `write_model` alone."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<s>", "</s>"]
     encoder = tokenizers.Tokenizer(

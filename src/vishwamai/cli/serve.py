@@ -71,6 +71,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="pages of this origin may send requests (none but the server's own page)",
     )
     parser.add_argument(
+        "--tool-parser", metavar="NAME", help="how answers write calls, or none (what the chat template says)"
+    )
+    parser.add_argument(
+        "--reasoning-parser", metavar="NAME", help="how answers mark reasoning, or none (what the chat template says)"
+    )
+    parser.add_argument(
         "--max-priority", type=float, default=0.0, metavar="N", help="of a request; more counts as this (0)"
     )
     parser.add_argument("--max-queue", type=int, default=256, metavar="N", help="answers that may wait (256)")
@@ -99,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     keys = _keys(arguments.api_key_file)
     if arguments.encoder is not None and arguments.pooling is not None:
         raise CommandError("--encoder and --pooling both name what computes /v1/embeddings; pass one of them.")
+    parsers = _parsers(arguments)
     engine, embed, names, defaults = _models(arguments)
     import uvicorn
 
@@ -117,6 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
         allowed_hosts=guards.hosts_of(arguments.host, arguments.allowed_host),
         allowed_origins=tuple(origin.rstrip("/") for origin in arguments.allow_origin),
         max_priority=arguments.max_priority,
+        tool_parser=parsers[0],
+        reasoning_parser=parsers[1],
         decline_unknown_keys=arguments.unknown_keys == "refuse",
     )
     requests_log.configure(arguments.log_level, arguments.log_json)
@@ -186,6 +195,18 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
         if arguments.pooling is not None:
             embed = model.embed_by_decoder(engine, arguments.pooling, arguments.max_length, arguments.compile)
     return engine, embed, names, generate.recommended(planned.generation)
+
+
+def _parsers(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
+    """The names of the forms of calls and of reasoning, where they are chosen by options."""
+    from vishwamai.inference.server.forms import FORMS, THINKING
+
+    for option, names in (("tool_parser", FORMS), ("reasoning_parser", THINKING)):
+        name = getattr(arguments, option)
+        if name not in (None, "none", *names):
+            text = f"--{option.replace('_', '-')} {name!r} is not one of none, {', '.join(names)}"
+            raise CommandError(f"{text}; leave it out to follow the chat template.")
+    return arguments.tool_parser, arguments.reasoning_parser
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:

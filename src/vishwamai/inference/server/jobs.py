@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.inference.engine import Engine
@@ -15,14 +15,20 @@ from vishwamai.inference.guided import Grammar
 from vishwamai.inference.mesh import mesh_of
 from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scoring import Scorer
-from vishwamai.inference.server import schema, tools
+from vishwamai.inference.server import forms, schema, tools
 from vishwamai.inference.server.errors import HttpError
 from vishwamai.inference.server.pieces import Pieces
+from vishwamai.inference.server.reading import Reader
 from vishwamai.inference.server.replies import Prompt, Reply
 from vishwamai.inference.server.settings import Settings
+from vishwamai.inference.thinking import Thinking
 
 _OFFERED = ("name", "description", "parameters")
 _LOG = logging.getLogger("vishwamai.server")
+_TAIL = 16
+"""Tokens at the end of a prompt that say whether the answer begins with reasoning."""
+
+FORM_HELP = "its chat template writes them in a form that is not read; --tool-parser names another"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Job:
     Attributes:
       prompts, priority, deadline, keep_special: as the arguments of `Engine.stream`.
       grammar: what the answer must match, and the same once it is `compiled`.
+      thinking: what holds for the reasoning before that.
       options: None: no token is computed.
       reply: the form of the answer.
       scored: most likely tokens at each place of the prompts; None: prompts are not scored.
@@ -58,7 +65,16 @@ class Job:
     keep_special: frozenset[int]
     stream: bool
     usage: bool
-    compiled: Grammar | None = None
+    thinking: Thinking | None = None
+    compiled: Grammar | Thinking | None = None
+
+
+class Chat(NamedTuple):
+    """A conversation as the model reads it: token ids, how its answer is read, and the functions that it offers."""
+
+    ids: tuple[int, ...]
+    reader: Reader
+    offers: list[dict[str, Any]]
 
 
 class declined:
@@ -130,33 +146,60 @@ class Jobs:
                     text = prompt if isinstance(prompt, str) and cut == ids else None
                     echo = text if text is not None else "" if tokenizer is None else tokenizer.decode(cut)
                 prompts.append(Prompt(cut, echo))
-        return self._job(body, "completion", prompts, grammar, special=frozenset())
+        return self._job(body, "completion", prompts, grammar)
 
     def chat(self, body: schema.Chat) -> Job:
         """The job of /v1/chat/completions."""
-        ids, form, offers = self.chat_prompt(body)
-        choice = body.choice
+        chat = self.chat_prompt(body)
+        choice, offers = body.choice, chat.offers
         named = [offer for offer in offers if isinstance(choice, str) or offer["name"] == choice.name]
         if choice not in ("auto", "none") and not named:
             raise HttpError(400, "`tool_choice` asks for a call of a tool that `tools` lacks.", "tool_choice")
-        grammar = self._chat_grammar(body, choice, form, named)
-        special_ids = self.engine.tokenizer.special_ids
-        special = frozenset() if form is None else frozenset(tools.marks_of(form, special_ids).values())
-        return self._job(body, "chat", [Prompt(self._truncated(body, ids))], grammar, form, special)
+        grammar = self._chat_grammar(body, choice, chat.reader.form, named)
+        prompt = Prompt(self._truncated(body, chat.ids))
+        job = self._job(body, "chat", [prompt], grammar, chat.reader)
+        forced = choice not in ("auto", "none")
+        return dataclasses.replace(job, thinking=self._thinking(body, chat.reader, grammar is not None, forced))
 
-    def chat_prompt(self, body: schema.Chat) -> tuple[tuple[int, ...], tools.Form | None, list[dict[str, Any]]]:
-        """The token ids of a conversation, how its tools are called, and the tools."""
+    def _thinking(self, body: schema.Chat, reader: Reader, guided: bool, forced: bool) -> Thinking | None:
+        """What holds for the reasoning of an answer, if anything does."""
+        marks, budget = reader.marks, body.thinking_budget
+        if marks is None or (budget is None and not guided):
+            return None
+        harmony = reader.thinking == "gpt_oss"
+        if guided and not reader.inside and not harmony:
+            return None  # the grammar is that of the answer from its start
+        encode = functools.partial(self.engine.tokenizer.encode, add_special=False)
+        begin, end = tuple(encode(marks.begin)), tuple(encode(marks.end))
+        behind = ""
+        if harmony and guided:
+            behind = "<|start|>assistant" + ("" if forced else "<|channel|>final<|message|>")
+        free = () if reader.inside or (harmony and guided) else begin
+        lead = begin if harmony and guided else ()
+        words = -(-self.engine.programs.vocab // 32)
+        return Thinking(free, end, tuple(encode(behind)), words, lead, budget)
+
+    def chat_prompt(self, body: schema.Chat) -> Chat:
+        """A conversation in tokens."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None or tokenizer.template is None:
             lacks = "tokenizer" if tokenizer is None else "chat template"
             raise HttpError(400, f"the model has no {lacks}; use /v1/completions.", "messages")
         offers = [] if body.choice == "none" else [function.model_dump(exclude_none=True) for function in body.offers]
         reads = bool(offers) and tokenizer.template.reads_tools
-        form = tools.form_of(tokenizer.template.program(tools=True)) if reads else "hermes" if offers else None
-        if offers and form is None:
-            once(f"the chat template writes calls in a form that stays text; those that are read: {tools.FORMS}")
+        program = tokenizer.template.program(tools=reads)
+        form = None
+        if offers:
+            form = self.settings.tool_parser or (forms.form_of(program) if reads else "hermes")
+            form = None if form == "none" else form
+            if form is None:
+                once(f"the calls of this model stay text: {FORM_HELP}")
+        thinking = self.settings.reasoning_parser or forms.thinking_of(program)
+        thinking = None if thinking == "none" else thinking
         messages = [_current(message.model_dump(exclude_unset=True)) for message in body.messages]
-        values = dict(body.chat_template_kwargs or {})
+        thinks = body.thinks
+        values = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
+        values |= body.chat_template_kwargs or {}
         values |= {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
         values |= {} if body.add_generation_prompt is None else {"add_generation_prompt": body.add_generation_prompt}
         values |= {} if not body.continue_final_message else {"continue_final_message": True}
@@ -172,7 +215,8 @@ class Jobs:
                 prompt = self._described(messages, offered, values)
             else:
                 prompt = tokenizer.chat(messages, **values)
-        return tuple(prompt), form, offers
+        tail = tokenizer.decode(prompt[-_TAIL:], skip_special=False)
+        return Chat(tuple(prompt), Reader.of(form, thinking, tail, offers), offers)
 
     def _described(self, messages: list[Any], offered: list[Any], values: Mapping[str, Any]) -> list[int]:
         """A chat for a template that does not read `tools`: the messages offer them."""
@@ -186,7 +230,7 @@ class Jobs:
             return tokenizer.chat(tools.in_messages(messages, offered, "user"), **values)
 
     def _chat_grammar(
-        self, body: schema.Chat, choice: Any, form: tools.Form | None, functions: Sequence[Mapping[str, Any]]
+        self, body: schema.Chat, choice: Any, form: str | None, functions: Sequence[Mapping[str, Any]]
     ) -> GrammarSource | None:
         sources = dict(self._sources(body))
         if choice not in ("auto", "none"):
@@ -194,18 +238,23 @@ class Jobs:
                 raise HttpError(
                     400,
                     "`tool_choice` asks for a call, but the model's chat template writes calls in a form that the "
-                    f"server does not read; it reads {tools.FORMS}. Leave `tool_choice` out to get the model's text.",
+                    "server does not read; leave `tool_choice` out to get the model's text, or start the server with "
+                    "--tool-parser.",
                     "tool_choice",
                 )
             # Clients send the form of their last answer along with a call that they force.
             sources.pop("response_format", None)
-            return self._grammar({**sources, "tool_choice": tools.grammar(form, functions, self._added)}, "tools")
+            with declined("tool_choice"):
+                source = tools.grammar(form, functions, self._added)
+            return self._grammar({**sources, "tool_choice": source}, "tools")
         if form is not None and functions:
-            strict = any(function.get("strict") for function in functions)
+            # Harmony's channels come between a call and what is before it.
+            strict = form != "gpt_oss" and any(function.get("strict") for function in functions)
             kind, content = sources.get("response_format", (None, None))
-            if strict or kind == "json_schema":
+            if strict or (kind == "json_schema" and form != "gpt_oss"):
                 sources.pop("response_format", None)
-                source = tools.grammar(form, functions, self._added, forced=False, content=content)
+                with declined("tools"):
+                    source = tools.grammar(form, functions, self._added, forced=False, content=content)
                 return self._grammar({**sources, "tools": source})
         return self._grammar(sources)
 
@@ -235,8 +284,7 @@ class Jobs:
         kind: Any,
         prompts: Sequence[Prompt],
         grammar: GrammarSource | None,
-        form: tools.Form | None = None,
-        special: frozenset[int] = frozenset(),
+        reader: Reader | None = None,
     ) -> Job:
         with declined(None):
             options = body.sampling(self.settings.defaults, self.settings.max_new_tokens)
@@ -258,7 +306,10 @@ class Jobs:
                     )
         self._check_entries(body, prompts, options)
         tokenizer = self.engine.tokenizer
-        if body.skip_special_tokens is False and tokenizer is not None:
+        special: frozenset[int] = frozenset()
+        if tokenizer is not None and reader is not None:
+            special = forms.marks_of(reader.form, reader.thinking, tokenizer.special_ids)
+        if tokenizer is not None and body.skip_special_tokens is False:
             special |= frozenset(tokenizer.special_ids.values())
         scores = [body.prompt_logprobs]
         if isinstance(body, schema.Completion) and body.echo:
@@ -273,7 +324,8 @@ class Jobs:
             token_ids=tokenizer is None if body.return_token_ids is None else body.return_token_ids,
             logprobs=body.count_logprobs is not None,
             prompt_logprobs=body.prompt_logprobs is not None,
-            calls=form,
+            reader=None if reader is None or reader.plain else reader,
+            reasoning=not isinstance(body, schema.Chat) or body.include_reasoning is not False,
             single=isinstance(body, schema.Chat) and body.parallel_tool_calls is False,
             legacy=isinstance(body, schema.Chat) and not body.tools and bool(body.functions),
             usage_each=body.continuous_usage if body.include_usage else None,

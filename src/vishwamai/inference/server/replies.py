@@ -10,19 +10,21 @@ from typing import Any, Literal
 
 from vishwamai.inference.answers import Delta, Finish
 from vishwamai.inference.scoring import Score
-from vishwamai.inference.server import tools
 from vishwamai.inference.server.pieces import Pieces, Places
+from vishwamai.inference.server.reading import Event, Reader
+from vishwamai.inference.server.turns import Call, Turn
 
 _FINISH: dict[Finish, str] = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop"}
 
 
 @dataclasses.dataclass
 class Usage:
-    """Tokens of prompts and answers, and how many of a prompt the prefix cache had."""
+    """Tokens of prompts and answers, of a prompt those that the prefix cache had, of each choice those of reasoning."""
 
     prompt_tokens: int
     new_tokens: int = 0
     cached: dict[int, int] = dataclasses.field(default_factory=dict)
+    reasoning: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
         """Counts a delta."""
@@ -32,11 +34,13 @@ class Usage:
     @property
     def value(self) -> dict[str, Any]:
         """As OpenAI writes it."""
+        details = {"completion_tokens_details": {"reasoning_tokens": sum(self.reasoning.values())}}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.new_tokens,
             "total_tokens": self.prompt_tokens + self.new_tokens,
             "prompt_tokens_details": {"cached_tokens": min(sum(self.cached.values()), self.prompt_tokens)},
+            **(details if self.reasoning else {}),
         }
 
 
@@ -68,7 +72,8 @@ class Reply:
       token_ids: choices carry their token ids, an extension.
       logprobs: choices carry log probabilities, those of an echoed prompt too.
       prompt_logprobs: choices carry those of their prompt, an extension.
-      calls: how tool calls are written, where the request offers tools.
+      reader: how reasoning and calls are read from an answer; None: all is content.
+      reasoning: messages have it.
       single: no more than one call is answered.
       legacy: a call is OpenAI's older `function_call`.
       usage_each: each chunk has the usage so far; None: chunks have none at all.
@@ -82,7 +87,8 @@ class Reply:
     token_ids: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
-    calls: tools.Form | None = None
+    reader: Reader | None = None
+    reasoning: bool = True
     single: bool = False
     legacy: bool = False
     usage_each: bool | None = None
@@ -115,32 +121,40 @@ class Reply:
         for delta in deltas:
             usage.add(delta)
             by_choice[delta.choice].append(delta)
-        choices = [self._choice(i, parts) for i, parts in enumerate(by_choice)]
+        choices = [self._choice(i, parts, usage) for i, parts in enumerate(by_choice)]
         reply = {**self.head(False), "choices": choices, "usage": usage.value}
         if self.kind == "chat" and self.prompt_logprobs:
             reply["prompt_logprobs"] = self.pieces.prompt(self.prompts[0].scores)
         return reply
 
-    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+    def turn(self) -> Turn:
+        """An answer of a chat before its first token."""
+        return Turn(self.reader, self.single)
+
+    def _choice(self, index: int, deltas: list[Delta], usage: Usage) -> dict[str, Any]:
         prompt = self.prompts[index // self.n]
-        text = "".join(delta.text for delta in deltas)
         entries = [entry for delta in deltas for entry in delta.logprobs]
         finish = _FINISH[deltas[-1].finish or "stop"]
         choice: dict[str, Any] = {"index": index, "finish_reason": finish}
         if self.kind == "completion":
-            choice["text"] = (prompt.echo or "") + text
+            choice["text"] = (prompt.echo or "") + "".join(delta.text for delta in deltas)
             choice["logprobs"] = self.places(index).joined(entries) if self.logprobs else None
             if self.prompt_logprobs:
                 choice["prompt_logprobs"] = self.pieces.prompt(prompt.scores)
         else:
-            content, calls = tools.split(self.calls, text) if self.calls is not None else (text, [])
+            turn = self.turn().add_all(deltas)
+            if turn.reasoning_tokens:
+                usage.reasoning[index] = turn.reasoning_tokens
             message: dict[str, Any] = {
                 "role": "assistant",
-                "content": content or (None if calls else ""),
+                "content": turn.content or (None if turn.calls or turn.reasoning else ""),
                 "refusal": None,
             }
-            if calls:
-                message |= self._calls(calls)
+            if turn.reasoning and self.reasoning:
+                message["reasoning_content"] = turn.reasoning
+            if turn.calls:
+                calls = [{"id": call.id, "type": "function", "function": _function(call)} for call in turn.calls]
+                message |= {"function_call": _function(turn.calls[0])} if self.legacy else {"tool_calls": calls}
                 choice["finish_reason"] = self._finish(finish)
             choice |= {"message": message, "logprobs": self.pieces.chat(entries)}
         if self.token_ids:
@@ -152,23 +166,46 @@ class Reply:
         return EchoedPlaces(self.pieces, self.prompts[index // self.n])
 
     def chunk(
-        self, delta: Delta, text: str, calls: Sequence[tools.Call], places: EchoedPlaces, usage: Usage
+        self, delta: Delta, events: Sequence[Event], turn: Turn, places: EchoedPlaces, usage: Usage
     ) -> dict[str, Any]:
-        """One chunk of a stream: a delta, of whose text `text` is sent."""
+        """One chunk of a stream: a delta, of whose text the events are sent; they are a part of `turn`."""
         finish = None if delta.finish is None else _FINISH[delta.finish]
         choice: dict[str, Any] = {"index": delta.choice, "finish_reason": finish}
         if self.kind == "completion":
-            choice["text"] = text
+            choice["text"] = delta.text
             choice["logprobs"] = places.logprobs(delta.logprobs) if self.logprobs else None
         else:
-            part: dict[str, Any] = {"content": text} if text else {}
-            if calls:
+            if turn.calls:
                 choice["finish_reason"] = self._finish(finish)
-                part |= self._calls(calls, numbered=True)
-            choice |= {"delta": part, "logprobs": self.pieces.chat(delta.logprobs)}
+            choice |= {"delta": self._part(events, turn), "logprobs": self.pieces.chat(delta.logprobs)}
         if self.token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return {**self.head(True, usage), "choices": [choice]}
+
+    def _part(self, events: Sequence[Event], turn: Turn) -> dict[str, Any]:
+        """What events add to a message."""
+        part: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        index = len(turn.calls) - sum(event.kind == "call" for event in events) - 1
+        for event in events:
+            if event.kind == "content":
+                part["content"] = part.get("content", "") + event.text
+            elif event.kind == "reasoning":
+                if self.reasoning:
+                    part["reasoning_content"] = part.get("reasoning_content", "") + event.text
+            elif event.kind == "call":
+                index += 1
+                function = {"name": event.text, "arguments": ""}
+                calls.append({"index": index, "id": turn.calls[index].id, "type": "function", "function": function})
+            elif calls:
+                calls[-1]["function"]["arguments"] += event.text
+            else:
+                calls.append({"index": index, "function": {"arguments": event.text}})
+        if calls and self.legacy:
+            part["function_call"] = calls[0]["function"]
+        elif calls:
+            part["tool_calls"] = calls
+        return part
 
     def first_chunk(self, index: int, places: EchoedPlaces, usage: Usage) -> dict[str, Any] | None:
         """What comes before an answer's text: the role of a chat, the echoed prompt of a completion."""
@@ -190,14 +227,9 @@ class Reply:
         """The reason of the end of an answer that has calls."""
         return finish if finish != "stop" else "function_call" if self.legacy else "tool_calls"
 
-    def _calls(self, calls: Sequence[tools.Call], numbered: bool = False) -> dict[str, Any]:
-        if self.legacy:
-            return {"function_call": calls[0]._asdict()}
-        entries = [
-            {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call._asdict()}
-            for call in (calls[:1] if self.single else calls)
-        ]
-        return {"tool_calls": [{"index": i, **call} for i, call in enumerate(entries)] if numbered else entries}
+
+def _function(call: Call) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
 
 
 class EchoedPlaces(Places):
@@ -221,32 +253,3 @@ class EchoedPlaces(Places):
             return self.logprobs(entries)
         before, behind = self.of_prompt() or {}, self.logprobs(entries) or {}
         return {name: values + behind.get(name, []) for name, values in before.items()}
-
-
-class CallText:
-    """Sends an answer's text on until a tool call may begin; the rest is read at the end."""
-
-    def __init__(self, form: tools.Form):
-        self._form: tools.Form = form
-        self._mark = tools.MARKS[form]
-        self._rest, self._sent = "", False
-
-    def add(self, text: str, last: bool) -> tuple[str, list[tools.Call]]:
-        """(text to send now, the calls, at the end)."""
-        text = self._rest + text
-        at = text.find(self._mark)
-        if self._form == "llama" and (self._sent or not text.lstrip().startswith(self._mark)) and text.strip():
-            at, keep = -1, 0  # only a whole answer is a call of this form
-        else:
-            keep = len(text) - at if at >= 0 else _may_begin(text, self._mark)
-        if last:
-            self._rest = ""
-            return tools.split(self._form, text) if at >= 0 else (text, [])
-        self._rest = text[len(text) - keep :]
-        now = text[: len(text) - keep]
-        self._sent |= bool(now)
-        return now, []
-
-
-def _may_begin(text: str, mark: str) -> int:
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -14,12 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from vishwamai.inference.answers import Delta
-from vishwamai.inference.server import schema, tools
+from vishwamai.inference.server import schema
 from vishwamai.inference.server.errors import HttpError, read_json
 from vishwamai.inference.server.jobs import Job
-from vishwamai.inference.server.replies import CallText, Usage
+from vishwamai.inference.server.reading import Event
+from vishwamai.inference.server.replies import Usage
 from vishwamai.inference.server.requests_log import record_of
 from vishwamai.inference.server.service import Service, event_lines, unless_left
+from vishwamai.inference.server.turns import Turn
 
 
 class TextFormat(schema.Open):
@@ -138,7 +140,7 @@ class Writer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": sum(self.usage.reasoning.values())},
             "total_tokens": usage["total_tokens"],
         }
         dump = body.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -169,43 +171,73 @@ class Writer:
         self.number += 1
         return {"type": f"response.{kind}", "sequence_number": self.number - 1, **members}
 
-    def text(self, text: str) -> Iterator[dict[str, Any]]:
-        """Events of new text."""
-        if not self.output:
-            item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
-            self.output.append({**item, "content": []})
-            yield self.event("output_item.added", output_index=0, item=dict(self.output[0]))
-            self.output[0]["content"] = [_part("")]
-            yield self.event("content_part.added", **self._place, part=_part(""))
-        self.output[0]["content"][0]["text"] += text
-        yield self.event("output_text.delta", **self._place, delta=text, logprobs=[])
+    def add(self, event: Event, turn: Turn) -> Iterator[dict[str, Any]]:
+        """Events of one more piece of an answer, which is a part of `turn`."""
+        kind = "message" if event.kind == "content" else event.kind
+        if event.kind == "call" or (kind != "arguments" and kind != self._kind):
+            yield from self._close("completed")
+            yield from self._open(kind, turn)
+        if event.kind == "call":
+            return
+        item, text = self.output[-1], event.text
+        if event.kind == "arguments":
+            item["arguments"] += text
+            yield self.event("function_call_arguments.delta", **self._place, delta=text)
+            return
+        item["content"][0]["text"] += text
+        part = {**self._place, "content_index": 0, "delta": text}
+        if event.kind == "reasoning":
+            yield self.event("reasoning_text.delta", **part)
+        else:
+            yield self.event("output_text.delta", **part, logprobs=[])
+
+    @property
+    def _kind(self) -> str | None:
+        """Of the item that is being written."""
+        return None if not self.output or self.output[-1]["status"] != "in_progress" else self.output[-1]["type"]
 
     @property
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self.output[0]["id"], "output_index": 0, "content_index": 0}
+        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
 
-    def end(self, calls: list[tools.Call], complete: bool) -> Iterator[dict[str, Any]]:
-        """Events of the end: of the text, of each call, and of the response."""
-        if not self.output and not calls:
-            yield from self.text("")
-        if self.output:
-            message, text = self.output[0], self.output[0]["content"][0]["text"]
-            message["status"] = "completed" if complete else "incomplete"
-            yield self.event("output_text.done", **self._place, text=text, logprobs=[])
-            yield self.event("content_part.done", **self._place, part=_part(text))
-            yield self.event("output_item.done", output_index=0, item=message)
-        for call in calls:
-            place = len(self.output)
-            item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": f"call_{uuid.uuid4().hex[:24]}"}
-            item |= {"name": call.name, "arguments": call.arguments, "status": "completed"}
-            self.output.append(item)
-            where = {"item_id": item["id"], "output_index": place}
-            begin = {**item, "arguments": "", "status": "in_progress"}
-            yield self.event("output_item.added", output_index=place, item=begin)
-            yield self.event("function_call_arguments.delta", **where, delta=call.arguments)
-            yield self.event("function_call_arguments.done", **where, name=call.name, arguments=call.arguments)
-            yield self.event("output_item.done", output_index=place, item=item)
+    def _open(self, kind: str, turn: Turn) -> Iterator[dict[str, Any]]:
+        name = {"message": "msg", "reasoning": "rs", "call": "fc"}[kind]
+        item: dict[str, Any] = {"id": f"{name}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        if kind == "call":
+            call = turn.calls[-1]
+            item |= {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+        else:
+            item |= {"role": "assistant"} if kind == "message" else {"summary": []}
+            item["content"] = []
+        self.output.append(item)
+        yield self.event("output_item.added", output_index=len(self.output) - 1, item=dict(item))
+        if kind != "call":
+            item["content"] = [_part("") if kind == "message" else {"type": "reasoning_text", "text": ""}]
+            part = dict(item["content"][0])
+            yield self.event("content_part.added", **self._place, content_index=0, part=part)
+
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        kind = self._kind
+        if kind is None:
+            return
+        item = self.output[-1]
+        item["status"] = status
+        if kind == "function_call":
+            values = {"name": item["name"], "arguments": item["arguments"]}
+            yield self.event("function_call_arguments.done", **self._place, **values)
+        else:
+            text, name = item["content"][0]["text"], "output_text" if kind == "message" else "reasoning_text"
+            part = {**self._place, "content_index": 0}
+            yield self.event(f"{name}.done", **part, text=text, **({"logprobs": []} if kind == "message" else {}))
+            yield self.event("content_part.done", **part, part=dict(item["content"][0]))
+        yield self.event("output_item.done", output_index=len(self.output) - 1, item=item)
+
+    def end(self, turn: Turn, complete: bool) -> Iterator[dict[str, Any]]:
+        """Events of the end: of the last item, and of the response."""
+        if not self.output:
+            yield from self._open("message", turn)
         status = "completed" if complete else "incomplete"
+        yield from self._close(status)
         yield self.event(status, response=self.response(status))
 
 
@@ -240,23 +272,18 @@ class Responses:
     async def _events(self, job: Job, writer: Writer, deltas: Any) -> AsyncIterator[dict[str, Any]]:
         for kind in ("created", "in_progress"):
             yield writer.event(kind, response=writer.response("in_progress"))
-        form = job.reply.calls
-        pending = None if form is None else CallText(form)
-        calls: list[tools.Call] = []
+        turn = job.reply.turn()
         delta = Delta(0)
         try:
             async for delta in deltas:
                 writer.usage.add(delta)
-                text, calls = delta.text, []
-                if pending is not None:
-                    text, calls = pending.add(delta.text, delta.finish is not None)
-                if text:
-                    for event in writer.text(text):
+                for piece in turn.add(delta):
+                    for event in writer.add(piece, turn):
                         yield event
         finally:
             await deltas.aclose()
-        calls = calls[:1] if job.reply.single else calls
-        for event in writer.end(calls, delta.finish == "stop"):
+        writer.usage.reasoning[0] = turn.reasoning_tokens
+        for event in writer.end(turn, delta.finish == "stop"):
             yield event
 
 

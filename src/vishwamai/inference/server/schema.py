@@ -268,6 +268,12 @@ class Chat(Common):
     modalities: list[Literal["text"]] | None = None
     audio: None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_budget: Annotated[
+        Tokens | None,
+        Field(validation_alias=AliasChoices("thinking_budget", "thinking_token_budget", "thinking_budget_tokens")),
+    ] = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -280,6 +286,11 @@ class Chat(Common):
     @property
     def count_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to reason; None: as its chat template does."""
+        return False if self.enable_thinking is None and self.reasoning_effort == "none" else self.enable_thinking
 
     @property
     def offers(self) -> list[Function]:

@@ -22,7 +22,6 @@ from vishwamai.inference.server.compilation import Compilation
 from vishwamai.inference.server.errors import HttpError, read_json
 from vishwamai.inference.server.jobs import Job, Jobs, declined, once
 from vishwamai.inference.server.metrics import Metrics
-from vishwamai.inference.server.replies import CallText
 from vishwamai.inference.server.requests_log import record_of
 from vishwamai.inference.server.settings import Settings
 
@@ -60,9 +59,11 @@ class Service:
     async def compiled(self, request: Request, job: Job) -> Job | None:
         """The job with its grammar compiled; None where the client left before."""
         if job.grammar is None:
-            return job
+            return dataclasses.replace(job, compiled=job.thinking)
         with declined(job.grammar.param):
             grammar = await unless_left(request, self.grammars.grammar(job.grammar.kind, job.grammar.source))
+        if grammar is not None and job.thinking is not None:
+            grammar = dataclasses.replace(job.thinking, grammar=grammar)
         return None if grammar is None else dataclasses.replace(job, compiled=grammar)
 
     def checked(self, kind: type[BaseModel], value: Any) -> Any:
@@ -151,7 +152,7 @@ class Service:
         reply, usage = job.reply, job.reply.usage()
         places = {i: reply.places(i) for i in range(reply.choices)}
         begun: set[int] = set()
-        texts = {} if reply.calls is None else {i: CallText(reply.calls) for i in range(reply.choices)}
+        turns = [reply.turn() for _ in range(reply.choices)]
         try:
             async for delta in deltas:
                 usage.add(delta)
@@ -160,11 +161,12 @@ class Service:
                     first = reply.first_chunk(delta.choice, places[delta.choice], usage)
                     if first is not None:
                         yield _event(first)
-                text, calls = delta.text, []
-                if delta.choice in texts:
-                    text, calls = texts[delta.choice].add(delta.text, delta.finish is not None)
-                if text or calls or delta.finish is not None or delta.logprobs or reply.token_ids:
-                    yield _event(reply.chunk(delta, text, calls, places[delta.choice], usage))
+                turn = turns[delta.choice]
+                events = turn.add(delta)
+                if turn.reasoning_tokens:
+                    usage.reasoning[delta.choice] = turn.reasoning_tokens
+                if events or delta.finish is not None or delta.logprobs or reply.token_ids:
+                    yield _event(reply.chunk(delta, events, turn, places[delta.choice], usage))
             if job.usage:
                 yield _event(reply.last_chunk(usage))
         except HttpError as error:  # the status is sent already

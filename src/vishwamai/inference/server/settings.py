@@ -24,6 +24,8 @@ class Settings:
       body_seconds: from the headers of a request to the end of its body.
       max_bytes: of all bodies that arrive at once.
       max_entries: log probabilities that an answer may have.
+      tool_parser: how calls are read, a name of `forms.FORMS`, or "none"; None: by the chat template.
+      reasoning_parser: how reasoning is read, a name of `forms.THINKING`, or "none"; None: by the chat template.
       max_priority: the highest priority of a request; a higher one counts as this.
     """
 
@@ -41,3 +43,5 @@ class Settings:
     max_bytes: int = 64 * 2**20
     max_entries: int = 2**20
     max_priority: float = 0.0
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None

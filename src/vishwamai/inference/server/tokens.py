@@ -68,7 +68,7 @@ class Tokens:
 
     def _ids(self, body: Prompt | Chat) -> dict[str, Any]:
         if isinstance(body, Chat):
-            ids = list(self._service.jobs.chat_prompt(body)[0])
+            ids = list(self._service.jobs.chat_prompt(body).ids)
         else:
             ids = self._tokenizer.encode(body.prompt, add_special=body.add_special_tokens is not False)
         names = [self._service.jobs.pieces.name(id) for id in ids] if body.return_token_strs else None

@@ -1,8 +1,4 @@
-"""Tool calls: how models write them, and how they are read from an answer.
-
-Which form a model uses is seen in its chat template. The forms: Hermes and Qwen, `<tool_call>{...}</tool_call>`;
-Mistral, `[TOOL_CALLS][{...}]`; Llama 3, an answer that is one JSON object. The marks may be special tokens.
-"""
+"""Tool calls of an answer: grammars that force them, and messages that offer tools to a template without them."""
 
 from __future__ import annotations
 
@@ -10,101 +6,15 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from vishwamai.core.errors import UnsupportedError
-
-Form = Literal["hermes", "mistral", "llama"]
-MARKS: dict[Form, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "{"}
-"""What a call begins with."""
-
-FORMS = "Hermes and Qwen, Mistral's `[TOOL_CALLS][{...}]`, and Llama 3"
-"""The forms that are read, for people."""
-
-_AROUND: dict[Form, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "hermes": (("<tool_call>",), ("</tool_call>",)),
-    "mistral": (("[TOOL_CALLS]", "["), ("]",)),
-    "llama": ((), ()),
-}
-"""What stands before and after one call."""
-
-
-class Call(NamedTuple):
-    """A function's name and its arguments as JSON text."""
-
-    name: str
-    arguments: str
-
-
-def form_of(template: str) -> Form | None:
-    """How a model with this chat template writes calls; None if not in a form that is read."""
-    if "<tool_call>" in template:
-        return None if "<function=" in template else "hermes"  # Qwen3 Coder writes XML between the same marks
-    if "[TOOL_CALLS]" in template:
-        return None if "[ARGS]" in template else "mistral"  # newer ones write name[ARGS]{...}
-    return "llama" if re.search(r'"name": function name,\s*"parameters":', template) else None
-
-
-def marks_of(form: Form, added: Mapping[str, int]) -> dict[str, int]:
-    """The marks around calls that are tokens of their own (ids by text): the text of an answer must keep them."""
-    return {mark: added[mark] for marks in _AROUND[form] for mark in marks if mark in added}
-
-
-def split(form: Form, text: str) -> tuple[str, list[Call]]:
-    """(the text outside of calls, the calls); what does not read as a call stays text.
-
-    >>> split("hermes", 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    ('Let me see.', [Call(name='add', arguments='{"a": 1}')])
-    >>> split("llama", '{"name": "add"')
-    ('{"name": "add"', [])
-    """
-    if form == "hermes":
-        values = _between(text, *(marks[0] for marks in _AROUND[form]))
-    elif form == "mistral":
-        value = _json(text.partition(MARKS[form])[2])
-        values = value if isinstance(value, list) else [value]
-    else:
-        values = [_json(text)]
-    calls = [call for value in values if (call := _call(value)) is not None]
-    if not values or len(calls) != len(values):
-        return text, []
-    return text.partition(MARKS[form])[0].strip(), calls
-
-
-def _between(text: str, mark: str, end_mark: str) -> list[Any]:
-    """The JSON values behind each mark, None for what is not one. A text within a value may have a mark in it."""
-    values: list[Any] = []
-    at = text.find(mark)
-    while at >= 0:
-        rest = text[at + len(mark) :].lstrip()
-        try:
-            value, length = json.JSONDecoder().raw_decode(rest)
-        except (ValueError, RecursionError):
-            return [None]
-        text = rest[length:].lstrip()
-        if text and not text.startswith(end_mark):
-            return [None]
-        values.append(value)
-        at = text.find(mark)
-    return values
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _call(value: Any) -> Call | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return Call(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+from vishwamai.inference.server.arguments import is_text
+from vishwamai.inference.server.forms import FORMS, Form
 
 
 def grammar(
-    form: Form,
+    name: str,
     tools: Sequence[Mapping[str, Any]],
     added: Mapping[str, int],
     *,
@@ -114,29 +24,43 @@ def grammar(
     """The grammar of an answer with calls: kind and source of `guided.Vocabulary.grammar`.
 
     Args:
+      name: of the form, of `forms.FORMS`.
       tools: functions that may be called: `name`, `parameters`, `strict`.
       added: ids of the tokens that are a text of their own, by text; a mark among them is written as that token, which
         no other text matches.
       forced: the answer is one call. Otherwise it is text, and calls whose arguments follow the schema of a tool that
         is `strict`, and are any object of another.
       content: the JSON schema of an answer without calls, if it has one.
+
+    Raises:
+      UnsupportedError: the form has no grammar.
     """
-    of_tools = [_call_rules(i, form, tool, forced) for i, tool in enumerate(tools)]
+    form = FORMS[name]
+    if form.written is None:
+        raise UnsupportedError(
+            f"calls in the form {name!r} have no grammar, so they cannot be forced or strict; leave `tool_choice` and "
+            "`strict` out."
+        )
+    of_tools = [_call_rules(i, form, tool, added, forced) for i, tool in enumerate(tools)]
     rules = [f"object: {' | '.join(f'object{i}' for i in range(len(tools)))}", *itertools.chain(*of_tools)]
-    if form == "llama":
+    objects, end = "object", ""
+    if form.lead:
         call = calls = "object"
         rules.append(r"TEXT: /\s*[^\s{](?s:.*)/")
     else:
-        before, after = ([_mark(mark, added) for mark in marks] for marks in _AROUND[form])
-        mark, behind = before[0], " ".join(["BLANK?", *before[1:], "{}", "BLANK?", *after])
-        call = f"{mark} {behind.format('object')}"
+        begin, end = form.sections[0]
+        blank = "BLANK?" if form.arguments == "object" or form.wrap[0] == "\n" else ""
+        before, between, after = (_literal(part.strip("\n"), added) for part in form.wrap)
+        behind = " ".join([blank, before, "{}", blank, after, _literal(end, added)])
+        call = f"{_literal(begin, added)} {behind.format('object')}"
         rules.append(r"BLANK: /[ \n]/")
         # Text without the mark, then the mark, as a token or as the end of a text.
-        rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){re.escape(MARKS[form])}(?s:.*)/")
-        objects = 'object (", " object)*' if form == "mistral" else "object"
-        lead = f"TEXT? {mark}"
-        if MARKS[form] not in added:
-            rules.append(f"lead[suffix={json.dumps(MARKS[form])}]: /(?s:.*)/")
+        rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){re.escape(begin)}(?s:.*)/")
+        if form.several:
+            objects = f"object ({between} object)*"
+        lead = f"TEXT? {_literal(begin, added)}"
+        if begin not in added:
+            rules.append(f"lead[suffix={json.dumps(begin)}]: /(?s:.*)/")
             lead = "lead"
         calls = f"({lead} {behind.format(objects)})+ TEXT?"
     if forced:
@@ -149,19 +73,67 @@ def grammar(
     return "lark", "\n".join([f"start: {start}", *rules])
 
 
-def _call_rules(i: int, form: Form, tool: Mapping[str, Any], forced: bool) -> tuple[str, str]:
+def _call_rules(i: int, form: Form, tool: Mapping[str, Any], added: Mapping[str, int], forced: bool) -> list[str]:
     """The rules of a call of one tool. Its schema is a grammar of its own, for its references count from its root."""
-    key = "parameters" if form == "llama" else "arguments"
+    assert form.written is not None
+    quoted = form.arguments == "object"
+    name = json.dumps(tool["name"])[1:-1] if quoted else tool["name"]
+    before, after = (_literal(part.replace("{name}", name), added) for part in form.written)
     schema = (tool.get("parameters") if forced or tool.get("strict") else None) or {"type": "object"}
+    head = f"object{i}: {before} arguments{i} {after}"
+    if form.pairs is not None:
+        return [head, *_pair_rules(i, form, schema, added)]
+    return [head, f"arguments{i}: {_json_rule(schema)}"]
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
     # As templates write them, and no room to write blanks for ever.
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    before = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "{key}": ')
-    source = json.dumps({"x-guidance": spaces, **schema})
-    return f'object{i}: {before} arguments{i} "}}"', f"arguments{i}: %json {source}"
+    return "%json " + json.dumps({"x-guidance": spaces, **schema})
 
 
-def _mark(text: str, added: Mapping[str, int]) -> str:
-    return f"<[{added[text]}]>" if text in added else json.dumps(text)
+def _pair_rules(i: int, form: Form, schema: Mapping[str, Any], added: Mapping[str, int]) -> list[str]:
+    """The rules of arguments that are written one by one, in the order of the schema, whose other keywords do not
+    hold.
+    """
+    pairs, properties = form.pairs, schema.get("properties")
+    assert pairs is not None
+    properties = properties if isinstance(properties, Mapping) else {}
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts, rules = [], []
+    for j, (key, value) in enumerate(properties.items()):
+        texts = is_text(schema, key)
+        before = pairs.written.replace("{key}", key).replace("{string}", "true" if texts else "false")
+        parts.append(f"pair{i}_{j}" + ("" if key in required else "?"))
+        end = pairs.pad + pairs.end
+        if texts and "enum" in value:
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value["enum"])
+            rule = f"({choices}) {_literal(end, added)}"
+        elif texts and pairs.end in added:
+            rules.append(f"TEXT{i}_{j}: /(?s:.*)/ & ~/(?s:.*){re.escape(pairs.end)}(?s:.*)/")
+            rule = f"TEXT{i}_{j} {_literal(end, added)}"
+        elif texts:
+            rules.append(f"text{i}_{j}[suffix={json.dumps(end)}]: /(?s:.*)/")
+            rule = f"text{i}_{j}"
+        else:
+            rules.append(f"value{i}_{j}: " + _json_rule({**shared, **value} if isinstance(value, Mapping) else {}))
+            rule = f"value{i}_{j} {_literal(end, added)}"
+        rules.append(f"pair{i}_{j}: {_literal(before, added)} {rule} {_literal(pairs.gap, added)}")
+    return [f"arguments{i}: {' '.join(parts) or json.dumps('')}", *rules]
+
+
+def _literal(text: str, added: Mapping[str, int]) -> str:
+    """A text as a grammar writes it, its marks as tokens; `{index}` is a number."""
+    marks = sorted((mark for mark in added if mark and mark in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, [*marks, '{index}']))})", text)
+    terms = (
+        f"<[{added[piece]}]>" if piece in marks else "/[0-9]{1,3}/" if piece == "{index}" else json.dumps(piece)
+        for piece in pieces
+        if piece
+    )
+    return " ".join(terms)
 
 
 # The form for a template that does not read `tools`: that of Hermes, written into the messages.
@@ -241,3 +213,10 @@ def _written(call: Any) -> str:
     if isinstance(value.get("arguments"), str):
         value["arguments"] = _json(value["arguments"]) if value["arguments"] else {}
     return f"<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>"
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,131 @@
+"""The modes of `reading` for the arguments of a call: JSON as it comes, and values that are written one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vishwamai.inference.server.forms import Form
+from vishwamai.inference.server.literals import Place, as_json, scan
+from vishwamai.inference.server.states import LONGEST_HEADER, Event, Move, Reader, State, may_begin
+
+
+def read_value(reader: Reader, state: State, last: bool) -> Move:
+    """Arguments in JSON: an object is sent on as it comes, a text that holds one at its end."""
+    form, text = reader.calls, state.rest
+    assert form is not None
+    if state.place == Place():
+        text = text.lstrip()
+        if not text and not last:
+            return None
+        if text[:1] not in ("{", "[", '"') or text[:1] == "":
+            word = re.match(r"[\w.+-]*", text)
+            assert word is not None
+            return _ended(form, state, text[word.end() :], (Event("arguments", "{}"),))
+    place, complete = scan(text, state.place)
+    if text[:1] == '"' and (state.quoted or state.place == Place()):
+        if not complete:
+            more = (dataclasses.replace(state, rest=text, quoted=True, place=place), ())
+            return more if place != state.place else None
+        return _ended(form, state, text[place.at :], (Event("arguments", _decoded(text[: place.at])),))
+    sent = text[: place.at] if not last or complete else text
+    if complete:
+        return _ended(form, state, text[place.at :], (Event("arguments", sent),))
+    if not sent:
+        return None
+    return dataclasses.replace(state, rest=text[len(sent) :], place=place._replace(at=0)), (Event("arguments", sent),)
+
+
+def _decoded(text: str) -> str:
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return text
+
+
+def _ended(form: Form, state: State, rest: str, events: Sequence[Event]) -> Move:
+    """Behind arguments."""
+    if form.arguments != "object":
+        return state.to("calls", rest, quoted=False), events
+    return dataclasses.replace(state, mode="tail", rest=rest, place=Place(0, 1), quoted=False), events
+
+
+def read_tail(reader: Reader, state: State, last: bool) -> Move:
+    """What an object has behind its arguments."""
+    place, complete = scan(state.rest, state.place)
+    if complete:
+        return state.to("calls", state.rest[place.at :]), ()
+    if last:
+        return state.to("calls", ""), ()
+    if not place.at:
+        return None
+    return dataclasses.replace(state, rest=state.rest[place.at :], place=place._replace(at=0)), ()
+
+
+def read_pairs(reader: Reader, state: State, last: bool) -> Move:
+    """Before an argument that is written on its own, or behind the last."""
+    form = reader.calls
+    assert form is not None and form.pairs is not None
+    begin = re.match(form.pairs.begin, state.rest)
+    if begin is not None:
+        key = begin["key"].strip()
+        texts = begin.groupdict().get("string")
+        quoted = texts == "true" if texts is not None else is_text(reader.tools.get(state.name), key)
+        name = json.dumps(key, ensure_ascii=False)
+        lead = f"{', ' if state.keys else '{'}{name}: " + ('"' if quoted else "")
+        rest = state.rest[begin.end() :]
+        state = state.to("pair", rest, key=key, keys=state.keys + 1, quoted=quoted, fresh=bool(form.pairs.pad))
+        return state, (Event("arguments", lead),)
+    text = state.rest.lstrip()
+    sign = form.pairs.begin.removeprefix(r"\s*").partition("(")[0]
+    if not last and (not text or sign.startswith(text) or (text.startswith(sign) and len(text) < LONGEST_HEADER)):
+        return None
+    return state.to("calls", state.rest), (Event("arguments", "}" if state.keys else "{}"),)
+
+
+def is_text(schema: Any, key: str) -> bool:
+    """Whether an argument is a text by the schema of its function."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    kind = properties.get(key) if isinstance(properties, Mapping) else None
+    if not isinstance(kind, Mapping):
+        return False
+    values = kind.get("enum")
+    return kind.get("type") == "string" or (isinstance(values, list) and all(isinstance(v, str) for v in values))
+
+
+def read_pair(reader: Reader, state: State, last: bool) -> Move:
+    """The value of an argument that is written on its own: a text is sent on as it comes, another value at its end."""
+    form = reader.calls
+    assert form is not None and form.pairs is not None
+    pad, end = form.pairs.pad, form.pairs.end
+    text = state.rest
+    if state.fresh:
+        if pad.startswith(text) and not last:
+            return None
+        text = text.removeprefix(pad)
+    at = text.find(end)
+    if at >= 0 or last:
+        value = text if at < 0 else text[:at].removesuffix(pad)
+        rest = "" if at < 0 else text[at + len(end) :]
+        event = Event("arguments", _escaped(value) + '"' if state.quoted else _json_of(value))
+        return state.to("pairs", rest, fresh=False), (event,)
+    if not state.quoted:
+        return None
+    keep = max(may_begin(text, pad + end), may_begin(text, end))
+    certain = text[: len(text) - keep]
+    if not certain:
+        return None
+    return dataclasses.replace(state, rest=text[len(certain) :], fresh=False), (Event("arguments", _escaped(certain)),)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _json_of(text: str) -> str:
+    """A value that is JSON, or else the text that it is."""
+    value = as_json(text, ('"', "'"))
+    return json.dumps(text, ensure_ascii=False) if value is None else value
