@@ -12,7 +12,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.training.config import DpoSection, MeshSection, SourceSection
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.run import train
-from vishwamai.training.sources import Bad, Pair, pairs
+from vishwamai.training.sources import Bad, Chat, Pair, pairs
 
 
 def preferences(folder, start=LLAMA, **changes):
@@ -149,7 +149,7 @@ def test_pairs_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "y.txt").write_text("plain")
     found = list(pairs(SourceSection(paths=(str(tmp_path),)), DpoSection()))
-    assert found[:2] == [Pair("a", "b", "c"), Pair("", chat, chat)]
+    assert found[:2] == [Pair("a", "b", "c"), Pair("", Chat(chat), Chat(chat))]
     bad = [str(b) for b in found[2:] if isinstance(b, Bad)]
     for text in (":3: no column 'rejected'", ":4: no text in column 'prompt'", ":5: columns", ":6: the last message"):
         assert any(text in b for b in bad), text

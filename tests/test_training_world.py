@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 
 import world
-from vishwamai.core.errors import VishwamaiError
+from vishwamai.core.errors import UnsupportedError, VishwamaiError
 from vishwamai.models.chat import ChatTemplate
 from vishwamai.models.tokenizer import read_tokenizer
 from vishwamai.training.chat import TrainingTemplate
+from vishwamai.training.config import SourceSection
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.data import prepare
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.run import train
+from vishwamai.training.sources import documents
 
 CHAT = [
     {"role": "user", "content": "Where is Paris?"},
@@ -71,6 +73,58 @@ def test_all_published_templates_that_render_a_chat_show_its_turns():
         if not all(a in joined for a in answers) or any(word in joined for word in ("Where is", "And Rome")):
             wrong.append((path.name, texts))
     assert not wrong and len(rejected) <= 5 and (not seen or len(seen) > 250), (wrong, rejected)
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = [
+    {"role": "user", "content": "Does it rain in Rome?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}],
+    },
+    {"role": "tool", "content": "sunny"},
+    {"role": "assistant", "content": "It is sunny."},
+]
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
+def test_the_tools_of_a_row_are_in_its_chat(tmp_path, tools):
+    """The text is transformers'. What counts are the call and the answer, and none of the schemas."""
+    from transformers import AutoTokenizer
+
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CALL, "tools": tools}))
+    source = SourceSection(paths=(str(tmp_path / "a.jsonl"),), column="messages")
+    (chat,) = documents(source)
+    folder = world.tokenizer("qwen3")
+    program = (world.folder("chat_templates") / "llamacpp/Qwen-Qwen3-0.6B.jinja").read_text(encoding="utf-8")
+    text, spans = TrainingTemplate(ChatTemplate(program, "qwen3")).render(chat.messages, chat.tools)
+    oracle = AutoTokenizer.from_pretrained(folder)
+    assert text == oracle.apply_chat_template(CALL, tools=[TOOL], tokenize=False, chat_template=program)
+    first, second = (text[begin:end] for begin, end in spans)
+    assert first.startswith("<tool_call>") and '{"city": "Rome"}' in first and first.endswith("<|im_end|>\n")
+    assert second.endswith("It is sunny.<|im_end|>\n") and "weather" not in second
+
+
+def test_tools_that_a_template_leaves_out_are_bad_records(tmp_path):
+    rows = [{"text": CALL, "tools": [TOOL]}, {"text": CALL, "tools": "[no"}, {"text": CALL, "tools": [7]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = SourceSection(paths=(str(tmp_path / "a.jsonl"),))
+    chat, *bad = documents(source)
+    assert [str(b).split("; pass")[0].split(" holds ")[1].split(" (")[0] for b in bad] == [
+        "text that is not JSON",
+        "list and not a list of objects",
+    ]
+    program = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(UnsupportedError, match="leaves out the tools of a chat; .*data.sources.tools"):
+        TrainingTemplate(ChatTemplate(program, "plain.jinja")).render(chat.messages, chat.tools)
 
 
 def prepared(folder, name, data, **values):

@@ -12,7 +12,7 @@ from typing import Any
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.models import template_sandbox
 from vishwamai.models.chat import ChatTemplate
-from vishwamai.models.messages import Message, normalized
+from vishwamai.models.messages import Message, normalized, reads_tools
 from vishwamai.models.tokenizer import chat_template, special_tokens
 from vishwamai.models.values import read_json
 from vishwamai.training.config import TrainConfig
@@ -72,7 +72,9 @@ class TrainingTemplate:
         """
         return cls(ChatTemplate(read_template(path), str(path)), special)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Span]]:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
         """The text of a chat, and the spans (begin, end) of the assistant's turns, without the prompts before them.
 
         The template's `{% generation %}` blocks are the turns. Without such blocks, a turn goes from the generation
@@ -80,21 +82,44 @@ class TrainingTemplate:
 
         Raises:
           ShapeError: the template is not a program in Jinja, or a message does not have the form of one.
-          UnsupportedError: it rejects the messages, or leaves the text of one out that is not the assistant's.
+          UnsupportedError: it rejects the messages, leaves the text of one out that is not the assistant's, or does not
+            show the model its tools.
         """
-        rendering = self.template.rendering(messages, {**self.special, "add_generation_prompt": False})
-        program = self.template.program()
+        program = self.template.program(bool(tools))
+        if tools and not reads_tools(program):
+            raise UnsupportedError(
+                f"{self.template.source}: the chat template leaves out the tools of a chat; leave out the column of "
+                "tools (data.sources.tools), or set data.chat_template to a template that has them."
+            )
+        values = {**self.special, "tools": tools or None}
+        rendering = self.template.rendering(messages, {**values, "add_generation_prompt": False})
         if _GENERATION.search(program):
             return rendering.text, list(rendering.spans)
+        turns = _Turns(self.template, program, values)
         chat = normalized(messages, program)
         spans: list[Span] = []
         for index, message in enumerate(chat):
             if message["role"] == "assistant":
-                span = self._turn(rendering.text, chat, index, spans[-1][1] if spans else 0)
+                span = turns.span(rendering.text, chat, index, spans[-1][1] if spans else 0)
                 spans += [] if span is None else [span]
         return rendering.text, spans
 
-    def _turn(self, whole: str, chat: list[Message], index: int, least: int) -> Span | None:
+
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """Finds turns in the text of a chat.
+
+    Attributes:
+      template: the template that wrote the text.
+      program: its program for the chat, with or without tools.
+      values: what the program reads, besides the messages.
+    """
+
+    template: ChatTemplate
+    program: str
+    values: Mapping[str, Any]
+
+    def span(self, whole: str, chat: list[Message], index: int, least: int) -> Span | None:
         """The span of a message in the text of a chat; None where the template leaves it out.
 
         Args:
@@ -140,9 +165,9 @@ class TrainingTemplate:
 
     def _text(self, chat: list[Message], prompt: bool = False) -> str | None:
         """The text of messages in the form that the template reads; None where it rejects them."""
-        values = {**self.special, "tools": None, "documents": None, "add_generation_prompt": prompt, "messages": chat}
+        values = {"documents": None, **self.values, "add_generation_prompt": prompt, "messages": chat}
         try:
-            return template_sandbox.render(self.template.program(), self.template.source, values).text
+            return template_sandbox.render(self.program, self.template.source, values).text
         except UnsupportedError:
             return None
 

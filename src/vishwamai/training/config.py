@@ -88,6 +88,7 @@ class SourceSection(_Section):
     column: str = key(
         "column of .jsonl, .parquet and `datasets` rows that holds the text, or the list of chat messages", "text"
     )
+    tools: str = key("column of the tools that a row's chat may call: a list of JSON Schemas, or its JSON", "tools")
     weight: AboveZero = key("share of this source in the mixture, relative to the other sources", 1.0)
 
 

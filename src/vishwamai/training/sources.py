@@ -21,8 +21,21 @@ from typing import Any
 from vishwamai.core.errors import ConfigError
 from vishwamai.training.config import DpoSection, SourceSection
 
-Document = str | list[dict[str, Any]]
-"""Plain text, or the messages of a chat (`role` and `content`)."""
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """The messages of a chat (`role` and `content`), and the functions that the assistant may call.
+
+    Attributes:
+      messages: turns, in order.
+      tools: JSON Schemas of the functions, in the form of OpenAI's API; None for a chat without.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+Document = str | Chat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +129,7 @@ def documents(source: SourceSection) -> Iterator[Document | Bad]:
 
 def placed_documents(source: SourceSection) -> Iterator[tuple[Place, Document | Bad]]:
     """The same with their places."""
-    yield from _records(source, [source.column], functools.partial(_document, column=source.column))
+    yield from _records(source, [source.column], functools.partial(_document, column=source.column, tools=source.tools))
 
 
 def pairs(source: SourceSection, columns: DpoSection) -> Iterator[Pair | Bad]:
@@ -127,7 +140,7 @@ def pairs(source: SourceSection, columns: DpoSection) -> Iterator[Pair | Bad]:
 def placed_pairs(source: SourceSection, columns: DpoSection) -> Iterator[tuple[Place, Pair | Bad]]:
     """The same with their places; the source is JSON, JSONL, Parquet or of `datasets`."""
     names = [columns.prompt, columns.chosen, columns.rejected]
-    yield from _records(source, names, functools.partial(_pair, columns=columns))
+    yield from _records(source, names, functools.partial(_pair, columns=columns, tools=source.tools))
 
 
 def _records(source: SourceSection, columns: list[str], take: Read) -> Iterator[tuple[Place, Any]]:
@@ -143,7 +156,7 @@ def _records(source: SourceSection, columns: list[str], take: Read) -> Iterator[
         read = {"text": _text, "json": _json, "jsonl": _jsonl, "parquet": _parquet, "datasets": _arrow}[kind]
         number = 0
         try:
-            for number, record in read(path, columns):
+            for number, record in read(path, columns, source.tools):
                 place = str(path), number
                 content = Bad(*place, record.reason) if isinstance(record, _Unreadable) else record
                 yield place, content if isinstance(content, Bad) or kind == "text" else take(content, place)
@@ -173,7 +186,7 @@ def _opened(path: Path) -> Any:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
-def _text(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
+def _text(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any]]:
     try:
         text = _content(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
@@ -182,14 +195,14 @@ def _text(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
     yield 0, text if text.strip() else _Unreadable("empty")
 
 
-def _json(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
+def _json(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any]]:
     """The records of an array, numbered from 1; a file that holds an object in each line is read as lines."""
     try:
         records = json.loads(_content(path))
     except ValueError as error:
         if "Extra data" not in str(error):
             raise ValueError(f"not JSON: {error}") from error
-        yield from _jsonl(path, columns)
+        yield from _jsonl(path, columns, tools)
         return
     if isinstance(records, dict) and not any(name in records for name in columns):
         yield 0, _Unreadable("an object and not an array of records; pass a list, or JSONL")
@@ -197,7 +210,7 @@ def _json(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
     yield from enumerate(records if isinstance(records, list) else [records], 1)
 
 
-def _jsonl(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
+def _jsonl(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any]]:
     with _opened(path) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -209,29 +222,36 @@ def _jsonl(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
                 yield number, _Unreadable(f"not JSON: {error}")
 
 
-def _parquet(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
+def _parquet(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(path)
-    names = [name for name in columns if name in table.schema_arrow.names]
-    if not names:
-        yield 0, _Unreadable(f"no column {columns[0]!r}; it has {', '.join(table.schema_arrow.names)}")
+    names = _present(columns, tools, table.schema_arrow.names)
+    if isinstance(names, _Unreadable):
+        yield 0, names
         return
     yield from enumerate((row for batch in table.iter_batches(columns=names) for row in _rows(batch)), 1)
 
 
-def _arrow(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
+def _arrow(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any]]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as data:
         count = 0
         for batch in pyarrow.ipc.open_stream(data):
-            names = [name for name in columns if name in batch.schema.names]
-            if not names:
-                yield 0, _Unreadable(f"no column {columns[0]!r}; it has {', '.join(batch.schema.names)}")
+            names = _present(columns, tools, batch.schema.names)
+            if isinstance(names, _Unreadable):
+                yield 0, names
                 return
             yield from enumerate(_rows(batch.select(names)), count + 1)
             count += len(batch)
+
+
+def _present(columns: list[str], tools: str, names: list[str]) -> list[str] | _Unreadable:
+    """The columns to read of a table with these names."""
+    if not any(name in names for name in columns):
+        return _Unreadable(f"no column {columns[0]!r}; it has {', '.join(names)}")
+    return [name for name in dict.fromkeys([*columns, tools]) if name in names]
 
 
 def _rows(batch: Any) -> Iterable[Any]:
@@ -249,18 +269,36 @@ def _row(batch: Any, index: int) -> Any:
         return _Unreadable(f"not UTF-8: byte {error.start} of a column")
 
 
-def _document(record: Any, place: Place, column: str) -> Document | Bad:
+def _document(record: Any, place: Place, column: str, tools: str) -> Document | Bad:
     if not isinstance(record, dict) or column not in record:
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         return Bad(*place, f"no column {column!r}; it has {keys}")
     value = record[column]
-    if _is_document(value):
+    if isinstance(value, str) and value.strip():
         return value
-    return Bad(*place, f"column {column!r} holds neither text nor a list of messages")
+    if not _is_chat(value):
+        return Bad(*place, f"column {column!r} holds neither text nor a list of messages")
+    try:
+        return Chat(value, _tools(record.get(tools)))
+    except ValueError as error:
+        return Bad(*place, f"column {tools!r} holds {error}; pass a list of JSON Schemas, or its JSON text")
 
 
-def _is_document(value: Any) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else _is_chat(value)
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """The tools of a row: a list, or its JSON text, which Parquet holds where schemas differ between rows.
+
+    Raises:
+      ValueError: it is neither; the text says what it is.
+    """
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"text that is not JSON ({error})") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{type(tools).__name__} and not a list of objects")
+    return tools
 
 
 def _is_chat(value: Any) -> bool:
@@ -272,12 +310,14 @@ def _is_chat(value: Any) -> bool:
     )
 
 
-def _pair(record: Any, place: Place, columns: DpoSection) -> Pair | Bad:
+def _pair(record: Any, place: Place, columns: DpoSection, tools: str) -> Pair | Bad:
+    answers: list[Document] = []
     for column in (columns.chosen, columns.rejected):
-        content = _document(record, place, column)
+        content = _document(record, place, column, tools)
         if isinstance(content, Bad):
             return content
-    chosen, rejected = record[columns.chosen], record[columns.rejected]
+        answers.append(content)
+    chosen, rejected = answers
     prompt = record.get(columns.prompt) or ""
     if isinstance(chosen, str) != isinstance(rejected, str):
         return Bad(*place, f"columns {columns.chosen!r} and {columns.rejected!r} hold text and messages")
@@ -287,17 +327,18 @@ def _pair(record: Any, place: Place, columns: DpoSection) -> Pair | Bad:
         if not prompt:
             return Bad(*place, f"no text in column {columns.prompt!r}, which comes before both answers")
         return Pair(prompt, chosen, rejected)
-    chats = [_conversation(prompt, answer) for answer in (chosen, rejected)]
-    if not all(chat[-1]["role"] == "assistant" for chat in chats):
+    chats = [_conversation(prompt, answer) for answer in answers]
+    if not all(chat.messages[-1]["role"] == "assistant" for chat in chats):
         return Bad(*place, "the last message of an answer is not the assistant's")
     return Pair("", *chats)
 
 
-def _conversation(prompt: str | list[dict[str, Any]], answer: Document) -> list[dict[str, Any]]:
+def _conversation(prompt: str | list[dict[str, Any]], answer: Document) -> Chat:
     """A prompt and an answer as one chat. An answer that is a whole chat, as in UltraFeedback, holds its prompt."""
-    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    chat = Chat([{"role": "assistant", "content": answer}]) if isinstance(answer, str) else answer
+    turns = chat.messages
     if isinstance(prompt, str):
         before = [{"role": "user", "content": prompt}] if prompt and turns[0]["role"] == "assistant" else []
     else:
         before = [] if turns[: len(prompt)] == prompt else prompt
-    return [*before, *turns]
+    return dataclasses.replace(chat, messages=[*before, *turns])

@@ -18,7 +18,7 @@ from vishwamai.core.errors import ConfigError, ShapeError, UnsupportedError
 from vishwamai.models.tokenizer import special_tokens
 from vishwamai.training.chat import Span, TrainingTemplate, end_of_text, tokenizer_path, tokenizer_settings
 from vishwamai.training.config import DataSection, DpoSection, SourceSection, TokenizerSection, TrainConfig
-from vishwamai.training.sources import Bad, Document, Pair, Place, documents, placed_documents, placed_pairs
+from vishwamai.training.sources import Bad, Chat, Document, Pair, Place, documents, placed_documents, placed_pairs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -308,7 +308,7 @@ def _render(document: Document | Pair, template: TrainingTemplate | None) -> lis
     """The texts of a document, one or a pair, each with the spans of characters that count in the loss."""
     if isinstance(document, str):
         return [Rendered(document, [(0, len(document))])]
-    if not isinstance(document, Pair):
+    if isinstance(document, Chat):
         return [_chat(document, template)]
     answers, prompt = (document.chosen, document.rejected), document.prompt
     if isinstance(document.chosen, str):
@@ -322,14 +322,14 @@ def _render(document: Document | Pair, template: TrainingTemplate | None) -> lis
     ]
 
 
-def _chat(messages: list[dict[str, Any]], template: TrainingTemplate | None) -> Rendered:
+def _chat(chat: Chat, template: TrainingTemplate | None) -> Rendered:
     if template is None:
         raise ConfigError(
             "config: the sources hold chat messages, and the tokenizer that the run takes has no chat template; set "
             "data.chat_template to a Jinja file."
         )
-    text, spans = template.render(messages)
-    return Rendered(text, spans, is_chat=True, ends=messages[-1]["role"] == "assistant")
+    text, spans = template.render(chat.messages, chat.tools)
+    return Rendered(text, spans, is_chat=True, ends=chat.messages[-1]["role"] == "assistant")
 
 
 def _train(section: TokenizerSection, end: str, sources: Iterable[SourceSection]) -> Tokenizer:
@@ -357,7 +357,7 @@ def _sample(limit: int, sources: Iterable[SourceSection]) -> Iterator[str]:
         for document in documents(source):
             if isinstance(document, Bad):
                 continue
-            text = document if isinstance(document, str) else "\n".join(map(_words, document))
+            text = document if isinstance(document, str) else "\n".join(map(_words, document.messages))
             text = text.encode("utf-8", "ignore").decode()  # without lone surrogates
             yield text
             left -= len(text.encode())
