@@ -15,7 +15,7 @@ from vishwamai.training.config_file import from_dict
 from vishwamai.training.data import prepare
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.run import train
-from vishwamai.training.sources import documents
+from vishwamai.training.sources import Chat, documents
 
 CHAT = [
     {"role": "user", "content": "Where is Paris?"},
@@ -103,6 +103,7 @@ def test_the_tools_of_a_row_are_in_its_chat(tmp_path, tools):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CALL, "tools": tools}))
     source = SourceSection(paths=(str(tmp_path / "a.jsonl"),), column="messages")
     (chat,) = documents(source)
+    assert isinstance(chat, Chat)
     folder = world.tokenizer("qwen3")
     program = (world.folder("chat_templates") / "llamacpp/Qwen-Qwen3-0.6B.jinja").read_text(encoding="utf-8")
     text, spans = TrainingTemplate(ChatTemplate(program, "qwen3")).render(chat.messages, chat.tools)
@@ -118,6 +119,7 @@ def test_tools_that_a_template_leaves_out_are_bad_records(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = SourceSection(paths=(str(tmp_path / "a.jsonl"),))
     chat, *bad = documents(source)
+    assert isinstance(chat, Chat)
     assert [str(b).split("; pass")[0].split(" holds ")[1].split(" (")[0] for b in bad] == [
         "text that is not JSON",
         "list and not a list of objects",

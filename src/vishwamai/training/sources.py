@@ -16,7 +16,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from vishwamai.core.errors import ConfigError
 from vishwamai.training.config import DpoSection, SourceSection
@@ -301,7 +301,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _is_chat(value: Any) -> bool:
+def _is_chat(value: object) -> TypeGuard[list[dict[str, Any]]]:
     """Whether a value is messages: each has a role, and a content or calls of functions."""
     return (
         isinstance(value, list)
