@@ -87,7 +87,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--cpu", action="store_true", help="measure on this CPU, and estimate nothing")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="steps that the CPU runs (default: 40)")
     options = parser.parse_args(given)
-    config = read_config(options.config)
+    config = read_config(options.config, ["model.compute_dtype=float32"])
     length = config.data.sequence_length
     if options.cpu:
         print(f"{machine.cpu().cores} cores\n\n{HEAD}", flush=True)

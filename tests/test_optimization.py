@@ -143,7 +143,7 @@ def test_every_key_is_explained_for_every_purpose(purpose):
 def run_files(folder, **changes):
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
     values = {
-        "model": {"config": {name: value for name, value in LLAMA.items() if name != "vocab_size"}},
+        "model": {"config": {k: value for k, value in LLAMA.items() if k != "vocab_size"}, "compute_dtype": "float32"},
         "tokenizer": {"vocab_size": 300},
         "data": {"sources": [{"paths": [str(folder / "text.txt")]}], "sequence_length": 16},
         "steps": 1,

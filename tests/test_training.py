@@ -67,7 +67,7 @@ LOSSES = {"load_balance": 0.05, "router_z_loss": 0.01}
 
 
 def small_values(folder, **changes):
-    """The keys of a run of 8 steps on a text that repeats itself."""
+    """The keys of a run of 8 steps on a text that repeats itself, in float32 on every CPU."""
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     values = {
         "model": {"config": LLAMA},
@@ -78,7 +78,8 @@ def small_values(folder, **changes):
         "steps": 8,
         "batch_size": 4,
     }
-    return values | changes
+    values |= changes
+    return values | {"model": {"compute_dtype": "float32", **values["model"]}}
 
 
 def small(folder, **changes):
@@ -507,7 +508,7 @@ def test_losses_agree_with_transformers_and_torch(tmp_path, family, steps):
 def test_the_example_on_real_text_has_the_losses_of_transformers_and_torch(tmp_path, steps):
     """Rows of several documents, which torch's attention keeps apart by a mask."""
     example = pathlib.Path(__file__).parents[1] / "examples" / "train_stdlib.yaml"
-    config = read_config(example, [f"steps={steps}", "evaluation.every=0"])
+    config = read_config(example, [f"steps={steps}", "evaluation.every=0", "model.compute_dtype=float32"])
     ours, theirs, *exact = losses_of_both(config, tmp_path, *([{"dtype": "float64"}] if steps > 30 else []))
     if exact:  # torch in float32 parts from it, by 3e-4 within 56 of 300 steps
         print(f"torch in float32 is at most {np.abs(np.subtract(theirs, exact[0])).max():.1e} from float64")
@@ -968,7 +969,7 @@ def test_records_go_on_from_a_step_in_both_files(tmp_path):
                 found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
         return found
 
-    meter = StepMeter(0, tokens=64, flops_per_token=10.0, peak_flops=1e9)
+    meter = StepMeter(0, tokens=64, flops_per_token=10.0, peak_flops=1e9, compute_dtype="float32")
     shown = {"gradient_norm": 1.0, "skipped": 0, "overload": 2.0, "skips": 0}
     for last, steps in ((0, 4), (2, 1)):
         with RecordFiles(tmp_path, last, tensorboard=True) as files:

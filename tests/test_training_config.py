@@ -78,7 +78,10 @@ def test_a_mistake_names_the_key_and_what_is_expected(override, text):
         ({"batch_size": 6, "microbatches": 4}, "batch_size=6 is not a multiple of microbatches=4"),
         ({"evaluation": {"every": 5}}, "set data.holdout"),
         ({"optimizer": {"warmup_steps": 50}, "steps": 20}, "warmup_steps=50 exceeds steps=20"),
-        ({"model": {"reduce_dtype": "bfloat16"}}, "compute_dtype=float32 multiplies them unrounded; set model.compute"),
+        (
+            {"model": {"reduce_dtype": "bfloat16", "compute_dtype": "float32"}},
+            "compute_dtype=float32 multiplies them unrounded; set model.compute",
+        ),
         (
             {"model": {"reduce_dtype": "bfloat16", "compute_dtype": "bfloat16"}, "precision": "fp8"},
             "reduce_dtype=bfloat16 does not go with precision=fp8; set model.reduce_dtype=float32",

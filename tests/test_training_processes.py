@@ -100,7 +100,7 @@ def test_two_processes_prefer_as_one(tmp_path, mesh, lora):
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     described = {
-        "model": {"start_from": begin},
+        "model": {"start_from": begin, "compute_dtype": "float32"},
         "tokenizer": {"path": begin},
         "data": {"sources": [{"paths": [str(tmp_path / "pairs.jsonl")]}], "sequence_length": 64},
         "optimizer": {"learning_rate": 0.003, "schedule": "constant", "eps": 1e-4},

@@ -181,7 +181,8 @@ def tuned(folder, start, **values):
     """A run of adapters on chats from a published model, by its own tokenizer and template."""
     (folder / "c.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 8)
     data = {"sources": [{"paths": [str(folder / "c.jsonl")], "column": "messages"}], "sequence_length": 128}
-    described = {"model": {"start_from": str(start)}, "data": data | {"packing": "best_fit"}, "lora": {"rank": 4}}
+    model = {"start_from": str(start), "compute_dtype": "float32"}
+    described = {"model": model, "data": data | {"packing": "best_fit"}, "lora": {"rank": 4}}
     config = from_dict({**described, "batch_size": 1, "optimizer": {"learning_rate": 0.01}, **values})
     return config, list(train(config, folder / "run"))
 

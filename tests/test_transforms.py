@@ -255,3 +255,5 @@ def test_linearize_goes_through_the_definition():
     np.testing.assert_allclose(jax.linearize(slope, x)[1](t), expected, rtol=1e-3, atol=1e-4)
     with pytest.raises(UnsupportedError, match="norm: .* no forward mode"):
         jax.linearize(lambda x: vishwamai.rms_norm(x, implementation="native_cpu"), x)
+    inner = jax.linearize(jax.jit(lambda x: vishwamai.rms_norm(x, implementation="xla")), x)[1]
+    np.testing.assert_allclose(inner(t), jax.linearize(vishwamai.rms_norm, x)[1](t), rtol=1e-5, atol=1e-6)

@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vishwamai.core.config import ambient_target
     from vishwamai.core.optimization import explain_optimization
     from vishwamai.parallel import initialize
+    from vishwamai.training.compute_dtype import resolved_for_run
     from vishwamai.training.data import unread
     from vishwamai.training.run import finish, train
     from vishwamai.training.together import first_alone
@@ -78,7 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         widened = ambient_target().widens_fp8(("float8_e4m3fn", "float8_e5m2"))
         if widened:
             console.console().print(f"precision=fp8: {widened}.", highlight=False)
+    config = resolved_for_run(config, arguments.output)
     if first:
+        console.console().print(f"computes in {config.model.compute_dtype}, on {ambient_target()}.", highlight=False)
         say("reading the data, then compiling the first step")
     started = time.perf_counter()
     records = train(config, arguments.output, arguments.resume, arguments.profile)

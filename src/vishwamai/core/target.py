@@ -96,6 +96,17 @@ class Target:
         """The chip, if it is a CPU."""
         return self.chip if isinstance(self.chip, CpuChip) else None
 
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether the chip has units for products of bfloat16; False for a CPU or a GPU that is not known.
+
+        >>> [name for name in ("v5e", "sm_75", "h100", "cpu:avx512") if Target.parse(name).multiplies_bfloat16]
+        ['v5e', 'h100']
+        """
+        if self.platform == "tpu":
+            return True
+        return isinstance(self.chip, CpuChip | GpuChip) and self.chip.bfloat16_products
+
     def widens_fp8(self, formats: Iterable[str]) -> str | None:
         """Why products of these 8-bit floats are no faster than bfloat16 ones, in words; None where they are, or where
         the GPU is not known.

@@ -15,7 +15,8 @@ from vishwamai.planning.analytic import Breakdown, serving_memory, training_memo
 from vishwamai.planning.compiler import Compiler, ProgramMemory
 from vishwamai.planning.figures import Level
 from vishwamai.planning.serving import Serving, trace_serving
-from vishwamai.planning.training import trace_training
+from vishwamai.planning.training import TPU, trace_training
+from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import from_dict
 
@@ -182,6 +183,6 @@ def training_config(
     for name in ("model", "data"):
         if not isinstance(values.get(name, {}), Mapping):
             raise ConfigError(f"config: {name} is {values[name]!r}; expected a section, a dictionary.")
-    values["model"] = {"compute_dtype": "bfloat16", **values.get("model", {}), "config": dict(model)}
+    values["model"] = {**values.get("model", {}), "config": dict(model)}
     values["data"] = {**values.get("data", {}), "sequence_length": sequence_length}
-    return from_dict(values)
+    return resolved(from_dict(values), TPU)

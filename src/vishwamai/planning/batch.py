@@ -15,7 +15,8 @@ from vishwamai.planning.allocation import llama_like, training_config
 from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.figures import LEVELS, Level
-from vishwamai.planning.training import model_config, trace_training
+from vishwamai.planning.training import TPU, model_config, trace_training
+from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
 
@@ -193,6 +194,7 @@ def _on_line(first: tuple[int, float], second: tuple[int, float], budget: float)
 
 def throughput_bound(config: TrainConfig, target: str) -> Bound:
     """The roofline of a training step on all devices of a target; see `optimize_batch_size`."""
+    config = resolved(config, TPU)
     chip, devices = Target.parse_chip(target), devices_of(target)
     length = config.data.sequence_length
     tokens = config.batch_size * length

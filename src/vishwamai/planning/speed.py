@@ -26,6 +26,8 @@ from vishwamai.planning.analytic import (
 from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.figures import Estimate, cost_of_tokens
 from vishwamai.planning.stages import microbatches_kept, stretch
+from vishwamai.planning.training import TPU
+from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
 
@@ -74,6 +76,7 @@ class Speed:
 
 def training_speed(config: TrainConfig, target: str, step: Estimate) -> Speed:
     """The speed of a configuration whose step takes so long on a target."""
+    config = resolved(config, TPU)
     chip = Target.parse_chip(target)
     length = config.data.sequence_length
     tokens = config.batch_size * length
@@ -91,6 +94,7 @@ def training_time(config: TrainConfig, target: str, memory: Breakdown | None = N
 
     Raises: as `training_memory`.
     """
+    config = resolved(config, TPU)
     memory = memory or training_memory(config, target)
     chip, devices = Target.parse_chip(target), devices_of(target)
     length, model = config.data.sequence_length, described(config)

@@ -21,12 +21,16 @@ from vishwamai.models.checkpoint import quantized
 from vishwamai.planning.program import Program, trace
 from vishwamai.training import program
 from vishwamai.training.checks import check_length, check_pipeline, check_step
+from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.mesh import check_rows, check_units, over_all_devices, written
 from vishwamai.training.model import ModelParts, split
 from vishwamai.training.program import TrainingStep
 
 Tree = Any
+
+TPU = Target("tpu")
+"""What plans are for: any TPU computes in bfloat16 by default."""
 
 
 def on_slice(config: TrainConfig, target: str) -> TrainConfig:
@@ -38,7 +42,7 @@ def on_slice(config: TrainConfig, target: str) -> TrainConfig:
       UnsupportedError: it trains adapters with 8-bit products; or stages do not compute it.
     """
     devices = devices_of(target)
-    config = over_all_devices(config, devices)
+    config = resolved(over_all_devices(config, devices), TPU)
     asked = math.prod(dataclasses.astuple(config.mesh))
     if asked != devices:
         raise ConfigError(
@@ -64,7 +68,7 @@ def as_planned(config: TrainConfig, target: str, *, search: bool = False) -> Tra
     Raises: as `training.checks.check_step` and `on_slice`.
     """
     devices = devices_of(target)
-    config = over_all_devices(config, devices)
+    config = resolved(over_all_devices(config, devices), TPU)
     check_step(config, devices, Target.parse_chip(target))
     return config if search else on_slice(config, target)
 
@@ -113,7 +117,7 @@ def planned_parts(config: TrainConfig, model: ModelConfig | None = None) -> Mode
       config: the configuration.
       model: in place of the one that it describes.
     """
-    described = model_config(config) if model is None else model
+    config, described = resolved(config, TPU), model_config(config) if model is None else model
     dtype, param_dtype = jnp.dtype(config.model.compute_dtype), jnp.dtype(config.model.param_dtype)
     make = functools.partial(Decoder, described, dtype=dtype, param_dtype=param_dtype, stacked=True)
 

@@ -22,6 +22,7 @@ from vishwamai.models.parameters import Parameter, layer_parameters, parameter_p
 from vishwamai.models.periods import Segment, segments, stacks_layers
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage
 from vishwamai.training.compiling import compiler_options
+from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.lora import ADAPTER_RANKS, initial_adapters, takes_adapter, target_pattern
 from vishwamai.training.mesh import KEPT_APART, check_sizes, written
@@ -36,6 +37,7 @@ def check(config: TrainConfig) -> None:
 
     Raises: as `check_step`; and ConfigError where there are no sources, or processes without a part.
     """
+    config = resolved(config)
     if not config.data.sources:
         raise ConfigError("config: data.sources is empty; name at least one source with its paths.")
     devices, processes = math.prod(dataclasses.astuple(config.mesh)), jax.process_count()
@@ -58,7 +60,7 @@ def check_step(config: TrainConfig, available: int, chip: TpuChip | None) -> Non
     """What the sections ask of one another, but for the files of the data: what a run and a plan accept.
 
     Args:
-      config: of the run.
+      config: of the run, with a resolved `model.compute_dtype`.
       available: devices of which `mesh` takes the first ones.
       chip: the TPU that they are; None for another platform.
 

@@ -19,6 +19,10 @@ Count = Annotated[int, pydantic.Field(ge=0)]
 Share = Annotated[float, pydantic.Field(ge=0, lt=1)]
 Factor = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 AboveZero = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+AUTO = "auto"
+"""`compute_dtype.resolved` has the dtype that it stands for."""
 
 
 def key(doc: str, default: Any = dataclasses.MISSING, factory: Callable[[], Any] | None = None) -> Any:
@@ -41,9 +45,10 @@ class ModelSection(_Section):
         "keys of a Hugging Face config.json (model_type, hidden_size, ...); vocab_size defaults to the tokenizer's",
         None,
     )
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = key(
-        "dtype of activations and products; float16, for GPUs and CPUs, scales the loss by optimizer.loss_scale",
-        "float32",
+    compute_dtype: ComputeDtype = key(
+        "dtype of activations and products: auto (bfloat16 where the chip multiplies it, else float32), float32, "
+        "bfloat16, or float16, which is for GPUs and CPUs and scales the loss by optimizer.loss_scale",
+        AUTO,
     )
     param_dtype: Literal["float32", "bfloat16"] = key("dtype of the parameters that the optimizer updates", "float32")
     param_rounding: Literal["nearest", "stochastic"] = key(

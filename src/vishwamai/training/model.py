@@ -16,6 +16,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config
 from vishwamai.models.parameters import parameter_axes
 from vishwamai.training.chat import end_of_text
+from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.remat import checkpoint_policy
 
@@ -112,7 +113,7 @@ def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
     Raises:
       ConfigError: the section says neither or both, or the model's vocab is smaller than the tokenizer's.
     """
-    section = config.model
+    section = resolved(config).model
     dtype, param_dtype = jnp.dtype(section.compute_dtype), jnp.dtype(section.param_dtype)
     stacked = stacked_layers(config)
     if section.start_from is not None and section.config is None:

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from vishwamai.core.hardware import TpuChip
+from vishwamai.core.target import Target
 from vishwamai.training.compiling import compiler_options
+from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.layout import Layout, batch_spec
 from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
@@ -163,6 +165,7 @@ def training_program(
 
     Raises: as `make_layout`, `make_stages` and `compiler_options`.
     """
+    config = resolved(config, None if chip is None else Target("tpu", chip))
     rows = config.batch_size, config.microbatches
     layout = make_layout(config.mesh, parts.params, parts.axes, *rows, devices=devices, model=parts.config)
     shapes = training_step(config, parts)

@@ -36,6 +36,7 @@ class Record:
       load_balance: the experts' load-balancing loss, 1 where all are equally used.
       overload: tokens of the fullest expert of any layer, relative to the mean.
       mfu: share of the devices' peak that `flops.flops_per_token` of the tokens reach; None where it is not known.
+      compute_dtype: dtype of activations and products.
       accuracy: share of the pairs whose chosen answer has gained more than the other. margin: by how much, in the mean.
     """
 
@@ -53,13 +54,15 @@ class Record:
     load_balance: float | None = None
     overload: float | None = None
     mfu: float | None = None
+    compute_dtype: str | None = None
     accuracy: float | None = None
     margin: float | None = None
 
     def to_json(self) -> str:
         """One line; what is None is left out, and a number that is not finite is null, for JSON has no NaN."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()})
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+        return json.dumps(values | {name: None for name, value in numbers.items() if not math.isfinite(value)})
 
     @classmethod
     def from_json(cls, line: str) -> Record:
@@ -69,10 +72,13 @@ class Record:
           ValueError, TypeError: the line is not a record.
         """
         values = json.loads(line)
-        if not isinstance(values, dict) or not all(isinstance(v, int | float | None) for v in values.values()):
+        if not isinstance(values, dict):
+            raise TypeError("expected an object of numbers")
+        dtype = values.pop("compute_dtype", None)
+        if not all(isinstance(v, int | float | None) for v in values.values()) or not isinstance(dtype, str | None):
             raise TypeError("expected an object of numbers")
         numbers: dict[str, Any] = {name: math.nan if value is None else value for name, value in values.items()}
-        return cls(**numbers)
+        return cls(**numbers, compute_dtype=dtype)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -122,7 +128,7 @@ class RecordFiles:
         self.lines.flush()
         if self.events is not None:
             for name, value in dataclasses.asdict(record).items():
-                if name != "step" and value is not None:
+                if name != "step" and isinstance(value, int | float):
                     self.events.add_scalar(name, value, record.step)
 
 
@@ -133,10 +139,12 @@ class StepMeter:
       at: the step from which the run goes on.
       tokens: of a step.
       flops_per_token: operations of a step for each. peak_flops: FLOP/s of all devices; None where it is not known.
+      compute_dtype: dtype of activations and products.
     """
 
-    def __init__(self, at: int, tokens: int, flops_per_token: float, peak_flops: float | None):
+    def __init__(self, at: int, tokens: int, flops_per_token: float, peak_flops: float | None, compute_dtype: str):
         self.tokens, self.flops_per_token, self.peak_flops = tokens, flops_per_token, peak_flops
+        self.compute_dtype = compute_dtype
         self.begun = time.perf_counter()
         self.at = self.recorded = at
         self.seconds = self.recorded_seconds = 0.0
@@ -171,6 +179,7 @@ class StepMeter:
             seconds=time.perf_counter() - self.begun,
             step_seconds=self.seconds,
             evaluation_loss=evaluation_loss,
+            compute_dtype=self.compute_dtype,
             mfu=None if self.peak_flops is None else rate * self.flops_per_token / self.peak_flops,
             **{name: float(shown[name]) for name in optional if name in shown},
         )

@@ -78,6 +78,7 @@ def _facts(records: Sequence[Record]) -> list[tuple[str, str]]:
         ("of the time in steps", f"{goodput(records):.0%}"),
         ("peak memory", f"{last.memory / 2**30:.2f} GiB"),
         ("steps skipped", str(last.skipped)),
+        ("activations and products", last.compute_dtype or "unknown"),
     ]
     evaluated = [r.evaluation_loss for r in records if r.evaluation_loss is not None]
     return [("held-out loss", f"{evaluated[-1]:.3f}"), *found] if evaluated else found

@@ -28,6 +28,7 @@ from vishwamai.models import from_pretrained
 from vishwamai.models.axes import MeshAxes
 from vishwamai.training.checkpoints import Checkpoints, described, holds_checkpoint, set_damaged_aside
 from vishwamai.training.checks import check
+from vishwamai.training.compute_dtype import as_recorded, resolved_for_run
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
 from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, training_batches, unread
@@ -79,11 +80,11 @@ def train(
       DeviceError: too many steps in a row were skipped for their gradients, a checkpoint could not be written, or this
         process cannot take the trace that `profile` asks for.
     """
-    config = over_all_devices(config, jax.device_count())
+    folder = Path(output)
+    config = resolved_for_run(over_all_devices(config, jax.device_count()), folder)
     check(config)
     if profile and (reason := why_no_trace()) is not None:
         raise DeviceError(f"train: `profile` is {profile}, but {reason}.")
-    folder = Path(output)
     first_alone(lambda: claim(config, folder, resume))
     check_shared(folder, "config.yaml")
     return _steps(config, folder, *make_job(config, folder), resume, profile)
@@ -108,7 +109,8 @@ def _steps(
             del restored  # the layers in the usual form, which `place` has copied
         begun, exploded, stop = at, None, AnyAsked(asked)
         every, skips, read = config.evaluation.every, int(state.skips), at  # skipped in a row at step `read`
-        meter = StepMeter(at, config.batch_size * config.data.sequence_length, job.flops_per_token, job.peak_flops)
+        tokens = config.batch_size * config.data.sequence_length
+        meter = StepMeter(at, tokens, job.flops_per_token, job.peak_flops, config.model.compute_dtype)
         writes = RecordFiles(folder, at, config.log.tensorboard) if is_first() else contextlib.nullcontext()
         with writes as files, _Trace(folder, profile, at + 2) as trace:
             while at < config.steps and not stop():
@@ -320,7 +322,7 @@ def _placed(stages: Stages | None, params: Any) -> Any:
 def finish(config: TrainConfig, output: str | Path) -> str | None:
     """Writes `report.html` of a finished run, and returns a sample of its model if the configuration has a prompt."""
     folder = Path(output)
-    text = None
+    config, text = as_recorded(config, folder), None
     if config.sample.prompt is not None:
         model = from_pretrained(folder / "model", dtype=config.model.compute_dtype)
         tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))

@@ -54,13 +54,13 @@ def first_alone(work: Callable[[], T]) -> T | None:
     return made
 
 
-def as_first(flag: bool) -> bool:
-    """What process 0 passes; every process calls it.
+def as_first(number: int) -> int:
+    """The number that process 0 passes; every process calls it.
 
-    >>> as_first(True)
-    True
+    >>> as_first(2)
+    2
     """
-    return flag if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.asarray(flag)))
+    return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.asarray(number)))
 
 
 def check_shared(folder: Path, file: str) -> None:

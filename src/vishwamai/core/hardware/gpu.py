@@ -74,6 +74,18 @@ class GpuChip:
         """ "cuda" or "rocm"."""
         return "rocm" if self.architecture.startswith("gfx") else "cuda"
 
+    @property
+    def bfloat16_products(self) -> bool:
+        """Whether the matrix units multiply bfloat16: NVIDIA's from compute capability 8.0 on [C], AMD's CDNA [R].
+
+        Example:
+            >>> [name for name in ("sm_75", "sm_80", "gfx906", "gfx942") if architecture(name).bfloat16_products]
+            ['sm_80', 'gfx942']
+        """
+        if self.platform == "cuda":
+            return int(re.sub(r"[^0-9]", "", self.architecture)) >= 80
+        return self.architecture in ("gfx908", "gfx90a", "gfx942", "gfx950")
+
     def is_called(self, device_name: str) -> bool:
         """Whether the driver's name of a device is this GPU's."""
         return self.device_name is not None and re.search(self.device_name, device_name) is not None
