@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the table below, as tools read it
         merge_attention,
     )
     from vishwamai.ops.conv import causal_conv1d
+    from vishwamai.ops.delta import gated_delta_rule, linear_attention, state_space
     from vishwamai.ops.gated import gated_linear_unit
     from vishwamai.ops.loss import linear_cross_entropy
     from vishwamai.ops.matmul import gemm
@@ -90,12 +91,14 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "fused_gelu_dropout",
+    "gated_delta_rule",
     "gated_linear_unit",
     "gelu",
     "gemm",
     "grouped_gemm",
     "kernel_config",
     "layer_norm",
+    "linear_attention",
     "linear_cross_entropy",
     "load_codes",
     "log_softmax",
@@ -112,6 +115,7 @@ __all__ = [
     "save_codes",
     "silu",
     "softmax",
+    "state_space",
     "update_pages",
 ]
 
@@ -126,6 +130,7 @@ _MODULES = {
     "ops.activation": "fused_gelu_dropout gelu relu2 silu",
     "ops.attention": "BlockMask block_sparse_attention flash_attention flash_attention_varlen merge_attention",
     "ops.conv": "causal_conv1d",
+    "ops.delta": "gated_delta_rule linear_attention state_space",
     "ops.gated": "gated_linear_unit",
     "ops.loss": "linear_cross_entropy",
     "ops.matmul": "gemm",

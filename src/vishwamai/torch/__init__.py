@@ -10,6 +10,7 @@ torch.Size([2, 4])
 from vishwamai.torch.activation import fused_gelu_dropout, gelu, relu2, silu
 from vishwamai.torch.attention import block_sparse_attention, flash_attention
 from vishwamai.torch.conv import causal_conv1d
+from vishwamai.torch.delta import gated_delta_rule, linear_attention, state_space
 from vishwamai.torch.einsum import einsum
 from vishwamai.torch.explain import explain
 from vishwamai.torch.gated import gated_linear_unit
@@ -42,11 +43,13 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "fused_gelu_dropout",
+    "gated_delta_rule",
     "gated_linear_unit",
     "gelu",
     "gemm",
     "grouped_gemm",
     "layer_norm",
+    "linear_attention",
     "linear_cross_entropy",
     "log_softmax",
     "merge_attention",
@@ -63,6 +66,7 @@ __all__ = [
     "rope_tables",
     "silu",
     "softmax",
+    "state_space",
     "tune",
     "update_pages",
 ]

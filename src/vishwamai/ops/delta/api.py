@@ -1,0 +1,177 @@
+"""The public recurrences with a matrix state: `gated_delta_rule`, `linear_attention` and `state_space`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from vishwamai.core.arguments import checked
+from vishwamai.core.op import Op
+from vishwamai.core.precision import accumulator_dtype
+from vishwamai.core.signature import array_specs, as_arrays, public_call
+from vishwamai.core.spec import as_array
+from vishwamai.ops.delta.chunked import XLA_CHUNKED
+from vishwamai.ops.delta.reference import XLA
+from vishwamai.ops.delta.spec import SIGNATURE, DeltaSpec, Operands, check_rank, check_state_space, describe
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
+DELTA: Op[DeltaSpec] = Op("gated_delta_rule", (XLA_CHUNKED, XLA), split="batch heads")
+
+
+@checked
+def gated_delta_rule(
+    query: Float[Array, "batch key_heads seq key_dim"],
+    key: Float[Array, "batch key_heads seq key_dim"],
+    value: Float[Array, "batch heads seq value_dim"],
+    decay: Float[Array, "batch heads seq *key_dim"] | None = None,
+    beta: Float[Array, "batch heads seq"] | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "batch heads key_dim value_dim"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    return_state: bool = False,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Any:
+    """The gated delta rule: a state S of one matrix for each head, which a token decays, corrects and reads.
+
+    With g = exp(decay): `S = g S + beta key (value - (g S)^T key)^T`, `y = scale S^T query`. Yang, Kautz, Hatamizadeh,
+    "Gated Delta Networks" (2024); with a decay for each channel of the key, Kimi Team, "Kimi Linear" (2025). Long
+    sequences are computed by chunks, as products. Decoding is a call with `seq` = 1 that passes the state on.
+
+    Args:
+      query, key: `[batch, key_heads, seq, key_dim]`; key_heads divides heads, and head h reads key head
+        h // (heads // key_heads). Keys of length 1 and betas up to 2 keep the state bounded; nothing is normalized.
+      value: `[batch, heads, seq, value_dim]`. One dtype for the three: bfloat16, float16, float32 or float64. States
+        and sums are float32 (float64 for float64).
+      decay: natural logarithm of the factor of the state, at most 0: `[batch, heads, seq]`, or `[batch, heads, seq,
+        key_dim]` for one of each channel; None for 0.
+      beta: `[batch, heads, seq]`, how much of the correction a token writes; None for 1.
+      scale: of the query; None for key_dim ** -0.5.
+      initial_state: `[batch, heads, key_dim, value_dim]`; None for zeros.
+      segment_ids: integers `[batch, seq]` of packed sequences. The state begins anew at each run of equal ids;
+        `initial_state` belongs to the first run.
+      return_state: returns the state after the last token too.
+      config: a `ChunkedConfig`, the tokens of a chunk, or None.
+      implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
+
+    Returns:
+      `y`, of the shape and dtype of `value`; with `return_state` the pair (y, state), the state in float32 (float64 for
+      float64).
+
+    Raises:
+      ShapeError: an argument is not legal or does not fit the others.
+      UnsupportedError: the implementation asked for cannot serve the call.
+
+    >>> import jax.numpy as jnp
+    >>> key = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]).reshape(1, 1, 3, 2)
+    >>> value = jnp.array([5.0, 7.0, 9.0]).reshape(1, 1, 3, 1)
+    >>> y, state = gated_delta_rule(key, key, value, scale=1.0, return_state=True)  # the state stores 7 and 9
+    >>> y.ravel().tolist(), state.ravel().tolist()
+    ([5.0, 7.0, 9.0], [9.0, 7.0])
+    """
+    name = "gated_delta_rule"
+    arrays = Operands(value, query, key, _with_channels(name, decay), beta, None, initial_state, segment_ids)
+    return _call(name, arrays, scale, True, return_state, config, implementation)
+
+
+@checked
+def linear_attention(
+    query: Float[Array, "batch key_heads seq key_dim"],
+    key: Float[Array, "batch key_heads seq key_dim"],
+    value: Float[Array, "batch heads seq value_dim"],
+    decay: Float[Array, "batch heads seq *key_dim"] | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "batch heads key_dim value_dim"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    return_state: bool = False,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Any:
+    """Causal linear attention with decay: `S = exp(decay) S + key value^T`, `y = scale S^T query`. Katharopoulos et
+    al., "Transformers are RNNs" (2020); with one decay for each head, RetNet and Lightning Attention; with one of each
+    channel, gated linear attention.
+
+    Args, returns and errors are those of `gated_delta_rule`.
+
+    >>> import jax.numpy as jnp
+    >>> ones = jnp.ones((1, 1, 3, 1))
+    >>> linear_attention(ones, ones, ones, jnp.full((1, 1, 3), jnp.log(0.5))).ravel().tolist()
+    [1.0, 1.5, 1.75]
+    """
+    name = "linear_attention"
+    arrays = Operands(value, query, key, _with_channels(name, decay), None, None, initial_state, segment_ids)
+    return _call(name, arrays, scale, False, return_state, config, implementation)
+
+
+@checked
+def state_space(
+    x: Float[Array, "batch heads seq head_dim"],
+    dt: Float[Array, "batch heads seq"],
+    A: Float[Array, " heads"],
+    B: Float[Array, "batch groups seq state_dim"],
+    C: Float[Array, "batch groups seq state_dim"],
+    D: Float[Array, " heads"] | None = None,
+    *,
+    initial_state: Float[Array, "batch heads state_dim head_dim"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    return_state: bool = False,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Any:
+    """The selective state space of Mamba2: `S = exp(dt A) S + dt B x^T`, `y = S^T C + D x`. Dao, Gu, "Transformers are
+    SSMs" (2024).
+
+    It is the recurrence of `linear_attention` with C, B and x as query, key and value, so it runs by chunks too.
+
+    Args:
+      x: `[batch, heads, seq, head_dim]`, bfloat16, float16, float32 or float64.
+      dt: steps, `[batch, heads, seq]`, after their bias and softplus.
+      A: `[heads]`, negative.
+      B, C: `[batch, groups, seq, state_dim]` in the dtype of `x`; groups divides heads.
+      D: `[heads]`, or None for 0.
+      initial_state: `[batch, heads, state_dim, head_dim]`; None for zeros. transformers swaps the last two axes.
+
+    The other arguments, returns and errors are those of `gated_delta_rule`.
+
+    >>> import jax.numpy as jnp
+    >>> ones = jnp.ones((1, 1, 3, 1))
+    >>> print(state_space(ones, jnp.ones((1, 1, 3)), jnp.array([-1.0]), ones, ones, jnp.array([10.0])).ravel().tolist())
+    [11.000, 11.368, 11.503]
+    """
+    name = "state_space"
+    check_state_space(x, dt, A, B, C, D, initial_state, segment_ids)
+    dt, A = as_array(name, "dt", dt), as_array(name, "A", A)
+    wide = accumulator_dtype(dt.dtype)
+    decay = (dt.astype(wide) * A.astype(wide)[:, None])[..., None]
+    arrays = Operands(x, C, B, decay, dt, D, initial_state, segment_ids)
+    return _call(name, arrays, 1.0, False, return_state, config, implementation)
+
+
+def _with_channels(function: str, decay: Any) -> Any:
+    """A decay with an axis of channels, 1 where they share it."""
+    if decay is None:
+        return None
+    decay = as_array(function, "decay", decay)
+    check_rank(function, "decay", decay.ndim)
+    return decay[..., None] if decay.ndim == 3 else decay
+
+
+def _call(
+    function: str,
+    arrays: Operands,
+    scale: float | None,
+    correction: bool,
+    return_state: bool,
+    config: Any,
+    implementation: str | None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    arrays = as_arrays(function, arrays)
+    spec = describe(array_specs(arrays), function, scale, correction, return_state)
+    y, state = public_call(DELTA, SIGNATURE, spec, arrays, config=config, implementation=implementation)
+    return (y, state) if return_state else y

@@ -1,0 +1,130 @@
+"""The recurrences with a matrix state: random calls against the float64 recurrence, sequences that are cut or packed,
+and the code of transformers.
+"""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import contract
+import draws
+from vishwamai import ShapeError, explain, gated_delta_rule, linear_attention, state_space
+from vishwamai.ops.catalogue import operations
+
+IMPLEMENTATIONS = {impl.name: impl for impl in operations()["gated_delta_rule"].op.implementations}
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(1000, marks=pytest.mark.long)])
+def test_random_calls(count):
+    """Values, states and gradients of any legal call, by chunks, are those of the float64 recurrence."""
+    for seed in range(count):
+        case = draws.draw_case("gated_delta_rule", random.Random(seed).choice, 130)
+        got = contract.evaluate(case, IMPLEMENTATIONS["xla_chunked"])
+        contract.check_all(got, contract.truth(case), contract.by_reference(case), unit=2.0**-20)
+
+
+def arrays(seq, heads=2, key_dim=8, value_dim=6, decay=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    query, key = (jnp.asarray(rng.standard_normal((1, heads, seq, key_dim)), jnp.float32) for _ in range(2))
+    key = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
+    value = jnp.asarray(rng.standard_normal((1, heads, seq, value_dim)), jnp.float32)
+    log_decay = jnp.asarray(-decay * rng.random((1, heads, seq)), jnp.float32)
+    return query, key, value, log_decay, jnp.asarray(rng.random((1, heads, seq)), jnp.float32)
+
+
+@pytest.mark.parametrize("seq", [3000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_a_long_sequence_keeps_its_digits(seq):
+    """Repeated keys, betas at 0 and 1 and decays that are weak for long and then strong, against the recurrence."""
+    query, key, value, decay, beta = arrays(seq, heads=1, decay=1e-3)
+    key = key.at[:, :, 100:200].set(key[:, :, 100:101])
+    beta = jnp.round(beta).at[:, :, 100:200].set(1.0)
+    decay = decay.at[:, :, 1000:1100].set(-100.0)
+    got, expected = (
+        jax.jit(lambda *a, how=how: gated_delta_rule(*a, return_state=True, implementation=how))(
+            query, key, value, decay, beta
+        )
+        for how in ("xla_chunked", "xla")
+    )
+    contract.close(got, expected, 3e-5)
+
+
+def test_a_cut_sequence_passes_its_state_on():
+    """Chunks, single tokens and few tokens, in any order, give what one call gives."""
+    operands = arrays(80)
+    y, state = gated_delta_rule(*operands, return_state=True)
+    parts, carried = [], None
+    for cut in (slice(0, 33), slice(33, 34), slice(34, 38), slice(38, 80)):
+        part, carried = gated_delta_rule(*(x[:, :, cut] for x in operands), initial_state=carried, return_state=True)
+        parts.append(part)
+    contract.close((jnp.concatenate(parts, 2), carried), (y, state), 1e-5)
+    assert state.dtype == jnp.float32
+
+
+def test_packed_sequences_are_those_alone():
+    """Runs of ids, an id that returns among them, on both sides of a chunk's edge: values, state and gradients."""
+    operands = arrays(40)
+    ids = jnp.asarray(np.repeat([3, 1, 3, 8], [5, 17, 1, 17]))[None]
+
+    def loss(*operands, ids=None):
+        y, state = gated_delta_rule(*operands, segment_ids=ids, config=16, return_state=True)
+        return (y**2).sum() + (state**2).sum() * (ids is None or 1.0), (y, state)
+
+    every = tuple(range(5))
+    slopes, (y, state) = jax.grad(loss, every, has_aux=True)(*operands, ids=ids)
+    start = 0
+    for size in (5, 17, 1, 17):
+        run = slice(start, start + size)
+        part = tuple(x[:, :, run] for x in operands)
+        alone = gated_delta_rule(*part, return_state=True)
+        contract.close(y[:, :, run], alone[0], 1e-5)
+        start += size
+    contract.close(state, alone[1], 1e-5)
+    last, _ = jax.grad(loss, every, has_aux=True)(*part)
+    contract.close(tuple(x[:, :, run] for x in slopes), last, 1e-4)
+
+
+def test_it_is_the_rule_of_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    query, key, value, decay, beta = arrays(70)
+    state = jnp.ones((1, 2, 8, 6), jnp.float32)
+    moved = [torch.tensor(np.asarray(x.swapaxes(1, 2))) for x in (query, key, value, decay, beta)]
+    y, last = torch_chunk_gated_delta_rule(
+        *moved, initial_state=torch.tensor(np.asarray(state)), output_final_state=True
+    )
+    got = gated_delta_rule(query, key, value, decay, beta, initial_state=state, return_state=True)
+    np.testing.assert_allclose(got[0], y.numpy().swapaxes(1, 2), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got[1], last.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_channels_of_one_decay_are_the_decay_of_a_head():
+    query, key, value, decay, beta = arrays(40)
+    by_channel = jnp.broadcast_to(decay[..., None], key.shape)
+    expected = gated_delta_rule(query, key, value, decay, beta)
+    contract.close(gated_delta_rule(query, key, value, by_channel, beta), expected, 1e-5)
+
+
+def test_which_form_runs():
+    """Few tokens run one by one, many by chunks, on every platform; `explain` says why."""
+    for seq, name in ((1, "xla"), (64, "xla_chunked")):
+        (call,) = explain(gated_delta_rule, *arrays(seq), target="v5e").calls
+        assert call.runs == name
+
+
+def test_errors_name_the_argument():
+    query, key, value, decay, beta = arrays(6)
+    ones = jnp.ones((1, 2, 6))
+    for text, call in {
+        r"`decay` has 2 axes.*\[batch, heads, seq\]": lambda: gated_delta_rule(query, key, value, decay[0]),
+        r"`key` has dtype bfloat16.*`value` float32": lambda: linear_attention(query, key.astype("bfloat16"), value),
+        r"`beta` has shape \(1, 2, 5\).*\(1, 2, 6\)": lambda: gated_delta_rule(query, key, value, decay, beta[..., :5]),
+        "`key` has shape .*`query` has 1 heads": lambda: gated_delta_rule(query[:, :1], key, value),
+        r"state_space: `A` has shape \(3,\)": lambda: state_space(value, ones, jnp.ones(3), key, query),
+        r"state_space: `B` has shape": lambda: state_space(value, ones, jnp.ones(2), key[:, :, :3], query),
+    }.items():
+        with pytest.raises(ShapeError, match=text):
+            call()
