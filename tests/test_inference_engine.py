@@ -18,7 +18,7 @@ from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.inference import Engine, Limits, Sampling
 from vishwamai.inference.pools import kv_dtype_of, make_pools
 from vishwamai.models import Decoder, PagedBatch, from_pretrained
-from vishwamai.models.attend import rotation_switch
+from vishwamai.models.rotation import rotation_switch
 
 LIMITS = Limits(max_sequences=4, max_tokens=16, max_length=96, page_size=4)
 TOKENS = np.random.default_rng(0).integers(3, 131, (4, 40)).tolist()

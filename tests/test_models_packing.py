@@ -7,7 +7,6 @@ from flax import nnx
 
 from vishwamai import PackedQTensor, PackedWeight, ShapeError
 from vishwamai.models import Decoder, ModelConfig, pack_weights, save_pretrained
-from vishwamai.models.parameters import layer_parameters
 from vishwamai.ops.quantization import quantize
 
 CONFIG = ModelConfig.from_dict(
@@ -30,7 +29,7 @@ CONFIG = ModelConfig.from_dict(
 def test_packed_weights_compute_the_same(form, tmp_path):
     """Within float32's rounding, or that of rows to int8, which 8-bit floats do without."""
     model = Decoder(CONFIG, rngs=nnx.Rngs(0), stacked=False)
-    names = [name for name, parameter in layer_parameters(CONFIG, CONFIG.layers[0]).items() if parameter.matrix]
+    names = [name for name, parameter in CONFIG.layers[0].parameters(CONFIG).items() if parameter.matrix]
     if form is not None:
         for layer in model.layers:
             for name in names:

@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.inference.mesh import gathered
 from vishwamai.inference.sampling import Proposals, Rows, propose
-from vishwamai.models.attend import rotation_switch
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import PagedBatch
+from vishwamai.models.rotation import rotation_switch
 
 if TYPE_CHECKING:
     from vishwamai.models.decoder import Decoder

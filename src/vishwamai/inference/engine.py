@@ -33,7 +33,7 @@ from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scheduler import Scheduler
 from vishwamai.inference.threads import roomy_stack
 from vishwamai.models import Decoder
-from vishwamai.models.attend import rotation_switch
+from vishwamai.models.rotation import rotation_switch
 
 _OPTIONAL = {"limits": Limits, "draft": Decoder, "mesh": Mesh}
 

@@ -17,7 +17,7 @@ from vishwamai.inference.limits import Limits
 from vishwamai.inference.mesh import logical_rules, pool_sharding
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import page_shapes, window_rings
-from vishwamai.models.parameters import Parameter, layer_parameters, parameter_path, top_parameters
+from vishwamai.models.parameters import Parameter, parameter_path, top_parameters
 
 if TYPE_CHECKING:
     from vishwamai.models.storage import Storage
@@ -103,7 +103,7 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, Parameter, int | Non
     """Every parameter of every layer: its name, its table's entry, and the layer."""
     yield from ((name, p, None) for name, p in top_parameters(config).items())
     for layer, kind in enumerate(config.layers):
-        yield from ((name, p, layer) for name, p in layer_parameters(config, kind).items())
+        yield from ((name, p, layer) for name, p in kind.parameters(config).items())
 
 
 def rings_of(config: ModelConfig, limits: Limits) -> dict[int, int]:

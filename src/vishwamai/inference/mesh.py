@@ -155,8 +155,9 @@ def place_pool(config: ModelConfig, pool: Any, mesh: Mesh | None) -> Any:
 
 
 def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
-    """How a pool of pages lies over the mesh: split by kv heads, or whole on each device where it is latent."""
-    heads = TENSOR if config.latent is None and TENSOR in mesh.shape else None
+    """How a pool of pages lies over the mesh: split by kv heads, or on each device where a row serves all heads."""
+    by_head = all(len(kind.mixer.page_row(config)) > 1 for kind in dict.fromkeys(config.layers))
+    heads = TENSOR if by_head and TENSOR in mesh.shape else None
     return NamedSharding(mesh, PartitionSpec(None, None, heads))
 
 

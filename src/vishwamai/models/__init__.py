@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from vishwamai.models.decoder import Decoder
     from vishwamai.models.embedding import SentenceEncoder
     from vishwamai.models.generation import GenerationConfig, read_generation_config
-    from vishwamai.models.layer_kinds import LayerKind, Rope
+    from vishwamai.models.layers.layer import LayerKind
     from vishwamai.models.packing import pack_weights
     from vishwamai.models.pages import PagedBatch, page_shapes
     from vishwamai.models.pooling import Pooling
+    from vishwamai.models.rotation import Rope
     from vishwamai.models.tokenizer import Detokenizer, Tokenizer, read_tokenizer
 
 _MODULES = {
     "Decoder": "decoder",
     "Detokenizer": "tokenizer",
     "GenerationConfig": "generation",
-    "LayerKind": "layer_kinds",
+    "LayerKind": "layers.layer",
     "ModelConfig": "config",
     "PagedBatch": "pages",
     "Pooling": "pooling",
-    "Rope": "layer_kinds",
+    "Rope": "rotation",
     "SentenceEncoder": "embedding",
     "Tokenizer": "tokenizer",
     "from_pretrained": "checkpoint",

@@ -1,132 +1,117 @@
-"""How tokens see one another: in whole sequences (training, scoring), or through pages (serving)."""
+"""Attention of queries over keys and values: within whole sequences (training, scoring), or through pages (serving)."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import Attend, Rotate
-from vishwamai.models.config import ModelConfig
-from vishwamai.models.layer_kinds import LayerKind, Rope
 from vishwamai.models.pages import PagedBatch, QuantizedPages
 from vishwamai.ops.attention.ring import ring_attention
 from vishwamai.ops.attention.ulysses import ulysses_attention
-from vishwamai.ops.rope import Llama3Scaling, LongRopeScaling, YarnScaling
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
 
-def rotation_switch(config: ModelConfig) -> int | None:
-    """The length past which all keys of a sequence are rotated otherwise (LongRoPE); None where that never happens."""
-    scalings = [kind.rope.scaling for kind in config.layers]
-    return min((s.original_max_positions for s in scalings if isinstance(s, LongRopeScaling)), default=None)
-
-
-def rotation(config: ModelConfig, positions: Any, lengths: Any = None) -> Rotate:
-    """The rotation by `positions`, `[batch, seq]` or None to count from 0.
-
-    Args:
-      lengths: `[batch, seq]`, tokens of each token's sequence, for scalings that depend on it; None for the largest
-        position and one more.
-    """
-
-    def rotate(pair: tuple[Any, Any], rope: Rope) -> tuple[Any, Any]:
-        turned = int(config.head_dim * rope.partial)
-        if not turned:
-            return pair
-        if rope.query_growth:
-            pair = pair[0] * _growth(rope, positions, pair[0]), pair[1]
-        options: dict[str, Any] = {"theta": rope.theta, "rotary_dim": turned, "layout": "bshd"}
-        options["interleaved"] = config.rope_interleaved
-        scaling = rope.scaling
-        if lengths is None or not isinstance(scaling, LongRopeScaling):
-            return vishwamai.apply_rope(pair, positions, scaling=scaling, **options)
-        short = dataclasses.replace(scaling, long_factor=scaling.short_factor)
-        long = dataclasses.replace(scaling, short_factor=scaling.long_factor)
-        near, far = (vishwamai.apply_rope(pair, positions, scaling=one, **options) for one in (short, long))
-        past = (lengths > scaling.original_max_positions)[..., None, None]
-        return jnp.where(past, far[0], near[0]), jnp.where(past, far[1], near[1])
-
-    return rotate
-
-
-def _growth(rope: Rope, positions: Any, query: Any) -> Any:
-    """The factor of queries `[batch, seq, heads, head_dim]` by position; see `Rope`."""
-    if positions is None:
-        positions = jnp.arange(query.shape[1])[None]
-    assert isinstance(rope.scaling, YarnScaling | LongRopeScaling | Llama3Scaling)
-    steps = jnp.floor(positions / rope.scaling.original_max_positions)
-    return (1 + rope.query_growth * jnp.log1p(steps))[..., None, None].astype(query.dtype)
+    from vishwamai.models.config import ModelConfig
 
 
 def sequence_placement(config: ModelConfig) -> Literal["contiguous", "zigzag"]:
     """How rows lie on the devices of a split sequence: `ring_attention` balances windows in order, and other layers in
     zig-zag order.
     """
-    return "zigzag" if all(kind.window is None for kind in config.layers) else "contiguous"
+    return "zigzag" if all(kind.mixer.window is None for kind in config.layers) else "contiguous"
 
 
-def attend_sequences(config: ModelConfig, segment_ids: Any, axes: MeshAxes = ONE_DEVICE) -> Attend:
+def attend_sequences(
+    config: ModelConfig,
+    window: int | None,
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
+    sinks: Float[Array, " heads"] | None,
+    segment_ids: Int[Array, "batch seq"] | None,
+    axes: MeshAxes = ONE_DEVICE,
+) -> Float[Array, "batch seq heads value_dim"]:
     """Causal attention within each row, and within each of its segments.
 
     Args:
-      axes: with `sequence`, the device has its part of each row, placed by `sequence_placement`; in order with `heads`.
+      config: the model, for the scale and the soft-cap of the logits.
+      window: tokens that a token sees, its own included; None for all before it.
+      query, key, value: of all tokens of the rows.
+      sinks: a logit of each head that enters the denominator only.
+      segment_ids: `[batch, seq]`, segments of the rows; None for one segment a row.
+      axes: mesh axes; with `sequence`, the device has its part of each row, placed by `sequence_placement`; in order
+        with `heads`.
     """
-
-    def attend(kind: LayerKind, query: Any, key: Any, value: Any, sinks: Any, pages: Any) -> tuple[Any, Any]:
-        options: dict[str, Any] = {
-            "causal": True,
-            "window": None if kind.window is None else (kind.window - 1, 0),
-            "segment_ids": None if segment_ids is None else (segment_ids, segment_ids),
-            "softcap": config.attention_softcap,
-            "scale": config.attention_scale,
-        }
-        if axes.sequence is None:
-            return vishwamai.flash_attention(query, key, value, layout="bshd", sinks=sinks, **options), pages
-        by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-        options |= {"axis": axes.sequence, "sinks": sinks}
-        if axes.heads:
-            out = ulysses_attention(*by_head, **options)
-        else:
-            out = ring_attention(*by_head, placement=sequence_placement(config), **options)
-        return jnp.swapaxes(out, 1, 2), pages
-
-    return attend
+    options: dict[str, Any] = {
+        "causal": True,
+        "window": None if window is None else (window - 1, 0),
+        "segment_ids": None if segment_ids is None else (segment_ids, segment_ids),
+        "softcap": config.attention_softcap,
+        "scale": config.attention_scale,
+    }
+    if axes.sequence is None:
+        return vishwamai.flash_attention(query, key, value, layout="bshd", sinks=sinks, **options)
+    by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    options |= {"axis": axes.sequence, "sinks": sinks}
+    if axes.heads:
+        out = ulysses_attention(*by_head, **options)
+    else:
+        out = ring_attention(*by_head, placement=sequence_placement(config), **options)
+    return jnp.swapaxes(out, 1, 2)
 
 
-def attend_pages(config: ModelConfig, batch: PagedBatch, first_page: Any = 0) -> Attend:
-    """Attention of new tokens `[1, tokens, ...]` over pages, which get their keys and values first.
+def attend_pages(
+    config: ModelConfig,
+    window: int | None,
+    query: Float[Array, "1 tokens heads head_dim"],
+    key: Float[Array, "1 tokens kv_heads head_dim"],
+    value: Float[Array, "1 tokens kv_heads head_dim"] | None,
+    sinks: Float[Array, " heads"] | None,
+    batch: PagedBatch,
+    pages: Any,
+    first_page: Any,
+    latent_dim: int | None = None,
+) -> tuple[Float[Array, "1 tokens heads value_dim"], Any]:
+    """Attention of new tokens over pages, which get their keys and values first.
 
     Args:
-      first_page: where the layer's pages start in its group's pool.
+      config, window, query, key, sinks: those of `attend_sequences`, of the new tokens.
+      value: values of the new tokens; None where `key` is a latent row.
+      batch: the sequences.
+      pages: the pool of the layer's group, an array or `QuantizedPages`.
+      first_page: int32 scalar, index of the layer's first page in the pool.
+      latent_dim: features of a latent row that are the value.
+
+    Returns:
+      The mixed values, and the pool.
     """
-
-    def scales(pages: QuantizedPages) -> dict[str, Any]:
-        layer = first_page // (pages.pool.shape[0] // pages.k_scale.shape[0])
-        return {"k_scale": pages.k_scale[layer], "v_scale": pages.v_scale[layer]}
-
-    def attend(kind: LayerKind, query: Any, key: Any, value: Any, sinks: Any, pages: Any) -> tuple[Any, Any]:
-        tables = batch.kv_lens, batch.table(kind.window) + first_page, batch.cu_q_lens
-        latent = None if config.latent is None else config.latent.kv_rank
-        pool, scaled = (pages.pool, scales(pages)) if isinstance(pages, QuantizedPages) else (pages, {})
-        if value is None:
-            pool = vishwamai.update_pages(pool, key[0, :, 0], None, *tables, **scaled)
-        else:
-            pool = vishwamai.update_pages(pool, key[0], value[0], *tables, **scaled)
-        out = vishwamai.ragged_paged_attention(
-            query[0],
-            pool,
-            *tables,
-            **scaled,
-            scale=config.attention_scale,
-            window=None if kind.window is None else kind.window - 1,
-            softcap=config.attention_softcap,
-            sinks=sinks,
-            latent_dim=latent,
-            max_q_len=batch.max_q_len,
-        )
-        return out[None], dataclasses.replace(pages, pool=pool) if scaled else pool
-
-    return attend
+    tables = batch.kv_lens, batch.table(window) + first_page, batch.cu_q_lens
+    pool = pages
+    scales: dict[str, Any] = {}
+    if isinstance(pages, QuantizedPages):
+        pool = pages.pool
+        layer = first_page // (pool.shape[0] // pages.k_scale.shape[0])
+        scales = {"k_scale": pages.k_scale[layer], "v_scale": pages.v_scale[layer]}
+    if value is None:
+        pool = vishwamai.update_pages(pool, key[0, :, 0], None, *tables, **scales)
+    else:
+        pool = vishwamai.update_pages(pool, key[0], value[0], *tables, **scales)
+    out = vishwamai.ragged_paged_attention(
+        query[0],
+        pool,
+        *tables,
+        **scales,
+        scale=config.attention_scale,
+        window=None if window is None else window - 1,
+        softcap=config.attention_softcap,
+        sinks=sinks,
+        latent_dim=latent_dim,
+        max_q_len=batch.max_q_len,
+    )
+    return out[None], dataclasses.replace(pages, pool=pool) if isinstance(pages, QuantizedPages) else pool

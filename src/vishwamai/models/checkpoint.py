@@ -24,7 +24,7 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.gguf import model_directory
-from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, layer_parameters, parameter_path, top_parameters
+from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, parameter_path, top_parameters
 from vishwamai.models.periods import segments
 from vishwamai.models.published import Computed, Decoded, Index, decode_index
 from vishwamai.models.shards import Stored, read_index
@@ -355,6 +355,6 @@ def held_parameters(model: Decoder) -> list[tuple[str, Parameter, tuple[int, ...
     found = [(name, p, None, getattr(model, name)) for name, p in top_parameters(model.config).items()]
     places = ((segment, i) for segment in segments(model.config, model.stacked) for i in range(len(segment.kinds)))
     for (segment, place), module in zip(places, model.layers, strict=True):
-        entries = layer_parameters(model.config, segment.kinds[place])
+        entries = segment.kinds[place].parameters(model.config)
         found += [(name, p, segment.layers(place), getattr(module, name)) for name, p in entries.items()]
     return found

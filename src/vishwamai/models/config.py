@@ -16,7 +16,10 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.families import FAMILIES, IDLE, IGNORED, Family
 from vishwamai.models.gguf import model_directory
-from vishwamai.models.layer_kinds import LayerKind, read_layers, read_mixtures, write_layers
+from vishwamai.models.layer_kinds import read_layers, write_layers
+from vishwamai.models.layers.latent import Latent
+from vishwamai.models.layers.layer import LayerKind
+from vishwamai.models.layers.mixture import Experts
 from vishwamai.models.text_part import text_values
 from vishwamai.models.tied import has_own_head
 from vishwamai.models.values import check_value, read_json
@@ -40,58 +43,6 @@ _LEAST = {
 """Fields whose numbers may be 0, or -1 for no token; the others are above 0."""
 _MOST = {"num_layers": 10_000, "experts.count": 100_000}
 """Counts that would take memory before a weight is read, and what no model exceeds."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """A mixture of experts; see `vishwamai.moe_routing`.
-
-    Attributes:
-      count, top_k: how many experts there are, and how many each token is sent to.
-      inner_size: inner width of one expert; None for the `intermediate_size` of the model.
-      shared: experts that every token passes, as one network of so many times the width.
-      shared_size: width of that network where it is stated; None for `shared` times the width of one expert.
-      shared_gate: the output of that network is multiplied by the sigmoid of a product of its input (Qwen2-MoE).
-      method: "greedy" (the best scores by softmax), "group_limited_greedy" (in the best groups, by their best expert;
-        DeepSeek V2), or "noaux_tc" (by sigmoid and correction, in the best groups by two; DeepSeek V3).
-      normalize: a token's weights add up to 1.
-      scale: factor of the weights after that.
-      num_groups, top_groups: groups of experts, and how many of them a token may reach.
-      biases: the router and the experts have biases.
-      clamped_limit: the gate is the clamped unit of gpt-oss, with this limit; None for the plain one.
-    """
-
-    count: int
-    top_k: int
-    inner_size: int | None = None
-    shared: int = 0
-    shared_size: int | None = None
-    shared_gate: bool = False
-    method: str = "greedy"
-    normalize: bool = True
-    scale: float = 1.0
-    num_groups: int | None = None
-    top_groups: int | None = None
-    biases: bool = False
-    clamped_limit: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Latent:
-    """Latent attention (MLA): keys and values of all heads are made of one short vector. DeepSeek-AI, "DeepSeek-V2"
-    (2024).
-
-    Attributes:
-      kv_rank, query_rank: length of that vector, and of the one that queries are made of (None: of the input).
-      nope_dim, rope_dim: features of a head's query and key that do not turn, and that do.
-      value_dim: features of a head's value.
-    """
-
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    query_rank: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +141,7 @@ class ModelConfig:
         if self.latent is None:
             return float(self.query_scalar or self.head_dim) ** -0.5
         scale = float(self.latent.nope_dim + self.latent.rope_dim) ** -0.5
-        scaling = self.layers[0].rope.scaling
+        scaling = self.layers[0].mixer.rope.scaling
         if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim and scaling.factor > 1:
             scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
         return scale
@@ -223,13 +174,13 @@ class ModelConfig:
         values = {**family.defaults, **values}
         fields: dict[str, Any] = dict(family.fields)
         for key, field in family.keys.items():
-            if key in values and (value := _read(key, field, values[key], source)) is not None:
+            if key in values and (value := _read(family, key, field, values[key], source)) is not None:
                 fields[field] = value
         for key, (field, meanings) in family.choices.items():
             if key in values:
                 fields[field] = meanings[values[key]]
         _check_counts(family, fields, source)
-        fields = _nested(family, fields, source)
+        fields, sizes = _nested(family, fields, source)
         fields["num_kv_heads"] = fields.get("num_kv_heads") or fields.get("num_heads")
         if fields.get("latent"):
             fields["head_dim"] = fields["latent"].rope_dim
@@ -246,10 +197,8 @@ class ModelConfig:
                 key = next((key for key, field in family.keys.items() if field == name), name)
                 raise ShapeError(f"{source}: `{key}` is missing; a {values['model_type']} model needs it.")
         count = fields["num_layers"]
-        layers = read_layers(family, values, count, source)
         dense = fields.get("dense_layers", 0) if fields.get("experts") else count
-        mixtures = read_mixtures(family, values, count, dense, source)
-        fields["layers"] = tuple(dataclasses.replace(kind, experts=flag) for kind, flag in zip(layers, mixtures))
+        fields["layers"] = read_layers(family, values, sizes, count, dense, source)
         return cls(family=values["model_type"], **fields)
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,13 +207,21 @@ class ModelConfig:
         values: dict[str, Any] = {"architectures": [family.architecture], "model_type": self.family}
         names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
         for key, field in family.keys.items():
-            value: Any = self
-            for name in field.split("."):
-                value = getattr(value, name)
+            outer, _, inner = field.partition(".")
+            section = self._section(outer) if inner else self
+            if section is None:
+                continue
+            value = getattr(section, inner or outer)
             values[key] = names[value] if field == "activation" else list(value) if isinstance(value, tuple) else value
         for key, (field, meanings) in family.choices.items():
             values[key] = next(value for value, meaning in meanings.items() if meaning == getattr(self, field))
         return {**values, **write_layers(self.layers, family)}
+
+    def _section(self, name: str) -> Any:
+        """The field of that name, or the first mixer of that layer type; None where the model has no such layer."""
+        if name in _SECTIONS:
+            return getattr(self, name)
+        return next((kind.mixer for kind in self.layers if kind.mixer.layer_type == name), None)
 
 
 @checked
@@ -350,35 +307,49 @@ def _check_counts(family: Family, fields: Mapping[str, Any], source: str) -> Non
         raise ShapeError(f"{source}: {chosen}; expected {count} at most.")
 
 
+_SECTIONS: Mapping[str, type] = {"experts": Experts, "latent": Latent}
+"""Fields of `ModelConfig` that have fields of their own."""
+
+
 @functools.cache
-def _kinds() -> dict[str, tuple[type, bool]]:
-    """The type of each field that a file gives, and whether it may be a list of them; "experts.count" and the like."""
-    found = {}
-    for prefix, owner in (("", ModelConfig), ("experts.", Experts), ("latent.", Latent)):
-        for name, hint in typing.get_type_hints(owner).items():
+def _kinds(owner: type) -> dict[str, tuple[type, bool]]:
+    """The type of each field of a class that a file gives, and whether it may be a list of them."""
+    kinds = {}
+    names = {field.name for field in dataclasses.fields(owner)}
+    for name, hint in typing.get_type_hints(owner).items():
+        if name in names:
             members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-            found[prefix + name] = members[0], any(typing.get_origin(member) is tuple for member in members)
-    return found
+            kinds[name] = members[0], any(typing.get_origin(member) is tuple for member in members)
+    return kinds
 
 
-def _read(key: str, field: str, value: Any, source: str) -> Any:
+def _kind(family: Family, field: str) -> tuple[type, bool]:
+    """The same of one field: of `ModelConfig`, of "experts.count" and the like, or of "LAYER_TYPE.FIELD"."""
+    outer, _, inner = field.partition(".")
+    if not inner:
+        return _kinds(ModelConfig)[outer]
+    return _kinds(_SECTIONS[outer] if outer in _SECTIONS else family.mixers[outer])[inner]
+
+
+def _read(family: Family, key: str, field: str, value: Any, source: str) -> Any:
     """The value of a field; None where the file has null, as if it had no such key."""
     if field == "activation":
         if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise UnsupportedError(f"{source}: `{key}` is {value!r}; the decoder has {', '.join(_ACTIVATIONS)}.")
         return _ACTIVATIONS[value]
-    kind, many = _kinds()[field]
+    kind, many = _kind(family, field)
     if value is None and kind is not bool:
         return None
-    for one in value if many and isinstance(value, list) else [value]:
-        check_value(key, one, kind, source, _LEAST.get(field))
+    for number in value if many and isinstance(value, list) else [value]:
+        check_value(key, number, kind, source, _LEAST.get(field))
     return tuple(value) if isinstance(value, list) else value
 
 
-def _nested(family: Family, fields: dict[str, Any], source: str) -> dict[str, Any]:
-    """Fields with the parts of "experts.count" and the like put together."""
+def _nested(family: Family, fields: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Fields with the parts of "experts.count" and the like put together, and the fields of mixers by layer type."""
     flat = {name: value for name, value in fields.items() if "." not in name}
-    for outer, kind in (("experts", Experts), ("latent", Latent)):
+    sizes: dict[str, dict[str, Any]] = {}
+    for outer, kind in {**_SECTIONS, **family.mixers}.items():
         inner = {name.split(".")[1]: v for name, v in fields.items() if name.startswith(f"{outer}.") and v is not None}
         if not inner:
             continue
@@ -386,5 +357,8 @@ def _nested(family: Family, fields: dict[str, Any], source: str) -> dict[str, An
         if absent:
             key = next((key for key, field in family.keys.items() if field == f"{outer}.{absent[0]}"), absent[0])
             raise ShapeError(f"{source}: `{key}` is missing; a model with {outer} needs it.")
-        flat[outer] = kind(**inner)
-    return flat
+        if outer in _SECTIONS:
+            flat[outer] = kind(**inner)
+        else:
+            sizes[outer] = inner
+    return flat, sizes

@@ -13,13 +13,14 @@ from flax import nnx
 import vishwamai
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.packed_qtensor import PackedQTensor
-from vishwamai.models.attend import attend_pages, attend_sequences, rotation
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import Attend, Rotate, final_norm, in_dtype, layer
+from vishwamai.models.blocks import final_norm, in_dtype
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.experts import ExpertLoad
+from vishwamai.models.layers.feed_forward import ExpertLoad
+from vishwamai.models.layers.layer import layer
+from vishwamai.models.layers.mixer import Rows, Step
 from vishwamai.models.pages import PagedBatch
-from vishwamai.models.parameters import Parameter, layer_parameters, parameter_axes, top_parameters
+from vishwamai.models.parameters import Parameter, parameter_axes, top_parameters
 from vishwamai.models.periods import Segment, segments, stacks_layers
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Decoder(nnx.Module):
             setattr(self, name, nnx.Param(make(name, parameter, None)))
         self.layers = nnx.List(
             [
-                Layer({name: make(name, p, segment.layers(i)) for name, p in layer_parameters(config, kind).items()})
+                Layer({name: make(name, p, segment.layers(i)) for name, p in kind.parameters(config).items()})
                 for segment in segments(config, self.stacked)
                 for i, kind in enumerate(segment.kinds)
             ]
@@ -148,10 +149,9 @@ class Decoder(nnx.Module):
                 f"Decoder: `positions` is None, but the rows are split over the mesh axis {axes.sequence!r}; pass the "
                 "positions of this device's tokens."
             )
-        rotate = rotation(self.config, positions)
-        attend = attend_sequences(self.config, segment_ids, axes)
+        rows = Rows(positions, segment_ids, axes)
         mask = None if segment_ids is None else segment_ids > 0
-        hidden, _, load = self._run(tokens, rotate, lambda _: attend, None, wrap_layer or (lambda f: f), axes, mask)
+        hidden, _, load = self._run(tokens, rows, None, wrap_layer or (lambda f: f), mask)
         return hidden, load
 
     def step(
@@ -171,15 +171,10 @@ class Decoder(nnx.Module):
         """
         count = tokens.shape[0]
         lengths = batch.kv_lens if batch.lengths is None else batch.lengths
-        positions, lengths = batch.positions(count)[None], lengths[batch.sequences(count)][None]
-        rotate = rotation(self.config, positions, lengths)
-
-        def attend(first_page: Any) -> Attend:
-            return attend_pages(self.config, batch, first_page)
-
+        step = Step(batch, batch.positions(count)[None], lengths[batch.sequences(count)][None])
         # Layers of one kind are traced and lowered once, so programs of many layers are soon ready.
-        hidden, written, _ = self._run(tokens[None], rotate, attend, tuple(pages), jax.jit)
-        return hidden[0], written
+        hidden, pools, _ = self._run(tokens[None], step, tuple(pages), jax.jit)
+        return hidden[0], pools
 
     def head_weight(self) -> Float[Array, "vocab hidden"]:
         """The head `[vocab, hidden]`, as `vishwamai.linear_cross_entropy` takes it: the embedding table if tied."""
@@ -197,30 +192,27 @@ class Decoder(nnx.Module):
 
     def _run(
         self,
-        tokens: Any,
-        rotate: Rotate,
-        attend: Callable[[Any], Attend],
-        pages: Any,
+        ids: Any,
+        tokens: Rows | Step,
+        pools: tuple[Any, ...] | None,
         wrap: Callable[..., Any],
-        axes: MeshAxes = ONE_DEVICE,
         token_mask: Any = None,
     ) -> tuple[Any, Any, tuple[ExpertLoad | None, ...]]:
-        x = embedded(self.config, self.embed.get_value(), tokens, self.dtype, axes)
-        carry, found, at = (x, jnp.zeros_like(x)), [], 0
+        axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
+        x = embedded(self.config, self.embed.get_value(), ids, self.dtype, axes)
+        carry, states, start = (x, jnp.zeros_like(x)), [], 0
         loads: list[ExpertLoad | None] = []
         periods: dict[Any, Callable[..., Any]] = {}
         for segment in segments(self.config, self.stacked):
-            end = at + len(segment.kinds)
-            group = [one.arrays() for one in self.layers[at:end]]
-            pools = None if pages is None else tuple(pages[at:end])
-            carry, pools, load = run_segment(
-                self.config, segment, group, carry, rotate, attend, pools, wrap, axes, periods, token_mask
-            )
-            found += pools or ()
+            end = start + len(segment.kinds)
+            group = [layers.arrays() for layers in self.layers[start:end]]
+            part = None if pools is None else tuple(pools[start:end])
+            carry, part, load = run_segment(self.config, segment, group, carry, tokens, part, wrap, periods, token_mask)
+            states += part or ()
             loads += load
-            at = end
+            start = end
         hidden = final_norm(self.config, carry[1], self.norm.get_value(), residual=carry[0])
-        return hidden, tuple(found), tuple(loads)
+        return hidden, tuple(states), tuple(loads)
 
 
 def embedded(config: ModelConfig, table: Any, tokens: Any, dtype: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
@@ -239,8 +231,8 @@ def _rows(table: Any, tokens: Any, dtype: Any, axes: MeshAxes) -> Any:
         return _exchanged_rows(table, tokens, dtype, axes)
     if axes.tensor is not None:  # each token's row is on one device
         tokens = tokens - jax.lax.axis_index(axes.tensor) * table.shape[0]
-        here = (tokens >= 0) & (tokens < table.shape[0])
-        return axes.total(jnp.where(here[..., None], table[jnp.where(here, tokens, 0)].astype(dtype), 0))
+        local = (tokens >= 0) & (tokens < table.shape[0])
+        return axes.total(jnp.where(local[..., None], table[jnp.where(local, tokens, 0)].astype(dtype), 0))
     if jax.typeof(table).sharding.mesh.are_all_axes_auto or jax.typeof(table).sharding.mesh.empty:
         return table[tokens].astype(dtype)
     spec = tuple(jax.typeof(tokens).sharding.spec)
@@ -262,11 +254,9 @@ def run_segment(
     segment: Segment,
     group: list[dict[str, Any]],
     carry: Any,
-    rotate: Rotate,
-    attend: Callable[[Any], Attend],
+    tokens: Rows | Step,
     pools: tuple[Any, ...] | None,
     wrap: Callable[..., Any],
-    axes: MeshAxes,
     periods: dict[Any, Callable[..., Any]] | None = None,
     token_mask: Any = None,
 ) -> tuple[Any, tuple[Any, ...] | None, tuple[ExpertLoad | None, ...]]:
@@ -274,34 +264,32 @@ def run_segment(
     they are written in place.
 
     Args:
-      config: what the model computes.
+      config: the model.
       segment: its layers.
-      group: for each of its kinds the parameters by name, with a leading axis where the segment repeats.
-      carry: (stream, delta), as `blocks.layer`.
-      rotate: the rotation of queries and keys.
-      attend: how tokens see one another, by where the layer's pages start.
-      pools: of pages, for each of its kinds; None without pages.
-      wrap: is applied to the function of one period.
-      axes: as `Decoder.__call__`.
-      periods: the wrapped functions of segments that ran before with the same other arguments, by what they depend on;
-        it gets this one's. Segments of the same kinds then share one function, which JAX traces once.
-      token_mask: as of `experts.mixture`.
+      group: parameters by name for each of its kinds, with a leading axis where the segment repeats.
+      carry: (stream, delta), as of `layer`.
+      tokens: whole sequences, or the new tokens of a step.
+      pools: states for each of its kinds; None for whole sequences.
+      wrap: function that is applied to the function of one period.
+      periods: wrapped functions of earlier segments with the same other arguments, by what they depend on; it gets this
+        one's. Segments of the same kinds then share one function, which JAX traces once.
+      token_mask: as of `FeedForward`.
 
     Returns:
       The next carry, the pools, and the load of the experts of each kind.
     """
 
     def period(carry: Any, pools: Any, group: Any, index: Any) -> tuple[Any, Any, Any]:
-        written, loads = [], []
+        states, loads = [], []
         for place, kind in enumerate(segment.kinds):
             pool = None if pools is None else pools[place]
             first = 0
             if pool is not None and segment.repeats > 1:
                 first = index * (jax.tree.leaves(pool)[0].shape[0] // segment.repeats)
-            carry, pool, load = layer(config, kind, group[place], carry, rotate, attend(first), pool, axes, token_mask)
-            written.append(pool)
+            carry, pool, load = layer(config, kind, group[place], carry, tokens, pool, first, token_mask)
+            states.append(pool)
             loads.append(load)
-        return carry, None if pools is None else tuple(written), tuple(loads)
+        return carry, None if pools is None else tuple(states), tuple(loads)
 
     key = segment.kinds, segment.repeats
     run = wrap(period) if periods is None else periods.setdefault(key, wrap(period))

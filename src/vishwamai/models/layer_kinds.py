@@ -10,8 +10,9 @@ from typing import Any
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.families import Family
+from vishwamai.models.layers.layer import LayerKind
+from vishwamai.models.rotation import Rope
 from vishwamai.models.values import check_value
-from vishwamai.ops.rope import RopeScaling
 from vishwamai.ops.rope.scaling import parse_scaling
 
 _KINDS: Mapping[str, tuple[type, float | None]] = {
@@ -42,39 +43,6 @@ _ROPE_KINDS: Mapping[str, type] = {
     "type": str,
 }
 """The same of keys of `rope_parameters`; scalings check theirs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """How a layer rotates queries and keys; see `vishwamai.apply_rope`.
-
-    Attributes:
-      theta: base of the frequencies.
-      scaling: a scaling of `vishwamai`, or `RopeScaling()` for none.
-      partial: share of a head's features that turn; 0 for a layer without rotation.
-      query_growth: queries are multiplied by `1 + query_growth * ln(1 + floor(position / original))`, with the length
-        of the original context of `scaling` (Ministral 3, after Llama 4).
-    """
-
-    theta: float = 10000.0
-    scaling: RopeScaling = RopeScaling()
-    partial: float = 1.0
-    query_growth: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerKind:
-    """In what one layer differs from another.
-
-    Attributes:
-      window: how many tokens a token sees, its own included; None for all before it.
-      rope: its rotation.
-      experts: its feed-forward network is a mixture of experts.
-    """
-
-    window: int | None = None
-    rope: Rope = Rope()
-    experts: bool = False
 
 
 _STRETCHED = ("llama3", "longrope", "yarn")
@@ -157,15 +125,30 @@ def _ropes(family: Family, values: Mapping[str, Any], source: str) -> dict[str, 
     for kind, parameters in new.items():
         check_value(f"rope_parameters.{kind}", parameters, dict, source)
     bases = {"sliding_attention": values.get("rope_local_base_freq") or family.local_theta or theta}
-    found = {}
+    ropes = {}
     for kind in ("full_attention", "sliding_attention"):
         parameters = {**new.get(kind, {}), **(old if kind == "full_attention" else {})}
-        found[kind] = _rope(family, parameters, values, bases.get(kind, theta), source)
-    return found
+        ropes[kind] = _rope(family, parameters, values, bases.get(kind, theta), source)
+    return ropes
 
 
-def read_layers(family: Family, values: Mapping[str, Any], count: int, source: str) -> tuple[LayerKind, ...]:
+def read_layers(
+    family: Family,
+    values: Mapping[str, Any],
+    sizes: Mapping[str, Mapping[str, Any]],
+    count: int,
+    dense: int,
+    source: str,
+) -> tuple[LayerKind, ...]:
     """The kind of every layer, as the values of a `config.json` say it, in either form.
+
+    Args:
+      family: the model's family.
+      values: keys and values of the file.
+      sizes: fields of the mixers, by layer type.
+      count: number of layers.
+      dense: number of layers at the start without experts.
+      source: the file's name, for errors.
 
     Raises:
       ShapeError: the number of types is not that of the layers, or a value has another type than its key.
@@ -192,18 +175,22 @@ def read_layers(family: Family, values: Mapping[str, Any], count: int, source: s
     if len(types) != count:
         raise ShapeError(f"{source}: `layer_types` has {len(types)} entries; expected num_hidden_layers = {count}.")
     for kind in types:
-        if kind not in ropes:
-            raise UnsupportedError(f"{source}: `layer_types` has {kind!r}; the decoder has {', '.join(ropes)}.")
+        if kind not in family.mixers:
+            names = ", ".join(family.mixers)
+            raise UnsupportedError(f"{source}: `layer_types` has {kind!r}; the decoder has {names}.")
         if kind == "sliding_attention" and window is None:
             raise UnsupportedError(
                 f"{source}: `layer_types` has 'sliding_attention', but `sliding_window` is null or not in use; give "
                 "the window's size, or make all types 'full_attention'."
             )
     kinds = []
-    for kind, flag in zip(types, rotated):
-        turns = flag and (family.global_rope or window is None or kind == "sliding_attention")
-        rope = ropes[kind] if turns else Rope(ropes[kind].theta, partial=0.0)
-        kinds.append(LayerKind(window if kind == "sliding_attention" else None, rope))
+    for kind, turns, sparse in zip(types, rotated, _mixtures(family, values, count, dense, source)):
+        slides = kind == "sliding_attention"
+        rope = ropes.get(kind, ropes["full_attention"])
+        if not turns or not (family.global_rope or window is None or slides):
+            rope = Rope(rope.theta, partial=0.0)
+        mixer = family.mixers[kind].read(sizes.get(kind, {}), window if slides else None, rope)
+        kinds.append(LayerKind(mixer, family.mixture if sparse else family.feed_forward))
     return tuple(kinds)
 
 
@@ -220,12 +207,8 @@ def _rotated(family: Family, values: Mapping[str, Any], count: int, source: str)
     return [bool(flag) for flag in flags[:count]]
 
 
-def read_mixtures(family: Family, values: Mapping[str, Any], count: int, dense: int, source: str) -> list[bool]:
-    """For every layer whether its feed-forward network is a mixture of experts.
-
-    Args:
-      dense: how many layers at the start have none.
-    """
+def _mixtures(family: Family, values: Mapping[str, Any], count: int, dense: int, source: str) -> list[bool]:
+    """For every layer whether its feed-forward network is a mixture of experts; the first `dense` ones have none."""
     reads = family.reads()
     if "mlp_layer_types" in reads and (types := values.get("mlp_layer_types")) is not None:
         if not isinstance(types, list) or len(types) != count or set(types) - {"dense", "sparse"}:
@@ -257,9 +240,10 @@ def _rope_to_dict(rope: Rope) -> dict[str, Any]:
 
 def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
     """What a `config.json` says of the layers, in the form of transformers 5."""
-    types = ["full_attention" if kind.window is None else "sliding_attention" for kind in layers]
-    windows = [kind.window for kind in layers if kind.window is not None]
-    ropes = {kind: _rope_to_dict(layer.rope) for kind, layer in zip(types, layers) if layer.rope.partial}
+    mixers = [kind.mixer for kind in layers]
+    types = [mixer.layer_type for mixer in mixers]
+    windows = [mixer.window for mixer in mixers if mixer.window is not None]
+    ropes = {kind: _rope_to_dict(mixer.rope) for kind, mixer in zip(types, mixers) if mixer.rope.partial}
     values: dict[str, Any] = {"rope_parameters": next(iter(ropes.values()), {"rope_type": "default"})}
     if family.local_theta is not None:
         missing = {kind: next(iter(ropes.values())) for kind in ("full_attention", "sliding_attention")}
@@ -275,7 +259,7 @@ def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
     if "use_sliding_window" in reads:
         values["use_sliding_window"] = bool(windows)
     if "no_rope_layers" in reads:
-        values["no_rope_layers"] = [int(kind.rope.partial > 0) for kind in layers]
+        values["no_rope_layers"] = [int(mixer.rope.partial > 0) for mixer in mixers]
     if "mlp_layer_types" in reads:
         values["mlp_layer_types"] = ["sparse" if kind.experts else "dense" for kind in layers]
     if "mlp_only_layers" in reads:

@@ -10,7 +10,6 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.packed_qtensor import has_kernel
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.decoder import Decoder
-from vishwamai.models.parameters import layer_parameters
 from vishwamai.models.periods import segments
 from vishwamai.ops.matmul.packed_weight import DTYPES, pack_weight
 from vishwamai.ops.quantization import quantize
@@ -40,7 +39,7 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
     """
     kinds = (kind for segment in segments(model.config, model.stacked) for kind in segment.kinds)
     for kind, layer in zip(kinds, model.layers, strict=True):
-        for name, parameter in layer_parameters(model.config, kind).items():
+        for name, parameter in kind.parameters(model.config).items():
             held = getattr(layer, name)
             if parameter.matrix and _packable(held.get_value(), model.dtype, len(parameter.shape)):
                 held.set_value(jax.block_until_ready(pack_weight(held.get_value())))

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import ShapeError
-from vishwamai.models.config import ModelConfig
 from vishwamai.models.periods import segments
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
+
+    from vishwamai.models.config import ModelConfig
+    from vishwamai.models.layers.layer import LayerKind
 
 
 @jax.tree_util.register_dataclass
@@ -48,15 +50,15 @@ class PagedBatch:
 
     def positions(self, tokens: int) -> Int[Array, " tokens"]:
         """The position of each of `tokens` new tokens in its sequence; 0 past the last sequence's end."""
-        at = jnp.arange(tokens, dtype=jnp.int32)
+        index = jnp.arange(tokens, dtype=jnp.int32)
         sequence = self.sequences(tokens)
-        return jnp.maximum((self.kv_lens - self.cu_q_lens[1:])[sequence] + at, 0)
+        return jnp.maximum((self.kv_lens - self.cu_q_lens[1:])[sequence] + index, 0)
 
     def sequences(self, tokens: int) -> Int[Array, " tokens"]:
         """The sequence of each new token; the last one's past its end."""
-        at = jnp.arange(tokens, dtype=jnp.int32)
-        found = jnp.searchsorted(self.cu_q_lens[1:], at, side="right").astype(jnp.int32)
-        return jnp.minimum(found, self.kv_lens.shape[0] - 1)
+        index = jnp.arange(tokens, dtype=jnp.int32)
+        sequence = jnp.searchsorted(self.cu_q_lens[1:], index, side="right").astype(jnp.int32)
+        return jnp.minimum(sequence, self.kv_lens.shape[0] - 1)
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +95,7 @@ def window_rings(config: ModelConfig, *, page_size: int, length: int, tokens: in
     >>> window_rings(config, page_size=16, length=512, tokens=32)
     {64: 7}
     """
-    windows = sorted({kind.window for kind in config.layers if kind.window is not None})
+    windows = sorted({kind.mixer.window for kind in config.layers if kind.mixer.window is not None})
     # The first new token sees `window - 1` tokens before it, the last one writes `tokens - 1` after it.
     rings = {window: -(-(window + tokens - 2) // page_size) + 1 for window in windows}
     return {window: ring for window, ring in rings.items() if 2 * ring <= -(-length // page_size)}
@@ -145,12 +147,19 @@ def page_shapes(
         stored = None
     if stored is None:
         raise ShapeError(f"page_shapes: `dtype` is {described(dtype)}; pass a dtype, such as jnp.bfloat16 or 'int8'.")
-    row = (2 * config.num_kv_heads, config.head_dim)
-    if config.latent is not None:  # whole lanes of a TPU: see `vishwamai.ragged_paged_attention`
-        row = (-(-(config.latent.kv_rank + config.latent.rope_dim) // 128) * 128,)
-    of_window: Mapping[Any, int] = window_pages or {}
+    counts: Mapping[Any, int] = window_pages or {}
+
+    def shape(kind: LayerKind, layers: int) -> tuple[int, ...]:
+        pages = layers * counts.get(kind.mixer.window, num_pages)
+        return pages, page_size, *kind.mixer.page_row(config)
+
     return tuple(
-        jax.ShapeDtypeStruct((segment.repeats * of_window.get(kind.window, num_pages), page_size, *row), stored)
+        jax.ShapeDtypeStruct(shape(kind, segment.repeats), stored)
         for segment in segments(config, stacked)
         for kind in segment.kinds
     )
+
+
+def scale_heads(row: tuple[int, ...]) -> int:
+    """Heads that have scales of their own in 8-bit pages, by the shape of a token's row (`Mixer.page_row`)."""
+    return row[0] // 2 if len(row) > 1 else 1

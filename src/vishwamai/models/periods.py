@@ -7,11 +7,13 @@ weights out of the stack before a native call, so layers are unrolled there.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 
-from vishwamai.models.config import ModelConfig
-from vishwamai.models.layer_kinds import LayerKind
+if TYPE_CHECKING:
+    from vishwamai.models.config import ModelConfig
+    from vishwamai.models.layers.layer import LayerKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +37,10 @@ def stacks_layers(stacked: bool | None) -> bool:
 def segments(config: ModelConfig, stacked: bool | None = None) -> tuple[Segment, ...]:
     """The layers as segments: each alone, or as the longest repeating runs, the shortest period first.
 
-    >>> from vishwamai.models.layer_kinds import LayerKind
-    >>> [(s.repeats, len(s.kinds)) for s in _runs((LayerKind(4), LayerKind()) * 3 + (LayerKind(4),))]
+    >>> from vishwamai.models.layers.attention import Attention
+    >>> from vishwamai.models.layers.layer import LayerKind
+    >>> local, whole = LayerKind(Attention(window=4)), LayerKind()
+    >>> [(s.repeats, len(s.kinds)) for s in _runs((local, whole) * 3 + (local,))]
     [(3, 2), (1, 1)]
     """
     if not stacks_layers(stacked):
@@ -45,17 +49,17 @@ def segments(config: ModelConfig, stacked: bool | None = None) -> tuple[Segment,
 
 
 def _runs(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
-    found: list[Segment] = []
-    at = 0
-    while at < len(kinds):
-        rest = kinds[at:]
-        best = Segment(rest[:1], 1, at)
+    runs: list[Segment] = []
+    first = 0
+    while first < len(kinds):
+        rest = kinds[first:]
+        best = Segment(rest[:1], 1, first)
         for period in range(1, len(rest) // 2 + 1):
             repeats = 1
             while rest[repeats * period : (repeats + 1) * period] == rest[:period]:
                 repeats += 1
             if repeats > 1 and repeats * period > best.repeats * len(best.kinds):
-                best = Segment(rest[:period], repeats, at)
-        found.append(best)
-        at += best.repeats * len(best.kinds)
-    return tuple(found)
+                best = Segment(rest[:period], repeats, first)
+        runs.append(best)
+        first += best.repeats * len(best.kinds)
+    return tuple(runs)

@@ -6,8 +6,8 @@ import dataclasses
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.families import FAMILIES, TENSORS
-from vishwamai.models.parameters import Parameter
+from vishwamai.models.families import FAMILIES
+from vishwamai.models.parameters import TOP_TENSORS, Parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +62,12 @@ def piece(config: ModelConfig, name: str, parameter: Parameter, layer: int | Non
     Args:
       layer: the layer's number, or None for parameters outside the layers.
     """
-    entry = FAMILIES[config.family].tensors.get(name) or TENSORS.get(name)
+    common = TOP_TENSORS if layer is None else config.layers[layer].tensors
+    entry = FAMILIES[config.family].tensors.get(name) or common.get(name)
     if entry is None:
         raise ShapeError(
-            f"models: parameter `{name}` has no tensor in checkpoints of {config.family}; add it to `FAMILIES`."
+            f"models: parameter `{name}` has no tensor in checkpoints of {config.family}; add its `Tensor` to the "
+            "layer or to the family."
         )
     name = entry.name.replace("{layer}", str(layer))
     stacked = "{expert}" in name

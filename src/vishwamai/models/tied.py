@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vishwamai.models.families import TENSORS
+from vishwamai.models.parameters import TOP_TENSORS
 from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.text_part import text_tensors
 
@@ -21,7 +21,7 @@ def has_own_head(directory: Path) -> bool:
     if not any((directory / name).is_file() for name in names):
         return False
     index = text_tensors(read_index(directory))
-    head, table = (index.get(TENSORS[name].name) for name in ("head", "embed"))
+    head, table = (index.get(TOP_TENSORS[name].name) for name in ("head", "embed"))
     return head is not None and table is not None and not _equal(head, table)
 
 

@@ -161,17 +161,13 @@ def _ring(config: TrainConfig, target: str, model: ModelConfig, tokens: float, r
     size, links = config.mesh.sequence, links_of(config.mesh, target, "sequence")
     if size == 1:
         return 0.0
-    if model.latent is None:
-        features = 2 * model.num_kv_heads * model.head_dim
-    else:
-        features = model.num_heads * (model.latent.nope_dim + model.latent.rope_dim + model.latent.value_dim)
-    numbers = tokens * features / config.mesh.tensor
-    keys = estimate_collective("permute", numbers * jnp.dtype(config.model.compute_dtype).itemsize, links)
-    gradients = estimate_collective("permute", numbers * 4, links)
-    seconds = 0.0
+    itemsize, seconds = jnp.dtype(config.model.compute_dtype).itemsize, 0.0
     for kind in model.layers:
-        hops = size - 1
-        if kind.window is not None:  # the keys that a window reaches
-            hops = min(hops, math.ceil((kind.window - 1) * size / config.data.sequence_length))
+        numbers = tokens * kind.mixer.ring_features(model) / config.mesh.tensor
+        keys = estimate_collective("permute", numbers * itemsize, links)
+        gradients = estimate_collective("permute", numbers * 4, links)
+        hops, window = size - 1, kind.mixer.window
+        if window is not None:  # the keys that a window reaches
+            hops = min(hops, math.ceil((window - 1) * size / config.data.sequence_length))
         seconds += hops * (2 + recomputed) * keys + (size if hops else 0) * gradients
     return seconds

@@ -19,7 +19,7 @@ from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, sample, set_row
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
 from vishwamai.models.checkpoint import quantized
-from vishwamai.models.pages import QuantizedPages, ring_table, window_rings
+from vishwamai.models.pages import QuantizedPages, ring_table, scale_heads, window_rings
 from vishwamai.planning.program import Program, trace
 
 Tree = Any
@@ -84,9 +84,9 @@ class Serving:
         pools = shapes(num_pages=count, window_pages=rings)
         if dtype.itemsize > 1:
             return pools
-        heads = 1 if self.config.latent is not None else self.config.num_kv_heads
         scales: Any = (
-            jax.ShapeDtypeStruct((layer_pool.shape[0], heads), jnp.float32) for layer_pool in shapes(num_pages=1)
+            jax.ShapeDtypeStruct((pool.shape[0], scale_heads(pool.shape[2:])), jnp.float32)
+            for pool in shapes(num_pages=1)
         )
         return tuple(QuantizedPages(pool, scale, scale) for pool, scale in zip(pools, scales, strict=True))
 

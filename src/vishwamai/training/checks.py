@@ -18,7 +18,7 @@ from vishwamai.core.hardware import TpuChip, tpu_for
 from vishwamai.core.numbers import divisors
 from vishwamai.models import Decoder, ModelConfig
 from vishwamai.models.checkpoint import is_quantized, storages
-from vishwamai.models.parameters import Parameter, layer_parameters, parameter_path
+from vishwamai.models.parameters import Parameter, parameter_path
 from vishwamai.models.periods import Segment, segments, stacks_layers
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage
 from vishwamai.training.compiling import compiler_options
@@ -207,7 +207,7 @@ def _check_targets(config: TrainConfig, model: ModelConfig, run: Segment) -> Non
         found = {
             layer: tuple(
                 name
-                for name, parameter in layer_parameters(model, kind).items()
+                for name, parameter in kind.parameters(model).items()
                 if takes_adapter(name, len(parameter.shape)) and pattern.search(parameter_path(name, layer))
             )
             for layer in run.layers(place)
@@ -252,7 +252,7 @@ def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig, stacke
     stages = config.mesh.pipeline > 1
     for segment in segments(model, stages or stacks_layers(stacked)):
         for place, kind in enumerate(segment.kinds):
-            for name, parameter in layer_parameters(model, kind).items():
+            for name, parameter in kind.parameters(model).items():
                 layers = segment.layers(place)
                 found = {layer: find(name, parameter, layer) for layer in layers}
                 if len(set(found.values())) > 1:

@@ -6,8 +6,9 @@ import math
 
 from vishwamai.core.config import ambient_target
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.layer_kinds import LayerKind
-from vishwamai.models.parameters import Parameter, layer_parameters, top_parameters
+from vishwamai.models.layers.feed_forward import matched_numbers
+from vishwamai.models.layers.layer import LayerKind
+from vishwamai.models.parameters import top_parameters
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
@@ -40,18 +41,6 @@ def peak_flops(dtype: str) -> float | None:
 
 
 def _layer(config: ModelConfig, kind: LayerKind, length: int) -> float:
-    table = layer_parameters(config, kind)
-    matrices = sum(_used(config, name, parameter) for name, parameter in table.items())
-    seen = length if kind.window is None else min(length, kind.window)
-    dim = config.head_dim
-    if config.latent is not None:
-        dim = (config.latent.nope_dim + config.latent.rope_dim + config.latent.value_dim) / 2
-    return 6.0 * matrices + 12.0 * config.num_heads * dim * seen
-
-
-def _used(config: ModelConfig, name: str, parameter: Parameter) -> float:
-    if len(parameter.shape) < 2 or name.endswith("_bias"):
-        return 0
-    size = math.prod(parameter.shape)
-    experts = config.experts
-    return size * experts.top_k / experts.count if experts is not None and name.startswith("expert_") else size
+    table = kind.parameters(config).items()
+    numbers = sum(matched_numbers(kind.feed_forward, config, name, parameter) for name, parameter in table)
+    return 6.0 * numbers + 3.0 * kind.mixer.mixing_flops(config, length)

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.models.attend import attend_sequences, rotation
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import final_norm
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.decoder import embedded, run_segment
+from vishwamai.models.layers.mixer import Rows
 from vishwamai.models.periods import Segment
 from vishwamai.parallel.pipeline.split import SplitPart, split_part
 from vishwamai.parallel.pipeline.stage import Ends, Found, run_stage, zeros_like
@@ -86,8 +86,7 @@ class PipelinedLoss:
         """
         if self.adapt is not None:
             layers = self.adapt({LAYERS: frozen}, layers)[LAYERS]
-        rotate = rotation(self.config, batch["positions"])
-        attend = attend_sequences(self.config, batch["segment_ids"], self.axes)
+        rows = Rows(batch["positions"], batch["segment_ids"], self.axes)
         mask = batch["segment_ids"] > 0
         wrap = layer_wrapper(self.kept, self.gather)
         kinds, periods = self.stages.kinds, self.stages.periods
@@ -98,9 +97,7 @@ class PipelinedLoss:
         segment = Segment(kinds, periods if scanned else 1, 0)
         carry, loads = (x, jnp.zeros_like(x)), []
         for group in groups:
-            carry, _, load = run_segment(
-                self.config, segment, group, carry, rotate, lambda _: attend, None, wrap, self.axes, token_mask=mask
-            )
+            carry, _, load = run_segment(self.config, segment, group, carry, rows, None, wrap, token_mask=mask)
             loads.append(load)
         y = carry[0] + carry[1]
         places = [place for place, kind in enumerate(kinds) if kind.experts]

@@ -19,7 +19,7 @@ import numpy as np
 from vishwamai.core.errors import ConfigError, ScheduleError, UnsupportedError
 from vishwamai.core.numbers import divisors
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.layer_kinds import LayerKind
+from vishwamai.models.layers.layer import LayerKind
 from vishwamai.models.periods import Segment, segments
 from vishwamai.parallel import PipelineScheduler, Schedule
 from vishwamai.parallel.pipeline.ticks import Ticks, ticks_of

@@ -16,7 +16,7 @@ from vishwamai.core.execute import by_platform
 from vishwamai.models import Decoder
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.experts import ExpertLoad
+from vishwamai.models.layers.feed_forward import ExpertLoad
 from vishwamai.training.adam import kept_where
 from vishwamai.training.adamw import AdamW, why_not
 from vishwamai.training.config import LossSection, TrainConfig

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from vishwamai.models.families.dense import DENSE
 from vishwamai.models.families.experts import MIXTURES
-from vishwamai.models.families.family import IDLE, IGNORED, TENSORS, Family, Tensor
+from vishwamai.models.families.family import IDLE, IGNORED, Family
 from vishwamai.models.families.gemma import GEMMA
 from vishwamai.models.families.latent import LATENT
 
 FAMILIES: Mapping[str, Family] = {**DENSE, **GEMMA, **MIXTURES, **LATENT}
 
-__all__ = ["FAMILIES", "IDLE", "IGNORED", "TENSORS", "Family", "Tensor"]
+__all__ = ["FAMILIES", "IDLE", "IGNORED", "Family"]

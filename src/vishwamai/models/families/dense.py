@@ -10,13 +10,12 @@ from vishwamai.models.families.family import (
     HEADS,
     MULTIPLIER_DEFAULTS,
     MULTIPLIERS,
-    PREFIX,
     SILU,
     Family,
-    Tensor,
     sizes,
     tokens,
 )
+from vishwamai.models.parameters import PREFIX, Tensor
 
 _QWEN_LAYERS = ("use_sliding_window", "max_window_layers")
 _QWEN_DEFAULTS = {

@@ -11,16 +11,15 @@ from vishwamai.models.families.family import (
     EXPERTS,
     HEADS,
     INNER,
-    MLP,
     MULTIPLIER_DEFAULTS,
     MULTIPLIERS,
-    PREFIX,
     SILU,
     Family,
-    Tensor,
     sizes,
     tokens,
 )
+from vishwamai.models.layers.feed_forward import GATED
+from vishwamai.models.parameters import PREFIX, Tensor
 
 _MIXTRAL_TENSORS = {
     "router": Tensor(PREFIX + "block_sparse_moe.gate.weight", True),
@@ -179,7 +178,7 @@ MIXTURES: Mapping[str, Family] = {
         aliases={"num_local_experts": "num_experts"},
         layer_types="list",
         layer_keys=("use_sliding_window", "mlp_only_layers", "decoder_sparse_step"),
-        tensors={f"shared_{name}": Tensor(PREFIX + f"mlp.shared_expert.{name}_proj.weight", True) for name in MLP},
+        tensors={f"shared_{name}": Tensor(PREFIX + f"mlp.shared_expert.{name}_proj.weight", True) for name in GATED},
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -355,7 +354,7 @@ MIXTURES: Mapping[str, Family] = {
         tensors={
             "router": Tensor(PREFIX + "mlp.router.gate.weight", True),
             "router_correction": Tensor(PREFIX + "mlp.expert_bias"),
-            **{f"shared_{name}": Tensor(PREFIX + f"mlp.shared_mlp.{name}_proj.weight", True) for name in MLP},
+            **{f"shared_{name}": Tensor(PREFIX + f"mlp.shared_mlp.{name}_proj.weight", True) for name in GATED},
         },
     ),
 }

@@ -10,21 +10,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from vishwamai.models.layers.attention import Attention
+from vishwamai.models.layers.feed_forward import FeedForward, Gated
+from vishwamai.models.layers.mixer import Mixer
+from vishwamai.models.layers.mixture import Mixture
+from vishwamai.models.parameters import Tensor
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """Where a parameter lies in a checkpoint.
-
-    Attributes:
-      name: the tensor's name; `{layer}` is the layer's number. With `{expert}` the parameter stacks the tensors of all
-        experts.
-      transpose: the tensor is stored `[out, in]`, the parameter `[in, out]`.
-      part: the parameter is this part of a tensor that several share ("query", "gate", "even", ...; see `tensors.py`).
-    """
-
-    name: str
-    transpose: bool = False
-    part: str | None = None
+ATTENTION: Mapping[str, type[Mixer]] = {"full_attention": Attention, "sliding_attention": Attention}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +40,8 @@ class Family:
       partial: share of a head's features that rotate where the file gives none; None: the family has no such key.
       local_theta: base of layers with a window where they have a rotation of their own; None where they share it.
       global_rope: layers without a window rotate in a model that has windows.
+      mixers: classes of the mixers, by layer type.
+      feed_forward, mixture: feed-forward networks of layers without and with experts.
       tensors: names that differ from the common ones, by parameter; None where the common one is absent.
     """
 
@@ -67,6 +61,9 @@ class Family:
     partial: float | None = None
     local_theta: float | None = None
     global_rope: bool = True
+    mixers: Mapping[str, type[Mixer]] = dataclasses.field(default_factory=lambda: ATTENTION)
+    feed_forward: FeedForward = Gated()
+    mixture: FeedForward = Mixture()
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def reads(self) -> frozenset[str]:
@@ -154,8 +151,6 @@ CORRECTED = {
     "topk_group": "experts.top_groups",
 }
 """Routing by sigmoid and correction, in groups, with shared experts (DeepSeek V3)."""
-PREFIX = "model.layers.{layer}."
-MLP = ("gate", "up", "down")
 
 
 def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, positions: int) -> dict[str, int]:
@@ -168,40 +163,3 @@ def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, position
 def tokens(bos: int | None, eos: Any, pad: int | None = None) -> dict[str, Any]:
     """Defaults of the special tokens."""
     return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
-
-
-TENSORS: Mapping[str, Tensor] = {
-    "embed": Tensor("model.embed_tokens.weight"),
-    "norm": Tensor("model.norm.weight"),
-    "head": Tensor("lm_head.weight"),
-    "attention_norm": Tensor(PREFIX + "input_layernorm.weight"),
-    **{
-        f"{name}{suffix}": Tensor(f"{PREFIX}self_attn.{short}_proj.{kind}", transpose=kind == "weight")
-        for name, short in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o"))
-        for suffix, kind in (("", "weight"), ("_bias", "bias"))
-    },
-    "query_norm": Tensor(PREFIX + "self_attn.q_norm.weight"),
-    "key_norm": Tensor(PREFIX + "self_attn.k_norm.weight"),
-    "mlp_norm": Tensor(PREFIX + "post_attention_layernorm.weight"),
-    "mlp_post_norm": Tensor(PREFIX + "post_feedforward_layernorm.weight"),
-    **{
-        f"{name}{suffix}": Tensor(f"{PREFIX}mlp.{name}_proj.{kind}", transpose=kind == "weight")
-        for name in MLP
-        for suffix, kind in (("", "weight"), ("_bias", "bias"))
-    },
-    "sinks": Tensor(PREFIX + "self_attn.sinks"),
-    "query_down": Tensor(PREFIX + "self_attn.q_a_proj.weight", True),
-    "query_down_bias": Tensor(PREFIX + "self_attn.q_a_proj.bias"),
-    "query_down_norm": Tensor(PREFIX + "self_attn.q_a_layernorm.weight"),
-    "query_up": Tensor(PREFIX + "self_attn.q_b_proj.weight", True),
-    "latent_down": Tensor(PREFIX + "self_attn.kv_a_proj_with_mqa.weight", True),
-    "latent_down_bias": Tensor(PREFIX + "self_attn.kv_a_proj_with_mqa.bias"),
-    "latent_norm": Tensor(PREFIX + "self_attn.kv_a_layernorm.weight"),
-    "latent_up": Tensor(PREFIX + "self_attn.kv_b_proj.weight", True),
-    "router": Tensor(PREFIX + "mlp.gate.weight", True),
-    "router_correction": Tensor(PREFIX + "mlp.gate.e_score_correction_bias"),
-    **{f"expert_{name}": Tensor(PREFIX + f"mlp.experts.{{expert}}.{name}_proj.weight", True) for name in MLP},
-    "shared_expert_gate": Tensor(PREFIX + "mlp.shared_expert_gate.weight", True),
-    **{f"shared_{name}": Tensor(PREFIX + f"mlp.shared_experts.{name}_proj.weight", True) for name in MLP},
-}
-"""Tensors of the decoder's parameters in most checkpoints; a family's own `tensors` come first."""

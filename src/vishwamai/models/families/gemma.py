@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vishwamai.models.families.family import BIASES, COMMON, HEADS, PREFIX, Family, Tensor, sizes, tokens
+from vishwamai.models.families.family import BIASES, COMMON, HEADS, Family, sizes, tokens
+from vishwamai.models.parameters import PREFIX, Tensor
 
 _KEYS = {
     **COMMON,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vishwamai.models.families.family import BIASES, COMMON, CORRECTED, SILU, Family, sizes, tokens
+from vishwamai.models.layers.latent import LatentAttention
+from vishwamai.models.layers.mixer import Mixer
 
 _KEYS = {
     **COMMON,
@@ -21,6 +23,7 @@ _NORMALIZED = {**_KEYS, "norm_topk_prob": "experts.normalize"}
 _IGNORED = ("head_dim", "qk_head_dim")
 _FIXED = {"rope_interleave": (True,)}
 _FIELDS = {"rope_interleaved": True}
+_MIXERS: Mapping[str, type[Mixer]] = {"full_attention": LatentAttention}
 _DEFAULTS = {"attention_bias": False, "kv_lora_rank": 512, "q_lora_rank": 1536}
 _DEFAULTS |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
@@ -39,6 +42,7 @@ LATENT: Mapping[str, Family] = {
             "topk_method": "greedy",
             **tokens(1, 2),
         },
+        mixers=_MIXERS,
         fixed={
             **_FIXED,
             "norm_topk_prob": (False,),
@@ -66,6 +70,7 @@ LATENT: Mapping[str, Family] = {
             **tokens(0, 1),
         },
         sizes=sizes(129280, 7168, 18432, 61, 128, 4096),
+        mixers=_MIXERS,
         fixed={**_FIXED, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
         ignored=_IGNORED,
         aliases={"num_local_experts": "n_routed_experts"},
@@ -91,6 +96,7 @@ LATENT: Mapping[str, Family] = {
             "v_head_dim": 256,
             **tokens(0, 1),
         },
+        mixers=_MIXERS,
         fixed={**_FIXED, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
         ignored=("qk_head_dim",),
         aliases={"head_dim": "qk_rope_head_dim", "num_local_experts": "n_routed_experts"},

@@ -1,0 +1,114 @@
+"""Attention over all heads or groups of them, whole or within a window."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from vishwamai.models.attend import attend_pages, attend_sequences
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
+from vishwamai.models.blocks import linear, norm
+from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
+from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
+from vishwamai.models.rotation import rotated
+
+if TYPE_CHECKING:
+    from vishwamai.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(Mixer):
+    """Attention of queries in `num_heads` over keys and values in `num_kv_heads`."""
+
+    tensors: ClassVar[Mapping[str, Tensor]] = {
+        **{
+            f"{name}{suffix}": Tensor(f"{PREFIX}self_attn.{short}_proj.{kind}", transpose=kind == "weight")
+            for name, short in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o"))
+            for suffix, kind in (("", "weight"), ("_bias", "bias"))
+        },
+        "query_norm": Tensor(PREFIX + "self_attn.q_norm.weight"),
+        "key_norm": Tensor(PREFIX + "self_attn.k_norm.weight"),
+        "sinks": Tensor(PREFIX + "self_attn.sinks"),
+    }
+
+    def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
+        hidden, dim = config.hidden_size, config.head_dim
+        widths = {"query": (config.num_heads, "heads"), "key": (config.num_kv_heads, "kv_heads")}
+        widths["value"] = widths["key"]
+        table = {name: matrix(hidden, heads * dim, ("embed", axis)) for name, (heads, axis) in widths.items()}
+        table["output"] = matrix(config.num_heads * dim, hidden, ("heads", "embed"))
+        if config.attention_bias:
+            table |= {f"{name}_bias": Parameter((h * dim,), (axis,), "zeros") for name, (h, axis) in widths.items()}
+        if config.attention_bias if config.output_bias is None else config.output_bias:
+            table["output_bias"] = Parameter((hidden,), ("embed",), "zeros")
+        if config.qk_norm:
+            for name in ("query", "key"):
+                size = dim if config.qk_norm == "head" else widths[name][0] * dim
+                table[f"{name}_norm"] = norm_parameter(config, size)
+        if config.sinks:
+            table["sinks"] = Parameter((config.num_heads,), ("heads",))
+        return table
+
+    def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
+        query, key, value = self._heads(config, arrays, x, rows.axes)
+        query, key = rotated(config, self.rope, query, key, rows.positions)
+        mixed = attend_sequences(
+            config, self.window, query, key, value, arrays.get("sinks"), rows.segment_ids, rows.axes
+        )
+        return self._output(config, arrays, mixed, rows.axes)
+
+    def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
+        query, key, value = self._heads(config, arrays, x)
+        query, key = rotated(config, self.rope, query, key, step.positions, step.lengths)
+        mixed, pool = attend_pages(config, self.window, query, key, value, arrays.get("sinks"), step.batch, pool, first)
+        return self._output(config, arrays, mixed), pool
+
+    def page_row(self, config: ModelConfig) -> tuple[int, ...]:
+        return 2 * config.num_kv_heads, config.head_dim
+
+    def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
+        return {"heads": ("query heads", config.num_heads), "kv_heads": ("kv heads", config.num_kv_heads)}
+
+    def mixing_flops(self, config: ModelConfig, length: int) -> float:
+        length = length if self.window is None else min(length, self.window)
+        return 4.0 * config.num_heads * config.head_dim * length
+
+    def ring_features(self, config: ModelConfig) -> int:
+        return 2 * config.num_kv_heads * config.head_dim
+
+    def _heads(self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE) -> tuple[Any, ...]:
+        """Queries, keys and values `[batch, seq, heads, head_dim]` of the heads that the device has."""
+        heads = {}
+        for name in ("query", "key", "value"):
+            y = checkpoint_name(linear(x, arrays[name], arrays.get(f"{name}_bias")), name)
+            scale = arrays.get(f"{name}_norm")
+            if config.qk_norm == "all" and scale is not None:
+                y = _norm_of_heads(config, y, scale, axes)
+            y = y.reshape(*x.shape[:-1], y.shape[-1] // config.head_dim, config.head_dim)
+            heads[name] = norm(config, y, scale) if config.qk_norm == "head" and scale is not None else y
+        return heads["query"], heads["key"], heads["value"]
+
+    def _output(self, config: ModelConfig, arrays: Arrays, mixed: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
+        flat = checkpoint_name(mixed.reshape(*mixed.shape[:-2], mixed.shape[-2] * config.head_dim), "mixed")
+        return linear(flat, arrays["output"], axes.once(arrays.get("output_bias")))
+
+
+def _norm_of_heads(config: ModelConfig, x: Any, scale: Any, axes: MeshAxes) -> Any:
+    """`norm` over the features of all heads. Where mesh axes split them, devices add up one sum of squares for each
+    token; the operation would gather the features.
+    """
+    sharding = jax.typeof(x).sharding
+    explicit = sharding.mesh.explicit_axes and sharding.spec[-1] is not None
+    if not explicit and axes.tensor is None:
+        return norm(config, x, scale)
+    wide, features = x.astype(jnp.promote_types(x.dtype, jnp.float32)), scale.shape[-1]
+    if axes.tensor is not None:  # the scale is whole on every device
+        scale = jax.lax.dynamic_slice_in_dim(scale, jax.lax.axis_index(axes.tensor) * x.shape[-1], x.shape[-1])
+    squares = axes.total(jnp.sum(jnp.square(wide), axis=-1, keepdims=True))
+    inverse = jax.lax.rsqrt(squares / features + config.norm_eps)
+    return (wide * inverse * (scale.astype(wide.dtype) + (1.0 if config.norm_offset else 0.0))).astype(x.dtype)

@@ -1,0 +1,135 @@
+"""Feed-forward networks: the half of a layer that computes each token on its own.
+
+A network is a frozen value that states its parameters and computes them. `Gated` is the usual one, `Mixture`
+(`layers/mixture.py`) sends tokens to experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import vishwamai
+from vishwamai.models.activation import activate
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
+from vishwamai.models.blocks import in_dtype, linear
+from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix
+from vishwamai.ops.gated import has_kernel
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Bool, Float
+
+    from vishwamai.models.config import ModelConfig
+    from vishwamai.models.layers.mixer import Arrays
+
+GATED = ("gate", "up", "down")
+"""Names of the products of a gated unit."""
+
+
+class ExpertLoad(NamedTuple):
+    """How a layer's experts were used; see `vishwamai.moe_routing`.
+
+    Attributes:
+      balance, z: float32 scalars, its losses.
+      counts: int32 `[experts]`, tokens that chose each expert.
+    """
+
+    balance: Any
+    z: Any
+    counts: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForward:
+    """The feed-forward network of a layer. A subclass adds its sizes as fields.
+
+    Attributes:
+      tensors: the tensors of checkpoints by the parameter's name, where a family has no other.
+    """
+
+    tensors: ClassVar[Mapping[str, Tensor]] = {}
+
+    def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
+        """The parameters of one layer by name."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: Float[Array, "batch seq hidden"],
+        axes: MeshAxes = ONE_DEVICE,
+        token_mask: Bool[Array, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, "batch seq hidden"], ExpertLoad | None]:
+        """The output, and the load of the experts (None without).
+
+        Args:
+          config: the model.
+          arrays: the layer's parameters by name.
+          x: the network's input, normalized.
+          axes: mesh axes over which the model is split, inside `shard_map`; over `tensor`, the output is this device's
+            part of a sum.
+          token_mask: `[batch, seq]`, False for padding, which the load leaves out; None counts every token.
+        """
+        raise NotImplementedError
+
+    def share(self, config: ModelConfig, name: str) -> float:
+        """The share of a parameter's numbers that one token is multiplied with."""
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated(FeedForward):
+    """`down(activation(gate(x)) * up(x))`. Shazeer, "GLU Variants Improve Transformer" (2020)."""
+
+    tensors: ClassVar[Mapping[str, Tensor]] = {
+        f"{name}{suffix}": Tensor(f"{PREFIX}mlp.{name}_proj.{kind}", transpose=kind == "weight")
+        for name in GATED
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    }
+
+    def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
+        table = gated_parameters(config.hidden_size, config.intermediate_size)
+        if config.mlp_bias:
+            inner = config.intermediate_size
+            table |= {f"{name}_bias": Parameter((inner,), ("mlp",), "zeros") for name in ("gate", "up")}
+            table["down_bias"] = Parameter((config.hidden_size,), ("embed",), "zeros")
+        return table
+
+    def __call__(
+        self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
+    ) -> tuple[Any, ExpertLoad | None]:
+        return gated_unit(config, arrays, x, axes), None
+
+
+def gated_parameters(hidden: int, inner: int, prefix: str = "") -> dict[str, Parameter]:
+    """The products of a gated unit of `inner` features, their names after a prefix."""
+    table = {f"{prefix}{name}": matrix(hidden, inner, ("embed", "mlp")) for name in ("gate", "up")}
+    table[f"{prefix}down"] = matrix(inner, hidden, ("mlp", "embed"))
+    return table
+
+
+def gated_unit(config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes, prefix: str = "") -> Any:
+    """A gated unit whose parameters have names with a prefix; over the axis `tensor`, this device's part of a sum."""
+    weights = tuple(in_dtype(arrays[prefix + name], x.dtype) for name in ("gate", "up"))
+    biases = tuple(arrays.get(f"{prefix}{name}_bias") for name in GATED)
+    plain = all(isinstance(weight, jax.Array) for weight in weights)
+    if biases[0] is not None or not (plain or has_kernel(x, weights, config.activation)):
+        gate, up = (linear(x, weight, bias, jnp.float32) for weight, bias in zip(weights, biases))
+        inner = (activate(config.activation, gate) * up).astype(x.dtype)
+    else:
+        inner = vishwamai.gated_linear_unit(x, weights, config.activation)
+    return linear(inner, arrays[prefix + "down"], axes.once(biases[2]))
+
+
+def matched_numbers(network: FeedForward, config: ModelConfig, name: str, parameter: Parameter) -> float:
+    """Numbers of a product's parameter that one token is multiplied with; 0 for norms and biases."""
+    if len(parameter.shape) < 2 or name.endswith("_bias"):
+        return 0
+    return math.prod(parameter.shape) * network.share(config, name)

@@ -1,0 +1,90 @@
+"""The rotation of queries and keys by their positions (RoPE). Su et al., "RoFormer" (2021)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+import vishwamai
+from vishwamai.ops.rope import Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
+    from vishwamai.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """How a layer rotates queries and keys; see `vishwamai.apply_rope`.
+
+    Attributes:
+      theta: base of the frequencies.
+      scaling: a scaling of `vishwamai`, or `RopeScaling()` for none.
+      partial: share of a head's features that turn; 0 for a layer without rotation.
+      query_growth: queries are multiplied by `1 + query_growth * ln(1 + floor(position / original))`, with the length
+        of the original context of `scaling` (Ministral 3, after Llama 4).
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling = RopeScaling()
+    partial: float = 1.0
+    query_growth: float = 0.0
+
+
+NO_ROTATION = Rope(partial=0.0)
+
+
+def rotated(
+    config: ModelConfig,
+    rope: Rope,
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    positions: Int[Array, "batch seq"] | None,
+    lengths: Int[Array, "batch seq"] | None = None,
+) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
+    """Queries and keys, rotated.
+
+    Args:
+      config: the model, for `head_dim` and the order of the features.
+      rope: the layer's rotation.
+      query, key: of the new tokens.
+      positions: `[batch, seq]`, positions of the tokens; None counts every row from 0.
+      lengths: `[batch, seq]`, tokens of each token's sequence, for scalings that depend on it; None for the largest
+        position and one more.
+    """
+    width = int(config.head_dim * rope.partial)
+    if not width:
+        return query, key
+    if rope.query_growth:
+        query = query * _growth(rope, positions, query)
+    options: dict[str, Any] = {"theta": rope.theta, "rotary_dim": width, "layout": "bshd"}
+    options["interleaved"] = config.rope_interleaved
+    scaling, pair = rope.scaling, (query, key)
+    if lengths is None or not isinstance(scaling, LongRopeScaling):
+        return vishwamai.apply_rope(pair, positions, scaling=scaling, **options)
+    short = dataclasses.replace(scaling, long_factor=scaling.short_factor)
+    long = dataclasses.replace(scaling, short_factor=scaling.long_factor)
+    near, far = (vishwamai.apply_rope(pair, positions, scaling=factors, **options) for factors in (short, long))
+    past = (lengths > scaling.original_max_positions)[..., None, None]
+    return jnp.where(past, far[0], near[0]), jnp.where(past, far[1], near[1])
+
+
+def _growth(rope: Rope, positions: Any, query: Any) -> Any:
+    """The factor of queries `[batch, seq, heads, head_dim]` by position; see `Rope`."""
+    if positions is None:
+        positions = jnp.arange(query.shape[1])[None]
+    assert isinstance(rope.scaling, YarnScaling | LongRopeScaling | Llama3Scaling)
+    steps = jnp.floor(positions / rope.scaling.original_max_positions)
+    return (1 + rope.query_growth * jnp.log1p(steps))[..., None, None].astype(query.dtype)
+
+
+def rotation_switch(config: ModelConfig) -> int | None:
+    """The length in tokens past which all keys of a sequence are rotated otherwise (LongRoPE); None where there is
+    none.
+    """
+    scalings = [kind.mixer.rope.scaling for kind in config.layers]
+    return min((s.original_max_positions for s in scalings if isinstance(s, LongRopeScaling)), default=None)
