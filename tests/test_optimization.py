@@ -16,7 +16,7 @@ from vishwamai.core.observe import Observer, watching
 from vishwamai.core.optimization import Optimization, explain_optimization
 from vishwamai.inference import Engine, Limits, Sampling, plan_load
 from vishwamai.models import Decoder, ModelConfig, save_pretrained
-from vishwamai.models.checkpoint import held_parameters, quantized
+from vishwamai.models.checkpoint import parameter_variables, quantized
 from vishwamai.planning.analytic import serving_memory, training_memory
 from vishwamai.planning.search import candidates, meshes
 from vishwamai.planning.serving import Serving
@@ -296,7 +296,7 @@ def test_a_plan_of_serving_counts_4_bits_as_half_a_byte():
     columns, blocks = 4 * 256 + 2 * 1024 + 256, weights // 32
     assert int8["parameters"].value - int4["parameters"].value == weights // 2 - 4 * (blocks - columns)
     model = Decoder(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16, stacked=True)
-    held = (entry.get_value() for *_, entry in held_parameters(quantized(model, "int4")))
+    held = (entry.get_value() for *_, entry in parameter_variables(quantized(model, "int4")))
     assert int4["parameters"].value == sum(value.nbytes for value in held)
 
 

@@ -108,10 +108,10 @@ def dot_product_attention(
             "leave it out."
         )
     query, key, value = _one_dtype(name, query, key, value, dtype, promote_dtype)
-    for what, array in {"query": query, "key": key, "value": value}.items():
+    for label, array in {"query": query, "key": key, "value": value}.items():
         if array.ndim < 3 or array.ndim != query.ndim or array.shape[:-3] != query.shape[:-3]:
             raise ShapeError(
-                f"{name}: `{what}` has shape {array.shape}; pass [..., length, heads, dim], with the batch axes of "
+                f"{name}: `{label}` has shape {array.shape}; pass [..., length, heads, dim], with the batch axes of "
                 f"`query`, which has shape {query.shape}."
             )
     batch, shape = query.shape[:-3], (query.shape[-2], query.shape[-3], key.shape[-3])
@@ -128,7 +128,7 @@ def dot_product_attention(
     drops = dropout_rate != 0.0 and not deterministic
     products = precision_of(name, precision)
     with contextlib.nullcontext() if products is None else kernel_config(precision=products):
-        found = flash_attention(
+        mixed = flash_attention(
             q,
             k,
             v,
@@ -145,8 +145,8 @@ def dot_product_attention(
             implementation=implementation,
         )
     if not return_residual:
-        return found.reshape(*batch, *found.shape[1:])
-    out, lse = found
+        return mixed.reshape(*batch, *mixed.shape[1:])
+    out, lse = mixed
     lse = lse.swapaxes(1, 2)
     return out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
 
@@ -284,28 +284,28 @@ def _one_dtype(name: str, query: Any, key: Any, value: Any, dtype: Any, promote:
     if promote is None:
         wide = jnp.result_type(query, key, value) if dtype is None else dtype
         return tuple(array.astype(wide) for array in (query, key, value))
-    found = promote((query, key, value), dtype=dtype)
-    if not (isinstance(found, (tuple, list)) and len(found) == 3 and all(isinstance(x, jax.Array) for x in found)):
+    arrays = promote((query, key, value), dtype=dtype)
+    if not (isinstance(arrays, (tuple, list)) and len(arrays) == 3 and all(isinstance(x, jax.Array) for x in arrays)):
         raise ShapeError(
-            f"{name}: `promote_dtype` gave {described(found)}; pass a function of (query, key, value) and `dtype` that "
-            "gives the three arrays in one dtype."
+            f"{name}: `promote_dtype` gave {described(arrays)}; pass a function of (query, key, value) and `dtype` "
+            "that gives the three arrays in one dtype."
         )
-    return found
+    return arrays
 
 
-def _scores(name: str, what: str, array: Any, batch: tuple[int, ...], shape: tuple[int, int, int]) -> Any:
+def _scores(name: str, label: str, array: Any, batch: tuple[int, ...], shape: tuple[int, int, int]) -> Any:
     """`[batch or 1, heads or 1, q_len or 1, kv_len or 1]` of what broadcasts to `[*batch, heads, q_len, kv_len]`."""
-    whole = (*batch, *shape)
-    padded = (1,) * (len(whole) - array.ndim) + array.shape
-    if len(padded) != len(whole) or any(n not in (1, m) for n, m in zip(padded, whole)):
-        raise ShapeError(f"{name}: `{what}` has shape {array.shape}, which does not broadcast to {whole}.")
+    full = (*batch, *shape)
+    padded = (1,) * (len(full) - array.ndim) + array.shape
+    if len(padded) != len(full) or any(n not in (1, m) for n, m in zip(padded, full)):
+        raise ShapeError(f"{name}: `{label}` has shape {array.shape}, which does not broadcast to {full}.")
     array = array.reshape(padded)
     if any(n != 1 for n in padded[:-3]):
         array = jnp.broadcast_to(array, (*batch, *padded[-3:]))
     return array.reshape(math.prod(array.shape[:-3]), *padded[-3:])
 
 
-def _lengths(name: str, what: str, lens: Any, batch: int) -> Any:
+def _lengths(name: str, label: str, lens: Any, batch: int) -> Any:
     if lens.shape != (batch,) or not jnp.issubdtype(lens.dtype, jnp.integer):
-        raise ShapeError(f"{name}: `{what}` is {lens.dtype}{lens.shape}; pass integers of shape ({batch},).")
+        raise ShapeError(f"{name}: `{label}` is {lens.dtype}{lens.shape}; pass integers of shape ({batch},).")
     return lens

@@ -114,7 +114,7 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
       ShapeError: as `serving_rules`, or the mesh's axes are not explicit.
       UnsupportedError: weights are packed, and not on the mesh.
     """
-    from vishwamai.models.checkpoint import held_parameters
+    from vishwamai.models.checkpoint import parameter_variables
     from vishwamai.models.storage import Storage, parameter_sharding
 
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
@@ -124,7 +124,7 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
             "explicit ones, as vishwamai.parallel.make_mesh gives them."
         )
     rules = logical_rules(model.config, mesh)
-    for name, parameter, layers, held in held_parameters(model):
+    for name, parameter, layers, held in parameter_variables(model):
         value = held.get_value()
         if all(getattr(leaf.sharding, "mesh", None) == mesh for leaf in jax.tree.leaves(value)):
             continue

@@ -85,9 +85,9 @@ class BertConfig:
         if unknown:
             raise vishwamai.UnsupportedError(f"{path}: `{unknown[0]}` is not a key that the encoder knows.")
         for name, value in sizes.items():
-            whole = name != "layer_norm_eps"
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0:
-                kind = "a positive whole number" if whole else "a positive number"
+            integer = name != "layer_norm_eps"
+            if isinstance(value, bool) or not isinstance(value, int if integer else int | float) or value <= 0:
+                kind = "a positive whole number" if integer else "a positive number"
                 raise vishwamai.ShapeError(f"{path}: `{name}` is {value!r}; expected {kind}.")
         config = cls(**sizes)  # pyright: ignore[reportArgumentType]  (checked above)
         if config.hidden_size % config.num_attention_heads:
@@ -248,14 +248,14 @@ def from_hugging_face(tensors: Mapping[str, Stored], config: BertConfig, dtype: 
         return BertLinear(jnp.asarray(weight, dtype), jnp.asarray(bias, dtype))
 
     def layer(i: int) -> BertLayer:
-        at = f"encoder.layer.{i}"
+        prefix = f"encoder.layer.{i}"
         return BertLayer(
-            qkv=linear(hidden, hidden, *(f"{at}.attention.self.{name}" for name in ("query", "key", "value"))),
-            output=linear(hidden, hidden, f"{at}.attention.output.dense"),
-            attention_norm=norm(f"{at}.attention.output.LayerNorm"),
-            up=linear(hidden, inner, f"{at}.intermediate.dense"),
-            down=linear(inner, hidden, f"{at}.output.dense"),
-            output_norm=norm(f"{at}.output.LayerNorm"),
+            qkv=linear(hidden, hidden, *(f"{prefix}.attention.self.{name}" for name in ("query", "key", "value"))),
+            output=linear(hidden, hidden, f"{prefix}.attention.output.dense"),
+            attention_norm=norm(f"{prefix}.attention.output.LayerNorm"),
+            up=linear(hidden, inner, f"{prefix}.intermediate.dense"),
+            down=linear(inner, hidden, f"{prefix}.output.dense"),
+            output_norm=norm(f"{prefix}.output.LayerNorm"),
         )
 
     tables = {"word": config.vocab_size, "position": config.max_position_embeddings}

@@ -79,8 +79,8 @@ def from_pretrained(
 
     def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
         pieces = [piece(config, name, parameter, layer) for layer in layers or (None,)]
-        stored = [_find(index, one, parameter, directory) for one in pieces]
-        used.update(name for one in pieces for name in one.tensors)
+        stored = [_find(index, entry, parameter, directory) for entry in pieces]
+        used.update(name for entry in pieces for name in entry.tensors)
         kind = jnp.float32 if parameter.float32 else dtype
         where = parameter_path(name, None if layers is None else layers[0])
         storage = _storage(quantize, parameter, pieces, stored, where)
@@ -90,13 +90,13 @@ def from_pretrained(
             plain, split = parameter_sharding(mesh, checked_rules, parameter, len(pieces), where), None
         else:
             split = storage.shardings(mesh, checked_rules, parameter, len(pieces), where)
-            whole = dataclasses.replace(parameter, axes=(*parameter.axes[:-2], None, parameter.axes[-1]))
-            plain = parameter_sharding(mesh, checked_rules, whole, len(pieces), where)
+            replicated = dataclasses.replace(parameter, axes=(*parameter.axes[:-2], None, parameter.axes[-1]))
+            plain = parameter_sharding(mesh, checked_rules, replicated, len(pieces), where)
         if storage is None:
             return _read(parameter, pieces, stored, kind, plain)
         if quantize != KEEP:
             return storage.quantize(_read(parameter, pieces, stored, kind, plain), split)
-        return _read_kept(storage, parameter, pieces, stored, split)
+        return _read_quantized(storage, parameter, pieces, stored, split)
 
     model = Decoder(config, dtype=dtype, param_dtype=dtype, stacked=stacked, make=make)
     _check_unused(config, directory, index, used)
@@ -110,13 +110,13 @@ def quantized(model: Decoder, quantize: str, directory: str | Path | None = None
       quantize: a name of `QUANTIZATIONS`, or "keep": the formats of the checkpoint in `directory`.
     """
     find = storages(Path(directory), model.config) if quantize == KEEP and directory is not None else None
-    for name, parameter, layers, held in held_parameters(model):
+    for name, parameter, layers, variable in parameter_variables(model):
         if find is not None:
             storage = find(name, parameter, None if layers is None else layers[0])
         else:
             storage = QUANTIZATIONS[quantize] if parameter.matrix else None
         if storage is not None:
-            held.set_value(storage.quantize(held.get_value()))
+            variable.set_value(storage.quantize(variable.get_value()))
     return model
 
 
@@ -192,20 +192,20 @@ def _storage(
         return None
     if quantize != KEEP:
         return QUANTIZATIONS[quantize]
-    names = [name for one in pieces for name in one.tensors]
+    names = [name for entry in pieces for name in entry.tensors]
     tensors = [tensor for group in stored for tensor in group]
-    found: dict[Storage | None, str] = {}
+    storages: dict[Storage | None, str] = {}
     for name, tensor in zip(names, tensors):
         if isinstance(tensor, Decoded):
-            tensor.check_kept()
-        found[tensor.storage if isinstance(tensor, Decoded) else None] = name
-    if len(found) > 1:
-        forms = " and ".join(f"`{name}` as {storage or 'a plain array'}" for storage, name in found.items())
+            tensor.check_representable()
+        storages[tensor.storage if isinstance(tensor, Decoded) else None] = name
+    if len(storages) > 1:
+        forms = " and ".join(f"`{name}` as {storage or 'a plain array'}" for storage, name in storages.items())
         raise UnsupportedError(
             f"from_pretrained: {where} would hold {forms}, which are not one QTensor; pass "
             f"{'stacked=False' if len(pieces) > 1 else 'quantize=None'}."
         )
-    return next(iter(found))
+    return next(iter(storages))
 
 
 def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[str]) -> None:
@@ -239,12 +239,12 @@ def _find(index: Index, where: Piece, parameter: Parameter, directory: Path) -> 
     return [index[name] for name in where.tensors]
 
 
-def _read_kept(
+def _read_quantized(
     storage: Storage, parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], split: QTensor | None
 ) -> QTensor:
     """The weight in the numbers of its file: values and scales are read like parameters of their own."""
-    found = [[tensor.kept() for tensor in group] for group in stored]
-    values, scales = ([[pair[part] for pair in group] for group in found] for part in (0, 1))
+    parts = [[tensor.quantized_parts() for tensor in group] for group in stored]
+    values, scales = ([[pair[part] for pair in group] for group in parts] for part in (0, 1))
     kinds, entries = storage.shapes(parameter), storage.parts(parameter)
     places = (None, None) if split is None else (split.values, split.scales)
     return storage.tensor(
@@ -275,14 +275,14 @@ def _read(parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], dt
 Readable = Stored | Computed | Decoded
 
 
-def _slice(parameter: Parameter, where: Piece, stored: list[Readable], wanted: tuple[slice, ...], dtype: Any) -> Any:
-    inner = where.index(wanted[1:] if where.stacked else wanted, parameter.shape)
+def _slice(parameter: Parameter, where: Piece, stored: list[Readable], slices: tuple[slice, ...], dtype: Any) -> Any:
+    inner = where.index(slices[1:] if where.stacked else slices, parameter.shape)
 
-    def one(tensor: Readable) -> np.ndarray:
-        found = tensor.read()[inner]
-        return np.ascontiguousarray(found.swapaxes(-1, -2) if where.transpose else found, dtype=dtype)
+    def read(tensor: Readable) -> np.ndarray:
+        array = tensor.read()[inner]
+        return np.ascontiguousarray(array.swapaxes(-1, -2) if where.transpose else array, dtype=dtype)
 
-    return np.stack([one(tensor) for tensor in stored[wanted[0]]]) if where.stacked else one(stored[0])
+    return np.stack([read(tensor) for tensor in stored[slices[0]]]) if where.stacked else read(stored[0])
 
 
 @checked
@@ -309,10 +309,10 @@ def save_pretrained(model: Decoder, directory: str | Path) -> None:
         where = piece(model.config, name, parameter, layer)
         array = np.asarray(value)
         inner = parameter.shape[1:] if where.stacked else parameter.shape
-        whole = where.index((slice(None),) * len(inner), parameter.shape)
+        selection = where.index((slice(None),) * len(inner), parameter.shape)
         for name, part in zip(where.tensors, array if where.stacked else [array]):
             stored = tensors.setdefault(name, np.zeros(where.shape(parameter.shape), array.dtype))
-            stored[whole] = part.swapaxes(-1, -2) if where.transpose else part
+            stored[selection] = part.swapaxes(-1, -2) if where.transpose else part
     values = model.config.to_dict()
     values["dtype"] = model.embed.get_value().dtype.name
     weights, draft = directory / "model.safetensors", directory / "model.safetensors.partial"
@@ -336,25 +336,25 @@ def named_parameters(model: Decoder) -> list[tuple[str, Parameter, int | None, A
     """Every parameter of a decoder with its table's entry: name, entry, layer (None outside the layers) and value, each
     layer of a stack on its own.
     """
-    found: list[tuple[str, Parameter, int | None, Any]] = []
-    for name, entry, layers, held in held_parameters(model):
-        value = held.get_value()
+    parameters: list[tuple[str, Parameter, int | None, Any]] = []
+    for name, entry, layers, variable in parameter_variables(model):
+        value = variable.get_value()
         if layers is None or len(layers) == 1:
-            found.append((name, entry, None if layers is None else layers[0], value))
+            parameters.append((name, entry, None if layers is None else layers[0], value))
             continue
         for i, number in enumerate(layers):
-            found.append((name, entry, number, jax.tree.map(lambda x: x[i], value)))  # noqa: B023 (called at once)
-    return found
+            parameters.append((name, entry, number, jax.tree.map(lambda x: x[i], value)))  # noqa: B023 (called at once)
+    return parameters
 
 
-def held_parameters(model: Decoder) -> list[tuple[str, Parameter, tuple[int, ...] | None, nnx.Param]]:
+def parameter_variables(model: Decoder) -> list[tuple[str, Parameter, tuple[int, ...] | None, nnx.Param]]:
     """Every parameter as the decoder holds it: name, its table's entry, the layers that it stacks (None outside the
     layers), and the variable.
     """
-    found: list[tuple[str, Parameter, tuple[int, ...] | None, nnx.Param]]
-    found = [(name, p, None, getattr(model, name)) for name, p in top_parameters(model.config).items()]
+    variables: list[tuple[str, Parameter, tuple[int, ...] | None, nnx.Param]]
+    variables = [(name, p, None, getattr(model, name)) for name, p in top_parameters(model.config).items()]
     places = ((segment, i) for segment in segments(model.config, model.stacked) for i in range(len(segment.kinds)))
     for (segment, place), module in zip(places, model.layers, strict=True):
         entries = segment.kinds[place].parameters(model.config)
-        found += [(name, p, segment.layers(place), getattr(module, name)) for name, p in entries.items()]
-    return found
+        variables += [(name, p, segment.layers(place), getattr(module, name)) for name, p in entries.items()]
+    return variables

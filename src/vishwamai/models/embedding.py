@@ -95,11 +95,11 @@ class SentenceEncoder:
         if not cut:
             return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
         # Special tokens stay at a text's end when it is cut: the tokenizer does it, not a slice.
-        whole = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         room = self.max_tokens - self.tokenizer.num_special_tokens_to_add(False)
-        for encoding in whole:
+        for encoding in encodings:
             encoding.truncate(room)
-        return [self.tokenizer.post_process(encoding).ids for encoding in whole]
+        return [self.tokenizer.post_process(encoding).ids for encoding in encodings]
 
     def tokenize(
         self, texts: Sequence[str], step: int = _STEP
@@ -139,9 +139,9 @@ def padded(
 ) -> tuple[Int[np.ndarray, "rows length"], Bool[np.ndarray, "rows length"]]:
     """Token ids in an array of zeros, int32 `[rows, length]`, and where they are."""
     tokens, mask = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
-    for row, found in enumerate(ids):
-        tokens[row, : len(found)] = found
-        mask[row, : len(found)] = True
+    for row, sentence in enumerate(ids):
+        tokens[row, : len(sentence)] = sentence
+        mask[row, : len(sentence)] = True
     return tokens, mask
 
 
@@ -152,12 +152,12 @@ def longest_text(directory: Path, config: bert.BertConfig) -> int:
       ShapeError: `sentence_bert_config.json` is damaged, or allows more than the model has positions for.
     """
     path = directory / "sentence_bert_config.json"
-    found = read_json(path).get("max_seq_length") if path.exists() else None
-    if found is None:
+    length = read_json(path).get("max_seq_length") if path.exists() else None
+    if length is None:
         return config.max_position_embeddings
-    if not isinstance(found, int) or not 0 < found <= config.max_position_embeddings:
+    if not isinstance(length, int) or not 0 < length <= config.max_position_embeddings:
         raise ShapeError(
-            f"{path}: `max_seq_length` is {found!r}; expected 1 to {config.max_position_embeddings}, config.json's "
+            f"{path}: `max_seq_length` is {length!r}; expected 1 to {config.max_position_embeddings}, config.json's "
             "`max_position_embeddings`."
         )
-    return found
+    return length

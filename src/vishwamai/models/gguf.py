@@ -144,24 +144,24 @@ def _config(container: Container) -> dict[str, Any]:
             f"{source}: `general.architecture` is {architecture!r}; GGUF files of {', '.join(_FAMILIES)} are read."
         )
     gemma = architecture.startswith("gemma")
-    own = {
+    keys = {
         key.removeprefix(f"{architecture}."): value
         for key, value in values.items()
         if key.startswith(f"{architecture}.")
     }
-    scaling = {key: own.pop(key) for key in list(own) if key.startswith("rope.scaling.")}
+    scaling = {key: keys.pop(key) for key in list(keys) if key.startswith("rope.scaling.")}
     names = _KEYS | (_GEMMA_KEYS if gemma else {})
-    unknown = sorted(key for key in own if key not in names and key not in _NO_EFFECT)
+    unknown = sorted(key for key in keys if key not in names and key not in _NO_EFFECT)
     if unknown:
-        raise UnsupportedError(f"{source}: `{architecture}.{unknown[0]}` = {own[unknown[0]]!r:.100} is not known.")
-    config = {name: own[key] for key, name in names.items() if key in own}
+        raise UnsupportedError(f"{source}: `{architecture}.{unknown[0]}` = {keys[unknown[0]]!r:.100} is not known.")
+    config = {name: keys[key] for key, name in names.items() if key in keys}
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if not (isinstance(heads, int) and isinstance(hidden, int) and heads > 0):
         raise ShapeError(
             f"{source}: the number of heads is {heads} and the hidden size {hidden}; expected whole numbers."
         )
-    config["head_dim"] = own.get("attention.key_length", own.get("rope.dimension_count", hidden // heads))
-    if own.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+    config["head_dim"] = keys.get("attention.key_length", keys.get("rope.dimension_count", hidden // heads))
+    if keys.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         raise UnsupportedError(f"{source}: `{architecture}.rope.dimension_count` is not the size of a head.")
     config |= {"model_type": _FAMILIES[architecture], "vocab_size": _rows(container, "token_embd.weight")}
     config["tie_word_embeddings"] = "output.weight" not in container.tensors

@@ -77,8 +77,8 @@ def _byte_level(values: Mapping[str, Any], vocab: dict[str, int], source: str) -
     elif pre in ("gpt-2", "default"):
         first, regex = [], True
     else:
-        known = ", ".join((*_EXPRESSIONS, *_DIGITS, "gpt-2"))
-        raise UnsupportedError(f"{source}: `tokenizer.ggml.pre` is {pre!r}; read are {known}.")
+        names = ", ".join((*_EXPRESSIONS, *_DIGITS, "gpt-2"))
+        raise UnsupportedError(f"{source}: `tokenizer.ggml.pre` is {pre!r}; read are {names}.")
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)
     encoder.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
     encoder.decoder = decoders.ByteLevel()

@@ -27,7 +27,7 @@ import vishwamai
 from vishwamai.core import caches, ffi
 from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
-from vishwamai.models.checkpoint import held_parameters
+from vishwamai.models.checkpoint import parameter_variables
 from vishwamai.models.config import read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.parameters import Parameter, parameter_path
@@ -93,8 +93,8 @@ def write_packed(model: Decoder, checkpoint: Path, form: Form) -> Path:
       OSError: it cannot be written, or the disk would be left with less free space than the weights take.
     """
     parameters, arrays, end = {}, [], 0
-    for name, _, layers, held in held_parameters(model):
-        value, kind, meta, entries = held.get_value(), None, {}, {}
+    for name, _, layers, variable in parameter_variables(model):
+        value, kind, meta, entries = variable.get_value(), None, {}, {}
         fields = {"values": value}
         if type(value).__name__ in _KINDS:
             kind, fields = type(value).__name__, {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -154,8 +154,8 @@ def _stale(root: Path, origin: dict[str, Any]) -> list[Path]:
     for path in root.glob("*/index.json"):
         try:
             with caches.open_private(path) as file:
-                other = json.load(file)["index"]["made_of"]
-            same = all(other[key] == origin[key] for key in ("checkpoint", "isa", *_FORM))
+                source = json.load(file)["index"]["made_of"]
+            same = all(source[key] == origin[key] for key in ("checkpoint", "isa", *_FORM))
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             continue
         if same:

@@ -40,13 +40,13 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
     kinds = (kind for segment in segments(model.config, model.stacked) for kind in segment.kinds)
     for kind, layer in zip(kinds, model.layers, strict=True):
         for name, parameter in kind.parameters(model.config).items():
-            held = getattr(layer, name)
-            if parameter.matrix and _packable(held.get_value(), model.dtype, len(parameter.shape)):
-                held.set_value(jax.block_until_ready(pack_weight(held.get_value())))
+            variable = getattr(layer, name)
+            if parameter.matrix and _packable(variable.get_value(), model.dtype, len(parameter.shape)):
+                variable.set_value(jax.block_until_ready(pack_weight(variable.get_value())))
     if quantize_head:
-        held = model.embed if model.config.tie_embeddings else model.head
-        table = jax.jit(lambda x: quantize(x, "int8", axis=-1))(held.get_value())
-        held.set_value(jax.block_until_ready(pack_weight(table, transpose=True)))
+        variable = model.embed if model.config.tie_embeddings else model.head
+        table = jax.jit(lambda x: quantize(x, "int8", axis=-1))(variable.get_value())
+        variable.set_value(jax.block_until_ready(pack_weight(table, transpose=True)))
     return model
 
 

@@ -57,15 +57,15 @@ class Pooling:
         hidden = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
         if self.mode == "mean":
             weights = mask[:, :, None].astype(hidden.dtype)
-            found = (hidden * weights).sum(axis=1) / jnp.maximum(weights.sum(axis=1), 1.0)
+            vectors = (hidden * weights).sum(axis=1) / jnp.maximum(weights.sum(axis=1), 1.0)
         else:
-            at = jnp.zeros_like(mask, jnp.int32)[:, 0]
+            index = jnp.zeros_like(mask, jnp.int32)[:, 0]
             if self.mode == "last":
-                at = jnp.maximum(mask.sum(axis=1, dtype=jnp.int32) - 1, 0)
-            found = jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
+                index = jnp.maximum(mask.sum(axis=1, dtype=jnp.int32) - 1, 0)
+            vectors = jnp.take_along_axis(hidden, index[:, None, None], axis=1)[:, 0]
         if self.normalize:
-            found = found / jnp.maximum(jnp.linalg.norm(found, axis=-1, keepdims=True), 1e-12)
-        return found
+            vectors = vectors / jnp.maximum(jnp.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+        return vectors
 
 
 def read_pooling(directory: Path) -> Pooling | None:
@@ -80,11 +80,11 @@ def read_pooling(directory: Path) -> Pooling | None:
         return None
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
-        found = [(str(module["type"]).rsplit(".", 1)[-1], str(module["path"])) for module in modules]
+        kinds = [(str(module["type"]).rsplit(".", 1)[-1], str(module["path"])) for module in modules]
     except (ValueError, TypeError, KeyError) as error:
         raise ShapeError(f"{path}: expected a list of modules with `type` and `path` ({error!r}).") from error
     mode, normalize = "mean", False
-    for kind, where in found:
+    for kind, where in kinds:
         if kind == "Pooling":
             mode = _mode(directory / where / "config.json")
         elif kind == "Normalize":

@@ -77,7 +77,7 @@ class Decoded:
         block = self._order() if self.groups is None else np.asarray(self.groups.read())
         return self.values.read().astype(np.float32) * np.take(scales.astype(np.float32), block, self.axis)
 
-    def check_kept(self) -> None:
+    def check_representable(self) -> None:
         """Checks that `storage` holds the weight, by the groups alone.
 
         Raises:
@@ -89,7 +89,7 @@ class Decoded:
                 "(desc_act, actorder), which no QTensor holds; leave out quantize='keep' to read the plain weights."
             )
 
-    def kept(self) -> tuple[Computed, Stored | Computed]:
+    def quantized_parts(self) -> tuple[Computed, Stored | Computed]:
         """Values in the dtype of the format, and scales, of a weight that is checked.
 
         Raises:
@@ -98,13 +98,13 @@ class Decoded:
         dtype = FORMATS[self.storage.format].dtype
 
         def compute() -> np.ndarray:
-            found = self.values.read()
-            if found.dtype == np.int8 and dtype == ml_dtypes.int4 and not -8 <= found.min() <= found.max() <= 7:
+            values = self.values.read()
+            if values.dtype == np.int8 and dtype == ml_dtypes.int4 and not -8 <= values.min() <= values.max() <= 7:
                 raise ShapeError(
                     f"{self.path}: a weight of shape {list(self.shape)} has zero points other than 8, but "
                     "`quantization_config.sym` is True; leave out quantize='keep' to read the plain weights."
                 )
-            return np.asarray(found).astype(dtype, copy=False)
+            return np.asarray(values).astype(dtype, copy=False)
 
         return Computed(self.path, self.shape, compute), self.scales
 
@@ -145,7 +145,7 @@ def decode_index(index: Mapping[str, Stored], settings: Mapping[str, Any] | None
     plain = {key: stored for key, stored in index.items() if not key.endswith(_OF_ACTIVATIONS)}
     if len(plain) < len(index) or _quantizes_activations(settings):
         _log(f"{source}: activations, keys and values are quantized there; here the weights alone are.")
-    found: dict[str, Decoded] = {}
+    decoded: dict[str, Decoded] = {}
     for first in [key for key in index if key.endswith(suffixes[0])]:
         stem = first.removesuffix(suffixes[0])
         absent = [stem + suffix for suffix in suffixes if stem + suffix not in index]
@@ -156,8 +156,8 @@ def decode_index(index: Mapping[str, Stored], settings: Mapping[str, Any] | None
         parts = tuple(plain.pop(stem + suffix) for suffix in suffixes)
         order = plain.pop(stem + (".weight_g_idx" if packed else ".g_idx"), None)
         shape = plain.pop(stem + ".weight_shape", None)
-        found[stem + name] = decoder((*parts, shape) if packed else parts, order, settings, source)
-    return {**plain, **found}
+        decoded[stem + name] = decoder((*parts, shape) if packed else parts, order, settings, source)
+    return {**plain, **decoded}
 
 
 _OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
@@ -174,15 +174,15 @@ def _log(text: str) -> None:
     logging.getLogger(__name__).warning("%s", text)
 
 
-def _unsupported(source: str, key: str, value: Any, known: str) -> UnsupportedError:
-    return UnsupportedError(f"{source}: `quantization_config.{key}` is {value!r}; the loader reads {known}.")
+def _unsupported(source: str, key: str, value: Any, expected: str) -> UnsupportedError:
+    return UnsupportedError(f"{source}: `quantization_config.{key}` is {value!r}; the loader reads {expected}.")
 
 
-def _fits(first: Stored, other: Stored, expected: tuple[int, ...]) -> None:
-    if other.shape != expected:
+def _fits(weight: Stored, scales: Stored, expected: tuple[int, ...]) -> None:
+    if scales.shape != expected:
         raise ShapeError(
-            f"{other.path}: a tensor of scales has shape {list(other.shape)}; expected {list(expected)} for the weight "
-            f"of shape {list(first.shape)}."
+            f"{scales.path}: a tensor of scales has shape {list(scales.shape)}; expected {list(expected)} for the "
+            f"weight of shape {list(weight.shape)}."
         )
 
 
@@ -246,7 +246,7 @@ _COMPRESSED = "int-quantized and float-quantized"
 
 def _weights(settings: Mapping[str, Any], source: str, bits: int | None = None) -> Mapping[str, Any]:
     """How weights are rounded: symmetric ones, alike in all groups of modules."""
-    found: dict[str, Any] = {}
+    rounding: dict[str, Any] = {}
     for name, group in (settings.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
         if not weights.get("symmetric", True):
@@ -254,10 +254,10 @@ def _weights(settings: Mapping[str, Any], source: str, bits: int | None = None) 
         if bits is not None and weights.get("num_bits", bits) != bits:
             raise _unsupported(source, f"config_groups.{name}.weights.num_bits", weights["num_bits"], str(bits))
         for key in ("strategy", "group_size", "block_structure"):
-            if key in found and found[key] != weights.get(key):
+            if key in rounding and rounding[key] != weights.get(key):
                 raise _unsupported(source, f"config_groups.{name}.weights.{key}", weights.get(key), "equal groups")
-            found[key] = weights.get(key)
-    return found
+            rounding[key] = weights.get(key)
+    return rounding
 
 
 def _compressed_packed(
@@ -271,13 +271,13 @@ def _compressed_packed(
     size = _weights(settings, source, 4).get("group_size")
     out, columns = weight.shape[0], 8 * weight.shape[1]
     if sizes is not None:
-        found = [int(n) for n in np.asarray(sizes.read()).reshape(-1)]
-        if len(found) != 2 or found[0] != out or not columns - 8 < found[1] <= columns:
+        widths = [int(n) for n in np.asarray(sizes.read()).reshape(-1)]
+        if len(widths) != 2 or widths[0] != out or not columns - 8 < widths[1] <= columns:
             raise ShapeError(
-                f"{sizes.path}: a tensor `weight_shape` holds {found}; expected {out} rows and {columns - 7} to "
+                f"{sizes.path}: a tensor `weight_shape` holds {widths}; expected {out} rows and {columns - 7} to "
                 f"{columns} columns for words of shape {list(weight.shape)}."
             )
-        columns = found[1]
+        columns = widths[1]
     groups = scales.shape[-1]
     _fits(weight, scales, (out, groups))
     values = Computed(
@@ -293,8 +293,8 @@ def _float32(scales: Stored, transpose: bool = False) -> Computed:
     """Scales `[out, groups]`."""
 
     def compute() -> np.ndarray:
-        found = scales.read().astype(np.float32)
-        return found.T if transpose else found
+        array = scales.read().astype(np.float32)
+        return array.T if transpose else array
 
     return Computed(scales.path, scales.shape[::-1] if transpose else scales.shape, compute)
 
@@ -350,8 +350,8 @@ def _awq(parts: tuple[Stored, ...], order: Any, settings: Mapping[str, Any], sou
     """AWQ: `(q - zero) * scale` by groups of rows, columns packed out of order. Lin et al., "AWQ" (2023)."""
     weight, zeros, scales = parts
     if settings.get("bits") != 4 or settings.get("version", "gemm").lower() != "gemm":
-        found = (settings.get("bits"), settings.get("version"))
-        raise _unsupported(source, "(bits, version)", found, "(4, 'gemm')")
+        form = (settings.get("bits"), settings.get("version"))
+        raise _unsupported(source, "(bits, version)", form, "(4, 'gemm')")
     rows, columns = weight.shape[0], 8 * weight.shape[1]
     groups = scales.shape[0]
     _fits(weight, scales, (groups, columns))

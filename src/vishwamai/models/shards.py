@@ -83,7 +83,7 @@ def read_index(directory: Path) -> dict[str, Stored]:
     blocks: Any = read_tensors(directory)
     if blocks is not None:
         return blocks
-    found: dict[str, Stored] = {}
+    index: dict[str, Stored] = {}
     for path, names in _files(directory).items():
         tensors = read_header(path)
         absent = sorted(names - tensors.keys())
@@ -92,8 +92,8 @@ def read_index(directory: Path) -> dict[str, Stored]:
                 f"{path}: tensor `{absent[0]}` is missing; model.safetensors.index.json expects it there. Download the "
                 "file again."
             )
-        found |= tensors
-    return found
+        index |= tensors
+    return index
 
 
 def _unreadable(path: Path, error: OSError) -> ShapeError:
@@ -186,25 +186,25 @@ def _check_apart(path: Path, tensors: Mapping[str, Stored]) -> None:
 
 
 def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
-    def lies(key: str, expected: str, found: Any) -> ShapeError:
+    def header_error(key: str, expected: str, value: Any) -> ShapeError:
         return ShapeError(
-            f"{path}: tensor `{name}` has `{key}` = {found!r}; expected {expected}. The header does not describe the "
+            f"{path}: tensor `{name}` has `{key}` = {value!r}; expected {expected}. The header does not describe the "
             "file; download it again."
         )
 
     if not isinstance(entry, dict):
-        raise lies("entry", "an object with dtype, shape and data_offsets", entry)
+        raise header_error("entry", "an object with dtype, shape and data_offsets", entry)
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise lies("dtype", f"one of {', '.join(DTYPES)}", dtype)
+        raise header_error("dtype", f"one of {', '.join(DTYPES)}", dtype)
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise lies("shape", "a list of whole numbers", shape)
+        raise header_error("shape", "a list of whole numbers", shape)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise lies("data_offsets", "two whole numbers", offsets)
+        raise header_error("data_offsets", "two whole numbers", offsets)
     kind = np.dtype(DTYPES[dtype])
     expected = math.prod(shape) * kind.itemsize
     if offsets[1] - offsets[0] != expected:
-        raise lies("data_offsets", f"{expected} bytes for {dtype} {shape}", offsets)
+        raise header_error("data_offsets", f"{expected} bytes for {dtype} {shape}", offsets)
     if start + offsets[1] > size:
         raise ShapeError(
             f"{path}: tensor `{name}` ends at byte {start + offsets[1]}; expected a longer file, found {size} "

@@ -93,8 +93,8 @@ class Storage:
 
         if shardings is None:
             return _rounded(self, None)(value)
-        made = _rounded(self, value.sharding)(value)
-        return jax.tree.map(jax.device_put, made, shardings)
+        weight = _rounded(self, value.sharding)(value)
+        return jax.tree.map(jax.device_put, weight, shardings)
 
 
 @functools.lru_cache(maxsize=64)

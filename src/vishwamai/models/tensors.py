@@ -38,22 +38,22 @@ class Piece:
             return stored
         return tuple(self.total if i == self.axis else n for i, n in enumerate(stored))
 
-    def index(self, wanted: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    def index(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
         """Where a part of the parameter lies in the tensor.
 
         Args:
-          wanted: a slice for each axis of the parameter, whose shape is `shape`; without the axis of stacked tensors.
+          slices: a slice for each axis of the parameter, whose shape is `shape`; without the axis of stacked tensors.
         """
         shape = shape[1:] if self.stacked else shape
-        bounds = [slice.indices(n)[:2] for slice, n in zip(wanted, shape)]
+        bounds = [slice.indices(n)[:2] for slice, n in zip(slices, shape)]
         if self.transpose:
             bounds = [*bounds[:-2], bounds[-1], bounds[-2]]
-        found = [slice(low, high) for low, high in bounds]
+        selection = [slice(low, high) for low, high in bounds]
         if self.axis is not None:
             low, high = bounds[self.axis]
             end = self.start + (high - 1) * self.step + 1 if high > low else self.start
-            found[self.axis] = slice(self.start + low * self.step, end, self.step)
-        return tuple(found)
+            selection[self.axis] = slice(self.start + low * self.step, end, self.step)
+        return tuple(selection)
 
 
 def piece(config: ModelConfig, name: str, parameter: Parameter, layer: int | None) -> Piece:

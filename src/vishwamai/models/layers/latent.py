@@ -90,12 +90,12 @@ class LatentAttention(Mixer):
         latent = _sizes(config)
         plain, turning, key, vector = _vectors(latent, arrays, x)
         turning, key = rotated(config, self.rope, turning, key, rows.positions)
-        both = linear(vector, arrays["latent_up"])
-        both = both.reshape(*plain.shape[:-1], latent.nope_dim + latent.value_dim)
-        keys = jnp.broadcast_to(key, (*both.shape[:-1], latent.rope_dim))
-        keys = jnp.concatenate([both[..., : latent.nope_dim], keys], axis=-1)
+        expanded = linear(vector, arrays["latent_up"])
+        expanded = expanded.reshape(*plain.shape[:-1], latent.nope_dim + latent.value_dim)
+        keys = jnp.broadcast_to(key, (*expanded.shape[:-1], latent.rope_dim))
+        keys = jnp.concatenate([expanded[..., : latent.nope_dim], keys], axis=-1)
         query = jnp.concatenate([plain, turning], axis=-1)
-        values = both[..., latent.nope_dim :]
+        values = expanded[..., latent.nope_dim :]
         mixed = attend_sequences(config, self.window, query, keys, values, None, rows.segment_ids, rows.axes)
         return _output(latent, arrays, mixed, rows.axes)
 
