@@ -109,6 +109,18 @@ TINY: dict[str, Peer] = {
     "dots1": Peer("Dots1", CORRECTED),
     "glm4_moe": Peer("Glm4Moe", {**CORRECTED, "use_qk_norm": True, "head_dim": 24}),
     "minimax_m2": Peer("MiniMaxM2", {**MIXTURE, "head_dim": 24, "rotary_dim": 16}),
+    "hunyuan_v1_dense": Peer(
+        "HunYuanDenseV1",
+        {
+            "head_dim": 24,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 10000.0, "factor": 1.0},
+        },
+    ),
+    "arcee": Peer("Arcee", {"head_dim": 24, "mlp_bias": True}),
+    "apertus": Peer("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "starcoder2": Peer("Starcoder2", {"sliding_window": 9}),
+    "cohere": Peer("Cohere", {"logit_scale": 0.3, "tie_word_embeddings": False}),
+    "cohere2": Peer("Cohere2", {"logit_scale": 0.3, "sliding_window": 9, "num_hidden_layers": 4}),
     "internlm3": Peer("InternLM3", {"head_dim": 24}),
     "vaultgemma": Peer("VaultGemma", {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 24}),
     "solar_open": Peer(

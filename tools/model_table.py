@@ -17,6 +17,7 @@ from pathlib import Path
 from vishwamai import ShapeError, UnsupportedError
 from vishwamai.models import ModelConfig
 from vishwamai.models.families import FAMILIES, Family
+from vishwamai.models.layers.feed_forward import Ungated
 
 ROOT = Path(__file__).parents[1]
 WORLD = Path(os.environ.get("VISHWAMAI_WORLD", ROOT.parent / "shared" / "world"))
@@ -39,7 +40,10 @@ def layers(family: Family) -> list[str]:
         "neighbouring features rotate": family.fields.get("rope_interleaved", False),
         "queries scaled by position": "llama_4_scaling_beta" in reads,
         "norms of queries and keys": "qk_norm" in fields or any(f == "qk_norm" for f, _ in family.choices.values()),
-        norms.get(family.fields.get("norms", ""), ""): "norms" in fields,
+        norms.get(family.fields.get("norms", ""), ""): family.fields.get("norms") in norms,
+        "layer norms": "layer_norm" in fields,
+        "attention and feed-forward network in parallel": family.fields.get("norms") in ("parallel", "shared"),
+        "no gate": isinstance(family.feed_forward, Ungated),
         "soft-caps": "final_logit_softcap" in fields,
         "sinks": "sinks" in fields,
         "multipliers": "residual_multiplier" in fields,

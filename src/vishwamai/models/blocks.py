@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 import vishwamai
+from vishwamai.core.activations import activate
 from vishwamai.core.weight import Weight
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
 
 
-def linear(x: Any, weight: Any, bias: Any = None, out_dtype: Any = None) -> Any:
-    """`x @ weight + bias`; plain weights are brought to the dtype of `x`, quantized and packed ones stay."""
+def linear(x: Any, weight: Any, bias: Any = None, out_dtype: Any = None, activation: str | None = None) -> Any:
+    """`activation(x @ weight + bias)`; a plain weight is brought to the dtype of `x`, another one stays."""
     if isinstance(weight, Weight):
         out = weight.product(x, out_dtype or x.dtype)
-        return out if bias is None else out + bias.astype(out.dtype)
-    return vishwamai.gemm(x, in_dtype(weight, x.dtype), bias=bias, out_dtype=out_dtype or x.dtype)
+        return activate(activation, out if bias is None else out + bias.astype(out.dtype))
+    options = {"bias": bias, "activation": activation, "out_dtype": out_dtype or x.dtype}
+    return vishwamai.gemm(x, in_dtype(weight, x.dtype), **options)
 
 
 def in_dtype(weight: Any, dtype: Any) -> Any:
@@ -27,15 +30,37 @@ def in_dtype(weight: Any, dtype: Any) -> Any:
     return weight.astype(dtype) if isinstance(weight, jax.Array) else weight
 
 
-def norm(config: ModelConfig, x: Any, scale: Any, residual: Any = None) -> Any:
-    """`rms_norm` with the scale as the family stores it; with `residual`, of the sum, which is returned too."""
+def norm(config: ModelConfig, x: Any, scale: Any, residual: Any = None, bias: Any = None) -> Any:
+    """The family's norm over the last axis.
+
+    Args:
+      config: the model.
+      x: the input, `[..., features]`.
+      scale: `[features]`, as the family stores it; None for 1.
+      residual: an array like `x`; the norm is that of the sum, which is returned too.
+      bias: `[features]`, of layer norms; None for 0.
+    """
+    if config.layer_norm:
+        if config.norm_offset and scale is not None:
+            scale = scale.astype(jnp.promote_types(scale.dtype, jnp.float32)) + 1.0
+        return vishwamai.layer_norm(x, scale, bias, eps=config.norm_eps, residual=residual)
     offset = 1.0 if config.norm_offset else 0.0
     return vishwamai.rms_norm(x, scale, eps=config.norm_eps, scale_offset=offset, residual=residual)
 
 
-def final_norm(config: ModelConfig, x: Any, scale: Any, residual: Any = None) -> Any:
-    """The norm before the head, of `x` or of its sum with `residual`, over the divisor of the logits: the head is
+def final_norm(config: ModelConfig, arrays: Mapping[str, Any], x: Any, residual: Any = None) -> Any:
+    """The norm before the head, of `x` or of its sum with `residual`, times the factors of the logits: the head is
     linear.
+
+    Args:
+      config: the model.
+      arrays: the parameters outside of the layers by name.
+      x, residual: `[..., hidden]`.
     """
-    hidden = norm(config, x, scale) if residual is None else norm(config, x, scale, residual)[0]
-    return hidden if config.logit_divisor == 1.0 else hidden / jnp.asarray(config.logit_divisor, hidden.dtype)
+    hidden = norm(config, x, arrays["norm"], residual, arrays.get("norm_bias"))
+    hidden = hidden if residual is None else hidden[0]
+    if config.logit_divisor != 1.0:
+        hidden = hidden / jnp.asarray(config.logit_divisor, hidden.dtype)
+    if config.logit_multiplier != 1.0:
+        hidden = hidden * jnp.asarray(config.logit_multiplier, hidden.dtype)
+    return hidden

@@ -99,6 +99,7 @@ def from_pretrained(
         return _read_quantized(storage, parameter, pieces, stored, split)
 
     model = Decoder(config, dtype=dtype, param_dtype=dtype, stacked=stacked, make=make)
+    used |= _check_constants(config, index)
     _check_unused(config, directory, index, used)
     return model
 
@@ -208,6 +209,28 @@ def _storage(
     return next(iter(storages))
 
 
+def _constants(config: ModelConfig) -> dict[str, float]:
+    """Scalars that a checkpoint holds and nothing trains, by the tensor's name."""
+    return {
+        name.replace("{layer}", str(layer)): value
+        for layer, kind in enumerate(config.layers)
+        for name, value in kind.feed_forward.constants.items()
+    }
+
+
+def _check_constants(config: ModelConfig, index: Index) -> set[str]:
+    """The names of the constants of a checkpoint, whose values must be those that the decoder computes with."""
+    constants = {name: value for name, value in _constants(config).items() if name in index}
+    for name, value in constants.items():
+        stored = np.asarray(index[name].read(), np.float64)
+        if stored.size != 1 or not np.allclose(stored, value, rtol=1e-2):  # bfloat16 has 8 bits
+            raise UnsupportedError(
+                f"{index[name].path}: tensor `{name}` holds {stored.tolist()!r:.60}; the decoder computes "
+                f"{config.family} with {value} only."
+            )
+    return set(constants)
+
+
 def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[str]) -> None:
     """A tensor that nothing reads means that the configuration describes another model."""
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
@@ -313,6 +336,7 @@ def save_pretrained(model: Decoder, directory: str | Path) -> None:
         for name, part in zip(where.tensors, array if where.stacked else [array]):
             stored = tensors.setdefault(name, np.zeros(where.shape(parameter.shape), array.dtype))
             stored[selection] = part.swapaxes(-1, -2) if where.transpose else part
+    tensors |= {name: np.asarray(value, np.float32) for name, value in _constants(model.config).items()}
     values = model.config.to_dict()
     values["dtype"] = model.embed.get_value().dtype.name
     weights, draft = directory / "model.safetensors", directory / "model.safetensors.partial"

@@ -30,6 +30,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
     "swish": "silu",
     "gelu_new": "gelu_tanh",
 }
@@ -51,9 +52,13 @@ class ModelConfig:
 
     Attributes:
       family: the `model_type` of Hugging Face, a key of `families.FAMILIES`.
-      norms: where the blocks normalize: "pre" (their input), "post" (their output) or "both".
+      norms: where the blocks normalize: "pre" (their input), "post" (their output) or "both"; with "parallel" both
+        blocks read the stream, each with a norm of its own, and with "shared" after one norm.
+      layer_norm: norms subtract the mean (`vishwamai.layer_norm`); False for `vishwamai.rms_norm`.
+      norm_bias: layer norms have biases.
       norm_offset: scales of norms are stored minus one (Gemma).
-      qk_norm: normalize queries and keys: "head" (each head), "all" (all heads as one vector), or None.
+      qk_norm: normalize queries and keys: "head" (each head), "rotated" (each head after the rotation), "all" (all
+        heads as one vector), or None.
       attention_bias: the products that make queries, keys and values have biases.
       output_bias: attention's last product has one; None for the same as `attention_bias`.
       mlp_bias: the products of the feed-forward network have biases.
@@ -62,7 +67,7 @@ class ModelConfig:
       scale_embeddings: embeddings are multiplied by the root of `hidden_size` (Gemma).
       embedding_multiplier, residual_multiplier: factors of embeddings, and of each block's output (Granite).
       attention_multiplier: factor of attention's logits; None for that of `query_scalar`.
-      logit_divisor: the model's logits are divided by it.
+      logit_divisor, logit_multiplier: the model's logits are divided by the one and multiplied by the other.
       rope_interleaved: rotations turn neighbouring features, not the two halves of a head.
       tie_embeddings: the head is the embedding table.
       initializer_range: standard deviation of random weights.
@@ -92,6 +97,8 @@ class ModelConfig:
     activation: str = "silu"
     norm_eps: float = 1e-6
     norms: str = "pre"
+    layer_norm: bool = False
+    norm_bias: bool = False
     norm_offset: bool = False
     qk_norm: str | None = None
     attention_bias: bool = False
@@ -105,6 +112,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     logit_divisor: float = 1.0
+    logit_multiplier: float = 1.0
     rope_interleaved: bool = False
     tie_embeddings: bool = False
     initializer_range: float = 0.02

@@ -20,7 +20,7 @@ from vishwamai.models.layers.feed_forward import ExpertLoad
 from vishwamai.models.layers.layer import layer
 from vishwamai.models.layers.mixer import Rows, Step
 from vishwamai.models.pages import PagedBatch
-from vishwamai.models.parameters import Parameter, parameter_axes, top_parameters
+from vishwamai.models.parameters import Parameter, norm_parameters, parameter_axes, top_parameters
 from vishwamai.models.periods import Segment, segments, stacks_layers
 
 if TYPE_CHECKING:
@@ -211,7 +211,8 @@ class Decoder(nnx.Module):
             states += part or ()
             loads += load
             start = end
-        hidden = final_norm(self.config, carry[1], self.norm.get_value(), residual=carry[0])
+        top = {name: getattr(self, name).get_value() for name in norm_parameters(self.config, "norm")}
+        hidden = final_norm(self.config, top, carry[1], residual=carry[0])
         return hidden, tuple(states), tuple(loads)
 
 

@@ -34,6 +34,7 @@ _KINDS: Mapping[str, tuple[type, float | None]] = {
 """The type of each key that is read here, and the smallest number, as of `check_value`."""
 
 _ROPE_KINDS: Mapping[str, type] = {
+    "alpha": float,
     "factor": float,
     "llama_4_scaling_beta": float,
     "original_max_position_embeddings": int,
@@ -84,6 +85,9 @@ def _rope(family: Family, parameters: Mapping[str, Any], values: Mapping[str, An
         return Rope(float(theta), partial=float(partial))
     positions = values["max_position_embeddings"]
     original = values.get("original_max_position_embeddings")
+    if kind == "dynamic" and "alpha" in family.reads() and parameters.get("alpha"):  # bases that lengths do not change
+        dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+        return Rope(float(theta) * parameters["alpha"] ** (dim / (dim - 2)), partial=float(partial))
     if kind == "dynamic":
         parameters["original_max_position_embeddings"] = positions
     elif kind in _STRETCHED and original is not None:
@@ -187,7 +191,7 @@ def read_layers(
     for kind, turns, sparse in zip(types, rotated, _mixtures(family, values, count, dense, source)):
         slides = kind == "sliding_attention"
         rope = ropes.get(kind, ropes["full_attention"])
-        if not turns or not (family.global_rope or window is None or slides):
+        if not turns or not (family.global_rope or slides or (family.global_rope is False and window is None)):
             rope = Rope(rope.theta, partial=0.0)
         mixer = family.mixers[kind].read(sizes.get(kind, {}), window if slides else None, rope)
         kinds.append(LayerKind(mixer, family.mixture if sparse else family.feed_forward))

@@ -60,6 +60,7 @@ PREFIX = "model.layers.{layer}."
 TOP_TENSORS: Mapping[str, Tensor] = {
     "embed": Tensor("model.embed_tokens.weight"),
     "norm": Tensor("model.norm.weight"),
+    "norm_bias": Tensor("model.norm.bias"),
     "head": Tensor("lm_head.weight"),
 }
 """Tensors of the parameters outside of the layers, where a family has no other."""
@@ -70,6 +71,12 @@ def norm_parameter(config: ModelConfig, size: int) -> Parameter:
     return Parameter((size,), (None,), "zeros" if config.norm_offset else "ones")
 
 
+def norm_parameters(config: ModelConfig, name: str) -> dict[str, Parameter]:
+    """The scale, and where the family has it the bias, of a norm over the features of the stream."""
+    table = {name: norm_parameter(config, config.hidden_size)}
+    return table | ({f"{name}_bias": Parameter((config.hidden_size,), (None,), "zeros")} if config.norm_bias else {})
+
+
 def matrix(rows: int, columns: int, axes: tuple[str | None, str | None]) -> Parameter:
     """The weight `[in, out]` of a product."""
     return Parameter((rows, columns), axes, matrix=True)
@@ -78,7 +85,7 @@ def matrix(rows: int, columns: int, axes: tuple[str | None, str | None]) -> Para
 def top_parameters(config: ModelConfig) -> dict[str, Parameter]:
     """Parameters outside the layers, by name."""
     embedding = Parameter((config.vocab_size, config.hidden_size), ("vocab", "embed"))
-    table = {"embed": embedding, "norm": norm_parameter(config, config.hidden_size)}
+    table = {"embed": embedding, **norm_parameters(config, "norm")}
     if not config.tie_embeddings:
         table["head"] = embedding
     return table

@@ -125,7 +125,7 @@ class PipelinedLoss:
     def _end(self, params: Tree, y: Any) -> tuple[Any, Any]:
         """The hidden states after the last norm, and the head."""
         params = self.whole(params)
-        return final_norm(self.config, y, params["norm"]), params["embed" if self.config.tie_embeddings else "head"]
+        return final_norm(self.config, params, y), params["embed" if self.config.tie_embeddings else "head"]
 
 
 @jax.custom_vjp

@@ -218,6 +218,18 @@ DENSE: Mapping[str, Family] = {
         },
         theta=100000.0,
     ),
+    "hunyuan_v1_dense": Family(
+        "HunYuanDenseV1ForCausalLM",
+        {**COMMON, **SILU, **HEADS, **BIASES},
+        fields={"qk_norm": "rotated"},
+        defaults={"rms_norm_eps": 1e-5, "attention_bias": False, **tokens(1, 2, 0)},
+        ignored=("eod_token_id", "pretraining_tp"),
+        layer_keys=("alpha",),
+        tensors={
+            "query_norm": Tensor(PREFIX + "self_attn.query_layernorm.weight"),
+            "key_norm": Tensor(PREFIX + "self_attn.key_layernorm.weight"),
+        },
+    ),
     "internlm3": Family(
         "InternLM3ForCausalLM",
         {**COMMON, **SILU, **HEADS, **BIASES, "mlp_bias": "mlp_bias"},

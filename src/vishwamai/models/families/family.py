@@ -39,7 +39,7 @@ class Family:
       theta: base of the rotations where the file gives none.
       partial: share of a head's features that rotate where the file gives none; None: the family has no such key.
       local_theta: base of layers with a window where they have a rotation of their own; None where they share it.
-      global_rope: layers without a window rotate in a model that has windows.
+      global_rope: layers without a window rotate; False: only in a model without windows; None: never.
       mixers: classes of the mixers, by layer type.
       feed_forward, mixture: feed-forward networks of layers without and with experts.
       tensors: names that differ from the common ones, by parameter; None where the common one is absent.
@@ -60,7 +60,7 @@ class Family:
     theta: float = 10000.0
     partial: float | None = None
     local_theta: float | None = None
-    global_rope: bool = True
+    global_rope: bool | None = True
     mixers: Mapping[str, type[Mixer]] = dataclasses.field(default_factory=lambda: ATTENTION)
     feed_forward: FeedForward = Gated()
     mixture: FeedForward = Mixture()

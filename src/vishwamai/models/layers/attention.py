@@ -48,7 +48,7 @@ class Attention(Mixer):
             table["output_bias"] = Parameter((hidden,), ("embed",), "zeros")
         if config.qk_norm:
             for name in ("query", "key"):
-                size = dim if config.qk_norm == "head" else widths[name][0] * dim
+                size = widths[name][0] * dim if config.qk_norm == "all" else dim
                 table[f"{name}_norm"] = norm_parameter(config, size)
         if config.sinks:
             table["sinks"] = Parameter((config.num_heads,), ("heads",))
@@ -56,7 +56,7 @@ class Attention(Mixer):
 
     def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
         query, key, value = self._heads(config, arrays, x, rows.axes)
-        query, key = rotated(config, self.rope, query, key, rows.positions)
+        query, key = self._rotated(config, arrays, query, key, rows.positions)
         mixed = attend_sequences(
             config, self.window, query, key, value, arrays.get("sinks"), rows.segment_ids, rows.axes
         )
@@ -64,7 +64,7 @@ class Attention(Mixer):
 
     def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
         query, key, value = self._heads(config, arrays, x)
-        query, key = rotated(config, self.rope, query, key, step.positions, step.lengths)
+        query, key = self._rotated(config, arrays, query, key, step.positions, step.lengths)
         mixed, pool = attend_pages(config, self.window, query, key, value, arrays.get("sinks"), step.batch, pool, first)
         return self._output(config, arrays, mixed), pool
 
@@ -92,6 +92,13 @@ class Attention(Mixer):
             y = y.reshape(*x.shape[:-1], y.shape[-1] // config.head_dim, config.head_dim)
             heads[name] = norm(config, y, scale) if config.qk_norm == "head" and scale is not None else y
         return heads["query"], heads["key"], heads["value"]
+
+    def _rotated(self, config: ModelConfig, arrays: Arrays, query: Any, key: Any, *positions: Any) -> tuple[Any, Any]:
+        """Queries and keys, rotated, and normalized after it where the family does so."""
+        query, key = rotated(config, self.rope, query, key, *positions)
+        if config.qk_norm == "rotated":
+            query, key = norm(config, query, arrays["query_norm"]), norm(config, key, arrays["key_norm"])
+        return query, key
 
     def _output(self, config: ModelConfig, arrays: Arrays, mixed: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
         flat = checkpoint_name(mixed.reshape(*mixed.shape[:-2], mixed.shape[-2] * config.head_dim), "mixed")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import vishwamai
-from vishwamai.models.activation import activate
+from vishwamai.core.activations import activate
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import in_dtype, linear
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
     from vishwamai.models.layers.mixer import Arrays
 
+_XIELU_SLOPE = 0.5  # at 0, from both sides
+_XIELU_EDGE = -1e-6  # expm1 is not evaluated above it
 GATED = ("gate", "up", "down")
 """Names of the products of a gated unit."""
 
@@ -51,9 +53,11 @@ class FeedForward:
 
     Attributes:
       tensors: the tensors of checkpoints by the parameter's name, where a family has no other.
+      constants: values of scalar tensors that checkpoints hold and nothing trains, by the tensor's name.
     """
 
     tensors: ClassVar[Mapping[str, Tensor]] = {}
+    constants: ClassVar[Mapping[str, float]] = {}
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """The parameters of one layer by name."""
@@ -106,6 +110,61 @@ class Gated(FeedForward):
         self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
     ) -> tuple[Any, ExpertLoad | None]:
         return gated_unit(config, arrays, x, axes), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ungated(FeedForward):
+    """`down(activation(up(x)))`."""
+
+    tensors: ClassVar[Mapping[str, Tensor]] = Gated.tensors
+
+    def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        table = {"up": matrix(hidden, inner, ("embed", "mlp")), "down": matrix(inner, hidden, ("mlp", "embed"))}
+        if config.mlp_bias:
+            table["up_bias"] = Parameter((inner,), ("mlp",), "zeros")
+            table["down_bias"] = Parameter((hidden,), ("embed",), "zeros")
+        return table
+
+    def __call__(
+        self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
+    ) -> tuple[Any, ExpertLoad | None]:
+        inner = linear(x, arrays["up"], arrays.get("up_bias"), activation=config.activation)
+        return linear(inner, arrays["down"], axes.once(arrays.get("down_bias"))), None
+
+
+@dataclasses.dataclass(frozen=True)
+class XIELU(Ungated):
+    """`down(xielu(up(x)))`, whose activation has two learned slopes. Huang and Schlag, "Deriving Activation Functions
+    Using Integration" (2024).
+    """
+
+    tensors: ClassVar[Mapping[str, Tensor]] = {
+        **Ungated.tensors,
+        "positive_slope": Tensor(PREFIX + "mlp.act_fn.alpha_p"),
+        "negative_slope": Tensor(PREFIX + "mlp.act_fn.alpha_n"),
+    }
+    constants: ClassVar[Mapping[str, float]] = {
+        PREFIX + "mlp.act_fn.beta": _XIELU_SLOPE,
+        PREFIX + "mlp.act_fn.eps": _XIELU_EDGE,
+    }
+
+    def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
+        slope = Parameter((1,), (None,), "zeros")
+        return {**super().parameters(config), "positive_slope": slope, "negative_slope": slope}
+
+    def __call__(
+        self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
+    ) -> tuple[Any, ExpertLoad | None]:
+        y = linear(x, arrays["up"], arrays.get("up_bias"), jnp.promote_types(x.dtype, jnp.float32))
+        positive, negative = (
+            jax.nn.softplus(arrays[f"{sign}_slope"].astype(y.dtype)) for sign in ("positive", "negative")
+        )
+        curve = jnp.where(
+            y > 0, positive * y * y, (jnp.expm1(jnp.minimum(y, _XIELU_EDGE)) - y) * (_XIELU_SLOPE + negative)
+        )
+        inner = (curve + _XIELU_SLOPE * y).astype(x.dtype)
+        return linear(inner, arrays["down"], axes.once(arrays.get("down_bias"))), None
 
 
 def gated_parameters(hidden: int, inner: int, prefix: str = "") -> dict[str, Parameter]:

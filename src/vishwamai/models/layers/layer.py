@@ -20,16 +20,28 @@ from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.feed_forward import ExpertLoad, FeedForward, Gated
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
 from vishwamai.models.layers.mixture import Mixture
-from vishwamai.models.parameters import PREFIX, Parameter, Tensor, norm_parameter
+from vishwamai.models.parameters import PREFIX, Parameter, Tensor, norm_parameters
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
 
 NORM_TENSORS: Mapping[str, Tensor] = {
-    "attention_norm": Tensor(PREFIX + "input_layernorm.weight"),
-    "mlp_norm": Tensor(PREFIX + "post_attention_layernorm.weight"),
-    "mlp_post_norm": Tensor(PREFIX + "post_feedforward_layernorm.weight"),
+    f"{name}{suffix}": Tensor(f"{PREFIX}{module}.{kind}")
+    for name, module in (
+        ("attention_norm", "input_layernorm"),
+        ("mlp_norm", "post_attention_layernorm"),
+        ("mlp_post_norm", "post_feedforward_layernorm"),
+    )
+    for suffix, kind in (("", "weight"), ("_bias", "bias"))
 }
+NORMS: Mapping[str, tuple[str, ...]] = {
+    "pre": ("attention_norm", "mlp_norm"),
+    "post": ("attention_post_norm", "mlp_post_norm"),
+    "both": ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
+    "parallel": ("attention_norm", "mlp_norm"),
+    "shared": ("attention_norm",),
+}
+"""Names of a layer's norms, by `ModelConfig.norms`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +68,7 @@ class LayerKind:
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """The parameters of one layer by name."""
-        places = {"pre": ("norm",), "post": ("post_norm",), "both": ("norm", "post_norm")}[config.norms]
-        names = (f"{block}_{place}" for block in ("attention", "mlp") for place in places)
-        norms = {name: norm_parameter(config, config.hidden_size) for name in names}
+        norms = {key: p for name in NORMS[config.norms] for key, p in norm_parameters(config, name).items()}
         return {**norms, **self.mixer.parameters(config), **self.feed_forward.parameters(config)}
 
 
@@ -87,32 +97,41 @@ def layer(
       The next carry, the pool, and the load of the experts (None without).
     """
     axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
-    x, carry = _enter(config, carry, arrays.get("attention_norm"))
+    x, stream = _enter(config, arrays, "attention_norm", carry)
     if isinstance(tokens, Rows):
         mixed = kind.mixer(config, arrays, x, tokens)
     else:
         mixed, pool = kind.mixer.step(config, arrays, x, tokens, pool, first)
-    mixed = axes.total(mixed)
-    x, carry = _enter(config, (carry, _leave(config, mixed, arrays.get("attention_post_norm"))), arrays.get("mlp_norm"))
+    parallel = config.norms in ("parallel", "shared")
+    if not parallel:
+        mixed = _leave(config, arrays, "attention_post_norm", axes.total(mixed))
+        x, stream = _enter(config, arrays, "mlp_norm", (stream, mixed))
+    elif config.norms == "parallel":
+        x, _ = _enter(config, arrays, "mlp_norm", (stream, None))
     x = checkpoint_name(x, "mlp_input")
     out, load = kind.feed_forward(config, arrays, x, axes, token_mask)
-    return (carry, _leave(config, axes.total(out), arrays.get("mlp_post_norm"))), pool, load
+    out = axes.total(out + mixed if parallel else out)
+    return (stream, _leave(config, arrays, "mlp_post_norm", out)), pool, load
 
 
-def _enter(config: ModelConfig, carry: tuple[Any, Any], scale: Any) -> tuple[Any, Any]:
-    """A block's input and the stream: the sum of the carry, normalized where the family does so."""
+def _enter(config: ModelConfig, arrays: Arrays, name: str, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    """A block's input and the stream: the sum of the carry, normalized where the family has a norm of that name."""
     stream, delta = carry
-    if delta is None:
-        return stream if scale is None else norm(config, stream, scale), stream
-    if scale is None:
-        total = checkpoint_name(stream + delta, "stream")
+    if name not in NORMS[config.norms]:
+        total = stream if delta is None else checkpoint_name(stream + delta, "stream")
         return total, total
-    x, total = norm(config, delta, scale, residual=stream)
+    scale, bias = arrays.get(name), arrays.get(f"{name}_bias")
+    if delta is None:
+        return norm(config, stream, scale, bias=bias), stream
+    x, total = norm(config, delta, scale, stream, bias)
     return x, checkpoint_name(total, "stream")
 
 
-def _leave(config: ModelConfig, delta: Any, scale: Any) -> Any:
+def _leave(config: ModelConfig, arrays: Arrays, name: str, delta: Any) -> Any:
+    """A block's output, normalized where the family has a norm of that name."""
     delta = checkpoint_name(delta, "block_output")
     if config.residual_multiplier != 1.0:
         delta = delta * jnp.asarray(config.residual_multiplier, delta.dtype)
-    return delta if scale is None else norm(config, delta, scale)
+    if name not in NORMS[config.norms]:
+        return delta
+    return norm(config, delta, arrays.get(name), bias=arrays.get(f"{name}_bias"))

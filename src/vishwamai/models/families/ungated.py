@@ -1,0 +1,75 @@
+"""Families whose feed-forward networks have no gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vishwamai.models.families.family import BIASES, COMMON, HEADS, SILU, Family, tokens
+from vishwamai.models.layers.feed_forward import XIELU, Ungated
+from vishwamai.models.parameters import PREFIX, Tensor
+
+UNGATED: Mapping[str, Family] = {
+    "arcee": Family(
+        "ArceeForCausalLM",
+        {**COMMON, **SILU, **HEADS, **BIASES, "mlp_bias": "mlp_bias"},
+        defaults={
+            "hidden_act": "relu2",
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "mlp_bias": False,
+            **tokens(128000, 128001),
+        },
+        feed_forward=Ungated(),
+    ),
+    "apertus": Family(
+        "ApertusForCausalLM",
+        {**COMMON, **HEADS, **BIASES},
+        fields={"qk_norm": "head"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12_000_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            **tokens(1, 2, 3),
+        },
+        fixed={"hidden_act": ("xielu",)},
+        theta=12_000_000.0,
+        feed_forward=XIELU(),
+        tensors={
+            "attention_norm": Tensor(PREFIX + "attention_layernorm.weight"),
+            "mlp_norm": Tensor(PREFIX + "feedforward_layernorm.weight"),
+        },
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        {
+            **{key: field for key, field in COMMON.items() if field != "norm_eps"},
+            **SILU,
+            **HEADS,
+            "norm_epsilon": "norm_eps",
+        },
+        fields={"layer_norm": True, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
+        defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 2,
+            "norm_epsilon": 1e-5,
+            "initializer_range": 0.018042,
+            "tie_word_embeddings": True,
+            **tokens(50256, 50256),
+        },
+        fixed={"use_bias": (True,)},
+        layer_types="all",
+        feed_forward=Ungated(),
+        tensors={
+            f"{name}{suffix}": Tensor(f"{PREFIX}mlp.{module}.{kind}", transpose=kind == "weight")
+            for name, module in (("up", "c_fc"), ("down", "c_proj"))
+            for suffix, kind in (("", "weight"), ("_bias", "bias"))
+        },
+    ),
+}
