@@ -63,10 +63,11 @@ test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interp
 
 # The second run needs JAX's plugin for CUDA in the environment: `pip install 'jax[cuda13]'`.
 # JAX stays on the CPU in the first run, where the tensors come from; in the second its own programs call the kernels.
-test-on-gpu: $(VENV)/.dev ## the same contract by compiled kernels on this machine's GPU: from torch, then in JAX's programs; CUDA graphs
+test-on-gpu: $(VENV)/.dev ## the same contract by compiled kernels on this machine's GPU: from torch, then in JAX's programs; CUDA graphs; torch's transforms, models, the engine and training
 	TRITON_ON_GPU=1 JAX_PLATFORMS=cpu $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" $(shell grep -l "mark\.interpreter" tests/test_*.py)
 	TRITON_ON_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" tests/test_contract.py
 	$(PY) -m pytest $(WORKERS) -k capture tests/test_gpu_launch.py
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(WORKERS) tests/test_on_gpu_torch.py tests/test_on_gpu_system.py
 
 # Beside the pinned release of the environment, which it leaves as it is. NEWEST= (nothing) compiles every model's shapes, which takes several minutes.
 NEWEST ?= --few

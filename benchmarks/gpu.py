@@ -1,6 +1,7 @@
 """The Triton kernels on torch tensors side by side with torch's own on a GPU: first the numbers, then the time.
 
     python benchmarks/gpu.py                        # on an H100 or H200; --ops norm,attention chooses
+    python benchmarks/gpu.py --graph --minutes 3    # measures the cases that are ready after half of that time
     python benchmarks/gpu.py --tune                 # times tiles instead, and writes the tables that later calls read
     TRITON_INTERPRET=1 python benchmarks/gpu.py --dry # small cases on a CPU, interpreted: it says whether it runs
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -290,18 +292,25 @@ def prepared(this: Comparison, directory: str) -> Prepared:
     return Prepared(path, verdicts)
 
 
-def prepare(keys: list[Key], directory: str, workers: int) -> dict[Key, Prepared]:
-    """The comparisons of these keys, by processes of their own; those that failed, which is said, are left out."""
+def prepare(keys: list[Key], directory: str, workers: int, seconds: float | None = None) -> dict[Key, Prepared]:
+    """The comparisons of these keys, by processes of their own; those that failed, which is said, or are not ready
+    after `seconds` are left out.
+    """
     context = multiprocessing.get_context("spawn")
     found: dict[Key, Prepared] = {}
     begun = time.monotonic()
-    with ProcessPoolExecutor(workers, context, _begin, (context.Semaphore(_FEW),)) as pool:
-        running = {pool.submit(_prepare, key, directory): key for key in keys}
-        for i, done in enumerate(as_completed(running), 1):
+    pool = ProcessPoolExecutor(workers, context, _begin, (context.Semaphore(_FEW),))
+    running = {pool.submit(_prepare, key, directory): key for key in keys}
+    try:
+        for i, done in enumerate(as_completed(running, seconds), 1):
             if (error := done.exception()) is None:
                 found[running[done]] = done.result()
             took, said = time.monotonic() - begun, "" if error is None else f"; {running[done]}: {error}"
             print(f"{i} of {len(keys)} cases are ready after {took:.0f} s{said}", file=sys.stderr, flush=True)
+    except TimeoutError:
+        for process in list(pool._processes.values()):  # else the GPU that is measured works on
+            process.terminate()
+    pool.shutdown(cancel_futures=True)
     return found
 
 
@@ -314,9 +323,15 @@ def captured(call: Call) -> Call:
             call()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph):  # which gives back what memory is free
         call()
-    return graph.replay
+    return functools.partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, call: Call) -> None:
+    """`call` owns the operands, which the graph does not keep."""
+    del call
+    graph.replay()
 
 
 def measure(
@@ -409,6 +424,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="small cases on the CPU, in Triton's interpreter")
     parser.add_argument("--json", help="also write the rows here")
     parser.add_argument("--graph", action="store_true", help="time replays of CUDA graphs: the GPU without the host")
+    parser.add_argument("--minutes", type=float, help="prepare cases for half of so many minutes, and measure those")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="that prepare cases")
     parser.add_argument(
         "--tune", action="store_true", help="time tiles instead of peers, and write the user's tuning tables"
@@ -443,7 +459,8 @@ def main(arguments: list[str] | None = None) -> int:
             if options.dry:
                 ready = {key_of(this): prepared(this, directory) for this in everything}
             else:
-                ready = prepare([key_of(this) for this in everything], directory, options.workers)
+                seconds = None if options.minutes is None else 30 * options.minutes
+                ready = prepare([key_of(this) for this in everything], directory, options.workers, seconds)
             for this in everything:
                 if key_of(this) not in ready:
                     rows.append(Row(this.operation.name, this.run.name, OURS, note="not prepared"))

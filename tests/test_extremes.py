@@ -189,6 +189,7 @@ def test_paged_attention_of_huge_logits(impl, size):
     np.testing.assert_allclose(out[0], want[0, :, -1], rtol=1e-2)
 
 
+@pytest.mark.skipif(contract.TRITON, reason="the README of normalizations has the range of the Triton kernels")
 @pytest.mark.parametrize("name", ["xla", "native_cpu"])
 @pytest.mark.parametrize("call", [rms_norm, layer_norm])
 def test_normalizations_of_tiny_and_huge_rows(call, name):

@@ -19,6 +19,7 @@ def numbers(*shape, dtype=torch.float32):
 
 
 X, W, Q, EXPERTS, DOWN = numbers(4, 8), numbers(8, 6), numbers(1, 2, 4, 8), numbers(3, 8, 6), numbers(3, 6, 8)
+ROUTER = numbers(8, 3)
 NARROW, LABELS, SIZES = W.bfloat16(), torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 1])
 STARTS = torch.tensor([0, 4])
 
@@ -62,10 +63,9 @@ def test_autocast_is_torchs(name):
 
 
 def test_a_router_stays_float32_under_autocast():
-    router = numbers(8, 3)
     with torch.autocast("cpu", torch.bfloat16):
-        routing = vt.moe_routing(X, router)
-    assert torch.equal(routing.weights, vt.moe_routing(X, router).weights)
+        routing = vt.moe_routing(X, ROUTER)
+    assert torch.equal(routing.weights, vt.moe_routing(X, ROUTER).weights)
 
 
 GRAPHS = {
@@ -76,6 +76,7 @@ GRAPHS = {
     "dequantize": lambda x: vt.dequantize(vt.quantize(x, "fp8", block_size=3)),
     "fake_quantize": lambda x: vt.fake_quantize(x, "fp8"),
     "fake_quantize, percentile": lambda x: vt.fake_quantize(x, "int8", scale="percentile"),
+    "experts": lambda x: vt.moe_layer(x, ROUTER, EXPERTS, EXPERTS, DOWN).out,
     "autocast": lambda x: torch.autocast("cpu", torch.bfloat16)(lambda x: vt.gemm(x, W))(x),
 }
 
@@ -85,6 +86,7 @@ def test_one_graph(name):
     torch._dynamo.reset()
     fast = torch.compile(GRAPHS[name], fullgraph=True, backend="aot_eager")
     assert torch.equal(fast(X), GRAPHS[name](X))
+    assert torch.equal(fast(X.clone().requires_grad_()), GRAPHS[name](X))
 
 
 def test_stochastic_rounding_in_one_graph():
@@ -105,7 +107,7 @@ META = {
     "gated": lambda m: vt.gated_linear_unit(m(X), (m(W), m(W))),
     "loss": lambda m: vt.linear_cross_entropy(m(X), m(W.T), m(LABELS)),
     "grouped": lambda m: vt.grouped_gemm(m(X), m(EXPERTS), m(SIZES)),
-    "experts": lambda m: vt.moe_layer(m(X), m(numbers(8, 3)), m(EXPERTS), m(EXPERTS), m(DOWN)).out,
+    "experts": lambda m: vt.moe_layer(m(X), m(ROUTER), m(EXPERTS), m(EXPERTS), m(DOWN)).out,
     "quantize": lambda m: vt.quantize(m(X)).values,
 }
 

@@ -1,5 +1,5 @@
 """Tangents of an op's outputs and of its gradients, by JAX's forward mode of the op's definition (its last
-implementation, plain `jax.numpy`), on the CPU.
+implementation, plain `jax.numpy`), on the CPU. Tensors of a GPU are copied there and back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from torch import Tensor
 
-from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Op
 from vishwamai.torch import bridge
@@ -26,12 +25,8 @@ def outputs_tangent(op: Op[Any], spec: Any, operands: Any, directions: Any) -> A
       spec: of the operands.
       operands: tensors in the op's layout.
       directions: their tangents, None for an operand that has none.
-
-    Raises:
-      UnsupportedError: the tensors are on a GPU.
     """
-    _check_device(op, operands[0])
-    return bridge.on_cpu(_outputs_tangent(op, spec), operands, directions)
+    return _computed(_outputs_tangent(op, spec), operands, directions)
 
 
 def gradients_tangent(
@@ -39,21 +34,15 @@ def gradients_tangent(
 ) -> Any:
     """The tangents of the operands' gradients; the arguments are those of `outputs_tangent`, and the cotangents of the
     outputs with their tangents, None for those that are zero.
-
-    Raises:
-      UnsupportedError: the tensors are on a GPU.
     """
-    _check_device(op, operands[0])
-    return bridge.on_cpu(_gradients_tangent(op, spec), operands, directions, cotangents, cotangent_directions)
+    return _computed(_gradients_tangent(op, spec), operands, directions, cotangents, cotangent_directions)
 
 
-def _check_device(op: Op[Any], tensor: Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise UnsupportedError(
-            f"{op.name}: forward-mode differentiation (torch.func.jvp, jacfwd, linearize, hessian, dual tensors) has "
-            f"its definition on the CPU only, and the tensors are on {tensor.device}; move them to the CPU, or use "
-            "reverse mode (torch.func.vjp, jacrev, backward)."
-        )
+def _computed(function: Callable[..., Any], operands: Any, *more: Any) -> Any:
+    """The function's results on the device of the operands."""
+    device = operands[0].device
+    results = bridge.on_cpu(function, *jax.tree.map(Tensor.cpu, (operands, *more)))
+    return results if device.type == "cpu" else jax.tree.map(lambda y: y.to(device), results)
 
 
 def _definition(op: Op[Any], spec: Any) -> Callable[[Any], Any]:

@@ -32,6 +32,7 @@ from vishwamai.torch.arguments import checked
 from vishwamai.torch.matmul import gemm
 from vishwamai.torch.operator import TorchOperator
 from vishwamai.torch.quantization import QTensor
+from vishwamai.torch.torch_private import is_transformed
 from vishwamai.torch.value_checks import check_values
 
 _grouped_gemm = TorchOperator(
@@ -176,7 +177,7 @@ def moe_dispatch(tokens: Tensor, routing: Routing, *, capacity_factor: float | N
     capacity = None if capacity_factor is None else capacity_of(count, top_k, bins, capacity_factor)
     wide = routing.experts.long(), routing.expert_counts.long()  # as torch reads indices
     sizes, choice, place, dropped = sort_choices(wide[0], bins, capacity, wide[1])
-    rows = _Gather.apply(tokens.reshape(-1, tokens.shape[-1]), choice // top_k, place)
+    rows = _gathered(tokens.reshape(-1, tokens.shape[-1]), choice // top_k, place)
     return Dispatch(rows, sizes.int(), choice, place, dropped)
 
 
@@ -194,12 +195,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(inputs[2])
-        ctx.save_for_forward(inputs[1])
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        (index,) = ctx.saved_tensors
-        return fetched(tangents[0], index)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -208,6 +203,26 @@ class _Gather(torch.autograd.Function):
         if back.dim() == 2:
             found = found.to(torch.promote_types(g.dtype, torch.float32)).sum(1).to(g.dtype)
         return found, None, None
+
+
+class _GatherWithTangents(_Gather):
+    """The same with forward mode, which torch's compiler does not take."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[2])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        (index,) = ctx.saved_tensors
+        return fetched(tangents[0], index)
+
+
+def _gathered(x: Tensor, index: Tensor, back: Tensor) -> Any:
+    return (_GatherWithTangents if is_transformed((x,)) else _Gather).apply(x, index, back)
 
 
 @checked
@@ -223,7 +238,7 @@ def moe_combine(rows: Tensor, dispatch: Dispatch, routing: Routing) -> Tensor:
     """
     check_combine(rows, dispatch, routing)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    each: Any = _Gather.apply(rows, dispatch.place, dispatch.choice)
+    each = _gathered(rows, dispatch.place, dispatch.choice)
     return (each.to(wide) * routing.weights.to(wide)[..., None]).sum(1).to(rows.dtype)
 
 

@@ -21,6 +21,7 @@ import jax
 import torch
 from torch import Tensor
 
+import vishwamai
 from vishwamai.core import observe, tuning
 from vishwamai.core.config import current_config, kernel_config
 from vishwamai.core.errors import DeviceError, KernelError
@@ -76,7 +77,10 @@ def gpu_timer(rounds: int = 20) -> Timer:
 
 
 def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("vishwamai", "torch", "triton")}
+    return {
+        "vishwamai": vishwamai.__version__,
+        **{name: importlib.metadata.version(name) for name in ("torch", "triton")},
+    }
 
 
 def _tensors(results: Any) -> list[Tensor]:

@@ -100,11 +100,11 @@ def _whole(tensors: Tensors, given: Sequence[Any]) -> tuple[Plan, Operands, Plac
 
 def _each(tensors: Tensors, given: Sequence[Any]) -> Iterator[tuple[slice, slice, Operands]]:
     """(positions of the queries and of the keys, a batch of one in the layout "bshd") of the sequences that have
-    queries, one after the other, on the CPU.
+    queries, one after the other.
     """
     query, key, value, sinks, seed, slopes, *starts = tensors
     for side, first, longest, x in zip("qk", starts, given, (query, key)):
-        check_starts(side, longest, len(x), first.numpy())
+        check_starts(side, longest, len(x), first.cpu().numpy())
     ranges = ([slice(*ends) for ends in itertools.pairwise(first.tolist())] for first in starts)
     for number, (q, kv) in enumerate(zip(*ranges, strict=True)):
         if q.stop > q.start:
@@ -168,7 +168,7 @@ def _tangents(tensors: Tensors, tangents: Tensors, given: Sequence[Any]) -> Outp
 def _gradient_tangents(
     cotangents: Outputs, of_cotangents: Outputs, tensors: Tensors, tangents: Tensors, given: Sequence[Any]
 ) -> Operands:
-    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in tensors[:3])
+    dq, dk, dv = (x.new_zeros(x.shape) for x in tensors[:3])
     dsinks = None if tensors.sinks is None else torch.zeros_like(tensors.sinks)
     options = OperatorOptions(*given[2:])._replace(layout="bshd")
     for q, kv, one in _each(tensors, given):
