@@ -212,8 +212,10 @@ def test_a_failure_reaches_every_client(engine, monkeypatch):
     def breaks(*arguments):
         raise RuntimeError("the device is gone")
 
+    prompt = PROMPTS[1][::-1]  # in no cache of an earlier test, so that its two answers are in two steps
+
     async def follow():
-        return [delta async for delta in engine.stream(PROMPTS[1], Sampling(n=2))]
+        return [delta async for delta in engine.stream(prompt, Sampling(n=2))]
 
     with monkeypatch.context() as patched:
         patched.setattr(engine.programs, "step", breaks)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,33 @@ def test_a_fault_ends_its_own_request(engine, place):
     assert [delta.token_ids for delta in good] == [delta.token_ids for delta in expected]
     assert bad[-1].finish == ("length" if place == "sink" else "error")
     assert engine.core.idle and engine.failure is None and not engine.core._branches
+
+
+class Slow(Broken):
+    """A grammar whose masks wait for another answer's tokens."""
+
+    def __init__(self, tokens):
+        super().__init__("nowhere")
+        self.tokens, self.late = tokens, False
+
+    def mask(self):
+        count, end = len(self.tokens), time.monotonic() + 20
+        while not self.late and len(self.tokens) < min(count + 5, 60):
+            self.late = time.monotonic() > end
+            time.sleep(0.001)
+        return super().mask()
+
+    def advance(self, tokens):
+        return None
+
+
+def test_masks_hold_up_no_other_answer(engine):
+    tokens, ends = [], []
+    slow = [Slow(tokens), Slow(tokens)]
+    plain = Request((5, 6, 7), Sampling(max_new_tokens=60, ignore_eos=True), tokens.append)
+    answers(engine, *(request(ends, grammar=grammar) for grammar in slow), plain)
+    assert len(tokens) == 60 and not any(grammar.late for grammar in slow)
+    assert [delta.finish for delta in ends].count("length") == 2
 
 
 def test_a_step_that_fails_ends_its_answers_and_no_later(engine):

@@ -199,7 +199,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path):
     for step, reason in {999: "about/metadata is missing", 6: "d/.* is not as it was written", 4: "."}.items():
         pattern = rf"checkpoint of step {step} is damaged: .*{reason}.*moved to .*damaged-checkpoints/{step}; remove it"
         assert re.search(pattern, texts), texts
-    assert "goes on from the one before, such as that of step 2" in texts
+    assert "goes on from that of step 2" in texts
     assert re.search(r"metrics\.jsonl:2: the line is not a record of a step", texts)
     assert [r.step for r in resumed] == [3, 4, 5, 6]
     assert [r.loss for r in resumed] == [r.loss for r in uninterrupted[2:]]

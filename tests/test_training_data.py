@@ -1,8 +1,11 @@
 """Documents to batches: what is read, what is named as unreadable, how rows are packed, and the order of rows."""
 
 import dataclasses
+import gzip
 import json
 import re
+import resource
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from vishwamai.training.config import EvaluationSection, SourceSection
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.data import held_out_batches, prepare, training_batches
 from vishwamai.training.packing import IGNORED, plan_rows, row
-from vishwamai.training.sources import Bad, documents
+from vishwamai.training.sources import Bad, documents, files
 
 
 def corpus_of(folder, texts, **data):
@@ -190,6 +193,56 @@ def test_parquet_and_datasets_directories(tmp_path):
         assert list(documents(SourceSection(paths=(str(tmp_path / path),), column="body"))) == ["one", "two", "three"]
     (bad,) = documents(SourceSection(paths=(str(tmp_path / "a.parquet"),)))
     assert isinstance(bad, Bad) and "no column 'text'; it has body" in bad.reason
+
+
+def test_no_file_takes_more_memory_than_its_bound(tmp_path):
+    """A few kilobytes of Parquet that a dictionary makes gigabytes, long lines, and gzip of zeros."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def write(name, column, **options):
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / name, compression="zstd", **options)
+
+    def read(name, **options) -> list[Any]:
+        return list(documents(SourceSection(paths=(str(tmp_path / name),), **options)))
+
+    long = "x" * (1 << 20)
+    many = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1024, pyarrow.int32()), pyarrow.array([long]))
+    write("rows.parquet", many)  # 1 GiB of rows of 1 MiB
+    message = pyarrow.StructArray.from_arrays([pyarrow.array(["user"] * 1024), many], ["role", "content"])
+    write("chat.parquet", pyarrow.ListArray.from_arrays([0, 1, 1024], message))  # a chat of one message, and the rest
+    (tmp_path / "line.jsonl").write_text(f'{{"text": "{"y" * (3 << 20)}"}}\n{{"text": "short"}}')
+    (tmp_path / "zeros.txt.gz").write_bytes(gzip.compress(bytes(3 << 20)))
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(bytes(3 << 20) + b'\n{"text": "short"}\n'))
+    assert sum((tmp_path / name).stat().st_size for name in ("rows.parquet", "chat.parquet")) < 20_000
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows = documents(SourceSection(paths=(str(tmp_path / "rows.parquet"),), max_record_mib=2))
+    assert sum(row == long for row in rows) == 1024
+    (first, bad) = read("chat.parquet", column="text", max_record_mib=2)
+    assert first.messages[0]["content"] == long and isinstance(bad, Bad) and "data.sources.max_record_mib" in bad.reason
+    for name in ("line.jsonl", "lines.jsonl.gz"):
+        (bad, short) = read(name, max_record_mib=2)
+        assert short == "short" and (bad.line, "2 MiB" in bad.reason) == (1, True)
+    (bad,) = read("zeros.txt.gz", max_record_mib=2)
+    assert "2 MiB" in bad.reason
+    assert len(read("line.jsonl", max_record_mib=4)[0]) == 3 << 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
+
+
+def test_links_that_leave_the_data_are_named(tmp_path):
+    (tmp_path / "secret.txt").write_text("secret")
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "own.txt").write_text("own")
+    (data / "near.txt").symlink_to("own.txt")
+    (data / "far.txt").symlink_to("../secret.txt")
+    for pattern in (data, data / "*.txt", data / "**" / "*.txt"):
+        with pytest.raises(ConfigError, match=r"far.txt is a link to .*secret.txt, outside of .*follow_links"):
+            files(SourceSection(paths=(str(pattern),)))
+        assert len(files(SourceSection(paths=(str(pattern),), exclude=("*far*",)))) == 2
+        assert len(files(SourceSection(paths=(str(pattern),), follow_links=True))) == 3
+    assert len(files(SourceSection(paths=(str(data / "far.txt"),)))) == 1  # named itself
 
 
 def test_a_chat_counts_the_assistants_turns_alone(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
 import re
@@ -143,6 +144,26 @@ def crc32(path: Path) -> int:
         while piece := content.read(1 << 24):
             total = zlib.crc32(piece, total)
     return total
+
+
+def sealed(text: str) -> str:
+    """A text below the line of its digest, which `opened` checks."""
+    return f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def opened(text: str) -> str:
+    """The text that was sealed.
+
+    Raises:
+      ValueError: it is not as it was written.
+
+    >>> opened(sealed("an answer"))
+    'an answer'
+    """
+    _, _, content = text.partition("\n")
+    if sealed(content) != text:
+        raise ValueError("it is not as it was written")
+    return content
 
 
 def is_special(path: Path) -> bool:

@@ -82,7 +82,7 @@ def read_own(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     except OSError as error:
         caches.warn_once(f"tuning table {path} cannot be read ({error}); it is left out.")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         caches.set_aside(path, error)
     return {}
 

@@ -3,7 +3,7 @@
     plan = what the scheduler decides -> send it off -> read what the step before drew
 
 The step before is read while the present one is computed. Only a request with a grammar, or with guesses, waits for its
-last token's value, and then the core reads before it plans.
+last token's value, and then the core reads before it plans. Grammars are followed on other threads (`masks`).
 
 What goes wrong for one answer ends that answer. A step that fails ends the answers in it.
 """
@@ -22,6 +22,7 @@ import numpy as np
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference.answers import Delta, Finish, Writer
 from vishwamai.inference.drafting import UNREAD
+from vishwamai.inference.masks import Masks
 from vishwamai.inference.programs import Programs
 from vishwamai.inference.requests import Branch, Request, Statistics
 from vishwamai.inference.sampling import NO_TOKEN, Sampled
@@ -47,6 +48,7 @@ class EngineCore:
         self.programs, self.scheduler, self.tokenizer, self.end_tokens = programs, scheduler, tokenizer, end_tokens
         self.statistics = Statistics()
         self._branches: dict[Stream, Branch] = {}
+        self._masks = Masks()
         self._sent: Sent | None = None
         self._failures = 0
 
@@ -79,6 +81,8 @@ class EngineCore:
         self.scheduler.add(stream)
         request.branches.append(branch)
         self._branches[stream] = branch
+        if matcher is not None:
+            self._masks.begin(branch, (), None)
         self.statistics.prompt_tokens += stream.prompt_length
 
     def cancel(self, request: Request) -> None:
@@ -95,14 +99,14 @@ class EngineCore:
 
     def step(self) -> None:
         """Plans a step, sends it off, and hands out what the one before drew."""
-        waits = any(stream.synchronous for stream in self.scheduler.running)
-        if waits:
+        if any(stream.synchronous for stream in self.scheduler.running):
             self._read()
+        self._follow_grammars()
         plan = self.scheduler.schedule(time.monotonic(), self._guess)
         for stream in plan.expired:
             self._end(self._branches[stream], "deadline")
         self.statistics.preemptions += len(plan.preempted)
-        works = self._ready(plan)
+        works = {work: self._branches[work.stream].mask if work.samples else None for work in plan.works}
         sent = None
         try:
             sent = self._send(plan, works) if works else None
@@ -110,6 +114,22 @@ class EngineCore:
             self._failed((self._branches[work.stream] for work in works), error)
         self._read()
         self._sent = sent
+        if sent is None:
+            self._masks.wait()  # all that is left to do
+
+    def _follow_grammars(self) -> None:
+        """Hands out what grammars have taken; an answer whose grammar gives up ends."""
+        for branch, turn in self._masks.complete():
+            try:
+                branch.mask, ended = turn.result.result()
+                if turn.delta is not None:
+                    ends = ended and turn.delta.finish is None
+                    self._deliver(branch, branch.writer.end(turn.delta) if ends else turn.delta)
+            except Exception as error:
+                declined = isinstance(error, ShapeError)
+                if not declined:
+                    _LOG.error("an answer ends in an error", exc_info=error)
+                self._end(branch, "error", _text(error), declined)
 
     def _failed(self, branches: Iterable[Branch], error: Exception) -> None:
         """Ends the answers of a step that failed; raises its error where the next would fail, too."""
@@ -130,6 +150,7 @@ class EngineCore:
         )
 
     def _forget(self, branch: Branch, finish: Finish) -> None:
+        self._masks.forget(branch)
         del self._branches[branch.stream]
         self.statistics.finished[finish] = self.statistics.finished.get(finish, 0) + 1
 
@@ -139,17 +160,6 @@ class EngineCore:
             return ()
         most = min(most, self.programs.drafts)
         return lookup(stream.tokens, most) if self.programs.draft is None else (UNREAD,) * most
-
-    def _ready(self, plan: Plan) -> dict[Work, np.ndarray | None]:
-        """The works of a plan with their masks; an answer whose grammar gives up ends."""
-        works: dict[Work, np.ndarray | None] = {}
-        for work in plan.works:
-            branch = self._branches[work.stream]
-            try:
-                works[work] = branch.matcher.mask() if branch.matcher is not None and work.samples else None
-            except Exception as error:
-                self._end(branch, "error", _text(error), isinstance(error, ShapeError))
-        return works
 
     def _send(self, plan: Plan, works: dict[Work, np.ndarray | None]) -> Sent:
         admitted = [stream for stream in plan.admitted if not stream.finished]
@@ -175,7 +185,7 @@ class EngineCore:
                 continue
             try:
                 self._hand_out(branch, sent.guesses(i), drawn, row, len(work.drafts))
-            except Exception as error:  # of its grammar or its text
+            except Exception as error:  # of its text
                 _LOG.exception("an answer ends in an error")
                 self._end(branch, "error", _text(error))
 
@@ -193,17 +203,17 @@ class EngineCore:
         if options.logprobs is not None:
             logprobs = [logprobs_of(drawn, row + at, options.logprobs) for at in range(len(tokens))]
         room = stream.max_length - len(stream.tokens)
-        error = None if branch.matcher is None else branch.matcher.advance(tokens)
         self.scheduler.read(stream, tokens)
         delta = branch.writer.add(tokens, logprobs, room, stream.cached)
-        if error is None and delta.finish is None and branch.matcher is not None and branch.matcher.ended:
-            delta = branch.writer.end(delta)
+        if branch.matcher is None:
+            self._deliver(branch, delta)
+        else:
+            self._masks.begin(branch, tokens, delta)
+
+    def _deliver(self, branch: Branch, delta: Delta) -> None:
         self.statistics.new_tokens += len(delta.token_ids)
-        if error is not None:
-            self._end(branch, "error", error, declined=True)
-            return
         if delta.finish is not None:
-            self.scheduler.finish(stream)
+            self.scheduler.finish(branch.stream)
             self._forget(branch, delta.finish)
         _tell(branch.request, delta)
 

@@ -275,7 +275,7 @@ class Engine:
     def start(self) -> None:
         """Runs the loop on a thread of its own."""
         if self._thread is None:
-            with roomy_stack():  # masks of grammars are computed there
+            with roomy_stack():  # grammars are copied and freed there
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
 

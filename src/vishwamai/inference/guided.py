@@ -29,7 +29,7 @@ LIMITS: dict[str, Any] = {
 """Work of llguidance for a grammar and for each of its masks. Beyond it, the request ends in an error."""
 
 _MASK_SECONDS, _MOST_EXCESS = 0.05, 0.2
-"""Time of a processor for a mask, during which all answers wait, and how far the masks of an answer may exceed it."""
+"""Time of a processor for a mask, and how far the masks of an answer may exceed it."""
 
 MAX_BYTES = 1 << 20
 MAX_REFERENCES = 200

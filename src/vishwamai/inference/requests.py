@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from vishwamai.inference.answers import Delta, Writer
 from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scheduler import Stream
@@ -21,6 +23,7 @@ class Branch:
     stream: Stream
     writer: Writer
     matcher: Any = None  # of a grammar; see `guided`
+    mask: np.ndarray | None = None  # of the next token, once its grammar has it
 
 
 @dataclasses.dataclass(eq=False)

@@ -53,6 +53,7 @@ class Stream:
     cached: int = 0  # prompt tokens that the prefix cache had when it was admitted first
     preemptions: int = 0
     finished: bool = False
+    blocked: bool = False  # its next step needs the mask of its grammar, which is being computed
     turned: int = 0  # its keys are rotated as those of a sequence of at least so many tokens
 
     def __post_init__(self) -> None:
@@ -171,7 +172,7 @@ class Scheduler:
         preempted: list[Stream] = []
         for stream in [s for s in self.running if s.remaining and not s.turned and self._past(s.length)]:
             self._preempt(stream, counts, preempted)
-        ready = [s for s in self.running if s.remaining and not (s.synchronous and s.in_flight)]
+        ready = [s for s in self.running if s.remaining and not s.blocked and not (s.synchronous and s.in_flight)]
         decodes = any(stream.remaining == 1 for stream in ready)
         budget = self.limits.mixed if decodes else self.limits.max_tokens
         for stream in sorted(ready, key=lambda s: (s.remaining > 1, s.rank)):
@@ -242,7 +243,8 @@ class Scheduler:
 
     def _admit(self, budget: int, counts: dict[Stream, int], preempted: list[Stream]) -> list[Stream]:
         """Lets those in front of the queue run for whose known tokens there is memory; a later rank that runs makes
-        room. The queue is not overtaken, or a long prompt would wait for ever; but those pass that wait for a leader.
+        room. The queue is not overtaken, or a long prompt would wait for ever; but those pass that wait for a leader or
+        are blocked.
         """
         admitted: list[Stream] = []
         while (stream := self._first_in_queue()) is not None and not stream.in_flight:
@@ -267,7 +269,7 @@ class Scheduler:
         return admitted
 
     def _first_in_queue(self) -> Stream | None:
-        return next((stream for stream in self.waiting if not self._waits_for_leader(stream)), None)
+        return next((s for s in self.waiting if not s.blocked and not self._waits_for_leader(s)), None)
 
     def _waits_for_leader(self, stream: Stream) -> bool:
         """Whether pages that it can share are being computed."""

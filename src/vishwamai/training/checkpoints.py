@@ -33,6 +33,9 @@ SCHEMA = 1
 CHECKSUMS = "checksums.json"
 """In the directory of a checkpoint: size and CRC-32 of each file, by its path there."""
 
+_METADATA = "_CHECKPOINT_METADATA"
+"""In the directory of a checkpoint: Orbax reads it of each, also of those that are not restored."""
+
 DAMAGED = "damaged-checkpoints"
 """Next to the directory of checkpoints: those that could not be read."""
 
@@ -55,9 +58,13 @@ def holds_checkpoint(folder: Path) -> bool:
     return any(damage(path) is None for path in _steps(folder))
 
 
-def damage(step: Path) -> str | None:
+def damage(step: Path, only: str | None = None) -> str | None:
     """What is wrong with the directory of a checkpoint, or None. Without checksums, such as after a kill, that it has
     its parts is all that is checked.
+
+    Args:
+      step: the directory.
+      only: the one file to check; None: all of them.
     """
     for part in ("about/metadata", "state"):
         if not (step / part).exists():
@@ -65,12 +72,14 @@ def damage(step: Path) -> str | None:
     try:
         checksums = json.loads((step / CHECKSUMS).read_text(encoding="utf-8"))
         for name, (size, crc) in checksums.items():
+            if only not in (None, name):
+                continue
             if (step / name).stat().st_size != size or caches.crc32(step / name) != crc:
                 return f"{name} is not as it was written"
     except FileNotFoundError as error:
         missing = Path(error.filename)
         return None if missing.name == CHECKSUMS else f"{missing.relative_to(step)} is missing"
-    except (ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return f"{CHECKSUMS} is not as it was written"
     return None
 
@@ -91,13 +100,14 @@ def _steps(folder: Path) -> Iterator[Path]:
 
 def set_damaged_aside(folder: Path) -> None:
     """Moves the checkpoints of a directory that are damaged, and newer than the newest whole one, out of the way, each
-    with a warning. One process calls it.
+    with a warning; of the older ones, those whose metadata are damaged. One process calls it.
     """
+    whole = False
     for path in _steps(folder):
-        reason = damage(path)
-        if reason is None:
-            return
-        _set_aside(path, reason)
+        reason = damage(path, only=_METADATA if whole else None)
+        if reason is not None:
+            _set_aside(path, reason)
+        whole |= reason is None
 
 
 def _set_aside(path: Path, reason: str) -> None:
@@ -106,7 +116,7 @@ def _set_aside(path: Path, reason: str) -> None:
     place.parent.mkdir(exist_ok=True)
     path.rename(place)
     older = next(_steps(path.parent), None)
-    start = "begins anew" if older is None else f"goes on from the one before, such as that of step {older.name}"
+    start = "begins anew" if older is None else f"goes on from that of step {older.name}"
     warnings.warn(
         f"resume: the checkpoint of step {path.name} is damaged: {reason}. It was moved to {place}; remove it. The run "
         f"{start}.",

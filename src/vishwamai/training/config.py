@@ -95,6 +95,12 @@ class SourceSection(_Section):
     )
     tools: str = key("column of the tools that a row's chat may call: a list of JSON Schemas, or its JSON", "tools")
     weight: AboveZero = key("share of this source in the mixture, relative to the other sources", 1.0)
+    max_record_mib: Positive = key(
+        "MiB that a line of .jsonl, a record of .parquet or of `datasets`, or the content of a .gz file may take; a "
+        "larger one is unreadable",
+        64,
+    )
+    follow_links: bool = key("read links in a directory that lead to files outside of it; false names them", False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ def read_records(path: Path) -> list[Record]:
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
         try:
             records.append(Record.from_json(line))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             warnings.warn(
                 f"{path}:{number}: the line is not a record of a step and is left out ({error}); remove it.",
                 stacklevel=2,

@@ -1,7 +1,8 @@
 """Documents from files: text, JSON, JSONL, Parquet, each of the first three also in gzip, and directories that Hugging
 Face's `datasets` saved.
 
-A record that cannot be read is counted and named in `Bad`; none is dropped silently.
+A record that cannot be read is counted and named in `Bad`; none is dropped silently. What a file says of its sizes is
+checked before memory is taken for them (`bounded`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import functools
 import glob
 import gzip
 import json
+import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from vishwamai.core.errors import ConfigError
+from vishwamai.training import bounded
 from vishwamai.training.config import DpoSection, SourceSection
 
 
@@ -90,7 +93,7 @@ def files(source: SourceSection) -> list[Path]:
     Raises:
       ConfigError: a path matches no file.
     """
-    found: set[Path] = set()
+    found: dict[Path, Path | None] = {}  # a file, and the directory that the source names; None: Python's own
     named: set[Path] = set()  # by itself, not by its directory
     for pattern in source.paths:
         path = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
@@ -98,15 +101,30 @@ def files(source: SourceSection) -> list[Path]:
         inside = [f for m in matches for f in ([m] if m.is_file() else m.rglob("*")) if f.is_file() and _is_data(f, m)]
         if not inside:
             raise ConfigError(f"config: data.sources.paths has {pattern!r}, which matches no file; check the path.")
-        found.update(inside)
+        found |= dict.fromkeys(inside, _root(path) if path == pattern else None)
         named.update(m for m in matches if m.is_file())
     kept = [f for f in found if not any(fnmatch.fnmatch(str(f), pattern) for pattern in source.exclude)]
     if not kept:
         raise ConfigError(f"config: data.sources.exclude {list(source.exclude)} leaves none of {len(found)} files.")
+    for file in kept if not source.follow_links else ():
+        root = found[file]
+        if root not in (None, file) and not file.resolve().is_relative_to(root.resolve()):
+            raise ConfigError(
+                f"config: {file} is a link to {file.resolve()}, outside of {root}, which data.sources.paths names; "
+                "exclude it, name the file itself, or set data.sources.follow_links=true."
+            )
     unread = [f for f in named.intersection(kept) if source.format == "auto" and _format(f) is None]
     if unread:
         raise ConfigError(f"config: data.sources.paths has {min(unread)}, {_not_read(min(unread))}.")
     return sorted(kept)
+
+
+def _root(pattern: str) -> Path:
+    """The directory that a pattern names before its first wildcard; the file that a pattern without one names."""
+    path = Path(pattern)
+    if os.path.exists(pattern):
+        return path
+    return next(parent for parent in path.parents if not glob.has_magic(str(parent)))
 
 
 def _format(path: Path) -> str | None:
@@ -156,11 +174,12 @@ def _records(source: SourceSection, columns: list[str], take: Read) -> Iterator[
         read = {"text": _text, "json": _json, "jsonl": _jsonl, "parquet": _parquet, "datasets": _arrow}[kind]
         number = 0
         try:
-            for number, record in read(path, columns, source.tools):
+            for number, record in read(path, columns, source.tools, source.max_record_mib << 20):
                 place = str(path), number
                 content = Bad(*place, record.reason) if isinstance(record, _Unreadable) else record
                 yield place, content if isinstance(content, Bad) or kind == "text" else take(content, place)
-        except (OSError, ValueError, EOFError, zlib.error) as error:  # pyarrow's errors are ValueErrors
+        # pyarrow's errors are ValueErrors, a MemoryError and a KeyError among them.
+        except (OSError, ValueError, EOFError, LookupError, MemoryError, RecursionError, zlib.error) as error:
             yield (str(path), 0), Bad(str(path), 0, f"{str(error).splitlines()[0]}, after record {number}")
 
 
@@ -177,32 +196,34 @@ class _Unreadable:
     reason: str
 
 
-def _content(path: Path) -> bytes:
-    with _opened(path) as content:
-        return content.read()
+def _content(path: Path, most: int) -> bytes:
+    """What a file holds, which a file of gzip multiplies."""
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    with gzip.open(path, "rb") as lines:
+        content = lines.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"its content takes more than {bounded.limit(most)}")
+    return content
 
 
-def _opened(path: Path) -> Any:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
-def _text(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any]]:
+def _text(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
     try:
-        text = _content(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        text = _content(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         yield 0, _Unreadable(f"not UTF-8: byte {error.start}")
         return
     yield 0, text if text.strip() else _Unreadable("empty")
 
 
-def _json(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any]]:
+def _json(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
     """The records of an array, numbered from 1; a file that holds an object in each line is read as lines."""
     try:
-        records = json.loads(_content(path))
+        records = json.loads(_content(path, most))
     except ValueError as error:
         if "Extra data" not in str(error):
             raise ValueError(f"not JSON: {error}") from error
-        yield from _jsonl(path, columns, tools)
+        yield from _jsonl(path, columns, tools, most)
         return
     if isinstance(records, dict) and not any(name in records for name in columns):
         yield 0, _Unreadable("an object and not an array of records; pass a list, or JSONL")
@@ -210,9 +231,12 @@ def _json(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any
     yield from enumerate(records if isinstance(records, list) else [records], 1)
 
 
-def _jsonl(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any]]:
-    with _opened(path) as lines:
-        for number, line in enumerate(lines, 1):
+def _jsonl(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+        for number, line in enumerate(bounded.lines(lines, most), 1):
+            if line is None:
+                yield number, _Unreadable(f"the line takes more than {bounded.limit(most)}")
+                continue
             if not line.strip():
                 yield number, _Unreadable("empty line")
                 continue
@@ -222,18 +246,16 @@ def _jsonl(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, An
                 yield number, _Unreadable(f"not JSON: {error}")
 
 
-def _parquet(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet
-
-    table = pyarrow.parquet.ParquetFile(path)
+def _parquet(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
+    table = bounded.open_parquet(path, [*columns, tools], most)
     names = _present(columns, tools, table.schema_arrow.names)
     if isinstance(names, _Unreadable):
         yield 0, names
         return
-    yield from enumerate((row for batch in table.iter_batches(columns=names) for row in _rows(batch)), 1)
+    yield from enumerate((row for batch in table.iter_batches(columns=names) for row in _rows(batch, most)), 1)
 
 
-def _arrow(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, Any]]:
+def _arrow(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as data:
@@ -243,7 +265,7 @@ def _arrow(path: Path, columns: list[str], tools: str) -> Iterator[tuple[int, An
             if isinstance(names, _Unreadable):
                 yield 0, names
                 return
-            yield from enumerate(_rows(batch.select(names)), count + 1)
+            yield from enumerate(_rows(batch.select(names), most), count + 1)
             count += len(batch)
 
 
@@ -254,12 +276,16 @@ def _present(columns: list[str], tools: str, names: list[str]) -> list[str] | _U
     return [name for name in dict.fromkeys([*columns, tools]) if name in names]
 
 
-def _rows(batch: Any) -> Iterable[Any]:
+def _rows(batch: Any, most: int) -> Iterator[Any]:
     """The rows of a batch of pyarrow; a text that is not UTF-8 makes one row unreadable, not the batch."""
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:
-        return [_row(batch, index) for index in range(len(batch))]
+    for part in bounded.parts(batch, most):
+        if part is None:
+            yield _Unreadable(f"the record takes more than {bounded.limit(most)}")
+            continue
+        try:
+            yield from part.to_pylist()
+        except UnicodeDecodeError:
+            yield from (_row(part, index) for index in range(len(part)))
 
 
 def _row(batch: Any, index: int) -> Any:

@@ -219,19 +219,25 @@ def read_tokens(folder: Path) -> Tokens:
     Raises:
       ConfigError: a file is missing, or is not as it was written.
     """
-    about = json.loads((folder / "tokens.json").read_text())
-    for name, crc in about.get("crc32", {}).items():
-        if not (folder / name).is_file() or caches.crc32(folder / name) != crc:
-            raise ConfigError(
-                f"data: {folder / name} is not as it was written, so the rows of the run would change; remove "
-                f"{folder}, and --resume tokenizes its source again."
-            )
-    targets = folder / "targets.bin"
-    return Tokens(
-        np.memmap(folder / "tokens.bin", np.dtype(about["dtype"]), "r"),
-        np.load(folder / "offsets.npy"),
-        np.memmap(targets, bool, "r") if targets.exists() else None,
-    )
+    name = "tokens.json"
+    try:
+        about = json.loads((folder / name).read_text())
+        for name, crc in about.get("crc32", {}).items():
+            if caches.crc32(folder / name) != crc:
+                raise ValueError("another checksum")
+        if about["dtype"] not in ("uint16", "uint32"):  # of `_dtype`
+            raise ValueError("another dtype")
+        name, targets = "tokens.json", folder / "targets.bin"
+        return Tokens(
+            np.memmap(folder / "tokens.bin", np.dtype(about["dtype"]), "r"),
+            np.load(folder / "offsets.npy"),
+            np.memmap(targets, bool, "r") if targets.exists() else None,
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"data: {folder / name} is not as it was written, so the rows of the run would change; remove {folder}, "
+            "and --resume tokenizes its source again."
+        ) from error
 
 
 def as_npy(array: np.ndarray) -> bytes:

@@ -1,5 +1,5 @@
-"""Answers of compilers on disk, one small JSON file each. A cache that cannot be read or written is no error: the
-answer is then asked for again.
+"""Answers of compilers on disk, one small JSON file each, with a digest. A cache that cannot be read or written is no
+error, nor is a damaged file: the answer is then asked for again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ def read(folder: str, key: str) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        answer = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(caches.opened(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
-    return answer if isinstance(answer, dict) else None
 
 
 def write(folder: str, key: str, value: dict[str, Any]) -> bool:
@@ -39,7 +38,7 @@ def write(folder: str, key: str, value: dict[str, Any]) -> bool:
         caches.warn_once(f"the compiler's answers are not kept: {caches.no_directory('aot')}.")
         return False
     try:
-        caches.write(path, json.dumps(value))
+        caches.write(path, caches.sealed(json.dumps(value)))
     except OSError as error:
         caches.warn_once(f"the compiler's answers are not kept: {error}; {caches.OTHER_DIRECTORY['aot']}.")
         return False

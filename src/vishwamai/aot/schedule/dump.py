@@ -114,7 +114,7 @@ def _pack(work: pathlib.Path, entry: pathlib.Path) -> None:
             needed = _BUNDLES.match(file.name) or "per-bundle-utilization" in file.name
             if needed and "schedule-analysis" not in file.name:
                 (fresh / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), 5))
-        shutil.copy(work / "result.json", fresh)
+        (fresh / "result.json").write_text(caches.sealed((work / "result.json").read_text()))
         if not entry.exists():
             fresh.rename(entry)
 
@@ -129,7 +129,7 @@ _DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, z
 
 def _load(entry: pathlib.Path, job: Job) -> Dump:
     chip = Target.parse_chip(job.target)
-    result = json.loads((entry / "result.json").read_text())
+    result = json.loads(caches.opened((entry / "result.json").read_text()))
     if "rejected" in result:
         problem = result["problem"] and CompilerProblem(
             **result["problem"] | {"allocations": tuple(result["problem"]["allocations"])}
