@@ -46,6 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="(8000; 0: any that is free)")
     parser.add_argument("--name", help="what clients call the model (the directory's name)")
+    parser.add_argument(
+        "--alias", action="append", default=[], metavar="NAME", help="a further name of the model, such as clients send"
+    )
     parser.add_argument("--encoder", type=Path, metavar="DIR", help="an encoder (BERT) for /v1/embeddings")
     parser.add_argument(
         "--pooling", choices=("mean", "last"), help="/v1/embeddings by the decoder: vectors from its tokens' states"
@@ -124,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         allowed_hosts=guards.hosts_of(arguments.host, arguments.allowed_host),
         allowed_origins=tuple(origin.rstrip("/") for origin in arguments.allow_origin),
         max_priority=arguments.max_priority,
+        aliases=tuple(arguments.alias),
         tool_parser=parsers[0],
         reasoning_parser=parsers[1],
         decline_unknown_keys=arguments.unknown_keys == "refuse",

@@ -31,6 +31,7 @@ class Delta:
       logprobs: one entry for each of `token_ids`, if they were asked for.
       finish: why it ended, in its last delta: "stop" (an end token or a stop text), "length", "cancelled", "deadline",
         "error".
+      stop: the stop text, or the id among `stop_token_ids`, that ended it; None: the model did.
       error: what went wrong, where `finish` is "error".
       declined: the request is at fault for the error, not the server.
       cached: prompt tokens that were in the prefix cache.
@@ -44,6 +45,7 @@ class Delta:
     error: str | None = None
     declined: bool = False
     cached: int = 0
+    stop: str | int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +95,15 @@ class StopTexts:
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
         self._held = ""
+        self.met: str | None = None
 
     def add(self, text: str) -> tuple[str, bool]:
         """(text that is certain, whether a stop text was met, before which the text ends)."""
         held = self._held + text
-        found = min((at for stop in self._stops if (at := held.find(stop)) >= 0), default=-1)
-        if found >= 0:
-            self._held = ""
-            return held[:found], True
+        place, met = min(((at, stop) for stop in self._stops if (at := held.find(stop)) >= 0), default=(-1, None))
+        if met is not None:
+            self._held, self.met = "", met
+            return held[:place], True
         keep = max((_overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
@@ -128,6 +131,7 @@ class Writer:
     def __init__(self, options: Sampling, end_tokens: frozenset[int], detokenizer: Any, choice: int):
         ends = frozenset() if options.ignore_eos else end_tokens
         self.ends = ends | set(options.stop_token_ids)
+        self._own_ends = ends
         self._stops = StopTexts(options.stop)
         self._detokenizer = detokenizer
         self._choice = choice
@@ -140,10 +144,11 @@ class Writer:
         """
         text, taken = "", []
         finish: Finish | None = None
+        stop: int | None = None
         for token in tokens[:room]:
             taken.append(token)
             if token in self.ends:
-                finish = "stop"
+                finish, stop = "stop", None if token in self._own_ends else token
             elif self._detokenizer is not None:
                 certain, stopped = self._stops.add(self._detokenizer.add(token))
                 text += certain
@@ -156,7 +161,8 @@ class Writer:
         if finish is None and len(taken) >= room:
             finish = "length"
             text += self._rest()
-        return Delta(self._choice, tuple(taken), text, tuple(logprobs[: len(taken)]), finish, cached=cached)
+        met = self._stops.met if stop is None else stop
+        return Delta(self._choice, tuple(taken), text, tuple(logprobs[: len(taken)]), finish, cached=cached, stop=met)
 
     def end(self, delta: Delta) -> Delta:
         """The same delta as the last one: a grammar has no more to say."""

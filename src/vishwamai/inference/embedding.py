@@ -76,6 +76,34 @@ class Embedder:
         encode = None if tokenizer is None else lambda texts: [tokenizer.encode(text) for text in texts]
         return cls(partial(forward, model), encode, max_tokens, model.config.vocab_size)
 
+    @classmethod
+    def of_judgement(
+        cls,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        words: Sequence[int],
+        max_tokens: int,
+        optimization: Optimization | None = None,
+    ) -> Embedder:
+        """Of a decoder's answer: the probabilities of `words`, token ids, among themselves, behind each text; texts get
+        no special tokens.
+        """
+        keys = optimization or Optimization()
+        chosen = jnp.asarray(words, jnp.int32)
+
+        @jax.jit
+        def forward(model: Decoder, tokens: Any, mask: Any) -> Any:
+            with keys.kernels():
+                hidden = model(tokens)
+                last = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+                logits = model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+            return jax.nn.softmax(logits[:, chosen].astype(jnp.float32), axis=1)
+
+        def encode(texts: Sequence[str]) -> list[list[int]]:
+            return [tokenizer.encode(text, add_special=False) for text in texts]
+
+        return cls(partial(forward, model), encode, max_tokens, model.config.vocab_size)
+
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """(rows, length) of every batch."""

@@ -21,14 +21,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.server.errors import HttpError, error_response
 from vishwamai.inference.server.guards import Guards
+from vishwamai.inference.server.messages import Messages
 from vishwamai.inference.server.metrics import Metrics
 from vishwamai.inference.server.requests_log import RequestLog
 from vishwamai.inference.server.responses import Responses
+from vishwamai.inference.server.scores import Scores
 from vishwamai.inference.server.service import Service, Settings
 from vishwamai.inference.server.tokens import Tokens
 from vishwamai.inference.server.vectors import Embed, Vectors
 
-_KEYED = ("/metrics", "/tokenize", "/detokenize")
+_KEYED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank", "/v2/")
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
 _PAGE_POLICY += "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
@@ -45,12 +47,14 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     encoder_name = settings.encoder or settings.name
     vectors = Vectors(embed, encoder_name, settings)
     ready: list[bool] = []
-    names = [settings.name] if engine else []
+    names = list(settings.names) if engine else []
     names += [encoder_name] if embed and encoder_name not in names else []
     common = {"object": "model", "created": int(time.time()), "owned_by": "vishwamai"}
     entries: dict[str, dict[str, Any]] = {name: {"id": name, **common} for name in names}
     if engine is not None:
-        entries[settings.name] |= {"max_model_len": engine.limits.max_length, "defaults": defaults_of(settings)}
+        details = {"max_model_len": engine.limits.max_length, "defaults": defaults_of(settings)}
+        for name in settings.names:
+            entries[name] |= {"root": settings.name, **details}
 
     async def models(request: Request) -> Response:
         name = request.path_params.get("name")
@@ -93,6 +97,7 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
             service.grammars.close()
 
     service = None if engine is None else Service(engine, settings, metrics)
+    scores = Scores(engine, vectors, settings)
     answers = {
         "/v1/completions": no_answers if service is None else service.completions,
         "/v1/chat/completions": no_answers if service is None else service.chat,
@@ -100,6 +105,7 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     if service is not None:
         tokens = Tokens(service)
         answers["/v1/responses"] = Responses(service).create
+        answers |= {"/v1/messages": Messages(service).create, "/v1/messages/count_tokens": Messages(service).count}
         answers |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
     app = Starlette(
         routes=[
@@ -111,6 +117,8 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
             Route("/v1/models/{name:path}", models),
             *(Route(path, handler, methods=["POST"]) for path, handler in answers.items()),
             Route("/v1/embeddings", vectors.embeddings, methods=["POST"]),
+            *(Route(path, scores.score, methods=["POST"]) for path in ("/v1/score", "/score")),
+            *(Route(path, scores.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
         ],
         exception_handlers={
             HttpError: _http_error,
@@ -144,12 +152,16 @@ class Keys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["path"].startswith("/v1/") or scope["path"] in _KEYED):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            kind, _, key = given.partition(b" ")
-            found = [hmac.compare_digest(_digest(key.strip()), digest) for digest in self._digests]
-            if kind.lower() != b"bearer" or not any(found):
-                error = HttpError(401, "the API key is missing or wrong; send `Authorization: Bearer KEY`.")
+        if scope["type"] == "http" and scope["path"].startswith(_KEYED):
+            headers = dict(scope["headers"])
+            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+            if kind.lower() != b"bearer":
+                key = headers.get(b"x-api-key", b"")  # Anthropic's
+            matches = [hmac.compare_digest(_digest(key.strip()), digest) for digest in self._digests]
+            if not any(matches):
+                error = HttpError(
+                    401, "the API key is missing or wrong; send `Authorization: Bearer KEY`, or `x-api-key: KEY`."
+                )
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)

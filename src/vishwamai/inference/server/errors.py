@@ -28,10 +28,14 @@ class HttpError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": None}}
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to come again, where that is known."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
     def response(self) -> JSONResponse:
         """The whole answer."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return JSONResponse(self.body, self.status, headers)
+        return JSONResponse(self.body, self.status, self.headers)
 
 
 def error_response(request: Request, error: HttpError) -> JSONResponse:
@@ -39,6 +43,8 @@ def error_response(request: Request, error: HttpError) -> JSONResponse:
     record = record_of(request.scope)
     record.error = error.message
     response = error.response()
+    if request.url.path.startswith("/v1/messages"):  # Anthropic's errors say that they are one
+        response = JSONResponse({"type": "error", **error.body}, error.status, error.headers)
     response.headers["X-Request-Id"] = record.id
     return response
 

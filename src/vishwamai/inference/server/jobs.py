@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.inference.barred import Barred
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.guided import Grammar
 from vishwamai.inference.mesh import mesh_of
@@ -48,6 +49,7 @@ class Job:
       prompts, priority, deadline, keep_special: as the arguments of `Engine.stream`.
       grammar: what the answer must match, and the same once it is `compiled`.
       thinking: what holds for the reasoning before that.
+      barred: words that it must not have.
       options: None: no token is computed.
       reply: the form of the answer.
       scored: most likely tokens at each place of the prompts; None: prompts are not scored.
@@ -66,7 +68,15 @@ class Job:
     stream: bool
     usage: bool
     thinking: Thinking | None = None
-    compiled: Grammar | Thinking | None = None
+    barred: Barred | None = None
+    compiled: Grammar | Thinking | Barred | None = None
+
+    def with_grammar(self, grammar: Grammar | None) -> Job:
+        """The job with all that holds for its answer, around a compiled grammar."""
+        rules: Grammar | Thinking | Barred | None = grammar
+        for outer in (self.thinking, self.barred):
+            rules = rules if outer is None else dataclasses.replace(outer, grammar=rules)
+        return dataclasses.replace(self, compiled=rules)
 
 
 class Chat(NamedTuple):
@@ -117,10 +127,13 @@ class Jobs:
 
     def completion(self, body: schema.Completion) -> Job:
         """The job of /v1/completions."""
-        if body.best_of is not None and body.best_of != (body.n or 1):
-            raise HttpError(
-                400, f"`best_of` is {body.best_of}; leave it out, or pass `n`: all answers are sent.", "best_of"
-            )
+        if body.best_of is not None:
+            if body.best_of < (body.n or 1):
+                raise HttpError(
+                    400, f"`best_of` is {body.best_of} and `n` {body.n}; pass as many or more answers.", "best_of"
+                )
+            if body.stream and body.best_of > (body.n or 1):
+                raise HttpError(400, "`best_of` comes with whole answers; leave out `stream`.", "best_of")
         if body.suffix:
             raise HttpError(
                 400, "`suffix` is not served; leave it out, or write the model's own marks into `prompt`.", "suffix"
@@ -288,6 +301,9 @@ class Jobs:
     ) -> Job:
         with declined(None):
             options = body.sampling(self.settings.defaults, self.settings.max_new_tokens)
+        kept, best_of = options.n, getattr(body, "best_of", None) or options.n
+        if best_of > kept:
+            options = dataclasses.replace(options, n=best_of, logprobs=options.logprobs or 0)
         computes = body.limit != 0
         if not computes and kind == "chat":
             raise HttpError(400, "`max_tokens` is 0; pass at least 1.", "max_tokens")
@@ -317,7 +333,7 @@ class Jobs:
         counts = [count for count in scores if count is not None]
         reply = Reply(
             kind,
-            self.settings.name,
+            body.model or self.settings.name,
             Pieces(tokenizer, as_ids=True) if body.return_tokens_as_token_ids else self.pieces,
             tuple(prompts),
             options.n,
@@ -328,6 +344,7 @@ class Jobs:
             reasoning=not isinstance(body, schema.Chat) or body.include_reasoning is not False,
             single=isinstance(body, schema.Chat) and body.parallel_tool_calls is False,
             legacy=isinstance(body, schema.Chat) and not body.tools and bool(body.functions),
+            kept=kept,
             usage_each=body.continuous_usage if body.include_usage else None,
         )
         return Job(
@@ -341,7 +358,20 @@ class Jobs:
             special,
             bool(body.stream),
             body.include_usage,
+            barred=self._barred(body),
         )
+
+    def _barred(self, body: schema.Common) -> Barred | None:
+        """What holds for the words of `bad_words`, each at the beginning of a text and behind a blank."""
+        tokenizer = self.engine.tokenizer
+        if not body.bad_words:
+            return None
+        if tokenizer is None:
+            raise HttpError(400, "the model has no tokenizer; pass `logit_bias` in place of `bad_words`.", "bad_words")
+        with declined("bad_words"):
+            texts = [blank + word.lstrip() for word in body.bad_words for blank in ("", " ")]
+            ids = {tuple(tokenizer.encode(text, add_special=False)) for text in texts} - {()}
+        return Barred(tuple(sorted(ids)), -(-self.engine.programs.vocab // 32)) if ids else None
 
     def _check_entries(self, body: schema.Common, prompts: Sequence[Prompt], options: Sampling) -> None:
         """Declines a reply of too many log probabilities, which is built in memory."""

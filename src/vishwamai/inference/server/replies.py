@@ -68,7 +68,7 @@ class Reply:
       model: its name.
       pieces: texts of tokens, for log probabilities.
       prompts: of the request.
-      n: answers to each prompt.
+      n: answers to each prompt, and how many of them are `kept`: the most likely ones, by their tokens' mean.
       token_ids: choices carry their token ids, an extension.
       logprobs: choices carry log probabilities, those of an echoed prompt too.
       prompt_logprobs: choices carry those of their prompt, an extension.
@@ -84,6 +84,7 @@ class Reply:
     pieces: Pieces
     prompts: tuple[Prompt, ...]
     n: int = 1
+    kept: int | None = None
     token_ids: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
@@ -121,6 +122,18 @@ class Reply:
         for delta in deltas:
             usage.add(delta)
             by_choice[delta.choice].append(delta)
+        if self.kept is not None and self.kept < self.n:
+            return dataclasses.replace(self, n=self.kept, kept=None)._best(by_choice, usage, self.n)
+        return self._object(by_choice, usage)
+
+    def _best(self, by_choice: list[list[Delta]], usage: Usage, n: int) -> dict[str, Any]:
+        best: list[list[Delta]] = []
+        for first in range(0, len(by_choice), n):
+            group = sorted(by_choice[first : first + n], key=_likelihood, reverse=True)
+            best += group[: self.n]
+        return self._object(best, usage)
+
+    def _object(self, by_choice: list[list[Delta]], usage: Usage) -> dict[str, Any]:
         choices = [self._choice(i, parts, usage) for i, parts in enumerate(by_choice)]
         reply = {**self.head(False), "choices": choices, "usage": usage.value}
         if self.kind == "chat" and self.prompt_logprobs:
@@ -157,6 +170,8 @@ class Reply:
                 message |= {"function_call": _function(turn.calls[0])} if self.legacy else {"tool_calls": calls}
                 choice["finish_reason"] = self._finish(finish)
             choice |= {"message": message, "logprobs": self.pieces.chat(entries)}
+        if deltas[-1].stop is not None:
+            choice["stop_reason"] = deltas[-1].stop
         if self.token_ids:
             choice["token_ids"] = [token for delta in deltas for token in delta.token_ids]
         return choice
@@ -178,6 +193,8 @@ class Reply:
             if turn.calls:
                 choice["finish_reason"] = self._finish(finish)
             choice |= {"delta": self._part(events, turn), "logprobs": self.pieces.chat(delta.logprobs)}
+        if delta.stop is not None:
+            choice["stop_reason"] = delta.stop
         if self.token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return {**self.head(True, usage), "choices": [choice]}
@@ -226,6 +243,12 @@ class Reply:
     def _finish(self, finish: str | None) -> str | None:
         """The reason of the end of an answer that has calls."""
         return finish if finish != "stop" else "function_call" if self.legacy else "tool_calls"
+
+
+def _likelihood(deltas: Sequence[Delta]) -> float:
+    """The mean log probability of an answer's tokens."""
+    values = [entry.logprob for delta in deltas for entry in delta.logprobs]
+    return sum(values) / len(values) if values else 0.0
 
 
 def _function(call: Call) -> dict[str, str]:

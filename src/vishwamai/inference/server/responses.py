@@ -262,7 +262,7 @@ class Responses:
         service.check_room(job.reply.choices)
         record = record_of(request.scope)
         record.prompt_tokens = sum(map(len, job.prompts))
-        writer = Writer(body, service.settings.name, job.reply.usage())
+        writer = Writer(body, job.reply.model, job.reply.usage())
         events = self._events(job, writer, service.deltas(job, record))
         if body.stream:
             return StreamingResponse(event_lines(events), media_type="text/event-stream")

@@ -82,6 +82,7 @@ class Common(Open):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Tokens | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=64)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -210,7 +211,7 @@ class Completion(Common):
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
 

@@ -59,12 +59,10 @@ class Service:
     async def compiled(self, request: Request, job: Job) -> Job | None:
         """The job with its grammar compiled; None where the client left before."""
         if job.grammar is None:
-            return dataclasses.replace(job, compiled=job.thinking)
+            return job.with_grammar(None)
         with declined(job.grammar.param):
             grammar = await unless_left(request, self.grammars.grammar(job.grammar.kind, job.grammar.source))
-        if grammar is not None and job.thinking is not None:
-            grammar = dataclasses.replace(job.thinking, grammar=grammar)
-        return None if grammar is None else dataclasses.replace(job, compiled=grammar)
+        return None if grammar is None else job.with_grammar(grammar)
 
     def checked(self, kind: type[BaseModel], value: Any) -> Any:
         """The request of a JSON value, whose model is this server's."""
@@ -74,9 +72,10 @@ class Service:
         return body
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.settings.name:
+        names = self.settings.names
+        if name is not None and name not in names:
             raise HttpError(
-                404, f"the model {name[:200]!r} is not served; this server has {self.settings.name!r}.", "model"
+                404, f"the model {name[:200]!r} is not served; this server has {', '.join(map(repr, names))}.", "model"
             )
 
     def check_room(self, answers: int = 1) -> None:
@@ -189,14 +188,20 @@ def check_keys(body: Any, settings: Settings) -> None:
             once(f"the key {name[:200]!r} of requests is not documented and has no effect")
 
 
-async def event_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    """The lines of a stream of typed events, an error as the last of them."""
+def _typed_error(error: HttpError) -> dict[str, Any]:
+    details = {"message": error.message, "code": str(error.status), "param": error.param}
+    return {"type": "error", "sequence_number": 0, **details}
+
+
+async def event_lines(
+    events: AsyncIterator[dict[str, Any]], failed: Callable[[HttpError], dict[str, Any]] = _typed_error
+) -> AsyncIterator[str]:
+    """The lines of a stream of typed events, an error as the last of them, in the form of `failed`."""
     try:
         async for event in events:
             yield f"event: {event['type']}\n{_event(event)}"
     except HttpError as error:  # the status is sent already
-        details = {"message": error.message, "code": str(error.status), "param": error.param}
-        yield f"event: error\n{_event({'type': 'error', 'sequence_number': 0, **details})}"
+        yield f"event: error\n{_event(failed(error))}"
 
 
 def _json(value: Any) -> str:

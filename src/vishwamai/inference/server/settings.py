@@ -12,6 +12,7 @@ class Settings:
 
     Args:
       name: what clients call the model.
+      aliases: further names of the model.
       keys: API keys; none: no key is asked for.
       max_queue: answers that may wait; beyond it a request is declined (429).
       max_body: bytes of a request's body.
@@ -43,5 +44,11 @@ class Settings:
     max_bytes: int = 64 * 2**20
     max_entries: int = 2**20
     max_priority: float = 0.0
+    aliases: tuple[str, ...] = ()
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        return (self.name, *self.aliases)

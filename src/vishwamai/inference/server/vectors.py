@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,21 @@ class Vectors:
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings."""
         body = schema.parse(schema.Embedding, await read_json(request, self.settings.max_body))
+        with self.room():
+            return await self._answer(request, body)
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[None]:
+        """A place among the requests that compute or wait.
+
+        Raises:
+          HttpError: 429, there is none.
+        """
         if self.pending >= self.max_queue:
             raise HttpError(429, f"{self.pending} requests wait already; try again later.", retry_after=1)
         self.pending += 1
         try:
-            return await self._answer(request, body)
+            yield
         finally:
             self.pending -= 1
 
