@@ -67,7 +67,7 @@ def test_tune_check_estimates_the_tables_again(capsys, monkeypatch, slower, code
         return [tuner._Trial(config, slower * entry.evidence["estimate_us"] * 1e-6, 0.5) for config in configs]
 
     monkeypatch.setattr(tuner.Search, "evaluate", evaluate)
-    assert main(["tune", "--check", "--ops", "norm", "--targets", "v5e", "--cases", "BERT"]) == code
+    assert main(["tune", "--check", "--ops", "norm", "--target", "v5e", "--cases", "BERT"]) == code
     assert said in capsys.readouterr().out
 
 

@@ -163,7 +163,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_goes_on(small_norm, monkeypatc
 
     monkeypatch.setattr(runner, "run_case", run_case)
     where = ["--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "r.html")]
-    command = ["bench", "--no-model", "--targets", "none", *where]
+    command = ["bench", "--no-model", "--target", "none", *where]
     assert main(command) == 130
     assert "interrupted after 1 of 3 cases; the same command with --resume goes on" in capsys.readouterr().err
     saved = json.loads((tmp_path / "r.json").read_text())
@@ -181,7 +181,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_goes_on(small_norm, monkeypatc
 def test_resume_needs_the_same_run(small_norm, monkeypatch, capsys, tmp_path):
     path = tmp_path / "r.json"
     where = ["--json", str(path), "--report", str(tmp_path / "r.html")]
-    command = ["bench", "--no-model", "--targets", "none", *where, "--resume"]
+    command = ["bench", "--no-model", "--target", "none", *where, "--resume"]
     assert main(command) == 2 and "there is no" in capsys.readouterr().err
     path.write_text("{}")
     assert main(command) == 2 and "no report to go on with" in capsys.readouterr().err
@@ -230,7 +230,7 @@ def test_a_run_keeps_to_five_minutes(small_norm, clock, monkeypatch, tmp_path, s
     monkeypatch.setattr(model, "run", lambda seconds: takes(45.0, model.ModelResult((), ())))
     start = clock[0]
     where = ["--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "r.html")]
-    assert main(["bench", "--targets", "v5e", *where]) == 0
+    assert main(["bench", "--target", "v5e", *where]) == 0
     saved = json.loads((tmp_path / "r.json").read_text())
     assert clock[0] - start <= 285.0 and (saved["model"] is not None) == model_runs
     assert len(saved["done"]) == cases and saved["wanted"] == 41 and 0 < len(saved["targets"]) < 40
@@ -257,7 +257,7 @@ def test_tune_that_is_interrupted_says_what_it_has(monkeypatch, capsys, tmp_path
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tuner, "tune", tune)
-    assert main(["tune", "--ops", "norm", "--targets", "v5e", "--directory", str(tmp_path / "new")]) == 130
+    assert main(["tune", "--ops", "norm", "--target", "v5e", "--directory", str(tmp_path / "new")]) == 130
     said = capsys.readouterr()
     assert "interrupted after 1 of " in said.err and "the first" in said.out and "... tuning v5e norm: " in said.err
 

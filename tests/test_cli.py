@@ -330,7 +330,7 @@ def test_matrix_of_an_unknown_operation_names_the_known(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("bench --ops= --targets none", "there is no operation ''"),
+        ("bench --ops= --target none", "there is no operation ''"),
         ("calibrate --ops=", "there is no operation ''"),
         ("matrix --ops=", "there is no operation ''"),
         ("tune --ops=", "there is no operation ''"),
@@ -365,13 +365,13 @@ def test_without_rich_the_command_that_installs_it_is_named(capsys, monkeypatch)
 
 def test_without_jinja2_a_page_that_was_asked_for_is_an_error(capsys, monkeypatch, tmp_path):
     _without(monkeypatch, "jinja2")
-    status, _, err = run(capsys, "bench", "--report", str(tmp_path / "x.html"), "--targets", "none")
+    status, _, err = run(capsys, "bench", "--report", str(tmp_path / "x.html"), "--target", "none")
     assert status == 2 and install_line("report") in err
 
 
 def test_without_libtpu_targets_that_were_asked_for_are_an_error(capsys, monkeypatch):
     _without(monkeypatch, "libtpu")
-    status, _, err = run(capsys, "bench", "--targets", "v5e", "--schedule")
+    status, _, err = run(capsys, "bench", "--target", "v5e", "--schedule")
     assert status == 2 and "libtpu" in err and "pip install" in err
 
 

@@ -20,18 +20,20 @@ READ = {
 """Paths that are read."""
 
 NEEDED = {"inspect": ["no.module:f"], "plan": ["none.yaml"], "train": ["none.yaml"]}
+NEEDED["generate"] = ["none", "--prompt", "a"]
 """What a command wants next to the path, so that nothing else is wrong with the command line."""
 
 
 PATHS = [(name, action) for name in COMMANDS for action in command_parser(name)._actions if action.type is Path]
-WRITTEN = [(name, a.option_strings[0], type(a)) for name, a in PATHS if isinstance(a, output.File | output.Directory)]
+KINDS = (output.File, output.Directory)
+WRITTEN = [(name, a.option_strings[0], kind) for name, a in PATHS for kind in KINDS if isinstance(a, kind)]
 WRITTEN.append(("tune", "--directory", output.Directory))  # which --check reads, so that the command tries it
 
 
 def test_every_path_is_one_to_read_or_is_tried():
     paths = {(name, action.dest) for name, action in PATHS}
     assert paths - READ == {(name, option.removeprefix("--")) for name, option, _ in WRITTEN} and paths >= READ
-    assert {name for name, _, _ in WRITTEN} == {"bench", "calibrate", "inspect", "plan", "train", "tune"}
+    assert {name for name, _, _ in WRITTEN} == {"bench", "calibrate", "generate", "inspect", "plan", "train", "tune"}
 
 
 @pytest.mark.parametrize("command, option, kind", WRITTEN)

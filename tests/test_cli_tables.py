@@ -88,7 +88,7 @@ TABLES = {
     "doctor": [[]],
     "check": [["vishwamai:rms_norm", "--args", ROWS]],
     "inspect": [["vishwamai:rms_norm", "--args", ROWS]],
-    "tune": [["--ops", "norm", "--targets", "v5e", "--cases", "8B"]],
+    "tune": [["--ops", "norm", "--target", "v5e", "--cases", "8B"]],
     "explain": [
         ["vishwamai:flash_attention", "--args", QUERY],
         ["vishwamai:silu", "--args", "f16[8]", "--target", "v5e"],

@@ -92,7 +92,7 @@ def test_the_tuner_has_it(capsys, monkeypatch, tmp_path):
         return [tuner._Trial(config, 1.0 / len(tried), 0.5) for config in configs]
 
     monkeypatch.setattr(tuner.Search, "evaluate", evaluate)
-    assert main(["tune", "--cases", "Gemma 2 9B logits", "--targets", "v5e", "--directory", str(tmp_path)]) == 0
+    assert main(["tune", "--cases", "Gemma 2 9B logits", "--target", "v5e", "--directory", str(tmp_path)]) == 0
     table = json.loads((tmp_path / "v5e" / f"{SOFT_CLIP.name}.json").read_text())
     ((key, entry),) = table["pallas_tpu"].items()
     monkeypatch.setenv("VISHWAMAI_TUNING_DIR", str(tmp_path))

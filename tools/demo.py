@@ -87,7 +87,7 @@ def command(*arguments: str) -> str:
 def operations(out: Path) -> Part:
     """One small case of every operation, its numbers next to float64, its time next to XLA's."""
     path = out / "bench.json"
-    command("bench", "--quick", "--no-model", "--targets=none", f"--json={path}", f"--report={out / 'bench.html'}")
+    command("bench", "--quick", "--no-model", "--target=none", f"--json={path}", f"--report={out / 'bench.html'}")
     run = json.loads(path.read_text())
     rows = [row for row in run["measurements"] if row["framework"] == "vishwamai" and row["default"]]
     right = sum(bool(row["numbers"]["right"]) for row in rows)

@@ -133,7 +133,7 @@ def prepared(environment: Environment) -> tuple[Path, Path]:
 def full_disk(environment: Environment, config: Path, model: Path) -> Iterator[str]:
     """Commands say in words what could not be written; one that needs no file works."""
     place, command = "a full disk", environment.vishwamai
-    environment.run(place, command, "bench", "--quick", "--ops", "norm", "--targets", "none", "--no-model", status=2,
+    environment.run(place, command, "bench", "--quick", "--ops", "norm", "--target", "none", "--no-model", status=2,
                     says="report.json could not be written")  # fmt: skip
     environment.run(place, command, "train", str(config), "--output", "full", status=2, says="could not be written")
     environment.run(place, command, "tune", "--quick", "--ops", "norm", "--directory", "tables", status=2,
@@ -177,7 +177,7 @@ def without_native(environment: Environment) -> Iterator[str]:
         ("generate", str(model), *prompt),
         ("generate", str(model), *prompt, "--quantize", "int8"),
         ("train", str(config), "--output", "again"),
-        ("bench", "--quick", "--ops", "norm", "--targets", "none", "--no-model"),
+        ("bench", "--quick", "--ops", "norm", "--target", "none", "--no-model"),
     ):
         environment.run(place, command, *words, once=MISSING)
         yield f"{words[0]}: works, and names the module once at most"

@@ -205,7 +205,7 @@ def read_run(folder: Path) -> None:
 
 def commands(vishwamai: str, config: Path) -> list[Command]:
     """`bench`, `tune` and `train`, small."""
-    small = ["--quick", "--ops", "norm,softmax", "--targets", "none", "--no-model"]
+    small = ["--quick", "--ops", "norm,softmax", "--target", "none", "--no-model"]
     bench = [vishwamai, "bench", *small, "--json", "r.json", "--report", "r.html"]
     tune = [vishwamai, "tune", "--quick", "--ops", "norm", "--directory", "tables"]
     train = [vishwamai, "train", str(config), "--output", "run"]

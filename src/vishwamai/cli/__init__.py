@@ -37,6 +37,11 @@ COMMANDS = {
 }
 """The subcommands, with their lines in the help."""
 
+EXIT_STATUS = (
+    "Exit status: 0 all is well; 1 the command ran and found something wrong; 2 it could not do what it was asked; 130 "
+    "stopped by Ctrl-C; 143 stopped by SIGTERM."
+)
+
 LONG = frozenset({"generate", "serve", "bench", "check", "inspect", "tune", "matrix", "train", "plan", "calibrate"})
 """Those that take long, and say at once that they have begun: loading jax alone takes a second or more."""
 
@@ -60,7 +65,12 @@ def command_parser(name: str) -> argparse.ArgumentParser:
 def _parsers(wanted: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The command's parser and those of its subcommands, of which `wanted` has its options."""
     top = argparse.ArgumentParser(
-        prog="vishwamai", description="Transformer kernels on TPU, GPU and CPU: measure, check, explain."
+        prog="vishwamai",
+        description=(
+            "Transformer kernels on TPU, GPU and CPU, and the system on them: generate, serve, train and plan language "
+            "models; bench, check, inspect, tune and explain kernels."
+        ),
+        epilog=EXIT_STATUS,
     )
     top.add_argument("--version", action="version", version=f"vishwamai {vishwamai.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -8,7 +8,7 @@ exit status is 1 where a number is wrong, and no speed is told for it.
 
   vishwamai bench --quick
   vishwamai bench --all
-  vishwamai bench --ops attention,norm --targets v5e,v6e --report attention.html
+  vishwamai bench --ops attention,norm --target v5e,v6e --report attention.html
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.cli import output
+from vishwamai.cli import options, output
 from vishwamai.cli.console import console, require_rich
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
@@ -41,23 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how_many.add_argument("--quick", action="store_true", help="one small case of each operation: about a minute")
     how_many.add_argument("--all", action="store_true", help="every case, with its backward pass: an hour or more")
     parser.add_argument("--gradients", action="store_true", help="the backward pass of every case that is run")
-    parser.add_argument(
-        "--json",
-        metavar="PATH",
-        type=Path,
-        action=output.File,
-        default=Path("report.json"),
-        help="where to write the figures (report.json)",
-    )
+    options.add_json(parser, "where to write the figures (report.json)", Path("report.json"))
     parser.add_argument(
         "--report", metavar="PATH", type=Path, action=output.File, help="where to write the HTML page (report.html)"
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run whose figures are in --json")
-    parser.add_argument(
-        "--targets",
-        metavar="CHIPS",
-        help=(f"TPUs to show: {','.join(TPUS)} (the default; v5e with --quick), or none"),
-    )
+    options.add_target(parser, f"TPUs to show: {', '.join(TPUS)} (the default; v5e with --quick), or none")
     parser.add_argument(
         "--schedule",
         action="store_true",
@@ -72,13 +61,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _targets(arguments: argparse.Namespace) -> list[str]:
     from vishwamai.aot.compile import libtpu
 
-    if arguments.targets == "none":
+    if arguments.target == ["none"]:
         return []
     if arguments.schedule and not libtpu.has_libtpu():
         raise CommandError(f"--schedule needs libtpu: {libtpu.install_hint()}.")
-    if arguments.targets is None:
+    if arguments.target is None:
         return ["v5e"] if arguments.quick else list(TPUS)
-    return [Target.parse_chip(name).name for name in arguments.targets.split(",")]
+    return [Target.parse_chip(name).name for name in arguments.target]
 
 
 def _page_path(arguments: argparse.Namespace, notes: list[str]) -> Path | None:

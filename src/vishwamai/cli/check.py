@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 
-from vishwamai.cli import function
+from vishwamai.cli import function, options
 from vishwamai.cli.console import tell
 from vishwamai.cli.progress import Steps
 from vishwamai.core.target import Target
@@ -25,15 +25,8 @@ from vishwamai.core.target import Target
 
 def configure(parser: argparse.ArgumentParser) -> None:
     function.add_arguments(parser)
-    parser.add_argument(
-        "--target",
-        action="append",
-        metavar="CHIP",
-        help=(
-            '"v4", "v5e", "v5p", "v6e", "tpu7x", or a slice such as "v5e:2x4" or "v5litepod-8"; may be given more than '
-            "once (default: v5e)"
-        ),
-    )
+    slices = '"v4", "v5e", "v5p", "v6e", "tpu7x", or a slice such as "v5e:2x4" or "v5litepod-8" (default: v5e)'
+    options.add_target(parser, slices)
     # What Python says then goes to this file descriptor; C++ code has stderr to itself.
     parser.add_argument("--in-process", type=int, metavar="FD", help=argparse.SUPPRESS)
 

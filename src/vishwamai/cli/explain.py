@@ -11,7 +11,7 @@ import argparse
 import warnings
 from typing import get_args
 
-from vishwamai.cli import function, model
+from vishwamai.cli import function, model, options
 from vishwamai.cli.console import tell
 from vishwamai.core.errors import FallbackWarning
 
@@ -19,14 +19,8 @@ from vishwamai.core.errors import FallbackWarning
 def configure(parser: argparse.ArgumentParser) -> None:
     function.add_arguments(parser)
     model.add_optimization(parser)
-    parser.add_argument(
-        "--target",
-        metavar="CHIP",
-        help=(
-            'TPU, GPU or CPU to explain for: "v5e", "v5e:4x4", "h100", "sm_90", "cpu:avx2" ... (default: the '
-            "machine's own device)"
-        ),
-    )
+    chips = 'TPU, GPU or CPU to explain for: "v5e", "v5e:4x4", "h100", "sm_90", "cpu:avx2" ...'
+    options.add_target(parser, f"{chips} (default: the machine's own device)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("ignore", FallbackWarning)  # the table below says the same, with every reason
         keys = model.optimization(arguments)
         with keys.kernels():
-            tell(explain(call.function, *call.args, target=arguments.target, **call.kwargs))
+            for target in arguments.target or [None]:
+                tell(explain(call.function, *call.args, target=target, **call.kwargs))
         if keys.given:
             for purpose in get_args(Purpose):
                 tell(explain_optimization(keys, purpose))

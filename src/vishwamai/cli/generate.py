@@ -1,7 +1,7 @@
 """Continues a text, answers a chat or continues token ids with a model that Hugging Face's directory holds.
 
   vishwamai generate DIR --prompt "Once upon a time" --stream
-  vishwamai generate DIR --chat messages.json --temperature 0.7
+  vishwamai generate ORG/NAME@REVISION --chat messages.json --temperature 0.7
   vishwamai generate DIR --token-ids 1,2,3 --max-new-tokens 32 --json
 
 Without options of sampling the model's own generation_config.json decides. Standard output has the text; with --json
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.cli import model
+from vishwamai.cli import model, options
 from vishwamai.cli.function import CommandError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
     parser.add_argument("--stream", action="store_true", help="print the text as it comes")
-    parser.add_argument("--json", action="store_true", help="the last line of standard output is one JSON object")
+    options.add_json(parser, "the last line of standard output is one JSON object, or PATH holds it")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,23 +57,23 @@ def run(arguments: argparse.Namespace) -> int:
     planned = model.plan(arguments)
     if ids is None and planned.tokenizer is None:
         raise CommandError(f"{planned.directory / 'tokenizer.json'} is missing; pass --token-ids in place of a text.")
-    options = sampling(arguments, planned.generation)
+    settings = sampling(arguments, planned.generation)
     prompt = arguments.prompt if ids is None else ids
     if messages is not None and planned.tokenizer is not None:
         prompt = planned.tokenizer.chat(messages)
     encoded = planned.prompts.encode(prompt)
     if arguments.max_new_tokens is None:
         room = max(1, planned.limits.max_length - len(encoded))
-        options = dataclasses.replace(options, max_new_tokens=min(128, room))
-    planned.prompts.check(encoded, options)
+        settings = dataclasses.replace(settings, max_new_tokens=min(128, room))
+    planned.prompts.check(encoded, settings)
     engine, timing = model.load(planned, arguments.compile)
-    deltas, spent = _answer(engine, encoded, options, arguments.stream)
+    deltas, spent = _answer(engine, encoded, settings, arguments.stream)
     timing |= spent
     tokens = [token for delta in deltas for token in delta.token_ids]
     text = None if engine.tokenizer is None else "".join(delta.text for delta in deltas)
     if not arguments.stream:
         print(" ".join(map(str, tokens)) if text is None else text)
-    if arguments.json:
+    if arguments.json is not None:
         found = {
             "token_ids": tokens,
             "text": text,
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             **({"accepted_share": round(engine.statistics.accepted_share, 4)} if engine.drafts else {}),
             "timing": {name: round(value, 6) for name, value in timing.items()},
         }
-        print(json.dumps(found))
+        options.write_json(found, arguments.json, indent=None)
     return 0
 
 

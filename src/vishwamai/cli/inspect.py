@@ -10,26 +10,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import pathlib
 from collections.abc import Sequence
 
 from vishwamai import reports
-from vishwamai.cli import function, output
+from vishwamai.cli import function, options, output
 from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import Steps
-from vishwamai.core import caches
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     function.add_arguments(parser)
-    parser.add_argument(
-        "--target",
-        action="append",
-        metavar="CHIP",
-        help='"v4", "v5e", "v5p", "v6e" or "tpu7x"; may be given more than once (default: v5e)',
-    )
+    options.add_target(parser, '"v4", "v5e", "v5p", "v6e" or "tpu7x" (default: v5e)')
     parser.add_argument("--flops", type=float, help="useful FLOP of the call; default: the compiler's count")
     parser.add_argument(
         "--bytes", type=float, help="useful bytes to and from HBM; default: all arguments and results once"
@@ -41,15 +34,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action=output.File,
         help="also write a page; with several targets, one each: OUT-<target>.html",
     )
-    parser.add_argument(
-        "--json", metavar="OUT.json", type=pathlib.Path, action=output.File, help="also write the figures"
-    )
+    options.add_json(parser, "print the figures as JSON in place of the tables, or write them to PATH next to them")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from vishwamai.aot import Inspection, KernelSchedule, inspect_many
+    from vishwamai.aot.schedule.job import check_one_device
 
     targets = arguments.target or ["v5e"]
+    for target in targets:
+        check_one_device("inspect", target)
+    figures: pathlib.Path | None = arguments.json
     pages = _pages(arguments.report, targets)
     if pages and importlib.util.find_spec(reports.NEEDED) is None:
         raise CommandError(f"{reports.install_hint()}.")
@@ -74,12 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
                 tell(f"{call.name} on {target}: {found}\n")
                 status = 1
                 continue
-            tell(f"{found.table()}\n")
+            if figures != options.STDOUT:
+                tell(f"{found.table()}\n")
             written.append(found.as_dict())
             if pages:
                 found.report(pages[done])
-            if arguments.json is not None:  # after each, so that an interrupt loses none
-                caches.write(arguments.json, json.dumps(written, indent=1) + "\n")
+            if figures is not None and figures != options.STDOUT:  # after each, so that an interrupt loses none
+                options.write_json(written, figures, indent=1)
+    if figures == options.STDOUT:
+        options.write_json(written, figures, indent=1)
     return status
 
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 
+from vishwamai.cli import options
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A,B", help="these operations only")
-    parser.add_argument(
-        "--target",
-        metavar="CHIP",
-        help='what serves this TPU, GPU or CPU ("v5e", "h100", "cpu:avx2"); default: every chip',
-    )
+    options.add_target(parser, 'what serves this TPU, GPU or CPU ("v5e", "h100", "cpu:avx2"); default: every chip')
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     parser.add_argument("--summary", action="store_true", help="only which implementations there are, as Markdown")
 
@@ -31,16 +29,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.summary:
         print(matrix.summary(chosen))
         return 0
-    target = None if arguments.target is None else Target.parse(arguments.target)
+    targets = [Target.parse(name) for name in arguments.target or []] or [None]
     libtpu.local_devices()
     if arguments.markdown:
-        print(matrix.markdown(matrix.matrix([operation.name for operation in chosen], target)))
+        for target in targets:
+            print(matrix.markdown(matrix.matrix([operation.name for operation in chosen], target)))
         return 0
+    cases = [(target, operation) for target in targets for operation in chosen]
     with Steps() as steps:
         on_case = steps.on_case("asking the kernels of")
-        for done, operation in enumerate(chosen):
-            on_case(done, len(chosen), operation.name)
-            _print_table(operation.name, matrix.rows_of(operation, target))
+        for done, (target, operation) in enumerate(cases):
+            on_case(done, len(cases), operation.name)
+            title = operation.name if len(targets) == 1 else f"{operation.name} on {target}"
+            _print_table(title, matrix.rows_of(operation, target))
     return 0
 
 

@@ -24,7 +24,12 @@ KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     """The model's directory, its dtypes and its sizes; `sequences`: the default of how many run at once."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a model as Hugging Face writes it, or a GGUF file")
+    parser.add_argument(
+        "directory",
+        metavar="MODEL",
+        type=Path,
+        help="a directory as Hugging Face writes it, a GGUF file, or a name of the Hub, ORG/NAME[@REVISION]",
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of weights and activations"
     )
@@ -42,14 +47,14 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument("--step-tokens", type=int, default=512, metavar="N", help="of one step of all sequences (512)")
     parser.add_argument("--mixed-tokens", type=int, metavar="N", help="tokens of a step that decodes too (a quarter)")
     parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="of a page (16)")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="use no more (90 %% of what is available)")
+    parser.add_argument("--memory", type=_gib, metavar="GIB", help="use no more (90 %% of what is available)")
     parser.add_argument(
         "--guesses", type=int, default=0, metavar="N", help="guess N tokens a step from the text itself (0)"
     )
     add_optimization(parser)
     parser.add_argument(
         "--draft-model",
-        metavar="DIR",
+        metavar="MODEL",
         type=Path,
         help="a smaller model with the same tokenizer, whose guesses are checked",
     )
@@ -75,6 +80,28 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument(
         "--mesh", metavar="AXES", help='split over devices: "tensor=2", or "expert=4,tensor=2" for experts (one device)'
     )
+
+
+def _gib(text: str) -> int:
+    """Bytes of a number of GiB."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0, such as 2 or 0.5")
+    return int(size * 2**30)
+
+
+def fetch(path: Path, weights: bool = True) -> tuple[Path, str]:
+    """The local directory or file of a model, fetched from the Hub where a name of it is passed, and its name."""
+    from vishwamai.models.hub import HubModel, local_model
+
+    model = HubModel.parse(path)
+    if model is None:
+        return path, path.resolve().name
+    say(f"fetching {model} from the Hub, or its cache")
+    return local_model(path, weights), model.name
 
 
 def add_optimization(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +174,9 @@ def plan(arguments: argparse.Namespace) -> Load:
     if missing:
         raise CommandError(f"models need {', '.join(missing)}: {install_line('serve')}.")
     drafts = _drafts(arguments)
+    arguments.directory, _ = fetch(arguments.directory)
+    if arguments.draft_model is not None:
+        arguments.draft_model, _ = fetch(arguments.draft_model)
     import jax
 
     from vishwamai.aot.compile import libtpu
@@ -163,7 +193,7 @@ def plan(arguments: argparse.Namespace) -> Load:
         max_tokens=arguments.step_tokens,
         max_length=arguments.max_length,
         page_size=arguments.page_size,
-        memory=None if arguments.memory is None else int(arguments.memory * 2**30),
+        memory=arguments.memory,
         drafts=drafts,
         draft_model=arguments.draft_model,
         prefix_cache=arguments.prefix_cache,
@@ -204,7 +234,7 @@ def load(planned: Load, compile: str = "ahead") -> tuple[Engine, dict[str, float
     compiling = [started]
     engine = planned.engine(_progress(compiling, compile == "lazy"), compile, say)
     ended = time.monotonic()
-    say(f"ready after {ended - started:.1f} s")
+    say(f"ready after {ended - started:.1f} s: {engine.programs.summary}")
     return engine, {"load_s": compiling[-1] - started, "compile_s": ended - compiling[-1]}
 
 
@@ -278,10 +308,11 @@ def _progress(began: list[float], lazy: bool = False) -> Callable[[int, int, str
         if ready:
             say(f"compiling on demand {done + 1}/{total}: {name}")
         elif sys.stderr.isatty():
-            text = f"compiling {done + 1}/{total}: {name}" if name else ""
+            text = f"preparing {done + 1}/{total}: {name}" if name else ""
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif done == 0:
-            say(f"compiling programs: some of {total}, the others on demand" if lazy else f"compiling {total} programs")
+            some = f"some of {total}, the others on demand" if lazy else f"{total}"
+            say(f"preparing programs: {some}; those of an earlier start are read from the cache")
         if not name:
             ready.append(True)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vishwamai import reports
-from vishwamai.cli import function, model, output
+from vishwamai.cli import function, model, options, output
 from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
@@ -42,11 +42,13 @@ NEEDED = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="CONFIG.yaml, a model's directory, or MODULE:FUNCTION")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of a training configuration")
     parser.add_argument(
-        "--target", action="append", metavar="SLICE", help='"v5e", "v5e:4x4", ...; may be given more than once'
+        "config",
+        metavar="CONFIG",
+        help="CONFIG.yaml, a model's directory or ORG/NAME[@REVISION] of the Hub, or MODULE:FUNCTION",
     )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of a training configuration")
+    options.add_target(parser, '"v5e", "v5e:4x4", ...', metavar="SLICE")
     parser.add_argument("--search", action="store_true", help="try every mesh, remat and number of microbatches")
     parser.add_argument("--no-verify", action="store_true", help="do not compile what was chosen")
     model.add_optimization(parser)
@@ -59,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action=output.File,
         help="write memory against time of all candidates as a page",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    options.add_json(parser, "print JSON in place of the tables, or write it to PATH next to them")
     parser.add_argument("--args", metavar="ARGS", help="a function's arguments, as for `vishwamai check`")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences that a model serves at once")
     parser.add_argument("--length", type=int, metavar="N", help="tokens of a sequence (default: at most 4096)")
@@ -78,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
     with Countdown() as progress:
         progress.say(f"{kind} {arguments.config} for {', '.join(targets)}")
         found = run_kind(arguments, targets, progress.say)
-    if arguments.json:
-        print(json.dumps({"config": arguments.config, "kind": kind, **found["json"]}, indent=2))
-    else:
+    if arguments.json is not None:
+        options.write_json({"config": arguments.config, "kind": kind, **found["json"]}, arguments.json)
+    if arguments.json != options.STDOUT:
         tell(found["text"])
     if "status" in found:
         print(
@@ -98,8 +100,10 @@ def _kind(arguments: argparse.Namespace) -> str:
     Raises:
       CommandError: it is nothing that can be planned, or a package is missing.
     """
+    from vishwamai.models.hub import HubModel
+
     text, path = arguments.config, Path(arguments.config)
-    if path.is_dir():
+    if path.is_dir() or HubModel.parse(text) is not None:
         kind = "serving"
     elif path.suffix in (".yaml", ".yml"):
         kind = "training"
@@ -107,8 +111,8 @@ def _kind(arguments: argparse.Namespace) -> str:
         kind = "function"
     else:
         raise CommandError(
-            f"{text!r} is no CONFIG: pass a training configuration (.yaml), a directory with config.json, or "
-            "MODULE:FUNCTION."
+            f"{text!r} is no CONFIG: pass a training configuration (.yaml), a directory with config.json, ORG/NAME of "
+            "the Hub, or MODULE:FUNCTION."
         )
     if arguments.overrides and kind != "training":
         raise CommandError(f"{arguments.overrides[0]!r} changes a training configuration, but {text} is another thing.")
@@ -237,7 +241,7 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
     from vishwamai.planning.compiler import Compiler
     from vishwamai.planning.serving import Serving, kv_bytes_per_token, trace_serving
 
-    config = read_config(arguments.config)
+    config = read_config(model.fetch(Path(arguments.config), weights=False)[0])
     length = min(4096, config.max_positions) if arguments.length is None else arguments.length
     keys = model.optimization(arguments)
     for target in targets:

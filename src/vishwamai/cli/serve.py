@@ -2,6 +2,7 @@
 
   vishwamai serve DIR
   vishwamai serve DIR --encoder DIR
+  vishwamai serve HuggingFaceTB/SmolLM2-135M-Instruct
   vishwamai serve DIR --host 0.0.0.0 --api-key-file keys.txt --max-sequences 64
 
 DIR may be an encoder (BERT), which answers /v1/embeddings only; --encoder DIR serves one next to a decoder.
@@ -19,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import generate, model
+from vishwamai.cli.address import check_address
 from vishwamai.cli.function import CommandError
 from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.installing import install_line
@@ -27,17 +29,15 @@ if TYPE_CHECKING:
     from vishwamai.inference import Embedder, Engine
 
 _NEEDED = (
-    *(
-        "starlette",
-        "uvicorn",
-        "prometheus_client",
-        "pydantic",
-        "llguidance",
-        "flax",
-        "safetensors",
-        "tokenizers",
-        "jinja2",
-    ),
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+    "pydantic",
+    "llguidance",
+    "flax",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
 )
 
 
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alias", action="append", default=[], metavar="NAME", help="a further name of the model, such as clients send"
     )
-    parser.add_argument("--encoder", type=Path, metavar="DIR", help="an encoder (BERT) for /v1/embeddings")
+    parser.add_argument("--encoder", type=Path, metavar="MODEL", help="an encoder (BERT) for /v1/embeddings")
     parser.add_argument(
         "--pooling", choices=("mean", "last"), help="/v1/embeddings by the decoder: vectors from its tokens' states"
     )
@@ -109,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.encoder is not None and arguments.pooling is not None:
         raise CommandError("--encoder and --pooling both name what computes /v1/embeddings; pass one of them.")
     parsers = _parsers(arguments)
+    check_address(arguments.host, arguments.port)
     engine, embed, names, defaults = _models(arguments)
     import uvicorn
 
@@ -167,7 +168,8 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
     """The engine and the encoder, what clients call them, and the model's own options of sampling."""
     from vishwamai.inference.loading import is_encoder
 
-    name = arguments.name or arguments.directory.resolve().name
+    arguments.directory, name = model.fetch(arguments.directory)
+    name = arguments.name or name
     if is_encoder(arguments.directory):
         if arguments.encoder is not None or arguments.pooling is not None:
             raise CommandError(f"{arguments.directory} is an encoder itself; leave --encoder and --pooling out.")
@@ -188,7 +190,8 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
             model.say(f"chats may be declined: {error}")
     names = (name,)
     if arguments.encoder is not None:
-        names = (name, arguments.encoder.resolve().name)
+        arguments.encoder, encoder = model.fetch(arguments.encoder)
+        names = (name, encoder)
         if names[0] == names[1]:
             raise CommandError(f"the model and the encoder are both called {name!r}; pass another --name.")
         embed = model.load_encoder(arguments.encoder)

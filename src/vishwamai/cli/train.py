@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -32,12 +33,23 @@ _NEEDED = ("flax", "optax", "orbax", "grain", "pydantic", "yaml", "jinja2")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="the run; without it, the defaults")
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG.yaml",
+        help="the run (the defaults); or a model to start from: a directory, or ORG/NAME[@REVISION] of the Hub",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of it: optimizer.learning_rate=3e-4")
     parser.add_argument("--output", metavar="DIR", type=Path, action=output.Directory, help="directory of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
     parser.add_argument(
         "--profile", metavar="N", type=int, default=0, help="trace N steps into DIR/profile, for XProf and Perfetto"
+    )
+    parser.add_argument(
+        "--push-to-hub", metavar="ORG/NAME", help="upload the model at the end, with a model card (HF_TOKEN)"
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="a new repository of --push-to-hub is for everyone to see"
     )
     parser.add_argument("--print-config", action="store_true", help="print every key with its value and doc, and end")
 
@@ -46,11 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"train needs {', '.join(missing)}: {install_line('train')}.")
+    from vishwamai.models.hub import HubModel, Upload
     from vishwamai.training.config_file import describe, read_config
 
     path, overrides = arguments.config, list(arguments.overrides)
     if path is not None and "=" in path and not Path(path).exists():
         path, overrides = None, [path, *overrides]
+    elif path is not None and (HubModel.parse(path) is not None or Path(path).is_dir()):
+        path, overrides = None, [f"model.start_from={json.dumps(path)}", *overrides]
     config = read_config(path, overrides)
     if arguments.print_config:
         print(describe(config), end="")
@@ -83,6 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
     if first:
         console.console().print(f"computes in {config.model.compute_dtype}, on {ambient_target()}.", highlight=False)
         say("reading the data, then compiling the first step")
+    upload = None
+    if first and arguments.push_to_hub is not None:
+        upload = Upload(arguments.push_to_hub, private=not arguments.public)
     started = time.perf_counter()
     records = train(config, arguments.output, arguments.resume, arguments.profile)
     if first:
@@ -101,6 +119,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if text is not None:
         console.console().print(console_rule("sample"), text, console_rule(""), sep="\n", markup=False, highlight=False)
+    if upload is not None:
+        from vishwamai.training.card import model_card
+        from vishwamai.training.records import read_records
+
+        say(f"uploading the model to {upload.repo}")
+        card = model_card(config, read_records(arguments.output / "metrics.jsonl"), upload.repo)
+        print(f"Uploaded: {upload.send(arguments.output / 'model', card)}")
     console.console().print(
         f"Done in {duration(time.perf_counter() - started)}. Model: {arguments.output / 'model'}  "
         f"Report: {arguments.output / 'report.html'}"

@@ -3,7 +3,7 @@
 Every case is written as soon as it is searched, and the tables' own are passed over: after Ctrl-C, the same command
 goes on.
 
-vishwamai tune --ops norm --targets v5e,v6e
+vishwamai tune --ops norm --target v5e --target v6e
 vishwamai tune --quick
 vishwamai tune --check
 """
@@ -15,7 +15,7 @@ import pathlib
 import sys
 from typing import TYPE_CHECKING
 
-from vishwamai.cli import output
+from vishwamai.cli import options, output
 from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A,B", help="these operations only (default: all that have a TPU kernel)")
-    parser.add_argument(
-        "--targets", default=",".join(TPUS), help=f"which chips, comma-separated (default: {','.join(TPUS)})"
-    )
+    options.add_target(parser, f"which chips (default: {', '.join(TPUS)})")
     parser.add_argument("--cases", help="only cases whose name contains this")
     parser.add_argument(
         "--directory",
@@ -105,7 +103,8 @@ def _check(arguments: argparse.Namespace, targets: list[str]) -> int:
 def run(arguments: argparse.Namespace) -> int:
     from vishwamai.aot.tuning.tuner import Outcome, tune
 
-    targets = ["v5e"] if arguments.quick else [Target.parse_chip(name).name for name in arguments.targets.split(",")]
+    names = ["v5e"] if arguments.quick else arguments.target or TPUS
+    targets = [Target.parse_chip(name).name for name in names]
     for option in ("budget", "workers"):
         if getattr(arguments, option) < 1:
             raise CommandError(f"--{option} is {getattr(arguments, option)}; pass a whole number from 1 on.")

@@ -18,7 +18,7 @@ import os
 import pickle
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,22 @@ _VARIABLES = ("JAX_", "VISHWAMAI_", "XLA_")
 """How the names begin that these packages read."""
 
 
-def compiled(function: Any, arguments: tuple[Any, ...]) -> Any:
+def compiled(function: Any, arguments: tuple[Any, ...], on_read: Callable[[], None] = lambda: None) -> Any:
     """`function.lower(*arguments).compile()`, read where it was kept.
 
     It is kept where JAX's compilation cache is on. It is not where a kernel declines: each start is to warn of that.
 
     Args:
       function: a function of this package, jitted, or a `functools.partial` of one whose values `repr` tells apart.
+      arguments: of the call, arrays or their shapes.
+      on_read: called where the program is read.
     """
     path = _path(function, arguments)
     if path is None:
         return function.lower(*arguments).compile()
     found = _read(path, arguments)
     if found is not None:
+        on_read()
         return found
     recorder = observe.PlanRecorder()
     with observe.watching(recorder):

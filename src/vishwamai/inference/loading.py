@@ -68,6 +68,7 @@ class Load:
       prefix_cache: as `Engine`.
       draft: a draft model, whose bytes `weights` and `pages` do not count, or None.
       keep_packed: as of `plan_load`.
+      memory: the bytes that all may take where the caller says so, or None.
     """
 
     directory: Path
@@ -88,6 +89,7 @@ class Load:
     draft: Draft | None = None
     prefix_cache: bool = True
     keep_packed: bool = False
+    memory: int | None = None
 
     @property
     def total(self) -> int:
@@ -111,6 +113,8 @@ class Load:
         quantized = {"keep": "its published numbers"}.get(self.quantize or "", self.quantize)
         form = self.dtype if quantized is None else f"{quantized} (other arrays {self.dtype})"
         known = "" if self.available is None else f" of {human(self.available)} available"
+        if self.memory is not None:
+            known = f" of {human(self.memory)} allowed"
         tokens = self.num_pages * self.limits.page_size
         where = jax.default_backend() + ("" if self.mesh is None else f" split by {self.mesh}")
         return (
@@ -204,7 +208,7 @@ def plan_load(
     """What loading a Hugging Face directory takes; reads its headers only.
 
     Args:
-      directory: of the model.
+      directory: of the model, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
       dtype: of the parameters.
       quantize: as of `from_pretrained`; "keep" is of a draft model only where that is published quantized.
       kv_dtype: of keys and values, a name of `pools.KV_DTYPES`; None: `dtype`.
@@ -235,8 +239,7 @@ def plan_load(
         count = 1 if mesh is None else serving_mesh(mesh).size
         if keys.over(jax.device_count(), count, f"mesh={mesh}"):
             mesh = f"tensor={jax.device_count()}"
-    directory = Path(directory)
-    directory = model_directory(directory)
+    directory = model_directory(Path(directory), weights=True)
     config, generation = _read(directory), read_generation_config(directory)
     own_length = max_length is None
     if max_length is None:
@@ -268,7 +271,7 @@ def plan_load(
     weights, page, ring = sizes(directory, config, rings)
     draft, draft_page, draft_ring, rows = None, 0, 0, (drafts + 1) * max_sequences
     if draft_model is not None:
-        draft_model = model_directory(Path(draft_model))
+        draft_model = model_directory(Path(draft_model), weights=True)
         small = _read_draft(Path(draft_model), directory, config, drafts, max_length)
         of_draft = rings_of(small, limits)
         draft_weights, draft_page, draft_ring = sizes(Path(draft_model), small, of_draft)
@@ -305,15 +308,23 @@ def plan_load(
         None if draft is None else dataclasses.replace(draft, pages=max(pages, 0) * draft_page + draft_ring),
         prefix_cache,
         keep_packed,
+        memory,
     )
     if pages < limits.pages_per_sequence:
         least = fixed + limits.pages_per_sequence * growing
         assert budget is not None
         raise DeviceError(
             f"{load}. That does not fit: one sequence of {max_length} tokens needs {human(least)} in all, and "
-            f"{human(budget)} may be used. Choose a smaller --max-length or --max-sequences, or --quantize int8."
+            f"{human(budget)} may be used{'' if memory is None else ' (--memory)'}. Choose a smaller --max-length or "
+            f"--max-sequences{_smaller(quantize)}{'' if memory is None else ', or a larger --memory'}."
         )
     return load
+
+
+def _smaller(quantize: str | None) -> str:
+    """The rounding that would take less memory, as a choice of the user's."""
+    smaller = {None: "int8", "fp8": "int4", "int8": "int4"}.get(quantize)
+    return "" if smaller is None else f", or --quantize {smaller}"
 
 
 def _read(directory: Path) -> ModelConfig:

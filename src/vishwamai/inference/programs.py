@@ -126,12 +126,16 @@ class Program:
       mesh: for which it is traced.
       kernels: the configuration of kernels for which it is traced.
       told: called with the name before it is compiled.
+
+    Attributes:
+      from_cache: it was read from the directory of compiled programs.
     """
 
     def __init__(self, name: str, function: Any, mesh: Mesh | None, kernels: Kernels, told: Callable[[str], None]):
         self.name, self._function, self._mesh, self._kernels, self._told = name, function, mesh, kernels, told
         self._compiled: Any = None
         self._platform: str | None = None
+        self.from_cache = False
 
     def compile(self, *arguments: Any) -> Any:
         """Compiles it for arguments of these shapes; the compiled function."""
@@ -142,7 +146,7 @@ class Program:
                 self._function.lower(*arguments).compile()
                 self._compiled = self._jitted
             else:
-                self._compiled = kept_programs.compiled(self._function, arguments)
+                self._compiled = kept_programs.compiled(self._function, arguments, self._read)
         return self._compiled
 
     def __call__(self, *arguments: Any) -> Any:
@@ -150,6 +154,9 @@ class Program:
         if compiled is None:
             compiled = self.compile(*arguments)
         return compiled(*arguments)
+
+    def _read(self) -> None:
+        self.from_cache = True
 
     def _jitted(self, *arguments: Any) -> Any:
         with self._traced():
@@ -189,6 +196,7 @@ class Programs:
 
     Attributes:
       compiled, total: programs that are compiled, and all that may be.
+      from_cache: those of them that an earlier start compiled, on the CPU.
     """
 
     def __init__(
@@ -220,6 +228,7 @@ class Programs:
         drafting = () if draft is None else checking_shapes(limits, drafts)
         alone = sorted({shape.rows for shape in self.shapes if shape not in drafting})
         self.total, self.compiled = len(self.shapes) + len(alone) + 2 * len(drafting) + 1, 0
+        self.from_cache = 0
         first = (min(self.shapes), max(self.shapes))  # a token of one sequence, and prompts
 
         def told(name: str) -> None:
@@ -233,6 +242,7 @@ class Programs:
             made = Program(name, jax.jit(function, donate_argnums=donated), mesh, kernels, told)
             if early or not lazy:
                 made.compile(*arguments)
+                self.from_cache += made.from_cache
             return made
 
         self._forward: dict[StepShape, Program] = {}
@@ -260,6 +270,12 @@ class Programs:
         give_back()  # what the compiler has left
         if on_program is not None:
             on_program(self.compiled, self.total, "")
+
+    @property
+    def summary(self) -> str:
+        """How many programs there are, and where they come from."""
+        read = f", {self.from_cache} of them from the cache" if self.from_cache else ""
+        return f"{self.compiled} programs{read}"
 
     @property
     def intact(self) -> bool:

@@ -48,7 +48,7 @@ def from_pretrained(
     """The decoder in a Hugging Face directory (`config.json` and safetensors files).
 
     Args:
-      directory: where the files are.
+      directory: where the files are, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
       dtype: of parameters, products and activations.
       mesh: devices to split the parameters over; each process reads its own parts only.
       rules: mesh axes by the logical name of an axis, a `LogicalRules` or a dict. The names are
@@ -64,7 +64,7 @@ def from_pretrained(
       UnsupportedError: the configuration is not one that the decoder computes, or "keep" is asked for and no `QTensor`
         has the numbers of a weight; the text names it.
     """
-    directory = model_directory(Path(directory))
+    directory = model_directory(Path(directory), weights=True)
     config = read_config(directory)
     if rules and mesh is None:
         raise ShapeError("from_pretrained: `rules` are given without a `mesh`; pass the mesh whose axes they name.")

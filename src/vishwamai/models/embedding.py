@@ -15,6 +15,7 @@ import numpy as np
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.pallas import round_up
 from vishwamai.models import bert
+from vishwamai.models.hub import local_model
 from vishwamai.models.pooling import Pooling, read_pooling
 from vishwamai.models.shards import read_index
 from vishwamai.models.values import read_json
@@ -60,7 +61,7 @@ class SentenceEncoder:
         its tokens and is not normalized, as sentence-transformers does it.
 
         Args:
-          directory: where the files are.
+          directory: where the files are, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
           dtype: of parameters and activations; vectors are float32 or wider.
           operations: what the encoder computes with.
 
@@ -70,7 +71,7 @@ class SentenceEncoder:
         """
         from tokenizers import Tokenizer
 
-        directory = Path(directory)
+        directory = local_model(directory)
         config = bert.BertConfig.from_file(directory / "config.json")
         pooling = read_pooling(directory) or Pooling(normalize=False)
         parameters = bert.from_hugging_face(read_index(directory), config, dtype)

@@ -21,6 +21,7 @@ import numpy as np
 import vishwamai
 from vishwamai.core import caches
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.models import hub
 from vishwamai.models.gguf_container import BlockTensor, Container, read_container
 
 LINK = "model.gguf"
@@ -73,14 +74,16 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and not path.is_dir()
 
 
-def model_directory(path: Path) -> Path:
-    """The directory of a model: `path` itself, or for a GGUF file the one that is made of it.
+def model_directory(path: Path, weights: bool = False) -> Path:
+    """The directory of a model: `path` itself, for a GGUF file the one that is made of it, or what the Hub has under a
+    name ("ORG/NAME@REVISION"), of whose weights nothing is fetched unless `weights`.
 
     Raises:
+      ShapeError, DeviceError: as `hub.local_model`.
       ShapeError, UnsupportedError: the file cannot be read, or holds what the decoder does not compute.
     """
     if not is_gguf(path):
-        return path
+        return hub.local_model(path, weights)
     path = path.resolve()
     if not path.is_file():
         raise ShapeError(f"{path}: expected a GGUF file, or a directory with config.json and safetensors files.")

@@ -15,6 +15,8 @@ from vishwamai.reports import charts
 
 _COLUMNS = ("settings", "front", "memory, GiB", "level", "step, s", "step's level", "tokens/s a chip", "MFU")
 _COST = "USD per million tokens"
+_DRAWN = 1.25
+"""Candidates beyond so many times the memory of a device are counted and not drawn: the axis is for what fits."""
 
 
 def write_page(plans: Sequence[Plan], path: str | os.PathLike[str], price: float | None = None) -> None:
@@ -67,8 +69,11 @@ def _chart(plan: Plan, best: set[int]) -> reports.Markup:
         return charts.Curve(name, points, colour, [mark] * len(points), notes=notes)
 
     every = list(enumerate(plan.candidates))
+    large = [(i, candidate) for i, candidate in every if not candidate.fits]
+    near = [(i, candidate) for i, candidate in large if candidate.analytic.value <= _DRAWN * plan.limit]
+    far = len(large) - len(near)
     curves = [
-        curve("too large", "soft", "square", [(i, candidate) for i, candidate in every if not candidate.fits]),
+        curve("too large" + (f" ({far} more are further right)" if far else ""), "soft", "square", near),
         curve("fits", "c1", "circle", [(i, candidate) for i, candidate in every if candidate.fits and i not in best]),
         curve("Pareto front", "c0", "diamond", [(i, candidate) for i, candidate in every if i in best]),
     ]
@@ -77,9 +82,11 @@ def _chart(plan: Plan, best: set[int]) -> reports.Markup:
         point = (chosen.best.value / 2**30, chosen.time.step.value)
         note = f"{chosen.name}: {chosen.best}, {chosen.time.step}"
         curves.append(charts.Curve("chosen, by its compiled program", [point], "c4", ["star"], notes=[note]))
-    return charts.lines(
-        [candidate for candidate in curves if candidate.points], x="HBM of one device, GiB", y="a step, s", zero=True
-    )
+    top = max((seconds for part in curves for _, seconds in part.points), default=1.0)
+    limit = plan.limit / 2**30
+    line = charts.Curve(f"what a device holds: {limit:.2f} GiB", [(limit, 0.0), (limit, top)], "c3", dash="5 4")
+    visible = [part for part in (*curves, line) if part.points]
+    return charts.lines(visible, x="HBM of one device, GiB", y="a step, s", zero=True)
 
 
 def _cells(candidate: Candidate, on_front: bool, price: float | None) -> list[str]:

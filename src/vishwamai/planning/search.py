@@ -13,6 +13,7 @@ from vishwamai.core.errors import ConfigError, VishwamaiError
 from vishwamai.core.numbers import divisors
 from vishwamai.core.target import devices_of
 from vishwamai.models.parameters import split_units
+from vishwamai.models.storage import KEEP
 from vishwamai.planning.analytic import described, training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.controller import REMAT
@@ -23,6 +24,7 @@ from vishwamai.planning.speed import Speed, training_speed, training_time
 from vishwamai.planning.training import as_planned, narrower_moments, trace_training, why_no_stages
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.mesh import KEPT_APART, row_parts, written
+from vishwamai.training.model import with_local_model
 from vishwamai.training.remat import fitting_policy, memory_limit
 
 MARGIN = 1.15
@@ -281,6 +283,7 @@ def plan_training(
       ConfigError: the batch or the mesh does not suit the target.
       DeviceError: libtpu is missing, or the target is unknown.
     """
+    config = with_local_model(config, weights=config.lora.quantize == KEEP)
     config = as_planned(config, target, search=search)
     finalists = finalists if search and verify and time else 1
     with contextlib.nullcontext(compiler) if compiler is not None else Compiler() as process:

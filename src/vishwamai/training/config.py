@@ -40,7 +40,11 @@ class _Section:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSection(_Section):
-    start_from: str | None = key("directory of a Hugging Face checkpoint to start from; null starts from nothing", None)
+    start_from: str | None = key(
+        "directory of a Hugging Face checkpoint to start from, or ORG/NAME[@REVISION] of the Hub; null starts from "
+        "nothing",
+        None,
+    )
     config: dict[str, Any] | None = key(
         "keys of a Hugging Face config.json (model_type, hidden_size, ...); vocab_size defaults to the tokenizer's",
         None,

@@ -14,6 +14,7 @@ from flax import nnx
 
 from vishwamai.core.errors import ConfigError
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config
+from vishwamai.models.hub import HubModel, local_model
 from vishwamai.models.parameters import parameter_axes
 from vishwamai.training.chat import end_of_text
 from vishwamai.training.compute_dtype import resolved
@@ -77,6 +78,25 @@ def split(model: Decoder) -> ModelParts:
     """A module as values."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     return ModelParts(model.config, graph, nnx.to_pure_dict(params), rest)
+
+
+def with_local_model(config: TrainConfig, weights: bool = True) -> TrainConfig:
+    """The configuration with directories in place of names of the Hub; `weights`: those are fetched too.
+
+    Raises:
+      ShapeError, DeviceError: as `vishwamai.models.hub.local_model`.
+    """
+
+    def local(path: str | None, weights: bool) -> str | None:
+        return None if path is None or HubModel.parse(path) is None else str(local_model(path, weights))
+
+    model, tokenizer = config.model, config.tokenizer
+    start, path = local(model.start_from, weights), local(tokenizer.path, False)
+    return dataclasses.replace(
+        config,
+        model=model if start is None else dataclasses.replace(model, start_from=start),
+        tokenizer=tokenizer if path is None else dataclasses.replace(tokenizer, path=path),
+    )
 
 
 def model_config(config: TrainConfig, vocab: int, **usual: Any) -> ModelConfig:

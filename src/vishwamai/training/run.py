@@ -37,7 +37,7 @@ from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.layout import Layout
 from vishwamai.training.lora import attach, initial_adapters, whole
 from vishwamai.training.mesh import over_all_devices
-from vishwamai.training.model import ModelParts, host_memory, make_model
+from vishwamai.training.model import ModelParts, host_memory, make_model, with_local_model
 from vishwamai.training.optimizers import schedule
 from vishwamai.training.pipelined import PipelinedLoss, pipelined, pipelined_logprobs
 from vishwamai.training.preferences import answer_logprobs, with_reference
@@ -81,11 +81,12 @@ def train(
         process cannot take the trace that `profile` asks for.
     """
     folder = Path(output)
-    config = resolved_for_run(over_all_devices(config, jax.device_count()), folder)
+    original = resolved_for_run(over_all_devices(config, jax.device_count()), folder)
+    config = with_local_model(original)
     check(config)
     if profile and (reason := why_no_trace()) is not None:
         raise DeviceError(f"train: `profile` is {profile}, but {reason}.")
-    first_alone(lambda: claim(config, folder, resume))
+    first_alone(lambda: claim(original, folder, resume))
     check_shared(folder, "config.yaml")
     return _steps(config, folder, *make_job(config, folder), resume, profile)
 
