@@ -28,7 +28,7 @@ EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install 
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench demo clients test test-gpu test-on-gpu world triton-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
+.PHONY: help bench demo clients test test-gpu test-on-gpu world triton-newest test-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -68,6 +68,21 @@ test-on-gpu: $(VENV)/.dev ## the same contract by compiled kernels on this machi
 	TRITON_ON_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" tests/test_contract.py
 	$(PY) -m pytest $(WORKERS) -k capture tests/test_gpu_launch.py
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(WORKERS) tests/test_on_gpu_torch.py tests/test_on_gpu_system.py
+
+# The newest Python and the newest jax, flax, optax, orbax, grain and libtpu, in an environment of its own: neither torch
+# (its wheels for these Pythons bring CUDA) nor the native module, which `make first-hour` tries there.
+NEWEST_TESTS ?= core_choice core_gradient core_dropout config observe rope contract transforms sharding parallel_mesh nnx \
+  models_sharding models_packed_files inference_sampling inference_drafting server training_config training_data \
+  training_adamw training_lora training_mesh
+NEWEST_VENV ?= build/newest
+test-newest: tools/newest_python.py ## the core, models, serving and training with the newest Python of this machine (3.14, 3.13 or 3.12) and the newest jax
+	python=$$($(PYTHON) tools/newest_python.py) || { echo "test-newest: there is no python3.12 or newer"; exit 1; }; \
+	  test -x $(NEWEST_VENV)/bin/python || $$python -m venv $(NEWEST_VENV)
+	$(PYTHON) tools/newest_python.py --require > $(NEWEST_VENV)/requires.txt
+	$(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -q --upgrade -r $(NEWEST_VENV)/requires.txt
+	$(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check list | grep -iE "^(jax|flax|optax|orbax|grain|libtpu)"
+	PYTHONPATH=src:capibara/src $(NEWEST_VENV)/bin/python -B -m pytest -p no:cacheprovider $(WORKERS) -m "not long and not soak" $(LIMITED) \
+	  $(foreach name,$(NEWEST_TESTS),tests/test_$(name).py)
 
 # Beside the pinned release of the environment, which it leaves as it is. NEWEST= (nothing) compiles every model's shapes, which takes several minutes.
 NEWEST ?= --few

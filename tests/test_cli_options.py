@@ -1,16 +1,22 @@
 """Options with one spelling in every command, and wrong values that are declined before any work."""
 
 import argparse
+import contextlib
 import json
+import pathlib
 import re
+import shlex
 import socket
+import subprocess
 
 import jax
+import jsonschema
 import pytest
 
 import world
-from vishwamai.cli import COMMANDS, address, command_parser, main, model, options
+from vishwamai.cli import COMMANDS, address, command_parser, console, main, model, options
 from vishwamai.cli.function import CommandError
+from vishwamai.training.config_file import load_yaml, read_config, to_dict
 
 HELP = {"bench", "check", "explain", "inspect", "matrix", "plan", "tune"}
 
@@ -111,3 +117,44 @@ def test_help_names_the_system_and_the_exit_status(capsys):
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "generate, serve, train and plan language models" in text
     assert "130 stopped by Ctrl-C" in text and all(name in text for name in COMMANDS)
+
+
+def test_a_shell_completes_commands_options_and_choices(tmp_path):
+    script = tmp_path / "vishwamai.bash"
+    with script.open("w") as file, contextlib.redirect_stdout(file):
+        assert main(["completion", "bash"]) == 0
+
+    def completed(*words):
+        line = " ".join(map(shlex.quote, ("vishwamai", *words)))
+        code = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _vishwamai; echo ${{COMPREPLY[*]}}"
+        return set(subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+    assert completed("") == set(COMMANDS) and completed("tr") == {"train"}
+    assert {"--resume", "--output", "--push-to-hub"} <= completed("train", "--")
+    assert completed("serve", "--dtype", "") == {"float32", "bfloat16", "float16"}
+    assert completed("serve", "--quantize", "in") == {"int8", "int4"}
+    assert completed("completion", "") >= {"bash", "zsh", "fish"}
+
+
+def test_no_color_is_respected(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
+    console.console.cache_clear()
+    try:
+        assert console.console().no_color
+    finally:
+        console.console.cache_clear()
+
+
+def test_the_schema_of_the_training_configuration(capsys):
+    assert main(["train", "--print-schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    examples = pathlib.Path(__file__).parent.parent / "examples"
+    for path in sorted(examples.glob("*.yaml")):
+        assert validator.is_valid(load_yaml(path.read_text())), path
+    wrong = [{"optimizer": {"learning_rat": 0.1}}, {"steps": "many"}, {"batch_size": 0}, {"data": {"packing": "none!"}}]
+    assert not any(validator.is_valid(values) for values in wrong)
+    assert schema["$defs"]["OptimizerSection"]["properties"]["learning_rate"]["description"]
+    assert to_dict(read_config(None)).keys() == schema["properties"].keys()

@@ -98,6 +98,7 @@ TABLES = {
     "plan": [["vishwamai:rms_norm", "--args", ROWS, "--target", "v5e"]],  # of training: tests/test_planning_search.py
     "calibrate": [["--show", "sent.json"]],
     "cache": [[]],
+    "completion": None,  # a script
     "generate": None,  # an answer of a model, and no table
     "serve": None,
 }

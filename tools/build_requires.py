@@ -23,7 +23,8 @@ def group(groups: dict[str, list], name: str) -> list[str]:
     ]
 
 
-def _project() -> dict:
+def project() -> dict:
+    """pyproject.toml."""
     return tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
 
 
@@ -33,9 +34,9 @@ def main(arguments: list[str]) -> None:
 
         requirements = get_requires_for_build_wheel()
     elif arguments[:1] == ["--group"]:
-        requirements = group(_project()["dependency-groups"], arguments[1])
+        requirements = group(project()["dependency-groups"], arguments[1])
     else:
-        requirements = _project()["build-system"]["requires"]
+        requirements = project()["build-system"]["requires"]
     print(*requirements, sep="\n")
 
 

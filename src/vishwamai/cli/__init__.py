@@ -34,6 +34,7 @@ COMMANDS = {
     "plan": "memory and time of a training step, a served model or a function on TPUs you do not have",
     "calibrate": "measures operations and a layer on a TPU next to their estimates, and corrects those",
     "cache": "show or clear what is kept between runs",
+    "completion": "print a script that completes commands and options in bash, zsh or fish",
 }
 """The subcommands, with their lines in the help."""
 

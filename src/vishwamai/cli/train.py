@@ -51,6 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--public", action="store_true", help="a new repository of --push-to-hub is for everyone to see"
     )
+    parser.add_argument(
+        "--print-schema", action="store_true", help="print the JSON Schema of CONFIG.yaml, for editors, and end"
+    )
     parser.add_argument("--print-config", action="store_true", help="print every key with its value and doc, and end")
 
 
@@ -59,8 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         raise CommandError(f"train needs {', '.join(missing)}: {install_line('train')}.")
     from vishwamai.models.hub import HubModel, Upload
-    from vishwamai.training.config_file import describe, read_config
+    from vishwamai.training.config_file import describe, json_schema, read_config
 
+    if arguments.print_schema:
+        print(json.dumps(json_schema(), indent=2))
+        return 0
     path, overrides = arguments.config, list(arguments.overrides)
     if path is not None and "=" in path and not Path(path).exists():
         path, overrides = None, [path, *overrides]

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from vishwamai.inference.engine import Engine, Request
     from vishwamai.inference.limits import Limits
     from vishwamai.inference.loading import Load, plan_load
+    from vishwamai.inference.mesh import serving_rules
     from vishwamai.inference.sampling import Sampling
+    from vishwamai.inference.server.app import make_app
+    from vishwamai.inference.server.settings import Settings
 
 _MODULES = {
     "Answer": "answers",
@@ -29,10 +32,26 @@ _MODULES = {
     "Load": "loading",
     "Request": "engine",
     "Sampling": "sampling",
+    "Settings": "server.settings",
+    "make_app": "server.app",
     "plan_load": "loading",
+    "serving_rules": "mesh",
 }
 
-__all__ = ["Answer", "Delta", "Embedder", "Engine", "Limits", "Load", "Request", "Sampling", "plan_load"]
+__all__ = [
+    "Answer",
+    "Delta",
+    "Embedder",
+    "Engine",
+    "Limits",
+    "Load",
+    "Request",
+    "Sampling",
+    "Settings",
+    "make_app",
+    "plan_load",
+    "serving_rules",
+]
 
 
 def __getattr__(name: str) -> Any:

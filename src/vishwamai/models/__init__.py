@@ -1,6 +1,7 @@
 """Models built on the public operations: decoders and encoders, and the directories that Hugging Face writes.
 
-Names are imported when they are used: the decoder needs flax, the encoder of `minilm` does not.
+Names are imported when they are used: the decoder needs flax, the encoder of `minilm` does not. `__all__` has those
+that docs/api.md promises; the others serve this library.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
     from vishwamai.models.decoder import Decoder
     from vishwamai.models.embedding import SentenceEncoder
     from vishwamai.models.generation import GenerationConfig, read_generation_config
-    from vishwamai.models.layers.layer import LayerKind
+    from vishwamai.models.layers.layer import LayerKind as LayerKind
     from vishwamai.models.packing import pack_weights
-    from vishwamai.models.pages import PagedBatch, page_shapes
+    from vishwamai.models.pages import PagedBatch as PagedBatch
+    from vishwamai.models.pages import page_shapes as page_shapes
     from vishwamai.models.pooling import Pooling
-    from vishwamai.models.rotation import Rope
+    from vishwamai.models.rotation import Rope as Rope
     from vishwamai.models.tokenizer import Detokenizer, Tokenizer, read_tokenizer
 
 _MODULES = {
@@ -45,16 +47,12 @@ __all__ = [
     "Decoder",
     "Detokenizer",
     "GenerationConfig",
-    "LayerKind",
     "ModelConfig",
-    "PagedBatch",
     "Pooling",
-    "Rope",
     "SentenceEncoder",
     "Tokenizer",
     "from_pretrained",
     "pack_weights",
-    "page_shapes",
     "read_config",
     "read_generation_config",
     "read_tokenizer",

@@ -6,36 +6,51 @@ compiled program).
 Figures keep their level (`figures`). Programs: `program`, `training`, `serving`; the compiler in a process of its own:
 `compiler`, `worker`, `cache`. Memory: `analytic`, `residuals`, `stages`, `allocation`, `peak`, `usage`. Time: `speed`,
 `exchange`, `mesh_links`, `program_time`, `timeline`, `collectives`, `published` (the range of published steps),
-`calibrate`, `calibration`. Choice: `search`, `batch`, `diagnosis`, `advice`, `controller`, `flags`.
+`calibrate`, `calibration`. Choice: `search`, `batch`, `diagnosis`, `advice`, `controller`, `flags`. `__all__` has the
+names that docs/api.md promises; the others serve this library.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from vishwamai.planning.compiler import Compiler, ProgramMemory, probe, verify
 from vishwamai.planning.controller import MemorySettings, optimize_memory_usage
-from vishwamai.planning.diagnosis import Change, Diagnosis, explain_memory
-from vishwamai.planning.figures import Estimate, Level, Measurement
-from vishwamai.planning.peak import LiveArray, PeakMemory
+from vishwamai.planning.diagnosis import Change as Change
+from vishwamai.planning.diagnosis import Diagnosis, explain_memory
+from vishwamai.planning.figures import Estimate
+from vishwamai.planning.figures import Level as Level
+from vishwamai.planning.figures import Measurement as Measurement
+from vishwamai.planning.peak import LiveArray as LiveArray
+from vishwamai.planning.peak import PeakMemory as PeakMemory
 from vishwamai.planning.program import Program, trace
 from vishwamai.planning.program_time import StepTime, step_time
-from vishwamai.planning.stage_times import stage_times
+from vishwamai.planning.stage_times import stage_times as stage_times
+
+if TYPE_CHECKING:
+    from vishwamai.planning.search import Plan, plan_training
 
 __all__ = [
-    "Change",
     "Compiler",
     "Diagnosis",
     "Estimate",
-    "Level",
-    "LiveArray",
-    "Measurement",
     "MemorySettings",
-    "PeakMemory",
+    "Plan",
     "Program",
     "ProgramMemory",
     "StepTime",
     "explain_memory",
     "optimize_memory_usage",
+    "plan_training",
     "probe",
-    "stage_times",
     "step_time",
     "trace",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Plan", "plan_training"):  # training needs flax and optax, and functions do not
+        raise AttributeError(f"module 'vishwamai.planning' has no attribute {name!r}")
+    return getattr(importlib.import_module("vishwamai.planning.search"), name)

@@ -17,6 +17,7 @@ import pydantic
 import yaml
 
 from vishwamai.core.errors import ConfigError
+from vishwamai.core.optimization import Optimization
 from vishwamai.training.config import OPTIMIZED, TrainConfig
 
 
@@ -91,6 +92,25 @@ def from_dict(values: dict[str, Any]) -> TrainConfig:
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """The configuration as nested dictionaries and lists, which YAML and JSON can hold."""
     return pydantic.TypeAdapter(TrainConfig).dump_python(config, mode="json")
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of the YAML file, with the doc of each key, for editors that check and complete it."""
+    schema = pydantic.TypeAdapter(TrainConfig).json_schema()
+    for section, table in [(TrainConfig, schema), *((one, schema["$defs"][one.__name__]) for one in _sections())]:
+        for field in dataclasses.fields(section):
+            table["properties"][field.name]["description"] = field.metadata["doc"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _sections(section: Any = TrainConfig) -> Iterator[Any]:
+    """The dataclasses of the sections, and of the entries of lists."""
+    hints = typing.get_type_hints(section)
+    for name, hint in hints.items():
+        inner = hint if dataclasses.is_dataclass(hint) else _item_type(section, name)
+        if inner is not None and inner is not Optimization:
+            yield inner
+            yield from _sections(inner)
 
 
 def describe(config: TrainConfig) -> str:

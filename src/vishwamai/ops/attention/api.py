@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +34,66 @@ from vishwamai.ops.attention.split_sequence import attend_split
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Bool, Float, Int, Key
+
+
+@overload
+def flash_attention(
+    query: Float[Array, "batch heads q_len qk_dim"],
+    key: Float[Array, "batch kv_heads kv_len qk_dim"],
+    value: Float[Array, "batch kv_heads kv_len v_dim"],
+    bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    *,
+    causal: bool = False,
+    causal_align: Literal["top_left", "bottom_right"] = "top_left",
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: int | Int[Array, ...] | None = None,
+    kv_lens: Int[Array, ...] | None = None,
+    kv_starts: Int[Array, ...] | None = None,
+    segment_ids: tuple[Int[Array, "#batch q_len"], Int[Array, "#batch kv_len"]] | None = None,
+    softcap: float | None = None,
+    bias_after_softcap: bool = False,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, "#batch heads"] | Float[Array, " heads"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    block_size: int | None = None,
+    config: Any = None,
+    layout: Literal["bhsd", "bshd"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "batch heads q_len v_dim"]: ...
+
+
+@overload
+def flash_attention(
+    query: Float[Array, "batch heads q_len qk_dim"],
+    key: Float[Array, "batch kv_heads kv_len qk_dim"],
+    value: Float[Array, "batch kv_heads kv_len v_dim"],
+    bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    *,
+    causal: bool = False,
+    causal_align: Literal["top_left", "bottom_right"] = "top_left",
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: int | Int[Array, ...] | None = None,
+    kv_lens: Int[Array, ...] | None = None,
+    kv_starts: Int[Array, ...] | None = None,
+    segment_ids: tuple[Int[Array, "#batch q_len"], Int[Array, "#batch kv_len"]] | None = None,
+    softcap: float | None = None,
+    bias_after_softcap: bool = False,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, "#batch heads"] | Float[Array, " heads"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    block_size: int | None = None,
+    config: Any = None,
+    layout: Literal["bhsd", "bshd"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "batch heads q_len v_dim"], Float[Array, "batch heads q_len"]]: ...
 
 
 @checks_its_own("window", "segment_ids", "softcap", "scale")

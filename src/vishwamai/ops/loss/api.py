@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,50 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 LOSS: Op[LossSpec] = Op("linear_cross_entropy", (PALLAS_TPU, TRITON, NATIVE, XLA_CHUNKED, XLA), split="groups tokens")
+
+
+@overload
+def linear_cross_entropy(
+    x: Float[Array, "*tokens features"],
+    weight: Float[Array, "vocab features"],
+    labels: Int[Array, "*tokens"] | Float[Array, "*tokens vocab"],
+    *,
+    bias: Float[Array, " vocab"] | None = None,
+    class_weights: Float[Array, " vocab"] | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    return_logsumexp: Literal[False] = False,
+    vocab_axis: str | tuple[str, ...] | None = None,
+    gather_axis: str | None = None,
+    precision: str | PrecisionConfig | jax.lax.Precision | None = None,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "*loss"]: ...
+
+
+@overload
+def linear_cross_entropy(
+    x: Float[Array, "*tokens features"],
+    weight: Float[Array, "vocab features"],
+    labels: Int[Array, "*tokens"] | Float[Array, "*tokens vocab"],
+    *,
+    bias: Float[Array, " vocab"] | None = None,
+    class_weights: Float[Array, " vocab"] | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    return_logsumexp: Literal[True],
+    vocab_axis: str | tuple[str, ...] | None = None,
+    gather_axis: str | None = None,
+    precision: str | PrecisionConfig | jax.lax.Precision | None = None,
+    config: Any = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*loss"], Float[Array, "*tokens"]]: ...
 
 
 @checked

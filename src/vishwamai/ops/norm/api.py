@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.op import Op
@@ -20,6 +20,32 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 NORM: Op[NormSpec] = Op("norm", (PALLAS_TPU, TRITON, NATIVE, XLA), split="groups rows")
+
+
+@overload
+def layer_norm(
+    x: Float[Array, "*rows features"],
+    scale: Float[Array, " features"] | None = None,
+    offset: Float[Array, " features"] | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: None = None,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "*rows features"]: ...
+
+
+@overload
+def layer_norm(
+    x: Float[Array, "*rows features"],
+    scale: Float[Array, " features"] | None = None,
+    offset: Float[Array, " features"] | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: Float[Array, "*rows features"],
+    config: Any = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows features"], Float[Array, "*rows features"]]: ...
 
 
 @checked
@@ -60,6 +86,34 @@ def layer_norm(
     [[-1.069, -0.535, 0.000, 1.604]]
     """
     return _norm("layer", Operands(x, residual, scale, offset), eps, config, implementation)
+
+
+@overload
+def rms_norm(
+    x: Float[Array, "*rows features"],
+    scale: Float[Array, " features"] | None = None,
+    offset: Float[Array, " features"] | None = None,
+    *,
+    eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    residual: None = None,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "*rows features"]: ...
+
+
+@overload
+def rms_norm(
+    x: Float[Array, "*rows features"],
+    scale: Float[Array, " features"] | None = None,
+    offset: Float[Array, " features"] | None = None,
+    *,
+    eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    residual: Float[Array, "*rows features"],
+    config: Any = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows features"], Float[Array, "*rows features"]]: ...
 
 
 @checked

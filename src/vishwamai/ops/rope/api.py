@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +23,41 @@ from vishwamai.ops.rope.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Int
+    from jaxtyping import Float, Int
 
 ROPE: Op[RopeSpec] = Op("rope", (PALLAS_TPU, TRITON, NATIVE, XLA), split="batch heads seq")
+
+
+@overload
+def apply_rope(
+    x: Float[Array, "batch heads seq head_dim"],
+    positions: Int[Array, "*coordinate_batch seq"] | None = None,
+    *,
+    cache: RotaryCache | None = None,
+    theta: float = DEFAULT_THETA,
+    scaling: RopeScaling | Mapping[str, Any] | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    layout: str = "bhsd",
+    config: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "batch heads seq head_dim"]: ...
+
+
+@overload
+def apply_rope(
+    x: tuple[Float[Array, "batch heads seq head_dim"], Float[Array, "batch kv_heads seq head_dim"]],
+    positions: Int[Array, "*coordinate_batch seq"] | None = None,
+    *,
+    cache: RotaryCache | None = None,
+    theta: float = DEFAULT_THETA,
+    scaling: RopeScaling | Mapping[str, Any] | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    layout: str = "bhsd",
+    config: Any = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "batch heads seq head_dim"], Float[Array, "batch kv_heads seq head_dim"]]: ...
 
 
 @checked
