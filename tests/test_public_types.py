@@ -30,9 +30,9 @@ def test_overloads_say_what_the_function_says(name):
     function = inspect.unwrap(getattr(vishwamai, name))
     declared = inspect.signature(function).parameters
     overloads = typing.get_overloads(function)
-    assert len(overloads) == 2
-    results = {inspect.signature(one).return_annotation for one in overloads}
-    assert len(results) == 2 and "Any" not in results
+    results = [inspect.signature(one).return_annotation for one in overloads]
+    assert results[:2].count("Any") == 0 and results[0] != results[1]
+    assert results[2:] == (["Any"] if FLAGS[name].startswith("return") else [])  # a flag that is not known
     for one in overloads:
         parameters = inspect.signature(one).parameters
         assert list(parameters) == list(declared)

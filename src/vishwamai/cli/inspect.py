@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             if figures is not None and figures != options.STDOUT:  # after each, so that an interrupt loses none
                 options.write_json(written, figures, indent=1)
     if figures == options.STDOUT:
-        options.write_json(written, figures, indent=1)
+        options.write_json(written, options.STDOUT, indent=1)
     return status
 
 

@@ -96,6 +96,36 @@ def flash_attention(
 ) -> tuple[Float[Array, "batch heads q_len v_dim"], Float[Array, "batch heads q_len"]]: ...
 
 
+@overload
+def flash_attention(
+    query: Float[Array, "batch heads q_len qk_dim"],
+    key: Float[Array, "batch kv_heads kv_len qk_dim"],
+    value: Float[Array, "batch kv_heads kv_len v_dim"],
+    bias: Float[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    mask: Bool[Array, "#batch #heads #q_len #kv_len"] | None = None,
+    *,
+    causal: bool = False,
+    causal_align: Literal["top_left", "bottom_right"] = "top_left",
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: int | Int[Array, ...] | None = None,
+    kv_lens: Int[Array, ...] | None = None,
+    kv_starts: Int[Array, ...] | None = None,
+    segment_ids: tuple[Int[Array, "#batch q_len"], Int[Array, "#batch kv_len"]] | None = None,
+    softcap: float | None = None,
+    bias_after_softcap: bool = False,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, "#batch heads"] | Float[Array, " heads"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+    scale: float | None = None,
+    return_lse: bool,
+    block_size: int | None = None,
+    config: Any = None,
+    layout: Literal["bhsd", "bshd"] | None = None,
+    implementation: str | None = None,
+) -> Any: ...
+
+
 @checks_its_own("window", "segment_ids", "softcap", "scale")
 def flash_attention(
     query: Float[Array, "batch heads q_len qk_dim"],

@@ -74,6 +74,30 @@ def flash_attention_varlen(
 ) -> tuple[Float[Array, "total_q heads v_dim"], Float[Array, "total_q heads"]]: ...
 
 
+@overload
+def flash_attention_varlen(
+    query: Float[Array, "total_q heads qk_dim"],
+    key: Float[Array, "total_k kv_heads qk_dim"],
+    value: Float[Array, "total_k kv_heads v_dim"],
+    cu_seqlens_q: Int[Array, " sequences+1"],
+    cu_seqlens_k: Int[Array, " sequences+1"],
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    causal_align: Literal["top_left", "bottom_right"] = "bottom_right",
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
+    scale: float | None = None,
+    return_lse: bool,
+    block_size: int | None = None,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Any: ...
+
+
 @checks_its_own("window", "softcap", "scale")
 def flash_attention_varlen(
     query: Float[Array, "total_q heads qk_dim"],

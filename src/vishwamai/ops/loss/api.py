@@ -97,6 +97,28 @@ def linear_cross_entropy(
 ) -> tuple[Float[Array, "*loss"], Float[Array, "*tokens"]]: ...
 
 
+@overload
+def linear_cross_entropy(
+    x: Float[Array, "*tokens features"],
+    weight: Float[Array, "vocab features"],
+    labels: Int[Array, "*tokens"] | Float[Array, "*tokens vocab"],
+    *,
+    bias: Float[Array, " vocab"] | None = None,
+    class_weights: Float[Array, " vocab"] | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    return_logsumexp: bool,
+    vocab_axis: str | tuple[str, ...] | None = None,
+    gather_axis: str | None = None,
+    precision: str | PrecisionConfig | jax.lax.Precision | None = None,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Any: ...
+
+
 @checked
 def linear_cross_entropy(
     x: Float[Array, "*tokens features"],

@@ -93,6 +93,33 @@ def ragged_paged_attention(
 ) -> tuple[Float[Array, "tokens heads v_dim"], Float[Array, "tokens heads"]]: ...
 
 
+@overload
+def ragged_paged_attention(
+    query: Num[Array, "tokens heads head_dim"],
+    kv_pages: Any,
+    kv_lens: Int[Array, " sequences"],
+    page_indices: Int[Array, "sequences pages_per_sequence"],
+    cu_q_lens: Int[Array, " sequences+1"],
+    num_seqs: Int[Array, ...] | int | None = None,
+    *,
+    scale: float | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
+    tree_mask: Bool[Array, "tokens columns"] | None = None,
+    q_scale: Float[Array, ...] | float | None = None,
+    k_scale: Float[Array, ...] | float | None = None,
+    v_scale: Float[Array, ...] | float | None = None,
+    latent_dim: int | None = None,
+    max_q_len: int | None = None,
+    return_lse: bool,
+    out_dtype: Any = None,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Any: ...
+
+
 @checked
 def ragged_paged_attention(
     query: Num[Array, "tokens heads head_dim"],
