@@ -8,6 +8,7 @@ import yaml
 
 import vishwamai
 from vishwamai.models.hub import HubModel
+from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.records import Record
 
@@ -62,7 +63,7 @@ def model_card(config: TrainConfig, records: Sequence[Record], repo: str) -> str
         "tokens": f"{last.tokens:,}",
         "batch": f"{config.batch_size} rows of {config.data.sequence_length} tokens",
         "learning rate": f"{config.optimizer.learning_rate:g}",
-        "compute dtype": config.model.compute_dtype,
+        "compute dtype": resolved(config).model.compute_dtype,
         "sources": str(len(config.data.sources)),
         "last loss": f"{last.loss:.4f}",
         **({"held-out loss": f"{evaluated[-1]:.4f}"} if evaluated else {}),
