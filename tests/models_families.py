@@ -35,6 +35,23 @@ CORRECTED = {
 }
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 20,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+SMALL_MIXTURE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+
 TINY: dict[str, Peer] = {
     "llama": Peer("Llama"),
     "mistral": Peer("Mistral", {"sliding_window": 9, "head_dim": 24}),
@@ -121,6 +138,9 @@ TINY: dict[str, Peer] = {
     "starcoder2": Peer("Starcoder2", {"sliding_window": 9}),
     "cohere": Peer("Cohere", {"logit_scale": 0.3, "tie_word_embeddings": False}),
     "cohere2": Peer("Cohere2", {"logit_scale": 0.3, "sliding_window": 9, "num_hidden_layers": 4}),
+    "qwen3_next": Peer("Qwen3Next", {**DELTA, **SMALL_MIXTURE}),
+    "qwen3_5_text": Peer("Qwen3_5Text", DELTA),
+    "qwen3_5_moe_text": Peer("Qwen3_5MoeText", {**DELTA, **SMALL_MIXTURE}),
     "internlm3": Peer("InternLM3", {"head_dim": 24}),
     "vaultgemma": Peer("VaultGemma", {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 24}),
     "solar_open": Peer(

@@ -18,6 +18,7 @@ from vishwamai import ShapeError, UnsupportedError
 from vishwamai.models import ModelConfig
 from vishwamai.models.families import FAMILIES, Family
 from vishwamai.models.layers.feed_forward import Ungated
+from vishwamai.models.layers.gated_delta import GatedDelta
 
 ROOT = Path(__file__).parents[1]
 WORLD = Path(os.environ.get("VISHWAMAI_WORLD", ROOT.parent / "shared" / "world"))
@@ -32,8 +33,10 @@ def layers(family: Family) -> list[str]:
     norms = {"post": "norms after blocks", "both": "norms before and after blocks"}
     words = {
         "latent attention": "latent.kv_rank" in fields,
+        "gated delta nets": any(issubclass(mixer, GatedDelta) for mixer in family.mixers.values()),
+        "a gate of attention's output": "output_gate" in fields,
         "windows": "sliding_window" in reads,
-        "a window or none by layer": "layer_types" in reads,
+        "a window or none by layer": {"sliding_window", "layer_types"} <= reads,
         "layers without rotation": "no_rope_layers" in reads or not family.global_rope,
         "rotation by kind of layer": family.local_theta is not None,
         "partial rotation": family.partial is not None,

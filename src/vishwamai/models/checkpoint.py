@@ -23,6 +23,7 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.decoder import Decoder
+from vishwamai.models.families import FAMILIES
 from vishwamai.models.gguf import model_directory
 from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, parameter_path, top_parameters
 from vishwamai.models.periods import segments
@@ -238,6 +239,7 @@ def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[
     left = sorted(n for n in index if n not in used | ignored and not n.endswith("rotary_emb.inv_freq"))
     if config.latent is not None or (config.experts is not None and config.experts.method == "noaux_tc"):
         left = [n for n in left if not n.startswith(extra)]
+    left = [n for n in left if not n.startswith(FAMILIES[config.family].unread)]
     if left:
         raise ShapeError(
             f"{index[left[0]].path}: tensor `{left[0]}` is not expected in a {config.family} model of "

@@ -72,6 +72,7 @@ class ModelConfig:
       tie_embeddings: the head is the embedding table.
       initializer_range: standard deviation of random weights.
       layers: the kind of every layer.
+      output_gate: attention's output is multiplied by the sigmoid of a gate, which the product of queries makes too.
       sinks: each head has a logit that enters attention's denominator only.
       experts: the mixture of experts, or None; the first `dense_layers` layers have none.
       latent: latent attention, or None.
@@ -119,6 +120,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    output_gate: bool = False
     sinks: bool = False
     experts: Experts | None = None
     latent: Latent | None = None

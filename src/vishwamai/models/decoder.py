@@ -310,6 +310,9 @@ def _random(config: ModelConfig, rngs: nnx.Rngs, dtype: Any) -> Make:
 
     def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
         shape = parameter.shape if layers is None or len(layers) == 1 else (len(layers), *parameter.shape)
+        if parameter.start == "log_uniform":
+            rates = jax.random.uniform(rngs.params(), shape, jnp.float32, 0.01, 16.0)
+            return jnp.log(rates).astype(dtype)
         if parameter.start != "normal":
             value = 1.0 if parameter.start == "ones" else 0.0
             return jnp.full(shape, value, jnp.float32 if parameter.float32 else dtype)

@@ -17,6 +17,7 @@ from vishwamai.ops.rope.scaling import parse_scaling
 
 _KINDS: Mapping[str, tuple[type, float | None]] = {
     "decoder_sparse_step": (int, None),
+    "full_attention_interval": (int, None),
     "layer_types": (list, None),
     "no_rope_layer_interval": (int, None),
     "rotary_dim": (int, None),
@@ -161,7 +162,7 @@ def read_layers(
     reads = family.reads()
     types = values.get("layer_types") if "layer_types" in reads else None
     unused = {"sliding_window"} if "use_sliding_window" in reads and not values.get("use_sliding_window") else set()
-    unused |= {"sliding_window_pattern"} if types is not None else set()
+    unused |= {"full_attention_interval", "sliding_window_pattern"} if types is not None else set()
     for key, (kind, least) in _KINDS.items():
         if values.get(key) is not None and key not in unused:
             check_value(key, values[key], kind, source, least)
@@ -176,6 +177,9 @@ def read_layers(
         if "no_rope_layers" in reads:
             slides = [window is not None and not flag for flag in rotated]
         types = ["sliding_attention" if value else "full_attention" for value in slides]
+        if "full_attention_interval" in reads:
+            interval = values.get("full_attention_interval") or 4
+            types = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(count)]
     if len(types) != count:
         raise ShapeError(f"{source}: `layer_types` has {len(types)} entries; expected num_hidden_layers = {count}.")
     for kind in types:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vishwamai.models.families.cohere import COHERE
+from vishwamai.models.families.delta import DELTA
 from vishwamai.models.families.dense import DENSE
 from vishwamai.models.families.experts import MIXTURES
 from vishwamai.models.families.family import IDLE, IGNORED, Family
@@ -12,6 +13,6 @@ from vishwamai.models.families.gemma import GEMMA
 from vishwamai.models.families.latent import LATENT
 from vishwamai.models.families.ungated import UNGATED
 
-FAMILIES: Mapping[str, Family] = {**DENSE, **UNGATED, **COHERE, **GEMMA, **MIXTURES, **LATENT}
+FAMILIES: Mapping[str, Family] = {**DENSE, **UNGATED, **COHERE, **GEMMA, **MIXTURES, **LATENT, **DELTA}
 
 __all__ = ["FAMILIES", "IDLE", "IGNORED", "Family"]

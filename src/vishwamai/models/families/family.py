@@ -33,7 +33,8 @@ class Family:
       fixed: keys whose value must be one of these, for the decoder computes nothing else.
       ignored: keys without an effect, besides `IGNORED`.
       aliases: other names of keys.
-      layer_types: "none", "all" (`sliding_window` holds for every layer), or "list" (`layer_types` says which).
+      layer_types: "none", "all" (`sliding_window` holds for every layer), "list" (`layer_types` says which), or "types"
+        (the same in a family without windows).
       layer_keys: further keys that say what the layers are: `use_sliding_window`, `mlp_only_layers` and the like.
       window_period: without `layer_types`, every so many layers one attends to everything.
       theta: base of the rotations where the file gives none.
@@ -42,6 +43,7 @@ class Family:
       global_rope: layers without a window rotate; False: only in a model without windows; None: never.
       mixers: classes of the mixers, by layer type.
       feed_forward, mixture: feed-forward networks of layers without and with experts.
+      unread: starts of the names of tensors that the decoder leaves out, such as those of layers that draft.
       tensors: names that differ from the common ones, by parameter; None where the common one is absent.
     """
 
@@ -64,11 +66,13 @@ class Family:
     mixers: Mapping[str, type[Mixer]] = dataclasses.field(default_factory=lambda: ATTENTION)
     feed_forward: FeedForward = Gated()
     mixture: FeedForward = Mixture()
+    unread: tuple[str, ...] = ()
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def reads(self) -> frozenset[str]:
         """Keys that say what the layers are: windows, rotations, experts."""
-        windows = {"none": (), "all": ("sliding_window",), "list": ("sliding_window", "layer_types")}[self.layer_types]
+        windows = {"none": (), "all": ("sliding_window",), "list": ("sliding_window", "layer_types")}
+        windows = {**windows, "types": ("layer_types",)}[self.layer_types]
         partial = () if self.partial is None else ("partial_rotary_factor",)
         return frozenset((*_ROTATION, *windows, *partial, *self.layer_keys))
 

@@ -40,6 +40,8 @@ class Attention(Mixer):
         hidden, dim = config.hidden_size, config.head_dim
         widths = {"query": (config.num_heads, "heads"), "key": (config.num_kv_heads, "kv_heads")}
         widths["value"] = widths["key"]
+        if config.output_gate:
+            widths["query"] = (2 * config.num_heads, "heads")
         table = {name: matrix(hidden, heads * dim, ("embed", axis)) for name, (heads, axis) in widths.items()}
         table["output"] = matrix(config.num_heads * dim, hidden, ("heads", "embed"))
         if config.attention_bias:
@@ -48,25 +50,29 @@ class Attention(Mixer):
             table["output_bias"] = Parameter((hidden,), ("embed",), "zeros")
         if config.qk_norm:
             for name in ("query", "key"):
-                size = widths[name][0] * dim if config.qk_norm == "all" else dim
+                size = (
+                    dim
+                    if config.qk_norm != "all"
+                    else dim * (config.num_heads if name == "query" else config.num_kv_heads)
+                )
                 table[f"{name}_norm"] = norm_parameter(config, size)
         if config.sinks:
             table["sinks"] = Parameter((config.num_heads,), ("heads",))
         return table
 
     def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
-        query, key, value = self._heads(config, arrays, x, rows.axes)
+        query, key, value, gate = self._heads(config, arrays, x, rows.axes)
         query, key = self._rotated(config, arrays, query, key, rows.positions)
         mixed = attend_sequences(
             config, self.window, query, key, value, arrays.get("sinks"), rows.segment_ids, rows.axes
         )
-        return self._output(config, arrays, mixed, rows.axes)
+        return self._output(config, arrays, mixed, gate, rows.axes)
 
     def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
-        query, key, value = self._heads(config, arrays, x)
+        query, key, value, gate = self._heads(config, arrays, x)
         query, key = self._rotated(config, arrays, query, key, step.positions, step.lengths)
         mixed, pool = attend_pages(config, self.window, query, key, value, arrays.get("sinks"), step.batch, pool, first)
-        return self._output(config, arrays, mixed), pool
+        return self._output(config, arrays, mixed, gate), pool
 
     def page_row(self, config: ModelConfig) -> tuple[int, ...]:
         return 2 * config.num_kv_heads, config.head_dim
@@ -82,16 +88,21 @@ class Attention(Mixer):
         return 2 * config.num_kv_heads * config.head_dim
 
     def _heads(self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE) -> tuple[Any, ...]:
-        """Queries, keys and values `[batch, seq, heads, head_dim]` of the heads that the device has."""
-        heads = {}
+        """Queries, keys and values `[batch, seq, heads, head_dim]` of the heads that the device has, and the logits of
+        the output's gate (None without).
+        """
+        heads, gate = {}, None
         for name in ("query", "key", "value"):
             y = checkpoint_name(linear(x, arrays[name], arrays.get(f"{name}_bias")), name)
             scale = arrays.get(f"{name}_norm")
+            if config.output_gate and name == "query":  # a head's queries, then its gate
+                y, gate = jnp.split(y.reshape(*x.shape[:-1], -1, 2 * config.head_dim), 2, axis=-1)
+                y = y.reshape(*x.shape[:-1], -1)
             if config.qk_norm == "all" and scale is not None:
                 y = _norm_of_heads(config, y, scale, axes)
             y = y.reshape(*x.shape[:-1], y.shape[-1] // config.head_dim, config.head_dim)
             heads[name] = norm(config, y, scale) if config.qk_norm == "head" and scale is not None else y
-        return heads["query"], heads["key"], heads["value"]
+        return heads["query"], heads["key"], heads["value"], gate
 
     def _rotated(self, config: ModelConfig, arrays: Arrays, query: Any, key: Any, *positions: Any) -> tuple[Any, Any]:
         """Queries and keys, rotated, and normalized after it where the family does so."""
@@ -100,7 +111,9 @@ class Attention(Mixer):
             query, key = norm(config, query, arrays["query_norm"]), norm(config, key, arrays["key_norm"])
         return query, key
 
-    def _output(self, config: ModelConfig, arrays: Arrays, mixed: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
+    def _output(self, config: ModelConfig, arrays: Arrays, mixed: Any, gate: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
+        if gate is not None:
+            mixed = mixed * jax.nn.sigmoid(gate)
         flat = checkpoint_name(mixed.reshape(*mixed.shape[:-2], mixed.shape[-2] * config.head_dim), "mixed")
         return linear(flat, arrays["output"], axes.once(arrays.get("output_bias")))
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.parameters import Parameter, Tensor
 from vishwamai.models.rotation import NO_ROTATION, Rope
@@ -119,12 +120,22 @@ class Mixer:
 
         Returns:
           The output, and the pool with the new tokens written.
+
+        Raises:
+          UnsupportedError: the mixer's state is not pages.
         """
-        raise NotImplementedError
+        raise UnsupportedError(f"{config.family}: layers of type '{self.layer_type}' have no step over pages.")
 
     def page_row(self, config: ModelConfig) -> tuple[int, ...]:
-        """Shape of what a page holds of one token: `(2 * kv_heads, head_dim)`, or `(features,)` for all heads."""
-        raise NotImplementedError
+        """Shape of what a page holds of one token: `(2 * kv_heads, head_dim)`, or `(features,)` for all heads.
+
+        Raises:
+          UnsupportedError: the mixer's state is not pages, which are what serving has.
+        """
+        raise UnsupportedError(
+            f"{config.family}: layers of type '{self.layer_type}' have a state of one size for each sequence, and the "
+            "engine has pages of keys and values only. Such a model trains, and `Decoder` computes whole sequences."
+        )
 
     def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
         """What mesh axes may split, by logical axis: a noun in the plural, and the number."""
@@ -140,5 +151,11 @@ class Mixer:
         raise NotImplementedError
 
     def ring_features(self, config: ModelConfig) -> int:
-        """Numbers of one token that travel around the ring where rows are split over devices."""
-        raise NotImplementedError
+        """Numbers of one token that travel around the ring where rows are split over devices.
+
+        Raises:
+          UnsupportedError: the mixer needs whole rows.
+        """
+        raise UnsupportedError(
+            f"{config.family}: layers of type '{self.layer_type}' need whole rows; set mesh.sequence=1."
+        )
