@@ -178,7 +178,7 @@ def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 def mesh_of(model: Decoder) -> Mesh | None:
     """The mesh on which a decoder's parameters lie, None for one device."""
-    found = jax.tree.leaves(model.norm.get_value())[0].sharding
+    found = jax.tree.leaves(model.embed.get_value())[0].sharding
     return found.mesh if isinstance(found, NamedSharding) and isinstance(found.mesh, Mesh) else None
 
 

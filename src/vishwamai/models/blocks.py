@@ -57,7 +57,7 @@ def final_norm(config: ModelConfig, arrays: Mapping[str, Any], x: Any, residual:
       arrays: the parameters outside of the layers by name.
       x, residual: `[..., hidden]`.
     """
-    hidden = norm(config, x, arrays["norm"], residual, arrays.get("norm_bias"))
+    hidden = norm(config, x, arrays.get("norm"), residual, arrays.get("norm_bias"))
     hidden = hidden if residual is None else hidden[0]
     if config.logit_divisor != 1.0:
         hidden = hidden / jnp.asarray(config.logit_divisor, hidden.dtype)

@@ -55,7 +55,7 @@ class ModelConfig:
       norms: where the blocks normalize: "pre" (their input), "post" (their output) or "both"; with "parallel" both
         blocks read the stream, each with a norm of its own, and with "shared" after one norm.
       layer_norm: norms subtract the mean (`vishwamai.layer_norm`); False for `vishwamai.rms_norm`.
-      norm_bias: layer norms have biases.
+      norm_scale, norm_bias: norms of the stream have scales; layer norms have biases.
       norm_offset: scales of norms are stored minus one (Gemma).
       qk_norm: normalize queries and keys: "head" (each head), "rotated" (each head after the rotation), "all" (all
         heads as one vector), or None.
@@ -99,6 +99,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     norms: str = "pre"
     layer_norm: bool = False
+    norm_scale: bool = True
     norm_bias: bool = False
     norm_offset: bool = False
     qk_norm: str | None = None

@@ -73,8 +73,8 @@ def norm_parameter(config: ModelConfig, size: int) -> Parameter:
 
 
 def norm_parameters(config: ModelConfig, name: str) -> dict[str, Parameter]:
-    """The scale, and where the family has it the bias, of a norm over the features of the stream."""
-    table = {name: norm_parameter(config, config.hidden_size)}
+    """The scale and the bias, where the family has them, of a norm over the features of the stream."""
+    table = {name: norm_parameter(config, config.hidden_size)} if config.norm_scale else {}
     return table | ({f"{name}_bias": Parameter((config.hidden_size,), (None,), "zeros")} if config.norm_bias else {})
 
 

@@ -24,6 +24,7 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_WITHOUT_EPS = {key: field for key, field in COMMON.items() if field != "norm_eps"}
 _FUSED_GATE = {name: Tensor(PREFIX + "mlp.gate_up_proj.weight", True, name) for name in ("gate", "up")}
 _GLM_DEFAULTS = {
     "num_key_value_heads": 2,
@@ -242,5 +243,27 @@ DENSE: Mapping[str, Family] = {
             **tokens(1, 2, 2),
         },
         aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
+    "olmo": Family(
+        "OlmoForCausalLM",
+        {**_WITHOUT_EPS, **SILU, **HEADS, **BIASES},
+        fields={"layer_norm": True, "norm_scale": False, "norm_eps": 1e-5},
+        defaults={"attention_bias": False, **tokens(None, 50279, 1)},
+        fixed={"clip_qkv": (None,)},
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        {**_WITHOUT_EPS, **SILU, "layer_norm_eps": "norm_eps", "use_qkv_bias": "attention_bias"},
+        choices={"use_parallel_residual": ("norms", {False: "pre", True: "shared"})},
+        fields={"layer_norm": True, "norm_bias": True, "output_bias": False},
+        defaults={
+            "num_key_value_heads": 32,
+            "layer_norm_eps": 1e-5,
+            "use_qkv_bias": False,
+            "use_parallel_residual": False,
+            **tokens(0, 0),
+        },
+        fixed={"qk_layernorm": (False,)},
+        partial=0.25,
     ),
 }

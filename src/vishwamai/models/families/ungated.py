@@ -8,6 +8,8 @@ from vishwamai.models.families.family import BIASES, COMMON, HEADS, SILU, Family
 from vishwamai.models.layers.feed_forward import XIELU, Ungated
 from vishwamai.models.parameters import PREFIX, Tensor
 
+_COMMON = {key: field for key, field in COMMON.items() if field != "norm_eps"}
+
 UNGATED: Mapping[str, Family] = {
     "arcee": Family(
         "ArceeForCausalLM",
@@ -49,7 +51,7 @@ UNGATED: Mapping[str, Family] = {
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         {
-            **{key: field for key, field in COMMON.items() if field != "norm_eps"},
+            **_COMMON,
             **SILU,
             **HEADS,
             "norm_epsilon": "norm_eps",
@@ -71,5 +73,20 @@ UNGATED: Mapping[str, Family] = {
             for name, module in (("up", "c_fc"), ("down", "c_proj"))
             for suffix, kind in (("", "weight"), ("_bias", "bias"))
         },
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        {**_COMMON, **SILU, **HEADS, **BIASES, "mlp_bias": "mlp_bias", "norm_eps": "norm_eps"},
+        fields={"layer_norm": True, "norm_bias": True, "norm_offset": True},
+        defaults={
+            "hidden_act": "relu2",
+            "norm_eps": 1e-5,
+            "initializer_range": 0.0134,
+            "attention_bias": False,
+            "mlp_bias": False,
+            **tokens(2, 3),
+        },
+        partial=0.5,
+        feed_forward=Ungated(),
     ),
 }
