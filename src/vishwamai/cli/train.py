@@ -108,7 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     if first and arguments.push_to_hub is not None:
         upload = Upload(arguments.push_to_hub, private=not arguments.public)
     started = time.perf_counter()
-    records = train(config, arguments.output, arguments.resume, arguments.profile)
+    records = train(
+        config, arguments.output, arguments.resume, arguments.profile, lambda facts: print(facts, flush=True)
+    )
     if first:
         _show_unread(unread(arguments.output / "data"))
     stopped = _follow(config, records, show=first)

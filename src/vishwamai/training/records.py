@@ -30,7 +30,7 @@ class Record:
       gradient_norm: global norm before clipping.
       learning_rate: of the step.
       skipped: steps skipped so far for their gradients.
-      memory: peak bytes: the fullest device's, or on the CPU the process's.
+      memory: peak bytes: the fullest device's, or on the CPU the process's; the largest of all processes so far.
       seconds: of wall time since the run (or its resumption) began. step_seconds: those spent in steps.
       evaluation_loss: on the held-out documents, at the steps that compute it.
       load_balance: the experts' load-balancing loss, 1 where all are equally used.
@@ -38,6 +38,7 @@ class Record:
       mfu: share of the devices' peak that `flops.flops_per_token` of the tokens reach; None where it is not known.
       compute_dtype: dtype of activations and products.
       accuracy: share of the pairs whose chosen answer has gained more than the other. margin: by how much, in the mean.
+      run: `facts.RunFacts` as a dictionary, in the first record of each process.
     """
 
     step: int
@@ -57,12 +58,13 @@ class Record:
     compute_dtype: str | None = None
     accuracy: float | None = None
     margin: float | None = None
+    run: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """One line; what is None is left out, and a number that is not finite is null, for JSON has no NaN."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
-        return json.dumps(values | {name: None for name, value in numbers.items() if not math.isfinite(value)})
+        lost = {name: None for name, x in values.items() if isinstance(x, float) and not math.isfinite(x)}
+        return json.dumps(values | lost)
 
     @classmethod
     def from_json(cls, line: str) -> Record:
@@ -74,11 +76,13 @@ class Record:
         values = json.loads(line)
         if not isinstance(values, dict):
             raise TypeError("expected an object of numbers")
-        dtype = values.pop("compute_dtype", None)
-        if not all(isinstance(v, int | float | None) for v in values.values()) or not isinstance(dtype, str | None):
+        dtype, run = values.pop("compute_dtype", None), values.pop("run", None)
+        if not all(isinstance(v, int | float | None) for v in values.values()) or not (
+            isinstance(dtype, str | None) and isinstance(run, dict | None)
+        ):
             raise TypeError("expected an object of numbers")
         numbers: dict[str, Any] = {name: math.nan if value is None else value for name, value in values.items()}
-        return cls(**numbers, compute_dtype=dtype)
+        return cls(**numbers, compute_dtype=dtype, run=run)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -102,13 +106,15 @@ def read_records(path: Path) -> list[Record]:
 class RecordFiles:
     """A context that appends records to `metrics.jsonl`, and with `tensorboard` writes TensorBoard's events as well.
 
-    Records after step `last`, from which the run goes on, are dropped from both.
+    Records after step `last`, from which the run goes on, are dropped from both. `peak` is the largest memory of those
+    that stay, which earlier processes of the run wrote.
     """
 
     def __init__(self, folder: Path, last: int, tensorboard: bool):
         path = folder / "metrics.jsonl"
         kept = [record for record in read_records(path) if record.step <= last]
         path.write_text("".join(record.to_json() + "\n" for record in kept), encoding="utf-8")
+        self.peak = max((record.memory for record in kept), default=0)
         self.lines = path.open("a", encoding="utf-8")
         self.events = None
         if tensorboard:  # the suffix tells files of one second apart
@@ -140,6 +146,9 @@ class StepMeter:
       tokens: of a step.
       flops_per_token: operations of a step for each. peak_flops: FLOP/s of all devices; None where it is not known.
       compute_dtype: dtype of activations and products.
+
+    Attributes:
+      peak: bytes that earlier processes of the run took. run: facts for the next record, which alone has them.
     """
 
     def __init__(self, at: int, tokens: int, flops_per_token: float, peak_flops: float | None, compute_dtype: str):
@@ -148,6 +157,8 @@ class StepMeter:
         self.begun = time.perf_counter()
         self.at = self.recorded = at
         self.seconds = self.recorded_seconds = 0.0
+        self.peak = 0
+        self.run: dict[str, Any] | None = None
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -166,6 +177,8 @@ class StepMeter:
         """
         rate = (self.at - self.recorded) * self.tokens / (self.seconds - self.recorded_seconds)
         self.recorded, self.recorded_seconds = self.at, self.seconds
+        run, self.run = self.run, None
+        self.peak = max(self.peak, peak_memory())
         optional = ("load_balance", "overload", "accuracy", "margin")
         return Record(
             step=self.at,
@@ -175,12 +188,13 @@ class StepMeter:
             gradient_norm=float(shown["gradient_norm"]),
             learning_rate=learning_rate,
             skipped=int(shown["skipped"]),
-            memory=peak_memory(),
+            memory=self.peak,
             seconds=time.perf_counter() - self.begun,
             step_seconds=self.seconds,
             evaluation_loss=evaluation_loss,
             compute_dtype=self.compute_dtype,
             mfu=None if self.peak_flops is None else rate * self.flops_per_token / self.peak_flops,
+            run=run,
             **{name: float(shown[name]) for name in optional if name in shown},
         )
 

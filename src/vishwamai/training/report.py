@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from vishwamai.core import caches
 from vishwamai.reports import charts
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe
+from vishwamai.training.facts import RunFacts
 from vishwamai.training.records import Record
 
 
@@ -39,7 +41,8 @@ def write_report(
         ("Speed", charts.lines([curve("tokens/s", "tokens_per_second")], x="step", y="tokens per second", zero=True)),
     ]
     unread = f"{len(bad)} records that could not be read"
-    texts = [("Sample", sample), (unread, "\n".join(bad[:100])), ("Configuration", describe(config))]
+    runs = "\n\n".join(_run_text(record) for record in records if record.run is not None)
+    texts = [("Run", runs), ("Sample", sample), (unread, "\n".join(bad[:100])), ("Configuration", describe(config))]
     facts = [(value, name) for name, value in _facts(records)]
     diverged = [r.step for r in records if not math.isfinite(r.loss)]
     page = reports.render(
@@ -58,13 +61,27 @@ def goodput(records: Sequence[Record]) -> float:
 
     The rest is compilation of the first step, data, evaluation and checkpoints.
     """
-    wall = inside = 0.0
-    for record, after in zip(records, [*records[1:], None]):
-        if after is None or after.seconds < record.seconds:  # the last record before a resumption, or of all
-            wall += record.seconds
-            inside += record.step_seconds
+    ends = _ends(records)
+    wall, inside = sum(r.seconds for r in ends), sum(r.step_seconds for r in ends)
     compiling = records[0].step_seconds - (records[1].step_seconds - records[0].step_seconds) if len(records) > 1 else 0
     return max(inside - max(compiling, 0.0), 0.0) / wall
+
+
+def _run_text(record: Record) -> str:
+    """What a process of the run trained, and where."""
+    values = dict(record.run or {})
+    versions = ", ".join(f"{name} {version}" for name, version in values.pop("versions", {}).items())
+    try:
+        text = str(RunFacts(**values, versions={}))
+    except TypeError:  # of another release
+        text = "\n".join(f"{name}: {value}" for name, value in values.items())
+    return f"{values.get('date')}, {values.get('machine')}\n{versions}\n{text}"
+
+
+def _ends(records: Sequence[Record]) -> list[Record]:
+    """The last record of each process of the run."""
+    later = zip(records, [*records[1:], None])
+    return [record for record, after in later if after is None or after.seconds < record.seconds]
 
 
 def _facts(records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -76,7 +93,8 @@ def _facts(records: Sequence[Record]) -> list[tuple[str, str]]:
         ("tokens", f"{last.tokens:,}"),
         ("tokens/s, median", f"{rates[len(rates) // 2]:,.0f}"),
         ("of the time in steps", f"{goodput(records):.0%}"),
-        ("peak memory", f"{last.memory / 2**30:.2f} GiB"),
+        ("peak memory", f"{max(r.memory for r in records) / 2**30:.2f} GiB"),
+        ("duration", str(datetime.timedelta(seconds=round(sum(r.seconds for r in _ends(records)))))),
         ("steps skipped", str(last.skipped)),
         ("activations and products", last.compute_dtype or "unknown"),
     ]

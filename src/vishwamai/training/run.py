@@ -33,6 +33,7 @@ from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
 from vishwamai.training.data import Batch, Corpus, held_out_batches, prepare, training_batches, unread
 from vishwamai.training.exported import export, files_next_to_weights
+from vishwamai.training.facts import RunFacts, run_facts
 from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.layout import Layout
 from vishwamai.training.lora import attach, initial_adapters, whole
@@ -58,7 +59,11 @@ from vishwamai.training.together import AnyAsked, check_shared, first_alone, is_
 
 
 def train(
-    config: TrainConfig, output: str | Path, resume: bool = False, profile: int = 0
+    config: TrainConfig,
+    output: str | Path,
+    resume: bool = False,
+    profile: int = 0,
+    on_start: Callable[[RunFacts], None] = lambda facts: None,
 ) -> Generator[Record, None, Stopped | None]:
     """Trains a model: prepares the data and the model, and returns the steps, which yield a record for each logged one.
 
@@ -74,6 +79,7 @@ def train(
       output: a directory, which without `resume` must not hold a run.
       resume: go on from the newest checkpoint, or begin where there is none.
       profile: steps to trace into `output/profile`, from the third on, for XProf and Perfetto; 0 for none.
+      on_start: called with what is trained when the first step is compiled, by process 0.
 
     Raises:
       ConfigError: the configuration cannot be used, or differs from that of the run to resume.
@@ -88,11 +94,17 @@ def train(
         raise DeviceError(f"train: `profile` is {profile}, but {reason}.")
     first_alone(lambda: claim(original, folder, resume))
     check_shared(folder, "config.yaml")
-    return _steps(config, folder, *make_job(config, folder), resume, profile)
+    return _steps(config, folder, *make_job(config, folder), resume, profile, on_start)
 
 
 def _steps(
-    config: TrainConfig, folder: Path, job: TrainingJob, state: TrainState, resume: bool, profile: int
+    config: TrainConfig,
+    folder: Path,
+    job: TrainingJob,
+    state: TrainState,
+    resume: bool,
+    profile: int,
+    on_start: Callable[[RunFacts], None],
 ) -> Generator[Record, None, Stopped | None]:
     """The loop of `train`."""
     if resume:
@@ -114,12 +126,18 @@ def _steps(
         meter = StepMeter(at, tokens, job.flops_per_token, job.peak_flops, config.model.compute_dtype)
         writes = RecordFiles(folder, at, config.log.tensorboard) if is_first() else contextlib.nullcontext()
         with writes as files, _Trace(folder, profile, at + 2) as trace:
+            if files is not None:
+                meter.peak = files.peak
             while at < config.steps and not stop():
                 trace.before(at)
                 with meter.step():
                     batch = job.layout.put_batch(next(batches))
                     if at == begun:
-                        job.compile(state, batch)
+                        compiled = job.compile(state, batch)
+                        if files is not None:
+                            facts = job.facts(state, compiled)
+                            meter.run = dataclasses.asdict(facts)
+                            on_start(facts)
                         give_back()
                     state, shown = job.step(state, batch)
                     at += 1
@@ -174,7 +192,7 @@ class TrainingJob:
       layout: where batches and state lie.
       usual: the state with its layers in the usual form; place: as the stages of a pipeline hold them.
       step: state and batch to the next state and what the step shows; it takes the state's memory.
-      compile: compiles `step` for a state and a batch.
+      compile: compiles `step` for a state and a batch. facts: what is trained, of a state and the compiled step.
       evaluate: parameters and batch to the sum of the loss, and over how many tokens or pairs.
       rate: the learning rate of a step.
       export: writes the parameters, in Hugging Face's form, into the run's directory.
@@ -187,6 +205,7 @@ class TrainingJob:
     place: Callable[[TrainState], TrainState]
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
     compile: Callable[[TrainState, Batch], Any]
+    facts: Callable[[TrainState, Any], RunFacts]
     evaluate: Callable[[Any, Batch], Any]
     rate: Callable[[int], Any]
     export: Callable[[Any], None]
@@ -282,10 +301,15 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
 
     step = step_under(policy)
 
-    def compile_step(state: TrainState, batch: Batch) -> None:
-        step.lower(state, batch, frozen=frozen).compile()
+    def compile_step(state: TrainState, batch: Batch) -> Any:
+        return step.lower(state, batch, frozen=frozen).compile()
 
-    peak = peak_flops(config.model.compute_dtype)
+    flops, peak = flops_per_token(parts.config, config.data.sequence_length), peak_flops(config.model.compute_dtype)
+    peak = None if peak is None else peak * layout.devices
+
+    def facts(state: TrainState, compiled: Any) -> RunFacts:
+        return run_facts(config, corpus, state.params, frozen, compiled, flops, peak)
+
     job = TrainingJob(
         corpus=corpus,
         layout=layout,
@@ -293,11 +317,12 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
         place=functools.partial(moved, stages, layout=layout, placed=True),
         step=functools.partial(step, frozen=frozen),
         compile=compile_step,
+        facts=facts,
         evaluate=functools.partial(jax.jit(evaluation), frozen=frozen),
         rate=schedule(config.optimizer, config.steps),
         export=write,
-        flops_per_token=flops_per_token(parts.config, config.data.sequence_length),
-        peak_flops=None if peak is None else peak * layout.devices,
+        flops_per_token=flops,
+        peak_flops=peak,
     )
     return job, state
 
