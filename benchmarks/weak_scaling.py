@@ -94,7 +94,7 @@ def place_of(chip: str, chips: int) -> Place:
     for slices in range(1, chips + 1):
         sides = None if chips % slices else hardware.of_chips(TPUS[chip], chips // slices)
         if sides is not None:
-            return Place(f"{chip}:{hardware.written(sides)}", slices)
+            return Place(f"{chip}:{hardware.sides_text(sides)}", slices)
     raise AssertionError("every chip comes alone")
 
 

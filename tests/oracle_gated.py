@@ -10,9 +10,9 @@ import oracle
 from oracle_matmul import decode
 
 
-def gated(x: Any, gate: Any = None, up: Any = None, both: Any = None, activation: Any = "silu", **how: Any) -> Any:
+def gated(x: Any, gate: Any = None, up: Any = None, joint: Any = None, activation: Any = "silu", **how: Any) -> Any:
     del how  # precision and tiles
-    gate, up = (gate, up) if both is None else both
+    gate, up = (gate, up) if joint is None else joint
     return oracle.ACTIVATIONS[activation](jnp.einsum("...k,kn->...n", x, gate)) * jnp.einsum("...k,kn->...n", x, up)
 
 

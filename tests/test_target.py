@@ -156,7 +156,7 @@ def test_libtpu_compiles_for_the_slices(chip):
     """In a process of its own, since libtpu ends it on a topology that it does not know."""
     known = hardware.slices(chip)
     asked = [sides for sides in known if math.prod(sides) <= 256] + [max(known, key=max), max(known, key=min)]
-    names = [f"{chip.name}:{hardware.written(sides)}" for sides in dict.fromkeys(asked)]
+    names = [f"{chip.name}:{hardware.sides_text(sides)}" for sides in dict.fromkeys(asked)]
     ended = subprocess.run(
         [sys.executable, "-c", COMPILE, ",".join(names)], capture_output=True, text=True, check=False, timeout=600
     )

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         with keys.kernels():
             for target in arguments.target or [None]:
                 tell(explain(call.function, *call.args, target=target, **call.kwargs))
-        if keys.given:
+        if keys.explicit:
             for purpose in get_args(Purpose):
                 tell(explain_optimization(keys, purpose))
     return 0

@@ -150,14 +150,14 @@ def _file(text: str) -> dict[str, Any]:
         raise CommandError(f"--optimization {text}: {error}; the file must hold a JSON object.") from error
     if not isinstance(found, dict):
         raise CommandError(f"--optimization {text}: the file holds a {type(found).__name__}, not a JSON object.")
-    return Optimization.of(found).given
+    return Optimization.of(found).explicit
 
 
 def say_optimization(keys: Optimization, purpose: Purpose, devices: int | None) -> None:
     """Says what each key does, where one is set."""
     from vishwamai.core.optimization import explain_optimization
 
-    if keys.given:
+    if keys.explicit:
         say(str(explain_optimization(keys, purpose, devices)))
 
 

@@ -145,7 +145,7 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
     from vishwamai.training.config_file import read_config
 
     keys = model.optimization(arguments)
-    given = [f"optimization.{name}={json.dumps(value)}" for name, value in keys.given.items()]
+    given = [f"optimization.{name}={json.dumps(value)}" for name, value in keys.explicit.items()]
     config = read_config(arguments.config, [*arguments.overrides, *given])
     for target in targets:
         model.say_optimization(config.optimization, "training", devices_of(target))

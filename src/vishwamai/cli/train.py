@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     first = initialize().index == 0  # the others compute with it and say nothing
     libtpu.local_devices()
-    if first and config.optimization.given:
+    if first and config.optimization.explicit:
         import jax
 
         effects = explain_optimization(config.optimization, "training", jax.device_count())

@@ -122,15 +122,15 @@ def with_derivative(activation: str | None, z: jax.Array) -> tuple[jax.Array, ja
     if activation is None:
         return z, jnp.ones_like(z)
     if activation == "silu":
-        near = _within(z, _bound(z, 110.0, 760.0))
+        near = _clamp(z, _bound(z, 110.0, 760.0))
         share = lax.logistic(near)
         slope = share * (1.0 + near * (1.0 - share))
     elif activation == "gelu":
-        near = _within(z, _bound(z, 15.0, 40.0))
+        near = _clamp(z, _bound(z, 15.0, 40.0))
         share = _normal_cdf(near)
         slope = share + near * _INV_SQRT_2PI * jnp.exp(-0.5 * near * near)
     elif activation == "gelu_tanh":
-        near = _within(z, _bound(z, 11.0, 22.0))
+        near = _clamp(z, _bound(z, 11.0, 22.0))
         share = lax.logistic(_tanh_argument(near))
         slope = share * (1.0 + near * (1.0 - share) * (2.0 * _SQRT_2_OVER_PI) * (1.0 + 3.0 * _CUBIC * near * near))
     else:
@@ -138,5 +138,5 @@ def with_derivative(activation: str | None, z: jax.Array) -> tuple[jax.Array, ja
     return jnp.maximum(z, near) * share, slope
 
 
-def _within(z: jax.Array, bound: float) -> jax.Array:
+def _clamp(z: jax.Array, bound: float) -> jax.Array:
     return jnp.maximum(jnp.minimum(z, bound), -bound)

@@ -33,10 +33,10 @@ class _Wrong(Exception):
     """The value is not of the type."""
 
 
-def checked(function: F, own: Sequence[str] = (), unless: Callable[[], bool] | None = None) -> F:
+def checked(function: F, exempt: Sequence[str] = (), unless: Callable[[], bool] | None = None) -> F:
     """The function, which raises ShapeError for an argument of another type than its annotation states.
 
-    For a class, its constructor is checked. Arguments of the names `own` pass: the function checks them itself, and
+    For a class, its constructor is checked. Arguments of the names `exempt` pass: the function checks them itself, and
     its errors say more. Nothing is checked where `unless()`.
 
     >>> @checked
@@ -49,24 +49,24 @@ def checked(function: F, own: Sequence[str] = (), unless: Callable[[], bool] | N
     vishwamai.core.errors.ShapeError: scaled: `factor` is 'much', of type str; pass a number.
     """
     if isinstance(function, type):
-        function.__init__ = _checked(function.__init__, function.__name__, own, unless)  # type: ignore[misc]
+        function.__init__ = _checked(function.__init__, function.__name__, exempt, unless)  # type: ignore[misc]
         return function  # type: ignore[return-value]
-    return _checked(function, function.__name__, own, unless)  # type: ignore[return-value]
+    return _checked(function, function.__name__, exempt, unless)  # type: ignore[return-value]
 
 
 def checks_its_own(*names: str) -> Callable[[F], F]:
     """`checked`, but for the arguments of these names, as a decorator."""
-    return functools.partial(checked, own=names)
+    return functools.partial(checked, exempt=names)
 
 
-def _checked(function: Any, name: str, own: Sequence[str], unless: Callable[[], bool] | None) -> Any:
+def _checked(function: Any, name: str, exempt: Sequence[str], unless: Callable[[], bool] | None) -> Any:
     parameters = inspect.signature(function).parameters.values()
-    unknown = set(own) - {p.name for p in parameters}
+    unknown = set(exempt) - {p.name for p in parameters}
     assert not unknown, f"{name} has no {unknown}"
     readers = {
         p.name: r
         for p in parameters
-        if p.name not in own and (r := _reader(name, p.name, p.annotation, function.__globals__)) is not None
+        if p.name not in exempt and (r := _reader(name, p.name, p.annotation, function.__globals__)) is not None
     }
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     by_place = tuple(readers.get(p.name) for p in parameters if p.kind in positional)
@@ -88,8 +88,8 @@ def _checked(function: Any, name: str, own: Sequence[str], unless: Callable[[], 
         return run(*read, **kwargs)
 
     # In the function's own module, as far as doctest and the warnings' line of the caller go by it.
-    made = types.FunctionType(call.__code__, function.__globals__, function.__name__, None, call.__closure__)
-    return functools.wraps(function)(made)
+    wrapper = types.FunctionType(call.__code__, function.__globals__, function.__name__, None, call.__closure__)
+    return functools.wraps(function)(wrapper)
 
 
 def check_callable(function: str, name: str, value: Any) -> None:
@@ -130,10 +130,10 @@ def _reader(function: str, name: str, annotation: Any, scope: Mapping[str, Any])
         return _one_of(function, name, classes)
     if len(members) > 1 and any(_is_class(member) for member in members):
         return None  # one of several forms, which the function tells apart, and whose names its errors list
-    found = [_of(function, name, member, scope) for member in members]
-    if any(one is None for one in found):
+    forms = [_of(function, name, member, scope) for member in members]
+    if any(form is None for form in forms):
         return None
-    pairs = [one for one in found if one is not None]
+    pairs = [form for form in forms if form is not None]
     # An array takes whatever can become one, so it comes last.
     pairs.sort(key=lambda pair: pair[1] == _ARRAY)
     readers = [reader for reader, _ in pairs]
@@ -163,15 +163,15 @@ def _classes_of_torch(members: Sequence[ast.expr], scope: Mapping[str, Any]) -> 
     """The classes, one of them of torch, that a value may be an instance of, with the words for each; None where the
     annotation is another.
     """
-    found: dict[type, str] = {}
+    classes: dict[type, str] = {}
     for member in members:
         text = ast.unparse(member)
         module, _, name = text.rpartition(".")
         kind = type(None) if text == "None" else getattr(scope.get(module), name, None) if module else scope.get(name)
         if not isinstance(kind, type):
             return None
-        found[kind] = "None" if text == "None" else _TENSOR_WORDS if text == _TENSOR else f"a {text}"
-    return found if any(kind.__module__.partition(".")[0] == "torch" for kind in found) else None
+        classes[kind] = "None" if text == "None" else _TENSOR_WORDS if text == _TENSOR else f"a {text}"
+    return classes if any(kind.__module__.partition(".")[0] == "torch" for kind in classes) else None
 
 
 def _one_of(function: str, name: str, classes: Mapping[type, str]) -> Reader:
@@ -245,11 +245,15 @@ def _sequence(function: str, name: str, node: ast.expr, kind: str, scope: Mappin
         if isinstance(value, np.ndarray) and value.ndim == 0:
             raise _Wrong
         items = value.tolist() if isinstance(value, np.ndarray) else list(value)
-        own = readers * len(items) if any_length and readers else readers
-        if readers and len(items) != len(own):
+        item_readers = readers * len(items) if any_length and readers else readers
+        if readers and len(items) != len(item_readers):
             raise _Wrong
         try:
-            items = [item if reader is None else reader(item) for item, reader in zip(items, own)] if own else items
+            items = (
+                [item if reader is None else reader(item) for item, reader in zip(items, item_readers)]
+                if item_readers
+                else items
+            )
         except ShapeError as error:
             raise _Wrong from error
         keeps_tuple = type(value) is tuple or (kind == "tuple" and type(value) is not list)
@@ -268,13 +272,15 @@ def _scalar(value: Any) -> Any:
     """A scalar of NumPy, or an array of JAX or NumPy that is one and whose value is known, as Python's."""
     if isinstance(value, np.generic):
         return value.item()
-    known = isinstance(value, np.ndarray) or (isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer))
-    if known and value.ndim == 0 and isinstance(value.dtype, np.dtype):
+    concrete = isinstance(value, np.ndarray) or (
+        isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    )
+    if concrete and value.ndim == 0 and isinstance(value.dtype, np.dtype):
         return np.asarray(value).item()
     return value
 
 
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     value = value if type(value) is int else _scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise _Wrong
@@ -307,7 +313,7 @@ def _text(value: Any) -> str:
 
 
 _SCALARS: dict[str | None, tuple[Reader, str]] = {
-    "int": (_whole, "an integer"),
+    "int": (_integer, "an integer"),
     "float": (_number, "a number"),
     "bool": (_flag, "True or False"),
     "str": (_text, "a string"),

@@ -106,10 +106,10 @@ def largest(x: Any, count: int) -> tuple[Any, Any]:
     return values[..., :count], order[..., :count]
 
 
-def taken(x: Any, index: Any) -> Any:
+def gather_last(x: Any, index: Any) -> Any:
     """Entries of x along its last axis, of each row its own.
 
-    >>> taken(jnp.array([[5, 7], [8, 9]]), jnp.array([[1], [0]])).tolist()
+    >>> gather_last(jnp.array([[5, 7], [8, 9]]), jnp.array([[1], [0]])).tolist()
     [[7], [8]]
     """
     return x.gather(-1, index) if gpu.framework(x) == "torch" else jnp.take_along_axis(x, index, axis=-1)
@@ -128,10 +128,10 @@ def cut(x: Any, start: Any, count: int) -> Any:
     return x[..., start + numbers(count, x)]
 
 
-def counted(bins: Any, count: int) -> Any:
+def bincount(bins: Any, count: int) -> Any:
     """How often each of `count` numbers is in a vector of integers, int32.
 
-    >>> counted(jnp.array([2, 0, 2]), 3).tolist()
+    >>> bincount(jnp.array([2, 0, 2]), 3).tolist()
     [1, 0, 2]
     """
     if gpu.framework(bins) != "torch":

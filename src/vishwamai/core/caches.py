@@ -73,8 +73,8 @@ def _directory(cache: str, named: str | None, caches: str | None, home: str | No
         return Path(named)
     if caches and os.path.isabs(caches):  # a relative one is to be ignored, by the XDG Base Directory Specification
         return Path(caches, "vishwamai", cache)
-    found = home or os.path.expanduser("~")  # without HOME the user's entry of /etc/passwd, "~" where there is none
-    return Path(found, ".cache", "vishwamai", cache) if os.path.isabs(found) else None
+    root = home or os.path.expanduser("~")  # without HOME the user's entry of /etc/passwd, "~" where there is none
+    return Path(root, ".cache", "vishwamai", cache) if os.path.isabs(root) else None
 
 
 def no_directory(cache: str) -> str:
@@ -100,13 +100,13 @@ def write(path: Path, content: str | bytes) -> None:
     if is_special(path):
         path.write_bytes(content)
         return
-    there = Path(os.path.realpath(path))
-    there.parent.mkdir(parents=True, exist_ok=True)
-    temporary = there.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb") as file:
             file.write(content)
-        os.replace(temporary, there)
+        os.replace(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -189,8 +189,8 @@ def temporary_directory(parent: Path) -> Iterator[Path]:
       OSError: it cannot be made.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent, prefix=_TEMPORARY) as made:
-        yield Path(made)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=_TEMPORARY) as name:
+        yield Path(name)
 
 
 def private_directory(path: Path) -> None:
@@ -249,13 +249,13 @@ def locked(path: Path) -> Iterator[None]:
 
 def set_aside(path: Path, problem: object) -> None:
     """Renames a damaged file to `<name>.damaged`, with a warning, so that the next write begins anew."""
-    kept = path.with_name(f"{path.name}.damaged")
+    damaged = path.with_name(f"{path.name}.damaged")
     try:
-        os.replace(path, kept)
+        os.replace(path, damaged)
     except OSError as error:
         warn_once(f"{path} is damaged ({problem}), and cannot be renamed ({error}); it is left out. Delete it.")
     else:
-        warn_once(f"{path} is damaged ({problem}); it is now {kept.name}, and is left out.")
+        warn_once(f"{path} is damaged ({problem}); it is now {damaged.name}, and is left out.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +299,7 @@ def entries(cache: str) -> list[CachedFile]:
     root = cache_directory(cache)
     if root is None or not os.path.isdir(root):
         return []
-    found = []
+    files = []
     first = _listed(root)
     for path in (*first, *itertools.chain.from_iterable(_listed(path) for path in first if path.is_dir())):
         temporary = path.name.startswith(_TEMPORARY)
@@ -309,8 +309,8 @@ def entries(cache: str) -> list[CachedFile]:
             states = [file.stat() for file in (path, *(path.rglob("*") if path.is_dir() else ()))]
             used = max(max(state.st_mtime, state.st_atime) for state in states)
             if not temporary or time.time() - used > _ABANDONED_S:
-                found.append(CachedFile(path, sum(state.st_size for state in states), used))
-    return sorted(found, key=lambda entry: entry.used)
+                files.append(CachedFile(path, sum(state.st_size for state in states), used))
+    return sorted(files, key=lambda entry: entry.used)
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -336,9 +336,9 @@ def limit() -> int:
 def trim(cache: str, most: int | None = None) -> None:
     """Removes what was not used for longest until a cache has at most `most` bytes (default: `limit()`)."""
     most = limit() if most is None else most
-    held = entries(cache)
-    size = sum(entry.bytes for entry in held)
-    for entry in held:
+    files = entries(cache)
+    size = sum(entry.bytes for entry in files)
+    for entry in files:
         if size <= most:
             return
         with contextlib.suppress(OSError):  # read-only: it cannot grow either

@@ -156,8 +156,8 @@ def _count(name: str, value: Any, least: int, remedy: str) -> int:
     return int(value)
 
 
-def check_block_size(what: str, value: Any) -> int:
-    """`value` as a block size; `what` names the argument in the error.
+def check_block_size(argument: str, value: Any) -> int:
+    """`value` as a block size; `argument` names the argument in the error.
 
     >>> check_block_size("gemm: `config`", 128)
     128
@@ -166,7 +166,7 @@ def check_block_size(what: str, value: Any) -> int:
       KernelError: it is not a positive integer.
     """
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise KernelError(f"{what} is {value!r}; pass a positive number of elements, such as 128, or None.")
+        raise KernelError(f"{argument} is {value!r}; pass a positive number of elements, such as 128, or None.")
     return int(value)
 
 
@@ -254,8 +254,8 @@ def _local_target(backend: str) -> Target:
         return Target(backend, hardware.tpu_for(device.device_kind), local=True)
     if "rocm" in device.client.platform_version.lower():
         # JAX does not tell the architecture; a product that we know has one.
-        known = next((gpu for gpu in hardware.GPUS.values() if gpu.is_called(device.device_kind)), None)
-        return Target("rocm", known, local=True)
+        chip = next((gpu for gpu in hardware.GPUS.values() if gpu.is_called(device.device_kind)), None)
+        return Target("rocm", chip, local=True)
     capability = os.environ.get("VISHWAMAI_CUDA_ARCH") or str(device.compute_capability).replace(".", "")
     return Target("cuda", hardware.gpu_for(device.device_kind, f"sm_{capability}"), local=True)
 
@@ -315,13 +315,13 @@ def without_effect(config: KernelConfig, platform: str) -> tuple[str, ...]:
     >>> without_effect(KernelConfig(use_tensor_cores=True), "cpu")
     ('use_tensor_cores has no effect: a cpu has no tensor cores.',)
     """
-    found = []
+    notes = []
     for name in ("threads", "numa"):
         if getattr(config, name) is not None and platform != "cpu":
-            found.append(f"{name} has no effect: it is about the CPU's native kernels.")
+            notes.append(f"{name} has no effect: it is about the CPU's native kernels.")
     if config.use_tensor_cores is not None and platform in ("tpu", "cpu"):
-        what = "matrix units, which run every product," if platform == "tpu" else "no tensor cores"
-        found.append(f"use_tensor_cores has no effect: a {platform} has {what}.".replace(",.", "."))
+        units = "matrix units, which run every product," if platform == "tpu" else "no tensor cores"
+        notes.append(f"use_tensor_cores has no effect: a {platform} has {units}.".replace(",.", "."))
     if config.use_tensor_cores and platform not in ("tpu", "cpu") and config.precision.products != "default":
-        found.append(f'use_tensor_cores has no effect: `precision` is "{config.precision.products}", which decides.')
-    return tuple(found)
+        notes.append(f'use_tensor_cores has no effect: `precision` is "{config.precision.products}", which decides.')
+    return tuple(notes)

@@ -49,9 +49,9 @@ def parse(text: str) -> tuple[Dim, ...]:
     >>> [(dim.name, dim.variadic, dim.times, dim.size) for dim in parse("*rows 2*heads/ 4")]
     [('rows', True, 1, None), ('heads', False, 2, None), (None, False, 1, 4)]
     """
-    found = tuple(map(_parsed, text.split()))
-    assert sum(dim.variadic for dim in found) <= 1, f"{text!r} has two words for any number of axes"
-    return found
+    parsed = tuple(map(_parsed, text.split()))
+    assert sum(dim.variadic for dim in parsed) <= 1, f"{text!r} has two words for any number of axes"
+    return parsed
 
 
 def _parsed(word: str) -> Dim:
@@ -78,15 +78,15 @@ def factors(text: str, rank: int) -> Factors:
     >>> factors("*rows features", 3), factors("heads? q_len kv_len", 2)
     (('rows__1', 'rows__0', 'features'), ('q_len', 'kv_len'))
     """
-    found: list[str | None] = []
+    names: list[str | None] = []
     dims = parse(text)
     for dim in dims:
         count = rank - len(dims) + 1
         if not dim.variadic:
-            found.append(None if dim.more else dim.name)
+            names.append(None if dim.more else dim.name)
         elif count > 0:
-            found += [f"{dim.name}__{i}" for i in reversed(range(count))]
-    return tuple(found[max(0, len(found) - rank) :])
+            names += [f"{dim.name}__{i}" for i in reversed(range(count))]
+    return tuple(names[max(0, len(names) - rank) :])
 
 
 def variadic_ranks(arrays: Iterable[tuple[str, int]]) -> dict[str | None, int]:
@@ -95,13 +95,13 @@ def variadic_ranks(arrays: Iterable[tuple[str, int]]) -> dict[str | None, int]:
     >>> variadic_ranks([("*batch? m k", 3), ("*batch? n", 1)])
     {'batch': 1}
     """
-    found: dict[str | None, int] = {}
+    ranks: dict[str | None, int] = {}
     for text, rank in arrays:
         dims = parse(text)
         for dim in dims:
             if dim.variadic:
-                found[dim.name] = max(rank - len(dims) + 1, found.get(dim.name, 0))
-    return found
+                ranks[dim.name] = max(rank - len(dims) + 1, ranks.get(dim.name, 0))
+    return ranks
 
 
 def result_factors(text: str, ranks: Mapping[str | None, int]) -> Factors:
@@ -133,7 +133,7 @@ def word(factor: str) -> str:
 def splittable(split: str, factors: Iterable[Factors]) -> frozenset[str]:
     """The factors whose words are in `split`."""
     words = split.split()
-    return frozenset(factor for each in factors for factor in each if factor is not None and word(factor) in words)
+    return frozenset(factor for group in factors for factor in group if factor is not None and word(factor) in words)
 
 
 @functools.cache
@@ -149,12 +149,12 @@ def optional(kind: Any) -> tuple[bool, ...]:
 
 
 def _annotations(kind: Any) -> list[tuple[str, bool]]:
-    found = []
+    texts = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         if typing.get_origin(hint) is not typing.Annotated:
             raise TypeError(
                 f"{kind.__module__}.{kind.__name__}.{name} states no dims; annotate it as Annotated[Any, '...']."
             )
         _, text, *more = typing.get_args(hint)
-        found.append((text, "optional" in more))
-    return found
+        texts.append((text, "optional" in more))
+    return texts

@@ -36,7 +36,7 @@ def _xor_shift(x: jax.Array, bits: int) -> jax.Array:
     return x ^ (x >> jnp.uint32(bits))
 
 
-def moved(seeds: jax.Array, rows: Any, columns: Any) -> jax.Array:
+def offset_seeds(seeds: jax.Array, rows: Any, columns: Any) -> jax.Array:
     """The seeds by which position (i, j) draws what (i + rows, j + columns) draws by `seeds`: for a part of a score
     matrix.
 

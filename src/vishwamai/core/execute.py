@@ -45,13 +45,13 @@ def platform_of(arrays: Any) -> str | None:
     """The platform for `only_for` of a program whose arguments are `arrays`; None if they do not say it: none of them
     is on a device, or one is on another platform than JAX's default.
     """
-    found = {
+    platforms = {
         device.platform
         for x in jax.tree.leaves(arrays)
         if isinstance(x, jax.Array) and not isinstance(x, Tracer)
         for device in x.devices()
     }
-    return local_platform() if found == {jax.default_backend()} else None
+    return local_platform() if platforms == {jax.default_backend()} else None
 
 
 def _replan(plan: Plan, operands: Any) -> Plan:

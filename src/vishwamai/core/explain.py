@@ -99,10 +99,10 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     with kernel_config(current_config(), **overrides):
         # A fallback is what the caller asks about here, so strict mode must not stop the answer.
         with kernel_config(strict=False):
-            found = record(function, *args, **kwargs)
+            trace = record(function, *args, **kwargs)
         where = ambient_target()
-        made = Explanation.of(where, tuple(explain_call(plan, where) for plan in found.plans))
-        return dataclasses.replace(made, notes=(*dict.fromkeys(found.notes), *made.notes))
+        explanation = Explanation.of(where, tuple(explain_call(plan, where) for plan in trace.plans))
+        return dataclasses.replace(explanation, notes=(*dict.fromkeys(trace.notes), *explanation.notes))
 
 
 def _kept_wide(plan: Plan) -> tuple[str, ...]:

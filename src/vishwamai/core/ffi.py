@@ -168,8 +168,8 @@ def call(
             raise DeviceError(f"the native CPU kernels were built before they took `threads` and `numa`: {BUILD_HINT}.")
         threads, node = PLACEMENT.value
         attributes |= {"vishwamai_threads": np.int64(threads), "vishwamai_node": np.int64(node)}
-    given = [absent() if operand is None else operand for operand in operands]
-    structs = tuple(sharding.out_struct(r.shape, r.dtype, given) for r in results)
+    present = [absent() if operand is None else operand for operand in operands]
+    structs = tuple(sharding.out_struct(r.shape, r.dtype, present) for r in results)
     kernel = jax.ffi.ffi_call(name, structs, input_output_aliases=aliases, vmap_method=vmap_method)
-    values = kernel(*given, **attributes)
+    values = kernel(*present, **attributes)
     return [None if r.shape == (0,) else value for r, value in zip(results, values, strict=True)]

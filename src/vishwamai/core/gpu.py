@@ -202,7 +202,7 @@ def launch(
       DeviceError: the arrays are torch's and `vishwamai.torch` was never imported, or triton is missing.
     """
     assert all(n > 0 for n in grid), grid
-    given, bundles = {}, []
+    arguments, bundles = {}, []
     for name, x in inputs.items():
         if isinstance(x, tuple):
             bundles.append((name, type(x)))
@@ -210,23 +210,23 @@ def launch(
                 if isinstance(value, (int, float)):
                     constants[field] = value
                 elif value is not None:
-                    given[field] = value
+                    arguments[field] = value
         elif x is not None:
-            given[name] = x
-    wanted = {name: out for name, out in outputs.items() if out is not None}
+            arguments[name] = x
+    requested = {name: out for name, out in outputs.items() if out is not None}
     how = Launch(kernel, tuple(grid), tuple(constants.items()), warps, stages, tuple(bundles))
-    name = framework(next(iter(given.values())))
+    name = framework(next(iter(arguments.values())))
     launcher = _LAUNCHERS.get(name)
     if launcher is None:
         raise DeviceError(f"a kernel was given tensors of {name}: import vishwamai.{name} first.")
     _THIS_THREAD.launching = True
     try:
-        made = launcher(how, given, wanted)
+        arrays = launcher(how, arguments, requested)
     finally:
         _THIS_THREAD.launching = False
     if _THIS_THREAD.record is not None:
-        _THIS_THREAD.record.append((how, given, wanted, made))
-    results = iter(made)
+        _THIS_THREAD.record.append((how, arguments, requested, arrays))
+    results = iter(arrays)
     return [None if out is None else next(results) for out in outputs.values()]
 
 

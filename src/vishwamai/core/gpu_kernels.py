@@ -50,7 +50,7 @@ def gaussian(z):
 
 
 @triton.jit
-def within(z, BOUND: tl.constexpr):
+def clamp(z, BOUND: tl.constexpr):
     """z within +-BOUND; a NaN stays."""
     z = tl.minimum(z, BOUND, propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(z, -BOUND, propagate_nan=tl.PropagateNan.ALL)
@@ -89,15 +89,15 @@ def derivative(z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu2":
         d = 2.0 * tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "silu":
-        z = within(z, 110.0)
+        z = clamp(z, 110.0)
         s = 1.0 / (1.0 + tl.exp(-z))
         d = s * (1.0 + z * (1.0 - s))
     elif ACTIVATION == "gelu":
-        z = within(z, 15.0)
+        z = clamp(z, 15.0)
         p, e = gaussian(z)
         d = p + z * 0.3989422804014327 * e
     elif ACTIVATION == "gelu_tanh":
-        z = within(z, 11.0)
+        z = clamp(z, 11.0)
         p = 1.0 / (1.0 + tl.exp(-2 * 0.7978845608028654 * (z + 0.044715 * z * z * z)))
         d = p * (1.0 + 2 * 0.7978845608028654 * z * (1.0 - p) * (1.0 + 3 * 0.044715 * z * z))
     elif ACTIVATION == "sigmoid":
@@ -139,8 +139,8 @@ def load_tile(
         return descriptor.load([group, row, column]).reshape(R, C)
     i = row + tl.arange(0, R)
     j = column + tl.arange(0, C)
-    at = pointer + tl.cast(group, tl.int64) * group_stride + i.to(tl.int64)[:, None] * columns + j[None, :]
-    return tl.load(at, mask=(i < rows)[:, None] & (j < columns)[None, :], other=0.0)
+    offsets = pointer + tl.cast(group, tl.int64) * group_stride + i.to(tl.int64)[:, None] * columns + j[None, :]
+    return tl.load(offsets, mask=(i < rows)[:, None] & (j < columns)[None, :], other=0.0)
 
 
 @triton.jit
@@ -150,8 +150,8 @@ def place(tile, num_m, num_n, GROUP_M: tl.constexpr):
     """
     band = tile // (GROUP_M * num_n)
     height = tl.minimum(num_m - band * GROUP_M, GROUP_M)
-    within = tile % (GROUP_M * num_n)
-    return band * GROUP_M + within % height, within // height
+    local = tile % (GROUP_M * num_n)
+    return band * GROUP_M + local % height, local // height
 
 
 @triton.jit
@@ -191,11 +191,11 @@ def grow(
             a = load_tile(a_ptr, a_desc, a_group, a_stride, k, row, a_rows, a_columns, TMA, BLOCK_K, BLOCK_M).T
         else:
             a = load_tile(a_ptr, a_desc, a_group, a_stride, row, k, a_rows, a_columns, TMA, BLOCK_M, BLOCK_K)
-        at = first_b + k
+        b_row = first_b + k
         if TRANSPOSE_B:
-            b = load_tile(b_ptr, b_desc, b_group, b_stride, column, at, b_rows, b_columns, TMA, BLOCK_N, BLOCK_K).T
+            b = load_tile(b_ptr, b_desc, b_group, b_stride, column, b_row, b_rows, b_columns, TMA, BLOCK_N, BLOCK_K).T
         else:
-            b = load_tile(b_ptr, b_desc, b_group, b_stride, at, column, b_rows, b_columns, TMA, BLOCK_K, BLOCK_N)
+            b = load_tile(b_ptr, b_desc, b_group, b_stride, b_row, column, b_rows, b_columns, TMA, BLOCK_K, BLOCK_N)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
 

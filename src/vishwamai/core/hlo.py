@@ -32,10 +32,10 @@ _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 def _closing(text: str, start: int) -> int:
     """Index after the bracket that closes the one at `start`; brackets in quotes are text."""
     depth = 0
-    for found in _BRACKET.finditer(text, start):
-        depth += (found[0] in "([{") - (found[0] in ")]}")
+    for bracket in _BRACKET.finditer(text, start):
+        depth += (bracket[0] in "([{") - (bracket[0] in ")]}")
         if depth == 0:
-            return found.end()
+            return bracket.end()
     return len(text)
 
 
@@ -50,10 +50,10 @@ def _split(line: str) -> tuple[str, str, str, str, str]:
     paren = rest.find("(")
     close = _closing(rest, paren)
     attributes, metadata = rest[close:], ""
-    while (found := _METADATA.search(attributes)) is not None:
-        after = _closing(attributes, found.end())
-        metadata += attributes[found.end() : after]
-        attributes = attributes[: found.start()] + attributes[after:]
+    while (match := _METADATA.search(attributes)) is not None:
+        after = _closing(attributes, match.end())
+        metadata += attributes[match.end() : after]
+        attributes = attributes[: match.start()] + attributes[after:]
     return shape, rest[:paren], rest[paren + 1 : close - 1], attributes, metadata
 
 
@@ -104,37 +104,37 @@ class Instruction:
     @property
     def cycles(self) -> int | None:
         """The compiler's estimate; None where it gives none."""
-        found = _CYCLES.search(self.attributes)
-        return None if found is None else int(found[1])
+        match = _CYCLES.search(self.attributes)
+        return None if match is None else int(match[1])
 
     @property
     def target(self) -> str:
         """What a custom call calls; "" for other instructions."""
-        found = _TARGET.search(self.attributes)
-        return "" if found is None else found[1]
+        match = _TARGET.search(self.attributes)
+        return "" if match is None else match[1]
 
     @property
     def source(self) -> str:
         """The scopes and the operation of JAX that it comes from; "" where the text does not say."""
-        found = _SOURCE.search(self.metadata)
-        return "" if found is None else found[1]
+        match = _SOURCE.search(self.metadata)
+        return "" if match is None else match[1]
 
     @property
     def frame(self) -> str:
         """Number of its stack frame in the tables of the program; "" for none."""
-        found = _FRAME.search(self.metadata)
-        return "" if found is None else found[1]
+        match = _FRAME.search(self.metadata)
+        return "" if match is None else match[1]
 
     @functools.cached_property
     def computations(self) -> tuple[tuple[str, str], ...]:
         """The computations that it names: how ("calls", "body", "branch_computations", ...), and their names."""
-        found = []
+        calls = []
         for match in CALLED.finditer(self.attributes):
             if match[1]:
-                found.append((match[1], match[2]))
+                calls.append((match[1], match[2]))
             else:
-                found += [(match[3], name.strip().lstrip("%")) for name in match[4].split(",") if name.strip()]
-        return tuple(found)
+                calls += [(match[3], name.strip().lstrip("%")) for name in match[4].split(",") if name.strip()]
+        return tuple(calls)
 
     def called(self, kind: str) -> str | None:
         """The computation that it names as "calls", "body", "condition", "to_apply" or "called_computations"."""
@@ -157,25 +157,25 @@ class Module:
     @functools.cached_property
     def by_name(self) -> Mapping[str, Instruction]:
         """Every instruction."""
-        return {one.name: one for body in self.computations.values() for one in body}
+        return {instruction.name: instruction for body in self.computations.values() for instruction in body}
 
 
 def _whole_lines(text: str) -> Iterator[str]:
     """The lines, with the attributes of an instruction that go on over several lines in one: a kernel's metadata may
     hold line breaks.
     """
-    whole = ""
+    statement = ""
     for line in text.splitlines():
-        if whole and line and not line[0].isspace() and not _END.match(line):
-            whole += line
+        if statement and line and not line[0].isspace() and not _END.match(line):
+            statement += line
             continue
-        if whole:
-            yield whole
-        whole = line if _INSTRUCTION.match(line) else ""
-        if not whole:
+        if statement:
+            yield statement
+        statement = line if _INSTRUCTION.match(line) else ""
+        if not statement:
             yield line
-    if whole:
-        yield whole
+    if statement:
+        yield statement
 
 
 def parse_module(text: str) -> Module:
@@ -205,4 +205,4 @@ def parse_module(text: str) -> Module:
             if not names and opcode != "constant":
                 names = tuple(_BARE_NAME.findall(operands))
             body.append(Instruction(match[2], shape, opcode, names, operands, attributes, metadata, bool(match[1])))
-    return Module(entry, {name: tuple(found) for name, found in computations.items()})
+    return Module(entry, {name: tuple(instructions) for name, instructions in computations.items()})

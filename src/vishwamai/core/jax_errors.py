@@ -46,16 +46,16 @@ def from_callback(error: Exception) -> VishwamaiError | None:
         return None
     kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     names = "|".join(name for name, kind in kinds.items() if issubclass(kind, VishwamaiError))
-    found = re.search(rf"^(?:vishwamai\.core\.errors\.)?({names}): (.+?)\s*\Z", str(error), re.MULTILINE | re.DOTALL)
-    return None if found is None else kinds[found[1]](found[2])
+    match = re.search(rf"^(?:vishwamai\.core\.errors\.)?({names}): (.+?)\s*\Z", str(error), re.MULTILINE | re.DOTALL)
+    return None if match is None else kinds[match[1]](match[2])
 
 
-def device_error(what: str, error: Exception) -> DeviceError | None:
-    """The library's error for a complaint of the runtime, or of the host's allocator, while `what` runs; None for any
-    other error.
+def device_error(activity: str, error: Exception) -> DeviceError | None:
+    """The library's error for a complaint of the runtime, or of the host's allocator, while `activity` runs; None for
+    any other error.
     """
     first = (str(error).strip() or "no message").splitlines()[0][:500]
-    text = f"{what}: {type(error).__name__}: {first}"
+    text = f"{activity}: {type(error).__name__}: {first}"
     if isinstance(error, jax.errors.JaxRuntimeError):
         fix = " Out of memory: make the batch smaller, or wrap layers in `jax.checkpoint`."
         return DeviceError(text + fix if out_of_memory(error) else text)
@@ -65,17 +65,17 @@ def device_error(what: str, error: Exception) -> DeviceError | None:
 
 
 @contextlib.contextmanager
-def out_of_memory_named(what: str) -> Iterator[None]:
+def out_of_memory_named(activity: str) -> Iterator[None]:
     """Makes a `DeviceError` of an out of memory in the block, which has to wait for its results: the error of a program
     that runs asynchronously comes with the first wait.
     """
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        found = device_error(what, error)
-        if found is None or not out_of_memory(error):
+        translated = device_error(activity, error)
+        if translated is None or not out_of_memory(error):
             raise
-        raise found from error
+        raise translated from error
 
 
 def unreadable_program(text: str) -> bool:

@@ -112,10 +112,10 @@ class AxisLinks:
         devices = f", {self.devices} devices" if self.chip.devices > 1 else ""
         if self.chips == 1:
             return f"{self.chip.name}, one chip{devices}"
-        apart = "" if set(self.strides) == {1} else f", {hardware.written(self.strides)} links apart"
+        spacing = "" if set(self.strides) == {1} else f", {hardware.sides_text(self.strides)} links apart"
         if len(self.sides) == 1:
-            return f"{self.chip.name}, a {'ring' if self.wraps[0] else 'line'} of {self.chips} chips{apart}{devices}"
-        return f"{self.chip.name}, a box of {hardware.written(self.sides)} chips{apart}{devices}"
+            return f"{self.chip.name}, a {'ring' if self.wraps[0] else 'line'} of {self.chips} chips{spacing}{devices}"
+        return f"{self.chip.name}, a box of {hardware.sides_text(self.sides)} chips{spacing}{devices}"
 
 
 @checked
@@ -159,12 +159,12 @@ def links_known(mesh: Any, axes: Sequence[str]) -> AxisLinks | None:
     named = current_config().target
     device = mesh.abstract_device
     chip = ambient_target().tpu if named is not None else None if device is None else tpu_for(device.device_kind)
-    found = concrete_mesh()
-    if dict(found.shape) == dict(mesh.shape):
-        real = tpu_for(found.devices.flat[0].device_kind)
+    concrete = concrete_mesh()
+    if dict(concrete.shape) == dict(mesh.shape):
+        real = tpu_for(concrete.devices.flat[0].device_kind)
         if real is not None and (named is None or chip is real):
             try:
-                return _links_of_axes(found, axes)
+                return _links_of_axes(concrete, axes)
             except UnsupportedError:  # over several slices, or sharing its links: nothing to go by
                 return None
     if chip is None:
@@ -231,13 +231,13 @@ def group_links(group: Sequence[Any], devices: Sequence[Any], name: str = "the g
     return box_links(chip, sides_of(devices), group, name)
 
 
-def box_links(chip: TpuChip, whole: Sequence[int], group: Sequence[Any], name: str = "the group") -> AxisLinks:
-    """As `group_links`, of a slice with the sides `whole`.
+def box_links(chip: TpuChip, slice_sides: Sequence[int], group: Sequence[Any], name: str = "the group") -> AxisLinks:
+    """As `group_links`, of a slice with the sides `slice_sides`.
 
     Raises:
       UnsupportedError: the devices are neither a box of the slice nor evenly spaced along its sides.
     """
-    places = {place(device)[: len(whole)] for device in group}
+    places = {place(device)[: len(slice_sides)] for device in group}
     sides = lattice(places)
     if sides is None or len(group) % len(places):
         raise UnsupportedError(
@@ -245,13 +245,13 @@ def box_links(chip: TpuChip, whole: Sequence[int], group: Sequence[Any], name: s
             "sides, so other axes use their links, too; make the mesh with make_mesh, or choose sizes that divide the "
             "sides."
         )
-    closed = hardware.wraps(chip, tuple(whole[: hardware.rank(chip)]))
+    closed = hardware.wraps(chip, tuple(slice_sides[: hardware.rank(chip)]))
     spanned = [(i, side, step) for i, (side, step) in enumerate(sides) if side > 1]
     return AxisLinks(
         chip,
         tuple(side for _, side, _ in spanned),
         # Only a whole side closes. A side of two has one link, there and back.
-        tuple(i < len(closed) and closed[i] and side * step == whole[i] > 2 for i, side, step in spanned),
+        tuple(i < len(closed) and closed[i] and side * step == slice_sides[i] > 2 for i, side, step in spanned),
         len(group) // len(places),
         tuple(step for _, _, step in spanned),
     )

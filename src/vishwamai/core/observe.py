@@ -92,7 +92,7 @@ def watching(observer: Observer, *, every_thread: bool = False) -> Iterator[int]
     finally:
         with _LOCK:
             del _OBSERVERS[token]
-            _EVERY_THREAD = tuple(other for other in _EVERY_THREAD if other is not observer)
+            _EVERY_THREAD = tuple(entry for entry in _EVERY_THREAD if entry is not observer)
 
 
 @contextlib.contextmanager
@@ -107,9 +107,9 @@ def tokens() -> tuple[int, ...]:
     return _WATCHING.value
 
 
-def resumed(found: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:
+def resumed(tokens: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:
     """Puts the observers of another thread or moment in force, or keeps those that are if there were none."""
-    return _WATCHING(found) if found else contextlib.nullcontext()
+    return _WATCHING(tokens) if tokens else contextlib.nullcontext()
 
 
 def find(token: int) -> Observer | None:
@@ -121,7 +121,7 @@ def _in_force() -> tuple[Observer, ...]:
     tokens = _WATCHING.value
     if not tokens:  # the usual case, at every call of an op
         return _EVERY_THREAD
-    return (*(found for token in tokens if (found := _OBSERVERS.get(token)) is not None), *_EVERY_THREAD)
+    return (*(observer for token in tokens if (observer := _OBSERVERS.get(token)) is not None), *_EVERY_THREAD)
 
 
 def report(plan: Plan) -> None:

@@ -85,17 +85,17 @@ class Op(Generic[S]):
         try:
             return execute.run(plan, sharding.match_varying(operands))
         except (TypeError, ValueError, NotImplementedError) as error:
-            told = self.told(error, plan, operands)
-            if told is None:
+            translated = self.translated_error(error, plan, operands)
+            if translated is None:
                 raise
-            raise told from error
+            raise translated from error
 
     def _tells_axes(self, operands: Any) -> bool:
         """Whether tracing the kernels tells how they are split over mesh axes."""
         on_tpu = ambient_target().platform == "tpu"
         return sharding.on_explicit_axes(operands) or (on_tpu and automatic_axes.automatic_mesh(operands) is not None)
 
-    def told(self, error: Exception, plan: Plan, operands: Any) -> VishwamaiError | None:
+    def translated_error(self, error: Exception, plan: Plan, operands: Any) -> VishwamaiError | None:
         """JAX's own error about a call of `plan`, in our words; None where we have none."""
         if isinstance(error, VishwamaiError):
             return None
@@ -103,9 +103,9 @@ class Op(Generic[S]):
             if not jax_errors.lacks_forward_mode(error):
                 return None
             return self._no_forward_mode()
-        apart = self._on_different_devices(operands)  # arrays that no one program can take
-        if apart is not None:
-            return apart
+        mismatch = self._on_different_devices(operands)  # arrays that no one program can take
+        if mismatch is not None:
+            return mismatch
         if plan.implementation is not None and jax_errors.lacks_platform(error):
             platform = self._named(plan.implementation).platform
             return UnsupportedError(
@@ -158,11 +158,13 @@ class Op(Generic[S]):
           UnsupportedError: what `plan` raises; or the implementation asked for computes its own residuals.
         """
         plan = self.plan(spec, config=config, implementation=implementation)
-        own = next((choice.implementation for choice in plan.choices if choice.implementation.autodiff), None)
-        if own is not None:
+        differentiable = next(
+            (choice.implementation for choice in plan.choices if choice.implementation.autodiff), None
+        )
+        if differentiable is not None:
             raise UnsupportedError(
-                f"{self.name}: {own.name!r} reads no residuals, so it cannot compute the gradients of a part of a "
-                "larger problem; pass another implementation, or None to let the library choose."
+                f"{self.name}: {differentiable.name!r} reads no residuals, so it cannot compute the gradients of a "
+                "part of a larger problem; pass another implementation, or None to let the library choose."
             )
         return execute.backward(plan, sharding.match_varying((operands, outputs, residuals, cotangents)))
 
@@ -180,15 +182,15 @@ class Op(Generic[S]):
                 assert self.residual is not None, f"{self.name}: `residual` states no dims"
                 return dims.factors(self.residual, len(node.shape))
             texts = spec.dims(type(node))
-            given = zip(node, texts, strict=True)
-            return type(node)(*(None if x is None else dims.factors(text, len(x.shape)) for x, text in given))
+            pairs = zip(node, texts, strict=True)
+            return type(node)(*(None if x is None else dims.factors(text, len(x.shape)) for x, text in pairs))
 
         of_arguments, of_results = (
             jax.tree.map(named, tree, is_leaf=lambda node: hasattr(node, "_fields")) for tree in (arguments, results)
         )
-        found = sharding.Axes(of_arguments, of_results, frozenset())
-        split = dims.splittable(self.split(spec, len(arguments) > 1), found.dims)
-        return dataclasses.replace(found, splittable=split)
+        factors = sharding.Axes(of_arguments, of_results, frozenset())
+        split = dims.splittable(self.split(spec, len(arguments) > 1), factors.dims)
+        return dataclasses.replace(factors, splittable=split)
 
     def shareable(self, spec: S) -> frozenset[str]:
         """The operands whose leading axis may be 1 while the batch is larger."""
@@ -245,7 +247,7 @@ class Op(Generic[S]):
             return self._by_name(spec, target, implementation, config, ambient)
         return self._first(spec, target, config, ambient)
 
-    def _first(self, spec: S, target: Target, wanted: Any, ambient: KernelConfig, anywhere: bool = False) -> Choice:
+    def _first(self, spec: S, target: Target, config: Any, ambient: KernelConfig, anywhere: bool = False) -> Choice:
         """The first implementation that serves `spec` on `target`; with `anywhere`, of those that are for every
         platform.
         """
@@ -258,27 +260,27 @@ class Op(Generic[S]):
             if reason is not None:
                 declined.append((impl.name, reason))
             elif impl.why_not_default(spec, target) is None:
-                found = self._config(impl, spec, wanted, target, ambient)
-                return Choice(None if anywhere else target.platform, impl, found, target, tuple(declined))
+                resolved = self._config(impl, spec, config, target, ambient)
+                return Choice(None if anywhere else target.platform, impl, resolved, target, tuple(declined))
         reasons = "; ".join(f"{name!r} declines: {reason}" for name, reason in declined) or "there is none"
         assert target.framework == "torch", (
             f"{self.name}: the last implementation must serve everything: {spec}, {reasons}"
         )
         raise UnsupportedError(f"{self.name}: no kernel serves torch tensors on a GPU here: {reasons}")
 
-    def _by_name(self, spec: S, target: Target, name: str, wanted: Any, ambient: KernelConfig) -> Choice:
+    def _by_name(self, spec: S, target: Target, name: str, config: Any, ambient: KernelConfig) -> Choice:
         """The implementation called `name`."""
         chosen = self._named(name)
         if not chosen.is_for(target):
-            written = f"for {chosen.platform}" if chosen.platform else "JAX code"
+            kind = f"for {chosen.platform}" if chosen.platform else "JAX code"
             raise UnsupportedError(
-                f"{self.name}: {name!r} is {written}, and the arrays are {target.framework}'s on {target.platform}."
+                f"{self.name}: {name!r} is {kind}, and the arrays are {target.framework}'s on {target.platform}."
             )
         symbolic = is_symbolic(spec.operands)
         last = self.implementations[-1]
         reason = SYMBOLIC if symbolic and chosen is not last else chosen.why_not(spec, target)
         if reason is None:
-            return Choice(target.platform, chosen, self._config(chosen, spec, wanted, target, ambient), target)
+            return Choice(target.platform, chosen, self._config(chosen, spec, config, target, ambient), target)
         others = [
             (impl, target if target.framework == "torch" else target.on(impl.platform)) for impl in self.implementations
         ]
@@ -321,12 +323,12 @@ class Op(Generic[S]):
         if isinstance(config, int):
             check_block_size(f"{self.name}: `config`", config)
 
-    def _config(self, impl: Implementation[S], spec: S, wanted: Any, target: Target, ambient: KernelConfig) -> Any:
+    def _config(self, impl: Implementation[S], spec: S, config: Any, target: Target, ambient: KernelConfig) -> Any:
         if impl.heuristic is None or impl.config_type is None:
             return None
-        if isinstance(wanted, impl.config_type):
-            return wanted
-        block_size = wanted if isinstance(wanted, int) else ambient.block_size
+        if isinstance(config, impl.config_type):
+            return config
+        block_size = config if isinstance(config, int) else ambient.block_size
         if block_size is not None:
             return _heuristic(impl, spec, target).resized(block_size, spec, target)
         tuned = tuning.lookup(self.name, impl.name, target, spec, impl.config_type) if ambient.auto_optimize else None

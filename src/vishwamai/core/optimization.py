@@ -39,7 +39,7 @@ class Setting:
     exclusive: bool = False
 
     @property
-    def apart(self) -> bool:
+    def separate(self) -> bool:
         """Whether other means than a setting's value apply it: `Optimization.kernels`, `Optimization.over`."""
         return self.name == "mesh" or self.name.startswith("KernelConfig")
 
@@ -47,11 +47,11 @@ class Setting:
         """The setting for a value of the key; what is neither true nor false is the setting's own value."""
         return (self.on if value else self.off) if isinstance(value, bool) else value
 
-    def agrees(self, value: Any, given: Any) -> bool:
+    def agrees(self, value: Any, setting: Any) -> bool:
         """Whether a setting that the user gave agrees with a value of the key."""
         if value is False and not self.exclusive:
-            return given != self.on
-        return given == self.of(value)
+            return setting != self.on
+        return setting == self.of(value)
 
 
 def _key(doc: str, **purposes: Setting | str) -> Any:
@@ -144,50 +144,50 @@ class Optimization:
                 raise ConfigError(str(error)) from None
 
     @classmethod
-    def of(cls, given: Optimization | Mapping[str, Any] | None) -> Optimization:
+    def of(cls, keys: Optimization | Mapping[str, Any] | None) -> Optimization:
         """The keys of a dict, or of the section "optimization" that is all of it; None has none.
 
         Raises:
           ConfigError: a key is unknown (the text names the nearest), or a value has another type than its key.
         """
-        if given is None or isinstance(given, Optimization):
-            return given or cls()
-        if not isinstance(given, Mapping):
-            raise ConfigError(f'optimization: expected a dict such as {{"use_fp8": True}}, not {described(given)}.')
-        if list(given) == ["optimization"]:
-            return cls.of(given["optimization"])
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
+        if keys is None or isinstance(keys, Optimization):
+            return keys or cls()
+        if not isinstance(keys, Mapping):
+            raise ConfigError(f'optimization: expected a dict such as {{"use_fp8": True}}, not {described(keys)}.')
+        if list(keys) == ["optimization"]:
+            return cls.of(keys["optimization"])
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in keys:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
-                raise ConfigError(f"optimization: unknown key {name!r}; {hint}The keys are {', '.join(known)}.")
-        return cls(**given)
+                raise ConfigError(f"optimization: unknown key {name!r}; {hint}The keys are {', '.join(names)}.")
+        return cls(**keys)
 
     @classmethod
-    def of_loaded(cls, name: str, given: Optimization | Mapping[str, Any] | None) -> Optimization:
+    def of_loaded(cls, name: str, keys: Optimization | Mapping[str, Any] | None) -> Optimization:
         """`of`, for what takes a model that is loaded already.
 
         Raises:
           UnsupportedError: a key takes effect while a model is loaded. `name`: of the caller, for the text.
         """
-        found = cls.of(given)
+        optimization = cls.of(keys)
         for key in ("use_fp8", "use_pjit"):
-            if getattr(found, key) is not None:
+            if getattr(optimization, key) is not None:
                 raise UnsupportedError(f"{name}: {key} takes effect while a model is loaded; pass it to plan_load.")
-        return found
+        return optimization
 
     @property
-    def given(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:
         """The keys that are set, with their values."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def settings(self, purpose: Purpose, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def settings(self, purpose: Purpose, explicit: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What the keys set, by setting; the kernels' configuration and the mesh apart.
 
         Args:
           purpose: of the program.
-          given: settings that the user gave, which must agree with the keys; None for none.
+          explicit: settings that the user gave, which must agree with the keys; None for none.
 
         Raises:
           ConfigError: a setting that was given contradicts a key; the text names both.
@@ -197,20 +197,20 @@ class Optimization:
         ...
         vishwamai.core.errors.ConfigError: optimization: use_fp8=true asks for quantize=fp8, but quantize=int8 was ...
         """
-        found = {}
+        values = {}
         for field in dataclasses.fields(self):
             value, setting = getattr(self, field.name), field.metadata[purpose]
-            if value is None or isinstance(setting, str) or setting.apart:
+            if value is None or isinstance(setting, str) or setting.separate:
                 continue
-            if given is None or given.get(setting.name) is None:
-                found[setting.name] = setting.of(value)
-            elif not setting.agrees(value, given[setting.name]):
+            if explicit is None or explicit.get(setting.name) is None:
+                values[setting.name] = setting.of(value)
+            elif not setting.agrees(value, explicit[setting.name]):
                 raise ConfigError(
-                    f"optimization: {field.name}={_written(value)} asks for {setting.name}="
-                    f"{_written(setting.of(value))}, but {setting.name}={_written(given[setting.name])} was given; "
-                    "leave one of them out."
+                    f"optimization: {field.name}={_formatted(value)} asks for {setting.name}="
+                    f"{_formatted(setting.of(value))}, but {setting.name}={_formatted(explicit[setting.name])} was "
+                    "given; leave one of them out."
                 )
-        return found
+        return values
 
     def over(self, devices: int, mesh: int, name: str) -> bool:
         """Whether the mesh becomes one of all devices.
@@ -279,9 +279,9 @@ class OptimizationReport:
 
     def __str__(self) -> str:
         lines = [f"optimization, {'a ' if self.purpose == 'function' else ''}{self.purpose}:"]
-        for one in self.effects:
-            name = one.key if one.value is None else f"{one.key}={_written(one.value)}"
-            lines.append(f"  {name:32} {one.words if one.sets is None else f'{one.sets}: {one.words}'}")
+        for effect in self.effects:
+            name = effect.key if effect.value is None else f"{effect.key}={_formatted(effect.value)}"
+            lines.append(f"  {name:32} {effect.words if effect.sets is None else f'{effect.sets}: {effect.words}'}")
         return "\n".join(lines)
 
 
@@ -308,14 +308,14 @@ def explain_optimization(
       block_size                       not set
       use_pjit                         not set
     """
-    found = Optimization.of(optimization)
+    keys = Optimization.of(optimization)
     if not isinstance(purpose, str) or purpose not in get_args(Purpose):
         raise ConfigError(f"explain_optimization: purpose is {described(purpose)}; pass one of {get_args(Purpose)}.")
     if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 1):
         raise ConfigError(f"explain_optimization: devices is {described(devices)}; pass their number, or None.")
 
     def effect(field: dataclasses.Field[Any]) -> OptimizationEffect:
-        value, setting = getattr(found, field.name), field.metadata[purpose]
+        value, setting = getattr(keys, field.name), field.metadata[purpose]
         if value is None:
             return OptimizationEffect(field.name, None, None, "not set")
         if isinstance(setting, str):
@@ -324,15 +324,15 @@ def explain_optimization(
         if setting.name == "mesh":
             words = "nothing is split" if value is False else words
             words = "this is the only one, so nothing is split" if value and devices == 1 else words
-        elif value is False and not setting.exclusive and not setting.apart:
-            words = f"a contradicting {setting.name}={_written(setting.on)} is an error"
+        elif value is False and not setting.exclusive and not setting.separate:
+            words = f"a contradicting {setting.name}={_formatted(setting.on)} is an error"
         count = f" ({devices})" if setting.name == "mesh" and value and devices is not None else ""
-        return OptimizationEffect(field.name, value, f"{setting.name}={_written(setting.of(value))}{count}", words)
+        return OptimizationEffect(field.name, value, f"{setting.name}={_formatted(setting.of(value))}{count}", words)
 
-    return OptimizationReport(purpose, tuple(map(effect, dataclasses.fields(found))))
+    return OptimizationReport(purpose, tuple(map(effect, dataclasses.fields(keys))))
 
 
-def _written(value: Any) -> str:
+def _formatted(value: Any) -> str:
     """A value as YAML and the command line write it."""
     if isinstance(value, bool):
         return str(value).lower()

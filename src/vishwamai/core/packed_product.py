@@ -130,8 +130,8 @@ def xla_forward(spec: ProductSpec, config: None, operands: Operands, residuals: 
     def product(values: Any, scales: Any) -> Any:
         k, n = spec.shape
         scales = jnp.moveaxis(scales, -2, -3).reshape(*scales.shape[:2], scales.shape[3], -1)[..., :n]
-        each = jnp.repeat(scales, k if spec.block_size is None else spec.block_size, axis=-2)[..., :k, :]
-        weight = unpacked_values(values, spec.shape, spec.format).astype(jnp.float32) * each
+        repeated = jnp.repeat(scales, k if spec.block_size is None else spec.block_size, axis=-2)[..., :k, :]
+        weight = unpacked_values(values, spec.shape, spec.format).astype(jnp.float32) * repeated
         if o.sizes is None:
             return jnp.matmul(x, weight[:, 0], precision="highest")
         groups = max(x.shape[0], weight.shape[0], o.sizes.shape[0])
@@ -217,11 +217,11 @@ def packed_product(
             f"{function}: the weights are {weight} and {up}; pass two of one shape, format and block_size."
         )
     lead = 0 if sizes is None else 1
-    for each in (weight, *(() if up is None else (up,))):
-        if each.values.ndim != 2 + lead:
+    for operand in (weight, *(() if up is None else (up,))):
+        if operand.values.ndim != 2 + lead:
             raise ShapeError(
-                f"{function}: a weight is {each}; pass one with {lead} axes before K and N, packed from a QTensor of "
-                f"{2 + lead} axes."
+                f"{function}: a weight is {operand}; pass one with {lead} axes before K and N, packed from a QTensor "
+                f"of {2 + lead} axes."
             )
     if activation is not None and activation not in ACTIVATIONS:
         raise ShapeError(f"{function}: `activation` is {activation!r}; pass one of {', '.join(ACTIVATIONS)}, or None.")
@@ -232,9 +232,9 @@ def packed_product(
             f"{function}: `group_sizes` has shape {jnp.shape(sizes)}; pass {weight.values.shape[:1]}, rows of each "
             "group."
         )
-    wanted = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    if wanted.name not in _FLOATS:
-        raise ShapeError(f"{function}: `out_dtype` is {wanted.name}; pass one of {', '.join(_FLOATS)}.")
+    result_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if result_dtype.name not in _FLOATS:
+        raise ShapeError(f"{function}: `out_dtype` is {result_dtype.name}; pass one of {', '.join(_FLOATS)}.")
 
     def arrays(name: str, w: PackedQTensor | None) -> tuple[Any, Any]:
         if w is None:
@@ -250,5 +250,7 @@ def packed_product(
         None if sizes is None else jnp.asarray(sizes, jnp.int32)[None],
     )
     shapes = Operands(*(None if a is None else array_spec(a) for a in operands))
-    spec = ProductSpec(shapes, weight.shape, weight.format, weight.block_size, weight.activations, activation, wanted)
+    spec = ProductSpec(
+        shapes, weight.shape, weight.format, weight.block_size, weight.activations, activation, result_dtype
+    )
     return PACKED_PRODUCT(spec, operands, implementation=implementation).out.reshape(*x.shape[:-1], n)

@@ -105,8 +105,8 @@ class PackedQTensor:
         index = jnp.clip(jnp.asarray(index), 0, max(n - 1, 0))
         panel, column = index // COLUMNS, index % COLUMNS
         side_by_side = _side_by_side(self.format)
-        found = self.values.reshape(self.values.shape[0], -1, COLUMNS, side_by_side)[panel, :, column]
-        values = _from_bytes(found, self.format).reshape(*index.shape, -1)[..., :k]  # of [*rows, steps, side by side]
+        stored = self.values.reshape(self.values.shape[0], -1, COLUMNS, side_by_side)[panel, :, column]
+        values = _from_bytes(stored, self.format).reshape(*index.shape, -1)[..., :k]  # of [*rows, steps, side by side]
         scales = self.scales[panel, :, column]  # [*rows, blocks]
         size = k if self.block_size is None else self.block_size
         scales = jnp.repeat(scales, size, axis=-1)[..., :k]
@@ -134,15 +134,15 @@ def _side_by_side(format: str) -> int:
     return 1 if _is_fp8(format) else 4
 
 
-def _from_bytes(found: Any, format: str) -> Any:
+def _from_bytes(stored: Any, format: str) -> Any:
     """Values `[..., steps, neighbours along K]` from the bytes `[..., steps, side by side]` of a column; int8 or the
     format's dtype.
     """
     if format == "int8":
-        return (found ^ 128).astype(jnp.int8)
+        return (stored ^ 128).astype(jnp.int8)
     if BITS[format] == 8:
-        return jax.lax.bitcast_convert_type(found, FORMATS[format].dtype)
-    codes = jnp.concatenate([found & 15, found >> 4], axis=-1)
+        return jax.lax.bitcast_convert_type(stored, FORMATS[format].dtype)
+    codes = jnp.concatenate([stored & 15, stored >> 4], axis=-1)
     if format == "int4":
         return codes.astype(jnp.int8) - 8
     return jax.lax.bitcast_convert_type(codes.astype(jnp.uint4), FORMATS[format].dtype)
@@ -234,10 +234,10 @@ def permuted(values: Any, format: str, transpose: bool) -> Any:
     """`[groups, panels, bytes]` of `_as_bytes` `[groups, K, N]`, in jax.numpy."""
     x = jnp.swapaxes(values, 1, 2) if transpose else values
     groups, k, n = x.shape
-    width, beside = BITS[format], _side_by_side(format)
+    width, neighbours = BITS[format], _side_by_side(format)
     padded, panels = -(-k // 8) * 8, -(-n // COLUMNS)
     x = jnp.pad(x, ((0, 0), (0, padded - k), (0, panels * COLUMNS - n)))
-    x = x.reshape(groups, -1, beside * 8 // width, panels, COLUMNS).transpose(0, 3, 1, 4, 2)
+    x = x.reshape(groups, -1, neighbours * 8 // width, panels, COLUMNS).transpose(0, 3, 1, 4, 2)
     if width == 4:
         x = (x + 8).astype(jnp.uint8)
         packed = x[..., :4] | (x[..., 4:] << 4)

@@ -155,13 +155,13 @@ def call(
     Returns:
       the outputs in their order, None for those that are absent.
     """
-    given = {ref: array for ref, array in scalars.items() if array is not None}
+    scalar_arrays = {ref: array for ref, array in scalars.items() if array is not None}
     present = {ref: entry for ref, entry in inputs.items() if entry is not None and entry[0] is not None}
-    made = {ref: entry for ref, entry in outputs.items() if entry is not None}
-    held = {ref: shape for ref, shape in scratch.items() if shape is not None}
-    names = (*given, *present, *made, *held)
+    output_specs = {ref: entry for ref, entry in outputs.items() if entry is not None}
+    scratch_refs = {ref: shape for ref, shape in scratch.items() if shape is not None}
+    names = (*scalar_arrays, *present, *output_specs, *scratch_refs)
     absent = dict.fromkeys((*scalars, *inputs, *outputs, *scratch))
-    arrays = (*given.values(), *(array for array, _ in present.values()))
+    arrays = (*scalar_arrays.values(), *(array for array, _ in present.values()))
 
     def kernel(*refs: Any) -> None:
         body(**absent | dict(zip(names, refs, strict=True)))
@@ -169,14 +169,14 @@ def call(
     results = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(given),
+            num_scalar_prefetch=len(scalar_arrays),
             grid=tuple(grid),
             in_specs=[spec for _, spec in present.values()],
-            out_specs=[spec for _, _, spec in made.values()],
-            scratch_shapes=list(held.values()),
+            out_specs=[spec for _, _, spec in output_specs.values()],
+            scratch_shapes=list(scratch_refs.values()),
         ),
-        out_shape=[out_struct(shape, dtype, arrays) for shape, dtype, _ in made.values()],
-        input_output_aliases={names.index(taken): list(made).index(ref) for taken, ref in aliases.items()},
+        out_shape=[out_struct(shape, dtype, arrays) for shape, dtype, _ in output_specs.values()],
+        input_output_aliases={names.index(source): list(output_specs).index(ref) for source, ref in aliases.items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple(semantics),  # type: ignore[arg-type]
             vmem_limit_bytes=vmem_limit(vmem_bytes, vmem_granule),
@@ -184,7 +184,7 @@ def call(
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=bytes_accessed, transcendentals=transcendentals),
         name=name,
     )(*arrays)
-    by_ref = dict(zip(made, results, strict=True))
+    by_ref = dict(zip(output_specs, results, strict=True))
     return tuple(by_ref.get(ref) for ref in outputs)
 
 

@@ -65,10 +65,10 @@ def format_name(name: str) -> str:
     Raises:
       ShapeError: there is no such format.
     """
-    found = _ALIASES.get(name, name) if isinstance(name, str) else None
-    if found is None or found not in FORMATS:
+    canonical = _ALIASES.get(name, name) if isinstance(name, str) else None
+    if canonical is None or canonical not in FORMATS:
         raise ShapeError(f"quantize: `format` is {name!r}; pass one of {', '.join((*FORMATS, *_ALIASES))}.")
-    return found
+    return canonical
 
 
 @functools.partial(

@@ -31,10 +31,10 @@ class Argument(NamedTuple):
 class _Seen:
     """The sizes that the arguments before have."""
 
-    def __init__(self, known: Mapping[str, tuple[str, int]]) -> None:
+    def __init__(self, sizes: Mapping[str, tuple[str, int]]) -> None:
         # dim (and "dim/"): argument, axis (None: not told), size
         self.axes: dict[str, tuple[str, int | None, int]] = {
-            n: (label, None, size) for n, (label, size) in known.items()
+            n: (label, None, size) for n, (label, size) in sizes.items()
         }
         self.lead: dict[str, tuple[str, tuple[int, ...]]] = {}  # dim of any number of axes: argument, sizes
         self.together: set[str] = set()  # those of them that broadcast
@@ -67,8 +67,8 @@ class _Seen:
         """The first dim of an array that contradicts those before; the array has a legal number of axes."""
         fixed, variadic, lead = laid(text, shape)
         for dim, _, size in fixed:
-            wanted = self.size(dim)
-            if wanted is not None and size != wanted and not (dim.shareable and size == 1):
+            expected = self.size(dim)
+            if expected is not None and size != expected and not (dim.shareable and size == 1):
                 return dim
             of_one, rest = divmod(size - dim.more, dim.times)
             if rest or of_one < 0:
@@ -95,26 +95,26 @@ class _Seen:
             name = f"{name}/"
         if name in self.lead and dim.variadic:
             label, lead = self.lead[name]
-            one = name.removesuffix("s")
-            return f"`{label}` has the {one} axes {lead}" if lead else f"`{label}` has no {one} axes"
+            singular = name.removesuffix("s")
+            return f"`{label}` has the {singular} axes {lead}" if lead else f"`{label}` has no {singular} axes"
         if name not in self.axes or dim.variadic:
             return ""
         label, axis, size = self.axes[name]
         name = name.removesuffix("/")
-        what = f"{size} {name}" if name.endswith("s") else f"{name} = {size}"
+        count = f"{size} {name}" if name.endswith("s") else f"{name} = {size}"
         where = "" if axis is None else " in its last axis" if axis == -1 else f" in axis {axis}"
-        return f"`{label}` has {what}{where}"
+        return f"`{label}` has {count}{where}"
 
-    def wanted(self, text: str, bare: bool) -> str:
+    def expected_shape(self, text: str, bare: bool) -> str:
         """The shape that an array should have; `bare`: without the axes of a dim that may be shared."""
-        found: list[str] = []
+        sizes: list[str] = []
         for dim in dims.parse(text):
             if not dim.variadic:
-                known = self.size(dim)
-                found.append(_named(dim) if known is None else str(known))
+                size = self.size(dim)
+                sizes.append(_named(dim) if size is None else str(size))
             elif not (dim.shareable and bare):
-                found += map(str, self.lead[dim.name][1]) if dim.name in self.lead else ["..."]
-        return f"({', '.join(found)}{',' if len(found) == 1 and found != ['...'] else ''})"
+                sizes += map(str, self.lead[dim.name][1]) if dim.name in self.lead else ["..."]
+        return f"({', '.join(sizes)}{',' if len(sizes) == 1 and sizes != ['...'] else ''})"
 
 
 def check_float(function: str, label: str, dtype: Any) -> None:
@@ -124,12 +124,12 @@ def check_float(function: str, label: str, dtype: Any) -> None:
 
 
 def check_shapes(
-    function: str, arguments: Iterable[Argument], known: Mapping[str, tuple[str, int]] | None = None
+    function: str, arguments: Iterable[Argument], sizes: Mapping[str, tuple[str, int]] | None = None
 ) -> None:
-    """Raises ShapeError where the shapes contradict one another or the dims; `known` has the sizes of dims that other
+    """Raises ShapeError where the shapes contradict one another or the dims; `sizes` has the sizes of dims that other
     arguments bring: `{dim: (argument, size)}`.
     """
-    seen = _Seen(known or {})
+    seen = _Seen(sizes or {})
     for argument in arguments:
         if not _has_rank(argument.text, len(argument.shape)) or seen.misfit(argument.text, argument.shape):
             raise ShapeError(f"{function}: {_complaint(argument, seen)}")
@@ -141,15 +141,15 @@ def _complaint(argument: Argument, seen: _Seen) -> str:
     words = dims.parse(text)
     legal = _has_rank(text, len(shape))
     dim = seen.misfit(text, shape) if legal else None
-    told = sorted(words, key=lambda dim: dim.variadic) if dim is None else [dim]
-    because = next(filter(None, map(seen.owner, told)), "")
-    given = f"has shape {shape}" if shape else "is a scalar"
+    owners = sorted(words, key=lambda dim: dim.variadic) if dim is None else [dim]
+    because = next(filter(None, map(seen.owner, owners)), "")
+    actual = f"has shape {shape}" if shape else "is a scalar"
     turned = (*shape[:-2], *shape[:-3:-1])
     if legal and len(words) > 1 and not (words[-1].variadic or words[-2].variadic) and not seen.misfit(text, turned):
         fix = f"`{label}.T`" if len(shape) == 2 else f"`{label}.swapaxes(-1, -2)`"
         fix += f", or {turned_hint}" if turned_hint else ""
     else:
-        fix = f"`{label}` of shape {seen.wanted(text, len(shape) <= len(words) - 1)}"
+        fix = f"`{label}` of shape {seen.expected_shape(text, len(shape) <= len(words) - 1)}"
         if dim is not None and dim.variadic and dim.name in seen.together:
             fix += f", or with {dim.name} axes that broadcast{'' if dim.broadcasts else ' to these'} (equal or 1)"
         elif dim is not None and dim.variadic and dim.shareable and seen.lead[dim.name or ""][1]:
@@ -161,7 +161,7 @@ def _complaint(argument: Argument, seen: _Seen) -> str:
         if not legal and len(shape) == 1 and len([dim for dim in words if not dim.variadic]) == 2:
             fix += f" (a vector as one row, `{label}[None, :]`, or one column, `{label}[:, None]`)"
         fix += f", {hint}" if hint else ""
-    return f"`{label}` {given}{f', but {because}' if because else ''}; pass {fix}."
+    return f"`{label}` {actual}{f', but {because}' if because else ''}; pass {fix}."
 
 
 def _lacks(words: tuple[dims.Dim, ...]) -> int:
@@ -187,13 +187,17 @@ def laid(text: str, shape: tuple[int, ...]) -> tuple[list[tuple[dims.Dim, int, i
     array with fewer axes than words has the last ones.
     """
     words = dims.parse(text)
-    at = next((i for i, dim in enumerate(words) if dim.variadic), None)
-    if at is None or len(shape) < len(words) - 1:
-        at, words = None, words[len(words) - len(shape) :]
+    variadic = next((i for i, dim in enumerate(words) if dim.variadic), None)
+    if variadic is None or len(shape) < len(words) - 1:
+        variadic, words = None, words[len(words) - len(shape) :]
     more = len(shape) - len(words)
     fixed = []
     for i, dim in enumerate(words):
-        if i != at:
-            axis = i - len(shape) + (more if at is not None and i > at else 0)
+        if i != variadic:
+            axis = i - len(shape) + (more if variadic is not None and i > variadic else 0)
             fixed.append((dim, axis, shape[axis]))
-    return fixed, None if at is None else words[at], () if at is None else shape[at : at + more + 1]
+    return (
+        fixed,
+        None if variadic is None else words[variadic],
+        () if variadic is None else shape[variadic : variadic + more + 1],
+    )

@@ -148,8 +148,8 @@ def assign(
                 ways *= sizes[axis]
             extents = [
                 shape[i]
-                for other, shape in zip(dims, shapes, strict=True)
-                for i, n in enumerate(other)
+                for factors, shape in zip(dims, shapes, strict=True)
+                for i, n in enumerate(factors)
                 if n == name and shape[i] != 1
             ]
             if extents and all(extent % ways == 0 for extent in extents):
@@ -248,14 +248,14 @@ def _shardy_rule(
             if name is not None and extent != 1:
                 smallest[name] = min(extent, smallest.get(name, extent))
     sizes: dict[str, int] = {}
-    whole: list[str] = []
+    unsplit: list[str] = []
     fresh = 0
 
     def private(extent: int) -> str:
         nonlocal fresh
         fresh += 1
         name = f"p{fresh}"
-        whole.append(name)
+        unsplit.append(name)
         return name
 
     mappings = []
@@ -266,8 +266,8 @@ def _shardy_rule(
                 mapping.append(private(extent))
             elif extent == smallest[name]:
                 mapping.append(f"f{name}")
-                if name not in axes.splittable and f"f{name}" not in whole:
-                    whole.append(f"f{name}")
+                if name not in axes.splittable and f"f{name}" not in unsplit:
+                    unsplit.append(f"f{name}")
             else:
                 rest = private(extent)
                 sizes[rest] = extent // smallest[name]
@@ -287,7 +287,7 @@ def _shardy_rule(
         tuple(mappings[:count]),
         tuple(mappings[count:]),
         reduction_factors=reduced,
-        need_replication_factors=tuple(name for name in present if name in whole),
+        need_replication_factors=tuple(name for name in present if name in unsplit),
         **factor_sizes,
     )
 
@@ -339,11 +339,11 @@ def follow_explicit_axes(function: Callable[..., Any], axes: Axes | Callable[[],
     axes = axes() if callable(axes) else axes
     leaves, treedef = jax.tree.flatten(arrays)
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
-    other = next((m for m in meshes if not m.empty and dict(m.shape) != dict(mesh.shape)), None)
-    if other is not None:
+    second = next((m for m in meshes if not m.empty and dict(m.shape) != dict(mesh.shape)), None)
+    if second is not None:
         raise DeviceError(
-            f"the arrays are on two meshes, with axes {dict(mesh.shape)} and {dict(other.shape)}; put them on one, for "
-            "instance by jax.device_put(x, jax.NamedSharding(mesh, jax.P()))."
+            f"the arrays are on two meshes, with axes {dict(mesh.shape)} and {dict(second.shape)}; put them on one, "
+            "for instance by jax.device_put(x, jax.NamedSharding(mesh, jax.P()))."
         )
     dims = factor_leaves(axes.arguments)
     assignment = assigned(mesh, axes, leaves)
@@ -355,7 +355,7 @@ def follow_explicit_axes(function: Callable[..., Any], axes: Axes | Callable[[],
         ]
 
     # An array that is on no mesh yet can only go there in one program with another that is.
-    leaves = (jax.jit(laid) if any(own.empty for own in meshes) else laid)(*leaves)
+    leaves = (jax.jit(laid) if any(leaf_mesh.empty for leaf_mesh in meshes) else laid)(*leaves)
 
     def out_spec(names: Factors) -> PartitionSpec:
         return PartitionSpec(*(None if name is None else assignment.get(name) for name in names))

@@ -25,10 +25,10 @@ def as_arrays(function: str, arrays: Any, labels: Mapping[str, str] | None = Non
     """
     renamed: Any = labels or {}
     kind = type(arrays)
-    found = []
+    converted = []
     for name, absent, x in zip(kind._fields, dims.optional(kind), arrays, strict=True):
-        found.append(None if x is None and absent else as_array(function, renamed.get(name, name), x))
-    return kind(*found)
+        converted.append(None if x is None and absent else as_array(function, renamed.get(name, name), x))
+    return kind(*converted)
 
 
 def array_specs(arrays: Any) -> Any:
@@ -67,35 +67,35 @@ def op_shape(text: str, op_text: str, shape: tuple[int, ...]) -> tuple[int, ...]
     >>> op_shape("*rows features", "groups rows features", (2, 7, 3))
     (1, 14, 3)
     """
-    given, own = dims.parse(text), dims.parse(op_text)
-    variadic = any(dim.variadic for dim in given)
-    rest = list(shape) if variadic else [1] * (len(given) - len(shape)) + list(shape)
+    caller_dims, op_dims = dims.parse(text), dims.parse(op_text)
+    variadic = any(dim.variadic for dim in caller_dims)
+    rest = list(shape) if variadic else [1] * (len(caller_dims) - len(shape)) + list(shape)
     swapped = _swapped(text, op_text)
     if swapped is not None:
         i, j = swapped
         rest[i], rest[j] = rest[j], rest[i]
         return tuple(rest)
-    found: list[int] = []
-    kept = {dim.name for dim in own if dim.variadic}
-    for dim in given:
+    sizes: list[int] = []
+    variadic_names = {dim.name for dim in op_dims if dim.variadic}
+    for dim in caller_dims:
         if dim.variadic:
-            count = len(shape) - len(given) + 1
+            count = len(shape) - len(caller_dims) + 1
             lead, rest = rest[:count], rest[count:]
-            found += lead if dim.name in kept else [math.prod(lead)]
+            sizes += lead if dim.name in variadic_names else [math.prod(lead)]
         else:
-            found.append(rest.pop(0))
-    return tuple(found) if own[0].name in {dim.name for dim in given} else (1, *found)
+            sizes.append(rest.pop(0))
+    return tuple(sizes) if op_dims[0].name in {dim.name for dim in caller_dims} else (1, *sizes)
 
 
 @functools.cache
 def _swapped(text: str, op_text: str) -> tuple[int, int] | None:
     """The two axes that change places between the caller's layout and the op's; None where the order is the same."""
-    given, own = ([dim.name for dim in dims.parse(each)] for each in (text, op_text))
-    moved = [i for i, (a, b) in enumerate(zip(given, own)) if a != b]
-    if len(given) != len(own) or not moved or set(given) != set(own):
+    caller_names, op_names = ([dim.name for dim in dims.parse(dims_text)] for dims_text in (text, op_text))
+    differing = [i for i, (a, b) in enumerate(zip(caller_names, op_names)) if a != b]
+    if len(caller_names) != len(op_names) or not differing or set(caller_names) != set(op_names):
         return None
-    assert len(moved) == 2, f"{text!r} and {op_text!r} differ in the order of more than two axes"
-    return moved[0], moved[1]
+    assert len(differing) == 2, f"{text!r} and {op_text!r} differ in the order of more than two axes"
+    return differing[0], differing[1]
 
 
 @functools.cache
@@ -107,21 +107,21 @@ def _flattens(text: str, op_text: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _move(text: str, op_text: str, shape: tuple[int, ...]) -> Callable[[Any], Any] | None:
     """Takes an array of the caller (of JAX or torch) to the op's layout; None where it is there already."""
-    wanted = op_shape(text, op_text, shape)
+    target = op_shape(text, op_text, shape)
     swapped = _swapped(text, op_text)
     if swapped is not None:
         return operator.methodcaller("swapaxes", *swapped)
-    if wanted == shape:
+    if target == shape:
         return None
     flat = text == op_text or _flattens(text, op_text)
-    return operator.methodcaller("reshape", wanted) if flat else operator.itemgetter(None)
+    return operator.methodcaller("reshape", target) if flat else operator.itemgetter(None)
 
 
 @functools.cache
 def _behind(text: str, op_text: str) -> tuple[bool, ...]:
     """Which words behind the `*name` in front are axes of the op's array, too."""
-    own = {dim.name for dim in dims.parse(op_text)}
-    return tuple(dim.name in own for dim in dims.parse(text)[1:])
+    op_names = {dim.name for dim in dims.parse(op_text)}
+    return tuple(dim.name in op_names for dim in dims.parse(text)[1:])
 
 
 class Signature:
@@ -147,14 +147,14 @@ class Signature:
         hints: Mapping[str, str] | None = None,
         split: str | None = None,
         turned: Mapping[str, str] | None = None,
-        own: Any = None,
+        op_texts: Any = None,
     ):
         self.operands = operands
         self._outputs: Callable[[Any], Any] = outputs if callable(outputs) else lambda spec: outputs
         self.labels = dict(labels or {})
         self.hints = dict(hints or {})
         self.turned = dict(turned or {})
-        self._own = own or dims.declared(type(operands))
+        self._own = op_texts or dims.declared(type(operands))
         self.split = split
 
     def outputs(self, spec: Any) -> Any:
@@ -177,18 +177,18 @@ class Signature:
     def specs(self, arrays: Any) -> Any:
         """The `ArraySpec` of each operand in the op's layout."""
 
-        def laid(x: ArraySpec | None, text: str, own: str) -> ArraySpec | None:
-            return None if x is None else ArraySpec(op_shape(text, own, x.shape), x.dtype)
+        def laid(x: ArraySpec | None, text: str, op_text: str) -> ArraySpec | None:
+            return None if x is None else ArraySpec(op_shape(text, op_text, x.shape), x.dtype)
 
         return type(arrays)(*map(laid, arrays, self.operands, self._own))
 
     def pack(self, arrays: Any, spec: Any = None) -> Any:
         """The caller's arrays (of JAX or torch) in the op's layout, which an option of `spec` may change."""
 
-        def laid(x: Any, text: str, own: str) -> Any:
+        def laid(x: Any, text: str, op_text: str) -> Any:
             if x is None:
                 return None
-            move = _move(text, own, tuple(x.shape))
+            move = _move(text, op_text, tuple(x.shape))
             return x if move is None else move(x)
 
         kind = type(arrays)
@@ -196,26 +196,26 @@ class Signature:
 
     def unpack(self, spec: Any, outputs: Any, arrays: Any) -> Any:
         """The op's outputs in the caller's layout; `arrays` are the caller's."""
-        own = spec.dims(type(outputs))
+        op_texts = spec.dims(type(outputs))
         return type(outputs)(
             *(
                 None if y is None else self.restored(y, text, of, arrays)
-                for y, text, of in zip(outputs, self.outputs(spec), own, strict=True)
+                for y, text, of in zip(outputs, self.outputs(spec), op_texts, strict=True)
             )
         )
 
-    def restored(self, y: Any, text: str, own: str, arrays: Any) -> Any:
+    def restored(self, y: Any, text: str, op_text: str, arrays: Any) -> Any:
         """A result in the layout that `text` states; an axis that the op's result lacks is 1."""
-        if text == own:
+        if text == op_text:
             return y
-        swapped = _swapped(text, own)
+        swapped = _swapped(text, op_text)
         if swapped is not None:
             return y.swapaxes(*swapped)
-        if _flattens(text, own):
-            present = _behind(text, own)
+        if _flattens(text, op_text):
+            present = _behind(text, op_text)
             sizes = iter(y.shape[len(y.shape) - sum(present) :])
-            return y.reshape(*self.lead(arrays), *(next(sizes) if there else 1 for there in present))
-        return y if dims.parse(own)[0].name in {dim.name for dim in dims.parse(text)} else y[0]
+            return y.reshape(*self.lead(arrays), *(next(sizes) if occupied else 1 for occupied in present))
+        return y if dims.parse(op_text)[0].name in {dim.name for dim in dims.parse(text)} else y[0]
 
     def lead(self, arrays: Any) -> tuple[int, ...]:
         """The sizes of the axes that the first operand with `*name` has there."""
@@ -227,15 +227,15 @@ class Signature:
 
     def axes(self, spec: Any, arrays: Any, split: str) -> Axes:
         """The factors of the caller's arrays and results."""
-        given = type(arrays)(
+        operand_factors = type(arrays)(
             *(None if x is None else dims.factors(text, len(x.shape)) for x, text in zip(arrays, self.operands))
         )
         shapes = zip(self.operands, arrays, strict=True)
         ranks = dims.variadic_ranks((text, len(x.shape)) for text, x in shapes if x is not None)
         outputs = self.outputs(spec)
         results = type(outputs)(*(None if text is None else dims.result_factors(text, ranks) for text in outputs))
-        found = Axes((given,), results, frozenset())
-        return Axes((given,), results, dims.splittable(split, found.dims))
+        factors = Axes((operand_factors,), results, frozenset())
+        return Axes((operand_factors,), results, dims.splittable(split, factors.dims))
 
 
 def public_call(
@@ -258,9 +258,9 @@ def public_call(
         may then be another named tuple, and `spec` has the options alone.
     """
 
-    def run(arrays: Any, whole: bool) -> Any:
+    def run(arrays: Any, unsplit: bool) -> Any:
         operands = signature.pack(arrays, spec) if pack is None else pack(arrays)
-        of = spec if whole and pack is None else spec.localize(operands)
+        of = spec if unsplit and pack is None else spec.localize(operands)
         outputs = op(of, operands, config=config, implementation=implementation)
         return signature.unpack(of, outputs, arrays)
 

@@ -71,7 +71,7 @@ def _is_number(size: Any) -> bool:
     return isinstance(size, (int, np.integer))
 
 
-def known(size: Any, assumed: int) -> int:
+def static_size(size: Any, assumed: int) -> int:
     """A size, or `assumed` in place of a symbol of `jax.export`, for a choice that changes no result."""
     return size if _is_number(size) else assumed
 
@@ -105,10 +105,10 @@ def as_array(function: str, name: str, x: Any) -> jax.Array:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
-        what = "None" if x is None else f"of type {type(x).__name__}, which cannot be read as numbers"
+        description = "None" if x is None else f"of type {type(x).__name__}, which cannot be read as numbers"
         if isinstance(error, OverflowError):
-            what = f"{x!r}, which no integer of 32 bits holds"
-        raise ShapeError(f"{function}: `{name}` is {what}; pass an array of JAX or NumPy.") from error
+            description = f"{x!r}, which no integer of 32 bits holds"
+        raise ShapeError(f"{function}: `{name}` is {description}; pass an array of JAX or NumPy.") from error
 
 
 def as_dtype(function: str, name: str, dtype: Any) -> jnp.dtype:
@@ -121,12 +121,12 @@ def as_dtype(function: str, name: str, dtype: Any) -> jnp.dtype:
     2
     """
     try:
-        found = None if isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype)
+        parsed = None if isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype)
     except (TypeError, ValueError):
-        found = None
-    if dtype is None or found is None or not (jnp.issubdtype(found, jnp.number) or found == jnp.bool_):
+        parsed = None
+    if dtype is None or parsed is None or not (jnp.issubdtype(parsed, jnp.number) or parsed == jnp.bool_):
         raise ShapeError(f"{function}: `{name}` is {dtype!r}; pass a dtype, such as jnp.float32.")
-    return found
+    return parsed
 
 
 def as_jax_dtype(function: str, name: str, dtype: Any) -> jnp.dtype:
@@ -135,13 +135,13 @@ def as_jax_dtype(function: str, name: str, dtype: Any) -> jnp.dtype:
     Raises:
       ShapeError: there is no such dtype; or it has 64 bits, and JAX's 64-bit types are off.
     """
-    found = as_dtype(function, name, dtype)
-    if jax.dtypes.canonicalize_dtype(found) != found:
+    parsed = as_dtype(function, name, dtype)
+    if jax.dtypes.canonicalize_dtype(parsed) != parsed:
         raise ShapeError(
-            f"{function}: `{name}` is {found.name}, but JAX's 64-bit types are off; turn them on by "
-            f'jax.config.update("jax_enable_x64", True), or pass {jax.dtypes.canonicalize_dtype(found).name}.'
+            f"{function}: `{name}` is {parsed.name}, but JAX's 64-bit types are off; turn them on by "
+            f'jax.config.update("jax_enable_x64", True), or pass {jax.dtypes.canonicalize_dtype(parsed).name}.'
         )
-    return found
+    return parsed
 
 
 @dataclasses.dataclass(frozen=True)

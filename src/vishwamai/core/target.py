@@ -59,21 +59,21 @@ class Target:
         Raises:
           DeviceError: nothing has this name, or it is not a TPU.
         """
-        found = Target.parse(name)
-        if found.tpu is None:
-            what = "a CPU" if found.platform == "cpu" else "a GPU"
+        target = Target.parse(name)
+        if target.tpu is None:
+            kind = "a CPU" if target.platform == "cpu" else "a GPU"
             raise DeviceError(
-                f"target {name!r} is {what}, but this compiles with libtpu, for TPUs only; pass one of "
+                f"target {name!r} is {kind}, but this compiles with libtpu, for TPUs only; pass one of "
                 f"{', '.join(hardware.TPUS)}."
             )
-        return found
+        return target
 
     @staticmethod
     def parse_chip(name: str) -> TpuChip:
         """The chip of `parse_tpu(name)`."""
-        found = Target.parse_tpu(name).tpu
-        assert found is not None
-        return found
+        chip = Target.parse_tpu(name).tpu
+        assert chip is not None
+        return chip
 
     def on(self, platform: str | None) -> Target:
         """The target of the branch for `platform` (None: for any) in a program that is made for this target."""
@@ -118,17 +118,19 @@ class Target:
         """
         names = list(dict.fromkeys(formats))
         if self.tpu is not None:
-            who, missing = f"{self.tpu.name} has", [name for name in names if name not in self.tpu.fp8_formats]
+            subject, missing = f"{self.tpu.name} has", [name for name in names if name not in self.tpu.fp8_formats]
         elif self.gpu is not None:
-            who, missing = f"{self.gpu.name} has", [] if self.gpu.peak_fp8 is not None else names
+            subject, missing = f"{self.gpu.name} has", [] if self.gpu.peak_fp8 is not None else names
         elif self.platform == "cpu":
-            who, missing = "this CPU has", names
+            subject, missing = "this CPU has", names
         else:
-            who, missing = "some chips have", names if self.platform == "tpu" else []
+            subject, missing = "some chips have", names if self.platform == "tpu" else []
         if not missing:
             return None
         units = " and ".join(missing)
-        return f"8-bit floats are widened to bfloat16, for {who} no unit for {units}: they save memory and cost time"
+        return (
+            f"8-bit floats are widened to bfloat16, for {subject} no unit for {units}: they save memory and cost time"
+        )
 
     @property
     def name(self) -> str | None:
@@ -136,7 +138,7 @@ class Target:
         if self.chip is None:
             return None
         if self.topology is not None:
-            return f"{self.chip.name}:{hardware.written(self.topology)}"
+            return f"{self.chip.name}:{hardware.sides_text(self.topology)}"
         return f"cpu:{self.chip.name}" if self.cpu is not None else self.chip.name
 
     def __str__(self) -> str:
@@ -172,9 +174,7 @@ def _parse(name: str) -> Target:
 
 
 _TPU_NAMES = {
-    written.lower(): chip
-    for chip in hardware.TPUS.values()
-    for written in (chip.name, *chip.aliases, *chip.device_kinds)
+    name.lower(): chip for chip in hardware.TPUS.values() for name in (chip.name, *chip.aliases, *chip.device_kinds)
 }
 
 
@@ -199,7 +199,7 @@ def _slice(name: str, chip: TpuChip, shape: str) -> Target:
         )
     sides = tuple(map(int, shape.split("x")))
     if not hardware.is_slice(chip, sides):
-        near = ", ".join(f"{chip.name}:{hardware.written(s)}" for s in hardware.nearest(chip, sides))
+        near = ", ".join(f"{chip.name}:{hardware.sides_text(s)}" for s in hardware.nearest(chip, sides))
         raise DeviceError(f"target {name!r}: {chip.name} has no slice of {shape} chips; the nearest are {near}.")
     return Target("tpu", chip, topology=sides)
 
@@ -209,9 +209,9 @@ def _accelerator(name: str, chip: TpuChip, units: int) -> Target:
     sides = hardware.of_chips(chip, units // chip.accelerator_units)
     if sides is None or units % chip.accelerator_units:
         near = hardware.nearest(chip, (units // chip.accelerator_units,))
-        said = ", ".join(f"{chip.name}:{hardware.written(s)}" for s in near)
-        what = "chips" if chip.accelerator_units == 1 else "TensorCores"
-        raise DeviceError(f"target {name!r}: {chip.name} has no slice of {units} {what}; the nearest are {said}.")
+        examples = ", ".join(f"{chip.name}:{hardware.sides_text(s)}" for s in near)
+        unit = "chips" if chip.accelerator_units == 1 else "TensorCores"
+        raise DeviceError(f"target {name!r}: {chip.name} has no slice of {units} {unit}; the nearest are {examples}.")
     return Target("tpu", chip, topology=sides)
 
 
@@ -221,5 +221,5 @@ def devices_of(target: str) -> int:
     >>> devices_of("v5e"), devices_of("v5e:4x4"), devices_of("tpu7x:2x2x1")
     (1, 16, 8)
     """
-    found = Target.parse_tpu(target)
-    return 1 if found.topology is None else math.prod(found.topology) * Target.parse_chip(target).devices
+    parsed = Target.parse_tpu(target)
+    return 1 if parsed.topology is None else math.prod(parsed.topology) * Target.parse_chip(target).devices

@@ -107,8 +107,8 @@ class Tiles:
             least = 0 if field.default == 0 else 1  # a default of 0 stands for "without"
             if not declared or value is None:
                 continue
-            for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, bool) or not isinstance(one, numbers.Integral) or int(one) < least:
+            for size in value if isinstance(value, tuple) else (value,):
+                if isinstance(size, bool) or not isinstance(size, numbers.Integral) or int(size) < least:
                     raise KernelError(
                         f"{type(self).__name__}: `{field.name}` is {value!r}; pass a positive integer, it counts "
                         f"{declared[0].axis}."
@@ -116,20 +116,20 @@ class Tiles:
 
     def sizes(self) -> dict[str, tuple[Size, int]]:
         """Every size by its path ("block_q", "forward.block_q", "grad_a.0"), except those that stand for "no limit"."""
-        found: dict[str, tuple[Size, int]] = {}
+        by_path: dict[str, tuple[Size, int]] = {}
         for field in dataclasses.fields(self):
             value, declared = getattr(self, field.name), field.metadata.get("sizes", ())
             if isinstance(value, Tiles):
                 of = "backward" if field.name == "backward" else "forward"
-                found |= {
-                    f"{field.name}.{path}": (dataclasses.replace(what, of=of), n)
-                    for path, (what, n) in value.sizes().items()
+                by_path |= {
+                    f"{field.name}.{path}": (dataclasses.replace(size, of=of), n)
+                    for path, (size, n) in value.sizes().items()
                 }
             elif isinstance(value, tuple):
-                found |= {f"{field.name}.{i}": pair for i, pair in enumerate(zip(declared, value))}
+                by_path |= {f"{field.name}.{i}": pair for i, pair in enumerate(zip(declared, value))}
             elif declared and value is not None and value < UNLIMITED:
-                found[field.name] = (declared[0], value)
-        return found
+                by_path[field.name] = (declared[0], value)
+        return by_path
 
     def with_sizes(self, changed: Mapping[str, int]) -> Self:
         """The same with other sizes, by path.
@@ -188,8 +188,8 @@ class Tiles:
           TypeError: a field is missing, or unknown.
         """
         parts = {field.name: field.metadata["part"] for field in dataclasses.fields(cls) if "part" in field.metadata}
-        found = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         for name, kind in parts.items():
-            if isinstance(found.get(name), Mapping):
-                found[name] = kind.from_json(found[name])
-        return cls(**found)
+            if isinstance(fields.get(name), Mapping):
+                fields[name] = kind.from_json(fields[name])
+        return cls(**fields)

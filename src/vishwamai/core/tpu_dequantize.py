@@ -56,18 +56,18 @@ class Operand:
         extent = x.shape[self.k_axis]
         rows = pl.cdiv(extent, self.size)
         if axis != self.k_axis:  # a part of the columns, or of the rows, that have scales of their own
-            block, within = _slice(scales, axis, start, size), 0
+            block, row = _slice(scales, axis, start, size), 0
             block = block[:rows] if self.direct else block
         elif self.direct:
             first = start // self.size if isinstance(start, int) else lax.div(start, self.size)
-            block, within = _slice(scales, 0, first, rows), start
+            block, row = _slice(scales, 0, first, rows), start
         else:
-            block, within = scales[...], start
+            block, row = scales[...], start
         block = scale_values(block, jnp.float32)
         if self.direct:
             repeated = _repeat_rows(block, self.size, extent)
         else:
-            repeated = _repeat(block, self.k_axis, self.size, offset + within, extent)
+            repeated = _repeat(block, self.k_axis, self.size, offset + row, extent)
         return (widen(x, self.dtype, jnp.float32) * repeated).astype(wide)
 
 

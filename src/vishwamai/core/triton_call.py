@@ -82,14 +82,14 @@ def _ptx_pointers(ptx: str) -> int:
 def _lower(
     *operands: Any, launch: Launch, tables: Any, inputs: Sequence[str], outputs: Sequence[str], avals: Any, aliases: Any
 ) -> Any:
-    constants, given = dict(tables), iter(operands)
-    operands = tuple(jnp.asarray(constants[name].values) if name in constants else next(given) for name in inputs)
+    constants, arrays = dict(tables), iter(operands)
+    operands = tuple(jnp.asarray(constants[name].values) if name in constants else next(arrays) for name in inputs)
     types = tuple(
         (name, POINTERS[array.dtype.name]) for name, array in zip((*inputs, *outputs), (*operands, *avals), strict=True)
     )
     kernel = compiled(launch.kernel, types, dataclasses.replace(launch, grid=()), architecture())
     parameters = KernelParameters.of(launch.kernel, launch.bundles)
-    order = [leaf for _, _, leaves in parameters.each for leaf in leaves if leaf in dict(types)]
+    order = [leaf for _, _, leaves in parameters.entries for leaf in leaves if leaf in dict(types)]
     assert order == [name for name, _ in types], (
         f"{launch.kernel.name}: buffers are passed as {types}, but declared as {order}"
     )

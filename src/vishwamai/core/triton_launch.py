@@ -101,24 +101,24 @@ class KernelParameters:
     """The parameters of a kernel.
 
     Attributes:
-      each: of every parameter its name, the type of its named tuple or None, and the names of its fields (itself where
-        it is no tuple).
+      entries: of every parameter its name, the type of its named tuple or None, and the names of its fields (itself
+        where it is no tuple).
       names: all those names of fields.
     """
 
     kernel: TritonKernel
-    each: tuple[tuple[str, Any, tuple[str, ...]], ...]
+    entries: tuple[tuple[str, Any, tuple[str, ...]], ...]
     names: frozenset[str]
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(kernel: TritonKernel, bundles: tuple[Bundle, ...]) -> KernelParameters:
         types: dict[str, Any] = dict(bundles)
-        each = []
+        entries = []
         for name in kernel.load().arg_names:
             bundle = types.get(name)
-            each.append((name, bundle, (name,) if bundle is None else fields_of(name, bundle)))
-        return KernelParameters(kernel, tuple(each), frozenset(leaf for _, _, leaves in each for leaf in leaves))
+            entries.append((name, bundle, (name,) if bundle is None else fields_of(name, bundle)))
+        return KernelParameters(kernel, tuple(entries), frozenset(leaf for _, _, leaves in entries for leaf in leaves))
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Every value has its parameter."""
@@ -129,7 +129,7 @@ class KernelParameters:
         self.check(values)
         return {
             name: values.get(name) if bundle is None else bundle(*map(values.get, leaves))
-            for name, bundle, leaves in self.each
+            for name, bundle, leaves in self.entries
         }
 
 
@@ -211,7 +211,7 @@ def compiled(kernel: TritonKernel, types: tuple[tuple[str, str], ...], launch: L
     pointers, constants = dict(types), constants_of(launch, target if isinstance(target, str) else None)
     parameters = KernelParameters.of(kernel, launch.bundles)
     parameters.check({**pointers, **constants})
-    whole = triton_private.constexpr_parameters(function)
+    constexprs = triton_private.constexpr_parameters(function)
     signature, values, aligned = {}, {}, []
 
     def place(path: triton_private.Path, name: str, value: Any) -> Any:
@@ -219,12 +219,12 @@ def compiled(kernel: TritonKernel, types: tuple[tuple[str, str], ...], launch: L
         if name in pointers:
             aligned.append(path)
             return pointers[name]
-        if hasattr(value, "_fields") and name not in whole:
+        if hasattr(value, "_fields") and name not in constexprs:
             return type(value)(*(place((*path, i), f"{name}.", x) for i, x in enumerate(value)))
         values[path] = value
         return "constexpr"
 
-    for i, (name, bundle, leaves) in enumerate(parameters.each):
+    for i, (name, bundle, leaves) in enumerate(parameters.entries):
         if bundle is None:
             signature[name] = place((i,), name, constants.get(name))
         else:

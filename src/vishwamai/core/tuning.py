@@ -113,15 +113,15 @@ def reload() -> None:
 @functools.cache
 def _folders(user: Path | None) -> frozenset[str]:
     shipped = resources.files("vishwamai") / "data" / "tuning"
-    found = {path.name for path in shipped.iterdir()} if shipped.is_dir() else set()
+    bundled = {path.name for path in shipped.iterdir()} if shipped.is_dir() else set()
     try:
-        own = () if user is None else os.listdir(user)
+        user_folders = () if user is None else os.listdir(user)
     except (FileNotFoundError, NotADirectoryError):
-        own = ()
+        user_folders = ()
     except OSError as error:
         caches.warn_once(f"tuning tables in {user} cannot be read ({error}); they are left out.")
-        own = ()
-    return frozenset(found.union(own))
+        user_folders = ()
+    return frozenset(bundled.union(user_folders))
 
 
 def table_of(target: Target) -> str | None:
@@ -153,7 +153,7 @@ def key_of(spec: Any, platform: str) -> str | None:
     if it has neither.
     """
     names = ("gpu_tuning_key", "tuning_key") if platform in ("cuda", "rocm") else ("tuning_key",)
-    method = next((found for name in names if (found := getattr(spec, name, None)) is not None), None)
+    method = next((attribute for name in names if (attribute := getattr(spec, name, None)) is not None), None)
     return None if method is None else method()
 
 
@@ -193,10 +193,10 @@ def lookup(op: str, implementation: str, target: Target, spec: Any, config_type:
         return None
     if target.platform in ("cuda", "rocm") and (op, implementation, key) in _TRIALS:
         return _TRIALS[op, implementation, key]
-    own, shipped = (table.get(implementation, {}).get(key) for table in _tables(name, op, user))
-    if own is not None:
+    local, shipped = (table.get(implementation, {}).get(key) for table in _tables(name, op, user))
+    if local is not None:
         try:
-            return as_config(op, name, key, own, config_type)
+            return as_config(op, name, key, local, config_type)
         except KernelError as error:
             caches.warn_once(f"{error} Until then it is left out.")
     return None if shipped is None else as_config(op, name, key, shipped, config_type)

@@ -62,12 +62,12 @@ def operations() -> dict[str, Operation]:
     Raises:
       UnsupportedError: a folder exports an `Op` and has no cases, so no suite would run it.
     """
-    found: dict[str, Operation] = {}
+    by_name: dict[str, Operation] = {}
     for package in PACKAGES:
         for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
             if info.ispkg:
-                found |= _operations_of(f"{package}.{info.name}")
-    return found
+                by_name |= _operations_of(f"{package}.{info.name}")
+    return by_name
 
 
 def _operations_of(name: str) -> dict[str, Operation]:
@@ -96,13 +96,13 @@ def chosen(names: Iterable[str] | None) -> list[Operation]:
     Raises:
       UnsupportedError: there is no operation of a name.
     """
-    known = operations()
+    available = operations()
     if names is None:
-        return list(known.values())
+        return list(available.values())
     for name in names:
-        if name not in known:
-            raise UnsupportedError(f"there is no operation {name!r}; choose from {', '.join(known)}.")
-    return [known[name] for name in names]
+        if name not in available:
+            raise UnsupportedError(f"there is no operation {name!r}; choose from {', '.join(available)}.")
+    return [available[name] for name in names]
 
 
 @contextlib.contextmanager

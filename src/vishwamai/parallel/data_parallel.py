@@ -94,4 +94,4 @@ def _mesh(count: int) -> Mesh:
             f"configure_data_parallel: `num_devices` is {count}, but JAX has {jax.device_count()}, and no slice of "
             f"{chip.name} has as many; pass at most {jax.device_count()}, or {sizes}."
         )
-    return make_mesh({"data": count}, topology=f"{chip.name}:{hardware.written(sides)}")
+    return make_mesh({"data": count}, topology=f"{chip.name}:{hardware.sides_text(sides)}")

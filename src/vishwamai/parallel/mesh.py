@@ -86,9 +86,11 @@ def configure_tpu_mesh(
     chip, sides = slice_of("configure_tpu_mesh", name)
     count = math.prod(sides) * chip.devices
     if count != num_cores:
-        near = ", ".join(hardware.written(s) for s in hardware.nearest(chip, _like(sides, num_cores // chip.devices)))
+        near = ", ".join(
+            hardware.sides_text(s) for s in hardware.nearest(chip, _like(sides, num_cores // chip.devices))
+        )
         raise ShapeError(
-            f"configure_tpu_mesh: {chip.name}:{hardware.written(sides)} has {count} devices, but `num_cores` is "
+            f"configure_tpu_mesh: {chip.name}:{hardware.sides_text(sides)} has {count} devices, but `num_cores` is "
             f"{num_cores}; pass {count}, or another topology: the nearest are {near}."
         )
     sizes = {"data": count} if axes is None else axis_sizes(axes)
@@ -211,7 +213,7 @@ def _advice(sizes: dict[str, int], count: int, wanted: int, chip: TpuChip | None
         fix = f"; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes them"
         return f"{said}{fix if jax.default_backend() == 'cpu' else ''}."
     near = hardware.nearest(chip, (-(-wanted // chip.devices),))
-    return f"{said}, or another slice: {', '.join(f'{chip.name}:{hardware.written(s)}' for s in near)}."
+    return f"{said}, or another slice: {', '.join(f'{chip.name}:{hardware.sides_text(s)}' for s in near)}."
 
 
 def compile_collectives_anew(devices: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vishwamai.core.arrays import counted
+from vishwamai.core.arrays import bincount
 from vishwamai.ops.moe.routing import Routing
 from vishwamai.torch.gated import gated_linear_unit
 from vishwamai.torch.loss import linear_cross_entropy
@@ -236,7 +236,7 @@ def _joint_mlp(act: str, self: Any, hidden_states: Tensor) -> Tensor:
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Each token's sum over the experts that the router chose, `[tokens, features]`; gate and up are one product."""
-    counts = counted(top_k_index.flatten(), self.num_experts)
+    counts = bincount(top_k_index.flatten(), self.num_experts)
     no_loss = top_k_weights.new_zeros(())
     routing = Routing(top_k_weights, top_k_index.int(), no_loss, no_loss, counts)
     sent = moe_dispatch(hidden_states, routing)

@@ -14,7 +14,7 @@ from vishwamai.ops.activation.spec import SIGNATURE, Outputs, check, check_dropo
 from vishwamai.torch import bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
-from vishwamai.torch.sharding import beside, is_dtensor
+from vishwamai.torch.sharding import is_dtensor, placed_like
 
 _activation = TorchOperator(ACTIVATION, Outputs, SIGNATURE, describe, gradients=("x",))
 
@@ -96,5 +96,5 @@ def fused_gelu_dropout(
     # it is.
     rows = torch.arange(math.prod(x.shape[:-1]), dtype=torch.int32, device=x.device).reshape(x.shape[:-1])
     columns = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
-    numbers = (beside(x, n) for n in (rows, columns, bits[None]))
+    numbers = (placed_like(x, n) for n in (rows, columns, bits[None]))
     return _activation(x, *numbers, "gelu_tanh" if approximate else "gelu", float(rate))[0]

@@ -13,7 +13,7 @@ from vishwamai.core.errors import ShapeError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def checked(function: F, own: Sequence[str] = ()) -> F:
+def checked(function: F, exempt: Sequence[str] = ()) -> F:
     """`core.arguments.checked`, except while `torch.compile` traces: there numbers may be symbols.
 
     >>> import torch
@@ -24,7 +24,7 @@ def checked(function: F, own: Sequence[str] = ()) -> F:
     >>> doubled(torch.ones(2))
     tensor([2., 2.])
     """
-    return arguments.checked(function, own, torch.compiler.is_compiling)
+    return arguments.checked(function, exempt, torch.compiler.is_compiling)
 
 
 def checks_its_own(*names: str) -> Callable[[F], F]:

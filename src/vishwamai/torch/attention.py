@@ -34,16 +34,16 @@ from vishwamai.torch.attention_options import (
     statistics_dtype,
 )
 from vishwamai.torch.operator import TorchOperator
-from vishwamai.torch.sharding import beside
+from vishwamai.torch.sharding import placed_like
 from vishwamai.torch.torch_private import constant_result
 from vishwamai.torch.value_checks import check_values
 
 
 def rows(x: Tensor) -> Tensor:
     """A tensor whose rows (its last axis) the kernels can read where they are; a copy where they cannot."""
-    whole = x.stride(-1) == 1 or x.shape[-1] == 1
-    apart = all(step > 0 or extent == 1 for step, extent in zip(x.stride(), x.shape, strict=True))
-    return x if whole and apart and x.data_ptr() % 16 == 0 else x.contiguous()
+    contiguous = x.stride(-1) == 1 or x.shape[-1] == 1
+    distinct = all(step > 0 or extent == 1 for step, extent in zip(x.stride(), x.shape, strict=True))
+    return x if contiguous and distinct and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
 def unexpanded(x: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ def _planned(tensors: Operands, options: OperatorOptions, of_bias: bool) -> tupl
     bias, mask = tensors.bias, tensors.mask
     bias = bias if bias is None or of_bias else unexpanded(bias)
     mask = None if mask is None else unexpanded(mask)
-    given = tensors._replace(bias=bias, mask=mask)
-    plan = planned(described(array_specs(given), options), given.query, options)
-    query, key, value, _, _, q_ids, kv_ids, sinks, seed, positions, slopes = given
+    operands_of_call = tensors._replace(bias=bias, mask=mask)
+    plan = planned(described(array_specs(operands_of_call), options), operands_of_call.query, options)
+    query, key, value, _, _, q_ids, kv_ids, sinks, seed, positions, slopes = operands_of_call
     if plan.spec.operands.q_positions is None:
         positions = None  # nothing asks where a row stands
     operands = Operands(
@@ -114,22 +114,22 @@ def _outer(x: Tensor, plan: Plan, memory: Placement) -> Tensor:
     return (x.transpose(1, 2) if memory.seq_first and plan.choices[0].platform == "cpu" else x).contiguous()
 
 
-def forward(tensors: Operands, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def forward(tensors: Operands, options: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """The operator's results."""
-    plan, operands, memory = _planned(tensors, OperatorOptions(*given), False)
+    plan, operands, memory = _planned(tensors, OperatorOptions(*options), False)
     out, logsumexp = attend(plan, operands, memory)
     return _outer(out, plan, memory), logsumexp
 
 
 def backward(
-    cotangents: Outputs, outputs: Outputs, tensors: Operands, given: Sequence[Any], unwanted: set[str]
+    cotangents: Outputs, outputs: Outputs, tensors: Operands, arguments: Sequence[Any], unwanted: set[str]
 ) -> Operands:
     """The gradients in the caller's layout."""
-    options = OperatorOptions(*given)
+    options = OperatorOptions(*arguments)
     plan, operands, memory = _planned(tensors, options, "bias" not in unwanted)
     outputs, cotangents = (pair._replace(out=_inner(pair.out, options.layout)) for pair in (outputs, cotangents))
-    found = gradients(plan, operands, memory, outputs, cotangents, unwanted)
-    return found._replace(**{n: _outer(getattr(found, n), plan, memory) for n in ("query", "key", "value")})
+    result = gradients(plan, operands, memory, outputs, cotangents, unwanted)
+    return result._replace(**{n: _outer(getattr(result, n), plan, memory) for n in ("query", "key", "value")})
 
 
 def _directed(tensors: Operands, tangents: Operands, options: OperatorOptions) -> tuple[Any, Operands, Operands]:
@@ -141,25 +141,25 @@ def _directed(tensors: Operands, tangents: Operands, options: OperatorOptions) -
     return dataclasses.replace(plan.spec, return_lse=True), operands, directions
 
 
-def tangents(tensors: Operands, directions: Operands, given: Sequence[Any]) -> Outputs:
+def tangents(tensors: Operands, directions: Operands, arguments: Sequence[Any]) -> Outputs:
     """The tangents of the operator's results, for those of its operands."""
-    options = OperatorOptions(*given)
-    found = definition.outputs_tangent(ATTENTION, *_directed(tensors, directions, options))
-    return found._replace(out=_inner(found.out, options.layout).contiguous())
+    options = OperatorOptions(*arguments)
+    result = definition.outputs_tangent(ATTENTION, *_directed(tensors, directions, options))
+    return result._replace(out=_inner(result.out, options.layout).contiguous())
 
 
 def gradient_tangents(
-    cotangents: Outputs, of_cotangents: Outputs, tensors: Operands, directions: Operands, given: Sequence[Any]
+    cotangents: Outputs, of_cotangents: Outputs, tensors: Operands, directions: Operands, arguments: Sequence[Any]
 ) -> Operands:
     """The tangents of the gradients, for those of the outputs' cotangents and of the operands."""
-    options = OperatorOptions(*given)
+    options = OperatorOptions(*arguments)
     sides = (
         Outputs(None if x.out is None else _inner(x.out, options.layout), x.logsumexp)
         for x in (cotangents, of_cotangents)
     )
-    found = definition.gradients_tangent(ATTENTION, *_directed(tensors, directions, options), *sides)
-    laid = {n: _inner(getattr(found, n), options.layout) for n in ("query", "key", "value")}
-    return found._replace(**laid)
+    result = definition.gradients_tangent(ATTENTION, *_directed(tensors, directions, options), *sides)
+    laid = {n: _inner(getattr(result, n), options.layout) for n in ("query", "key", "value")}
+    return result._replace(**laid)
 
 
 def _signature(call: Any) -> Signature:
@@ -254,7 +254,7 @@ def _placed(
     batch, q_len, kv_len = query.shape[0], query.shape[seq], key.shape[seq]
 
     def count(length: int) -> Tensor:
-        return beside(query, torch.arange(length, dtype=torch.int32, device=query.device))
+        return placed_like(query, torch.arange(length, dtype=torch.int32, device=query.device))
 
     if isinstance(q_offset, Tensor):
         places.check_integers(function, "q_offset", q_offset, _integers(q_offset))
@@ -297,8 +297,8 @@ def _attend(tensors: Operands, options: OperatorOptions, return_lse: bool) -> An
 
 @constant_result
 def _text(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_len: int) -> str | None:
-    found = check_blocks(block_mask, block_size, heads, q_len, kv_len)
-    return None if found is None else found.to_text()
+    blocks = check_blocks(block_mask, block_size, heads, q_len, kv_len)
+    return None if blocks is None else blocks.to_text()
 
 
 @checks_its_own("block_mask", "block_size")

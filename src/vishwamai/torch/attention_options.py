@@ -73,18 +73,18 @@ def requested(
     Raises:
       ShapeError, KernelError: an option is not legal; the spec checks those that are not checked here.
     """
-    given = CallOptions(**options)
-    if given.causal_align not in ALIGNMENTS:
-        raise ShapeError(f"{function}: `causal_align` is {given.causal_align!r}; pass 'top_left' or 'bottom_right'.")
-    check_rate(given.dropout_rate)
+    call = CallOptions(**options)
+    if call.causal_align not in ALIGNMENTS:
+        raise ShapeError(f"{function}: `causal_align` is {call.causal_align!r}; pass 'top_left' or 'bottom_right'.")
+    check_rate(call.dropout_rate)
     left, right = (window if torch.compiler.is_compiling() else check_window(window)) or (None, None)
     one_request(block_size, config)
     if config is not None and not isinstance(config, AttentionGpuConfig):
         raise KernelError(f"{function}: `config` is a {type(config).__name__}; pass an AttentionGpuConfig.")
     fields = [] if config is None else [int(getattr(config, field.name)) for field in _CONFIG]
     return OperatorOptions(
-        given.causal, given.causal_align == "bottom_right", left, right, given.softcap,
-        given.bias_after_softcap, given.scale, given.q_offset, float(given.dropout_rate), given.layout,
+        call.causal, call.causal_align == "bottom_right", left, right, call.softcap,
+        call.bias_after_softcap, call.scale, call.q_offset, float(call.dropout_rate), call.layout,
         bridge.products(None), blocks, implementation, block_size, fields,
     )  # fmt: skip
 
@@ -113,11 +113,11 @@ def _described(arrays: Operands, options: tuple[Any, ...]) -> AttentionSpec:
     causal, bottom_right, left, right, softcap, after, scale, q_offset, rate, layout, precision, blocks = options
     seed = arrays.dropout_seed
     rate = 0.0 if seed is None else rate
-    given = CallOptions(causal, ALIGNMENTS[bottom_right], (left, right), softcap, after, rate, scale)
+    call = CallOptions(causal, ALIGNMENTS[bottom_right], (left, right), softcap, after, rate, scale)
     spec = make_spec(
         arrays._replace(dropout_seed=None),
         resolve_precision(precision, current_config().precision, arrays.query.dtype),
-        *given._replace(layout=layout, q_offset=q_offset),
+        *call._replace(layout=layout, q_offset=q_offset),
     )
     if seed is not None and tuple(seed.shape) != (spec.batch, spec.q_heads, 2):
         raise ShapeError(f"attention: `dropout_seed` has shape {seed.shape}; pass [batch, heads, 2].")
@@ -132,12 +132,12 @@ def mask_of(blocks: str | None) -> BlockMask | None:
 
 def planned(spec: AttentionSpec, tensor: Tensor, options: OperatorOptions) -> Plan:
     """What runs, by the caller's options or else the ambient ones."""
-    wanted: Any = options.block_size
+    config: Any = options.block_size
     if len(options.config):
         fields: Any = [bool(n) if f.type == "bool" else n for n, f in zip(options.config, _CONFIG, strict=True)]
-        wanted = AttentionGpuConfig(*fields)
+        config = AttentionGpuConfig(*fields)
     name = options.implementation or (None if current_config().use_flash else XLA.name)
-    return bridge.choose(ATTENTION, spec, tensor, config=wanted, implementation=name)
+    return bridge.choose(ATTENTION, spec, tensor, config=config, implementation=name)
 
 
 def statistics_dtype(call: Any) -> tuple[torch.dtype, torch.dtype]:

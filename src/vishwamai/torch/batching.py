@@ -66,24 +66,24 @@ def mapped(
 
 def _fold(roles: Roles, element: Sequence[Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Any:
     """(arguments of the one call, `(n, result) -> (unfolded, its mapped axis)`); None where there is no such call."""
-    given = [i for i, x in enumerate(element) if x is not None]
+    present = [i for i, x in enumerate(element) if x is not None]
     words = [dims.parse(text) for text in roles.tensors]
-    lead = words[given[0]][0]  # the axis, or the axes, that the mapped one is folded into
-    folded = {i for i in given if words[i] and words[i][0].name == lead.name}
-    wanted = {i for i in roles.like if i is not None}
-    mapped = {i for i in given if in_dims[i] is not None}
+    lead = words[present[0]][0]  # the axis, or the axes, that the mapped one is folded into
+    folded = {i for i in present if words[i] and words[i][0].name == lead.name}
+    results = {i for i in roles.like if i is not None}
+    mapped = {i for i in present if in_dims[i] is not None}
     # Each element has a gradient of its own, of an operand that they share too.
-    alone = wanted if lead.variadic else {i for i in wanted if words[i][0].shareable}
-    if lead.name is None or (mapped | wanted) - folded or (not lead.variadic and alone):
+    narrow = results if lead.variadic else {i for i in results if words[i][0].shareable}
+    if lead.name is None or (mapped | results) - folded or (not lead.variadic and narrow):
         return None
     ranks = {i: element[i].dim() - len(words[i]) + 1 for i in folded}  # of the leading axes
     depth = max(ranks.values())
     extent = None if lead.variadic else max(element[i].shape[0] for i in folded if ranks[i] == 1)
     # Vectors (gemm's bias and scales) have no axes that the results lack: the first matrix brings theirs.
-    vectors_alone = all(len(words[i]) < len(words[given[0]]) for i in mapped)
+    vectors_alone = all(len(words[i]) < len(words[present[0]]) for i in mapped)
     arguments = list(args)
     for i in folded:
-        if i not in mapped and i not in wanted and words[i][0].shareable and not (vectors_alone and i == given[0]):
+        if i not in mapped and i not in results and words[i][0].shareable and not (vectors_alone and i == present[0]):
             if lead.variadic or ranks[i] < 1 or element[i].shape[0] == 1:
                 continue
         x = args[i].movedim(in_dims[i], 0) if i in mapped else args[i].expand(size, *args[i].shape)

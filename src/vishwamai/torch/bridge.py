@@ -118,17 +118,17 @@ def constant(number: Any) -> Any:
     return list({number})[0] if torch.compiler.is_compiling() else number
 
 
-def seeds(function: str, name: str, given: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def seeds(function: str, name: str, tensor: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 seeds of dropout of that shape: the caller's, of which 32 bits count, or new ones of torch's generator."""
-    if given is None:
+    if tensor is None:
         bits = torch.randint(-(2**31), 2**31, shape, dtype=torch.int64, device=device)
-    elif given.shape != shape or given.is_floating_point() or given.is_complex():
+    elif tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex():
         raise ShapeError(
-            f"{function}: `{name}` has shape {tuple(given.shape)} and dtype {given.dtype}; pass integers of shape "
+            f"{function}: `{name}` has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; pass integers of shape "
             f"{tuple(shape)}, or None."
         )
     else:
-        bits = (given.to(device, torch.int64) + 2**31) % 2**32 - 2**31
+        bits = (tensor.to(device, torch.int64) + 2**31) % 2**32 - 2**31
     return bits.to(torch.int32)
 
 

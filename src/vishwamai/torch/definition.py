@@ -87,7 +87,7 @@ def _gradients_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
         def gradients(moving: Any, cotangents: Any) -> Any:
             return backward(spec, None, _merged(operands, moving), None, None, cotangents)
 
-        at = _moving(operands, directions), cotangents
-        return jax.jvp(gradients, at, (directions, cotangent_directions))[1]
+        primals = _moving(operands, directions), cotangents
+        return jax.jvp(gradients, primals, (directions, cotangent_directions))[1]
 
     return jax.jit(tangent)

@@ -32,9 +32,9 @@ def read_call(schema: Any) -> ShardedCall:
     from torch.distributed.tensor._op_schema import OpStrategy
 
     names = [argument.name for argument in schema.op._schema.arguments]
-    given = list(zip(names, schema.args_schema, strict=True))
-    tensors = {name: x.strategies[0].output_spec for name, x in given if isinstance(x, OpStrategy)}
-    return ShardedCall(schema, {**dict(given), **tensors}, tensors)
+    named = list(zip(names, schema.args_schema, strict=True))
+    tensors = {name: x.strategies[0].output_spec for name, x in named if isinstance(x, OpStrategy)}
+    return ShardedCall(schema, {**dict(named), **tensors}, tensors)
 
 
 def answer(

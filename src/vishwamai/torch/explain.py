@@ -34,8 +34,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     'norm'
     """
     # A fallback is what the caller asks about here, so strict mode must not stop the answer.
-    with kernel_config(current_config(), strict=False), observe.recording() as found, torch.no_grad():
+    with kernel_config(current_config(), strict=False), observe.recording() as plans, torch.no_grad():
         function(*args, **kwargs)
-        calls = tuple(explain_call(plan, plan.choices[0].target) for plan in found)
-    target = found[0].choices[0].target if found else Target("cpu", framework="torch")
+        calls = tuple(explain_call(plan, plan.choices[0].target) for plan in plans)
+    target = plans[0].choices[0].target if plans else Target("cpu", framework="torch")
     return Explanation.of(target, calls)

@@ -46,8 +46,8 @@ class Functions:
         of, outputs = self._of, output if isinstance(output, tuple) else (output,)
         tensors = inputs[: self._count]
         ctx.options, ctx.total = inputs[self._count :][: len(of.options)], len(inputs)
-        ctx.given = tuple(x is not None for x in tensors)
-        ctx.saved, zeros = of._plan_saving(ctx.given, ctx.options, of._keep(inputs))
+        ctx.present = tuple(x is not None for x in tensors)
+        ctx.saved, zeros = of._plan_saving(ctx.present, ctx.options, of._keep(inputs))
         ctx.zeros = [needs and (y.shape, y.dtype, y.device) for y, needs in zip(outputs, zeros, strict=False)]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[len(of.outputs._fields) :])
@@ -62,19 +62,19 @@ class Functions:
         def backward(*arguments: Any) -> Any:
             return self._of_backward.apply(*arguments, *ctx.saved_tensors[-self._count :])
 
-        kept = [x if needed else None for x, needed in zip(ctx.saved_tensors, ctx.saved, strict=True)]
-        return of._cotangents_of(ctx, cotangents, kept, backward)
+        saved = [x if needed else None for x, needed in zip(ctx.saved_tensors, ctx.saved, strict=True)]
+        return of._cotangents_of(ctx, cotangents, saved, backward)
 
     def _tangents(self, ctx: Any, *tangents: Any) -> Any:
         of, results = self._of, len(self._of._results)
         if not of.gradients:
             return of.backward(ctx)
-        moved = [None if t is None or not t.is_floating_point() else t for t in tangents[: self._count]]
-        if all(t is None for t in moved):
+        directions = [None if t is None or not t.is_floating_point() else t for t in tangents[: self._count]]
+        if all(t is None for t in directions):
             return (None,) * results if results > 1 else None
-        made = self._tangents_op(*ctx.saved_tensors[-self._count :], *moved, *ctx.options)
-        made = made if isinstance(made, tuple) else (made,)
-        return returned([*made, *[None] * (results - len(made))])
+        results_tangents = self._tangents_op(*ctx.saved_tensors[-self._count :], *directions, *ctx.options)
+        results_tangents = results_tangents if isinstance(results_tangents, tuple) else (results_tangents,)
+        return returned([*results_tangents, *[None] * (results - len(results_tangents))])
 
     def _vmap(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
         of = self._of
@@ -82,28 +82,28 @@ class Functions:
         return batching.mapped(self.forward.apply, roles, self._count, info, in_dims, arguments)
 
     def _run_backward(self, *arguments: Any) -> Any:
-        of, own = self._of, arguments[: -self._count]
-        return (of._backward if only_computes(own[: len(of._given)]) else of._backward_op)(*own)
+        of, primals = self._of, arguments[: -self._count]
+        return (of._backward if only_computes(primals[: len(of._backward_fields)]) else of._backward_op)(*primals)
 
     def _setup_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         of, outs = self._of, len(self._of.outputs._fields)
         ctx.set_materialize_grads(False)
-        ctx.rest = inputs[len(of._given) : -self._count]
+        ctx.rest = inputs[len(of._backward_fields) : -self._count]
         ctx.save_for_forward(*inputs[:outs], *inputs[-self._count :])
 
     def _backward_tangents(self, ctx: Any, *tangents: Any) -> Any:
         outs = len(self._of.outputs._fields)
-        moved = (*tangents[:outs], *tangents[-self._count :])
-        moved = [None if t is None or not t.is_floating_point() else t for t in moved]
-        return self._backward_tangents_op(*ctx.saved_tensors, *moved, *ctx.rest)
+        directions = (*tangents[:outs], *tangents[-self._count :])
+        directions = [None if t is None or not t.is_floating_point() else t for t in directions]
+        return self._backward_tangents_op(*ctx.saved_tensors, *directions, *ctx.rest)
 
     def _vmap_backward(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
-        of, own = self._of, len(arguments) - self._count
+        of, count = self._of, len(arguments) - self._count
         if not only_computes(()):  # another transform is around this one, and differentiates the operands
             return batching.mapped(self._of_backward.apply, None, 0, info, in_dims, arguments)
         roles = None if of.one_by_one else of._backward_roles
-        given = info, in_dims[:own], arguments[:own]
-        return batching.mapped(of._backward_op, roles, len(of._given), *given)
+        mapped_call = info, in_dims[:count], arguments[:count]
+        return batching.mapped(of._backward_op, roles, len(of._backward_fields), *mapped_call)
 
     @functools.cached_property
     def _tangents_op(self) -> Any:
@@ -116,8 +116,8 @@ class Functions:
 
         def fake(*arguments: Any) -> Any:
             keep = (False,) if of.residuals else ()
-            made = of._fake(*arguments[: self._count], *arguments[2 * self._count :], *keep)
-            return returned(made[: len(of.outputs._fields)]) if isinstance(made, tuple) else made
+            shapes = of._fake(*arguments[: self._count], *arguments[2 * self._count :], *keep)
+            return returned(shapes[: len(of.outputs._fields)]) if isinstance(shapes, tuple) else shapes
 
         return self._registered("tangents", tensors, of._option_texts, len(of.outputs._fields), run, fake)
 
@@ -138,8 +138,8 @@ class Functions:
 
         def fake(*arguments: Any) -> Any:
             absent = (None,) * len(of._results)
-            given = (*arguments[:outs], *absent, *arguments[outs : len(fields)], *arguments[2 * len(fields) :])
-            return of._fake_backward(*given)
+            primals = (*arguments[:outs], *absent, *arguments[outs : len(fields)], *arguments[2 * len(fields) :])
+            return of._fake_backward(*primals)
 
         return self._registered("backward_tangents", tensors, rest, len(of.gradients), run, fake)
 

@@ -25,7 +25,7 @@ _gated = TorchOperator(
     Outputs,
     SIGNATURE,
     describe,
-    gradients=("x", "gate", "up", "both"),
+    gradients=("x", "gate", "up", "joint"),
     residuals=Residuals("*rows hidden", "*rows hidden"),
     saves=lambda call: (*call.operands._fields, "gate_out", "up_out"),
 )
@@ -60,11 +60,11 @@ def gated_linear_unit(
             )
         if any(isinstance(w, QTensor) for w in weights):
             return _quantized(x, weights, activation, precision)
-        gate, up, both = *weights, None
+        gate, up, joint = *weights, None
     else:
-        gate, up, both = None, None, weights
-    given: tuple[Any, ...] = x, gate, up, both
-    arrays = (None if t is None else bridge.cast_for_matmul(t)[0] for t in given)
+        gate, up, joint = None, None, weights
+    operands: tuple[Any, ...] = x, gate, up, joint
+    arrays = (None if t is None else bridge.cast_for_matmul(t)[0] for t in operands)
     return _gated(*arrays, None, None, activation, bridge.products(precision))[0].to(x.dtype)
 
 

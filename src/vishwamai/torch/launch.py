@@ -41,7 +41,7 @@ def placed(inputs: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
     """The inputs with constants (NumPy's arrays) on the tensors' device; they are copied there once, for as long as
     they live.
     """
-    given = {}
+    arguments = {}
     for name, x in inputs.items():
         if isinstance(x, np.ndarray):
             key = (id(x), device)
@@ -49,8 +49,8 @@ def placed(inputs: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
                 _CONSTANTS[key] = torch.tensor(x, device=device)
                 weakref.finalize(x, _CONSTANTS.pop, key, None)
             x = _CONSTANTS[key]
-        given[name] = x
-    return given
+        arguments[name] = x
+    return arguments
 
 
 def arguments(
@@ -82,10 +82,10 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _same_device(how: gpu.Launch, inputs: dict[str, Tensor]) -> None:
     (first, x), *rest = inputs.items()
-    for name, other in rest:
-        if other.device != x.device:
+    for name, tensor in rest:
+        if tensor.device != x.device:
             raise DeviceError(
-                f"{how.kernel.name}: `{name}` is on {other.device}, but `{first}` is on {x.device}; move all tensors "
+                f"{how.kernel.name}: `{name}` is on {tensor.device}, but `{first}` is on {x.device}; move all tensors "
                 "to one GPU."
             )
 
@@ -102,8 +102,8 @@ def launch(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Re
     first = next(iter(inputs.values()))
     if not first.is_cuda:
         raise DeviceError(f"{how.kernel.name}: the tensors are on {first.device}; a Triton kernel needs a GPU.")
-    here = torch.cuda.current_device() == first.device.index
-    with contextlib.nullcontext() if here else torch.cuda.device(first.device):
+    current = torch.cuda.current_device() == first.device.index
+    with contextlib.nullcontext() if current else torch.cuda.device(first.device):
         results = allocate(outputs, first.device)
         # Kernels count on buffers that are aligned to 16 bytes, which a view into a tensor need not be.
         inputs = {name: _aligned(x) for name, x in placed(inputs, first.device).items()}
@@ -123,12 +123,12 @@ class _Ready(NamedTuple):
     Attributes:
       start: launches it on torch's current GPU and stream.
       constants: their values, by name.
-      each: of every parameter its name, the type of its named tuple or None, and the names of that one's fields.
+      entries: of every parameter its name, the type of its named tuple or None, and the names of that one's fields.
     """
 
     start: Callable[..., Any]
     constants: dict[str, Any]
-    each: tuple[tuple[str, Any, tuple[str, ...]], ...]
+    entries: tuple[tuple[str, Any, tuple[str, ...]], ...]
 
 
 MOST = 4096
@@ -159,14 +159,16 @@ def run(how: gpu.Launch, inputs: dict[str, Tensor], outputs: dict[str, gpu.Resul
         constants = constants_of(how, amd_architecture(torch.cuda.current_device()))
         if len(_READY) >= MOST:
             _READY.clear()
-        _READY[kind] = _Ready(triton_private.starter(kernel, how.grid), constants, parameters.each)
+        _READY[kind] = _Ready(triton_private.starter(kernel, how.grid), constants, parameters.entries)
         return
     get = {**ready.constants, **inputs, **results}
     for name, out in outputs.items():
         if out.initialized:
             get[f"{name}_init"] = results[name]
     find = get.get
-    ready.start(*[find(name) if bundle is None else bundle(*map(find, leaves)) for name, bundle, leaves in ready.each])
+    ready.start(
+        *[find(name) if bundle is None else bundle(*map(find, leaves)) for name, bundle, leaves in ready.entries]
+    )
 
 
 gpu.register_launcher("torch", launch)

@@ -84,13 +84,13 @@ def linear_cross_entropy(
         check_class_weights(class_weights, class_weights.is_floating_point(), vocab, label_smoothing, mass is not None)
     numbers = Outputs(*_numbers(x, weight, bias, labels, targets, cap, bridge.products(precision), label_smoothing > 0))
     inside = (labels >= 0) & (labels < vocab)
-    counted = ~inside if targets is not None else labels != ignore_index
+    active = ~inside if targets is not None else labels != ignore_index
     how = label_smoothing, z_loss, reduction
-    unknown = inside if targets is not None else counted & ~inside
-    shares = counted
+    unknown = inside if targets is not None else active & ~inside
+    shares = active
     if class_weights is not None:
-        known = counted & inside
-        of_labels = class_weights.to(numbers.logsumexp.dtype)[torch.where(known, labels, 0).long()]
-        shares = torch.where(known, of_labels, 0.0)
-    loss = compose(torch, numbers, vocab, counted, unknown, shares, *how, mass)
+        labelled = active & inside
+        of_labels = class_weights.to(numbers.logsumexp.dtype)[torch.where(labelled, labels, 0).long()]
+        shares = torch.where(labelled, of_labels, 0.0)
+    loss = compose(torch, numbers, vocab, active, unknown, shares, *how, mass)
     return (loss, numbers.logsumexp) if return_logsumexp else loss

@@ -66,7 +66,7 @@ _gemm = TorchOperator(
     pack=_pack,
     unpack=_unpack,
     own_shapes=lambda spec: [(spec.groups, spec.m, spec.n)] * 2,
-    apart=(("bias", "k"),),  # it is made of the cotangent alone
+    independent=(("bias", "k"),),  # it is made of the cotangent alone
 )
 
 

@@ -93,12 +93,12 @@ def grouped_gemm(
         check_values(functools.partial(check_sizes, rows=lhs.shape[-2]), group_sizes)
     first_row = None
     if group_offset is not None:
-        group_sizes, first_row = _held(lhs, rhs, group_sizes, group_offset)
+        group_sizes, first_row = _local_groups(lhs, rhs, group_sizes, group_offset)
     name = None if out_dtype is None else str(out_dtype).removeprefix("torch.")
     return _grouped_gemm(lhs, rhs, group_sizes, scale, first_row, name, block_k, transpose_rhs)[0]
 
 
-def _held(lhs: Tensor, rhs: Any, group_sizes: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
+def _local_groups(lhs: Tensor, rhs: Any, group_sizes: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
     """(the sizes of the groups that `rhs` has matrices for, cut off at the last row; the row where the first begins).
 
     Raises:
@@ -107,14 +107,14 @@ def _held(lhs: Tensor, rhs: Any, group_sizes: Tensor, offset: int | Tensor) -> t
     array = torch.as_tensor(offset)
     floats = array.is_floating_point() or array.is_complex()
     check_held(lhs, rhs, group_sizes, array, not (floats or array.dtype == torch.bool))
-    groups, held = group_sizes.shape[-1], rhs.shape[-3]
+    groups, local = group_sizes.shape[-1], rhs.shape[-3]
     if isinstance(offset, Tensor):
-        offset = offset.int().clamp(0, groups - held)
+        offset = offset.int().clamp(0, groups - local)
     else:
         offset = int(offset)
-        check_offset(offset, groups=groups, held=held)
-    whole = group_sizes if group_sizes.is_floating_point() else group_sizes.int()  # `describe` declines floats
-    return held_groups(whole, offset, held=held, rows=lhs.shape[-2])
+        check_offset(offset, groups=groups, local=local)
+    sizes = group_sizes if group_sizes.is_floating_point() else group_sizes.int()  # `describe` declines floats
+    return held_groups(sizes, offset, local=local, rows=lhs.shape[-2])
 
 
 @checked
@@ -144,8 +144,8 @@ def moe_routing(
     ([[0, 2]], [1, 0, 1])
     """
     biases, grouping = {"bias": bias, "logit_bias": logit_bias}, (num_groups, top_groups, group_score)
-    given = tokens, router_weights, num_experts, top_k, scoring, biases, grouping, jitter
-    experts = check_routing(*given, key="torch's")
+    arguments = tokens, router_weights, num_experts, top_k, scoring, biases, grouping, jitter
+    experts = check_routing(*arguments, key="torch's")
     x = tokens.reshape(-1, tokens.shape[-1]).float()
     if jitter:
         noise = torch.rand(x.shape, generator=generator, device=x.device)
@@ -199,10 +199,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         (g,), (back,) = cotangents, ctx.saved_tensors
-        found = fetched(g.flatten(0, -2), back)
+        gradient = fetched(g.flatten(0, -2), back)
         if back.dim() == 2:
-            found = found.to(torch.promote_types(g.dtype, torch.float32)).sum(1).to(g.dtype)
-        return found, None, None
+            gradient = gradient.to(torch.promote_types(g.dtype, torch.float32)).sum(1).to(g.dtype)
+        return gradient, None, None
 
 
 class _GatherWithTangents(_Gather):
@@ -238,8 +238,8 @@ def moe_combine(rows: Tensor, dispatch: Dispatch, routing: Routing) -> Tensor:
     """
     check_combine(rows, dispatch, routing)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    each = _gathered(rows, dispatch.place, dispatch.choice)
-    return (each.to(wide) * routing.weights.to(wide)[..., None]).sum(1).to(rows.dtype)
+    choices = _gathered(rows, dispatch.place, dispatch.choice)
+    return (choices.to(wide) * routing.weights.to(wide)[..., None]).sum(1).to(rows.dtype)
 
 
 @checked
@@ -278,8 +278,8 @@ def moe_layer(
     dispatch = moe_dispatch(tokens, routing, capacity_factor=capacity_factor)
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-        found = grouped_gemm(rows, weights, dispatch.group_sizes)
-        return found if bias is None else found + _of_rows(bias, dispatch.group_sizes, len(found)).to(found.dtype)
+        result = grouped_gemm(rows, weights, dispatch.group_sizes)
+        return result if bias is None else result + _of_rows(bias, dispatch.group_sizes, len(result)).to(result.dtype)
 
     hidden = product(dispatch.rows, up, up_bias)
     if gate is not None:

@@ -31,7 +31,7 @@ _TYPES: dict[Any, str] = {str: "str", bool: "bool", int: "SymInt", float: "float
 
 def _schema_type(hint: Any) -> str:
     absent = type(None) in typing.get_args(hint)
-    of = next(each for each in typing.get_args(hint) if each is not type(None)) if absent else hint
+    of = next(member for member in typing.get_args(hint) if member is not type(None)) if absent else hint
     kind = typing.get_origin(of) or of
     return ("str" if kind is typing.Literal else _TYPES[kind]) + "?" * absent
 
@@ -42,7 +42,7 @@ class _Prepared(NamedTuple):
     spec: Any
     operands: list[Any]  # (shape in the op's layout, dtype to cast to or None), or None
     results: list[Any]  # shapes of outputs and residuals for the caller
-    own: list[Any]  # their shapes in the op's layout
+    op_shapes: list[Any]  # their shapes in the op's layout
 
 
 class TorchOperator(Declared):
@@ -60,8 +60,8 @@ class TorchOperator(Declared):
 
     @staticmethod
     def _schema(arguments: Iterable[str], results: int) -> str:
-        made = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
-        return f"({', '.join(arguments)}) -> {made}"
+        returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+        return f"({', '.join(arguments)}) -> {returns}"
 
     @staticmethod
     def _custom_op(name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Any:
@@ -82,7 +82,7 @@ class TorchOperator(Declared):
         if not self.gradients:
             self._forward_op.register_autograd(self.backward)
             return
-        optional = [f"Tensor? {n}" for n in self._given]
+        optional = [f"Tensor? {n}" for n in self._backward_fields]
         self._backward_op = custom_op(
             f"{self.name}_backward",
             self._backward,
@@ -101,7 +101,9 @@ class TorchOperator(Declared):
         members = {"forward": staticmethod(forward), "backward": staticmethod(gradient)}
         self._function: Any = type(self.name, (torch.autograd.Function,), members)
         self._backward_op.register_autograd(self._no_second_gradient)
-        batching.register(self._backward_op, None if self.one_by_one else self._backward_roles, len(self._given))
+        batching.register(
+            self._backward_op, None if self.one_by_one else self._backward_roles, len(self._backward_fields)
+        )
         sharding.RULES[self.name] = functools.partial(self._rule, False)
         sharding.RULES[f"{self.name}_backward"] = functools.partial(self._rule, True)
 
@@ -121,12 +123,14 @@ class TorchOperator(Declared):
             results = self._forward(*arguments)
         return results if len(self._results) > 1 else (results,)
 
-    def _prepare(self, given: tuple[tuple[Any, Any] | None, ...], options: tuple[Any, ...]) -> _Prepared:
-        operands = self.kind(*(None if x is None else ArraySpec(tuple(x[0]), _jax_dtype(x[1])) for x in given))
+    def _prepare(self, shapes_and_dtypes: tuple[tuple[Any, Any] | None, ...], options: tuple[Any, ...]) -> _Prepared:
+        operands = self.kind(
+            *(None if x is None else ArraySpec(tuple(x[0]), _jax_dtype(x[1])) for x in shapes_and_dtypes)
+        )
         spec = self.describe(operands, *options)
         laid = [
-            None if x is None else (own.shape, None if x.dtype == own.dtype else torch_dtype(own.dtype))
-            for x, own in zip(operands, spec.operands, strict=True)
+            None if x is None else (stored.shape, None if x.dtype == stored.dtype else torch_dtype(stored.dtype))
+            for x, stored in zip(operands, spec.operands, strict=True)
         ]
         shapes = self._shapes(spec, operands, True)
         if self.own_shapes is not None:
@@ -134,24 +138,24 @@ class TorchOperator(Declared):
         named = hasattr(self.residuals, "_fields")
         own_texts = [*spec.dims(self.outputs), *(spec.dims(type(self.residuals)) if named else [self.op.residual])]
         results = zip(self._result_texts(spec, True), own_texts, shapes, strict=False)
-        own = [None if text is None else op_shape(text, of_op, tuple(shape)) for text, of_op, shape in results]
-        return _Prepared(spec, laid, shapes, own)
+        op_shapes = [None if text is None else op_shape(text, of_op, tuple(shape)) for text, of_op, shape in results]
+        return _Prepared(spec, laid, shapes, op_shapes)
 
     def _prepared(self, tensors: Any, options: Sequence[Any]) -> _Prepared:
-        given = tuple([None if x is None else (x.shape, x.dtype) for x in tensors])
-        return self._cached(given, _hashable(options))
+        shapes_and_dtypes = tuple([None if x is None else (x.shape, x.dtype) for x in tensors])
+        return self._cached(shapes_and_dtypes, _hashable(options))
 
     def _packed(self, prepared: _Prepared, tensors: Any) -> Any:
         """The caller's tensors in the op's layout."""
         if self.pack is not None:
             return self.pack(prepared.spec, tensors)
-        found = []
+        operands = []
         for x, laid in zip(tensors, prepared.operands, strict=True):
             if x is not None:
                 shape, cast = laid
                 x = (x if cast is None else x.to(cast)).contiguous().view(shape)
-            found.append(x)
-        return self.kind(*found)
+            operands.append(x)
+        return self.kind(*operands)
 
     def _forward(self, *arguments: Any) -> Any:
         count = len(self.kind._fields)
@@ -160,25 +164,25 @@ class TorchOperator(Declared):
             return self.forward(tensors, options)
         prepared = self._prepared(tensors, options)
         plan = bridge.choose(self.op, prepared.spec, tensors[0])
-        outputs, kept = bridge.forward(plan, self._packed(prepared, tensors), self._keep(arguments))
+        outputs, residuals = bridge.forward(plan, self._packed(prepared, tensors), self._keep(arguments))
         results = list(outputs)
         if self.residuals:
-            of = kept if isinstance(kept, tuple) else (kept,)
-            results += [None] * len(self.residuals) if kept is None else of
-        made = zip(results, prepared.results, strict=True)
-        return returned([tensors[0].new_empty(0) if y is None else y.reshape(shape) for y, shape in made])
+            of = residuals if isinstance(residuals, tuple) else (residuals,)
+            results += [None] * len(self.residuals) if residuals is None else of
+        pairs = zip(results, prepared.results, strict=True)
+        return returned([tensors[0].new_empty(0) if y is None else y.reshape(shape) for y, shape in pairs])
 
     def _plan_saving(
-        self, given: tuple[bool, ...], options: tuple[Any, ...], keep: bool
+        self, present: tuple[bool, ...], options: tuple[Any, ...], keep: bool
     ) -> tuple[list[bool], list[bool | None]]:
         """(which outputs, residuals and operands the backward pass keeps, whether each output's cotangent must be
         there; None without an output).
         """
-        call = self._call((*(True if there else None for there in given), *options))
+        call = self._call((*(True if is_present else None for is_present in present), *options))
         texts = self._result_texts(call, keep)
-        wanted = set(self.saves(call))
-        saved = [text is not None and n in wanted for n, text in zip(self._results, texts, strict=True)]
-        saved += [there and n in wanted for n, there in zip(self.kind._fields, given, strict=True)]
+        needed = set(self.saves(call))
+        saved = [text is not None and n in needed for n, text in zip(self._results, texts, strict=True)]
+        saved += [is_present and n in needed for n, is_present in zip(self.kind._fields, present, strict=True)]
         # Zeros for an absent cotangent cost an array: only where the op needs them.
         outputs = zip(self.outputs._fields, texts, strict=False)
         return saved, [None if text is None else n not in self.optional for n, text in outputs]
@@ -187,20 +191,20 @@ class TorchOperator(Declared):
         count = len(self.kind._fields)
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.options, ctx.total = inputs[count : count + len(self.options)], len(inputs)
-        ctx.given = tuple([x is not None for x in inputs[:count]])
+        ctx.present = tuple([x is not None for x in inputs[:count]])
         keep = self._keep(inputs)
         try:
-            saved, zeros = self._planned(ctx.given, _hashable(ctx.options), keep)
+            saved, zeros = self._planned(ctx.present, _hashable(ctx.options), keep)
         except TypeError:  # an option that is a symbol
-            saved, zeros = self._plan_saving(ctx.given, ctx.options, keep)
+            saved, zeros = self._plan_saving(ctx.present, ctx.options, keep)
         ctx.zeros = [needs and (y.shape, y.dtype, y.device) for y, needs in zip(outputs, zeros, strict=False)]
         ctx.set_materialize_grads(False)
         tensors = (*outputs, *inputs[:count])
-        ctx.save_for_backward(*[x if wanted else None for x, wanted in zip(tensors, saved, strict=True)])
+        ctx.save_for_backward(*[x if needed else None for x, needed in zip(tensors, saved, strict=True)])
 
     def _gradient(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         def backward(*arguments: Any) -> Any:
-            tensors = arguments[: len(self._given)]
+            tensors = arguments[: len(self._backward_fields)]
             direct = not torch.is_grad_enabled() and only_computes(tensors)
             return (self._backward if direct else self._backward_op)(*arguments)
 
@@ -213,15 +217,18 @@ class TorchOperator(Declared):
         cotangents = cotangents[: len(self.outputs._fields)]  # only the gradient reads the residuals
         if all(c is None for c in cotangents):
             return (None,) * ctx.total
-        given = []
+        nonzero = []
         for cotangent, zero in zip(cotangents, ctx.zeros, strict=True):
             if cotangent is None and zero:
                 cotangent = torch.zeros(zero[0], dtype=zero[1], device=zero[2])
-            given.append(None if zero is None else cotangent)
-        flags = [ctx.given[i] and ctx.needs_input_grad[i] for i in map(self.kind._fields.index, self.lazy)]
-        results = backward(*given, *saved, *ctx.options, *flags)
-        found = dict(zip(self.gradients, results if len(self.gradients) > 1 else (results,), strict=True))
-        of = [found.get(str(self.same.get(n, n))) if there else None for n, there in zip(self.kind._fields, ctx.given)]
+            nonzero.append(None if zero is None else cotangent)
+        flags = [ctx.present[i] and ctx.needs_input_grad[i] for i in map(self.kind._fields.index, self.lazy)]
+        results = backward(*nonzero, *saved, *ctx.options, *flags)
+        gradients = dict(zip(self.gradients, results if len(self.gradients) > 1 else (results,), strict=True))
+        of = [
+            gradients.get(str(self.same.get(n, n))) if is_present else None
+            for n, is_present in zip(self.kind._fields, ctx.present)
+        ]
         of = [g if need else None for g, need in zip(of, ctx.needs_input_grad, strict=False)]
         return (*of, *(None,) * (ctx.total - len(of)))
 
@@ -235,24 +242,26 @@ class TorchOperator(Declared):
         cotangents, outputs, residuals, tensors, options = self._parts(arguments)
         unwanted = self._unwanted(arguments)
         if self.backward is not None:
-            found = self.backward(cotangents, self.outputs(*outputs), tensors, options, unwanted)
-            return self._made(found, tensors, unwanted)
+            gradients = self.backward(cotangents, self.outputs(*outputs), tensors, options, unwanted)
+            return self._backward_results(gradients, tensors, unwanted)
         prepared = self._prepared(tensors, options)
         spec, operands = prepared.spec, self._packed(prepared, tensors)
         plan = bridge.choose(self.op, spec, tensors[0])
         if plan.choices[0].implementation.platform is None and self.definition is not None:
             operands = self.definition(operands)
         d, outs = [], []
-        for y, c, shape in zip(outputs, cotangents, prepared.own, strict=False):
+        for y, c, shape in zip(outputs, cotangents, prepared.op_shapes, strict=False):
             d.append(None if c is None or shape is None else c.contiguous().view(shape))
             # An output that is not read has its cotangent's shape.
             outs.append(d[-1] if y is None or shape is None else y.contiguous().view(shape))
-        kept: Any = None
+        residual_values: Any = None
         if residuals and residuals[0] is not None:
-            made = [r.contiguous().view(shape) for r, shape in zip(residuals, prepared.own[len(d) :], strict=True)]
-            kept = type(self.residuals)(*made) if hasattr(self.residuals, "_fields") else made[0]
-        found = bridge.backward(plan, operands, self.outputs(*outs), kept, self.outputs(*d))
-        return self._made(self.unpack(spec, found, tensors), tensors, unwanted)
+            views = [
+                r.contiguous().view(shape) for r, shape in zip(residuals, prepared.op_shapes[len(d) :], strict=True)
+            ]
+            residual_values = type(self.residuals)(*views) if hasattr(self.residuals, "_fields") else views[0]
+        gradients = bridge.backward(plan, operands, self.outputs(*outs), residual_values, self.outputs(*d))
+        return self._backward_results(self.unpack(spec, gradients, tensors), tensors, unwanted)
 
     def _outputs_tangent(self, tensors: Any, tangents: Any, options: Sequence[Any]) -> Any:
         """The tangents of the outputs, empty for those that there are not."""
@@ -260,9 +269,9 @@ class TorchOperator(Declared):
             return returned(list(self.tangents(tensors, tangents, options)))
         prepared = self._prepared(tensors, options)
         operands, directions = self._packed(prepared, tensors), self._packed_tangents(prepared, tensors, tangents)
-        found = definition.outputs_tangent(self.op, prepared.spec, operands, directions)
-        made = zip(found, prepared.results, strict=False)
-        return returned([tensors[0].new_empty(0) if y is None else y.reshape(shape) for y, shape in made])
+        directional = definition.outputs_tangent(self.op, prepared.spec, operands, directions)
+        pairs = zip(directional, prepared.results, strict=False)
+        return returned([tensors[0].new_empty(0) if y is None else y.reshape(shape) for y, shape in pairs])
 
     def _packed_tangents(self, prepared: _Prepared, tensors: Any, tangents: Any) -> Any:
         """Tangents of the caller's tensors in the op's layout, None for tensors without."""
@@ -277,23 +286,25 @@ class TorchOperator(Declared):
         operands.
         """
         if self.gradient_tangents is not None:
-            found = self.gradient_tangents(d, d_tangents, tensors, tangents, options)
-            return self._made(found, tensors, unwanted)
+            directional = self.gradient_tangents(d, d_tangents, tensors, tangents, options)
+            return self._backward_results(directional, tensors, unwanted)
         prepared = self._prepared(tensors, options)
 
         def laid(cotangents: Any) -> Any:
-            pairs = zip(cotangents, prepared.own, strict=False)
+            pairs = zip(cotangents, prepared.op_shapes, strict=False)
             return self.outputs(*(None if c is None or s is None else c.contiguous().view(s) for c, s in pairs))
 
         operands, directions = self._packed(prepared, tensors), self._packed_tangents(prepared, tensors, tangents)
-        found = definition.gradients_tangent(self.op, prepared.spec, operands, directions, laid(d), laid(d_tangents))
-        return self._made(self.unpack(prepared.spec, found, tensors), tensors, unwanted)
+        directional = definition.gradients_tangent(
+            self.op, prepared.spec, operands, directions, laid(d), laid(d_tangents)
+        )
+        return self._backward_results(self.unpack(prepared.spec, directional, tensors), tensors, unwanted)
 
-    def _made(self, found: Any, tensors: Any, unwanted: set[str]) -> Any:
+    def _backward_results(self, gradients: Any, tensors: Any, unwanted: set[str]) -> Any:
         """The results of the backward operator, empty for those that there are not."""
 
         def like(name: str) -> Tensor:
-            gradient, x = getattr(found, name), getattr(tensors, name)
+            gradient, x = getattr(gradients, name), getattr(tensors, name)
             if name in unwanted or gradient is None or x is None or not x.is_floating_point():
                 return tensors[0].new_empty(0)
             return gradient.reshape(x.shape)

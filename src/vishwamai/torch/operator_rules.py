@@ -51,7 +51,7 @@ class Declared:
       pack: `(spec, tensors) -> operands` in the op's layout, where more is to be done than to reshape and cast them.
       unpack: `(spec, gradients, tensors) -> gradients` in the caller's layout, where that is more than to reshape them.
       own_shapes: `(spec) -> shapes` of outputs and residuals in the op's layout, for the same.
-      apart: (operand, word) of gradients that neither have the word's axis nor are a sum over it.
+      independent: (operand, word) of gradients that neither have the word's axis nor are a sum over it.
       lazy: operands whose gradient is computed only where it is asked for.
       forward: `(tensors, options) -> results`, in place of the op's own call.
       backward: `(cotangents, outputs, tensors, options, flags of the lazy gradients) -> gradients`, likewise.
@@ -81,7 +81,7 @@ class Declared:
     pack: Callable[[Any, Any], Any] | None = None
     unpack: Callable[[Any, Any, Any], Any] = lambda spec, gradients, tensors: gradients
     own_shapes: Callable[[Any], list[Any]] | None = None
-    apart: tuple[tuple[str, str], ...] = ()
+    independent: tuple[tuple[str, str], ...] = ()
     lazy: tuple[str, ...] = ()
     forward: Callable[[Any, Sequence[Any]], Any] | None = None
     backward: Callable[..., Any] | None = None
@@ -108,9 +108,9 @@ class Declared:
         outputs, residuals = self.outputs._fields, getattr(self.residuals, "_fields", ("residual",))
         self._results = (*outputs, *residuals) if self.residuals else outputs
         """Names of outputs and residuals."""
-        taken = {*self.kind._fields, *self.options}  # the loss has an output and an option of one name
-        results = (f"{n}_out" if n in taken else n for n in self._results)
-        self._given = (*(f"d_{n}" for n in outputs), *results, *self.kind._fields)
+        input_names = {*self.kind._fields, *self.options}  # the loss has an output and an option of one name
+        results = (f"{n}_out" if n in input_names else n for n in self._results)
+        self._backward_fields = (*(f"d_{n}" for n in outputs), *results, *self.kind._fields)
         """Names of the backward operator's tensors."""
 
     def _signature(self, call: Any) -> Signature:
@@ -138,44 +138,47 @@ class Declared:
         """
         texts = self._signature(call).operands
         named = zip(self.kind._fields, texts, operands, strict=True)
-        given = {(n, text): tuple(x.shape) for n, text, x in named if x is not None}
+        operand_shapes = {(n, text): tuple(x.shape) for n, text, x in named if x is not None}
         sizes = _sizes(texts, operands) | dict(self.sizes(call))
         results = zip(self._results, self._result_texts(call, keep), strict=True)
-        return [None if t is None else given[n, t] if (n, t) in given else _shape(t, sizes) for n, t in results]
+        return [
+            None if t is None else operand_shapes[n, t] if (n, t) in operand_shapes else _shape(t, sizes)
+            for n, t in results
+        ]
 
     def _fake(self, *arguments: Any) -> Any:
         call = self._call(arguments)
         shapes = self._shapes(call, call.operands, self._keep(arguments))
         first = call.operands[0]
         dtypes = [first.dtype] * len(shapes) if self.dtypes is None else self.dtypes(call)
-        each = zip(shapes, dtypes, strict=True)
-        return returned([first.new_empty(0) if of is None else first.new_empty(of, dtype=d) for of, d in each])
+        pairs = zip(shapes, dtypes, strict=True)
+        return returned([first.new_empty(0) if of is None else first.new_empty(of, dtype=d) for of, d in pairs])
 
     def _parts(self, arguments: Sequence[Any]) -> tuple[Any, list[Any], list[Any], Any, Sequence[Any]]:
         """The backward operator's arguments: cotangents, outputs, residuals, operands (with the stand-ins of those that
         are not saved), options.
         """
         outs = len(self.outputs._fields)
-        by_name = dict(zip(self._given, arguments, strict=False))
+        by_name = dict(zip(self._backward_fields, arguments, strict=False))
         operands = {n: by_name[n] for n in self.kind._fields}
-        absent = {n: by_name[at] for n, at in self.stand_ins.items() if operands[n] is None}
+        absent = {n: by_name[stand_in] for n, stand_in in self.stand_ins.items() if operands[n] is None}
         results = list(arguments[outs : outs + len(self._results)])
-        options = arguments[len(self._given) :][: len(self.options)]
+        options = arguments[len(self._backward_fields) :][: len(self.options)]
         cotangents = self.outputs(*arguments[:outs])
         return cotangents, results[:outs], results[outs:], self.kind(**operands | absent), options
 
     def _unwanted(self, arguments: Sequence[Any]) -> set[str]:
         """The lazy gradients that a call of the backward operator does without."""
         flags = arguments[len(arguments) - len(self.lazy) :]
-        return {n for n, wanted in zip(self.lazy, flags, strict=True) if not wanted}
+        return {n for n, flag in zip(self.lazy, flags, strict=True) if not flag}
 
     def _fake_backward(self, *arguments: Any) -> Any:
         _, _, _, tensors, _ = self._parts(arguments)
         unwanted = self._unwanted(arguments)
         like = [None if n in unwanted else getattr(tensors, n) for n in self.gradients]
         first = tensors[0]
-        made = [first.new_empty(0) if x is None or not x.is_floating_point() else x.new_empty(x.shape) for x in like]
-        return returned(made)
+        empties = [first.new_empty(0) if x is None or not x.is_floating_point() else x.new_empty(x.shape) for x in like]
+        return returned(empties)
 
     def _roles(self, arguments: Sequence[Any]) -> batching.Roles:
         call = self._call(arguments)
@@ -188,41 +191,46 @@ class Declared:
         signature = self._signature(call)
         outputs = [text or "" for text in signature.outputs(call)]
         texts = [*outputs, *outputs, *self.residuals, *signature.operands]
-        given = dict(zip(self._given, arguments, strict=False))
-        like = [n if given[n] is not None else self.stand_ins.get(n, n) for n in self.gradients]
+        by_name = dict(zip(self._backward_fields, arguments, strict=False))
+        like = [n if by_name[n] is not None else self.stand_ins.get(n, n) for n in self.gradients]
         unwanted = self._unwanted(arguments)
-        absent = [n in unwanted or given[n] is None or not _floating(given[n]) for n in like]
-        at = [None if a else self._given.index(n) for n, a in zip(like, absent, strict=True)]
-        return batching.Roles(call, texts, [None if i is None else texts[i] for i in at], at)
+        absent = [n in unwanted or by_name[n] is None or not _floating(by_name[n]) for n in like]
+        positions = [None if a else self._backward_fields.index(n) for n, a in zip(like, absent, strict=True)]
+        return batching.Roles(call, texts, [None if i is None else texts[i] for i in positions], positions)
 
     def _rule(self, backward: bool, call: Any) -> sharding.Rule:
         """What DTensor may split in a call of the forward or the backward operator, whose arguments `call` has."""
         if backward:
-            names, roles_of = [*self._given, *self.options, *(f"of_{n}" for n in self.lazy)], self._backward_roles
+            names, roles_of = (
+                [*self._backward_fields, *self.options, *(f"of_{n}" for n in self.lazy)],
+                self._backward_roles,
+            )
         else:
             names, roles_of = [*self.kind._fields, *self.options, *(["keep"] if self.residuals else [])], self._roles
         arguments = [getattr(call, n) for n in names]
         roles = roles_of(arguments)
         named = zip(names, roles.tensors, arguments, strict=False)
-        given = {n: (text, len(x.shape)) for n, text, x in named if x is not None}
-        inputs, ranks = {n: dims.factors(*of) for n, of in given.items()}, dims.variadic_ranks(given.values())
-        made = () if backward else tuple(None if t is None else dims.result_factors(t, ranks) for t in roles.results)
-        split = dims.splittable(self.op.split(roles.call, backward), [*inputs.values(), *filter(None, made)])
-        apart = frozenset((self.gradients.index(n), w) for n, w in self.apart if backward)
-        return sharding.Rule(inputs, made or tuple(None if i is None else names[i] for i in roles.like), split, apart)
+        present = {n: (text, len(x.shape)) for n, text, x in named if x is not None}
+        inputs, ranks = {n: dims.factors(*of) for n, of in present.items()}, dims.variadic_ranks(present.values())
+        results = () if backward else tuple(None if t is None else dims.result_factors(t, ranks) for t in roles.results)
+        split = dims.splittable(self.op.split(roles.call, backward), [*inputs.values(), *filter(None, results)])
+        independent = frozenset((self.gradients.index(n), w) for n, w in self.independent if backward)
+        return sharding.Rule(
+            inputs, results or tuple(None if i is None else names[i] for i in roles.like), split, independent
+        )
 
 
-def _grouped(describe: Callable[..., Any], own: int, group: Any, operands: Any, *options: Any) -> Any:
+def _grouped(describe: Callable[..., Any], count: int, group: Any, operands: Any, *options: Any) -> Any:
     """`describe` with the fields of its last option, a named tuple, as options of their own."""
-    return describe(operands, *options[:own], group._make(options[own:]))
+    return describe(operands, *options[:count], group._make(options[count:]))
 
 
 def returned(results: Sequence[Tensor | None]) -> Any:
     """Results as an operator returns them: a tensor where there is one, else a tuple. None is a view: autograd lets no
     view that an operator returns be changed in place.
     """
-    own = [torch.ops.aten._unsafe_view(y, y.shape) if y is not None and y._is_view() else y for y in results]
-    return tuple(own) if len(own) > 1 else own[0]
+    owned = [torch.ops.aten._unsafe_view(y, y.shape) if y is not None and y._is_view() else y for y in results]
+    return tuple(owned) if len(owned) > 1 else owned[0]
 
 
 def _sizes(texts: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:
@@ -234,9 +242,9 @@ def _sizes(texts: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:
         for dim, _, size in fixed:
             (shared if dim.shareable else sizes).setdefault(str(dim.name), size - dim.more)
         if variadic is not None:
-            known = sizes.setdefault(str(variadic.name), lead)
+            shape = sizes.setdefault(str(variadic.name), lead)
             if variadic.shareable:
-                sizes[str(variadic.name)] = torch.broadcast_shapes(lead, known)
+                sizes[str(variadic.name)] = torch.broadcast_shapes(lead, shape)
     return shared | sizes
 
 

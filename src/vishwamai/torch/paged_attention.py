@@ -13,11 +13,11 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.ops.paged_attention import checks
 from vishwamai.ops.paged_attention.api import PAGED_ATTENTION
 from vishwamai.ops.paged_attention.checks import (
-    both,
     check_num_seqs,
     check_window,
     describe,
     kv_heads_of,
+    logit_scale,
     no_gradient,
     page_pools,
     wide_query,
@@ -59,7 +59,7 @@ def aligned(name: str, *pools: Tensor | None) -> None:
 
 def scales(name: str, like: Tensor, heads: int, **given: Any) -> list[Tensor | None]:
     """Each `[heads]` float32, or None."""
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for label, scale in given.items():
         if isinstance(scale, (int, float)):
             scale = torch.full((heads,), float(scale), dtype=torch.float32, device=like.device)
@@ -71,8 +71,8 @@ def scales(name: str, like: Tensor, heads: int, **given: Any) -> list[Tensor | N
                     "head."
                 )
             scale = scale.expand(heads).contiguous()
-        found.append(scale)
-    return found
+        tensors.append(scale)
+    return tensors
 
 
 def check_tables(
@@ -89,9 +89,9 @@ def check_tables(
     checks.check_tables(name, *tables)
 
     def check(kv_lens: np.ndarray, *rest: np.ndarray) -> None:
-        counted = () if len(rest) == 3 else (np.array([len(kv_lens)]),)
+        count = () if len(rest) == 3 else (np.array([len(kv_lens)]),)
         of = name, (pool.shape[0], pool.shape[1]), len(rows), max_q_len
-        check_table_values(*of, kv_lens, *rest, *counted, positions=positions)
+        check_table_values(*of, kv_lens, *rest, *count, positions=positions)
 
     if rows.dim():
         check_values(check, *(x for x in tables if x is not None))
@@ -177,9 +177,9 @@ def ragged_paged_attention(
     """
     k_pages, v_pages, form = pools(_NAME, kv_pages)
     query = wide_query(query, None if out_dtype is None else str(out_dtype).removeprefix("torch."))
-    given = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    q_scale, k_scale, v_scale = scales(_NAME, k_pages, kv_heads_of(k_pages, form), **given)
-    factors = both(q_scale, k_scale), v_scale
+    numbers = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    q_scale, k_scale, v_scale = scales(_NAME, k_pages, kv_heads_of(k_pages, form), **numbers)
+    factors = logit_scale(q_scale, k_scale), v_scale
     sequences = count(_NAME, num_seqs, kv_lens)
     tables = kv_lens, page_indices, cu_q_lens, sequences
     check_tables(_NAME, k_pages, query, tables, max_q_len)

@@ -48,12 +48,12 @@ def _update(
         return
     if bridge.platform_of(key) == "cpu":
         pools: Any = k_pages, v_pages
-        counted = len(kv_lens) if num_seqs is None else num_seqs
-        page, row, position = places(k_pages.shape[:2], len(key), kv_lens, page_indices, cu_q_lens, counted)
-        there = page == page.clip(0, len(k_pages) - 1)
-        if not there.all():
-            page, row, position, key = (x[there] for x in (page, row, position, key))
-            value = None if value is None else value[there]
+        count = len(kv_lens) if num_seqs is None else num_seqs
+        page, row, position = places(k_pages.shape[:2], len(key), kv_lens, page_indices, cu_q_lens, count)
+        inside = page == page.clip(0, len(k_pages) - 1)
+        if not inside.all():
+            page, row, position, key = (x[inside] for x in (page, row, position, key))
+            value = None if value is None else value[inside]
         if rope_tables is not None:
             key = rotated(key, position, rope_tables, interleaved, form == "latent")
         for pool, new in zip(pools, stored_rows(k_pages, v_pages, key, value, k_scale, v_scale)):

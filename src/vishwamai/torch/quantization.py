@@ -84,8 +84,8 @@ def quantize(
         return _magnitude(blocks.abs(), along, scale, percentile)
 
     if torch.compiler.is_compiling():
-        drawn = noise(grouped(wide, axis, block_size)[0]) if rounding == "stochastic" else None
-        values, scales = _rounded_op(wide, drawn, name, axis, block_size, scale, percentile)
+        random = noise(grouped(wide, axis, block_size)[0]) if rounding == "stochastic" else None
+        values, scales = _rounded_op(wide, random, name, axis, block_size, scale, percentile)
     else:
         values, scales = rounded(wide, form, axis, block_size, magnitude, noise if rounding == "stochastic" else None)
     return QTensor(values, scales, name, axis, block_size)
@@ -136,10 +136,10 @@ def _checked_options(
     """(axis counted from the end, block size) of `quantize`."""
     key = "torch's" if rounding == "stochastic" else None
     array = jax.ShapeDtypeStruct(shape, dtype)
-    found = check_quantize(array, name, axis, block_size, scale, percentile, rounding, key)
+    options = check_quantize(array, name, axis, block_size, scale, percentile, rounding, key)
     if qtensor.bits(FORMATS[name].dtype) < 8:
         raise UnsupportedError(f"quantize: torch has no numbers of {name}; pass 'int8' or 'fp8', or quantize in JAX.")
-    return found
+    return options
 
 
 def _magnitude(size: Tensor, axis: int | None, method: str, percentile: float) -> Tensor:

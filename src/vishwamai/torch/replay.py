@@ -77,7 +77,7 @@ def _flat(x: Any, tensors: list[Tensor]) -> Any:
         tensors.append(x)
         return x.shape, x.stride(), x.dtype
     if isinstance(x, tuple):
-        return tuple([_flat(each, tensors) for each in x])
+        return tuple([_flat(item, tensors) for item in x])
     return x
 
 
@@ -86,8 +86,8 @@ def _mapped(x: Any, of: type, function: Callable[[Any], Any]) -> Any:
     if isinstance(x, of):
         return function(x)
     if isinstance(x, tuple):
-        made = [_mapped(each, of, function) for each in x]
-        return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
+        items = [_mapped(item, of, function) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
     return x
 
 
@@ -106,14 +106,14 @@ class _Memory:
         for i, base in enumerate(self.tensors):
             if base.data_ptr() == x.data_ptr() and (base.shape, base.stride()) == (x.shape, x.stride()):
                 return _Part(i, None if base.dtype == x.dtype else (x.dtype, x.shape, x.stride(), 0))
-        found = [i for i, base in enumerate(self.tensors) if _within(x, base)]
-        if len({self.tensors[i].data_ptr() for i in found}) != 1:
+        bases = [i for i, base in enumerate(self.tensors) if _inside(x, base)]
+        if len({self.tensors[i].data_ptr() for i in bases}) != 1:
             raise _Unlike
-        base = self.tensors[found[0]]
+        base = self.tensors[bases[0]]
         distance, rest = divmod(x.data_ptr() - base.data_ptr(), x.element_size())
         if rest or x.element_size() != base.element_size():
             raise _Unlike
-        return _Part(found[0], (x.dtype, x.shape, x.stride(), distance))
+        return _Part(bases[0], (x.dtype, x.shape, x.stride(), distance))
 
 
 def _span(x: Tensor) -> int:
@@ -122,7 +122,7 @@ def _span(x: Tensor) -> int:
     return (1 + sum((extent - 1) * step for extent, step in steps)) * x.element_size() if x.numel() else 0
 
 
-def _within(x: Tensor, base: Tensor) -> bool:
+def _inside(x: Tensor, base: Tensor) -> bool:
     first = base.data_ptr()
     return bool(x.numel()) and first <= x.data_ptr() and x.data_ptr() + _span(x) <= first + _span(base)
 
@@ -135,12 +135,12 @@ def _record(run: Callable[[], Any], operands: list[Tensor]) -> tuple[Any, _Progr
         return results, None
     memory, steps = _Memory(operands), []
     try:
-        for how, inputs, outputs, made in launches:
+        for how, inputs, outputs, allocated in launches:
             parts = tuple((n, x if isinstance(x, np.ndarray) else memory.part(x)) for n, x in inputs.items())
             starts = tuple((n, memory.part(out.start)) for n, out in outputs.items() if out.start is not None)
-            kept = {n: dataclasses.replace(out, start=None) for n, out in outputs.items()}
-            steps.append(_Step(how, parts, kept, starts))
-            memory.tensors += made
+            unbound = {n: dataclasses.replace(out, start=None) for n, out in outputs.items()}
+            steps.append(_Step(how, parts, unbound, starts))
+            memory.tensors += allocated
         return results, _Program(steps, _mapped(results, Tensor, memory.part))
     except _Unlike:
         return results, None
@@ -180,13 +180,13 @@ def repeatable(of: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         places = [x.data_ptr() for x in tensors]
         # Tensors that are the same one, and where they are, are a part of the kind.
         key = (of, kind, tuple(map(places.index, places)), tensors[0].device)
-        known = _PROGRAMS.get(key)
-        seen = known is not None or key in _PROGRAMS
+        program = _PROGRAMS.get(key)
+        seen = program is not None or key in _PROGRAMS
     except TypeError:  # something is not hashable
         return function(*arguments)
-    if known:
-        return _repeat(known, tensors)  # type: ignore[arg-type]
-    if known is False and all(place % 16 == 0 for place in places):
+    if program:
+        return _repeat(program, tensors)  # type: ignore[arg-type]
+    if program is False and all(place % 16 == 0 for place in places):
         results, _PROGRAMS[key] = _record(lambda: function(*arguments), tensors)
         return results
     if not seen:

@@ -14,12 +14,21 @@ from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.rope.api import ROPE
 from vishwamai.ops.rope.scaling import MRopeScaling, NtkScaling, RopeScaling, parse_scaling
-from vishwamai.ops.rope.spec import SIGNATURES, Operands, Outputs, RopeSpec, apart, check, check_positions, describe
+from vishwamai.ops.rope.spec import (
+    SIGNATURES,
+    Operands,
+    Outputs,
+    RopeSpec,
+    check,
+    check_positions,
+    describe,
+    needs_separate_calls,
+)
 from vishwamai.ops.rope.tables import check_frequencies, fixed_point
 from vishwamai.torch import bridge
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
-from vishwamai.torch.sharding import beside, is_dtensor
+from vishwamai.torch.sharding import is_dtensor, placed_like
 from vishwamai.torch.torch_private import constant_result, only_computes
 
 
@@ -135,8 +144,8 @@ def rope_tables(
     if not isinstance(positions, Tensor) and not torch.compiler.is_compiling():
         _check_count(positions, device)
     head_dim, theta, rotary_dim = map(bridge.constant, (head_dim, theta, rotary_dim))
-    known = _checked("rope_tables", head_dim, theta, scaling, rotary_dim)
-    rotated, theta, threshold, magnitude, coordinates, factor = known
+    settings = _checked("rope_tables", head_dim, theta, scaling, rotary_dim)
+    rotated, theta, threshold, magnitude, coordinates, factor = settings
     length = None
     if not isinstance(positions, Tensor):
         length, positions = positions, torch.arange(positions, device=device)
@@ -162,9 +171,9 @@ def rope_tables(
         return fraction.float() * (2 * math.pi / 2.0**32)
 
     if threshold is None:
-        found = angles(0)
+        table = angles(0)
     elif length is not None or not positions.numel():
-        found = angles(bridge.constant(length or 0))
+        table = angles(bridge.constant(length or 0))
     else:
         longest = positions.max() + 1
         if factor is not None:
@@ -175,8 +184,8 @@ def rope_tables(
             long = chosen.float() * (torch.exp(torch.log(stretch) * -power.float()) * plain)
         else:
             long = angles(threshold + 1)
-        found = torch.where(longest > threshold, long, angles(threshold))
-    return torch.cos(found) * magnitude, torch.sin(found) * magnitude
+        table = torch.where(longest > threshold, long, angles(threshold))
+    return torch.cos(table) * magnitude, torch.sin(table) * magnitude
 
 
 @checked
@@ -236,8 +245,8 @@ def apply_rope(
                 f"{tuple(table.shape)}{' and wants a gradient' if table.requires_grad else ''}; pass what "
                 f"`rope_tables` gives for {length} positions of {batch} batch elements and {head_dim} features."
             )
-    rest = beside(query, cos), beside(query, sin), interleaved, layout
-    if key is not None and apart(query, key, layout):
+    rest = placed_like(query, cos), placed_like(query, sin), interleaved, layout
+    if key is not None and needs_separate_calls(query, key, layout):
         return _rope(query, None, *rest)[0], _rope(key, None, *rest)[0]
     turned = _rope(query, key, *rest)
     return tuple(turned) if pair else turned[0]

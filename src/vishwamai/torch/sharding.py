@@ -37,14 +37,14 @@ class Rule:
         is empty.
       splittable: the factors that may be split. Where a factor's dimensions have different sizes (heads of queries and
         of keys) it is split only if every one of them divides evenly.
-      apart: pairs (result, factor) of a result that neither has the factor nor sums over it: it is whole, and the same
-        everywhere.
+      independent: pairs (result, factor) of a result that neither has the factor nor sums over it: it is whole, and the
+        same everywhere.
     """
 
     inputs: Mapping[str, Dims]
     outputs: tuple[str | Dims | None, ...]
     splittable: frozenset[str]
-    apart: frozenset[tuple[int, str]] = frozenset()
+    independent: frozenset[tuple[int, str]] = frozenset()
 
 
 RULES: dict[str, Callable[[Any], Rule]] = {}
@@ -59,7 +59,7 @@ def placements(rule: Rule, tensors: Mapping[str, Any]) -> list[tuple[list[Any], 
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    sizes = {factor: max(found) for factor, found in _sizes(rule, tensors).items()}
+    sizes = {factor: max(strategies) for factor, strategies in _sizes(rule, tensors).items()}
 
     def dims(name: str) -> Dims:
         """Without the factors of dimensions that are shared."""
@@ -71,25 +71,25 @@ def placements(rule: Rule, tensors: Mapping[str, Any]) -> list[tuple[list[Any], 
 
     def of_result(i: int, factor: str) -> Any:
         out = rule.outputs[i]
-        if out is None or (i, factor) in rule.apart or (isinstance(out, str) and out not in tensors):
+        if out is None or (i, factor) in rule.independent or (isinstance(out, str) and out not in tensors):
             return Replicate()
         return along(dims(out) if isinstance(out, str) else out, factor) or Partial()
 
-    found: list[tuple[list[Any], list[Any]]] = [([Replicate()] * len(rule.outputs), [Replicate()] * len(tensors))]
+    strategies: list[tuple[list[Any], list[Any]]] = [([Replicate()] * len(rule.outputs), [Replicate()] * len(tensors))]
     for factor in sorted(rule.splittable & set(sizes)):
         inputs = [along(dims(name), factor) or Replicate() for name in tensors]
-        found.append(([of_result(i, factor) for i in range(len(rule.outputs))], inputs))
-    return found
+        strategies.append(([of_result(i, factor) for i in range(len(rule.outputs))], inputs))
+    return strategies
 
 
 def _sizes(rule: Rule, tensors: Mapping[str, Any]) -> dict[str, set[int]]:
     """The sizes of the dimensions of each factor."""
-    found: dict[str, set[int]] = {}
+    sizes: dict[str, set[int]] = {}
     for name, x in tensors.items():
         for factor, size in zip(rule.inputs[name], x.shape, strict=True):
             if factor is not None:
-                found.setdefault(factor, set()).add(size)
-    return found
+                sizes.setdefault(factor, set()).add(size)
+    return sizes
 
 
 def _parts(size: int, counts: list[int]) -> set[int]:
@@ -101,7 +101,7 @@ def _parts(size: int, counts: list[int]) -> set[int]:
     """
     sizes = {size}
     for count in counts:
-        sizes = {len(part) for each in sizes for part in _chunks(each, count)}
+        sizes = {len(part) for extent in sizes for part in _chunks(extent, count)}
     return sizes
 
 
@@ -164,7 +164,7 @@ def is_dtensor(x: Any) -> bool:
     return hasattr(x, "device_mesh")
 
 
-def beside(x: Tensor, tensor: Tensor) -> Tensor:
+def placed_like(x: Tensor, tensor: Tensor) -> Tensor:
     """`tensor`, which every process has whole and alike, as an operand beside `x`: on its mesh if that is a DTensor."""
     if not is_dtensor(x) or is_dtensor(tensor):
         return tensor

@@ -27,8 +27,8 @@ def _pack(spec: SparseSpec, tensors: Operands) -> Operands:
     rows, columns = spec.block
     most = max(0, spec.rows // rows - 1), max(0, spec.columns // columns - 1)
     clipped = torch.stack([tensors.indices[:, axis].clamp(0, most[axis]) for axis in (0, 1)], 1)
-    whole = Operands(tensors.dense.contiguous(), tensors.values.contiguous(), clipped.to(torch.int32))
-    return SIGNATURE.pack(whole)
+    operands = Operands(tensors.dense.contiguous(), tensors.values.contiguous(), clipped.to(torch.int32))
+    return SIGNATURE.pack(operands)
 
 
 _sparse = TorchOperator(
@@ -86,5 +86,5 @@ def block_sparse_matmul(
     dense, values = autocast.factors(dense, values)
     out_dtype = dense.dtype
     dense, values = bridge.cast_for_matmul(dense, values)
-    at = _coordinates(indices, values)
-    return _sparse(dense, values, at, *shape, transpose, bridge.products(precision))[0].to(out_dtype)
+    coordinates = _coordinates(indices, values)
+    return _sparse(dense, values, coordinates, *shape, transpose, bridge.products(precision))[0].to(out_dtype)

@@ -117,7 +117,7 @@ class _Search:
 
     def evaluate(self, configs: Iterable[Any]) -> list[_Trial]:
         """The trials of those configs that run and give the right results; the others are noted in `rejected`."""
-        found = []
+        trials = []
         for config in configs:
             if self.trials == self.budget:
                 break
@@ -125,10 +125,10 @@ class _Search:
                 reason = self._wrong(config)
                 if reason is None:
                     self.trials += 1
-                    found.append(_Trial(config, self.timer(self.run)))
+                    trials.append(_Trial(config, self.timer(self.run)))
                 else:
                     self.rejected.append(f"{config}: {reason}")
-        return found
+        return trials
 
     def _wrong(self, config: Any) -> str | None:
         """Why the function does not run with a config, or how far its results are from those of the first one."""
@@ -200,7 +200,7 @@ def tune(
     if not kernels:
         raise KernelError("tune: the function runs no kernel that has tiles.")
     timer = gpu_timer() if timer is None else timer
-    wanted = {"forward", "backward"} if passes == "both" else {passes}
+    requested = {"forward", "backward"} if passes == "both" else {passes}
     place = tuning.writable_directory(directory)
     where, results = tuning.table_of(chosen[0][2].target), []
     assert where is not None  # every GPU has an architecture
@@ -211,22 +211,22 @@ def tune(
             if entry.get("versions") == _versions():
                 config, done = choice.implementation.config_type.from_json(entry["config"]), set(entry["passes"])
             tuned = functools.partial(Tuned, *kernel, where, path=path)
-            if wanted <= done and not again:
-                known = dict(seconds=entry["us"] * 1e-6, heuristic_seconds=entry["heuristic_us"] * 1e-6)
-                results.append(tuned(config=config, **known, trials=0, rejected=()))
+            if requested <= done and not again:
+                timing = dict(seconds=entry["us"] * 1e-6, heuristic_seconds=entry["heuristic_us"] * 1e-6)
+                results.append(tuned(config=config, **timing, trials=0, rejected=()))
                 continue
             search = _Search(kernel, run, timer, budget)
             start = choice.implementation.heuristic(spec, choice.target) if config is None else config
-            paths = [path for of, paths in steps.passes(start).items() if of in wanted for path in paths]
-            found = climb(start, search.evaluate, functools.partial(steps.alone, paths=paths), MARGIN)
-            if found is None:
+            paths = [path for of, paths in steps.passes(start).items() if of in requested for path in paths]
+            outcome = climb(start, search.evaluate, functools.partial(steps.alone, paths=paths), MARGIN)
+            if outcome is None:
                 raise KernelError(
                     f"tune: {kernel[0]} does not run with the heuristic's own config: {search.rejected[-1]}"
                 )
-            (config, seconds), (_, first) = found
+            (config, seconds), (_, first) = outcome
             evidence = {
                 "config": dataclasses.asdict(config),
-                "passes": sorted(wanted | done),
+                "passes": sorted(requested | done),
                 "us": round(seconds * 1e6, 2),
                 "heuristic_us": round(first * 1e6, 2),
                 "trials": search.trials,
@@ -235,6 +235,6 @@ def tune(
             op, implementation, key = kernel
             tables.write(place, where, op, implementation, key, evidence)
             tuning.reload()
-            known = dict(seconds=seconds, heuristic_seconds=first, trials=search.trials)
-            results.append(tuned(config=config, **known, rejected=tuple(search.rejected)))
+            timing = dict(seconds=seconds, heuristic_seconds=first, trials=search.trials)
+            results.append(tuned(config=config, **timing, rejected=tuple(search.rejected)))
     return results

@@ -58,10 +58,10 @@ _SIGNATURE = Signature(
 
 
 @remembered
-def _check(given: Tensors) -> None:
+def _check(tensors: Tensors) -> None:
     """Raises ShapeError where the tensors, of which these are the `ArraySpec`s, do not fit one another."""
-    _SIGNATURE.check(NAME, given._replace(dropout_seed=None))
-    for name, x in (("cu_seqlens_q", given.cu_seqlens_q), ("cu_seqlens_k", given.cu_seqlens_k)):
+    _SIGNATURE.check(NAME, tensors._replace(dropout_seed=None))
+    for name, x in (("cu_seqlens_q", tensors.cu_seqlens_q), ("cu_seqlens_k", tensors.cu_seqlens_k)):
         if x.shape[0] < 2 or not jnp.issubdtype(x.dtype, jnp.integer):
             raise ShapeError(f"{NAME}: `{name}` is {x}; pass integers [batch + 1], from 0 to the last sequence's end.")
 
@@ -74,8 +74,8 @@ def _describe(operands: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: 
         packed = array_spec(x)
         arrays.append(ArraySpec((batch, packed.shape[1], length, packed.shape[2]), packed.dtype))
     sinks, seed, slopes = (None if x is None else array_spec(x) for x in operands[3:6])
-    whole = Operands(*arrays, sinks=sinks, dropout_seed=seed, slopes=slopes)
-    return described(whole, options._replace(bottom_right=False))
+    operands_of_batch = Operands(*arrays, sinks=sinks, dropout_seed=seed, slopes=slopes)
+    return described(operands_of_batch, options._replace(bottom_right=False))
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -83,10 +83,10 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _whole(tensors: Tensors, given: Sequence[Any]) -> tuple[Plan, Operands, Placement]:
+def _packed_call(tensors: Tensors, arguments: Sequence[Any]) -> tuple[Plan, Operands, Placement]:
     """(the plan, operands, where they lie) of all sequences at once, on a GPU."""
     query, key, value, sinks, seed, slopes, q_starts, kv_starts = tensors
-    options = OperatorOptions(*given[2:])
+    options = OperatorOptions(*arguments[2:])
     operands = Operands(
         *(_heads_first(attention.rows(x)) for x in (query, key, value)),
         sinks=None if sinks is None else sinks.contiguous()[None],
@@ -94,16 +94,16 @@ def _whole(tensors: Tensors, given: Sequence[Any]) -> tuple[Plan, Operands, Plac
         slopes=None if slopes is None else slopes.contiguous()[None],
     )
     q, kv = q_starts.to(torch.int32).contiguous(), kv_starts.to(torch.int32).contiguous()
-    plan = planned(_describe(array_specs(tensors), given[0], given[1], options), query, options)
+    plan = planned(_describe(array_specs(tensors), arguments[0], arguments[1], options), query, options)
     return plan, operands, Placement(True, Packed(q, kv, options.bottom_right))
 
 
-def _each(tensors: Tensors, given: Sequence[Any]) -> Iterator[tuple[slice, slice, Operands]]:
+def _sequences(tensors: Tensors, arguments: Sequence[Any]) -> Iterator[tuple[slice, slice, Operands]]:
     """(positions of the queries and of the keys, a batch of one in the layout "bshd") of the sequences that have
     queries, one after the other.
     """
     query, key, value, sinks, seed, slopes, *starts = tensors
-    for side, first, longest, x in zip("qk", starts, given, (query, key)):
+    for side, first, longest, x in zip("qk", starts, arguments, (query, key)):
         check_starts(side, longest, len(x), first.cpu().numpy())
     ranges = ([slice(*ends) for ends in itertools.pairwise(first.tolist())] for first in starts)
     for number, (q, kv) in enumerate(zip(*ranges, strict=True)):
@@ -113,73 +113,75 @@ def _each(tensors: Tensors, given: Sequence[Any]) -> Iterator[tuple[slice, slice
             yield q, kv, Operands(*packed, sinks=sinks, dropout_seed=bits, slopes=slopes)
 
 
-def _forward(tensors: Tensors, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def _forward(tensors: Tensors, arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
     query, _, value, *_ = tensors
     _check(array_specs(tensors))
     if bridge.platform_of(query) == "cuda":
-        return attention.attend(*_whole(tensors, given))
+        return attention.attend(*_packed_call(tensors, arguments))
     wide, out = torch.promote_types(query.dtype, torch.float32), query.new_zeros((*query.shape[:2], value.shape[2]))
     logsumexp = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=wide)
-    options = OperatorOptions(*given[2:])._replace(layout="bshd")
-    for q, _, one in _each(tensors, given):
-        part, lse = attention.forward(one, options)
+    options = OperatorOptions(*arguments[2:])._replace(layout="bshd")
+    for q, _, operands in _sequences(tensors, arguments):
+        part, lse = attention.forward(operands, options)
         out[q], logsumexp[:, q] = part[0], lse[0]
     return out, logsumexp
 
 
 def _backward(
-    cotangents: Outputs, outputs: Outputs, tensors: Tensors, given: Sequence[Any], unwanted: set[str]
+    cotangents: Outputs, outputs: Outputs, tensors: Tensors, arguments: Sequence[Any], unwanted: set[str]
 ) -> Operands:
     (out, logsumexp), (dout, dlogsumexp) = outputs, cotangents
     if bridge.platform_of(out) == "cuda":
         o, do = (Outputs(_heads_first(attention.rows(x)), of) for x, of in (outputs, cotangents))
-        found = attention.gradients(*_whole(tensors, given), o, do, unwanted)
-        return found._replace(**{n: getattr(found, n).contiguous() for n in ("query", "key", "value")})
+        gradients = attention.gradients(*_packed_call(tensors, arguments), o, do, unwanted)
+        return gradients._replace(**{n: getattr(gradients, n).contiguous() for n in ("query", "key", "value")})
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in tensors[:3])
     dsinks = None if tensors.sinks is None else torch.zeros_like(tensors.sinks)
-    options = OperatorOptions(*given[2:])._replace(layout="bshd")
-    for q, kv, one in _each(tensors, given):
-        kept = Outputs(out[None, q], logsumexp[None, :, q])
+    options = OperatorOptions(*arguments[2:])._replace(layout="bshd")
+    for q, kv, operands in _sequences(tensors, arguments):
+        saved = Outputs(out[None, q], logsumexp[None, :, q])
         of = Outputs(dout[None, q], None if dlogsumexp is None else dlogsumexp[None, :, q])
-        found = attention.backward(of, kept, one, options, unwanted)
-        dq[q], dk[kv], dv[kv] = (part[0] for part in found[:3])
+        gradients = attention.backward(of, saved, operands, options, unwanted)
+        dq[q], dk[kv], dv[kv] = (part[0] for part in gradients[:3])
         if dsinks is not None:
-            dsinks += found.sinks[0]
+            dsinks += gradients.sinks[0]
     return Operands(dq, dk, dv, sinks=dsinks)
 
 
 def _directions(tangents: Tensors, q: slice, kv: slice) -> Operands:
-    """The tangents of one sequence's operands, as `_each` has those."""
+    """The tangents of one sequence's operands, as `_sequences` has those."""
     sides = zip(tangents[:3], (q, kv, kv), strict=True)
     return Operands(*(None if t is None else t[None, rows] for t, rows in sides), sinks=tangents.sinks)
 
 
-def _tangents(tensors: Tensors, tangents: Tensors, given: Sequence[Any]) -> Outputs:
+def _tangents(tensors: Tensors, tangents: Tensors, arguments: Sequence[Any]) -> Outputs:
     query, _, value, *_ = tensors
     wide, out = torch.promote_types(query.dtype, torch.float32), query.new_zeros((*query.shape[:2], value.shape[2]))
     logsumexp = query.new_zeros((query.shape[1], query.shape[0]), dtype=wide)
-    options = OperatorOptions(*given[2:])._replace(layout="bshd")
-    for q, kv, one in _each(tensors, given):
-        part, lse = attention.tangents(one, _directions(tangents, q, kv), options)
+    options = OperatorOptions(*arguments[2:])._replace(layout="bshd")
+    for q, kv, operands in _sequences(tensors, arguments):
+        part, lse = attention.tangents(operands, _directions(tangents, q, kv), options)
         out[q], logsumexp[:, q] = part[0], lse[0]
     return Outputs(out, logsumexp)
 
 
 def _gradient_tangents(
-    cotangents: Outputs, of_cotangents: Outputs, tensors: Tensors, tangents: Tensors, given: Sequence[Any]
+    cotangents: Outputs, of_cotangents: Outputs, tensors: Tensors, tangents: Tensors, arguments: Sequence[Any]
 ) -> Operands:
     dq, dk, dv = (x.new_zeros(x.shape) for x in tensors[:3])
     dsinks = None if tensors.sinks is None else torch.zeros_like(tensors.sinks)
-    options = OperatorOptions(*given[2:])._replace(layout="bshd")
-    for q, kv, one in _each(tensors, given):
-        of, moved = (
+    options = OperatorOptions(*arguments[2:])._replace(layout="bshd")
+    for q, kv, operands in _sequences(tensors, arguments):
+        of, cotangent_directions = (
             Outputs(None if o is None else o[None, q], None if lse is None else lse[None, :, q])
             for o, lse in (cotangents, of_cotangents)
         )
-        found = attention.gradient_tangents(of, moved, one, _directions(tangents, q, kv), options)
-        dq[q], dk[kv], dv[kv] = (part[0] for part in found[:3])
+        directional = attention.gradient_tangents(
+            of, cotangent_directions, operands, _directions(tangents, q, kv), options
+        )
+        dq[q], dk[kv], dv[kv] = (part[0] for part in directional[:3])
         if dsinks is not None:
-            dsinks += found.sinks[0]
+            dsinks += directional.sinks[0]
     return Operands(dq, dk, dv, sinks=dsinks)
 
 

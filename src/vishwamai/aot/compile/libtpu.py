@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh
 from vishwamai.core.arguments import checked
 from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import DeviceError, ShapeError
-from vishwamai.core.hardware import TPUS, written
+from vishwamai.core.hardware import TPUS, sides_text
 from vishwamai.core.installing import install_line
 from vishwamai.core.jax_private import load_libtpu_as_compiler
 from vishwamai.core.target import Target
@@ -144,7 +144,7 @@ def devices_for(target: str) -> tuple[Any, ...]:
     chip, sides = Target.parse_chip(target), Target.parse_tpu(target).topology
     if sides is None:
         return _describe(chip.name, chip.topology)[:1]
-    return _describe(chip.name, f"{chip.name}:{written(sides)}")
+    return _describe(chip.name, f"{chip.name}:{sides_text(sides)}")
 
 
 @checked

@@ -50,8 +50,8 @@ class _Gated(Subject):
     def in_torch(self, case: Case) -> Peer | None:
         from vishwamai.torch import QTensor, gated_linear_unit
 
-        def unit(x: Any, gate: Any = None, up: Any = None, both: Any = None, **options: Any) -> Any:
-            return gated_linear_unit(x, (gate, up) if both is None else both, **options)
+        def unit(x: Any, gate: Any = None, up: Any = None, joint: Any = None, **options: Any) -> Any:
+            return gated_linear_unit(x, (gate, up) if joint is None else joint, **options)
 
         def int8(x: Any, gate: Any, up: Any, gate_scales: Any, up_scales: Any, format: str, **options: Any) -> Any:
             pairs = (gate, gate_scales), (up, up_scales)

@@ -2,7 +2,7 @@
 
 from vishwamai.core.hardware.cpu import CPUS, CpuChip
 from vishwamai.core.hardware.gpu import GPUS, GpuChip, architecture, gpu_for
-from vishwamai.core.hardware.slices import is_slice, nearest, of_chips, rank, slices, wraps, written
+from vishwamai.core.hardware.slices import is_slice, nearest, of_chips, rank, sides_text, slices, wraps
 from vishwamai.core.hardware.tpu import TPUS, TpuChip, tpu_for
 
 __all__ = [
@@ -21,5 +21,5 @@ __all__ = [
     "slices",
     "tpu_for",
     "wraps",
-    "written",
+    "sides_text",
 ]

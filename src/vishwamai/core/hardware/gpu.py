@@ -207,17 +207,17 @@ def architecture(name: str) -> GpuChip:
         >>> architecture("sm_89").shared_per_block is None
         True
     """
-    known = next((gpu for gpu in GPUS.values() if gpu.architecture == name), None)
-    if known is None:
+    chip = next((gpu for gpu in GPUS.values() if gpu.architecture == name), None)
+    if chip is None:
         return GpuChip(name=name, architecture=name)
     return GpuChip(
         name=name,
         architecture=name,
-        shared_per_sm=known.shared_per_sm,
-        shared_per_block=known.shared_per_block,
-        registers_per_sm=known.registers_per_sm,
-        threads_per_sm=known.threads_per_sm,
-        blocks_per_sm=known.blocks_per_sm,
+        shared_per_sm=chip.shared_per_sm,
+        shared_per_block=chip.shared_per_block,
+        registers_per_sm=chip.registers_per_sm,
+        threads_per_sm=chip.threads_per_sm,
+        blocks_per_sm=chip.blocks_per_sm,
     )
 
 
@@ -228,5 +228,5 @@ def gpu_for(device_name: str, architecture_name: str) -> GpuChip:
         >>> gpu_for("NVIDIA H100 80GB HBM3", "sm_90").name, gpu_for("NVIDIA GeForce RTX 4090", "sm_89").name
         ('h100', 'sm_89')
     """
-    found = (gpu for gpu in GPUS.values() if gpu.architecture == architecture_name and gpu.is_called(device_name))
-    return next(found, architecture(architecture_name))
+    matches = (gpu for gpu in GPUS.values() if gpu.architecture == architecture_name and gpu.is_called(device_name))
+    return next(matches, architecture(architecture_name))

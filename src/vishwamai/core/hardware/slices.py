@@ -38,13 +38,13 @@ def slices(chip: TpuChip) -> tuple[Sides, ...]:
     if rank(chip) == 2:
         return _FLAT
     cubes = range(4, chip.pod_chips // 16 + 1, 4)
-    found = [
+    boxes = [
         (a, b, c)
         for a, b in itertools.combinations_with_replacement(cubes, 2)
         if a * b * b <= chip.pod_chips
         for c in range(b, chip.pod_chips // (a * b) + 1, 4)
     ]
-    return (*_SMALL, *sorted(found, key=lambda sides: (math.prod(sides), max(sides))))
+    return (*_SMALL, *sorted(boxes, key=lambda sides: (math.prod(sides), max(sides))))
 
 
 def is_slice(chip: TpuChip, sides: Sides) -> bool:
@@ -54,7 +54,7 @@ def is_slice(chip: TpuChip, sides: Sides) -> bool:
     >>> is_slice(TPUS["v5e"], (4, 2)), is_slice(TPUS["v5e"], (2, 2, 2))
     (True, False)
     """
-    return sorted(sides) in (sorted(known) for known in slices(chip) if math.prod(known) == math.prod(sides))
+    return sorted(sides) in (sorted(shape) for shape in slices(chip) if math.prod(shape) == math.prod(sides))
 
 
 def nearest(chip: TpuChip, sides: Sides, count: int = 3) -> tuple[Sides, ...]:
@@ -68,11 +68,11 @@ def nearest(chip: TpuChip, sides: Sides, count: int = 3) -> tuple[Sides, ...]:
     def logs(sides: Sides) -> list[float]:
         return [math.log(max(1, side)) for side in sorted((*sides, *[1] * (3 - len(sides))))]
 
-    wanted = logs(sides)
+    target = logs(sides)
 
-    def distance(known: Sides) -> float:
-        found = logs(known)
-        return abs(sum(found) - sum(wanted)) + math.dist(found, wanted[-3:])
+    def distance(shape: Sides) -> float:
+        logarithms = logs(shape)
+        return abs(sum(logarithms) - sum(target)) + math.dist(logarithms, target[-3:])
 
     return tuple(sorted(slices(chip), key=distance)[:count])
 
@@ -87,7 +87,7 @@ def of_chips(chip: TpuChip, chips: int) -> Sides | None:
     return next((sides for sides in slices(chip) if math.prod(sides) == chips), None)
 
 
-def written(sides: Sides) -> str:
+def sides_text(sides: Sides) -> str:
     """The sides as users write them, "4x8"."""
     return "x".join(map(str, sides))
 

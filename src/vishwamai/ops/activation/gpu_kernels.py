@@ -56,10 +56,10 @@ def apply(
     row = (program // column_blocks % row_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % column_blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < features)[None, :]
-    at = (group * rows + row)[:, None] * features + column[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    offsets = (group * rows + row)[:, None] * features + column[None, :]
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if dy_ptr is not None:
-        y = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * derivative(x, ACTIVATION)
+        y = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * derivative(x, ACTIVATION)
     else:
         y = activate(x, ACTIVATION)
     if seed_ptr is not None:
@@ -68,4 +68,4 @@ def apply(
         seed_0 = tl.load(seed_ptr + group * seed_stride).to(tl.uint32)
         seed_1 = tl.load(seed_ptr + group * seed_stride + 1).to(tl.uint32)
         y = tl.where(_keep(seed_0, seed_1, r, c, threshold), y * SCALE, 0.0)
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)

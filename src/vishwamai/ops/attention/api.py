@@ -317,7 +317,7 @@ def _attend(
 ) -> Any:
     """`options` are the other ones of `Options`; `blocks` is the block mask and its block size."""
     name = "flash_attention" if blocks is None else "block_sparse_attention"
-    given = Options(**options, q_offset=static_offset(name, q_offset))
+    call_options = Options(**options, q_offset=static_offset(name, q_offset))
     arrays = as_arrays(
         name,
         Operands(query, key, value, bias, mask, *segment_pair(segment_ids), sinks, slopes=alibi_slopes),
@@ -328,14 +328,16 @@ def _attend(
     slopes = None if arrays.slopes is None else constant_slopes(arrays.slopes)
     arrays = arrays._replace(query=query, key=key, value=value, slopes=slopes)
     if query.ndim == key.ndim == 4:  # others are errors of the spec
-        seq = 1 if given.layout == "bshd" else 2
+        seq = 1 if call_options.layout == "bshd" else 2
         batch, q_len, kv_len = query.shape[0], query.shape[seq], key.shape[seq]
-        if q_offset is not None and given.q_offset is None:
+        if q_offset is not None and call_options.q_offset is None:
             arrays = arrays._replace(q_positions=row_positions(name, q_offset, batch, q_len))
         if kv_lens is not None or kv_starts is not None:
             q_ids, kv_ids = existing_keys(name, arrays[5:7], kv_lens, kv_starts, batch, q_len, kv_len)
             arrays = arrays._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
-    spec = make_spec(array_specs(arrays), resolve_precision(None, current_config().precision, query.dtype), *given)
+    spec = make_spec(
+        array_specs(arrays), resolve_precision(None, current_config().precision, query.dtype), *call_options
+    )
     if blocks is not None:
         spec = dataclasses.replace(spec, blocks=check_blocks(*blocks, spec.q_heads, spec.q_len, spec.kv_len))
     dropout_key = None if dropout_key is None else jnp.asarray(dropout_key)
@@ -346,9 +348,9 @@ def _attend(
     seed = dropout.seeds(dropout_key, spec.batch, spec.q_heads) if spec.dropout_rate else None
     positions = None if spec.operands.q_positions is None else arrays.q_positions
     arrays = arrays._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids, dropout_seed=seed, q_positions=positions)
-    signature = signature_of(given.layout)
+    signature = signature_of(call_options.layout)
     outputs = attend_split(spec, signature, arrays, config=config, implementation=implementation)
     if outputs is None:
         outputs = public_call(ATTENTION, signature, spec, arrays, config=config, implementation=implementation)
     out = outputs.out.astype(out_dtype)
-    return (out, outputs.logsumexp) if given.return_lse else out
+    return (out, outputs.logsumexp) if call_options.return_lse else out

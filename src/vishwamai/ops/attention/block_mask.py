@@ -74,15 +74,15 @@ class BlockMask:
         >>> BlockMask.from_text(blocks.to_text()) == blocks
         True
         """
-        return _written(self)
+        return _described(self)
 
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def from_text(text: str) -> BlockMask:
         """The mask that `to_text` wrote."""
-        found = np.load(io.BytesIO(base64.b64decode(text)))
-        rows, columns = found["size"].tolist()
-        return BlockMask((rows, columns), found["codes"], found["patterns"])
+        stored = np.load(io.BytesIO(base64.b64decode(text)))
+        rows, columns = stored["size"].tolist()
+        return BlockMask((rows, columns), stored["codes"], stored["patterns"])
 
     @property
     def heads(self) -> int:
@@ -107,7 +107,7 @@ class BlockMask:
         block_q, block_kv = block_size
         q_blocks, kv_blocks = -(-q_len // block_q), -(-kv_len // block_kv)
         codes = np.zeros((1, q_blocks, kv_blocks), np.int32)
-        known: dict[bytes, int] = {}
+        numbers: dict[bytes, int] = {}
         # Past an end the last position stands for what is not there, so that a block that is whole up to it stays
         # whole.
         columns = np.minimum(np.arange(kv_blocks * block_kv), kv_len - 1)[None, :]
@@ -117,8 +117,8 @@ class BlockMask:
             cut = seen.reshape(block_q, kv_blocks, block_kv).transpose(1, 0, 2)
             codes[0, i] = cut.all((1, 2))
             for j in np.flatnonzero(cut.any((1, 2)) & (codes[0, i] == EMPTY)):
-                codes[0, i, j] = 2 + known.setdefault(cut[j].tobytes(), len(known))
-        patterns = [np.frombuffer(bits, bool).reshape(block_size) for bits in known]
+                codes[0, i, j] = 2 + numbers.setdefault(cut[j].tobytes(), len(numbers))
+        patterns = [np.frombuffer(bits, bool).reshape(block_size) for bits in numbers]
         return cls(block_size, codes, np.array(patterns, bool).reshape(-1, *block_size))
 
     def part(self, rows: range, columns: range) -> BlockMask:
@@ -152,13 +152,13 @@ class BlockMask:
         """Which keys some block shows to some query, bool `[heads or 1, kv_len]`."""
         size = self.block_size[1]
         kinds = np.concatenate([np.zeros((1, size), bool), np.ones((1, size), bool), np.any(self.patterns, axis=1)])
-        shown = np.any(kinds[self.codes], axis=1)  # [heads, kv_blocks, block_kv]
-        block = np.minimum(np.arange(kv_len) // size, shown.shape[1] - 1)
-        return shown[:, block, np.minimum(np.arange(kv_len) - block * size, size - 1)]
+        visible = np.any(kinds[self.codes], axis=1)  # [heads, kv_blocks, block_kv]
+        block = np.minimum(np.arange(kv_len) // size, visible.shape[1] - 1)
+        return visible[:, block, np.minimum(np.arange(kv_len) - block * size, size - 1)]
 
 
 @functools.lru_cache(maxsize=64)
-def _written(mask: BlockMask) -> str:
+def _described(mask: BlockMask) -> str:
     packed = io.BytesIO()
     np.savez_compressed(packed, size=mask.block_size, codes=mask.codes, patterns=mask.patterns)
     return base64.b64encode(packed.getvalue()).decode()
@@ -229,16 +229,16 @@ def tile_masks(mask: BlockMask, block_q: int, block_kv: int, q_tiles: int, kv_ti
         codes = under[i, j]
         seen = codes == WHOLE
         if (under > WHOLE).any():
-            at = (
+            offsets = (
                 np.minimum(rows + row - i * size_q, size_q - 1),
                 np.minimum(columns + column - j * size_kv, size_kv - 1),
             )
-            seen = np.where(codes > WHOLE, mask.patterns[np.maximum(codes - 2, 0), at[0], at[1]], seen)
+            seen = np.where(codes > WHOLE, mask.patterns[np.maximum(codes - 2, 0), offsets[0], offsets[1]], seen)
         return seen
 
     ids = np.full((heads, q_tiles, kv_tiles), -1, np.int32)
     patterns = [np.ones((block_q, block_kv), bool)]
-    known: dict[bytes, int] = {patterns[0].tobytes(): 0, np.zeros((block_q, block_kv), bool).tobytes(): -1}
+    numbers: dict[bytes, int] = {patterns[0].tobytes(): 0, np.zeros((block_q, block_kv), bool).tobytes(): -1}
     seen_before: dict[Any, int] = {}
     across = [span(j, block_kv, size_kv, kv_blocks) for j in range(kv_tiles)]
     for i in range(q_tiles):
@@ -254,10 +254,10 @@ def tile_masks(mask: BlockMask, block_q: int, block_kv: int, q_tiles: int, kv_ti
                 if key not in seen_before:
                     seen = tile_mask(under, row, column)
                     bits = seen.tobytes()
-                    if bits not in known:
-                        known[bits] = len(patterns)
+                    if bits not in numbers:
+                        numbers[bits] = len(patterns)
                         patterns.append(seen)
-                    seen_before[key] = known[bits]
+                    seen_before[key] = numbers[bits]
                 ids[head, i, j] = seen_before[key]
     return TileMasks(ids, np.array(patterns))
 

@@ -99,12 +99,12 @@ class ScoreBlocks:
         or queries if `by_key`.
         """
         block_q, block_kv = self.sizes["q"], self.sizes["k"]
-        found = [np.zeros((0, 2), np.int32)]
+        parts = [np.zeros((0, 2), np.int32)]
         for i in range(self.q_blocks):
             start, stop = self.spec.key_range(i * block_q, min((i + 1) * block_q, self.spec.q_len) - 1)
             js = np.arange(start // block_kv, -(-stop // block_kv) if stop > start else 0, dtype=np.int32)
-            found.append(np.stack([np.full_like(js, i), js], axis=1))
-        pairs = np.concatenate(found)
+            parts.append(np.stack([np.full_like(js, i), js], axis=1))
+        pairs = np.concatenate(parts)
         return pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))] if by_key else pairs
 
     def lists(self, by_key: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -119,13 +119,13 @@ class ScoreBlocks:
         if self.tiles is None:
             return pairs[None], np.array([len(pairs)], np.int32)
         ids = self.tiles.ids.reshape(-1, self.spec.group if self.by_head else 1, *self.tiles.ids.shape[1:])
-        found = []
+        visits = []
         for group in ids:  # [G or 1, q_blocks, kv_blocks]
-            own = group[:, pairs[:, 0], pairs[:, 1]].T
-            found.append(np.concatenate([pairs, own + 1], axis=1)[(own >= 0).any(1)])
-        most = max(map(len, found))
-        counts = np.array([len(rows) for rows in found], np.int32)
-        return np.stack([np.pad(rows, ((0, most - len(rows)), (0, 0))) for rows in found]).astype(np.int32), counts
+            patterns = group[:, pairs[:, 0], pairs[:, 1]].T
+            visits.append(np.concatenate([pairs, patterns + 1], axis=1)[(patterns >= 0).any(1)])
+        most = max(map(len, visits))
+        counts = np.array([len(rows) for rows in visits], np.int32)
+        return np.stack([np.pad(rows, ((0, most - len(rows)), (0, 0))) for rows in visits]).astype(np.int32), counts
 
     @functools.cached_property
     def patterns(self) -> np.ndarray | None:
@@ -166,101 +166,106 @@ class ScoreBlocks:
         lists, counts = self.lists(by_key)
 
         def body(carry: Any, pair: jax.Array) -> tuple[Any, None]:
-            at = At(batch, head, pair[0], pair[1], pair[2:])
-            block = jax.tree.map(lambda x, names: self.cut(names, x, at), carry, axes)
+            position = At(batch, head, pair[0], pair[1], pair[2:])
+            block = jax.tree.map(lambda x, names: self.cut(names, x, position), carry, axes)
             if self.spec.by_value:
-                block = lax.cond(self._meet(at), lambda b: compute(b, at), lambda b: b, block)
+                block = lax.cond(self._meet(position), lambda b: compute(b, position), lambda b: b, block)
             else:
-                block = compute(block, at)
+                block = compute(block, position)
             return jax.tree.map(
-                lambda x, b, names: lax.dynamic_update_slice(x, b, self._starts(names, x, at)), carry, block, axes
+                lambda x, b, names: lax.dynamic_update_slice(x, b, self._starts(names, x, position)), carry, block, axes
             ), None
 
         if not self.by_head:
             return lax.scan(body, carry, jnp.asarray(lists[0]))[0]
-        own, count = jnp.asarray(lists)[head], jnp.asarray(counts)[head]
-        return lax.fori_loop(0, count, lambda n, carry: body(carry, own[n])[0], carry)
+        visits, count = jnp.asarray(lists)[head], jnp.asarray(counts)[head]
+        return lax.fori_loop(0, count, lambda n, carry: body(carry, visits[n])[0], carry)
 
-    def _starts(self, axes: str, x: jax.Array, at: At) -> tuple[Any, ...]:
-        start = {"b": at.batch, "h": at.head, "q": at.i * self.sizes["q"], "k": at.j * self.sizes["k"]}
+    def _starts(self, axes: str, x: jax.Array, position: At) -> tuple[Any, ...]:
+        start = {
+            "b": position.batch,
+            "h": position.head,
+            "q": position.i * self.sizes["q"],
+            "k": position.j * self.sizes["k"],
+        }
         named = (start.get(name, 0) if extent > 1 else 0 for name, extent in zip(axes, x.shape, strict=True))
         return tuple(jnp.asarray(n, jnp.int32) for n in named)  # of one dtype, also under 64-bit integers
 
-    def cut(self, axes: str, x: jax.Array, at: At) -> jax.Array:
+    def cut(self, axes: str, x: jax.Array, position: At) -> jax.Array:
         """The part of `x` that belongs to a step."""
         sizes = [self.sizes.get(name, n) if n > 1 else 1 for name, n in zip(axes, x.shape, strict=True)]
-        return lax.dynamic_slice(x, self._starts(axes, x, at), sizes)
+        return lax.dynamic_slice(x, self._starts(axes, x, position), sizes)
 
-    def _meet(self, at: At) -> jax.Array:
+    def _meet(self, position: At) -> jax.Array:
         """Whether a query of the block may see a key of the block, by the ranges of segment ids and of positions."""
         axes = (1, 2, 3, 4)
-        found = jnp.ones((1,), bool)
+        overlap = jnp.ones((1,), bool)
         if self.q_ids is not None:
-            q, k = self.cut("bhgqk", self.q_ids, at), self.cut("bhgqk", self.kv_ids, at)
-            found = (q.min(axes) <= k.max(axes)) & (k.min(axes) <= q.max(axes))
+            q, k = self.cut("bhgqk", self.q_ids, position), self.cut("bhgqk", self.kv_ids, position)
+            overlap = (q.min(axes) <= k.max(axes)) & (k.min(axes) <= q.max(axes))
         if self.positions is not None:
-            (low, high), rows = self.spec.reach, self.cut("bhgqk", self.positions, at)
-            first = at.j * self.sizes["k"]
+            (low, high), rows = self.spec.reach, self.cut("bhgqk", self.positions, position)
+            first = position.j * self.sizes["k"]
             if high is not None:
-                found &= first - rows.max(axes) <= high
+                overlap &= first - rows.max(axes) <= high
             if low is not None:
-                found &= first + self.sizes["k"] - 1 - rows.min(axes) >= low
-        return jnp.any(found)
+                overlap &= first + self.sizes["k"] - 1 - rows.min(axes) >= low
+        return jnp.any(overlap)
 
     def product(self, formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """A product of operands in their own dtype, summed and returned in the accumulation dtype."""
         precision = lax_precision(self.spec.precision)
         return jnp.einsum(formula, x, y, precision=precision, preferred_element_type=self.spec.accumulator)
 
-    def logits(self, q: jax.Array, k: jax.Array, at: At) -> jax.Array:
+    def logits(self, q: jax.Array, k: jax.Array, position: At) -> jax.Array:
         """Capped logits, not yet masked, without what `after_cap` adds."""
         s = rounded(self.spec.scale * self.product("bhgqd,bhkd->bhgqk", q, k))
         if self.bias is not None and not self.spec.bias_after_softcap:
-            s = s + self.cut("bhgqk", self.bias, at).astype(s.dtype)
+            s = s + self.cut("bhgqk", self.bias, position).astype(s.dtype)
         return s if self.spec.softcap is None else self.spec.softcap * jnp.tanh(s / self.spec.softcap)
 
-    def after_cap(self, s: jax.Array, at: At) -> jax.Array:
+    def after_cap(self, s: jax.Array, position: At) -> jax.Array:
         """Logits with what is added to capped ones: ALiBi, and the bias where the call says so."""
         if self.spec.bias_after_softcap:
             assert self.bias is not None
-            s = s + self.cut("bhgqk", self.bias, at).astype(s.dtype)
+            s = s + self.cut("bhgqk", self.bias, position).astype(s.dtype)
         if self.slopes is None:
             return s
-        rows, columns = self._positions(at)
+        rows, columns = self._positions(position)
         where = (rows + self.spec.causal_offset)[:, None]
         if self.positions is not None:
-            where = self.cut("bhgqk", self.positions, at)
-        return s + alibi.bias(self.spec, self.cut("bhg", self.slopes, at)[..., None, None], where, columns)
+            where = self.cut("bhgqk", self.positions, position)
+        return s + alibi.bias(self.spec, self.cut("bhg", self.slopes, position)[..., None, None], where, columns)
 
-    def _positions(self, at: At) -> tuple[jax.Array, jax.Array]:
+    def _positions(self, position: At) -> tuple[jax.Array, jax.Array]:
         block_q, block_kv = self.sizes["q"], self.sizes["k"]
-        return at.i * block_q + jnp.arange(block_q), at.j * block_kv + jnp.arange(block_kv)
+        return position.i * block_q + jnp.arange(block_q), position.j * block_kv + jnp.arange(block_kv)
 
-    def visible(self, at: At) -> jax.Array | None:
+    def visible(self, position: At) -> jax.Array | None:
         """Every mask together, padding included; True = attend, None where nothing is masked."""
-        rows, columns = self._positions(at)
+        rows, columns = self._positions(position)
         terms = [static_mask(self.spec, rows, columns)]
         if self.spec.q_len % self.sizes["q"]:
             terms.append((rows < self.spec.q_len)[:, None])
         if self.spec.kv_len % self.sizes["k"]:
             terms.append((columns < self.spec.kv_len)[None, :])
         if self.patterns is not None:
-            terms.append(jnp.asarray(self.patterns)[at.patterns])  # [G or 1, block_q, block_kv]
+            terms.append(jnp.asarray(self.patterns)[position.patterns])  # [G or 1, block_q, block_kv]
         if self.mask is not None:
-            terms.append(self.cut("bhgqk", self.mask, at))
+            terms.append(self.cut("bhgqk", self.mask, position))
         if self.q_ids is not None:
-            terms.append(self.cut("bhgqk", self.q_ids, at) == self.cut("bhgqk", self.kv_ids, at))
+            terms.append(self.cut("bhgqk", self.q_ids, position) == self.cut("bhgqk", self.kv_ids, position))
         if self.positions is not None:
-            terms.append(within_reach(self.spec, self.cut("bhgqk", self.positions, at), columns))
+            terms.append(within_reach(self.spec, self.cut("bhgqk", self.positions, position), columns))
         terms = [term for term in terms if term is not None]
         return functools.reduce(jnp.logical_and, terms) if terms else None
 
-    def dropped(self, p: jax.Array, at: At) -> jax.Array:
+    def dropped(self, p: jax.Array, position: At) -> jax.Array:
         """`p` with the dropped positions 0 and the kept ones scaled up."""
         if self.seed is None:
             return p
-        rows, columns = self._positions(at)
-        seed = self.cut("bhgs", self.seed, at)[..., None, None]  # [b, h, G, 2, 1, 1]
+        rows, columns = self._positions(position)
+        seed = self.cut("bhgs", self.seed, position)[..., None, None]  # [b, h, G, 2, 1, 1]
         keep = dropout.keep_mask(
             seed[..., 0, :, :], seed[..., 1, :, :], rows[:, None], columns[None, :], self.spec.dropout_rate
         )

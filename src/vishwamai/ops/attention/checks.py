@@ -54,45 +54,47 @@ def make_spec(arrays: Operands, precision: str, *options: Any) -> AttentionSpec:
     Raises:
       ShapeError: an argument is not legal or does not fit the others; the text names it, its value and the fix.
     """
-    given = Options(*options)
-    signature = signature_of(given.layout)
-    check_arrays(arrays, given.layout)
-    if not isinstance(given.causal, (bool, np.bool_)):
-        _fail(f"`causal` is {given.causal!r}; pass True or False.")
-    if not isinstance(given.bias_after_softcap, (bool, np.bool_)):
-        _fail(f"`bias_after_softcap` is {given.bias_after_softcap!r}; pass True or False.")
-    if given.causal_align not in ALIGNMENTS:
-        _fail(f"`causal_align` is {given.causal_align!r}; pass 'top_left' or 'bottom_right'.")
-    window = check_window(given.window)
-    check_rate(given.dropout_rate)
-    if given.causal_align == "bottom_right" and (given.q_offset is not None or arrays.q_positions is not None):
+    call_options = Options(*options)
+    signature = signature_of(call_options.layout)
+    check_arrays(arrays, call_options.layout)
+    if not isinstance(call_options.causal, (bool, np.bool_)):
+        _fail(f"`causal` is {call_options.causal!r}; pass True or False.")
+    if not isinstance(call_options.bias_after_softcap, (bool, np.bool_)):
+        _fail(f"`bias_after_softcap` is {call_options.bias_after_softcap!r}; pass True or False.")
+    if call_options.causal_align not in ALIGNMENTS:
+        _fail(f"`causal_align` is {call_options.causal_align!r}; pass 'top_left' or 'bottom_right'.")
+    window = check_window(call_options.window)
+    check_rate(call_options.dropout_rate)
+    if call_options.causal_align == "bottom_right" and (
+        call_options.q_offset is not None or arrays.q_positions is not None
+    ):
         _fail("`causal_align` is 'bottom_right', but `q_offset` says where the queries stand; pass one of them.")
     operands = signature.specs(arrays)
     batch, heads, q_len, qk_dim = operands.query.shape
     q_ids, kv_ids = (x and ArraySpec(x.shape, jnp.dtype(jnp.int32)) for x in operands[5:7])
-    seed = ArraySpec((batch, heads, 2), jnp.dtype(jnp.uint32)) if given.dropout_rate else None
+    seed = ArraySpec((batch, heads, 2), jnp.dtype(jnp.uint32)) if call_options.dropout_rate else None
     operands = operands._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids, dropout_seed=seed)
     offset = 0
-    if given.causal or window is not None or arrays.slopes is not None:
-        aligned = operands.key.shape[2] - q_len if given.causal_align == "bottom_right" else 0
-        offset = aligned if given.q_offset is None else given.q_offset
+    if call_options.causal or window is not None or arrays.slopes is not None:
+        aligned = operands.key.shape[2] - q_len if call_options.causal_align == "bottom_right" else 0
+        offset = aligned if call_options.q_offset is None else call_options.q_offset
     else:
         operands = operands._replace(q_positions=None)  # nothing asks where a row stands
-    cap, scale = given.softcap, given.scale
+    cap, scale = call_options.softcap, call_options.scale
     if cap is not None:
         cap = _positive("softcap", cap, "the bound of the logits, such as 50.0, or None for no cap")
     if scale is not None:
         scale = _number("scale", scale, "a number, or None for 1/sqrt(head_dim)")
     return AttentionSpec(
         operands,
-        causal=bool(given.causal),
+        causal=bool(call_options.causal),
         causal_offset=offset,
         window=window,
         softcap=cap,
-        bias_after_softcap=bool(given.bias_after_softcap) and cap is not None and operands.bias is not None,
+        bias_after_softcap=bool(call_options.bias_after_softcap) and cap is not None and operands.bias is not None,
         scale=1.0 / math.sqrt(qk_dim) if scale is None else scale,
-        dropout_rate=float(given.dropout_rate),
-        return_lse=bool(given.return_lse),
+        dropout_rate=float(call_options.dropout_rate),
+        return_lse=bool(call_options.return_lse),
         precision=precision,
     )
 
@@ -121,10 +123,10 @@ def check_arrays(arrays: Operands, layout: str | None) -> None:
         raise ShapeError(f"{error}{_layout_hint(arrays, layout)}") from None
     q, k, v = (array.shape for array in arrays[:3])
     heads, length = (2, 1) if layout == "bshd" else (1, 2)
-    for name, axis, what in (("query", heads, "heads"), ("query", 3, "features"), ("value", 3, "features")):
+    for name, axis, unit in (("query", heads, "heads"), ("query", 3, "features"), ("value", 3, "features")):
         shape = getattr(arrays, name).shape
         if not shape[axis]:
-            _fail(f"`{name}` has shape {shape}, which has no {what}; pass at least one.")
+            _fail(f"`{name}` has shape {shape}, which has no {unit}; pass at least one.")
     if layout is None and _looks_swapped(q, k):
         _fail(
             f"the sizes look swapped: `query` {q} and `key` {k} read as {q[heads]} heads over sequences of {q[length]} "
@@ -164,12 +166,12 @@ def _looks_swapped(q: Sequence[int], k: Sequence[int]) -> bool:
 
 def _layout_hint(arrays: Operands, layout: str | None) -> str:
     """A sentence for an error's end, where the arrays fit one another in the other layout."""
-    other = "bhsd" if layout == "bshd" else "bshd"
+    alternative = "bhsd" if layout == "bshd" else "bshd"
     try:
-        signature_of(other).check(NAME, arrays)
+        signature_of(alternative).check(NAME, arrays)
     except ShapeError:
         return ""
-    return f" The sizes would fit {LAYOUTS[other]}: if that is what they are, pass layout={other!r}."
+    return f" The sizes would fit {LAYOUTS[alternative]}: if that is what they are, pass layout={alternative!r}."
 
 
 def check_window(window: Any) -> tuple[int | None, int | None] | None:
@@ -203,8 +205,11 @@ def segment_pair(segment_ids: Any) -> tuple[Any, Any]:
     pair = isinstance(segment_ids, (tuple, list))
     if pair and len(segment_ids) == 2 and all(ids is not None for ids in segment_ids):
         return tuple(segment_ids)
-    what = f"{len(segment_ids)} entries" if pair else type(segment_ids).__name__
-    _fail(f"`segment_ids` is {what}; pass a pair (q_ids, kv_ids) of integer arrays [batch, q_len] and [batch, kv_len].")
+    description = f"{len(segment_ids)} entries" if pair else type(segment_ids).__name__
+    _fail(
+        f"`segment_ids` is {description}; pass a pair (q_ids, kv_ids) of integer arrays "
+        "[batch, q_len] and [batch, kv_len]."
+    )
 
 
 def _fail_blocks(text: str) -> NoReturn:
@@ -258,11 +263,11 @@ def check_blocks(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_le
             shape, mask = (1, *array.shape)[-3:], None
             if 0 not in array.shape:
                 mask = BlockMask.from_blocks(array, size)
-    wanted = -(-q_len // size[0]), -(-kv_len // size[1])
-    if tuple(shape[1:]) != wanted:
+    expected = -(-q_len // size[0]), -(-kv_len // size[1])
+    if tuple(shape[1:]) != expected:
         _fail_blocks(
-            f"`block_mask` has {shape[1]} x {shape[2]} blocks, but {q_len} queries and {kv_len} keys have {wanted[0]} "
-            f"x {wanted[1]} of `block_size` {size}; pass one entry for each block."
+            f"`block_mask` has {shape[1]} x {shape[2]} blocks, but {q_len} queries and {kv_len} keys have "
+            f"{expected[0]} x {expected[1]} of `block_size` {size}; pass one entry for each block."
         )
     if shape[0] not in (1, heads):
         _fail_blocks(

@@ -75,20 +75,20 @@ def forward(
     acc, rows = spec.accumulator, blocks.query.shape[3]
     sinks = None if operands.sinks is None else grouped(operands.sinks.astype(acc), spec.kv_heads)[..., None]
 
-    def block(running: Any, at: At) -> Any:
+    def block(running: Any, position: At) -> Any:
         m, l, out = running  # [b, h, G, block_q], the last with [Dv]
-        q, k = blocks.cut("bhgqd", blocks.query, at), blocks.cut("bhkd", blocks.key, at)
-        v = blocks.cut("bhkd", blocks.value, at)
-        seen = blocks.visible(at)
+        q, k = blocks.cut("bhgqd", blocks.query, position), blocks.cut("bhkd", blocks.key, position)
+        v = blocks.cut("bhkd", blocks.value, position)
+        seen = blocks.visible(position)
         k, v = of_seen_keys(k, seen), of_seen_keys(v, seen)
-        s = blocks.after_cap(blocks.logits(q, k, at), at)
+        s = blocks.after_cap(blocks.logits(q, k, position), position)
         if seen is not None:
             s = jnp.where(seen, s, -jnp.inf)
         m_new = jnp.maximum(m, jnp.max(s, axis=-1))
         p = jnp.exp(s - _finite(m_new)[..., None])
         correction = jnp.exp(m - _finite(m_new))
         l = correction * l + jnp.sum(p, axis=-1)
-        pv = blocks.product("bhgqk,bhkd->bhgqd", blocks.dropped(p, at).astype(v.dtype), v)
+        pv = blocks.product("bhgqk,bhkd->bhgqd", blocks.dropped(p, position).astype(v.dtype), v)
         return m_new, l, correction[..., None] * out + pv
 
     def problem(carry: None, batch: Any, head: Any) -> Any:
@@ -157,20 +157,22 @@ def backward(
     padded_dout = blocks.pad("bhgqd", grouped(dout, spec.kv_heads))
     padded_lse, padded_delta = (blocks.pad("bhgq", grouped(x, spec.kv_heads)) for x in (_finite(logsumexp), delta))
 
-    def block(sums: Any, at: At) -> Any:
+    def block(sums: Any, position: At) -> Any:
         dq, dk, dv, dbias = sums
-        q, do = blocks.cut("bhgqd", blocks.query, at), blocks.cut("bhgqd", padded_dout, at)
-        k, v = blocks.cut("bhkd", blocks.key, at), blocks.cut("bhkd", blocks.value, at)
-        seen = blocks.visible(at)
+        q, do = blocks.cut("bhgqd", blocks.query, position), blocks.cut("bhgqd", padded_dout, position)
+        k, v = blocks.cut("bhkd", blocks.key, position), blocks.cut("bhkd", blocks.value, position)
+        seen = blocks.visible(position)
         k, v = of_seen_keys(k, seen), of_seen_keys(v, seen)
-        s = blocks.logits(q, k, at)
+        s = blocks.logits(q, k, position)
         # At most 1: of huge logits, another order of this product's sum may exceed the logsumexp.
-        p = jnp.exp(jnp.minimum(blocks.after_cap(s, at) - blocks.cut("bhgq", padded_lse, at)[..., None], 0.0))
+        p = jnp.exp(
+            jnp.minimum(blocks.after_cap(s, position) - blocks.cut("bhgq", padded_lse, position)[..., None], 0.0)
+        )
         if seen is not None:
             p = jnp.where(seen, p, 0.0)
-        dv = dv + blocks.product("bhgqk,bhgqd->bhkd", blocks.dropped(p, at).astype(do.dtype), do)
-        dp = blocks.dropped(blocks.product("bhgqd,bhkd->bhgqk", do, v), at)
-        ds = p * (dp - blocks.cut("bhgq", padded_delta, at)[..., None])
+        dv = dv + blocks.product("bhgqk,bhgqd->bhkd", blocks.dropped(p, position).astype(do.dtype), do)
+        dp = blocks.dropped(blocks.product("bhgqd,bhkd->bhgqk", do, v), position)
+        ds = p * (dp - blocks.cut("bhgq", padded_delta, position)[..., None])
         capped = ds if spec.softcap is None else ds * (1.0 - jnp.square(s / spec.softcap))
         if dbias is not None:
             shared = tuple(axis for axis, extent in enumerate(dbias.shape) if extent < ds.shape[axis])

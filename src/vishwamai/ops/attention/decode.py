@@ -104,8 +104,8 @@ def decode_attention(
         batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
         lens = None if kv_lens is None else lengths(_NAME, "kv_lens", kv_lens, batch, size * kv_len)
         if lens is not None:
-            here = jnp.clip(lens - jax.lax.axis_index(axis) * kv_len, 0, kv_len)
-            q_ids, kv_ids = existing_keys(_NAME, arrays[5:7], here, None, batch, q_len, kv_len)
+            local_lens = jnp.clip(lens - jax.lax.axis_index(axis) * kv_len, 0, kv_len)
+            q_ids, kv_ids = existing_keys(_NAME, arrays[5:7], local_lens, None, batch, q_len, kv_len)
             arrays = arrays._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
         if q_offset is None:
             if lens is None or (q_len == 1 and window is None):
@@ -123,9 +123,9 @@ def decode_attention(
     arrays = arrays._replace(**{name: None if x is None else x.astype(jnp.int32) for name, x in ids.items()})
     if spec.operands.q_positions is None:
         arrays = arrays._replace(q_positions=None)
-    found = attend_keys(axis, spec, SIGNATURE.pack(arrays, spec), config=config, implementation=implementation)
-    out = found.out.astype(out_dtype)
-    return (out, found.logsumexp) if return_lse else out
+    outputs = attend_keys(axis, spec, SIGNATURE.pack(arrays, spec), config=config, implementation=implementation)
+    out = outputs.out.astype(out_dtype)
+    return (out, outputs.logsumexp) if return_lse else out
 
 
 @checked

@@ -74,8 +74,8 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
             return f"the block mask has {spec.blocks.heads} heads, and there are {spec.q_heads} here."
         config = heuristic(spec, target)
         for cut in ((config.block_q, config.block_kv), (config.backward_q, config.backward_kv)):
-            found = walks(spec, *cut)
-            size = 0 if found is None or found.patterns is None else found.patterns.nbytes
+            tile_walks = walks(spec, *cut)
+            size = 0 if tile_walks is None or tile_walks.patterns is None else tile_walks.patterns.nbytes
             if size > _MOST_PATTERNS:
                 return (
                     f"the tile masks of the block mask's tiles of {cut[0]} x {cut[1]} that are there in part take "
@@ -169,7 +169,7 @@ def backward(
         DOUTS=cut(dout, block_q),
         EDGE=memory.packed is not None or low is not None or high is not None or spec.kv_len % block_kv != 0,
     )
-    written = dict(SEQ_FIRST=memory.heads_inside, BOTTOM_RIGHT=memory.bottom_right)
+    flags = dict(SEQ_FIRST=memory.heads_inside, BOTTOM_RIGHT=memory.bottom_right)
     inputs = dict(
         query=query,
         key=key,
@@ -194,7 +194,7 @@ def backward(
         ),
         TMA_DQ=spec.qk_dim % 4 == 0,
         **how,
-        **written,
+        **flags,
     )
     if deterministic:
         (dq,) = gpu.launch(
@@ -203,7 +203,7 @@ def backward(
             dict(**inputs, starts=memory.starts, walk=by_query(walk)),
             dict(dq_ptr=memory.result(query.ptr, spec.qk_dim, dtype)),
             **how,
-            **written,
+            **flags,
         )
     else:
         if dtype.itemsize < 4:

@@ -90,16 +90,16 @@ def _walks(spec: AttentionSpec, block_q: int, block_kv: int) -> Walks:
     last_row, last_column = np.minimum(row + block_q, spec.q_len) - 1, np.minimum(column + block_kv, spec.kv_len) - 1
     low, high = spec.band
     live = masks.ids >= 0
-    whole = (masks.ids == 0) & (column + block_kv <= spec.kv_len)
+    unmasked = (masks.ids == 0) & (column + block_kv <= spec.kv_len)
     if high is not None:
         live &= column - last_row <= high
-        whole &= last_column - row <= high
+        unmasked &= last_column - row <= high
     if low is not None:
         live &= last_column - row >= low
-        whole &= column - last_row >= low
+        unmasked &= column - last_row >= low
     ids = np.maximum(masks.ids, 0)
     heads = len(live)
-    by_query = _lists(live, whole, ids)
+    by_query = _lists(live, unmasked, ids)
     by_key = _lists(*(x.transpose(0, 2, 1) for x in (live, np.zeros_like(live), ids)))
     return Walks(
         by_query=by_query,
@@ -111,13 +111,13 @@ def _walks(spec: AttentionSpec, block_q: int, block_kv: int) -> Walks:
     )
 
 
-def _lists(live: np.ndarray, whole: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def _lists(live: np.ndarray, unmasked: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """The lists of every row of `[heads, rows, tiles]`, those of whole tiles last, behind their spans."""
     heads, rows, _ = live.shape
     head, row, tile = np.nonzero(live)
-    last = whole[head, row, tile]
+    last = unmasked[head, row, tile]
     order = np.lexsort((tile, last, row, head))
-    count, partial = live.sum(2).reshape(-1), (live & ~whole).sum(2).reshape(-1)
+    count, partial = live.sum(2).reshape(-1), (live & ~unmasked).sum(2).reshape(-1)
     header = heads * rows * 3
     # Pairs are counted from the array's start, and must begin at an even number.
     first = (header + 1) // 2 + np.cumsum(count) - count

@@ -16,12 +16,12 @@ from vishwamai.ops.attention.gpu_kernels_tiles import (
     fill_statistics,
     key_blocks,
     load_rows,
-    moved,
+    masked_logits,
     of_sequence,
     packed,
     place,
     segment_span,
-    shown,
+    shifted,
     source_of,
     store_rows,
 )
@@ -52,13 +52,13 @@ def logits(
     if terms.bias_ptr is not None or SOFTCAP is not None:
         s = product * SCALE
         if terms.bias_ptr is not None:
-            at = (
+            offsets = (
                 b.to(tl.int64) * terms.bias_b
                 + h.to(tl.int64) * terms.bias_h
                 + rows.to(tl.int64) * terms.bias_q
                 + columns * terms.bias_k
             )
-            bias = tl.load(terms.bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            bias = tl.load(terms.bias_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
             if not LOGITS.BIAS_AFTER:
                 s += bias
         t = s
@@ -87,13 +87,13 @@ def logits(
         if LOGITS.LOW:
             s = tl.where(columns - stand >= sizes.low, s, float("-inf"))
     if terms.mask_ptr is not None:
-        at = (
+        offsets = (
             b.to(tl.int64) * terms.mask_b
             + h.to(tl.int64) * terms.mask_h
             + rows.to(tl.int64) * terms.mask_q
             + columns * terms.mask_k
         )
-        s = tl.where(tl.load(terms.mask_ptr + at, mask=inside, other=0) != 0, s, float("-inf"))
+        s = tl.where(tl.load(terms.mask_ptr + offsets, mask=inside, other=0) != 0, s, float("-inf"))
     if terms.q_segments_ptr is not None:
         q_id = tl.load(
             terms.q_segments_ptr + b.to(tl.int64) * terms.q_segments_b + rows, mask=rows < sizes.q_len, other=0
@@ -183,7 +183,7 @@ def forward(
     if starts.q_ptr is not None:
         q_first, q_len = packed(starts.q_ptr, b, sizes.batch, sizes.q_total)
         kv_first, kv_len = packed(starts.kv_ptr, b, sizes.batch, 0)
-        query, key, value = moved(query, q_first), moved(key, kv_first), moved(value, kv_first)
+        query, key, value = shifted(query, q_first), shifted(key, kv_first), shifted(value, kv_first)
         sizes = of_sequence(sizes, q_len, kv_len, BOTTOM_RIGHT)
         at_b, elements = b * 0, 1
         if row >= sizes.q_len:
@@ -231,7 +231,7 @@ def forward(
             s, _ = logits(s, rows, columns, b, h, terms, sizes, LOGITS, True, PRECISE)
             if walk.patterns_ptr is not None:
                 number = tl.load(walk.ptr + 2 * step + 1)
-                s = shown(s, number, walk.patterns_ptr, rows - row, columns - n, ROWS, COLUMNS)
+                s = masked_logits(s, number, walk.patterns_ptr, rows - row, columns - n, ROWS, COLUMNS)
             v = load_rows(values, value, at_b, kv_h, n, end, VALUES)
             m, l, acc = _absorb(s, v, m, l, acc, rows, columns, plane, seed_ptr, LOGITS, True)
 
@@ -277,7 +277,7 @@ def forward(
         if lse_ptr is not None:
             fill_statistics(lse_ptr + statistics, row, sizes.q_len, tiles * ROWS, ROWS)
     if lse_ptr is not None:
-        at = row + tl.arange(0, ROWS)
+        positions = row + tl.arange(0, ROWS)
         lse = tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2)
-        tl.store(lse_ptr + statistics + at, lse, mask=at < sizes.q_len)
+        tl.store(lse_ptr + statistics + positions, lse, mask=positions < sizes.q_len)
     store_rows(out_ptr, acc / l[:, None], at_b, h, sizes.q_heads, row, sizes.q_len, OUTS, SEQ_FIRST)

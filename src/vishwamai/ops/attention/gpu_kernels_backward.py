@@ -18,13 +18,13 @@ from vishwamai.ops.attention.gpu_kernels_tiles import (
     fill_behind,
     key_blocks,
     load_rows,
-    moved,
+    masked_logits,
     of_sequence,
     packed,
     place,
     position_span,
     segment_span,
-    shown,
+    shifted,
     source_of,
     store_rows,
 )
@@ -43,10 +43,10 @@ def delta(out_rows: Rows, dout_rows: Rows, dlse_ptr, delta_ptr, heads, length, O
     dout = load_rows(dout_rows.ptr, dout_rows, b, h, row, length, OUTS).to(tl.float32)
     total = tl.sum(out * dout, 1)
     rows = row + tl.arange(0, ROWS)
-    at = plane.to(tl.int64) * length + rows
+    offsets = plane.to(tl.int64) * length + rows
     if dlse_ptr is not None:
-        total -= tl.load(dlse_ptr + at, mask=rows < length, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + at, total, mask=rows < length)
+        total -= tl.load(dlse_ptr + offsets, mask=rows < length, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + offsets, total, mask=rows < length)
 
 
 @triton.jit
@@ -122,8 +122,8 @@ def key_gradients(
     if starts.q_ptr is not None:
         q_first, q_len = packed(starts.q_ptr, b, sizes.batch, 0)
         kv_first, kv_len = packed(starts.kv_ptr, b, sizes.batch, sizes.kv_total)
-        query, dout_rows = moved(query, q_first), moved(dout_rows, q_first)
-        key, value = moved(key, kv_first), moved(value, kv_first)
+        query, dout_rows = shifted(query, q_first), shifted(dout_rows, q_first)
+        key, value = shifted(key, kv_first), shifted(value, kv_first)
         sizes = of_sequence(sizes, q_len, kv_len, BOTTOM_RIGHT)
         at_b, elements = b * 0, 1
         if column >= sizes.kv_len:
@@ -153,9 +153,9 @@ def key_gradients(
             )
     k = load_rows(keys, key, at_b, kv_h, column, end, KEYS)
     if terms.kv_segments_ptr is not None and dq_ptr is not None:  # the keys outside of `kv_starts` and `kv_lens`
-        own = column + tl.arange(0, COLUMNS)
-        ids = terms.kv_segments_ptr + b.to(tl.int64) * terms.kv_segments_b + own
-        k = tl.where(tl.load(ids, mask=own < sizes.kv_len, other=0)[:, None] == NOWHERE, 0.0, k)
+        positions = column + tl.arange(0, COLUMNS)
+        ids = terms.kv_segments_ptr + b.to(tl.int64) * terms.kv_segments_b + positions
+        k = tl.where(tl.load(ids, mask=positions < sizes.kv_len, other=0)[:, None] == NOWHERE, 0.0, k)
     v = load_rows(values, value, at_b, kv_h, column, sizes.kv_len, VALUES)
     columns = (column + tl.arange(0, COLUMNS))[:, None]
     PRECISE: tl.constexpr = k.dtype == tl.float32
@@ -198,7 +198,7 @@ def key_gradients(
             s, t = logits(s, rows, columns, b, h, terms, sizes, LOGITS, EDGE, PRECISE, dq_ptr is not None)
             if walk.patterns_ptr is not None:
                 number = tl.load(walk.ptr + 2 * step + 1)
-                s = shown(s, number, walk.patterns_ptr, rows - row, columns - column, ROWS, COLUMNS)
+                s = masked_logits(s, number, walk.patterns_ptr, rows - row, columns - column, ROWS, COLUMNS)
             p = tl.exp2(tl.minimum(s - lse[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
             dout = load_rows(douts, dout_rows, at_b, h, row, sizes.q_len, DOUTS)
             dp = tl.dot(v, dout.T, input_precision=LOGITS.PRECISION)
@@ -211,10 +211,10 @@ def key_gradients(
                 if TMA_DQ:
                     dqs.atomic_add([h, row, 0], dq.reshape(1, ROWS, D_TILE))
                 else:
-                    at = (base + row + tl.arange(0, ROWS))[:, None] * D
+                    offsets = (base + row + tl.arange(0, ROWS))[:, None] * D
                     d = tl.arange(0, D_TILE)[None, :]
                     inside = ((row + tl.arange(0, ROWS)) < sizes.q_len)[:, None] & (d < D)
-                    tl.atomic_add(dq_ptr + at + d, dq, mask=inside, sem="relaxed")
+                    tl.atomic_add(dq_ptr + offsets + d, dq, mask=inside, sem="relaxed")
     if starts.q_ptr is not None:  # read again, rather than held in registers all the while
         kv_first, kv_len = packed(starts.kv_ptr, b, sizes.batch, sizes.kv_total)
         sizes = of_sequence(sizes, sizes.q_len, kv_len, False)
@@ -263,8 +263,8 @@ def query_gradients(
     if starts.q_ptr is not None:
         q_first, q_len = packed(starts.q_ptr, b, sizes.batch, sizes.q_total)
         kv_first, kv_len = packed(starts.kv_ptr, b, sizes.batch, 0)
-        query, dout_rows = moved(query, q_first), moved(dout_rows, q_first)
-        key, value = moved(key, kv_first), moved(value, kv_first)
+        query, dout_rows = shifted(query, q_first), shifted(dout_rows, q_first)
+        key, value = shifted(key, kv_first), shifted(value, kv_first)
         sizes = of_sequence(sizes, q_len, kv_len, BOTTOM_RIGHT)
         dq_ptr += q_first.to(tl.int64) * (sizes.q_heads * D)
         at_b, elements, base = b * 0, 1, h.to(tl.int64) * sizes.q_total + q_first
@@ -305,7 +305,7 @@ def query_gradients(
         s, t = logits(s, rows, columns, b, h, terms, sizes, LOGITS, ENDS, PRECISE)
         if walk.patterns_ptr is not None:
             number = tl.load(walk.ptr + 2 * step + 1)
-            s = shown(s, number, walk.patterns_ptr, rows - row, columns - n, ROWS, COLUMNS)
+            s = masked_logits(s, number, walk.patterns_ptr, rows - row, columns - n, ROWS, COLUMNS)
         p = tl.exp2(tl.minimum(s - lse[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
         v = load_rows(values, value, at_b, kv_h, n, sizes.kv_len, VALUES)
         dp = tl.dot(dout, v.T, input_precision=LOGITS.PRECISION)
@@ -318,5 +318,9 @@ def query_gradients(
 @triton.jit
 def cast(x_ptr, y_ptr, size, COLUMNS: tl.constexpr):
     """Grid (cdiv(size, COLUMNS),): x in the dtype of y."""
-    at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < size, other=0.0).to(y_ptr.dtype.element_ty), mask=at < size)
+    offsets = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(
+        y_ptr + offsets,
+        tl.load(x_ptr + offsets, mask=offsets < size, other=0.0).to(y_ptr.dtype.element_ty),
+        mask=offsets < size,
+    )

@@ -7,7 +7,7 @@ from vishwamai.core.gpu_kernels import LOG2E
 from vishwamai.ops.attention.gpu_arguments import Extents, Rows, Terms, Walk
 from vishwamai.ops.attention.gpu_kernels import logits
 from vishwamai.ops.attention.gpu_kernels_backward import after_dropout, logit_gradient, statistics
-from vishwamai.ops.attention.gpu_kernels_tiles import load_rows, shown, source_of
+from vishwamai.ops.attention.gpu_kernels_tiles import load_rows, masked_logits, source_of
 
 
 @triton.jit
@@ -61,11 +61,11 @@ def bias_gradient(
         h = at_h + i // (many_k * many_q) % many_h
         b = at_b + i // (many_k * many_q * many_h)
         plane, kv_h = b * sizes.q_heads + h, h // (sizes.q_heads // sizes.kv_heads)
-        there = True
+        visible = True
         if walk.ptr is not None:
             tile = tl.load(walk.ptr + h * walk.head + row // ROWS * kv_tiles + column // COLUMNS)
-            there = tile > 0
-        if there:
+            visible = tile > 0
+        if visible:
             rows = (row + tl.arange(0, ROWS))[:, None]
             columns = (column + tl.arange(0, COLUMNS))[None, :]
             q = load_rows(queries, query, b, h, row, sizes.q_len, QUERIES)
@@ -74,7 +74,7 @@ def bias_gradient(
             s = tl.dot(q, k.T, input_precision=LOGITS.PRECISION)
             s, t = logits(s, rows, columns, b, h, terms, sizes, LOGITS, EDGE, PRECISE)
             if walk.patterns_ptr is not None:
-                s = shown(s, tile - 1, walk.patterns_ptr, rows - row, columns - column, ROWS, COLUMNS)
+                s = masked_logits(s, tile - 1, walk.patterns_ptr, rows - row, columns - column, ROWS, COLUMNS)
             p = tl.exp2(tl.minimum(s - lse[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
             dout = load_rows(douts, dout_rows, b, h, row, sizes.q_len, DOUTS)
             v = load_rows(values, value, b, kv_h, column, sizes.kv_len, VALUES)
@@ -84,19 +84,23 @@ def bias_gradient(
                 dbias += logit_gradient(p, dp, total[:, None], t, None)
             else:
                 dbias += logit_gradient(p, dp, total[:, None], t, LOGITS.SOFTCAP)
-    at = at_b.to(tl.int64) * terms.bias_b + at_h.to(tl.int64) * terms.bias_h
+    offsets = at_b.to(tl.int64) * terms.bias_b + at_h.to(tl.int64) * terms.bias_h
     rows = at_q * ROWS + tl.arange(0, ROWS)
     columns = at_k * COLUMNS + tl.arange(0, COLUMNS)
     kind = dbias_ptr.dtype.element_ty
     if OWN.QUERIES and OWN.KEYS:
-        at += rows.to(tl.int64)[:, None] * terms.bias_q + columns[None, :] * terms.bias_k
-        tl.store(dbias_ptr + at, dbias.to(kind), mask=(rows < sizes.q_len)[:, None] & (columns < sizes.kv_len)[None, :])
+        offsets += rows.to(tl.int64)[:, None] * terms.bias_q + columns[None, :] * terms.bias_k
+        tl.store(
+            dbias_ptr + offsets, dbias.to(kind), mask=(rows < sizes.q_len)[:, None] & (columns < sizes.kv_len)[None, :]
+        )
     elif OWN.QUERIES:
-        tl.store(dbias_ptr + at + rows.to(tl.int64) * terms.bias_q, tl.sum(dbias, 1).to(kind), mask=rows < sizes.q_len)
+        tl.store(
+            dbias_ptr + offsets + rows.to(tl.int64) * terms.bias_q, tl.sum(dbias, 1).to(kind), mask=rows < sizes.q_len
+        )
     elif OWN.KEYS:
-        tl.store(dbias_ptr + at + columns * terms.bias_k, tl.sum(dbias, 0).to(kind), mask=columns < sizes.kv_len)
+        tl.store(dbias_ptr + offsets + columns * terms.bias_k, tl.sum(dbias, 0).to(kind), mask=columns < sizes.kv_len)
     else:
-        tl.store(dbias_ptr + at, tl.sum(tl.sum(dbias, 1), 0).to(kind))
+        tl.store(dbias_ptr + offsets, tl.sum(tl.sum(dbias, 1), 0).to(kind))
 
 
 @triton.jit
@@ -114,9 +118,9 @@ def sink_gradient(
         plane = first + member * q_heads
         for row in tl.range(0, q_len, COLUMNS):
             rows = row + tl.arange(0, COLUMNS)
-            at = plane.to(tl.int64) * q_len + rows
-            lse = tl.load(lse_ptr + at, mask=rows < q_len, other=float("inf"))
+            offsets = plane.to(tl.int64) * q_len + rows
+            lse = tl.load(lse_ptr + offsets, mask=rows < q_len, other=float("inf"))
             lse = tl.where(lse == float("-inf"), float("inf"), lse)
             share = tl.exp2((sink - lse) * LOG2E)
-            total -= share * tl.load(delta_ptr + at, mask=rows < q_len, other=0.0)
+            total -= share * tl.load(delta_ptr + offsets, mask=rows < q_len, other=0.0)
     tl.store(dsinks_ptr + program, tl.sum(total, 0).to(dsinks_ptr.dtype.element_ty))

@@ -34,8 +34,8 @@ def load_rows(source, rows: Rows, b, h, first, length, CUT: tl.constexpr):
         row = first + tl.arange(0, CUT.ROWS)
         column = tl.arange(0, CUT.COLUMNS)
         base = b.to(tl.int64) * rows.batch + h.to(tl.int64) * rows.head
-        at = base + row.to(tl.int64)[:, None] * rows.seq + column[None, :]
-        return tl.load(source + at, mask=(row < length)[:, None] & (column < CUT.DIM)[None, :], other=0.0)
+        offsets = base + row.to(tl.int64)[:, None] * rows.seq + column[None, :]
+        return tl.load(source + offsets, mask=(row < length)[:, None] & (column < CUT.DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -47,14 +47,14 @@ def store_rows(ptr, x, b, h, heads, first, length, CUT: tl.constexpr, SEQ_FIRST:
     row = first + tl.arange(0, CUT.ROWS)
     column = tl.arange(0, CUT.COLUMNS)
     if SEQ_FIRST:
-        at = (b.to(tl.int64) * length + row)[:, None] * (heads * D) + h * D + column[None, :]
+        offsets = (b.to(tl.int64) * length + row)[:, None] * (heads * D) + h * D + column[None, :]
     else:
-        at = ((b.to(tl.int64) * heads + h) * length + row)[:, None] * D + column[None, :]
-    tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=(row < length)[:, None] & (column < D)[None, :])
+        offsets = ((b.to(tl.int64) * heads + h) * length + row)[:, None] * D + column[None, :]
+    tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=(row < length)[:, None] & (column < D)[None, :])
 
 
 @triton.jit
-def moved(rows: Rows, first):
+def shifted(rows: Rows, first):
     """The rows from position `first` on."""
     return Rows(rows.ptr + first.to(tl.int64) * rows.seq, rows.batch, rows.head, rows.seq)
 
@@ -93,8 +93,8 @@ def fill_behind(ptr, h, heads, first, length, step, value, CUT: tl.constexpr):
 def fill_statistics(lse_ptr, first, length, step, ROWS: tl.constexpr):
     """The same for the logsumexp: -inf."""
     for row in tl.range(first + step, length, step):
-        at = row + tl.arange(0, ROWS)
-        tl.store(lse_ptr + at, tl.full([ROWS], float("-inf"), tl.float32), mask=at < length)
+        positions = row + tl.arange(0, ROWS)
+        tl.store(lse_ptr + positions, tl.full([ROWS], float("-inf"), tl.float32), mask=positions < length)
 
 
 @triton.jit
@@ -106,24 +106,24 @@ def behind(b, batch):
 
 
 @triton.jit
-def segment_span(own_ptr, own, own_len, other_ptr, other_len, SPAN: tl.constexpr = 2048):
+def segment_span(own_ptr, positions, own_len, other_ptr, other_len, SPAN: tl.constexpr = 2048):
     """(start, stop): outside of these positions of the other side no segment id lies between the least and the largest
-    of positions `own`.
+    of positions `positions`.
 
     Where segments lie one behind the other, this leaves out all that is not of the block's own segments.
     """
-    inside = own < own_len
-    ids = tl.load(own_ptr + own, mask=inside, other=0)
+    inside = positions < own_len
+    ids = tl.load(own_ptr + positions, mask=inside, other=0)
     least = tl.min(tl.where(inside, ids, 2147483647), 0)
     largest = tl.max(tl.where(inside, ids, -2147483648), 0)
     starts = tl.full([SPAN], 2147483647, tl.int32)
     stops = tl.zeros([SPAN], tl.int32)
     for n in tl.range(0, other_len, SPAN):
-        at = n + tl.arange(0, SPAN)
-        other = tl.load(other_ptr + at, mask=at < other_len, other=0)
-        near = (at < other_len) & (other >= least) & (other <= largest)
-        starts = tl.minimum(starts, tl.where(near, at, 2147483647))
-        stops = tl.maximum(stops, tl.where(near, at + 1, 0))
+        offsets = n + tl.arange(0, SPAN)
+        other_ids = tl.load(other_ptr + offsets, mask=offsets < other_len, other=0)
+        near = (offsets < other_len) & (other_ids >= least) & (other_ids <= largest)
+        starts = tl.minimum(starts, tl.where(near, offsets, 2147483647))
+        stops = tl.maximum(stops, tl.where(near, offsets + 1, 0))
     return tl.minimum(tl.min(starts, 0), other_len), tl.max(stops, 0)
 
 
@@ -145,16 +145,16 @@ def position_span(
     stops = tl.zeros([SPAN], tl.int32)
     most = tl.full([SPAN], -2147483648, tl.int32)
     for n in tl.range(0, q_len, SPAN):
-        at = n + tl.arange(0, SPAN)
-        near = at < q_len
-        position = tl.load(positions_ptr + at, mask=near, other=-2147483648)
+        offsets = n + tl.arange(0, SPAN)
+        near = offsets < q_len
+        position = tl.load(positions_ptr + offsets, mask=near, other=-2147483648)
         most = tl.maximum(most, position)
         if HIGH:
             near = near & (position >= column - sizes.high)
         if LOW:
             near = near & (position <= column + COLUMNS - 1 - sizes.low)
-        starts = tl.minimum(starts, tl.where(near, at, 2147483647))
-        stops = tl.maximum(stops, tl.where(near, at + 1, 0))
+        starts = tl.minimum(starts, tl.where(near, offsets, 2147483647))
+        stops = tl.maximum(stops, tl.where(near, offsets + 1, 0))
     return tl.minimum(tl.min(starts, 0), q_len), tl.max(stops, 0), tl.max(most, 0)
 
 
@@ -176,12 +176,12 @@ def key_blocks(
     last = row + ROWS - 1
     end = tl.minimum(row + ROWS, sizes.q_len)
     if terms.positions_ptr is not None:
-        at = row + tl.arange(0, ROWS)
+        rows = row + tl.arange(0, ROWS)
         positions = tl.load(
-            terms.positions_ptr + b.to(tl.int64) * terms.positions_b + at, mask=at < sizes.q_len, other=0
+            terms.positions_ptr + b.to(tl.int64) * terms.positions_b + rows, mask=rows < sizes.q_len, other=0
         )
-        first = tl.min(tl.where(at < sizes.q_len, positions, 2147483647), 0)
-        last = tl.max(tl.where(at < sizes.q_len, positions, -2147483648), 0)
+        first = tl.min(tl.where(rows < sizes.q_len, positions, 2147483647), 0)
+        last = tl.max(tl.where(rows < sizes.q_len, positions, -2147483648), 0)
         end = last + 1
     lo = 0 * row
     hi = lo + sizes.kv_len
@@ -209,12 +209,12 @@ def place(walk: Walk, n, SIZE: tl.constexpr):
 
 
 @triton.jit
-def shown(s, number, patterns_ptr, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def masked_logits(s, number, patterns_ptr, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The logits s of a tile, -inf where its pattern hides them; query i and key j of the tile broadcast to s, in
     either order.
     """
-    at = number.to(tl.int64) * (ROWS * COLUMNS) + i * COLUMNS + j
+    offsets = number.to(tl.int64) * (ROWS * COLUMNS) + i * COLUMNS + j
     seen = tl.load(
-        patterns_ptr + at, mask=(number > 0) & (i + j >= 0), other=1
+        patterns_ptr + offsets, mask=(number > 0) & (i + j >= 0), other=1
     )  # pattern 0 is a whole tile, and not read
     return tl.where(seen != 0, s, float("-inf"))

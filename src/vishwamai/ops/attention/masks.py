@@ -86,9 +86,9 @@ def exposed_keys(spec: AttentionSpec, operands: Operands) -> jax.Array | None:
     if (start, stop) != (0, spec.kv_len):
         terms.append(((columns >= start) & (columns < stop))[None, None])
     if spec.blocks is not None:
-        shown = spec.blocks.columns(spec.kv_len)  # [heads or 1, Tk]
-        if not shown.all():
-            terms.append(jnp.asarray(_of_kv_heads(spec, shown[None])))
+        visible = spec.blocks.columns(spec.kv_len)  # [heads or 1, Tk]
+        if not visible.all():
+            terms.append(jnp.asarray(_of_kv_heads(spec, visible[None])))
     if operands.mask is not None and operands.mask.shape[2] == 1:
         terms.append(_of_kv_heads(spec, operands.mask[:, :, 0]))
     if operands.q_segment_ids is not None:
@@ -102,14 +102,14 @@ def exposed_keys(spec: AttentionSpec, operands: Operands) -> jax.Array | None:
             terms.append(columns <= rows.max(2, keepdims=True) + high)
     if not terms:
         return None
-    shown = functools.reduce(jnp.logical_and, terms)
-    return jnp.broadcast_to(shown, (*shown.shape[:2], spec.kv_len))
+    visible = functools.reduce(jnp.logical_and, terms)
+    return jnp.broadcast_to(visible, (*visible.shape[:2], spec.kv_len))
 
 
-def _of_kv_heads(spec: AttentionSpec, shown: Any) -> Any:
+def _of_kv_heads(spec: AttentionSpec, visible: Any) -> Any:
     """`[B, Hq or 1, Tk]` to `[B, Hkv or 1, Tk]`: shown to any head of the group."""
-    heads = shown.shape[1]
-    return shown if heads == 1 else shown.reshape(shown.shape[0], spec.kv_heads, -1, shown.shape[2]).any(2)
+    heads = visible.shape[1]
+    return visible if heads == 1 else visible.reshape(visible.shape[0], spec.kv_heads, -1, visible.shape[2]).any(2)
 
 
 def grouped(x: jax.Array, kv_heads: int) -> jax.Array:

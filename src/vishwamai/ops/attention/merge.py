@@ -92,8 +92,8 @@ def merged(outs: Sequence[Any], lses: Sequence[Any], layout: str) -> tuple[Any, 
             )
         if lse.shape != shape:
             swapped = shape[:-2] + shape[-2:][::-1]
-            other = {"bhsd": "bshd", "bshd": "bhsd"}[layout]
-            fix = f"; pass layout={other!r}" if lse.shape == swapped else f"; pass {shape}"
+            alternative = {"bhsd": "bshd", "bshd": "bhsd"}[layout]
+            fix = f"; pass layout={alternative!r}" if lse.shape == swapped else f"; pass {shape}"
             _fail(f"`lses[{i}]` has shape {lse.shape}, but the outputs {tuple(first.shape)} have one {shape}{fix}.")
     xp, wide = namespace(first), accumulator_dtype(dtype)
     lse = xp.stack([cast(x, wide) for x in lses])  # [parts, ...]

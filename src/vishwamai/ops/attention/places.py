@@ -50,10 +50,10 @@ def row_positions(function: str, q_offset: Any, batch: int, q_len: int) -> Any:
     Raises:
       ShapeError: it is something else, or a known value is too large.
     """
-    found = _integers(function, "q_offset", q_offset)
-    check_offset_shape(function, found.shape, batch, q_len)
+    offset = _integers(function, "q_offset", q_offset)
+    check_offset_shape(function, offset.shape, batch, q_len)
     check_values(functools.partial(check_offsets, function, q_len), q_offset)
-    return rows_at(found.astype(jnp.int32), jnp.arange(q_len, dtype=jnp.int32))
+    return rows_at(offset.astype(jnp.int32), jnp.arange(q_len, dtype=jnp.int32))
 
 
 def check_offset_shape(function: str, shape: tuple[int, ...], batch: int, q_len: int) -> None:
@@ -82,10 +82,10 @@ def lengths(function: str, name: str, x: Any, batch: int, most: int) -> Any:
     Raises:
       ShapeError: it is something else, or a known value is out of range.
     """
-    found = _integers(function, name, x)
-    check_bound_shape(function, name, found.shape, batch)
+    lens = _integers(function, name, x)
+    check_bound_shape(function, name, lens.shape, batch)
     check_values(functools.partial(check_bounds, function, name, most), x)
-    return found.astype(jnp.int32)
+    return lens.astype(jnp.int32)
 
 
 def check_bound_shape(function: str, name: str, shape: tuple[int, ...], batch: int) -> None:
@@ -140,9 +140,9 @@ def check_segments(function: str, values: np.ndarray) -> None:
 
 
 def _integers(function: str, name: str, x: Any) -> Any:
-    found = as_array(function, name, x)
-    check_integers(function, name, found, bool(jnp.issubdtype(found.dtype, jnp.integer)))
-    return found
+    array = as_array(function, name, x)
+    check_integers(function, name, array, bool(jnp.issubdtype(array.dtype, jnp.integer)))
+    return array
 
 
 def check_integers(function: str, name: str, x: Any, integers: bool) -> None:

@@ -148,11 +148,11 @@ def ring_attention(
     arrays = arrays._replace(**{name: None if x is None else x.astype(jnp.int32) for name, x in ids.items()})
     if spec.dropout_rate and dropout_key is not None:
         arrays = arrays._replace(dropout_seed=dropout.seeds(dropout_key, spec.batch, spec.q_heads))
-    found = ring(
+    outputs = ring(
         (axis,), size, spec, SIGNATURE.pack(arrays, spec), zigzag=zigzag, config=config, implementation=implementation
     )
-    out = found.out.astype(out_dtype)
-    return (out, found.logsumexp) if return_lse else out
+    out = outputs.out.astype(out_dtype)
+    return (out, outputs.logsumexp) if return_lse else out
 
 
 def _of_one_hop(arrays: Any, size: int) -> Any:

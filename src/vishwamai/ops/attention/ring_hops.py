@@ -83,81 +83,83 @@ def _attend(ring: Ring, operands: Operands) -> Outputs:
     return _forward(ring, operands)[0]
 
 
-def _forward(ring: Ring, own: Operands) -> tuple[Outputs, Any]:
-    keys = tuple(getattr(own, name) for name in TRAVEL)
-    reach = reach_of(ring, own)
+def _forward(ring: Ring, operands: Operands) -> tuple[Outputs, Any]:
+    keys = tuple(getattr(operands, name) for name in TRAVEL)
+    reach = reach_of(ring, operands)
     total: Any = None
     for i, step in enumerate(ring.steps):
 
-        def add(part: Part, total: Any, own: Operands, keys: Any, step: int = step) -> Any:
+        def add(part: Part, total: Any, operands: Operands, keys: Any, step: int = step) -> Any:
             for piece in ring.pieces(part):
-                found = _hop(ring, piece, ring.operands(own, keys, step, piece))
+                partial = _hop(ring, piece, ring.operands(operands, keys, step, piece))
                 if total is None and piece.rows is None:
-                    total = (found.out.astype(found.logsumexp.dtype), found.logsumexp)
+                    total = (partial.out.astype(partial.logsumexp.dtype), partial.logsumexp)
                 else:
-                    total = _merge(total or _nothing(ring, own, found), (found.out, found.logsumexp), piece.rows)
+                    total = _merge(
+                        total or _nothing(ring, operands, partial), (partial.out, partial.logsumexp), piece.rows
+                    )
             return total
 
         def hop(total: Any, keys: Any, i: int = i, step: int = step, add: Any = add) -> Any:
             following = ring.next_keys(keys, i)  # asked for before the products that hide it
-            return reach.seen(i, functools.partial(ring.by_place, step, add), total, own, keys), following
+            return reach.seen(i, functools.partial(ring.by_place, step, add), total, operands, keys), following
 
         total, keys = reach.hop(i, hop, total, keys)
-    result = Outputs(total[0].astype(own.query.dtype), total[1])
-    return result, (own, result)
+    result = Outputs(total[0].astype(operands.query.dtype), total[1])
+    return result, (operands, result)
 
 
-def _nothing(ring: Ring, own: Operands, found: Outputs) -> tuple[Any, Any]:
-    """The attention over no keys, of all rows; `found` is of some."""
-    assert found.logsumexp is not None
-    shape, wide = own.query.shape[:3], found.logsumexp.dtype
+def _nothing(ring: Ring, operands: Operands, partial: Outputs) -> tuple[Any, Any]:
+    """The attention over no keys, of all rows; `partial` is of some."""
+    assert partial.logsumexp is not None
+    shape, wide = operands.query.shape[:3], partial.logsumexp.dtype
     nothing = (jnp.zeros((*shape, ring.spec.v_dim), wide), jnp.full(shape, -math.inf, wide))
-    return match_varying((nothing, found))[0]
+    return match_varying((nothing, partial))[0]
 
 
-def _merge(total: tuple[Any, Any], found: tuple[Any, Any], rows: int | None) -> tuple[Any, Any]:
+def _merge(total: tuple[Any, Any], partial: tuple[Any, Any], rows: int | None) -> tuple[Any, Any]:
     """The attention over two sets of keys; the sum so far has the dtype to sum in. `rows` is the half of its rows that
     the second one has.
     """
     out, lse = total
     if rows is None:
-        return merged([out, found[0].astype(out.dtype)], [lse, found[1]], "bhsd")
+        return merged([out, partial[0].astype(out.dtype)], [lse, partial[1]], "bhsd")
     half = out.shape[2] // 2
     halves = [(out[:, :, :half], lse[:, :, :half]), (out[:, :, half:], lse[:, :, half:])]
-    halves[rows] = _merge(halves[rows], found, None)
+    halves[rows] = _merge(halves[rows], partial, None)
     return jnp.concatenate([out for out, _ in halves], 2), jnp.concatenate([lse for _, lse in halves], 2)
 
 
 def _backward(ring: Ring, saved: Any, cotangents: Any) -> tuple[Operands]:
-    own, (out, logsumexp) = saved
+    operands, (out, logsumexp) = saved
     dout, dlse = cotangents
-    return (_gradients(ring, own, (out, logsumexp, dout.astype(out.dtype), dlse.astype(logsumexp.dtype))),)
+    return (_gradients(ring, operands, (out, logsumexp, dout.astype(out.dtype), dlse.astype(logsumexp.dtype))),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(ring: Ring, own: Operands, rest: Any) -> Operands:
+def _gradients(ring: Ring, operands: Operands, rest: Any) -> Operands:
     """The gradients of a device's operands. Those of keys and values travel with them."""
     length, wide = ring.spec.kv_len, rest[1].dtype
-    keys = tuple(getattr(own, name) for name in TRAVEL)
+    keys = tuple(getattr(operands, name) for name in TRAVEL)
     zeros = {
         name: jnp.zeros(x.shape, wide)
-        for name, x in zip(own._fields, own, strict=True)
+        for name, x in zip(operands._fields, operands, strict=True)
         if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
     }
-    zeros = match_varying((zeros, own, rest))[0]
+    zeros = match_varying((zeros, operands, rest))[0]
     nothing = {name: zeros.pop(name) for name in ("key", "value")}
-    reach, stay, travel = reach_of(ring, own), zeros, nothing
+    reach, stay, travel = reach_of(ring, operands), zeros, nothing
     for i, step in enumerate(ring.steps):
 
-        def add(part: Part, sums: Any, own: Operands, rest: Any, keys: Any, step: int = step) -> Any:
+        def add(part: Part, sums: Any, operands: Operands, rest: Any, keys: Any, step: int = step) -> Any:
             source = (jax.lax.axis_index(ring.axes) - step) % ring.size * length
             for piece in ring.pieces(part):
                 rows = piece.rows
                 of_rows = rest if rows is None else tuple(jnp.split(x, 2, 2)[rows] for x in rest)
-                found = _hop_gradients(ring, piece, ring.operands(own, keys, step, piece), of_rows)
+                gradients = _hop_gradients(ring, piece, ring.operands(operands, keys, step, piece), of_rows)
 
-                def placed(name: str, x: Any, found: Any = found, piece: Part = piece) -> Any:
-                    y = getattr(found, name)
+                def placed(name: str, x: Any, gradients: Any = gradients, piece: Part = piece) -> Any:
+                    y = getattr(gradients, name)
                     return x if y is None else ring.place(name, x, y, piece, source if name == "bias" else 0)
 
                 sums = tuple({name: placed(name, x) for name, x in xs.items()} for xs in sums)
@@ -168,18 +170,20 @@ def _gradients(ring: Ring, own: Operands, rest: Any) -> Operands:
             travel = ring.shift(travel, step - ring.steps[i - 1]) if i else travel
             following = ring.next_keys(keys, i)
             compute = functools.partial(ring.by_place, step, add)
-            stay, more = reach.seen(i, compute, (stay, nothing), own, rest, keys)
+            stay, more = reach.seen(i, compute, (stay, nothing), operands, rest, keys)
             return stay, more if i == 0 else {name: x + more[name] for name, x in travel.items()}, following
 
         stay, travel, keys = reach.hop(i, hop, stay, travel, keys)
     home = [functools.partial(ring.shift, way=ring.size - step) for step in ring.steps]
     travel = reach.at_last(home, travel)
     sums = stay | travel
-    return Operands(*(None if name not in sums else sums[name].astype(x.dtype) for name, x in own._asdict().items()))
+    return Operands(
+        *(None if name not in sums else sums[name].astype(x.dtype) for name, x in operands._asdict().items())
+    )
 
 
-def _once(ring: Ring, own: Operands, rest: Any) -> Any:
-    return _gradients(ring, own, rest), None
+def _once(ring: Ring, operands: Operands, rest: Any) -> Any:
+    return _gradients(ring, operands, rest), None
 
 
 def _twice(ring: Ring, saved: Any, cotangents: Any) -> Any:

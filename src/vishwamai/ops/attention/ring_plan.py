@@ -93,8 +93,8 @@ class Ring:
         spec = self.spec
         if spec.operands.q_positions is not None:
             return Part(spec.causal, 0, spec.window)
-        here = dataclasses.replace(spec, causal_offset=distance)
-        low, high = here.band
+        shifted = dataclasses.replace(spec, causal_offset=distance)
+        low, high = shifted.band
         last_row, last_key = spec.q_len - 1, spec.kv_len - 1
         if (low is not None and low > last_key) or (high is not None and last_row + high < 0):
             return None
@@ -124,14 +124,14 @@ class Ring:
     @functools.cached_property
     def holders(self) -> list[set[int]]:
         """The devices that need keys in each of `steps`: to use them, or to pass them on."""
-        found: list[set[int]] = []
+        devices: list[set[int]] = []
         later: set[int] = set()
         for i in reversed(range(len(self.steps))):
             users = {j for j, part in enumerate(self.parts(self.steps[i])) if part is not None}
-            found.append(users | later)
+            devices.append(users | later)
             way = self.steps[i] - self.steps[i - 1] if i else 0
-            later = {(j - way) % self.size for j in found[-1]}
-        return found[::-1]
+            later = {(j - way) % self.size for j in devices[-1]}
+        return devices[::-1]
 
     def shift(self, arrays: Any, way: int, holders: Any = None) -> Any:
         """Every array from the device `way` places before, to those of `holders`."""
@@ -148,25 +148,25 @@ class Ring:
             return keys
         return self.shift(keys, self.steps[i + 1] - self.steps[i], self.holders[i + 1])
 
-    def operands(self, own: Operands, keys: Any, step: int, part: Part) -> Operands:
+    def operands(self, local: Operands, keys: Any, step: int, part: Part) -> Operands:
         """The operands of a part of a hop."""
         length = self.spec.kv_len
         source = (jax.lax.axis_index(self.axes) - step) % self.size
-        found = own._replace(**dict(zip(TRAVEL, keys, strict=True)))
+        arrays = local._replace(**dict(zip(TRAVEL, keys, strict=True)))
         for name in ("bias", "mask"):
-            x = getattr(own, name)
+            x = getattr(local, name)
             if x is not None and x.shape[3] != 1:
                 x = jax.lax.dynamic_slice_in_dim(x, source * length, length, 3)
-            found = found._replace(**{name: x})
-        if own.q_positions is not None:
-            found = found._replace(q_positions=own.q_positions - source.astype(jnp.int32) * length)
+            arrays = arrays._replace(**{name: x})
+        if local.q_positions is not None:
+            arrays = arrays._replace(q_positions=local.q_positions - source.astype(jnp.int32) * length)
         if step or part.columns:
-            found = found._replace(sinks=None)  # they enter the denominator once
-        if own.dropout_seed is not None:
+            arrays = arrays._replace(sinks=None)  # they enter the denominator once
+        if local.dropout_seed is not None:
             rows = self.start(jax.lax.axis_index(self.axes), part.rows, self.spec.q_len)
             columns = self.start(source, part.columns, length)
-            found = found._replace(dropout_seed=dropout.moved(own.dropout_seed, rows, columns))
-        return type(found)(*(self.cut(name, x, part) for name, x in found._asdict().items()))
+            arrays = arrays._replace(dropout_seed=dropout.offset_seeds(local.dropout_seed, rows, columns))
+        return type(arrays)(*(self.cut(name, x, part) for name, x in arrays._asdict().items()))
 
     def cut(self, name: str, x: Any, part: Part) -> Any:
         """The halves of an operand that the part has."""
@@ -176,25 +176,25 @@ class Ring:
                 x = jax.lax.slice_in_dim(x, half * length // 2, (half + 1) * length // 2, axis=axis)
         return x
 
-    def place(self, name: str, whole: Any, x: Any, part: Part, start: Any = 0) -> Any:
-        """`whole` plus `x`, where the part cut it from; `start` is its first key in `whole`."""
-        starts: list[Any] = [0] * whole.ndim
+    def place(self, name: str, total: Any, x: Any, part: Part, start: Any = 0) -> Any:
+        """`total` plus `x`, where the part cut it from; `start` is its first key in `total`."""
+        starts: list[Any] = [0] * total.ndim
         columns = _axis(name, "kv_len")
         for word, half, length in self._halves(part):
             axis = _axis(name, word)
             if axis is not None and x.shape[axis] * 2 == length:
                 starts[axis] = half * length // 2
-        if columns is not None and whole.shape[columns] != 1:
+        if columns is not None and total.shape[columns] != 1:
             starts[columns] += start
-        if x.shape == whole.shape:
-            return whole + x.astype(whole.dtype)
-        there = jax.lax.dynamic_slice(whole, starts, x.shape)
-        return jax.lax.dynamic_update_slice(whole, there + x.astype(whole.dtype), starts)
+        if x.shape == total.shape:
+            return total + x.astype(total.dtype)
+        previous = jax.lax.dynamic_slice(total, starts, x.shape)
+        return jax.lax.dynamic_update_slice(total, previous + x.astype(total.dtype), starts)
 
     def _halves(self, part: Part) -> list[tuple[str, int, int]]:
         """(dim, half, length) of what the part does not take whole."""
-        both = (("q_len", part.rows, self.spec.q_len), ("kv_len", part.columns, self.spec.kv_len))
-        return [(word, half, length) for word, half, length in both if half is not None]
+        halves = (("q_len", part.rows, self.spec.q_len), ("kv_len", part.columns, self.spec.kv_len))
+        return [(word, half, length) for word, half, length in halves if half is not None]
 
     def by_place(self, step: int, run: Any, *values: Any) -> Any:
         """`run(part, *values)` for the part that this device has in a hop; where it has none, the first value."""
@@ -234,36 +234,40 @@ MOST_PARTS = 64
 """Of a block mask: each part that differs from the others is a program of its own."""
 
 
-def why_not_ring(own: AttentionSpec, size: int) -> str | None:
-    """Why a ring of `size` devices cannot serve a call, where `own` is of a device's part; None if it can."""
-    if own.operands.slopes is not None:
+def why_not_ring(local_spec: AttentionSpec, size: int) -> str | None:
+    """Why a ring of `size` devices cannot serve a call, where `local_spec` is of a device's part; None if it can."""
+    if local_spec.operands.slopes is not None:
         return "`alibi_slopes` are given, and a hop does not know how far its keys are."
-    if own.operands.q_positions is None and (own.causal or own.window is not None):
-        if own.causal_offset:
+    if local_spec.operands.q_positions is None and (local_spec.causal or local_spec.window is not None):
+        if local_spec.causal_offset:
             return "`q_offset` and `causal_align` that are static move the diagonal off the devices' own keys."
-        if own.q_len != own.kv_len:
-            return f"`causal` and `window` need as many queries as keys, and there are {own.q_len} and {own.kv_len}."
-    if own.blocks is not None:
-        rows, columns = own.blocks.block_size
-        if own.q_len % rows or own.kv_len % columns:
+        if local_spec.q_len != local_spec.kv_len:
             return (
-                f"blocks of {rows} x {columns} do not divide the {own.q_len} queries and {own.kv_len} keys of a device."
+                "`causal` and `window` need as many queries as keys, and there are "
+                f"{local_spec.q_len} and {local_spec.kv_len}."
             )
-        plan = Ring((), size, own, False, None, None)
+    if local_spec.blocks is not None:
+        rows, columns = local_spec.blocks.block_size
+        if local_spec.q_len % rows or local_spec.kv_len % columns:
+            return (
+                f"blocks of {rows} x {columns} do not divide the {local_spec.q_len} queries and "
+                f"{local_spec.kv_len} keys of a device."
+            )
+        plan = Ring((), size, local_spec, False, None, None)
         parts = len({part for step in range(size) for part in plan.parts(step)})
         if parts > MOST_PARTS:
             return f"the block mask has {parts} different parts on {size} devices, and may have {MOST_PARTS}."
     return None
 
 
-def why_not_zigzag(own: AttentionSpec) -> str | None:
-    """Why a ring that can serve a call cannot do so in zig-zag order, where `own` is of a device's part."""
-    if own.blocks is not None:
+def why_not_zigzag(local_spec: AttentionSpec) -> str | None:
+    """Why a ring that can serve a call cannot do so in zig-zag order, where `local_spec` is of a device's part."""
+    if local_spec.blocks is not None:
         return "a block mask is of the sequence in order."
-    if own.window is not None:
+    if local_spec.window is not None:
         return "`window` needs the sequence in order."
-    if own.operands.q_positions is not None:
+    if local_spec.operands.q_positions is not None:
         return "`q_offset` is an array, which places queries in order."
-    if own.q_len % 2:
-        return f"zig-zag order cuts the {own.q_len} rows of a device into two."
+    if local_spec.q_len % 2:
+        return f"zig-zag order cuts the {local_spec.q_len} rows of a device into two."
     return None

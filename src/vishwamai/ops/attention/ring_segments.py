@@ -48,16 +48,16 @@ class Reach(NamedTuple):
         return ways[-1](x) if self.last is None else jax.lax.switch(self.last, ways, x)
 
 
-def reach_of(ring: Ring, own: Operands) -> Reach:
+def reach_of(ring: Ring, operands: Operands) -> Reach:
     """What the segments of this device's operands leave.
 
     Two parts of the sequence may see each other where their smallest and largest ids overlap, which is exact for ids
     in order.
     """
-    if own.q_segment_ids is None or own.kv_segment_ids is None or len(ring.steps) == 1:
+    if operands.q_segment_ids is None or operands.kv_segment_ids is None or len(ring.steps) == 1:
         return Reach()
     halves = 2 if ring.zigzag else 1  # what lies together in the sequence
-    queries, keys = (_ranges(ids, halves) for ids in (own.q_segment_ids, own.kv_segment_ids))
+    queries, keys = (_ranges(ids, halves) for ids in (operands.q_segment_ids, operands.kv_segment_ids))
     me = jax.lax.axis_index(ring.axes)
     all_keys = jax.lax.psum(jnp.zeros((ring.size, *keys.shape), keys.dtype).at[me].set(keys), ring.axes)
     lowest, highest = all_keys[:, 0, None], all_keys[:, 1, None]  # [devices, 1, halves, batch]
@@ -65,7 +65,7 @@ def reach_of(ring: Ring, own: Operands) -> Reach:
     source = (me - jnp.array(ring.steps)) % ring.size
     sees = (meet.any(-1)[source] & jnp.asarray(_computed(ring, halves))[:, me]).any((1, 2))
     last = jnp.max(jnp.where(sees, jnp.arange(len(ring.steps)), 0))
-    return Reach(sees, jax.lax.pmax(last, _everyone(ring, own.q_segment_ids)))
+    return Reach(sees, jax.lax.pmax(last, _everyone(ring, operands.q_segment_ids)))
 
 
 def _ranges(ids: Any, halves: int) -> Any:
@@ -79,15 +79,15 @@ def _ranges(ids: Any, halves: int) -> Any:
 def _computed(ring: Ring, halves: int) -> np.ndarray:
     """bool `[hops, devices, rows, columns]`: which halves the static plan takes together."""
 
-    def those(half: int | None) -> slice:
+    def half_slice(half: int | None) -> slice:
         return slice(None) if half is None else slice(half, half + 1)
 
-    found = np.zeros((len(ring.steps), ring.size, halves, halves), bool)
+    computed = np.zeros((len(ring.steps), ring.size, halves, halves), bool)
     for hop, step in enumerate(ring.steps):
         for device, part in enumerate(ring.parts(step)):
             if part is not None:
-                found[hop, device, those(part.rows), those(part.columns)] = True
-    return found
+                computed[hop, device, half_slice(part.rows), half_slice(part.columns)] = True
+    return computed
 
 
 def _everyone(ring: Ring, ids: Any) -> tuple[str, ...]:

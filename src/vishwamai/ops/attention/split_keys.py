@@ -59,18 +59,18 @@ def attend_keys(
     """
     kv_len = operands.key.shape[2]
     first = jax.lax.axis_index(axes) * kv_len
-    found = operands._replace(sinks=None)
+    local = operands._replace(sinks=None)
     spec = dataclasses.replace(spec, causal=spec.causal and not _sees_all(spec, jax.lax.axis_size(axes) * kv_len))
     if spec.causal or spec.window is not None:
         positions = operands.q_positions
         if positions is None:
             positions = spec.causal_offset + jnp.arange(operands.query.shape[2], dtype=jnp.int32)[None]
-        found = found._replace(q_positions=positions - first.astype(jnp.int32))
+        local = local._replace(q_positions=positions - first.astype(jnp.int32))
     if operands.dropout_seed is not None:
-        found = found._replace(dropout_seed=dropout.moved(operands.dropout_seed, 0, first))
-    found = match_varying(found)
-    own = dataclasses.replace(spec.localize(found), causal_offset=0, return_lse=True)
-    part = ATTENTION(own, found, config=config, implementation=implementation)
+        local = local._replace(dropout_seed=dropout.offset_seeds(operands.dropout_seed, 0, first))
+    local = match_varying(local)
+    local_spec = dataclasses.replace(spec.localize(local), causal_offset=0, return_lse=True)
+    part = ATTENTION(local_spec, local, config=config, implementation=implementation)
     sinks = None if operands.sinks is None else operands.sinks[:, :, None]
     return Outputs(*merged_over(axes, part.out, part.logsumexp, sinks))
 

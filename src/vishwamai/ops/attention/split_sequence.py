@@ -41,37 +41,41 @@ def attend_split(
       UnsupportedError: the ambient `split_sequence` names a way that cannot serve the call; or forward-mode
         differentiation.
     """
-    found = _decided(spec, signature, arrays, implementation)
-    if found.way is None:
-        if current_config().split_sequence == "zigzag" and (spec.causal or spec.window is not None) and found.size != 1:
+    decision = _decided(spec, signature, arrays, implementation)
+    if decision.way is None:
+        if (
+            current_config().split_sequence == "zigzag"
+            and (spec.causal or spec.window is not None)
+            and decision.size != 1
+        ):
             raise UnsupportedError(
                 "flash_attention: `split_sequence` is 'zigzag', by which the sequence lies in zig-zag order, but "
-                f"{found.why} Split query, key and value along it over the same explicit mesh axes, or pass another "
+                f"{decision.why} Split query, key and value along it over the same explicit mesh axes, or pass another "
                 "way."
             )
         return None
-    over, size, axes = found.over, found.size, found.axes
+    over, size, axes = decision.over, decision.size, decision.axes
     assert axes is not None, "there is a way"
 
     def local(shards: Operands) -> Outputs:
         operands = signature.pack(shards, spec)
         run = functools.partial(ring, spec=spec, config=config, implementation=implementation)
-        if found.way in ("ring", "zigzag"):
-            outputs = run(over, size, operands=operands, zigzag=found.way == "zigzag")
-        elif found.way == "keys":
+        if decision.way in ("ring", "zigzag"):
+            outputs = run(over, size, operands=operands, zigzag=decision.way == "zigzag")
+        elif decision.way == "keys":
             outputs = attend_keys(over, spec, operands, config=config, implementation=implementation)
-        elif found.way == "gather":
-            whole = gathered(over, match_varying(operands))
-            outputs = ATTENTION(spec.localize(whole), whole, config=config, implementation=implementation)
+        elif decision.way == "gather":
+            complete = gathered(over, match_varying(operands))
+            outputs = ATTENTION(spec.localize(complete), complete, config=config, implementation=implementation)
             outputs = jax.tree.map(lambda y: own_rows(over, y), outputs)
         else:
-            exchanged = over if found.way == "ulysses" else over[-1:]
-            whole = exchange(exchanged, match_varying(operands))
-            if found.way == "hybrid":
+            exchanged = over if decision.way == "ulysses" else over[-1:]
+            complete = exchange(exchanged, match_varying(operands))
+            if decision.way == "hybrid":
                 around = over[:-1]
-                outputs = run(around, size // jax.lax.axis_size(exchanged), operands=whole)
+                outputs = run(around, size // jax.lax.axis_size(exchanged), operands=complete)
             else:
-                outputs = ATTENTION(spec.localize(whole), whole, config=config, implementation=implementation)
+                outputs = ATTENTION(spec.localize(complete), complete, config=config, implementation=implementation)
             outputs = jax.tree.map(lambda y: restored(exchanged, y), outputs)
         if not spec.return_lse:
             outputs = Outputs(outputs.out)
@@ -114,18 +118,20 @@ def _decided(spec: AttentionSpec, signature: Signature, arrays: Operands, implem
     if not over or (of_query and of_query != over):
         return _Decision(None, "query, key and value are not split along it in the same way.")
     axes = _axes(signature, spec, arrays, with_query=bool(of_query))
-    found = assigned(mesh, axes, arrays)
+    assignment = assigned(mesh, axes, arrays)
     size = math.prod(mesh.shape[axis] for axis in over)
-    if found.get(_SPLIT) != over or size == 1:
+    if assignment.get(_SPLIT) != over or size == 1:
         return _Decision(None, "the devices do not divide it.", size=size)
-    own = _of_device(spec, {name: math.prod(mesh.shape[axis] for axis in split) for name, split in found.items()})
+    local_spec = _of_device(
+        spec, {name: math.prod(mesh.shape[axis] for axis in split) for name, split in assignment.items()}
+    )
     named = implementation or current_config().implementation
     if of_query:
-        way, why = _way(own, mesh, over, named)
+        way, why = _way(local_spec, mesh, over, named)
     else:
         way, why = _way_of_keys(spec, named)
-    what = "query, key and value" if of_query else "key and value"
-    observe.note(f"attention: {what} are split along the sequence over {', '.join(over)} ({size}): {why}")
+    arrays_text = "query, key and value" if of_query else "key and value"
+    observe.note(f"attention: {arrays_text} are split along the sequence over {', '.join(over)} ({size}): {why}")
     return _Decision(way, why, over, size, axes)
 
 
@@ -160,28 +166,28 @@ def _way(spec: AttentionSpec, mesh: Any, over: tuple[str, ...], implementation: 
       spec: of a device's batch elements and heads, with the whole sequence.
       mesh: the arrays'. over: its axes over which the sequence is split.
     """
-    wanted = current_config().split_sequence
+    setting = current_config().split_sequence
     if implementation == XLA.name:
         return None, f"it is gathered, because {XLA.name!r} is the definition of whole sequences."
-    if wanted == "gather":
+    if setting == "gather":
         return None, 'it is gathered, because `split_sequence` is "gather".'
     sizes = [mesh.shape[axis] for axis in over]
     reasons = _reasons(spec, sizes)
-    if wanted is not None:
-        reason = reasons[wanted]
+    if setting is not None:
+        reason = reasons[setting]
         if reason is not None:
             raise UnsupportedError(
-                f"flash_attention: `split_sequence` is {wanted!r}, which cannot serve this call: {reason} Pass another "
-                "way, or None to let the library choose."
+                f"flash_attention: `split_sequence` is {setting!r}, which cannot serve this call: {reason} Pass "
+                "another way, or None to let the library choose."
             )
-        return wanted, f"{_SAID[wanted]}, as `split_sequence` says."
+        return setting, f"{_SAID[setting]}, as `split_sequence` says."
     if reasons["ring"] is not None and reasons["ulysses"] is not None:
         return None, f"it is gathered; a ring declines: {reasons['ring']} Ulysses declines: {reasons['ulysses']}"
     links = links_known(mesh, over)
     if links is not None:
-        found = split_times(spec, links, math.prod(sizes), _of_two(mesh, over))
-        way = min(found.seconds.keys() - {"zigzag"}, key=lambda way: (found.seconds[way], way != "ring"))
-        times = str(found).rstrip(".")  # a reason ends with one
+        estimate = split_times(spec, links, math.prod(sizes), _of_two(mesh, over))
+        way = min(estimate.seconds.keys() - {"zigzag"}, key=lambda way: (estimate.seconds[way], way != "ring"))
+        times = str(estimate).rstrip(".")  # a reason ends with one
         return way, f"{_SAID[way]}, which takes least time by the links ({links}): {times}."
     if reasons["ring"] is None:
         return "ring", f"{_SAID['ring']}, which serves any number of heads and keeps memory linear in a device's part."
@@ -201,14 +207,14 @@ def _of_two(mesh: Any, over: tuple[str, ...]) -> tuple[AxisLinks, AxisLinks] | N
 def _reasons(spec: AttentionSpec, sizes: list[int]) -> dict[str, str | None]:
     """Why each way cannot serve a call; None where it can."""
     size = math.prod(sizes)
-    own = of_part(spec, size)
-    around = why_not_ring(own, size)
+    local_spec = of_part(spec, size)
+    around = why_not_ring(local_spec, size)
     hybrid = "it needs two mesh axes, and the sequence is split over one."
     if len(sizes) > 1:
         hybrid = why_not_hybrid(spec, size // sizes[-1], sizes[-1])
     return {
         "ring": around,
-        "zigzag": around or why_not_zigzag(own),
+        "zigzag": around or why_not_zigzag(local_spec),
         "ulysses": why_not_ulysses(spec, spec.q_heads, size),
         "hybrid": hybrid,
     }
@@ -231,11 +237,11 @@ def _over(signature: Signature, arrays: Operands) -> tuple[tuple[str, ...], tupl
     """The mesh axes over which the queries, and keys and values, are split along their sequence; None where those of
     keys and values differ.
     """
-    found = []
+    axes_of_arrays = []
     for x, text, word in zip(arrays[:3], signature.operands[:3], ("q_len", "kv_len", "kv_len"), strict=True):
         axis = [dim.name for dim in dims.parse(text)].index(word)
-        found.append(mesh_axes([*jax.typeof(x).sharding.spec, *[None] * 4][axis]))
-    query, key, value = found
+        axes_of_arrays.append(mesh_axes([*jax.typeof(x).sharding.spec, *[None] * 4][axis]))
+    query, key, value = axes_of_arrays
     return query, key if key == value else None
 
 
@@ -245,7 +251,7 @@ def _axes(signature: Signature, spec: AttentionSpec, arrays: Operands, with_quer
     With the queries it is one factor of both, and `bias` and `mask` have the keys of all devices. Without them it is
     the keys', over whose parts the function merges.
     """
-    found = signature.axes(spec, arrays, ATTENTION.split(spec, False))
+    axes = signature.axes(spec, arrays, ATTENTION.split(spec, False))
 
     def renamed(name: str, factors: Any) -> Any:
         if factors is None:
@@ -259,4 +265,4 @@ def _axes(signature: Signature, spec: AttentionSpec, arrays: Operands, with_quer
         return type(tree)(*(renamed(name, factors) for name, factors in tree._asdict().items()))
 
     merged = frozenset() if with_query else frozenset({_SPLIT})
-    return Axes((all_of(found.arguments[0]),), all_of(found.results), found.splittable | {_SPLIT}, merged)
+    return Axes((all_of(axes.arguments[0]),), all_of(axes.results), axes.splittable | {_SPLIT}, merged)

@@ -87,63 +87,63 @@ def estimate_split_attention(
         if not hasattr(x, "shape") or not isinstance(getattr(x, "dtype", None), np.dtype):
             raise ShapeError(f"{name}: `{label}` is {described(x)}; pass an array or a jax.ShapeDtypeStruct.")
     options = Options(causal=causal, window=window, layout="bhsd")
-    whole = _spec((query, key, value), options)
-    for label, length in (("query", whole.q_len), ("key", whole.kv_len)):
+    spec = _spec((query, key, value), options)
+    for label, length in (("query", spec.q_len), ("key", spec.kv_len)):
         if length % size:
             raise ShapeError(f"{name}: the {size} devices do not divide the {length} rows of `{label}`; pad them.")
     if hybrid is not None and hybrid[0].devices * hybrid[1].devices != size:
-        counts = " x ".join(str(one.devices) for one in hybrid)
+        counts = " x ".join(str(axis_links.devices) for axis_links in hybrid)
         raise ShapeError(
             f"{name}: `hybrid` has {counts} devices, but `links` has {size}; pass the links of the axes of the ring "
             "and of the axis that exchanges heads, and those of both together."
         )
-    return split_times(whole, links, size, hybrid)
+    return split_times(spec, links, size, hybrid)
 
 
 def split_times(
-    whole: AttentionSpec, links: AxisLinks, size: int, hybrid: tuple[AxisLinks, AxisLinks] | None = None
+    spec: AttentionSpec, links: AxisLinks, size: int, hybrid: tuple[AxisLinks, AxisLinks] | None = None
 ) -> SplitAttentionEstimate:
     """`estimate_split_attention` of a spec.
 
     Args:
-      whole: of the whole sequence, for the batch elements and heads of one device.
+      spec: of the whole sequence, for the batch elements and heads of one device.
       links: of the mesh axes over which the sequence is split. size: how many devices they have.
       hybrid: of the axes of a ring, and of the axis that exchanges heads.
     """
-    chip, own = links.chip, of_part(whole, size)
-    moved = sum(x.nbytes for x in [*whole.operands[:3], *_rows(whole), *_lines(whole)])
-    gathered = estimate_collective("all_gather", moved, links)
-    seconds, declined = {"gather": _compute(chip, whole) + gathered}, {}
-    reason = why_not_ring(own, size)
+    chip, local_spec = links.chip, of_part(spec, size)
+    nbytes = sum(x.nbytes for x in [*spec.operands[:3], *_rows(spec), *_lines(spec)])
+    gathered = estimate_collective("all_gather", nbytes, links)
+    seconds, declined = {"gather": _compute(chip, spec) + gathered}, {}
+    reason = why_not_ring(local_spec, size)
     if reason is None:
-        seconds["ring"] = _around(own, links, size, zigzag=False)
+        seconds["ring"] = _around(local_spec, links, size, zigzag=False)
     else:
         declined["ring"] = reason
-    if reason is None and why_not_zigzag(own) is None and whole.causal:
-        seconds["zigzag"] = _around(own, links, size, zigzag=True)
-    reason = why_not_ulysses(whole, whole.q_heads, size)
+    if reason is None and why_not_zigzag(local_spec) is None and spec.causal:
+        seconds["zigzag"] = _around(local_spec, links, size, zigzag=True)
+    reason = why_not_ulysses(spec, spec.q_heads, size)
     if reason is None:
-        seconds["ulysses"] = _compute(chip, whole) / size + _exchange(whole, links)
+        seconds["ulysses"] = _compute(chip, spec) / size + _exchange(spec, links)
     else:
         declined["ulysses"] = reason
     if hybrid is not None:
         around, exchanged = hybrid
         places = around.devices
-        reason = why_not_hybrid(whole, places, exchanged.devices)
+        reason = why_not_hybrid(spec, places, exchanged.devices)
         if reason is None:
-            own = _of_heads(of_part(whole, places), exchanged.devices)
-            hops = _around(own, around, places, zigzag=False)
-            seconds["hybrid"] = hops + _exchange(whole, exchanged, places)
+            local_spec = _of_heads(of_part(spec, places), exchanged.devices)
+            hops = _around(local_spec, around, places, zigzag=False)
+            seconds["hybrid"] = hops + _exchange(spec, exchanged, places)
         else:
             declined["hybrid"] = reason
     return SplitAttentionEstimate(seconds, declined)
 
 
-def why_not_hybrid(whole: AttentionSpec, places: int, exchanged: int) -> str | None:
+def why_not_hybrid(spec: AttentionSpec, places: int, exchanged: int) -> str | None:
     """Why a ring of `places` groups of `exchanged` devices, which exchange heads, cannot serve a call; None if it
     can.
     """
-    return why_not_ring(of_part(whole, places), places) or why_not_ulysses(whole, whole.q_heads, exchanged)
+    return why_not_ring(of_part(spec, places), places) or why_not_ulysses(spec, spec.q_heads, exchanged)
 
 
 def _rows(spec: AttentionSpec) -> list[ArraySpec]:
@@ -153,22 +153,22 @@ def _rows(spec: AttentionSpec) -> list[ArraySpec]:
 
 def _lines(spec: AttentionSpec) -> list[ArraySpec]:
     """What has a number for each query or key."""
-    given = spec.operands
-    return [x for x in (given.q_segment_ids, given.kv_segment_ids, given.q_positions) if x is not None]
+    operands = spec.operands
+    return [x for x in (operands.q_segment_ids, operands.kv_segment_ids, operands.q_positions) if x is not None]
 
 
-def _exchange(whole: AttentionSpec, links: AxisLinks, places: int = 1) -> float:
+def _exchange(spec: AttentionSpec, links: AxisLinks, places: int = 1) -> float:
     """Seconds in which the devices of `links` change a part of the sequence for a part of the heads, and back.
 
     Args:
-      whole: of the whole sequence. places: how many such groups of devices share it.
+      spec: of the whole sequence. places: how many such groups of devices share it.
     """
-    q, k, v = whole.operands[:3]
-    rows = _rows(whole)
-    copies = math.lcm(whole.kv_heads, links.devices) // whole.kv_heads
-    out = whole.batch * whole.q_heads * whole.q_len * whole.v_dim * q.dtype.itemsize
+    q, k, v = spec.operands[:3]
+    rows = _rows(spec)
+    copies = math.lcm(spec.kv_heads, links.devices) // spec.kv_heads
+    out = spec.batch * spec.q_heads * spec.q_len * spec.v_dim * q.dtype.itemsize
     exchanged = q.nbytes + copies * (k.nbytes + v.nbytes) + sum(x.nbytes for x in rows if x.shape[1] > 1)
-    shared = sum(x.nbytes for x in [*_lines(whole), *(x for x in rows if x.shape[1] == 1)])
+    shared = sum(x.nbytes for x in [*_lines(spec), *(x for x in rows if x.shape[1] == 1)])
     return (
         estimate_collective("all_to_all", exchanged / places, links)
         + (estimate_collective("all_gather", shared / places, links) if shared else 0.0)
@@ -192,16 +192,18 @@ def _spec(arrays: Any, options: Options) -> AttentionSpec:
     return make_spec(array_specs(Operands(*arrays)), "default", *options)
 
 
-def of_part(whole: AttentionSpec, size: int) -> AttentionSpec:
+def of_part(spec: AttentionSpec, size: int) -> AttentionSpec:
     """The spec of one device's rows and keys, of `size`; without what all ways read alike."""
 
     def part(x: ArraySpec, axis: int) -> ArraySpec:
         return ArraySpec((*x.shape[:axis], x.shape[axis] // size, *x.shape[axis + 1 :]), x.dtype)
 
-    given = whole.operands
-    positions = None if given.q_positions is None else part(given.q_positions, 1)
-    operands = Operands(*(part(x, 2) for x in given[:3]), q_positions=positions, slopes=given.slopes)
-    return dataclasses.replace(whole, operands=operands)
+    operands_of_spec = spec.operands
+    positions = None if operands_of_spec.q_positions is None else part(operands_of_spec.q_positions, 1)
+    operands = Operands(
+        *(part(x, 2) for x in operands_of_spec[:3]), q_positions=positions, slopes=operands_of_spec.slopes
+    )
+    return dataclasses.replace(spec, operands=operands)
 
 
 def _compute(chip: TpuChip, spec: AttentionSpec) -> float:

@@ -38,15 +38,15 @@ def backward(
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     if cotangents.logsumexp is not None:
         delta = delta - cotangents.logsumexp.astype(jnp.float32)
-    found: dict[str, jax.Array] = {}
-    for which in (Pass.QUERIES, Pass.KEYS) if form.split else (Pass.BOTH,):
-        schedule = make_schedule(spec, tiling, masked=needs_mask_everywhere(spec), kv_major=which.dkv, heads=spec.group)
-        plan = Walk(spec, tiling, schedule, which, form)
-        found |= _products(plan, vmem_bytes, operands, logsumexp, delta, dout)
+    gradients: dict[str, jax.Array] = {}
+    for phase in (Pass.QUERIES, Pass.KEYS) if form.split else (Pass.BOTH,):
+        schedule = make_schedule(spec, tiling, masked=needs_mask_everywhere(spec), kv_major=phase.dkv, heads=spec.group)
+        plan = Walk(spec, tiling, schedule, phase, form)
+        gradients |= _products(plan, vmem_bytes, operands, logsumexp, delta, dout)
     return Operands(
-        found["dq"].astype(query.dtype),
-        found["dk"].astype(key.dtype),
-        found["dv"].astype(value.dtype),
+        gradients["dq"].astype(query.dtype),
+        gradients["dk"].astype(key.dtype),
+        gradients["dv"].astype(value.dtype),
         bias=None if operands.bias is None else bias_gradient(spec, operands, logsumexp, delta, dout),
         sinks=_sinks_gradient(operands, logsumexp, delta),
         slopes=None if operands.slopes is None else jnp.zeros_like(operands.slopes),
@@ -68,7 +68,7 @@ def _products(
     plan: Walk, vmem_bytes: int, operands: Operands, logsumexp: jax.Array, delta: jax.Array, dout: jax.Array
 ) -> dict[str, jax.Array]:
     """dq, or dk and dv, or all three; dq in float32 where it was summed in HBM."""
-    spec, tiling, schedule, which = plan.spec, plan.tiling, plan.schedule, plan.which
+    spec, tiling, schedule, phase = plan.spec, plan.tiling, plan.schedule, plan.phase
     query, key, value = operands.query, operands.key, operands.value
     q_blocks, kv_blocks = tiling.blocks(spec)
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
@@ -120,7 +120,7 @@ def _products(
     if spec.by_value:
         scratch |= {name: pltpu.SMEM((schedule.length,), jnp.int32) for name in ("live", "spare")}
     outputs: dict[str, Any] = {}
-    if which.dkv:
+    if phase.dkv:
         outputs |= {
             "dk": ((*kv_shape, spec.qk_dim), key.dtype, keys(spec.qk_dim)),
             "dv": ((*kv_shape, spec.v_dim), value.dtype, keys(spec.v_dim)),
@@ -129,13 +129,13 @@ def _products(
             name: pltpu.VMEM((tiling.panel_kv, *sum_shape(plan.form, tiling.block_kv, dim)), jnp.float32)
             for name, dim in (("dk_sum", spec.qk_dim), ("dv_sum", spec.v_dim))
         }
-    if which.dkv and not plan.form.streaming:
+    if phase.dkv and not plan.form.streaming:
         scratch |= {
             "q_t": transposes(tiling.panel_q, spec.qk_dim, tiling.block_q, query.dtype),
             "do_t": transposes(tiling.panel_q, spec.v_dim, tiling.block_q, query.dtype),
         }
     aliases: dict[str, str] = {}
-    if which.dq:
+    if phase.dq:
         scratch |= {
             "k_t": transposes(tiling.panel_kv, spec.qk_dim, tiling.block_kv, query.dtype),
             "dq_t": transposes(
@@ -145,9 +145,9 @@ def _products(
     if plan.resident:
         block = tiling.block_spec((None, None, q_rows, spec.qk_dim), at_home)
         outputs["dq"] = (shape, query.dtype, block)
-    elif which.dq and (plan.kv_panels == 1 or not which.dkv):
+    elif phase.dq and (plan.kv_panels == 1 or not phase.dkv):
         outputs["dq"] = (shape, query.dtype, queries(spec.qk_dim))
-    elif which.dq:
+    elif phase.dq:
         in_hbm = pl.BlockSpec(memory_space=pl.ANY)
         inputs["dq_zeros"] = (match_varying((jnp.zeros(shape, jnp.float32), query))[0], in_hbm)
         outputs["dq_sum"] = (shape, jnp.float32, in_hbm)
@@ -159,7 +159,7 @@ def _products(
 
     results = call(
         body,
-        name=which.value,
+        name=phase.value,
         scalars=scalars,
         inputs=inputs,
         outputs=outputs,
@@ -168,7 +168,7 @@ def _products(
         aliases=aliases,
         semantics=("parallel", "parallel", "arbitrary"),
         vmem_bytes=vmem_bytes,
-        flops=spec.backward_flops * {Pass.BOTH: 5, Pass.QUERIES: 3, Pass.KEYS: 4}[which] // 5,
+        flops=spec.backward_flops * {Pass.BOTH: 5, Pass.QUERIES: 3, Pass.KEYS: 4}[phase] // 5,
         bytes_accessed=3 * spec.bytes_moved,
         transcendentals=spec.batch * spec.q_heads * spec.live_pairs,
     )

@@ -73,7 +73,7 @@ class Walk:
     spec: AttentionSpec
     tiling: Tiling
     schedule: TileSchedule
-    which: Pass
+    phase: Pass
     form: Form
 
     @property
@@ -83,19 +83,19 @@ class Walk:
     @property
     def resident(self) -> bool:
         """Whether dq stays in VMEM over several key panels."""
-        return self.form.resident and self.which is Pass.BOTH and self.kv_panels > 1
+        return self.form.resident and self.phase is Pass.BOTH and self.kv_panels > 1
 
 
 def body(refs: AttentionRefs, plan: Walk) -> None:
     schedule, step = plan.schedule, pl.program_id(2)
-    at = schedule.first_step(pl.program_id(1)) + step
-    panel = Panel(refs.panels, at)
-    home = Home(refs.homes, at) if plan.resident else None
+    index = schedule.first_step(pl.program_id(1)) + step
+    panel = Panel(refs.panels, index)
+    home = Home(refs.homes, index) if plan.resident else None
     unless_idle(panel, schedule, lambda: _step(refs, panel, home, plan))
 
 
 def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> None:
-    spec, tiling, which = plan.spec, plan.tiling, plan.which
+    spec, tiling, phase = plan.spec, plan.tiling, plan.phase
     batch, kv_head = pl.program_id(0), pl.program_id(1)
     q_head = kv_head * spec.group + panel.g
     block_q, block_kv = tiling.block_q, tiling.block_kv
@@ -103,18 +103,18 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
     first_query = panel.g * tiling.blocks(spec)[0] + panel.q * tiling.panel_q if home is not None else 0
 
     def start_keys(j: Any) -> None:
-        if which.dq:
+        if phase.dq:
             refs.k_t[j] = transposed(refs.key[rows_of(j, block_kv), :], shown_keys(refs, j))
-        if which.dkv:
+        if phase.dkv:
             refs.dk_sum[j] = jnp.zeros(refs.dk_sum.shape[1:], jnp.float32)
             refs.dv_sum[j] = jnp.zeros(refs.dv_sum.shape[1:], jnp.float32)
 
     def start_queries(i: Any) -> None:
         rows = rows_of(i, block_q)
-        if which.dkv and not plan.form.streaming:
+        if phase.dkv and not plan.form.streaming:
             refs.q_t[i] = transposed(refs.query[rows, :])
             refs.do_t[i] = transposed(refs.do[rows, :])
-        if which.dq and home is None:
+        if phase.dq and home is None:
             refs.dq_t[i] = jnp.zeros(refs.dq_t.shape[1:], jnp.float32)
 
     def clear_queries(i: Any) -> None:
@@ -123,7 +123,7 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
     # What stays for the whole accumulation is prepared when it begins, what passes by at every step.
     if home is not None:
         pl.when(home.first)(lambda: for_blocks(tiling.panel_q, clear_queries))
-    if which.dkv:
+    if phase.dkv:
         pl.when(panel.begins)(lambda: for_blocks(tiling.panel_kv, start_keys))
         for_blocks(tiling.panel_q, start_queries)
     else:
@@ -140,13 +140,13 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
         head = batch * spec.q_heads + q_head
         p, ds = probabilities(spec, tiling, refs, tile, scores, dp, head, masked)
         ds = ds.astype(refs.query.dtype)
-        if which.dkv and plan.form.streaming:
+        if phase.dkv and plan.form.streaming:
             refs.dv_sum[tile.j] += dot(p.astype(refs.do.dtype), refs.do[queries, :], (1, 0))
             refs.dk_sum[tile.j] += dot(ds, refs.query[queries, :], (1, 0))
-        elif which.dkv:
+        elif phase.dkv:
             refs.dv_sum[tile.j] += dot(refs.do_t[tile.i], p.astype(refs.do.dtype), (1, 1))
             refs.dk_sum[tile.j] += dot(refs.q_t[tile.i], ds, (1, 1))
-        if which.dq:
+        if phase.dq:
             refs.dq_t[first_query + tile.i] += dot(refs.k_t[tile.j], ds, (1, 0))
 
     read, counts = tile_reader(spec, tiling, plan.schedule, refs, batch, panel)
@@ -163,13 +163,13 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
 
     if home is not None:
         pl.when(home.last)(lambda: for_blocks(tiling.panel_q, finish_queries))
-    elif which is Pass.QUERIES:
+    elif phase is Pass.QUERIES:
         pl.when(panel.ends)(lambda: for_blocks(tiling.panel_q, finish_queries))
-    elif which is Pass.BOTH and plan.kv_panels == 1:
+    elif phase is Pass.BOTH and plan.kv_panels == 1:
         for_blocks(tiling.panel_q, finish_queries)
-    elif which is Pass.BOTH:
+    elif phase is Pass.BOTH:
         _add_queries(refs, spec, tiling, batch, q_head, panel.q)
-    if which.dkv:
+    if phase.dkv:
         pl.when(panel.ends)(lambda: for_blocks(tiling.panel_kv, finish_keys))
 
 

@@ -25,8 +25,8 @@ BLOCK = 256
 
 
 def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, order: tuple[int, ...], kept_axes: int) -> None:
-    at = dict(zip(order, (pl.program_id(n) for n in range(4)), strict=True))
-    batch, head, q, kv = (at[n] for n in range(4))
+    ids = dict(zip(order, (pl.program_id(n) for n in range(4)), strict=True))
+    batch, head, q, kv = (ids[n] for n in range(4))
     steps = [pl.program_id(n) == 0 for n in range(kept_axes, 4)]
     first = steps[0] if steps else True
     for step in steps[1:]:
@@ -40,8 +40,8 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, order: tu
     live, pattern = jnp.bool_(True), 0
     if spec.blocks is not None:
         q_blocks, kv_blocks = tiling.blocks(spec)
-        own = head if spec.blocks.heads > 1 else 0
-        pattern = refs.tile_ids[(own * q_blocks + q) * kv_blocks + kv]
+        pattern_head = head if spec.blocks.heads > 1 else 0
+        pattern = refs.tile_ids[(pattern_head * q_blocks + q) * kv_blocks + kv]
         live &= pattern >= 0
     tile = ScoreTile(0, 0, q * tiling.block_q, kv * tiling.block_kv, pattern)
     if high is not None:
@@ -88,8 +88,8 @@ def bias_gradient(
 
     def place(index: Any) -> Any:
         def index_map(*args: Any) -> Any:
-            at = dict(zip(order, args[:4], strict=True))
-            return index(at[0], at[1], at[2], at[3])
+            ids = dict(zip(order, args[:4], strict=True))
+            return index(ids[0], ids[1], ids[2], ids[3])
 
         return index_map
 

@@ -92,7 +92,7 @@ def rows_of(n: Any, size: int) -> Any:
 
 def shown_keys(refs: AttentionRefs, j: Any) -> Any:
     """`[1, block_kv]`: 0 for keys of block `j` that no query sees; None where the kernel has no such keys."""
-    return None if refs.shown is None else refs.shown[j]
+    return None if refs.exposed is None else refs.exposed[j]
 
 
 def unless_idle(panel: Panel, schedule: TileSchedule, body: Any) -> None:

@@ -53,21 +53,21 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def transposed(x: jax.Array, shown: jax.Array | None = None) -> jax.Array:
-    """`x.T` in its own dtype, by way of float32, whose tiles the hardware transposes; 0 for rows of `x` that `shown`,
+def transposed(x: jax.Array, visible: jax.Array | None = None) -> jax.Array:
+    """`x.T` in its own dtype, by way of float32, whose tiles the hardware transposes; 0 for rows of `x` that `visible`,
     `[1, rows]`, does not show.
     """
     y = x.astype(jnp.float32).T
-    if shown is not None:
-        y = jnp.where(jnp.broadcast_to(shown, y.shape) > 0.5, y, 0.0)
+    if visible is not None:
+        y = jnp.where(jnp.broadcast_to(visible, y.shape) > 0.5, y, 0.0)
     return y.astype(x.dtype)
 
 
 def needs_mask_everywhere(spec: AttentionSpec) -> bool:
     """Whether no tile is without mask code: something is read or drawn for every position, or compared with it."""
     o = spec.operands
-    given = (o.bias, o.mask, o.q_positions, o.slopes)
-    return any(operand is not None for operand in given) or spec.dropout_rate > 0
+    operands = (o.bias, o.mask, o.q_positions, o.slopes)
+    return any(operand is not None for operand in operands) or spec.dropout_rate > 0
 
 
 class AttentionRefs(NamedTuple):
@@ -99,7 +99,7 @@ class AttentionRefs(NamedTuple):
     patterns: Any = None  # [patterns, words, block_q]
     q_ids: Any = None  # [panel_q, 1, block_q]
     kv_ids: Any = None  # [panel_kv, 1, block_kv]
-    shown: Any = None  # [panel_kv, 1, block_kv]: 1 for the keys of `masks.exposed_keys`
+    exposed: Any = None  # [panel_kv, 1, block_kv]: 1 for the keys of `masks.exposed_keys`
     q_positions: Any = None  # [panel_q, 1, block_q]
     slopes: Any = None  # [1, 1]: ALiBi's, times log2(e)
     dq_zeros: Any = None  # the memory of `dq_sum`
@@ -172,11 +172,11 @@ def _spread(spec: AttentionSpec, tiling: Tiling, shape: tuple[int, ...], ref: An
     """
     rows, columns = shape[2] > 1, shape[3] > 1
     if rows and columns:
-        at = (
+        index = (
             pl.ds(pl.multiple_of(tile.i * tiling.block_q, LANES), tiling.block_q),
             pl.ds(pl.multiple_of(tile.j * tiling.block_kv, LANES), tiling.block_kv),
         )
-        x = ref[at].astype(jnp.float32).T
+        x = ref[index].astype(jnp.float32).T
         # Past the end of the array there is anything; it must not reach an arithmetic operation.
         if shape[3] % (tiling.block_kv * tiling.panel_kv):
             x = jnp.where(tile.column + lax.broadcasted_iota(jnp.int32, x.shape, 0) < spec.kv_len, x, 0.0)
@@ -297,7 +297,7 @@ def probabilities(
     s, slope = base2_logits(spec, tiling, refs, tile, s, masked)
     # At most 1: of huge logits, the other order of this product's sum may exceed the logsumexp.
     p = jnp.exp2(jnp.minimum(s - refs.logsumexp[tile.i], 0.0))  # [block_kv, block_q]
-    hides = masked and refs.shown is not None  # keys and values that may be infinite or NaN
+    hides = masked and refs.exposed is not None  # keys and values that may be infinite or NaN
     if hides and spec.band[1] is not None and tiling.blocks(spec)[0] * tiling.block_q > spec.q_len:
         p = jnp.where(refs.logsumexp[tile.i] == jnp.inf, 0.0, p)  # padding sees keys that no query sees
     dropped = p

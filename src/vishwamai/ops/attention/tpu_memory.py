@@ -56,10 +56,10 @@ def backward_bytes(spec: AttentionSpec, tiling: Tiling, form: Form) -> int:
     shared = blocks + _dense_bytes(spec, tiling) + _pattern_bytes(spec, tiling)
     # What is done to every score besides the exponential holds more tiles at a time.
     shared += (3 if is_plain(spec) else 6) * tiled_bytes((tiling.block_kv, tiling.block_q), jnp.float32)
-    kept = spec.group * tiling.blocks(spec)[0] if form.resident else tiling.panel_q
+    resident_rows = spec.group * tiling.blocks(spec)[0] if form.resident else tiling.panel_q
     for_dq = (
         tiling.buffers * tiled_bytes((q_rows, spec.qk_dim), dtype if form.resident else jnp.float32)
-        + kept * tiled_bytes((spec.qk_dim, tiling.block_q), jnp.float32)
+        + resident_rows * tiled_bytes((spec.qk_dim, tiling.block_q), jnp.float32)
         + tiling.panel_kv * tiled_bytes((spec.qk_dim, tiling.block_kv), dtype)
     )
     for_dkv = tiling.kv_buffers * sum(tiled_bytes((kv_rows, dim), dtype) for dim in dims)

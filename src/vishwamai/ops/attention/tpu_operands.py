@@ -27,14 +27,14 @@ def pad_axis(x: Any, axis: int, size: int, mode: str = "constant") -> Any:
 
 def scalar_operands(spec: AttentionSpec, tiling: Tiling, operands: Operands) -> dict[str, jax.Array]:
     """Operands that live in scalar memory, flat: ranges of the blocks, sinks (in base 2), seeds of dropout."""
-    found: dict[str, jax.Array] = {}
+    scalars: dict[str, jax.Array] = {}
     if spec.by_value:
-        found |= {name: x.reshape(-1) for name, x in block_ranges(spec, tiling, operands).items()}
+        scalars |= {name: x.reshape(-1) for name, x in block_ranges(spec, tiling, operands).items()}
     if operands.sinks is not None:
-        found["sinks"] = operands.sinks.astype(jnp.float32).reshape(-1) * LOG2E
+        scalars["sinks"] = operands.sinks.astype(jnp.float32).reshape(-1) * LOG2E
     if operands.dropout_seed is not None and spec.dropout_rate > 0:
-        found["seeds"] = lax.bitcast_convert_type(operands.dropout_seed, jnp.int32).reshape(-1)
-    return found
+        scalars["seeds"] = lax.bitcast_convert_type(operands.dropout_seed, jnp.int32).reshape(-1)
+    return scalars
 
 
 def block_ranges(spec: AttentionSpec, tiling: Tiling, operands: Operands) -> dict[str, jax.Array]:
@@ -84,7 +84,7 @@ def array_operands(
     Args:
       place: `place(kind)` makes an index map from `kind(b, h, q_panel, kv_panel) -> block index`.
     """
-    found: dict[str, tuple[jax.Array, pl.BlockSpec]] = {}
+    arrays: dict[str, tuple[jax.Array, pl.BlockSpec]] = {}
     for name in ("bias", "mask"):
         x = getattr(operands, name)
         if x is None:
@@ -93,42 +93,42 @@ def array_operands(
             x = x.astype(jnp.int8 if is_dense(x) else jnp.float32)
         elif not is_dense(x) or x.dtype not in TPU_DTYPES:
             x = x.astype(jnp.float32)
-        found[name] = _broadcast_operand(spec, tiling, x, place)
+        arrays[name] = _broadcast_operand(spec, tiling, x, place)
     words = pattern_words(spec, tiling)
     if words is not None:
         block = pl.BlockSpec(words.shape, place(lambda b, h, q, kv: (0, 0, 0)), pipeline_mode=pl.Buffered(1))
-        found["patterns"] = (jnp.asarray(words), block)
+        arrays["patterns"] = (jnp.asarray(words), block)
     if operands.q_segment_ids is not None:
         q_ids, kv_ids = _padded_ids(spec, tiling, operands)
-        found["q_ids"] = _broadcast_operand(spec, tiling, q_ids[:, None, :, None], place)
-        found["kv_ids"] = _broadcast_operand(spec, tiling, kv_ids[:, None, None, :], place)
+        arrays["q_ids"] = _broadcast_operand(spec, tiling, q_ids[:, None, :, None], place)
+        arrays["kv_ids"] = _broadcast_operand(spec, tiling, kv_ids[:, None, None, :], place)
     if operands.q_positions is not None:
         positions = _padded_positions(spec, tiling, operands)
-        found["q_positions"] = _broadcast_operand(spec, tiling, positions[:, None, :, None], place)
+        arrays["q_positions"] = _broadcast_operand(spec, tiling, positions[:, None, :, None], place)
     if operands.slopes is not None:
         slopes = operands.slopes.astype(jnp.float32) * LOG2E
-        found["slopes"] = _broadcast_operand(spec, tiling, slopes[:, :, None, None], place)
-    return found
+        arrays["slopes"] = _broadcast_operand(spec, tiling, slopes[:, :, None, None], place)
+    return arrays
 
 
 def shown_operand(
     spec: AttentionSpec, tiling: Tiling, operands: Operands, place: Any
 ) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
-    """`shown`: which keys `masks.exposed_keys` leaves, float32 `[B or 1, Hkv or 1, blocks, 1, block_kv]`; nothing where
-    no key is known to be hidden from all queries. `place` as in `array_operands`.
+    """`exposed`: which keys `masks.exposed_keys` leaves, float32 `[B or 1, Hkv or 1, blocks, 1, block_kv]`; nothing
+    where no key is known to be hidden from all queries. `place` as in `array_operands`.
     """
-    shown = exposed_keys(spec, operands)
-    if shown is None:
+    visible = exposed_keys(spec, operands)
+    if visible is None:
         return {}
-    batch, heads, _ = shown.shape
+    batch, heads, _ = visible.shape
     _, kv_blocks = tiling.blocks(spec)
-    x = pad_axis(shown.astype(jnp.float32), 2, kv_blocks * tiling.block_kv)
+    x = pad_axis(visible.astype(jnp.float32), 2, kv_blocks * tiling.block_kv)
 
     def index(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return b if batch > 1 else 0, lax.div(h, np.int32(spec.group)) if heads > 1 else 0, kv, 0, 0
 
     block = tiling.block_spec((None, None, tiling.panel_kv, 1, tiling.block_kv), place(index))
-    return {"shown": (x.reshape(batch, heads, kv_blocks, 1, tiling.block_kv), block)}
+    return {"exposed": (x.reshape(batch, heads, kv_blocks, 1, tiling.block_kv), block)}
 
 
 def pattern_words(spec: AttentionSpec, tiling: Tiling) -> np.ndarray | None:

@@ -275,13 +275,13 @@ def make_schedule(spec: AttentionSpec, tiling: Tiling, *, masked: bool, kv_major
     @functools.cache
     def visible(mask: int, outer: int) -> list[tuple[int, int, Any]]:
         """(q panel, kv panel, tiles) of the panels that a head visits, of those that share `outer`."""
-        found = []
+        visits = []
         for inner in range(q_panels if kv_major else kv_panels):
             q, kv = (inner, outer) if kv_major else (outer, inner)
             tiles = _tiles(spec, tiling, q, kv, masked, ids[mask])
             if tiles[0]:
-                found.append((q, kv, tiles))
-        return found
+                visits.append((q, kv, tiles))
+        return visits
 
     def walk_of(masks: list[int]) -> list[tuple[int, int]]:
         """The panels of one walk over `heads` heads, whose masks are these."""

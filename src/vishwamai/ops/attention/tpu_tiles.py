@@ -161,8 +161,8 @@ def _fitting(
     rows, columns = (
         {_block(length, size) for size in (128, 256, 512) if size <= most} for length in (spec.q_len, spec.kv_len)
     )
-    found = {(q, k): visited_tiles(spec, q, k) * cost(q, k, _is_wide(target)) for q in rows for k in columns}
-    return sorted(found, key=lambda sides: (found[sides], -sides[0] * sides[1], -sides[0]))
+    costs = {(q, k): visited_tiles(spec, q, k) * cost(q, k, _is_wide(target)) for q in rows for k in columns}
+    return sorted(costs, key=lambda sides: (costs[sides], -sides[0] * sides[1], -sides[0]))
 
 
 def _forward_tiling(spec: AttentionSpec, target: Target, most: int, unroll: int) -> Tiling:
@@ -196,7 +196,7 @@ def _backward_tiling(spec: AttentionSpec, target: Target, most: int, form: Form)
     # The plan counts the tiles that the code works on, so the compiler needs less beside it than `vmem_budget` leaves.
     budget = vmem_budget(target) if form.split else planning_chip(target).vmem_bytes * (15 if plain else 14) // 16
     travelling, resident = form, dataclasses.replace(form, resident=True)
-    found = []
+    tilings = []
     small = 4
     if _is_sparse(spec):
         choices = [(sides, n, travelling) for sides in _fitting(spec, target, most, _backward_cost) for n in (2, 1)]
@@ -220,8 +220,8 @@ def _backward_tiling(spec: AttentionSpec, target: Target, most: int, form: Form)
             return tiling, travelling
         if how is resident and tiling.panel_kv * tiling.block_kv >= RESIDENT_ROWS:
             return tiling, resident
-        found.append((tiling, how))
-    largest = max(found, key=lambda x: _panel_area(x[0]), default=None)
+        tilings.append((tiling, how))
+    largest = max(tilings, key=lambda x: _panel_area(x[0]), default=None)
     return largest or (smallest(spec), travelling)
 
 

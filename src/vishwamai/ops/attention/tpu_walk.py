@@ -40,8 +40,8 @@ def live_tiles(
     """
     plain, count = counts
 
-    def visit(t: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
-        n_plain, n_rest = found
+    def visit(t: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
+        n_plain, n_rest = counts
         tile = read(t)
         i, j, _ = unpack_tile(tile)
         q_min, q_max = q_range(i)

@@ -47,7 +47,7 @@ def exchange(axes: Any, operands: Operands) -> Operands:
     def rows(x: Any) -> Any:
         if x is None or x.shape[2] == 1:
             return share(x)
-        return _whole(axes, x, 2) if x.shape[1] == 1 else swapped(x)
+        return _gathered(axes, x, 2) if x.shape[1] == 1 else swapped(x)
 
     key, value = (x if copies == 1 else jnp.repeat(x, copies, 1) for x in operands[1:3])
     return Operands(
@@ -56,11 +56,11 @@ def exchange(axes: Any, operands: Operands) -> Operands:
         swapped(value),
         rows(operands.bias),
         rows(operands.mask),
-        _whole(axes, operands.q_segment_ids, 1),
-        _whole(axes, operands.kv_segment_ids, 1),
+        _gathered(axes, operands.q_segment_ids, 1),
+        _gathered(axes, operands.kv_segment_ids, 1),
         share(operands.sinks),
         share(operands.dropout_seed),
-        _whole(axes, operands.q_positions, 1),
+        _gathered(axes, operands.q_positions, 1),
     )
 
 
@@ -70,12 +70,12 @@ def gathered(axes: Any, operands: Operands) -> Operands:
     Args:
       axes, operands: as in `exchange`.
     """
-    found = {name: _whole(axes, getattr(operands, name), 2) for name in ("query", "key", "value")}
+    arrays = {name: _gathered(axes, getattr(operands, name), 2) for name in ("query", "key", "value")}
     for name in ("bias", "mask"):
         x = getattr(operands, name)
-        found[name] = x if x is None or x.shape[2] == 1 else _whole(axes, x, 2)
+        arrays[name] = x if x is None or x.shape[2] == 1 else _gathered(axes, x, 2)
     lines = ("q_segment_ids", "kv_segment_ids", "q_positions")
-    return operands._replace(**found, **{name: _whole(axes, getattr(operands, name), 1) for name in lines})
+    return operands._replace(**arrays, **{name: _gathered(axes, getattr(operands, name), 1) for name in lines})
 
 
 def own_rows(axes: Any, x: Any) -> Any:
@@ -84,7 +84,7 @@ def own_rows(axes: Any, x: Any) -> Any:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * rows, rows, 2)
 
 
-def _whole(axes: Any, x: Any, axis: int) -> Any:
+def _gathered(axes: Any, x: Any, axis: int) -> Any:
     return None if x is None else jax.lax.all_gather(x, axes, axis=axis, tiled=True)
 
 

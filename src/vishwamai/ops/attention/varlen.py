@@ -170,25 +170,25 @@ def flash_attention_varlen(
     for name, x in arrays.items():
         if x.ndim != 3:
             _fail(f"`{name}` has shape {tuple(x.shape)}; pass packed sequences, [total, heads, head_dim].")
-    given = {"q": cu_seqlens_q, "k": cu_seqlens_k}
-    found = {side: as_array(NAME, f"cu_seqlens_{side}", x) for side, x in given.items()}
+    cu_seqlens = {"q": cu_seqlens_q, "k": cu_seqlens_k}
+    starts_of = {side: as_array(NAME, f"cu_seqlens_{side}", x) for side, x in cu_seqlens.items()}
     totals = {"q": arrays["query"].shape[0], "k": arrays["key"].shape[0]}
     longest = {"q": max_seqlen_q, "k": max_seqlen_k}
-    for side, starts in found.items():
+    for side, starts in starts_of.items():
         if starts.ndim != 1 or starts.shape[0] < 2 or not jnp.issubdtype(starts.dtype, jnp.integer):
             _fail(
                 f"`cu_seqlens_{side}` is {starts.dtype.name} of shape {tuple(starts.shape)}; pass integers "
                 "[sequences + 1], from 0 to the end of the last sequence."
             )
-        check_values(functools.partial(check_starts, side, longest[side], totals[side]), given[side])
-    (q_starts, kv_starts), (total_q, total_k) = found.values(), totals.values()
+        check_values(functools.partial(check_starts, side, longest[side], totals[side]), cu_seqlens[side])
+    (q_starts, kv_starts), (total_q, total_k) = starts_of.values(), totals.values()
     if q_starts.shape != kv_starts.shape:
         _fail(
             f"`cu_seqlens_q` has {q_starts.shape[0]} entries and `cu_seqlens_k` {kv_starts.shape[0]}; pass as many: "
             "one for each sequence, and the end."
         )
     same = cu_seqlens_q is cu_seqlens_k or (
-        all(map(is_known, given.values())) and np.array_equal(cu_seqlens_q, cu_seqlens_k)
+        all(map(is_known, cu_seqlens.values())) and np.array_equal(cu_seqlens_q, cu_seqlens_k)
     )
     q_ids, kv_ids = _sequence_of(q_starts, total_q), _sequence_of(kv_starts, total_k)
     offset = None

@@ -92,24 +92,24 @@ def gated_linear_unit(
             return _packed(x, weights, activation, config, implementation)
         x = as_array(name, "x", x)
         if any(isinstance(w, QTensor) for w in weights):
-            given = _quantized(x, weights)
+            operands = _quantized(x, weights)
         else:
             gate, up = (as_array(name, "weights", w) for w in weights)
-            given = Operands(x, gate, up, None)
+            operands = Operands(x, gate, up, None)
     else:
-        given = Operands(as_array(name, "x", x), None, None, as_array(name, "weights", weights))
+        operands = Operands(as_array(name, "x", x), None, None, as_array(name, "weights", weights))
 
     def described(arrays: Operands) -> GatedSpec:
         products = resolve_precision(precision, current_config().precision, arrays.x.dtype)
         return describe(array_specs(arrays), activation, products)
 
-    spec = described(given)
-    factors = given._replace(gate_scale=None, up_scale=None)._asdict().items()
-    arrays = given._replace(**{name: cast_for_matmul(a)[0] for name, a in factors if a is not None})
-    if arrays.x is not given.x:  # its errors told the caller's own dtypes
+    spec = described(operands)
+    factors = operands._replace(gate_scale=None, up_scale=None)._asdict().items()
+    arrays = operands._replace(**{name: cast_for_matmul(a)[0] for name, a in factors if a is not None})
+    if arrays.x is not operands.x:  # its errors told the caller's own dtypes
         spec = described(arrays)
     outputs = public_call(GATED, SIGNATURE, spec, arrays, config=config, implementation=implementation)
-    return outputs.h.astype(given.x.dtype)
+    return outputs.h.astype(operands.x.dtype)
 
 
 def has_kernel(x: jax.Array, weights: Any, activation: str | None) -> bool:

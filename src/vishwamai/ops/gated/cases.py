@@ -9,10 +9,10 @@ from vishwamai.ops.gated.api import gated_linear_unit
 
 
 def gated(
-    x: Any, gate: Any = None, up: Any = None, both: Any = None, activation: str | None = "silu", **how: Any
+    x: Any, gate: Any = None, up: Any = None, joint: Any = None, activation: str | None = "silu", **how: Any
 ) -> Any:
     """`gated_linear_unit` with its weights as arrays of their own, as a case needs them."""
-    return gated_linear_unit(x, (gate, up) if both is None else both, activation, **how)
+    return gated_linear_unit(x, (gate, up) if joint is None else joint, activation, **how)
 
 
 def quantized_gated(
@@ -61,15 +61,15 @@ def _case(
     hidden: int,
     dtype: str = "float32",
     *,
-    both: bool = False,
+    joint: bool = False,
     tags: tuple[str, ...] = ("contract",),
     **options: Any,
 ) -> Case:
     # Weights of variance 1/K keep the sums near 1, where the activations are neither linear nor saturated.
     scale = max(features, 1) ** -0.5
     arrays = {"x": ArrayInit((*rows, features), dtype)}
-    if both:
-        arrays["both"] = ArrayInit((2, features, hidden), dtype, scale=scale)
+    if joint:
+        arrays["joint"] = ArrayInit((2, features, hidden), dtype, scale=scale)
     else:
         arrays |= {name: ArrayInit((features, hidden), dtype, scale=scale) for name in ("gate", "up")}
     return Case(name, "gated_linear_unit", gated, arrays, options, frozenset(tags))
@@ -84,8 +84,8 @@ _QUANTIZED = (
 
 CASES = (
     *(_case(f"63x100x300 {dtype}", (63,), 300, 100, dtype) for dtype in ("float32", "bfloat16")),
-    _case("one array bfloat16", (2, 9), 80, 192, "bfloat16", both=True, activation="gelu_tanh"),
-    _case("several tiles", (150,), 260, 150, config=128, both=True, activation="gelu"),
+    _case("one array bfloat16", (2, 9), 80, 192, "bfloat16", joint=True, activation="gelu_tanh"),
+    _case("several tiles", (150,), 260, 150, config=128, joint=True, activation="gelu"),
     _case("bilinear", (1,), 63, 63, activation=None),
     _case("relu2 bfloat16", (40,), 128, 63, "bfloat16", activation="relu2"),
     _case("high", (16,), 192, 40, precision="high"),

@@ -39,20 +39,20 @@ def _attributes(spec: GatedSpec) -> dict[str, Any]:
 
 def _native_operands(spec: GatedSpec, operands: Operands) -> Operands:
     """In the kernel's dtype, gate and up with as many groups as one another."""
-    x, gate, up, both = (None if a is None else a.astype(_storage(spec)) for a in operands[:4])
+    x, gate, up, joint = (None if a is None else a.astype(_storage(spec)) for a in operands[:4])
     if gate is not None and up is not None and gate.shape != up.shape:
         gate, up = (jnp.broadcast_to(w, (spec.groups, *w.shape[1:])) for w in (gate, up))
-    return Operands(x, gate, up, both)
+    return Operands(x, gate, up, joint)
 
 
 def forward(spec: GatedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Residuals | None]:
     """activation(x @ gate) * (x @ up), from the unrounded sums."""
     del config  # nothing to configure: the blocks follow from the shape
     shape, dtype, storage = (spec.groups, spec.m, spec.n), operands.x.dtype, _storage(spec)
-    kept = shape if residuals else None
+    residual_shape = shape if residuals else None
     h, gate, up = ffi.call(
         "vishwamai_gated_forward",
-        (ffi.result(shape, storage), ffi.result(kept, storage), ffi.result(kept, storage)),
+        (ffi.result(shape, storage), ffi.result(residual_shape, storage), ffi.result(residual_shape, storage)),
         *_native_operands(spec, operands)[:4],
         **_attributes(spec),
     )
@@ -85,7 +85,7 @@ def backward(
         *arguments,
         **_attributes(spec),
     )
-    groups = (native.gate if native.both is None else native.both).shape[0]
+    groups = (native.gate if native.joint is None else native.joint).shape[0]
     weights = [None if w is None else (groups, *w.shape[1:]) for w in native[1:4]]
     shared = any(w is not None and w.shape[0] < groups for w in operands[1:4])
     dweights = ffi.call(

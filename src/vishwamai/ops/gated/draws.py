@@ -18,7 +18,7 @@ def draw(d: Sizes) -> Case:
     arrays = {"x": ArrayInit((*(d.size(17) for _ in range(d.choose((0, 0, 1)))), d.size(), features), dtype)}
     scale = features**-0.5
     if d.flag():
-        arrays["both"] = ArrayInit((2, features, hidden), dtype, scale=scale)
+        arrays["joint"] = ArrayInit((2, features, hidden), dtype, scale=scale)
     else:
         arrays |= {name: ArrayInit((features, hidden), dtype, scale=scale) for name in ("gate", "up")}
     return Case(

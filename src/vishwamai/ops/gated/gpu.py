@@ -103,12 +103,12 @@ def _aligned(spec: GatedSpec, *columns: int) -> bool:
 def _weights(spec: GatedSpec, operands: Operands) -> tuple[dict[str, Any], dict[str, int]]:
     """(buffers, strides) of the weights as the kernels take them."""
     size = spec.k * spec.n
-    if operands.both is None:
+    if operands.joint is None:
         assert operands.gate is not None
         buffers = dict(gate_ptr=operands.gate, up_ptr=operands.up)
         return buffers, dict(weight_stride=size, weight_gap=0, W_GROUPS=operands.gate.shape[0])
-    buffers = dict(gate_ptr=operands.both, up_ptr=None)
-    return buffers, dict(weight_stride=2 * size, weight_gap=size, W_GROUPS=operands.both.shape[0])
+    buffers = dict(gate_ptr=operands.joint, up_ptr=None)
+    return buffers, dict(weight_stride=2 * size, weight_gap=size, W_GROUPS=operands.joint.shape[0])
 
 
 def _tiling(config: GatedGpuConfig, groups: int, m: int, n: int) -> tuple[int, dict[str, int]]:
@@ -201,12 +201,12 @@ def _gradient_of_x(spec: GatedSpec, operands: Operands, d_gate: Any, d_up: Any) 
 
 def _gradients_of_weights(spec: GatedSpec, operands: Operands, d_gate: Any, d_up: Any) -> tuple[Any, Any, Any]:
     """(of gate, of up, of both in one array)."""
-    like: Any = operands.gate if operands.both is None else operands.both
+    like: Any = operands.gate if operands.joint is None else operands.joint
     groups, size = like.shape[0], spec.k * spec.n
     config = _tiles(spec, groups, spec.k, spec.n, spec.m, 2)
     programs, tiling = _tiling(config, groups, spec.k, spec.n)
     out = gpu.result(like.shape, spec.operands.x.dtype)
-    joint = operands.both is not None
+    joint = operands.joint is not None
     _, first, second = gpu.launch(
         PRODUCTS,
         (programs,),

@@ -97,31 +97,31 @@ def products(
         j = tl.arange(0, BLOCK_N)
         inside = (row + i < M)[:, None] & (column + j < N)[None, :]
         # From the tile's own corner on, 32 bits hold every offset, and half the registers.
-        within = i[:, None] * N + j[None, :]
+        offsets = i[:, None] * N + j[None, :]
         corner = tl.cast(row, tl.int64) * N + column
         if keep_gate_ptr is not None:
-            kept = corner + tl.cast(group, tl.int64) * keep_stride
+            base = corner + tl.cast(group, tl.int64) * keep_stride
             up_out = _second(keep_gate_ptr, keep_up_ptr, keep_gap)
-            tl.store(keep_gate_ptr + kept + within, gate.to(keep_gate_ptr.dtype.element_ty), mask=inside)
-            tl.store(up_out + kept + within, up.to(keep_gate_ptr.dtype.element_ty), mask=inside)
+            tl.store(keep_gate_ptr + base + offsets, gate.to(keep_gate_ptr.dtype.element_ty), mask=inside)
+            tl.store(up_out + base + offsets, up.to(keep_gate_ptr.dtype.element_ty), mask=inside)
         if h_ptr is not None:
             h = activate(gate, ACTIVATION) * up
             corner += tl.cast(group, tl.int64) * M * N
-            tl.store(h_ptr + corner + within, h.to(h_ptr.dtype.element_ty), mask=inside)
+            tl.store(h_ptr + corner + offsets, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def slopes(gate_ptr, up_ptr, dh_ptr, d_gate_ptr, d_up_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (cdiv(count, BLOCK),): gradients of both products from that of h, element by element."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    dh = tl.load(dh_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    gate = tl.load(gate_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    dh = tl.load(dh_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     d_gate = dh * up * derivative(gate, ACTIVATION)
-    tl.store(d_gate_ptr + at, d_gate.to(d_gate_ptr.dtype.element_ty), mask=inside)
+    tl.store(d_gate_ptr + offsets, d_gate.to(d_gate_ptr.dtype.element_ty), mask=inside)
     d_up = dh * activate(gate, ACTIVATION)
-    tl.store(d_up_ptr + at, d_up.to(d_up_ptr.dtype.element_ty), mask=inside)
+    tl.store(d_up_ptr + offsets, d_up.to(d_up_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -222,5 +222,5 @@ def gradient_of_x(
             )
         i = row + tl.arange(0, BLOCK_M)
         j = column + tl.arange(0, BLOCK_N)
-        at = (tl.cast(group, tl.int64) * M + i)[:, None] * N + j[None, :]
-        tl.store(dx_ptr + at, acc.to(dx_ptr.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
+        offsets = (tl.cast(group, tl.int64) * M + i)[:, None] * N + j[None, :]
+        tl.store(dx_ptr + offsets, acc.to(dx_ptr.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])

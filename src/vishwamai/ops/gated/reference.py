@@ -20,7 +20,7 @@ from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 
 def _weights(operands: Operands) -> tuple[jax.Array, jax.Array]:
     """gate and up, `[G or 1, K, N]`, in the dtype of x, which holds quantized numbers exactly."""
-    pair = (operands.gate, operands.up) if operands.both is None else (operands.both[:, 0], operands.both[:, 1])
+    pair = (operands.gate, operands.up) if operands.joint is None else (operands.joint[:, 0], operands.joint[:, 1])
     return pair[0].astype(operands.x.dtype), pair[1].astype(operands.x.dtype)
 
 
@@ -93,7 +93,7 @@ def backward(
         return rest._replace(x=dx)
     lone_w = w_gate.shape[0] == 1
     dw_gate, dw_up = (_product(spec, x, d, 1, 1, lone_w).astype(x.dtype) for d in (d_gate, d_up))
-    if operands.both is not None:
+    if operands.joint is not None:
         return Operands(dx, None, None, jnp.stack([dw_gate, dw_up], axis=1))
     return Operands(dx, dw_gate, dw_up, None)
 

@@ -20,9 +20,9 @@ class Operands(NamedTuple):
     """Operands in the op's own layout; `groups` counts folded vmap axes, 1 where an operand is shared between them."""
 
     x: Annotated[Any, "groups? rows features"]
-    gate: Annotated[Any, "groups? features hidden", "optional"]  # or `both`
-    up: Annotated[Any, "groups? features hidden", "optional"]  # or `both`
-    both: Annotated[Any, "groups? _ features hidden", "optional"]  # gate and up in one array
+    gate: Annotated[Any, "groups? features hidden", "optional"]  # or `joint`
+    up: Annotated[Any, "groups? features hidden", "optional"]  # or `joint`
+    joint: Annotated[Any, "groups? _ features hidden", "optional"]  # gate and up in one array
     # Of a quantized gate and up, whose columns they multiply; in the dtype of sums.
     gate_scale: Annotated[Any, "groups? hidden", "optional"] = None
     up_scale: Annotated[Any, "groups? hidden", "optional"] = None
@@ -68,13 +68,13 @@ class GatedSpec(OpSpec):
 
     @property
     def n(self) -> int:
-        weights = self.operands.gate if self.operands.both is None else self.operands.both
+        weights = self.operands.gate if self.operands.joint is None else self.operands.joint
         return weights.shape[-1]
 
     @property
     def weight_dtype(self) -> jnp.dtype:
         """As the weights are stored."""
-        weights = self.operands.gate if self.operands.both is None else self.operands.both
+        weights = self.operands.gate if self.operands.joint is None else self.operands.joint
         return weights.dtype
 
     @property
@@ -118,11 +118,11 @@ SIGNATURE = Signature(
     labels={
         "gate": "weights[0]",
         "up": "weights[1]",
-        "both": "weights",
+        "joint": "weights",
         "gate_scale": "weights[0].scales",
         "up_scale": "weights[1].scales",
     },
-    hints={"both": "or a pair (gate, up) of shape (features, hidden)"},
+    hints={"joint": "or a pair (gate, up) of shape (features, hidden)"},
 )
 
 
@@ -145,7 +145,7 @@ def check(operands: Operands, activation: Any) -> None:
       ShapeError: an argument is not legal; the text names it, its value and the fix.
     """
     name = "gated_linear_unit"
-    x, gate, up, both, gate_scale, up_scale = operands
+    x, gate, up, joint, gate_scale, up_scale = operands
     check_float(name, "x", x.dtype)
     if activation is not None and activation not in ACTIVATIONS:
         raise ShapeError(f"{name}: `activation` is {activation!r}; pass one of {', '.join(ACTIVATIONS)}, or None.")
@@ -158,7 +158,7 @@ def check(operands: Operands, activation: Any) -> None:
     for label, weights, scale in (
         ("weights[0]", gate, gate_scale),
         ("weights[1]", up, up_scale),
-        ("weights", both, None),
+        ("weights", joint, None),
     ):
         if weights is not None and scale is None and weights.dtype != x.dtype:
             raise ShapeError(

@@ -119,25 +119,25 @@ def _kernel(
 def forward(
     spec: GatedSpec, config: GatedConfig, operands: Operands, residuals: bool
 ) -> tuple[Outputs, Residuals | None]:
-    x, gate, up, both, gate_scale, up_scale = operands
+    x, gate, up, joint, gate_scale, up_scale = operands
     bm, bn, bk = clamped((config.block_m, config.block_n, config.block_k), spec.m, spec.n, spec.k)
 
     def weights(part: int, w: Any) -> pl.BlockSpec:
-        own = w.shape[0] > 1
-        if both is None:
-            return pl.BlockSpec((None, bk, bn), lambda g, i, j, r: (g if own else 0, r, j))
-        return pl.BlockSpec((None, None, bk, bn), lambda g, i, j, r: (g if own else 0, part, r, j))
+        per_group = w.shape[0] > 1
+        if joint is None:
+            return pl.BlockSpec((None, bk, bn), lambda g, i, j, r: (g if per_group else 0, r, j))
+        return pl.BlockSpec((None, None, bk, bn), lambda g, i, j, r: (g if per_group else 0, part, r, j))
 
     def per_column(scale: Any) -> Any:
         if scale is None:
             return None
-        own = scale.shape[0] > 1
-        return scale[:, None], pl.BlockSpec((None, 1, bn), lambda g, i, j, r: (g if own else 0, 0, j))
+        per_group = scale.shape[0] > 1
+        return scale[:, None], pl.BlockSpec((None, 1, bn), lambda g, i, j, r: (g if per_group else 0, 0, j))
 
-    w_gate, w_up = (gate, up) if both is None else (both, both)
+    w_gate, w_up = (gate, up) if joint is None else (joint, joint)
     tile = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, i, j))
     out = ((spec.groups, spec.m, spec.n), x.dtype, tile)
-    kept = out if residuals else None
+    residual = out if residuals else None
     own_x = x.shape[0] > 1
     size = spec.groups * spec.m * spec.n
     total = None if bk == spec.k and config.gate_every_step else pltpu.VMEM((bm, bn), jnp.float32)
@@ -152,7 +152,7 @@ def forward(
             gate_scale=per_column(gate_scale),
             up_scale=per_column(up_scale),
         ),
-        outputs=dict(h_ref=out, keep_gate=kept, keep_up=kept),
+        outputs=dict(h_ref=out, keep_gate=residual, keep_up=residual),
         scratch=dict(gate_sum=total, up_sum=total),
         semantics=("parallel", "parallel", "parallel", "arbitrary"),
         vmem_bytes=config.vmem_bytes,
@@ -165,13 +165,13 @@ def forward(
 
 def notes(spec: GatedSpec, target: Target) -> tuple[str, ...]:
     """What `explain` adds: who computes the gradient, how float32 is multiplied, where the kernel gains nothing."""
-    said = [] if served(spec, heuristic(spec, target)) else ["the gradient's products are XLA's own"]
+    lines = [] if served(spec, heuristic(spec, target)) else ["the gradient's products are XLA's own"]
     if spec.precision != "default":
-        said.append("float32 is multiplied by six bfloat16 products")
+        lines.append("float32 is multiplied by six bfloat16 products")
     chip = target.tpu
     if chip and not spec.quantized and _bound_by_memory(spec, chip):
-        said.append("memory bounds these products: XLA's own are as fast")
-    return tuple(said)
+        lines.append("memory bounds these products: XLA's own are as fast")
+    return tuple(lines)
 
 
 PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, GatedConfig, notes)

@@ -25,8 +25,8 @@ from vishwamai.ops.gated.tpu_tiles import GatedConfig, clamped
 def served(spec: GatedSpec, config: GatedConfig) -> bool:
     """Whether these kernels have the gradient; XLA has it otherwise."""
     operands = [operand for operand in spec.operands if operand is not None]
-    own = all(operand.shape[0] == spec.groups for operand in operands)  # none is summed over groups that share it
-    return own and not spec.quantized and config.grad_x is not None and config.grad_w is not None
+    unshared = all(operand.shape[0] == spec.groups for operand in operands)  # none is summed over groups that share it
+    return unshared and not spec.quantized and config.grad_x is not None and config.grad_w is not None
 
 
 def backward(
@@ -108,17 +108,17 @@ def _grad_x(
     spec: GatedSpec, config: GatedConfig, operands: Operands, residuals: Residuals, dh: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dx, and the gradients of gate's and up's products."""
-    x, gate, up, both, *_ = operands
+    x, gate, up, joint, *_ = operands
     assert config.grad_x is not None
     bm, bk, bn = clamped(config.grad_x, spec.m, spec.k, spec.n)
     tiles, steps = pl.cdiv(spec.k, bk), pl.cdiv(spec.n, bn)
 
     def weights(part: int) -> pl.BlockSpec:
-        if both is None:
+        if joint is None:
             return pl.BlockSpec((None, bk, bn), lambda g, i, j, r: (g, j, r))
         return pl.BlockSpec((None, None, bk, bn), lambda g, i, j, r: (g, part, j, r))
 
-    w_gate, w_up = (gate, up) if both is None else (both, both)
+    w_gate, w_up = (gate, up) if joint is None else (joint, joint)
     hidden = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, i, r))
     # The slopes go to HBM with the first tile of features. With the others the last block stays where it is, and ends
     # with what belongs there, so that a step needs no branch.
@@ -165,7 +165,7 @@ def _grad_w_kernel(
 ) -> None:
     """One step: what some rows add to a tile of both weights' gradients.
 
-    Blocks: x [block_m, block_k], the slopes [block_m, block_n], all others [block_k, block_n], of `both` two.
+    Blocks: x [block_m, block_k], the slopes [block_m, block_n], all others [block_k, block_n], of `joint` two.
     """
     step, steps = pl.program_id(3), pl.cdiv(spec.m, block_m)
     tail = spec.m - (steps - 1) * block_m
@@ -204,12 +204,12 @@ def _grad_w(
     spec: GatedSpec, config: GatedConfig, operands: Operands, d_gate: jax.Array, d_up: jax.Array
 ) -> tuple[Any, Any, Any]:
     """(of gate, of up, of both in one array)."""
-    x, both = operands.x, operands.both
+    x, joint = operands.x, operands.joint
     assert config.grad_w is not None
     bk, bn, bm = clamped(config.grad_w, spec.k, spec.n, spec.m)
     steps = pl.cdiv(spec.m, bm)
     slope = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, r, j))
-    one = ((spec.groups, spec.k, spec.n), x.dtype, pl.BlockSpec((None, bk, bn), lambda g, i, j, r: (g, i, j)))
+    result = ((spec.groups, spec.k, spec.n), x.dtype, pl.BlockSpec((None, bk, bn), lambda g, i, j, r: (g, i, j)))
     pair = (
         (spec.groups, 2, spec.k, spec.n),
         x.dtype,
@@ -226,9 +226,9 @@ def _grad_w(
             d_up_ref=(d_up, slope),
         ),
         outputs=dict(
-            dw_gate_ref=one if both is None else None,
-            dw_up_ref=one if both is None else None,
-            dw_both_ref=None if both is None else pair,
+            dw_gate_ref=result if joint is None else None,
+            dw_up_ref=result if joint is None else None,
+            dw_both_ref=None if joint is None else pair,
         ),
         scratch=dict(gate_sum=total, up_sum=total),
         semantics=("parallel", "parallel", "parallel", "arbitrary"),

@@ -170,11 +170,11 @@ def _seconds(spec: GatedSpec, chip: TpuChip, tile: Tile) -> float:
     store = bm * bn * size / bandwidth
     gating = bm * bn * _EPILOGUE_OPS * chip.cores / chip.peak_vector
     if spec.activation == "gelu":
-        one = (steps - 1) * max(work, load) + max(work + 4 * gating, load + store)
+        per_tile = (steps - 1) * max(work, load) + max(work + 4 * gating, load + store)
     else:
-        one = (steps - 1) * max(work, gating, load) + max(work, gating, load + store)
+        per_tile = (steps - 1) * max(work, gating, load) + max(work, gating, load + store)
     first = (bm * bk * size + 2 * bk * bn * weight_size) / bandwidth
-    return _tiles_of_a_core(chip, spec.groups, rows, columns) * one + first + store
+    return _tiles_of_a_core(chip, spec.groups, rows, columns) * per_tile + first + store
 
 
 def _grad_x_seconds(spec: GatedSpec, chip: TpuChip, tile: Tile) -> float:
@@ -188,9 +188,9 @@ def _grad_x_seconds(spec: GatedSpec, chip: TpuChip, tile: Tile) -> float:
     slopes, store = 2 * bm * bn * size / bandwidth, bm * bk * size / bandwidth
     busy = work + _SLOPE_EXPOSED * slope
     first = (steps - 1) * max(busy, load + slopes) + max(busy, load + slopes + store)
-    other = (steps - 1) * max(busy, load) + max(busy, load + store)
+    later = (steps - 1) * max(busy, load) + max(busy, load + store)
     tiles = _tiles_of_a_core(chip, spec.groups, rows)
-    return tiles * (first + (columns - 1) * other) + load + store
+    return tiles * (first + (columns - 1) * later) + load + store
 
 
 def _grad_w_seconds(spec: GatedSpec, chip: TpuChip, tile: Tile) -> float:
@@ -201,8 +201,8 @@ def _grad_w_seconds(spec: GatedSpec, chip: TpuChip, tile: Tile) -> float:
     work = _work(spec, chip, bk, bn, bm)
     load = max((bm * bk / (columns if steps == 1 else 1) + 2 * bm * bn) * size / bandwidth, _LATENCY)
     store = 2 * bk * bn * size / bandwidth
-    one = (steps - 1) * max(work, load) + max(work, load + store)
-    return _tiles_of_a_core(chip, spec.groups, rows, columns) * one + load + store
+    per_tile = (steps - 1) * max(work, load) + max(work, load + store)
+    return _tiles_of_a_core(chip, spec.groups, rows, columns) * per_tile + load + store
 
 
 def _sizes(size: int, multiple: int, largest: int) -> list[int]:

@@ -212,8 +212,8 @@ def linear_cross_entropy(
         targets, mass = labels, jnp.sum(labels, axis=-1, dtype=accumulator_dtype(labels.dtype))
         labels = jnp.full_like(mass, -1, jnp.int32)
     over = 1 if gather_axis is None else mesh_axis_size("linear_cross_entropy", "gather_axis", (gather_axis,))
-    given = array_specs(Operands(x, weight, bias, labels, targets))
-    check_arrays(_with_features(given, over))  # errors tell the caller's own dtypes
+    operands = array_specs(Operands(x, weight, bias, labels, targets))
+    check_arrays(_with_features(operands, over))  # errors tell the caller's own dtypes
     check_options(softcap, label_smoothing, z_loss, ignore_index, reduction)
     if class_weights is not None:
         class_weights = as_array("linear_cross_entropy", "class_weights", class_weights)
@@ -235,13 +235,13 @@ def linear_cross_entropy(
     inside = (labels >= 0) & (labels < size)
     if targets is None:
         check_values(functools.partial(check_labels, vocab=size, ignore_index=ignore_index), labels)
-        counted = labels != ignore_index
-        unknown = counted & ~inside
+        active = labels != ignore_index
+        unknown = active & ~inside
     else:
-        counted, unknown = ~inside, inside  # every token counts, and has no label
-    known = counted & inside
-    shares = counted if class_weights is None else _of_labels(class_weights.astype(acc), labels, known)
-    labels = jnp.where(known, labels, -1).astype(jnp.int32)  # one of 64 bits may not fit otherwise
+        active, unknown = ~inside, inside  # every token counts, and has no label
+    labelled = active & inside
+    shares = active if class_weights is None else _of_labels(class_weights.astype(acc), labels, labelled)
+    labels = jnp.where(labelled, labels, -1).astype(jnp.int32)  # one of 64 bits may not fit otherwise
 
     entries = jnp.arange(weight.shape[0], dtype=jnp.int32)
     bias = None if bias is None else bias.astype(acc)
@@ -260,38 +260,38 @@ def linear_cross_entropy(
         parts = _pieces(plan, gather_axis, count, arrays._replace(weight=weight))
     else:
         spec = describe(array_specs(arrays), *options)
-        plain = targets is None and shares is counted and vocab_axis is None
+        plain = targets is None and shares is active and vocab_axis is None
         if plain and reduction != "none" and not return_logsumexp and at_once.expected(arrays):
             plan = LOSS.plan(spec, config=config, implementation=implementation)
             if at_once.serves(plan):
-                weights = jnp.where(counted, jnp.where(unknown, jnp.nan, 1.0), 0.0).astype(acc)
+                weights = jnp.where(active, jnp.where(unknown, jnp.nan, 1.0), 0.0).astype(acc)
                 total = _sum(plan, at_once.Tokens(*arrays[:4], weights), label_smoothing, z_loss)
                 return reduced(jnp, total, shares, reduction)
 
-        given = Parts(*arrays, entries)
-        parts = public_call(LOSS, PARTS, spec, given, config=config, implementation=implementation, pack=_part)
+        operands = Parts(*arrays, entries)
+        parts = public_call(LOSS, PARTS, spec, operands, config=config, implementation=implementation, pack=_part)
     numbers = _combined(parts, vocab_axis)
-    loss = compose(jnp, numbers, size, counted, unknown, shares, label_smoothing, z_loss, reduction, mass)
+    loss = compose(jnp, numbers, size, active, unknown, shares, label_smoothing, z_loss, reduction, mass)
     return (loss, numbers.logsumexp) if return_logsumexp else loss
 
 
-def _part(given: Parts) -> Operands:
+def _part(parts: Parts) -> Operands:
     """The op's operands of a part of the vocabulary."""
-    *arrays, entries = given
+    *arrays, entries = parts
     operands = Operands(*arrays)
     return SIGNATURE.pack(operands._replace(labels=operands.labels - entries[0]))
 
 
-def _with_features(given: Operands, over: int, pieces: int = 1) -> Operands:
+def _with_features(operands: Operands, over: int, pieces: int = 1) -> Operands:
     """Specs of the caller's arrays with all features of the weight, of which each device has one of `over` parts, and
     one of so many pieces of its entries.
     """
-    weight, bias = given.weight, given.bias
+    weight, bias = operands.weight, operands.bias
     if len(weight.shape) == 2:  # `check_arrays` tells other shapes
         weight = dataclasses.replace(weight, shape=(weight.shape[0] // pieces, weight.shape[1] * over))
     if bias is not None and pieces > 1:
         bias = dataclasses.replace(bias, shape=(bias.shape[0] // pieces,))
-    return given._replace(weight=weight, bias=bias)
+    return operands._replace(weight=weight, bias=bias)
 
 
 def _pieces(plan: Plan, axis: str, count: int, arrays: Operands) -> Outputs:
@@ -300,8 +300,8 @@ def _pieces(plan: Plan, axis: str, count: int, arrays: Operands) -> Outputs:
     bias = None if bias is None else bias[None]
     operands = Operands(x.reshape(1, -1, x.shape[-1]), weight[None], bias, labels.reshape(1, -1), None)
     with _telling(plan, arrays):
-        found = gathered.numbers(plan, axis, count, operands)
-    return Outputs(*(None if y is None else jnp.moveaxis(y, 0, -1).reshape(*labels.shape, count) for y in found))
+        pieces = gathered.numbers(plan, axis, count, operands)
+    return Outputs(*(None if y is None else jnp.moveaxis(y, 0, -1).reshape(*labels.shape, count) for y in pieces))
 
 
 def _sum(plan: Plan, tokens: at_once.Tokens, label_smoothing: float, z_loss: float) -> Any:
@@ -319,20 +319,20 @@ def _telling(plan: Plan, arrays: Any) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        told = LOSS.told(error, plan, arrays)
-        if told is None:
+        translated = LOSS.translated_error(error, plan, arrays)
+        if translated is None:
             raise
-        raise told from error
+        raise translated from error
 
 
-def _of_labels(class_weights: Any, labels: Any, known: Any) -> Any:
+def _of_labels(class_weights: Any, labels: Any, labelled: Any) -> Any:
     """The class weight of each token's label, `[...]`; 0 where the label is ignored or unknown."""
     mesh, sharding = explicit_mesh((class_weights, labels)), None
     if mesh is not None:
         sharding = jax.typeof(labels).sharding
         class_weights = jax.sharding.reshard(class_weights, jax.NamedSharding(mesh, jax.P(None)))
-    found = class_weights.at[jnp.where(known, labels, 0)].get(mode="clip", out_sharding=sharding)
-    return jnp.where(known, found, 0)
+    weights = class_weights.at[jnp.where(labelled, labels, 0)].get(mode="clip", out_sharding=sharding)
+    return jnp.where(labelled, weights, 0)
 
 
 def _combined(parts: Outputs, vocab_axis: Any) -> Outputs:

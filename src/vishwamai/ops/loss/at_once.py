@@ -53,7 +53,7 @@ class Sum:
     label_smoothing: float
     z_loss: float
 
-    def apart(self, tokens: Tokens) -> Any:
+    def unmerged(self, tokens: Tokens) -> Any:
         """The sum by the op, whose gradients compute the logits again."""
         arrays, shares = Operands(*tokens[:4], None), tokens.shares
         outputs = execute.run(self.plan, SIGNATURE.pack(arrays))
@@ -86,22 +86,22 @@ def serves(plan: Plan) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def total(what: Sum, tokens: Tokens) -> Any:
+def total(loss_sum: Sum, tokens: Tokens) -> Any:
     """The sum; differentiable by `x`, `weight` and `bias`."""
-    return what.apart(tokens)
+    return loss_sum.unmerged(tokens)
 
 
-def _total_fwd(what: Sum, tokens: Any) -> tuple[Any, Slopes]:
+def _total_fwd(loss_sum: Sum, tokens: Any) -> tuple[Any, Slopes]:
     of_weight = tokens.weight.perturbed
     primals = jax.tree.map(lambda leaf: leaf.value, tokens, is_leaf=lambda node: hasattr(node, "perturbed"))
-    return _with_slopes(what, of_weight, primals)
+    return _with_slopes(loss_sum, of_weight, primals)
 
 
-def _total_bwd(what: Sum, slopes: Slopes, cotangent: Any) -> tuple[Tokens]:
+def _total_bwd(loss_sum: Sum, slopes: Slopes, cotangent: Any) -> tuple[Tokens]:
     if isinstance(cotangent, SymbolicZero):
         like: Any = cotangent.aval
         cotangent = jnp.zeros(like.shape, like.dtype)
-    dtype = what.plan.spec.operands.x.dtype
+    dtype = loss_sum.plan.spec.operands.x.dtype
     scaled: Any = jax.tree.map(lambda slope: slope * cotangent, slopes)
     x, weight = jax.tree.map(lambda slope: slope.astype(dtype), (scaled.x, scaled.weight))
     return (Tokens(x, weight, scaled.bias, None, None),)
@@ -111,18 +111,18 @@ total.defvjp(by_default(_total_fwd), by_default(_total_bwd), symbolic_zeros=True
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_slopes(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
+def _with_slopes(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
     """(the sum, its gradients); differentiable once more through the op."""
-    return _batchable(what, of_weight)(tokens)
+    return _batchable(loss_sum, of_weight)(tokens)
 
 
-def _with_slopes_fwd(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Tokens]:
-    return _with_slopes(what, of_weight, tokens), tokens
+def _with_slopes_fwd(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Tokens]:
+    return _with_slopes(loss_sum, of_weight, tokens), tokens
 
 
-def _with_slopes_bwd(what: Sum, of_weight: bool, tokens: Tokens, cotangents: Any) -> tuple[Tokens]:
+def _with_slopes_bwd(loss_sum: Sum, of_weight: bool, tokens: Tokens, cotangents: Any) -> tuple[Tokens]:
     floats = Slopes(tokens.x, tokens.weight, tokens.bias)
-    pull = jax.vjp(lambda floats: _apart(what, of_weight, tokens._replace(**floats._asdict())), floats)[1]
+    pull = jax.vjp(lambda floats: _unmerged(loss_sum, of_weight, tokens._replace(**floats._asdict())), floats)[1]
     (slopes,) = pull(cotangents)
     return (Tokens(slopes.x, slopes.weight, slopes.bias, None, None),)
 
@@ -130,32 +130,32 @@ def _with_slopes_bwd(what: Sum, of_weight: bool, tokens: Tokens, cotangents: Any
 _with_slopes.defvjp(by_default(_with_slopes_fwd), by_default(_with_slopes_bwd))
 
 
-def _apart(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
+def _unmerged(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
     """`_with_slopes` by the op."""
-    merged = jax.value_and_grad(lambda floats: what.apart(tokens._replace(**floats._asdict())))
+    merged = jax.value_and_grad(lambda floats: loss_sum.unmerged(tokens._replace(**floats._asdict())))
     loss, slopes = merged(Slopes(tokens.x, tokens.weight, tokens.bias))
     slopes = jax.tree.map(lambda slope: slope.astype(loss.dtype), slopes)
     return loss, slopes if of_weight else slopes._replace(weight=None)
 
 
 @functools.lru_cache(maxsize=4096)
-def _batchable(what: Sum, of_weight: bool) -> Callable[..., Any]:
-    mapped = jax.custom_batching.custom_vmap(by_default(functools.partial(_by_platform, what, of_weight)))
+def _batchable(loss_sum: Sum, of_weight: bool) -> Callable[..., Any]:
+    mapped = jax.custom_batching.custom_vmap(by_default(functools.partial(_by_platform, loss_sum, of_weight)))
 
     @mapped.def_vmap
     @by_default
     def rule(size: int, in_batched: list[Any], tokens: Tokens) -> tuple[Any, Any]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])
-        apart = functools.partial(_apart, what, of_weight)
-        results = jax.vmap(apart, in_axes=(axes,), axis_size=size)(tokens)
+        unmerged = functools.partial(_unmerged, loss_sum, of_weight)
+        results = jax.vmap(unmerged, in_axes=(axes,), axis_size=size)(tokens)
         return results, jax.tree.map(lambda _: True, results)
 
     return mapped
 
 
-def _by_platform(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
+def _by_platform(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
     def native(tokens: Tokens) -> tuple[Any, Slopes]:
-        spec, rest = what.plan.spec, (what.label_smoothing, what.z_loss)
+        spec, rest = loss_sum.plan.spec, (loss_sum.label_smoothing, loss_sum.z_loss)
         loss, *slopes = total_with_gradients(spec, *tokens, *rest, of_weight=of_weight)
         return loss, Slopes(*slopes)
 
@@ -165,4 +165,6 @@ def _by_platform(what: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slope
 
     results = Slopes(tokens.x, tokens.weight if of_weight else None, tokens.bias)  # of these shapes
     axes = Axes((factors(tokens),), ((), factors(results)), frozenset({"tokens"}))
-    return execute.by_platform(functools.partial(_apart, what, of_weight), {"cpu": partitioned(native, axes)}, tokens)
+    return execute.by_platform(
+        functools.partial(_unmerged, loss_sum, of_weight), {"cpu": partitioned(native, axes)}, tokens
+    )

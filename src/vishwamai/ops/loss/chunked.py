@@ -71,8 +71,8 @@ def each_group(spec: LossSpec, run: Callable[..., Any], operands: Operands, *row
         bias = None if operands.bias is None else operands.bias[0]
         results = run(flat[0], operands.weight[0], bias, flat[1], *flat[2])
         return jax.tree.map(lambda a: a[None], results), True
-    whole = jax.tree.map(lambda a: jnp.broadcast_to(a, (spec.groups, *a.shape[1:])), (operands[:4], rows))
-    return lax.map(lambda group: run(*group[0], *group[1]), whole), False
+    broadcast = jax.tree.map(lambda a: jnp.broadcast_to(a, (spec.groups, *a.shape[1:])), (operands[:4], rows))
+    return lax.map(lambda group: run(*group[0], *group[1]), broadcast), False
 
 
 def forward_by(spec: LossSpec, run: Callable[..., Any], operands: Operands) -> Outputs:
@@ -95,7 +95,7 @@ def backward_by(
     outputs: Outputs,
     cotangents: Outputs,
     *,
-    apart: bool = False,
+    separate_weight: bool = False,
 ) -> Operands:
     """The backward pass by `slope`, which gives the gradient of some entries' logits.
 
@@ -106,28 +106,30 @@ def backward_by(
         logsumexp and the cotangents of the outputs, `[T]` each, and targets [T, V] where there are any: then dtargets
         [T, size] is the fourth result. Where dz comes in both orders, neither product has to
         turn it.
-      apart: `slope` is a kernel, whose weight the loop carries apart from the products'. On TPU7x XLA lays the latter
-        out in tiles of 16 rows, and would copy all of it to tiles of 8 for the kernel in every turn.
+      separate_weight: `slope` is a kernel, whose weight the loop carries apart from the products'. On TPU7x XLA lays
+        the latter out in tiles of 16 rows, and would copy all of it to tiles of 8 for the kernel in every turn.
     """
 
-    def one(x: Any, weight: Any, bias: Any, labels: Any, *rows: Any) -> Any:
-        own = lax.optimization_barrier(weight) if apart else weight
-        return _gradients(spec, config.block_vocab, functools.partial(slope, x, own), x, weight, bias, labels, rows)
+    def group_gradients(x: Any, weight: Any, bias: Any, labels: Any, *rows: Any) -> Any:
+        kernel_weight = lax.optimization_barrier(weight) if separate_weight else weight
+        return _gradients(
+            spec, config.block_vocab, functools.partial(slope, x, kernel_weight), x, weight, bias, labels, rows
+        )
 
-    return gradients_by(spec, one, operands, outputs, cotangents)
+    return gradients_by(spec, group_gradients, operands, outputs, cotangents)
 
 
 def gradients_by(
-    spec: LossSpec, one: Callable[..., Any], operands: Operands, outputs: Outputs, cotangents: Outputs
+    spec: LossSpec, gradients: Callable[..., Any], operands: Operands, outputs: Outputs, cotangents: Outputs
 ) -> Operands:
-    """The backward pass by `one`: `(x, weight, bias, labels, *rows) -> (dx, dweight, dbias)` of a group, where rows are
-    the logsumexp and the cotangents of the outputs, `[T]` each; with targets they are the last of the rows, and their
-    gradient the last result.
+    """The backward pass by `gradients`: `(x, weight, bias, labels, *rows) -> (dx, dweight, dbias)` of a group, where
+    rows are the logsumexp and the cotangents of the outputs, `[T]` each; with targets they are the last of the rows,
+    and their gradient the last result.
     """
     zero = jnp.zeros(operands.labels.shape, spec.accumulator)
     d = Outputs(*(zero if c is None else c for c in cotangents))
     rows = (outputs.logsumexp, d.logsumexp, d.label_logit, *((d.logit_sum,) if spec.logit_sum else ()))
-    (dx, dweight, dbias, *dtargets), _ = each_group(spec, one, operands, *rows, *_targets(operands))
+    (dx, dweight, dbias, *dtargets), _ = each_group(spec, gradients, operands, *rows, *_targets(operands))
     return Operands(
         dx.reshape(operands.x.shape),
         _parameter_gradient(spec, dweight, operands.weight),
@@ -179,13 +181,13 @@ def _gradients(
     )
     carry, _ = match_varying((start, (x, weight, bias, labels, rows)))
     block = min(block, vocab)
-    whole = vocab // block
-    if whole > 1:
-        carry = lax.fori_loop(0, whole, lambda i, carry: part(carry, i * block, block), carry)
+    full_blocks = vocab // block
+    if full_blocks > 1:
+        carry = lax.fori_loop(0, full_blocks, lambda i, carry: part(carry, i * block, block), carry)
     else:
         carry = part(carry, 0, block)
     if vocab % block:
-        carry = part(carry, whole * block, vocab % block)
+        carry = part(carry, full_blocks * block, vocab % block)
     dx, *rest = carry
     return dx.astype(x.dtype), *rest
 
@@ -231,13 +233,13 @@ def _forward_one(
     zeros = jnp.zeros(x.shape[:1], spec.accumulator)
     start = jnp.full_like(zeros, LOWEST), zeros, zeros, zeros if spec.logit_sum else None
     carry, _ = match_varying((start, (x, weight, bias, labels, targets)))
-    whole, vocab = weight.shape[0] // block, weight.shape[0]
-    if whole > 1:
-        carry = lax.fori_loop(0, whole, lambda i, carry: part(carry, i * block, block), carry)
+    full_blocks, vocab = weight.shape[0] // block, weight.shape[0]
+    if full_blocks > 1:
+        carry = lax.fori_loop(0, full_blocks, lambda i, carry: part(carry, i * block, block), carry)
     else:
         carry = part(carry, 0, block)
     if vocab % block:
-        carry = part(carry, whole * block, vocab % block)
+        carry = part(carry, full_blocks * block, vocab % block)
     m, l, at_label, total = carry
     return Outputs(m + jnp.log(l), at_label, total)
 

@@ -11,7 +11,7 @@ def compose(
     xp: Any,
     numbers: Outputs,
     vocab: int,
-    counted: Any,
+    active: Any,
     unknown: Any,
     shares: Any,
     label_smoothing: float,
@@ -24,20 +24,20 @@ def compose(
     Args:
       xp: `jax.numpy` or `torch`, whose arrays these are.
       vocab: entries of the whole vocabulary.
-      counted: bool `[...]`, tokens that are not ignored; `unknown`: those whose label is out of range.
-      shares: what each token counts in the mean: its class weight, or `counted` where all weigh the same.
+      active: bool `[...]`, tokens that are not ignored; `unknown`: those whose label is out of range.
+      shares: what each token counts in the mean: its class weight, or `active` where all weigh the same.
       mass: the sum of each token's probabilities, where the labels are such; else each has one label.
     """
     logsumexp, at_label, total = numbers
-    whole = logsumexp if mass is None else ((1.0 - label_smoothing) * mass + label_smoothing) * logsumexp
-    loss = whole - (1.0 - label_smoothing) * at_label
+    normalizer = logsumexp if mass is None else ((1.0 - label_smoothing) * mass + label_smoothing) * logsumexp
+    loss = normalizer - (1.0 - label_smoothing) * at_label
     if label_smoothing > 0:
         loss = loss - label_smoothing / vocab * total
     if z_loss:
         loss = loss + z_loss * logsumexp**2
     # A factor and not a term, so that its gradients are NaN too.
-    factor = xp.where(unknown, xp.nan, 1.0 if shares is counted else shares)
-    loss = xp.where(counted, loss * factor, 0.0)
+    factor = xp.where(unknown, xp.nan, 1.0 if shares is active else shares)
+    loss = xp.where(active, loss * factor, 0.0)
     return loss if reduction == "none" else reduced(xp, loss.sum(), shares, reduction)
 
 

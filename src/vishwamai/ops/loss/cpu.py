@@ -46,7 +46,7 @@ def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -
     """The forward pass; its outputs are all that the backward pass needs."""
     del config, residuals
 
-    def one(x: Any, weight: Any, bias: Any, labels: Any) -> Outputs:
+    def group_outputs(x: Any, weight: Any, bias: Any, labels: Any) -> Outputs:
         rows = ffi.result(labels.shape, spec.accumulator)
         total = rows if spec.logit_sum else ffi.result(None, spec.accumulator)
         results = ffi.call(
@@ -54,7 +54,7 @@ def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -
         )
         return Outputs(*results)
 
-    return forward_by(spec, one, operands), None
+    return forward_by(spec, group_outputs, operands), None
 
 
 def backward(
@@ -63,7 +63,7 @@ def backward(
     """Every logit is computed once more, and once only."""
     del config, residuals
 
-    def one(x: Any, weight: Any, bias: Any, labels: Any, *rows: Any) -> tuple[Any, Any, Any]:
+    def group_gradients(x: Any, weight: Any, bias: Any, labels: Any, *rows: Any) -> tuple[Any, Any, Any]:
         native = _native(spec, x, weight, bias)
         results = tuple(
             ffi.result(None if a is None else a.shape, spec.accumulator if a is None else a.dtype) for a in native
@@ -79,7 +79,7 @@ def backward(
         )
         return dx.astype(x.dtype), dweight.astype(weight.dtype), None if bias is None else dbias.astype(bias.dtype)
 
-    return gradients_by(spec, one, operands, outputs, cotangents)
+    return gradients_by(spec, group_gradients, operands, outputs, cotangents)
 
 
 def total_with_gradients(

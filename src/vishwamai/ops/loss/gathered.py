@@ -48,16 +48,16 @@ def numbers(plan: Plan, axis: str, count: int, operands: Operands) -> Outputs:
     biases = None if bias is None else bias.reshape(bias.shape[0], count, size).swapaxes(0, 1)
     wide = x.astype(plan.spec.accumulator)  # in which the gradients of pieces are added up
 
-    def one(_: None, piece: tuple[Any, Any, Any]) -> tuple[None, Outputs]:
+    def piece_outputs(_: None, piece: tuple[Any, Any, Any]) -> tuple[None, Outputs]:
         weight, bias, first = piece
         return None, _of_piece(plan, axis, Operands(wide.astype(x.dtype), weight, bias, labels - first, None))
 
-    return lax.scan(one, None, (pieces, biases, jnp.arange(0, vocab, size, dtype=labels.dtype)))[1]
+    return lax.scan(piece_outputs, None, (pieces, biases, jnp.arange(0, vocab, size, dtype=labels.dtype)))[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _of_piece(plan: Plan, axis: str, operands: Operands) -> Outputs:
-    return execute.run(plan, _whole(axis, operands))
+    return execute.run(plan, _gathered(axis, operands))
 
 
 def _of_piece_fwd(plan: Plan, axis: str, operands: Operands) -> tuple[Outputs, tuple[Operands, Outputs]]:
@@ -67,15 +67,15 @@ def _of_piece_fwd(plan: Plan, axis: str, operands: Operands) -> tuple[Outputs, t
 
 def _of_piece_bwd(plan: Plan, axis: str, saved: tuple[Operands, Outputs], cotangents: Outputs) -> tuple[Operands]:
     operands, outputs = saved
-    found = execute.backward(plan, (_whole(axis, operands), outputs, None, cotangents))
-    wide = found.weight.astype(plan.spec.accumulator)
+    gradients = execute.backward(plan, (_gathered(axis, operands), outputs, None, cotangents))
+    wide = gradients.weight.astype(plan.spec.accumulator)
     weight = lax.psum_scatter(wide, axis, scatter_dimension=2, tiled=True)
-    return (found._replace(weight=weight.astype(operands.weight.dtype), labels=None, targets=None),)
+    return (gradients._replace(weight=weight.astype(operands.weight.dtype), labels=None, targets=None),)
 
 
 _of_piece.defvjp(by_default(_of_piece_fwd), by_default(_of_piece_bwd))
 
 
-def _whole(axis: str, operands: Operands) -> Operands:
+def _gathered(axis: str, operands: Operands) -> Operands:
     part = operands.weight.astype(operands.x.dtype)
     return operands._replace(weight=lax.all_gather(part, axis, axis=2, tiled=True))

@@ -64,12 +64,12 @@ def products(
 
 
 @triton.jit
-def logits(z, bias_ptr, j, known, SOFTCAP: tl.constexpr):
-    """The logits of products: with the bias of their columns `j`, of which `known` are in the vocabulary, and
+def logits(z, bias_ptr, j, vocab, SOFTCAP: tl.constexpr):
+    """The logits of products: with the bias of their columns `j`, of which `vocab` are in the vocabulary, and
     capped.
     """
     if bias_ptr is not None:
-        z += tl.load(bias_ptr + j, mask=j < known, other=0.0)[None, :]
+        z += tl.load(bias_ptr + j, mask=j < vocab, other=0.0)[None, :]
     if SOFTCAP is not None:
         z = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(z * (2.0 * 1.4426950408889634 / SOFTCAP)) + 1.0)
     return z
@@ -109,8 +109,8 @@ def forward(
     x_desc = describe(x_ptr, GROUPS, T, D, tl.cast(T, tl.int64) * D, TMA, BLOCK_T, BLOCK_D)
     weight_desc = describe(weight_ptr, W_GROUPS, V, D, tl.cast(V, tl.int64) * D, TMA, BLOCK_V, BLOCK_D)
     i = row + tl.arange(0, BLOCK_T)
-    at = tl.cast(group, tl.int64) * T + i
-    label = tl.load(labels_ptr + at, mask=i < T, other=-1)
+    offsets = tl.cast(group, tl.int64) * T + i
+    label = tl.load(labels_ptr + offsets, mask=i < T, other=-1)
     m = tl.full([BLOCK_T], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_T], tl.float32)
     at_label = tl.zeros([BLOCK_T], tl.float32)
@@ -149,13 +149,13 @@ def forward(
         p = tl.exp2((z - m_new[:, None]) * LOG2E)
         l = l * tl.exp2((m - m_new) * LOG2E) + tl.sum(p, 1)
         m = m_new
-    at += tl.cast(split, tl.int64) * GROUPS * T
-    tl.store(logsumexp_ptr + at, m + tl.log2(l) * LN2, mask=i < T)
+    offsets += tl.cast(split, tl.int64) * GROUPS * T
+    tl.store(logsumexp_ptr + offsets, m + tl.log2(l) * LN2, mask=i < T)
     # A label outside the vocabulary has no logit; one beyond its last entry meets the padding of the last tile, whose
     # logits are 0 or the bias's, 0 too.
-    tl.store(label_logit_ptr + at, at_label, mask=i < T)
+    tl.store(label_logit_ptr + offsets, at_label, mask=i < T)
     if logit_sum_ptr is not None:
-        tl.store(logit_sum_ptr + at, total, mask=i < T)
+        tl.store(logit_sum_ptr + offsets, total, mask=i < T)
 
 
 @triton.jit
@@ -179,14 +179,14 @@ def combine(
     at_label = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.range(0, SPLITS):
-        at = tl.cast(split, tl.int64) * rows + i
-        part = tl.load(logsumexps_ptr + at, mask=i < rows, other=0.0)
+        offsets = tl.cast(split, tl.int64) * rows + i
+        part = tl.load(logsumexps_ptr + offsets, mask=i < rows, other=0.0)
         m_new = tl.maximum(m, part)
         l = l * tl.exp2((m - m_new) * LOG2E) + tl.exp2((part - m_new) * LOG2E)
         m = m_new
-        at_label += tl.load(label_logits_ptr + at, mask=i < rows, other=0.0)
+        at_label += tl.load(label_logits_ptr + offsets, mask=i < rows, other=0.0)
         if logit_sum_ptr is not None:
-            total += tl.load(logit_sums_ptr + at, mask=i < rows, other=0.0)
+            total += tl.load(logit_sums_ptr + offsets, mask=i < rows, other=0.0)
     tl.store(logsumexp_ptr + i, m + tl.log2(l) * LN2, mask=i < rows)
     tl.store(label_logit_ptr + i, at_label, mask=i < rows)
     if logit_sum_ptr is not None:

@@ -44,11 +44,11 @@ def gradient_of_x(
     weight_desc = describe(weight_ptr, W_GROUPS, V, D, weight_stride, TMA, BLOCK_K, BLOCK_N)
     i = row + tl.arange(0, BLOCK_M)
     j = column + tl.arange(0, BLOCK_N)
-    at = (tl.cast(group, tl.int64) * T + i)[:, None] * D + j[None, :]
+    offsets = (tl.cast(group, tl.int64) * T + i)[:, None] * D + j[None, :]
     inside = (i < T)[:, None] & (j < D)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if dx_ptr_init is not None:
-        acc = tl.load(dx_ptr_init + at, mask=inside, other=0.0)
+        acc = tl.load(dx_ptr_init + offsets, mask=inside, other=0.0)
     acc = grow(
         acc,
         dz_ptr,
@@ -75,7 +75,7 @@ def gradient_of_x(
         BLOCK_N,
         BLOCK_K,
     )
-    tl.store(dx_ptr + at, acc.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dx_ptr + offsets, acc.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -116,18 +116,18 @@ def gradient_of_weight(
     x_desc = describe(x_ptr, GROUPS, T, D, x_stride, TMA, BLOCK_K, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for member in tl.range(0, SUMMED):
-        one = member if SUMMED > 1 else group
+        weight_group = member if SUMMED > 1 else group
         acc = grow(
             acc,
             dz_ptr,
             dz_desc,
-            one,
+            weight_group,
             dz_stride,
             T,
             entries,
             x_ptr,
             x_desc,
-            one,
+            weight_group,
             x_stride,
             T,
             D,
@@ -145,9 +145,9 @@ def gradient_of_weight(
         )
     i = row + tl.arange(0, BLOCK_M)
     j = column + tl.arange(0, BLOCK_N)
-    at = (tl.cast(group, tl.int64) * V + first + i)[:, None] * D + j[None, :]
+    offsets = (tl.cast(group, tl.int64) * V + first + i)[:, None] * D + j[None, :]
     inside = ((i < entries) & (first + i < V))[:, None] & (j < D)[None, :]
-    tl.store(dweight_ptr + at, acc.to(dweight_ptr.dtype.element_ty), mask=inside)
+    tl.store(dweight_ptr + offsets, acc.to(dweight_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -183,6 +183,6 @@ def gradient_of_bias(
 @triton.jit
 def rounded(wide_ptr, out_ptr, count, BLOCK: tl.constexpr):
     """Grid (cdiv(count, BLOCK),): the same numbers in another dtype."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wide = tl.load(wide_ptr + at, mask=at < count, other=0.0)
-    tl.store(out_ptr + at, wide.to(out_ptr.dtype.element_ty), mask=at < count)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wide = tl.load(wide_ptr + offsets, mask=offsets < count, other=0.0)
+    tl.store(out_ptr + offsets, wide.to(out_ptr.dtype.element_ty), mask=offsets < count)

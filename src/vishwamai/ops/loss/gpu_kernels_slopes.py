@@ -20,7 +20,7 @@ def _slope(
     dlabel,
     dsum,
     bias_ptr,
-    known,
+    vocab,
     stride,
     SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -28,21 +28,21 @@ def _slope(
     """Stores the gradient of the columns from `first` on of a tile of logits, from their products `z`, and its sum over
     tokens.
 
-    The pointers, labels and `known` entries are those of the tile's first column, and its rows are `stride` apart; rows
+    The pointers, labels and `vocab` entries are those of the tile's first column, and its rows are `stride` apart; rows
     that are not kept have vectors of 0, and so a gradient of 0.
     """
     j = first + tl.arange(0, z.shape[1])
-    z = logits(z, bias_ptr, j, known, SOFTCAP)
+    z = logits(z, bias_ptr, j, vocab, SOFTCAP)
     dz = tl.exp2((z - logsumexp[:, None]) * LOG2E) * dlogsumexp[:, None] + dsum[:, None]
     dz += tl.where(j[None, :] == label[:, None], dlabel[:, None], 0.0)
     if SOFTCAP is not None:
         dz *= 1.0 - z * z * (1.0 / (SOFTCAP * SOFTCAP))
     if RAGGED:
-        dz = tl.where((j < known)[None, :], dz, 0.0)
+        dz = tl.where((j < vocab)[None, :], dz, 0.0)
     if partial_ptr is not None:
         tl.store(partial_ptr + j, tl.sum(dz, 0))
-    within = tl.arange(0, z.shape[0])[:, None] * stride + j[None, :]
-    tl.store(dz_ptr + within, dz.to(dz_ptr.dtype.element_ty), mask=keep[:, None])
+    offsets = tl.arange(0, z.shape[0])[:, None] * stride + j[None, :]
+    tl.store(dz_ptr + offsets, dz.to(dz_ptr.dtype.element_ty), mask=keep[:, None])
 
 
 @triton.jit
@@ -111,15 +111,15 @@ def slopes(
     )
     i = tl.arange(0, BLOCK_T)
     keep = row + i < T
-    at = tl.cast(group, tl.int64) * T + row + i
-    logsumexp = tl.load(logsumexp_ptr + at, mask=keep, other=0.0)
+    offsets = tl.cast(group, tl.int64) * T + row + i
+    logsumexp = tl.load(logsumexp_ptr + offsets, mask=keep, other=0.0)
     logsumexp = tl.where(logsumexp == float("-inf"), 0.0, logsumexp)
-    dlogsumexp = tl.load(dlogsumexp_ptr + at, mask=keep, other=0.0)
-    dlabel = tl.load(dlabel_ptr + at, mask=keep, other=0.0)
-    label = tl.load(labels_ptr + at, mask=keep, other=-1)
+    dlogsumexp = tl.load(dlogsumexp_ptr + offsets, mask=keep, other=0.0)
+    dlabel = tl.load(dlabel_ptr + offsets, mask=keep, other=0.0)
+    label = tl.load(labels_ptr + offsets, mask=keep, other=-1)
     dsum = tl.zeros([BLOCK_T], tl.float32)
     if dsum_ptr is not None:
-        dsum = tl.load(dsum_ptr + at, mask=keep, other=0.0)
+        dsum = tl.load(dsum_ptr + offsets, mask=keep, other=0.0)
     # From the tile's own corner on, 32 bits hold every offset, and half the registers.
     corner = dz_ptr + (tl.cast(group, tl.int64) * T + row) * entries + column
     sums = partial_ptr
@@ -138,10 +138,10 @@ def slopes(
             if SOFTCAP is not None:
                 first, second = part.reshape(BLOCK_T, 2, Q).permute(0, 2, 1).split()
                 for quarter in tl.static_range(2):
-                    at = half * H + quarter * Q
+                    offsets = half * H + quarter * Q
                     _slope(
                         first if quarter == 0 else second,
-                        at,
+                        offsets,
                         corner,
                         sums,
                         keep,

@@ -29,9 +29,9 @@ def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -
         z = z + bias[:, None, :]
     if spec.softcap is not None:
         z = spec.softcap * jnp.tanh(z / spec.softcap)
-    known = (labels >= 0) & (labels < spec.vocab)
-    at_label = jnp.take_along_axis(z, jnp.where(known, labels, 0)[..., None], axis=-1)[..., 0]
-    at_label = jnp.where(known, at_label, 0.0)
+    labelled = (labels >= 0) & (labels < spec.vocab)
+    at_label = jnp.take_along_axis(z, jnp.where(labelled, labels, 0)[..., None], axis=-1)[..., 0]
+    at_label = jnp.where(labelled, at_label, 0.0)
     if targets is not None:
         at_label = at_label + jnp.sum(targets.astype(z.dtype) * z, axis=-1)
     total = jnp.sum(z, axis=-1) if spec.logit_sum else None

@@ -97,7 +97,7 @@ class LossSpec(OpSpec):
         return outputs + sum(operand.nbytes for operand in self.operands if operand is not None)
 
     def tuning_key(self) -> str:
-        extras = [word for word, given in (("bias", self.operands.bias), ("cap", self.softcap)) if given is not None]
+        extras = [word for word, value in (("bias", self.operands.bias), ("cap", self.softcap)) if value is not None]
         extras += ["sum"] if self.logit_sum else []
         extras += ["targets"] if self.operands.targets is not None else []
         extras += [self.precision] if self.precision != "default" else []

@@ -132,7 +132,7 @@ def backward(
     def slope(*arguments: Any) -> Any:
         return _slope(spec, config, *arguments)
 
-    return backward_by(spec, config, slope, operands, outputs, cotangents, apart=True)
+    return backward_by(spec, config, slope, operands, outputs, cotangents, separate_weight=True)
 
 
 def notes(spec: LossSpec, target: Target) -> tuple[str, ...]:
@@ -140,15 +140,15 @@ def notes(spec: LossSpec, target: Target) -> tuple[str, ...]:
     block = min(heuristic(spec, target).block_vocab, spec.vocab)
     every = spec.groups * spec.tokens if spec.shared else spec.tokens
     size = 2 * every * block * spec.operands.x.dtype.itemsize
-    said = [
+    lines = [
         (
             f"backward holds {block} of the vocab of {spec.vocab} at a time, {size:,} bytes, and computes the logits "
             "once more"
         )
     ]
     if spec.precision != "default":
-        said.append("float32 is multiplied by six bfloat16 products")
-    return tuple(said)
+        lines.append("float32 is multiplied by six bfloat16 products")
+    return tuple(lines)
 
 
 PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, LossConfig, notes)

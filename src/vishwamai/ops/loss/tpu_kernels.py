@@ -66,10 +66,10 @@ def forward_body(
         entry = 8 * lax.broadcasted_iota(jnp.int32, z.shape, 0) + lax.broadcasted_iota(jnp.int32, z.shape, 1)
         at_label = jnp.sum(jnp.where(entry == (labels - first_entry)[None], z, 0.0), axis=0)
         if spec.vocab % config.tile_vocab:  # what the memory holds past the last entry may be NaN
-            known = entry < spec.vocab - first_entry
+            in_vocab = entry < spec.vocab - first_entry
             if total_ref is not None:
-                total_ref[...] += jnp.sum(jnp.where(known, z, 0.0), axis=0)
-            z = jnp.where(known, z, -jnp.inf)
+                total_ref[...] += jnp.sum(jnp.where(in_vocab, z, 0.0), axis=0)
+            z = jnp.where(in_vocab, z, -jnp.inf)
         elif total_ref is not None:
             total_ref[...] += jnp.sum(z, axis=0)
         m_old = m_ref[...]
@@ -131,9 +131,9 @@ def slope_body(
         if spec.softcap is not None:
             t = jnp.tanh(z * (1.0 / spec.softcap))
             z, slope = spec.softcap * t, 1.0 - t * t
-        here = labels_ref[...] - (first + s * sub)
+        label = labels_ref[...] - (first + s * sub)
         dz = jnp.exp(z - lse_ref[...]) * dlse_ref[...]
-        dz = dz + jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 0) == here, dlabel_ref[...], 0.0)
+        dz = dz + jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 0) == label, dlabel_ref[...], 0.0)
         if dtotal_ref is not None:
             dz = dz + dtotal_ref[...]
         if slope is not None:

@@ -97,9 +97,9 @@ def heuristic(spec: LossSpec, target: Target) -> LossConfig:
     multiplied = planned.peak_bf16 / planned.cores / 2 / planned.clock / passes  # multiply-adds a cycle of one core
     # A entry's features are read once for `tokens` of them: 2 * tokens operations for each element.
     needed = planned.peak_bf16 / passes / planned.hbm_bandwidth * spec.operands.x.dtype.itemsize / 2
-    wanted = next((n for n in (256, 512) if n >= 1.25 * needed), 1024)
+    preferred = next((n for n in (256, 512) if n >= 1.25 * needed), 1024)
     every = spec.groups * spec.tokens if spec.shared else spec.tokens
-    wanted = min(wanted, round_up(-(-every // planned.cores_per_device), LANES))
+    preferred = min(preferred, round_up(-(-every // planned.cores_per_device), LANES))
     entries = round_up(spec.vocab, 2 * LANES)
 
     def fits(tokens: int, tile: int, sub: int) -> bool:
@@ -108,7 +108,7 @@ def heuristic(spec: LossSpec, target: Target) -> LossConfig:
 
     choices = [
         (tokens, count * sub, sub)
-        for tokens in (wanted, *(n for n in (512, 256, 128) if n < wanted))
+        for tokens in (preferred, *(n for n in (512, 256, 128) if n < preferred))
         for sub in (256, 128)
         for count in (8, 4, 2)
         if count * sub <= entries

@@ -122,10 +122,11 @@ def gemm(
     if isinstance(b, PackedQTensor):
         others = {"transpose_a": transpose_a, "transpose_b": transpose_b, "config": config}
         others |= {"scale_a": scale_a, "scale_b": scale_b}
-        given = [name for name, value in others.items() if value is not None and value is not False]
-        if isinstance(a, QTensor) or given:
+        unsupported = [name for name, value in others.items() if value is not None and value is not False]
+        if isinstance(a, QTensor) or unsupported:
             raise ShapeError(
-                f"gemm: `b` is a PackedQTensor; pass `a` as an array [..., M, K], and leave out {', '.join(given)}."
+                f"gemm: `b` is a PackedQTensor; pass `a` as an array [..., M, K], and leave out "
+                f"{', '.join(unsupported)}."
             )
         return packed_product(
             "gemm", a, b, bias=bias, activation=activation, out_dtype=out_dtype, implementation=implementation

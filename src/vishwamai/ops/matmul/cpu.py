@@ -4,7 +4,6 @@ on top of it.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -43,15 +42,15 @@ def _native(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
 
 
-def result_dtype(storage: Any, wanted: Any) -> Any:
-    """The dtype in which the kernel writes what is wanted as `wanted`: the same where it can, else the one it computed
-    in.
+def result_dtype(storage: Any, requested: Any) -> Any:
+    """The dtype in which the kernel writes what is wanted as `requested`: the same where it can, else the one it
+    computed in.
     """
     if storage == jnp.float64:
         return jnp.dtype(jnp.float64)
-    if storage == jnp.int8 and wanted == jnp.int32:
+    if storage == jnp.int8 and requested == jnp.int32:
         return jnp.dtype(jnp.int32)
-    return jnp.dtype(jnp.bfloat16 if wanted == jnp.bfloat16 else jnp.float32)
+    return jnp.dtype(jnp.bfloat16 if requested == jnp.bfloat16 else jnp.float32)
 
 
 def _matmul(
@@ -99,7 +98,6 @@ def forward(spec: MatmulSpec, config: None, operands: Operands, residuals: bool)
 
 def product(
     spec: MatmulSpec,
-    which: str,
     lhs: jax.Array,
     rhs: jax.Array,
     lhs_axis: int,
@@ -108,9 +106,8 @@ def product(
     out_dtype: Any,
 ) -> jax.Array:
     """See `gradient.Product`."""
-    del which
-    both = lhs.shape[0] == rhs.shape[0]
-    if groups == 1 and both and lhs.shape[0] > 1 and lhs_axis == rhs_axis == 1:
+    per_group = lhs.shape[0] == rhs.shape[0]
+    if groups == 1 and per_group and lhs.shape[0] > 1 and lhs_axis == rhs_axis == 1:
         lhs, rhs = (x.reshape(1, -1, x.shape[2]) for x in (lhs, rhs))  # the groups are contracted too
     summed = groups == 1 and max(lhs.shape[0], rhs.shape[0]) > 1
     total = spec.accumulator if summed else out_dtype
@@ -122,7 +119,9 @@ def backward(
     spec: MatmulSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
 ) -> Operands:
     del config
-    return gradient.backward(spec, functools.partial(product, spec), operands, outputs, residuals, cotangents.out)
+    return gradient.backward(
+        spec, lambda _, *arguments: product(spec, *arguments), operands, outputs, residuals, cotangents.out
+    )
 
 
 NATIVE = Implementation("native_cpu", "cpu", forward, backward, why_not, notes=notes)

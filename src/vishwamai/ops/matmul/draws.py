@@ -21,13 +21,13 @@ def draw(d: Sizes) -> Case:
 def dense(d: Sizes) -> Case:
     m, n, k = d.size(), d.size(), d.size()
     dtype = d.choose((*FLOATS, "float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"))
-    other = d.choose(
+    b_dtype = d.choose(
         (dtype,) * 5 + {"bfloat16": ("float32", "int8", "float8_e4m3fn"), "float32": ("bfloat16",)}.get(dtype, (dtype,))
     )
     ta, tb = d.flag(3), d.flag(3)
     batch = tuple(d.choose((1, 2, 3)) for _ in range(d.choose((0, 0, 1, 2))))
 
-    def own() -> tuple[int, ...]:
+    def batch_axes() -> tuple[int, ...]:
         return d.choose((batch, batch, (), batch[1:], tuple(1 if d.flag() else e for e in batch)))
 
     def matrix(shape: tuple[int, ...], dtype: str, scale: float) -> ArrayInit:
@@ -35,8 +35,8 @@ def dense(d: Sizes) -> Case:
         return ArrayInit(shape, dtype, "integers") if narrow else ArrayInit(shape, dtype, scale=scale)
 
     arrays = {
-        "a": matrix((*own(), *((k, m) if ta else (m, k))), dtype, 1.0),
-        "b": matrix((*own(), *((n, k) if tb else (k, n))), other, k**-0.5),
+        "a": matrix((*batch_axes(), *((k, m) if ta else (m, k))), dtype, 1.0),
+        "b": matrix((*batch_axes(), *((n, k) if tb else (k, n))), b_dtype, k**-0.5),
     }
     full = np.broadcast_shapes(arrays["a"].shape[:-2], arrays["b"].shape[:-2])
     vector = dtype if dtype in FLOATS else "float32"
@@ -49,7 +49,7 @@ def dense(d: Sizes) -> Case:
     options: dict[str, Any] = {"transpose_a": ta, "transpose_b": tb} | d.precision(dtype)
     if d.flag(3):
         options["activation"] = d.choose((None, *ACTIVATIONS))
-    if dtype != "int8" and other != "int8" and d.flag(4):
+    if dtype != "int8" and b_dtype != "int8" and d.flag(4):
         options["out_dtype"] = d.choose(("float32", "bfloat16"))
     if dtype == "int8" and options.get("activation") and not {"scale_a", "scale_b"} & set(arrays):
         arrays["scale_b"] = ArrayInit((n,), "float32", "positive")

@@ -26,7 +26,7 @@ from vishwamai.core.config import current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import PrecisionConfig, lax_precision, resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
-from vishwamai.core.spec import known
+from vishwamai.core.spec import static_size
 from vishwamai.ops.matmul.api import gemm
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def contract(
       run: `(contraction, subscripts, factors) -> array`, calls one contraction.
     """
     arrays = list(arrays)
-    for taken, subscripts in steps:
+    for positions, subscripts in steps:
 
         def contraction(*factors: Any, subscripts: str = subscripts) -> Any:
             inputs, out = subscripts.split("->")
@@ -130,8 +130,8 @@ def contract(
                 return _pair(inputs.split(","), out, list(factors), plain, product, permute)
             return plain(subscripts, *factors)
 
-        chosen = [arrays[i] for i in taken]
-        arrays = [x for i, x in enumerate(arrays) if i not in taken]
+        chosen = [arrays[i] for i in positions]
+        arrays = [x for i, x in enumerate(arrays) if i not in positions]
         arrays.append(run(contraction, subscripts, chosen))
     (result,) = arrays
     return result
@@ -180,9 +180,9 @@ def plan_steps(equation: str, arrays: list[Any], optimize: Any) -> list[tuple[tu
     find_path: Any = (
         opt_einsum.contract_path
     )  # with `einsum_call` it also gives the contractions, which its types do not say
-    sizes_of_path = [tuple(known(size, 1024) for size in shape) for shape in shapes]
+    sizes_of_path = [tuple(static_size(size, 1024) for size in shape) for shape in shapes]
     _, contractions = find_path(f"{inputs}->{out}", *sizes_of_path, shapes=True, optimize=strategy, einsum_call=True)
-    return [(tuple(taken), subscripts) for taken, _, subscripts, *_ in contractions]
+    return [(tuple(positions), subscripts) for positions, _, subscripts, *_ in contractions]
 
 
 def check_optimize(optimize: str | bool | Sequence[tuple[int, ...]], operands: int) -> None:
@@ -199,13 +199,13 @@ def check_optimize(optimize: str | bool | Sequence[tuple[int, ...]], operands: i
             ) from None
         return
     left = operands
-    for number, taken in enumerate(optimize):
-        if not taken or len(set(taken)) != len(taken) or not all(0 <= i < left for i in taken):
+    for number, positions in enumerate(optimize):
+        if not positions or len(set(positions)) != len(positions) or not all(0 <= i < left for i in positions):
             raise ShapeError(
-                f"einsum: step {number} of `optimize` is {taken}, and {left} operands are left by then; pass different "
-                f"positions from 0 to {left - 1} in each step."
+                f"einsum: step {number} of `optimize` is {positions}, and {left} operands are left by then; pass "
+                f"different positions from 0 to {left - 1} in each step."
             )
-        left -= len(taken) - 1
+        left -= len(positions) - 1
     if left != 1:
         raise ShapeError(
             f"einsum: the path {optimize!r} of `optimize` leaves {left} of {operands} operands; pass pairs of "
@@ -224,21 +224,21 @@ def _pair(
     """One contraction of two operands: over `product` where it is one, over `plain` where it is not."""
     sizes = {i: max(f.shape[t.index(i)] for t, f in zip(terms, factors) if i in t) for t in terms for i in t}
     reduced = []
-    for term, factor, other in zip(terms, factors, terms[::-1]):
+    for term, factor, partner in zip(terms, factors, terms[::-1]):
         # An axis of size 1 beside a longer one is the same for all its positions; an index of one operand alone is
         # summed before; a diagonal is taken.
-        kept = "".join(
-            dict.fromkeys(i for i in term if (i in other or i in out) and factor.shape[term.index(i)] == sizes[i])
+        remaining = "".join(
+            dict.fromkeys(i for i in term if (i in partner or i in out) and factor.shape[term.index(i)] == sizes[i])
         )
-        reduced.append(factor if kept == term else plain(f"{term}->{kept}", factor))
-        terms = [kept if t is term else t for t in terms]
+        reduced.append(factor if remaining == term else plain(f"{term}->{remaining}", factor))
+        terms = [remaining if t is term else t for t in terms]
     (a, b), (a_term, b_term) = reduced, terms
     shared = [i for i in a_term if i in b_term]
     contracted = [i for i in shared if i not in out]
     rows, columns = ([i for i in term if i not in shared] for term in terms)
     if not contracted or not (rows or columns):
         return plain(f"{a_term},{b_term}->{out}", a, b)
-    assumed = tuple((index, known(size, 1024)) for index, size in sizes.items())
+    assumed = tuple((index, static_size(size, 1024)) for index, size in sizes.items())
     turned, batch, (a_order, transpose_a), (b_order, transpose_b) = best_layout(a_term, b_term, out, assumed)
     if turned:
         a, b, a_term, b_term, rows, columns = b, a, b_term, a_term, columns, rows
@@ -255,9 +255,9 @@ def _pair(
         transpose_a=transpose_a,
         transpose_b=transpose_b,
     )
-    found = "".join((*batch, *rows, *columns))
-    result = result.reshape([sizes[i] for i in found])
-    return permute(result, [found.index(i) for i in out])
+    indices = "".join((*batch, *rows, *columns))
+    result = result.reshape([sizes[i] for i in indices])
+    return permute(result, [indices.index(i) for i in out])
 
 
 def _order(indices: Any, term: str) -> str:

@@ -5,7 +5,6 @@ the shared gradient on top.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 from vishwamai.core import gpu
@@ -220,11 +219,8 @@ def forward(spec: MatmulSpec, config: MatmulGpuConfig, operands: Operands, resid
     return Outputs(out), preactivation
 
 
-def product(
-    spec: MatmulSpec, which: str, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
-) -> Any:
+def product(spec: MatmulSpec, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any) -> Any:
     """See `gradient.Product`."""
-    del which
     m, k = lhs.shape[3 - lhs_axis], lhs.shape[lhs_axis]
     n = rhs.shape[3 - rhs_axis]
     width = 1 if _takes_fp8(array_spec(lhs).dtype, array_spec(rhs).dtype) else spec.compute_dtype.itemsize
@@ -236,8 +232,12 @@ def backward(
     spec: MatmulSpec, config: MatmulGpuConfig, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
 ) -> Operands:
     del config  # each product of the backward pass has a shape of its own
-    run = functools.partial(product, spec)
-    return gradient.backward(spec, run, operands, outputs, residuals, cotangents.out, gpu_gradient.STEPS)
+    steps = gpu_gradient.STEPS
+
+    def run(_: str, *arguments: Any) -> Any:
+        return product(spec, *arguments)
+
+    return gradient.backward(spec, run, operands, outputs, residuals, cotangents.out, steps)
 
 
 def notes(spec: MatmulSpec, target: Target) -> tuple[str, ...]:

@@ -29,10 +29,10 @@ def epilogue(
     spec: MatmulSpec, operands: Operands, outputs: Outputs, preactivation: Any, dout: Any, total: Any
 ) -> Through:
     _, _, bias, scale_a, scale_b = operands
-    kept = outputs.out if spec.activation == "relu" else preactivation
+    saved = outputs.out if spec.activation == "relu" else preactivation
     of_a, of_b = spec.differentiable
     by_total_a, by_total_b = scales_by_total(spec)
-    cast = kept is not None or spec.out_dtype != spec.compute_dtype
+    cast = saved is not None or spec.out_dtype != spec.compute_dtype
     shape = (spec.groups, spec.m, spec.n)
     strips, tiles = gpu.cdiv(spec.m, _ROWS), gpu.cdiv(spec.n, _COLUMNS)
     dz = gpu.result(shape, spec.compute_dtype)
@@ -40,24 +40,29 @@ def epilogue(
         gpu.result(s, "float32") for s in ((spec.groups, strips, spec.n), (spec.groups, tiles, spec.m))
     )
     # Without scales both factors' products read one dz; it is dout itself where nothing follows the sum but the bias.
-    one = scale_a is None and scale_b is None
-    wanted = dict(
-        dz_a_ptr=dz if of_b and not one and (cast or scale_a is not None) else None,
-        dz_b_ptr=dz if (of_a or (of_b and one)) and (cast or scale_b is not None) else None,
+    unscaled = scale_a is None and scale_b is None
+    outputs_of_kernel = dict(
+        dz_a_ptr=dz if of_b and not unscaled and (cast or scale_a is not None) else None,
+        dz_b_ptr=dz if (of_a or (of_b and unscaled)) and (cast or scale_b is not None) else None,
         dbias_ptr=None if bias is None else by_column,
         dscale_a_ptr=by_row if scale_a is not None and by_total_a else None,
         dscale_b_ptr=by_column if scale_b is not None and by_total_b else None,
     )
-    if all(out is None for out in wanted.values()):
+    if all(out is None for out in outputs_of_kernel.values()):
         return Through(dout, dout, None, None, None)
     total_bias = None if total is None else bias
     dz_a, dz_b, dbias, dscale_a, dscale_b = gpu.launch(
         EPILOGUE,
         (strips * tiles * spec.groups,),
         dict(
-            dout_ptr=dout, kept_ptr=kept, total_ptr=total, scale_a_ptr=scale_a, scale_b_ptr=scale_b, bias_ptr=total_bias
+            dout_ptr=dout,
+            kept_ptr=saved,
+            total_ptr=total,
+            scale_a_ptr=scale_a,
+            scale_b_ptr=scale_b,
+            bias_ptr=total_bias,
         ),
-        wanted,
+        outputs_of_kernel,
         M=spec.m,
         N=spec.n,
         scale_a_group=stride(scale_a, 0),
@@ -71,7 +76,7 @@ def epilogue(
         COLUMNS=_COLUMNS,
     )
     dz_b = dout if dz_b is None else dz_b
-    dz_a = (dz_b if one else dout) if dz_a is None else dz_a
+    dz_a = (dz_b if unscaled else dout) if dz_a is None else dz_a
 
     def summed(partial: Any, operand: Any, spec: Any) -> Any:
         return None if partial is None else sum_to(partial, operand.shape, spec.dtype)
@@ -87,18 +92,18 @@ def epilogue(
 
 
 def unscale(
-    spec: MatmulSpec, gradient: Any, which: str, x: Any, scale: Any, k_axis: int, with_scale: bool
+    spec: MatmulSpec, gradient: Any, operand: str, x: Any, scale: Any, k_axis: int, with_scale: bool
 ) -> tuple[Any, Any]:
-    stored = getattr(spec.operands, which)
+    stored = getattr(spec.operands, operand)
     if scale is None and stored.dtype not in FP8_DTYPES:
         return gradient, None
-    own, rows, columns = x.shape
-    groups, by_row = gradient.shape[0] // own, k_axis == 2
+    x_groups, rows, columns = x.shape
+    groups, by_row = gradient.shape[0] // x_groups, k_axis == 2
     strips, tiles = gpu.cdiv(rows, _ROWS), gpu.cdiv(columns, _COLUMNS)
     partial = (gradient.shape[0], tiles, rows) if by_row else (gradient.shape[0], strips, columns)
     dx, dscale = gpu.launch(
         SCALE,
-        (strips * tiles * own,),
+        (strips * tiles * x_groups,),
         dict(gradient_ptr=gradient, x_ptr=x if with_scale and scale is not None else None, scale_ptr=scale),
         dict(
             dx_ptr=gpu.result(x.shape, stored.dtype),
@@ -116,7 +121,7 @@ def unscale(
     )  # fmt: skip
     if scale is None or dscale is None:
         return dx, None
-    return dx, sum_to(dscale, scale.shape, getattr(spec.operands, f"scale_{which}").dtype)
+    return dx, sum_to(dscale, scale.shape, getattr(spec.operands, f"scale_{operand}").dtype)
 
 
 STEPS = GradientSteps(epilogue, unscale)

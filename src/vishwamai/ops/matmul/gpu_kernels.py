@@ -37,20 +37,20 @@ def _finish(
     i = row + tl.arange(0, ROWS)
     j = column + tl.arange(0, COLUMNS)
     if scale_a_ptr is not None:
-        at = scale_a_ptr + group * scale_a_group + i * scale_a_row
-        z = z * tl.load(at, mask=i < M, other=0.0).to(tl.float32)[:, None]
+        scale_offsets = scale_a_ptr + group * scale_a_group + i * scale_a_row
+        z = z * tl.load(scale_offsets, mask=i < M, other=0.0).to(tl.float32)[:, None]
     if scale_b_ptr is not None:
-        at = scale_b_ptr + group * scale_b_group + j * scale_b_column
-        z = z * tl.load(at, mask=j < N, other=0.0).to(tl.float32)[None, :]
+        scale_offsets = scale_b_ptr + group * scale_b_group + j * scale_b_column
+        z = z * tl.load(scale_offsets, mask=j < N, other=0.0).to(tl.float32)[None, :]
     if bias_ptr is not None:
         z = z + tl.load(bias_ptr + group * bias_group + j, mask=j < N, other=0.0).to(tl.float32)[None, :]
-    at = (group.to(tl.int64) * M + i)[:, None] * N + j[None, :]
+    scale_offsets = (group.to(tl.int64) * M + i)[:, None] * N + j[None, :]
     keep = (i < M)[:, None] & (j < N)[None, :]
     if pre_ptr is not None:
-        tl.store(pre_ptr + at, z.to(pre_ptr.dtype.element_ty), mask=keep)
+        tl.store(pre_ptr + scale_offsets, z.to(pre_ptr.dtype.element_ty), mask=keep)
     if ACTIVATION is not None:
         z = activate(z.to(tl.float32), ACTIVATION)
-    tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=keep)
+    tl.store(out_ptr + scale_offsets, z.to(out_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -141,9 +141,9 @@ def matmul(
         # GROUP_M rows of tiles are walked column by column, so that the programs at work share tiles of both operands.
         band = local // (GROUP_M * num_n)
         height = tl.minimum(num_m - band * GROUP_M, GROUP_M)
-        within = local % (GROUP_M * num_n)
-        row = (band * GROUP_M + within % height) * BLOCK_M
-        column = (within // height) * BLOCK_N
+        place = local % (GROUP_M * num_n)
+        row = (band * GROUP_M + place % height) * BLOCK_M
+        column = (place // height) * BLOCK_N
         acc = tl.zeros([BLOCK_M, BLOCK_N], ACCUMULATE)
         for step in tl.range(0, SUMMED * num_k):
             if SUMMED > 1:

@@ -66,15 +66,15 @@ def epilogue_gradient(
     """
     strip, tile, strips, tiles, group, i, j = _tile(M, N, ROWS, COLUMNS)
     keep = (i < M)[:, None] & (j < N)[None, :]
-    at = (group * M + i)[:, None] * N + j[None, :]
-    dout = tl.load(dout_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    offsets = (group * M + i)[:, None] * N + j[None, :]
+    dout = tl.load(dout_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
     dz = dout
     if kept_ptr is not None:
-        kept = tl.load(kept_ptr + at, mask=keep, other=0.0).to(tl.float32)
+        saved = tl.load(kept_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
         if ACTIVATION == "relu":
-            dz = tl.where(kept > 0.0, dz, 0.0)
+            dz = tl.where(saved > 0.0, dz, 0.0)
         else:
-            dz *= derivative(kept, ACTIVATION)
+            dz *= derivative(saved, ACTIVATION)
     of_row = None
     if scale_a_ptr is not None:
         of_row = tl.load(scale_a_ptr + group * scale_a_group + i * scale_a_row, mask=i < M, other=0.0).to(tl.float32)
@@ -84,14 +84,14 @@ def epilogue_gradient(
         of_column = tl.load(at_column, mask=j < N, other=0.0).to(tl.float32)
     dz_a, dz_b = _scaled(dz, of_row, None), _scaled(dz, None, of_column)
     if dz_a_ptr is not None:
-        tl.store(dz_a_ptr + at, dz_a.to(dz_a_ptr.dtype.element_ty), mask=keep)
+        tl.store(dz_a_ptr + offsets, dz_a.to(dz_a_ptr.dtype.element_ty), mask=keep)
     if dz_b_ptr is not None:
-        tl.store(dz_b_ptr + at, dz_b.to(dz_b_ptr.dtype.element_ty), mask=keep)
+        tl.store(dz_b_ptr + offsets, dz_b.to(dz_b_ptr.dtype.element_ty), mask=keep)
     by_column = (group * strips + strip) * N + j
     if dbias_ptr is not None:
         tl.store(dbias_ptr + by_column, tl.sum(dz, 0), mask=j < N)
     if total_ptr is not None:
-        total = tl.load(total_ptr + at, mask=keep, other=0).to(tl.float32)
+        total = tl.load(total_ptr + offsets, mask=keep, other=0).to(tl.float32)
         if kept_ptr is not None and ACTIVATION != "relu":
             z = _scaled(total, of_row, of_column)
             if bias_ptr is not None:
@@ -129,17 +129,17 @@ def scale_gradient(
     column. Partial rows of the scale's gradient, the sums of gradient * x (where `dscale_ptr` is given):
     `[groups, tiles, rows]` or `[groups, strips, columns]`.
     """
-    strip, tile, strips, tiles, own, i, j = _tile(rows, columns, ROWS, COLUMNS)
+    strip, tile, strips, tiles, x_group, i, j = _tile(rows, columns, ROWS, COLUMNS)
     keep = (i < rows)[:, None] & (j < columns)[None, :]
-    within = i.to(tl.int64)[:, None] * columns + j[None, :]
-    at = own * rows * columns + within
+    offsets = i.to(tl.int64)[:, None] * columns + j[None, :]
+    x_offsets = x_group * rows * columns + offsets
     dx = tl.zeros([ROWS, COLUMNS], tl.float32)
     for g in tl.range(0, groups):
-        group = own * groups + g
-        part = tl.load(gradient_ptr + group * rows * columns + within, mask=keep, other=0.0).to(tl.float32)
+        group = x_group * groups + g
+        part = tl.load(gradient_ptr + group * rows * columns + offsets, mask=keep, other=0.0).to(tl.float32)
         if scale_ptr is not None:
             if dscale_ptr is not None:
-                x = tl.load(x_ptr + at, mask=keep, other=0.0).to(tl.float32)
+                x = tl.load(x_ptr + x_offsets, mask=keep, other=0.0).to(tl.float32)
                 if BY_ROW:
                     tl.store(dscale_ptr + (group * tiles + tile) * rows + i, tl.sum(part * x, 1), mask=i < rows)
                 else:
@@ -153,4 +153,4 @@ def scale_gradient(
         dx += part
     if LARGEST is not None:  # a plain conversion would give NaN or infinity
         dx = tl.where(dx > LARGEST, LARGEST, tl.where(dx < -LARGEST, -LARGEST, dx))
-    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=keep)
+    tl.store(dx_ptr + x_offsets, dx.to(dx_ptr.dtype.element_ty), mask=keep)

@@ -28,9 +28,9 @@ from vishwamai.ops.matmul.epilogue import columns, derivative, rows
 from vishwamai.ops.matmul.spec import Blocked, MatmulSpec, Operands, Outputs, joint_groups
 
 Product = Callable[..., jax.Array]
-"""`(which, lhs, rhs, lhs_axis, rhs_axis, groups, out_dtype) -> [groups, lhs's free axis, rhs's free axis]`.
+"""`(phase, lhs, rhs, lhs_axis, rhs_axis, groups, out_dtype) -> [groups, lhs's free axis, rhs's free axis]`.
 
-`which` is "grad_a", "grad_b" or "forward" (a @ b once more), for an implementation that chooses tiles by it; lhs and
+`phase` is "grad_a", "grad_b" or "forward" (a @ b once more), for an implementation that chooses tiles by it; lhs and
 rhs are `[G or 1, ., .]` (or `Blocked`) and contract the axis given (1 or 2). With `groups` 1 and several in an operand,
 the products are summed over them.
 """
@@ -59,8 +59,8 @@ class GradientSteps(NamedTuple):
     Attributes:
       epilogue: `(spec, operands, outputs, preactivation, dout, total) -> Through`; `total` is a @ b, None where no
         scale needs it.
-      unscale: `(spec, gradient, which, x, scale, k_axis, with_scale) -> (gradient of x, of its scale)`, from the
-        gradient of scale * x; x is "a" or "b". Without `with_scale` that of the scale is None.
+      unscale: `(spec, gradient, operand, x, scale, k_axis, with_scale) -> (gradient of x, of its scale)`, from the
+        gradient of scale * x; `operand` is "a" or "b". Without `with_scale` that of the scale is None.
     """
 
     epilogue: Callable[..., Through]
@@ -177,9 +177,9 @@ def _epilogue(
 
 
 def _unscale(
-    spec: MatmulSpec, gradient: jax.Array, which: str, x: jax.Array, scale: Any, k_axis: int, with_scale: bool
+    spec: MatmulSpec, gradient: jax.Array, operand: str, x: jax.Array, scale: Any, k_axis: int, with_scale: bool
 ) -> tuple[jax.Array, Any]:
-    del which
+    del operand
     dscale, wide = None, spec.epilogue_dtype
     if scale is not None:
         if with_scale:

@@ -159,10 +159,10 @@ def plan_layout(
 
     folded = 0
     while folded < len(batch) and not transpose_a:
-        at = folded + 1
-        if any(size(x, at, core) != 1 for x, core in ((b, 2), (bias, 1), (scale_b, 2 if blocks.b else 1))):
+        axis = folded + 1
+        if any(size(x, axis, core) != 1 for x, core in ((b, 2), (bias, 1), (scale_b, 2 if blocks.b else 1))):
             break
-        if size(a, at, 2) != batch[-at]:
+        if size(a, axis, 2) != batch[-axis]:
             break
         folded += 1
     m = a[-1 if transpose_a else -2]
@@ -175,7 +175,7 @@ class ProductSignature(Signature):
 
     def __init__(self, transpose_a: bool, transpose_b: bool, blocks: BlockScales):
         transposed = {"a": transpose_a, "b": transpose_b}
-        turned = {name: f"`transpose_{name}={not given}`" for name, given in transposed.items()}
+        turned = {name: f"`transpose_{name}={not value}`" for name, value in transposed.items()}
         super().__init__(*operand_texts(transpose_a, transpose_b, blocks.a, blocks.b), hints=VECTORS, turned=turned)
         self._how = transpose_a, transpose_b, blocks
         self._layout = functools.lru_cache(maxsize=4096)(self._plan)

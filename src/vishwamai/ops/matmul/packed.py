@@ -134,12 +134,12 @@ def _backward(native: bool) -> Any:
     ) -> Operands:
         del residuals
         dense, arrays = spec.dense(operands)
-        kept = None
+        preactivation = None
         if dense.keeps_preactivation:
             bare = dataclasses.replace(spec, activation=None)
-            kept = (native_forward if native else xla_forward)(bare, config, operands, False)[0].out
+            preactivation = (native_forward if native else xla_forward)(bare, config, operands, False)[0].out
         module = cpu if native else reference
-        da, _, bias, scale_a, scale_b = module.backward(dense, config, arrays, outputs, kept, cotangents)
+        da, _, bias, scale_a, scale_b = module.backward(dense, config, arrays, outputs, preactivation, cotangents)
         floating = jnp.issubdtype(operands.packed.dtype, jnp.floating)
         return Operands(da, jnp.zeros_like(operands.packed) if floating else None, bias, scale_a, scale_b)
 

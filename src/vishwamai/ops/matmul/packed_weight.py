@@ -114,8 +114,8 @@ class PackedWeight:
         index = jnp.clip(jnp.asarray(index), 0, max(n - 1, 0))
         panel, column = index // o.width, index % o.width
         parts = self.data.reshape(self.data.shape[0], -(-k // o.step), o.halves, o.rows, o.columns, o.neighbours)
-        found = parts[panel, :, column // o.columns, :, column % o.columns]  # [*rows, steps, rows, neighbours]
-        return o.offset(found.reshape(*index.shape, parts.shape[1] * o.step)[..., :k]).astype(self.dtype)
+        stored = parts[panel, :, column // o.columns, :, column % o.columns]  # [*rows, steps, rows, neighbours]
+        return o.offset(stored.reshape(*index.shape, parts.shape[1] * o.step)[..., :k]).astype(self.dtype)
 
     def __repr__(self) -> str:
         return f"PackedWeight({self.dtype}[{self.shape[0]},{self.shape[1]}], isa={self.isa!r})"

@@ -54,14 +54,14 @@ def product(
 
         return functools.reduce(jnp.add, map(part, range(0, length, LONGEST_INT8)))
     dot = functools.partial(lax.dot_general, precision=lax_precision(spec.precision), preferred_element_type=total)
-    both = lhs.shape[0] == rhs.shape[0]
-    if both and groups == lhs.shape[0]:
+    per_group = lhs.shape[0] == rhs.shape[0]
+    if per_group and groups == lhs.shape[0]:
         out = dot(lhs, rhs, (((lhs_axis,), (rhs_axis,)), ((0,), (0,))))
-    elif both:  # summed over the groups: they are contracted too
+    elif per_group:  # summed over the groups: they are contracted too
         out = dot(lhs, rhs, (((0, lhs_axis), (0, rhs_axis)), ((), ())))[None]
     elif groups == 1:  # one operand is shared, and the sum is over the other's groups
-        each = product(spec, lhs, rhs, lhs_axis, rhs_axis, joint_groups(lhs, rhs), total)
-        out = jnp.sum(each, axis=0, keepdims=True)
+        products = product(spec, lhs, rhs, lhs_axis, rhs_axis, joint_groups(lhs, rhs), total)
+        out = jnp.sum(products, axis=0, keepdims=True)
     elif rhs.shape[0] == 1:
         out = dot(lhs, rhs[0], (((lhs_axis,), (rhs_axis - 1,)), ((), ())))
     else:
@@ -102,7 +102,7 @@ def backward(
 ) -> Operands:
     del config
 
-    def dot(which: str, *arguments: Any) -> jax.Array:
+    def dot(operand: str, *arguments: Any) -> jax.Array:
         return product(spec, *arguments)
 
     return gradient.backward(spec, dot, operands, outputs, residuals, cotangents.out)

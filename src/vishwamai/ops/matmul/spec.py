@@ -12,7 +12,7 @@ from vishwamai.core.activations import ACTIVATIONS
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FLOATS, FP8_DTYPES, accumulator_dtype
 from vishwamai.core.qtensor import FP4, INT4, bits
-from vishwamai.core.spec import OpSpec, as_dtype, known
+from vishwamai.core.spec import OpSpec, as_dtype, static_size
 
 _INT8 = jnp.dtype(jnp.int8)
 INTEGERS = (_INT8, INT4)
@@ -85,10 +85,10 @@ def joint_groups(*operands: Any) -> int:
 
 def operand_dims(transpose_a: bool, transpose_b: bool, blocked_a: bool = False, blocked_b: bool = False) -> Operands:
     """The dims of operands of which some are transposed, and some have a scale for every block of K."""
-    found = dims.declared(Operands)
-    a, b = "groups? k m" if transpose_a else found.a, "groups? n k" if transpose_b else found.b
-    scales = {"scale_a": a if blocked_a else found.scale_a, "scale_b": b if blocked_b else found.scale_b}
-    return found._replace(a=a, b=b, **scales)
+    declared = dims.declared(Operands)
+    a, b = "groups? k m" if transpose_a else declared.a, "groups? n k" if transpose_b else declared.b
+    scales = {"scale_a": a if blocked_a else declared.scale_a, "scale_b": b if blocked_b else declared.scale_b}
+    return declared._replace(a=a, b=b, **scales)
 
 
 def operand_texts(
@@ -122,8 +122,8 @@ class MatmulSpec(OpSpec):
 
     def dims(self, kind: Any) -> Any:
         """Of transposed factors and of scales in blocks of K too."""
-        found = super().dims(kind)
-        return operand_dims(self.transpose_a, self.transpose_b, *self.blocked) if kind is Operands else found
+        declared = super().dims(kind)
+        return operand_dims(self.transpose_a, self.transpose_b, *self.blocked) if kind is Operands else declared
 
     @property
     def blocked(self) -> tuple[bool, bool]:
@@ -282,7 +282,7 @@ WRAPS = f"a sum of more than {LONGEST_INT8} products of int8 can exceed int32; X
 
 def wraps(compute: Any, k: int) -> bool:
     """Whether the int32 sum of `k` products can exceed int32."""
-    return compute == _INT8 and known(k, 0) > LONGEST_INT8
+    return compute == _INT8 and static_size(k, 0) > LONGEST_INT8
 
 
 def check_sum(wraps: bool, integer: bool, k: int) -> None:
@@ -310,15 +310,15 @@ def resolve_out_dtype(
             return jnp.dtype(jnp.int32 if integer_sum else jnp.float32)
         assert compute is not None
         return compute
-    wanted = as_dtype("gemm", "out_dtype", out_dtype)
-    if wanted == jnp.int32 and not integer_sum:
+    dtype = as_dtype("gemm", "out_dtype", out_dtype)
+    if dtype == jnp.int32 and not integer_sum:
         raise ShapeError(
             f"gemm: `out_dtype` is int32, but `a` is {a.name}, `b` is {b.name} and the epilogue is "
             f"{'floating' if float_epilogue else 'empty'}; pass a floating dtype, or int8 operands without bias, "
             "scales and activation."
         )
-    if wanted not in (*FLOATS, jnp.dtype(jnp.int32)):
+    if dtype not in (*FLOATS, jnp.dtype(jnp.int32)):
         raise ShapeError(
-            f"gemm: `out_dtype` is {wanted.name}; pass bfloat16, float16, float32, float64, or int32 for int8 operands."
+            f"gemm: `out_dtype` is {dtype.name}; pass bfloat16, float16, float32, float64, or int32 for int8 operands."
         )
-    return wanted
+    return dtype

@@ -75,8 +75,8 @@ def forward(spec: MatmulSpec, config: MatmulConfig, operands: Operands, residual
 def backward(
     spec: MatmulSpec, config: MatmulConfig, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
 ) -> Operands:
-    def run(which: str, *args: Any) -> jax.Array:
-        return product(spec, config, which, *args)[0]
+    def run(phase: str, *args: Any) -> jax.Array:
+        return product(spec, config, phase, *args)[0]
 
     return gradient.backward(spec, run, operands, outputs, residuals, cotangents.out)
 
@@ -86,25 +86,25 @@ def notes(spec: MatmulSpec, target: Target) -> tuple[str, ...]:
     nothing.
     """
     a, b = spec.operands.a.dtype, spec.operands.b.dtype
-    said = []
+    lines = []
     chip = target.tpu
     without = f"{chip.name} has" if chip else "some chips have"
     if spec.compute_dtype == _INT8:
         if chip is None or not chip.has_int8:
-            said.append(f"int8 is multiplied as bfloat16 in exact pieces, for {without} no int8 unit")
+            lines.append(f"int8 is multiplied as bfloat16 in exact pieces, for {without} no int8 unit")
     elif a in FP8_DTYPES and b in FP8_DTYPES:
-        said += [widened] if (widened := target.widens_fp8((a.name, b.name))) else []
+        lines += [widened] if (widened := target.widens_fp8((a.name, b.name))) else []
     else:
-        said += [
+        lines += [
             f"`{name}` is widened from {dtype.name} to {spec.compute_dtype.name} tile by tile"
             for name, dtype in (("a", a), ("b", b))
             if dtype != spec.compute_dtype
         ]
     if spec.precision != "default":
-        said.append(f"float32 is multiplied by {'six' if spec.precision == 'highest' else 'three'} bfloat16 products")
+        lines.append(f"float32 is multiplied by {'six' if spec.precision == 'highest' else 'three'} bfloat16 products")
     if chip and spec.bytes_moved / chip.hbm_bandwidth > spec.flops / chip.peak(spec.compute_dtype.name):
-        said.append("memory bounds this product: XLA's own is as fast")
-    return tuple(said)
+        lines.append("memory bounds this product: XLA's own is as fast")
+    return tuple(lines)
 
 
 PALLAS_TPU = Implementation("pallas_tpu", "tpu", forward, backward, why_not, heuristic, MatmulConfig, notes)

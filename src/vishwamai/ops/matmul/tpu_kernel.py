@@ -144,14 +144,14 @@ def kernel(
     def whole_tile() -> None:
         chunks = block_k // chunk_k
 
-        def one(c: jax.Array, carry: None) -> None:
+        def accumulate(c: jax.Array, carry: None) -> None:
             first = (step == 0) & (c == 0)
             grow(first, pl.multiple_of(c * chunk_k, chunk_k), chunk_k, chunk_k)
 
         if chunks == 1:
             grow(step == 0, 0, block_k, block_k)
         else:
-            lax.fori_loop(0, chunks, one, None)
+            lax.fori_loop(0, chunks, accumulate, None)
 
     if tail == block_k:
         whole_tile()

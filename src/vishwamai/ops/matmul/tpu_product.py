@@ -22,7 +22,7 @@ from vishwamai.ops.matmul.tpu_tiles import EXACT_INT8_TERMS, VMEM_GRANULE, Matmu
 def product(
     spec: MatmulSpec,
     config: MatmulConfig,
-    which: str,
+    phase: str,
     lhs: Any,
     rhs: Any,
     lhs_axis: int,
@@ -45,13 +45,13 @@ def product(
     total = jnp.int32 if integers else jnp.float32
     wide = jnp.float32 if spec.compute_dtype == jnp.float32 else jnp.bfloat16
     if (
-        which == "forward"
+        phase == "forward"
         and tpu_stream.applies(config, lhs, rhs, lhs_axis, rhs_axis, (bias, scale_a, scale_b))
         and (native or not integers or config.block_k <= EXACT_INT8_TERMS)
     ):
         how = (bias, scale_a, scale_b, activation, keep_preactivation)
         return tpu_stream.product(config, lhs, rhs, rhs_axis, out_dtype, total, wide, spec.precision, *how)
-    bm, bn, bk = fit(config.tiles(which), m, n, k, lhs_axis, rhs_axis)
+    bm, bn, bk = fit(config.tiles(phase), m, n, k, lhs_axis, rhs_axis)
     if integers and not native:
         bk = min(bk, EXACT_INT8_TERMS)
     k_tiles = pl.cdiv(k, bk)
@@ -64,10 +64,10 @@ def product(
         return lax.div(r, k_tiles) if summed > 1 else g
 
     grid = (groups, pl.cdiv(m, bm), pl.cdiv(n, bn), steps)
-    whole = m % bm == n % bn == k % bk == 0 and steps == k_tiles > 1
+    divisible = m % bm == n % bn == k % bk == 0 and steps == k_tiles > 1
     serpentine = (
         tpu_serpentine.Serpentine(*grid)
-        if config.serpentine and which == "forward" and whole and not keep_preactivation
+        if config.serpentine and phase == "forward" and divisible and not keep_preactivation
         else None
     )
 
@@ -80,29 +80,29 @@ def product(
         return j if serpentine is None else serpentine.column(i, j)
 
     def lhs_index(g: Any, i: Any, j: Any, r: Any) -> Any:
-        at = depth(i, j, r)
-        return (group(lhs, g, r), *((at, i) if lhs_axis == 1 else (i, at)))
+        step = depth(i, j, r)
+        return (group(lhs, g, r), *((step, i) if lhs_axis == 1 else (i, step)))
 
     def rhs_index(g: Any, i: Any, j: Any, r: Any) -> Any:
-        at = depth(i, j, r)
-        return (group(rhs, g, r), *((at, column(i, j)) if rhs_axis == 1 else (column(i, j), at)))
+        step = depth(i, j, r)
+        return (group(rhs, g, r), *((step, column(i, j)) if rhs_axis == 1 else (column(i, j), step)))
 
     def per_column(x: Any) -> Any:  # [G or 1, 1, N or 1]
         if x is None:
             return None
-        one = x.shape[2] == 1
+        shared = x.shape[2] == 1
         return pl.BlockSpec(
-            (None, 1, 1 if one else bn),
-            lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0, 0 if one else column(i, j)),
+            (None, 1, 1 if shared else bn),
+            lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0, 0 if shared else column(i, j)),
         )
 
     def per_row(x: Any) -> Any:  # [G or 1, M or 1, 1]
         if x is None:
             return None
-        one = x.shape[1] == 1
+        shared = x.shape[1] == 1
         return pl.BlockSpec(
-            (None, 1 if one else bm, 1),
-            lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0 if one else i, 0),
+            (None, 1 if shared else bm, 1),
+            lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0 if shared else i, 0),
         )
 
     def tile_along_k(x: Any, axis: int, free: int) -> int:
@@ -120,10 +120,10 @@ def product(
             sizes[how.k_axis] = x.scales.shape[x.axis]
 
         def scales_index(*ids: Any) -> Any:
-            at = list(index(*ids))
+            ids_of_scale = list(index(*ids))
             if not how.direct:
-                at[x.axis] = 0
-            return tuple(at)
+                ids_of_scale[x.axis] = 0
+            return tuple(ids_of_scale)
 
         return pl.BlockSpec((None, *sizes), scales_index)
 
@@ -188,13 +188,13 @@ def product(
         if result is not None:
             result.end()
 
-    kept = out if keep_preactivation else None
+    preactivation = out if keep_preactivation else None
     return call(
         body,
-        name=f"matmul_{which}",
+        name=f"matmul_{phase}",
         grid=grid,
         inputs={ref: None if x is None else (in_hbm(x), blocks[ref]) for ref, x in arrays.items()},
-        outputs=dict(out=out, preactivation=kept),
+        outputs=dict(out=out, preactivation=preactivation),
         scratch=dict(
             sum=pltpu.VMEM((bm, bn), total) if separate else None,
             **({} if serpentine is None else tpu_serpentine.scratch(bm, bn, out_dtype)),

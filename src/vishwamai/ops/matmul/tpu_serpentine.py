@@ -79,12 +79,12 @@ class SerpentineResult:
         i = lax.rem(row, self.serpentine.rows)
         j = self.serpentine.column(i, lax.rem(tile, self.serpentine.columns))
         slot = lax.rem(tile, 2)
-        at = (
+        window = (
             lax.div(row, self.serpentine.rows),
             pl.ds(pl.multiple_of(i * bm, bm), bm),
             pl.ds(pl.multiple_of(j * bn, bn), bn),
         )
-        return pltpu.make_async_copy(self.buffers.at[slot], self.hbm.at[at], self.semaphores.at[slot])
+        return pltpu.make_async_copy(self.buffers.at[slot], self.hbm.at[window], self.semaphores.at[slot])
 
     def begin(self) -> None:
         """Before a step: the first of a tile waits for its buffer, with the last the tile before leaves."""

@@ -83,8 +83,8 @@ def product(
     # The scales of deep blocks multiply what a block adds to the sum: a number for each result instead of one for each
     # weight, and nothing is rounded.
     in_parts = how.direct and how.size % 128 == 0 and bk % how.size == 0 and wide == lhs.dtype == jnp.bfloat16
-    own = (in_parts or (unpack != "convert" and not how.size)) and wide == jnp.bfloat16
-    unpack = unpack if own else "convert"
+    in_kernel = (in_parts or (unpack != "convert" and not how.size)) and wide == jnp.bfloat16
+    unpack = unpack if in_kernel else "convert"
     part_k = how.size if in_parts else bk
     added = tpu_unpack.ADDED[narrow] if unpack == "words" else 0
     tile = (bk, bn) if rhs_axis == 1 else (bn, bk)
@@ -111,8 +111,8 @@ def product(
         sum_ref: Any,
         **refs: Any,
     ) -> None:
-        held = {name: refs[f"{name}_vmem"] for name in resident}
-        lhs_ref = held["lhs"]  # [m, k]
+        resident_refs = {name: refs[f"{name}_vmem"] for name in resident}
+        lhs_ref = resident_refs["lhs"]  # [m, k]
         outs_hbm = [refs[f"{name}_hbm"] for name in results]
         out_buffers = [refs[f"{name}_buffers"] for name in results]  # [2, m, share * block_n]
         core, column, step = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -127,15 +127,15 @@ def product(
                 index = (r if deep else 0, j) if rhs_axis == 1 else (j, r if deep else 0)
                 return tuple(pl.ds(i * size, size) for i, size in zip(index, extents, strict=True))
 
-            found = [
+            transfers = [
                 pltpu.make_async_copy(
                     rhs_hbm.at[(0, *window(tile, True))], tiles_ref.at[slot], tile_semaphores.at[slot]
                 )
             ]
             if scales_hbm is not None:
                 source = scales_hbm.at[(0, *window(scale_tile, how.direct))]
-                found.append(pltpu.make_async_copy(source, scale_tiles.at[slot], scale_semaphores.at[slot]))
-            return found
+                transfers.append(pltpu.make_async_copy(source, scale_tiles.at[slot], scale_semaphores.at[slot]))
+            return transfers
 
         def begin(turn: Any) -> None:
             for copy in copies(turn):
@@ -144,9 +144,9 @@ def product(
         def store(group: Any) -> list[Any]:
             """The transfers of the results of `share` columns."""
             slot = lax.rem(group, 2)
-            at = pl.ds(pl.multiple_of((core * stores + group) * share * bn, share * bn), share * bn)
+            columns = pl.ds(pl.multiple_of((core * stores + group) * share * bn, share * bn), share * bn)
             return [
-                pltpu.make_async_copy(buffer.at[slot], hbm.at[0, :, at], out_semaphores.at[i, slot])
+                pltpu.make_async_copy(buffer.at[slot], hbm.at[0, :, columns], out_semaphores.at[i, slot])
                 for i, (buffer, hbm) in enumerate(zip(out_buffers, outs_hbm, strict=True))
             ]
 
@@ -157,7 +157,7 @@ def product(
         @pl.when(turn == 0)
         def _() -> None:
             loads = []
-            for i, (name, ref) in enumerate(held.items()):
+            for i, (name, ref) in enumerate(resident_refs.items()):
                 source = refs[f"{name}_hbm"]
                 source = source.at[0] if len(source.shape) == 3 else source
                 loads.append(pltpu.make_async_copy(source, ref, held_semaphores.at[i]))
@@ -176,12 +176,12 @@ def product(
         for copy in copies(turn):
             copy.wait()
         slot = lax.rem(turn, ring)
-        at = pl.ds(pl.multiple_of((core * columns + column) * bn, bn), bn)
+        columns_of_step = pl.ds(pl.multiple_of((core * columns + column) * bn, bn), bn)
         of_block = pl.ds(pl.multiple_of(lax.rem(column, share) * bn, bn), bn)
         out_refs = [buffer.at[lax.rem(group, 2), :, of_block] for buffer in out_buffers]
 
         def vector(ref: Any) -> Any:
-            return ref if ref is None or ref.shape[1] == 1 else ref.at[:, at]
+            return ref if ref is None or ref.shape[1] == 1 else ref.at[:, columns_of_step]
 
         def tile_product() -> jax.Array:
             """What the tile adds to the sum, `[m, bn]`."""
@@ -189,10 +189,10 @@ def product(
             w, spoils = tpu_unpack.to_bfloat16(tiles_ref.at[slot], unpack)
             result = jnp.zeros((), jnp.float32)
             for i in range(bk // part_k):
-                at = slice(i * part_k, (i + 1) * part_k)
+                rows = slice(i * part_k, (i + 1) * part_k)
                 part = lax.dot_general(
-                    x[:, at],
-                    w[at] if rhs_axis == 1 else w[:, at],
+                    x[:, rows],
+                    w[rows] if rhs_axis == 1 else w[:, rows],
                     (((1,), (rhs_axis - 1,)), ((), ())),
                     preferred_element_type=jnp.float32,
                 )
@@ -210,9 +210,9 @@ def product(
             MatmulRefs(
                 lhs=lhs_ref if steps == 1 else lhs_ref.at[:, pl.ds(pl.multiple_of(step * bk, bk), bk)],
                 rhs=tiles_ref.at[slot],
-                bias=vector(held.get("bias")),
-                scale_a=held.get("scale_a"),
-                scale_b=vector(held.get("scale_b")),
+                bias=vector(resident_refs.get("bias")),
+                scale_a=resident_refs.get("scale_a"),
+                scale_b=vector(resident_refs.get("scale_b")),
                 lhs_scales=None,
                 rhs_scales=None if scales is None else scale_tiles.at[slot],
                 out=out_refs[0],
@@ -231,7 +231,7 @@ def product(
             precision=precision,
             native=config.native_8bit,
             activation=activation,
-            own_product=tile_product if own else None,
+            own_product=tile_product if in_kernel else None,
         )
 
         @pl.when(lax.rem(turn, share * steps) == share * steps - 1)

@@ -232,11 +232,11 @@ def _fitting(problem: MatmulProblem, serpentine: bool = False) -> list[Tile]:
 @functools.lru_cache(maxsize=1024)
 def best_tile(problem: MatmulProblem) -> Tile:
     """The tile that the model finds fastest."""
-    found = _fitting(problem)
-    if not found:
+    tiles = _fitting(problem)
+    if not tiles:
         rows, columns, depths = _sizes(problem)
         return min(rows[0], problem.m), columns[0], depths[0]
-    return min(found, key=lambda tile: (problem.seconds(tile), problem.buffers(tile)))
+    return min(tiles, key=lambda tile: (problem.seconds(tile), problem.buffers(tile)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -245,9 +245,9 @@ def forward_tile(problem: MatmulProblem) -> tuple[Tile, bool]:
     tell.
     """
     tile = best_tile(problem)
-    found = _fitting(problem, serpentine=True) if problem.serpentine else []
-    if found:
-        back = min(found, key=lambda tile: (problem.seconds(tile, serpentine=True), problem.buffers(tile)))
+    tiles = _fitting(problem, serpentine=True) if problem.serpentine else []
+    if tiles:
+        back = min(tiles, key=lambda tile: (problem.seconds(tile, serpentine=True), problem.buffers(tile)))
         if problem.seconds(back, serpentine=True) < _SERPENTINE_GAIN * problem.seconds(tile):
             return back, True
     return tile, False

@@ -63,16 +63,16 @@ class MatmulConfig(VmemTiles):
     unpack: str = "convert"
     serpentine: bool = option(False, block_size=lambda tiles, n: False)
 
-    def tiles(self, which: str) -> Tile:
+    def tiles(self, phase: str) -> Tile:
         """The tile of "forward", "grad_a" or "grad_b"."""
-        own = None if which == "forward" else getattr(self, which)
-        return own or (self.block_m, self.block_n, self.block_k)
+        tile = None if phase == "forward" else getattr(self, phase)
+        return tile or (self.block_m, self.block_n, self.block_k)
 
     def needs(self, spec: MatmulSpec, target: Target) -> dict[str, int]:
         need = vmem_budget(target) // 2 if self.ring else 0
-        for which in ("forward", "grad_a", "grad_b"):
-            p = problem_of(spec, which, target)
-            need = max(need, p.vmem(fit(self.tiles(which), p.m, p.n, p.k, p.lhs_axis, p.rhs_axis)))
+        for phase in ("forward", "grad_a", "grad_b"):
+            p = problem_of(spec, phase, target)
+            need = max(need, p.vmem(fit(self.tiles(phase), p.m, p.n, p.k, p.lhs_axis, p.rhs_axis)))
         return {"vmem_bytes": need}
 
     @property
@@ -106,7 +106,7 @@ def native_8bit(spec: MatmulSpec, chip: TpuChip | None) -> bool:
     return all(d in FP8_DTYPES and d.name in chip.fp8_formats for d in (a, b))
 
 
-def problem_of(spec: MatmulSpec, which: str, target: Target) -> MatmulProblem:
+def problem_of(spec: MatmulSpec, phase: str, target: Target) -> MatmulProblem:
     """The product "forward", "grad_a" or "grad_b" of a spec."""
     planned = planning_chip(target)
     o = spec.operands
@@ -119,11 +119,11 @@ def problem_of(spec: MatmulSpec, which: str, target: Target) -> MatmulProblem:
     mixed = a != wide or b != wide
     widened = wide if mixed else 0
     widened = 4 if spec.precision == "high" else max(widened, 2 if spec.compute_dtype == jnp.int8 else 0)
-    if which == "forward" and native_8bit(spec, planned):
+    if phase == "forward" and native_8bit(spec, planned):
         widened = 1 if a < 1 or b < 1 else 0  # 4-bit numbers multiply as int8
     widened += 4 if any(spec.blocked) else 0  # scaled in float32
-    granule = max([128, *(_granule(spec, which, i) for i in range(2))])
-    forward = which == "forward"
+    granule = max([128, *(_granule(spec, phase, i) for i in range(2))])
+    forward = phase == "forward"
     rate = _rate(spec, planned, forward=forward)
 
     def problem(
@@ -143,12 +143,12 @@ def problem_of(spec: MatmulSpec, which: str, target: Target) -> MatmulProblem:
             serpentine=forward and planned.cores_per_device == 1 and not spec.keeps_preactivation,
         )
 
-    if which == "forward":
+    if phase == "forward":
         axes = (1 if spec.transpose_a else 2, 2 if spec.transpose_b else 1)
         result = out * (2 if spec.keeps_preactivation else 1)
         plain = not scaled and spec.out_dtype == spec.accumulator
         return problem(groups, m, n, k, axes, (a, b, result), 0 if plain else 4)
-    if which == "grad_a":
+    if phase == "grad_a":
         n_of_b = 1 if spec.transpose_b else 2
         g = joint_groups(o.a, o.scale_a)
         sizes = (wide, b, 4 if o.scale_a is not None else math.ceil(a))
@@ -164,10 +164,10 @@ def problem_of(spec: MatmulSpec, which: str, target: Target) -> MatmulProblem:
     return problem(g, k, n, m, (m_of_a, 1), (a, wide, size), 4)
 
 
-def _granule(spec: MatmulSpec, which: str, operand: int) -> int:
+def _granule(spec: MatmulSpec, phase: str, operand: int) -> int:
     """What the depth of the forward product's tiles must be a multiple of for one operand's block scales."""
     transposed = not spec.transpose_a if operand == 0 else spec.transpose_b
-    if which != "forward" or not spec.blocked[operand] or transposed or spec.block_k % 8:
+    if phase != "forward" or not spec.blocked[operand] or transposed or spec.block_k % 8:
         return 1  # K lies along lanes, or the matrix unit repeats the scales
     return scale_rows(spec.block_k, spec.operands[3 + operand].dtype)
 
@@ -210,17 +210,17 @@ def ring_tile(spec: MatmulSpec, chip: TpuChip) -> tuple[int, int, int] | None:
     depths = [d for d in range(granule, spec.k + 1, granule) if spec.k % d == 0] + [spec.k]
     cores = chip.cores_per_device
     largest = _RING_SECONDS * chip.hbm_bandwidth / chip.cores
-    found = [
+    tiles = [
         (columns, depth)
         for columns in range(128, min(spec.n, 2048) + 1, 128)
         if spec.n % (columns * cores) == 0
         for depth in depths
         if largest / 4 <= columns * depth * item <= largest
     ]
-    if not found:
+    if not tiles:
         return None
     # The fewest steps; among those the deepest, for the sum is touched once a step.
-    columns, depth = max(found, key=lambda t: (t[0] * t[1], t[1]))
+    columns, depth = max(tiles, key=lambda t: (t[0] * t[1], t[1]))
     scales = 0 if not spec.blocked[1] else 4 * round_up(-(-spec.k // spec.block_k), 8) * columns
     results = round_up(spec.m, 16) * spec.n * spec.out_dtype.itemsize * (2 if spec.keeps_preactivation else 1) // cores
     fixed = 2 * spec.m * spec.k * o.a.dtype.itemsize + 3 * spec.n * 8 * 4 + results
@@ -243,10 +243,10 @@ def unpacking(spec: MatmulSpec, chip: TpuChip) -> str:
 
 def heuristic(spec: MatmulSpec, target: Target) -> MatmulConfig:
     """The tiles that the model of this module finds fastest, for the product and for those of its gradient."""
-    problems = {which: problem_of(spec, which, target) for which in ("forward", "grad_a", "grad_b")}
+    problems = {phase: problem_of(spec, phase, target) for phase in ("forward", "grad_a", "grad_b")}
     forward, serpentine = forward_tile(problems["forward"])
-    tiles = {"forward": forward} | {which: best_tile(problems[which]) for which in ("grad_a", "grad_b")}
-    needed = max(problem.vmem(tiles[which]) for which, problem in problems.items())
+    tiles = {"forward": forward} | {phase: best_tile(problems[phase]) for phase in ("grad_a", "grad_b")}
+    needed = max(problem.vmem(tiles[phase]) for phase, problem in problems.items())
     # The limit that is asked of the compiler is a quarter more, and VMEM has to have it.
     vmem_bytes = min(needed, int(LARGEST * planning_chip(target).vmem_bytes) * 4 // 5)
     gradients = (tiles["grad_a"], tiles["grad_b"])

@@ -61,9 +61,9 @@ def prepare(x_ref: Any, excess_ref: Any, narrow: Any, group: int) -> None:
 
     def of_group(g: jax.Array, carry: None) -> None:
         def of_lanes(i: jax.Array, total: jax.Array) -> jax.Array:
-            at = pl.ds(pl.multiple_of(g * group + i * 128, 128), 128)
-            x = x_ref[:, at].astype(jnp.float32)
-            x_ref[:, at] = jnp.take_along_axis(x, order, axis=1).astype(x_ref.dtype)
+            lanes = pl.ds(pl.multiple_of(g * group + i * 128, 128), 128)
+            x = x_ref[:, lanes].astype(jnp.float32)
+            x_ref[:, lanes] = jnp.take_along_axis(x, order, axis=1).astype(x_ref.dtype)
             return total + x
 
         total = lax.fori_loop(0, group // 128, of_lanes, jnp.zeros((rows, 128), jnp.float32))
@@ -103,8 +103,8 @@ def _from_b11fnuz(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows, columns = words.shape
     magnitude = words & magnitudes
     overflow = (magnitude + ones).reshape(rows // 8, 8, columns)
-    found = functools.reduce(jnp.bitwise_or, [overflow[i] for i in range(rows // 8)]) & ~magnitudes
-    spoiled = jnp.max((found != 0).astype(jnp.float32), axis=0, keepdims=True)
+    overflowed = functools.reduce(jnp.bitwise_or, [overflow[i] for i in range(rows // 8)]) & ~magnitudes
+    spoiled = jnp.max((overflowed != 0).astype(jnp.float32), axis=0, keepdims=True)
     words &= (magnitude + magnitudes) | magnitudes  # -0 to 0
     values = pltpu.bitcast(words, jnp.float8_e4m3b11fnuz).astype(jnp.bfloat16)
     return values, jnp.where(spoiled > 0, jnp.nan, 0.0)

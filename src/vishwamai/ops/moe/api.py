@@ -143,7 +143,7 @@ def grouped_gemm(
         (lhs,) = cast_for_matmul(lhs)
     sizes, first_row = group_sizes, None
     if group_offset is not None:
-        sizes, first_row = _held(lhs, rhs, group_sizes, group_offset)
+        sizes, first_row = _local_groups(lhs, rhs, group_sizes, group_offset)
     arrays = Operands(lhs, rhs, sizes, scale, first_row)
     spec = describe(array_specs(arrays), out_dtype, block_k, transpose_rhs)
     check_values(functools.partial(check_sizes, rows=lhs.shape[-2]), group_sizes)
@@ -151,7 +151,7 @@ def grouped_gemm(
     return public_call(MOE, signature(transpose_rhs), spec, arrays, config=config, implementation=implementation).out
 
 
-def _held(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> tuple[Any, Any]:
+def _local_groups(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> tuple[Any, Any]:
     """(the sizes of the groups that `rhs` has matrices for, cut off at the last row; the row where the first begins).
 
     Raises:
@@ -159,7 +159,7 @@ def _held(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> tuple[Any,
     """
     offset = as_array("grouped_gemm", "group_offset", group_offset)
     check_held(lhs, rhs, group_sizes, offset, bool(jnp.issubdtype(offset.dtype, jnp.integer)))
-    groups, held = group_sizes.shape[-1], rhs.shape[-3]
-    check_values(functools.partial(check_offset, groups=groups, held=held), offset)
-    offset = jnp.clip(offset.astype(jnp.int32), 0, groups - held)
-    return held_groups(group_sizes.astype(jnp.int32), offset, held=held, rows=lhs.shape[-2])
+    groups, local = group_sizes.shape[-1], rhs.shape[-3]
+    check_values(functools.partial(check_offset, groups=groups, local=local), offset)
+    offset = jnp.clip(offset.astype(jnp.int32), 0, groups - local)
+    return held_groups(group_sizes.astype(jnp.int32), offset, local=local, rows=lhs.shape[-2])

@@ -18,18 +18,18 @@ def _case(
     sizes: Any,
     dtype: str = "float32",
     *,
-    held: int | None = None,
+    local: int | None = None,
     transpose_rhs: bool = False,
     tags: tuple[str, ...] = ("contract",),
     **options: Any,
 ) -> Case:
-    """`sizes` are a value of the call, not an array of the case: what they are decides which rows are computed; `held`
+    """`sizes` are a value of the call, not an array of the case: what they are decides which rows are computed; `local`
     groups have a matrix, or all.
     """
     sizes = np.asarray(sizes, np.int32)
     depth = lhs[-1]
     matrix = (columns, depth) if transpose_rhs else (depth, columns)
-    rhs = (*sizes.shape[:-1], held or sizes.shape[-1], *matrix)
+    rhs = (*sizes.shape[:-1], local or sizes.shape[-1], *matrix)
     options |= {"transpose_rhs": True} if transpose_rhs else {}
     # Weights of variance 1/K keep the sums near 1.
     arrays = {"lhs": ArrayInit(lhs, dtype), "rhs": ArrayInit(rhs, dtype, scale=max(depth, 1) ** -0.5)}
@@ -80,8 +80,8 @@ _QUANTIZED = (
 
 _CONTRACT = (
     *_QUANTIZED,
-    _case("some of the groups", (100, 40), 24, [17, 0, 30, 0, 50, 3], group_offset=2, held=3),
-    _case("no row of the groups there are", (40, 16), 20, [10, 0, 0, 30], group_offset=1, held=2),
+    _case("some of the groups", (100, 40), 24, [17, 0, 30, 0, 50, 3], group_offset=2, local=3),
+    _case("no row of the groups there are", (40, 16), 20, [10, 0, 0, 30], group_offset=1, local=2),
     _quantized("int8 weights of some of the groups", "int8", None, sizes=[9, 0, 20, 0, 21, 13], group_offset=2),
     _quantized("mxfp4 weights of some of the groups", "mxfp4", 32, sizes=[30, 7, 0, 33], group_offset=1),
     _case("groups of any size float32", (100, 40), 24, [30, 0, 50, 7]),
@@ -95,7 +95,7 @@ _CONTRACT = (
     _case("matrices [N, K]", (100, 40), 24, [30, 0, 50, 7], transpose_rhs=True),
     _case("matrices [N, K] copied ahead", (150, 128), 256, [40, 0, 1, 70, 20], "bfloat16", transpose_rhs=True),
     _case("matrices [N, K] of a batch", (2, 40, 16), 20, [[10, 30, 0], [0, 5, 20]], "bfloat16", transpose_rhs=True),
-    _case("some matrices [N, K]", (40, 16), 20, [10, 4, 0, 26], group_offset=1, held=3, transpose_rhs=True),
+    _case("some matrices [N, K]", (40, 16), 20, [10, 4, 0, 26], group_offset=1, local=3, transpose_rhs=True),
     _case("float16", (40, 16), 20, [25, 15], "float16"),
     _case("float64", (40, 16), 20, [25, 10], "float64"),
     _case("no rows", (0, 16), 20, [0, 0]),

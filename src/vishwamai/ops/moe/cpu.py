@@ -22,33 +22,33 @@ def why_not(spec: GroupedSpec, target: Target) -> str | None:
 
 
 def notes(spec: GroupedSpec, target: Target) -> tuple[str, ...]:
-    found = []
+    lines = []
     if spec.operands.lhs.dtype == jnp.float16:
-        found.append("float16 is computed through float32 copies")
+        lines.append("float16 is computed through float32 copies")
     if spec.operands.first_row is not None:
-        found.append("with `group_offset` rows are copied so that the first group is in front, and the result back")
-    return tuple(found)
+        lines.append("with `group_offset` rows are copied so that the first group is in front, and the result back")
+    return tuple(lines)
 
 
 def _native(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
-def _result(operand: Any, wanted: Any) -> Any:
-    """The dtype in which the kernel writes what is wanted as `wanted`: the same where it can, else the one it computed
-    in.
+def _result(operand: Any, requested: Any) -> Any:
+    """The dtype in which the kernel writes what is wanted as `requested`: the same where it can, else the one it
+    computed in.
     """
     if operand == jnp.float64:
         return jnp.float64
-    return jnp.bfloat16 if wanted == jnp.bfloat16 else jnp.float32
+    return jnp.bfloat16 if requested == jnp.bfloat16 else jnp.float32
 
 
 def _rows(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, transposed: bool, out_dtype: Any) -> jax.Array:
     """`[B, M, N]`: the rows of each group times its matrix, `[K, N]` or, transposed, `[N, K]`."""
     lhs, rhs = _native(lhs), _native(rhs)
     shape = (*lhs.shape[:2], rhs.shape[2 if transposed else 3])
-    wanted = (ffi.result(shape, _result(lhs.dtype, out_dtype)),)
-    (out,) = ffi.call("vishwamai_grouped_rows", wanted, lhs, rhs, sizes, transposed=transposed)
+    results = (ffi.result(shape, _result(lhs.dtype, out_dtype)),)
+    (out,) = ffi.call("vishwamai_grouped_rows", results, lhs, rhs, sizes, transposed=transposed)
     return out.astype(out_dtype)
 
 
@@ -56,8 +56,8 @@ def _weights(lhs: jax.Array, dout: jax.Array, sizes: jax.Array, out_dtype: Any) 
     """`[B, G, K, N]`: the rows of each group, transposed, times the cotangent of its part of the result."""
     lhs, dout = _native(lhs), _native(dout)
     shape = (lhs.shape[0], sizes.shape[1], lhs.shape[2], dout.shape[2])
-    wanted = (ffi.result(shape, _result(lhs.dtype, out_dtype)),)
-    (out,) = ffi.call("vishwamai_grouped_weights", wanted, lhs, dout, sizes)
+    results = (ffi.result(shape, _result(lhs.dtype, out_dtype)),)
+    (out,) = ffi.call("vishwamai_grouped_weights", results, lhs, dout, sizes)
     return out.astype(out_dtype)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.arguments import checked, checks_its_own
-from vishwamai.core.arrays import cast, counted, fetched, inverse, namespace, numbers
+from vishwamai.core.arrays import bincount, cast, fetched, inverse, namespace, numbers
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.promotion import by_default
 from vishwamai.core.sharding import Axes, follow_explicit_axes
@@ -170,10 +170,10 @@ def check_dispatch(tokens: Any, routing: Any, capacity_factor: Any) -> None:
             f"moe_dispatch: `tokens` has shape {tuple(tokens.shape)}, without features; pass [..., d], the tokens "
             "that `routing` was made of."
         )
-    given, count = math.prod(tokens.shape[:-1]), routing.experts.shape[0]
-    if given != count:
+    token_count, count = math.prod(tokens.shape[:-1]), routing.experts.shape[0]
+    if token_count != count:
         raise ShapeError(
-            f"moe_dispatch: `tokens` of shape {tuple(tokens.shape)} are {given} tokens, but `routing` is of "
+            f"moe_dispatch: `tokens` of shape {tuple(tokens.shape)} are {token_count} tokens, but `routing` is of "
             f"{count}; pass the tokens it was made of."
         )
     if capacity_factor is not None and not (
@@ -191,14 +191,14 @@ def sort_choices(chosen: Any, bins: int, capacity: int | None, sizes: Any = None
     total = count * top_k
     flat = chosen.T.reshape(-1)  # all first choices, then all second ones
     order = xp.argsort(flat, stable=True)
-    sizes = counted(flat, bins) if sizes is None else sizes
-    at = inverse(order)
+    sizes = bincount(flat, bins) if sizes is None else sizes
+    ranks = inverse(order)
     divisor = at_least_1(count)
     choice = cast(order % divisor * top_k + order // divisor, "int32")
     if capacity is None:
-        return sizes, choice, cast(at.reshape(top_k, count).T, "int32"), cast(xp.zeros_like(sizes[0]), "int32")
+        return sizes, choice, cast(ranks.reshape(top_k, count).T, "int32"), cast(xp.zeros_like(sizes[0]), "int32")
     starts = xp.cumsum(sizes, 0, dtype=sizes.dtype) - sizes
-    rank = at - starts[flat]
+    rank = ranks - starts[flat]
     place = cast(xp.where(rank < capacity, flat * capacity + rank, bins * capacity), "int32")
     slot = numbers(capacity, flat)
     source = starts[:, None] + slot  # [bins, capacity]: where in the order each slot's choice stands
@@ -231,8 +231,8 @@ def moe_combine(rows: Float[Array, "R d"], dispatch: Dispatch, routing: Routing)
     wide = jnp.promote_types(rows.dtype, jnp.float32)
 
     def combine(rows: Any, choice: Any, place: Any, weights: Any) -> Any:
-        each = unpermute(rows, choice, place).astype(wide)
-        return jnp.einsum("tkd,tk->td", each, weights.astype(wide), precision="highest").astype(rows.dtype)
+        choice_rows = unpermute(rows, choice, place).astype(wide)
+        return jnp.einsum("tkd,tk->td", choice_rows, weights.astype(wide), precision="highest").astype(rows.dtype)
 
     arrays = rows, dispatch.choice, dispatch.place, routing.weights
     return follow_explicit_axes(combine, lambda: _gathered(arrays, (None, None)), *arrays)
@@ -240,12 +240,12 @@ def moe_combine(rows: Float[Array, "R d"], dispatch: Dispatch, routing: Routing)
 
 def check_combine(rows: Any, dispatch: Any, routing: Any) -> None:
     """Raises ShapeError where the arguments of `moe_combine`, arrays of any framework, contradict one another."""
-    for name, given, kind, maker in (
+    for name, value, kind, maker in (
         ("dispatch", dispatch, Dispatch, "moe_dispatch"),
         ("routing", routing, Routing, "moe_routing"),
     ):
-        if not isinstance(given, kind):
-            raise ShapeError(f"moe_combine: `{name}` is of type {type(given).__name__}; pass what `{maker}` returned.")
+        if not isinstance(value, kind):
+            raise ShapeError(f"moe_combine: `{name}` is of type {type(value).__name__}; pass what `{maker}` returned.")
     if len(rows.shape) != 2 or tuple(rows.shape[:1]) != tuple(dispatch.choice.shape[:1]):
         raise ShapeError(
             f"moe_combine: `rows` has shape {tuple(rows.shape)}, but `dispatch` has {dispatch.choice.shape[0]} rows; "

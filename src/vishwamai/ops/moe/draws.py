@@ -20,11 +20,11 @@ def draw(d: Sizes) -> Case:
     share = rng.dirichlet(np.full(groups, 0.5), batch) * rows * d.choose((1.0, 0.7, 1.0, 0.0))
     sizes = np.floor(share).astype(np.int32)
     dtype = d.dtype()
-    held = d.choose((1, groups)) if d.flag(4) else groups
-    lhs, matrices = ArrayInit((*batch, rows, depth), dtype), (*batch, held, depth, columns)
+    local = d.choose((1, groups)) if d.flag(4) else groups
+    lhs, matrices = ArrayInit((*batch, rows, depth), dtype), (*batch, local, depth, columns)
     options: dict[str, Any] = {"group_sizes": sizes}
-    if held < groups:
-        options["group_offset"] = int(rng.integers(0, groups - held + 1))
+    if local < groups:
+        options["group_offset"] = int(rng.integers(0, groups - local + 1))
     if d.flag(4):
         options["out_dtype"] = "float32"
     if d.flag(4):
@@ -36,7 +36,7 @@ def draw(d: Sizes) -> Case:
         arrays = {
             "lhs": lhs,
             "weight": ArrayInit(matrices, "int8", "integers"),
-            "scales": ArrayInit((*batch, held, blocks, columns), *kind),
+            "scales": ArrayInit((*batch, local, blocks, columns), *kind),
         }
         options |= {"format": format, "block_size": block}
         return Case("", "grouped_gemm", quantized_grouped_gemm, arrays, options)

@@ -89,8 +89,8 @@ def all_to_all_grouped_gemm(
     arriving = all_to_all(group_sizes, (axis,))
     pieces = Pieces(axis, size, config, implementation, out_dtype)
     if _in_pieces(name, pieces, rows, weights, overlap, links):
-        found = [products[0] for products in arrive(pieces, rows, weights, arriving)]
-        return pieces.joined(found, -1), arriving
+        parts = [products[0] for products in arrive(pieces, rows, weights, arriving)]
+        return pieces.joined(parts, -1), arriving
     return _plain(pieces, all_to_all(rows, (axis,)), weights, arriving), arriving
 
 

@@ -60,10 +60,10 @@ class ExchangeEstimate:
         return self.overlapped < self.plain
 
     def __str__(self) -> str:
-        return said([self])
+        return estimate_text([self])
 
 
-def said(parts: Sequence[ExchangeEstimate]) -> str:
+def estimate_text(parts: Sequence[ExchangeEstimate]) -> str:
     """The two times of some exchanges, one after the other, and which is less."""
 
     def micro(name: str) -> str:
@@ -126,18 +126,18 @@ def estimate_exchange(
     def products(pieces: int) -> float:
         """Of so many pieces at once."""
         count = pieces * rows
-        moved = (count * (k + n) + experts * k * n) * width
+        elements = (count * (k + n) + experts * k * n) * width
         copied = 2 * pieces * travels / chip.hbm_bandwidth_per_device
-        return _roofline(chip, 2 * count * k * n, moved, dtype) + copied
+        return _roofline(chip, 2 * count * k * n, elements, dtype) + copied
 
-    whole = estimate_collective("all_to_all", size * size * travels, links)
+    transfer = estimate_collective("all_to_all", size * size * travels, links)
     # The last step of an even number has one device, those before it two.
     shares = [step if 2 * step < size else step / 2 for step in range(1, size // 2 + 1)]
     transfers = tuple(
-        0.0 if links.chips == 1 else max(whole * share / math.fsum(shares), chip.ici_latency * min(step, links.hops))
+        0.0 if links.chips == 1 else max(transfer * share / math.fsum(shares), chip.ici_latency * min(step, links.hops))
         for step, share in enumerate(shares, 1)
     )
-    return ExchangeEstimate(products(size), whole, products(1), transfers, size)
+    return ExchangeEstimate(products(size), transfer, products(1), transfers, size)
 
 
 def _roofline(chip: TpuChip, flops: float, nbytes: float, dtype: str) -> float:
@@ -171,5 +171,5 @@ def decide(
     links = links or links_known(jax.sharding.get_abstract_mesh(), (axis,))
     if links is None:
         return False, f"plain: the links of {axis!r} are not known ({LINKS_UNKNOWN}); overlap=True asks for pieces."
-    found = estimates(links)
-    return pays(found), said(found)
+    parts = estimates(links)
+    return pays(parts), estimate_text(parts)

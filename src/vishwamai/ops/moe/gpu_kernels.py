@@ -29,8 +29,8 @@ def _load(source, plane, row, column, rows, columns, R: tl.constexpr, C: tl.cons
     else:
         i = row + tl.arange(0, R)
         j = column + tl.arange(0, C)
-        at = (plane.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
-        return tl.load(source + at, mask=(i < rows)[:, None] & (j < columns)[None, :], other=0.0)
+        offsets = (plane.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
+        return tl.load(source + offsets, mask=(i < rows)[:, None] & (j < columns)[None, :], other=0.0)
 
 
 @triton.jit
@@ -38,8 +38,8 @@ def _store(ptr, z, plane, row, column, rows, columns, end, R: tl.constexpr, C: t
     """Writes rows before `end` of the tile `[R, C]` at (row, column)."""
     i = row + tl.arange(0, R)
     j = column + tl.arange(0, C)
-    at = (plane.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
-    tl.store(ptr + at, z.to(ptr.dtype.element_ty), mask=(i < end)[:, None] & (j < columns)[None, :])
+    offsets = (plane.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
+    tl.store(ptr + offsets, z.to(ptr.dtype.element_ty), mask=(i < end)[:, None] & (j < columns)[None, :])
 
 
 @triton.jit
@@ -60,8 +60,8 @@ def _place(local, num_i, num_j, SUPER: tl.constexpr):
     """
     band = local // (SUPER * num_j)
     height = tl.minimum(num_i - band * SUPER, SUPER)
-    within = local % (SUPER * num_j)
-    return band * SUPER + within % height, within // height
+    place = local % (SUPER * num_j)
+    return band * SUPER + place % height, place // height
 
 
 @triton.jit
@@ -82,9 +82,9 @@ def _unpack(pairs, FOUR: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _scale(ptr, at, mask):
+def _scale(ptr, offsets, mask):
     """Scales as float32, 0 where masked; uint8 ones are the bits of e8m0."""
-    scale = tl.load(ptr + at, mask=mask, other=0)
+    scale = tl.load(ptr + offsets, mask=mask, other=0)
     if ptr.dtype.element_ty == tl.uint8:
         power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         scale = tl.where(scale == 255, float("nan"), power)
@@ -92,9 +92,9 @@ def _scale(ptr, at, mask):
 
 
 @triton.jit
-def _column_scale(ptr, plane, at, mask, WIDTH: tl.constexpr):
-    """The scales of a matrix's columns `at`, which have one each, or share one (WIDTH 1)."""
-    return _scale(ptr, plane.to(tl.int64) * WIDTH + (at if WIDTH > 1 else at * 0), mask)
+def _column_scale(ptr, plane, columns, mask, WIDTH: tl.constexpr):
+    """The scales of a matrix's columns `columns`, which have one each, or share one (WIDTH 1)."""
+    return _scale(ptr, plane.to(tl.int64) * WIDTH + (columns if WIDTH > 1 else columns * 0), mask)
 
 
 @triton.jit
@@ -234,10 +234,10 @@ def rows_product(
     done = tl.cumsum(tiles, 0)
     for tile in tl.range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
         group = tl.sum((done <= tile).to(tl.int32))
-        own = ids == group
-        start = tl.sum(tl.where(own, starts, 0))
-        end = tl.sum(tl.where(own, ends, 0))
-        local = tile - tl.sum(tl.where(own, done - tiles, 0))
+        selected = ids == group
+        start = tl.sum(tl.where(selected, starts, 0))
+        end = tl.sum(tl.where(selected, ends, 0))
+        local = tile - tl.sum(tl.where(selected, done - tiles, 0))
         i, j = _place(local, tl.cdiv(end - start, BLOCK_M), num_n, GROUP_M)
         row = start + i * BLOCK_M
         column = j * BLOCK_N
@@ -268,12 +268,14 @@ def rows_product(
             if TRANSPOSE:
                 y = y.T
                 if scale_ptr is not None and SIZE == 0:
-                    at = k + tl.arange(0, BLOCK_K)
-                    x = (x.to(tl.float32) * _column_scale(scale_ptr, scales, at, at < K, WIDTH)[None, :]).to(dtype)
+                    positions = k + tl.arange(0, BLOCK_K)
+                    x = (
+                        x.to(tl.float32) * _column_scale(scale_ptr, scales, positions, positions < K, WIDTH)[None, :]
+                    ).to(dtype)
             acc = tl.dot(x, y, acc, input_precision=PRECISION)
         if scale_ptr is not None and SIZE == 0 and not TRANSPOSE:
-            at = column + tl.arange(0, BLOCK_N)
-            acc = acc * _column_scale(scale_ptr, scales, at, (at < N) & (group < groups), WIDTH)[None, :]
+            positions = column + tl.arange(0, BLOCK_N)
+            acc = acc * _column_scale(scale_ptr, scales, positions, (positions < N) & (group < groups), WIDTH)[None, :]
         _finish(out_ptr, acc, b, row, column, M, N, end, BLOCK_M, BLOCK_N, SPLIT)
 
 
@@ -326,16 +328,16 @@ def weights_product(
                 start += tl.load(first_ptr + b * first_stride)
             start = tl.minimum(start, M)
             end = tl.minimum(start + tl.sum(tl.where(ids == group, sizes, 0)), M)
-            whole = start + (end - start) // BLOCK_K * BLOCK_K
-            for row in tl.range(start, whole, BLOCK_K):
+            full_end = start + (end - start) // BLOCK_K * BLOCK_K
+            for row in tl.range(start, full_end, BLOCK_K):
                 x = _load(lhs, b, row, i * BLOCK_M, M, K, BLOCK_K, BLOCK_M, TMA_LHS)
                 y = _load(dout, b, row, j * BLOCK_N, M, N, BLOCK_K, BLOCK_N, TMA_DOUT)
                 acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
-            if whole < end:
+            if full_end < end:
                 # The next group's rows are left out of both factors: one of them may hold a NaN.
-                inside = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
-                x = _load(lhs, b, whole, i * BLOCK_M, M, K, BLOCK_K, BLOCK_M, TMA_LHS)
-                y = _load(dout, b, whole, j * BLOCK_N, M, N, BLOCK_K, BLOCK_N, TMA_DOUT)
+                inside = (full_end + tl.arange(0, BLOCK_K) < end)[:, None]
+                x = _load(lhs, b, full_end, i * BLOCK_M, M, K, BLOCK_K, BLOCK_M, TMA_LHS)
+                y = _load(dout, b, full_end, j * BLOCK_N, M, N, BLOCK_K, BLOCK_N, TMA_DOUT)
                 x = tl.where(inside, x, 0.0).to(x.dtype)
                 y = tl.where(inside, y, 0.0).to(y.dtype)
                 acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
@@ -346,5 +348,9 @@ def weights_product(
 @triton.jit
 def cast(x_ptr, y_ptr, size, COLUMNS: tl.constexpr):
     """Grid (cdiv(size, COLUMNS),): x in the dtype of y."""
-    at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < size, other=0.0).to(y_ptr.dtype.element_ty), mask=at < size)
+    offsets = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(
+        y_ptr + offsets,
+        tl.load(x_ptr + offsets, mask=offsets < size, other=0.0).to(y_ptr.dtype.element_ty),
+        mask=offsets < size,
+    )

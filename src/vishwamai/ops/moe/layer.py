@@ -213,8 +213,8 @@ def _placed(routing: Routing, places: jax.Array) -> Routing:
 
 def _weight(name: str, x: Any) -> Any:
     """An argument as an array of JAX; experts may be quantized, or multiply by themselves."""
-    own = isinstance(x, (QTensor, PackedQTensor, CodeTensor, Weight)) and name in ("gate", "up", "down")
-    return x if own else as_array("moe_layer", name, x)
+    quantized = isinstance(x, (QTensor, PackedQTensor, CodeTensor, Weight)) and name in ("gate", "up", "down")
+    return x if quantized else as_array("moe_layer", name, x)
 
 
 def experts_spec(weight: Any) -> ArraySpec:
@@ -240,8 +240,8 @@ def _in_pieces(
     """
     experts, hidden, features = experts_spec(down).shape
     axis, *inner = axes
-    size, within = jax.lax.axis_size(axis), jax.lax.axis_size(tuple(inner))
-    name = f"moe_layer over {axis} ({size})" + "".join(f", after the exchange over {i} ({within})" for i in inner)
+    size, inner_size = jax.lax.axis_size(axis), jax.lax.axis_size(tuple(inner))
+    name = f"moe_layer over {axis} ({size})" + "".join(f", after the exchange over {i} ({inner_size})" for i in inner)
     if exchange != "dense":
         observe.note(f"{name}: plain: exchange={exchange!r} has no pieces.")
         return False
@@ -250,7 +250,7 @@ def _in_pieces(
 
     def estimates(links: AxisLinks) -> list[ExchangeEstimate]:
         estimate = functools.partial(
-            estimate_exchange, within * room, experts=experts, dtype=dtype.name, links=links, rows=within * used
+            estimate_exchange, inner_size * room, experts=experts, dtype=dtype.name, links=links, rows=inner_size * used
         )
         return [estimate(k=features, n=len(first) * hidden), estimate(k=hidden, n=features, results=True)]
 
@@ -277,8 +277,8 @@ def check_limit(activation: str, gate: Any, limit: Any) -> None:
 
 def _biases(biases: Any, gate: Any, up: Any, down: Any) -> tuple[Any, Any, Any]:
     """The experts' biases as arrays, or None each."""
-    given = check_biases(biases)
-    named = zip(("gate", "up", "down"), given, (gate, up, down), strict=True)
+    checked_biases = check_biases(biases)
+    named = zip(("gate", "up", "down"), checked_biases, (gate, up, down), strict=True)
     arrays = [(n, None if b is None else as_array("moe_layer", f"biases[{n}]", b), w) for n, b, w in named]
     for name, bias, weight in arrays:
         check_bias(name, bias, weight)
@@ -307,8 +307,8 @@ def check_bias(name: str, bias: Any, weight: Any) -> None:
     """Raises ShapeError where a bias of the experts, an array of any framework, does not fit their weight."""
     shape = None if weight is None else experts_spec(weight).shape
     if bias is not None and (shape is None or tuple(bias.shape) != (shape[0], shape[2])):
-        wanted = "None, as `gate` is" if shape is None else (shape[0], shape[2])
-        raise ShapeError(f"moe_layer: the bias of `{name}` has shape {tuple(bias.shape)}; pass {wanted}.")
+        expected = "None, as `gate` is" if shape is None else (shape[0], shape[2])
+        raise ShapeError(f"moe_layer: the bias of `{name}` has shape {tuple(bias.shape)}; pass {expected}.")
 
 
 def check_layer(
@@ -325,9 +325,9 @@ def check_layer(
 ) -> None:
     """Raises ShapeError where the arguments of `moe_layer`, arrays of any framework, contradict one another."""
     x, router, w_up, w_down = (experts_spec(a) for a in (tokens, router_weights, up, down))
-    for label, found, what in (("tokens", x, "[..., features]"), ("router_weights", router, "[features, experts]")):
-        if len(found.shape) < what.count(",") + (label == "router_weights"):
-            raise ShapeError(f"moe_layer: `{label}` has shape {found.shape}; pass {what}.")
+    for label, array, layout in (("tokens", x, "[..., features]"), ("router_weights", router, "[features, experts]")):
+        if len(array.shape) < layout.count(",") + (label == "router_weights"):
+            raise ShapeError(f"moe_layer: `{label}` has shape {array.shape}; pass {layout}.")
     if len(w_up.shape) != 3 or w_up.shape[1] != x.shape[-1]:
         raise ShapeError(
             f"moe_layer: `up` has shape {w_up.shape}, but `tokens` of shape {x.shape} have {x.shape[-1]} features; "
@@ -346,23 +346,23 @@ def check_layer(
         raise ShapeError(f"moe_layer: `activation` is {activation!r}; pass one of {', '.join(ACTIVATIONS)}, {CLAMPED}.")
     devices = 1 if axes is None else mesh_axis_size("moe_layer", "expert_axis", axes)
     if router.shape[-1] != w_up.shape[0] * devices:
-        held = "there are" if axes is None else f"each of the {devices} devices of {axes} holds"
+        owner = "there are" if axes is None else f"each of the {devices} devices of {axes} holds"
         raise ShapeError(
-            f"moe_layer: `router_weights` of shape {router.shape} score {router.shape[-1]} experts, but {held} "
+            f"moe_layer: `router_weights` of shape {router.shape} score {router.shape[-1]} experts, but {owner} "
             f"{w_up.shape[0]} by the shape of `up`; make them agree."
         )
     if exchange not in ("dense", "ragged"):
         raise ShapeError(f"moe_layer: `exchange` is {exchange!r}; pass 'dense' or 'ragged'.")
     if axes is None:
-        given = [
+        options = [
             name
             for name, odd in (("exchange", exchange != "dense"), ("exchange_factor", exchange_factor is not None))
             if odd
         ]
-        if given:
+        if options:
             raise ShapeError(
-                f"moe_layer: `{given[0]}` is given, but `expert_axis` is None: nothing is exchanged; pass the axis, or "
-                "leave it out."
+                f"moe_layer: `{options[0]}` is given, but `expert_axis` is None: nothing is exchanged; pass the axis, "
+                "or leave it out."
             )
         return
     if len(axes) > 2 or (exchange == "ragged" and len(axes) != 1):

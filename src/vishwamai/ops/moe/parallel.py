@@ -57,10 +57,10 @@ def by_expert(sizes: jax.Array, room: int) -> tuple[jax.Array, jax.Array, jax.Ar
     expert = jnp.sum(ends[:, None, :] <= row[None, :, None], axis=2).reshape(-1)  # `experts` for an unused row
     total = devices * room
     order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    at = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32), unique_indices=True)
+    places = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32), unique_indices=True)
     used = expert < experts
     choice = jnp.where(used[order], order, total)
-    return choice, jnp.where(used, at, total)[:, None], sizes.sum(axis=0)
+    return choice, jnp.where(used, places, total)[:, None], sizes.sum(axis=0)
 
 
 def run_experts(received: jax.Array, sizes: jax.Array, experts: Experts) -> jax.Array:
@@ -81,8 +81,8 @@ def room_of(tokens: int, top_k: int, devices: int, factor: float | None) -> int:
 
 def _weighted_sum(rows: jax.Array, choice: jax.Array, place: jax.Array, routing: Routing) -> jax.Array:
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    each = unpermute(rows, choice, place).astype(wide)
-    return jnp.einsum("tkd,tk->td", each, routing.weights.astype(wide), precision="highest").astype(rows.dtype)
+    choice_rows = unpermute(rows, choice, place).astype(wide)
+    return jnp.einsum("tkd,tk->td", choice_rows, routing.weights.astype(wide), precision="highest").astype(rows.dtype)
 
 
 def dense(
@@ -119,11 +119,11 @@ def dense(
     choice = choice.at[jnp.where(filled, starts[:, None] + slot, nothing)].get(mode="fill", fill_value=nothing)
     choice = choice.reshape(-1)
     ends = jnp.minimum(jnp.cumsum(per_device, axis=1), room)
-    kept = jnp.diff(ends, axis=1, prepend=0)  # [devices, local]: rows of each expert that found a place
-    dropped = lax.psum(jnp.sum(sizes) - jnp.sum(kept), axes)
+    accepted = jnp.diff(ends, axis=1, prepend=0)  # [devices, local]: rows of each expert that found a place
+    dropped = lax.psum(jnp.sum(sizes) - jnp.sum(accepted), axes)
 
     rows = permute(x, choice, place).reshape(devices, room, -1)
-    arriving = all_to_all(kept, axes)
+    arriving = all_to_all(accepted, axes)
     if travel is None:
         back = all_to_all(run_experts(all_to_all(rows, axes), arriving, experts), axes)
     else:
@@ -153,8 +153,8 @@ def with_capacity(
         back = travel(rows, jnp.full((devices, local), capacity, jnp.int32)).reshape(dispatch.rows.shape)
         return moe_combine(back, dispatch, routing), lax.psum(dispatch.dropped, axes)
     received = all_to_all(rows, axes)
-    together = received.reshape(devices, local, capacity, -1).swapaxes(0, 1).reshape(local * devices * capacity, -1)
-    results = experts(together, jnp.full(local, devices * capacity, jnp.int32))
+    by_expert = received.reshape(devices, local, capacity, -1).swapaxes(0, 1).reshape(local * devices * capacity, -1)
+    results = experts(by_expert, jnp.full(local, devices * capacity, jnp.int32))
     results = results.reshape(local, devices, capacity, -1).swapaxes(0, 1).reshape(devices, local * capacity, -1)
     back = all_to_all(results, axes).reshape(dispatch.rows.shape)
     return moe_combine(back, dispatch, routing), lax.psum(dispatch.dropped, axes)
@@ -175,14 +175,14 @@ def ragged(
     starts = (jnp.cumsum(sizes) - sizes)[::local]  # [devices]
     rank = place - starts[routing.experts // local]
     place = jnp.where(rank < room, place, total)
-    at = jnp.arange(total, dtype=jnp.int32)
-    whose = jnp.sum(starts[None, 1:] <= at[:, None], axis=1)  # the device that each sorted row goes to
-    choice = jnp.where(at - starts[whose] < room, choice, total)
+    index = jnp.arange(total, dtype=jnp.int32)
+    whose = jnp.sum(starts[None, 1:] <= index[:, None], axis=1)  # the device that each sorted row goes to
+    choice = jnp.where(index - starts[whose] < room, choice, total)
     ends = jnp.minimum(jnp.cumsum(sizes.reshape(devices, local), axis=1), room)
-    kept = jnp.diff(ends, axis=1, prepend=0)
-    dropped = lax.psum(total - jnp.sum(kept), axis)
-    arriving = lax.all_to_all(kept, axis, 0, 0)  # [devices, local]
-    sends, receives = kept.sum(axis=1), arriving.sum(axis=1)
+    accepted = jnp.diff(ends, axis=1, prepend=0)
+    dropped = lax.psum(total - jnp.sum(accepted), axis)
+    arriving = lax.all_to_all(accepted, axis, 0, 0)  # [devices, local]
+    sends, receives = accepted.sum(axis=1), arriving.sum(axis=1)
     parts = jnp.arange(devices, dtype=jnp.int32) * room
 
     def travel(rows: jax.Array, size: int, *table: jax.Array) -> jax.Array:
@@ -191,8 +191,8 @@ def ragged(
 
     # My rows stand in every receiver's buffer where its part for me begins; its results return to where my rows for it
     # began.
-    there = travel(permute(x, choice, place), devices * room, starts, sends, jnp.full(devices, me * room), receives)
-    results = run_experts(there.reshape(devices, room, -1), arriving, experts).reshape(devices * room, -1)
+    received = travel(permute(x, choice, place), devices * room, starts, sends, jnp.full(devices, me * room), receives)
+    results = run_experts(received.reshape(devices, room, -1), arriving, experts).reshape(devices * room, -1)
     origin = lax.all_to_all(starts, axis, 0, 0)
     back = travel(results, total, parts, receives, origin, sends)
     return _weighted_sum(back, choice, place, routing), dropped

@@ -56,8 +56,8 @@ class Pieces:
         >>> Pieces("x", 5).distances, Pieces("x", 2).distances
         ((0, 1, -1, 2, -2), (0, 1))
         """
-        both = [way * step for step in range(1, self.size // 2 + 1) for way in (1, -1)]
-        return (0, *both[: self.size - 1])
+        steps = [way * step for step in range(1, self.size // 2 + 1) for way in (1, -1)]
+        return (0, *steps[: self.size - 1])
 
     def products(self, rows: Any, weights: Weights, sizes: Any) -> tuple[Any, ...]:
         """The grouped product with each pair of `weights`."""
@@ -67,7 +67,7 @@ class Pieces:
         """Of `[size, ...]`, the part for the device `distance` places on travels there; its like comes from the device
         as far before.
         """
-        return self.shift(jax.lax.dynamic_index_in_dim(x, self.at(distance), 0, keepdims=False), distance)
+        return self.shift(jax.lax.dynamic_index_in_dim(x, self.owner(distance), 0, keepdims=False), distance)
 
     def shift(self, piece: Any, distance: int) -> Any:
         """What the device `distance` places before this one has."""
@@ -75,24 +75,24 @@ class Pieces:
             return piece
         return jax.lax.ppermute(piece, self.axis, [(i, (i + distance) % self.size) for i in range(self.size)])
 
-    def at(self, distance: int) -> Any:
+    def owner(self, distance: int) -> Any:
         """The place of the device `distance` places on."""
         return (jax.lax.axis_index(self.axis) + distance) % self.size
 
     def cut(self, x: Any) -> tuple[Any, ...]:
         """The parts of `[size, ...]` that belong to the devices before this one, in the order of `distances`."""
-        return tuple(jax.lax.dynamic_index_in_dim(x, self.at(-d), 0, keepdims=False) for d in self.distances)
+        return tuple(jax.lax.dynamic_index_in_dim(x, self.owner(-d), 0, keepdims=False) for d in self.distances)
 
     def joined(self, pieces: Iterable[Any], way: int) -> Any:
         """`[size, ...]` of pieces in the order of `distances`: each at the place of the device so far on (`way=1`) or
         before (`way=-1`).
         """
-        whole: Any = None
+        result: Any = None
         for distance, piece in zip(self.distances, pieces, strict=True):
-            if whole is None:
-                whole = match_varying((jnp.zeros((self.size, *piece.shape), piece.dtype), piece))[0]
-            whole = jax.lax.dynamic_update_index_in_dim(whole, piece, self.at(way * distance), 0)
-        return whole
+            if result is None:
+                result = match_varying((jnp.zeros((self.size, *piece.shape), piece.dtype), piece))[0]
+            result = jax.lax.dynamic_update_index_in_dim(result, piece, self.owner(way * distance), 0)
+        return result
 
 
 def grouped_products(
@@ -143,8 +143,8 @@ def depart(pieces: Pieces, rows: Iterable[Any], weights: Weights, arriving: Any)
     Returns:
       `[size, room, out]`, what comes from each device.
     """
-    given, weights, sizes = match_varying((tuple(rows), weights, pieces.cut(arriving)))
-    return (_departed if _quantized(weights) else _depart)(pieces, given, weights, sizes)
+    pieces_of_rows, weights, sizes = match_varying((tuple(rows), weights, pieces.cut(arriving)))
+    return (_departed if _quantized(weights) else _depart)(pieces, pieces_of_rows, weights, sizes)
 
 
 def there_and_back(
@@ -167,15 +167,17 @@ def there_and_back_over_two(axes: tuple[str, ...], pieces: Pieces, rows: Any, ar
     outer, inner = axes
     sizes, room = (pieces.size, jax.lax.axis_size(inner)), rows.shape[1]
     arriving = arriving.reshape(*sizes, -1)
-    held = jax.lax.all_to_all(arriving, outer, 0, 0)  # rows that this device passes on, by the one within that has them
+    counts = jax.lax.all_to_all(
+        arriving, outer, 0, 0
+    )  # rows that this device passes on, by the one within that has them
 
-    def within(x: Any) -> Any:
+    def exchanged(x: Any) -> Any:
         return jax.lax.all_to_all(x.reshape(*sizes, room, -1), inner, 1, 1)
 
-    choice, place, _ = jax.vmap(functools.partial(by_expert, room=room))(held)
-    together = jax.vmap(permute)(within(rows).reshape(pieces.size, sizes[1] * room, -1), choice, place)
-    back = there_and_back(pieces, together, arriving.sum(axis=1), **experts)
-    return within(jax.vmap(unpermute)(back, choice, place)).reshape(*rows.shape[:2], -1)
+    choice, place, _ = jax.vmap(functools.partial(by_expert, room=room))(counts)
+    by_group = jax.vmap(permute)(exchanged(rows).reshape(pieces.size, sizes[1] * room, -1), choice, place)
+    back = there_and_back(pieces, by_group, arriving.sum(axis=1), **experts)
+    return exchanged(jax.vmap(unpermute)(back, choice, place)).reshape(*rows.shape[:2], -1)
 
 
 def _quantized(weights: Weights) -> bool:
@@ -208,7 +210,7 @@ def _depart_forward(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _arrive_gradients(pieces: Pieces, saved: Any, dz: Any) -> tuple[Any, Any]:
     came, weights, sizes = saved
-    back = (_rows_gradient(pieces, x, weights, n, each) for x, n, each in zip(came, sizes, dz, strict=True))
+    back = (_rows_gradient(pieces, x, weights, n, gradient) for x, n, gradient in zip(came, sizes, dz, strict=True))
     d_rows = pieces.joined((pieces.shift(dx, -d) for d, dx in zip(pieces.distances, back)), 1)
     return d_rows, _weights_gradient(pieces, came, weights, sizes, dz)
 
@@ -217,7 +219,7 @@ def _arrive_gradients(pieces: Pieces, saved: Any, dz: Any) -> tuple[Any, Any]:
 def _depart_gradients(pieces: Pieces, saved: Any, d_out: Any) -> tuple[Any, Any]:
     rows, weights, sizes = saved
     dz = tuple((pieces.sent(d_out, d),) for d in pieces.distances)
-    d_rows = tuple(_rows_gradient(pieces, x, weights, n, each) for x, n, each in zip(rows, sizes, dz))
+    d_rows = tuple(_rows_gradient(pieces, x, weights, n, gradient) for x, n, gradient in zip(rows, sizes, dz))
     return d_rows, _weights_gradient(pieces, rows, weights, sizes, dz)
 
 
@@ -231,8 +233,8 @@ def _weights_gradient(pieces: Pieces, rows: Any, weights: Weights, sizes: Any, d
     choice, place, total = by_expert(jnp.stack(sizes), rows[0].shape[0])
 
     def by_group(parts: Iterable[Any]) -> Any:
-        whole = jnp.concatenate(list(parts))
-        return permute(whole, choice, place)
+        joined = jnp.concatenate(list(parts))
+        return permute(joined, choice, place)
 
     joined = by_group(rows)
     pull = jax.vjp(lambda w: pieces.products(joined, w, total), weights)[1]

@@ -147,7 +147,7 @@ def place_experts(
     nbytes = moves * expert_bytes
     seconds = None if links is None else estimate_collective("all_to_all", nbytes, links) if nbytes else 0.0
     mean = load.sum() / placement.devices or 1.0
-    before, after = (float(each.loads(load).max() / mean) for each in (placement, balanced))
+    before, after = (float(places.loads(load).max() / mean) for places in (placement, balanced))
     return PlacementChange(balanced, before, after, moves, nbytes, seconds)
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from vishwamai.core.gradients import is_float
 from vishwamai.core.op import Implementation
 from vishwamai.core.qtensor import expand, scale_values
-from vishwamai.core.spec import known
+from vishwamai.core.spec import static_size
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
 
 _LARGEST_BLOCK = 512
@@ -32,7 +32,7 @@ class GroupBlocks(NamedTuple):
 
 def block_rows(m: int, groups: int) -> int:
     """Rows of one block: a power of two of about half a group, so that padding costs little."""
-    half = max(1, known(m, 32 * groups) // max(1, 2 * groups))
+    half = max(1, static_size(m, 32 * groups) // max(1, 2 * groups))
     return min(_LARGEST_BLOCK, max(8, 1 << (half - 1).bit_length()))
 
 
@@ -110,7 +110,7 @@ def product(
     block = block_rows(m, rhs.shape[0])
     blocks = layout(group_sizes, first_row, m, block)
 
-    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def block_product(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         group, source = block
 
         def dot() -> jax.Array:
@@ -124,7 +124,7 @@ def product(
 
         return lax.cond(source[0] < m, dot, lambda: _zeros((source.shape[0], n), out_dtype, lhs))
 
-    out = lax.map(one, (blocks.group, blocks.source))  # [blocks, block, N]
+    out = lax.map(block_product, (blocks.group, blocks.source))  # [blocks, block, N]
     return _take(out.reshape(-1, n), blocks.place)
 
 
@@ -138,7 +138,7 @@ def weight_gradient(
         return zeros
     blocks = layout(group_sizes, first_row, m, block_rows(m, groups))
 
-    def one(sums: jax.Array, block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    def add_block(sums: jax.Array, block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         group, source = block
 
         def add() -> jax.Array:
@@ -146,7 +146,7 @@ def weight_gradient(
 
         return lax.cond(source[0] < m, add, lambda: sums), None
 
-    return lax.scan(one, zeros, (blocks.group, blocks.source))[0]
+    return lax.scan(add_block, zeros, (blocks.group, blocks.source))[0]
 
 
 def _for_each(function: Any, *arrays: jax.Array | None) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
-from vishwamai.core.arrays import activations, cast, constant, counted, largest, namespace, numbers, taken
+from vishwamai.core.arrays import activations, bincount, cast, constant, gather_last, largest, namespace, numbers
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.sharding import Axes, follow_explicit_axes, mesh_axis_size
 from vishwamai.core.spec import array_spec, as_array
@@ -187,24 +187,24 @@ def choose(
     if top_groups is not None and top_groups < num_groups:
         preference = _within_groups(preference, num_groups, top_groups, GROUP_SCORES[group_score])
     chosen = largest(preference, top_k)[1]
-    weights = taken(scores, chosen)
+    weights = gather_last(scores, chosen)
     if normalize:
         weights = weights / xp.clip(weights.sum(1), 1e-20, None)[:, None]
     shares = scores if scoring == "softmax" else scores / xp.clip(scores.sum(1), 1e-20, None)[:, None]
     if mask is None:
-        return weights, chosen, counted(chosen.reshape(-1), logits.shape[1]), shares.sum(0)
+        return weights, chosen, bincount(chosen.reshape(-1), logits.shape[1]), shares.sum(0)
     bins = jnp.where(mask[:, None], chosen, logits.shape[1])
-    counts = counted(bins.reshape(-1), logits.shape[1] + 1)[:-1]
+    counts = bincount(bins.reshape(-1), logits.shape[1] + 1)[:-1]
     return weights, chosen, counts, jnp.where(mask[:, None], shares, 0.0).sum(0)
 
 
-def _within_groups(preference: Any, num_groups: int, top_groups: int, counted: int) -> Any:
-    """-inf for experts outside the `top_groups` groups whose `counted` best experts are best."""
+def _within_groups(preference: Any, num_groups: int, top_groups: int, best_count: int) -> Any:
+    """-inf for experts outside the `top_groups` groups whose `best_count` best experts are best."""
     tokens, experts = preference.shape
     xp, grouped = namespace(preference), preference.reshape(tokens, num_groups, experts // num_groups)
-    best = largest(grouped, min(counted, grouped.shape[2]))[0].sum(2)  # [T, num_groups]
-    kept = largest(best, top_groups)[1]
-    mask = (kept[:, :, None] == numbers(num_groups, kept)).any(1)  # [T, num_groups]
+    best = largest(grouped, min(best_count, grouped.shape[2]))[0].sum(2)  # [T, num_groups]
+    selected = largest(best, top_groups)[1]
+    mask = (selected[:, :, None] == numbers(num_groups, selected)).any(1)  # [T, num_groups]
     return xp.where(mask[:, :, None], grouped, -xp.inf).reshape(tokens, experts)
 
 

@@ -46,8 +46,8 @@ class Outputs(NamedTuple):
 
 def operand_dims(transpose_rhs: bool) -> Operands:
     """The dims of operands whose matrices may be transposed."""
-    found = dims.declared(Operands)
-    return found._replace(rhs="batch? groups n k") if transpose_rhs else found
+    declared = dims.declared(Operands)
+    return declared._replace(rhs="batch? groups n k") if transpose_rhs else declared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class GroupedSpec(OpSpec):
 
     def dims(self, kind: Any) -> Any:
         """Of transposed matrices too."""
-        found = super().dims(kind)
-        return operand_dims(self.transpose_rhs) if kind is Operands else found
+        declared = super().dims(kind)
+        return operand_dims(self.transpose_rhs) if kind is Operands else declared
 
     @property
     def batch(self) -> int:
@@ -127,8 +127,10 @@ class GroupedSpec(OpSpec):
 @functools.cache
 def signature(transpose_rhs: bool = False) -> Signature:
     """The dims of the caller's arrays: any batch axes in place of the one."""
-    own = operand_dims(transpose_rhs)
-    return Signature(Operands(*(text.replace("batch", "*batch") for text in own)), Outputs("*batch m n"), own=own)
+    op_texts = operand_dims(transpose_rhs)
+    return Signature(
+        Operands(*(text.replace("batch", "*batch") for text in op_texts)), Outputs("*batch m n"), op_texts=op_texts
+    )
 
 
 def split(spec: GroupedSpec, backward: bool) -> str:
@@ -200,16 +202,16 @@ def describe(operands: Operands, out_dtype: str | None, block_k: int = 0, transp
         )
     of_caller = signature(transpose_rhs)
     of_caller.check("grouped_gemm", operands)
-    wanted = x.dtype if out_dtype is None else as_dtype("grouped_gemm", "out_dtype", out_dtype)
-    if wanted not in FLOATS:
+    dtype = x.dtype if out_dtype is None else as_dtype("grouped_gemm", "out_dtype", out_dtype)
+    if dtype not in FLOATS:
         raise ShapeError(
-            f"grouped_gemm: `out_dtype` is {wanted.name}; pass bfloat16, float16, float32 or float64, or None."
+            f"grouped_gemm: `out_dtype` is {dtype.name}; pass bfloat16, float16, float32 or float64, or None."
         )
     specs = of_caller.specs(operands)
     integers = dataclasses.replace(specs.group_sizes, dtype=jnp.dtype(jnp.int32))
     if specs.first_row is not None:
         specs = specs._replace(first_row=dataclasses.replace(specs.first_row, dtype=jnp.dtype(jnp.int32)))
-    return GroupedSpec(specs._replace(group_sizes=integers), wanted, block_k, transpose_rhs)
+    return GroupedSpec(specs._replace(group_sizes=integers), dtype, block_k, transpose_rhs)
 
 
 def check_sizes(sizes: np.ndarray, *, rows: int) -> None:
@@ -231,16 +233,16 @@ def check_sizes(sizes: np.ndarray, *, rows: int) -> None:
         )
 
 
-def check_offset(offset: Any, *, groups: int, held: int) -> None:
-    """Checks the value of `group_offset`, with `groups` sizes and the weights of `held` of them.
+def check_offset(offset: Any, *, groups: int, local: int) -> None:
+    """Checks the value of `group_offset`, with `groups` sizes and the weights of `local` of them.
 
     Raises:
       ShapeError: a group that `rhs` has weights for does not exist.
     """
-    if not 0 <= int(offset) <= groups - held:
+    if not 0 <= int(offset) <= groups - local:
         raise ShapeError(
-            f"grouped_gemm: `group_offset` is {int(offset)}, but `rhs` has the weights of {held} of {groups} groups; "
-            f"pass 0 to {groups - held}."
+            f"grouped_gemm: `group_offset` is {int(offset)}, but `rhs` has the weights of {local} of {groups} groups; "
+            f"pass 0 to {groups - local}."
         )
 
 
@@ -254,19 +256,19 @@ def check_held(lhs: Any, rhs: Any, group_sizes: Any, offset: Any, integer: bool)
         dtype = str(offset.dtype).removeprefix("torch.")
         raise ShapeError(f"grouped_gemm: `group_offset` is {dtype} of shape {tuple(offset.shape)}; pass one integer.")
     if lhs.ndim < 2 or rhs.ndim < 3 or not group_sizes.ndim or group_sizes.shape[-1] < rhs.shape[-3]:
-        given = (tuple(x.shape) for x in (lhs, rhs, group_sizes))
+        shapes = (tuple(x.shape) for x in (lhs, rhs, group_sizes))
         raise ShapeError(
             "grouped_gemm: `lhs` has shape {}, `rhs` {} and `group_sizes` {}; with `group_offset` pass [..., M, K], "
-            "[..., G, K, N] and the sizes of all groups, G or more.".format(*given)
+            "[..., G, K, N] and the sizes of all groups, G or more.".format(*shapes)
         )
 
 
-def held_groups(group_sizes: Any, offset: Any, *, held: int, rows: int) -> tuple[Any, Any]:
-    """(sizes of the `held` groups from `offset` on, the row where the first of them begins), where sizes count from 0
+def held_groups(group_sizes: Any, offset: Any, *, local: int, rows: int) -> tuple[Any, Any]:
+    """(sizes of the `local` groups from `offset` on, the row where the first of them begins), where sizes count from 0
     on and are cut off at the last of `rows` rows; of int32 arrays of JAX or torch.
     """
     xp = namespace(group_sizes)
     sizes = xp.clip(group_sizes, 0, None)
     totals = xp.cumsum(sizes, -1, dtype=sizes.dtype)
-    starts, ends = (cut(xp.clip(x, None, rows), offset, held) for x in (totals - sizes, totals))
+    starts, ends = (cut(xp.clip(x, None, rows), offset, local) for x in (totals - sizes, totals))
     return ends - starts, starts[..., :1].sum(-1, dtype=starts.dtype)  # 0 where no group is held

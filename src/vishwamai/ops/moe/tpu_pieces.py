@@ -45,33 +45,33 @@ def for_pieces(start: Any, stop: Any, block_m: int, piece: int, small: int, midd
 
         return
     begin = lax.div(start, ALIGN) * ALIGN
-    wanted = stop - begin
-    large = lax.div(wanted, piece)
+    total = stop - begin
+    large = lax.div(total, piece)
 
-    def one(fresh: Any, rows: int) -> None:
+    def visit(fresh: Any, rows: int) -> None:
         body(pl.multiple_of(jnp.minimum(fresh, block_m - rows), ALIGN), rows, fresh)
 
     def one_large(i: jax.Array, carry: None) -> None:
-        one(begin + i * piece, piece)
+        visit(begin + i * piece, piece)
 
     def one_small(i: jax.Array, carry: None) -> None:
-        one(begin + large * piece + i * small, small)
+        visit(begin + large * piece + i * small, small)
 
     if middle:
-        rest = wanted - large * piece
+        rest = total - large * piece
         instead = (large > 0) & (rest > 0) & (rest <= middle + small - piece)  # of the last large one
         last = large - instead.astype(jnp.int32) + (rest > middle).astype(jnp.int32)
-        at = begin + last * piece
-        after = at + jnp.where(instead, middle, 0)
+        last_row = begin + last * piece
+        after = last_row + jnp.where(instead, middle, 0)
         lax.fori_loop(0, last, one_large, None)
-        pl.when(instead | ((rest > small) & (rest <= middle)))(lambda: one(at, middle))
-        pl.when(instead | ((rest > 0) & (rest <= small)))(lambda: one(after, small))
+        pl.when(instead | ((rest > small) & (rest <= middle)))(lambda: visit(last_row, middle))
+        pl.when(instead | ((rest > 0) & (rest <= small)))(lambda: visit(after, small))
         return
     lax.fori_loop(0, large, one_large, None)
     if piece > small:
-        lax.fori_loop(0, lax.div(wanted - large * piece + small - 1, small), one_small, None)
+        lax.fori_loop(0, lax.div(total - large * piece + small - 1, small), one_small, None)
     else:
-        pl.when(wanted > large * piece)(lambda: one_small(jnp.int32(0), None))
+        pl.when(total > large * piece)(lambda: one_small(jnp.int32(0), None))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ def _rows_kernel(
     shared: bool,
     rhs_axis: int,
     depth: int,
-    whole: bool,
+    all_columns: bool,
     tile: GroupedTile,
     reading: Operand,
 ) -> None:
@@ -60,7 +60,7 @@ def _rows_kernel(
       split: which sweeps each part of the grid has.
       shared: one set of matrices serves every batch entry.
       rhs_axis: the contracted axis of rhs's blocks.
-      depth: length of the contracted axis. whole: a tile has all columns of the result.
+      depth: length of the contracted axis. all_columns: a tile has all columns of the result.
       reading: how the matrix is read.
     """
     block_m, block_n, block_k = tile.block
@@ -76,7 +76,7 @@ def _rows_kernel(
 
         def copy(batch: Any, column: Any, group: Any, slot: Any) -> Any:
             columns: Any = slice(None)
-            if not whole:
+            if not all_columns:
                 columns = pl.ds(pl.multiple_of(column * block_n, block_n), block_n)
             matrix = (slice(None), columns) if rhs_axis == 0 else (columns, slice(None))
             source = rhs_ref.at[(0 if shared else batch, group, *matrix)]
@@ -92,8 +92,8 @@ def _rows_kernel(
             opening = (b == 0) & (j == 0) & (visit == 0)
             slot = jnp.where(opening, 0, after(slot_ref[0], 1))
             slot_ref[0] = slot
-            here = copy(batch, column, group_ref[entry], slot)
-            pl.when(opening)(here.start)
+            transfer = copy(batch, column, group_ref[entry], slot)
+            pl.when(opening)(transfer.start)
             following, second = following_ref[entry], second_ref[entry]
             # Of three buffers that of the group before is free, and the following group's has its copy already, except
             # in the first visit of a sweep.
@@ -101,7 +101,7 @@ def _rows_kernel(
             pl.when(begins)(lambda: copy(batch, column, following, after(slot, 1)).start())
             if buffers > 2:
                 pl.when(second >= 0)(lambda: copy(batch, column, second, after(slot, 2)).start())
-            here.wait()
+            transfer.wait()
 
             turns = j == pl.num_programs(2) - 1
 
@@ -117,8 +117,8 @@ def _rows_kernel(
     block_scales, column_scales = (scale_ref, None) if reading.size else (None, scale_ref)
     first_k = step * block_k if rhs_axis == 0 else column * block_n  # of rhs's rows in its block
 
-    def chunk(at: Any, rows: int, k: Any, size: int, valid: Any) -> jax.Array:
-        lhs = lhs_ref[pl.ds(at, rows), pl.ds(k, size)]  # [rows, size]
+    def chunk(row: Any, rows: int, k: Any, size: int, valid: Any) -> jax.Array:
+        lhs = lhs_ref[pl.ds(row, rows), pl.ds(k, size)]  # [rows, size]
         rhs = reading.tile(rhs_ref, block_scales, rhs_axis, k, size, first_k, lhs.dtype)
         if column_scales is not None:
             rhs = rhs.astype(lhs.dtype)
@@ -128,28 +128,28 @@ def _rows_kernel(
             lhs, rhs = keep(lhs, 1, 0, valid), keep(rhs, rhs_axis, 0, valid)
         return product(lhs, rhs, (1, rhs_axis))
 
-    def store(at: Any, rows: int, total: jax.Array) -> None:
+    def store(row: Any, rows: int, total: jax.Array) -> None:
         total = total if column_scales is None or rhs_axis == 1 else total * column_scales[...]
-        index = at + lax.broadcasted_iota(jnp.int32, total.shape, 0)
-        old = out_ref[pl.ds(at, rows), :].astype(jnp.float32)
-        out_ref[pl.ds(at, rows), :] = jnp.where((index >= start) & (index < stop), total, old).astype(out_ref.dtype)
+        index = row + lax.broadcasted_iota(jnp.int32, total.shape, 0)
+        old = out_ref[pl.ds(row, rows), :].astype(jnp.float32)
+        out_ref[pl.ds(row, rows), :] = jnp.where((index >= start) & (index < stop), total, old).astype(out_ref.dtype)
 
     @pl.when(first_of_tile & (step == 0) & ((start > 0) | (stop < block_m)))
     def _() -> None:
         out_ref[...] = jnp.zeros_like(out_ref)
 
-    def piece(at: Any, rows: int, fresh: Any) -> None:
+    def piece(row: Any, rows: int, fresh: Any) -> None:
         del fresh  # what is computed twice is the same
         if sum_ref is None:
-            store(at, rows, chunk(at, rows, 0, block_k, None))
+            store(row, rows, chunk(row, rows, 0, block_k, None))
             return
-        place = pl.ds(at, rows)
+        place = pl.ds(row, rows)
 
         def grown(k: Any, size: int) -> jax.Array:
             first = (step == 0) & (k == 0)
             old = sum_ref[place, :]
             valid = None if tail == block_k else jnp.where(step == steps - 1, tail, block_k)
-            return jnp.where(first, jnp.zeros_like(old), old) + chunk(at, rows, k, size, valid)
+            return jnp.where(first, jnp.zeros_like(old), old) + chunk(row, rows, k, size, valid)
 
         def grow(k: Any, size: int) -> None:
             sum_ref[place, :] = grown(k, size)
@@ -162,10 +162,10 @@ def _rows_kernel(
         # unit.
         last = (chunks - 1) * size
         if steps == 1:
-            store(at, rows, grown(last, block_k - last))
+            store(row, rows, grown(last, block_k - last))
             return
         pl.when(step < steps - 1)(lambda: grow(last, size))
-        pl.when(step == steps - 1)(lambda: store(at, rows, grown(last, size)))
+        pl.when(step == steps - 1)(lambda: store(row, rows, grown(last, size)))
 
     small = min(tile.small_rows, tile.chunk_rows)
     for_pieces(start, stop, block_m, tile.chunk_rows, small, middle_rows(tile.chunk_rows, small), piece)
@@ -242,7 +242,7 @@ def rows_product(
             shared=shared,
             rhs_axis=rhs_axis,
             depth=k,
-            whole=block_n == n,
+            all_columns=block_n == n,
             tile=tile,
             reading=reading,
         ),

@@ -266,13 +266,13 @@ class GroupedProblem:
         if not self.weights:
             depths = sorted({*depths, self.k})
         budget = self.chip.vmem_budget
-        found = [
+        blocks = [
             block
             for block in itertools.product(rows, columns, depths)
             if self.vmem(block) <= budget and self._fits_program(block)
         ]
         smallest = (rows[0], columns[0], depths[0])
-        block = min(found, key=lambda block: (self.cycles(block), self.vmem(block)), default=smallest)
+        block = min(blocks, key=lambda block: (self.cycles(block), self.vmem(block)), default=smallest)
         buffers = 3 if self.stays(block) and self.vmem(block, 3) <= budget else 2
         return GroupedTile(*block, _piece(block[0]), min(_SMALL, block[0]), self.chunk_k(block), buffers)
 
@@ -287,9 +287,9 @@ def _sizes(size: int, largest: int, granule: int) -> list[int]:
     """
     step = math.lcm(128, granule)
     divisors = [d for d in range(step, largest + 1, step) if size % d == 0]
-    whole = [size] if size <= largest else []
+    undivided = [size] if size <= largest else []
     ragged = [n for n in (256, 512, 1024, 1536, 2048) if n < min(size, largest)] if granule == 1 else []
-    return divisors or ragged + whole or [step]
+    return divisors or ragged + undivided or [step]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -67,13 +67,13 @@ def plan(group_sizes: jax.Array, first_row: jax.Array | None, m: int, block_m: i
     total = done[:, -1:]
     index = jnp.arange(entries, dtype=jnp.int32)[None]
     # Past the end the last visit is repeated, but computes nothing.
-    at = jnp.minimum(index, total - 1)
-    owner = jnp.sum(done[:, None, :] <= at[:, :, None], axis=2)  # [B, entries]
+    visit = jnp.minimum(index, total - 1)
+    owner = jnp.sum(done[:, None, :] <= visit[:, :, None], axis=2)  # [B, entries]
 
     def of_owner(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, owner, axis=1)
 
-    tile = of_owner(first) + at - of_owner(done - visits)
+    tile = of_owner(first) + visit - of_owner(done - visits)
     live = index < total
     start = jnp.where(live, jnp.clip(of_owner(starts) - tile * block_m, 0, block_m), 0)
     stop = jnp.where(live, jnp.clip(of_owner(ends) - tile * block_m, 0, block_m), 0)

@@ -42,23 +42,26 @@ def _weights_kernel(
     start, stop = start_ref[base + visit], stop_ref[base + visit]
     first = (visit == 0) | (group_ref[base + jnp.maximum(visit - 1, 0)] != group)
     last = (visit == visited - 1) | (group_ref[base + jnp.minimum(visit + 1, visited - 1)] != group)
-    whole = (start == 0) & (stop == block_m)
+    full = (start == 0) & (stop == block_m)
 
-    @pl.when(first & jnp.logical_not(whole))
+    @pl.when(first & jnp.logical_not(full))
     def _() -> None:
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
-    @pl.when(whole)
+    @pl.when(full)
     def _() -> None:
         old = sum_ref[...]
         sum_ref[...] = jnp.where(first, jnp.zeros_like(old), old) + product(lhs_ref[...], dout_ref[...], (0, 0))
 
-    @pl.when(jnp.logical_not(whole))
+    @pl.when(jnp.logical_not(full))
     def _() -> None:
-        def piece(at: Any, rows: int, fresh: Any) -> None:
-            begin = jnp.maximum(start, fresh) - at
-            lhs, dout = lhs_ref[pl.ds(at, rows), :], dout_ref[pl.ds(at, rows), :]  # [rows, block_k], [rows, block_n]
-            lhs, dout = keep(lhs, 0, begin, stop - at), keep(dout, 0, begin, stop - at)
+        def piece(start_row: Any, rows: int, fresh: Any) -> None:
+            begin = jnp.maximum(start, fresh) - start_row
+            lhs, dout = (
+                lhs_ref[pl.ds(start_row, rows), :],
+                dout_ref[pl.ds(start_row, rows), :],
+            )  # [rows, block_k], [rows, block_n]
+            lhs, dout = keep(lhs, 0, begin, stop - start_row), keep(dout, 0, begin, stop - start_row)
             sum_ref[...] += product(lhs, dout, (0, 0))
 
         for_pieces(start, stop, block_m, tile.chunk_rows, min(tile.small_rows, tile.chunk_rows), 0, piece)
@@ -91,20 +94,20 @@ def weights_product(
     by_column = column_tiles % 2 == 0 or depth_tiles % 2
     split = Split(batch, column_tiles if by_column else depth_tiles)
 
-    def at(p: Any, b: Any, j: Any, i: Any) -> tuple[Any, Any, Any]:
+    def index(p: Any, b: Any, j: Any, i: Any) -> tuple[Any, Any, Any]:
         b, j = split.index(p, b, j)
         return (b, i, j) if by_column else (b, j, i)
 
     def lhs_index(p: Any, b: Any, j: Any, i: Any, v: Any, group: Any, tile: Any, *_: Any) -> Any:
-        b, i, _ = at(p, b, j, i)
+        b, i, _ = index(p, b, j, i)
         return b, tile[b * entries + v], i
 
     def dout_index(p: Any, b: Any, j: Any, i: Any, v: Any, group: Any, tile: Any, *_: Any) -> Any:
-        b, _, j = at(p, b, j, i)
+        b, _, j = index(p, b, j, i)
         return b, tile[b * entries + v], j
 
     def out_index(p: Any, b: Any, j: Any, i: Any, v: Any, group: Any, *_: Any) -> Any:
-        b, i, j = at(p, b, j, i)
+        b, i, j = index(p, b, j, i)
         return b, group[b * entries + v], i, j
 
     out_block = pl.BlockSpec((None, None, block_k, block_n), out_index)

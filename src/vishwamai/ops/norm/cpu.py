@@ -34,7 +34,7 @@ def _cast(x: Any, dtype: Any) -> Any:
     return None if x is None else x.astype(dtype)
 
 
-def _kept(parameter: Any, statistics: Any) -> Any:
+def _parameter_dtype(parameter: Any, statistics: Any) -> Any:
     """The dtype in which the kernel takes a parameter and gives its gradient: its own of 16 bits, or that of the
     statistics.
     """
@@ -60,8 +60,8 @@ def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -
         (ffi.result(x.shape, dtype), ffi.result(None if residual is None else x.shape, dtype)),
         x.astype(dtype),
         _cast(residual, dtype),
-        _cast(scale, _kept(scale, spec.accumulator)),
-        _cast(offset, _kept(offset, spec.accumulator)),
+        _cast(scale, _parameter_dtype(scale, spec.accumulator)),
+        _cast(offset, _parameter_dtype(offset, spec.accumulator)),
         **_attributes(spec),
     )
     return Outputs(y.astype(x.dtype), total if total is not None else summed), None
@@ -78,13 +78,13 @@ def backward(
         "vishwamai_norm_backward",
         (
             ffi.result(x.shape, dtype),
-            ffi.result(None if scale is None else scale.shape, _kept(scale, statistics)),
-            ffi.result(None if offset is None else offset.shape, _kept(offset, statistics)),
+            ffi.result(None if scale is None else scale.shape, _parameter_dtype(scale, statistics)),
+            ffi.result(None if offset is None else offset.shape, _parameter_dtype(offset, statistics)),
         ),
         s.astype(dtype),
         cotangents.y.astype(dtype),
         _cast(cotangents.total, dtype),
-        _cast(scale, _kept(scale, statistics)),
+        _cast(scale, _parameter_dtype(scale, statistics)),
         **_attributes(spec),
     )
     dx = dx.astype(x.dtype)

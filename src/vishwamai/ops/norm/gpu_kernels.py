@@ -23,8 +23,8 @@ def _standardize(s, keep, features, LAYER: tl.constexpr, EPS: tl.constexpr):
 @triton.jit
 def _parameter(pointer, group, stride, columns, features):
     """A parameter's row, `[1, COLUMNS]`; every program reads it, so it stays in the cache."""
-    at = pointer + group * stride + columns
-    return tl.load(at, mask=columns < features, other=0.0, eviction_policy="evict_last").to(tl.float32)[None, :]
+    offsets = pointer + group * stride + columns
+    return tl.load(offsets, mask=columns < features, other=0.0, eviction_policy="evict_last").to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -51,20 +51,20 @@ def forward(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     keep = (row < rows)[:, None] & (columns < features)[None, :]
-    at = (group * rows + row)[:, None] * features + columns[None, :]  # [ROWS, COLUMNS] int64
-    s = tl.load(x_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    offsets = (group * rows + row)[:, None] * features + columns[None, :]  # [ROWS, COLUMNS] int64
+    s = tl.load(x_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         # Added in float32 and rounded once, which is what adding in the array's own dtype gives.
-        s += tl.load(residual_ptr + at, mask=keep, other=0.0).to(tl.float32)
+        s += tl.load(residual_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
         total = s.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + at, total, mask=keep)
+        tl.store(total_ptr + offsets, total, mask=keep)
         s = total.to(tl.float32)
     y, _ = _standardize(s, keep, features, LAYER, EPS)
     if scale_ptr is not None:
         y *= _parameter(scale_ptr, group, scale_stride, columns, features)
     if offset_ptr is not None:
         y += _parameter(offset_ptr, group, offset_stride, columns, features)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=keep)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -100,9 +100,9 @@ def backward(
     ):  # the next rows are on their way
         row = first + tl.arange(0, ROWS)
         keep = (row < rows)[:, None] & (columns < features)[None, :]
-        at = (group * rows + row)[:, None] * features + columns[None, :]
-        s = tl.load(s_ptr + at, mask=keep, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + at, mask=keep, other=0.0).to(tl.float32)
+        offsets = (group * rows + row)[:, None] * features + columns[None, :]
+        s = tl.load(s_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
         xhat, rstd = _standardize(s, keep, features, LAYER, EPS)
         if dscale_ptr is not None:
             dscale += dy * xhat
@@ -116,8 +116,8 @@ def backward(
             dx -= (tl.sum(g, 1) / features)[:, None]
         dx *= rstd[:, None]
         if dtotal_ptr is not None:
-            dx += tl.load(dtotal_ptr + at, mask=keep, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=keep)
+            dx += tl.load(dtotal_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=keep)
     partial = (group * tl.num_programs(0) + program) * features + columns
     if dscale_ptr is not None:
         tl.store(dscale_ptr + partial, tl.sum(dscale, 0), mask=columns < features)

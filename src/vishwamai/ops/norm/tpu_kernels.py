@@ -20,7 +20,7 @@ _SLABS = 64
 def _slabs(spec: NormSpec) -> list[Any]:
     """The columns of one slab after the other: all of narrow rows, a lane tile or a few of wide ones."""
     width = spec.features if spec.features <= NARROW else round_up(pl.cdiv(spec.features, _SLABS), LANES)
-    return [pl.ds(at, min(width, spec.features - at)) for at in range(0, spec.features, width)]
+    return [pl.ds(start, min(width, spec.features - start)) for start in range(0, spec.features, width)]
 
 
 class _RowSum:
@@ -45,15 +45,15 @@ class _RowSum:
 def _for_chunks(config: NormConfig, body: Any) -> None:
     """Calls `body(rows, k)` for every chunk, two (k = 0, 1) in a turn of the loop where they are even."""
     count = config.block_rows // config.chunk_rows
-    together = 2 if count % 2 == 0 else 1
+    unroll = 2 if count % 2 == 0 else 1
 
     def step(i: jax.Array, carry: None) -> None:
-        for k in range(together):
-            start = pl.multiple_of((i * together + k) * config.chunk_rows, config.chunk_rows)
+        for k in range(unroll):
+            start = pl.multiple_of((i * unroll + k) * config.chunk_rows, config.chunk_rows)
             body(pl.ds(start, config.chunk_rows), k)
         return carry
 
-    lax.fori_loop(0, count // together, step, None)
+    lax.fori_loop(0, count // unroll, step, None)
 
 
 class _Centered:

@@ -15,11 +15,11 @@ from vishwamai.core.spec import as_array, as_jax_dtype
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.paged_attention.checks import (
     as_num_seqs,
-    both,
     check_scale,
     check_window,
     describe,
     kv_heads_of,
+    logit_scale,
     page_pools,
     wide_query,
 )
@@ -236,7 +236,7 @@ def ragged_paged_attention(
     tree = None if tree_mask is None else as_array(_NAME, "tree_mask", tree_mask)
     kv_heads = kv_heads_of(k_pages, form)
     q_scale = check_scale(_NAME, "q_scale", q_scale, kv_heads)
-    k_scale = both(q_scale, check_scale(_NAME, "k_scale", k_scale, kv_heads))
+    k_scale = logit_scale(q_scale, check_scale(_NAME, "k_scale", k_scale, kv_heads))
     v_scale = check_scale(_NAME, "v_scale", v_scale, kv_heads)
     tables = kv_lens, page_indices, cu_q_lens, num_seqs
     arrays = Operands(query, k_pages, v_pages, *tables, sinks, k_scale, v_scale, slopes, tree)
@@ -252,5 +252,5 @@ def ragged_paged_attention(
     of_caller = signature_of(form, return_lse)
     if implementation is None and not current_config().use_flash:
         implementation = XLA.name
-    found = public_call(PAGED_ATTENTION, of_caller, spec, arrays, config=config, implementation=implementation)
-    return (found.out, found.logsumexp) if return_lse else found.out
+    outputs = public_call(PAGED_ATTENTION, of_caller, spec, arrays, config=config, implementation=implementation)
+    return (outputs.out, outputs.logsumexp) if return_lse else outputs.out

@@ -87,18 +87,18 @@ def _case(
         return ArrayInit((number, page_size, *shape), stored, kind)
 
     query: Any = (quantized, "integers") if quantized else (dtype,)
-    found = {"query": ArrayInit((sum(q for q, _ in runs) + spare_tokens, heads[0], dim), *query)}
+    inits = {"query": ArrayInit((sum(q for q, _ in runs) + spare_tokens, heads[0], dim), *query)}
     if form == "combined":
-        found["kv_pages"] = pool(2 * heads[1], dim)
+        inits["kv_pages"] = pool(2 * heads[1], dim)
     elif form == "separate":
-        found |= {"k_pages": pool(heads[1], dim), "v_pages": pool(heads[1], value_dim or dim)}
+        inits |= {"k_pages": pool(heads[1], dim), "v_pages": pool(heads[1], value_dim or dim)}
     else:
-        found["kv_pages"] = pool(dim)
-    found |= arrays
+        inits["kv_pages"] = pool(dim)
+    inits |= arrays
     if sinks:
-        found["sinks"] = ArrayInit(heads[:1], "float32")
+        inits["sinks"] = ArrayInit(heads[:1], "float32")
     if tree:
-        found["tree_mask"] = ArrayInit((found["query"].shape[0], tree), "bool", "mask")
+        inits["tree_mask"] = ArrayInit((inits["query"].shape[0], tree), "bool", "mask")
     if slopes:
         options["alibi_slopes"] = np.linspace(0.5, 0.01, heads[0], dtype=np.float32)
     if scaled:
@@ -111,7 +111,7 @@ def _case(
         options |= {"q_scale": tuple((0.01 if quantized == "int8" else 0.2) * (1 + h) for h in range(heads[1]))}
         options |= {"out_dtype": dtype}
     call: Any = separate_pages if form == "separate" else ragged_paged_attention
-    return ForwardCase(name, "paged_attention", call, found, options, frozenset(tags))
+    return ForwardCase(name, "paged_attention", call, inits, options, frozenset(tags))
 
 
 _MIXED: Runs = ((1, 21), (5, 5), (1, 8), (0, 9), (11, 30))
@@ -197,12 +197,12 @@ def _eight_batches(query: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, s
     """
     starts: Any = np.array([0, 1, 3], np.int32)
 
-    def one(query: Any, kv_pages: Any, kv_lens: Any, page_indices: Any) -> Any:
+    def batch_result(query: Any, kv_pages: Any, kv_lens: Any, page_indices: Any) -> Any:
         return ragged_paged_attention(
             query, kv_pages, kv_lens, page_indices, starts, sinks=sinks, max_q_len=2, **options
         )
 
-    return jax.vmap(one)(query, kv_pages, kv_lens, page_indices)
+    return jax.vmap(batch_result)(query, kv_pages, kv_lens, page_indices)
 
 
 _SMALL = ForwardCase(

@@ -74,8 +74,8 @@ def check_scale(name: str, label: str, scale: Any, kv_heads: int) -> Any:
     if scale is None:
         return None
     scale = jnp.asarray(scale)
-    wanted = Argument(label, "heads?", scale.shape, "one for each kv head, or pass a number")
-    check_shapes(name, [wanted], {"heads": ("kv_pages", kv_heads)})
+    argument = Argument(label, "heads?", scale.shape, "one for each kv head, or pass a number")
+    check_shapes(name, [argument], {"heads": ("kv_pages", kv_heads)})
     if not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ShapeError(f"{name}: `{label}` has dtype {scale.dtype.name}; pass floats.")
     return jnp.broadcast_to(scale.astype(jnp.float32).reshape(-1), (kv_heads,))
@@ -100,7 +100,7 @@ def as_num_seqs(name: str, num_seqs: Any, sequences: int) -> jax.Array:
     return jnp.asarray(num_seqs, jnp.int32 if isinstance(num_seqs, int) else None).reshape(-1)
 
 
-def both(q_scale: Any, k_scale: Any) -> Any:
+def logit_scale(q_scale: Any, k_scale: Any) -> Any:
     """The factor of the products: of the keys' scales and the queries', None for 1."""
     return q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
 
@@ -111,18 +111,18 @@ def wide_query(query: Any, out_dtype: Any) -> Any:
     Raises:
       ShapeError: `out_dtype` has no meaning.
     """
-    own = array_spec(query).dtype
-    if own.name in QUANTIZED:
+    dtype = array_spec(query).dtype
+    if dtype.name in QUANTIZED:
         name = "bfloat16" if out_dtype is None else as_dtype(_NAME, "out_dtype", out_dtype).name
         if name not in _QUERY_DTYPES:
             raise ShapeError(
                 f"{_NAME}: `out_dtype` is {out_dtype!r}; pass one of {', '.join(_QUERY_DTYPES)}, or None for bfloat16."
             )
         return cast(query, jnp.dtype(name))
-    if out_dtype is not None and as_dtype(_NAME, "out_dtype", out_dtype) != own:
+    if out_dtype is not None and as_dtype(_NAME, "out_dtype", out_dtype) != dtype:
         raise ShapeError(
-            f"{_NAME}: `out_dtype` is {out_dtype!r} with queries of {own.name}, whose result is {own.name}; pass None, "
-            f"or quantized queries ({', '.join(QUANTIZED)})."
+            f"{_NAME}: `out_dtype` is {out_dtype!r} with queries of {dtype.name}, whose result is {dtype.name}; pass "
+            f"None, or quantized queries ({', '.join(QUANTIZED)})."
         )
     return query
 
@@ -135,11 +135,11 @@ def check_tables(name: str, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num
     """
     labels = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
     tables = [None if x is None else array_spec(x) for x in (kv_lens, page_indices, cu_q_lens, num_seqs)]
-    given = [(label, text, x) for label, text, x in zip(labels, TABLES, tables) if x is not None]
-    for label, _, x in given:
+    present = [(label, text, x) for label, text, x in zip(labels, TABLES, tables) if x is not None]
+    for label, _, x in present:
         if x.dtype != jnp.int32:
             raise ShapeError(f"{name}: `{label}` is {x}; pass int32.")
-    check_shapes(name, (Argument(label, text, x.shape, HINTS.get(label)) for label, text, x in given))
+    check_shapes(name, (Argument(label, text, x.shape, HINTS.get(label)) for label, text, x in present))
 
 
 def _check_query(query: ArraySpec, k: ArraySpec, form: Form, latent_dim: int | None) -> None:

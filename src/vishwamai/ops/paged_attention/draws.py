@@ -34,23 +34,23 @@ def draw(d: Sizes) -> Case:
     def pool(*shape: int) -> ArrayInit:
         return ArrayInit((number, page, *shape), stored, kind)
 
-    found: dict[str, ArrayInit] = {
+    inits: dict[str, ArrayInit] = {
         "query": ArrayInit((max(1, sum(q for q, _ in runs)) + d.choose((0, 0, 3)), heads, dim), dtype)
     }
     if form == "combined":
-        found["kv_pages"] = pool(2 * kv_heads, dim)
+        inits["kv_pages"] = pool(2 * kv_heads, dim)
     elif form == "separate":
-        found |= {"k_pages": pool(kv_heads, dim), "v_pages": pool(kv_heads, d.choose((dim, dim, 64)))}
+        inits |= {"k_pages": pool(kv_heads, dim), "v_pages": pool(kv_heads, d.choose((dim, dim, 64)))}
     else:
-        found["kv_pages"] = pool(dim)
+        inits["kv_pages"] = pool(dim)
         options |= {"latent_dim": max(1, dim - d.choose((0, 16, 64))), "scale": 0.2}
-    found |= arrays
+    inits |= arrays
     if d.flag(4):
-        found["sinks"] = ArrayInit((heads,), "float32")
+        inits["sinks"] = ArrayInit((heads,), "float32")
     if d.flag(5):
         options["alibi_slopes"] = np.linspace(0.5, 0.01, heads).astype(np.float32)
     if d.flag(5):
-        found["tree_mask"] = ArrayInit((found["query"].shape[0], d.choose((1, 3, 40))), "bool", "mask")
+        inits["tree_mask"] = ArrayInit((inits["query"].shape[0], d.choose((1, 3, 40))), "bool", "mask")
     if d.flag(4):
         options["softcap"] = 3.0
     if d.flag(4):
@@ -61,4 +61,4 @@ def draw(d: Sizes) -> Case:
     if d.flag(5):
         options["q_scale"] = tuple(0.5 * (1 + h) for h in range(kv_heads))
     call: Any = separate_pages if form == "separate" else ragged_paged_attention
-    return ForwardCase("", "paged_attention", call, found, options)
+    return ForwardCase("", "paged_attention", call, inits, options)

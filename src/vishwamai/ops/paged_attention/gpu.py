@@ -88,7 +88,7 @@ def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residua
     short, splits = longest_short(spec, config), config.splits
     result = gpu.result((spec.batch, spec.tokens, spec.heads, spec.value_dim), spec.operands.query.dtype)
     logsumexp = gpu.result((spec.batch, spec.tokens, spec.heads), "float32") if spec.return_lse else None
-    wanted = Outputs(result, logsumexp)
+    targets = Outputs(result, logsumexp)
     tiles = config.rows, config.block_kv, config.warps, config.stages
     slots = 0
     if (
@@ -99,18 +99,18 @@ def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residua
         # Every sequence may leave one block unfilled; and one more may hold what is behind the last.
         items = spec.sequences + 1 + spec.tokens // queries
         out, logsumexp, _ = _attend(
-            spec, operands, long, items, 1, wanted, None, QUERIES=queries, DIRECT=False, LEAST=short + 1, SLOTS=0
+            spec, operands, long, items, 1, targets, None, QUERIES=queries, DIRECT=False, LEAST=short + 1, SLOTS=0
         )
-        wanted = Outputs(gpu.onto(out), None if logsumexp is None else gpu.onto(logsumexp))
+        targets = Outputs(gpu.onto(out), None if logsumexp is None else gpu.onto(logsumexp))
         slots = short
     how = dict(QUERIES=short, DIRECT=True, LEAST=1, SLOTS=slots)
     items = spec.sequences + (0 if slots else 1)
     if splits == 1:
-        return Outputs(*_attend(spec, operands, tiles, items, 1, wanted, None, **how)[:2]), None
+        return Outputs(*_attend(spec, operands, tiles, items, 1, targets, None, **how)[:2]), None
     rows = (splits, spec.batch, slots_of(spec, config), spec.heads)
     partial, lse = (gpu.result(shape, "float32") for shape in ((*rows, spec.value_dim), rows))
     partial, _, lse = _attend(spec, operands, tiles, items, splits, Outputs(partial), lse, **how)
-    return _combine(spec, operands, splits, slots, partial, lse, wanted), None
+    return _combine(spec, operands, splits, slots, partial, lse, targets), None
 
 
 def _batches(operands: Operands, *names: str) -> dict[str, int]:
@@ -123,7 +123,7 @@ def _attend(
     tiles: tuple[int, int, int, int],
     items: int,
     splits: int,
-    wanted: Outputs,
+    targets: Outputs,
     lse: gpu.Result | None,
     **how: int,
 ) -> list[Any]:
@@ -149,7 +149,7 @@ def _attend(
             slopes_ptr=o.slopes,
             tree_ptr=o.tree_mask,
         ),
-        dict(out_ptr=wanted.out, logsumexp_ptr=wanted.logsumexp, lse_ptr=lse),
+        dict(out_ptr=targets.out, logsumexp_ptr=targets.logsumexp, lse_ptr=lse),
         warps=warps,
         stages=stages,
         batch=spec.batch,
@@ -187,10 +187,12 @@ def _attend(
     )
 
 
-def _combine(spec: PagedSpec, o: Operands, splits: int, slots: int, partial: Any, lse: Any, wanted: Outputs) -> Outputs:
+def _combine(
+    spec: PagedSpec, o: Operands, splits: int, slots: int, partial: Any, lse: Any, targets: Outputs
+) -> Outputs:
     """The outputs of the splits added up."""
     tile, splits_tile = gpu.next_power_of_2(spec.value_dim), gpu.next_power_of_2(splits)
-    found = gpu.launch(
+    results = gpu.launch(
         COMBINE,
         (math.prod(lse.shape[1:]),),
         dict(
@@ -200,7 +202,7 @@ def _combine(spec: PagedSpec, o: Operands, splits: int, slots: int, partial: Any
             num_seqs_ptr=o.num_seqs,
             sinks_ptr=o.sinks,
         ),
-        dict(out_ptr=wanted.out, logsumexp_ptr=wanted.logsumexp),
+        dict(out_ptr=targets.out, logsumexp_ptr=targets.logsumexp),
         warps=1 if splits_tile * tile <= 1024 else 4,
         batch=spec.batch,
         tokens=spec.tokens,
@@ -214,7 +216,7 @@ def _combine(spec: PagedSpec, o: Operands, splits: int, slots: int, partial: Any
         DV_TILE=tile,
         ROWS=max(1, min(splits_tile, 4096 // tile)),
     )
-    return Outputs(*found)
+    return Outputs(*results)
 
 
 TRITON = Implementation("triton", "cuda", forward, no_gradient, why_not, heuristic, PagedGpuConfig, notes)

@@ -18,34 +18,34 @@ def sequence_of(starts_ptr, n, item, QUERIES: tl.constexpr, BLOCKS: tl.constexpr
 
     Every sequence may leave a block unfilled, so the blocks of sequence s begin at `starts[s] // QUERIES + s`.
     """
-    found = n * 0
+    sequence = n * 0
     for first in tl.range(0, n, CHUNK):
         s = first + 1 + tl.arange(0, CHUNK)
         begin = tl.load(starts_ptr + s, mask=s <= n, other=0)
         if BLOCKS:
             begin = begin // QUERIES + s
-        found += tl.sum(((s <= n) & (begin <= item)).to(tl.int32))
-    return found
+        sequence += tl.sum(((s <= n) & (begin <= item)).to(tl.int32))
+    return sequence
 
 
 @triton.jit
-def load_rows(ptr, at, rows, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """`[rows, TILE]`: WIDTH elements from each of the offsets `at`; 0 beyond WIDTH and where `rows` is False."""
+def load_rows(ptr, offsets, rows, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """`[rows, TILE]`: WIDTH elements from each of the offsets `offsets`; 0 beyond WIDTH and where `rows` is False."""
     column = tl.arange(0, TILE)
     mask = rows[:, None]
     if WIDTH < TILE:
         mask = mask & (column < WIDTH)[None, :]
-    return tl.load(ptr + at[:, None] + column[None, :], mask=mask, other=0.0)
+    return tl.load(ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def load_pages(ptr, at, rows, FOUR: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """`load_rows` of pages; FOUR: two numbers share a byte, the first in its lower bits, and `at` counts bytes."""
+def load_pages(ptr, offsets, rows, FOUR: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """`load_rows` of pages; FOUR: two numbers share a byte, the first in its lower bits, and `offsets` counts bytes."""
     if FOUR:
-        pairs = load_rows(ptr, at, rows, WIDTH // 2, TILE // 2).to(tl.int32)
-        return tl.join((pairs << 28) >> 28, pairs >> 4).reshape(at.shape[0], TILE)
+        pairs = load_rows(ptr, offsets, rows, WIDTH // 2, TILE // 2).to(tl.int32)
+        return tl.join((pairs << 28) >> 28, pairs >> 4).reshape(offsets.shape[0], TILE)
     else:
-        return load_rows(ptr, at, rows, WIDTH, TILE)
+        return load_rows(ptr, offsets, rows, WIDTH, TILE)
 
 
 @triton.jit
@@ -166,13 +166,13 @@ def attend(
                 stop = tl.minimum(tokens, start + first + QUERIES)
             for t in tl.range(start + first, stop, QUERIES):
                 token = t + row // HEADS
-                at = (b * tokens + token) * heads + head
+                offsets = (b * tokens + token) * heads + head
                 inside = mine & (token < tokens)
                 mask = inside[:, None] & (column < DV)[None, :]
                 nothing = tl.zeros([ROWS, DV_TILE], out_ptr.dtype.element_ty)
-                tl.store(out_ptr + (at * DV)[:, None] + column[None, :], nothing, mask=mask)
+                tl.store(out_ptr + (offsets * DV)[:, None] + column[None, :], nothing, mask=mask)
                 if logsumexp_ptr is not None:
-                    tl.store(logsumexp_ptr + at, tl.full([ROWS], float("-inf"), tl.float32), mask=inside)
+                    tl.store(logsumexp_ptr + offsets, tl.full([ROWS], float("-inf"), tl.float32), mask=inside)
         return
 
     length = tl.load(cu_q_lens_ptr + s + 1) - start
@@ -195,8 +195,8 @@ def attend(
     query = first + row // HEADS
     token = start + query
     mine = mine & (query < length) & (token < tokens)
-    at = (b * tokens + token) * heads + head
-    q = load_rows(query_ptr, at * D, mine, DV if LATENT else D, D_TILE)
+    offsets = (b * tokens + token) * heads + head
+    q = load_rows(query_ptr, offsets * D, mine, DV if LATENT else D, D_TILE)
     PRECISE: tl.constexpr = q.dtype == tl.float32
     scale = SCALE
     if k_scale_ptr is not None:
@@ -204,7 +204,7 @@ def attend(
     k_ptr += b * k_batch + h.to(tl.int64) * k_head
     if LATENT:
         if D > DV:
-            q_rest = load_rows(query_ptr + DV, at * D, mine, D - DV, REST_TILE)
+            q_rest = load_rows(query_ptr + DV, offsets * D, mine, D - DV, REST_TILE)
     elif v_ptr is None:
         v_ptr = k_ptr + v_start
     else:
@@ -275,17 +275,17 @@ def attend(
             acc *= alpha[:, None]
             m = m_new
     if logsumexp_ptr is not None:
-        tl.store(logsumexp_ptr + at, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN2), mask=mine)
+        tl.store(logsumexp_ptr + offsets, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN2), mask=mine)
     factor = 1.0 / tl.where(l == 0.0, 1.0, l)
     if v_scale_ptr is not None:
         factor *= tl.load(v_scale_ptr + b * v_scale_batch + h)
     acc *= factor[:, None]
     if lse_ptr is not None:
         if SLOTS:
-            at = ((b * sequences + s) * SLOTS + query) * heads + head
-            at += split.to(tl.int64) * batch * sequences * SLOTS * heads
+            offsets = ((b * sequences + s) * SLOTS + query) * heads + head
+            offsets += split.to(tl.int64) * batch * sequences * SLOTS * heads
         else:
-            at += split.to(tl.int64) * batch * tokens * heads
-        tl.store(lse_ptr + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(l)), mask=mine)
+            offsets += split.to(tl.int64) * batch * tokens * heads
+        tl.store(lse_ptr + offsets, tl.where(l == 0.0, float("-inf"), m + tl.log2(l)), mask=mine)
     mask = mine[:, None] & (column < DV)[None, :]
-    tl.store(out_ptr + (at * DV)[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + (offsets * DV)[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)

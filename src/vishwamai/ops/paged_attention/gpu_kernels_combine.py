@@ -41,20 +41,20 @@ def combine(
     With SLOTS the grid is (batch * sequences * SLOTS * heads,), and rows of no sequence that counts are left as they
     are.
     """
-    at = tl.program_id(0).to(tl.int64)
-    head = at % heads
-    token = at // heads % tokens
-    stride = (at * 0 + batch) * tokens * heads
-    b = at // heads // tokens
+    index = tl.program_id(0).to(tl.int64)
+    head = index % heads
+    token = index // heads % tokens
+    stride = (index * 0 + batch) * tokens * heads
+    b = index // heads // tokens
     if SLOTS:
-        stride = (at * 0 + batch) * sequences * SLOTS * heads
-        b = at // heads // SLOTS // sequences
+        stride = (index * 0 + batch) * sequences * SLOTS * heads
+        b = index // heads // SLOTS // sequences
     n = head * 0 + sequences
     if num_seqs_ptr is not None:
         n = tl.minimum(n, tl.load(num_seqs_ptr + b * num_seqs_batch))
     if SLOTS:
-        s = at // heads // SLOTS % sequences
-        query = at // heads % SLOTS
+        s = index // heads // SLOTS % sequences
+        query = index // heads % SLOTS
         if s >= n:
             return
         start = tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + s)
@@ -67,7 +67,7 @@ def combine(
         inside = token < tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + n)
     column = tl.arange(0, DV_TILE)
     i = tl.arange(0, SPLITS_TILE)
-    lse = tl.load(lse_ptr + i * stride + at, mask=inside & (i < SPLITS), other=float("-inf"))
+    lse = tl.load(lse_ptr + i * stride + index, mask=inside & (i < SPLITS), other=float("-inf"))
     m = tl.max(lse, 0)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + b * sinks_batch + head).to(tl.float32) * LOG2E
@@ -79,8 +79,8 @@ def combine(
     acc = tl.zeros([DV_TILE], tl.float32)
     for first in tl.range(0, SPLITS, ROWS):
         some = first + tl.arange(0, ROWS)
-        weight = tl.load(lse_ptr + some * stride + at, mask=inside & (some < SPLITS), other=float("-inf"))
-        part = load_rows(partial_ptr, (some * stride + at) * DV, weight != float("-inf"), DV, DV_TILE)
+        weight = tl.load(lse_ptr + some * stride + index, mask=inside & (some < SPLITS), other=float("-inf"))
+        part = load_rows(partial_ptr, (some * stride + index) * DV, weight != float("-inf"), DV, DV_TILE)
         acc += tl.sum(part * tl.exp2(weight - m)[:, None], 0)
     acc *= 1.0 / tl.where(l == 0.0, 1.0, l)
     row = (b * tokens + token) * heads + head
@@ -88,6 +88,6 @@ def combine(
     if SLOTS:
         mask = mask & inside
     if logsumexp_ptr is not None:
-        whole = tl.where(inside & (l != 0.0), (m + tl.log2(l)) * LN2, float("-inf"))
-        tl.store(logsumexp_ptr + row, whole, mask=token < tokens)
+        total = tl.where(inside & (l != 0.0), (m + tl.log2(l)) * LN2, float("-inf"))
+        tl.store(logsumexp_ptr + row, total, mask=token < tokens)
     tl.store(out_ptr + row * DV + column, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -43,17 +43,17 @@ def _turned(
     if INTERLEAVED:
         pair = column // 2
         first = column % 2 == 0
-        other = tl.where(first, column + 1, column - 1)
+        partner = tl.where(first, column + 1, column - 1)
     else:
         first = column < PAIRS
         pair = tl.where(first, column, column - PAIRS)
-        other = tl.where(first, column + PAIRS, column - PAIRS)
+        partner = tl.where(first, column + PAIRS, column - PAIRS)
     # The other column of a pair was read a moment ago: it comes from the L1 cache.
-    y = tl.load(key_ptr + row[:, None] + FIRST + other[None, :], mask=mine[:, None] & turns[None, :], other=0.0)
-    at = position.to(tl.int64) * PAIRS + pair
-    known = turns & (position < positions)
-    cos = tl.load(cos_ptr + at, mask=known, other=float("nan")).to(tl.float32)
-    sin = tl.load(sin_ptr + at, mask=known, other=float("nan")).to(tl.float32)
+    y = tl.load(key_ptr + row[:, None] + FIRST + partner[None, :], mask=mine[:, None] & turns[None, :], other=0.0)
+    offsets = position.to(tl.int64) * PAIRS + pair
+    covered = turns & (position < positions)
+    cos = tl.load(cos_ptr + offsets, mask=covered, other=float("nan")).to(tl.float32)
+    sin = tl.load(sin_ptr + offsets, mask=covered, other=float("nan")).to(tl.float32)
     sin = tl.where(first, -sin, sin)
     turned = x.to(tl.float32) * cos[None, :] + y.to(tl.float32) * sin[None, :]
     return tl.where(turns[None, :], turned.to(x.dtype), x)
@@ -139,17 +139,17 @@ def update(
             INTERLEAVED,
             D_TILE,
         )
-    at = page * k_page + slot * k_token + head * k_head
+    offsets = page * k_page + slot * k_token + head * k_head
     x = _stored(x, k_scale_ptr, head, k_ptr.dtype.element_ty, MOST)
-    tl.store(k_ptr + at[:, None] + column[None, :], x, mask=mine[:, None] & (column < D)[None, :])
+    tl.store(k_ptr + offsets[:, None] + column[None, :], x, mask=mine[:, None] & (column < D)[None, :])
     if value_ptr is not None:
         if v_ptr is None:
             v_ptr = k_ptr + v_start
         column = tl.arange(0, DV_TILE)
         x = load_rows(value_ptr, from_row * DV, mine, DV, DV_TILE)
-        at = page * v_page + slot * v_token + head * v_head
+        offsets = page * v_page + slot * v_token + head * v_head
         x = _stored(x, v_scale_ptr, head, k_ptr.dtype.element_ty, MOST)
-        tl.store(v_ptr + at[:, None] + column[None, :], x, mask=mine[:, None] & (column < DV)[None, :])
+        tl.store(v_ptr + offsets[:, None] + column[None, :], x, mask=mine[:, None] & (column < DV)[None, :])
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def put(
     page = tl.load(page_ptr + token)
     if (page < 0) | (page >= pages):
         return
-    at = page.to(tl.int64) * SLOTS + tl.load(slot_ptr + token)
+    offset = page.to(tl.int64) * SLOTS + tl.load(slot_ptr + token)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(rows_ptr + token.to(tl.int64) * SIZE + column, mask=column < SIZE)
-    tl.store(pool_ptr + at * SIZE + column, x, mask=column < SIZE)
+    tl.store(pool_ptr + offset * SIZE + column, x, mask=column < SIZE)

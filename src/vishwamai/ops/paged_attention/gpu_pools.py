@@ -27,11 +27,11 @@ def places_of(k_pages: Any, v_pages: Any, form: str) -> dict[str, int]:
     k, step = strides(k_pages), 2 if form == "combined" else 1
     row = 0 if form == "latent" else k[3]
     v = k if v_pages is None else strides(v_pages)
-    found = dict(k_batch=k[0], k_page=k[1], k_token=k[2], k_head=step * row)
-    found |= dict(v_batch=v[0], v_page=v[1], v_token=v[2], v_head=step * row if v_pages is None else v[3])
-    found |= dict(v_start=row if form == "combined" else 0)
-    each = 2 if array_spec(k_pages).dtype == INT4 else 1
-    return {name: n // each for name, n in found.items()}
+    places = dict(k_batch=k[0], k_page=k[1], k_token=k[2], k_head=step * row)
+    places |= dict(v_batch=v[0], v_page=v[1], v_token=v[2], v_head=step * row if v_pages is None else v[3])
+    places |= dict(v_start=row if form == "combined" else 0)
+    per_byte = 2 if array_spec(k_pages).dtype == INT4 else 1
+    return {name: n // per_byte for name, n in places.items()}
 
 
 def chunk_of(sequences: int) -> int:

@@ -34,7 +34,7 @@ def put(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
     """
     size = math.prod(pool.shape[2:]) // 2
     tile = min(1024, gpu.next_power_of_2(size))
-    (written,) = gpu.launch(
+    (updated,) = gpu.launch(
         PUT,
         (rows.shape[0], gpu.cdiv(size, tile)),
         dict(rows_ptr=rows, page_ptr=page, slot_ptr=slot),
@@ -44,7 +44,7 @@ def put(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
         SIZE=size,
         TILE=tile,
     )
-    return written
+    return updated
 
 
 def update(

@@ -46,8 +46,8 @@ def rotated(key: Any, position: Any, rope_tables: Any, interleaved: bool, latent
     # A negative index would count from the end; such a token has no place, and any row will do.
     index = xp.clip(position, 0, None)
     cos, sin = (cast(fetched(table, index, float("nan")), dtype) for table in rope_tables)  # [tokens, pairs]
-    sin = _both(-sin, sin, interleaved)  # [tokens, 2 * pairs]
-    cos = _both(cos, cos, interleaved)
+    sin = _joined(-sin, sin, interleaved)  # [tokens, 2 * pairs]
+    cos = _joined(cos, cos, interleaved)
     if not latent:
         cos, sin = cos[:, None], sin[:, None]
     turning = cos.shape[-1]
@@ -55,11 +55,11 @@ def rotated(key: Any, position: Any, rope_tables: Any, interleaved: bool, latent
     x = key[..., first : first + turning]
     # Columns change places once and all else is elementwise, so XLA makes one fusion of it with the scaling.
     ends = (x[..., 1::2], x[..., 0::2]) if interleaved else (x[..., turning // 2 :], x[..., : turning // 2])
-    turned = cast(x, dtype) * cos + cast(_both(*ends, interleaved), dtype) * sin
+    turned = cast(x, dtype) * cos + cast(_joined(*ends, interleaved), dtype) * sin
     return xp.concatenate((key[..., :first], cast(turned, array_spec(key).dtype), key[..., first + turning :]), -1)
 
 
-def _both(a: Any, b: Any, interleaved: bool) -> Any:
+def _joined(a: Any, b: Any, interleaved: bool) -> Any:
     """`[..., 2 * pairs]` of the first and of the second halves of pairs, `[..., pairs]` each."""
     xp = namespace(a)
     if interleaved:

@@ -19,7 +19,7 @@ from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import lax_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes, match_varying
-from vishwamai.core.spec import known
+from vishwamai.core.spec import static_size
 from vishwamai.ops.paged_attention.schedule import at_tokens, items, query_of, runs
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
 
@@ -31,24 +31,24 @@ _LOWEST = -1e30
 
 
 def _queries_per_block(spec: PagedSpec) -> int:
-    return min(known(spec.max_q_len, 16), max(1, 64 // spec.group), 16)
+    return min(static_size(spec.max_q_len, 16), max(1, 64 // spec.group), 16)
 
 
 def keys_and_values(spec: PagedSpec, operands: Operands, pages: Any) -> tuple[Any, Any]:
     """Keys and values of the pages named, `[..., keys, Hkv, D]`, in the accumulator's dtype; pages: int `[..., n]`."""
 
     def rows(pool: Any) -> Any:
-        found = pool[pages]  # [..., n, page, rows, D]
-        return found.reshape(*pages.shape[:-1], -1, *found.shape[pages.ndim + 1 :]).astype(spec.accumulator)
+        stored = pool[pages]  # [..., n, page, rows, D]
+        return stored.reshape(*pages.shape[:-1], -1, *stored.shape[pages.ndim + 1 :]).astype(spec.accumulator)
 
-    found = rows(operands.k_pages)
+    stored = rows(operands.k_pages)
     if spec.form == "latent":
-        key = found[..., None, :]
+        key = stored[..., None, :]
         value = key[..., : spec.value_dim]
     elif spec.form == "combined":
-        key, value = found[..., 0::2, :], found[..., 1::2, :]
+        key, value = stored[..., 0::2, :], stored[..., 1::2, :]
     else:
-        key, value = found, rows(operands.v_pages)
+        key, value = stored, rows(operands.v_pages)
     if operands.k_scale is not None:
         key = key * operands.k_scale.astype(spec.accumulator)[:, None]
     if operands.v_scale is not None:
@@ -56,7 +56,7 @@ def keys_and_values(spec: PagedSpec, operands: Operands, pages: Any) -> tuple[An
     return key, value
 
 
-def _one(spec: PagedSpec, operands: Operands) -> Outputs:
+def _one_batch(spec: PagedSpec, operands: Operands) -> Outputs:
     """The output `[T, Hq, Dv]` and the logsumexp `[T, Hq]` of operands without their batch axis."""
     wide = spec.accumulator
     precision = lax_precision("highest") if spec.compute_dtype != jnp.bfloat16 else None
@@ -129,13 +129,13 @@ def _one(spec: PagedSpec, operands: Operands) -> Outputs:
     number = blocks.sequence.shape[0]
     bytes_each = ahead * page * kv_heads * (spec.head_dim + spec.value_dim) * jnp.dtype(wide).itemsize
     most = max(1, _STEP_BYTES // max(1, bytes_each))
-    together = max(1, min(number, most)) if isinstance(number, int) else None
+    batch_size = max(1, min(number, most)) if isinstance(number, int) else None
     # [items, block, Hq, Dv] and [items, block, Hq]
-    out, logsumexp = lax.map(attend, tuple(blocks[:5]), batch_size=together)
-    found, where = nothing(spec, ()), query_of(spec, of, block, 1, spec.max_q_len)
+    out, logsumexp = lax.map(attend, tuple(blocks[:5]), batch_size=batch_size)
+    outputs, where = nothing(spec, ()), query_of(spec, of, block, 1, spec.max_q_len)
     if spec.return_lse:
-        found = found._replace(logsumexp=at_tokens(logsumexp, found.logsumexp, *where))
-    return found._replace(out=at_tokens(out, found.out, *where))
+        outputs = outputs._replace(logsumexp=at_tokens(logsumexp, outputs.logsumexp, *where))
+    return outputs._replace(out=at_tokens(out, outputs.out, *where))
 
 
 def nothing(spec: PagedSpec, lead: tuple[int, ...]) -> Outputs:
@@ -145,7 +145,7 @@ def nothing(spec: PagedSpec, lead: tuple[int, ...]) -> Outputs:
     return Outputs(jnp.zeros((*rows, spec.value_dim), spec.compute_dtype), logsumexp)
 
 
-def each(function: Any, spec: PagedSpec, operands: Operands) -> Outputs:
+def over_batches(function: Any, spec: PagedSpec, operands: Operands) -> Outputs:
     """Runs `function(operands without batch axis) -> Outputs` for every folded batch entry, one after the other; shared
     operands are not copied.
     """
@@ -161,10 +161,10 @@ def each(function: Any, spec: PagedSpec, operands: Operands) -> Outputs:
 
     # A mapped axis may lie on explicit mesh axes, along which no entry can be picked: every device then takes its own.
     texts = spec.dims(Operands)
-    given = tuple(None if x is None else dims.factors(text, x.ndim) for x, text in zip(operands, texts, strict=True))
+    factors = tuple(None if x is None else dims.factors(text, x.ndim) for x, text in zip(operands, texts, strict=True))
     texts = spec.dims(Outputs)
     results = Outputs(dims.factors(texts.out, 4), dims.factors(texts.logsumexp, 3) if spec.return_lse else None)
-    axes = Axes(given, results, frozenset({"batch"}))
+    axes = Axes(factors, results, frozenset({"batch"}))
     return follow_explicit_axes(run, axes, *operands)
 
 
@@ -173,7 +173,7 @@ def forward(spec: PagedSpec, config: None, operands: Operands, residuals: bool) 
     del config, residuals
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
         return nothing(spec, (spec.batch,)), None
-    return each(functools.partial(_one, spec), spec, operands), None
+    return over_batches(functools.partial(_one_batch, spec), spec, operands), None
 
 
 XLA = Implementation("xla", None, forward, autodiff_backward(forward), autodiff=True)

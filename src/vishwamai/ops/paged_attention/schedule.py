@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from vishwamai.core.arrays import namespace
-from vishwamai.core.spec import is_symbolic, known
+from vishwamai.core.spec import is_symbolic, static_size
 from vishwamai.ops.paged_attention.spec import PagedSpec
 
 
@@ -122,7 +122,7 @@ def at_tokens(x: Any, before: Any, place: Any, exists: Any) -> Any:
 
 def prefix_sum(x: Any) -> Any:
     """Inclusive sums of an int32 vector; a short one as a masked sum, which fuses with what is around it."""
-    if known(x.shape[0], 513) > 512:
+    if static_size(x.shape[0], 513) > 512:
         return jnp.cumsum(x, dtype=jnp.int32)
     index = jnp.arange(x.shape[0])
     return jnp.sum(jnp.where(index[None, :] <= index[:, None], x[None, :], 0), axis=1, dtype=jnp.int32)

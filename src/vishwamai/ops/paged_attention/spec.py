@@ -105,9 +105,11 @@ class PagedSpec(OpSpec):
 
     def dims(self, kind: Any) -> Any:
         """Of latent pages too, which have one row for each token."""
-        found = super().dims(kind)
+        declared = super().dims(kind)
         return (
-            found._replace(k_pages="batch? pages page_size _") if kind is Operands and self.form == "latent" else found
+            declared._replace(k_pages="batch? pages page_size _")
+            if kind is Operands and self.form == "latent"
+            else declared
         )
 
     @property

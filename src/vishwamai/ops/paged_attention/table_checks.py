@@ -42,10 +42,10 @@ def check_table_values(
     starts, lens = cu_q_lens[: count + 1].astype(np.int64), kv_lens[:count].astype(np.int64)
     new = np.diff(starts)
     if starts[0] != 0 or (new < 0).any():
-        at = 0 if starts[0] != 0 else int(np.argmax(new < 0)) + 1
+        position = 0 if starts[0] != 0 else int(np.argmax(new < 0)) + 1
         raise ShapeError(
-            f"{name}: `cu_q_lens` has {starts[at]} at [{at}]; it says where each sequence's tokens start: pass numbers "
-            "from 0 on that never decrease."
+            f"{name}: `cu_q_lens` has {starts[position]} at [{position}]; it says where each sequence's tokens start: "
+            "pass numbers from 0 on that never decrease."
         )
     if starts[-1] > tokens:
         raise ShapeError(

@@ -21,7 +21,7 @@ from vishwamai.core.sharding import match_varying
 from vishwamai.core.target import Target
 from vishwamai.ops.paged_attention import tpu_kernel
 from vishwamai.ops.paged_attention.checks import no_gradient
-from vishwamai.ops.paged_attention.reference import each, nothing
+from vishwamai.ops.paged_attention.reference import nothing, over_batches
 from vishwamai.ops.paged_attention.schedule import Items, Runs, at_tokens, items, prefix_sum, query_of, runs
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
 from vishwamai.ops.paged_attention.tpu_long import by_query, by_row
@@ -34,11 +34,11 @@ def _query_blocks(spec: PagedSpec, shape: Shape, query: Any, blocks: Items) -> A
     block.
     """
     if spec.max_q_len == 1:  # item i has token i
-        found = query[: blocks.token.shape[0], None]
+        rows = query[: blocks.token.shape[0], None]
     else:
         token = blocks.token[:, None] + jnp.arange(shape.queries)
-        found = query[jnp.clip(token, 0, spec.tokens - 1)]  # [items, queries, Hq, D]
-    return _pad_rows(shape, _by_block(spec, shape, found))
+        rows = query[jnp.clip(token, 0, spec.tokens - 1)]  # [items, queries, Hq, D]
+    return _pad_rows(shape, _by_block(spec, shape, rows))
 
 
 def _by_block(spec: PagedSpec, shape: Shape, x: Any) -> Any:
@@ -208,7 +208,7 @@ def _call(
         scalars=scalars,
         inputs={
             **{name: (x, in_hbm) for name, x in hbm.items()},
-            **{name: (x, _whole(x)) for name, x in vmem.items()},
+            **{name: (x, _full_block(x)) for name, x in vmem.items()},
             **{name: (x, in_smem) for name, x in smem.items()},
         },
         outputs={
@@ -231,7 +231,7 @@ def _first_read(shape: Shape, blocks: Items, before: Any) -> Any:
     return jnp.minimum(blocks.token, before.shape[0] - shape.queries)
 
 
-def _whole(x: Any) -> pl.BlockSpec | None:
+def _full_block(x: Any) -> pl.BlockSpec | None:
     return None if x is None else pl.BlockSpec(x.shape, lambda c, *_: (0,) * x.ndim)
 
 
@@ -246,50 +246,50 @@ def _placed(spec: PagedSpec, shape: Shape, blocks: Items, x: Any, before: Any, w
 
 
 def _short(
-    spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands, of: Runs, most: int, found: Outputs
+    spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands, of: Runs, most: int, outputs: Outputs
 ) -> Outputs:
-    """`found` with the results of runs of up to `most` queries."""
+    """`outputs` with the results of runs of up to `most` queries."""
     blocks = items(spec, of, shape.queries, 1, most)
     out, logsumexp = _call(spec, config, shape, operands, of, blocks)
     # With a token to a sequence, item i has token i.
     where = None if spec.max_q_len == 1 else query_of(spec, of, shape.queries, 1, most)
     if logsumexp is not None:
-        logsumexp = _placed(spec, shape, blocks, logsumexp[..., :1], found.logsumexp[..., None], where)[..., 0]
-    return Outputs(_placed(spec, shape, blocks, out, found.out, where), logsumexp)
+        logsumexp = _placed(spec, shape, blocks, logsumexp[..., :1], outputs.logsumexp[..., None], where)[..., 0]
+    return Outputs(_placed(spec, shape, blocks, out, outputs.out, where), logsumexp)
 
 
 def _long(
-    spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands, of: Runs, least: int, found: Outputs
+    spec: PagedSpec, config: PagedConfig, shape: Shape, operands: Operands, of: Runs, least: int, outputs: Outputs
 ) -> Outputs:
-    """`found` with the results of runs of `least` queries and more, which the kernel writes to their tokens."""
+    """`outputs` with the results of runs of `least` queries and more, which the kernel writes to their tokens."""
     blocks = items(spec, of, shape.queries, least, spec.max_q_len)
     tokens = max(spec.tokens, shape.queries)
-    before = jnp.pad(found.out, ((0, tokens - spec.tokens), (0, shape.heads - spec.heads), (0, 0)))
+    before = jnp.pad(outputs.out, ((0, tokens - spec.tokens), (0, shape.heads - spec.heads), (0, 0)))
     out, logsumexp = _call(spec, config, shape, operands, of, blocks, before)
     if logsumexp is not None:
         place, exists = query_of(spec, of, shape.queries, least, spec.max_q_len)
         item = place // shape.queries
         skip = (blocks.token - _first_read(shape, blocks, before))[item]
-        logsumexp = at_tokens(by_query(spec, shape, logsumexp), found.logsumexp, place + skip, exists)
+        logsumexp = at_tokens(by_query(spec, shape, logsumexp), outputs.logsumexp, place + skip, exists)
     return Outputs(out[: spec.tokens, : spec.heads], logsumexp)
 
 
-def _one(spec: PagedSpec, config: PagedConfig, operands: Operands) -> Outputs:
+def _one_batch(spec: PagedSpec, config: PagedConfig, operands: Operands) -> Outputs:
     """The output `[T, Hq, Dv]` and the logsumexp `[T, Hq]` of operands without their batch axis."""
     count: Any = operands.num_seqs
     of = runs(operands.kv_lens, operands.cu_q_lens, count[0])
-    found = nothing(spec, ())
+    outputs = nothing(spec, ())
     for least, most, shape in shapes(spec, config):
         if shape.long:
-            found = _long(spec, config, shape, operands, of, least, found)
+            outputs = _long(spec, config, shape, operands, of, least, outputs)
         else:
-            found = _short(spec, config, shape, operands, of, most, found)
-    return found
+            outputs = _short(spec, config, shape, operands, of, most, outputs)
+    return outputs
 
 
 def forward(spec: PagedSpec, config: PagedConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
     del residuals
-    return each(functools.partial(_one, spec, config), spec, operands), None
+    return over_batches(functools.partial(_one_batch, spec, config), spec, operands), None
 
 
 def notes(spec: PagedSpec, target: Target) -> list[str]:

@@ -30,9 +30,9 @@ def stored_heads(spec: PagedSpec) -> int:
     """Query heads, padded so that a token's rows fill whole tiles."""
     if spec.form == "latent":
         return round_up(spec.heads, sublanes(spec.compute_dtype))
-    each = packing(spec.compute_dtype)
-    words = -(-spec.heads // each)
-    return each * (1 << (words - 1).bit_length() if words <= 4 else round_up(words, 8))
+    per_word = packing(spec.compute_dtype)
+    words = -(-spec.heads // per_word)
+    return per_word * (1 << (words - 1).bit_length() if words <= 4 else round_up(words, 8))
 
 
 def whole_queries(spec: PagedSpec) -> int:
@@ -89,31 +89,31 @@ class LongRuns:
             refs.q_rows[0] = refs.q_buffer[q_slot].reshape(shape.rows, spec.head_dim)
             return
         words, dtype = flat_words(refs.q_buffer.at[q_slot]), spec.compute_dtype
-        each = packing(dtype)
+        per_word = packing(dtype)
         for h in range(spec.kv_heads):
             heads = range(h * spec.group, (h + 1) * spec.group)
-            found = [row_of(words[self._word(head), :], head % each, dtype, dtype) for head in heads]
-            refs.q_rows[h] = jnp.concatenate(found)
+            rows = [row_of(words[self._word(head), :], head % per_word, dtype, dtype) for head in heads]
+            refs.q_rows[h] = jnp.concatenate(rows)
 
     def _word(self, head: int) -> Any:
         """Where the words of a query head stand."""
-        each = packing(self.spec.compute_dtype)
-        stride = self.shape.heads // each
-        return pl.ds(head // each, self.shape.queries, stride) if stride > 1 else pl.ds(0, self.shape.queries)
+        per_word = packing(self.spec.compute_dtype)
+        stride = self.shape.heads // per_word
+        return pl.ds(head // per_word, self.shape.queries, stride) if stride > 1 else pl.ds(0, self.shape.queries)
 
     def attend(self, ahead: Any, new: Any, slot: Any, q_slot: Any) -> None:
         """See `ShortRuns.attend`."""
         spec, shape, refs = self.spec, self.shape, self.refs
         keys = shape.pages * spec.page_size
-        whole = ahead >= keys - 1  # all queries see all keys
+        unmasked = ahead >= keys - 1  # all queries see all keys
         if spec.window is not None:
-            whole &= ahead + shape.queries - 1 <= spec.window
+            unmasked &= ahead + shape.queries - 1 <= spec.window
         among = jnp.bool_(False)
         if refs.hidden is not None:
             among = (new < keys) & (new + refs.hidden.shape[-1] > 0)
-            whole &= jnp.logical_not(among)
+            unmasked &= jnp.logical_not(among)
 
-        @pl.when(whole)
+        @pl.when(unmasked)
         def _() -> None:
             self._attend(range(0, keys, shape.chunk), shape.chunk, False, False, ahead, new, slot, q_slot)
 
@@ -121,7 +121,7 @@ class LongRuns:
         for tree in (False, True) if refs.hidden is not None else (False,):
             for first in range(0, keys, edge):
 
-                @pl.when(jnp.logical_not(whole) & (among == tree) & (first < ahead + shape.queries))
+                @pl.when(jnp.logical_not(unmasked) & (among == tree) & (first < ahead + shape.queries))
                 def _(tree: bool = tree, first: int = first) -> None:
                     self._attend((first,), edge, True, tree, ahead, new, slot, q_slot)
 
@@ -154,8 +154,8 @@ class LongRuns:
                 see &= token >= limit - spec.window
             if tree:  # each key's column of the mask, by a product with a matrix of zeros and ones
                 columns = refs.hidden_buffer.shape[-1]
-                shown = (s.shape[0], columns)
-                key = lax.broadcasted_iota(jnp.int32, shown, 0) - lax.broadcasted_iota(jnp.int32, shown, 1)
+                tile_shape = (s.shape[0], columns)
+                key = lax.broadcasted_iota(jnp.int32, tile_shape, 0) - lax.broadcasted_iota(jnp.int32, tile_shape, 1)
                 key = jnp.where(key == new - first, 1.0, 0.0).astype(refs.hidden_buffer.dtype)
                 see &= dot(key, refs.hidden_buffer[q_slot], (1, 1)) < 0.5
             return jnp.where(see, s, MASKED)
@@ -219,10 +219,10 @@ class LongRuns:
 
         @pl.when(count < queries)
         def _() -> None:
-            def one(i: Any, carry: None) -> None:
+            def store_query(i: Any, carry: None) -> None:
                 act(copy(refs.o_buffer.at[slot, i], refs.out.at[token + i]))
 
-            lax.fori_loop(skip, skip + count, one, None)
+            lax.fori_loop(skip, skip + count, store_query, None)
 
         if self.spec.return_lse:
             act(pltpu.make_async_copy(refs.lse_buffer.at[slot], refs.lse.at[item], refs.lse_stored.at[slot]))
@@ -232,8 +232,10 @@ def _tiles(x: jax.Array, over: Any) -> jax.Array:
     """`over` of the tiles of 8 rows, `[8, columns]`; of less than a tile, of its rows, in the first of 8 rows."""
     if x.shape[0] % 8 == 0:
         return over(x.reshape(-1, 8, x.shape[1]), axis=0)
-    one = over(x, axis=0, keepdims=True)
-    return jnp.where(lax.broadcasted_iota(jnp.int32, (8, x.shape[1]), 0) == 0, one, 0.0 if over is jnp.sum else one)
+    reduced = over(x, axis=0, keepdims=True)
+    return jnp.where(
+        lax.broadcasted_iota(jnp.int32, (8, x.shape[1]), 0) == 0, reduced, 0.0 if over is jnp.sum else reduced
+    )
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -92,18 +92,18 @@ class ShortRuns:
                 of_key = of_key - lax.broadcasted_iota(jnp.int32, of_key.shape, 0)
             tiles = []
             for t, start in enumerate(range(0, s.shape[1], width)):
-                here = min(width, s.shape[1] - start)  # 19 pages of 16 keys are no whole tiles
+                tile_width = min(width, s.shape[1] - start)  # 19 pages of 16 keys are no whole tiles
                 limit = ahead - first - t * step
-                x = s[:, start : start + here]
+                x = s[:, start : start + tile_width]
                 if refs.slopes is not None:
-                    x = x - (refs.slopes[index] * LOG2E) * (limit - token[:, :here]).astype(jnp.float32)
-                see = token[:, :here] <= limit
+                    x = x - (refs.slopes[index] * LOG2E) * (limit - token[:, :tile_width]).astype(jnp.float32)
+                see = token[:, :tile_width] <= limit
                 if spec.window is not None:
-                    see &= token[:, :here] >= limit - spec.window
+                    see &= token[:, :tile_width] >= limit - spec.window
                 if mine is not None:
-                    see &= mine[:, :here]
+                    see &= mine[:, :tile_width]
                 if tree:  # each key's column of the mask, by a product with a matrix of zeros and ones
-                    key = of_key[:, :here] == new - (first + t * step)
+                    key = of_key[:, :tile_width] == new - (first + t * step)
                     key = jnp.where(key, 1.0, 0.0).astype(refs.hidden_buffer.dtype)  # [columns, here]
                     see &= dot(refs.hidden_buffer[q_slot], key, (1, 0)) < 0.5
                 tiles.append(jnp.where(see, x, MASKED))

@@ -83,12 +83,14 @@ def shapes(spec: PagedSpec, config: PagedConfig) -> list[tuple[int, int, Shape]]
         return Shape(queries, height, False, spec.heads, pages, config.slots, joint, chunk, unpack)
 
     short = short_queries(spec)
-    found = [(1, short, shape(short, config.chunk_keys, joint=_joint(spec, short)))]
+    kernels = [(1, short, shape(short, config.chunk_keys, joint=_joint(spec, short)))]
     if spec.max_q_len > short:
-        each = whole_queries(spec)
-        queries = max(each, min(round_up(spec.max_q_len, each), config.long_rows // spec.group // each * each))
-        found.append((short + 1, spec.max_q_len, shape(queries, config.long_chunk_keys, long=True)))
-    return found
+        multiple = whole_queries(spec)
+        queries = max(
+            multiple, min(round_up(spec.max_q_len, multiple), config.long_rows // spec.group // multiple * multiple)
+        )
+        kernels.append((short + 1, spec.max_q_len, shape(queries, config.long_chunk_keys, long=True)))
+    return kernels
 
 
 def _joint(spec: PagedSpec, queries: int) -> bool:
@@ -114,16 +116,16 @@ def _vmem_bytes(spec: PagedSpec, shape: Shape) -> int:
         buffers += shape.slots * tiled_bytes((shape.rows, columns), jnp.bfloat16)
         widened += 2 * tiled_bytes((columns, LANES), jnp.float32)
     if shape.long:
-        whole = (shape.queries * shape.heads, max(spec.head_dim, spec.value_dim))
-        buffers += (shape.slots + 2) * tiled_bytes(whole, spec.compute_dtype)  # queries and results
+        query_block = (shape.queries * shape.heads, max(spec.head_dim, spec.value_dim))
+        buffers += (shape.slots + 2) * tiled_bytes(query_block, spec.compute_dtype)  # queries and results
         height = spec.value_dim + 8 + 8 * (1 + 2 * spec.return_lse)
-        held = tiled_bytes((shape.rows, spec.head_dim), spec.compute_dtype)
-        held += tiled_bytes((height, shape.rows), jnp.float32)
-        return buffers + spec.kv_heads * held + scores + widened
-    held = [tiled_bytes((shape.rows, d), jnp.float32) for d in (spec.head_dim, spec.value_dim, LANES, LANES)]
+        per_head = tiled_bytes((shape.rows, spec.head_dim), spec.compute_dtype)
+        per_head += tiled_bytes((height, shape.rows), jnp.float32)
+        return buffers + spec.kv_heads * per_head + scores + widened
+    per_head = [tiled_bytes((shape.rows, d), jnp.float32) for d in (spec.head_dim, spec.value_dim, LANES, LANES)]
     if spec.return_lse:
-        held.append(tiled_bytes((shape.rows, LANES), jnp.float32))
-    return buffers + row_blocks(spec, shape) * 2 * (sum(held) + held[0]) + scores + widened
+        per_head.append(tiled_bytes((shape.rows, LANES), jnp.float32))
+    return buffers + row_blocks(spec, shape) * 2 * (sum(per_head) + per_head[0]) + scores + widened
 
 
 def _page_elements(spec: PagedSpec, pool: Any) -> int:
@@ -166,9 +168,9 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
                 f"rows of {max(spec.head_dim, spec.value_dim)} columns cannot be read with a stride; {LANES} is the "
                 "most."
             )
-        rows, each = o.k_pages.shape[3], packing(o.k_pages.dtype)
-        words = rows // each
-        if rows % each or (words not in (1, 2, 4) and words % 8):
+        rows, per_word = o.k_pages.shape[3], packing(o.k_pages.dtype)
+        words = rows // per_word
+        if rows % per_word or (words not in (1, 2, 4) and words % 8):
             return (
                 f"a token's {rows} rows of {o.k_pages.dtype.name} are not 1, 2, 4 or a multiple of 8 words of 32 bits "
                 "each, so tiles would have gaps."

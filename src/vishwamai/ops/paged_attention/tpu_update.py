@@ -44,7 +44,7 @@ def why_not(pool: Any, rows: Any) -> str | None:
 def put(pool: jax.Array, rows: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
     """See `rows.put`."""
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    (written,) = pallas.call(
+    (updated,) = pallas.call(
         _copy,
         name="update_pages",
         grid=(_CORES,),
@@ -58,16 +58,16 @@ def put(pool: jax.Array, rows: jax.Array, page: jax.Array, slot: jax.Array) -> j
         flops=0,
         bytes_accessed=2 * rows.size * bits(rows.dtype) // 8,
     )
-    return written
+    return updated
 
 
 def _copy(page: Any, slot: Any, rows: Any, old: Any, pool: Any, copied: Any) -> None:
     del old  # the same memory as `pool`
     tokens, pages, slots = rows.shape[0], *pool.shape[:2]
-    together = min(_TOGETHER, slots)
-    each = pallas.round_up(pl.cdiv(tokens, _CORES), together)
-    first = pl.program_id(0) * each
-    last = jnp.minimum(first + each, tokens)
+    group = min(_TOGETHER, slots)
+    per_core = pallas.round_up(pl.cdiv(tokens, _CORES), group)
+    first = pl.program_id(0) * per_core
+    last = jnp.minimum(first + per_core, tokens)
 
     def copy(row: Any, count: int, page: Any, slot: Any) -> Any:
         into = pool.at[page, pl.ds(slot, count)]
@@ -76,34 +76,34 @@ def _copy(page: Any, slot: Any, rows: Any, old: Any, pool: Any, copied: Any) -> 
     def wait(count: int) -> None:
         copy(0, count, 0, 0).wait()  # whose size all copies of so many rows have
 
-    def start(row: Any, count: int, here: Any, flying: Any) -> Any:
-        @pl.when(here & (flying == _FLYING))
+    def start(row: Any, count: int, active: Any, flying: Any) -> Any:
+        @pl.when(active & (flying == _FLYING))
         def _() -> None:
             wait(count)
 
-        @pl.when(here)
+        @pl.when(active)
         def _() -> None:
             copy(row, count, page[row], slot[row]).start()
 
-        return jnp.minimum(flying + here.astype(jnp.int32), _FLYING)
+        return jnp.minimum(flying + active.astype(jnp.int32), _FLYING)
 
     def exists(row: Any) -> Any:
         return (page[row] >= 0) & (page[row] < pages)
 
-    def one(row: Any, flying: Any) -> Any:
+    def copy_row(row: Any, flying: Any) -> Any:
         return start(row, 1, exists(row), flying)
 
     def some(n: Any, flying: Any) -> Any:
-        row = first + n * together
-        stop = jnp.minimum(row + together, last)
-        joined = exists(row) & (stop == row + together)
-        for k in range(1, together):
-            other = jnp.minimum(row + k, tokens - 1)
-            joined &= (page[other] == page[row]) & (slot[other] == slot[row] + k)
-        blocks = start(row, together, joined, flying[0])
-        return blocks, lax.fori_loop(jnp.where(joined, stop, row), stop, one, flying[1])
+        row = first + n * group
+        stop = jnp.minimum(row + group, last)
+        joined = exists(row) & (stop == row + group)
+        for k in range(1, group):
+            neighbour = jnp.minimum(row + k, tokens - 1)
+            joined &= (page[neighbour] == page[row]) & (slot[neighbour] == slot[row] + k)
+        blocks = start(row, group, joined, flying[0])
+        return blocks, lax.fori_loop(jnp.where(joined, stop, row), stop, copy_row, flying[1])
 
-    parts = pl.cdiv(jnp.maximum(last - first, 0), together)
+    parts = pl.cdiv(jnp.maximum(last - first, 0), group)
     blocks, singles = lax.fori_loop(0, parts, some, (jnp.int32(0), jnp.int32(0)))
-    lax.fori_loop(0, blocks, lambda _, carry: wait(together), None)
+    lax.fori_loop(0, blocks, lambda _, carry: wait(group), None)
     lax.fori_loop(0, singles, lambda _, carry: wait(1), None)

@@ -30,8 +30,8 @@ def heads_together(spec: PagedSpec) -> int:
     """Kv heads whose rows share words, which are read together."""
     if spec.form == "latent":
         return 1
-    each = packing(spec.operands.k_pages.dtype)
-    return max(1, each // 2) if spec.form == "combined" else each
+    per_word = packing(spec.operands.k_pages.dtype)
+    return max(1, per_word // 2) if spec.form == "combined" else per_word
 
 
 def flat_words(ref: Any) -> Any:
@@ -52,18 +52,18 @@ def _words(ref: Any, first: int, tokens: int, word: int | None) -> jax.Array:
     return flat[pl.ds(first * words + word, tokens, words), :]
 
 
-def row_of(words: jax.Array, index: int, dtype: Any, wanted: Any) -> jax.Array:
-    """Row `index` of the rows that `words` hold, widened to `wanted`."""
-    each = packing(dtype)
-    if each == 1:
-        return words.astype(wanted)
-    if each == 2:
+def row_of(words: jax.Array, index: int, dtype: Any, result_dtype: Any) -> jax.Array:
+    """Row `index` of the rows that `words` hold, widened to `result_dtype`."""
+    per_word = packing(dtype)
+    if per_word == 1:
+        return words.astype(result_dtype)
+    if per_word == 2:
         upper = words << 16 if index == 0 else words & jnp.uint32(0xFFFF0000)
-        return pltpu.bitcast(upper, jnp.float32).astype(wanted)
+        return pltpu.bitcast(upper, jnp.float32).astype(result_dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         signed, width = pltpu.bitcast(words, jnp.int32), bits(dtype)
-        return ((signed << (32 - width * (index + 1))) >> (32 - width)).astype(jnp.float32).astype(wanted)
-    return _float8(words >> (8 * index) if index else words, dtype).astype(wanted)
+        return ((signed << (32 - width * (index + 1))) >> (32 - width)).astype(jnp.float32).astype(result_dtype)
+    return _float8(words >> (8 * index) if index else words, dtype).astype(result_dtype)
 
 
 def _float8(words: jax.Array, dtype: Any) -> jax.Array:
@@ -92,22 +92,22 @@ def keys_and_values(
     """Keys `[tokens, D]` and values `[tokens, Dv]` of the heads of one group; of all groups together, their rows as
     `places` has them, for None.
     """
-    k_ref, wanted = refs.k_buffer.at[slot], spec.compute_dtype
+    k_ref, dtype = refs.k_buffer.at[slot], spec.compute_dtype
     stored = k_ref.dtype
     if spec.form == "latent":
-        rows = k_ref[pl.ds(first, tokens), :].astype(wanted)
+        rows = k_ref[pl.ds(first, tokens), :].astype(dtype)
         return [(rows, rows[:, : spec.value_dim])]
     heads = heads_together(spec)
     if spec.form == "combined" and packing(stored) == 1:
         assert group is not None
-        return [tuple(_words(k_ref, first, tokens, 2 * group + i).astype(wanted) for i in range(2))]  # type: ignore[list-item]
+        return [tuple(_words(k_ref, first, tokens, 2 * group + i).astype(dtype) for i in range(2))]  # type: ignore[list-item]
     words = _words(k_ref, first, tokens, group)
     if whole_words(spec, shape):
         return [tpu_unpack.keys_and_values(words, stored, shape.unpack)]
     if spec.form == "combined":
-        return [(row_of(words, 2 * i, stored, wanted), row_of(words, 2 * i + 1, stored, wanted)) for i in range(heads)]
+        return [(row_of(words, 2 * i, stored, dtype), row_of(words, 2 * i + 1, stored, dtype)) for i in range(heads)]
     values = _words(refs.v_buffer.at[slot], first, tokens, group)
-    return [(row_of(words, i, stored, wanted), row_of(values, i, stored, wanted)) for i in range(heads)]
+    return [(row_of(words, i, stored, dtype), row_of(values, i, stored, dtype)) for i in range(heads)]
 
 
 def attend_ahead(
@@ -127,18 +127,18 @@ def attend_ahead(
       scores: `scores(index of the block of rows, part, first, tokens, keys)`, the scaled logits.
       weigh: `weigh(index, logits, values)` adds them to the sums.
     """
-    keys, together = shape.pages * spec.page_size, heads_together(spec)
+    keys, group_size = shape.pages * spec.page_size, heads_together(spec)
     waiting: list[tuple[Any, Any, Any]] = []
     for first in firsts:
         tokens = min(chunk, keys - first)
-        for group in (None,) if shape.joint else range(spec.kv_heads // together):
+        for group in (None,) if shape.joint else range(spec.kv_heads // group_size):
             for part, (k, v) in enumerate(keys_and_values(spec, shape, refs, slot, first, tokens, group)):
-                index = 0 if group is None else group * together + part
+                index = 0 if group is None else group * group_size + part
                 waiting.append((index, scores(index, part, first, tokens, k), v))
                 if len(waiting) > 1:
                     weigh(*waiting.pop(0))
-    for each in waiting:
-        weigh(*each)
+    for block in waiting:
+        weigh(*block)
 
 
 def whole_words(spec: PagedSpec, shape: Shape) -> bool:
@@ -153,9 +153,9 @@ def places(spec: PagedSpec, shape: Shape, part: int, tokens: int, width: int) ->
     column = lax.broadcasted_iota(jnp.int32, (shape.rows, width), 1)
     if not shape.joint:
         return column, None, width
-    together = heads_together(spec)
-    words = spec.kv_heads // together
+    group_size = heads_together(spec)
+    words = spec.kv_heads // group_size
     if whole_words(spec, shape):
         token, head = tpu_unpack.place(column, spec.operands.k_pages.dtype, words, tokens)
-        return token, head, width // (together * words)
-    return column >> (words.bit_length() - 1), (column & (words - 1)) * together + part, width // words
+        return token, head, width // (group_size * words)
+    return column >> (words.bit_length() - 1), (column & (words - 1)) * group_size + part, width // words

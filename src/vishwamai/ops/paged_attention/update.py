@@ -144,8 +144,8 @@ def places(
     sequence = xp.argmax(cast(inside, jnp.int32), 1)
     position = (kv_lens - end)[sequence] + token
     entry = position // page_size
-    known = xp.clip(entry, 0, entries - 1)
-    page = xp.where(inside.any(1) & (entry == known), page_indices[sequence, known], pages)
+    clipped = xp.clip(entry, 0, entries - 1)
+    page = xp.where(inside.any(1) & (entry == clipped), page_indices[sequence, clipped], pages)
     return page, position % page_size, position
 
 
@@ -201,8 +201,8 @@ def check_rows(key: Any, value: Any, k_pages: Any, v_pages: Any, form: Form) -> 
         ("key", rows[0], key, None),
         ("value", rows[1], value, None),
     )
-    given = (Argument(label, text, tuple(x.shape), hint) for label, text, x, hint in named if x is not None)
-    check_shapes(_NAME, given)
+    arguments = (Argument(label, text, tuple(x.shape), hint) for label, text, x, hint in named if x is not None)
+    check_shapes(_NAME, arguments)
 
 
 _KEY, _VALUE = "tokens heads head_dim", "tokens heads value_dim"

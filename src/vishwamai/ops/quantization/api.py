@@ -106,15 +106,15 @@ def check_quantize(
     """(axis counted from the end, block size) of `quantize`'s arguments; raises ShapeError."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ShapeError(f"quantize: `x` has dtype {x.dtype.name}; pass a floating-point array.")
-    own = FORMATS[name].block_size
-    if own is not None:
-        if block_size not in (None, own):
-            raise ShapeError(f"quantize: `block_size` is {block_size}, but {name} has blocks of {own}; leave it out.")
+    fixed = FORMATS[name].block_size
+    if fixed is not None:
+        if block_size not in (None, fixed):
+            raise ShapeError(f"quantize: `block_size` is {block_size}, but {name} has blocks of {fixed}; leave it out.")
         if scale != "absmax":
             raise ShapeError(
                 f"quantize: `scale` is {scale!r}, but {name} takes its scale from the largest number; leave it out."
             )
-        block_size = own
+        block_size = fixed
     if axis is not None:
         if not -x.ndim <= axis < x.ndim:
             raise ShapeError(f"quantize: `axis` is {axis}, but `x` has shape {x.shape}; pass one of its axes, or None.")

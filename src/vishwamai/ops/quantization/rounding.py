@@ -51,16 +51,16 @@ def grouped(x: Any, axis: int | None, block_size: int | None) -> tuple[Any, int 
     size = x.shape[axis]
     block_size = min(block_size, max(1, size))  # a longer block holds only padding beyond that
     blocks = -(-size // block_size)
-    at = axis % x.ndim
-    shape = (*x.shape[:at], blocks, block_size, *x.shape[at + 1 :])
-    return padded(x, at, blocks * block_size - size).reshape(shape), at + 1
+    axis_index = axis % x.ndim
+    shape = (*x.shape[:axis_index], blocks, block_size, *x.shape[axis_index + 1 :])
+    return padded(x, axis_index, blocks * block_size - size).reshape(shape), axis_index + 1
 
 
 def _ungrouped(values: Any, stored: Any, shape: Sequence[int], along: int) -> tuple[Any, Any]:
     """(values, scales) in the shapes of a `QTensor`; `shape` is that of the array that was cut along `along`."""
-    at = along - 1
-    whole = values.reshape(*shape[:at], values.shape[at] * values.shape[along], *shape[along:])
-    return whole[(slice(None),) * at + (slice(shape[at]),)], stored.squeeze(along)
+    axis = along - 1
+    merged = values.reshape(*shape[:axis], values.shape[axis] * values.shape[along], *shape[along:])
+    return merged[(slice(None),) * axis + (slice(shape[axis]),)], stored.squeeze(along)
 
 
 def magnitude(x: Any, axis: int | None, method: str, percentile: float) -> Any:

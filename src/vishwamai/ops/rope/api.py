@@ -17,7 +17,16 @@ from vishwamai.ops.rope.cpu import NATIVE
 from vishwamai.ops.rope.gpu import TRITON
 from vishwamai.ops.rope.reference import XLA
 from vishwamai.ops.rope.scaling import MRopeScaling, RopeScaling
-from vishwamai.ops.rope.spec import CACHED, SIGNATURES, Cached, Operands, RopeSpec, apart, check, check_positions
+from vishwamai.ops.rope.spec import (
+    CACHED,
+    SIGNATURES,
+    Cached,
+    Operands,
+    RopeSpec,
+    check,
+    check_positions,
+    needs_separate_calls,
+)
 from vishwamai.ops.rope.tables import DEFAULT_THETA, RotaryCache, check_frequencies, read, tables
 from vishwamai.ops.rope.tpu import PALLAS_TPU
 
@@ -119,7 +128,7 @@ def apply_rope(
     query, key = (as_array("apply_rope", "x", a) for a in x) if pair else (as_array("apply_rope", "x", x), None)
     specs = array_spec(query), None if key is None else array_spec(key)
     check(*specs, layout)
-    if key is not None and apart(*specs, layout):
+    if key is not None and needs_separate_calls(*specs, layout):
         options: dict[str, Any] = {"cache": cache, "theta": theta, "scaling": scaling, "rotary_dim": rotary_dim}
         options |= {"interleaved": interleaved, "layout": layout}
         options |= {"config": config, "implementation": implementation}
@@ -138,19 +147,19 @@ def apply_rope(
 
     run = {"config": config, "implementation": implementation}
     if cache is None or positions is None:
-        made = _tables(cache, positions, length, query.dtype, parsed_scaling, rotary_dim, theta)
-        arrays = Operands(query, key, *made)
+        tables = _tables(cache, positions, length, query.dtype, parsed_scaling, rotary_dim, theta)
+        arrays = Operands(query, key, *tables)
         spec = RopeSpec(array_specs(arrays), interleaved, layout)
         outputs = public_call(ROPE, SIGNATURES[layout], spec, arrays, **run)
     else:
 
-        def rows(given: Cached) -> Operands:
-            *heads, cos, sin, positions = given
+        def rows(cached: Cached) -> Operands:
+            *heads, cos, sin, positions = cached
             return Operands(*heads, *(read(parsed_scaling, values, positions) for values in (cos, sin)))
 
-        given = Cached(query, key, cache.cos, cache.sin, positions)
-        spec = RopeSpec(Operands(*array_specs(given)[:4]), interleaved, layout)
-        outputs = public_call(ROPE, CACHED[layout, coordinates], spec, given, pack=rows, **run)
+        cached = Cached(query, key, cache.cos, cache.sin, positions)
+        spec = RopeSpec(Operands(*array_specs(cached)[:4]), interleaved, layout)
+        outputs = public_call(ROPE, CACHED[layout, coordinates], spec, cached, pack=rows, **run)
     return tuple(outputs) if pair else outputs.query
 
 
@@ -200,6 +209,6 @@ def _tables(
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     if positions is not None:
         return tables(positions, rotary_dim, theta, scaling, wide)
-    counted = jnp.arange(length, dtype=jnp.int32)[None]
+    positions_row = jnp.arange(length, dtype=jnp.int32)[None]
     plain = RopeScaling() if isinstance(scaling, MRopeScaling) else scaling
-    return tables(counted, rotary_dim, theta, plain, wide, length)
+    return tables(positions_row, rotary_dim, theta, plain, wide, length)

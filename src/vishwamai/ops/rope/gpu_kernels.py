@@ -106,13 +106,17 @@ def turn(
     x_row = batch * query_batch_stride + row * query_position_stride
     y_row = batch * query_out_batch_stride + row * query_out_position_stride
     for head in tl.range(group * query_share, tl.minimum(query_heads, (group + 1) * query_share)):
-        here = x_row + tl.cast(head, tl.int64) * query_head_stride
-        there = y_row + tl.cast(head, tl.int64) * query_out_head_stride
-        _head(query_ptr, query_out_ptr, here, there, keep, cos, sin, pairs, features, INTERLEAVED, ROWS, PAIRS, REST)
+        x_start = x_row + tl.cast(head, tl.int64) * query_head_stride
+        y_start = y_row + tl.cast(head, tl.int64) * query_out_head_stride
+        _head(
+            query_ptr, query_out_ptr, x_start, y_start, keep, cos, sin, pairs, features, INTERLEAVED, ROWS, PAIRS, REST
+        )
     if key_ptr is not None:
         x_row = batch * key_batch_stride + row * key_position_stride
         y_row = batch * key_out_batch_stride + row * key_out_position_stride
         for head in tl.range(group * key_share, tl.minimum(key_heads, (group + 1) * key_share)):
-            here = x_row + tl.cast(head, tl.int64) * key_head_stride
-            there = y_row + tl.cast(head, tl.int64) * key_out_head_stride
-            _head(key_ptr, key_out_ptr, here, there, keep, cos, sin, pairs, features, INTERLEAVED, ROWS, PAIRS, REST)
+            x_start = x_row + tl.cast(head, tl.int64) * key_head_stride
+            y_start = y_row + tl.cast(head, tl.int64) * key_out_head_stride
+            _head(
+                key_ptr, key_out_ptr, x_start, y_start, keep, cos, sin, pairs, features, INTERLEAVED, ROWS, PAIRS, REST
+            )

@@ -287,10 +287,10 @@ class MRopeScaling(RopeScaling):
         """The coordinate that each pair follows, `[rotary_dim / 2]`."""
         if not self.interleaved:
             return np.repeat(np.arange(3), self.sections)
-        found = np.zeros(sum(self.sections), np.int64)
+        axes = np.zeros(sum(self.sections), np.int64)
         for coordinate in (1, 2):
-            found[coordinate : 3 * self.sections[coordinate] : 3] = coordinate
-        return found
+            axes[coordinate : 3 * self.sections[coordinate] : 3] = coordinate
+        return axes
 
 
 _NAMES = {

@@ -49,8 +49,8 @@ class RopeSpec(OpSpec):
 
     def dims(self, kind: Any) -> Any:
         """Of query and key as `layout` orders them."""
-        found = super().dims(kind)
-        return found if self.layout == "bhsd" else found._replace(query=_BSHD, key=_BSHD)
+        declared = super().dims(kind)
+        return declared if self.layout == "bhsd" else declared._replace(query=_BSHD, key=_BSHD)
 
     @property
     def batch(self) -> int:
@@ -136,15 +136,15 @@ def describe(operands: Operands, interleaved: bool, layout: str) -> RopeSpec:
     return RopeSpec(operands, interleaved, layout)
 
 
-def apart(query: Any, key: Any, layout: str) -> bool:
+def needs_separate_calls(query: Any, key: Any, layout: str) -> bool:
     """Whether query and key are turned by a call each: one has a single head and the other several.
 
     Devices that split the several have the single one whole, and so its result. The dims of one call cannot say that: a
     result that a device has whole, beside operands that are split, is one term of a sum.
     """
     heads = 1 if layout == "bhsd" else 2
-    found = {query.shape[heads], key.shape[heads]}
-    return len(found) == 2 and 1 in found
+    counts = {query.shape[heads], key.shape[heads]}
+    return len(counts) == 2 and 1 in counts
 
 
 @described
@@ -189,5 +189,5 @@ def check_positions(positions: Any, batch: int, length: int, coordinates: bool) 
     if coordinates:
         hint = f"or (3, {batch}, {length}): time, height and width"
         text = text if len(x.shape) < 3 else f"3 {text}"
-    known = {"batch": ("x", batch), "seq": ("x", length)}
-    check_shapes("apply_rope", [Argument("positions", text, x.shape, hint)], known)
+    sizes = {"batch": ("x", batch), "seq": ("x", length)}
+    check_shapes("apply_rope", [Argument("positions", text, x.shape, hint)], sizes)

@@ -87,10 +87,10 @@ def _chunk(spec: RopeSpec) -> int:
         return rows
     # Rows of tables that are wider than a register are read by whole tiles; their positions are then turned a few at a
     # time.
-    return 8 if spec.head_dim > LANES else _together(spec)
+    return 8 if spec.head_dim > LANES else _position_group(spec)
 
 
-def _together(spec: RopeSpec) -> int:
+def _position_group(spec: RopeSpec) -> int:
     """Positions whose heads, in "bshd", are turned in registers together: 1, 2, 4 or 8."""
     heads = max(round_up(spec.heads(x), 8) for x in spec.operands[:2] if x is not None)
     most = max(1, min(8, _CHUNK_BYTES // (round_up(spec.head_dim, LANES) * 4 * heads)))
@@ -133,13 +133,15 @@ def heuristic(spec: RopeSpec, target: Target) -> RopeConfig:
     """
     chunk = _chunk(spec)
     query = spec.operands.query
-    one = max(1, spec.heads(query) * round_up(spec.head_dim, LANES) * query.dtype.itemsize)  # bytes a position
+    position_bytes = max(
+        1, spec.heads(query) * round_up(spec.head_dim, LANES) * query.dtype.itemsize
+    )  # bytes a position
     planned = planning_chip(target)
-    transfer = one * spec.batch * spec.positions // (planned.cores_per_device * STEPS)
+    transfer = position_bytes * spec.batch * spec.positions // (planned.cores_per_device * STEPS)
     smallest = max(SMALLEST_TRANSFER, int(_TRANSFER * planned.hbm_bandwidth_per_device / planned.cores_per_device))
     transfer = min(max(transfer, smallest), LARGEST_TRANSFER)
     by_memory = vmem_budget(target) * chunk // _block_bytes(spec, chunk)
-    count = max(1, min(transfer // one, by_memory, round_up(spec.positions, chunk)) // chunk)
+    count = max(1, min(transfer // position_bytes, by_memory, round_up(spec.positions, chunk)) // chunk)
     rows = chunk << (count.bit_length() - 1)
     return RopeConfig(rows, chunk, _block_bytes(spec, rows))
 
@@ -190,7 +192,7 @@ def _kernel(
         rows = pl.ds(pl.multiple_of(i * config.chunk_positions, config.chunk_positions), config.chunk_positions)
         cos, sin = cos_ref[rows, :], sin_ref[rows, :]  # [chunk_positions, features]
         if spec.layout == "bshd":
-            few = math.gcd(_together(spec), config.chunk_positions)
+            few = math.gcd(_position_group(spec), config.chunk_positions)
             for j in range(0, config.chunk_positions, few):
                 part = pl.ds(i * config.chunk_positions + j, few)
                 factors = cos[j : j + few, None, :], sin[j : j + few, None, :]

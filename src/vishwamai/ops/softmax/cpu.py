@@ -18,7 +18,7 @@ def why_not(spec: SoftmaxSpec, target: Target) -> str | None:
 
 
 def notes(spec: SoftmaxSpec, target: Target) -> tuple[str, ...]:
-    return ("`axis` is not the last: the array is turned before and after",) if spec.moved else ()
+    return ("`axis` is not the last: the array is turned before and after",) if spec.transposed else ()
 
 
 def forward(spec: SoftmaxSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:

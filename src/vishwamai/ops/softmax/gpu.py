@@ -49,7 +49,7 @@ def why_not(spec: SoftmaxSpec, target: Target) -> str | None:
         return f"`x` is {x.dtype.name}; the Triton kernel takes {', '.join(_DTYPES)}."
     if x.size == 0:
         return "the array is empty."
-    if spec.moved:
+    if spec.transposed:
         return (
             "`axis` is not the last: turning the array would cost two passes over memory, and XLA sums along any axis "
             "in place."

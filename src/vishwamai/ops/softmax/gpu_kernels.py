@@ -18,8 +18,8 @@ def _place(rows, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def forward(x_ptr, y_ptr, rows, features, LOG: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Grid (cdiv(rows, ROWS),): the softmax of every row, or its logarithm."""
-    at, keep = _place(rows, features, ROWS, COLUMNS)
-    x = tl.load(x_ptr + at, mask=keep, other=float("-inf")).to(tl.float32)
+    offsets, keep = _place(rows, features, ROWS, COLUMNS)
+    x = tl.load(x_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32)
     shifted = x - tl.max(x, 1)[:, None]
     e = tl.where(keep, tl.exp(shifted), 0.0)
     total = tl.sum(e, 1)[:, None]
@@ -27,22 +27,22 @@ def forward(x_ptr, y_ptr, rows, features, LOG: tl.constexpr, ROWS: tl.constexpr,
         y = shifted - tl.log(total)
     else:
         y = e / total
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=keep)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
 def backward(source_ptr, dy_ptr, dx_ptr, rows, features, LOG: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The same grid: dx from y = softmax(x), or, for the logarithm, from x, whose softmax is formed again."""
-    at, keep = _place(rows, features, ROWS, COLUMNS)
-    dy = tl.load(dy_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    offsets, keep = _place(rows, features, ROWS, COLUMNS)
+    dy = tl.load(dy_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
     if LOG:
-        x = tl.load(source_ptr + at, mask=keep, other=float("-inf")).to(tl.float32)
+        x = tl.load(source_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32)
         e = tl.where(keep, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
         dx = dy - e * (tl.sum(dy, 1) / tl.sum(e, 1))[:, None]
     else:
-        y = tl.load(source_ptr + at, mask=keep, other=0.0).to(tl.float32)
+        y = tl.load(source_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
         dx = y * (dy - tl.sum(y * dy, 1)[:, None])
-    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=keep)
+    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -70,18 +70,18 @@ def forward_in_tiles(x_ptr, y_ptr, rows, features, LOG: tl.constexpr, ROWS: tl.c
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(0, features, COLUMNS):
-        at, keep = _tile(row, rows, first, features, COLUMNS)
-        x = tl.load(x_ptr + at, mask=keep, other=float("-inf")).to(tl.float32)
+        offsets, keep = _tile(row, rows, first, features, COLUMNS)
+        x = tl.load(x_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32)
         largest, total = _renewed(largest, total, x)
-    whole = tl.sum(total, 1)[:, None]
+    row_sum = tl.sum(total, 1)[:, None]
     for first in tl.range(0, features, COLUMNS):
-        at, keep = _tile(row, rows, first, features, COLUMNS)
-        shifted = tl.load(x_ptr + at, mask=keep, other=float("-inf")).to(tl.float32) - largest[:, None]
+        offsets, keep = _tile(row, rows, first, features, COLUMNS)
+        shifted = tl.load(x_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32) - largest[:, None]
         if LOG:
-            y = shifted - tl.log(whole)
+            y = shifted - tl.log(row_sum)
         else:
-            y = tl.exp(shifted) / whole
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=keep)
+            y = tl.exp(shifted) / row_sum
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -94,24 +94,24 @@ def backward_in_tiles(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(0, features, COLUMNS):
-        at, keep = _tile(row, rows, first, features, COLUMNS)
-        dy = tl.load(dy_ptr + at, mask=keep, other=0.0).to(tl.float32)
+        offsets, keep = _tile(row, rows, first, features, COLUMNS)
+        dy = tl.load(dy_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
         if LOG:
-            x = tl.load(source_ptr + at, mask=keep, other=float("-inf")).to(tl.float32)
+            x = tl.load(source_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32)
             largest, total = _renewed(largest, total, x)
             weighted += dy
         else:
-            weighted += dy * tl.load(source_ptr + at, mask=keep, other=0.0).to(tl.float32)
+            weighted += dy * tl.load(source_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
     slope = tl.sum(weighted, 1)
     if LOG:
         slope /= tl.sum(total, 1)
     for first in tl.range(0, features, COLUMNS):
-        at, keep = _tile(row, rows, first, features, COLUMNS)
-        dy = tl.load(dy_ptr + at, mask=keep, other=0.0).to(tl.float32)
+        offsets, keep = _tile(row, rows, first, features, COLUMNS)
+        dy = tl.load(dy_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
         if LOG:
-            x = tl.load(source_ptr + at, mask=keep, other=float("-inf")).to(tl.float32)
+            x = tl.load(source_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32)
             dx = dy - tl.exp(x - largest[:, None]) * slope[:, None]
         else:
-            y = tl.load(source_ptr + at, mask=keep, other=0.0).to(tl.float32)
+            y = tl.load(source_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
             dx = y * (dy - slope[:, None])
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=keep)
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=keep)

@@ -29,11 +29,11 @@ class SoftmaxSpec(RowSpec):
 
     Attributes:
       log: its logarithm instead.
-      moved: the caller's axis is not the last, so that a kernel's rows must be made by a transposition.
+      transposed: the caller's axis is not the last, so that a kernel's rows must be made by a transposition.
     """
 
     log: bool = False
-    moved: bool = False
+    transposed: bool = False
 
     def tuning_key(self) -> str:
         o = self.operands
@@ -74,7 +74,7 @@ def check_axis(name: str, shape: tuple[int, ...], axis: Any) -> int:
 
 
 @described
-def describe(operands: Operands, log: bool, moved: bool = False) -> SoftmaxSpec:
+def describe(operands: Operands, log: bool, transposed: bool = False) -> SoftmaxSpec:
     """The spec of an array whose last axis is summed over.
 
     Raises:
@@ -82,4 +82,4 @@ def describe(operands: Operands, log: bool, moved: bool = False) -> SoftmaxSpec:
     """
     x = operands.x
     check_float("log_softmax" if log else "softmax", "x", x.dtype)
-    return SoftmaxSpec(SIGNATURE.specs(operands), log, moved)
+    return SoftmaxSpec(SIGNATURE.specs(operands), log, transposed)

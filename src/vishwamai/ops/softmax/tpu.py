@@ -60,7 +60,7 @@ def why_not(spec: SoftmaxSpec, target: Target) -> str | None:
         return f"`x` is {x.dtype.name}, and the TPU's vector unit computes in float32 and bfloat16."
     if x.size == 0:
         return "the array is empty."
-    if spec.moved:
+    if spec.transposed:
         return (
             "`axis` is not the last: turning the array would cost two passes over memory, and XLA sums along any axis "
             "in place."

@@ -86,10 +86,10 @@ def block_sparse_matmul(
     products = resolve_precision(precision, current_config().precision, dense.dtype)
     spec = make_spec(dense, values, indices, shape, transpose, products)
     rows, columns = spec.block
-    there = spec.rows // rows, spec.columns // columns
+    block_counts = spec.rows // rows, spec.columns // columns
     if static(indices) is None:  # `make_spec` has checked the others
-        check_values(functools.partial(check_places, most=there), indices)
-    most = np.array([max(0, n - 1) for n in there], np.int32)
+        check_values(functools.partial(check_places, most=block_counts), indices)
+    most = np.array([max(0, n - 1) for n in block_counts], np.int32)
     arrays = Operands(dense, values, jnp.clip(jnp.asarray(indices).astype(jnp.int32), 0, most))
     out = public_call(SPARSE, SIGNATURE, spec, arrays, config=config, implementation=implementation).out
     return out.astype(out_dtype)
@@ -98,8 +98,8 @@ def block_sparse_matmul(
 def _coordinates(indices: Any, values: Any) -> Any:
     """Block rows and columns `[blocks, 2]`; NumPy where the caller's indices are known."""
     if not isinstance(indices, (tuple, list)):
-        known = static(indices)
-        return indices if known is None else known
+        concrete = static(indices)
+        return indices if concrete is None else concrete
     if len(indices) != 2 or any(np.ndim(x) != 1 for x in indices) or not np.size(indices[0]):
         raise ShapeError(
             "block_sparse_matmul: `indices` is a sequence, but no pair of vectors; pass (row_starts [block rows + 1], "

@@ -25,14 +25,14 @@ def _case(
     tags: tuple[str, ...] = ("contract",),
     **options: Any,
 ) -> Case:
-    at = block_indices(mask) if indices is None else indices
+    coordinates = block_indices(mask) if indices is None else indices
     shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
-    blocks = len(at[1]) if isinstance(at, tuple) else len(at)
+    blocks = len(coordinates[1]) if isinstance(coordinates, tuple) else len(coordinates)
     arrays = {
         "dense": ArrayInit((*batch, shape[1 if transpose else 0]), dtype),
         "values": ArrayInit((blocks, *block), dtype, scale=0.1),
     }
-    options = {"indices": at, "shape": shape, **options} | ({"transpose": True} if transpose else {})
+    options = {"indices": coordinates, "shape": shape, **options} | ({"transpose": True} if transpose else {})
     return Case(name, "block_sparse_matmul", block_sparse_matmul, arrays, options, frozenset(tags))
 
 

@@ -33,17 +33,17 @@ def arrange(
         i = chunk + tl.arange(0, CHUNK)
         along = tl.load(indices_ptr + (first + i) * 2 + AXIS, mask=i < blocks, other=targets)
         smaller += (along < target).to(tl.int32)
-    at = tl.sum(smaller)
-    tl.store(starts_ptr + tl.program_id(1).to(tl.int64) * (targets + 1) + target, at)
+    start = tl.sum(smaller)
+    tl.store(starts_ptr + tl.program_id(1).to(tl.int64) * (targets + 1) + target, start)
     for chunk in tl.range(0, blocks, CHUNK):
         i = chunk + tl.arange(0, CHUNK)
         along = tl.load(indices_ptr + (first + i) * 2 + AXIS, mask=i < blocks, other=targets + 1)
-        other = tl.load(indices_ptr + (first + i) * 2 + (1 - AXIS), mask=i < blocks, other=0)
-        own = (along == target).to(tl.int32)
-        to = first + at + tl.cumsum(own, 0) - 1
-        tl.store(order_ptr + to, i, mask=own != 0)
-        tl.store(place_ptr + to, other, mask=own != 0)
-        at += tl.sum(own)
+        across = tl.load(indices_ptr + (first + i) * 2 + (1 - AXIS), mask=i < blocks, other=0)
+        matches = (along == target).to(tl.int32)
+        to = first + start + tl.cumsum(matches, 0) - 1
+        tl.store(order_ptr + to, i, mask=matches != 0)
+        tl.store(place_ptr + to, across, mask=matches != 0)
+        start += tl.sum(matches)
 
 
 @triton.jit
@@ -67,8 +67,8 @@ def _load(source, plane, row, column, rows, columns, end, R: tl.constexpr, C: tl
     else:
         i = row + tl.arange(0, R)
         j = column + tl.arange(0, C)
-        at = (plane.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
-        return tl.load(source + at, mask=(i < rows)[:, None] & (j < end)[None, :], other=0.0)
+        offsets = (plane.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
+        return tl.load(source + offsets, mask=(i < rows)[:, None] & (j < end)[None, :], other=0.0)
 
 
 @triton.jit
@@ -76,8 +76,8 @@ def _store(ptr, z, plane, row, column, rows, columns, end, R: tl.constexpr, C: t
     """Writes the columns before `end` of the tile `[R, C]` at (row, column)."""
     i = row + tl.arange(0, R)
     j = column + tl.arange(0, C)
-    at = (plane.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
-    tl.store(ptr + at, z.to(ptr.dtype.element_ty), mask=(i < rows)[:, None] & (j < end)[None, :])
+    offsets = (plane.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
+    tl.store(ptr + offsets, z.to(ptr.dtype.element_ty), mask=(i < rows)[:, None] & (j < end)[None, :])
 
 
 @triton.jit
@@ -182,9 +182,9 @@ def values_gradient(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for member in tl.range(0, MEMBERS):
         g = tl.program_id(1) * MEMBERS + member
-        at = indices_ptr + (g.to(tl.int64) * list_stride * blocks + number) * 2
-        column_of_left = tl.load(at) * ROWS + i
-        column_of_right = tl.load(at + 1) * COLUMNS + j
+        place_ptr = indices_ptr + (g.to(tl.int64) * list_stride * blocks + number) * 2
+        column_of_left = tl.load(place_ptr) * ROWS + i
+        column_of_right = tl.load(place_ptr + 1) * COLUMNS + j
         for m in tl.range(0, M, BLOCK_K):
             x = _load(left, g, m, column_of_left, M, rows, rows, BLOCK_K, BLOCK_M, TMA_LEFT)
             y = _load(right, g, m, column_of_right, M, columns, columns, BLOCK_K, BLOCK_N, TMA_RIGHT)

@@ -117,16 +117,16 @@ def make_spec(dense: Any, values: Any, indices: Any, shape: Any, transpose: bool
     Raises:
       ShapeError: an argument is not legal or does not fit the others.
     """
-    x, v, at = array_spec(dense), array_spec(values), array_spec(indices)
+    x, v, coordinates = array_spec(dense), array_spec(values), array_spec(indices)
     for name, array in (("dense", x), ("values", v)):
         check_float("block_sparse_matmul", name, array.dtype)
     if v.dtype != x.dtype:
         _fail(f"`values` has dtype {v.dtype.name}, but `dense` has {x.dtype.name}; pass arrays of one dtype.")
-    SIGNATURE.check("block_sparse_matmul", Operands(x, v, at))
+    SIGNATURE.check("block_sparse_matmul", Operands(x, v, coordinates))
     if 0 in v.shape[1:]:
         _fail(f"`values` has shape {v.shape}; pass blocks of at least one row and one column.")
-    if not jnp.issubdtype(at.dtype, jnp.integer):
-        _fail(f"`indices` has dtype {at.dtype.name}; pass integers (block row, block column).")
+    if not jnp.issubdtype(coordinates.dtype, jnp.integer):
+        _fail(f"`indices` has dtype {coordinates.dtype.name}; pass integers (block row, block column).")
     rows, columns = _extents(x, v, static(indices), shape, transpose)
     contracted, name = (columns, "columns") if transpose else (rows, "rows")
     if x.shape[-1] != contracted:
@@ -134,14 +134,14 @@ def make_spec(dense: Any, values: Any, indices: Any, shape: Any, transpose: bool
             f"`dense` has shape {x.shape}, but the sparse matrix is {rows} x {columns} and `transpose` is {transpose}; "
             f"pass {contracted} features, one for each of its {name}."
         )
-    known = static(indices)
-    if known is not None:
-        check_places(known, most=(rows // v.shape[1], columns // v.shape[2]))
+    concrete = static(indices)
+    if concrete is not None:
+        check_places(concrete, most=(rows // v.shape[1], columns // v.shape[2]))
     m = x.size // x.shape[-1] if x.shape[-1] else 0
     operands = Operands(
         ArraySpec((1, m, x.shape[-1]), x.dtype),
         ArraySpec((1, *v.shape), v.dtype),
-        ArraySpec((1, *at.shape), jnp.dtype(jnp.int32)),
+        ArraySpec((1, *coordinates.shape), jnp.dtype(jnp.int32)),
     )
     return SparseSpec(operands, rows, columns, bool(transpose), precision)
 
@@ -149,24 +149,24 @@ def make_spec(dense: Any, values: Any, indices: Any, shape: Any, transpose: bool
 def check_places(indices: np.ndarray, *, most: tuple[int, int]) -> None:
     """Raises ShapeError where one of `indices` `[blocks, 2]` is outside of `most` block rows and columns."""
     for axis, side in enumerate(("row", "column")):
-        found = indices[:, axis]
-        wrong = found[(found < 0) | (found >= most[axis])]
+        numbers = indices[:, axis]
+        wrong = numbers[(numbers < 0) | (numbers >= most[axis])]
         if wrong.size:
             _fail(f"`indices` has the block {side} {wrong[0]}, but there are {most[axis]}; pass 0 to {most[axis] - 1}.")
 
 
-def _extents(x: ArraySpec, v: ArraySpec, known: np.ndarray | None, shape: Any, transpose: bool) -> tuple[int, int]:
+def _extents(x: ArraySpec, v: ArraySpec, concrete: np.ndarray | None, shape: Any, transpose: bool) -> tuple[int, int]:
     """(rows, columns) of the sparse matrix."""
     _, block_rows, block_columns = v.shape
     if shape is None:
-        if known is None:
+        if concrete is None:
             _fail(
                 "`indices` is traced, so the width of the result is not in it; pass `shape`, (rows, columns) of the "
                 "sparse matrix."
             )
         axis = 0 if transpose else 1
-        other = (int(known[:, axis].max()) + 1 if len(known) else 0) * v.shape[1 + axis]
-        shape = (other, x.shape[-1]) if transpose else (x.shape[-1], other)
+        extent = (int(concrete[:, axis].max()) + 1 if len(concrete) else 0) * v.shape[1 + axis]
+        shape = (extent, x.shape[-1]) if transpose else (x.shape[-1], extent)
     if (
         not isinstance(shape, Sequence)
         or len(shape) != 2

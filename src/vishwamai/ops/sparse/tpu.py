@@ -35,13 +35,13 @@ def _sorted_blocks(indices: jax.Array, target: int, targets: int) -> tuple[jax.A
     Returns:
       int32, flat: `[L * blocks]`, `[L * blocks]`, `[L * (targets + 1)]`.
     """
-    along, other = indices[..., target], indices[..., 1 - target]
+    along, across = indices[..., target], indices[..., 1 - target]
     # Stable: among equals the caller's order, so that the sums are the same at every call.
     order = jnp.argsort(along, axis=-1, stable=True).astype(jnp.int32)
     arranged = jnp.take_along_axis(along, order, axis=-1)
     edges = jnp.arange(targets + 1, dtype=jnp.int32)
     starts = (arranged[:, :, None] < edges).sum(1, dtype=jnp.int32)
-    return order.reshape(-1), jnp.take_along_axis(other, order, axis=-1).reshape(-1), starts.reshape(-1)
+    return order.reshape(-1), jnp.take_along_axis(across, order, axis=-1).reshape(-1), starts.reshape(-1)
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -57,7 +57,7 @@ def _product_body(
     dense: Any,
     values: Any,
     out: Any,
-    held: Any,
+    tiles: Any,
     total: Any,
     arrived: Any,
     *,
@@ -73,7 +73,7 @@ def _product_body(
     group, strip = pl.program_id(0), pl.program_id(2)
     first_block = group * blocks if own_lists else 0
     first_start = group * (targets + 1) if own_lists else 0
-    take, give = (held.shape[2], held.shape[1]) if transpose else (held.shape[1], held.shape[2])
+    take, give = (tiles.shape[2], tiles.shape[1]) if transpose else (tiles.shape[1], tiles.shape[2])
     depth = config.buffers
 
     def start_of(column: Any) -> Any:
@@ -84,7 +84,7 @@ def _product_body(
     def copy(n: Any) -> Any:
         slot = lax.rem(n, jnp.int32(depth))
         source = values.at[group if own_values else 0, numbers[first_block + n]]
-        return pltpu.make_async_copy(source, held.at[slot], arrived.at[slot])
+        return pltpu.make_async_copy(source, tiles.at[slot], arrived.at[slot])
 
     def fetch(n: Any) -> None:
         pl.when(n < last_block)(lambda: copy(n).start())
@@ -98,7 +98,7 @@ def _product_body(
         copy(n).wait()
         place = places[first_block + n]
         x = dense[:, pl.ds(pl.multiple_of(place * take, LANES), take)]  # [block_m, take]
-        total[...] += _dot(x, held[lax.rem(n, jnp.int32(depth))], (1, 1) if transpose else (1, 0))
+        total[...] += _dot(x, tiles[lax.rem(n, jnp.int32(depth))], (1, 1) if transpose else (1, 0))
         fetch(n + depth)  # its buffer is free
         return carry
 
@@ -151,7 +151,7 @@ def _product(
         ),
         outputs=dict(out=((groups, m, width), dense.dtype, out_block)),
         scratch=dict(
-            held=pltpu.VMEM((config.buffers, rows, columns), values.dtype),
+            tiles=pltpu.VMEM((config.buffers, rows, columns), values.dtype),
             total=pltpu.VMEM((block_m, give), jnp.float32),
             arrived=pltpu.SemaphoreType.DMA((config.buffers,)),
         ),
@@ -197,7 +197,7 @@ def _values_gradient(
     """
     groups, m, _ = left.shape
     rows, columns = spec.block
-    numbers, other, _ = _sorted_blocks(
+    numbers, across, _ = _sorted_blocks(
         indices, 0, 1
     )  # by rows, so that consecutive blocks share what stands on their left
     along = jnp.take_along_axis(indices[..., 0], numbers.reshape(indices.shape[:2]), axis=-1).reshape(-1)
@@ -205,24 +205,24 @@ def _values_gradient(
     steps = pl.cdiv(m, block_m)
     own_lists = indices.shape[0] > 1
 
-    def at(g: Any, n: Any) -> Any:
+    def block_index(g: Any, n: Any) -> Any:
         return (g * spec.blocks if own_lists else 0) + n
 
     def left_index(g: Any, n: Any, i: Any, numbers: Any, rows: Any, columns: Any) -> Any:
-        return g, i, rows[at(g, n)]
+        return g, i, rows[block_index(g, n)]
 
     def right_index(g: Any, n: Any, i: Any, numbers: Any, rows: Any, columns: Any) -> Any:
-        return g, i, columns[at(g, n)]
+        return g, i, columns[block_index(g, n)]
 
     def out_index(g: Any, n: Any, i: Any, numbers: Any, *_: Any) -> Any:
-        return g, numbers[at(g, n)], 0, 0
+        return g, numbers[block_index(g, n)], 0, 0
 
     out_block = pl.BlockSpec((None, None, rows, columns), out_index)
     (gradient,) = call(
         functools.partial(_values_body, m=m, steps=steps),
         name="sparse_values_gradient",
         grid=(groups, spec.blocks, steps),
-        scalars=dict(numbers=numbers, rows=along, columns=other),
+        scalars=dict(numbers=numbers, rows=along, columns=across),
         inputs=dict(
             left=(left, pl.BlockSpec((None, block_m, rows), left_index)),
             right=(right, pl.BlockSpec((None, block_m, columns), right_index)),
