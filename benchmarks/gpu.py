@@ -357,7 +357,7 @@ def measure(
         row, verdict = Row(this.operation.name, this.run.name, one.name), ready.verdicts[one.name]
         rows.append(row)
         if verdict is not None:
-            row.error, row.note = verdict.error, "" if verdict.right else verdict.what
+            row.error, row.note = verdict.error, "" if verdict.right else verdict.detail
         if not row.note:
             call, _, _ = one.build(arrays)
             try:
@@ -367,7 +367,7 @@ def measure(
                 if not graph:
                     raise
                 calls.pop(one.name, None)
-                row.note = numbers.raised(error).what
+                row.note = numbers.raised(error).detail
     flops, nbytes = this.work()
     timings = side_by_side(calls, rounds=rounds, sample=sample, sample_seconds=0.0) if calls else {}
     for row in rows:

@@ -118,7 +118,7 @@ def test_a_sample_is_a_part_of_the_whole(op, name):
     right = numbers.truth(sample)
     whole = numbers.as_tuple(jax.jit(lambda a: case.run(a, implementation="xla"))(arrays))
     found = numbers.check(whole, sample, right)
-    assert found.right, found.what
+    assert found.right, found.detail
     # One unit in the last place of every element is within the contract, a hundredth of the largest is not (and
     # integers are exact).
     for i, out in enumerate(whole):
@@ -185,7 +185,7 @@ def test_peers_mean_the_same(op, name, expected):
     assert set(peers) == expected
     for m in found:
         if m.numbers is not None:
-            assert m.numbers.right, (m.candidate, m.numbers.what)
+            assert m.numbers.right, (m.candidate, m.numbers.detail)
             assert m.timing is not None and m.timing.median > 0
     ours = next(m for m in found if m.default)
     assert set(ours.ratios) == expected
@@ -222,7 +222,7 @@ def test_gradients_are_checked_and_timed(op, name):
     assert {"vishwamai", "jax"} <= {m.framework for m in found}
     for m in found:
         if m.numbers is not None:
-            assert m.numbers.right, (m.candidate, m.numbers.what)
+            assert m.numbers.right, (m.candidate, m.numbers.detail)
             assert m.timing is not None and m.gradients and m.case.endswith("forward and backward")
     forward = next(iter(runner.run_case(operation, case, PEAKS, SETTINGS, 0.0)))
     assert found[0].flops >= 3 * forward.flops and found[0].bytes_moved > 2 * forward.bytes_moved
@@ -276,12 +276,12 @@ def test_wrong_numbers_get_no_speed(toy_only):
     found = {m.implementation: m for m in rows}
     broken, shy, right = found["broken_cpu"], found["shy_cpu"], found["xla"]
     assert broken.numbers is not None and not broken.numbers.right and broken.timing is None and broken.default
-    assert "output 0, the whole result: largest error 0.1" in broken.numbers.what
+    assert "output 0, the whole result: largest error 0.1" in broken.numbers.detail
     assert shy.numbers is None and shy.timing is None and shy.note == "it never wants to."
     assert right.numbers is not None and right.numbers.right and right.timing is not None
     fault = found["raising_cpu"]
     assert fault.timing is None and fault.numbers is not None and not fault.numbers.right
-    assert fault.numbers.what == "it raised RuntimeError: the kernel has a fault"
+    assert fault.numbers.detail == "it raised RuntimeError: the kernel has a fault"
 
 
 def test_the_command_rejects_a_speed_and_fails(toy_only, capsys, tmp_path):
@@ -342,7 +342,7 @@ def test_groups_of_experts_are_sampled_and_cut():
         outputs = numbers.as_tuple(whole.run(made, implementation="xla"))
         truth = numbers.truth(part, whole is gradients)
         found = numbers.check(outputs, part, truth)
-        assert found.right, found.what
+        assert found.right, found.detail
         assert not numbers.check(tuple(y + 0.1 for y in outputs), part, truth).right
 
 

@@ -80,14 +80,16 @@ def test_a_ratio_needs_steady_timings_and_a_quiet_machine(monkeypatch):
     calm = toy_rows()
     assert (
         "jax.numpy" in calm.ratios
-        and calm.held == ""
+        and calm.withheld == ""
         and calm.best_peer == min(calm.ratios.items(), key=lambda one: one[1])
     )
     unsteady = toy_rows(spread=-1.0)
-    assert unsteady.ratios == {} and unsteady.held.startswith("spread ") and report.best_peer(unsteady) == "held back"
+    assert (
+        unsteady.ratios == {} and unsteady.withheld.startswith("spread ") and report.best_peer(unsteady) == "held back"
+    )
     monkeypatch.setattr(Usage, "others", lambda self: 1.5 * machine.cpu().cores)
     busy = toy_rows(others=0.5)
-    assert busy.ratios == {} and busy.held.startswith("others used ")
+    assert busy.ratios == {} and busy.withheld.startswith("others used ")
     assert "BUSY MACHINE: the ratios of 1 of 1 cases" in report.banners([busy], {"torch": "2"})[0]
     assert "0 wins, 0 losses, 1 held back" in report.score([busy])
 

@@ -94,7 +94,7 @@ def test_a_family_computes_what_it_did(name):
     how: dict[str, Any] = dict(attention_mask=PADDING, max_new_tokens=5, do_sample=False)
     before, tokens = run(), model.generate(IDS, **how)
     patched = vishwamai.patch.transformers(model, mlp=True)
-    assert {entry.what for entry in patched.swapped} == EXPECTED[name]
+    assert {entry.status for entry in patched.swapped} == EXPECTED[name]
     after = run()
     same(after[0], before[0], 2e-5)
     assert after[1].keys() == before[1].keys()
@@ -116,7 +116,7 @@ def test_bfloat16_rounds_no_worse():
     model = random_model("Llama", torch.bfloat16)
     theirs = (model(IDS).logits.float() - exact).abs().max()
     patched = vishwamai.patch.transformers(model)
-    assert EXPECTED["Llama"] == {entry.what for entry in patched.swapped}  # the feed-forward network, too
+    assert EXPECTED["Llama"] == {entry.status for entry in patched.swapped}  # the feed-forward network, too
     assert (model(IDS).logits.float() - exact).abs().max() <= 1.5 * theirs
 
 
@@ -125,7 +125,7 @@ def test_an_encoder():
     model = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
     before = model(IDS, attention_mask=PADDING).last_hidden_state
     patched = vishwamai.patch.transformers(model)
-    counts = {(entry.module, entry.what): entry.count for entry in patched.swapped}
+    counts = {(entry.module, entry.status): entry.count for entry in patched.swapped}
     assert counts == {("BertSelfAttention", "flash_attention"): 2, ("LayerNorm", "layer_norm"): 5}
     same(model(IDS, attention_mask=PADDING).last_hidden_state[PADDING.bool()], before[PADDING.bool()], 2e-5)
 
@@ -140,7 +140,7 @@ def test_the_loss_holds_no_logits_in_training(name):
         want = model(IDS, attention_mask=RIGHT, labels=labels, **more).loss
         wants.append((more, want.detach(), gradients(model, want)))
     patched = vishwamai.patch.transformers(model, loss=True)
-    assert any("linear_cross_entropy" in entry.what for entry in patched.swapped)
+    assert any("linear_cross_entropy" in entry.status for entry in patched.swapped)
     for more, want, of in wants:
         out = model(IDS, attention_mask=RIGHT, labels=labels, **more)
         assert out.logits is None
@@ -225,17 +225,17 @@ def test_experts_that_are_not_plain_are_left():
 
 def test_what_is_left_is_named():
     model = random_model("Mixtral")
-    left = {entry.module: entry.what for entry in vishwamai.patch.transformers(model).left}
+    left = {entry.module: entry.status for entry in vishwamai.patch.transformers(model).left}
     assert left["MixtralTopKRouter"] == "no operation is known that computes it"
     assert "float32 are faster for few rows" in left["MixtralExperts"]
     assert left["Linear"] == "torch's own" and left["loss"].startswith("its forward pass is not that of a plain")
     model = random_model("Phi3")
-    left = {entry.module: entry.what for entry in vishwamai.patch.transformers(model, norm=False, rope=False).left}
+    left = {entry.module: entry.status for entry in vishwamai.patch.transformers(model, norm=False, rope=False).left}
     assert left["Phi3RMSNorm"] == "norm=False" and left["Phi3Attention"] == "rope=False"
     assert left["Linear"] == "torch's own"  # the joint product of query, key and value among them
     model = random_model("Llama")
     patched = vishwamai.patch.transformers(model, attention=False, mlp=False)
-    left = {entry.module: entry.what for entry in patched.left}
+    left = {entry.module: entry.status for entry in patched.left}
     assert left["LlamaAttention"] == "attention=False" and left["LlamaMLP"] == "mlp=False"
     assert model.config._attn_implementation != "vishwamai"
 
@@ -275,10 +275,10 @@ def test_decorators_of_a_forward_pass():
         assert not torch.equal(want, attention(x, tables, attention_mask=None)[0])
         patched = vishwamai.patch.transformers(model)
         same(attention(x, tables, **{old: mask})[0], want, 2e-5)
-        found = {(entry.module, entry.what) for entry in patched.swapped}
+        found = {(entry.module, entry.status) for entry in patched.swapped}
         assert {("Decorated", "flash_attention"), ("LlamaAttention", "apply_rope")} <= found
         assert (("Decorated", "apply_rope") in found) == (decorator is renamed)
-        left = {entry.module: entry.what for entry in patched.left}
+        left = {entry.module: entry.status for entry in patched.left}
         assert left.get("Decorated", "").endswith("cannot be exchanged") == (decorator is registered)
         patched.undo()
         attention.__class__ = type(model.model.layers[1].self_attn)
@@ -304,7 +304,7 @@ def test_what_was_changed_is_not_recognised():
     layers[1].input_layernorm.forward = lambda x: 3 * x
     want = model(IDS).logits
     patched = vishwamai.patch.transformers(model, mlp=True)
-    left = [(entry.module, entry.what) for entry in patched.left]
+    left = [(entry.module, entry.status) for entry in patched.left]
     assert ("Doubled", "no operation is known that computes it") in left
     assert ("LlamaMLP", "gate_proj is a Adapted that does more than its product") in left
     assert ("LlamaMLP", "its activation is Tanh, which gated_linear_unit does not have") in left

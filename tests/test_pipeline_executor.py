@@ -169,7 +169,7 @@ def test_gradients_apart():
     assert products(split.input_gradient, params, kept, y) == 2
     assert products(split.weight_gradient, params, kept, between) == 2
     # No parameter is kept for every microbatch.
-    assert all(kind.shape[0] == 4 for kind in split.kept)
+    assert all(kind.shape[0] == 4 for kind in split.residuals)
 
 
 def test_bfloat16_gradients_add_up_in_float32():
@@ -194,7 +194,7 @@ def test_slots(kind):
     """
     schedules = PipelineScheduler(kind).schedule_microbatches(4, 8)
     ticks = ticks_of(schedules)
-    assert ticks.kept <= {"gpipe": 8, "interleaved_1f1b": 11, "dualpipe_v": 9, "zb_v": 8}.get(kind, 4)
+    assert ticks.residuals <= {"gpipe": 8, "interleaved_1f1b": 11, "dualpipe_v": 9, "zb_v": 8}.get(kind, 4)
     column = {name: i for i, name in enumerate(COLUMNS)}
     inside: list[dict] = [{} for _ in range(4)]  # slot -> value
     computed = 0

@@ -16,7 +16,7 @@ class Budget:
     """
 
     seconds: float | None = None
-    _begun: float = dataclasses.field(default_factory=lambda: time.perf_counter())
+    _start: float = dataclasses.field(default_factory=lambda: time.perf_counter())
     _slowest: float = 0.0
 
     def part(self, seconds: float | None, reserve: float = 0.0) -> Budget:
@@ -32,7 +32,7 @@ class Budget:
     @property
     def left(self) -> float:
         """Seconds; less than 0 where more was used, infinite without a bound."""
-        return math.inf if self.seconds is None else self.seconds - (time.perf_counter() - self._begun)
+        return math.inf if self.seconds is None else self.seconds - (time.perf_counter() - self._start)
 
     @property
     def has_room(self) -> bool:

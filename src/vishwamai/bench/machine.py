@@ -92,7 +92,7 @@ def _cpu_seconds() -> tuple[float, float, float] | None:
 class Missing:
     """Something that is not installed, what it would add, and the command that installs it."""
 
-    what: str
+    feature: str
     brings: str
     command: str
 

@@ -25,13 +25,13 @@ class Cell:
     """
 
     served: int
-    asked: int
+    cases: int
     reasons: tuple[str, ...]
 
     @property
     def mark(self) -> str:
         """ "yes", "no", or "partly"."""
-        return "yes" if self.served == self.asked else "no" if self.served == 0 else "partly"
+        return "yes" if self.served == self.cases else "no" if self.served == 0 else "partly"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ def rows_of(operation: Operation, target: Target | None = None) -> list[MatrixRo
         clear = [case for case in having if not lost[impl.name] & (set(plain[case.name]) - {feature})] or having
         cells = [answers[case.name][impl.name] for case in clear]
         texts = dict.fromkeys(reason for cell in cells for reason in cell.reasons)
-        return Cell(sum(cell.served for cell in cells), sum(cell.asked for cell in cells), tuple(texts))
+        return Cell(sum(cell.served for cell in cells), sum(cell.cases for cell in cells), tuple(texts))
 
     def row(feature: str, marks: dict[str, list[str]]) -> MatrixRow:
         having = [case for case in cases if feature in marks[case.name]]
@@ -115,7 +115,9 @@ def rows_of(operation: Operation, target: Target | None = None) -> list[MatrixRo
                 lost[name].add(feature)
         return MatrixRow(operation.name, feature, cells)
 
-    names = [dict.fromkeys(feature for found in marks.values() for feature in found) for marks in (plain, special)]
+    names = [
+        dict.fromkeys(feature for by_feature in marks.values() for feature in by_feature) for marks in (plain, special)
+    ]
     # Emptiness first: a case of an odd dtype is never the empty one, so no dtype hides it.
     ordered = sorted(names[0], key=lambda feature: feature != EMPTY)
     rows = [row(feature, plain) for feature in ordered]

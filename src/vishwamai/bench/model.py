@@ -30,7 +30,7 @@ class Agreement:
     difference of any number.
     """
 
-    other: str
+    peer: str
     sentences: int
     cosine: float
     error: float

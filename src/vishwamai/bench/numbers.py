@@ -27,13 +27,13 @@ class Numbers:
       right: every error is within what is allowed.
       error, allowed: the largest absolute error of any output, and what the contract allows there (the output that is
         worst in that share).
-      what: which part was looked at; of a wrong result, what is wrong.
+      detail: which part was looked at; of a wrong result, what is wrong.
     """
 
     right: bool
     error: float
     allowed: float
-    what: str
+    detail: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ def write(bench_report: BenchReport, path: Path) -> None:
 def render(bench_report: BenchReport) -> str:
     """The page's text."""
     timed = [m for m in bench_report.measurements if m.timing is not None]
-    mistakes = [f"{m.op}, {m.case}, {m.candidate}: {m.numbers.what if m.numbers else ''}" for m in bench_report.wrong]
+    mistakes = [f"{m.op}, {m.case}, {m.candidate}: {m.numbers.detail if m.numbers else ''}" for m in bench_report.wrong]
     return reports.render(
         "bench/report.html",
         title="vishwamai bench",
@@ -73,8 +73,8 @@ def _facts(bench_report: BenchReport) -> list[tuple[str, str]]:
 
 def _banners(bench_report: BenchReport) -> list[str]:
     texts = report.banners(bench_report.measurements, bench_report.versions)
-    if len(bench_report.done) < bench_report.wanted:
-        texts.insert(0, f"{len(bench_report.done)} of {bench_report.wanted} cases were run; --resume goes on.")
+    if len(bench_report.done) < bench_report.planned:
+        texts.insert(0, f"{len(bench_report.done)} of {bench_report.planned} cases were run; --resume goes on.")
     return texts
 
 
@@ -107,7 +107,7 @@ def _cells(m: CaseMeasurement, case: str) -> list[Cell]:
     style = "" if m.framework == "vishwamai" else "soft"
     first: list[Cell] = [case, (m.candidate, style), numbers]
     if m.timing is None:
-        why = m.note or (m.numbers.what if m.numbers else "")
+        why = m.note or (m.numbers.detail if m.numbers else "")
         return [*first, "", (f"not timed: {why}", "soft"), *[""] * (len(report.COLUMNS) - 5)]
     return [*first, *((figure, style) for figure in report.figures(m, m.timing))]
 
@@ -115,7 +115,7 @@ def _cells(m: CaseMeasurement, case: str) -> list[Cell]:
 def _model(result: ModelResult) -> dict[str, Any]:
     rows = [
         [
-            a.other,
+            a.peer,
             str(a.sentences),
             f"{a.cosine:.7f}",
             f"{a.error:.2e}",

@@ -136,7 +136,7 @@ def _compare(suites: Suites, options: argparse.Namespace, sample: Sampler) -> di
             name = comparison.case.name
             for o in outcomes:
                 if o.timing is None:
-                    why = o.numbers.what if o.numbers else o.note
+                    why = o.numbers.detail if o.numbers else o.note
                     print(f"  {name}: {o.candidate.name} is not timed: {why}", file=sys.stderr)
             line, rates, ratios = _line(comparison, outcomes, work)
             print(line, flush=True)

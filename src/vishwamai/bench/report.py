@@ -73,7 +73,7 @@ class BenchReport:
     notes: tuple[str, ...] = ()
     selection: str = "small"
     done: tuple[tuple[str, str, bool], ...] = ()
-    wanted: int = 0
+    planned: int = 0
 
     @property
     def wrong(self) -> list[CaseMeasurement]:
@@ -108,7 +108,7 @@ def standings(measurements: Sequence[CaseMeasurement]) -> list[Standing]:
 def score(measurements: Sequence[CaseMeasurement]) -> str:
     """Wins and losses, in one sentence."""
     rows = standings(measurements)
-    withheld = sum(1 for m in measurements if m.default and m.held)
+    withheld = sum(1 for m in measurements if m.default and m.withheld)
     losses = sum(1 for standing in rows if standing.ratio < 1)
     text = f"against the best peer: {len(rows) - losses} wins, {losses} losses"
     return text + (f", {withheld} held back" if withheld else "")
@@ -117,10 +117,10 @@ def score(measurements: Sequence[CaseMeasurement]) -> str:
 def banners(measurements: Sequence[CaseMeasurement], versions: Mapping[str, str | None]) -> list[str]:
     """What a reader must know before any figure."""
     texts = []
-    withheld = [m for m in measurements if m.default and m.held]
+    withheld = [m for m in measurements if m.default and m.withheld]
     if withheld:
         compared = len(withheld) + len(standings(measurements))
-        reasons = ", ".join(sorted({m.held for m in withheld})[-3:])
+        reasons = ", ".join(sorted({m.withheld for m in withheld})[-3:])
         texts.append(
             f"BUSY MACHINE: the ratios of {len(withheld)} of {compared} cases are held back ({reasons}); run it again "
             "while nothing else runs."
@@ -254,7 +254,7 @@ def size(value: float | None) -> str:
 
 def best_peer(m: CaseMeasurement) -> str:
     """How many times as fast as the best peer, "1.70x torch gelu"; empty where there is none."""
-    if m.held:
+    if m.withheld:
         return WITHHELD
     return "" if m.best_peer is None else f"{m.best_peer[1]:.2f}x {m.best_peer[0]}"
 

@@ -134,7 +134,7 @@ class CaseMeasurement:
       share: the roofline's time over its own: how much of this machine's measured peak it reaches; None where it was
         not timed, and where that is more than all of it (`overshot`): then the peak was measured too low.
       ratios: how many times as fast as each peer that is right; empty where they are held back.
-      held: why the ratios are held back.
+      withheld: why the ratios are held back.
       memory: bytes of arguments, outputs and temporaries together, as XLA planned them; None where unknown (torch).
       note: why it did not run.
     """
@@ -153,7 +153,7 @@ class CaseMeasurement:
     timing: Timing | None = None
     share: float | None = None
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
-    held: str = ""
+    withheld: str = ""
     memory: int | None = None
     note: str = ""
 
@@ -293,8 +293,8 @@ def run_case(
     peers = [o for o in outcomes if o.candidate.implementation is None and o.timing is not None]
     # Those that could not be timed first, as they are known first.
     for outcome in sorted(outcomes, key=lambda o: o.timing is not None):
-        one, timing = outcome.candidate, outcome.timing
-        blank = untimed(one.name, one.framework, one.implementation, one.default)
+        measured, timing = outcome.candidate, outcome.timing
+        blank = untimed(measured.name, measured.framework, measured.implementation, measured.default)
         row = dataclasses.replace(
             blank, numbers=outcome.numbers, timing=timing, memory=outcome.memory, note=outcome.note
         )
@@ -305,7 +305,7 @@ def run_case(
             if others and not steady and not withheld:
                 withheld = f"the peers' {_unsteady(next(iter(others.values())), settings.spread)}"
             ratios = {name: timing.ratio(peer_timing) for name, peer_timing in steady.items()}
-            row = dataclasses.replace(row, ratios=ratios, held=withheld if others else "").against(peaks)
+            row = dataclasses.replace(row, ratios=ratios, withheld=withheld if others else "").against(peaks)
         yield row
     for name, reason in declined:
         yield dataclasses.replace(untimed(f"vishwamai {name}", "vishwamai", name, False), note=reason)

@@ -63,8 +63,8 @@ def command_parser(name: str) -> argparse.ArgumentParser:
     return _parsers(name)[1][name]
 
 
-def _parsers(wanted: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The command's parser and those of its subcommands, of which `wanted` has its options."""
+def _parsers(subcommand: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The command's parser and those of its subcommands, of which `subcommand` has its options."""
     top = argparse.ArgumentParser(
         prog="vishwamai",
         description=(
@@ -77,7 +77,7 @@ def _parsers(wanted: str | None) -> tuple[argparse.ArgumentParser, dict[str, arg
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, formatter_class=_Help)
-        if name == wanted:
+        if name == subcommand:
             module = importlib.import_module(f"vishwamai.cli.{name}")
             sub.description = module.__doc__
             module.configure(sub)
@@ -103,24 +103,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status(arguments: list[str]) -> int:
     # The options before a subcommand take no values, so the first other word is its name.
-    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    subcommand = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         with insistent_interrupt():
-            return _run(arguments, wanted)
+            return _run(arguments, subcommand)
     except VishwamaiError as error:
-        print(f"vishwamai {wanted}: {str(error).removeprefix(f'{wanted}: ')}", file=sys.stderr)
+        print(f"vishwamai {subcommand}: {str(error).removeprefix(f'{subcommand}: ')}", file=sys.stderr)
         return 2
     except OSError as error:
-        said = _without_room(error)
-        if said is None:
+        message = _without_room(error)
+        if message is None:
             raise
-        print(f"vishwamai {wanted}: {said}", file=sys.stderr)
+        print(f"vishwamai {subcommand}: {message}", file=sys.stderr)
         return 2
     except Terminated:
-        print(f"vishwamai {wanted}: terminated", file=sys.stderr)
+        print(f"vishwamai {subcommand}: terminated", file=sys.stderr)
         return 143
     except KeyboardInterrupt:
-        print(f"vishwamai {wanted}: interrupted", file=sys.stderr)
+        print(f"vishwamai {subcommand}: interrupted", file=sys.stderr)
         return 130
 
 
@@ -131,22 +131,22 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 def _without_room(error: OSError) -> str | None:
     """What a command says where a file could not be written for want of room; None for any other error."""
     if error.errno in _NO_ROOM:
-        what = error.filename or "a file"
-        return f"{what} could not be written: {error.strerror}. Make room, or choose another directory."
+        target = error.filename or "a file"
+        return f"{target} could not be written: {error.strerror}. Make room, or choose another directory."
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error.strerror):  # tempfile's own words
         return f"temporary files could not be written: {error.strerror}. Make room there, or set TMPDIR to another."
     return None
 
 
-def _run(arguments: list[str], wanted: str | None) -> int:
-    top, _ = _parsers(wanted)
+def _run(arguments: list[str], subcommand: str | None) -> int:
+    top, _ = _parsers(subcommand)
     chosen, rest = top.parse_known_args(arguments)
     # argparse does not know positionals after an option as those of a `nargs="*"` before it.
     if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         chosen.overrides += rest
-    if wanted in LONG and not getattr(chosen, "in_process", None):
+    if subcommand in LONG and not getattr(chosen, "in_process", None):
         from vishwamai.cli.progress import say
 
         say("loading jax")

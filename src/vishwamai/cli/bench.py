@@ -85,9 +85,9 @@ def _settings(arguments: argparse.Namespace) -> tuple[str, BenchSettings]:
     """(what is selected, how much that is)."""
     from vishwamai.bench.runner import BenchSettings
 
-    made = {"quick": BenchSettings.quick, "all": BenchSettings.all, "small": BenchSettings}
+    presets = {"quick": BenchSettings.quick, "all": BenchSettings.all, "small": BenchSettings}
     selection = "quick" if arguments.quick else "all" if arguments.all else "small"
-    settings = made[selection]()
+    settings = presets[selection]()
     return selection, dataclasses.replace(settings, gradients_per_op=None) if arguments.gradients else settings
 
 
@@ -103,16 +103,16 @@ def _earlier(arguments: argparse.Namespace, selection: str, versions: Any, cpu: 
         return None
     if not arguments.json.exists():
         raise CommandError(f"--resume: there is no {arguments.json} to go on with; leave --resume out.")
-    found = report.read_json(arguments.json)
+    earlier = report.read_json(arguments.json)
     mine = {"selection": selection, "cpu": cpu, "versions": versions}
-    theirs = {"selection": found.selection, "cpu": found.cpu, "versions": found.versions}
-    other = [name for name in mine if mine[name] != theirs[name]]
-    if other:
+    theirs = {"selection": earlier.selection, "cpu": earlier.cpu, "versions": earlier.versions}
+    changed = [name for name in mine if mine[name] != theirs[name]]
+    if changed:
         raise CommandError(
-            f"--resume: {arguments.json} is of another run, with other {' and '.join(other)}; leave --resume out to "
+            f"--resume: {arguments.json} is of another run, with other {' and '.join(changed)}; leave --resume out to "
             "begin anew."
         )
-    return found
+    return earlier
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -142,9 +142,9 @@ def run(arguments: argparse.Namespace) -> int:
         devices = [f"{d.platform}: {d.device_kind}" for d in libtpu.local_devices()]
         peaks = machine_peaks.measure_machine(arguments.quick)
         meter = runner.PeakMeter(machine_peaks.best_of(earlier.peaks, peaks) if earlier else peaks, arguments.quick)
-        wanted = runner.steps(operations, settings)
+        planned = runner.steps(operations, settings)
         done = list(earlier.done) if earlier else []
-        made = report.BenchReport(
+        bench_report = report.BenchReport(
             created=report.now(),
             command="vishwamai " + shlex.join(sys.argv[1:]),
             versions=versions,
@@ -158,78 +158,81 @@ def run(arguments: argparse.Namespace) -> int:
             notes=tuple(notes),
             selection=selection,
             done=tuple(done),
-            wanted=len({step.key for step in wanted} | set(done)),
+            planned=len({step.key for step in planned} | set(done)),
         )
-        shown = tables.Cases(out)
+        case_tables = tables.Cases(out)
         out.print(tables.machine_text(cpu, devices, meter.best), soft_wrap=not out.is_terminal)
         try:
-            left = [step for step in wanted if step.key not in set(done)]
-            kept = budget.part(None, reserve=0.0 if arguments.no_model else settings.model_seconds)
-            for step, found in runner.run(left, meter, settings, steps.on_case("timing"), kept):
-                shown.show(found, meter.best)
-                made = dataclasses.replace(
-                    made,
+            left = [step for step in planned if step.key not in set(done)]
+            timing_budget = budget.part(None, reserve=0.0 if arguments.no_model else settings.model_seconds)
+            for step, measurements in runner.run(left, meter, settings, steps.on_case("timing"), timing_budget):
+                case_tables.show(measurements, meter.best)
+                bench_report = dataclasses.replace(
+                    bench_report,
                     peaks=meter.best,
-                    measurements=tuple(m.against(meter.best) for m in (*made.measurements, *found)),
-                    done=(*made.done, step.key),
+                    measurements=tuple(m.against(meter.best) for m in (*bench_report.measurements, *measurements)),
+                    done=(*bench_report.done, step.key),
                 )
-                report.write_json(made, arguments.json)
-            notes += _not_begun(made, settings)
+                report.write_json(bench_report, arguments.json)
+            notes += _not_begun(bench_report, settings)
             if targets:
                 steps.start("schedules for TPUs you do not have")
-                bound = kept.part(settings.compile_seconds).seconds
+                bound = timing_budget.part(settings.compile_seconds).seconds
                 rows = _compile(operations, settings, arguments, targets, steps, notes, bound)
-                made = dataclasses.replace(made, targets=tuple(rows))
+                bench_report = dataclasses.replace(bench_report, targets=tuple(rows))
                 if rows:
                     out.print(*tables.target_lines(rows, targets, out.is_terminal), sep="\n", soft_wrap=True)
             if not arguments.no_model:
-                made = dataclasses.replace(made, model=_model(settings, budget, arguments.quick, steps, notes))
-                if made.model is not None:
-                    out.print(*tables.model_tables(made.model), sep="\n")
+                bench_report = dataclasses.replace(
+                    bench_report, model=_model(settings, budget, arguments.quick, steps, notes)
+                )
+                if bench_report.model is not None:
+                    out.print(*tables.model_tables(bench_report.model), sep="\n")
             interrupted = 0
         except KeyboardInterrupt as stop:
             interrupted = interrupt_taken(stop)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    _finish(dataclasses.replace(made, load=load, notes=tuple(notes)), arguments.json, page)
+    _finish(dataclasses.replace(bench_report, load=load, notes=tuple(notes)), arguments.json, page)
     if interrupted:
         print(
-            f"vishwamai bench: interrupted after {len(made.done)} of {made.wanted} cases; the same command with "
-            "--resume goes on.",
+            f"vishwamai bench: interrupted after {len(bench_report.done)} of {bench_report.planned} cases; the same "
+            "command with --resume goes on.",
             file=sys.stderr,
         )
         return interrupted
-    return _verdict(made)
+    return _verdict(bench_report)
 
 
-def _not_begun(made: BenchReport, settings: BenchSettings) -> list[str]:
-    left = made.wanted - len(made.done)
+def _not_begun(bench_report: BenchReport, settings: BenchSettings) -> list[str]:
+    left = bench_report.planned - len(bench_report.done)
     if not left:
         return []
     return [
-        f"{left} of {made.wanted} cases were not begun: there is a bound of {settings.case_seconds:.0f} seconds for "
-        f"the cases, and of {settings.total_seconds:.0f} for the run. --resume goes on with them, --all has no bound."
+        f"{left} of {bench_report.planned} cases were not begun: there is a bound of {settings.case_seconds:.0f} "
+        f"seconds for the cases, and of {settings.total_seconds:.0f} for the run. --resume goes on with them, --all "
+        "has no bound."
     ]
 
 
-def _finish(made: BenchReport, where: Path, page: Path | None) -> None:
+def _finish(bench_report: BenchReport, where: Path, page: Path | None) -> None:
     """Writes the report, whole or not, and says what is in it."""
     from vishwamai.bench import report
     from vishwamai.cli import bench_tables as tables
 
-    report.write_json(made, where)
-    written = [str(where)]
+    report.write_json(bench_report, where)
+    paths = [str(where)]
     if page is not None:
         from vishwamai.bench import page as html
 
-        html.write(made, page)
-        written.append(str(page))
+        html.write(bench_report, page)
+        paths.append(str(page))
     out = console()
-    out.print(*tables.standing_lines(made.measurements), sep="\n", soft_wrap=not out.is_terminal)
-    for banner in report.banners(made.measurements, made.versions):
+    out.print(*tables.standing_lines(bench_report.measurements), sep="\n", soft_wrap=not out.is_terminal)
+    for banner in report.banners(bench_report.measurements, bench_report.versions):
         out.print(banner, style="bold yellow", markup=False, highlight=False, soft_wrap=not out.is_terminal)
-    for note in made.notes:
+    for note in bench_report.notes:
         out.print(f"note: {note}", markup=False, soft_wrap=not out.is_terminal)
-    out.print(f"wrote {' and '.join(written)}", markup=False, soft_wrap=True)
+    out.print(f"wrote {' and '.join(paths)}", markup=False, soft_wrap=True)
 
 
 def _model(settings: BenchSettings, budget: Budget, quick: bool, steps: Any, notes: list[str]) -> Any:
@@ -265,9 +268,9 @@ def _compile(
 
     cases = runner.planned(operations, settings)
     stored = [] if arguments.schedule else schedules.rows(cases, targets)
-    known = {(row.op, row.case, row.target) for row in stored}
+    compiled = {(row.op, row.case, row.target) for row in stored}
     pairs = [
-        (op, case, target) for op, case in cases for target in targets if (op.name, case.name, target) not in known
+        (op, case, target) for op, case in cases for target in targets if (op.name, case.name, target) not in compiled
     ]
     if stored:
         versions = ", ".join(sorted({schedules.libtpu(target) for target in targets} - {""}))
@@ -293,14 +296,14 @@ def _compile(
     return [*stored, *rows]
 
 
-def _verdict(made: Any) -> int:
-    for m in made.wrong:
-        print(f"WRONG: {m.op}, {m.case}, {m.candidate}: {m.numbers.what}", file=sys.stderr)
-    if made.model is not None:
-        for agreement in made.model.agreements:
+def _verdict(bench_report: Any) -> int:
+    for m in bench_report.wrong:
+        print(f"WRONG: {m.op}, {m.case}, {m.candidate}: {m.numbers.detail}", file=sys.stderr)
+    if bench_report.model is not None:
+        for agreement in bench_report.model.agreements:
             if not agreement.right:
                 print(
-                    f"WRONG: embeddings differ from {agreement.other}: least cosine {agreement.cosine:.6f}",
+                    f"WRONG: embeddings differ from {agreement.peer}: least cosine {agreement.cosine:.6f}",
                     file=sys.stderr,
                 )
-    return 0 if made.right else 1
+    return 0 if bench_report.right else 1

@@ -85,7 +85,7 @@ def _block(measurements: Sequence[CaseMeasurement], peaks: MachinePeaks, head: b
     for m in measurements:
         if m.timing is None:
             wrong = m.numbers is not None and not m.numbers.right
-            why = m.note or (m.numbers.what if m.numbers else "")
+            why = m.note or (m.numbers.detail if m.numbers else "")
             out.append(f"  {m.candidate}: ")
             out.append("WRONG, " if wrong else "", "bold red")
             out.append(f"not timed: {why}\n", "dim")
@@ -94,7 +94,7 @@ def _block(measurements: Sequence[CaseMeasurement], peaks: MachinePeaks, head: b
             line((m.candidate, *_cells(m, peaks)), style)
     default = next((m for m in measurements if m.default and m.timing is not None), None)
     if default is not None and report.best_peer(default):
-        reason = f" ({default.held})" if default.held else ""
+        reason = f" ({default.withheld})" if default.withheld else ""
         good = default.best_peer is None or default.best_peer[1] >= 1
         out.append(f"  against the best peer: {report.best_peer(default)}{reason}\n", "green" if good else "red")
     return out
@@ -109,10 +109,10 @@ def case_line(measurements: Sequence[CaseMeasurement], peaks: MachinePeaks) -> s
             parts.append(f"{m.candidate} {right} {median} (spread {spread}) {rate}")
             parts.append(f"share of peak {share}")
             if report.best_peer(m):
-                reason = f" ({m.held})" if m.held else ""
+                reason = f" ({m.withheld})" if m.withheld else ""
                 parts.append(f"against the best peer {report.best_peer(m)}{reason}")
         elif m.numbers is not None and not m.numbers.right and m.framework == "vishwamai":
-            parts.append(f"{m.candidate} WRONG, not timed: {m.numbers.what}")
+            parts.append(f"{m.candidate} WRONG, not timed: {m.numbers.detail}")
         elif m.default:
             parts.append(f"{m.candidate} not timed: {m.note}")
     return "; ".join(" ".join(part.split()) for part in parts)
@@ -122,13 +122,13 @@ def standing_lines(measurements: Sequence[CaseMeasurement]) -> list[Text]:
     """Wins and losses against the best peer, the slowest first, and the score."""
     from rich.text import Text
 
-    found = report.standings(measurements)
-    if not found and not any(m.held for m in measurements):
+    standings = report.standings(measurements)
+    if not standings and not any(m.withheld for m in measurements):
         return []
-    lines = [Text("Times as fast as the best peer, the slowest first", "bold")] if found else []
-    for one in found:
-        text = f"{one.ratio:5.2f}x  {_cut(f'{one.op}: {one.case}', 46):46}  {_cut(one.peer, 22)}"
-        lines.append(Text(text, "green" if one.ratio >= 1 else "red"))
+    lines = [Text("Times as fast as the best peer, the slowest first", "bold")] if standings else []
+    for standing in standings:
+        text = f"{standing.ratio:5.2f}x  {_cut(f'{standing.op}: {standing.case}', 46):46}  {_cut(standing.peer, 22)}"
+        lines.append(Text(text, "green" if standing.ratio >= 1 else "red"))
     score = report.score(measurements)
     return [*lines, Text(f"{score[0].upper()}{score[1:]}.", "bold")]
 
@@ -142,7 +142,7 @@ def model_tables(result: ModelResult) -> list[Any]:
     )
     for a in result.agreements:
         verdict = "[green]right[/]" if a.right else "[bold red]WRONG[/]"
-        first.add_row(a.other, str(a.sentences), f"{a.cosine:.7f}", f"{a.error:.2e}", verdict)
+        first.add_row(a.peer, str(a.sentences), f"{a.cosine:.7f}", f"{a.error:.2e}", verdict)
     if not result.speeds:
         return [first]
     columns = ["batch", "tokens", "by", "median", "spread", "sentences/s", "ours is"]
@@ -150,16 +150,16 @@ def model_tables(result: ModelResult) -> list[Any]:
     for speed in result.speeds:
         ours = speed.timings["vishwamai"]
         for name, timing in speed.timings.items():
-            own = name == "vishwamai"
+            is_ours = name == "vishwamai"
             unsteady = max(ours.spread, timing.spread) > BenchSettings.spread
             second.add_row(
-                str(speed.batch) if own else "",
-                str(speed.tokens) if own else "",
-                f"[bold]{name}[/]" if own else name,
+                str(speed.batch) if is_ours else "",
+                str(speed.tokens) if is_ours else "",
+                f"[bold]{name}[/]" if is_ours else name,
                 report.seconds(timing.median),
                 f"{timing.spread:.0%}",
                 f"{speed.sentences_per_second[name]:.0f}",
-                "" if own else report.WITHHELD if unsteady else f"{ours.ratio(timing):.2f}x",
+                "" if is_ours else report.WITHHELD if unsteady else f"{ours.ratio(timing):.2f}x",
             )
         second.add_section()
     return [first, second]
@@ -185,6 +185,6 @@ def target_lines(rows: Sequence[TargetRow], targets: Sequence[str], terminal: bo
             lines.append(Text(_cut(f"{op}: {case}", 79), "bold"))
             lines.append(Text.assemble("  ", *((_cut(text, width - 1).ljust(width), colour) for text, colour in cells)))
         else:
-            said = "; ".join(f"{target} {text}" for target, (text, _) in zip(targets, cells))
-            lines.append(Text(f"{op}: {case}; {said}"))
+            summary = "; ".join(f"{target} {text}" for target, (text, _) in zip(targets, cells))
+            lines.append(Text(f"{op}: {case}; {summary}"))
     return [*lines, *(Text(problem, "dim") for problem in report.target_problems(rows))]

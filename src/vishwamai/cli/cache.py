@@ -45,10 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "clear":
         return max(_clear(cache) for cache in arguments.caches or ("aot", "jax", "weights"))
     for cache in arguments.caches or caches.CACHES:
-        root, held = caches.cache_directory(cache), caches.entries(cache)
-        size = sum(entry.bytes for entry in held) / 2**20
+        root, files = caches.cache_directory(cache), caches.entries(cache)
+        size = sum(entry.bytes for entry in files) / 2**20
         bound = "" if cache in ("tuning", "weights") else f" of at most {caches.limit() >> 20}"
-        tell(f"{cache:7} {_HOLDS[cache]}: {len(held)} entries, {size:.1f}{bound} MiB")
+        tell(f"{cache:7} {_HOLDS[cache]}: {len(files)} entries, {size:.1f}{bound} MiB")
         tell(f"        {root or caches.no_directory(cache)}")
     return 0
 

@@ -52,15 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
     if use is not None and show is not None:
         raise CommandError("pass either --use or --show.")
     if use is not None or show is not None:
-        kept = None
+        previous = None
         if use is not None:
-            found, kept = calibration.use(use)
+            factors, previous = calibration.use(use)
         else:
             assert show is not None
-            found = calibration.parse(_text(show), str(show))
-        tell("\n".join(calibration.table(found)))
-        if kept is not None:
-            tell(f"  in use: {kept}")
+            factors = calibration.parse(_text(show), str(show))
+        tell("\n".join(calibration.table(factors)))
+        if previous is not None:
+            tell(f"  in use: {previous}")
         return 0
     missing = [name for name in ("flax",) if importlib.util.find_spec(name) is None]
     if missing and not arguments.no_layer:
@@ -81,22 +81,22 @@ def _measure(arguments: argparse.Namespace) -> int:
     path = arguments.output or Path(f"calibration-{name_here()}.json")
     if arguments.output is None:
         output.check_file(path, "--output")
-    wanted, found, status = steps(operations, settings), None, 0
+    planned, measured, status = steps(operations, settings), None, 0
     try:
         with Countdown() as progress:
-            for found in calibrate(wanted, settings, not arguments.no_layer, progress.say):
-                caches.write(path, found.text())
+            for measured in calibrate(planned, settings, not arguments.no_layer, progress.say):
+                caches.write(path, measured.text())
     except KeyboardInterrupt as stop:
-        if found is None:
+        if measured is None:
             raise
         status = interrupt_taken(stop)
-    assert found is not None
-    tell("\n".join(calibration.table(found)))
+    assert measured is not None
+    tell("\n".join(calibration.table(measured)))
     tell(f"  written to {path}")
     if status:
         print("vishwamai calibrate: interrupted; the file has the rows above.", file=sys.stderr)
         return status
-    return 1 if any("numbers are wrong" in row.note for row in found.rows) else 0
+    return 1 if any("numbers are wrong" in row.note for row in measured.rows) else 0
 
 
 def _text(path: Path) -> str:

@@ -73,10 +73,10 @@ def _check_apart(arguments: argparse.Namespace, target: str) -> int:
     """Checks in a process of its own, which libtpu may end: a failed check of its C++ code is no exception. What C++
     code prints, stack traces among it, is left out.
     """
-    given = [] if arguments.args is None else ["--args", arguments.args]
+    options = [] if arguments.args is None else ["--args", arguments.args]
     with tempfile.TemporaryFile("w+") as words:
-        command = ["check", arguments.function, *given, "--target", target, "--in-process", str(words.fileno())]
-        ended = subprocess.run(
+        command = ["check", arguments.function, *options, "--target", target, "--in-process", str(words.fileno())]
+        process = subprocess.run(
             [sys.executable, "-m", "vishwamai.cli", *command],
             capture_output=True,
             text=True,
@@ -85,17 +85,17 @@ def _check_apart(arguments: argparse.Namespace, target: str) -> int:
         )
         words.seek(0)
         said_in_python = words.read()
-    if ended.stdout:
-        tell(ended.stdout.removesuffix("\n"))
+    if process.stdout:
+        tell(process.stdout.removesuffix("\n"))
     print(said_in_python, end="", file=sys.stderr)
-    if ended.returncode >= 0:
-        if ended.returncode > 1 and not said_in_python:  # it ended before it could say why
-            print(ended.stderr, end="", file=sys.stderr)
-        return ended.returncode
-    said = [line for line in ended.stderr.splitlines() if "Check fail" in line or "SIG" in line]
+    if process.returncode >= 0:
+        if process.returncode > 1 and not said_in_python:  # it ended before it could say why
+            print(process.stderr, end="", file=sys.stderr)
+        return process.returncode
+    complaints = [line for line in process.stderr.splitlines() if "Check fail" in line or "SIG" in line]
     print(
-        f"vishwamai check: {target}: the compiler ended its process by signal {-ended.returncode}, an error of "
-        f"libtpu: {' '.join(said)[-500:] or 'it gave no reason'}",
+        f"vishwamai check: {target}: the compiler ended its process by signal {-process.returncode}, an error of "
+        f"libtpu: {' '.join(complaints)[-500:] or 'it gave no reason'}",
         file=sys.stderr,
     )
     return 2

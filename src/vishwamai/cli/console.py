@@ -56,8 +56,8 @@ def console() -> Console:
     require_rich()
     from rich.console import Console
 
-    found = Console()
-    return found if found.is_terminal else Console(width=160)
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=160)
 
 
 def table(title: str, columns: Sequence[str], right: frozenset[str] = frozenset()) -> Table:
@@ -66,7 +66,7 @@ def table(title: str, columns: Sequence[str], right: frozenset[str] = frozenset(
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
+        result.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return result

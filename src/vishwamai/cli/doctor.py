@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     for device in devices:
         tpu = tpu_for(device.device_kind)
         gpu = next((gpu for gpu in GPUS.values() if gpu.is_called(device.device_kind)), None)
-        known = f"  (TPU generation {tpu.name})" if tpu else f"  ({gpu.name}, {gpu.architecture})" if gpu else ""
-        tell(f"  {device.id:3}  {device.platform}  {device.device_kind}{known}")
+        chip = f"  (TPU generation {tpu.name})" if tpu else f"  ({gpu.name}, {gpu.architecture})" if gpu else ""
+        tell(f"  {device.id:3}  {device.platform}  {device.device_kind}{chip}")
 
     tell("\nTPUs that programs can be compiled for here")
     tell(f"  {', '.join(TPUS)}" if libtpu.has_libtpu() else f"  none: {libtpu.install_hint()}")
@@ -57,5 +57,5 @@ def run(arguments: argparse.Namespace) -> int:
     lacking = machine.missing()
     tell("\nMissing" if lacking else "\nNothing is missing.")
     for item in lacking:
-        tell(f"  {item.what}: would bring {item.brings}\n      {item.command}")
+        tell(f"  {item.feature}: would bring {item.brings}\n      {item.command}")
     return 0 if devices else 1

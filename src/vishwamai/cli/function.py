@@ -121,8 +121,8 @@ def _example_arguments(module: ModuleType, name: str) -> tuple[tuple[Any, ...], 
     for candidate in (f"{name}_example_args", "example_args"):
         maker = getattr(module, candidate, None)
         if callable(maker):
-            made: Any = maker()
-            return ((), made) if isinstance(made, dict) else (tuple(made), {})
+            example: Any = maker()
+            return ((), example) if isinstance(example, dict) else (tuple(example), {})
     raise CommandError(
         f"the arguments of {name!r} are unknown: pass --args 'bf16[8,4096], ...', or define `{name}_example_args()` "
         "beside it."

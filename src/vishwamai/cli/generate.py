@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.stream:
         print(" ".join(map(str, tokens)) if text is None else text)
     if arguments.json is not None:
-        found = {
+        result = {
             "token_ids": tokens,
             "text": text,
             "finish_reason": deltas[-1].finish,
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             **({"accepted_share": round(engine.statistics.accepted_share, 4)} if engine.drafts else {}),
             "timing": {name: round(value, 6) for name, value in timing.items()},
         }
-        options.write_json(found, arguments.json, indent=None)
+        options.write_json(result, arguments.json, indent=None)
     return 0
 
 
@@ -90,24 +90,24 @@ def sampling(arguments: argparse.Namespace, generation: GenerationConfig) -> Sam
     """The options given, and the model's own where none is given."""
     from vishwamai.inference import Sampling
 
-    given = {name: value for name in (*_DRAWS, *_ALWAYS) if (value := getattr(arguments, name)) is not None}
+    explicit = {name: value for name in (*_DRAWS, *_ALWAYS) if (value := getattr(arguments, name)) is not None}
     defaults = recommended(generation)
-    if "temperature" in given:
+    if "temperature" in explicit:
         defaults = {name: value for name, value in defaults.items() if name in _ALWAYS}
     return Sampling(
         max_new_tokens=arguments.max_new_tokens,
         seed=arguments.seed,
         stop=tuple(arguments.stop),
         ignore_eos=arguments.ignore_eos,
-        **{**defaults, **given},
+        **{**defaults, **explicit},
     )
 
 
 def recommended(generation: GenerationConfig) -> dict[str, Any]:
     """Options of `Sampling` that a model's authors recommend; those of the draw only where they sample."""
     names = (*_DRAWS, *_ALWAYS) if generation.do_sample else _ALWAYS
-    found = {name: value for name in names if (value := getattr(generation, name)) is not None}
-    return {"temperature": 1.0, **found} if generation.do_sample else found
+    options = {name: value for name in names if (value := getattr(generation, name)) is not None}
+    return {"temperature": 1.0, **options} if generation.do_sample else options
 
 
 def _answer(
@@ -130,11 +130,11 @@ def _answer(
     engine.submit(Request(prompt, options, sink))
     while not engine.idle:
         engine.step()
-    ended = time.monotonic()
-    spent = {"first_token_s": first[0] - started, "total_s": ended - started}
+    finish = time.monotonic()
+    spent = {"first_token_s": first[0] - started, "total_s": finish - started}
     tokens = sum(len(delta.token_ids) for delta in deltas)
-    if tokens > 1 and ended > first[0]:
-        spent["tokens_per_s"] = (tokens - 1) / (ended - first[0])
+    if tokens > 1 and finish > first[0]:
+        spent["tokens_per_s"] = (tokens - 1) / (finish - first[0])
     return deltas, spent
 
 
@@ -151,10 +151,10 @@ def _messages(path: Path | None) -> list[Any] | None:
     if path is None:
         return None
     try:
-        found = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8"))
+        messages = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CommandError(f"--chat {path}: {error}; write a JSON list of messages.") from error
-    found = found.get("messages") if isinstance(found, dict) else found
-    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+    messages = messages.get("messages") if isinstance(messages, dict) else messages
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise CommandError(f'--chat {path}: expected a list such as [{{"role": "user", "content": "Hello"}}].')
-    return found
+    return messages

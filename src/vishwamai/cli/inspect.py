@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         if value is not None and not 0 < value < float("inf"):
             raise CommandError(f"--{option} is {value}; pass a positive number.")
     call = function.load_call(arguments.function, arguments.args)
-    written = []
+    entries = []
     status = 0
     with Steps() as steps:
         on_case = steps.on_case(f"compiling {call.name} for")
@@ -64,20 +64,20 @@ def run(arguments: argparse.Namespace) -> int:
             case = Inspection(
                 call.function, call.args, call.kwargs, target, arguments.flops, arguments.bytes, name=call.name
             )
-            (found,) = inspect_many([case])
-            if not isinstance(found, KernelSchedule):
-                tell(f"{call.name} on {target}: {found}\n")
+            (schedule,) = inspect_many([case])
+            if not isinstance(schedule, KernelSchedule):
+                tell(f"{call.name} on {target}: {schedule}\n")
                 status = 1
                 continue
             if figures != options.STDOUT:
-                tell(f"{found.table()}\n")
-            written.append(found.as_dict())
+                tell(f"{schedule.table()}\n")
+            entries.append(schedule.as_dict())
             if pages:
-                found.report(pages[done])
+                schedule.report(pages[done])
             if figures is not None and figures != options.STDOUT:  # after each, so that an interrupt loses none
-                options.write_json(written, figures, indent=1)
+                options.write_json(entries, figures, indent=1)
     if figures == options.STDOUT:
-        options.write_json(written, options.STDOUT, indent=1)
+        options.write_json(entries, options.STDOUT, indent=1)
     return status
 
 

@@ -38,10 +38,10 @@ def insistent_interrupt() -> Iterator[None]:
         if not (dropped.exc_type and issubclass(dropped.exc_type, KeyboardInterrupt)):
             hook(dropped)
 
-    taken = [signal.SIGINT, signal.SIGALRM]
+    signals = [signal.SIGINT, signal.SIGALRM]
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        taken.append(signal.SIGTERM)
-    before = {number: signal.signal(number, interrupt) for number in taken}
+        signals.append(signal.SIGTERM)
+    before = {number: signal.signal(number, interrupt) for number in signals}
     hook, sys.unraisablehook = sys.unraisablehook, report
     try:
         yield

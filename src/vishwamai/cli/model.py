@@ -143,14 +143,14 @@ def _file(text: str) -> dict[str, Any]:
     from vishwamai.core.optimization import Optimization
 
     try:
-        found = json.loads(Path(text).read_text(encoding="utf-8"))
+        values = json.loads(Path(text).read_text(encoding="utf-8"))
     except OSError as error:
         raise CommandError(f"--optimization {text}: {error.strerror}; pass key=value, or a JSON file.") from error
     except ValueError as error:
         raise CommandError(f"--optimization {text}: {error}; the file must hold a JSON object.") from error
-    if not isinstance(found, dict):
-        raise CommandError(f"--optimization {text}: the file holds a {type(found).__name__}, not a JSON object.")
-    return Optimization.of(found).explicit
+    if not isinstance(values, dict):
+        raise CommandError(f"--optimization {text}: the file holds a {type(values).__name__}, not a JSON object.")
+    return Optimization.of(values).explicit
 
 
 def say_optimization(keys: Optimization, purpose: Purpose, devices: int | None) -> None:
@@ -233,9 +233,9 @@ def load(planned: Load, compile: str = "ahead") -> tuple[Engine, dict[str, float
     started = time.monotonic()
     compiling = [started]
     engine = planned.engine(_progress(compiling, compile == "lazy"), compile, say)
-    ended = time.monotonic()
-    say(f"ready after {ended - started:.1f} s: {engine.programs.summary}")
-    return engine, {"load_s": compiling[-1] - started, "compile_s": ended - compiling[-1]}
+    ready = time.monotonic()
+    say(f"ready after {ready - started:.1f} s: {engine.programs.summary}")
+    return engine, {"load_s": compiling[-1] - started, "compile_s": ready - compiling[-1]}
 
 
 def load_encoder(directory: Path) -> Embedder:

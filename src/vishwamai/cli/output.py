@@ -46,10 +46,10 @@ def check_file(path: Path, option: str) -> None:
 def check_directory(path: Path, option: str) -> None:
     """Raises `CommandError` where `path` is not a directory, and cannot become one, in which files can be made."""
     try:
-        there = path.absolute()
-        while not _is_there(there):
-            there = there.parent
-        _try_directory(there, there, option)
+        ancestor = path.absolute()
+        while not _is_there(ancestor):
+            ancestor = ancestor.parent
+        _try_directory(ancestor, ancestor, option)
     except OSError as error:
         raise CommandError(f"{option}: {path} cannot be made: {error.strerror}; choose another directory.") from error
 
@@ -70,8 +70,8 @@ def _check_access(path: Path, option: str) -> None:
 def _try_directory(path: Path, name: Path, option: str) -> None:
     """Makes a file in a directory, of which nothing stays; errors have its `name`."""
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise CommandError(f"{option}: the directory {name} {what}; make it, or choose another.")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise CommandError(f"{option}: the directory {name} {problem}; make it, or choose another.")
     try:
         caches.try_directory(path)
     except OSError as error:

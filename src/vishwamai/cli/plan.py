@@ -79,19 +79,19 @@ def run(arguments: argparse.Namespace) -> int:
     local_devices()  # jax looks for a TPU on its first use, and libtpu complains where there is none
     with Countdown() as progress:
         progress.say(f"{kind} {arguments.config} for {', '.join(targets)}")
-        found = run_kind(arguments, targets, progress.say)
+        result = run_kind(arguments, targets, progress.say)
     if arguments.json is not None:
-        options.write_json({"config": arguments.config, "kind": kind, **found["json"]}, arguments.json)
+        options.write_json({"config": arguments.config, "kind": kind, **result["json"]}, arguments.json)
     if arguments.json != options.STDOUT:
-        tell(found["text"])
-    if "status" in found:
+        tell(result["text"])
+    if "status" in result:
         print(
             "vishwamai plan: interrupted; this is what was found so far. The compiler's answers are kept, and the same "
             "command goes on from them.",
             file=sys.stderr,
         )
-        return found["status"]
-    return 0 if found["fits"] else 1
+        return result["status"]
+    return 0 if result["fits"] else 1
 
 
 def _kind(arguments: argparse.Namespace) -> str:
@@ -145,8 +145,8 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
     from vishwamai.training.config_file import read_config
 
     keys = model.optimization(arguments)
-    given = [f"optimization.{name}={json.dumps(value)}" for name, value in keys.explicit.items()]
-    config = read_config(arguments.config, [*arguments.overrides, *given])
+    overrides = [f"optimization.{name}={json.dumps(value)}" for name, value in keys.explicit.items()]
+    config = read_config(arguments.config, [*arguments.overrides, *overrides])
     for target in targets:
         model.say_optimization(config.optimization, "training", devices_of(target))
     plans: list[Plan] = []
@@ -188,20 +188,20 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
         write_page(plans, arguments.report, arguments.price)
         say(f"{arguments.report} has the page")
     fits = all(plan.chosen is not None for plan in plans)
-    found = {
+    result = {
         "plans": [as_dict(plan, arguments.price) for plan in plans],
         "not_tried": list(not_tried),
-        "too_large": [_diagnosis(one) for one in reasons],
+        "too_large": [_diagnosis(reason) for reason in reasons],
     }
-    return {"json": found, "text": "\n".join(lines), "fits": fits, **stopped}
+    return {"json": result, "text": "\n".join(lines), "fits": fits, **stopped}
 
 
 def _of_all(say: Any, targets: int) -> Any:
     """Reports of the first of some targets, with the time that is left for all of them: each takes as long."""
-    begun = time.monotonic()
+    start = time.monotonic()
 
     def report(text: str, left: float | None = None) -> None:
-        say(text, None if left is None else left + (targets - 1) * (time.monotonic() - begun + left))
+        say(text, None if left is None else left + (targets - 1) * (time.monotonic() - start + left))
 
     return report
 
@@ -211,26 +211,26 @@ def _needs(candidate: Any) -> tuple[bool, float]:
     return candidate.probe is None, candidate.best.value
 
 
-def _diagnosis(found: Any) -> dict[str, Any]:
+def _diagnosis(diagnosis: Any) -> dict[str, Any]:
     return {
-        "target": found.peak.target,
-        "total_bytes": _bytes(found.peak.total),
-        "limit_bytes": found.peak.limit,
-        "by_use_bytes": found.peak.by_use,
-        "arrays": [dataclasses.asdict(one) for one in found.peak.arrays],
+        "target": diagnosis.peak.target,
+        "total_bytes": _bytes(diagnosis.peak.total),
+        "limit_bytes": diagnosis.peak.limit,
+        "by_use_bytes": diagnosis.peak.by_use,
+        "arrays": [dataclasses.asdict(item) for item in diagnosis.peak.arrays],
         "changes": [
             {
-                "change": one.words,
-                "changes_numbers": one.rounds,
-                "saving_bytes": _bytes(one.saving),
-                "cost_s": None if one.cost is None else one.cost.value,
-                "probe_bytes": _bytes(one.probe),
-                "fits": one.fits,
-                "declined": one.declined,
+                "change": item.words,
+                "changes_numbers": item.rounds,
+                "saving_bytes": _bytes(item.saving),
+                "cost_s": None if item.cost is None else item.cost.value,
+                "probe_bytes": _bytes(item.probe),
+                "fits": item.fits,
+                "declined": item.declined,
             }
-            for one in found.changes
+            for item in diagnosis.changes
         ],
-        "not_probed": list(found.hints),
+        "not_probed": list(diagnosis.hints),
     }
 
 
@@ -261,38 +261,40 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
         quantize=chosen.get("quantize"),
         optimization=keys.of_kernels,
     )
-    each = kv_bytes_per_token(serving)
+    token_bytes = kv_bytes_per_token(serving)
     lines, data, fits = [], [], True
     with Compiler() as compiler:
         for target in targets:
             formula = serving_memory(serving, target)
             say(f"{target}: probing a decoding step of {arguments.batch} sequences of {length} tokens")
             program = trace_serving(serving, target)
-            found, timed = _compiled(arguments, compiler, program, say)
-            fixed = found.total.value - each * serving.batch_size * serving.pages_per_sequence * serving.page_size
-            tokens = max(0, int((found.limit - fixed) // each)) if each else None
+            report, timed = _compiled(arguments, compiler, program, say)
+            fixed = (
+                report.total.value - token_bytes * serving.batch_size * serving.pages_per_sequence * serving.page_size
+            )
+            tokens = max(0, int((report.limit - fixed) // token_bytes)) if token_bytes else None
             lines += [
                 f"{target}: one device, {arguments.batch} sequences of {length} tokens",
                 *(f"  {name:<12} {part}" for name, part in formula.parts.items() if part.value),
-                f"  total        {found.total} of {found.limit / 2**30:.2f} GiB: "
-                f"{'fits' if found.fits else 'does not fit'}",
+                f"  total        {report.total} of {report.limit / 2**30:.2f} GiB: "
+                f"{'fits' if report.fits else 'does not fit'}",
                 f"  keys and values of {'any number of' if tokens is None else tokens} tokens fit next to the rest",
                 *_decoding(arguments, target, config.experts is not None, formula, timed),
             ]
             data.append(
                 {
                     "target": target,
-                    "limit_bytes": found.limit,
-                    "total_bytes": _bytes(found.total),
-                    "level": found.total.level,
+                    "limit_bytes": report.limit,
+                    "total_bytes": _bytes(report.total),
+                    "level": report.total.level,
                     "kv_capacity_tokens": tokens,
                     "batch": arguments.batch,
                     "step_seconds": None if timed is None else timed.step.value,
-                    "fits": found.fits,
+                    "fits": report.fits,
                     "parts": {name: dataclasses.asdict(part) for name, part in formula.parts.items()},
                 }
             )
-            fits &= found.fits
+            fits &= report.fits
     not_tried = (
         "more than one device for a model",
         "weights in int8 and int4, and pages in int8",
@@ -306,10 +308,10 @@ def _compiled(arguments: argparse.Namespace, compiler: Any, program: Any, say: A
     """The memory of a program, and its time; None where it does not fit or was not asked for."""
     from vishwamai.planning.program_time import time_program
 
-    found = compiler.probe(program)
-    if not found.fits or arguments.no_verify:
-        return found, None
-    say(f"{program.target}: compiling it ({found.total})")
+    report = compiler.probe(program)
+    if not report.fits or arguments.no_verify:
+        return report, None
+    say(f"{program.target}: compiling it ({report.total})")
     return (compiler.verify(program), None) if arguments.no_time else time_program(compiler, program)
 
 
@@ -350,26 +352,26 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
             say(f"{target}: probing {call.name}")
             with keys.kernels():
                 program = trace(call.function, *call.args, target=target, **call.kwargs)
-            found, timed = _compiled(arguments, compiler, program, say)
-            lines += [str(found), *([] if timed is None else _timed(timed, target))]
+            report, timed = _compiled(arguments, compiler, program, say)
+            lines += [str(report), *([] if timed is None else _timed(timed, target))]
             lines += [f"  {part.nbytes / 2**20:10.1f} MiB  argument {part.path}" for part in _largest(program)]
             data.append(
                 {
                     "target": target,
-                    "limit_bytes": found.limit,
-                    "total_bytes": _bytes(found.total),
-                    "level": found.total.level,
+                    "limit_bytes": report.limit,
+                    "total_bytes": _bytes(report.total),
+                    "level": report.total.level,
                     "step_seconds": None if timed is None else timed.step.value,
-                    "fits": found.fits,
+                    "fits": report.fits,
                 }
             )
-            if not found.fits:
+            if not report.fits:
                 say(f"{target}: reading what lies in the memory at the peak, and probing changes")
                 with keys.kernels():
                     reasons.append(explain_program(compiler, program, call.function, call.args, call.kwargs))
                 lines.append(str(reasons[-1]))
-            fits &= found.fits
-    too_large = [_diagnosis(one) for one in reasons]
+            fits &= report.fits
+    too_large = [_diagnosis(reason) for reason in reasons]
     return {"json": {"plans": data, "not_tried": [], "too_large": too_large}, "text": "\n".join(lines), "fits": fits}
 
 

@@ -22,14 +22,14 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
         f"{plan.target}: HBM of one device in GiB, of {plan.limit / 2**30:.2f}{_stages(plan)}",
         "  data fsdp exp seq ten remat      micro analytic  probe verified      ms",
     ]
-    for index, one in enumerate(plan.candidates[:_SHOWN]):
-        mark = "fits" if one is plan.chosen else "error" if one.declined else "" if one.fits else "large"
-        mesh = " ".join(f"{vars(one.config.mesh)[axis]:>{width}}" for axis, width in _MESH.items())
-        milliseconds = "-" if one.step is None else f"{one.step.value * 1e3:.4g}"
+    for index, entry in enumerate(plan.candidates[:_SHOWN]):
+        mark = "fits" if entry is plan.chosen else "error" if entry.declined else "" if entry.fits else "large"
+        mesh = " ".join(f"{vars(entry.config.mesh)[axis]:>{width}}" for axis, width in _MESH.items())
+        milliseconds = "-" if entry.step is None else f"{entry.step.value * 1e3:.4g}"
         lines.append(
-            f"{'*' if index in best else ' '}{_moments(one)}{mesh} {one.config.remat[:10]:<10} "
-            f"{one.config.microbatches:>5} "
-            f"{_gib(one.analytic):>8} {_gib(one.probe):>6} {_gib(one.verified):>8} {milliseconds:>7} {mark}".rstrip()
+            f"{'*' if index in best else ' '}{_moments(entry)}{mesh} {entry.config.remat[:10]:<10} "
+            f"{entry.config.microbatches:>5} {_gib(entry.analytic):>8} {_gib(entry.probe):>6} "
+            f"{_gib(entry.verified):>8} {milliseconds:>7} {mark}".rstrip()
         )
     if plan.count > _SHOWN:
         lines.append(f"  ... and {plan.count - _SHOWN} more")
@@ -38,7 +38,7 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
     timed = [candidate for candidate in plan.candidates[:_SHOWN] if candidate.step is not None]
     for candidate in timed[:1]:
         lines += _wrapped(f"ms: {published(candidate).comparison(plan.target)}")
-    if any(_moments(one).strip() for one in plan.candidates[:_SHOWN]):
+    if any(_moments(entry).strip() for entry in plan.candidates[:_SHOWN]):
         lines.append("  b, 8: the optimizer's moments in bfloat16, in 8 bits, which changes numbers")
     lines.append(
         f"  chosen: {plan.chosen.name}" if plan.chosen is not None else "  nothing that was tried fits this target"
@@ -48,7 +48,7 @@ def table(plan: Plan, price: float | None = None) -> list[str]:
         if plan.interrupted
         else f"  too large by formulas: {plan.pruned}; not probed: {plan.unprobed}"
     )
-    lines += [f"  {one.name}: {one.declined}" for one in plan.candidates if one.declined]
+    lines += [f"  {entry.name}: {entry.declined}" for entry in plan.candidates if entry.declined]
     return lines + ([] if plan.chosen is None else _time(plan.chosen, price))
 
 
@@ -63,9 +63,9 @@ def _stages(plan: Plan) -> str:
     return f"; mesh.pipeline={size}, {schedule}" if size > 1 else ""
 
 
-def _moments(one: Candidate) -> str:
+def _moments(candidate: Candidate) -> str:
     """A letter for the optimizer's moments, where they are not float32."""
-    return {"bfloat16": "b", "int8": "8"}.get(one.config.optimizer.moment_dtype, " ")
+    return {"bfloat16": "b", "int8": "8"}.get(candidate.config.optimizer.moment_dtype, " ")
 
 
 def _time(chosen: Candidate, price: float | None) -> list[str]:
@@ -93,7 +93,7 @@ def published(candidate: Candidate) -> PublishedRange:
 def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
     """The plan as plain values, for JSON."""
     best = front(plan.candidates)
-    candidates = [_candidate(one, index in best, price) for index, one in enumerate(plan.candidates)]
+    candidates = [_candidate(candidate, index in best, price) for index, candidate in enumerate(plan.candidates)]
     chosen = None if plan.chosen is None else candidates[plan.candidates.index(plan.chosen)]
     return {
         "target": plan.target,
@@ -106,30 +106,30 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
     }
 
 
-def _candidate(one: Candidate, on_front: bool, price: float | None) -> dict[str, Any]:
-    speed = one.speed
-    found = {
-        "mesh": vars(one.config.mesh),
-        "remat": one.config.remat,
-        "microbatches": one.config.microbatches,
-        "moment_dtype": one.config.optimizer.moment_dtype,
-        "analytic_bytes": _bytes(one.analytic),
-        "probe_bytes": _bytes(one.probe),
-        "verified_bytes": _bytes(one.verified),
+def _candidate(candidate: Candidate, on_front: bool, price: float | None) -> dict[str, Any]:
+    speed = candidate.speed
+    values = {
+        "mesh": vars(candidate.config.mesh),
+        "remat": candidate.config.remat,
+        "microbatches": candidate.config.microbatches,
+        "moment_dtype": candidate.config.optimizer.moment_dtype,
+        "analytic_bytes": _bytes(candidate.analytic),
+        "probe_bytes": _bytes(candidate.probe),
+        "verified_bytes": _bytes(candidate.verified),
         "step_seconds": None if speed is None else speed.step.value,
         "step_level": None if speed is None else speed.step.level,
-        "step_seconds_by_published_steps": None if speed is None else published(one).of(speed.step),
+        "step_seconds_by_published_steps": None if speed is None else published(candidate).of(speed.step),
         "tokens_per_second_per_chip": None if speed is None else speed.tokens_per_chip.value,
         "mfu": None if speed is None else speed.mfu.value,
         "usd_per_million_tokens": None if speed is None or price is None else speed.cost(price).value,
         "on_front": on_front,
-        "fits": one.fits,
-        "declined": one.declined,
+        "fits": candidate.fits,
+        "declined": candidate.declined,
     }
-    if one.time is not None:
-        found["step_parts"] = {name: part.value for name, part in one.time.parts.items()}
-        found["step_missing"] = list(one.time.missing)
-    return found
+    if candidate.time is not None:
+        values["step_parts"] = {name: part.value for name, part in candidate.time.parts.items()}
+        values["step_missing"] = list(candidate.time.missing)
+    return values
 
 
 def _gib(estimate: Estimate | None) -> str:

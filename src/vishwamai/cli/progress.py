@@ -73,21 +73,21 @@ class Steps(_Shown):
             self._bar.start()
         return self
 
-    def start(self, what: str, total: int = 1) -> None:
+    def start(self, activity: str, total: int = 1) -> None:
         """A new count, in place of the one before."""
         self._begun = time.monotonic()
         if self._bar is None:
-            self._say(what)
+            self._say(activity)
             return
         if self._task is not None:
             self._bar.remove_task(self._task)
-        self._task = self._bar.add_task(what, total=total)
+        self._task = self._bar.add_task(activity, total=total)
 
     def on_case(self, verb: str) -> Callable[[int, int, str], None]:
         """A callback that moves the bar: `(done, total, name)`."""
         started = False
 
-        def told(done: int, total: int, name: str) -> None:
+        def report(done: int, total: int, name: str) -> None:
             nonlocal started
             if not started and done == total:
                 return
@@ -100,7 +100,7 @@ class Steps(_Shown):
                 rest = left(time.monotonic() - self._begun, done, total)
                 self._say(f"{verb} {done + 1}/{total} {name}" + (f", {duration(rest)} left" if rest else ""))
 
-        return told
+        return report
 
     def _say(self, text: str) -> None:
         self._told = time.monotonic()

@@ -141,9 +141,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show_unread(found: dict[Path, list[str]]) -> None:
+def _show_unread(unread: dict[Path, list[str]]) -> None:
     """What of the data will not be trained on: how many records, the first ones, and the files that name all."""
-    lines = [line for those in found.values() for line in those]
+    lines = [line for names in unread.values() for line in names]
     if not lines:
         return
     print(f"{len(lines)} record{'s' if len(lines) > 1 else ''} could not be read:", file=sys.stderr)
@@ -151,7 +151,7 @@ def _show_unread(found: dict[Path, list[str]]) -> None:
         print(f"  {line}", file=sys.stderr)
     if len(lines) > 3:
         print(f"  and {len(lines) - 3} more", file=sys.stderr)
-    print(f"All are in {', '.join(map(str, found))}.", file=sys.stderr, flush=True)
+    print(f"All are in {', '.join(map(str, unread))}.", file=sys.stderr, flush=True)
 
 
 def console_rule(title: str) -> str:

@@ -65,10 +65,10 @@ def _operations(names: str | None) -> list[Operation]:
     return [op for op in chosen(None) if any(impl.platform == "tpu" for impl in op.op.implementations)]
 
 
-def _cases(operation: Operation, wanted: str | None, quick: bool) -> list[Case]:
+def _cases(operation: Operation, pattern: str | None, quick: bool) -> list[Case]:
     cases = [case for case in operation.cases if "model" in case.tags]
-    if wanted:
-        cases = [case for case in cases if wanted in case.name]
+    if pattern:
+        cases = [case for case in cases if pattern in case.name]
     return cases[:1] if quick else cases
 
 
@@ -78,7 +78,7 @@ def _check(arguments: argparse.Namespace, targets: list[str]) -> int:
     from vishwamai.aot.tuning.tables import entries, shipped
 
     names = {operation.name for operation in _operations(arguments.ops)}
-    wanted = [
+    stored = [
         entry
         for entry in entries(arguments.directory or shipped())
         if entry.target in targets and entry.op in names and (arguments.cases or "") in entry.evidence["case"]
@@ -86,17 +86,17 @@ def _check(arguments: argparse.Namespace, targets: list[str]) -> int:
     stale = 0
     with Steps() as steps:
         on_case = steps.on_case("checking")
-        for done, entry in enumerate(wanted):
-            on_case(done, len(wanted), str(entry))
+        for done, entry in enumerate(stored):
+            on_case(done, len(stored), str(entry))
             try:
-                found = recheck(entry, arguments.workers)
+                verdict = recheck(entry, arguments.workers)
             except KernelError as error:
-                complaint, said = str(error), ""
+                complaint, summary = str(error), ""
             else:
-                complaint, said = found.complaint, f"{entry}: {found.seconds * 1e6:.1f} us (estimate), stands"
+                complaint, summary = verdict.complaint, f"{entry}: {verdict.seconds * 1e6:.1f} us (estimate), stands"
             stale += complaint is not None
-            tell(complaint or said)
-    tell(f"{len(wanted)} entries, {stale} stale" + ("; search those again with --again." if stale else "."))
+            tell(complaint or summary)
+    tell(f"{len(stored)} entries, {stale} stale" + ("; search those again with --again." if stale else "."))
     return 1 if stale else 0
 
 

@@ -92,13 +92,13 @@ class Kernel:
 
     def __reduce__(self) -> Any:
         """By its name, as functions are pickled, where its module has it under that name; else by its parts."""
-        found: Any = sys.modules.get(self.__module__)
+        definition: Any = sys.modules.get(self.__module__)
         path = getattr(self, "__qualname__", "")  # the function's, if it has one
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is self:
+            definition = getattr(definition, name, None)
+        if definition is self:
             return path
-        return _made, (self.function, self.platform, self._overrides, self._base, self._extra)
+        return _wrapped, (self.function, self.platform, self._overrides, self._base, self._extra)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -222,8 +222,8 @@ class Kernel:
         return call, arrays
 
     def _static(self, leaf: Any) -> Any:
-        known = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, jax.core.Tracer)
-        if self._constants and known and isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "iub":
+        concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, jax.core.Tracer)
+        if self._constants and concrete and isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "iub":
             return Constant(np.asarray(leaf))
         return ARRAY if is_array(leaf) else leaf
 
@@ -261,7 +261,7 @@ class Kernel:
             raise translated(self.name, error) from error
 
 
-def _made(
+def _wrapped(
     function: Callable[..., Any],
     platform: str,
     overrides: dict[str, Any],

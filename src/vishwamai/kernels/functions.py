@@ -29,8 +29,8 @@ def _operation(name: str, *arrays: Any, jax_only: bool = False) -> Callable[...,
     import vishwamai.torch as operations
 
     if jax_only or not hasattr(operations, name):
-        what = "these options are" if jax_only else "this operation is"
-        raise UnsupportedError(f"{name}: {what} for JAX arrays only; pass `jnp.asarray(tensor)`.")
+        subject = "these options are" if jax_only else "this operation is"
+        raise UnsupportedError(f"{name}: {subject} for JAX arrays only; pass `jnp.asarray(tensor)`.")
     return getattr(operations, name)
 
 

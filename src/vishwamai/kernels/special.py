@@ -113,12 +113,12 @@ def _decorate(
     extra: dict[str, Any],
     parameters: dict[str, Any],
 ) -> Any:
-    given = {name: value for name, value in parameters.items() if value is not None}
-    if "block_size" in given:
-        options = {**options, **given}  # a field of the configuration besides
+    settings = {name: value for name, value in parameters.items() if value is not None}
+    if "block_size" in settings:
+        options = {**options, **settings}  # a field of the configuration besides
     if function is None:
-        return lambda wrapped: decorator(platform, _with_defaults(wrapped, given), config, options, **extra)
-    return decorator(platform, _with_defaults(function, given), config, options, **extra)
+        return lambda wrapped: decorator(platform, _with_defaults(wrapped, settings), config, options, **extra)
+    return decorator(platform, _with_defaults(function, settings), config, options, **extra)
 
 
 def _with_defaults(function: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:

@@ -25,14 +25,14 @@ class LiveAt:
     Attributes:
       name: of the instruction, as traces name it. opcode: such as "fusion".
       source: the scopes and the operation of JAX that it comes from; "" where the text does not say.
-      live: bytes alive while it runs. made: bytes of its own result.
+      live: bytes alive while it runs. nbytes: bytes of its own result.
     """
 
     name: str
     opcode: str
     source: str
     live: int
-    made: int
+    nbytes: int
 
 
 def live_bytes(text: str) -> tuple[LiveAt, ...]:

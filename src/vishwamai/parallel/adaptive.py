@@ -278,8 +278,8 @@ def planned(links: AxisLinks, rows: int) -> Cost:
         k, n = shape
         size = links.devices
         k, out = (k // size if kind == "rows" else k), (n // size if kind == "columns" else n)
-        moved = (rows * k + k * out + rows * out) * dtype.itemsize
-        time = roofline(links.chip, 2 * rows * k * out, moved, dtype.name).seconds
+        nbytes = (rows * k + k * out + rows * out) * dtype.itemsize
+        time = roofline(links.chip, 2 * rows * k * out, nbytes, dtype.name).seconds
         return time + (estimate_collective(collective, rows * n * dtype.itemsize, links) if collective else 0.0)
 
     return seconds

@@ -77,9 +77,9 @@ def configure_data_parallel(
         )
     rows = batch_size // count
     most = rows if max_per_device is None else min(max_per_device, rows)
-    held = max(n for n in divisors(rows) if n <= most)
+    group = max(n for n in divisors(rows) if n <= most)
     mesh = _mesh(count)
-    return DataParallelConfig(mesh, held, rows // held, NamedSharding(mesh, PartitionSpec("data")))
+    return DataParallelConfig(mesh, group, rows // group, NamedSharding(mesh, PartitionSpec("data")))
 
 
 def _mesh(count: int) -> Mesh:

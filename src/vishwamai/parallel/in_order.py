@@ -79,7 +79,7 @@ class _Order:
             _after(self.mark, x) if not isinstance(v, Literal) and v in needing else x
             for v, x in zip(eqn.invars, values, strict=True)
         ]
-        results = run_equation(eqn.replace(params={n: _within(p) for n, p in params.items()}), values, jaxpr)
+        results = run_equation(eqn.replace(params={n: _in_parameter(p) for n, p in params.items()}), values, jaxpr)
         self.mark = _marked(results)
         return results
 
@@ -98,10 +98,10 @@ def _programs(value: Any) -> Iterator[Jaxpr]:
             yield entry.jaxpr if isinstance(entry, ClosedJaxpr) else entry
 
 
-def _within(value: Any) -> Any:
+def _in_parameter(value: Any) -> Any:
     """A parameter of an equation, with its inner programs in order."""
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_within, value)) if any(_programs(value)) else value
+        return type(value)(map(_in_parameter, value)) if any(_programs(value)) else value
     if not any(any(map(_talks, inner.eqns)) for inner in _programs(value)):
         return value
     inner, consts = (value.jaxpr, value.consts) if isinstance(value, ClosedJaxpr) else (value, ())

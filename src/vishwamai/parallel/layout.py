@@ -116,8 +116,8 @@ def optimize_memory_layout(weights: Mapping[str, Any], tpu_topology: str) -> Mem
 def _mesh_of_sides(topology: str) -> Mesh:
     sides = sides_of(topology)
     if sides is not None and len(sides) <= len(_SIDES) and math.prod(sides) == jax.device_count():
-        here = {name: side for name, side in zip(_SIDES, sides) if side > 1}
-        return make_mesh(here or {"x": 1}, devices=jax.devices())
+        axes = {name: side for name, side in zip(_SIDES, sides) if side > 1}
+        return make_mesh(axes or {"x": 1}, devices=jax.devices())
     topology = slice_name("optimize_memory_layout", topology)
     chip, sides = slice_of("optimize_memory_layout", topology)
     sizes = {name: side for name, side in zip(_SIDES, sides) if side > 1}
@@ -139,8 +139,8 @@ def _least(shape: tuple[int, ...], item: int, mesh: Mesh) -> PartitionSpec:
         parts = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
         if any(size % n for size, n in zip(shape, parts)):
             continue
-        held = tiled(tuple(size // n for size, n in zip(shape, parts)), item)
-        cost = held, sum(n > 1 for n in parts), [-n for n in parts]
+        nbytes = tiled(tuple(size // n for size, n in zip(shape, parts)), item)
+        cost = nbytes, sum(n > 1 for n in parts), [-n for n in parts]
         if best is None or cost < best[0]:
             spec = PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in entries))
             best = cost, spec
@@ -187,12 +187,12 @@ class KernelLayout:
         Raises:
           ShapeError: the array is not in this layout.
         """
-        found = self.padded if padded is None else padded
-        if jnp.shape(found) != self.padded.shape:
+        array = self.padded if padded is None else padded
+        if jnp.shape(array) != self.padded.shape:
             raise ShapeError(
-                f"KernelLayout.restore: the array has shape {jnp.shape(found)}; pass one of shape {self.padded.shape}."
+                f"KernelLayout.restore: the array has shape {jnp.shape(array)}; pass one of shape {self.padded.shape}."
             )
-        return found[tuple(slice(size) for size in self.shape)]
+        return array[tuple(slice(size) for size in self.shape)]
 
 
 @checked

@@ -49,15 +49,15 @@ def make_mesh(
     sizes = axis_sizes(axes)
     if topology is not None and devices is not None:
         raise ShapeError("make_mesh: `topology` and `devices` are both given; pass one of them.")
-    found = _described(topology) if topology is not None else list(jax.devices() if devices is None else devices)
-    for device in found:
+    available = _described(topology) if topology is not None else list(jax.devices() if devices is None else devices)
+    for device in available:
         if not isinstance(device, jax.Device):
             raise ShapeError(
                 f"make_mesh: `devices` has {described(device)}; pass devices, as jax.devices() gives them."
             )
-    if len(set(found)) < len(found) or not found:
-        raise ShapeError(f"make_mesh: `devices` has {len(found)} devices, {len(set(found))} of them different.")
-    return _mesh("make_mesh", sizes, found, topology)
+    if len(set(available)) < len(available) or not available:
+        raise ShapeError(f"make_mesh: `devices` has {len(available)} devices, {len(set(available))} of them different.")
+    return _mesh("make_mesh", sizes, available, topology)
 
 
 @checked
@@ -81,7 +81,7 @@ def configure_tpu_mesh(
     """
     if num_cores < 1:
         raise ShapeError(f"configure_tpu_mesh: `num_cores` is {num_cores}; pass a positive number.")
-    here = tpu_for(jax.devices()[0].device_kind)
+    local_chip = tpu_for(jax.devices()[0].device_kind)
     name = slice_name("configure_tpu_mesh", topology)
     chip, sides = slice_of("configure_tpu_mesh", name)
     count = math.prod(sides) * chip.devices
@@ -94,7 +94,7 @@ def configure_tpu_mesh(
             f"{num_cores}; pass {count}, or another topology: the nearest are {near}."
         )
     sizes = {"data": count} if axes is None else axis_sizes(axes)
-    if here is chip and len(jax.devices()) == count:
+    if local_chip is chip and len(jax.devices()) == count:
         return _mesh("configure_tpu_mesh", sizes, list(jax.devices()), name)
     return _mesh("configure_tpu_mesh", sizes, _described(name), name)
 
@@ -157,18 +157,18 @@ def axis_sizes(axes: Any) -> dict[str, int]:
       ShapeError: they cannot be read.
     """
     if isinstance(axes, str):
-        found = [_SIZES.fullmatch(item) for item in axes.split(",")]
-        if not all(found):
+        matches = [_SIZES.fullmatch(item) for item in axes.split(",")]
+        if not all(matches):
             raise ShapeError(f'make_mesh: `axes` is {axes!r}; write names and sizes, "fsdp=4,tensor=2".')
-        pairs = [(match[1], int(match[2])) for match in found if match]
+        pairs = [(match[1], int(match[2])) for match in matches if match]
     elif isinstance(axes, Mapping):
         pairs = list(axes.items())
     else:
         raise ShapeError(f'make_mesh: `axes` is {described(axes)}; pass "fsdp=4,tensor=2", or a dict of sizes.')
     names = [name for name, _ in pairs]
     for name, size in pairs:
-        whole = isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
-        if not isinstance(name, str) or not whole or names.count(name) > 1 or size > 2**31:
+        valid = isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
+        if not isinstance(name, str) or not valid or names.count(name) > 1 or size > 2**31:
             raise ShapeError(
                 f"make_mesh: `axes` has {name!r}: {size!r}; pass every name once, with a positive size, or -1 for all "
                 "devices that are left."
@@ -181,14 +181,14 @@ def axis_sizes(axes: Any) -> dict[str, int]:
 
 def _mesh(function: str, sizes: dict[str, int], devices: list[Any], topology: str | None) -> Mesh:
     count = len(devices)
-    known = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {name: max(1, count // known) if size == -1 else size for name, size in sizes.items()}
-    wanted = math.prod(sizes.values())
+    product = math.prod(size for size in sizes.values() if size != -1)
+    sizes = {name: max(1, count // product) if size == -1 else size for name, size in sizes.items()}
+    required = math.prod(sizes.values())
     chip = tpu_for(devices[0].device_kind)
-    if wanted != count:
+    if required != count:
         raise ShapeError(
-            f"{function}: axes {sizes} hold {wanted} devices, but {topology or 'the list'} has {count}; "
-            f"{_advice(sizes, count, wanted, chip)}"
+            f"{function}: axes {sizes} hold {required} devices, but {topology or 'the list'} has {count}; "
+            f"{_advice(sizes, count, required, chip)}"
         )
     try:
         grid = laid_out(tuple(sizes.values()), devices)
@@ -198,22 +198,22 @@ def _mesh(function: str, sizes: dict[str, int], devices: list[Any], topology: st
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
 
 
-def _advice(sizes: dict[str, int], count: int, wanted: int, chip: TpuChip | None) -> str:
+def _advice(sizes: dict[str, int], count: int, required: int, chip: TpuChip | None) -> str:
     """How to make the numbers agree."""
     fits = []
     for name, size in sizes.items():
-        rest = wanted // size
+        rest = required // size
         if count % rest == 0:
             fits.append(",".join(f"{n}={count // rest if n == name else s}" for n, s in sizes.items()))
-    said = f"pass {' or '.join(fits)}" if fits else f"choose sizes whose product is {count}"
+    advice = f"pass {' or '.join(fits)}" if fits else f"choose sizes whose product is {count}"
     if chip is None:
-        there = jax.device_count()
-        if wanted <= there:
-            return f"{said}, or the first {wanted} devices."
-        fix = f"; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes them"
-        return f"{said}{fix if jax.default_backend() == 'cpu' else ''}."
-    near = hardware.nearest(chip, (-(-wanted // chip.devices),))
-    return f"{said}, or another slice: {', '.join(f'{chip.name}:{hardware.sides_text(s)}' for s in near)}."
+        local = jax.device_count()
+        if required <= local:
+            return f"{advice}, or the first {required} devices."
+        fix = f"; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={required} makes them"
+        return f"{advice}{fix if jax.default_backend() == 'cpu' else ''}."
+    near = hardware.nearest(chip, (-(-required // chip.devices),))
+    return f"{advice}, or another slice: {', '.join(f'{chip.name}:{hardware.sides_text(s)}' for s in near)}."
 
 
 def compile_collectives_anew(devices: Sequence[Any]) -> None:

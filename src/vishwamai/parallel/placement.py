@@ -121,19 +121,19 @@ def explain_sharding(tree: Any) -> ShardingTable:
     """
     groups: dict[tuple[Any, ...], list[ArrayPlace]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        one = _place(path_text(path), leaf)
-        alike = re.sub(r"(?<![^/])\d+(?![^/])", "*", one.path)
-        groups.setdefault((alike, one.shape, one.dtype, one.split, one.devices), []).append(one)
-    return ShardingTable(tuple(_together(key[0], found) for key, found in groups.items()))
+        row = _place(path_text(path), leaf)
+        alike = re.sub(r"(?<![^/])\d+(?![^/])", "*", row.path)
+        groups.setdefault((alike, row.shape, row.dtype, row.split, row.devices), []).append(row)
+    return ShardingTable(tuple(_merged(key[0], rows) for key, rows in groups.items()))
 
 
-def _together(path: str, found: list[ArrayPlace]) -> ArrayPlace:
+def _merged(path: str, rows: list[ArrayPlace]) -> ArrayPlace:
     return dataclasses.replace(
-        found[0],
-        path=path if len(found) > 1 else found[0].path,
-        count=len(found),
-        bytes_per_device=sum(one.bytes_per_device for one in found),
-        padding=sum(one.padding for one in found),
+        rows[0],
+        path=path if len(rows) > 1 else rows[0].path,
+        count=len(rows),
+        bytes_per_device=sum(row.bytes_per_device for row in rows),
+        padding=sum(row.padding for row in rows),
     )
 
 
@@ -151,8 +151,8 @@ def _place(path: str, leaf: Any) -> ArrayPlace:
     item = jnp.dtype(leaf.dtype).itemsize if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else 8
     plain = math.prod(part) * item
     device = next(iter(sharding.device_set))
-    held = tiled(part, item) if tpu_for(device.device_kind) and plain else plain
-    parts = math.prod(whole // one for whole, one in zip(leaf.shape, part) if one)
+    nbytes = tiled(part, item) if tpu_for(device.device_kind) and plain else plain
+    parts = math.prod(size // part_size for size, part_size in zip(leaf.shape, part) if part_size)
     devices = len(sharding.device_set)
     if isinstance(sharding, NamedSharding):
         entries = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
@@ -165,9 +165,9 @@ def _place(path: str, leaf: Any) -> ArrayPlace:
         shape=tuple(leaf.shape),
         dtype=str(leaf.dtype),
         split=split or "-",
-        bytes_per_device=held,
+        bytes_per_device=nbytes,
         copies=devices // parts,
-        padding=held - plain,
+        padding=nbytes - plain,
         devices=devices,
     )
 
@@ -199,13 +199,13 @@ def _own_spec(array: jax.Array, mesh: Mesh) -> PartitionSpec:
     Raises:
       ShapeError: it is on another mesh, or on none.
     """
-    found = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else array.sharding
-    if not isinstance(found, NamedSharding) or dict(found.mesh.shape) != dict(mesh.shape):
+    sharding = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else array.sharding
+    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
         raise ShapeError(
-            f"validate_sharding: the array of shape {array.shape} lies as {found}, not on the mesh {dict(mesh.shape)}; "
-            "move it by `jax.device_put(array, NamedSharding(mesh, spec))`."
+            f"validate_sharding: the array of shape {array.shape} lies as {sharding}, not on the mesh "
+            f"{dict(mesh.shape)}; move it by `jax.device_put(array, NamedSharding(mesh, spec))`."
         )
-    return found.spec
+    return sharding.spec
 
 
 @checked
@@ -256,15 +256,15 @@ def validate_sharding(array: Any, mesh: Mesh, spec: PartitionSpec | None = None)
                 f"validate_sharding: a dimension of {size} elements (shape {shape}) does not divide over the {ways} "
                 f"devices of {axes}; pad it."
             )
-    found: Any = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else array.sharding
-    wanted = NamedSharding(mesh, spec)
+    actual: Any = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else array.sharding
+    expected = NamedSharding(mesh, spec)
     if isinstance(array, jax.core.Tracer):
-        same = tuple(found.spec) == tuple(spec) + (None,) * (len(shape) - len(spec))
+        same = tuple(actual.spec) == tuple(spec) + (None,) * (len(shape) - len(spec))
     else:
-        same = found.is_equivalent_to(wanted, len(shape))
+        same = actual.is_equivalent_to(expected, len(shape))
     if not same:
         raise ShapeError(
-            f"validate_sharding: the array of shape {shape} lies as {found}, not as {spec} on the mesh "
+            f"validate_sharding: the array of shape {shape} lies as {actual}, not as {spec} on the mesh "
             f"{dict(mesh.shape)}; move it by `jax.device_put(array, NamedSharding(mesh, spec))`, or inside a function "
             "by `jax.sharding.reshard`."
         )

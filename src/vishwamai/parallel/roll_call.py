@@ -166,5 +166,5 @@ def _pieces(connection: socket.socket, until: float) -> Iterator[bytes]:
 
 
 def _numbered(missing: list[str]) -> str:
-    shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
-    return f"process {shown}" if len(missing) == 1 else f"processes {shown}"
+    numbers = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+    return f"process {numbers}" if len(missing) == 1 else f"processes {numbers}"

@@ -50,7 +50,7 @@ class LogicalRules(Mapping[str, tuple[str, ...]]):
             raise ShapeError(
                 f'LogicalRules: `rules` is {described(rules)}; pass a dict, {{"embed": "fsdp", "vocab": None}}.'
             )
-        self._rules = {name: _axes_of(name, given) for name, given in rules.items()}
+        self._rules = {name: _axes_of(name, value) for name, value in rules.items()}
 
     def __getitem__(self, name: str) -> tuple[str, ...]:
         return self._rules[name]
@@ -155,19 +155,19 @@ def shardings(tree: Any, mesh: Mesh, rules: LogicalRules, axes: Mapping[str, Nam
     >>> shardings(np.ones((8, 16)), mesh, LogicalRules({"mlp": "tensor"}), {"": (None, "mlp")}).spec
     P(None, 'tensor')
     """
-    known = getattr(tree, "logical_axes", None) if axes is None else axes
+    declared = getattr(tree, "logical_axes", None) if axes is None else axes
 
     def of(path: Any, leaf: Any) -> NamedSharding:
         where = path_text(path)
         _check_leaf(where, leaf)
         shape = np.shape(leaf)
-        names = _names(where, known or {})
+        names = _names(where, declared or {})
         if names is None:
             if shape:
-                wanted = f"({', '.join(['name'] * len(shape))}{',' * (len(shape) == 1)})"
+                expected = f"({', '.join(['name'] * len(shape))}{',' * (len(shape) == 1)})"
                 raise ShapeError(
                     f"shard: {where or 'the array'} of shape {shape} has no names; pass "
-                    f'`axes={{"{where.rpartition("/")[2]}": {wanted}}}` with a logical name or None for each of its '
+                    f'`axes={{"{where.rpartition("/")[2]}": {expected}}}` with a logical name or None for each of its '
                     "last axes."
                 )
             names = ()
@@ -180,10 +180,10 @@ def _check_leaf(where: str, leaf: Any) -> None:
     """Raises ShapeError for what is neither an array, nor its shape, nor a number that an array can hold."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
-        held = isinstance(leaf, (bool, float, complex)) or (isinstance(leaf, int) and -(2**31) <= leaf < 2**31)
+        representable = isinstance(leaf, (bool, float, complex)) or (isinstance(leaf, int) and -(2**31) <= leaf < 2**31)
     else:  # a key of jax.random has a dtype of JAX's own
-        held = hasattr(leaf, "shape") and (not isinstance(dtype, np.dtype) or dtype.kind in "biufcV")
-    if not held:
+        representable = hasattr(leaf, "shape") and (not isinstance(dtype, np.dtype) or dtype.kind in "biufcV")
+    if not representable:
         raise ShapeError(f"shard: {where or 'the tree'} is {described(leaf)}; pass arrays or jax.ShapeDtypeStructs.")
 
 
@@ -200,10 +200,10 @@ def path_text(path: Any) -> str:
 
 def names_of(tree: Any) -> list[tuple[str, Any]]:
     """(path, leaf) of every array of a tree, checked."""
-    found = [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    for where, leaf in found:
+    paths = [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    for where, leaf in paths:
         _check_leaf(where, leaf)
-    return found
+    return paths
 
 
 def _names(path: str, axes: Mapping[str, Names]) -> Names | None:
@@ -217,16 +217,16 @@ def _names(path: str, axes: Mapping[str, Names]) -> Names | None:
     return next((axes[end] for end in ends if end in axes), None)
 
 
-def _axes_of(name: Any, given: Any) -> tuple[str, ...]:
-    axes = () if given is None else (given,) if isinstance(given, str) else given
+def _axes_of(name: Any, value: Any) -> tuple[str, ...]:
+    axes = () if value is None else (value,) if isinstance(value, str) else value
     fits = isinstance(axes, (tuple, list)) and all(isinstance(axis, str) and axis for axis in axes)
     if not isinstance(name, str) or not name or not fits:
         raise ShapeError(
-            f"LogicalRules: `rules` map {name!r} to {described(given)}; map a name to a mesh axis, a tuple of them, or "
+            f"LogicalRules: `rules` map {name!r} to {described(value)}; map a name to a mesh axis, a tuple of them, or "
             "None."
         )
     if len(set(axes)) < len(axes):
-        raise ShapeError(f"LogicalRules: `rules` map {name!r} to {given!r}; name every mesh axis once.")
+        raise ShapeError(f"LogicalRules: `rules` map {name!r} to {value!r}; name every mesh axis once.")
     return tuple(axes)
 
 

@@ -19,8 +19,8 @@ def hops(a: Place, b: Place, sides: Sequence[int], wraps: Sequence[bool]) -> int
     >>> hops((0, 0, 0, 0), (3, 1, 0, 1), (4, 4, 1), (True, False, False))
     2
     """
-    apart = [abs(x - y) for x, y in zip(a, b[: len(sides)])]
-    return sum(min(d, n - d) if wrap else d for d, n, wrap in zip(apart, sides, wraps))
+    distances = [abs(x - y) for x, y in zip(a, b[: len(sides)])]
+    return sum(min(d, n - d) if wrap else d for d, n, wrap in zip(distances, sides, wraps))
 
 
 def ring(sides: Sequence[int]) -> list[Place]:
@@ -47,14 +47,14 @@ def ring(sides: Sequence[int]) -> list[Place]:
         for r in range(rows):
             cells += [(r, c) for c in (range(1, columns) if r % 2 == 0 else reversed(range(1, columns)))]
         cells += [(r, 0) for r in range(rows - 1, 0, -1)]
-    found = []
+    points = []
     for r, c in cells:
         point = [0] * len(sides)
         point[turned] = r
         for i, x in zip(others, path[c]):
             point[i] = x
-        found.append(tuple(point))
-    return found
+        points.append(tuple(point))
+    return points
 
 
 def _serpentine(sides: Sequence[int]) -> list[Place]:
@@ -77,9 +77,9 @@ def on_neighbours(grid: np.ndarray, chip: TpuChip) -> np.ndarray:
     box = [max(axis) - low + 1 for low, axis in zip(corner, zip(*places))]
     if math.prod(box) != len(places):
         return grid
-    at = {tuple(x - low for x, low in zip(one, corner)): i for i, one in enumerate(places)}
-    found = grid[..., [at[point] for point in ring(box)]]
-    return min((grid, found), key=lambda one: length(one, sides, wraps))
+    index_of = {tuple(x - low for x, low in zip(coordinates, corner)): i for i, coordinates in enumerate(places)}
+    reordered = grid[..., [index_of[point] for point in ring(box)]]
+    return min((grid, reordered), key=lambda one: length(one, sides, wraps))
 
 
 def length(grid: np.ndarray, sides: Sequence[int], wraps: Sequence[bool]) -> int:
@@ -121,11 +121,11 @@ def along_sides(grid: np.ndarray) -> list[np.ndarray]:
     if () in places or not _is_boxes(grid.reshape(1, -1)):
         return []
     orders = itertools.permutations(range(len(places[0])))
-    keys = ([tuple(one[side] for side in order) for one in places] for order in orders)
-    found = ([devices[i] for i in sorted(range(len(devices)), key=key.__getitem__)] for key in keys)
-    whole = []
-    for order in found:
-        one = np.empty(len(order), dtype=object)
-        one[:] = order
-        whole.append(one.reshape(grid.shape))
-    return whole
+    keys = ([tuple(cells[side] for side in order) for cells in places] for order in orders)
+    orders_of_devices = ([devices[i] for i in sorted(range(len(devices)), key=key.__getitem__)] for key in keys)
+    grids = []
+    for order in orders_of_devices:
+        cells = np.empty(len(order), dtype=object)
+        cells[:] = order
+        grids.append(cells.reshape(grid.shape))
+    return grids

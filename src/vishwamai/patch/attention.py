@@ -58,10 +58,10 @@ def _codes() -> dict[str, Any]:
 
 def _kind(function: Callable[..., Any]) -> str | None:
     code = getattr(function, "__code__", None)
-    return next((name for name, known in _codes().items() if code is not None and code is known), None)
+    return next((name for name, code_of_kind in _codes().items() if code is not None and code is code_of_kind), None)
 
 
-def _held(function: Any, name: str) -> Any:
+def _enclosed(function: Any, name: str) -> Any:
     """What a function keeps under `name`."""
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
@@ -80,19 +80,19 @@ def _recognised(function: Callable[..., Any]) -> _Known | None:
     if kind == "causal":
         return _Known(True)
     if kind == "window":
-        return _Known(window=_held(function, "sliding_window"))
+        return _Known(window=_enclosed(function, "sliding_window"))
     if kind == "remapped":  # positions within each sequence: the same distances as between absolute ones
-        return _recognised(_held(function, "mask_function"))
+        return _recognised(_enclosed(function, "mask_function"))
     if kind == "packed":
-        return _Known(sequences=_held(function, "packed_sequence_mask"))
+        return _Known(sequences=_enclosed(function, "packed_sequence_mask"))
     if kind == "both":
-        parts = [_recognised(part) for part in _held(function, "mask_functions")]
-        known = [part for part in parts if part is not None]
-        windows = [part.window for part in known if part.window is not None]
-        sequences = [part.sequences for part in known if part.sequences is not None]
-        if len(known) == len(parts) and len(sequences) <= 1:
+        parts = [_recognised(part) for part in _enclosed(function, "mask_functions")]
+        recognised = [part for part in parts if part is not None]
+        windows = [part.window for part in recognised if part.window is not None]
+        sequences = [part.sequences for part in recognised if part.sequences is not None]
+        if len(recognised) == len(parts) and len(sequences) <= 1:
             return _Known(
-                any(part.causal for part in known), min(windows, default=None), sequences[0] if sequences else None
+                any(part.causal for part in recognised), min(windows, default=None), sequences[0] if sequences else None
             )
     return None
 
@@ -122,22 +122,24 @@ def make_mask(
 
     sdpa_mask: Any = masking_utils.sdpa_mask
     mask_function = mask_function or masking_utils.causal_mask_function
-    known = _recognised(mask_function)
+    recognised = _recognised(mask_function)
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     # What is not to be left out is to be joined with another mask.
-    wanted = options.get("allow_is_causal_skip", True) or (known is not None and known.sequences is not None)
-    if known is None or not known.causal or not aligned or not wanted:
+    skippable = options.get("allow_is_causal_skip", True) or (
+        recognised is not None and recognised.sequences is not None
+    )
+    if recognised is None or not recognised.causal or not aligned or not skippable:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, **options
         )
-    numbers = known.sequences
+    numbers = recognised.sequences
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         if padding.shape[1] < kv_length:
             padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
         if torch.compiler.is_compiling() or not bool(padding.all()):
             numbers = torch.where(padding, 0 if numbers is None else numbers, -1)
-    window = known.window if known.window is not None and known.window < kv_length else None
+    window = recognised.window if recognised.window is not None and recognised.window < kv_length else None
     if numbers is None and window is None:
         return None
     if numbers is None:

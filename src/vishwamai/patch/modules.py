@@ -37,27 +37,27 @@ class FunctionCode(NamedTuple):
 
 def code_of(function: Any) -> FunctionCode | None:
     """The code of a function under its decorators; None for what has none."""
-    found = getattr(inspect.unwrap(function), "__code__", None)
-    if found is None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
         return None
-    texts = found.co_consts[1:] if found.co_consts and isinstance(found.co_consts[0], str) else found.co_consts
+    texts = code.co_consts[1:] if code.co_consts and isinstance(code.co_consts[0], str) else code.co_consts
     constants = tuple(c.co_code if isinstance(c, types.CodeType) else (type(c).__name__, c) for c in texts)
-    return FunctionCode(found.co_code, constants, found.co_names)
+    return FunctionCode(code.co_code, constants, code.co_names)
 
 
 def _published(path: str) -> Any:
     """ "llama.LlamaMLP.forward" of transformers; None where this version does not have it."""
     family, *names = path.split(".")
     try:
-        found: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        definition: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     except ImportError:
         return None
     for name in names:
-        found = getattr(found, name, None)
-    return found
+        definition = getattr(definition, name, None)
+    return definition
 
 
-def known(path: str, function: Any) -> bool:
+def is_published(path: str, function: Any) -> bool:
     """Whether a function is the one that transformers has at `path`, or a copy of it."""
     published = _published(path)
     return published is not None and function is not None and code_of(published) == code_of(function)
@@ -132,8 +132,8 @@ def _rms_norm(form: str, self: Any, x: Tensor) -> Tensor:
 def _activations() -> dict[type, str]:
     from transformers import activations
 
-    found = {"SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
-    ours: dict[type, str] = {getattr(activations, n): o for n, o in found.items() if hasattr(activations, n)}
+    names = {"SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
+    ours: dict[type, str] = {getattr(activations, n): o for n, o in names.items() if hasattr(activations, n)}
     return ours | {nn.SiLU: "silu", nn.ReLU: "relu"}
 
 
@@ -177,13 +177,15 @@ _EXPERTS = FeedForward("mixtral.MixtralExperts", ("gate_up_proj", "down_proj"), 
 @functools.cache
 def feed_forward(kind: type[nn.Module]) -> FeedForward | None:
     """Which of the known networks a class is, or None."""
-    return next((form for form in (_GATED, _JOINT, _EXPERTS) if known(f"{form.path}.forward", kind.forward)), None)
+    return next(
+        (form for form in (_GATED, _JOINT, _EXPERTS) if is_published(f"{form.path}.forward", kind.forward)), None
+    )
 
 
 def weights(module: nn.Module, form: FeedForward) -> list[Any]:
     """The weights that our operation computes with."""
-    found: list[Any] = [getattr(module, name) for name in form.weights]
-    return [part.weight if isinstance(part, nn.Module) else part for part in found]
+    parts: list[Any] = [getattr(module, name) for name in form.weights]
+    return [part.weight if isinstance(part, nn.Module) else part for part in parts]
 
 
 def mlp_why_not(module: Any) -> str | None:
@@ -230,8 +232,8 @@ def _joint_mlp(act: str, self: Any, hidden_states: Tensor) -> Tensor:
     features = hidden_states.shape[-1]
     if hidden_states.numel() < 2 * features**2:
         return type(self).forward(self, hidden_states)
-    both = self.gate_up_proj.weight.unflatten(0, (2, -1)).mT  # [2, features, hidden]
-    return self.down_proj(gated_linear_unit(hidden_states, both, act))
+    joint = self.gate_up_proj.weight.unflatten(0, (2, -1)).mT  # [2, features, hidden]
+    return self.down_proj(gated_linear_unit(hidden_states, joint, act))
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -259,9 +261,9 @@ def rope_why_not(module: nn.Module, model: nn.Module) -> str | None:
     if not reads(module, "apply_rotary_pos_emb"):
         return ""
     scope = inspect.unwrap(type(module).forward).__globals__
-    if not any(known(path, scope.get("apply_rotary_pos_emb")) for path in _ROPES):
+    if not any(is_published(path, scope.get("apply_rotary_pos_emb")) for path in _ROPES):
         return "its rotary embedding is of a form of its own"
-    if not known("llama.rotate_half", scope.get("rotate_half")):
+    if not is_published("llama.rotate_half", scope.get("rotate_half")):
         return "its rotary embedding pairs other features"
     for tables in model.modules():
         if type(tables).__name__.endswith("RotaryEmbedding") and not makes_tables(type(tables)):
@@ -274,7 +276,7 @@ def rope_why_not(module: nn.Module, model: nn.Module) -> str | None:
 @functools.cache
 def makes_tables(kind: type[nn.Module]) -> bool:
     """Whether a module makes the cos and sin that `rotate` takes."""
-    return any(known(f"{path}.forward", kind.forward) for path in _TABLES)
+    return any(is_published(f"{path}.forward", kind.forward) for path in _TABLES)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -305,17 +307,19 @@ def _with_globals(function: Any, **names: Any) -> types.FunctionType | None:
         holds = [cell.cell_contents is wrapped for cell in cells or ()]
         if inner is None or not any(holds):
             return None
-        cells = tuple(types.CellType(inner) if own else cell for cell, own in zip(cells or (), holds, strict=True))
-    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+        cells = tuple(
+            types.CellType(inner) if holds_inner else cell for cell, holds_inner in zip(cells or (), holds, strict=True)
+        )
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def loss_why_not(model: Any) -> str | None:
     """Why the loss of a model cannot be ours, or None."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if not any(known(f"{path}.forward", type(model).forward) for path in _LOSSES):
+    if not any(is_published(f"{path}.forward", type(model).forward) for path in _LOSSES):
         return "its forward pass is not that of a plain causal language model"
     if model.loss_function is not ForCausalLMLoss:
         return "its loss is not the cross entropy of the next token"

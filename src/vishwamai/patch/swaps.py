@@ -27,10 +27,10 @@ class PatchEntry:
 
     module: str
     count: int
-    what: str
+    status: str
 
     def __str__(self) -> str:
-        return f"{self.count:4d} {self.module}: {self.what}"
+        return f"{self.count:4d} {self.module}: {self.status}"
 
 
 @dataclasses.dataclass
@@ -64,10 +64,10 @@ class _Walk:
         self.undo: list[Callable[[], None]] = []
         self.inside: set[int] = set()  # modules that a swapped one computes
 
-    def swap(self, module: nn.Module, forward: Callable[..., Any], what: str) -> None:
+    def swap(self, module: nn.Module, forward: Callable[..., Any], operation: str) -> None:
         module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
         self.undo.append(lambda: delattr(module, "forward"))
-        self.swapped[type(module).__name__, what] += 1
+        self.swapped[type(module).__name__, operation] += 1
 
     def leave(self, module: nn.Module, why: str) -> None:
         self.left[type(module).__name__, why] += 1
@@ -98,8 +98,8 @@ def patch(model: Any, attention: bool, norm: bool, rope: bool, mlp: bool | None,
     return Patch(_entries(walk.swapped), _entries(walk.left), walk.undo)
 
 
-def _entries(found: Counter[tuple[str, str]]) -> tuple[PatchEntry, ...]:
-    return tuple(PatchEntry(module, count, what) for (module, what), count in found.items())
+def _entries(counts: Counter[tuple[str, str]]) -> tuple[PatchEntry, ...]:
+    return tuple(PatchEntry(module, count, operation) for (module, operation), count in counts.items())
 
 
 def _swap_attention(model: Any, walk: _Walk) -> bool:

@@ -163,7 +163,7 @@ def _pipelined_memory(config: TrainConfig, target: str, rows: float) -> Breakdow
             "parameters": lay.params + sum(lay.frozen.values()),
             "gradients": lay.params * max(4, wide) / wide,
             "optimizer": lay.state - lay.params,
-            "activations": (ticks.kept + 1) * slot.saved,
+            "activations": (ticks.residuals + 1) * slot.saved,
             "temporaries": buffers + ends + again,
         },
     )

@@ -51,7 +51,7 @@ def slot_of(step: TrainingStep, layout: Layout, rows: int) -> Slot:
 
     def local(params: Tree, batch: Tree, frozen: Tree) -> tuple[()]:
         split = split_of(loss, params, batch, frozen)
-        slots.append(Slot(size(split.kept), size(split.between)))
+        slots.append(Slot(size(split.residuals), size(split.between)))
         return ()
 
     batch = step.batch(rows)
@@ -70,7 +70,7 @@ def microbatches_kept(config: TrainConfig, model: ModelConfig) -> float:
     if config.mesh.pipeline == 1:
         return 1.0
     _, _, ticks = cut(config, model)
-    return (ticks.kept + 1) * config.mesh.pipeline / len(ticks.order)
+    return (ticks.residuals + 1) * config.mesh.pipeline / len(ticks.order)
 
 
 def stretch(config: TrainConfig, model: ModelConfig, recomputed: float) -> float:

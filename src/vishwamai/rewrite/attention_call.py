@@ -95,7 +95,7 @@ def as_match(graph: Graph, attention: FoundAttention) -> Match:
     if attention.bias_after_softcap:
         static["bias_after_softcap"], unit = True, 1.0
     biases = [(labels, factor * unit) for _, labels, factor in attention.biases]
-    mask_forms = [(m.labels, m.shown) for m in masks]
+    mask_forms = [(m.labels, m.visible) for m in masks]
     out_aval = attention.last.outvars[0].aval
     out_sizes = [sizes.get(label, 1) for label in attention.out]
 

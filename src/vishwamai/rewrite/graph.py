@@ -54,7 +54,7 @@ class Graph:
             if _is_plain(eqn) and all(isinstance(a, Literal) or a in self._is_known for a in eqn.invars):
                 self._is_known.update(eqn.outvars)
 
-    def known(self, atom: Any) -> np.ndarray | None:
+    def constant(self, atom: Any) -> np.ndarray | None:
         """The value of a constant of the program, computed; None for what depends on its arguments."""
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
@@ -67,7 +67,7 @@ class Graph:
     def number(self, atom: Any) -> float | None:
         """The value of a constant of which all elements are one number."""
         atom = self.peel(atom, _places(atom))[0]
-        value = self.known(atom)
+        value = self.constant(atom)
         if value is None or value.size != 1 or not jnp.issubdtype(value.dtype, jnp.number):
             return None
         return None if jnp.issubdtype(value.dtype, jnp.complexfloating) else float(value.reshape(()))

@@ -27,7 +27,7 @@ class Mask:
 
     atom: Any
     labels: Labels
-    shown: bool
+    visible: bool
     fill: float
     value: np.ndarray | None
 
@@ -38,14 +38,14 @@ def mask_of(graph: Graph, atom: Any, labels: Labels, visible: bool, fill: float)
     while graph.name(atom) == "not":
         atom, labels = graph.peel(graph.made[atom].invars[0], labels)
         visible = not visible
-    value = graph.known(atom)
+    value = graph.constant(atom)
     return Mask(atom, labels, visible, fill, None if value is None else value.astype(bool) == visible)
 
 
 def mask_of_bias(graph: Graph, atom: Any, labels: Labels, factor: float) -> Mask | None:
     """The mask that a constant bias is whose elements are 0 or hide their position; None for any other bias."""
     atom, labels = graph.peel(atom, labels, casts=True)
-    value = graph.known(atom)
+    value = graph.constant(atom)
     if value is None or not value.size:
         return None
     value = factor * value.astype(np.float64)

@@ -34,7 +34,7 @@ class Near:
     """Equations that look like an operation and are not it; `reason` says why."""
 
     operation: str
-    at: JaxprEqn
+    eqn: JaxprEqn
     reason: str
 
 

@@ -81,7 +81,7 @@ def _clean(graph: Graph, atom: Any, labels: Labels) -> Operand:
         if name == "max":
             left = [a for a in eqn.invars if graph.number(a) != 0.0]
         else:
-            choice = graph.known(eqn.invars[0])
+            choice = graph.constant(eqn.invars[0])
             left = [] if choice is None or choice.size != 1 else [eqn.invars[1 + int(choice.reshape(()))]]
         if len(left) != 1 or left[0].aval.size != atom.aval.size:
             return atom, labels

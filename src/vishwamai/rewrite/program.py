@@ -95,7 +95,7 @@ class Rewriter:
         calls: dict[JaxprEqn, JaxprEqn] = {}
         for match in (*attention.find(graph), *norm.find(graph)):
             if isinstance(match, Near):
-                self._report(match.operation, match.at, path, match.reason)
+                self._report(match.operation, match.eqn, path, match.reason)
                 continue
             reason = self._hinders(graph, match, given_away)
             if reason is None:

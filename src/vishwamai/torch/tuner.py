@@ -218,7 +218,7 @@ def tune(
             search = _Search(kernel, run, timer, budget)
             start = choice.implementation.heuristic(spec, choice.target) if config is None else config
             paths = [path for of, paths in steps.passes(start).items() if of in requested for path in paths]
-            outcome = climb(start, search.evaluate, functools.partial(steps.alone, paths=paths), MARGIN)
+            outcome = climb(start, search.evaluate, functools.partial(steps.single_changes, paths=paths), MARGIN)
             if outcome is None:
                 raise KernelError(
                     f"tune: {kernel[0]} does not run with the heuristic's own config: {search.rejected[-1]}"

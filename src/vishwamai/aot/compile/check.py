@@ -104,7 +104,7 @@ def check(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any
         problems.append(
             CompilerProblem(
                 kind="hbm",
-                what=f"arguments, outputs and temporaries together need {human(memory.total)}, "
+                summary=f"arguments, outputs and temporaries together need {human(memory.total)}, "
                 f"but one device has {human(memory.limit)}.",
                 fix="shard over more chips, donate arguments that are overwritten (jax.jit(..., donate_argnums=...)), "
                 "or use a narrower dtype.",

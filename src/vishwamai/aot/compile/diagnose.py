@@ -27,7 +27,7 @@ class CompilerProblem:
 
     Attributes:
         kind: "vmem", "scoped vmem", "smem", "hbm", "mosaic", "pallas", "sharding" or "compiler".
-        what: what went wrong, with names and sizes.
+        summary: what went wrong, with names and sizes.
         fix: what to change.
         kernel: name of the kernel, where the compiler gave one.
         used: bytes asked for; `limit`: bytes there are (both None where it is not about memory).
@@ -36,7 +36,7 @@ class CompilerProblem:
     """
 
     kind: str
-    what: str
+    summary: str
     fix: str
     kernel: str | None = None
     used: int | None = None
@@ -45,7 +45,7 @@ class CompilerProblem:
     where: str | None = None
 
     def __str__(self) -> str:
-        lines = [self.what, *(f"  - {a}" for a in self.allocations)]
+        lines = [self.summary, *(f"  - {a}" for a in self.allocations)]
         if self.where:
             lines.append(f"at {self.where}")
         return "\n".join([*lines, f"What to change: {self.fix}"])
@@ -106,7 +106,7 @@ def _one_allocation(message: str, chip: TpuChip) -> CompilerProblem | None:
         fix += "and no option raises that."
     return CompilerProblem(
         kind=kind,
-        what=f"kernel {kernel!r}: {tag[1].strip() if tag else 'one allocation'} "
+        summary=f"kernel {kernel!r}: {tag[1].strip() if tag else 'one allocation'} "
         f"({shape[1] if shape else 'no shape'}) takes {human(used)}, "
         f"but {chip.name} has {human(limit)} of {kind.upper()} per core.",
         fix=fix,
@@ -125,7 +125,7 @@ def _scoped(message: str, chip: TpuChip) -> CompilerProblem | None:
     used, limit = _bytes(match[1]), _bytes(match[2])
     return CompilerProblem(
         kind="scoped vmem",
-        what=f"kernel {kernel!r} needs {human(used)} of VMEM for its blocks and scratch, "
+        summary=f"kernel {kernel!r} needs {human(used)} of VMEM for its blocks and scratch, "
         f"but may take {human(limit)} on {chip.name}.",
         fix=_vmem_fix(chip),
         kernel=kernel,
@@ -145,7 +145,8 @@ def _program_memory(message: str, chip: TpuChip) -> CompilerProblem | None:
         return _hbm(used, limit, chip, _allocations(message))
     return CompilerProblem(
         kind=kind,
-        what=f"the program needs {human(used)} of {kind.upper()} at once, but {chip.name} has {human(limit)} per core.",
+        summary=f"the program needs {human(used)} of {kind.upper()} at once, but {chip.name} has {human(limit)} per "
+        "core.",
         fix="use smaller blocks or fewer buffers."
         if kind == "vmem"
         else "keep fewer scalars: prefetch less, or leave arrays in HBM.",
@@ -159,7 +160,7 @@ def _program_memory(message: str, chip: TpuChip) -> CompilerProblem | None:
 def _hbm(used: int, limit: int, chip: TpuChip, allocations: tuple[str, ...] = ()) -> CompilerProblem:
     return CompilerProblem(
         kind="hbm",
-        what=f"the program needs {human(used)} of HBM, but one {chip.name} device has {human(limit)}.",
+        summary=f"the program needs {human(used)} of HBM, but one {chip.name} device has {human(limit)}.",
         fix="make the batch or the sequence smaller, recompute instead of keeping (jax.checkpoint), "
         "donate arguments that are overwritten, use a narrower dtype, or shard over more chips "
         f'(target="{chip.name}:{"4x4" if len(chip.topology.split("x")) == 2 else "2x2x2"}" with shardings).',
@@ -200,7 +201,7 @@ def _mosaic(message: str, chip: TpuChip) -> CompilerProblem | None:
         fix = "write the operation in another form; its operands as the compiler sees them are named above."
     return CompilerProblem(
         kind="mosaic",
-        what=f"kernel {kernel!r} does not compile for {chip.name}: {reason}"
+        summary=f"kernel {kernel!r} does not compile for {chip.name}: {reason}"
         + (f"\n  operation: {operation[1].strip()[:200]}" if operation else ""),
         fix=fix,
         kernel=kernel,
@@ -214,7 +215,7 @@ def _primitive(message: str, chip: TpuChip) -> CompilerProblem | None:
         return None
     return CompilerProblem(
         kind="pallas",
-        what=f"Pallas has no `{primitive}` inside a TPU kernel.",
+        summary=f"Pallas has no `{primitive}` inside a TPU kernel.",
         fix=f"move `{primitive}` out of the kernel, or build it from operations that the vector unit has.",
     )
 
@@ -224,7 +225,7 @@ def _partition(message: str, chip: TpuChip) -> CompilerProblem | None:
         return None
     return CompilerProblem(
         kind="sharding",
-        what=(
+        summary=(
             "a Pallas kernel was given sharded operands; the compiler does not know how to split a kernel over devices."
         ),
         fix=_explicit("names", "(spec, ...)"),
@@ -257,7 +258,7 @@ def _block_shape(message: str, chip: TpuChip) -> CompilerProblem | None:
     mismatch = jax_errors.block_shape(message)
     return CompilerProblem(
         kind="pallas",
-        what=f"kernel {mismatch.kernel!r}: a block of {mismatch.block} over an array of {mismatch.array} cannot be "
+        summary=f"kernel {mismatch.kernel!r}: a block of {mismatch.block} over an array of {mismatch.array} cannot be "
         "tiled."
         if mismatch
         else message.splitlines()[0],
@@ -272,7 +273,7 @@ def _unrecognised(message: str, chip: TpuChip) -> CompilerProblem | None:
     first = message.strip().splitlines()[0]
     return CompilerProblem(
         kind="compiler",
-        what=f"the compiler for {chip.name} rejected the program: {first[:500]}",
+        summary=f"the compiler for {chip.name} rejected the program: {first[:500]}",
         fix="the text is the compiler's own; https://openxla.org/xla/errors explains its codes (E....).",
         where=_where(message),
     )

@@ -28,7 +28,7 @@ def refuse_too_large(jaxpr: Any, chip: TpuChip) -> None:
             name = equation.params.get("name") or equation.params["jaxpr"].debug_info.func_name
             problem = CompilerProblem(
                 kind="vmem",
-                what=f"kernel {name!r}: its blocks and scratch take {human(used)}, but {chip.name} has "
+                summary=f"kernel {name!r}: its blocks and scratch take {human(used)}, but {chip.name} has "
                 f"{human(chip.vmem_bytes)} of VMEM per core.",
                 fix="use smaller blocks or scratch; no option raises the VMEM that there is.",
                 kernel=name,

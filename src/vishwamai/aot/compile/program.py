@@ -194,13 +194,13 @@ def place(tree: Any, target: str) -> Any:
     """
     devices = _in_order(tree, libtpu.devices_for(target))
 
-    def one(leaf: Any) -> Any:
+    def place_leaf(leaf: Any) -> Any:
         if not _is_array(leaf):
             return leaf
         weak = bool(getattr(leaf, "weak_type", False))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf, devices, target), weak_type=weak)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(place_leaf, tree)
 
 
 def _lower(fn: Callable[..., Any], target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:

@@ -267,15 +267,17 @@ def dump_many(jobs: Sequence[Job], timeout: float = 900.0, workers: int = 1) -> 
         spare = pathlib.Path(temporary)
         if cache is None:
             caches.warn_once(f"the compiler's programs are not kept: {caches.no_directory('aot')}.")
-        kept = [(cache or spare) / job.fingerprint for job in jobs]
-        missing = [i for i, entry in enumerate(kept) if not _is_file(entry / "result.json")]
-        made, crashed = _compile_all([jobs[i] for i in missing], [kept[i] for i in missing], spare, timeout, workers)
-        for job, entry in zip(jobs, kept):
+        paths = [(cache or spare) / job.fingerprint for job in jobs]
+        missing = [i for i, entry in enumerate(paths) if not _is_file(entry / "result.json")]
+        outcomes, crashed = _compile_all(
+            [jobs[i] for i in missing], [paths[i] for i in missing], spare, timeout, workers
+        )
+        for job, entry in zip(jobs, paths):
             if job.fingerprint in crashed:
                 yield KernelError(f"compiling for {job.target} failed: {crashed[job.fingerprint]}")
                 continue
             try:
-                yield _load_or_heal(made.get(job.fingerprint), entry, job, spare, timeout)
+                yield _load_or_heal(outcomes.get(job.fingerprint), entry, job, spare, timeout)
             except VishwamaiError as error:
                 yield error
 

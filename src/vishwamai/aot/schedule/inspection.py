@@ -86,7 +86,7 @@ def _custom_calls(dump: Dump) -> frozenset[str]:
 
 
 def schedule_of(case: Inspection, job: Job, dump: Dump) -> KernelSchedule:
-    simulation = simulate(dump.sources, dump.chip, job.known, dump.twins)
+    simulation = simulate(dump.sources, dump.chip, job.operand_values, dump.twins)
     issued = sum(simulation.flops.values())
     xla_flops = dump.cost.get("flops") or 0.0
     if case.flops is not None:

@@ -2,10 +2,10 @@
 would.
 
 Every basic block gets its true number of passes, every copy and every wait its place in time. What the scalar unit
-computes from values that only the device would know (results of vector work, memory contents) is unknown, None, and
-spreads; a branch on it is not taken and is counted in `Machine.unknown`. Values known ahead, such as scalar-prefetch
-tables, are put into scalar memory where the program copies them; scalars that a caller hands over in a register, such
-as the counter of the loop that a kernel is called in, are the caller's.
+computes from values that only the device would know (results of vector work, memory contents) is unknown, None,
+and spreads; a branch on it is not taken and is counted in `Machine.unknown`. Values known ahead, such as
+scalar-prefetch tables, are put into scalar memory where the program copies them; scalars that a caller hands
+over in a register, such as the counter of the loop that a kernel is called in, are the caller's.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ class BundledProgram:
 class ScalarRun:
     """One execution of a program on a machine, called with `arguments` (addresses, and scalars in registers)."""
 
-    def __init__(self, program: BundledProgram, machine: Machine, known: Known, call: Call, arguments: Sequence[Value]):
-        self.program, self.machine, self.known, self.call = program, machine, known, call
+    def __init__(
+        self, program: BundledProgram, machine: Machine, operand_values: Known, call: Call, arguments: Sequence[Value]
+    ):
+        self.program, self.machine, self.operand_values, self.call = program, machine, operand_values, call
         self.arguments = arguments
         self.quotients: dict[str, tuple[Value, ...]] = {}  # divisions whose results have not all been popped
         self.perhaps: dict[str, int] = {}  # what an unknown predicate selects, where the other choice is nothing
@@ -243,7 +245,7 @@ class ScalarRun:
                 source = machine.symbol_of(self.evaluate(operands[0]))
                 base = self.evaluate(operands[2])
                 if source is not None and source.startswith("operand") and base is not None:
-                    self._fill(base, self.known.get(int(source.rpartition(":")[2])))
+                    self._fill(base, self.operand_values.get(int(source.rpartition(":")[2])))
 
     def _directed(self, pc: int, scalar: Scalar) -> str:
         """The copy's op with its memories. A strided copy may not name them: then the end that is an operand in HBM
@@ -266,7 +268,7 @@ class ScalarRun:
                 self.machine.memory[base + word] = value
 
     def _operand_value(self, space: str, index: int | str | None) -> Value:
-        array = self.known.get(index) if isinstance(index, int) else None
+        array = self.operand_values.get(index) if isinstance(index, int) else None
         if space not in ("hbm", "vmem", "cmem", "smem"):  # a scalar, handed over in a register
             argument = self.arguments[index] if isinstance(index, int) and index < len(self.arguments) else None
             return argument if argument is not None or array is None else int(array.reshape(-1)[0]) & MASK32
@@ -379,11 +381,11 @@ class _Instruction:
 def run(
     program: BundledProgram,
     machine: Machine,
-    known: Known | None = None,
+    operand_values: Known | None = None,
     call: Call | None = None,
     arguments: Sequence[Value] = (),
 ) -> collections.Counter[int]:
     """Runs `program` on `machine`; returns the passes of its blocks. Calls to other programs go to `call`, which is
     ignored where None.
     """
-    return ScalarRun(program, machine, known or {}, call or (lambda name, arguments: None), arguments).run()
+    return ScalarRun(program, machine, operand_values or {}, call or (lambda name, arguments: None), arguments).run()

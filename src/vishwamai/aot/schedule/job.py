@@ -31,7 +31,7 @@ class Job:
 
     Attributes:
         blob: the serialised export of the function over flat arguments; `target`: what for.
-        known: scalar operands of kernels that are known ahead, by kernel, call and operand.
+        operand_values: scalar operands of kernels that are known ahead, by kernel, call and operand.
         io_bytes: bytes of arguments and results together, on one device.
         fingerprint: of program, target, versions and options, those of the environment too.
         options: of the compiler, by name.
@@ -39,7 +39,7 @@ class Job:
 
     blob: bytes
     target: str
-    known: Mapping[str, Sequence[Mapping[int, np.ndarray]]]
+    operand_values: Mapping[str, Sequence[Mapping[int, np.ndarray]]]
     io_bytes: int
     fingerprint: str
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)

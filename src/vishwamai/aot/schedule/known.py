@@ -28,12 +28,14 @@ _NO_CPU = ("triton_call",)
 """What cannot be computed here: a GPU's branch of a program, whose operands may all be known."""
 
 
-def scalar_operands(closed: jex.ClosedJaxpr, known: Mapping[int, np.ndarray]) -> dict[str, list[dict[int, np.ndarray]]]:
+def scalar_operands(
+    closed: jex.ClosedJaxpr, constants: Mapping[int, np.ndarray]
+) -> dict[str, list[dict[int, np.ndarray]]]:
     """The integer operands of every pallas_call that can be worked out.
 
     Args:
         closed: the traced function.
-        known: values of its flat arguments, by position.
+        constants: values of its flat arguments, by position.
 
     Returns:
         by kernel name ("*" for a kernel without one), one dictionary for each call in the order of the program: values
@@ -42,7 +44,7 @@ def scalar_operands(closed: jex.ClosedJaxpr, known: Mapping[int, np.ndarray]) ->
     tables: dict[str, list[dict[int, np.ndarray]]] = {}
     if not _steered(closed.jaxpr):  # folding runs every operation that it can, so not without need
         return tables
-    arguments = [known.get(i, UNKNOWN) for i in range(len(closed.jaxpr.invars))]
+    arguments = [constants.get(i, UNKNOWN) for i in range(len(closed.jaxpr.invars))]
     for name, values in _walk(closed.jaxpr, closed.consts, arguments, []):
         integers = {i: v for i, v in values.items() if np.issubdtype(v.dtype, np.integer) or v.dtype == bool}
         tables.setdefault(name, []).append(integers)

@@ -36,12 +36,12 @@ def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return dict(total)
 
 
-def _one_each(known: Sequence[Known], calls: int) -> Sequence[Known]:
+def _one_each(tables: Sequence[Known], calls: int) -> Sequence[Known]:
     """What is known of each of `calls` calls: one entry each, or one for all; nothing where equal calls were merged and
     it is not clear which.
     """
     distinct: list[Known] = []
-    for table in known:
+    for table in tables:
         if not any(
             table.keys() == previous.keys() and all(np.array_equal(table[i], previous[i]) for i in table)
             for previous in distinct
@@ -49,7 +49,7 @@ def _one_each(known: Sequence[Known], calls: int) -> Sequence[Known]:
             distinct.append(table)
     if len(distinct) == 1:
         return distinct * calls
-    return known if len(known) == calls else distinct if len(distinct) == calls else ()
+    return tables if len(tables) == calls else distinct if len(distinct) == calls else ()
 
 
 _CUSTOM_CALL = re.compile(r":\s*(>*)\s*\{[^\n]*/\* %([\w.\-]+) = custom-call\(")
@@ -95,11 +95,11 @@ class Simulator:
         self,
         sources: Mapping[str, Source],
         chip: TpuChip,
-        known: Mapping[str, Sequence[Known]] | None = None,
+        tables: Mapping[str, Sequence[Known]] | None = None,
         twins: Mapping[str, str] | None = None,
         model: Model | None = None,
     ):
-        self.sources, self.chip, self.known, self.model = sources, chip, known or {}, model or Model()
+        self.sources, self.chip, self.operand_values, self.model = sources, chip, tables or {}, model or Model()
         self._parsed: dict[str, BundledProgram] = {}
         self._twins = twins or {}
         self._calls = _calls(sources)
@@ -125,13 +125,13 @@ class Simulator:
         base, _, number = called.rpartition(".")
         base = base if number.isdigit() else called
         same = self._calls.get(base, ())
-        for kernel, calls in self.known.items():
+        for kernel, calls in self.operand_values.items():
             if re.sub(r"[^\w.\-]", "_", kernel) == base:
                 tables = _one_each(calls, len(same) or len(calls))
                 if called in same:
                     return tables[same.index(called)] if tables else {}
                 return tables[0] if tables and all(table is tables[0] for table in tables) else {}
-        unnamed = self.known.get("*", ())
+        unnamed = self.operand_values.get("*", ())
         return unnamed[0] if len(unnamed) == 1 else {}
 
     def _core(self, core: int, only: str | None) -> tuple[Machine, dict[str, _Tally], int]:
@@ -246,8 +246,8 @@ class Simulator:
 def simulate(
     sources: Mapping[str, Source],
     chip: TpuChip,
-    known: Mapping[str, Sequence[Known]] | None = None,
+    tables: Mapping[str, Sequence[Known]] | None = None,
     twins: Mapping[str, str] | None = None,
 ) -> Simulation:
     """Runs an executable whose programs were dumped; see `Simulator`."""
-    return Simulator(sources, chip, known, twins).simulate()
+    return Simulator(sources, chip, tables, twins).simulate()

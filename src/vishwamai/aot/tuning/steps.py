@@ -12,7 +12,7 @@ from vishwamai.core.errors import KernelError
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles
 
-__all__ = ["abreast", "adopt", "alone", "kernels", "neighbours", "passes"]
+__all__ = ["abreast", "adopt", "single_changes", "kernels", "neighbours", "passes"]
 
 T = TypeVar("T", bound=Tiles)
 
@@ -50,7 +50,7 @@ def neighbours(config: T, paths: Iterable[str], spec: Any, target: Target) -> It
                 continue
 
 
-def alone(config: T, paths: Iterable[str]) -> Iterator[T]:
+def single_changes(config: T, paths: Iterable[str]) -> Iterator[T]:
     """Configs that differ in one of the sizes that `paths` names, within the limits that the size states: doubled or
     halved; stages by one.
 
@@ -65,7 +65,7 @@ def alone(config: T, paths: Iterable[str]) -> Iterator[T]:
         ...     backward_rows: int = size("rows", 16, of="backward")
         ...     deterministic: bool = True
         >>> start = Rows(1, 16, 2)
-        >>> [dataclasses.astuple(t)[:3] for t in alone(start, passes(start)["forward"])]
+        >>> [dataclasses.astuple(t)[:3] for t in single_changes(start, passes(start)["forward"])]
         [(2, 16, 2), (1, 8, 2), (1, 16, 3), (1, 16, 1)]
     """
     sizes = config.sizes()

@@ -21,7 +21,7 @@ from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import TPUS
 from vishwamai.ops.catalogue import operations
 
-__all__ = ["TableEntry", "entries", "known", "read", "shipped", "table_path", "write"]
+__all__ = ["TableEntry", "entries", "is_stored", "read", "shipped", "table_path", "write"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def write(
         caches.write(path, json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
-def known(directory: pathlib.Path, case: Case, target: str) -> bool:
+def is_stored(directory: pathlib.Path, case: Case, target: str) -> bool:
     """Whether a table has this case already, found with the same compiler."""
     evidence = [e.evidence for e in entries(directory) if (e.target, e.op) == (target, case.op)]
     return any(entry.get("case") == case.name and entry.get("versions") == libtpu.versions() for entry in evidence)

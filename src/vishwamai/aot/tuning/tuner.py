@@ -118,7 +118,7 @@ class Search:
         def forward(**values: Any) -> Any:
             return case.run(values, implementation=name, config=config)
 
-        def both(values: dict[str, Any], fixed: dict[str, Any], cotangents: Any) -> Any:
+        def forward_and_backward(values: dict[str, Any], fixed: dict[str, Any], cotangents: Any) -> Any:
             out, pull = jax.vjp(lambda v: forward(**v, **fixed), values)
             return out, pull(cotangents)
 
@@ -130,7 +130,7 @@ class Search:
         with tracing_for(self.target):
             cotangents = jax.eval_shape(lambda v, f: forward(**v, **f), values, fixed)
         return inspection.Inspection(
-            both, (values, fixed, cotangents), target=self.target, name=f"{case.name} backward"
+            forward_and_backward, (values, fixed, cotangents), target=self.target, name=f"{case.name} backward"
         )
 
     def _illegal(self, program: inspection.Inspection) -> str | None:
@@ -234,11 +234,11 @@ class Search:
         holds both passes.
         """
         config = self.choice.config
-        both = bool(self.case.differentiable)
+        differentiable = bool(self.case.differentiable)
         if "backward" in self.passes:
-            climbs = [(False, self.passes["forward"]), (True, self.passes["backward"])][: 2 if both else 1]
+            climbs = [(False, self.passes["forward"]), (True, self.passes["backward"])][: 2 if differentiable else 1]
         else:
-            climbs = [(both, self.passes.get("forward", []))]
+            climbs = [(differentiable, self.passes.get("forward", []))]
         saved, budget = 0.0, self.budget
         if self.kernels:
             best, heuristic = self.climb_abreast()
@@ -341,7 +341,7 @@ def tune(
     work = [(case, Target.parse_chip(target).name) for target in targets for case in cases]
     outcomes: list[Outcome | KernelError] = []
     for done, (case, target) in enumerate(work, start=1):
-        if not again and tables.known(place, case, target):
+        if not again and tables.is_stored(place, case, target):
             progress(done, len(work), f"{target} {case.op} {case.name}: in the table")
             continue
         try:

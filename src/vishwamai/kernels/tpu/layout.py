@@ -83,8 +83,8 @@ def from_tiled_layout(
             "with square tiles."
         )
     batch, rows, columns, tile, _, channels = x.shape
-    for name, wanted, there in (("height", height, rows * tile), ("width", width, columns * tile)):
-        if wanted is not None and not 0 <= wanted <= there:
-            raise ShapeError(f"from_tiled_layout: `{name}` is {wanted}, but the tiles hold {there}.")
-    whole = jnp.asarray(x).swapaxes(2, 3).reshape(batch, rows * tile, columns * tile, channels)
-    return whole[:, :height, :width]
+    for name, size, available in (("height", height, rows * tile), ("width", width, columns * tile)):
+        if size is not None and not 0 <= size <= available:
+            raise ShapeError(f"from_tiled_layout: `{name}` is {size}, but the tiles hold {available}.")
+    image = jnp.asarray(x).swapaxes(2, 3).reshape(batch, rows * tile, columns * tile, channels)
+    return image[:, :height, :width]

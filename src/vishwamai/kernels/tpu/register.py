@@ -84,13 +84,17 @@ class RegisteredOp:
             )
         self._split = frozenset(split)
         self._seen: dict[Any, Any] = {}
-        found = []
+        implementations_of_op = []
         for platform, function in self._functions.items():
-            for each in _PLATFORMS.get(platform, ()):
-                found.append(Implementation(f"{name}_{platform}", each, self._forward(function), self._backward()))
-        own = gradient is None
-        found.append(Implementation("xla", None, self._forward(self._reference), self._backward(), autodiff=own))
-        self.op: Op[RegisteredSpec] = Op(name, found, split=" ".join((_GROUPS, *self._split)))
+            for device_platform in _PLATFORMS.get(platform, ()):
+                implementations_of_op.append(
+                    Implementation(f"{name}_{platform}", device_platform, self._forward(function), self._backward())
+                )
+        autodiff = gradient is None
+        implementations_of_op.append(
+            Implementation("xla", None, self._forward(self._reference), self._backward(), autodiff=autodiff)
+        )
+        self.op: Op[RegisteredSpec] = Op(name, implementations_of_op, split=" ".join((_GROUPS, *self._split)))
 
     def __repr__(self) -> str:
         return f"RegisteredOp({self.name!r})"
@@ -104,9 +108,9 @@ class RegisteredOp:
             )
         arrays = tuple(map(jnp.asarray, arrays))
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-        found = self._results(shapes, options)
-        tree = jax.tree.structure(found)
-        ranks = [len(y.shape) for y in jax.tree.leaves(found)]
+        shapes_of_results = self._results(shapes, options)
+        tree = jax.tree.structure(shapes_of_results)
+        ranks = [len(y.shape) for y in jax.tree.leaves(shapes_of_results)]
 
         def run(*arrays: Any) -> Any:
             operands = self._operands_type(*(x[None] for x in arrays))
@@ -130,21 +134,23 @@ class RegisteredOp:
 
     def _check_results(self, shapes: Sequence[Any], options: dict[str, Any]) -> Any:
         try:
-            found = jax.eval_shape(functools.partial(self._reference, **options), *shapes)
+            results = jax.eval_shape(functools.partial(self._reference, **options), *shapes)
             if self._abstract is None:
-                return found
+                return results
             declared = self._abstract(*shapes, **options)
         except VishwamaiError:
             raise
         except Exception as error:
             raise translated(self.name, error) from error
-        here, there = ([(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(t)] for t in (found, declared))
-        if here != there:
+        reference_types, declared_types = (
+            [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(t)] for t in (results, declared)
+        )
+        if reference_types != declared_types:
             raise ShapeError(
-                f"{self.name}: the default implementation returns {_words(found)}, but its abstract evaluation says "
+                f"{self.name}: the default implementation returns {_words(results)}, but its abstract evaluation says "
                 f"{_words(declared)}; make them agree."
             )
-        return found
+        return results
 
     def _mapped(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
         """`function` over the leading axis, of size 1 in operands that are shared."""
@@ -161,8 +167,8 @@ class RegisteredOp:
     def _forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def forward(spec: RegisteredSpec, config: None, operands: Any, residuals: bool) -> tuple[Any, None]:
             del config, residuals  # the backward pass computes what it needs again
-            found = jax.tree.leaves(self._mapped(functools.partial(function, **dict(spec.options)), operands))
-            return _results_type(len(found))(*found), None
+            leaves = jax.tree.leaves(self._mapped(functools.partial(function, **dict(spec.options)), operands))
+            return _results_type(len(leaves))(*leaves), None
 
         return forward
 
@@ -175,18 +181,18 @@ class RegisteredOp:
             del config, residuals
             count, results = len(operands), len(outputs)
 
-            def one(*arrays: Any) -> Any:
+            def batch_gradient(*arrays: Any) -> Any:
                 outs, cots = arrays[count : count + results], arrays[count + results :]
                 gradients = gradient(arrays[:count], _single(outs), _single(cots), **dict(spec.options))
                 return tuple(gradients if isinstance(gradients, (tuple, list)) else (gradients,))
 
-            found = self._mapped(one, (*operands, *outputs, *cotangents))
-            if len(found) != count:
+            computed = self._mapped(batch_gradient, (*operands, *outputs, *cotangents))
+            if len(computed) != count:
                 raise ShapeError(
-                    f"{self.name}: its gradient returns {len(found)} arrays for {count} operands; return one each, "
+                    f"{self.name}: its gradient returns {len(computed)} arrays for {count} operands; return one each, "
                     "None for integers."
                 )
-            return self._operands_type(*(self._shaped(g, x, n) for g, x, n in zip(found, operands, self.operands)))
+            return self._operands_type(*(self._shaped(g, x, n) for g, x, n in zip(computed, operands, self.operands)))
 
         return backward
 
@@ -226,8 +232,8 @@ class RegisteredOp:
             return " ".join((lead, *(factor or "_" for factor in factors)))
 
         of_operands = tuple(text(f"{_GROUPS}?", self._own_dims(i, ndim)) for i, ndim in enumerate(operands))
-        own = [self._result_dims(i) if self._dims else (None,) * ndim for i, ndim in enumerate(results)]
-        return of_operands, tuple(text(_GROUPS, factors) for factors in own)
+        of_results = [self._result_dims(i) if self._dims else (None,) * ndim for i, ndim in enumerate(results)]
+        return of_operands, tuple(text(_GROUPS, factors) for factors in of_results)
 
 
 @functools.cache
@@ -312,8 +318,8 @@ def _register(name: str, implementations: Mapping[str, Callable[..., Any]], **ke
         )
     if not name.isidentifier():
         raise KernelError(f"register_tpu_op: the name {name!r} is no identifier; use letters, digits and underscores.")
-    made = OPERATIONS[name] = RegisteredOp(name, implementations, **keywords)
-    return made
+    operation = OPERATIONS[name] = RegisteredOp(name, implementations, **keywords)
+    return operation
 
 
 def _array_parameters(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
@@ -321,10 +327,10 @@ def _array_parameters(name: str, function: Callable[..., Any]) -> tuple[str, ...
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise KernelError(f"register_tpu_op: {name}: the default takes *arguments; name its arrays.")
-    found = tuple(p.name for p in parameters if p.kind in kinds and p.default is p.empty)
-    if not found:
+    names = tuple(p.name for p in parameters if p.kind in kinds and p.default is p.empty)
+    if not names:
         raise KernelError(f"register_tpu_op: {name}: the default takes no arrays.")
-    return found
+    return names
 
 
 def _parse(

@@ -112,10 +112,10 @@ def compile_tpu_kernel(
     Traceback (most recent call last):
     vishwamai.core.errors.ShapeError: product: output 0 is float32[8,2], but float32[8,3] is declared; ...
     """
-    for what, shapes, dtypes in (("input", input_shapes, input_dtypes), ("output", output_shapes, output_dtypes)):
+    for side, shapes, dtypes in (("input", input_shapes, input_dtypes), ("output", output_shapes, output_dtypes)):
         if len(shapes) != len(dtypes):
             raise ShapeError(
-                f"compile_tpu_kernel: {name}: {len(shapes)} {what}_shapes and {len(dtypes)} {what}_dtypes are given; "
+                f"compile_tpu_kernel: {name}: {len(shapes)} {side}_shapes and {len(dtypes)} {side}_dtypes are given; "
                 "pass one dtype a shape."
             )
     inputs = _declared("input", input_shapes, input_dtypes)
@@ -131,8 +131,8 @@ def compile_tpu_kernel(
         )
     function = _named(name, _from_body(name, fn, outputs, pallas_options) if pallas else fn)
     try:
-        found = jax.tree.leaves(jax.eval_shape(function, *inputs))
-        _compare(name, "output", found, outputs, "declare what the function returns")
+        results = jax.tree.leaves(jax.eval_shape(function, *inputs))
+        _compare(name, "output", results, outputs, "declare what the function returns")
         if target is None:
             program: Any = jax.jit(function).lower(*inputs).compile()
         else:
@@ -147,13 +147,13 @@ def compile_tpu_kernel(
     return kernel
 
 
-def _declared(what: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _declared(side: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The declared arrays."""
     for shape in shapes:
         if min(shape, default=0) < 0:
-            raise ShapeError(f"compile_tpu_kernel: `{what}_shapes` has {tuple(shape)}; pass sizes of 0 or more.")
-    known = [as_jax_dtype("compile_tpu_kernel", f"{what}_dtypes", dtype) for dtype in dtypes]
-    return tuple(jax.ShapeDtypeStruct(tuple(s), d) for s, d in zip(shapes, known))
+            raise ShapeError(f"compile_tpu_kernel: `{side}_shapes` has {tuple(shape)}; pass sizes of 0 or more.")
+    checked_dtypes = [as_jax_dtype("compile_tpu_kernel", f"{side}_dtypes", dtype) for dtype in dtypes]
+    return tuple(jax.ShapeDtypeStruct(tuple(s), d) for s, d in zip(shapes, checked_dtypes))
 
 
 @checked
@@ -176,8 +176,8 @@ def tpu_custom_call(call_target_name: str, out_avals: Sequence[Any], operands: S
     >>> tpu_custom_call("double", [jax.ShapeDtypeStruct((4,), "float32")], [jnp.ones(4)])
     [Array([2., 2., 2., 2.], dtype=float32)]
     """
-    found = registered().get(call_target_name)
-    if found is None:
+    kernel = registered().get(call_target_name)
+    if kernel is None:
         names = ", ".join(registered()) or "none yet"
         raise KernelError(
             f"tpu_custom_call: nothing is called {call_target_name!r}; make it by compile_tpu_kernel or "
@@ -189,9 +189,9 @@ def tpu_custom_call(call_target_name: str, out_avals: Sequence[Any], operands: S
     operands = [as_array("tpu_custom_call", "operands", x) for x in operands]
     expected = tuple(jax.ShapeDtypeStruct(tuple(x.shape), jnp.dtype(x.dtype)) for x in out_avals)
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in operands]
-    promised = found.outputs if isinstance(found, TPUKernel) else jax.tree.leaves(jax.eval_shape(found, *shapes))
+    promised = kernel.outputs if isinstance(kernel, TPUKernel) else jax.tree.leaves(jax.eval_shape(kernel, *shapes))
     _compare(call_target_name, "result", promised, expected, "expect what the kernel returns in `out_avals`")
-    return list(jax.tree.leaves(found(*operands)))
+    return list(jax.tree.leaves(kernel(*operands)))
 
 
 def registered() -> dict[str, TPUKernel | RegisteredOp]:
@@ -252,9 +252,9 @@ def _text(x: Any) -> str:
     return f"{jnp.dtype(x.dtype).name}{list(x.shape)}".replace(" ", "")
 
 
-def _compare(name: str, what: str, found: Sequence[Any], declared: Sequence[Any], fix: str) -> None:
-    if len(found) != len(declared):
-        raise ShapeError(f"{name}: there are {len(found)} {what}s, but {len(declared)} are declared; {fix}.")
-    for i, (x, wanted) in enumerate(zip(found, declared)):
-        if tuple(x.shape) != tuple(wanted.shape) or jnp.dtype(x.dtype) != jnp.dtype(wanted.dtype):
-            raise ShapeError(f"{name}: {what} {i} is {_text(x)}, but {_text(wanted)} is declared; {fix}.")
+def _compare(name: str, side: str, actual: Sequence[Any], declared: Sequence[Any], fix: str) -> None:
+    if len(actual) != len(declared):
+        raise ShapeError(f"{name}: there are {len(actual)} {side}s, but {len(declared)} are declared; {fix}.")
+    for i, (x, expected) in enumerate(zip(actual, declared)):
+        if tuple(x.shape) != tuple(expected.shape) or jnp.dtype(x.dtype) != jnp.dtype(expected.dtype):
+            raise ShapeError(f"{name}: {side} {i} is {_text(x)}, but {_text(expected)} is declared; {fix}.")

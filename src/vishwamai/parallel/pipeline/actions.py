@@ -124,24 +124,24 @@ def needs(action: Action, stage_of: Mapping[int, int]) -> list[Action]:
     kind, part, microbatch = action.kind, action.part, action.microbatch
     last = len(stage_of) - 1
 
-    def made(kind: str, part: int = part) -> Action:
+    def produced(kind: str, part: int = part) -> Action:
         return Action(kind, part, microbatch)
 
     def remote(neighbour: int) -> bool:
         return stage_of.get(neighbour) != stage_of.get(part)
 
     if kind == FORWARD:
-        return [] if part == 0 else [made(RECV_F) if remote(part - 1) else made(FORWARD, part - 1)]
+        return [] if part == 0 else [produced(RECV_F) if remote(part - 1) else produced(FORWARD, part - 1)]
     if kind == INPUT_GRADIENT:
-        after = [] if part == last else [made(RECV_B) if remote(part + 1) else made(INPUT_GRADIENT, part + 1)]
-        return [made(FORWARD), *after]
+        after = [] if part == last else [produced(RECV_B) if remote(part + 1) else produced(INPUT_GRADIENT, part + 1)]
+        return [produced(FORWARD), *after]
     if kind == WEIGHT_GRADIENT:
-        return [made(INPUT_GRADIENT)]
+        return [produced(INPUT_GRADIENT)]
     if kind == SEND_F:
-        return [made(FORWARD)]
+        return [produced(FORWARD)]
     if kind == SEND_B:
-        return [made(INPUT_GRADIENT)]
-    return [made(SEND_F, part - 1)] if kind == RECV_F else [made(SEND_B, part + 1)]
+        return [produced(INPUT_GRADIENT)]
+    return [produced(SEND_F, part - 1)] if kind == RECV_F else [produced(SEND_B, part + 1)]
 
 
 @checks_its_own("schedules")

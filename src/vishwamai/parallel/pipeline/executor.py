@@ -220,12 +220,12 @@ def _run(
 
     ends = Ends(
         enter=lambda m: inputs[m],
-        found=jnp.zeros_like(inputs),
+        gradients=jnp.zeros_like(inputs),
         left=lambda found, m, dx: found.at[m].set(dx),
         params=loss_params,
         loss=mean,
     )
-    found = run_stage(lambda p, x, *_: part(p, x), ends, ticks, axis, params, table)
+    gradients = run_stage(lambda p, x, *_: part(p, x), ends, ticks, axis, params, table)
 
     def total(g: Any, like: Any, spec: PartitionSpec) -> Any:
         split_over = {name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())}
@@ -234,8 +234,8 @@ def _run(
 
     everywhere = (axis, *batch_axes)
     return (
-        jax.lax.psum(found.sums, everywhere),
-        jax.tree.map(total, found.params, params, specs),
-        jax.tree.map(lambda g, like: jax.lax.psum(g, everywhere).astype(like.dtype), found.ends, loss_params),
-        jax.lax.psum(found.entry, axis),
+        jax.lax.psum(gradients.sums, everywhere),
+        jax.tree.map(total, gradients.params, params, specs),
+        jax.tree.map(lambda g, like: jax.lax.psum(g, everywhere).astype(like.dtype), gradients.ends, loss_params),
+        jax.lax.psum(gradients.entry, axis),
     )

@@ -201,9 +201,9 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> list[Schedule]:
     def write(rank: int, stage: _Stage) -> None:
         waiting: list[int] = []  # chunks whose weight gradient is due
 
-        def backward(chunk: int, apart: bool) -> None:
+        def backward(chunk: int, split: bool) -> None:
             stage.input_gradient(chunk)
-            if apart:
+            if split:
                 waiting.append(chunk)
             else:
                 stage.weight_gradient(chunk)
@@ -230,13 +230,13 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> list[Schedule]:
             backward(1, False)
             stage.forward(1)
             backward(0, False)
-        apart = False
+        split = False
         for step in range(rank + 1):
             middle = step == (rank + 1) // 2
-            apart = apart or (middle and rank % 2 == 1)
-            backward(1, apart)
-            apart = apart or (middle and rank % 2 == 0)
-            backward(0, apart)
+            split = split or (middle and rank % 2 == 1)
+            backward(1, split)
+            split = split or (middle and rank % 2 == 0)
+            backward(0, split)
         for _ in range(after):
             weights()
             backward(0, True)

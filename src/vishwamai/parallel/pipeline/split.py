@@ -25,36 +25,37 @@ class SplitPart(NamedTuple):
     """A part in three functions.
 
     Attributes:
-      forward: `(params, x, *given) -> (y, kept)`, or `((y, seen), kept)`.
-      input_gradient: `(params, kept, dy, *given) -> (dx, between)`.
-      weight_gradient: `(params, kept, between, *given) -> dparams`.
-      kept: types of what the backward pass needs of the forward pass, without what the parameters and `given` give.
+      forward: `(params, x, *extras) -> (y, residuals)`, or `((y, seen), residuals)`.
+      input_gradient: `(params, residuals, dy, *extras) -> (dx, between)`.
+      weight_gradient: `(params, residuals, between, *extras) -> dparams`.
+      residuals: types of what the backward pass needs of the forward pass, without what the parameters and `extras`
+        give.
       between: types of what the weight gradient needs of the input gradient.
     """
 
     forward: Callable[..., Any]
     input_gradient: Callable[..., Any]
     weight_gradient: Callable[..., Any]
-    kept: list[Any]
+    residuals: list[Any]
     between: list[Any]
 
 
-def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree, sees: bool = False) -> SplitPart:
-    """Traces `y = part(params, x, *given)` and takes its backward pass apart.
+def split_part(part: Callable[..., Any], params: Tree, x: Any, *extras: Tree, sees: bool = False) -> SplitPart:
+    """Traces `y = part(params, x, *extras)` and takes its backward pass apart.
 
     Args:
       part: `y` has the shape and dtype of `x`.
       params: pytree of floating arrays, or their types. x: `[rows, ...]`, floating.
-      given: pytrees of arrays without a gradient, such as positions; each function takes them last.
+      extras: pytrees of arrays without a gradient, such as positions; each function takes them last.
       sees: `part` gives `(y, seen)`, of which `seen` is a pytree without a gradient, such as counts.
 
     Raises:
       ShapeError: `y` is another array, or a parameter is not floating.
 
     >>> split = split_part(lambda w, x: jnp.tanh(x @ w), jnp.ones((3, 3)), jnp.ones((2, 3)))
-    >>> y, kept = split.forward(jnp.ones((3, 3)), jnp.ones((2, 3)))
-    >>> dx, between = split.input_gradient(jnp.ones((3, 3)), kept, jnp.ones((2, 3)))
-    >>> split.weight_gradient(jnp.ones((3, 3)), kept, between).shape
+    >>> y, residuals = split.forward(jnp.ones((3, 3)), jnp.ones((2, 3)))
+    >>> dx, between = split.input_gradient(jnp.ones((3, 3)), residuals, jnp.ones((2, 3)))
+    >>> split.weight_gradient(jnp.ones((3, 3)), residuals, between).shape
     (3, 3)
     """
     types, tree = jax.tree.flatten(params)
@@ -63,20 +64,20 @@ def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree, see
             raise ShapeError(f"pipeline: a parameter or an input is {described(leaf)}; pass floating arrays.")
     pulled: Any = None
 
-    def both(params: Tree, x: Any, *given: Tree) -> tuple[Any, Tree]:
-        return part(params, x, *given) if sees else (part(params, x, *given), ())
+    def with_residuals(params: Tree, x: Any, *extras: Tree) -> tuple[Any, Tree]:
+        return part(params, x, *extras) if sees else (part(params, x, *extras), ())
 
-    def run(leaves: list[Any], x: Any, given: Any) -> tuple[Any, list[Any], list[Any]]:
+    def run(leaves: list[Any], x: Any, extras: Any) -> tuple[Any, list[Any], list[Any]]:
         nonlocal pulled
         y, pull, seen = jax.vjp(
-            lambda leaves, x: both(jax.tree.unflatten(tree, leaves), x, *given), leaves, x, has_aux=True
+            lambda leaves, x: with_residuals(jax.tree.unflatten(tree, leaves), x, *extras), leaves, x, has_aux=True
         )
         residuals, pulled = jax.tree.flatten(pull)
         return y, jax.tree.leaves(seen), residuals
 
-    traced = jax.make_jaxpr(run)(types, x, given)
+    traced = jax.make_jaxpr(run)(types, x, extras)
     out = traced.out_avals[0]
-    of_y, of_seen = jax.eval_shape(both, params, x, *given)
+    of_y, of_seen = jax.eval_shape(with_residuals, params, x, *extras)
     seen_leaves, seen_tree = jax.tree.flatten(of_seen)
     ends = 1 + len(seen_leaves)
     if len(jax.tree.leaves(of_y)) != 1 or (out.shape, out.dtype) != (
@@ -91,8 +92,8 @@ def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree, see
     entry = forward.jaxpr.invars[len(types)]
     of_x = _depends(forward.jaxpr, entry)
     residuals = forward.jaxpr.outvars[ends:]
-    kept = list(dict.fromkeys(v for v in residuals if not isinstance(v, Literal) and v in of_x))
-    run_forward = _function(forward, forward.jaxpr.invars, [*forward.jaxpr.outvars[:ends], *kept])
+    saved = list(dict.fromkeys(v for v in residuals if not isinstance(v, Literal) and v in of_x))
+    run_forward = _function(forward, forward.jaxpr.invars, [*forward.jaxpr.outvars[:ends], *saved])
     of_params = [i for i, v in enumerate(residuals) if isinstance(v, Literal) or v not in of_x]
     others = [v for v in forward.jaxpr.invars if v is not entry]
     run_params = _function(forward, others, [residuals[i] for i in of_params])
@@ -105,32 +106,32 @@ def split_part(part: Callable[..., Any], params: Tree, x: Any, *given: Tree, see
     *out_params, out_x = back.jaxpr.outvars
     first = _needed(back.jaxpr, [out_x])
     second = [i for i in _needed(back.jaxpr, out_params) if i not in set(first)]
-    made = {v for i in first for v in back.jaxpr.eqns[i].outvars} | {in_dy}
+    computed = {v for i in first for v in back.jaxpr.eqns[i].outvars} | {in_dy}
     read = [v for i in second for v in back.jaxpr.eqns[i].invars] + list(out_params)
-    between = list(dict.fromkeys(v for v in read if not isinstance(v, Literal) and v in made))
+    between = list(dict.fromkeys(v for v in read if not isinstance(v, Literal) and v in computed))
     run_first = _function(back, [*in_residuals, in_dy], [out_x, *between], first)
     run_second = _function(back, [*in_residuals, *between], out_params, second)
 
-    def whole(params: Tree, kept_values: Sequence[Any], given: tuple[Tree, ...]) -> list[Any]:
-        values_of = dict(zip(kept, kept_values, strict=True))
+    def parameter_gradients(params: Tree, residual_values: Sequence[Any], extras: tuple[Tree, ...]) -> list[Any]:
+        values_of = dict(zip(saved, residual_values, strict=True))
         values = [None if isinstance(v, Literal) else values_of.get(v) for v in residuals]
-        for i, value in zip(of_params, run_params(*jax.tree.leaves((params, given))), strict=True):
+        for i, value in zip(of_params, run_params(*jax.tree.leaves((params, extras))), strict=True):
             values[i] = value
         return values
 
-    def run_part(params: Tree, x: Any, *given: Tree) -> tuple[Any, list[Any]]:
-        y, *outputs = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(given))
+    def run_part(params: Tree, x: Any, *extras: Tree) -> tuple[Any, list[Any]]:
+        y, *outputs = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(extras))
         seen = jax.tree.unflatten(seen_tree, outputs[: ends - 1])
         return (y, seen) if sees else y, outputs[ends - 1 :]
 
-    def input_gradient(params: Tree, kept_values: Sequence[Any], dy: Any, *given: Tree) -> tuple[Any, list[Any]]:
-        dx, *values = run_first(*whole(params, kept_values, given), dy)
+    def input_gradient(params: Tree, residual_values: Sequence[Any], dy: Any, *extras: Tree) -> tuple[Any, list[Any]]:
+        dx, *values = run_first(*parameter_gradients(params, residual_values, extras), dy)
         return dx, values
 
-    def weight_gradient(params: Tree, kept_values: Sequence[Any], values: Sequence[Any], *given: Tree) -> Tree:
-        return jax.tree.unflatten(tree, run_second(*whole(params, kept_values, given), *values))
+    def weight_gradient(params: Tree, residual_values: Sequence[Any], values: Sequence[Any], *extras: Tree) -> Tree:
+        return jax.tree.unflatten(tree, run_second(*parameter_gradients(params, residual_values, extras), *values))
 
-    return SplitPart(run_part, input_gradient, weight_gradient, [v.aval for v in kept], [v.aval for v in between])
+    return SplitPart(run_part, input_gradient, weight_gradient, [v.aval for v in saved], [v.aval for v in between])
 
 
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -161,7 +162,7 @@ def _needed(jaxpr: Jaxpr, outs: Sequence[Any]) -> list[int]:
 def _function(
     closed: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any], equations: Sequence[int] | None = None
 ) -> Callable[..., list[Any]]:
-    """The function from some values of a jaxpr to others, by the equations given, or by those that it needs."""
+    """The function from some values of a jaxpr to others, by the equations extras, or by those that it needs."""
     jaxpr = closed.jaxpr
     numbers = _needed(jaxpr, outvars) if equations is None else equations
     inner = jaxpr.replace(

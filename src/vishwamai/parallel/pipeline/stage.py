@@ -24,7 +24,7 @@ class Ends(NamedTuple):
 
     Attributes:
       enter: `m -> x`, the input of the first part.
-      found: where the gradients of `enter` add up, before the first.
+      gradients: where the gradients of `enter` add up, before the first.
       left: `(found, m, dx) -> found`, with the gradient of microbatch `m` added.
       params: pytree of the floating parameters of `loss`.
       loss: `(params, y, m) -> (scalar, sums)`. The gradients are those of the sum of the scalars over all microbatches;
@@ -32,7 +32,7 @@ class Ends(NamedTuple):
     """
 
     enter: Callable[[Any], Any]
-    found: Tree
+    gradients: Tree
     left: Callable[[Tree, Any, Any], Tree]
     params: Tree
     loss: Callable[[Tree, Any, Any], tuple[Any, Tree]]
@@ -45,7 +45,7 @@ class Found(NamedTuple):
       sums: of the loss, in float32; zeros on all stages but that of the last part.
       params: gradients of the stage's parameters. ends: those of `Ends.params`. Both in float32 at least; without
         gradients, the former are () and the latter zeros.
-      entry: `Ends.found` with all gradients added.
+      entry: `Ends.gradients` with all gradients added.
       seen: what the parts have seen, each leaf `[chunks, ...]`, added up over the microbatches.
     """
 
@@ -89,7 +89,7 @@ def run_stage(
     axis: str,
     params: Tree,
     table: Any,
-    given: Tree = (),
+    extras: Tree = (),
     gradients: bool = True,
     sees: bool = False,
     largest: Tree = None,
@@ -104,7 +104,7 @@ def run_stage(
       axis: the mesh axis of the stages.
       params: pytree of arrays `[chunks, ...]`, those of the stage's parts.
       table: int32 `[ticks, 1, columns]`, the stage's column of `ticks.table`.
-      given: pytree of arrays `[microbatches, rows, ...]` without a gradient, which `part` gets for its microbatch.
+      extras: pytree of arrays `[microbatches, rows, ...]` without a gradient, which `part` gets for its microbatch.
       gradients: False runs the forward passes and the loss alone.
       sees: `part` gives `(y, seen)`, of which `seen` is a pytree without a gradient.
       largest: pytree of bools like `params`, true where the gradients of microbatches are joined by the maximum and not
@@ -113,7 +113,7 @@ def run_stage(
     """
     stages = jax.lax.axis_size(axis)
     entry = jax.eval_shape(ends.enter, jnp.zeros((), jnp.int32))
-    one_of = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (params, given, frozen))
+    one_of = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (params, extras, frozen))
     split = split_part(part, one_of[0], entry, *one_of[1:], sees=sees) if gradients else None
     largest = jax.tree.map(lambda _: False, params) if largest is None else largest
     seen = jax.eval_shape(part, one_of[0], entry, *one_of[1:])[1] if sees else ()
@@ -125,21 +125,21 @@ def run_stage(
     sums = jax.eval_shape(lambda: ends.loss(ends.params, jnp.zeros(entry.shape, entry.dtype), 0)[1])
     state = {
         "values": room(ticks.values, entry),
-        "kept": [] if split is None else [room(ticks.kept, kind) for kind in split.kept],
+        "kept": [] if split is None else [room(ticks.residuals, kind) for kind in split.residuals],
         "between": [] if split is None else [room(ticks.between, kind) for kind in split.between],
         "params": () if split is None else zeros_like(params),
         "ends": zeros_like(ends.params),
-        "entry": ends.found,
+        "entry": ends.gradients,
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sums),
         "seen": jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), seen),
     }
 
-    def own(row: dict[str, Any]) -> Tree:
+    def local_rows(row: dict[str, Any]) -> Tree:
         return jax.tree.map(lambda x: x[row["chunk"]], params)
 
     def also(row: dict[str, Any]) -> tuple[Tree, Tree]:
         of_part = jax.tree.map(lambda x: x[row["chunk"]], frozen)
-        return jax.tree.map(lambda x: x[row["microbatch"]], given), of_part
+        return jax.tree.map(lambda x: x[row["microbatch"]], extras), of_part
 
     def write(buffers: list[Any], slot: Any, values: Sequence[Any]) -> list[Any]:
         return [buffer.at[slot].set(value) for buffer, value in zip(buffers, values, strict=True)]
@@ -157,10 +157,10 @@ def run_stage(
         with chosen_by("first"):
             x = jax.lax.cond(row["first"] == 1, ends.enter, read, row["microbatch"])
         if split is not None:
-            y, saved = split.forward(own(row), x, *also(row))
+            y, saved = split.forward(local_rows(row), x, *also(row))
             state = state | {"kept": write(state["kept"], row["kept"], saved)}
         else:
-            y = part(own(row), x, *also(row))
+            y = part(local_rows(row), x, *also(row))
         if sees:
             y, seen = y
             state = state | {"seen": jax.tree.map(lambda t, s: t.at[row["chunk"]].add(s), state["seen"], seen)}
@@ -182,7 +182,7 @@ def run_stage(
         if split is None:
             return state
         saved = [buffer[row["kept"]] for buffer in state["kept"]]
-        dx, between = split.input_gradient(own(row), saved, dy, *also(row))
+        dx, between = split.input_gradient(local_rows(row), saved, dy, *also(row))
         with chosen_by("first"):
             entry = jax.lax.cond(
                 row["first"] == 1, ends.left, lambda found, m, dx: found, state["entry"], row["microbatch"], dx
@@ -197,7 +197,7 @@ def run_stage(
         if split is None:
             return state
         saved, between = ([b[row[name]] for b in state[name]] for name in ("kept", "between"))
-        gradients = split.weight_gradient(own(row), saved, between, *also(row))
+        gradients = split.weight_gradient(local_rows(row), saved, between, *also(row))
         chunk = row["chunk"]
 
         def joined(total: Any, new: Any, most: bool) -> Any:

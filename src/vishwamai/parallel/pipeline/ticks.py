@@ -48,15 +48,15 @@ class Ticks:
 
     Attributes:
       table: int32 `[ticks, stages, columns]`. A slot that is not used has the number behind the last.
-      values: slots for activations and gradients between parts. kept: for what the forward pass keeps. between: for
-        what the input gradient keeps for the weight gradient.
+      values: slots for activations and gradients between parts. residuals: for what the forward pass keeps. between:
+        for what the input gradient keeps for the weight gradient.
       order: the parts in the order of stages, then of each stage's chunks.
       up: whether any value goes up. down: whether any goes down.
     """
 
     table: np.ndarray
     values: int
-    kept: int
+    residuals: int
     between: int
     order: tuple[int, ...]
     up: bool
@@ -108,12 +108,12 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
                 )
 
     value_slot, value_count = _colour(values)
-    kept_slot, kept_count = _colour(saved)
+    residual_slot, residual_count = _colour(saved)
     between_slot, between_count = _colour(between)
     column = {name: i for i, name in enumerate(COLUMNS)}
     table = np.zeros((1 + max(tick_of.values()), stages, len(COLUMNS)), np.int32)
     for name in COLUMNS[column["read"] :]:
-        table[:, :, column[name]] = {"kept": kept_count, "between": between_count}.get(name, value_count)
+        table[:, :, column[name]] = {"kept": residual_count, "between": between_count}.get(name, value_count)
 
     def put(tick: int, stage: int, **cells: int) -> None:
         for name, cell in cells.items():
@@ -125,7 +125,7 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
         stage = stage_of[part]
         put(
             tick, stage, kind=NUMBER[kind], chunk=schedules[stage].parts.index(part), microbatch=m,
-            first=int(part == 0), last=int(part == last_part), kept=kept_slot[Action(FORWARD, part, m)],
+            first=int(part == 0), last=int(part == last_part), kept=residual_slot[Action(FORWARD, part, m)],
         )  # fmt: skip
         if kind != FORWARD:
             put(tick, stage, between=between_slot[Action(INPUT_GRADIENT, part, m)])
@@ -149,7 +149,7 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
             put(sent[action], stage, **{f"send_{way}": value_slot["out", action]})
             put(sent[action], destination, **{f"recv_{way}": value_slot["in", action]})
     order = tuple(part for schedule in schedules for part in schedule.parts)
-    return Ticks(table, value_count, kept_count, between_count, order, up, down)
+    return Ticks(table, value_count, residual_count, between_count, order, up, down)
 
 
 def _is_up(producer: Action, stage: int, destination: int, stages: int) -> bool:
