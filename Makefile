@@ -28,7 +28,7 @@ EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install 
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench demo clients test test-gpu test-on-gpu world triton-newest test-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
+.PHONY: help bench demo clients test test-gpu test-on-gpu world triton-newest test-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose names examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -120,7 +120,7 @@ arm64: ## compile the CPU kernels for 64-bit Arm and check their numbers under q
 	  tests/cpp/kernels_check.cc src/vishwamai/core/cpp/parallel.cc src/vishwamai/core/cpp/isa.cc $(wildcard src/vishwamai/core/cpp/*.isa.cc src/vishwamai/ops/*/cpu*.isa.cc) -o build/kernels_check_arm64
 	qemu-aarch64 build/kernels_check_arm64
 
-check: lint types layers prose examples readme-check docs ## everything but the tests
+check: lint types layers prose names examples readme-check docs ## everything but the tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -134,6 +134,9 @@ layers: $(VENV)/.dev
 
 prose: $(VENV)/.build ## the pages: short sentences, and the words of CONTRIBUTING.md
 	$(PY) tools/prose.py
+
+names: $(VENV)/.build ## names and Args of the code: the names of CONTRIBUTING.md, and the ceilings of tools/ceilings.toml
+	$(PY) tools/names.py
 
 examples: $(VENV)/.dev ## doctests of src, and the code blocks of every Markdown page
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --doctest-modules src capibara docs $(wildcard *.md)

@@ -131,17 +131,17 @@ def main() -> None:
     ]
     done = []
     for row in rows:
-        (found,) = inspect_many([BUILD[row["op"]](row)], options.timeout)
-        if not isinstance(found, KernelSchedule):
-            print(f"{row['chip']:<6} {row['op']:<10} {describe(row)}: {found}", flush=True)
+        (schedule,) = inspect_many([BUILD[row["op"]](row)], options.timeout)
+        if not isinstance(schedule, KernelSchedule):
+            print(f"{row['chip']:<6} {row['op']:<10} {describe(row)}: {schedule}", flush=True)
             continue
-        row["estimate_ms"] = found.seconds * 1e3
-        row["guessed"] = list(found.guessed)
+        row["estimate_ms"] = schedule.seconds * 1e3
+        row["guessed"] = list(schedule.guessed)
         done.append(row)
         print(
             f"{row['chip']:<6} {row['op']:<10} {describe(row):<55} measured {row['ms']:8.3f} ms  estimate "
             f"{row['estimate_ms']:8.3f} ms  ratio "
-            f"{row['estimate_ms'] / row['ms']:.3f}{'  guessed: ' + found.guessed[0] if found.guessed else ''}",
+            f"{row['estimate_ms'] / row['ms']:.3f}{'  guessed: ' + schedule.guessed[0] if schedule.guessed else ''}",
             flush=True,
         )
     print("\n".join(["", *summarise(done)]))

@@ -27,7 +27,7 @@ SPARSE = ((512, 4096, 64, 16),)  # rows, width of a square weight, its blocks, b
 BLOCKS = ((8, 2048, 64, 64, 4),)  # heads, tokens, head_dim, block, blocks on either side of the diagonal
 
 
-def _both(case: Case, xla: str = "xla") -> Iterator[Comparison]:
+def comparisons_of(case: Case, xla: str = "xla") -> Iterator[Comparison]:
     """A case, and its gradients."""
     yield Comparison(case, xla=xla)
     with_gradients = Case(f"{case.name} + grad", case.op, case.call, case.arrays, case.options)
@@ -40,7 +40,7 @@ def gated(options: Namespace) -> Iterator[Comparison]:
             weight = ArrayInit((features, hidden), dtype, scale=features**-0.5)
             arrays = {"x": ArrayInit((rows, features), dtype), "gate": weight, "up": weight}
             name = f"gated {dtype} {rows}x{features}x{hidden}"
-            yield from _both(Case(name, "gated_linear_unit", gated_unit, arrays))
+            yield from comparisons_of(Case(name, "gated_linear_unit", gated_unit, arrays))
 
 
 def loss(options: Namespace) -> Iterator[Comparison]:
@@ -52,7 +52,7 @@ def loss(options: Namespace) -> Iterator[Comparison]:
                 "labels": Labels((tokens,), "int32", "integers", vocab=vocab),
             }
             name = f"loss {dtype} {tokens}x{vocab}x{features}"
-            yield from _both(Case(name, "linear_cross_entropy", vishwamai.linear_cross_entropy, arrays))
+            yield from comparisons_of(Case(name, "linear_cross_entropy", vishwamai.linear_cross_entropy, arrays))
 
 
 def sparse(options: Namespace) -> Iterator[Comparison]:
@@ -84,7 +84,9 @@ def blocks(options: Namespace) -> Iterator[Comparison]:
             arrays = {name: ArrayInit((1, heads, tokens, dim), dtype) for name in ("query", "key", "value")}
             name = f"blocks {dtype} {heads}x{tokens}x{dim} {live.mean():.2f} of {block}"
             how = {"block_mask": live, "block_size": block}
-            yield from _both(Case(name, "attention", vishwamai.block_sparse_attention, arrays, how), xla="xla_chunked")
+            yield from comparisons_of(
+                Case(name, "attention", vishwamai.block_sparse_attention, arrays, how), xla="xla_chunked"
+            )
 
 
 SUITES = {suite.__name__: suite for suite in (gated, loss, sparse, blocks)}

@@ -70,7 +70,7 @@ class Comparison:
     """A case, perhaps with its gradients, and who computes it.
 
     Attributes:
-      case: as the operation states it.
+      case: the operation's case.
       run: the same, or the case of its gradients.
       contestants: ours first.
     """
@@ -105,7 +105,7 @@ class Row:
     note: str = ""
 
 
-def _attention(case: Case, found: list[Peer]) -> Iterator[Peer]:
+def _attention(case: Case, peers: list[Peer]) -> Iterator[Peer]:
     """torch's attention by each of its backends."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -116,12 +116,12 @@ def _attention(case: Case, found: list[Peer]) -> Iterator[Peer]:
 
         return run
 
-    for peer in found:
+    for peer in peers:
         for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
             yield dataclasses.replace(peer, name=f"torch {name}", call=by(backend, peer))
 
 
-def _gemm(case: Case, found: list[Peer]) -> Iterator[Peer]:
+def _gemm(case: Case, peers: list[Peer]) -> Iterator[Peer]:
     """torch's products of 8-bit numbers with scales for rows and columns."""
     arrays = case.arrays
     if set(arrays) != {"a", "b", "scale_a", "scale_b"} or any(len(arrays[name].shape) != 2 for name in "ab"):
@@ -145,8 +145,8 @@ def _gemm(case: Case, found: list[Peer]) -> Iterator[Peer]:
         yield Peer(name, "torch", prepare, call)
 
 
-def _grouped(case: Case, found: list[Peer]) -> Iterator[Peer]:
-    if hasattr(torch, "_grouped_mm") and found:
+def _grouped(case: Case, peers: list[Peer]) -> Iterator[Peer]:
+    if hasattr(torch, "_grouped_mm") and peers:
         ends = torch.from_numpy(case.options["group_sizes"]).cumsum(0).int()
 
         def prepare(arrays: Arrays) -> tuple[Any, ...]:
@@ -158,14 +158,14 @@ def _grouped(case: Case, found: list[Peer]) -> Iterator[Peer]:
         yield Peer("torch._grouped_mm", "torch", prepare, call)
 
 
-def _sparse(case: Case, found: list[Peer]) -> Iterator[Peer]:
+def _sparse(case: Case, peers: list[Peer]) -> Iterator[Peer]:
     block = tuple(case.arrays["values"].shape[1:])
 
     def call(x: Any, weight: Any) -> Any:
         with torch.inference_mode(False), torch.no_grad():  # torch's inference mode takes no sparse tensors
             return torch.nn.functional.linear(x.clone(), weight)
 
-    for dense in found:
+    for dense in peers:
 
         def prepare(arrays: Arrays, dense: Peer = dense) -> tuple[Any, ...]:
             x, weight = dense.prepare(arrays)
@@ -174,7 +174,7 @@ def _sparse(case: Case, found: list[Peer]) -> Iterator[Peer]:
         yield Peer("torch, BSR", "torch", prepare, call)
 
 
-def _norm(case: Case, found: list[Peer]) -> Iterator[Peer]:
+def _norm(case: Case, peers: list[Peer]) -> Iterator[Peer]:
     if importlib.util.find_spec("liger_kernel") and set(case.arrays) == {"x", "scale"}:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # pyright: ignore[reportMissingImports]
 
@@ -182,8 +182,8 @@ def _norm(case: Case, found: list[Peer]) -> Iterator[Peer]:
         yield torch_peer("Liger", case, lambda x, w: LigerRMSNormFunction.apply(x, w, eps, 0.0, "none", False))
 
 
-def _loss(case: Case, found: list[Peer]) -> Iterator[Peer]:
-    if importlib.util.find_spec("liger_kernel") and found:
+def _loss(case: Case, peers: list[Peer]) -> Iterator[Peer]:
+    if importlib.util.find_spec("liger_kernel") and peers:
         from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
             LigerFusedLinearCrossEntropyFunction,
         )
@@ -216,10 +216,10 @@ def comparisons(operation: Operation, dry: bool) -> Iterator[Comparison]:
         ours, peers = about.in_torch(case), [p for p in about.peers(case) if p.framework == "torch"]
         if ours is None or (dry and not peers):
             continue
-        more = [] if dry else list(ON_GPUS.get(operation.name, lambda case, found: ())(case, peers))
+        more = [] if dry else list(ON_GPUS.get(operation.name, lambda case, peers: ())(case, peers))
         for run in filter(None, (case, gradient_case(case))):
-            wanted = set() if run is case else set(case.differentiable)
-            able = [p for p in (ours, *peers, *more) if wanted <= set(p.arguments)]
+            needed = set() if run is case else set(case.differentiable)
+            able = [p for p in (ours, *peers, *more) if needed <= set(p.arguments)]
             yield Comparison(operation, case, run, [theirs(p, case, run is not case, device) for p in able])
         if dry:
             return
@@ -253,26 +253,26 @@ class Prepared:
 
     Attributes:
       path: a file with its arrays.
-      verdicts: of every contestant's numbers; None where they are random.
+      verdicts: result of the check of every contestant; None where its numbers are random.
     """
 
     path: str
     verdicts: dict[str, Numbers | None]
 
 
-def _verdict(one: Contestant, arrays: Arrays, part: Sample, right: Truth) -> Numbers | None:
+def _verdict(contestant: Contestant, arrays: Arrays, part: Sample, right: Truth) -> Numbers | None:
     """Whether a contestant's numbers are right; None where they are random."""
     try:
-        call, outputs, _ = one.build(arrays)
+        call, outputs, _ = contestant.build(arrays)
         result = outputs(call())
     except Exception as error:  # it counts as wrong, with what it raised
         return numbers.raised(error)
-    return numbers.check(result, part, right, 1.0 if one.name == OURS else PEERS) if one.checked else None
+    return numbers.check(result, part, right, 1.0 if contestant.name == OURS else PEERS) if contestant.checked else None
 
 
 def _prepare(key: Key, directory: str) -> Prepared:
     (operation,) = chosen([key[0]])
-    (this,) = (one for one in comparisons(operation, dry=False) if key_of(one) == key)
+    (this,) = (comparison for comparison in comparisons(operation, dry=False) if key_of(comparison) == key)
     ready = prepared(this, directory)
     torch.cuda.empty_cache()
     return ready
@@ -285,7 +285,7 @@ def prepared(this: Comparison, directory: str) -> Prepared:
         part = about.gradient_sample(this.run, arrays) if this.gradients else about.sample(this.run, arrays)
         unit = this.operation.facts.coarser.get(this.case.name, {}).get("triton", 0.0)
         right = numbers.truth(part, this.gradients, unit)
-        verdicts = {one.name: _verdict(one, arrays, part, right) for one in this.contestants}
+        verdicts = {contestant.name: _verdict(contestant, arrays, part, right) for contestant in this.contestants}
     path = os.path.join(directory, f"{os.getpid()}-{time.monotonic_ns()}")
     with open(path, "wb") as file:
         pickle.dump(arrays, file, protocol=5)
@@ -297,21 +297,21 @@ def prepare(keys: list[Key], directory: str, workers: int, seconds: float | None
     after `seconds` are left out.
     """
     context = multiprocessing.get_context("spawn")
-    found: dict[Key, Prepared] = {}
-    begun = time.monotonic()
+    results: dict[Key, Prepared] = {}
+    start = time.monotonic()
     pool = ProcessPoolExecutor(workers, context, _begin, (context.Semaphore(_FEW),))
     running = {pool.submit(_prepare, key, directory): key for key in keys}
     try:
         for i, done in enumerate(as_completed(running, seconds), 1):
             if (error := done.exception()) is None:
-                found[running[done]] = done.result()
-            took, said = time.monotonic() - begun, "" if error is None else f"; {running[done]}: {error}"
-            print(f"{i} of {len(keys)} cases are ready after {took:.0f} s{said}", file=sys.stderr, flush=True)
+                results[running[done]] = done.result()
+            took, problem = time.monotonic() - start, "" if error is None else f"; {running[done]}: {error}"
+            print(f"{i} of {len(keys)} cases are ready after {took:.0f} s{problem}", file=sys.stderr, flush=True)
     except TimeoutError:
         for process in list(pool._processes.values()):  # else the GPU that is measured works on
             process.terminate()
     pool.shutdown(cancel_futures=True)
-    return found
+    return results
 
 
 def captured(call: Call) -> Call:
@@ -345,7 +345,7 @@ def measure(
     """Times the contestants whose numbers are right.
 
     Args:
-      ready: of the comparison; its file is deleted. ceilings: FLOP and bytes a second. graph: time replays of a CUDA
+      ready: prepared comparison; its file is deleted. ceilings: FLOP and bytes a second. graph: time replays of a CUDA
         graph.
     """
     with open(ready.path, "rb") as file:
@@ -353,20 +353,20 @@ def measure(
     os.remove(ready.path)
     rows: list[Row] = []
     calls: dict[str, Call] = {}
-    for one in this.contestants:
-        row, verdict = Row(this.operation.name, this.run.name, one.name), ready.verdicts[one.name]
+    for contestant in this.contestants:
+        row, verdict = Row(this.operation.name, this.run.name, contestant.name), ready.verdicts[contestant.name]
         rows.append(row)
         if verdict is not None:
             row.error, row.note = verdict.error, "" if verdict.right else verdict.detail
         if not row.note:
-            call, _, _ = one.build(arrays)
+            call, _, _ = contestant.build(arrays)
             try:
-                calls[one.name] = captured(call) if graph else call
-                calls[one.name]()
+                calls[contestant.name] = captured(call) if graph else call
+                calls[contestant.name]()
             except RuntimeError as error:  # torch's, of what cannot be captured
                 if not graph:
                     raise
-                calls.pop(one.name, None)
+                calls.pop(contestant.name, None)
                 row.note = numbers.raised(error).detail
     flops, nbytes = this.work()
     timings = side_by_side(calls, rounds=rounds, sample=sample, sample_seconds=0.0) if calls else {}
@@ -388,8 +388,8 @@ def ceilings(rounds: int, sample: Sampler, dry: bool) -> tuple[float, float]:
     calls: dict[str, Call] = {"copy": lambda: y.copy_(x), "product": lambda: a @ b}
     for call in calls.values():
         call()
-    found = side_by_side(calls, rounds=rounds, sample=sample, sample_seconds=0.0)
-    return 2 * n**3 / found["product"].median, 4 * x.numel() / found["copy"].median
+    timings = side_by_side(calls, rounds=rounds, sample=sample, sample_seconds=0.0)
+    return 2 * n**3 / timings["product"].median, 4 * x.numel() / timings["copy"].median
 
 
 def tune(this: Comparison, timer: Timer, budget: int, directory: pathlib.Path | None) -> None:
@@ -398,10 +398,11 @@ def tune(this: Comparison, timer: Timer, budget: int, directory: pathlib.Path | 
     """
     run, _, _ = this.contestants[0].build(this.run.make())
     passes = "backward" if this.gradients else "forward"
-    for found in vt.tune(run, budget=budget, passes=passes, timer=timer, directory=directory):
-        ms, before = found.seconds * 1e3, found.heuristic_seconds * 1e3
+    for result in vt.tune(run, budget=budget, passes=passes, timer=timer, directory=directory):
+        ms, before = result.seconds * 1e3, result.heuristic_seconds * 1e3
         print(
-            f"| {found.op} | {this.run.name} | {before:.4f} | {ms:.4f} | {found.trials} | {found.config} |", flush=True
+            f"| {result.op} | {this.run.name} | {before:.4f} | {ms:.4f} | {result.trials} | {result.config} |",
+            flush=True,
         )
 
 

@@ -26,14 +26,16 @@ def main() -> None:
 
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
         begin = time.process_time()
-        found = compiled_as_usual(self, *args, **kwargs)
+        executable = compiled_as_usual(self, *args, **kwargs)
         seconds = time.process_time() - begin
-        memory = found.memory_analysis()
+        memory = executable.memory_analysis()
         assert memory is not None  # libtpu always gives it
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # programs of the SparseCore: the dump has the program
-            (directory / "program.hlo").write_text(found.as_text() or "")
-        mesh = next(one.mesh for one in jax.tree.leaves(found.input_shardings[0]) if hasattr(one, "mesh"))
-        told = {
+            (directory / "program.hlo").write_text(executable.as_text() or "")
+        mesh = next(
+            sharding.mesh for sharding in jax.tree.leaves(executable.input_shardings[0]) if hasattr(sharding, "mesh")
+        )
+        facts = {
             "compile_cpu_seconds": seconds,
             "devices": [[*device.coords, device.core_on_chip] for device in mesh.devices.flat],
             "memory": {
@@ -44,8 +46,8 @@ def main() -> None:
                 "aliased": memory.alias_size_in_bytes,
             },
         }
-        (directory / "told.json").write_text(json.dumps(told))
-        return found
+        (directory / "told.json").write_text(json.dumps(facts))
+        return executable
 
     jax.stages.Lowered.compile = compiled
     runpy.run_module("maxtext.trainers.pre_train.train_compile", run_name="__main__", alter_sys=True)

@@ -57,7 +57,7 @@ def maxtext(python: str, target: str, rows: int, options: Mapping[str, Any]) -> 
     flags = (f"--{name}={option_text(value)}" for name, value in options.items())
     with tempfile.TemporaryDirectory() as folder:
         directory = pathlib.Path(folder)
-        given = {
+        settings = {
             "compile_topology": TOPOLOGIES[target],
             "compile_topology_num_slices": 1,
             "model_name": "llama3.1-8b",
@@ -72,7 +72,7 @@ def maxtext(python: str, target: str, rows: int, options: Mapping[str, Any]) -> 
                 python,
                 str(pathlib.Path(__file__).with_name("maxtext_compile.py")),
                 folder,
-                *(f"{key}={value}" for key, value in given.items()),
+                *(f"{key}={value}" for key, value in settings.items()),
             ],
             env=os.environ
             | libtpu_environment()
@@ -82,16 +82,16 @@ def maxtext(python: str, target: str, rows: int, options: Mapping[str, Any]) -> 
             text=True,
             check=False,
         )
-        written = directory / "told.json"
-        if run.returncode or not written.exists():
+        facts_path = directory / "told.json"
+        if run.returncode or not facts_path.exists():
             sys.exit(f"MaxText was not compiled:\n{(run.stdout + run.stderr)[-2000:]}")
-        told: dict[str, Any] = json.loads(written.read_text())
-        here = {(*device.coords, device.core_on_chip): device for device in libtpu.devices_for(target)}
-        devices = [here[tuple(place)] for place in told["devices"]]
-        by_cycles = written_time(directory, target, devices, told["memory"])
+        facts: dict[str, Any] = json.loads(facts_path.read_text())
+        device_at = {(*device.coords, device.core_on_chip): device for device in libtpu.devices_for(target)}
+        devices = [device_at[tuple(place)] for place in facts["devices"]]
+        by_cycles = written_time(directory, target, devices, facts["memory"])
         (directory / TEXT).unlink(missing_ok=True)
-        by_schedules = written_time(directory, target, devices, told["memory"])
-        return min(by_cycles, by_schedules, key=lambda one: one.step.value), told["compile_cpu_seconds"]
+        by_schedules = written_time(directory, target, devices, facts["memory"])
+        return min(by_cycles, by_schedules, key=lambda estimate: estimate.step.value), facts["compile_cpu_seconds"]
 
 
 def ours(target: str, rows: int) -> tuple[StepTime | None, float]:
@@ -102,8 +102,8 @@ def ours(target: str, rows: int) -> tuple[StepTime | None, float]:
     program = trace_training(config, target)  # which asks a process of its own about the options
     before = _children()
     with Compiler(timeout=7200) as compiler:
-        found = time_program(compiler, program)[1]
-    return found, _children() - before
+        step_time = time_program(compiler, program)[1]
+    return step_time, _children() - before
 
 
 def _ways(target: str) -> dict[str, dict[str, Any]]:
@@ -117,10 +117,13 @@ def _children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def show(name: str, found: StepTime, compiled: float) -> None:
+def show(name: str, step_time: StepTime, compiled: float) -> None:
     """One row, and its parts; the time of a program that was compiled before is kept."""
     seconds = f", {compiled:.0f} CPU seconds to compile" if compiled > 1 else ", compiled before"
-    print(f"{name}: {found.step.value:.3f} s, {found.memory.total.value / 2**30:.2f} GiB{seconds}\n{found}", flush=True)
+    print(
+        f"{name}: {step_time.step.value:.3f} s, {step_time.memory.total.value / 2**30:.2f} GiB{seconds}\n{step_time}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -139,9 +142,9 @@ def main() -> None:
             continue
         show(f"{target}: vishwamai", mine, seconds)
         for name, options in _ways(target).items() if chosen.maxtext else ():
-            other, compiled = maxtext(chosen.maxtext, target, chosen.rows, options)
-            show(f"{target}: {name}", other, compiled)
-            time, memory = mine.step.value / other.step.value, mine.memory.total.value / other.memory.total.value
+            theirs, compiled = maxtext(chosen.maxtext, target, chosen.rows, options)
+            show(f"{target}: {name}", theirs, compiled)
+            time, memory = mine.step.value / theirs.step.value, mine.memory.total.value / theirs.memory.total.value
             print(f"{target}: ours / {name}: {time:.3f} of the time, {memory:.3f} of the memory", flush=True)
 
 

@@ -197,19 +197,19 @@ def main() -> None:
         batch = BATCHES[name]
         calls = [call for peer in (ours, jax_ragged, jax_paged) for call in peer(batch)]
         for target in options.targets:
-            found = estimates.seconds(
+            seconds = estimates.seconds(
                 [
                     Inspection(call, args, target=target, nbytes=batch.live_bytes, flops=batch.flops, name=label)
                     for label, call, args in calls
                 ]
             )
-            mine, bound = found[estimates.OURS], batch.bound(TPUS[target])
+            mine, bound = seconds[estimates.OURS], batch.bound(TPUS[target])
             if isinstance(mine, str):
                 print(f"{name:<20}{target:<7} {mine}", flush=True)
                 continue
             line = f"{name:<20}{target:<7}{mine * 1e6:>9.1f}{bound / mine:>7.2f}"
             # An estimate below what HBM allows is a kernel whose loops could not be followed.
-            best = estimates.best_peer({n: s for n, s in found.items() if isinstance(s, float) and s > bound})
+            best = estimates.best_peer({n: s for n, s in seconds.items() if isinstance(s, float) and s > bound})
             if best is not None:
                 line += f"{best[1] * 1e6:>14.1f}{bound / best[1]:>7.2f}{mine / best[1]:>7.2f}  {best[0]}"
             print(line, flush=True)

@@ -48,8 +48,8 @@ class Subject(NamedTuple):
     """One program, ours and plain.
 
     Attributes:
-      ours: of a device's parts, inside `shard_map`. plain: of the whole arrays.
-      shapes, specs, out: of the arguments, and the spec of the result.
+      ours: function of a device's parts, inside `shard_map`. plain: function of the global arrays.
+      shapes, specs, out: shapes and specs of the arguments, and the spec of the result.
       placed: puts an argument in the order in which ours takes it; back: the result in the order of plain.
     """
 
@@ -152,14 +152,14 @@ def compare(subject: Subject, gradients: bool, rounds: int, seconds: float) -> t
         jnp.asarray(random.standard_normal(s, np.float32) / math.sqrt(math.prod(s[-2:-1]) if len(s) < 4 else 1))
         for s in subject.shapes
     ]
-    calls, found = {}, {}
+    calls, results = {}, {}
     for name, function, place in (("ours", mapped, subject.placed), ("plain", subject.plain, lambda x: x)):
         run = jax.jit(with_gradients(function) if gradients else function, out_shardings=of_results)
         placed = [jax.device_put(place(x), sharding) for x, sharding in zip(arrays, shardings)]
         back = subject.back if name == "ours" else lambda x: x
-        found[name] = jax.tree.map(back, run(*placed))
+        results[name] = jax.tree.map(back, run(*placed))
         calls[name] = functools.partial(_finished, run, placed)
-    for ours, plain in zip(*(jax.tree.leaves(found[name]) for name in ("ours", "plain")), strict=True):
+    for ours, plain in zip(*(jax.tree.leaves(results[name]) for name in ("ours", "plain")), strict=True):
         np.testing.assert_allclose(ours, plain, rtol=2e-3, atol=2e-3 * max(1.0, float(np.abs(plain).max())))
     timings = timing.side_by_side(calls, budget=seconds, rounds=rounds)
     return timings["ours"], timings["plain"]
@@ -177,9 +177,9 @@ def lines(options: argparse.Namespace) -> Iterator[float]:
         for gradients in (False, True):
             ours, plain = compare(subject, gradients, options.rounds, options.seconds)
             ratio = ours.ratio(plain)
-            what = f"{name}{' + grad' if gradients else ''}"
+            label = f"{name}{' + grad' if gradients else ''}"
             times = f"{1e3 * ours.median:9.2f} ms  XLA {1e3 * plain.median:9.2f} ms"
-            print(f"{what:24} {times}  ratio {ratio:5.2f}", flush=True)
+            print(f"{label:24} {times}  ratio {ratio:5.2f}", flush=True)
             if name not in ("layer as a ring", "experts in pieces"):  # what the library itself does not choose here
                 yield ratio
 

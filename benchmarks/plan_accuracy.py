@@ -96,8 +96,8 @@ class Case(NamedTuple):
 
     def analytic(self) -> dict[str, float]:
         """Bytes by class and formulas."""
-        found = (serving_memory if self.serves else training_memory)(self.subject(), self.target)
-        return {name: part.value for name, part in found.parts.items()}
+        memory = (serving_memory if self.serves else training_memory)(self.subject(), self.target)
+        return {name: part.value for name, part in memory.parts.items()}
 
     def digest(self, versions: Mapping[str, str]) -> str:
         """Of what an answer belongs to."""
@@ -144,14 +144,14 @@ def ask(case: Case, verify: bool) -> dict[str, Any]:
     """The compiler's answers about a case: bytes by level, with the seconds and the memory that they took."""
     with Compiler(timeout=1800) as compiler:
         program = case.program()
-        found: dict[str, Any] = {"probe": compiler.probe(program).total.value}
+        answer: dict[str, Any] = {"probe": compiler.probe(program).total.value}
         if verify:
             memory = compiler.verify(program)
-            found |= {"verified": memory.total.value, "fits": memory.fits}
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return found | {
-        "cpu_s": round(sum(one.ru_utime for one in used), 1),
-        "rss_mib": max(one.ru_maxrss for one in used) >> 10,
+            answer |= {"verified": memory.total.value, "fits": memory.fits}
+    used = [resource.getrusage(process) for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return answer | {
+        "cpu_s": round(sum(usage.ru_utime for usage in used), 1),
+        "rss_mib": max(usage.ru_maxrss for usage in used) >> 10,
     }
 
 
@@ -161,27 +161,29 @@ def ask_apart(index: int, verify: bool) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
-    said = (done.stderr or "").strip().splitlines()
-    return {"error": said[-1][:300] if said else f"ended with status {done.returncode}"}
+    output = (done.stderr or "").strip().splitlines()
+    return {"error": output[-1][:300] if output else f"ended with status {done.returncode}"}
 
 
-def row(case: Case, found: Mapping[str, Any]) -> dict[str, Any]:
+def row(case: Case, answer: Mapping[str, Any]) -> dict[str, Any]:
     """A case with all that is known of it, and the errors as shares of the compiled program."""
     parts = case.analytic()
-    known: dict[str, Any] = {"name": case.label, **found, "analytic": sum(parts.values()), "parts": parts}
-    true = found.get("verified") or found.get("probe")
+    entry: dict[str, Any] = {"name": case.label, **answer, "analytic": sum(parts.values()), "parts": parts}
+    true = answer.get("verified") or answer.get("probe")
     if true:
-        known["errors"] = {level: known[level] / true - 1 for level in BOUNDS if level in known}
-    return known
+        entry["errors"] = {level: entry[level] / true - 1 for level in BOUNDS if level in entry}
+    return entry
 
 
-def written(one: Mapping[str, Any]) -> str:
+def entry_text(entry: Mapping[str, Any]) -> str:
     """A row of the table."""
-    if "error" in one:
-        return f"{one['name']:<42} {one['error']}"
-    cells = [f"{one[name] / GIB:9.2f}" if name in one else f"{'-':>9}" for name in ("analytic", "probe", "verified")]
-    errors = [f"{one['errors'][name]:+9.1%}" for name in BOUNDS]
-    return f"{one['name']:<42}{''.join(cells)}{''.join(errors)}{'' if one.get('fits', True) else '  does not fit'}"
+    if "error" in entry:
+        return f"{entry['name']:<42} {entry['error']}"
+    cells = [
+        f"{entry[name] / GIB:9.2f}" if name in entry else f"{'-':>9}" for name in ("analytic", "probe", "verified")
+    ]
+    errors = [f"{entry['errors'][name]:+9.1%}" for name in BOUNDS]
+    return f"{entry['name']:<42}{''.join(cells)}{''.join(errors)}{'' if entry.get('fits', True) else '  does not fit'}"
 
 
 HEAD = f"{'GiB of one device':<42}{'analytic':>9}{'probe':>9}{'verified':>9}{'probe':>9}{'analytic':>9}"
@@ -189,10 +191,10 @@ HEAD = f"{'GiB of one device':<42}{'analytic':>9}{'probe':>9}{'verified':>9}{'pr
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """How many are within the bounds, and how far the others are from them."""
-    rows = [one for one in rows if "errors" in one]
+    rows = [entry for entry in rows if "errors" in entry]
     lines = []
     for level, bound in BOUNDS.items():
-        errors = {one["name"]: one["errors"][level] for one in rows}
+        errors = {entry["name"]: entry["errors"][level] for entry in rows}
         if not errors:
             continue
         outside = {name: error for name, error in errors.items() if abs(error) > bound}
@@ -217,25 +219,25 @@ def main() -> None:
         print(json.dumps(ask(CASES[options.one], verify)))
         return
     versions = libtpu.versions()
-    wanted = options.only or [""]
-    chosen = [i for i, case in enumerate(CASES) if any(text in case.label for text in wanted)]
-    kept = json.loads(options.json.read_text()) if options.json.exists() else {}
+    patterns = options.only or [""]
+    chosen = [i for i, case in enumerate(CASES) if any(text in case.label for text in patterns)]
+    stored = json.loads(options.json.read_text()) if options.json.exists() else {}
     rows = []
     print(f"{', '.join(f'{name} {version}' for name, version in versions.items())}\n{HEAD}", flush=True)
     with Progress("plan_accuracy") as progress:
         for done, index in enumerate(chosen):
             case = CASES[index]
             key, progress_of = case.digest(versions), f"{done} of {len(chosen)} done, {case.label}"
-            found = kept.get(key, {})
-            if "probe" not in found or (verify and "verified" not in found):
+            answer = stored.get(key, {})
+            if "probe" not in answer or (verify and "verified" not in answer):
                 progress.say(f"{progress_of}: {'compiling' if verify else 'probing'}")
-                found = ask_apart(index, verify)
-                if "error" not in found:
-                    kept[key] = {"name": case.label, **found}
-                    caches.write(options.json, json.dumps(kept, indent=1))
+                answer = ask_apart(index, verify)
+                if "error" not in answer:
+                    stored[key] = {"name": case.label, **answer}
+                    caches.write(options.json, json.dumps(stored, indent=1))
             progress.say(f"{progress_of}: by formulas")
-            rows.append(row(case, found))
-            print(written(rows[-1]), flush=True)
+            rows.append(row(case, answer))
+            print(entry_text(rows[-1]), flush=True)
     print("\n".join(["", *summary(rows)]))
 
 

@@ -128,11 +128,11 @@ def main() -> None:
         if chosen.analytic:
             continue
         with Compiler(timeout=7200) as compiler:
-            memory, found = time_program(compiler, trace_training(config, row.target))
+            memory, step_time = time_program(compiler, trace_training(config, row.target))
         print(f"  memory    {memory}")
-        if found is not None:
-            print(f"  verified  {found.step.value:.3f} s, {found.step.value / row.seconds:.2f} of it")
-            print(f"  {training_speed(config, row.target, found.step)}\n{found}", flush=True)
+        if step_time is not None:
+            print(f"  verified  {step_time.step.value:.3f} s, {step_time.step.value / row.seconds:.2f} of it")
+            print(f"  {training_speed(config, row.target, step_time.step)}\n{step_time}", flush=True)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def ask(case: Case, verify: bool, finalists: int) -> dict[str, Any]:
         print(text, file=sys.stderr, flush=True)
 
     plan = plan_training(config, case.target, search=True, verify=verify, finalists=finalists, report=say)
-    used = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    found: dict[str, Any] = {
+    used = [resource.getrusage(process).ru_maxrss for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    answer: dict[str, Any] = {
         "name": case.label,
         "rss_mib": max(used) >> 10,
         "limit": plan.limit,
@@ -75,10 +75,10 @@ def ask(case: Case, verify: bool, finalists: int) -> dict[str, Any]:
         "chosen": None,
     }
     if plan.chosen is None:
-        return found
+        return answer
     chosen, speed = plan.chosen, plan.chosen.speed
     assert speed is not None
-    return found | {
+    return answer | {
         "chosen": chosen.name,
         "bytes": chosen.best.value,
         "level": chosen.best.level,
@@ -100,26 +100,26 @@ def ask_apart(index: int, verify: bool, finalists: int) -> dict[str, Any]:
     return {"name": CASES[index].label, "error": f"ended with status {done.returncode}"}
 
 
-def written(one: Mapping[str, Any], prices: Mapping[str, float]) -> str:
+def entry_text(entry: Mapping[str, Any], prices: Mapping[str, float]) -> str:
     """A row of the table, in Markdown."""
-    model, target = one["name"].split(" ")
+    model, target = entry["name"].split(" ")
     chip = Target.parse_chip(target)
     chips = devices_of(target) // chip.devices
     head = f"| {model} | {target} | {chips} |"
-    if "error" in one:
-        return f"{head} {one['error']} | | | | | |"
-    if one["chosen"] is None:
+    if "error" in entry:
+        return f"{head} {entry['error']} | | | | | |"
+    if entry["chosen"] is None:
         return f"{head} nothing fits | | | | | |"
-    least = "at least " if one["missing"] else ""
+    least = "at least " if entry["missing"] else ""
     price = prices.get(chip.name)
     cost = "-"
     if price is not None:
-        step, tokens = Estimate(one["step_s"], one["step_level"]), one["rows"] * one["length"]
+        step, tokens = Estimate(entry["step_s"], entry["step_level"]), entry["rows"] * entry["length"]
         cost = f"{cost_of_tokens(price, step, tokens, chips).value:.3f}"
     return (
-        f"{head} `{one['chosen']}` | {one['bytes'] / GIB:.2f} of {one['limit'] / GIB:.2f} ({one['level']}) | "
-        f"{least}{one['step_s']:.3g} s ({one['step_level']}) | {one['mfu']:.1%} | "
-        f"{one['tokens_per_chip']:.0f} | {cost} |"
+        f"{head} `{entry['chosen']}` | {entry['bytes'] / GIB:.2f} of {entry['limit'] / GIB:.2f} ({entry['level']}) | "
+        f"{least}{entry['step_s']:.3g} s ({entry['step_level']}) | {entry['mfu']:.1%} | "
+        f"{entry['tokens_per_chip']:.0f} | {cost} |"
     )
 
 
@@ -150,10 +150,10 @@ def main() -> None:
     if options.one is not None:
         print(json.dumps(ask(CASES[options.one], not options.probe_only, options.finalists)))
         return
-    prices = {chip: float(usd) for chip, usd in (one.split("=") for one in options.price)}
+    prices = {chip: float(usd) for chip, usd in (price.split("=") for price in options.price)}
     versions = " ".join(f"{name} {version}" for name, version in libtpu.versions().items())
     chosen = [i for i, case in enumerate(CASES) if all(text in case.label for text in options.only or [""])]
-    kept = json.loads(options.json.read_text()) if options.json.exists() else {}
+    stored = json.loads(options.json.read_text()) if options.json.exists() else {}
 
     def key(index: int, verify: bool) -> str:
         return f"{CASES[index].label}, {f'{options.finalists} compiled' if verify else 'probed'}, {versions}"
@@ -161,22 +161,22 @@ def main() -> None:
     with Progress("searched_plans") as progress:
         for verify in (False,) if options.probe_only else (False, True):
             for done, index in enumerate(chosen):
-                if key(index, verify) in kept or key(index, True) in kept:
+                if key(index, verify) in stored or key(index, True) in stored:
                     continue
                 doing = "compiling" if verify else "searching"
                 progress.say(f"{doing} {CASES[index].label}, {done} of {len(chosen)} done")
-                found = ask_apart(index, verify, options.finalists)
-                print(written(found, prices), flush=True)
-                if "error" not in found:
-                    kept[key(index, verify)] = found
-                    caches.write(options.json, json.dumps(kept, indent=1))
+                answer = ask_apart(index, verify, options.finalists)
+                print(entry_text(answer, prices), flush=True)
+                if "error" not in answer:
+                    stored[key(index, verify)] = answer
+                    caches.write(options.json, json.dumps(stored, indent=1))
     print(f"\n{versions}\n\n{HEAD}")
     largest = 0
     for index in sorted(chosen, key=lambda index: list(SLICES).index(CASES[index].model)):
-        found = kept.get(key(index, True)) or kept.get(key(index, False))
-        if found is not None:
-            print(written(found, prices))
-            largest = max(largest, found.get("rss_mib", 0))
+        answer = stored.get(key(index, True)) or stored.get(key(index, False))
+        if answer is not None:
+            print(entry_text(answer, prices))
+            largest = max(largest, answer.get("rss_mib", 0))
     print(f"\nThe largest process took {largest} MiB.")
 
 

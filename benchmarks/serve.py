@@ -63,25 +63,25 @@ class DrivenEngine:
         self.read_bytes: Callable[[float], float] | None = None
         """Bytes that a token needs after so many others."""
         self._requests: dict[int, Request] = {}
-        self._drawn: dict[int, list[int]] = {}
+        self._sampled: dict[int, list[int]] = {}
 
     def start(self, sequence: int, tokens: Sequence[int], room: int | None = None) -> None:
         """Hands a prompt in, for `room` tokens, or as many as there can be."""
         from vishwamai.inference import Request, Sampling
 
         room = room or self.engine.limits.max_length - len(tokens)
-        drawn = self._drawn[sequence] = []
+        tokens_of_sequence = self._sampled[sequence] = []
         request = Request(
             tuple(tokens),
             Sampling(max_new_tokens=room, ignore_eos=True),
-            lambda delta: drawn.extend(delta.token_ids),
+            lambda delta: tokens_of_sequence.extend(delta.token_ids),
         )
         self._requests[sequence] = request
         self.engine.submit(request)
 
     def advance(self, sequences: Sequence[int], count: int) -> None:
         """Steps until each of the sequences has so many tokens."""
-        while any(len(self._drawn[s]) < count for s in sequences):
+        while any(len(self._sampled[s]) < count for s in sequences):
             self.engine.step()
 
     def prefill(self, sequence: int, tokens: Sequence[int]) -> np.ndarray:
@@ -89,14 +89,14 @@ class DrivenEngine:
         self.start(sequence, tokens)
         self.advance([sequence], 1)
         logits = np.zeros(self.engine.programs.vocab, np.float32)
-        logits[self._drawn[sequence][0]] = 1
+        logits[self._sampled[sequence][0]] = 1
         return logits
 
     def decode(self, tokens: dict[int, int]) -> dict[int, int]:
         """One more token of each; `tokens`, which it drew itself, name the sequences."""
-        count = min(len(self._drawn[s]) for s in tokens) + 1
+        count = min(len(self._sampled[s]) for s in tokens) + 1
         self.advance(list(tokens), count)
-        return {s: self._drawn[s][count - 1] for s in tokens}
+        return {s: self._sampled[s][count - 1] for s in tokens}
 
     def reset(self) -> None:
         """Ends all sequences, and forgets their prefixes."""
@@ -168,10 +168,10 @@ def load(
         max_length=max_tokens,
         keep_packed=keep_packed,
     )
-    made = DrivenEngine(planned.engine())
-    made.bytes = planned.weights
-    made.read_bytes = _read_bytes(planned)
-    return made
+    driven = DrivenEngine(planned.engine())
+    driven.bytes = planned.weights
+    driven.read_bytes = _read_bytes(planned)
+    return driven
 
 
 def _read_bytes(planned: Load) -> Callable[[float], float] | None:
@@ -183,62 +183,62 @@ def _read_bytes(planned: Load) -> Callable[[float], float] | None:
         return None
     itemsize = 4 if planned.dtype == "float32" else 2
     rows = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * itemsize
-    each = planned.pages / (planned.num_pages * planned.limits.page_size)
-    return lambda tokens: planned.weights - rows + each * tokens
+    token_bytes = planned.pages / (planned.num_pages * planned.limits.page_size)
+    return lambda tokens: planned.weights - rows + token_bytes * tokens
 
 
-def rates(made: Any, prompt: int, steps: int, vocab: int, most: int = max(COUNTS)) -> dict[str, float]:
+def rates(driven: Any, prompt: int, steps: int, vocab: int, most: int = max(COUNTS)) -> dict[str, float]:
     """Tokens per second: of a prompt, and of decoding 1, 8 and 32 sequences (their sum); of our engine the shares."""
     prompts = np.random.default_rng(1).integers(0, vocab, (most, prompt)).tolist()
-    found: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     for count in (1, *COUNTS):  # the first is not counted: it touches the pages for the first time
         if count > most:
             break
         tokens = {}
         for i in range(count):
-            seconds, share, logits = _timed(made, functools.partial(made.prefill, i, prompts[i]), last=-1)
+            seconds, share, logits = _timed(driven, functools.partial(driven.prefill, i, prompts[i]), last=-1)
             tokens[i] = int(logits.argmax())
         if count == 1:
-            found["prefill"] = prompt / seconds
+            speeds["prefill"] = prompt / seconds
             if share is not None:
-                found["programs, prefill"] = share
+                speeds["programs, prefill"] = share
 
         def decode(tokens: dict[int, int]) -> None:
             for _ in range(steps):
-                tokens = made.decode(tokens)
+                tokens = driven.decode(tokens)
 
-        tokens = made.decode(tokens)
-        seconds, share, _ = _timed(made, functools.partial(decode, tokens))
-        found[f"decode {count}"] = count * steps / seconds
+        tokens = driven.decode(tokens)
+        seconds, share, _ = _timed(driven, functools.partial(decode, tokens))
+        speeds[f"decode {count}"] = count * steps / seconds
         if share is not None:
-            found[f"programs, decode {count}"] = share
-        made.reset()
-    return found
+            speeds[f"programs, decode {count}"] = share
+        driven.reset()
+    return speeds
 
 
-def _timed(made: Any, run: Callable[[], Any], last: int | None = None) -> tuple[float, float | None, Any]:
+def _timed(driven: Any, run: Callable[[], Any], last: int | None = None) -> tuple[float, float | None, Any]:
     """Seconds of a block, the programs' share of them if the engine is ours, and the block's result.
 
     `last`: where the steps end whose results the block waits for, as an index of its calls.
     """
-    if not isinstance(made, DrivenEngine):
+    if not isinstance(driven, DrivenEngine):
         began = time.perf_counter()
         result = run()
         return time.perf_counter() - began, None, result
-    with Recorded(made.engine) as recorded:
+    with Recorded(driven.engine) as recorded:
         began = time.perf_counter()
         result = run()
         seconds = time.perf_counter() - began
     return seconds, recorded.seconds(last) / seconds, result
 
 
-def bandwidth(made: DrivenEngine, tokens: float, rate: float) -> float | None:
+def bandwidth(driven: DrivenEngine, tokens: float, rate: float) -> float | None:
     """The share of the memory's bandwidth that one sequence reads, of so many tokens in the mean."""
     from vishwamai.measure.machine_peaks import local_peaks
 
-    if made.read_bytes is None:
+    if driven.read_bytes is None:
         return None
-    nbytes = made.read_bytes(tokens)
+    nbytes = driven.read_bytes(tokens)
     peak = local_peaks().bandwidth(min(int(nbytes), 1 << 28))  # a larger copy is no faster, and takes memory
     return None if peak is None else nbytes * rate / peak
 
@@ -250,20 +250,20 @@ def since_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def gaps(made: DrivenEngine, prompt: int, vocab: int, arrivals: bool) -> dict[str, float]:
+def gaps(driven: DrivenEngine, prompt: int, vocab: int, arrivals: bool) -> dict[str, float]:
     """Seconds between tokens of 4 sequences, undisturbed or while prompts of 2048 tokens arrive, for 8 tokens each."""
     random = np.random.default_rng(2)
     for i in range(4):
-        made.prefill(i, random.integers(0, vocab, prompt).tolist())
+        driven.prefill(i, random.integers(0, vocab, prompt).tolist())
     times = []
     for step in range(200):
         if arrivals and step % 20 == 0:
-            made.start(4 + step, random.integers(0, vocab, 2048).tolist(), room=8)
-        have = min(len(made._drawn[i]) for i in range(4))
+            driven.start(4 + step, random.integers(0, vocab, 2048).tolist(), room=8)
+        have = min(len(driven._drawn[i]) for i in range(4))
         began = time.perf_counter()
-        made.advance(range(4), have + 1)
+        driven.advance(range(4), have + 1)
         times.append(time.perf_counter() - began)
-    made.reset()
+    driven.reset()
     return {"median": statistics.median(times), "p99": float(np.quantile(times, 0.99))}
 
 
@@ -285,22 +285,22 @@ def main() -> None:
     sequences, length = options.sequences, options.prompt + 4 * options.steps
     if options.arrivals:
         sequences, length = 12, 2048 + 8
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if options.contestant is None:
-        given = {"mixed_tokens": options.mixed_tokens, "keep_packed": not options.no_keep_packed}
+        settings = {"mixed_tokens": options.mixed_tokens, "keep_packed": not options.no_keep_packed}
     loads = load if options.contestant is None else importlib.import_module(options.contestant).load
-    made = loads(options.directory, options.format, options.threads, sequences, length, **given)
-    found: dict[str, Any] = {"format": options.format, "ready_s": since_start()}
+    driven = loads(options.directory, options.format, options.threads, sequences, length, **settings)
+    figures: dict[str, Any] = {"format": options.format, "ready_s": since_start()}
     with open(os.path.join(options.directory, "config.json")) as file:
         vocab = json.load(file)["vocab_size"]
     if options.arrivals:
-        found |= {name: gaps(made, options.prompt, vocab, disturbed) for name, disturbed in _MODES.items()}
+        figures |= {name: gaps(driven, options.prompt, vocab, disturbed) for name, disturbed in _MODES.items()}
     elif not options.ready:
-        found |= rates(made, options.prompt, options.steps, vocab, sequences)
-    found["memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    if isinstance(made, DrivenEngine) and "decode 1" in found:
-        found["bandwidth"] = bandwidth(made, options.prompt + options.steps / 2, found["decode 1"])
-    print(json.dumps(found, indent=1))
+        figures |= rates(driven, options.prompt, options.steps, vocab, sequences)
+    figures["memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if isinstance(driven, DrivenEngine) and "decode 1" in figures:
+        figures["bandwidth"] = bandwidth(driven, options.prompt + options.steps / 2, figures["decode 1"])
+    print(json.dumps(figures, indent=1))
 
 
 _MODES = {"undisturbed": False, "while prompts arrive": True}

@@ -40,8 +40,8 @@ class LlamaCpp:
         """A batch of rows: token, position, sequence, whether logits are wanted."""
         batch = self._batch
         batch.n_tokens = len(rows)
-        for i, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+        for i, (token, position, sequence, with_logits) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, with_logits
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
         if code := llama_cpp.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode gave {code} for {len(rows)} tokens")
@@ -54,7 +54,7 @@ class LlamaCpp:
         last = len(tokens) - 1
         for start in range(0, len(tokens), _BATCH):
             part = enumerate(tokens[start : start + _BATCH], start)
-            self._run([(token, at, sequence, at == last) for at, token in part])
+            self._run([(token, position, sequence, position == last) for position, token in part])
         self._lengths[sequence] = len(tokens)
         return self._logits(last % _BATCH).copy()
 
@@ -78,8 +78,8 @@ def load(folder: str, format: str, threads: int, max_sequences: int, max_tokens:
     if not path.exists():
         options = llama_cpp.llama_model_quantize_default_params()
         options.ftype, options.nthread = _TYPES[format], threads
-        made = f"{path}.{os.getpid()}"
-        if llama_cpp.llama_model_quantize(str(path.with_name("bf16.gguf")).encode(), made.encode(), options):
+        temporary = f"{path}.{os.getpid()}"
+        if llama_cpp.llama_model_quantize(str(path.with_name("bf16.gguf")).encode(), temporary.encode(), options):
             raise RuntimeError(f"{path.with_name('bf16.gguf')} was not quantized to {format}; is it there?")
-        os.replace(made, path)
+        os.replace(temporary, path)
     return LlamaCpp(path, threads, max_sequences, max_tokens)

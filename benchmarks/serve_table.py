@@ -37,12 +37,12 @@ def run(row: str, pythons: dict[str, str], *arguments: str) -> dict[str, Any]:
 def line(row: str, rounds: Sequence[dict[str, Any]], read: Sequence[dict[str, Any]]) -> str:
     """A row in Markdown."""
     cells = [row]
-    best = {name: max(rounds, key=lambda one: one.get(name, 0.0)) for name in RATES}
+    best = {name: max(rounds, key=lambda row: row.get(name, 0.0)) for name in RATES}
     cells += [f"{best[name][name]:.1f}" if name in best[name] else "" for name in RATES]
     shares = [best[name].get(f"programs, {name}") for name in RATES]
     cells += ["" if share is None else f"{share:.0%}" for share in (best["decode 1"].get("bandwidth"), *shares)]
-    cells.append(f"{min(one['memory_gib'] for one in rounds):.2f}")
-    cells += [f"{min(one['ready_s'] for one in of):.1f}" if of else "" for of in (read, rounds)]
+    cells.append(f"{min(figures['memory_gib'] for figures in rounds):.2f}")
+    cells += [f"{min(figures['ready_s'] for figures in of):.1f}" if of else "" for of in (read, rounds)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -53,21 +53,21 @@ def main() -> None:
     parser.add_argument("--python", action="append", default=[], help="CONTESTANT=PYTHON: its interpreter")
     parser.add_argument("--rounds", type=int, default=1)
     options, more = parser.parse_known_args()  # the others are those of `serve.py`
-    pythons = dict(one.split("=", 1) for one in options.python)
-    given = (options.directory, *more)
-    found: dict[str, list[dict[str, Any]]] = {row: [] for row in options.rows}
+    pythons = dict(assignment.split("=", 1) for assignment in options.python)
+    arguments_of_run = (options.directory, *more)
+    figures: dict[str, list[dict[str, Any]]] = {row: [] for row in options.rows}
     read: dict[str, list[dict[str, Any]]] = {row: [] for row in options.rows}
     for row in options.rows:
-        run(row, pythons, *given, "--ready")
+        run(row, pythons, *arguments_of_run, "--ready")
     for _ in range(options.rounds):
         for row in options.rows:
             if ":" not in row:
-                read[row].append(run(row, pythons, *given, "--ready", "--no-keep-packed"))
-            found[row].append(run(row, pythons, *given))
-            print(json.dumps({"row": row, **found[row][-1]}), file=sys.stderr, flush=True)
+                read[row].append(run(row, pythons, *arguments_of_run, "--ready", "--no-keep-packed"))
+            figures[row].append(run(row, pythons, *arguments_of_run))
+            print(json.dumps({"row": row, **figures[row][-1]}), file=sys.stderr, flush=True)
     heads = ["", *RATES, "bandwidth", *(f"programs, {name}" for name in RATES), "GiB", "ready, s", "kept, s"]
     print(f"| {' | '.join(heads)} |\n|---{'|---:' * (len(heads) - 1)}|")
-    print(*(line(row, found[row], read[row]) for row in options.rows), sep="\n")
+    print(*(line(row, figures[row], read[row]) for row in options.rows), sep="\n")
 
 
 if __name__ == "__main__":

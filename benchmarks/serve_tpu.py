@@ -46,11 +46,11 @@ def bound(serving: Serving, target: str, prompt: int | None) -> float:
     return work / chip.peak_per_device(serving.dtype)  # weights of 8 bits are widened
 
 
-def moved(found: StepTime) -> tuple[float, list[str]]:
+def copy_seconds(step_time: StepTime) -> tuple[float, list[str]]:
     """Seconds of what only moves data, and its rows, the longest first."""
-    rows = ((row.name, row.seconds, row.calls) for row in found.rows if row.part == "fusions")
+    rows = ((row.name, row.seconds, row.calls) for row in step_time.rows if row.part == "fusions")
     lost, named = estimates.layout_copies(rows)
-    copies = found.parts["copies"].value
+    copies = step_time.parts["copies"].value
     waited = [f"waiting for copies {copies * 1e6:.0f} us"] if copies else []
     return lost + copies, named + waited
 
@@ -73,20 +73,20 @@ def main() -> None:
 
 
 def _print(serving: Serving, target: str, prompt: int | None, sampling: Sampling | None) -> None:
-    what = f"a prompt of {prompt} tokens" if prompt else f"{serving.batch_size} sequences of {serving.length} tokens"
-    what += ", drawn" if sampling else ""
+    subject = f"a prompt of {prompt} tokens" if prompt else f"{serving.batch_size} sequences of {serving.length} tokens"
+    subject += ", drawn" if sampling else ""
     kinds = f"weights {serving.quantize or serving.dtype}, pages {serving.kv_dtype}"
-    print(f"{target}: {what}, {kinds}", flush=True)
+    print(f"{target}: {subject}, {kinds}", flush=True)
     with Compiler(timeout=3600) as compiler:
-        memory, found = time_program(compiler, trace_serving(serving, target, prompt, sampling))
-    if found is None:
+        memory, step_time = time_program(compiler, trace_serving(serving, target, prompt, sampling))
+    if step_time is None:
         print(f"  {memory}")
         return
     least = bound(serving, target, prompt)
-    lost, rows = moved(found)
-    seconds = found.step.value
+    lost, rows = copy_seconds(step_time)
+    seconds = step_time.step.value
     print(f"  bound {least * 1e3:.3f} ms, share {least / seconds:.3f}, moved {lost / seconds:.1%}")
-    print(*(f"    moved: {text}" for text in rows), found, sep="\n", flush=True)
+    print(*(f"    moved: {text}" for text in rows), step_time, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -73,17 +73,17 @@ def by_schedule(op: str, block: int, target: str) -> list[tuple[float, float]]:
     width, heads = (128, 8) if op == "attention" else (4096, 1)
     cases = []
     for share in SHARES:
-        call, arguments, both, more = programs(op, 4096, width, heads, block, share, jnp.bfloat16)
+        call, arguments, with_gradient, more = programs(op, 4096, width, heads, block, share, jnp.bfloat16)
         cases += [
             Inspection(call, arguments, target=target, flops=1.0),
-            Inspection(both, more, target=target, flops=1.0),
+            Inspection(with_gradient, more, target=target, flops=1.0),
         ]
-    found = inspect_many(cases)
-    for result in found:
+    schedules = inspect_many(cases)
+    for result in schedules:
         if isinstance(result, VishwamaiError):
             raise result
-    seconds = [result.seconds for result in found]  # type: ignore[union-attr]
-    return [(forward, whole - forward) for forward, whole in zip(seconds[::2], seconds[1::2], strict=True)]
+    seconds = [result.seconds for result in schedules]  # type: ignore[union-attr]
+    return [(forward, total - forward) for forward, total in zip(seconds[::2], seconds[1::2], strict=True)]
 
 
 def by_cpu_time(op: str, block: int, rounds: int) -> list[tuple[float, float]]:
@@ -92,8 +92,8 @@ def by_cpu_time(op: str, block: int, rounds: int) -> list[tuple[float, float]]:
     calls: list[Callable[[], Any]] = []
     rng = np.random.default_rng(0)
     for share in SHARES:
-        call, arguments, both, more = programs(op, 2048, width, heads, block, share, jnp.float32)
-        for function, shapes in ((call, arguments), (both, more)):
+        call, arguments, with_gradient, more = programs(op, 2048, width, heads, block, share, jnp.float32)
+        for function, shapes in ((call, arguments), (with_gradient, more)):
             arrays = [jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in shapes]
             jitted = jax.jit(function)
             calls.append(lambda f=jitted, arrays=arrays: jax.block_until_ready(f(*arrays)))
@@ -118,9 +118,9 @@ def main() -> None:
     for op in options.ops:
         for block in map(int, options.blocks):
             for target in ["cpu"] if options.cpu else options.targets:
-                found = by_cpu_time(op, block, options.rounds) if options.cpu else by_schedule(op, block, target)
-                for share, (forward, backward) in zip(SHARES, found, strict=True):
-                    dense = found[0]
+                times = by_cpu_time(op, block, options.rounds) if options.cpu else by_schedule(op, block, target)
+                for share, (forward, backward) in zip(SHARES, times, strict=True):
+                    dense = times[0]
                     print(
                         f"{op:<10}{block:>6} {target:<6}{share:>6}{forward * 1e3:>13.3f}{forward / dense[0]:>9.3f}"
                         f"{backward * 1e3:>25.3f}{backward / dense[1]:>9.3f}",

@@ -25,10 +25,10 @@ ROWS = (
 )
 
 
-def program(target: str, together: int) -> str:
+def program(target: str, group: int) -> str:
     """The compiled program of a sum over so many devices of a slice, the first ones in JAX's order."""
     devices = devices_for(target)
-    mesh = Mesh(np.array(devices).reshape(-1, together), ("apart", "together"))
+    mesh = Mesh(np.array(devices).reshape(-1, group), ("apart", "together"))
     every = PartitionSpec(("apart", "together"))
     x = jax.ShapeDtypeStruct((len(devices), 2048, 2048), jnp.float32, sharding=NamedSharding(mesh, every))
 
@@ -41,10 +41,10 @@ def program(target: str, together: int) -> str:
 
 def main() -> None:
     for row in sys.argv[1:] or ROWS.split():
-        target, together = row.split("=")
-        text = program(target, int(together))
-        found = [kind for kind in ("reduce-scatter", "all-reduce") if re.search(rf" {kind}\(", text)]
-        print(f"{target:<12}{together:>4} devices: {', '.join(found)}", flush=True)
+        target, group = row.split("=")
+        text = program(target, int(group))
+        kinds = [kind for kind in ("reduce-scatter", "all-reduce") if re.search(rf" {kind}\(", text)]
+        print(f"{target:<12}{group:>4} devices: {', '.join(kinds)}", flush=True)
 
 
 if __name__ == "__main__":

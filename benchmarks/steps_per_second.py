@@ -58,20 +58,20 @@ def measured(config: TrainConfig, rows: int, steps: int) -> Measurement:
     )
     with tempfile.TemporaryDirectory() as directory:
         records = list(train(config, pathlib.Path(directory) / "run"))
-    taken = [after.step_seconds - before.step_seconds for before, after in zip(records, records[1:])]
-    return Measurement(statistics.median(taken[steps // 4 :]), machine.cpu().name, "s")
+    durations = [after.step_seconds - before.step_seconds for before, after in zip(records, records[1:])]
+    return Measurement(statistics.median(durations[steps // 4 :]), machine.cpu().name, "s")
 
 
-def written(rows: int, one: Candidate | Measurement, where: str, length: int) -> str:
+def result_row(rows: int, result: Candidate | Measurement, where: str, length: int) -> str:
     """A row of the table, in Markdown."""
     memory = "-"
-    if isinstance(one, Candidate):
-        assert one.step is not None  # asked for
-        step: Estimate | Measurement = one.step
-        memory = f"{one.best.value / 2**20:.0f} MiB ({one.best.level})"
-        how = one.step.level
+    if isinstance(result, Candidate):
+        assert result.step is not None  # asked for
+        step: Estimate | Measurement = result.step
+        memory = f"{result.best.value / 2**20:.0f} MiB ({result.best.level})"
+        how = result.step.level
     else:
-        step, how = one, "measured"
+        step, how = result, "measured"
     rate = 1 / step.value
     return f"| {rows} | {where} | {rate:.4g} ({how}) | {rate * rows * length:.3g} | {memory} |"
 
@@ -79,24 +79,24 @@ def written(rows: int, one: Candidate | Measurement, where: str, length: int) ->
 HEAD = "| Rows | Where | Steps/s | Tokens/s | Memory of a device |\n| ---: | --- | ---: | ---: | ---: |"
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(EXAMPLE), metavar="YAML", help="a training configuration")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="slices that have one of these texts")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, metavar="N", help="rows of a step")
     parser.add_argument("--cpu", action="store_true", help="measure on this CPU, and estimate nothing")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="steps that the CPU runs (default: 40)")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     config = read_config(options.config, ["model.compute_dtype=float32"])
     length = config.data.sequence_length
     if options.cpu:
         print(f"{machine.cpu().cores} cores\n\n{HEAD}", flush=True)
         usage = machine.Usage()
         for rows in options.rows:
-            found = measured(config, rows, options.steps)
-            print(written(rows, found, found.device, length), flush=True)
-        if said := usage.complaint(BUSY):
-            print(f"\nDo not quote this: {said}")
+            measurement = measured(config, rows, options.steps)
+            print(result_row(rows, measurement, measurement.device, length), flush=True)
+        if complaint := usage.complaint(BUSY):
+            print(f"\nDo not quote this: {complaint}")
         return
     versions = " ".join(f"{name} {version}" for name, version in libtpu.versions().items())
     print(f"{versions}\n\n{HEAD}", flush=True)
@@ -105,7 +105,7 @@ def main(given: Sequence[str] | None = None) -> None:
         for target in targets:
             for rows in options.rows:
                 progress.say(f"compiling the step of {rows} rows for {target}")
-                print(written(rows, estimated(config, target, rows, compiler), target, length), flush=True)
+                print(result_row(rows, estimated(config, target, rows, compiler), target, length), flush=True)
 
 
 if __name__ == "__main__":

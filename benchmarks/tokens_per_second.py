@@ -52,14 +52,14 @@ def model_of(path: str) -> ModelConfig:
 def estimated(config: ModelConfig, chip: str, sequences: int, length: int, compiler: Compiler) -> str:
     """The row of one device of a chip."""
     program = trace_serving(Serving(config, sequences, length), chip)
-    memory, found = time_program(compiler, program)
-    if found is None:
+    memory, step_time = time_program(compiler, program)
+    if step_time is None:
         return f"| {length} | {chip} | does not fit | {memory.total} | |"
-    rate = sequences / found.step.value
+    rate = sequences / step_time.step.value
     ratios = published_range(chip, experts=False)
     of = f"{ratios.count} steps of {'this chip' if ratios.chip else 'other chips'}"
     return (
-        f"| {length} | {chip} | {rate:.4g} ({found.step.level}) | {human(memory.total.value)} | "
+        f"| {length} | {chip} | {rate:.4g} ({step_time.step.level}) | {human(memory.total.value)} | "
         f"{ratios.low:.2f} to {ratios.high:.2f}, {of} |"
     )
 
@@ -103,7 +103,7 @@ def _alive() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(EXAMPLE), metavar="YAML", help="a training configuration")
     parser.add_argument("--only", nargs="+", default=CHIPS, choices=CHIPS, help="chips")
@@ -111,15 +111,15 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help="tokens of a sequence")
     parser.add_argument("--cpu", action="store_true", help="measure on this CPU, and estimate nothing")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="steps that the CPU runs (40)")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     config = model_of(options.config)
     if options.cpu:
         print(f"{machine.cpu().cores} cores\n\n{HEAD}", flush=True)
         usage = machine.Usage()
         for length in options.lengths:
             print(measured(config, options.sequences, length, options.steps), flush=True)
-        if said := usage.complaint(BUSY):
-            print(f"\nDo not quote this: {said}")
+        if complaint := usage.complaint(BUSY):
+            print(f"\nDo not quote this: {complaint}")
         return
     versions = " ".join(f"{name} {version}" for name, version in libtpu.versions().items())
     print(f"{versions}\n\n{HEAD}", flush=True)

@@ -49,10 +49,10 @@ def microseconds(call: Callable[[], Any], count: int = 10, rounds: int = 100) ->
         call()
     least = float("inf")
     for _ in range(rounds):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(count):
             call()
-        least = min(least, (time.perf_counter() - begun) / count)
+        least = min(least, (time.perf_counter() - start) / count)
     return least * 1e6
 
 
@@ -73,8 +73,8 @@ def main() -> None:
         with torch.inference_mode():
             inference = microseconds(lambda: function(*plain))  # noqa: B023
         forward = microseconds(lambda: function(*trained))  # noqa: B023
-        both = microseconds(lambda: torch.autograd.grad(function(*trained), trained, cotangent))  # noqa: B023
-        print(f"| {name} | {inference:.0f} | {forward:.0f} | {both:.0f} |", flush=True)
+        total = microseconds(lambda: torch.autograd.grad(function(*trained), trained, cotangent))  # noqa: B023
+        print(f"| {name} | {inference:.0f} | {forward:.0f} | {total:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -155,9 +155,9 @@ def main() -> None:
                     Inspection(call, problem.arrays(*how), target=target, flops=problem.flops, name=name)
                     for name, call in calls
                 ]
-                found = dict(zip((name for name, _ in calls), inspect_many(programs)))
-                table.line(f"{product:<10}{groups:<8}{target:<7}", groups, estimates.seconds_of(found))
-                mine = found[estimates.OURS]
+                results = dict(zip((name for name, _ in calls), inspect_many(programs)))
+                table.line(f"{product:<10}{groups:<8}{target:<7}", groups, estimates.seconds_of(results))
+                mine = results[estimates.OURS]
                 if isinstance(mine, KernelSchedule):
                     share = mine.roofline.seconds / mine.seconds
                     print(*(f"  {line}" for line in (f"share {share:.2f}", *estimates.around(mine))), sep="\n")

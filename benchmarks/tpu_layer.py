@@ -151,14 +151,14 @@ def fastest_splash(shape: tpu_peers.Shape, target: str, direction: str) -> estim
 def candidates(layer: Layer, target: str, direction: str) -> dict[str, Callable[..., Any]]:
     """The layers by name."""
     name, kernel = fastest_splash(layer.attention, target, direction)
-    found = {
+    calls = {
         estimates.OURS: ours(layer),
         f"{name.removeprefix('jax ')} + XLA": splash(layer, kernel),
         "XLA": xla(layer),
     }
     if direction == "backward":
-        return {name: estimates.with_gradient(call, outputs=True) for name, call in found.items()}
-    return found
+        return {name: estimates.with_gradient(call, outputs=True) for name, call in calls.items()}
+    return calls
 
 
 def arrays(layer: Layer, direction: str) -> list[Any]:
@@ -196,14 +196,14 @@ def main() -> None:
     table.means()
 
 
-def _print(name: str, found: KernelSchedule | VishwamaiError) -> None:
-    if isinstance(found, VishwamaiError):
-        print(f"  {name}: {str(found).splitlines()[0]}", flush=True)
+def _print(name: str, schedule: KernelSchedule | VishwamaiError) -> None:
+    if isinstance(schedule, VishwamaiError):
+        print(f"  {name}: {str(schedule).splitlines()[0]}", flush=True)
         return
-    share = found.roofline.seconds / found.seconds
-    print(f"  {name}: {found.seconds * 1e3:.3f} ms, {share:.0%} of the roofline", flush=True)
+    share = schedule.roofline.seconds / schedule.seconds
+    print(f"  {name}: {schedule.seconds * 1e3:.3f} ms, {share:.0%} of the roofline", flush=True)
     if name == estimates.OURS:
-        print(*(f"    {line}" for line in estimates.around(found)), sep="\n", flush=True)
+        print(*(f"    {line}" for line in estimates.around(schedule)), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

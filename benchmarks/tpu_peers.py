@@ -153,8 +153,8 @@ def jax_splash(shape: Shape) -> Iterator[estimates.Call]:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     def make(mask: Any, blocks: dict[str, Any], fused: bool = True) -> Any:
-        apart = {} if fused else {"block_q_dq": blocks["block_q_dkv"], "block_kv_dq": blocks["block_kv_dkv"]}
-        sizes = kernel.BlockSizes(**blocks, **apart, use_fused_bwd_kernel=fused)
+        separate_blocks = {} if fused else {"block_q_dq": blocks["block_q_dkv"], "block_kv_dq": blocks["block_kv_dkv"]}
+        sizes = kernel.BlockSizes(**blocks, **separate_blocks, use_fused_bwd_kernel=fused)
         heads = masks.MultiHeadMask([mask] * shape.heads)
         return kernel.make_splash_mha(heads, head_shards=1, q_seq_shards=1, block_sizes=sizes)
 
@@ -209,11 +209,11 @@ def backward_seconds(shape: Shape, target: str) -> dict[str, float | str]:
     """Estimated seconds of the backward pass by name: the program of both passes less the forward."""
     forward, arrays, calls = forward_seconds(shape, target), shape.arrays(), _calls(shape)
     pulled = [(name, _pulled(call)) for name, call in calls]
-    both = estimates.inspected(pulled, [*arrays, arrays[0]], target, 3.5 * shape.flops)
+    total = estimates.inspected(pulled, [*arrays, arrays[0]], target, 3.5 * shape.flops)
 
     def less(name: str) -> float | str:
-        one, two = forward[name], both[name]
-        return one if isinstance(one, str) else two if isinstance(two, str) else two - one
+        first, two = forward[name], total[name]
+        return first if isinstance(first, str) else two if isinstance(two, str) else two - first
 
     return {name: less(name) for name, _ in calls}
 
@@ -224,8 +224,8 @@ def main() -> None:
     for direction in options.directions:
         for name in options.cases:
             for target in options.targets:
-                found = (backward_seconds if direction == "backward" else forward_seconds)(SHAPES[name], target)
-                table.line(f"{name:<12}{target:<7}{direction:<10}", direction, found)
+                seconds = (backward_seconds if direction == "backward" else forward_seconds)(SHAPES[name], target)
+                table.line(f"{name:<12}{target:<7}{direction:<10}", direction, seconds)
     table.means()
 
 

@@ -57,9 +57,9 @@ def normalizations() -> Iterator[tuple[str, Callable[..., Any], list[Any], float
             ("rms_norm", rms_norm, [parameter]),
         ):
             yield f"{name} {rows}x{features}", call, [x, *parameters], 8.0 * rows * features, 2.0 * size
-            both = estimates.with_gradient(call, outputs=True)
+            with_gradient = estimates.with_gradient(call, outputs=True)
             label = f"{name} {rows}x{features} backward"
-            yield label, both, [x, *parameters, x], 24.0 * rows * features, 5.0 * size
+            yield label, with_gradient, [x, *parameters, x], 24.0 * rows * features, 5.0 * size
 
 
 def rotations() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
@@ -80,8 +80,8 @@ def softmaxes() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, flo
     for rows, features in ((8192, 8192), (32768, 1024)):
         x, size = _array(rows, features), 2.0 * rows * features
         yield f"softmax {rows}x{features}", softmax, [x], 1.0, 2 * size
-        both = estimates.with_gradient(softmax, outputs=True)
-        yield f"softmax {rows}x{features} backward", both, [x, x], 1.0, 5 * size
+        with_gradient = estimates.with_gradient(softmax, outputs=True)
+        yield f"softmax {rows}x{features} backward", with_gradient, [x, x], 1.0, 5 * size
 
 
 def gated_units() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
@@ -93,8 +93,8 @@ def gated_units() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, f
         return gated_linear_unit(x, (gate, up), **how)
 
     yield f"gated_linear_unit {m}x{k}x{n}", call, [x, weights, weights], 4.0 * m * n * k, None
-    both = estimates.with_gradient(call, outputs=True)
-    yield f"gated_linear_unit {m}x{k}x{n} backward", both, [x, weights, weights, h], 12.0 * m * n * k, None
+    with_gradient = estimates.with_gradient(call, outputs=True)
+    yield f"gated_linear_unit {m}x{k}x{n} backward", with_gradient, [x, weights, weights, h], 12.0 * m * n * k, None
 
 
 def quantized_gated_units() -> Iterator[tuple[str, Callable[..., Any], list[Any], float, float | None]]:
@@ -102,7 +102,7 @@ def quantized_gated_units() -> Iterator[tuple[str, Callable[..., Any], list[Any]
     k, n = 4096, 14336
     weights = [jax.eval_shape(lambda w: quantize(w, axis=-2), _array(k, n))] * 2
 
-    def one(x: Any, *weights: Any, **how: Any) -> Any:
+    def unit(x: Any, *weights: Any, **how: Any) -> Any:
         return gated_linear_unit(x, weights, **how)
 
     def two(x: Any, *weights: Any, **how: Any) -> Any:
@@ -110,7 +110,7 @@ def quantized_gated_units() -> Iterator[tuple[str, Callable[..., Any], list[Any]
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
     for m in (64, 2048):
-        for name, call in (("gated_linear_unit", one), ("two products", two)):
+        for name, call in (("gated_linear_unit", unit), ("two products", two)):
             yield f"{name} int8 {m}x{k}x{n}", call, [_array(m, k), *weights], 4.0 * m * n * k, None
 
 
@@ -123,12 +123,12 @@ def gated_gradients() -> Iterator[tuple[str, Callable[..., Any], list[Any], floa
 
     def call(x: Any, gate: Any, up: Any, *kept_and_dh: Any, implementation: str) -> Any:
         arrays = gated.Operands(x, gate, up, None)
-        *kept, dh = kept_and_dh
+        *saved, dh = kept_and_dh
         spec = gated.GatedSpec(gated.Operands(*array_specs(arrays)))
         choice = GATED.plan(spec, implementation=implementation).choice("tpu")
         config = all_tiles(spec, ambient_target()) if implementation == "pallas_tpu" else choice.config
         run = choice.implementation.backward
-        return run(spec, config, arrays, None, gated.Residuals(*kept), gated.Outputs(dh))
+        return run(spec, config, arrays, None, gated.Residuals(*saved), gated.Outputs(dh))
 
     name = f"gated_linear_unit {m}x{k}x{n} gradient"
     yield name, call, [x, weights, weights, h, h, h], 8.0 * m * n * k, None
@@ -149,13 +149,13 @@ SUITES: dict[str, Callable[[], Iterator[Any]]] = {
 def _cell(result: KernelSchedule | VishwamaiError, ms: bool) -> str:
     if isinstance(result, VishwamaiError):
         return "error"
-    whole = isinstance(estimates.seconds_of({"": result})[""], float)
+    complete = isinstance(estimates.seconds_of({"": result})[""], float)
     if ms:
-        return f"{'' if whole else '>'}{1e3 * result.seconds:.2f}"
+        return f"{'' if complete else '>'}{1e3 * result.seconds:.2f}"
     bound = result.roofline
     if bound.by == "memory":
         bound = dataclasses.replace(bound, bytes=min(bound.bytes, result.simulation.hbm_bytes))
-    return f"{'' if whole else '<'}{100 * bound.seconds / result.seconds:.0f}"
+    return f"{'' if complete else '<'}{100 * bound.seconds / result.seconds:.0f}"
 
 
 def main() -> None:

@@ -50,11 +50,11 @@ def described(arguments: argparse.Namespace) -> dict[str, Any]:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     positions = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     sizes = QUICK if arguments.quick else SIZES
-    found = {"model_type": "llama", "head_dim": sizes["hidden_size"] // 8, "rope_theta": 1e4}
-    found |= heads | positions | sizes
+    config = {"model_type": "llama", "head_dim": sizes["hidden_size"] // 8, "rope_theta": 1e4}
+    config |= heads | positions | sizes
     if arguments.model == "mixtral":  # as many features for each token as the dense model
-        found |= EXPERTS | {"intermediate_size": sizes["intermediate_size"] // EXPERTS["num_experts_per_tok"]}
-    return found
+        config |= EXPERTS | {"intermediate_size": sizes["intermediate_size"] // EXPERTS["num_experts_per_tok"]}
+    return config
 
 
 def batch(arguments: argparse.Namespace) -> dict[str, np.ndarray]:
@@ -97,17 +97,17 @@ def ours(arguments: argparse.Namespace) -> Go:
     update = optimizer(config.optimizer, config.steps, parts.params, parts.ranks)
     loss = model_loss(parts.graph, parts.rest)
 
-    def one(state: Any, batch: Any) -> Any:
+    def step_of_run(state: Any, batch: Any) -> Any:
         return train_step(state, batch, loss=loss, optimizer=update, config=config)
 
-    step, given = jax.jit(one, donate_argnums=0), batch(arguments)
+    step, tokens = jax.jit(step_of_run, donate_argnums=0), batch(arguments)
     states = [initial_state(parts.params, update)]
-    step.lower(states[0], given).compile()
+    step.lower(states[0], tokens).compile()
     give_back()
 
     def go() -> float:
-        states[0], shown = step(states[0], given)
-        return float(shown["loss"])
+        states[0], metrics = step(states[0], tokens)
+        return float(metrics["loss"])
 
     return go
 
@@ -154,16 +154,16 @@ def plain(arguments: argparse.Namespace) -> Go:
 
     rule = optax.adamw(RATE, B1, B2, weight_decay=DECAY, mask=jax.tree.map(lambda p: p.ndim >= 2, params))
 
-    def one(params: Any, state: Any, tokens: Any, labels: Any) -> Any:
+    def step_of_run(params: Any, state: Any, tokens: Any, labels: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(params, tokens, labels)
         updates, state = rule.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    step, given = jax.jit(one, donate_argnums=(0, 1)), batch(arguments)
+    step, tokens_and_labels = jax.jit(step_of_run, donate_argnums=(0, 1)), batch(arguments)
     states = [(params, rule.init(params))]
 
     def go() -> float:
-        *after, value = step(*states[0], given["tokens"], given["labels"])
+        *after, value = step(*states[0], tokens_and_labels["tokens"], tokens_and_labels["labels"])
         states[0] = tuple(after)
         return float(value)
 
@@ -243,7 +243,7 @@ def compare(arguments: argparse.Namespace, folder: str) -> int:
     save_pretrained(Decoder(ModelConfig.from_dict(described(arguments)), rngs=nnx.Rngs(0)), folder)
     names = contestants(arguments)
     entries = [(name, dtype) for dtype in arguments.dtypes for name in names]
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {entry: [] for entry in entries}
+    results: dict[tuple[str, str], list[dict[str, Any]]] = {entry: [] for entry in entries}
     for _ in range(arguments.rounds or (1 if arguments.quick else 3)):
         for entry in entries:
             command = [sys.executable, __file__, "--child", *entry, "--directory", folder]
@@ -254,9 +254,9 @@ def compare(arguments: argparse.Namespace, folder: str) -> int:
             if not lines:
                 print(f"{' '.join(entry)} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
                 return 1
-            found[entry].append(json.loads(lines[0].removeprefix("RESULT ")))
+            results[entry].append(json.loads(lines[0].removeprefix("RESULT ")))
     for dtype in arguments.dtypes:
-        losses = {name: found[name, dtype][0]["losses"] for name in names}
+        losses = {name: results[name, dtype][0]["losses"] for name in names}
         for name in names:
             if not np.allclose(losses[name], losses["torch"], atol=TOLERANCE[dtype]):
                 print(
@@ -265,11 +265,12 @@ def compare(arguments: argparse.Namespace, folder: str) -> int:
                 return 1
     tokens = arguments.rows * arguments.length
     print(
-        f"{'':24}{'tokens/s':>12}{'of torch':>12}{'memory':>12}   (median of {len(found[entries[0]])} processes' best)"
+        f"{'':24}{'tokens/s':>12}{'of torch':>12}{'memory':>12}   "
+        f"(median of {len(results[entries[0]])} processes' best)"
     )
     for name, dtype in entries:
-        speed, theirs = (tokens / statistics.median(r["seconds"] for r in found[n, dtype]) for n in (name, "torch"))
-        memory = statistics.median(r["memory"] for r in found[name, dtype]) / 2**30
+        speed, theirs = (tokens / statistics.median(r["seconds"] for r in results[n, dtype]) for n in (name, "torch"))
+        memory = statistics.median(r["memory"] for r in results[name, dtype]) / 2**30
         print(f"{name + ' ' + dtype:24}{speed:>12,.0f}{speed / theirs:>11.2f}x{memory:>8.2f} GiB")
     return 0
 

@@ -154,23 +154,23 @@ def collectives_of(config: TrainConfig, place: Place) -> dict[str, float]:
     """
     links, chip = links_of(config.mesh, place.target, "fsdp"), Target.parse_chip(place.target)
     params, narrow = training_step(config).parts.params, jnp.dtype(config.model.compute_dtype).itemsize
-    apart = config.mesh.fsdp * exchanged_embedding(config)
-    tables = [] if apart else [size(leaf) for name, leaf in params.items() if name != "layers"]
+    exchanged = config.mesh.fsdp * exchanged_embedding(config)
+    tables = [] if exchanged else [size(leaf) for name, leaf in params.items() if name != "layers"]
     first = max([*tables, size(params["layers"]) / described(config).num_layers])
     wide = jnp.dtype(config.model.param_dtype).itemsize
-    held, numbers = size(params) / wide, (size(params) - apart) / wide
+    local, numbers = size(params) / wide, (size(params) - exchanged) / wide
     tokens = config.batch_size * config.data.sequence_length
-    rows = tokens * described(config).hidden_size * narrow if apart else 0.0
+    rows = tokens * described(config).hidden_size * narrow if exchanged else 0.0
     gathers = config.microbatches * estimate_collective("all_gather", numbers * narrow, links)
-    exchanges = estimate_collective("all_to_all", rows, links) if apart else 0.0
+    exchanges = estimate_collective("all_to_all", rows, links) if exchanged else 0.0
     square = len(links.sides) == 3 or len(set(links.sides)) < len(links.sides)
     around = 2 * (place.slices - 1) / place.slices
     return {
         "gathers": 2 * (gathers + exchanges),
         "sums": config.microbatches
         * estimate_collective("all_reduce" if square else "reduce_scatter", 4 * numbers, links),
-        "between": around * 4 * held / place.devices / (chip.dcn_bandwidth / chip.devices),
-        "bare": first / (size(params) - apart),
+        "between": around * 4 * local / place.devices / (chip.dcn_bandwidth / chip.devices),
+        "bare": first / (size(params) - exchanged),
     }
 
 
@@ -192,7 +192,7 @@ class Row:
         """The model's share of the peak in this time; every slice has the same."""
         return training_speed(self.config, self.place.target, seconds).mfu.value
 
-    def written(self, first: Step | None) -> str:
+    def as_text(self, first: Step | None) -> str:
         """A row of the table; efficiency compares with `first`, the step on the fewest chips."""
         mesh = f"fsdp={self.config.mesh.fsdp}"
         mesh = mesh if self.place.slices == 1 else f"data={self.place.slices} {mesh}"
@@ -201,14 +201,14 @@ class Row:
         step = self.step
         if step is None or first is None:
             return f"| {' | '.join(cells)} | declined: {self.declined} | | | | | |"
-        together = [(step.in_turn, first.in_turn), (step.overlapped, first.overlapped)]
+        pairs = [(step.in_turn, first.in_turn), (step.overlapped, first.overlapped)]
         cells += [
             _seconds(step.compute.value),
             _seconds(step.collectives.value),
             f"{step.hidden / step.collectives.value:.0%}",
-            " / ".join(_seconds(mine.value) for mine, _ in together),
-            " / ".join(f"{self.mfu(mine):.1%}" for mine, _ in together),
-            " / ".join(f"{theirs.value / mine.value:.2f}" for mine, theirs in together),
+            " / ".join(_seconds(mine.value) for mine, _ in pairs),
+            " / ".join(f"{self.mfu(mine):.1%}" for mine, _ in pairs),
+            " / ".join(f"{theirs.value / mine.value:.2f}" for mine, theirs in pairs),
         ]
         return f"| {' | '.join(cells)} |"
 
@@ -231,9 +231,9 @@ def by_formulas(config: TrainConfig, target: str, memory: Breakdown) -> Estimate
     return Estimate(training_time(config, target, memory).value - links, "analytic", "s")
 
 
-def by_program(found: StepTime) -> Estimate:
+def by_program(step_time: StepTime) -> Estimate:
     """The compute of a compiled step: all but waiting for collectives."""
-    return Estimate(found.step.value - found.parts["collectives"].value, found.step.level, "s")
+    return Estimate(step_time.step.value - step_time.parts["collectives"].value, step_time.step.level, "s")
 
 
 def kinds_of(program: StepTime) -> str:
@@ -247,8 +247,8 @@ def compute_of(config: TrainConfig, target: str, memory: Breakdown, analytic: bo
     if analytic:
         return by_formulas(config, target, memory), None
     with Compiler(timeout=7200) as compiler:
-        held, found = time_program(compiler, trace_training(config, target))
-    return (None, held.total) if found is None else (by_program(found), found)
+        hbm, step_time = time_program(compiler, trace_training(config, target))
+    return (None, hbm.total) if step_time is None else (by_program(step_time), step_time)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,14 +260,14 @@ class Table:
 
     def __str__(self) -> str:
         first = next((row.step for row in self.rows if row.step is not None), None)
-        return "\n".join([HEADER, *(row.written(first) for row in self.rows)])
+        return "\n".join([HEADER, *(row.as_text(first) for row in self.rows)])
 
 
 def scaling(
     model: dict[str, Any], chip: str, counts: Sequence[int], rows: int, length: int, remat: str, analytic: bool
 ) -> Table:
     """The table of a model: `rows` rows of `length` tokens on each chip, on slices of so many chips."""
-    found: list[Row] = []
+    scaled: list[Row] = []
     compute, program = None, None
     for chips in counts:
         place = place_of(chip, chips)
@@ -284,10 +284,10 @@ def scaling(
                 program = compiled
         if not memory.fits or compute is None:
             reason = f"a device needs {needed} and has {human(memory.limit)}"
-            found.append(Row(place, config, declined=reason))
+            scaled.append(Row(place, config, declined=reason))
             continue
-        found.append(Row(place, config, Step(compute, **collectives_of(config, place))))
-    return Table(tuple(found), program)
+        scaled.append(Row(place, config, Step(compute, **collectives_of(config, place))))
+    return Table(tuple(scaled), program)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -300,16 +300,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--remat", default="full")
     parser.add_argument("--analytic", action="store_true", help="formulas alone")
     parser.add_argument("--quick", action="store_true", help="a small model on v5e")
-    asked = parser.parse_args(arguments)
-    if asked.quick:
-        asked.models, asked.chips, asked.counts = "small", "v5e", "4,16,512"
-    counts = [int(count) for count in asked.counts.split(",")]
-    for name in asked.models.split(","):
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.models, options.chips, options.counts = "small", "v5e", "4,16,512"
+    counts = [int(count) for count in options.counts.split(",")]
+    for name in options.models.split(","):
         title, model, length = MODELS[name]
-        length = asked.length or length
-        for chip in asked.chips.split(","):
-            table = scaling(model, chip, counts, asked.rows, length, asked.remat, asked.analytic)
-            print(f"{title} on {chip}, {asked.rows} x {length} tokens on a device, remat {asked.remat}.")
+        length = options.length or length
+        for chip in options.chips.split(","):
+            table = scaling(model, chip, counts, options.rows, length, options.remat, options.analytic)
+            print(f"{title} on {chip}, {options.rows} x {length} tokens on a device, remat {options.remat}.")
             print("Estimates, not measurements. Two figures: nothing is hidden / all that can be hidden is.")
             if table.program is not None:
                 print(f"\nThe compiled program:\n{table.program}\n  collectives: {kinds_of(table.program)}")

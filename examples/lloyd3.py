@@ -14,12 +14,12 @@ import vishwamai
 def levels(count: int = 8, rounds: int = 2000) -> tuple[float, ...]:
     """Lloyd's iteration on the normal density: a level is the mean of the numbers that are nearest to it."""
     normal, infinity = statistics.NormalDist(), float("inf")
-    found = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
+    values = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
     for _ in range(rounds):
-        edges = [-infinity, *((a + b) / 2 for a, b in zip(found, found[1:], strict=False)), infinity]
+        edges = [-infinity, *((a + b) / 2 for a, b in zip(values, values[1:], strict=False)), infinity]
         pairs = list(zip(edges, edges[1:], strict=False))
-        found = [(normal.pdf(a) - normal.pdf(b)) / (normal.cdf(b) - normal.cdf(a)) for a, b in pairs]
-    return tuple(found)
+        values = [(normal.pdf(a) - normal.pdf(b)) / (normal.cdf(b) - normal.cdf(a)) for a, b in pairs]
+    return tuple(values)
 
 
 LLOYD3 = vishwamai.CodeFormat("lloyd3", 3, block_size=64, scale_dtype="bfloat16", codebook=levels())

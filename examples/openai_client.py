@@ -25,10 +25,10 @@ for part in client.completions.create(**options, seed=1, stream=True, stream_opt
         print(f"\n{part.usage.completion_tokens} tokens; {part.usage.prompt_tokens} of the prompt")
 
 # %% The same seed gives the same answer, whatever else is served. Two seeds are two answers.
-first, again, other = (client.completions.create(**options, seed=seed).choices[0].text for seed in (1, 1, 2))
+first, again, second = (client.completions.create(**options, seed=seed).choices[0].text for seed in (1, 1, 2))
 assert first == again
 print("seed 1:", repr(first))
-print("seed 2:", repr(other))
+print("seed 2:", repr(second))
 
 # %% An answer in the form of a JSON schema.
 schema = {

@@ -76,7 +76,7 @@ def main() -> None:
                 memory[patched] = peak(call, device)
                 if patch is not None:
                     patch.undo()
-        before, after = (statistics.median(found[1:]) for found in times.values())
+        before, after = (statistics.median(seconds[1:]) for seconds in times.values())
         print(
             f"{name}: {before * 1e3:.1f} ms before, {after * 1e3:.1f} ms after: {before / after:.2f} times as fast; "
             f"memory {memory[False]} before, {memory[True]} after"

@@ -27,13 +27,13 @@ from vishwamai.core.hardware import TPUS
 from vishwamai.ops import catalogue
 
 
-def make(operation: catalogue.Operation, case: Case, target: str, version: str, within: float | None = None) -> None:
+def make(operation: catalogue.Operation, case: Case, target: str, version: str, limit: float | None = None) -> None:
     """Compiles one case for one chip and stores its row; before its schedule is followed one that says that it was not
-    followed `within` so many seconds.
+    followed `limit` so many seconds.
     """
     row = targets.compile_case(operation, case, target)
-    if within is not None and not row.problem:
-        why = f"not timed: its schedule was not followed to its end within {within:g} s"
+    if limit is not None and not row.problem:
+        why = f"not timed: its schedule was not followed to its end within {limit:g} s"
         schedules.write(target, version, [dataclasses.replace(row, problem=why)], schedules.directory())
     row = targets.scheduled([row], [(operation, case)], 1)[0]
     schedules.write(target, version, [row], schedules.directory())
@@ -72,8 +72,8 @@ def main(words: list[str] | None = None) -> None:
         if arguments.case not in (None, case.name):
             continue
         for target in arguments.targets or TPUS:
-            known = schedules.stored(operation.name, case.name, target)
-            if known is not None and schedules.libtpu(target) == version and not arguments.anew:
+            stored = schedules.stored(operation.name, case.name, target)
+            if stored is not None and schedules.libtpu(target) == version and not arguments.anew:
                 continue
             if time.monotonic() - start > 60 * arguments.minutes:
                 return

@@ -59,16 +59,16 @@ def build(python: str, out: Path, folder: Path) -> Path:
     module = _compile(binaries, include, version, folder / "build")
     raw = _packed(binaries, module, tags(version), folder)
     _run(binaries, "-m", "auditwheel", "repair", "--plat", "auto", "--only-plat", "-w", str(out), str(raw))
-    made = list(out.glob(f"vishwamai-*-{tags(version)[0]}-*{PLATFORM}.whl"))  # auditwheel has named it by its symbols
-    if not made:
+    wheels = list(out.glob(f"vishwamai-*-{tags(version)[0]}-*{PLATFORM}.whl"))  # auditwheel has named it by its symbols
+    if not wheels:
         sys.exit(f"cross_wheel: the module needs a newer system than {PLATFORM}: see {out}")
-    return made[0]
+    return wheels[0]
 
 
 def _about(python: str) -> tuple[tuple[int, int], str]:
     """(the version of a Python, the directory of its headers)."""
-    said = subprocess.run([python, "-c", ABOUT], check=True, capture_output=True, text=True).stdout
-    major, minor, include = said.split(maxsplit=2)
+    output = subprocess.run([python, "-c", ABOUT], check=True, capture_output=True, text=True).stdout
+    major, minor, include = output.split(maxsplit=2)
     return (int(major), int(minor)), include.strip()
 
 
@@ -90,8 +90,8 @@ def _compile(binaries: Path, include: str, version: tuple[int, int], folder: Pat
         "Python_INCLUDE_DIR": include,
         **({"SKBUILD_SABI_VERSION": f"{ABI[0]}.{ABI[1]}"} if version >= ABI else {}),
     }
-    given = [f"-D{name}={value}" for name, value in options.items()]
-    subprocess.run([cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *given], check=True)
+    definitions = [f"-D{name}={value}" for name, value in options.items()]
+    subprocess.run([cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *definitions], check=True)
     subprocess.run([cmake, "--build", str(folder), "-j", str(os.cpu_count() or 1)], check=True)
     (module,) = folder.glob("_cpu*.so")
     return module

@@ -56,7 +56,7 @@ class Part:
     """The result of one part, a section of the report.
 
     Attributes:
-      title: of its section.
+      title: its section's title.
       facts: pairs (value, label).
       checks: pairs (sentence, whether it holds).
       figures: pairs (title, chart).

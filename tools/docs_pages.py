@@ -20,12 +20,12 @@ ROOT = Path(__file__).parent.parent
 
 def pages() -> dict[str, Path]:
     """Address in the site -> file in the repository."""
-    found = {name.lower() + ".md": ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")}
+    sources = {name.lower() + ".md": ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")}
     for readme in sorted(ROOT.glob("src/vishwamai/ops/*/README.md")):
-        found[f"ops/{readme.parent.name}.md"] = readme
-    found["capibara.md"] = ROOT / "capibara/README.md"
-    found["index.md"] = ROOT / "README.md"
-    return found
+        sources[f"ops/{readme.parent.name}.md"] = readme
+    sources["capibara.md"] = ROOT / "capibara/README.md"
+    sources["index.md"] = ROOT / "README.md"
+    return sources
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -62,11 +62,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def command_line() -> str:
     """The page of the command line: what `--help` prints of every command."""
-    found = ["# Command line\n\nEvery command prints this with `--help`."]
+    sections = ["# Command line\n\nEvery command prints this with `--help`."]
     with unittest.mock.patch.dict(os.environ, COLUMNS="90"):
         for name in COMMANDS:
-            found.append(f"## vishwamai {name}\n\n```text\n{command_parser(name).format_help()}```")
-    return "\n\n".join(found) + "\n"
+            sections.append(f"## vishwamai {name}\n\n```text\n{command_parser(name).format_help()}```")
+    return "\n\n".join(sections) + "\n"
 
 
 def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) -> str:
@@ -82,11 +82,11 @@ def on_page_content(content: str, page, config: MkDocsConfig, files: Files) -> s
 
 
 def _math(match: re.Match[str]) -> str:
-    made = convert(html.unescape(match[3]), display="inline" if match[2] == "(" else "block")
-    unknown = re.search(r"\\[a-zA-Z]+", html.unescape(made))
+    mathml = convert(html.unescape(match[3]), display="inline" if match[2] == "(" else "block")
+    unknown = re.search(r"\\[a-zA-Z]+", html.unescape(mathml))
     if unknown:
         raise ValueError(f"a formula has {unknown[0]}, which latex2mathml does not know: {match[3]}")
-    return made
+    return mathml
 
 
 def _title(path: Path) -> str:
@@ -102,11 +102,11 @@ def _relinked(folder: Path, address: str, text: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         text, target, anchor = match["text"], match["target"], match["anchor"] or ""
-        there = (folder / target).resolve()
-        if there in site:
-            return f"[{text}]({up}{site[there]}{anchor})"
-        if there.is_relative_to(ROOT / "docs"):
-            return f"{match['image']}[{text}]({up}{there.relative_to(ROOT / 'docs')}{anchor})"
+        destination = (folder / target).resolve()
+        if destination in site:
+            return f"[{text}]({up}{site[destination]}{anchor})"
+        if destination.is_relative_to(ROOT / "docs"):
+            return f"{match['image']}[{text}]({up}{destination.relative_to(ROOT / 'docs')}{anchor})"
         return text if text.startswith("`") else f"`{text}`"
 
     return in_prose(text, lambda part: RELATIVE.sub(link, part))

@@ -48,8 +48,8 @@ MODEL = {
 
 def pages() -> list[Path]:
     """The pages with Python blocks that run without torch."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [page for page in found if page.name not in LEFT_OUT and "\n```python\n" in page.read_text("utf-8")]
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in paths if page.name not in LEFT_OUT and "\n```python\n" in page.read_text("utf-8")]
 
 
 def places(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
@@ -84,12 +84,12 @@ class Environment:
         done = subprocess.run(
             [*before, *words], cwd=self.elsewhere, env=self.around | more, capture_output=True, text=True, check=False
         )
-        said = done.stdout + done.stderr
-        repeated = once is not None and said.count(once) > 1
-        if done.returncode != status or says not in said or repeated or (status and "Traceback" in said):
+        output = done.stdout + done.stderr
+        repeated = once is not None and output.count(once) > 1
+        if done.returncode != status or says not in output or repeated or (status and "Traceback" in output):
             raise Failed(
                 f"with {place}: {' '.join(words)}\nended with status {done.returncode}, not {status} and {says!r}; it "
-                f"said:\n{said[-3000:]}"
+                f"said:\n{output[-3000:]}"
             )
         return done.stdout
 
@@ -206,11 +206,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         environment = Environment(arguments.bin.absolute(), Path(folder))
         try:
-            whole = follow(everything(environment, arguments.interrupts, arguments.seed), end)
+            complete = follow(everything(environment, arguments.interrupts, arguments.seed), end)
         except Failed as error:
             print(f"first hour: FAILED (--seed {arguments.seed}): {error}", file=sys.stderr)
             return 1
-    print("first hour: all of it" if whole else "first hour: NOT CHECKED TO THE END, there was no time for the rest")
+    print("first hour: all of it" if complete else "first hour: NOT CHECKED TO THE END, there was no time for the rest")
     return 0
 
 

@@ -22,4 +22,4 @@ def fenced(docstring: str) -> str:
     >>> fenced("Adds.\\n\\n>>> add(1, 2)\\n3\\n\\nEnd.")
     'Adds.\\n\\n```pycon\\n>>> add(1, 2)\\n3\\n```\\n\\nEnd.'
     """
-    return DOCTEST.sub(lambda found: f"{found['indent']}```pycon\n{found[0]}\n{found['indent']}```", docstring)
+    return DOCTEST.sub(lambda match: f"{match['indent']}```pycon\n{match[0]}\n{match['indent']}```", docstring)

@@ -45,11 +45,11 @@ class Running:
     folder: Path
     around: dict[str, str]
     process: subprocess.Popen[bytes] = dataclasses.field(init=False)
-    begun: float = dataclasses.field(init=False)
+    start: float = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.begun = time.monotonic()
+        self.start = time.monotonic()
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 self.words, cwd=self.folder, env=self.around, stdout=log, stderr=log, start_new_session=True
@@ -61,7 +61,7 @@ class Running:
     def log(self) -> Path:
         return self.folder / "said.txt"
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def running_after(self, seconds: float) -> bool:
@@ -83,7 +83,7 @@ class Running:
             self.process.wait()
             raise self.failure(f"it did not end within {LONGEST:.0f} s") from None
         for sign in ("Traceback", "Exception ignored", "terminate called"):
-            if sign in self.said():
+            if sign in self.output():
                 raise self.failure(f"it printed {sign!r}")
         end = time.monotonic() + PATIENCE
         while members(self.process.pid):
@@ -95,8 +95,8 @@ class Running:
         os.killpg(self.process.pid, signal.SIGKILL)
         raise self.failure("it left processes")
 
-    def failure(self, what: str) -> Failed:
-        return Failed(f"{' '.join(self.words)}\n{what}; it said:\n{self.said()[-3000:]}")
+    def failure(self, problem: str) -> Failed:
+        return Failed(f"{' '.join(self.words)}\n{problem}; it said:\n{self.output()[-3000:]}")
 
 
 def takes_signals(pid: int) -> bool:
@@ -110,13 +110,13 @@ def takes_signals(pid: int) -> bool:
 
 def members(group: int) -> list[int]:
     """The processes of a group that have not ended."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, pgrp = path.read_text().rpartition(")")[2].split()[:3]
             if int(pgrp) == group and state != "Z":
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,21 +125,21 @@ class Command:
 
     Attributes:
       words: the command.
-      resume: what is added where it goes on, and there is something in its directory by this name.
+      resume: arguments that are added where it goes on and its directory has the result file.
       readable: raises where what was written cannot be read.
-      ended: what it says at its end.
+      end_text: text of its output at its end.
     """
 
     name: str
     words: list[str]
     resume: tuple[str, ...]
-    written: str
+    result_file: str
     readable: Callable[[Path], None]
-    ended: str
+    end_text: str
 
     def start(self, folder: Path, around: dict[str, str]) -> Running:
-        there = (folder / self.written).exists()
-        return Running([*self.words, *(self.resume if there else ())], folder, around)
+        exists = (folder / self.result_file).exists()
+        return Running([*self.words, *(self.resume if exists else ())], folder, around)
 
 
 def interrupt(command: Command, folder: Path, around: dict[str, str], chance: random.Random, seconds: float) -> str:
@@ -154,8 +154,8 @@ def interrupt(command: Command, folder: Path, around: dict[str, str], chance: ra
     if sent:
         running.process.send_signal(number)
     status = running.end()
-    said = running.said()
-    finished = command.ended in said and status in (0, -number)  # the signal came when it had done its work
+    output = running.output()
+    finished = command.end_text in output and status in (0, -number)  # the signal came when it had done its work
     if not (finished or (sent and status == STATUS[number])):
         raise running.failure(f"{number.name} after {moment:.2f} s: it ended with status {status}")
     command.readable(folder)
@@ -164,15 +164,15 @@ def interrupt(command: Command, folder: Path, around: dict[str, str], chance: ra
 
 def trials(command: Command, folder: Path, around: dict[str, str], count: int, chance: random.Random) -> Iterator[str]:
     """Runs a command whole, then interrupts it, goes on and interrupts that, and at last goes on to the end."""
-    whole = command.start(folder / "whole", around)
-    _must_end(whole, command)
-    seconds = time.monotonic() - whole.begun
+    uninterrupted = command.start(folder / "whole", around)
+    _must_end(uninterrupted, command)
+    seconds = time.monotonic() - uninterrupted.start
     yield f"{command.name}: {seconds:.1f} s without an interrupt"
     place = folder / "0"
     for i in range(count):
-        said = interrupt(command, place, around, chance, seconds)
-        yield said
-        if i % 2 and i + 1 < count or "ended before" in said:  # every other one goes on from an interrupt
+        outcome = interrupt(command, place, around, chance, seconds)
+        yield outcome
+        if i % 2 and i + 1 < count or "ended before" in outcome:  # every other one goes on from an interrupt
             place = folder / str(i + 1)
     _must_end(command.start(place, around), command)
     command.readable(place)
@@ -181,7 +181,7 @@ def trials(command: Command, folder: Path, around: dict[str, str], count: int, c
 
 def _must_end(running: Running, command: Command) -> None:
     status = running.end()
-    if status != 0 or command.ended not in running.said():
+    if status != 0 or command.end_text not in running.output():
         raise running.failure(f"it ended with status {status}")
 
 
@@ -222,7 +222,7 @@ def serve_trials(
     """Interrupts a server while it loads, waits or answers; a new one then answers."""
     first = _Server(vishwamai, model, folder, around)
     first.until_ready()
-    seconds = time.monotonic() - first.running.begun
+    seconds = time.monotonic() - first.running.start
     yield f"serve: ready after {seconds:.1f} s"
     yield first.stop(signal.SIGTERM, {0})
     for _ in range(count):
@@ -247,9 +247,9 @@ class _Server:
     """`vishwamai serve` of a small model on a free port."""
 
     def __init__(self, vishwamai: str, model: Path, folder: Path, around: dict[str, str]) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
         sizes = ["--dtype", "float32", "--max-length", "64", "--step-tokens", "32", "--max-sequences", "2"]
         self.running = Running([vishwamai, "serve", str(model), "--port", str(port), *sizes], folder, around)

@@ -83,19 +83,19 @@ def paste(page: Path) -> str:
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     missing: set[str] = set()
     reasons: list[str] = []
-    found = blocks(page.read_text(encoding="utf-8"))
-    for number, block in enumerate(found, 1):
-        what = names(block)
-        lacking = sorted(name for name in what.imports if importlib.util.find_spec(name) is None)
-        unknown = sorted(what.takes & missing - set(vars(module)))
+    page_blocks = blocks(page.read_text(encoding="utf-8"))
+    for number, block in enumerate(page_blocks, 1):
+        uses = names(block)
+        lacking = sorted(name for name in uses.imports if importlib.util.find_spec(name) is None)
+        unknown = sorted(uses.takes & missing - set(vars(module)))
         if lacking or unknown:
             why = f"needs {', '.join(lacking)}" if lacking else f"needs {', '.join(unknown)} of a block left out"
             reasons.append(f"block {number} {why}")
-            missing |= what.gives
+            missing |= uses.gives
             continue
         run(block, f"{page.name}, block {number}", vars(module))
     left_out = f"; left out: {'; '.join(reasons)}" if reasons else ""
-    return f"{page.name}: {len(found) - len(reasons)} of {len(found)} blocks{left_out}"
+    return f"{page.name}: {len(page_blocks) - len(reasons)} of {len(page_blocks)} blocks{left_out}"
 
 
 def main() -> int:

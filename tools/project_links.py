@@ -51,21 +51,21 @@ def repository(project: Path, folder: str) -> str | None:
     """
     named = os.environ.get("VISHWAMAI_REPOSITORY")
     if named is not None:
-        found = address_of(named) if named else None
-        if named and found is None:
+        address = address_of(named) if named else None
+        if named and address is None:
             raise ValueError(
                 f"VISHWAMAI_REPOSITORY is {named!r}; set it to the repository's address, such as "
                 "https://github.com/OWNER/NAME, or to nothing for metadata without an address."
             )
-        return found
+        return address
     origin = address_of(_origin(project, folder))
     if origin is not None:
         return origin if urlsplit(origin).hostname in FORGES else None
     about = project / "PKG-INFO"
     if not about.is_file():
         return None
-    stated = email.message_from_string(about.read_text(encoding="utf-8")).get_all("Project-URL", ())
-    return dict(url.split(", ", 1) for url in stated).get("Source")
+    urls = email.message_from_string(about.read_text(encoding="utf-8")).get_all("Project-URL", ())
+    return dict(url.split(", ", 1) for url in urls).get("Source")
 
 
 def _origin(project: Path, folder: str) -> str:

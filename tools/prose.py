@@ -69,7 +69,7 @@ def _split(paragraph: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     begin = 0
     for end in [*(match.end() for match in END.finditer(text)), len(text)]:
         if text[begin:end].strip():
-            yield max(number for at, number in starts if at <= begin), text[begin:end].strip()
+            yield max(number for position, number in starts if position <= begin), text[begin:end].strip()
         begin = end
 
 
@@ -91,7 +91,7 @@ class Declined(NamedTuple):
     code: bool  # looked for in code font, and nowhere else
     fix: str
 
-    def found(self, line: str) -> bool:
+    def occurs_in(self, line: str) -> bool:
         """Whether a line has the word."""
         # "There is no such page" and "is no longer" are good English.
         pattern = rf"(?<!there )(?<![\w-]){re.escape(self.word)}(?![\w-])(?! longer)"
@@ -108,12 +108,12 @@ def declined(contributing: str) -> list[Declined]:
     [('mend', False, 'fix'), ('mended', False, 'fix'), ('n', True, 'num')]
     """
     section = contributing.split(WORD_LIST + "\n", 1)[-1].split("\n## ")[0]
-    found = []
+    words = []
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if line.startswith("| ") and len(cells) == 2 and cells[0] != "Write":
-            found += [Declined(w.strip("`"), w.startswith("`"), cells[0]) for w in re.split(r",\s*", cells[1])]
-    return found
+            words += [Declined(w.strip("`"), w.startswith("`"), cells[0]) for w in re.split(r",\s*", cells[1])]
+    return words
 
 
 def errors(name: str, page: str, words: list[Declined]) -> Iterator[str]:
@@ -122,16 +122,16 @@ def errors(name: str, page: str, words: list[Declined]) -> Iterator[str]:
     for (number, line), raw in zip(prose(page), page.splitlines(), strict=True):
         in_list = raw.startswith(WORD_LIST) or (in_list and not raw.startswith("## "))
         for entry in () if in_list else words:
-            if entry.found(line):
+            if entry.occurs_in(line):
                 yield (
                     f"{name}:{number}: {entry.word!r} is a declined word; write: {entry.fix} (CONTRIBUTING.md, "
                     f"{WORD_LIST[3:]})"
                 )
     if name.startswith(RECORD):
         return
-    counted = [(length(sentence), number, sentence) for number, sentence in sentences(page)]
-    if counted and (median := statistics.median(count for count, _, _ in counted)) > LIMIT:
-        count, number, sentence = max(counted)
+    lengths = [(length(sentence), number, sentence) for number, sentence in sentences(page)]
+    if lengths and (median := statistics.median(count for count, _, _ in lengths)) > LIMIT:
+        count, number, sentence = max(lengths)
         yield (
             f"{name}:{number}: the median sentence of the page has {median:g} words, and may have {LIMIT}; "
             f"split the longest sentences, first this one of {count} words: {sentence[:100]!r}"
@@ -140,12 +140,12 @@ def errors(name: str, page: str, words: list[Declined]) -> Iterator[str]:
 
 def main(root: Path) -> int:
     words = declined((root / "CONTRIBUTING.md").read_text())
-    found = []
+    complaints = []
     for pattern in PAGES:
         for path in sorted(root.glob(pattern)):
-            found += errors(path.relative_to(root).as_posix(), path.read_text(), words)
-    print(*found, sep="\n", end="\n" if found else "")
-    return 1 if found else 0
+            complaints += errors(path.relative_to(root).as_posix(), path.read_text(), words)
+    print(*complaints, sep="\n", end="\n" if complaints else "")
+    return 1 if complaints else 0
 
 
 if __name__ == "__main__":

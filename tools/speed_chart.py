@@ -72,38 +72,39 @@ def picture(page: str) -> str:
     for label, name in TPU.items():
         mean, worst = re.findall(r"\d\.\d+", cell(page, name, "the "))[:2]
         tpu[label] = [Ratio(1 / float(mean), 1 / float(worst))]
-    drawn, y = [], TOP
+    shapes, y = [], TOP
     keys = (("a", "float32"), ("b", "bfloat16"))
-    y = group(drawn, y, "CPU, measured: times as fast as torch", cpu, [c for c, _ in keys])
+    y = group(shapes, y, "CPU, measured: times as fast as torch", cpu, [c for c, _ in keys])
     note = "TPU, estimated from the compiler's schedule: times as fast as the best of jax and Tokamax, bfloat16"
-    y = group(drawn, y + 14, note, tpu, ["c"])
+    y = group(shapes, y + 14, note, tpu, ["c"])
     legend = "".join(
         f'<rect class="{style}" x="{LEFT + i * 90}" y="34" width="12" height="12"/>'
         f'<text x="{LEFT + i * 90 + 18}" y="45">{name}</text>'
         for i, (style, name) in enumerate(keys)
     )
-    at = LEFT + (WIDTH - LEFT - 60) / LONGEST
+    abscissa = LEFT + (WIDTH - LEFT - 60) / LONGEST
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 30}" role="img">'
         f"<title>How many times as fast as the best peer</title><style>{STYLE}</style>"
         f'<text class="title" x="0" y="18">How many times as fast</text>'
         f'<text class="soft" x="{LEFT}" y="18">bar: geometric mean of the cases; notch: the worst case</text>{legend}'
-        f'<line class="line" x1="{at:.1f}" x2="{at:.1f}" y1="58" y2="{y}"/>'
-        f'<text class="soft" x="{at:.1f}" y="{y + 16}" text-anchor="middle">as fast</text>{"".join(drawn)}</svg>\n'
+        f'<line class="line" x1="{abscissa:.1f}" x2="{abscissa:.1f}" y1="58" y2="{y}"/>'
+        f'<text class="soft" x="{abscissa:.1f}" y="{y + 16}" text-anchor="middle">as fast</text>'
+        f"{''.join(shapes)}</svg>\n"
     )
 
 
-def group(drawn: list[str], y: int, title: str, rows: dict[str, list[Ratio]], styles: list[str]) -> int:
+def group(shapes: list[str], y: int, title: str, rows: dict[str, list[Ratio]], styles: list[str]) -> int:
     """Draws rows of bars under a title; where the next may begin."""
-    drawn.append(f'<text class="soft" x="0" y="{y + 6}">{html.escape(title)}</text>')
+    shapes.append(f'<text class="soft" x="0" y="{y + 6}">{html.escape(title)}</text>')
     y += 18
     scale = (WIDTH - LEFT - 60) / LONGEST
-    for label, found in rows.items():
-        height = len(found) * (BAR + 2)
-        drawn.append(f'<text x="{LEFT - 10}" y="{y + height / 2 + 4}" text-anchor="end">{html.escape(label)}</text>')
-        for style, ratio in zip(styles, found, strict=True):
+    for label, ratios in rows.items():
+        height = len(ratios) * (BAR + 2)
+        shapes.append(f'<text x="{LEFT - 10}" y="{y + height / 2 + 4}" text-anchor="end">{html.escape(label)}</text>')
+        for style, ratio in zip(styles, ratios, strict=True):
             end, worst = LEFT + ratio.mean * scale, LEFT + ratio.worst * scale
-            drawn.append(
+            shapes.append(
                 f'<rect class="{style}" x="{LEFT}" y="{y}" width="{end - LEFT:.1f}" height="{BAR}" rx="2"/>'
                 f'<line class="worst" x1="{worst:.1f}" x2="{worst:.1f}" y1="{y}" y2="{y + BAR}"/>'
                 f'<text x="{end + 6:.1f}" y="{y + 11}">{ratio.mean:.2f}</text>'
@@ -116,13 +117,13 @@ def group(drawn: list[str], y: int, title: str, rows: dict[str, list[Ratio]], st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the picture is another")
-    made = picture(PAGE.read_text(encoding="utf-8"))
+    svg = picture(PAGE.read_text(encoding="utf-8"))
     if parser.parse_args().check:
-        if not PICTURE.exists() or PICTURE.read_text(encoding="utf-8") != made:
+        if not PICTURE.exists() or PICTURE.read_text(encoding="utf-8") != svg:
             print(f"{PICTURE} is not what {PAGE} says; run `make readme`.", file=sys.stderr)
             return 1
         return 0
-    PICTURE.write_text(made, encoding="utf-8")
+    PICTURE.write_text(svg, encoding="utf-8")
     return 0
 
 

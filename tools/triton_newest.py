@@ -25,7 +25,7 @@ TARGETS: dict[str, int | str] = {"sm_90a": 90, "gfx942": "gfx942"}
 
 def kernels(few: bool) -> dict[RecordedLaunch, str]:
     """Every launch of every model's shape, once, by the name of its case; `few`: of one case of each operation."""
-    found: dict[RecordedLaunch, str] = {}
+    cases: dict[RecordedLaunch, str] = {}
     seen: set[str] = set()
     for case in model_cases():
         if few and case.op in seen:
@@ -33,8 +33,8 @@ def kernels(few: bool) -> dict[RecordedLaunch, str]:
         seen.add(case.op)
         for recorded in launches(case):
             key = dataclasses.replace(recorded, launch=dataclasses.replace(recorded.launch, grid=()))
-            found.setdefault(key, f"{case.op}: {case.name}")
-    return found
+            cases.setdefault(key, f"{case.op}: {case.name}")
+    return cases
 
 
 def compiled(recorded: RecordedLaunch, target: int | str) -> Code | str:

@@ -46,14 +46,14 @@ NO_NATIVE = f"from vishwamai.core import ffi; why = ffi.why_not(); assert {first
 def version_of(python: str) -> tuple[int, int]:
     code = "import sys; print(*sys.version_info[:2])"
     try:
-        said = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+        output = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:  # a shim of pyenv is there, and does not run
-        said = getattr(error, "stderr", None) or error
+        output = getattr(error, "stderr", None) or error
         sys.exit(
-            f"wheels: {python!r} does not run: {str(said).strip()}\nInstall that Python, or name others, by paths if "
+            f"wheels: {python!r} does not run: {str(output).strip()}\nInstall that Python, or name others, by paths if "
             "need be: make wheels PYTHONS='python3.11 /opt/python3.13/bin/python3.13'"
         )
-    major, minor = said.split()
+    major, minor = output.split()
     return int(major), int(minor)
 
 
@@ -107,13 +107,13 @@ def attempt(python: str, out: Path, folder: Path, arguments: argparse.Namespace)
     place.run("no home directory", place.python, "-c", NO_NATIVE if arguments.without_native else NATIVE)
     for words in COMMANDS:
         print(place.run("no home directory", place.vishwamai, *words), end="", flush=True)
-    whole = arguments.without_native or first_hour.follow(first_hour.bare(place), end)
+    complete = arguments.without_native or first_hour.follow(first_hour.bare(place), end)
     install(binaries, *constraint, "--find-links", str(out), f"vishwamai[{EXTRAS}]")
     lines = first_hour.everything(place, arguments.interrupts, arguments.seed)
     if arguments.without_native:
         lines = first_hour.without_native(place)
-    whole = first_hour.follow(lines, end) and whole
-    print(f"{python}: {'all of it' if whole else 'NOT CHECKED TO THE END, there was no time for the rest'}")
+    complete = first_hour.follow(lines, end) and complete
+    print(f"{python}: {'all of it' if complete else 'NOT CHECKED TO THE END, there was no time for the rest'}")
 
 
 def tried_with() -> dict[tuple[int, int], str]:
@@ -143,12 +143,12 @@ def core(python: str, out: Path, folder: Path, constraint: Path | None) -> None:
         return  # `make test` runs these tests with this Python; or no jax was tried
     binaries = environment(python, folder / "core")
     install(binaries, "--no-deps", "--no-index", "--find-links", str(out), "vishwamai")
-    given = []
+    pins = []
     if constraint is not None:
         versions = folder / "versions.txt"
         versions.write_text(without_jax(constraint))
-        given = ["--constraint", str(versions)]
-    install(binaries, *given, f"jax=={tried_with()[version]}", *CORE_NEEDS, "vishwamai")
+        pins = ["--constraint", str(versions)]
+    install(binaries, *pins, f"jax=={tried_with()[version]}", *CORE_NEEDS, "vishwamai")
     files = [str(ROOT / "tests" / f"test_{name}.py") for name in CORE]
     words = ["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal", *files]
     around = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -163,8 +163,8 @@ def one_of(pythons: list[str], seed: int) -> str | None:
     >>> one_of([sys.executable, "no-such-python"], 3) == sys.executable
     True
     """
-    there = [path for python in pythons if (path := that_runs(python)) is not None]
-    return there[seed % len(there)] if there else None
+    usable = [path for python in pythons if (path := that_runs(python)) is not None]
+    return usable[seed % len(usable)] if usable else None
 
 
 def that_runs(python: str) -> str | None:
@@ -191,14 +191,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="for each environment (60)")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
-    asked = arguments.python
+    requested = arguments.python
     if arguments.one:
-        one = one_of(asked, arguments.seed)
-        if one is None:
-            print(f"wheels: NOT CHECKED, none of {', '.join(asked)} runs here")
+        choice = one_of(requested, arguments.seed)
+        if choice is None:
+            print(f"wheels: NOT CHECKED, none of {', '.join(requested)} runs here")
             return 0
-        asked = [one]
-    pythons = {version_of(python): python for python in asked}
+        requested = [choice]
+    pythons = {version_of(python): python for python in requested}
     builders = [python for version, python in sorted(pythons.items()) if version < ABI]
     builders += [python for version, python in sorted(pythons.items()) if version >= ABI][:1]
     with tempfile.TemporaryDirectory() as folder:

@@ -73,12 +73,12 @@ def with_litellm() -> str:
     import litellm
 
     ask: dict[str, Any] = {"model": f"openai/{MODEL}", "messages": QUESTION, "max_tokens": 16, "api_base": URL}
-    whole = litellm.completion(**ask).choices[0].message.content
+    answer = litellm.completion(**ask).choices[0].message.content
     parts = [part.choices[0].delta.content or "" for part in litellm.completion(**ask, stream=True)]
-    assert whole and "".join(parts)
+    assert answer and "".join(parts)
     call = litellm.completion(**ask | {"max_tokens": 100}, tools=[WEATHER], tool_choice="required")
     assert call.choices[0].message.tool_calls[0].function.name == "weather"
-    return whole
+    return answer
 
 
 def with_instructor() -> str:

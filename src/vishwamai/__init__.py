@@ -155,12 +155,12 @@ def __getattr__(name: str) -> Any:
         for home in _HOMES.values():
             importlib.import_module(home)
     if name in _HOMES:
-        found = getattr(importlib.import_module(_HOMES[name]), name)
+        attribute = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _PACKAGES:
-        found = importlib.import_module(f"{__name__}.{name}")
+        attribute = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals().setdefault(name, found)
+    return globals().setdefault(name, attribute)
 
 
 def __dir__() -> list[str]:

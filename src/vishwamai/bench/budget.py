@@ -12,7 +12,7 @@ class Budget:
     """Counts from when it is made.
 
     Attributes:
-      seconds: for all of it; None = no bound.
+      seconds: bound of the total; None = no bound.
     """
 
     seconds: float | None = None

@@ -29,7 +29,7 @@ class Contestant:
     """One way to compute a case.
 
     Attributes:
-      name, framework, implementation, default: as of `runner.Measurement`.
+      name, framework, implementation, default: fields of `runner.Measurement`.
       checked: its result is compared with the truth.
       build: the case's arrays to (the call, the call's result to our outputs as NumPy arrays, bytes that it takes or
         None).

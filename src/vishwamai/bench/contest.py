@@ -27,7 +27,7 @@ class ContestOutcome:
     """What came out for one candidate.
 
     Attributes:
-      numbers: whether it is right; None where it did not run, or where there is nothing to compare it with.
+      numbers: result of the check; None where it did not run, or where there is nothing to compare it with.
       timing: None where its numbers are wrong or it did not run; `note` says why it did not.
       memory: bytes that it takes, where XLA planned it.
     """
@@ -49,7 +49,7 @@ def contest(
     """The outcome of every candidate, in their order.
 
     Args:
-      arrays: of the case.
+      arrays: the case's arrays.
       check: tells of a candidate's whole result whether it is right.
       timer: `measure.timing.side_by_side` with its options.
       slowest: a candidate is not timed where the call that was checked took more seconds, and `_FAR` times those of

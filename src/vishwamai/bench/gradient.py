@@ -41,12 +41,12 @@ def gradient_case(case: Case) -> Case | None:
     cotangents = {f"{_COTANGENT}{i}": ArrayInit(x.shape, x.dtype.name) for i, x in enumerate(results)}
     names = case.differentiable
 
-    def call(**given: Any) -> tuple[Any, ...]:
-        outer = {name: given.pop(name) for name in cotangents}
-        arrays = {name: jnp.asarray(given.pop(name)) for name in case.arrays}
+    def call(**values: Any) -> tuple[Any, ...]:
+        outer = {name: values.pop(name) for name in cotangents}
+        arrays = {name: jnp.asarray(values.pop(name)) for name in case.arrays}
 
         def leaves(floats: Mapping[str, Any]) -> list[Any]:
-            return jax.tree.leaves(case.call(**{**arrays, **floats}, **given))
+            return jax.tree.leaves(case.call(**{**arrays, **floats}, **values))
 
         outputs, pull = jax.vjp(leaves, {name: arrays[name] for name in names})
         (gradients,) = pull([g.astype(y.dtype) for g, y in zip(outer.values(), outputs, strict=True)])

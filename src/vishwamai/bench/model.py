@@ -140,7 +140,7 @@ def run(batches: Sequence[int] = (1, 32), seconds: float = 20.0) -> ModelResult:
 
     Args:
       batches: batch sizes to time.
-      seconds: for the timing.
+      seconds: bound of the timing.
 
     Raises:
       DeviceError: the model is not installed; `minilm.why_not` asks without raising.

@@ -45,8 +45,8 @@ class Comparison:
     """One line: a case, and who takes part in addition to our native kernel and torch.
 
     Attributes:
-      unit: of the rate: "GFLOP/s", "GOP/s" or "GB/s".
-      gradients: of forward and backward pass together.
+      unit: unit of the rate: "GFLOP/s", "GOP/s" or "GB/s".
+      gradients: bool, True for forward and backward pass together.
       xla: our implementation that stands for XLA where the operation has no peer in JAX; None leaves XLA out.
       more: further contestants by label. One that is called "ours" takes the place of our kernel, which is then called
         "plain".
@@ -104,7 +104,9 @@ def run(
     outcomes = contest(
         able,
         arrays,
-        lambda one, outputs: numbers.check(outputs, part, right, 1.0 if one.name in ("ours", "plain") else PEERS),
+        lambda contestant, outputs: numbers.check(
+            outputs, part, right, 1.0 if contestant.name in ("ours", "plain") else PEERS
+        ),
         lambda calls: side_by_side(calls, rounds=rounds, sample=sample, sample_seconds=seconds),
     )
     return outcomes, float(nbytes if comparison.unit == "GB/s" else flops)

@@ -51,7 +51,7 @@ class BenchReport:
 
     Attributes:
       created: when, ISO 8601 with the time zone.
-      versions: of Python and the packages; `cpu` and `devices`: the machine.
+      versions: version of Python and of each package; `cpu` and `devices`: the machine.
       command: how the benchmark was called.
       load: the machine's load average over the last minute when the run ended, None where the system does not say:
         above the number of cores it means that others were working here too.
@@ -102,7 +102,7 @@ def standings(measurements: Sequence[CaseMeasurement]) -> list[Standing]:
     rows = [
         Standing(m.op, m.case, m.candidate, *m.best_peer) for m in measurements if m.default and m.best_peer is not None
     ]
-    return sorted(rows, key=lambda one: one.ratio)
+    return sorted(rows, key=lambda row: row.ratio)
 
 
 def score(measurements: Sequence[CaseMeasurement]) -> str:

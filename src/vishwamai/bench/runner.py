@@ -31,17 +31,17 @@ class BenchSettings:
     """How much to do, and from when on a ratio means nothing.
 
     Attributes:
-      seconds: for timing all cases together, compiling and checking not included.
+      seconds: bound of timing all cases together, without compiling and checking.
       call_seconds: a case is made smaller until its slowest candidate should need no more than this for a call.
       slowest_call: a candidate whose call took more seconds than this is not timed, unless all are that slow.
-      cases_per_op: at most so many cases of each operation; None = all.
+      cases_per_op: largest number of cases of each operation; None = all.
       gradients_per_op: backward passes of at most so many of them; None = of all.
       long: the cases that are tagged long too; without it, only where an operation has no others.
-      case_seconds: for all cases; one that would take longer, were it as slow as the slowest so far, is not begun.
+      case_seconds: bound of all cases; one that would take longer, were it as slow as the slowest so far, is not begun.
         None = no bound.
       compile_seconds: the same for compiling cases for TPUs you do not have.
       model_seconds: kept for the real model.
-      total_seconds: for the whole run; the cases and the compiling get less where the rest of it is needed, and the
+      total_seconds: bound of the run; the cases and the compiling get less where the rest of it is needed, and the
         model is left out where less than `model_seconds` is left.
       spread: ratios of a timing with a larger spread are held back.
       others: and those of a case, while other processes used more than this share of the cores.
@@ -128,8 +128,8 @@ class CaseMeasurement:
       candidate: "vishwamai native_cpu", or the peer's name; `framework`: "vishwamai", "jax" or "torch".
       implementation: name of our implementation, None for a peer.
       default: it is the implementation that runs when none is named.
-      gradients: of forward and backward pass together; else of the forward pass.
-      numbers: whether it is right, None where it did not run.
+      gradients: bool, True for forward and backward pass together; else the forward pass.
+      numbers: result of the check, None where it did not run.
       timing: None where its numbers are wrong or it did not run.
       share: the roofline's time over its own: how much of this machine's measured peak it reaches; None where it was
         not timed, and where that is more than all of it (`overshot`): then the peak was measured too low.
@@ -173,7 +173,7 @@ class CaseMeasurement:
     @property
     def best_peer(self) -> tuple[str, float] | None:
         """(name, how many times as fast as it) of the fastest peer; None without one, or where ratios are held back."""
-        return min(self.ratios.items(), key=lambda one: one[1], default=None)
+        return min(self.ratios.items(), key=lambda pair: pair[1], default=None)
 
     def against(self, peaks: MachinePeaks) -> CaseMeasurement:
         """The same with its share of these peaks."""
@@ -253,9 +253,9 @@ def run_case(
     """Checks and times every candidate of one case.
 
     Args:
-      seconds: for the timing.
-      gradients: of forward and backward pass together, in place of the forward pass alone; nothing for a case without
-        gradients.
+      seconds: bound of the timing.
+      gradients: bool, True for forward and backward pass together, in place of the forward pass alone; nothing for a
+        case without gradients.
     """
     about = subject(operation.name)
     case = fitted(operation, case, about, peaks, settings, gradients)
@@ -288,7 +288,7 @@ def run_case(
         return timings
 
     outcomes = contest(
-        able, arrays, lambda one, outputs: numbers.check(outputs, sample, right), timed, settings.slowest_call
+        able, arrays, lambda _, outputs: numbers.check(outputs, sample, right), timed, settings.slowest_call
     )
     peers = [o for o in outcomes if o.candidate.implementation is None and o.timing is not None]
     # Those that could not be timed first, as they are known first.

@@ -27,13 +27,13 @@ class Peer:
     """The framework's own way to compute a case.
 
     Attributes:
-      name: what is called: "jax.nn.dot_product_attention", "torch layer_norm".
+      name: called function: "jax.nn.dot_product_attention", "torch layer_norm".
       framework: "jax", "torch" or "numpy".
       prepare: the case's arrays (NumPy) to this peer's arguments, in its own layout; not timed.
       call: the arguments to the result. Jitted for "jax".
       restore: the result, as a NumPy array, to the layout of ours; its own inverse; not timed.
       arguments: names of the case's arrays behind the peer's arguments, in order.
-      laid_out: those of them that `restore` applies to.
+      laid_out: names of the arrays that `restore` applies to.
       checked: its result is the case's; not that of a random function with dice of its own.
     """
 
@@ -55,7 +55,7 @@ class Sample:
       case: a smaller case whose result is that part.
       arrays: its arrays.
       pick: takes the part out of the whole result, a tuple of NumPy arrays.
-      words: what it is: "64 of 4096 rows".
+      words: description: "64 of 4096 rows".
     """
 
     case: Case

@@ -31,9 +31,9 @@ class TargetRow:
     Attributes:
       implementation: which one runs there.
       roofline: seconds that the chip's data-sheet peaks allow at the best.
-      compile_seconds: what the compilation took here; None of a stored row (`bench.schedules`).
-      compiles: whether the compiler made a program; `problem` says why not, or what of it is not known, such as why
-        `scheduled` has no time of it.
+      compile_seconds: time of the compilation on this machine; None of a stored row (`bench.schedules`).
+      compiles: bool, True where the compiler made a program; `problem` says why not, or what of it is not known, such
+        as why `scheduled` has no time of it.
       vmem: scoped VMEM of the largest kernel, bytes per core; None without a kernel, or where the program's text cannot
         be read.
       hbm: arguments, outputs, temporaries and code, bytes of one device; `fits`: whether the device has them.

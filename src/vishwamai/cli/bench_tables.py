@@ -41,17 +41,17 @@ class Cases:
 
     def __init__(self, out: Console) -> None:
         self._out = out
-        self._shown = 0
+        self._printed = 0
 
     def show(self, measurements: Sequence[CaseMeasurement], peaks: MachinePeaks) -> None:
         """Shows the measurements of one step."""
         if not measurements:
             return
         if self._out.is_terminal:
-            self._out.print(_block(measurements, peaks, head=self._shown % _EVERY == 0))
+            self._out.print(_block(measurements, peaks, head=self._printed % _EVERY == 0))
         else:
             self._out.print(case_line(measurements, peaks), soft_wrap=True, markup=False, highlight=False)
-        self._shown += 1
+        self._printed += 1
 
 
 def _cut(text: str, width: int) -> str:

@@ -327,7 +327,7 @@ def _decoding(arguments: argparse.Namespace, target: str, experts: bool, formula
     step = Estimate(least, "analytic", "s")
     if timed is not None:
         lines += [f"  {line}" for line in str(timed).splitlines()]
-        step = max(step, timed.step, key=lambda one: one.value)
+        step = max(step, timed.step, key=lambda estimate: estimate.value)
     rate = arguments.batch / step.value
     lines.append(f"  {step.value * 1e3:.4g} ms a token, {rate:.0f} tokens/s for {arguments.batch} sequences")
     lines.append(f"    {published_range(target, experts).describe(step, target)}; no serving step was compared")

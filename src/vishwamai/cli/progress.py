@@ -62,7 +62,7 @@ class Steps(_Shown):
 
     def __init__(self) -> None:
         require_rich()
-        self._begun = self._told = 0.0
+        self._start = self._printed = 0.0
 
     def __enter__(self) -> Steps:
         from rich.console import Console
@@ -75,7 +75,7 @@ class Steps(_Shown):
 
     def start(self, activity: str, total: int = 1) -> None:
         """A new count, in place of the one before."""
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
         if self._bar is None:
             self._say(activity)
             return
@@ -96,14 +96,14 @@ class Steps(_Shown):
                 started = True
             elif self._bar is not None:
                 self._bar.update(self._task, completed=done, total=total, description=f"{verb} {name}")
-            elif time.monotonic() - self._told > _EVERY and done < total:
-                rest = left(time.monotonic() - self._begun, done, total)
+            elif time.monotonic() - self._printed > _EVERY and done < total:
+                rest = left(time.monotonic() - self._start, done, total)
                 self._say(f"{verb} {done + 1}/{total} {name}" + (f", {duration(rest)} left" if rest else ""))
 
         return report
 
     def _say(self, text: str) -> None:
-        self._told = time.monotonic()
+        self._printed = time.monotonic()
         say(text)
 
 
@@ -139,7 +139,7 @@ class Countdown(_Shown):
     """
 
     def __init__(self) -> None:
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
 
     def __enter__(self) -> Countdown:
         if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
@@ -153,11 +153,11 @@ class Countdown(_Shown):
     def say(self, text: str, left: float | None = None) -> None:
         """What is done next, and the seconds that are left with it, where known."""
         if self._bar is not None:
-            spent = time.monotonic() - self._begun
+            spent = time.monotonic() - self._start
             self._bar.update(self._task, description=text, total=None if left is None else spent + left)
             return
         rest = "" if left is None else f", about {duration(left)} left"
-        write(f"{text}{rest}", self._begun)
+        write(f"{text}{rest}", self._start)
 
 
 def _countdown_bar(screen: Any, clock: Callable[[], float] = time.monotonic) -> Progress:

@@ -121,9 +121,9 @@ def writing(path: Path, caller: str, failures: tuple[type[Exception], ...] = (OS
     reason.
 
     Args:
-      path: what is written.
-      caller: with which the text begins.
-      failures: what the library that writes raises.
+      path: file to write.
+      caller: name that the error's text begins with.
+      failures: exception types that the writing library raises.
 
     Raises:
       DeviceError: one of `failures` was raised inside.
@@ -263,7 +263,7 @@ class CachedFile:
     """One thing in a cache: a file, or a directory with what belongs together.
 
     Attributes:
-      path: where it is.
+      path: file or directory of the entry.
       bytes: its size.
       used: when it was last written or read, in seconds since the epoch.
     """

@@ -123,7 +123,7 @@ class Poison:
     Attributes:
       case: name of the case.
       array: name of the array.
-      axis: of the array, and of the output: its last entry along this axis may become NaN, and no other.
+      axis: number of the array's and the output's axis: its last entry along this axis may become NaN, and no other.
     """
 
     case: str

@@ -36,7 +36,7 @@ class CodeFormat:
     """A format of quantized weights, stated as data, for `quantize`.
 
     Attributes:
-      name: what it is called where it is shown.
+      name: text for displays and errors.
       bits: bits of a code, 1 to 8.
       block_size: neighbours along K that share a scale; None for a column.
       scale_dtype: how scales are stored: "float32", "bfloat16", "float16", or "e8m0" (powers of two in 8 bits).

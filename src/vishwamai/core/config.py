@@ -57,12 +57,12 @@ class KernelConfig:
       use_efficient_attention: another name of `use_flash`; None follows it, and a contradiction is an error.
       auto_optimize: consult the tuning tables; False takes the heuristic alone.
       strict: raise `UnsupportedError` instead of falling back to a slower implementation with a warning.
-      target: what to choose for, when it is not this machine: a TPU (`"v5e"`), a GPU (`"h100"`, `"sm_90"`) or a CPU
+      target: device to choose for, when it is not this machine: a TPU (`"v5e"`), a GPU (`"h100"`, `"sm_90"`) or a CPU
         (`"cpu:avx2"`), see `core.target`; None means the default backend.
       checks: check the values of traced integer operands (labels, group sizes, page tables, lengths) while the program
         runs. Each becomes a callback to the host, and a wrong value an error of the program. Eager calls are checked
         always; False costs nothing.
-      split_sequence: what attention does where query, key and value are split along the sequence over the same
+      split_sequence: method of attention where query, key and value are split along the sequence over the same
         explicit mesh axes: one of `SPLIT_SEQUENCE` (see `vishwamai.parallel`); None lets the library choose, on a TPU
         by the model of its links. "zigzag" is a ring, and says that the sequence lies in zig-zag order (`to_zigzag`):
         there `causal` means the order of the sequence, and a causal `flash_attention` that cannot go around a ring is

@@ -42,7 +42,7 @@ def offset_seeds(seeds: jax.Array, rows: Any, columns: Any) -> jax.Array:
 
     Args:
       seeds: uint32 `[..., 2]`.
-      rows, columns: where the part begins; integers, or arrays without axes.
+      rows, columns: first row and column of the part; integers, or arrays without axes.
 
     >>> part = moved(jnp.array([5, 6], jnp.uint32), 3, 2)
     >>> whole = keep_mask(*jnp.array([5, 6]), jnp.arange(9)[:, None], jnp.arange(9), 0.5)

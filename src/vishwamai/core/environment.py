@@ -11,8 +11,8 @@ class Variable(NamedTuple):
     """What a variable does.
 
     Attributes:
-      name: of the environment variable.
-      default: what holds where it is not set.
+      name: the environment variable's name.
+      default: value where it is not set.
       meaning: one sentence, in Markdown.
       page: the page of docs that says more, and its section.
     """

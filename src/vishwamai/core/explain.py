@@ -85,7 +85,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     Args:
       function: any traceable function, jitted or not, gradients included.
       *args: arrays or `jax.ShapeDtypeStruct`s.
-      target: what to explain for: a TPU ("v5e"), a GPU ("h100", "sm_90") or a CPU ("cpu:avx2"); None means the ambient
+      target: device to explain for: a TPU ("v5e"), a GPU ("h100", "sm_90") or a CPU ("cpu:avx2"); None means the ambient
         target, else the default backend.
 
     >>> import jax, jax.numpy as jnp, vishwamai

@@ -97,7 +97,7 @@ def why_not(target: Target | None = None, handler: str | None = None) -> str | N
     reason and how to fix it.
 
     Args:
-      target: what the program is made for; None for this machine.
+      target: device of the program; None for this machine.
       handler: the one that is needed, which a module built before it was written lacks.
     """
     if target is not None and not target.local:
@@ -156,7 +156,7 @@ def call(
       *operands: arrays; None stands for an absent one.
       aliases: which operand is changed in place and becomes which result, by index; XLA copies the operand where it is
         needed afterwards.
-      vmap_method: what `jax.vmap` makes of the call, see `jax.ffi.ffi_call`; None where it is folded before.
+      vmap_method: rule of `jax.vmap` for the call, see `jax.ffi.ffi_call`; None where it is folded before.
       **attributes: NumPy scalars or bools, of the exact types that the handler declares.
 
     Returns:

@@ -188,9 +188,9 @@ def launch(
       inputs: contiguous arrays, all of one framework, and constants (NumPy's arrays) behind the first; None for an
         absent one, which the kernel sees as None. A parameter that is a named tuple takes one of arrays, numbers and
         None.
-      outputs: what it writes, see `result` and `onto`; None for an output that is not wanted. One that starts from
-        something has beside it, last among the inputs, a parameter `<name>_init`: the same memory under another name,
-        by which XLA knows what it starts from.
+      outputs: arrays that it writes, see `result` and `onto`; None for an output that is not wanted. One that starts
+        from something has beside it, last among the inputs, a parameter `<name>_init`: the same memory under another
+        name, by which XLA knows what it starts from.
       warps: warps of a program.
       stages: buffers of the compiler's software pipeline.
       **constants: the kernel's other parameters: integers, floats, bools, and named tuples of them.

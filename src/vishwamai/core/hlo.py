@@ -81,10 +81,10 @@ class Instruction:
     """One instruction.
 
     Attributes:
-      name: without "%". shape: of its result, as the text has it. opcode: such as "fusion".
+      name: text without "%". shape: its result's, as the text has it. opcode: for example "fusion".
       operands: names of the instructions that it reads.
       text: between its brackets; of a constant, the value. attributes: what follows, without metadata.
-      metadata: where it comes from, as the text has it. root: whether it is the result of its computation.
+      metadata: its source, as the text has it. root: whether it is the result of its computation.
     """
 
     name: str

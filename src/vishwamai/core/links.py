@@ -38,7 +38,7 @@ class AxisLinks:
     Attributes:
       chip: the TPU.
       sides: chips along each side of the slice that the axis spans; () where it stays on one chip.
-      wraps: whether each side closes into a ring.
+      wraps: a bool for each side: it closes into a ring.
       on_chip: devices of each chip that the axis has; 0 for all. TPU7x has two devices on each chip.
       strides: links between neighbours of the axis along each side; () for 1 each. As many groups of the same axis
         interleave, and share these links.
@@ -123,7 +123,7 @@ def axis_links(mesh: Mesh, axis: str) -> AxisLinks:
     """The links of an axis of a mesh of TPUs.
 
     Args:
-      mesh: of devices that you have, or of those that `make_mesh(..., topology=...)` describes.
+      mesh: mesh of devices that you have, or of those that `make_mesh(..., topology=...)` describes.
       axis: its axis.
 
     Raises:
@@ -218,7 +218,7 @@ def group_links(group: Sequence[Any], devices: Sequence[Any], name: str = "the g
     Args:
       group: the devices that do. devices: all of the slice. name: of the group, for errors.
 
-    Raises: as `axis_links`.
+    Raises: the errors of `axis_links`.
     """
     chip = tpu_for(devices[0].device_kind)
     if chip is None:
@@ -267,7 +267,7 @@ def estimate_collective(
 
     Args:
       kind: which collective.
-      bytes: of the gathered result ("all_gather"), of one device's operand ("reduce_scatter", "all_reduce", "permute"),
+      bytes: size of the gathered result ("all_gather"), of one device's operand ("reduce_scatter", "all_reduce", "permute"),
         or of all operands of the axis together ("all_to_all").
       axis: the links, of `axis_links`.
 

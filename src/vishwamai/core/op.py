@@ -41,7 +41,7 @@ class Op(Generic[S]):
 
     Args:
       name: the operation's name, as `explain` and the tuning tables call it.
-      implementations: in order of preference. The last one must serve every legal spec on every platform.
+      implementations: sequence in order of preference. The last one must serve every legal spec on every platform.
       split: the words of the dims (see `core.dims`) that may be split over mesh axes; or `(spec, backward) -> words`
         where an option decides.
       residual: dims of a residual that is one array; a named tuple's are in its annotations.

@@ -26,9 +26,9 @@ class Setting:
     """What a key sets.
 
     Attributes:
-      name: of the setting, as its command writes it.
+      name: the setting's name, as its command writes it.
       on: its value where the key is true. off: its value where the key is false.
-      words: what that value does.
+      words: effect of that value.
       exclusive: a false key allows `off` alone; otherwise every value except `on`.
     """
 
@@ -186,7 +186,7 @@ class Optimization:
         """What the keys set, by setting; the kernels' configuration and the mesh apart.
 
         Args:
-          purpose: of the program.
+          purpose: the program's purpose.
           explicit: settings that the user gave, which must agree with the keys; None for none.
 
         Raises:
@@ -218,7 +218,7 @@ class Optimization:
         Args:
           devices: how many there are.
           mesh: devices of the mesh that the user gave; 1 for none.
-          name: of that mesh, for the error.
+          name: that mesh's name, for the error.
 
         Raises:
           ConfigError: the mesh contradicts `use_pjit`; the text names both.
@@ -261,7 +261,7 @@ class OptimizationEffect:
     Attributes:
       key: its name. value: None where it is not set.
       sets: the setting, such as "precision=fp8"; None where the key has no effect or is not set.
-      words: what that means, or why it has no effect.
+      words: meaning of that value, or the reason why it has no effect.
     """
 
     key: str

@@ -58,7 +58,7 @@ class ProductSpec(OpSpec):
 
     Attributes:
       shape: `(K, N)` of the weight.
-      format: of the weight, one of `packed_qtensor.BITS`.
+      format: the weight's format, one of `packed_qtensor.BITS`.
       block_size: numbers along K that share a scale of the weight; None for all of them.
       activations: "int8" or "exact".
       activation: one of `core.activations.ACTIVATIONS`, or None.

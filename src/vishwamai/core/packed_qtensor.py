@@ -51,7 +51,7 @@ class PackedQTensor:
       shape: `(K, N)` of the weight.
       format: one of `BITS`.
       block_size: numbers along K that share a scale; None for all of them.
-      activations: what a product does with its other operand: "int8" rounds it, "exact" does not, as always with 8-bit
+      activations: treatment of a product's other operand: "int8" rounds it, "exact" does not, as always with 8-bit
         floats; see `pack_weight`.
 
     >>> from vishwamai import gemm, pack_weight, quantize

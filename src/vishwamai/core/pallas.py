@@ -140,7 +140,7 @@ def call(
 
     Args:
       body: `body(**refs)`, in the names of `scalars`, `inputs`, `outputs` and `scratch`.
-      name: of the kernel, in profiles and in the compiler's reports.
+      name: the kernel's name in profiles and in the compiler's reports.
       grid: steps along each axis.
       inputs: (array, BlockSpec) by ref; absent: None, or None for the array.
       outputs: (shape, dtype, BlockSpec) by ref, or None. They vary over every mesh axis that an input or a scalar
@@ -149,8 +149,8 @@ def call(
       scratch: shapes by ref (`pltpu.VMEM`, semaphores), or None.
       aliases: the output, by its ref, that takes the memory of an input.
       semantics: "parallel" (may be split over the cores of a megacore chip) or "arbitrary", for each grid axis.
-      vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together; see `vmem_limit`.
-      flops, bytes_accessed, transcendentals: what XLA's scheduler is told of the cost.
+      vmem_bytes: bytes of VMEM that a step plans to use, buffers and temporaries together; see `vmem_limit`.
+      flops, bytes_accessed, transcendentals: counts of the cost estimate for XLA's scheduler.
 
     Returns:
       the outputs in their order, None for those that are absent.
@@ -230,7 +230,7 @@ class RowTiles(VmemTiles):
     Attributes:
       block_rows: rows that one grid step holds in VMEM.
       chunk_rows: rows that are worked on together in registers, a multiple of 8; divides `block_rows`.
-      vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
+      vmem_bytes: bytes of VMEM that a step plans to use, buffers and temporaries together.
 
     Raises:
       KernelError: rows of a block would be left over.

@@ -31,7 +31,7 @@ class Format:
     """How a number is stored.
 
     Attributes:
-      dtype: of the values. largest: the largest value, symmetrically (-128 of int8 and -8 of int4 are not used).
+      dtype: the values' dtype. largest: the largest value, symmetrically (-128 of int8 and -8 of int4 are not used).
       block_size: numbers that share a scale where the format says so (the MX formats), else None.
       power_of_two: scales are powers of two, stored as the bits of e8m0; else they are float32.
     """

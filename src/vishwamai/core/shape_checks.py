@@ -17,8 +17,8 @@ class Argument(NamedTuple):
       label: its name in errors.
       text: its dims.
       shape: its sizes.
-      hint: what an error says after the right shape.
-      turned: what an error says where the transposed array would fit.
+      hint: text of an error after the right shape.
+      turned: text of an error where the transposed array would fit.
     """
 
     label: str
@@ -37,7 +37,7 @@ class _Seen:
             n: (label, None, size) for n, (label, size) in sizes.items()
         }
         self.lead: dict[str, tuple[str, tuple[int, ...]]] = {}  # dim of any number of axes: argument, sizes
-        self.together: set[str] = set()  # those of them that broadcast
+        self.broadcast: set[str] = set()  # those of them that broadcast
 
     def add(self, argument: Argument) -> None:
         """Remembers the sizes of an argument that fits. A shared axis of size 1 tells nothing of the others."""
@@ -61,7 +61,7 @@ class _Seen:
             self.lead[name] = (label, joint)
         elif joint != sizes:
             self.lead[name] = (f"{before}` and `{label}", joint)
-        self.together.add(name)
+        self.broadcast.add(name)
 
     def misfit(self, text: str, shape: tuple[int, ...]) -> dims.Dim | None:
         """The first dim of an array that contradicts those before; the array has a legal number of axes."""
@@ -78,7 +78,7 @@ class _Seen:
         if variadic is None or variadic.name not in self.lead or (variadic.shareable and not lead):
             return None
         before = self.lead[variadic.name][1]
-        if variadic.name not in self.together:
+        if variadic.name not in self.broadcast:
             return None if before == lead else variadic
         joint = dims.broadcast(before, lead)
         return None if joint is not None and (variadic.broadcasts or joint == before) else variadic
@@ -150,7 +150,7 @@ def _complaint(argument: Argument, seen: _Seen) -> str:
         fix += f", or {turned_hint}" if turned_hint else ""
     else:
         fix = f"`{label}` of shape {seen.expected_shape(text, len(shape) <= len(words) - 1)}"
-        if dim is not None and dim.variadic and dim.name in seen.together:
+        if dim is not None and dim.variadic and dim.name in seen.broadcast:
             fix += f", or with {dim.name} axes that broadcast{'' if dim.broadcasts else ' to these'} (equal or 1)"
         elif dim is not None and dim.variadic and dim.shareable and seen.lead[dim.name or ""][1]:
             fix += f", or without the {dim.name} axes where all share it"

@@ -133,8 +133,8 @@ class Signature:
       outputs: the op's `Outputs` with a text for each result, None where there is none; or `(spec) -> Outputs` where
         that depends on the call.
       labels: names of operands in errors, where the caller knows them by another.
-      hints: what an error of an operand says after the shape to pass.
-      turned: what an error of an operand says where its transpose would fit.
+      hints: text of an operand's error after the shape to pass, by operand.
+      turned: text of an operand's error where its transpose would fit, by operand.
       split: the dims that may be split over devices, where they are others than the op's.
       own: the op's dims of the operands, where an option of the call changes them.
     """
@@ -154,7 +154,7 @@ class Signature:
         self.labels = dict(labels or {})
         self.hints = dict(hints or {})
         self.turned = dict(turned or {})
-        self._own = op_texts or dims.declared(type(operands))
+        self._op_texts = op_texts or dims.declared(type(operands))
         self.split = split
 
     def outputs(self, spec: Any) -> Any:
@@ -180,7 +180,7 @@ class Signature:
         def laid(x: ArraySpec | None, text: str, op_text: str) -> ArraySpec | None:
             return None if x is None else ArraySpec(op_shape(text, op_text, x.shape), x.dtype)
 
-        return type(arrays)(*map(laid, arrays, self.operands, self._own))
+        return type(arrays)(*map(laid, arrays, self.operands, self._op_texts))
 
     def pack(self, arrays: Any, spec: Any = None) -> Any:
         """The caller's arrays (of JAX or torch) in the op's layout, which an option of `spec` may change."""
@@ -192,7 +192,7 @@ class Signature:
             return x if move is None else move(x)
 
         kind = type(arrays)
-        return kind(*map(laid, arrays, self.operands, self._own if spec is None else spec.dims(kind)))
+        return kind(*map(laid, arrays, self.operands, self._op_texts if spec is None else spec.dims(kind)))
 
     def unpack(self, spec: Any, outputs: Any, arrays: Any) -> Any:
         """The op's outputs in the caller's layout; `arrays` are the caller's."""
@@ -251,7 +251,7 @@ def public_call(
     """The op's outputs in the caller's layout.
 
     Args:
-      spec: what is computed, made of the whole arrays, which it has checked.
+      spec: specification of the computation, made of the global arrays, which it has checked.
       arrays: the op's `Operands` with the caller's arrays. On explicit mesh axes the op runs on the shards of each
         device.
       pack: makes the op's operands of `arrays`, or of their shards, where that is more than another layout. `arrays`

@@ -23,7 +23,7 @@ class Operand:
     """How the kernel reads one factor of the product.
 
     Attributes:
-      dtype: what is stored; float4_e2m1fn comes as int4, its bits.
+      dtype: stored dtype; float4_e2m1fn comes as int4, its bits.
       size: numbers that share a scale along K; 0 without block scales.
       k_axis: axis (0 or 1) of the tile along which K lies, where there are block scales.
       direct: the tile comes with exactly its own scales, in rows; else with all of K's.
@@ -46,7 +46,7 @@ class Operand:
 
         Args:
           scales: the block of scales, or None.
-          offset: where the block in `ref` begins, along K.
+          offset: first index of the block in `ref`, along K.
         """
         x = _slice(ref, axis, start, size)
         if not self.narrow:
@@ -122,7 +122,7 @@ def blocked_operand(dtype: Any, scales: Any, size: int, k_axis: int, tile_k: int
     """How tiles of `tile_k` numbers along K are read of a factor with a scale for each `size` of its `depth` along K.
 
     Args:
-      dtype: of its values; scales: dtype of its scales.
+      dtype: its values' dtype; scales: its scales' dtype.
       k_axis: axis (0 or 1) of a tile along which K lies.
     """
     granule = scale_rows(size, scales)

@@ -101,7 +101,7 @@ class KernelParameters:
     """The parameters of a kernel.
 
     Attributes:
-      entries: of every parameter its name, the type of its named tuple or None, and the names of its fields (itself
+      entries: name of every parameter, the type of its named tuple or None, and the names of its fields (itself
         where it is no tuple).
       names: all those names of fields.
     """

@@ -27,7 +27,7 @@ def starter(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """What launches a compiled kernel on the current device and stream; it takes the arguments in their order.
 
     Args:
-      kernel: as a launch of a `@triton.jit` function returns it.
+      kernel: result of a launch of a `@triton.jit` function.
     """
     return kernel[(*grid, 1, 1)[:3]]
 
@@ -48,7 +48,7 @@ def compile_kernel(
       constants: values of the constants.
       aligned: the pointers that are divisible by 16 bytes.
       target: compute capability (90), or AMD's name of an architecture ("gfx942").
-      options: of Triton's compiler.
+      options: Triton's compiler options.
     """
     import triton
     from triton.backends.compiler import GPUTarget

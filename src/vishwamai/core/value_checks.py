@@ -23,7 +23,7 @@ def check_values(check: Callable[..., None], *arrays: Any) -> None:
 
     Args:
       check: takes NumPy arrays, and raises ShapeError where their values contradict the call.
-      arrays: of JAX, or NumPy's. If one of them is traced, the check is left out, or becomes a part of the program
+      arrays: JAX's or NumPy's arrays. If one of them is traced, the check is left out, or becomes a part of the program
         under `KernelConfig(checks=True)`.
 
     Raises:

@@ -191,7 +191,7 @@ def block_sparse(dense: Any, sparse_values: Any, indices: Any, *, block_size: in
       dense: `[..., rows]`.
       sparse_values: `[blocks, block_rows, block_columns]`, the blocks that are there.
       indices: `[blocks, 2]`, (block row, block column) of each; or the pair (row starts, block columns) of block CSR.
-      block_size: what both edges of the blocks must be; None takes any.
+      block_size: required edge of the blocks; None takes any.
       **options: `shape`, `transpose`, `precision` and the others of `vishwamai.block_sparse_matmul`.
 
     Raises:

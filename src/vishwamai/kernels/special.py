@@ -39,8 +39,8 @@ def sparse_kernel(
       platform: "tpu", "gpu" or "cpu": whose decorator this is.
       block_size: edge of the blocks, in elements; a function with a parameter of that name is given it, unless a call
         passes its own.
-      config: as in `tpu_kernel`.
-      **options: as in `tpu_kernel`.
+      config: argument of `tpu_kernel`.
+      **options: argument of `tpu_kernel`.
 
     >>> import jax.numpy as jnp, numpy as np, vishwamai
     >>> @sparse_kernel(platform="tpu", block_size=128)
@@ -71,8 +71,8 @@ def expert_kernel(
       num_experts: how many experts there are. A function with a parameter of that name is given it, unless a call
         passes its own; and every grouped product in the function must have as many groups (over several devices, a
         share of them), or the call is an error.
-      config: as in `tpu_kernel`.
-      **options: as in `tpu_kernel`.
+      config: argument of `tpu_kernel`.
+      **options: argument of `tpu_kernel`.
 
     >>> import jax.numpy as jnp, vishwamai
     >>> @expert_kernel(platform="tpu", num_experts=4)

@@ -23,7 +23,7 @@ class LiveAt:
     """One operation of the program's entry.
 
     Attributes:
-      name: of the instruction, as traces name it. opcode: such as "fusion".
+      name: the instruction's name in traces. opcode: for example "fusion".
       source: the scopes and the operation of JAX that it comes from; "" where the text does not say.
       live: bytes alive while it runs. nbytes: bytes of its own result.
     """
@@ -39,7 +39,7 @@ def live_bytes(text: str) -> tuple[LiveAt, ...]:
     """The operations of a scheduled program in order, with the bytes alive at each.
 
     Args:
-      text: of the compiled program, `jax.stages.Compiled.as_text`.
+      text: HLO of the compiled program, `jax.stages.Compiled.as_text`.
 
     >>> text = '''HloModule f, is_scheduled=true
     ... ENTRY %main (x: f32[256]) -> f32[256] {
@@ -63,7 +63,8 @@ class Origin:
     """Where an instruction comes from.
 
     Attributes:
-      source: as of `LiveAt`. kernel: the target of a custom call, such as "vishwamai_matmul"; "" for other operations.
+      source: field of `LiveAt`. kernel: the target of a custom call, such as "vishwamai_matmul"; "" for other
+        operations.
       contains: its time is that of the operations in it, as a loop's.
     """
 

@@ -150,7 +150,9 @@ def measure_again(before: MachinePeaks, quick: bool = False) -> MachinePeaks:
     """The best of `before` and of a shorter measurement now, of who was the fastest before."""
     size, nbytes = (_QUICK_SIZE, _QUICK_BYTES) if quick else (_SIZE, _BYTES)
     flops = {
-        dtype: _best(_products(size, dtype, max(rates, key=lambda who: rates[who])), 2.0 * size**3, 0.2, rounds=3)
+        dtype: _best(
+            _products(size, dtype, max(rates, key=lambda library: rates[library])), 2.0 * size**3, 0.2, rounds=3
+        )
         for dtype, rates in before.flops.items()
     }
     return best_of(before, MachinePeaks(flops, _best(_copies(nbytes), 2.0 * nbytes, 0.2, rounds=3), before.how))

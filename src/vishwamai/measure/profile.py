@@ -20,7 +20,7 @@ class ProfileRow:
     """Everything that was measured of one operation (same spec, same pass), or of one decorated kernel.
 
     Attributes:
-      name: of the operation and its pass, or of the kernel.
+      name: the operation and its pass, or the kernel.
       detail: its implementation and operands.
       calls: how often the block called it; the times are per call, each a median.
       flops: floating-point operations of one call; None where they are not counted.

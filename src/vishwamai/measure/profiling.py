@@ -87,10 +87,10 @@ def run_kernel(
     one.
 
     Args:
-      kernel: what stands for the program, hashable; a call with the same and arguments of the same shapes does not
+      kernel: hashable identity of the program; a call with the same and arguments of the same shapes does not
         compile again.
-      name: of its row.
-      function: of the arguments, which are arrays.
+      name: its row's name.
+      function: callable of the arguments, which are arrays.
     """
     where = tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in arguments)
     key = (kernel, where, current_config())

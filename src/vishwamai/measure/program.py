@@ -21,7 +21,7 @@ class Measured:
     """One program as it ran.
 
     Attributes:
-      result: what it returned.
+      result: its return value.
       seconds: median time of a run that is waited for, without compilation.
       memory: bytes of its operands, results and temporaries, as the compiler laid them out (scratch that a native CPU
         kernel takes by itself is not in it).

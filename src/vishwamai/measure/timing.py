@@ -94,7 +94,7 @@ def side_by_side(
     """Times every call, taking turns in a random order.
 
     Args:
-      calls: by name; each returns when its work is done, and has run before (nothing is compiled any more).
+      calls: callables by name; each returns when its work is done, and has run before (nothing is compiled any more).
       budget: seconds for all of them together, pauses included; three rounds are made whatever they cost, or fewer if
         `rounds` says so.
       rounds: how many samples of each to take at the most.

@@ -102,10 +102,10 @@ def bound(
     """The errors that are allowed: twice the reference's and a floor; for the reference itself (None) a ceiling.
 
     Args:
-      dtype: of the result.
+      dtype: the result's dtype.
       true: the result in float64.
       reference: the reference's result in its own dtype; None where the reference is what is checked.
-      group: for a gradient, `largest_of` the gradients of its case.
+      group: `largest_of` the gradients of its case, for a gradient.
       unit: least relative rounding unit to allow for, where an implementation has a reason to be coarser than its
         dtypes.
     """

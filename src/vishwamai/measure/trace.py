@@ -26,8 +26,8 @@ class OperationTime:
     Attributes:
       name: scopes and kernel or operation, such as "block/vishwamai_matmul".
       calls: how often they run in a step.
-      seconds: of all these together.
-      share: of the seconds of all operations.
+      seconds: total time of the operations.
+      share: fraction of the time of all operations.
     """
 
     name: str
@@ -86,7 +86,7 @@ def operation_times(trace: Any, text: str, steps: int) -> tuple[OperationTime, .
 
     Args:
       trace: a `jax.profiler.ProfileData`, of `steps` calls of the program.
-      text: of the compiled program, `jax.stages.Compiled.as_text`.
+      text: HLO of the compiled program, `jax.stages.Compiled.as_text`.
       steps: how often it ran.
     """
     origin_of = origins(text)
@@ -104,7 +104,7 @@ def operation_times(trace: Any, text: str, steps: int) -> tuple[OperationTime, .
         seconds[name] = seconds.get(name, 0) + duration
     total, runs = sum(seconds.values()) or 1.0, steps * max(1, len(devices))
     rows = [OperationTime(n, calls[n] / runs, elapsed / runs, elapsed / total) for n, elapsed in seconds.items()]
-    return tuple(sorted(rows, key=lambda one: -one.seconds))
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
 def _events(trace: Any, module: str) -> Iterator[tuple[str, str, float]]:

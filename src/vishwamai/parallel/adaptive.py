@@ -44,9 +44,9 @@ class ArrayChoice:
     """What was chosen for one array, and the times it was chosen by.
 
     Attributes:
-      path: in the tree. shape: of the array.
+      path: place in the tree. shape: the array's shape.
       kind: "whole", "columns" or "rows".
-      seconds: of its products in a step, by kind; without the kinds that the mesh axis does not divide.
+      seconds: time of its products in a step, by kind; without the kinds that the mesh axis does not divide.
       reason: why, in words.
     """
 
@@ -63,9 +63,9 @@ class AdaptiveSharding:
 
     Attributes:
       mesh: the mesh. axis: its axis that arrays were split over.
-      choices: of every array of two axes or more.
+      choices: choice for every array of two axes or more.
       rules: the rules with the chosen names on `axis`.
-      shardings: of every array, a tree like the arrays.
+      shardings: sharding of every array, a tree like the arrays.
       cost: "planned" or "measured".
     """
 
@@ -96,7 +96,7 @@ def adaptive_sharding(
 
     Args:
       tree: arrays, or `jax.ShapeDtypeStruct`s; axes before the last two (layers, experts) count as many products.
-      mesh: of `make_mesh`, for example.
+      mesh: mesh, for example of `make_mesh`.
       rules: names that already have their mesh axes, which they keep. None: none has.
       axes: names of the arrays' last axes, as of `shard`; an array without names is chosen for by itself.
       axis: the mesh axis to split over; by default the last one that `rules` do not use.

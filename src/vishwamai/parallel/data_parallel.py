@@ -20,10 +20,10 @@ class DataParallelConfig:
     """A batch over devices.
 
     Attributes:
-      mesh: of one explicit axis, "data".
+      mesh: mesh with one explicit axis, "data".
       per_device_batch: rows that a device holds at once.
       accumulation: parts that the batch is cut into, one after the other; their gradients are added up.
-      input_sharding: of the arrays `[rows, ...]` of one part: the rows over "data".
+      input_sharding: sharding of the arrays `[rows, ...]` of one part: the rows over "data".
     """
 
     mesh: Mesh

@@ -32,7 +32,7 @@ def evaluate(
     Args:
       jaxpr: the program. consts, args: its inputs.
       run: gives the results of an equation, as `run_equation`.
-      remat: what the backward pass computes again stays apart from the forward pass.
+      remat: bool, True where the recomputation of the backward pass stays apart from the forward pass.
     """
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 

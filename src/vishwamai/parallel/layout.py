@@ -37,9 +37,9 @@ class MemoryLayout(dict[str, Any]):
     Attributes:
       mesh: an axis for each side of the slice ("x", "y", "z", and "core" where a chip has two devices), so that a
         gather over one axis goes along one side.
-      shardings: of every weight, a tree like the weights.
+      shardings: sharding of every weight, a tree like the weights.
       shapes: the weights as shapes with these shardings, to compile with.
-      table: what each device holds.
+      table: contents of each device.
       whole: bytes that a device would hold of all weights, unsplit.
     """
 
@@ -53,7 +53,7 @@ class MemoryLayout(dict[str, Any]):
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), dict(weights), self.shardings
         )
         self.table: ShardingTable = explain_sharding(self.shapes)
-        self.whole = sum(tiled(x.shape, jnp.dtype(x.dtype).itemsize) for x in jax.tree.leaves(self.shapes))
+        self.nbytes = sum(tiled(x.shape, jnp.dtype(x.dtype).itemsize) for x in jax.tree.leaves(self.shapes))
         local = set(mesh.devices.flat) <= set(jax.devices())
         values = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(dict(weights)))
         super().__init__(self.place(dict(weights)) if local and not values else self.shapes)
@@ -61,7 +61,7 @@ class MemoryLayout(dict[str, Any]):
     @property
     def saved(self) -> int:
         """Bytes that each device holds less than all weights."""
-        return self.whole - self.table.bytes_per_device
+        return self.nbytes - self.table.bytes_per_device
 
     def place(self, weights: Any) -> Any:
         """The weights on the devices of the slice, which have to be there."""
@@ -157,8 +157,8 @@ class KernelLayout:
 
     Attributes:
       padded: the weight, zeros behind its own rows and columns.
-      shape: before.
-      block_size: what the last two axes of `padded` are multiples of.
+      shape: shape before padding.
+      block_size: divisors of the last two axes of `padded`.
     """
 
     padded: Array

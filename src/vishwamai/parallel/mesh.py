@@ -70,7 +70,7 @@ def configure_tpu_mesh(
       num_cores: devices of the slice as JAX counts them: chips, and two to a chip on TPU7x.
       topology: the sides of the slice, "2x2x2", or a chip with them, "v5p:2x2x2". Sides alone are those of the TPU of
         this machine; without one, of v4 for three sides and of v5e for two, compiled for by libtpu.
-      axes: as `make_mesh`; None for one axis "data".
+      axes: argument of `make_mesh`; None for one axis "data".
 
     Raises:
       ShapeError: the slice has another number of devices; the text lists slices that have it.

@@ -85,7 +85,7 @@ def estimate_overlap(
     Args:
       kind: which collective.
       m: rows of all devices together. k, n: of the product of one device.
-      dtype: of operands and result. links: of `axis_links(mesh, axis)`.
+      dtype: dtype of operands and result. links: `AxisLinks` of `axis_links(mesh, axis)`.
 
     Raises:
       ShapeError: an argument is not legal, or the devices do not divide the rows.

@@ -29,15 +29,15 @@ class ArrayPlace:
     """What each device holds of arrays that lie alike, such as the same parameter of several layers.
 
     Attributes:
-      path: in the tree; "*" stands for the numbers of layers that lie alike.
+      path: place in the tree; "*" stands for the numbers of layers that lie alike.
       count: arrays of that path.
-      shape: of one array. dtype: its name.
+      shape: one array's shape. dtype: its name.
       split: the mesh axes that split each axis, "fsdp, tensor"; "-" for an axis that is whole.
-      bytes_per_device: of all of them, padding included.
+      bytes_per_device: size of all of them, padding included.
       copies: devices that hold the same part.
       padding: bytes of `bytes_per_device` that hold no values: on a TPU, XLA fills the last two axes of a part up to
         whole tiles, in the order that pads less.
-      devices: over which they lie.
+      devices: number of devices that hold them.
     """
 
     path: str

@@ -25,7 +25,7 @@ class Processes:
     """The processes of a run.
 
     Attributes:
-      index: of this process, from 0. count: of all.
+      index: number of this process, from 0. count: number of processes.
       coordinator: address of process 0, host:port; None for one process.
     """
 

@@ -62,15 +62,15 @@ def all_gather_gemm(
       w: this device's columns of the weight, `[features, columns]`, of the dtype of `x`.
       axis: the mesh axis over which rows and columns are split.
       bias: `[columns]`, as in `gemm`.
-      activation: as in `gemm`.
-      precision: as in `gemm`.
-      out_dtype: as in `gemm`.
+      activation: argument of `gemm`.
+      precision: argument of `gemm`.
+      out_dtype: argument of `gemm`.
       overlap: True for the ring, False for the collective and the product one after the other. None lets the model of
         the links decide (`estimate_overlap`), which knows TPUs alone; `vishwamai.explain` gives both times.
-      links: of `axis_links(mesh, axis)`, for `overlap=None`. None takes those of the mesh that `jax.set_mesh` has put
-        in force, else a line of neighbours.
-      config: as in `gemm`, of each product of the forward pass.
-      implementation: as in `gemm`.
+      links: `AxisLinks` of `axis_links(mesh, axis)`, for `overlap=None`. None takes those of the mesh that
+        `jax.set_mesh` has put in force, else a line of neighbours.
+      config: argument of `gemm`, of each product of the forward pass.
+      implementation: argument of `gemm`.
 
     Returns:
       `[..., devices * rows, columns]` in `out_dtype`.
@@ -140,13 +140,13 @@ def gemm_reduce_scatter(
       w: this device's part of the weight's rows, `[features, columns]`, of the dtype of `x`.
       axis: the mesh axis over which the features are split, and over which the result's rows will be.
       bias: `[columns]`, the same on every device; added once, to the sum.
-      activation: of the sum, as in `gemm`.
-      precision: as in `gemm`.
-      out_dtype: as in `gemm`. Sums travel in it too.
-      overlap: as in `all_gather_gemm`.
-      links: as in `all_gather_gemm`.
-      config: as in `gemm`, of each product of the forward pass.
-      implementation: as in `gemm`.
+      activation: function of the sum, as in `gemm`.
+      precision: argument of `gemm`.
+      out_dtype: argument of `gemm`. Sums travel in it too.
+      overlap: argument of `all_gather_gemm`.
+      links: argument of `all_gather_gemm`.
+      config: argument of `gemm`, of each product of the forward pass.
+      implementation: argument of `gemm`.
 
     Returns:
       `[..., rows, columns]` in `out_dtype`.
@@ -207,13 +207,13 @@ def all_gather_gated_linear_unit(
     Args:
       x: this device's rows, `[..., rows, features]`, as in `all_gather_gemm`.
       weights: (gate, up), this device's columns of each, `[features, hidden]`, of the dtype of `x`.
-      activation: as in `gated_linear_unit`.
+      activation: argument of `gated_linear_unit`.
       axis: the mesh axis over which rows and columns are split.
-      precision: as in `gated_linear_unit`.
-      overlap: as in `all_gather_gemm`.
-      links: as in `all_gather_gemm`.
-      config: as in `gated_linear_unit`, of each product of the forward pass.
-      implementation: as in `gated_linear_unit`.
+      precision: argument of `gated_linear_unit`.
+      overlap: argument of `all_gather_gemm`.
+      links: argument of `all_gather_gemm`.
+      config: argument of `gated_linear_unit`, of each product of the forward pass.
+      implementation: argument of `gated_linear_unit`.
 
     Returns:
       `[..., devices * rows, hidden]` in the dtype of `x`.

@@ -61,7 +61,7 @@ class RingPieces:
 
         Args:
           part: this device's part of the sum for the device `distance` places after it.
-          dtype: of the sums that travel.
+          dtype: dtype of the sums that travel.
         """
         up, down = self.reach
 

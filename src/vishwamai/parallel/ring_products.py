@@ -35,10 +35,10 @@ class Static:
 
     Attributes:
       pieces: the ring.
-      precision: of the products, forward and backward.
-      implementation: of the products, forward and backward.
-      activation, out_dtype: of the result.
-      config: of a product of the forward pass.
+      precision: mode of the products, forward and backward.
+      implementation: name for the products, forward and backward.
+      activation, out_dtype: options of the result.
+      config: configuration of a product of the forward pass.
     """
 
     pieces: RingPieces

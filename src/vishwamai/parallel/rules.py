@@ -71,9 +71,9 @@ class LogicalRules(Mapping[str, tuple[str, ...]]):
         """The split of an array whose last axes have these names.
 
         Args:
-          names: of its last axes.
-          where: what errors call the array, such as its path.
-          shape: of the array; axes before the named ones stay whole. None is as many axes as names.
+          names: logical names of its last axes.
+          where: the array's name in errors, such as its path.
+          shape: the array's shape; axes before the named ones stay whole. None is as many axes as names.
 
         Raises:
           ShapeError: a name is not in the rules, two axes would be split by the same mesh axis, or there are more names
@@ -117,8 +117,8 @@ class LogicalRules(Mapping[str, tuple[str, ...]]):
 
         Args:
           mesh: the mesh.
-          names: of the array's last axes. shape: of the array.
-          where: what errors call the array. function: what they call the caller.
+          names: logical names of the array's last axes. shape: the array's shape.
+          where: the array's name in errors. function: the caller's name in them.
 
         Raises:
           ShapeError: as `partition`; the mesh lacks an axis; or a size does not divide.

@@ -33,12 +33,12 @@ def shard(
 
     Args:
       tree: arrays, or `jax.ShapeDtypeStruct`s, which get their sharding and no memory. Scalars go to every device.
-      mesh: of `make_mesh`, for example.
+      mesh: mesh, for example of `make_mesh`.
       rules: mesh axes by logical name.
       axes: names by the end of a path; None for `tree.logical_axes`.
       adaptive: chooses for each weight whether it lies whole, by rows or by columns over a mesh axis that `rules` leave
         free, by planned or measured times; `adaptive_sharding` makes the same choice and says why.
-      **options: of `adaptive_sharding`: axis, rows, cost.
+      **options: options of `adaptive_sharding`: axis, rows, cost.
 
     Returns:
       A tree of the same structure. With several processes every process passes the same values.

@@ -79,7 +79,7 @@ def on_neighbours(grid: np.ndarray, chip: TpuChip) -> np.ndarray:
         return grid
     index_of = {tuple(x - low for x, low in zip(coordinates, corner)): i for i, coordinates in enumerate(places)}
     reordered = grid[..., [index_of[point] for point in ring(box)]]
-    return min((grid, reordered), key=lambda one: length(one, sides, wraps))
+    return min((grid, reordered), key=lambda order: length(order, sides, wraps))
 
 
 def length(grid: np.ndarray, sides: Sequence[int], wraps: Sequence[bool]) -> int:

@@ -90,7 +90,7 @@ def register_attention(name: str = "vishwamai") -> None:
     loaded already changes.
 
     Args:
-      name: what to call it there.
+      name: its name in that place.
 
     Raises:
       UnsupportedError: torch or transformers is not installed, or transformers is older than its mask interface.

@@ -149,7 +149,7 @@ class FeedForward(NamedTuple):
     """A gated feed-forward network, or a block of them, that is known.
 
     Attributes:
-      path: where transformers has it.
+      path: its module and name in transformers.
       weights: products or weights that our operation computes with.
       activation: the module's name of its activation.
       operation: ours.

@@ -30,7 +30,7 @@ def flash_attention_forward(
       k: `[batch, kv_heads, kv_len, qk_dim]`.
       v: `[batch, kv_heads, kv_len, v_dim]`.
       block_size: edge of the tiles, in elements; None takes the tuned ones.
-      return_lse: whether to return the logsumexp, too.
+      return_lse: bool, True returns the logsumexp, too.
       **options: the others of `vishwamai.flash_attention`.
 
     Returns:

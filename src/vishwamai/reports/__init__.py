@@ -48,7 +48,7 @@ def render(template: str, **values: Any) -> str:
 
     Args:
       template: a file of the package, by its path below `vishwamai/`: "bench/report.html".
-      values: what the template names. Strings are escaped, except for `Markup`.
+      values: values by the names of the template. Strings are escaped, except for `Markup`.
 
     Raises:
       UnsupportedError: Jinja2 is not installed.

@@ -34,13 +34,13 @@ class Curve:
     """Points that belong together.
 
     Attributes:
-      name: what the legend says.
+      name: text of the legend.
       points: `(x, y)`; a curve has a gap where one is not finite.
       colour: a variable of the stylesheet.
       marks: the shape of each point, of `MARKS`; without them a line joins the points.
-      hollow: of the marks.
-      dash: of the line, as SVG's `stroke-dasharray`.
-      notes: what the reader is told of each point.
+      hollow: bool, True for hollow marks.
+      dash: the line's pattern, as SVG's `stroke-dasharray`.
+      notes: text for each point.
     """
 
     name: str
@@ -231,10 +231,10 @@ def lines(
 
     Args:
       curves: drawn in this order; points that are not finite (with `log`: not positive) are left out.
-      x, y: what the axes show, with their units.
+      x, y: titles of the axes, with units.
       log: both axes are logarithmic.
       zero: the vertical axis begins at zero at the latest.
-      height: of the plot, in pixels.
+      height: height of the plot in pixels.
     """
     points = [point for curve in curves for point in curve.points]
     across, up = _Axis.over([p[0] for p in points], log), _Axis.over([p[1] for p in points], log, zero)
@@ -265,7 +265,7 @@ def bars(
 
     Args:
       groups: (name, its bars).
-      x: what the bars' length is, with its unit.
+      x: title of the bars' length, with its unit.
       legend: (name, colour).
       reference: a value with a line of its own.
     """
@@ -309,7 +309,7 @@ def spans(
       x: the unit of time.
       legend: (name, colour).
       least: pixels that the texts in the spans need; a narrower place scrolls.
-      lowest: where time begins.
+      lowest: first moment of the axis.
     """
     last = max([span.end for _, row in rows for span in row], default=lowest)
     axis = _Axis(lowest, last if last > lowest else lowest + 1.0, False)
@@ -336,9 +336,9 @@ def shares(
 
     Args:
       rows: names of the rows.
-      edges: where the columns begin and end, one more than there are columns.
+      edges: bounds of the columns, one more than there are columns.
       values: `[row][column]`, each a share.
-      notes: what the reader is told of each column.
+      notes: text for each column.
       x: the unit of the edges.
     """
     cells = [

@@ -99,9 +99,9 @@ def _before(graph: Graph, softmax: Softmax) -> tuple[list[tuple[Any, ...]], Jaxp
     steps: list[tuple[Any, ...]] = []
     region: set[JaxprEqn] = set()
     while True:
-        if not isinstance(atom, Var) or atom not in graph.made:
+        if not isinstance(atom, Var) or atom not in graph.producer:
             raise NoMatch("its logits are an argument of this program, and no product of queries and keys")
-        eqn, size = graph.made[atom], atom.aval.size
+        eqn, size = graph.producer[atom], atom.aval.size
         name = eqn.primitive.name
         region.add(eqn)
         if name == "dot_general":
@@ -159,7 +159,7 @@ def _is_product(graph: Graph, atom: Any) -> bool:
         if name == "dot_general":
             return True
         if name in (*LAYOUT, "convert_element_type", "tanh", "mul", "div", "add", "sub", "select_n"):
-            atoms += [a for a in graph.made[atom].invars if isinstance(a, Var)]
+            atoms += [a for a in graph.producer[atom].invars if isinstance(a, Var)]
     return False
 
 

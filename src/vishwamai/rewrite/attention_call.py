@@ -27,10 +27,10 @@ class FoundAttention:
     Attributes:
       query, key, value: the operands of the products.
       keys: the label of the axis of keys. contracted: those that queries and keys are summed over.
-      shared: those that queries and keys share, batch and heads. rows: those of the queries alone.
-      out: of the result's axes. last: the equation that computes it. region: all equations.
+      shared: labels that queries and keys share, batch and heads. rows: labels of the queries only.
+      out: labels of the result's axes. last: the equation that computes it. region: all equations.
       precise: a product asks for more than the default precision.
-      scale, softcap, biases, masks: what is between; a bias has its factor.
+      scale, softcap, biases, masks: operations between the products; a bias has its factor.
       bias_after_softcap: the biases are added to the bounded logits.
     """
 

@@ -28,10 +28,10 @@ def optimize_xla_compilation(
     are no part of it.
 
     Args:
-      computation_graph: what `jax.make_jaxpr(f)(*args)` gives. Trace the function before its gradient is taken: a
+      computation_graph: result of `jax.make_jaxpr(f)(*args)`. Trace the function before its gradient is taken: a
         backward pass reads the weights of attention, which the operation does not keep. Then take the gradient of the
         result.
-      target_config: what the program is for: "v5e", "h100", "cpu". An operation is put in where a kernel of ours runs
+      target_config: device of the program: "v5e", "h100", "cpu". An operation is put in where a kernel of ours runs
         it there. A dict has fields of `KernelConfig`, such as `{"target": "v5e", "block_size": 256}`, which that
         choice reads. None means the ambient target, else this machine.
 

@@ -41,14 +41,14 @@ class Graph:
         jaxpr = program.jaxpr
         self.eqns: list[JaxprEqn] = list(jaxpr.eqns)
         self.results = {v for v in jaxpr.outvars if isinstance(v, Var)}
-        self.made: dict[Var, JaxprEqn] = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        self.producer: dict[Var, JaxprEqn] = {v: eqn for eqn in self.eqns for v in eqn.outvars}
         self.readers: dict[Var, list[JaxprEqn]] = {}
         for eqn in self.eqns:
             for v in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
                 self.readers.setdefault(v, []).append(eqn)
         values = zip(jaxpr.constvars, program.consts)
         self._constants = {v: c for v, c in values if not isinstance(c, jax.core.Tracer)}
-        self._known: dict[Var, Any] = {}
+        self._values: dict[Var, Any] = {}
         self._is_known = set(self._constants)
         for eqn in self.eqns:
             if _is_plain(eqn) and all(isinstance(a, Literal) or a in self._is_known for a in eqn.invars):
@@ -60,9 +60,9 @@ class Graph:
             return np.asarray(atom.val)
         if atom not in self._is_known or math.prod(atom.aval.shape) > _LARGEST:
             return None
-        if atom not in self._known:
-            self._known[atom] = self._computed(atom)
-        return self._known[atom]
+        if atom not in self._values:
+            self._values[atom] = self._computed(atom)
+        return self._values[atom]
 
     def number(self, atom: Any) -> float | None:
         """The value of a constant of which all elements are one number."""
@@ -86,8 +86,8 @@ class Graph:
     def peel(self, atom: Any, labels: Labels, casts: bool = False, also: Sequence[str] = ()) -> tuple[Any, Labels]:
         """The value before its layout was changed, with its axes' labels; with `casts`, before its dtype was, too."""
         skipped = (*(("convert_element_type",) if casts else ()), *also)
-        while isinstance(atom, Var) and atom in self.made:
-            eqn = self.made[atom]
+        while isinstance(atom, Var) and atom in self.producer:
+            eqn = self.producer[atom]
             name = eqn.primitive.name
             if name in LAYOUT:
                 before = labels_before(eqn, labels)
@@ -101,8 +101,8 @@ class Graph:
 
     def widened(self, atom: Any) -> Any:
         """The value before casts that lose nothing."""
-        while isinstance(atom, Var) and atom in self.made:
-            eqn = self.made[atom]
+        while isinstance(atom, Var) and atom in self.producer:
+            eqn = self.producer[atom]
             if eqn.primitive.name != "convert_element_type" or not lossless(eqn.invars[0].aval.dtype, atom.aval.dtype):
                 break
             atom = eqn.invars[0]
@@ -110,7 +110,7 @@ class Graph:
 
     def name(self, atom: Any) -> str | None:
         """The primitive that computes a value."""
-        return self.made[atom].primitive.name if isinstance(atom, Var) and atom in self.made else None
+        return self.producer[atom].primitive.name if isinstance(atom, Var) and atom in self.producer else None
 
     def only_reader(self, var: Var) -> JaxprEqn | None:
         """The equation that reads a variable, if one does and the level does not return it."""

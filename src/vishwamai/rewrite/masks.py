@@ -36,7 +36,7 @@ def mask_of(graph: Graph, atom: Any, labels: Labels, visible: bool, fill: float)
     """The mask of a `select_n` by `atom`, before it was broadcast."""
     atom, labels = graph.peel(atom, labels)
     while graph.name(atom) == "not":
-        atom, labels = graph.peel(graph.made[atom].invars[0], labels)
+        atom, labels = graph.peel(graph.producer[atom].invars[0], labels)
         visible = not visible
     value = graph.constant(atom)
     return Mask(atom, labels, visible, fill, None if value is None else value.astype(bool) == visible)

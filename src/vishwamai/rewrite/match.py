@@ -18,7 +18,7 @@ class Match:
       last: the equation whose result the call computes.
       region: the equations that are no longer needed then.
       call: computes the result from `operands`.
-      words: what was recognised, in words.
+      words: description of the recognised operation.
     """
 
     operation: str

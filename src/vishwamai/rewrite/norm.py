@@ -49,7 +49,7 @@ def _match_at(graph: Graph, root: JaxprEqn) -> Match | Near | None:
     eps = 0.0
     inner, inner_labels = graph.peel(argument, labels, casts=True)
     if graph.name(inner) == "add":
-        add = graph.made[inner]
+        add = graph.producer[inner]
         numbers = [graph.number(a) for a in add.invars]
         place = next((i for i, n in enumerate(numbers) if n is not None), None)
         if place is not None:
@@ -77,7 +77,7 @@ def _clean(graph: Graph, atom: Any, labels: Labels) -> Operand:
         name = graph.name(atom)
         if name not in ("select_n", "max"):
             return atom, labels
-        eqn = graph.made[atom]
+        eqn = graph.producer[atom]
         if name == "max":
             left = [a for a in eqn.invars if graph.number(a) != 0.0]
         else:
@@ -95,7 +95,7 @@ def _statistic(graph: Graph, atom: Any, labels: Labels) -> _Statistic | None:
     if mean is not None:
         return _of_squares(graph, *mean)
     if graph.name(atom) == "sub":  # E[x^2] - E[x]^2
-        a, b = graph.made[atom].invars
+        a, b = graph.producer[atom].invars
         shape = atom.aval.shape
         first = _mean(graph, *_clean(graph, a, operand_labels(a, shape, labels)), squares=True)
         root, root_labels = _square(graph, b, operand_labels(b, shape, labels)) or (None, ())
@@ -113,7 +113,7 @@ def _of_squares(graph: Graph, x: Any, labels: Labels) -> _Statistic:
     """The statistic that the mean of the squares of `x` is."""
     x, labels = _source(graph, x, labels)
     if graph.name(x) == "sub":
-        base_atom, part = graph.made[x].invars
+        base_atom, part = graph.producer[x].invars
         part_labels = operand_labels(part, x.aval.shape, labels)
         mean = _mean(graph, *graph.peel(part, part_labels, casts=True))
         if mean is not None:
@@ -130,7 +130,7 @@ def _source(graph: Graph, atom: Any, labels: Labels) -> Operand:
         atom = graph.widened(atom)
         if graph.name(atom) != "sub":
             return atom, labels
-        main, part = graph.made[atom].invars
+        main, part = graph.producer[atom].invars
         if graph.number(part) != 0.0 or main.aval.shape != atom.aval.shape:
             return atom, labels
         atom = main
@@ -138,7 +138,7 @@ def _source(graph: Graph, atom: Any, labels: Labels) -> Operand:
 
 def _mean(graph: Graph, atom: Any, labels: Labels, squares: bool = False) -> Operand | None:
     """What a mean over the last axis is of; with `squares`, what a mean of squares is of."""
-    eqn = graph.made.get(atom) if isinstance(atom, Var) else None
+    eqn = graph.producer.get(atom) if isinstance(atom, Var) else None
     if eqn is None or eqn.primitive.name not in ("div", "mul"):
         return None
     numbers = [graph.number(a) for a in eqn.invars]
@@ -150,7 +150,7 @@ def _mean(graph: Graph, atom: Any, labels: Labels, squares: bool = False) -> Ope
     total, total_labels = graph.peel(main, operand_labels(main, atom.aval.shape, labels), casts=True)
     if graph.name(total) != "reduce_sum":
         return None
-    reduction = graph.made[total]
+    reduction = graph.producer[total]
     axes = {int(a) for a in reduction.params["axes"]}
     shape = reduction.invars[0].aval.shape
     left = iter(total_labels)
@@ -175,7 +175,7 @@ def _mean(graph: Graph, atom: Any, labels: Labels, squares: bool = False) -> Ope
 
 def _square(graph: Graph, atom: Any, labels: Labels) -> Operand | None:
     atom, labels = graph.peel(atom, labels, casts=True)
-    eqn = graph.made.get(atom) if isinstance(atom, Var) else None
+    eqn = graph.producer.get(atom) if isinstance(atom, Var) else None
     if eqn is None:
         return None
     name = eqn.primitive.name
@@ -206,7 +206,7 @@ class _Product:
             return True
         if graph.name(source) != "sub":
             return False
-        main, part = graph.made[source].invars
+        main, part = graph.producer[source].invars
         part_labels = operand_labels(part, source.aval.shape, s.labels)
         mean = _mean(graph, *graph.peel(part, part_labels, casts=True))
         if mean is None:
@@ -290,7 +290,7 @@ def _match(graph: Graph, root: JaxprEqn, statistic: _Statistic, eps: float, labe
     last = walk.last
     while last.primitive.name == "convert_element_type" and not _narrows(last):
         walk.region.discard(last)  # the next reader widens again what was rounded
-        last = graph.made[last.invars[0]]
+        last = graph.producer[last.invars[0]]
     walk.last = last
     return _call(walk, eps)
 

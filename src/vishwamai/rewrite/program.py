@@ -46,7 +46,7 @@ class Rewriter:
     """The passes over one program for one target.
 
     Attributes:
-      findings: what was recognised. counts: equations removed, by pass. calls: bodies of the calls put in, by id.
+      findings: recognised operations. counts: equations removed, by pass. calls: bodies of the calls put in, by id.
     """
 
     def __init__(self, target: str | None):

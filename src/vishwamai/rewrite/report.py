@@ -17,7 +17,7 @@ class Finding:
       operation: its public name, or several where it could be either.
       where: the line that wrote it, and the inner programs that it is in.
       replaced: the program calls the operation there now.
-      reason: what was recognised, or why the place was left as it is.
+      reason: the recognised operation, or the reason why the place is unchanged.
       plan: which implementation runs there and why the others do not; None where nothing was replaced.
     """
 

@@ -16,7 +16,7 @@ class Softmax:
 
     Attributes:
       region: its equations. labels: of the axes of its result. over: the labels that it sums over.
-      argument: what it is of, with the labels of its axes.
+      argument: its operand, with the labels of its axes.
     """
 
     region: frozenset[JaxprEqn]
@@ -47,17 +47,17 @@ def softmax_at(graph: Graph, division: JaxprEqn) -> Softmax | None:
     over = _reduced(graph, total, total_labels, top, top_labels)
     if over is None:
         return None
-    exp = graph.made[top]
-    region = {division, exp, graph.made[total], *_between(graph, division.invars[0], top)}
+    exp = graph.producer[top]
+    region = {division, exp, graph.producer[total], *_between(graph, division.invars[0], top)}
     argument, argument_labels = exp.invars[0], top_labels
     inner, inner_labels = graph.peel(argument, top_labels, casts=True)
     if graph.name(inner) == "sub":
-        sub = graph.made[inner]
+        sub = graph.producer[inner]
         base, base_labels = graph.peel(sub.invars[0], inner_labels, casts=True)
         shift, shift_labels = _maximum(graph, sub, operand_labels(sub.invars[1], inner.aval.shape, inner_labels))
         same_size = sub.invars[0].aval.size == inner.aval.size
         if shift is not None and same_size and _reduced(graph, shift, shift_labels, base, base_labels) == over:
-            region |= {sub, graph.made[shift], *_between(graph, argument, inner)}
+            region |= {sub, graph.producer[shift], *_between(graph, argument, inner)}
             argument, argument_labels = sub.invars[0], inner_labels
     return Softmax(frozenset(region), labels, over, argument, argument_labels)
 
@@ -66,8 +66,8 @@ def _between(graph: Graph, atom: Any, stop: Any) -> set[JaxprEqn]:
     """The equations that were peeled off `atom` to get to `stop`."""
     equations = set()
     while atom is not stop:
-        equations.add(graph.made[atom])
-        atom = graph.made[atom].invars[0]
+        equations.add(graph.producer[atom])
+        atom = graph.producer[atom].invars[0]
     return equations
 
 
@@ -75,7 +75,7 @@ def _maximum(graph: Graph, sub: JaxprEqn, labels: Labels) -> tuple[Var | None, L
     """The maximum that is subtracted, as the result of its reduction."""
     shift, shift_labels = graph.peel(sub.invars[1], labels, casts=True, also=("stop_gradient",))
     if graph.name(shift) == "max":
-        eqn = graph.made[shift]
+        eqn = graph.producer[shift]
         sides = [a for a in eqn.invars if graph.number(a) != -math.inf]
         if len(sides) == 1:
             shift, shift_labels = graph.peel(sides[0], shift_labels, casts=True)
@@ -84,7 +84,7 @@ def _maximum(graph: Graph, sub: JaxprEqn, labels: Labels) -> tuple[Var | None, L
 
 def _reduced(graph: Graph, result: Any, result_labels: Labels, base: Any, base_labels: Labels) -> frozenset[Any] | None:
     """The labels of `base` that a reduction runs over, if it reduces `base` and every other axis keeps its place."""
-    eqn = graph.made[result]
+    eqn = graph.producer[result]
     axes = {int(a) for a in eqn.params["axes"]}
     left = iter(result_labels)
     marks: Labels = tuple(_Reduced(i) if i in axes else next(left) for i in range(len(eqn.invars[0].aval.shape)))

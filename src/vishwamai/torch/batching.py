@@ -23,9 +23,9 @@ class Roles:
 
     Attributes:
       call: its operands and options.
-      tensors: of the tensor arguments, which come first.
-      results: of the results; None for one that is empty.
-      like: in a backward pass, for each result the number of the argument whose gradient it is.
+      tensors: dims of the tensor arguments, which come first.
+      results: dims of the results; None for an empty one.
+      like: for each result of a backward pass, the number of the argument whose gradient it is.
     """
 
     call: Any

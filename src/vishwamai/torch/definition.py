@@ -21,8 +21,8 @@ def outputs_tangent(op: Op[Any], spec: Any, operands: Any, directions: Any) -> A
     """The tangents of the outputs.
 
     Args:
-      op: what is computed.
-      spec: of the operands.
+      op: operation to compute.
+      spec: the operands' spec.
       operands: tensors in the op's layout.
       directions: their tangents, None for an operand that has none.
     """

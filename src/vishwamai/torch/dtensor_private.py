@@ -19,7 +19,7 @@ class ShardedCall(NamedTuple):
     Attributes:
       schema: the question itself, as DTensor asks it.
       arguments: every argument by its name; for a tensor its spec, with `shape`, `ndim` and `tensor_meta`.
-      tensors: those of them that are tensors.
+      tensors: arguments that are tensors.
     """
 
     schema: Any
@@ -46,7 +46,7 @@ def answer(
     """DTensor's form of what may be split.
 
     Args:
-      placements: what each axis of the mesh may do: placements of the results, and of the tensors by their names.
+      placements: choices for each axis of the mesh: placements of the results, and of the tensors by their names.
       results: how many the operator has.
       valid: `(specs of the tensors, specs of the results) -> bool`, whether a combination over all mesh axes is legal.
     """

@@ -27,7 +27,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     Args:
       function: any function of torch tensors.
-      *args, **kwargs: what it is called with.
+      *args, **kwargs: its arguments.
 
     >>> import torch, vishwamai.torch
     >>> explain(vishwamai.torch.rms_norm, torch.ones(8, 256, dtype=torch.float64)).calls[0].op

@@ -123,7 +123,7 @@ class _Ready(NamedTuple):
     Attributes:
       start: launches it on torch's current GPU and stream.
       constants: their values, by name.
-      entries: of every parameter its name, the type of its named tuple or None, and the names of that one's fields.
+      entries: name of every parameter, the type of its named tuple or None, and the names of that one's fields.
     """
 
     start: Callable[..., Any]

@@ -30,7 +30,7 @@ class Declared:
     """What an operation's file states of its operators.
 
     Attributes:
-      op: what is computed.
+      op: operation to compute.
       outputs: the op's `Outputs`.
       signature: the dims of the caller's arrays; or `(call) -> Signature` where an option decides.
       describe: `(ArraySpecs of the caller's arrays, options) -> spec`, which checks them. Its annotated options become
@@ -42,7 +42,7 @@ class Declared:
       stand_ins: operands that the backward pass does not read, by what has their shape: an output, or the cotangent
         "d_" of one.
       same: operands that have the gradient of another.
-      definition: what the op's definition, which computes again from all operands, takes in place of the stand-ins.
+      definition: function from the operands to those of the op's definition, which computes again from all of them.
       dtypes: `(call) -> dtypes` of the outputs; those of the first operand unless it says otherwise.
       sizes: `(call) -> sizes` of words that no operand has.
       residuals: dims of the residuals; they are outputs of the operator where the call needs a gradient.
@@ -59,8 +59,8 @@ class Declared:
       gradient_tangents: `(cotangents, their tangents, tensors, their tangents, options) -> tangents` of the gradients,
         likewise.
       one_by_one: `torch.vmap` computes the elements one after the other, for no axis takes the mapped one.
-      name: of the operator, if it is not the op's.
-      option_values: by an option's name, what a rule reads in its place: of one that stands for an object.
+      name: the operator's name, if it is not the op's.
+      option_values: value that a rule reads in place of an option that stands for an object, by the option's name.
     """
 
     op: Op[Any]

@@ -57,10 +57,10 @@ def aligned(name: str, *pools: Tensor | None) -> None:
             )
 
 
-def scales(name: str, like: Tensor, heads: int, **given: Any) -> list[Tensor | None]:
+def scales(name: str, like: Tensor, heads: int, **numbers: Any) -> list[Tensor | None]:
     """Each `[heads]` float32, or None."""
     tensors: list[Tensor | None] = []
-    for label, scale in given.items():
+    for label, scale in numbers.items():
         if isinstance(scale, (int, float)):
             scale = torch.full((heads,), float(scale), dtype=torch.float32, device=like.device)
         elif scale is not None:

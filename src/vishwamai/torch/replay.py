@@ -172,7 +172,7 @@ def repeatable(of: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)`, which launches kernels on the tensors in the nested tuples of `arguments`.
 
     Args:
-      of: what else the call depends on, hashable.
+      of: further inputs of the call, hashable.
     """
     tensors: list[Tensor] = []
     try:

@@ -127,12 +127,12 @@ def rope_tables(
     """cos and sin for `apply_rope(..., tables=...)`: made once, they serve every layer of a model.
 
     Args:
-      positions: as in `vishwamai.apply_rope`; or a number of positions, counted from 0.
+      positions: argument of `vishwamai.apply_rope`; or a number of positions, counted from 0.
       head_dim: features of a head.
-      theta: as in `vishwamai.apply_rope`.
-      scaling: as there.
-      rotary_dim: as there.
-      device: of the tables, where `positions` is a number.
+      theta: argument of `vishwamai.apply_rope`.
+      scaling: argument of `vishwamai.apply_rope`.
+      rotary_dim: argument of `vishwamai.apply_rope`.
+      device: the tables' device, where `positions` is a number.
 
     Returns:
       Two float32 tensors `[batch or 1, seq, rotary_dim / 2]`.

@@ -33,7 +33,7 @@ class Rule:
       inputs: the factor of every dimension of each tensor argument, by its name; None for a dimension that must stay
         whole. A dimension of size 1 beside a larger one of the same factor is shared and stays whole too; arguments
         that a call leaves out are ignored.
-      outputs: for every result its factors; the name of an input (its gradient: the same factors); or None for one that
+      outputs: factors of every result; the name of an input (its gradient: the same factors); or None for one that
         is empty.
       splittable: the factors that may be split. Where a factor's dimensions have different sizes (heads of queries and
         of keys) it is split only if every one of them divides evenly.

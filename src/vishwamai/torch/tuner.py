@@ -43,9 +43,9 @@ class Tuned:
     """What a search found for one kernel.
 
     Attributes:
-      op, implementation, key: where the table keeps it; `architecture`: which table.
+      op, implementation, key: place in the table; `architecture`: the table's name.
       config: the best config.
-      seconds, heuristic_seconds: of the whole function with it, and with what the search began from, the heuristic's
+      seconds, heuristic_seconds: time of the function with it, and with the search's first config, the heuristic's
         unless a pass was tuned before.
       trials: how many configs were timed; 0 if the table had it already.
       rejected: configs that were not timed, with the reasons.
@@ -162,11 +162,11 @@ def tune(
     Args:
       function: calls operations of `vishwamai.torch` on tensors on a GPU, and returns their results, by which a wrong
         config is noticed. One operation is best: the whole function is what is timed.
-      *args: what it is called with.
+      *args: its arguments.
       budget: configs to time at most, for each kernel.
       passes: whose tiles are searched: those of the pass that the function runs, or of both where it takes gradients
         too. One pass after the other, each alone in a function, is more exact; what was found for one stays.
-      directory: where the tables go, `<directory>/<architecture>/<op>.json`; default: the user's own
+      directory: folder of the tables, `<directory>/<architecture>/<op>.json`; default: the user's own
         (`VISHWAMAI_TUNING_DIR`), which calls look into.
       timer: seconds of a call; default `gpu_timer()`.
       again: also what the table has already, found with the same versions of vishwamai, torch and triton.

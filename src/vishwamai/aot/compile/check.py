@@ -24,7 +24,7 @@ class Report:
     Attributes:
         chip: the chip asked about; `target`: as it was asked.
         program: the compiled program, None where the compiler rejected.
-        problems: what stands in the way, each with its fix.
+        problems: reasons against compilation, each with its fix.
     """
 
     chip: TpuChip

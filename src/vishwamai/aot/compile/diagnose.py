@@ -27,8 +27,8 @@ class CompilerProblem:
 
     Attributes:
         kind: "vmem", "scoped vmem", "smem", "hbm", "mosaic", "pallas", "sharding" or "compiler".
-        summary: what went wrong, with names and sizes.
-        fix: what to change.
+        summary: sentence of the problem, with names and sizes.
+        fix: advice, a sentence.
         kernel: name of the kernel, where the compiler gave one.
         used: bytes asked for; `limit`: bytes there are (both None where it is not about memory).
         allocations: the largest allocations, in words, largest first.

@@ -43,8 +43,8 @@ class Code:
 
     Attributes:
       kernel: its name.
-      warps, stages: as launched.
-      registers: of a thread.
+      warps, stages: counts at the launch.
+      registers: count a thread.
       spill: bytes of registers that are stored to memory and loaded again, stores and loads added.
       shared: bytes of shared memory of a program.
       programs: programs that fit a Hopper multiprocessor at once; 0 on other targets.
@@ -53,7 +53,7 @@ class Code:
       tma: instructions of the copy engine.
       loads, copies: loads from global memory into registers, and asynchronous ones into shared memory (on AMD, loads of
         both kinds are loads).
-      wide: those of them that move 16 bytes.
+      wide: count of accesses that move 16 bytes.
     """
 
     kernel: str

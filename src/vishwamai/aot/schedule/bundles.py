@@ -64,8 +64,8 @@ class Matrix:
     """A product issued to a matrix unit, or a result popped from one.
 
     Attributes:
-        pop: whether it is a pop; `unit`: which matrix unit; `buffer`: its result buffer where the generation has
-          addressable ones.
+        pop: bool, True for a pop; `unit`: number of the matrix unit; `buffer`: its result buffer where the generation
+          has addressable ones.
         bits: width of the operands, 32, 16 or 8; `floating8`: an 8-bit float.
     """
 

@@ -17,11 +17,11 @@ class ScheduleEstimate:
     """The estimated run of one program on one jax device: the figures.
 
     Attributes:
-        name: what was inspected; `target`: for what.
+        name: inspected program; `target`: its device.
         simulation: cycles by program and block, on the slowest core.
         roofline: the bound that the time is set against; `flops_source`: where its FLOP come from.
         vmem: bytes of scoped VMEM by kernel; `pallas`: names of the Pallas kernels.
-        warning: what the compiler's output lacks, or None.
+        warning: missing part of the compiler's output, or None.
     """
 
     name: str

@@ -139,8 +139,8 @@ def inspect(
         flops: useful FLOP of the call; default: the compiler's count, or what the matrix units are given.
         nbytes: useful bytes to and from HBM; default: all arguments and results once.
         dtype: whose peak the roofline takes, "bf16", "int8", "fp8", "float32"; default: that of the products.
-        name: for the table; default: the function's.
-        compiler_options: as `compile_for`'s.
+        name: the table's name of it; default: the function's.
+        compiler_options: options of `compile_for`.
 
     Raises:
         UnsupportedError: the target is a slice; or as `compile_for`.

@@ -33,8 +33,8 @@ class Job:
         blob: the serialised export of the function over flat arguments; `target`: what for.
         operand_values: scalar operands of kernels that are known ahead, by kernel, call and operand.
         io_bytes: bytes of arguments and results together, on one device.
-        fingerprint: of program, target, versions and options, those of the environment too.
-        options: of the compiler, by name.
+        fingerprint: hash of program, target, versions and options, including the environment's.
+        options: compiler options by name.
     """
 
     blob: bytes

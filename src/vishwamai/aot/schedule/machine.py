@@ -57,7 +57,7 @@ class Machine:
     Attributes:
         now: the clock, cycles. `dma_wait`, `mxu_stall`: cycles of it spent waiting. `hbm_bytes`: bytes copied to and
           from HBM.
-        unknown: what had to be guessed, counted: branches and copies that hang on data which only the device would
+        unknown: counts of the guesses: branches and copies that hang on data which only the device would
           know.
     """
 
@@ -79,7 +79,7 @@ class Machine:
         self._moving: list[
             tuple[float, int, object]
         ] = []  # a heap: the count of bytes at which the first of each queue is done
-        self._moved = self._moved_at = 0.0
+        self._copied = self._copied_at = 0.0
         self._order = itertools.count()
         # By semaphore: copies not yet waited for, with what was issued before them; granules issued and waited for.
         self._pending: dict[object, collections.deque[tuple[int, _Transfer]]] = collections.defaultdict(
@@ -155,20 +155,20 @@ class Machine:
         while self._moving and (transfer is None or transfer.arrival is None):
             done_at, _, thread = self._moving[0]
             rate = self.bytes_per_cycle / len(self._moving)
-            done = self._moved_at + (done_at - self._moved) / rate
+            done = self._copied_at + (done_at - self._copied) / rate
             if done > until:
-                self._moved += (until - self._moved_at) * rate
+                self._copied += (until - self._copied_at) * rate
                 break
             heapq.heappop(self._moving)
-            self._moved, self._moved_at = done_at, done
+            self._copied, self._copied_at = done_at, done
             self._queues[thread].popleft()[1].arrival = done + self.latency
             if self._queues[thread]:
                 self._begin(thread)
         if transfer is None:
-            self._moved_at = until
+            self._copied_at = until
 
     def _begin(self, thread: object) -> None:
-        heapq.heappush(self._moving, (self._moved + self._queues[thread][0][0], next(self._order), thread))
+        heapq.heappush(self._moving, (self._copied + self._queues[thread][0][0], next(self._order), thread))
 
 
 def smem_words(array: np.ndarray) -> Iterator[tuple[int, int]]:

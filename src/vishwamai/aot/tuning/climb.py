@@ -34,7 +34,7 @@ def climb(
         evaluate: the trials of those configs that are legal, run, and are within the budget.
         neighbours: the configs a step away from one.
         margin: a config has to take less than this share of the best one's time to replace it.
-        enough: whether a trial is so good that the search ends.
+        enough: predicate of a trial that ends the search.
 
     Returns:
         (the best trial, the trial of `start`), or None where `start` itself has none.

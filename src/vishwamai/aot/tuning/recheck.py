@@ -24,7 +24,7 @@ class Recheck:
     """What an entry of a table is worth to the kernels as they are now.
 
     Attributes:
-        entry: what was asked about.
+        entry: checked entry of the table.
         seconds, heuristic_seconds: estimates of its config and of the heuristic's, made again.
     """
 

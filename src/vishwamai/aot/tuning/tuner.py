@@ -48,7 +48,7 @@ class Outcome:
     """What the search found for one case on one chip.
 
     Attributes:
-        op, implementation, key: where the table keeps it; `case`: its name; `target`: the chip.
+        op, implementation, key: place in the table; `case`: its name; `target`: the chip.
         config: the best config as a dictionary; `heuristic`: the heuristic's.
         seconds, heuristic_seconds: estimates of forward and backward together; `efficiency`: of the best.
         compilations: how many programs were compiled; `rejected`: configs that the compiler rejected, with its reason.
@@ -324,7 +324,7 @@ def tune(
     Args:
         cases: the calls to tune for, such as those of an op that are tagged "model".
         targets: the chips.
-        directory: where the tables go; default: the user's own, `vishwamai.core.tuning.user_directory()`.
+        directory: folder of the tables; default: the user's own, `vishwamai.core.tuning.user_directory()`.
         budget: programs to compile for each case and chip at most.
         workers: compiler processes at a time.
         again: search also what the tables have.

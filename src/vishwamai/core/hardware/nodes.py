@@ -15,10 +15,10 @@ class MemoryNode:
     """A memory node.
 
     Attributes:
-      number: of the node.
-      processors: that are nearest to its memory.
+      number: the node's number.
+      processors: numbers of the processors nearest to its memory.
       memory: bytes of it, None where the system does not say.
-      distances: to the memory of each node, 10 for its own.
+      distances: distance to the memory of each node, 10 for its own.
     """
 
     number: int

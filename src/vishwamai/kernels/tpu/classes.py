@@ -25,7 +25,7 @@ class TPUGEMMKernel:
     Attributes:
       block_size: about how many rows and columns a tile has; None takes the tuned ones.
       use_bfloat16: round float32 operands to bfloat16 before they are multiplied; None takes the ambient setting.
-      precision: of float32 products; None takes the ambient one.
+      precision: mode of float32 products; None takes the ambient one.
 
     >>> import jax.numpy as jnp
     >>> TPUGEMMKernel(use_bfloat16=True)(jnp.ones((2, 64, 32)), jnp.ones((32, 8))).shape

@@ -33,7 +33,7 @@ class TPUKernel:
     """A compiled kernel; call it with arrays of the declared shapes and dtypes.
 
     Attributes:
-      name: what `tpu_custom_call` knows it by.
+      name: key of `tpu_custom_call`.
       function: the traceable function behind it; on a platform without Mosaic a Pallas body runs in the interpreter.
       inputs, outputs: the declared shapes and dtypes.
       target: the chip it was compiled for, None for the local device.
@@ -85,13 +85,13 @@ def compile_tpu_kernel(
     """Compiles a function of jax.numpy or a Pallas body for declared shapes and dtypes, which are checked.
 
     Args:
-      name: what the kernel is called, in the program and by `tpu_custom_call`.
+      name: the kernel's name in the program and for `tpu_custom_call`.
       fn: `fn(*arrays) -> array or tuple`; or a Pallas body `fn(*input_refs, *output_refs)`, which writes its outputs.
       input_shapes: a shape for every input; `input_dtypes`: their dtypes.
       output_shapes: a shape for every output; `output_dtypes`: their dtypes.
       target: a TPU to compile for that need not be here ("v5e"; needs libtpu); None for the local device.
-      pallas: whether `fn` is a Pallas body; None reads it from the number of its parameters (inputs, or inputs and
-        outputs).
+      pallas: bool, True where `fn` is a Pallas body; None reads it from the number of its parameters (inputs, or inputs
+        and outputs).
       **pallas_options: `grid`, `in_specs`, `out_specs`, `scratch_shapes`, `compiler_params` ... of `pl.pallas_call`.
 
     Returns:
@@ -162,7 +162,7 @@ def tpu_custom_call(call_target_name: str, out_avals: Sequence[Any], operands: S
 
     Args:
       call_target_name: the name given to `compile_tpu_kernel` or `register_tpu_op`.
-      out_avals: what the caller expects: anything with a shape and a dtype (`jax.ShapeDtypeStruct`) for each result.
+      out_avals: expected results: anything with a shape and a dtype (`jax.ShapeDtypeStruct`) for each result.
       operands: the arrays.
 
     Returns:

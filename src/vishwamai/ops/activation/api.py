@@ -97,11 +97,11 @@ def fused_gelu_dropout(
     (2014).
 
     Args:
-      x: as in `gelu`.
+      x: argument of `gelu`.
       rate: share of the elements to drop, in [0, 1).
       key: a random key. Rows count from 0 in the array given: inside your own `shard_map`, fold the shard's index into
         the key.
-      approximate: as in `gelu`.
+      approximate: argument of `gelu`.
       deterministic: drop nothing (at inference); no key is needed.
       config: None; there is nothing to configure.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.

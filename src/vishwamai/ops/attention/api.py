@@ -175,7 +175,7 @@ def flash_attention(
         for `softcap`, which bounds it like every logit: use `mask` there, or `bias_after_softcap`).
       mask: bool, True = attend; broadcasts the same way.
       causal: query i sees no key after it.
-      causal_align: where the diagonal of `causal` and `window` starts when q_len != kv_len. "top_left": query 0 stands
+      causal_align: start of the diagonal of `causal` and `window` when q_len != kv_len. "top_left": query 0 stands
         at key 0 (`jax.nn`, torch). "bottom_right": the last query stands at the last key (decoding; FlashAttention).
       window: (left, right): query i, standing at key i, sees keys i-left ... i+right, inclusive; None = unbounded.
       q_offset: the key that the queries stand at, for `causal` and `window`, instead of `causal_align`. An int (of
@@ -201,7 +201,7 @@ def flash_attention(
       return_lse: return the logsumexp of the logits too, for merging with attention over other keys.
       block_size: edge of the tiles, in elements.
       config: tiles as a config of the implementation that runs; excludes `block_size`.
-      layout: of query, key, value and the output: "bhsd", `[batch, heads, seq, dim]`; "bshd",
+      layout: axes of query, key, value and the output: "bhsd", `[batch, heads, seq, dim]`; "bshd",
         `[batch, seq, heads, dim]`. None reads them as "bhsd" and rejects sizes that look swapped.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
 
@@ -263,9 +263,9 @@ def block_sparse_attention(
     al., "Big Bird" (2020). Common masks are in `vishwamai.ops.sparse.patterns`.
 
     Args:
-      query: as in `flash_attention`.
-      key: as in `flash_attention`.
-      value: as in `flash_attention`.
+      query: argument of `flash_attention`.
+      key: argument of `flash_attention`.
+      value: argument of `flash_attention`.
       block_mask: which key blocks each query block sees. Bool `[q_blocks, kv_blocks]`, or
         `[heads, q_blocks, kv_blocks]` for a mask to each head, True = attend, with q_blocks = ceil(q_len / block_size).
         Or a function `(q_index, kv_index) -> bool` of absolute positions, arrays `[rows, 1]` and `[1, columns]`, which

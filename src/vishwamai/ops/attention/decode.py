@@ -56,22 +56,22 @@ def decode_attention(
     Args:
       query: the same on every device, as in `flash_attention`.
       key: this device's part, as many keys on every device; the parts lie on the devices in order.
-      value: as key.
-      bias: as in `flash_attention`, of this device's keys.
-      mask: as bias.
+      value: array like `key`.
+      bias: argument of `flash_attention`, of this device's keys.
+      mask: array like `bias`.
       axis: the mesh axis over which the keys are split.
-      causal: as in `flash_attention`, for the keys of all devices.
-      window: as in `flash_attention`, for the keys of all devices.
-      q_offset: as in `flash_attention`, among the keys of all devices. None: the last query stands at the last key, of
-        those that `kv_lens` leaves.
+      causal: argument of `flash_attention`, for the keys of all devices.
+      window: argument of `flash_attention`, for the keys of all devices.
+      q_offset: argument of `flash_attention`, among the keys of all devices. None: the last query stands at the last
+        key, of those that `kv_lens` leaves.
       kv_lens: integers `[]` or `[batch]`: how many of the keys of all devices exist.
       segment_ids: (q_ids, kv_ids), as in `flash_attention`; kv_ids of this device's keys.
-      softcap: as in `flash_attention`.
-      sinks: as in `flash_attention`, the same on every device.
-      scale: as in `flash_attention`.
+      softcap: argument of `flash_attention`.
+      sinks: argument of `flash_attention`, the same on every device.
+      scale: argument of `flash_attention`.
       return_lse: return the logsumexp over the keys of all devices too.
-      config: as in `flash_attention`, of the attention of one device.
-      implementation: as in `flash_attention`.
+      config: argument of `flash_attention`, of the attention of one device.
+      implementation: argument of `flash_attention`.
 
     Returns:
       As `flash_attention`, the same on every device.

@@ -23,7 +23,7 @@ class Cut(NamedTuple):
     Attributes:
       DIM: elements of a row.
       ROWS, COLUMNS: the tile, powers of two; zero beyond the sequence and beyond DIM.
-      TMA: by the copy engine.
+      TMA: bool, True for loads by the copy engine.
     """
 
     DIM: int
@@ -114,10 +114,10 @@ class Logits(NamedTuple):
     """How logits and probabilities are computed.
 
     Attributes:
-      LOW, HIGH: whether the band has that edge.
+      LOW, HIGH: bool, True where the band has that edge.
       KEEP_FROM, RESCALE: dropout's threshold, and the factor of what it keeps.
-      PRECISION: of the products of float32.
-      BIAS_AFTER: whether the bias is added to the capped logits.
+      PRECISION: mode of float32 products.
+      BIAS_AFTER: bool, True where the bias is added to the capped logits.
     """
 
     SCALE: float

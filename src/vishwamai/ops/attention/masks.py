@@ -63,7 +63,7 @@ def of_seen_keys(x: jax.Array, seen: jax.Array | None) -> jax.Array:
     """Keys or values `[B, Hkv, Tk, D]`, 0 where no query sees them: a probability of 0 times infinity or NaN is NaN.
 
     Args:
-      seen: what queries see, bool, broadcastable to `[B, Hkv, G, Tq, Tk]`; None for everything.
+      seen: bool, positions that queries see, broadcastable to `[B, Hkv, G, Tq, Tk]`; None for everything.
     """
     if seen is None:
         return x

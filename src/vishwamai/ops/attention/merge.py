@@ -38,9 +38,9 @@ def merge_attention(
     al., "Cascade inference" (2024). Differentiable by JAX, to any order.
 
     Args:
-      outputs: of each part `[..., rows, v_dim]`: what `flash_attention`, `flash_attention_varlen` or
+      outputs: outputs of each part `[..., rows, v_dim]`: the arrays that `flash_attention`, `flash_attention_varlen` or
         `ragged_paged_attention` return with `return_lse=True`.
-      lses: of each part, the natural logsumexp. A part of which a row sees no key has -inf there, and counts for
+      lses: natural logsumexp of each part. A part of which a row sees no key has -inf there, and counts for
         nothing. Sinks enter every logsumexp, so pass them in one part only.
       layout: how the logsumexps lie. "bhsd": `[..., rows]`, as the outputs without their last axis (`flash_attention`,
         `ragged_paged_attention`). "bshd": `[..., heads, seq]` of outputs `[..., seq, heads, v_dim]` (`flash_attention`

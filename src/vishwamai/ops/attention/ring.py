@@ -65,10 +65,10 @@ def ring_attention(
     Args:
       query: this device's part, as in `flash_attention`.
       key: this device's part; as many on every device. With `causal` or `window`, as many as queries.
-      value: as key.
-      bias: as in `flash_attention`, of this device's queries and of the keys of all devices, in the order in which
-        they lie on the devices. Padded keys are forbidden by a `mask` of shape `[batch, 1, 1, all_keys]`.
-      mask: as bias.
+      value: array like `key`.
+      bias: argument of `flash_attention`, of this device's queries and of the keys of all devices, in the order in
+        which they lie on the devices. Padded keys are forbidden by a `mask` of shape `[batch, 1, 1, all_keys]`.
+      mask: array like `bias`.
       axis: the mesh axis over which the sequence is split.
       causal: query i of the whole sequence sees no key after it. What a device cannot see is not computed.
       window: (left, right), as in `flash_attention`, for the whole sequence. Keys go as far as it reaches. It needs
@@ -77,15 +77,15 @@ def ring_attention(
         one device further.
       placement: how the sequence lies on the devices: "contiguous", or "zigzag" as `to_zigzag` puts it. With `causal`,
         "zigzag" is the same work for every device, and "contiguous" takes as long as without `causal`.
-      softcap: as in `flash_attention`.
-      sinks: as in `flash_attention`.
-      dropout_rate: as in `flash_attention`.
-      dropout_key: as in `flash_attention`, the same on every device: the ring drops what `flash_attention` drops of the
-        whole sequence in order.
-      scale: as in `flash_attention`.
+      softcap: argument of `flash_attention`.
+      sinks: argument of `flash_attention`.
+      dropout_rate: argument of `flash_attention`.
+      dropout_key: argument of `flash_attention`, the same on every device: the ring drops what `flash_attention` drops
+        of the whole sequence in order.
+      scale: argument of `flash_attention`.
       return_lse: return the logsumexp over the whole sequence too.
-      config: as in `flash_attention`, of the attention of one hop.
-      implementation: as in `flash_attention`. For "xla" the backward pass is that of "xla_chunked".
+      config: argument of `flash_attention`, of the attention of one hop.
+      implementation: argument of `flash_attention`. For "xla" the backward pass is that of "xla_chunked".
 
     Returns:
       As `flash_attention`, for this device's queries.

@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """What of one hop is computed.
 
     Attributes:
-      causal, causal_offset, window: what is left of the static mask, as in `AttentionSpec`.
+      causal, causal_offset, window: remaining static mask, as in `AttentionSpec`.
       rows, columns: the half of the device's queries, or of the keys; None for all.
       blocks: the block mask of the device's queries and the keys; None for all of them.
     """
@@ -51,7 +51,7 @@ class Ring:
       size: how many devices they have.
       spec: the options; its operands are those of a device, but `bias` and `mask` have the keys of all.
       zigzag: the sequence lies in zig-zag order, and something asks for it: a causal mask, or dropout.
-      config, implementation: of the attention of one hop.
+      config, implementation: choice for the attention of one hop.
     """
 
     axes: tuple[str, ...]

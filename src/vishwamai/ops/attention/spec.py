@@ -48,7 +48,7 @@ class AttentionSpec(OpSpec):
 
     Attributes:
       causal: query i sees key j only if j <= i + causal_offset.
-      causal_offset: where the diagonal of the causal mask and of the window starts: 0 ("top_left"), Tk - Tq
+      causal_offset: start of the diagonal of the causal mask and of the window: 0 ("top_left"), Tk - Tq
         ("bottom_right") or the caller's `q_offset`. Where the operand `q_positions` is given, row i stands at key
         q_positions[i] instead of i + causal_offset.
       window: (left, right), None = unbounded: i + causal_offset - left <= j <= i + causal_offset + right; None for no
@@ -58,7 +58,7 @@ class AttentionSpec(OpSpec):
       scale: multiplies q.k.
       dropout_rate: share of the probabilities that are dropped, in [0, 1).
       return_lse: the caller wants `Outputs.logsumexp`. The residual of the backward pass is the logsumexp either way.
-      precision: of float32 products, "default", "high" or "highest"; see `core.precision`.
+      precision: mode of float32 products, "default", "high" or "highest"; see `core.precision`.
       blocks: which blocks of the score matrix exist, beside the causal mask and the window; None for all.
     """
 

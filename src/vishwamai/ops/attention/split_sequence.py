@@ -163,7 +163,7 @@ def _way(spec: AttentionSpec, mesh: Any, over: tuple[str, ...], implementation: 
     """One of `_SAID` or None, with the reason in words.
 
     Args:
-      spec: of a device's batch elements and heads, with the whole sequence.
+      spec: spec of a device's batch elements and heads, with the global sequence.
       mesh: the arrays'. over: its axes over which the sequence is split.
     """
     setting = current_config().split_sequence

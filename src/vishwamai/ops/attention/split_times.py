@@ -25,7 +25,7 @@ class SplitAttentionEstimate:
     """Seconds of a forward pass each way: lower bounds, not measurements.
 
     Attributes:
-      seconds: by the names of `KernelConfig(split_sequence=...)`; without those that cannot serve the call.
+      seconds: time by the names of `KernelConfig(split_sequence=...)`; without the methods that cannot serve the call.
       declined: why the others cannot.
     """
 
@@ -65,9 +65,9 @@ def estimate_split_attention(
     Args:
       query: array, or `jax.ShapeDtypeStruct`, of the whole sequence: `[batch, heads, seq, dim]`, of the batch elements
         and heads of one device. key: as many heads or fewer.
-      value: as key. links: of `axis_links(mesh, axis)`.
-      causal: as in `flash_attention`.
-      window: as in `flash_attention`.
+      value: array like `key`. links: of `axis_links(mesh, axis)`.
+      causal: argument of `flash_attention`.
+      window: argument of `flash_attention`.
       hybrid: the links of the axes of a ring, and of the axis that exchanges heads, for a sequence that is split over
         both; None for one axis.
 
@@ -106,9 +106,9 @@ def split_times(
     """`estimate_split_attention` of a spec.
 
     Args:
-      spec: of the whole sequence, for the batch elements and heads of one device.
-      links: of the mesh axes over which the sequence is split. size: how many devices they have.
-      hybrid: of the axes of a ring, and of the axis that exchanges heads.
+      spec: spec of the global sequence, for the batch elements and heads of one device.
+      links: `AxisLinks` of the mesh axes over which the sequence is split. size: number of their devices.
+      hybrid: `AxisLinks` of the ring's axes, and of the axis that exchanges heads.
     """
     chip, local_spec = links.chip, of_part(spec, size)
     nbytes = sum(x.nbytes for x in [*spec.operands[:3], *_rows(spec), *_lines(spec)])
@@ -161,7 +161,7 @@ def _exchange(spec: AttentionSpec, links: AxisLinks, places: int = 1) -> float:
     """Seconds in which the devices of `links` change a part of the sequence for a part of the heads, and back.
 
     Args:
-      spec: of the whole sequence. places: how many such groups of devices share it.
+      spec: spec of the global sequence. places: number of such groups of devices that share it.
     """
     q, k, v = spec.operands[:3]
     rows = _rows(spec)

@@ -54,11 +54,11 @@ class Form(Tiles):
 
     Attributes:
       split: dq, and dk with dv, in two walks.
-      streaming: in the products for dk and dv the tile streams past the queries, which then need no transposing;
-        otherwise the tile is the stationary operand, which head dimensions below the matrix unit's width need to fill
-        it.
-      resident: where the keys take several panels, dq of whole heads stays in VMEM until the last of them; otherwise it
-        travels.
+      streaming: bool, True where the tile of the products for dk and dv streams past the queries, which then need no
+        transposing; otherwise the tile is the stationary operand, which head dimensions below the matrix unit's width
+        need to fill it.
+      resident: bool, True where the keys take several panels and dq of whole heads stays in VMEM until the last of
+        them; otherwise it travels.
     """
 
     split: bool = False

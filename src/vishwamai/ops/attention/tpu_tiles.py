@@ -37,7 +37,7 @@ class AttentionConfig(VmemTiles):
     Attributes:
       forward, backward: the cut of each pass.
       form: how the backward pass sums the gradients.
-      vmem_bytes, backward_vmem_bytes: what a grid step of each plans to use.
+      vmem_bytes, backward_vmem_bytes: bytes of VMEM that a grid step of each plans to use.
     """
 
     forward: Tiling = part(Tiling)

@@ -48,16 +48,16 @@ def ulysses_attention(
     Args:
       query: this device's part, as in `flash_attention`; `heads` is a multiple of the devices.
       key: this device's part. Where the devices do not divide `kv_heads`, heads are repeated until they do.
-      value: as key.
+      value: array like `key`.
       axis: the mesh axis over which the sequence is split.
-      causal: as in `flash_attention`, for the whole sequence.
-      window: as in `flash_attention`.
+      causal: argument of `flash_attention`, for the whole sequence.
+      window: argument of `flash_attention`.
       segment_ids: this device's part of both, as in `flash_attention`.
-      sinks: as in `flash_attention`, of all heads on every device.
-      softcap: as in `flash_attention`.
-      scale: as in `flash_attention`.
-      config: as in `flash_attention`.
-      implementation: as in `flash_attention`.
+      sinks: argument of `flash_attention`, of all heads on every device.
+      softcap: argument of `flash_attention`.
+      scale: argument of `flash_attention`.
+      config: argument of `flash_attention`.
+      implementation: argument of `flash_attention`.
 
     Returns:
       The output for this device's queries, `[batch, heads, q_len, v_dim]`.

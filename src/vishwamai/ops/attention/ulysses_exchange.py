@@ -68,7 +68,7 @@ def gathered(axes: Any, operands: Operands) -> Operands:
     """The operands of the whole sequence, on every device; inside `shard_map`.
 
     Args:
-      axes, operands: as in `exchange`.
+      axes, operands: arguments of `exchange`.
     """
     arrays = {name: _gathered(axes, getattr(operands, name), 2) for name in ("query", "key", "value")}
     for name in ("bias", "mask"):

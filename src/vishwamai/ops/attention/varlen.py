@@ -138,17 +138,17 @@ def flash_attention_varlen(
       max_seqlen_q: length of the longest sequence, or more. It is only checked, where the starts are known; kernels
         read the lengths from the starts.
       max_seqlen_k: the same for the keys.
-      causal: as in `flash_attention`, for each sequence by itself.
-      causal_align: as in `flash_attention`, but "bottom_right" by default, as in FlashAttention.
-      window: as in `flash_attention`, for each sequence by itself.
-      softcap: as in `flash_attention`.
-      sinks: as in `flash_attention`.
+      causal: argument of `flash_attention`, for each sequence by itself.
+      causal_align: argument of `flash_attention`, but "bottom_right" by default, as in FlashAttention.
+      window: argument of `flash_attention`, for each sequence by itself.
+      softcap: argument of `flash_attention`.
+      sinks: argument of `flash_attention`.
       alibi_slopes: `[heads]`, as in `flash_attention`, for each sequence by itself.
-      scale: as in `flash_attention`.
+      scale: argument of `flash_attention`.
       return_lse: return the logsumexp too.
-      block_size: as in `flash_attention`.
-      config: as in `flash_attention`.
-      implementation: as in `flash_attention`.
+      block_size: argument of `flash_attention`.
+      config: argument of `flash_attention`.
+      implementation: argument of `flash_attention`.
 
     Returns:
       `out`, `[total_q, heads, v_dim]`; with `return_lse`, the pair of it and the natural logsumexp `[heads, total_q]`.

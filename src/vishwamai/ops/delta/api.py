@@ -51,7 +51,7 @@ def gated_delta_rule(
       decay: natural logarithm of the factor of the state, at most 0: `[batch, heads, seq]`, or `[batch, heads, seq,
         key_dim]` for one of each channel; None for 0.
       beta: `[batch, heads, seq]`, how much of the correction a token writes; None for 1.
-      scale: of the query; None for key_dim ** -0.5.
+      scale: factor of the query; None for key_dim ** -0.5.
       initial_state: `[batch, heads, key_dim, value_dim]`; None for zeros.
       segment_ids: integers `[batch, seq]` of packed sequences. The state begins anew at each run of equal ids;
         `initial_state` belongs to the first run.

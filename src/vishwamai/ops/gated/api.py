@@ -56,8 +56,8 @@ def gated_linear_unit(
         `gemm`; or a pair of `PackedQTensor`s (see `pack_weight`), or of `CodeTensor`s, which are dequantized to the
         dtype of `x` a tile of columns at a time.
       activation: "relu", "relu2", "silu", "gelu" (exact), "gelu_tanh", "sigmoid", "tanh", or None.
-      precision: of float32 products: "highest" (the default: float32 accuracy) or "high" (about 16 bits); None takes
-        the ambient one.
+      precision: mode of float32 products: "highest" (the default: float32 accuracy) or "high" (about 16 bits); None
+        takes the ambient one.
       config: tiles (a `GatedConfig`), a block size, or None.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
 

@@ -37,7 +37,7 @@ class GatedGpuConfig(Tiles):
     Attributes:
       block_m, block_n, block_k: rows, columns (of either product) and depth of a tile of the forward pass, powers of
         two.
-      warps, stages: of a program; a stage is a tile of x and one of each weight in shared memory.
+      warps, stages: counts of a program; a stage is a tile of x and one of each weight in shared memory.
       group_m: tiles along the rows that are walked together.
       num_programs: persistent programs.
     """

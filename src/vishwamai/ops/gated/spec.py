@@ -47,7 +47,8 @@ class GatedSpec(OpSpec):
 
     Attributes:
       activation: one of `core.activations.ACTIVATIONS`, or None for the plain product of both.
-      precision: of float32 products: "highest" or "high"; "default" for every other dtype, whose products are exact.
+      precision: mode of float32 products: "highest" or "high"; "default" for every other dtype, whose products are
+        exact.
     """
 
     activation: str | None = "silu"

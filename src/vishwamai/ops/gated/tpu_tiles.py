@@ -66,11 +66,11 @@ class GatedConfig(VmemTiles):
       block_m, block_n, block_k: rows, columns (of either product) and depth of one step.
       gate_every_step: gate the unfinished sums too, which hides behind the matrix unit; False waits for the last step
         of a tile.
-      vmem_bytes: what a step plans to use of VMEM, buffers and sums together.
+      vmem_bytes: bytes of VMEM that a step plans to use, buffers and sums together.
       grad_x: rows, features and hidden units of one step of the gradient of x.
       grad_w: features, hidden units and rows of one step of the gradients of the weights. None in one of both leaves
         the gradient to XLA.
-      grad_vmem_bytes: as `vmem_bytes`, of the larger of both.
+      grad_vmem_bytes: bytes like `vmem_bytes`, the larger of both.
     """
 
     block_m: int = size("rows", block_size=_whole_lanes)

@@ -180,7 +180,7 @@ def linear_cross_entropy(
         parameters are, while `x` has all features of this device's own tokens. The weight is gathered some entries at a
         time, in the dtype of `x` whatever its own is. Its gradient is added up over the devices in the accumulation
         dtype, and leaves split: no device holds the whole of either. Not with probabilities.
-      precision: of float32 products: "highest" (the default) or "high"; None takes the ambient one.
+      precision: mode of float32 products: "highest" (the default) or "high"; None takes the ambient one.
       config: tiles (a `LossConfig` or `ChunkedLossConfig`), a block size in entries, or None.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
 

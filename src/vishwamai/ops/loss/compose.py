@@ -25,7 +25,7 @@ def compose(
       xp: `jax.numpy` or `torch`, whose arrays these are.
       vocab: entries of the whole vocabulary.
       active: bool `[...]`, tokens that are not ignored; `unknown`: those whose label is out of range.
-      shares: what each token counts in the mean: its class weight, or `active` where all weigh the same.
+      shares: weight of each token in the mean: its class weight, or `active` where all weigh the same.
       mass: the sum of each token's probabilities, where the labels are such; else each has one label.
     """
     logsumexp, at_label, total = numbers

@@ -98,10 +98,10 @@ def total_with_gradients(
 
     Args:
       spec: its options; any number of tokens.
-      x, weight, bias, labels: of one group.
+      x, weight, bias, labels: operands of one group.
       shares: `[tokens]`, in the accumulation dtype; a token whose share is 0 is not computed.
-      label_smoothing, z_loss: of `linear_cross_entropy`.
-      of_weight: whether dweight is wanted; else it is None.
+      label_smoothing, z_loss: options of `linear_cross_entropy`.
+      of_weight: bool, False leaves dweight out (None).
     """
     native, acc = _native(spec, x, weight, bias), spec.accumulator
     shapes = [(), x.shape, weight.shape if of_weight else None, None if bias is None else bias.shape]

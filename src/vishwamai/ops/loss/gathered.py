@@ -37,7 +37,7 @@ def numbers(plan: Plan, axis: str, count: int, operands: Operands) -> Outputs:
     """The outputs of each piece, `[count, groups, tokens]`, differentiable.
 
     Args:
-      plan: of one piece, with all its features.
+      plan: plan of one piece, with all its features.
       axis: the mesh axis, inside a `shard_map`.
       operands: the op's, of all entries; the features of `weight` are this device's, in any dtype. No targets.
     """

@@ -32,7 +32,7 @@ class LossGpuConfig(Tiles):
       splits: parts of the vocabulary that the forward pass sums apart.
       block_vocab: entries whose logits' gradient the backward pass holds at a time; it is brought to a multiple of
         `tile_vocab`.
-      warps, stages: of a program that forms logits.
+      warps, stages: counts of a program that forms logits.
       group_m: tiles of tokens that are walked together.
     """
 

@@ -50,8 +50,9 @@ class LossSpec(OpSpec):
 
     Attributes:
       softcap: bound of the logits, or None.
-      precision: of float32 products: "highest" or "high"; "default" for every other dtype, whose products are exact.
-      logit_sum: whether the sum of the logits is wanted.
+      precision: mode of float32 products: "highest" or "high"; "default" for every other dtype, whose products are
+        exact.
+      logit_sum: bool, True computes the sum of the logits.
     """
 
     softcap: float | None = None
@@ -169,7 +170,7 @@ def probabilities(labels: Any, x: Any, floating: bool) -> bool:
 
     Args:
       labels, x: arrays of any framework.
-      floating: whether the labels are.
+      floating: bool, True where the labels are floats.
 
     Raises:
       ShapeError: they are floating and have no axis of the vocab.

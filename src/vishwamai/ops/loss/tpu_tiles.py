@@ -36,7 +36,7 @@ class LossConfig(VmemTiles):
       sub_vocab: entries that are multiplied at once; a multiple of 128.
       block_vocab: entries whose logits' gradient the backward pass holds in HBM at a time; it is brought to a multiple
         of `tile_vocab`.
-      vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
+      vmem_bytes: bytes of VMEM that a step plans to use, buffers and temporaries together.
     """
 
     block_tokens: int = size("tokens", least=LANES)

@@ -73,11 +73,11 @@ def gemm(
       activation: "relu", "relu2" (its square), "silu", "gelu" (exact), "gelu_tanh", "sigmoid", "tanh", or None.
       transpose_a: a is stored with its contracted axis first. No copy is made.
       transpose_b: b is stored with its contracted axis last. No copy is made.
-      precision: of float32 products: "highest" (the default: float32 accuracy) or "high" (three bfloat16 products,
+      precision: mode of float32 products: "highest" (the default: float32 accuracy) or "high" (three bfloat16 products,
         about 16 bits); None takes the ambient one. It has no effect on other dtypes, whose products are exact.
       out_dtype: dtype of the result; by default the dtype of the products, bfloat16 for narrow floats and for two
         narrow operands with block scales, int32 for int8 (float32 with an epilogue).
-      scale_a: what a quantized `a` is to be multiplied by: a scalar, `[M]`, or `[..., M]` with batch axes.
+      scale_a: factor of a quantized `a`: a scalar, `[M]`, or `[..., M]` with batch axes.
       scale_b: the same for `b`: a scalar, `[N]`, or `[..., N]`.
       block_size: about how many rows and columns a tile has; None lets the library choose.
       config: tiles (a `MatmulConfig`), a block size, or None.

@@ -60,9 +60,10 @@ def einsum(
       optimize: how opt_einsum finds the order of contraction: "optimal" (the fewest operations; slow for more than
         about eight operands), "auto", "greedy" ..., True for "auto", False for one step (no use of gemm beyond two
         operands), or the path itself.
-      precision: of float32 products: "highest" (the default: float32 accuracy) or "high"; None takes the ambient one.
-      config: as `gemm` takes it.
-      implementation: as `gemm` takes it.
+      precision: mode of float32 products: "highest" (the default: float32 accuracy) or "high"; None takes the ambient
+        one.
+      config: argument of `gemm`.
+      implementation: argument of `gemm`.
 
     Returns:
       The sum; it is differentiable through gemm's own gradient.

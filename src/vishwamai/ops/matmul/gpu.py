@@ -49,7 +49,7 @@ class MatmulGpuConfig(Tiles):
 
     Attributes:
       block_m, block_n, block_k: edges of a tile, powers of two.
-      warps, stages: of a program; a stage is one pair of tiles in shared memory.
+      warps, stages: counts of a program; a stage is one pair of tiles in shared memory.
       group_m: tiles along M that are walked together.
       num_programs: persistent programs.
     """

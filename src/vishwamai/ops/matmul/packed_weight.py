@@ -147,8 +147,9 @@ def pack_weight(
       transpose: the weight is stored with its contracted axis last.
       isa: instruction set to pack for; by default the one that this process uses ("generic" where the native module is
         missing). Not for a QTensor.
-      activations: of a QTensor; None: "int8", or "exact" for 8-bit floats, which have no other. "int8" rounds each
-        row of the other operand to int8, in the blocks of the weight's scales, or in blocks of 128 where a column has
+      activations: treatment of the other operand of a QTensor; None: "int8", or "exact" for 8-bit floats, which have no
+        other. "int8" rounds each row of the other operand to int8, in the blocks of the weight's scales, or in blocks
+        of 128 where a column has
         one scale: the scale is the block's largest magnitude / 127. Products of bytes are then summed exactly. This is
         what llama.cpp does, and the fastest. "exact" rounds nothing: the weight is dequantized to float32, and products
         are float32's. Use it where rows have outliers that int8 loses.

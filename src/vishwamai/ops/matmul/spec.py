@@ -108,7 +108,8 @@ class MatmulSpec(OpSpec):
       transpose_a: a is stored [K, M].
       transpose_b: b is stored [N, K].
       activation: one of `ACTIVATIONS`, or None.
-      precision: of float32 products: "highest" or "high"; "default" for every other dtype, whose products are exact.
+      precision: mode of float32 products: "highest" or "high"; "default" for every other dtype, whose products are
+        exact.
       out_dtype: dtype of the result and of the pre-activation that the backward pass keeps.
       block_k: numbers along K that share a scale, in an operand whose scale has three axes; 0 where none has.
     """

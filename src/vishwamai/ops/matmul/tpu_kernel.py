@@ -47,7 +47,7 @@ def tile_product(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], precisio
 
     Args:
       axes: the contracted axis of each.
-      precision: of float32 products.
+      precision: mode of float32 products.
       native: the chip multiplies these 8-bit types itself.
     """
     if lhs.dtype in INTEGERS and rhs.dtype in INTEGERS:
@@ -94,7 +94,7 @@ def kernel(
       block_k: depth of the tiles; chunk_k: depth of what is multiplied at once, which divides it.
       steps: steps that one tile takes: tiles of the contracted axis, times the groups that are summed; step: which of
         them this is.
-      offsets: where the blocks of lhs and of rhs begin along K, for those with block scales.
+      offsets: first index along K of the blocks of lhs and of rhs, for operands with block scales.
       own_product: forms the product of a whole tile where the caller knows a better way.
     """
     out_ref, sum_ref = refs.out, refs.sum

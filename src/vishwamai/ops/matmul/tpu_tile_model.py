@@ -66,11 +66,12 @@ class MatmulProblem:
       lhs_bytes, rhs_bytes, out_bytes: bytes of an element, half of one for 4-bit numbers; out_bytes of all results
         together.
       sum_bytes: bytes of an element of a separate sum, 0 where the result is the sum.
-      widened_bytes: of the copy in the products' dtype that each operand's element gets in VMEM, 0 where there is none.
-      epilogue_bytes: of what the compiler keeps for each element of the result while it computes an activation.
+      widened_bytes: size of the copy in the products' dtype of each operand's element in VMEM, 0 without a copy.
+      epilogue_bytes: size of the values that the compiler keeps for each element of the result while it computes an
+        activation.
       rate: multiply-adds a second of one core. bandwidth: bytes a second of one core.
-      granule: what the depth of a tile must be a multiple of, so that its blocks' scales fill whole tiles of memory.
-      deepest: what it may be at most.
+      granule: divisor of the depth of a tile, so that its blocks' scales fill whole tiles of memory.
+      deepest: upper bound of the depth.
       serpentine: the kernel may go over the tiles back and forth.
     """
 

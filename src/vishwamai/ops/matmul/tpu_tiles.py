@@ -46,7 +46,7 @@ class MatmulConfig(VmemTiles):
         `tpu_stream`; 0 for the usual pipeline of two.
       cores: cores that share such a product's columns.
       unpack: how such a product reads a narrow weight, see `tpu_unpack`.
-      vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
+      vmem_bytes: bytes of VMEM that a step plans to use, buffers and temporaries together.
       serpentine: the forward product goes over its tiles back and forth, on a chip of one core, see `tpu_serpentine`.
     """
 

@@ -107,7 +107,7 @@ def moe_dispatch(
 
     Args:
       tokens: `[..., d]`, the T tokens that `routing` was made of.
-      routing: from `moe_routing`.
+      routing: result of `moe_routing`.
       capacity_factor: None to drop nothing.
 
     Returns:
@@ -213,8 +213,8 @@ def moe_combine(rows: Float[Array, "R d"], dispatch: Dispatch, routing: Routing)
 
     Args:
       rows: `[R, d]`, the experts' results in the order of `dispatch.rows`.
-      dispatch: from `moe_dispatch`.
-      routing: from `moe_routing`.
+      dispatch: result of `moe_dispatch`.
+      routing: result of `moe_routing`.
 
     Returns:
       `[T, d]` in the dtype of `rows`; sums are float32 (float64 for float64).

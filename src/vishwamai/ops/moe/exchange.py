@@ -58,13 +58,13 @@ def all_to_all_grouped_gemm(
         for each device.
       axis: the mesh axis over which the experts are split.
       bias: `[experts, columns]`, added to the rows of each expert.
-      out_dtype: as in `grouped_gemm`.
+      out_dtype: argument of `grouped_gemm`.
       overlap: True for pieces, False for the all-to-all and the product one after the other. None lets the model of the
         links decide (`estimate_exchange`), which knows TPUs alone; `vishwamai.explain` gives both times.
-      links: of `axis_links(mesh, axis)`, for `overlap=None`. None takes those of the mesh that `jax.set_mesh` has put
-        in force, else a line of neighbours.
-      config: as in `grouped_gemm`.
-      implementation: as in `grouped_gemm`.
+      links: `AxisLinks` of `axis_links(mesh, axis)`, for `overlap=None`. None takes those of the mesh that
+        `jax.set_mesh` has put in force, else a line of neighbours.
+      config: argument of `grouped_gemm`.
+      implementation: argument of `grouped_gemm`.
 
     Returns:
       (`[devices, room, columns]`, the products of the rows from each device, 0 where a buffer has no row; `[devices,
@@ -120,13 +120,13 @@ def grouped_gemm_all_to_all(
       rhs: this device's experts, as in `all_to_all_grouped_gemm`.
       group_sizes: `[devices, experts]`, the rows from each device for each of this device's experts, as
         `all_to_all_grouped_gemm` gives them.
-      axis: as in `all_to_all_grouped_gemm`.
-      bias: as in `all_to_all_grouped_gemm`.
-      out_dtype: as in `grouped_gemm`. Results travel in it too.
-      overlap: as in `all_to_all_grouped_gemm`.
-      links: as in `all_to_all_grouped_gemm`.
-      config: as in `grouped_gemm`.
-      implementation: as in `grouped_gemm`.
+      axis: argument of `all_to_all_grouped_gemm`.
+      bias: argument of `all_to_all_grouped_gemm`.
+      out_dtype: argument of `grouped_gemm`. Results travel in it too.
+      overlap: argument of `all_to_all_grouped_gemm`.
+      links: argument of `all_to_all_grouped_gemm`.
+      config: argument of `grouped_gemm`.
+      implementation: argument of `grouped_gemm`.
 
     Returns:
       `[devices, room, columns]`, what each device's experts made of this device's rows, in their places.

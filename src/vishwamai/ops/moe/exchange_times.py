@@ -24,7 +24,7 @@ class ExchangeEstimate:
       product: the products of all rows of one device, and the sorting of what travels.
       exchange: XLA's all-to-all.
       piece: the products of one piece, and the copy of what travels.
-      transfers: for each step the time until the pieces of the devices so many places away have arrived.
+      transfers: seconds of each step until the pieces of the devices so many places away have arrived.
       pieces: how many pieces.
     """
 
@@ -100,9 +100,9 @@ def estimate_exchange(
 
     Args:
       room: rows of the buffer that one device sends to another. k, n: of the products.
-      experts: of one device.
-      dtype: of operands and result. links: of `axis_links(mesh, axis)`.
-      rows: of a buffer, those in use, on average; None for all.
+      experts: number of experts of one device.
+      dtype: dtype of operands and result. links: `AxisLinks` of `axis_links(mesh, axis)`.
+      rows: mean number of a buffer's rows in use; None for all.
       results: the products' results travel, and not their rows.
 
     Raises:
@@ -155,7 +155,7 @@ def decide(
     """Whether an exchange is made in pieces, and why in words.
 
     Args:
-      name: of the public function. axis: the mesh axis. size: how many devices it has.
+      name: the public function's name. axis: the mesh axis. size: number of its devices.
       overlap, links: its arguments. estimates: of its exchanges.
 
     Raises:

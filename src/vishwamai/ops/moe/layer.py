@@ -96,17 +96,17 @@ def moe_layer(
       up: `[E, d, f]`.
       down: `[E, f, d]`.
       top_k: experts of each token.
-      biases: of the experts: (gate `[E, f]`, up `[E, f]`, down `[E, d]`), each may be None; or None for none. Over
+      biases: the experts' biases: (gate `[E, f]`, up `[E, f]`, down `[E, d]`), each may be None; or None for none. Over
         several devices, this device's experts', like the weights.
       activation: "silu", "gelu", "gelu_tanh", "relu" or "relu2"; or "swigluoai", gpt-oss's clamped unit of gate g and
         up u, `g sigmoid(1.702 g) (u + 1)` of `g = min(g, limit)` and u within `limit` either way.
-      limit: of "swigluoai".
+      limit: clamp of "swigluoai".
       capacity_factor: rows of each expert as a multiple of its even share, see `moe_dispatch`; over several devices
         each device's tokens have a capacity of their own. None drops nothing.
       expert_axis: the mesh axis over which experts and tokens are split, or (outer, inner).
       exchange: "dense" (every pair of devices exchanges buffers of one size) or "ragged" (rows alone travel, by
         `jax.lax.ragged_all_to_all`, which XLA has on TPU and GPU, not on CPU; one axis).
-      exchange_factor: without a capacity, rows that one device may send to another as a multiple of the even share
+      exchange_factor: rows, without a capacity, that one device may send to another as a multiple of the even share
         `T * k / devices`; what is beyond is dropped and counted. None makes room for the worst case, T * k, and drops
         nothing.
       overlap: True sends the rows in pieces, whose transfers hide behind the products of others
@@ -116,9 +116,9 @@ def moe_layer(
       expert_places: `[E]`, where each expert's weights and biases lie among the E places of all devices
         (`vishwamai.parallel.ExpertPlacement.places`); None for the experts' own order. The result is the same, but that
         an `exchange_factor` drops what is beyond it of other devices.
-      implementation: of the grouped products.
-      config: of the grouped products.
-      **routing_options: of `moe_routing`: scoring, bias, logit_bias, normalize, scale, num_groups, top_groups,
+      implementation: name for the grouped products.
+      config: configuration of the grouped products.
+      **routing_options: options of `moe_routing`: scoring, bias, logit_bias, normalize, scale, num_groups, top_groups,
         group_score, jitter, key.
 
     Returns:

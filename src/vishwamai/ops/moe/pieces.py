@@ -40,7 +40,7 @@ class Pieces:
 
     Attributes:
       axis: the mesh axis. size: how many devices it has.
-      config, implementation, out_dtype: of the grouped products.
+      config, implementation, out_dtype: options of the grouped products.
     """
 
     axis: str
@@ -136,9 +136,9 @@ def depart(pieces: Pieces, rows: Iterable[Any], weights: Weights, arriving: Any)
     """The products of this device's rows go back to where the rows came from.
 
     Args:
-      rows: for each of `pieces.distances`, `[room, in]`: of the piece from the device so far before.
+      rows: `[room, in]` for each of `pieces.distances`: rows of the piece from the device so far before.
       weights: one pair.
-      arriving: as in `arrive`.
+      arriving: argument of `arrive`.
 
     Returns:
       `[size, room, out]`, what comes from each device.
@@ -153,7 +153,7 @@ def there_and_back(
     """`[size, room, out]`: what the experts of each device make of the rows `[size, room, in]` for it.
 
     Args:
-      arriving: as in `arrive`.
+      arriving: argument of `arrive`.
       first: the weights of the first products. unit: of these products, row by row. last: of the product after it.
     """
     hidden = [unit(*products) for products in arrive(pieces, rows, first, arriving)]

@@ -28,7 +28,7 @@ class ExpertPlacement:
 
     Attributes:
       order: the expert of each place.
-      devices: that hold equal shares of the places.
+      devices: number of devices, which hold equal shares of the places.
 
     Raises:
       ShapeError: `order` is not a permutation, or `devices` does not divide it.
@@ -71,8 +71,8 @@ class PlacementChange:
       placement: the new one.
       before: load of the fullest device as a multiple of the mean, of the old placement. after: of the new one.
       moves: experts that change their device.
-      bytes: of them, of all their arrays.
-      seconds: of the move at the least, by the links; None where they are not known.
+      bytes: size of the moved experts, of all their arrays.
+      seconds: lower bound of the move's time, by the links; None where they are not known.
     """
 
     placement: ExpertPlacement
@@ -86,7 +86,7 @@ class PlacementChange:
         """Steps until the move is paid for; infinity where nothing is gained, 0 where it costs nothing that is known.
 
         Args:
-          expert_seconds: of a step's products of experts on a device with the mean load.
+          expert_seconds: time of a step's products of experts on a device with the mean load.
         """
         gain = (self.before - self.after) * expert_seconds
         return (self.seconds or 0.0) / gain if gain > 0 else float("inf")
@@ -108,8 +108,8 @@ def place_experts(
     Args:
       counts: `[experts]` tokens that chose each expert, `Routing.expert_counts` of a step, or a mean over steps.
       placement: the one in force, or a number of devices, over which experts lie in their order.
-      expert_bytes: of one expert's weights, and of all that moves with them, such as an optimizer's moments.
-      links: of the axis of the experts, `axis_links`, for the time of the move.
+      expert_bytes: size of one expert's weights and of everything that moves with them, such as an optimizer's moments.
+      links: `AxisLinks` of the axis of the experts (`axis_links`), for the time of the move.
 
     Raises:
       ShapeError: the counts are not one number of zero or more for each expert.

@@ -90,7 +90,7 @@ def moe_routing(
         alone, as in Mixtral and gpt-oss.
       scale: factor of the weights after that.
       num_groups: cut the experts into as many groups; top_groups: and choose among the best so many.
-      group_score: of a group: "top2", the sum of its two best experts' (DeepSeek-V3), or "max", its best expert's
+      group_score: score of a group: "top2", the sum of its two best experts' (DeepSeek-V3), or "max", its best expert's
         (DeepSeek-V2).
       jitter: multiply tokens by uniform noise in `[1 - jitter, 1 + jitter]` before scoring (Switch); needs `key`.
       key: a random key, for jitter.

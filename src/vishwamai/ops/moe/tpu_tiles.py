@@ -31,8 +31,8 @@ class GroupedTile(Tiles):
     """Tiles of one product, in elements; each is clamped to the array.
 
     Attributes:
-      rows, columns, depth: of one step. For the weights' gradient the depth is the columns of lhs, and the rows are
-        what is contracted.
+      rows, columns, depth: sizes of one step. For the weights' gradient the depth is the columns of lhs, and the rows
+        are what is contracted.
       chunk_rows: rows multiplied at once. small_rows: the same for what is left of a group.
       chunk_depth: depth multiplied at once; divides that of the block, or that is the whole depth.
       matrix_buffers: groups' matrices in VMEM at once, 2 or 3, where one stays there for all visits of its group: one
@@ -64,7 +64,7 @@ class GroupedConfig(VmemTiles):
 
     Attributes:
       forward, grad_lhs, grad_rhs: the tiles of each product.
-      vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
+      vmem_bytes: bytes of VMEM that a step plans to use, buffers and temporaries together.
     """
 
     forward: GroupedTile = part(GroupedTile)

@@ -39,7 +39,7 @@ class NormConfig(RowTiles):
     """Tiles of the TPU kernel.
 
     Attributes:
-      claimed_vmem_bytes: what the call claims of VMEM at least.
+      claimed_vmem_bytes: bytes of VMEM that the call claims at least.
     """
 
     claimed_vmem_bytes: int = 0

@@ -183,11 +183,11 @@ def ragged_paged_attention(
         seen by all; so are new tokens from `columns` on up to the query's own, so a batch may hold prefills beside
         trees whose rows are True. `window` and `alibi_slopes` count keys, not depths. "pallas_tpu" takes up to 1024
         columns.
-      q_scale: what queries are multiplied by: a number, or `[kv_heads]` (of the query heads that share a kv head, as
+      q_scale: factor of the queries: a number, or `[kv_heads]` (of the query heads that share a kv head, as
         FlashAttention's `q_descale`). It becomes a factor of `k_scale`, so every implementation serves it.
-      k_scale: what stored keys are multiplied by: a number, or `[kv_heads]`.
+      k_scale: factor of stored keys: a number, or `[kv_heads]`.
       v_scale: the same for stored values.
-      latent_dim: for latent pages, columns of the value. `query` then holds the absorbed queries `[latent_dim]` and the
+      latent_dim: columns of the value, for latent pages. `query` then holds the absorbed queries `[latent_dim]` and the
         rotated part `[rope_dim]` in a row.
       max_q_len: no sequence has more queries than this. 1 promises that the call is a step of decoding, whose program
         is smaller; None promises nothing.

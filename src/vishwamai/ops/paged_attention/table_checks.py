@@ -25,7 +25,7 @@ def check_table_values(
       name: the public function, for the error.
       pool: (pages, page_size).
       tokens: rows of the query, or of the new keys.
-      max_q_len: what the caller promises of the sequences' new tokens.
+      max_q_len: the caller's bound of the sequences' new tokens.
       positions: how many the tables have that the new keys are rotated by, None where they are not.
 
     Raises:

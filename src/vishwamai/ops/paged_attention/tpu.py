@@ -110,7 +110,7 @@ def _call(
     """The results, and the logsumexp or None; see `PagedRefs` for their shapes. Items that do not exist hold anything.
 
     Args:
-      before: of long runs, the results `[T, heads, Dv]` into which theirs are written.
+      before: results `[T, heads, Dv]` that those of long runs are written into.
     """
     number = blocks.sequence.shape[0]
     per_block = spec.heads // row_blocks(spec, shape)

@@ -52,7 +52,7 @@ class ShortRuns:
         Args:
           ahead: position of the first query, counted from the block's first key: a key at `ahead` or less is seen by
             it, one more by every query after it; new: of the sequence's first new token, if there is a tree of them.
-          slot: where the block is; q_slot: where the queries are.
+          slot: buffer of the block; q_slot: buffer of the queries.
         """
         refs = self.refs
         if refs.hidden is None:

@@ -46,7 +46,7 @@ class PagedConfig(VmemTiles):
       chunk_keys: keys whose scores are held at once, of short runs; long_chunk_keys: of long runs.
       cores: TensorCores that share the work.
       unpack: how pages of 8 and 4 bits are widened, see `tpu_unpack`; "shift" is what every chip can.
-      vmem_bytes: what a step plans to use of VMEM, buffers and temporaries together.
+      vmem_bytes: bytes of VMEM that a step plans to use, buffers and temporaries together.
     """
 
     block_keys: int = size("keys", block_size=lambda tiles, n: n)

@@ -57,11 +57,11 @@ def update_pages(
       kv_pages: any of the three forms of `ragged_paged_attention`.
       key: `[tokens, kv_heads, head_dim]`; for latent pages `[tokens, latent_dim + rope_dim]`, further columns become 0.
       value: `[tokens, kv_heads, value_dim]`, None for latent pages.
-      kv_lens: as there; the lengths include the new tokens.
-      page_indices: as there.
-      cu_q_lens: as there.
-      num_seqs: as there.
-      k_scale: what stored keys will be multiplied by, a number or `[kv_heads]`. Keys are divided by it; for int8
+      kv_lens: argument of `ragged_paged_attention`; the lengths include the new tokens.
+      page_indices: argument of `ragged_paged_attention`.
+      cu_q_lens: argument of `ragged_paged_attention`.
+      num_seqs: argument of `ragged_paged_attention`.
+      k_scale: later factor of stored keys, a number or `[kv_heads]`. Keys are divided by it; for int8
         and int4 they are rounded to the nearest and clipped to -127 ... 127 and -7 ... 7, for 8-bit floats clipped to
         the largest finite number.
       v_scale: the same for values.

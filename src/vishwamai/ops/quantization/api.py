@@ -71,7 +71,7 @@ def quantize(
       scale: "absmax" (the largest number of a block becomes the largest of the format) or "percentile" (a percentile of
         the magnitudes does, and what is beyond saturates). The MX formats' scale is the power of two at or below
         absmax, as their specification has it.
-      percentile: of the magnitudes, in (0, 100].
+      percentile: share of the magnitudes, in (0, 100].
       rounding: "nearest" (ties to even) or "stochastic" (unbiased, with `key`).
       key: a random key, for stochastic rounding.
 
@@ -167,7 +167,7 @@ def fake_quantize(x: Float[Array, ...], format: str = "int8", **options: Any) ->
 
     Args:
       x: any floating array.
-      format: as in `quantize`, as are `options`.
+      format: argument of `quantize`, like `options`.
 
     >>> import jax, jax.numpy as jnp
     >>> jax.grad(lambda x: (fake_quantize(x, "int4") ** 2).sum())(jnp.array([0.5, 7.0]))

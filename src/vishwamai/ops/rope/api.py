@@ -103,7 +103,7 @@ def apply_rope(
       rotary_dim: how many of a head's first features turn (even); None for all.
       interleaved: pairs are neighbours (GPT-J, DeepSeek); else feature i turns with feature i + rotary_dim / 2
         (GPT-NeoX, Llama).
-      layout: of the arrays: "bhsd", or "bshd" for `[batch, seq, heads, head_dim]`.
+      layout: axes of the arrays: "bhsd", or "bshd" for `[batch, seq, heads, head_dim]`.
       config: tiles (a `RopeConfig`), a block size in positions, or None.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
 

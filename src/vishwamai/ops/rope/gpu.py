@@ -35,8 +35,8 @@ class RopeGpuConfig(Tiles):
     """Tiles of the Triton kernel.
 
     Attributes:
-      positions: that a program turns, a power of two.
-      heads: of the query that it turns, one after another; of the key, a like share.
+      positions: number that a program turns, a power of two.
+      heads: number of query heads that it turns, one after another; a like share of the key's.
       warps: warps of a program.
     """
 

@@ -75,7 +75,7 @@ class NtkScaling(RopeScaling):
     2023).
 
     Attributes:
-      factor: by how much the context is stretched.
+      factor: ratio of the stretched context to the original.
       original_max_positions: None for the fixed form, `theta * factor^(d / (d - 2))`. With it the dynamic form
         (emozilla, 2023): the plain frequencies up to that length, and beyond it
         `factor * length / original_max_positions - (factor - 1)` in place of `factor`.
@@ -144,7 +144,7 @@ class YarnScaling(RopeScaling):
     """YaRN: a ramp over the pairs from plain to stretched frequencies, and a temperature. Peng et al., "YaRN" (2023).
 
     Attributes:
-      factor: by how much the context is stretched.
+      factor: ratio of the stretched context to the original.
       original_max_positions: length of the original context.
       beta_fast, beta_slow: turns in the original context where the ramp starts and ends.
       mscale, mscale_all_dim: DeepSeek's pair of coefficients of the temperature; 0 for none.
@@ -202,9 +202,9 @@ class LongRopeScaling(RopeScaling):
     Attributes:
       short_factor, long_factor: `rotary_dim / 2` divisors each.
       original_max_positions: length of the original context.
-      factor: by how much it is stretched; enters the factor on cos and sin only,
+      factor: ratio of the stretched context to the original; enters the factor on cos and sin only,
         `sqrt(1 + ln(factor) / ln(original_max_positions))`.
-      attention_factor: that factor itself, or None.
+      attention_factor: float in place of that factor, or None.
 
     >>> LongRopeScaling((1.0, 1.0), (2.0, 4.0), 4096).frequencies(4, 10000.0, 5000).tolist()
     [0.5, 0.0025]

@@ -57,7 +57,7 @@ def tables(
 
     Args:
       positions: integers `[...]`; with `MRopeScaling`, `[3, ...]`.
-      length: of the sequence, where the caller knows it; else the largest position and one more, found while the
+      length: sequence length, where the caller knows it; else the largest position and one more, found while the
         program runs.
     """
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32

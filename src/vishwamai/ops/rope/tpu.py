@@ -55,7 +55,7 @@ class RopeConfig(VmemTiles):
     Attributes:
       block_positions: positions that one grid step holds in VMEM, with all their heads.
       chunk_positions: positions that are turned together in registers; divides `block_positions`.
-      vmem_bytes: what a step plans to use of VMEM.
+      vmem_bytes: bytes of VMEM that a step plans to use.
     """
 
     # Eight rows of the tables make a tile, of which "bshd" may turn fewer at a time.

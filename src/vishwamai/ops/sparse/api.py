@@ -52,14 +52,14 @@ def block_sparse_matmul(
       dense: `[..., rows]` (`[..., columns]` if `transpose`), bfloat16, float16, float32 or float64; sums are float32
         (float64 for float64).
       values: `[blocks, block_rows, block_columns]`, of the same dtype. Blocks at one place add up.
-      indices: where each block stands: integers `[blocks, 2]` of (block row, block column) in any order (block COO); or
+      indices: position of each block: integers `[blocks, 2]` of (block row, block column) in any order (block COO); or
         a pair of `[block rows + 1]` and `[blocks]`: where each block row starts, and the blocks' columns (block CSR).
         NumPy arrays are checked, and give S's width; traced ones may change from call to call without a compilation,
         and those out of range are clipped, or an error of the program under `KernelConfig(checks=True)`.
       shape: (rows, columns) of S, multiples of the block's. None: as many as `dense` has features, by as many as the
         indices reach.
       transpose: multiply by S^T.
-      precision: of float32 products: "high" or "highest" (what "default" means too); None for the ambient one.
+      precision: mode of float32 products: "high" or "highest" (what "default" means too); None for the ambient one.
       config: tiles (a `SparseConfig`), a number of dense rows, or None.
       implementation: name of the implementation to use, or None for the best one; see `vishwamai.explain`.
 

@@ -33,10 +33,10 @@ class SparseGpuConfig(Tiles):
     Attributes:
       block_m: dense rows of a program.
       block_n, block_k: columns of the result, and features that a step contracts.
-      warps, stages: of a program.
+      warps, stages: counts of a program.
       backward_k: dense rows that a step of the values' gradient sums; that of the dense operand is the product again.
       backward_n: its largest tile, in rows and columns of a block.
-      backward_warps, backward_stages: of its programs.
+      backward_warps, backward_stages: counts of the backward pass's programs.
     """
 
     block_m: int = size("rows", block_size=lambda tiles, n: min(128, max(16, gpu.next_power_of_2(n))))

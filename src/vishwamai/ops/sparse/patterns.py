@@ -80,8 +80,8 @@ def bigbird(
     Args:
       window: blocks of the window, odd: the own block and (window - 1) / 2 to each side.
       global_blocks: leading blocks that are rows and columns without a gap.
-      random_blocks: for every query block, drawn from those that it would not see.
-      seed: of the random blocks.
+      random_blocks: number for every query block, sampled from those that it would not see.
+      seed: integer seed of the random blocks.
       heads: draw them for each head on its own: `[heads, q_blocks, kv_blocks]`; None for one mask without that axis.
 
     >>> bigbird(16).sum(1).tolist()[1:4]

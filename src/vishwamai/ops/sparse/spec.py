@@ -35,9 +35,9 @@ class SparseSpec(OpSpec):
     """`dense @ S`, or `dense @ S^T`, where S `[rows, columns]` is made of the blocks `values` at `indices`.
 
     Attributes:
-      rows, columns: of S; multiples of the block's.
+      rows, columns: sizes of S; multiples of the block's.
       transpose: multiply by S^T.
-      precision: of float32 products; see `core.precision`.
+      precision: mode of float32 products; see `core.precision`.
     """
 
     rows: int = 0

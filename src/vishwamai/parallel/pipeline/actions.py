@@ -30,8 +30,8 @@ class Action:
       kind: "F" forward, "I" input gradient, "W" weight gradient; "SEND_F" sends the part's output to the next part and
         "RECV_F" receives the part's input; "SEND_B" sends the gradient of the part's input to the part before and
         "RECV_B" receives the gradient of the part's output.
-      part: of the model, from 0.
-      microbatch: from 0.
+      part: number of the model's part, from 0.
+      microbatch: number, from 0.
 
     >>> print(Action("SEND_F", 2, 0))
     2SEND_F0
@@ -61,7 +61,7 @@ class Schedule:
     Attributes:
       stage: its number, from 0.
       parts: the parts of the model that it holds.
-      actions: in order. A send does not wait for its receiver; a receive waits until the value has arrived.
+      actions: sequence in order. A send does not wait for its receiver; a receive waits until the value has arrived.
 
     >>> print(Schedule.parse(0, [0], "0F0 0SEND_F0 0RECV_B0 0I0 0W0"))
     stage 0: 0F0 0SEND_F0 0RECV_B0 0I0 0W0

@@ -221,7 +221,7 @@ def _run(
     ends = Ends(
         enter=lambda m: inputs[m],
         gradients=jnp.zeros_like(inputs),
-        left=lambda found, m, dx: found.at[m].set(dx),
+        left=lambda gradients, m, dx: gradients.at[m].set(dx),
         params=loss_params,
         loss=mean,
     )

@@ -20,7 +20,7 @@ class PipelineScheduler:
       kind: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v" or "dualpipe_v".
       microbatch_size: rows of a microbatch.
       chunks: parts of the model on each stage, for "interleaved_1f1b". The V-shaped schedules have 2, the others 1.
-      max_activations: what a stage may hold, as `check_schedules` counts it; None for any number.
+      max_activations: bound of a stage's activations, as `check_schedules` counts it; None for any number.
 
     Raises:
       ScheduleError: the kind is unknown, or a number is not positive.

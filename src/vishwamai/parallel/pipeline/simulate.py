@@ -18,8 +18,8 @@ class ActionTimes:
     """Times of one part, in any one unit.
 
     Attributes:
-      forward: of "F". input_gradient: of "I". weight_gradient: of "W".
-      transfer: from a send to the moment when the value has arrived. The stage computes meanwhile.
+      forward: seconds of "F". input_gradient: seconds of "I". weight_gradient: seconds of "W".
+      transfer: seconds from a send to the arrival of the value. The stage computes meanwhile.
     """
 
     forward: float = 1.0
@@ -46,8 +46,8 @@ class Timeline:
     """What `simulate` gives.
 
     Attributes:
-      spans: for every stage its "F", "I" and "W", in order.
-      peak_activations: for every stage the most that it holds, in activations of one microbatch through all parts of a
+      spans: "F", "I" and "W" of every stage, in order.
+      peak_activations: largest number that every stage holds, in activations of one microbatch through all parts of a
         stage. They are held from the forward pass to the end of the weight gradient.
     """
 

@@ -24,8 +24,8 @@ class Ends(NamedTuple):
 
     Attributes:
       enter: `m -> x`, the input of the first part.
-      gradients: where the gradients of `enter` add up, before the first.
-      left: `(found, m, dx) -> found`, with the gradient of microbatch `m` added.
+      gradients: initial sum of the gradients of `enter`.
+      left: `(gradients, m, dx) -> gradients`, with the gradient of microbatch `m` added.
       params: pytree of the floating parameters of `loss`.
       loss: `(params, y, m) -> (scalar, sums)`. The gradients are those of the sum of the scalars over all microbatches;
         `sums` is a pytree of scalars to add up.
@@ -42,11 +42,11 @@ class Found(NamedTuple):
     """What one device has found, to be added up over the devices that share it.
 
     Attributes:
-      sums: of the loss, in float32; zeros on all stages but that of the last part.
+      sums: loss sums, float32; zeros on all stages but that of the last part.
       params: gradients of the stage's parameters. ends: those of `Ends.params`. Both in float32 at least; without
         gradients, the former are () and the latter zeros.
       entry: `Ends.gradients` with all gradients added.
-      seen: what the parts have seen, each leaf `[chunks, ...]`, added up over the microbatches.
+      seen: values that the parts have seen, each leaf `[chunks, ...]`, added up over the microbatches.
     """
 
     sums: Tree
@@ -99,8 +99,8 @@ def run_stage(
 
     Args:
       part: `(params of one part, x, given, frozen) -> y`, like `x`.
-      ends: what comes before and after the parts.
-      ticks: of the schedules.
+      ends: functions before and after the parts.
+      ticks: table of the schedules.
       axis: the mesh axis of the stages.
       params: pytree of arrays `[chunks, ...]`, those of the stage's parts.
       table: int32 `[ticks, 1, columns]`, the stage's column of `ticks.table`.
@@ -185,7 +185,7 @@ def run_stage(
         dx, between = split.input_gradient(local_rows(row), saved, dy, *also(row))
         with chosen_by("first"):
             entry = jax.lax.cond(
-                row["first"] == 1, ends.left, lambda found, m, dx: found, state["entry"], row["microbatch"], dx
+                row["first"] == 1, ends.left, lambda gradients, m, dx: gradients, state["entry"], row["microbatch"], dx
             )
         return state | {
             "values": state["values"].at[row["write"]].set(dx),

@@ -51,7 +51,7 @@ class Ticks:
       values: slots for activations and gradients between parts. residuals: for what the forward pass keeps. between:
         for what the input gradient keeps for the weight gradient.
       order: the parts in the order of stages, then of each stage's chunks.
-      up: whether any value goes up. down: whether any goes down.
+      up: bool, True where a value goes up. down: bool, True where one goes down.
     """
 
     table: np.ndarray

@@ -73,6 +73,6 @@ def _measure(kernels: Any, runner: Runner, shape: _Shape, on_tpu: bool, repeats:
     return {
         "throughput": median.tflops,
         "latency_ms": median.seconds * 1e3,
-        "memory_efficiency": median.useful / median.held,
+        "memory_efficiency": median.useful / median.allocated,
         "device": median.device,
     }

@@ -29,10 +29,10 @@ class Run:
 
     Attributes:
       name: the method.
-      seconds: from the call to the finished result, without compilation.
+      seconds: time from the call to the finished result, without compilation.
       flops: floating-point operations: what the operations count, or, where there are none of ours, what the compiler
         counts.
-      held: bytes of operands, results and temporaries; `useful`: without the temporaries.
+      allocated: bytes of operands, results and temporaries; `useful`: without the temporaries.
       dtype: whose peak counts.
       device: the `device_kind` that it ran on.
     """
@@ -40,7 +40,7 @@ class Run:
     name: str
     seconds: float
     flops: float
-    held: int
+    allocated: int
     useful: int
     dtype: str
     device: str
@@ -72,7 +72,7 @@ class _Program:
     flops: float
     dtype: str
     useful: int
-    held: int
+    allocated: int
 
 
 class Runner:
@@ -126,7 +126,7 @@ class Runner:
             raise translated(name, error) from error
         seconds = time.perf_counter() - start
         device = jax.devices()[0].device_kind
-        self.last = Run(name, seconds, program.flops, program.held, program.useful, program.dtype, device)
+        self.last = Run(name, seconds, program.flops, program.allocated, program.useful, program.dtype, device)
         return result
 
     def _kernel(self, name: str, function: Callable[..., Any], donate: bool, requested: dict[str, Any]) -> Kernel:
@@ -169,12 +169,12 @@ def _work(kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]) -> tup
     plans = record_plans(
         lambda *arrays: kernel.function(*call.arguments(arrays)[0], **call.arguments(arrays)[1]), *arrays
     )
-    counted = [(work(plan)[0] or 0, plan) for plan in plans]
-    if not counted:
+    weighted = [(work(plan)[0] or 0, plan) for plan in plans]
+    if not weighted:
         return 0.0, "float32"
-    _, largest = max(counted, key=lambda item: item[0])
+    _, largest = max(weighted, key=lambda item: item[0])
     first = next(x for x in largest.spec.operands if x is not None)
-    return float(sum(flops for flops, _ in counted)), str(getattr(largest.spec, "compute_dtype", first.dtype))
+    return float(sum(flops for flops, _ in weighted)), str(getattr(largest.spec, "compute_dtype", first.dtype))
 
 
 def memory_in_use() -> float:

@@ -74,9 +74,9 @@ def sequence_parallel_attention(
     mask = boolean(attention_mask)
     if mask is not None:
         mask = jnp.reshape(mask, (1,) * (4 - mask.ndim) + mask.shape)
-    split, whole = PartitionSpec(None, None, "sequence"), PartitionSpec()
+    split, unsplit = PartitionSpec(None, None, "sequence"), PartitionSpec()
     around = columns % len(devices) == 0 and (rows == columns or not causal)
-    mask_spec = split if mask is not None and mask.shape[2] == rows else whole
+    mask_spec = split if mask is not None and mask.shape[2] == rows else unsplit
 
     def one_device(query: Any, key: Any, value: Any, mask: Any, dropout_key: Any) -> Any:
         device = jax.lax.axis_index("sequence")
@@ -87,11 +87,11 @@ def sequence_parallel_attention(
             first = device * query.shape[2]
             seen = (first + jnp.arange(query.shape[2]))[:, None] >= jnp.arange(columns)
             mask = seen if mask is None else mask & seen
-        own = None if dropout_key is None else jax.random.fold_in(dropout_key, device)
-        return attention(query, key, value, mask, own, dropout_rate=dropout_rate, causal=False)
+        device_key = None if dropout_key is None else jax.random.fold_in(dropout_key, device)
+        return attention(query, key, value, mask, device_key, dropout_rate=dropout_rate, causal=False)
 
-    keys = split if around else whole
-    specs = (split, keys, keys, mask_spec, whole)
+    keys = split if around else unsplit
+    specs = (split, keys, keys, mask_spec, unsplit)
     return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=split)(query, key, value, mask, dropout_key)
 
 
@@ -146,8 +146,10 @@ def routing(
                 f"of shape ({width}, {num_experts})."
             )
             router_weights = jax.random.normal(jax.random.key(0), (width, num_experts)) * width**-0.5
-    found = vishwamai.moe_routing(tokens if dtype is None else tokens.astype(dtype), router_weights, num_experts, top_k)
-    return found if load_balancing else found._replace(load_balance_loss=None, z_loss=None)
+    result = vishwamai.moe_routing(
+        tokens if dtype is None else tokens.astype(dtype), router_weights, num_experts, top_k
+    )
+    return result if load_balancing else result._replace(load_balance_loss=None, z_loss=None)
 
 
 LAYER_NORM_EPS = 1e-5
@@ -181,10 +183,10 @@ def batch(inputs: Sequence[Any], parameters: Any, *, operation_type: str) -> lis
         stacked = [jnp.stack(column) for column in zip(*calls)]
         result = jax.vmap(lambda *arrays: operation(*arrays, **parameters))(*stacked)
         return [jax.tree.map(lambda y, i=i: y[i], result) for i in range(len(calls))]
-    return [operation(*call, **keywords) for call, keywords in zip(calls, each(parameters, len(calls)))]
+    return [operation(*call, **keywords) for call, keywords in zip(calls, parameters_of(parameters, len(calls)))]
 
 
-def each(parameters: Any, count: int) -> list[dict[str, Any]]:
+def parameters_of(parameters: Any, count: int) -> list[dict[str, Any]]:
     """The keywords of every call.
 
     Raises:

@@ -38,14 +38,14 @@ class TPUv4Kernels:
     Inside `jax.jit` or `jax.grad` the methods are traced like any function, and not measured.
 
     Args:
-      precision: of float32 products: "bfloat16" (operands rounded, sums float32), "float16" (no TPU has it), "float32",
-        "high" (three bfloat16 products), "highest", or "default" (the ambient one).
+      precision: mode of float32 products: "bfloat16" (operands rounded, sums float32), "float16" (no TPU has it),
+        "float32", "high" (three bfloat16 products), "highest", or "default" (the ambient one).
       optimization_level: "aggressive" reads the tuned tiles, "conservative" takes the heuristic ones.
       enable_xla_fusion: each call is one jitted program, in which XLA fuses what surrounds a kernel. False runs JAX's
         operations one by one.
       memory_layout_optimization: the compiler chooses the memory layout of results instead of row-major order; one
         layout exists on the CPU, so there it changes nothing.
-      seed: of the dropout keys, where a call gives none.
+      seed: integer seed of the dropout keys, where a call gives none.
 
     Raises:
       KernelError: an option has no such value.
@@ -175,7 +175,7 @@ class TPUv4Kernels:
 
         Args:
           a: `[..., M, K]`, or `[..., K, M]` with `transpose_a`; b: `[..., K, N]`, or `[..., N, K]` with `transpose_b`.
-          precision: as the object's, for this call; None takes the object's.
+          precision: mode of this call's products; None takes the object's.
           algorithm: "tpu_optimized" or "auto" lets the library choose the kernel; any other text names an
             implementation ("xla", "pallas_tpu").
 
@@ -243,10 +243,10 @@ class TPUv4Kernels:
             return self._run(
                 "batch_operations", operations.batch, list(inputs), parameters or {}, operation_type=operation_type
             )
-        keywords = operations.each(parameters, len(inputs))
+        keywords = operations.parameters_of(parameters, len(inputs))
         return [
-            self._run("batch_operations", operations.batch, [x], own, operation_type=operation_type)[0]
-            for x, own in zip(inputs, keywords)
+            self._run("batch_operations", operations.batch, [x], options, operation_type=operation_type)[0]
+            for x, options in zip(inputs, keywords)
         ]
 
     def moe_routing_kernel(
@@ -349,8 +349,8 @@ class TPUv4Kernels:
                 "fused_gelu_dropout: `inplace` is set on a traced array; donate in the outer program: jax.jit(..., "
                 "donate_argnums=...)."
             )
-        own = training and dropout_rate and dropout_key is None
-        drop = self._next_key("fused_gelu_dropout") if own else dropout_key
+        implicit = training and dropout_rate and dropout_key is None
+        drop = self._next_key("fused_gelu_dropout") if implicit else dropout_key
         return self._run(
             "fused_gelu_dropout",
             operations.gelu_dropout,

@@ -54,8 +54,8 @@ class RuntimeConfig:
     Attributes:
         compiler: options of the compiler with their values as text, by name.
         settings: config options of JAX with their values, by name.
-        of_xla: those of `compiler` that belong to XLA itself, and so to XLA_FLAGS.
-        versions: of the packages that accepted the options, by name.
+        of_xla: options of `compiler` that belong to XLA itself, and so to XLA_FLAGS.
+        versions: version of each package that accepted the options, by name.
     """
 
     compiler: tuple[tuple[str, str], ...] = ()

@@ -30,9 +30,9 @@ class Option:
     """One option.
 
     Attributes:
-        name: as libtpu spells it. kind: the type of its values.
+        name: libtpu's spelling. kind: the type of its values.
         does: its meaning in a line. source: where the meaning comes from.
-        area: what it acts on.
+        area: part of the compiler that it acts on.
         least: the least value of a number.
     """
 
