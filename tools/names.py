@@ -50,12 +50,14 @@ def entries(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, text) of every entry under Args or Attributes that begins with a preposition."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            described = False
+            described, indent = False, 0  # continuation lines are indented deeper than entries
             for number, line in enumerate((ast.get_docstring(node, clean=False) or "").splitlines(), node_line(node)):
                 if section := SECTION.match(line):
-                    described = section[1] in ("Args", "Attributes")
-                elif described and ENTRY.match(line):
-                    yield number, line.strip()
+                    described, indent = section[1] in ("Args", "Attributes"), 0
+                elif described and line.strip():
+                    indent = indent or len(line) - len(line.lstrip())
+                    if ENTRY.match(line) and not line[indent].isspace():
+                        yield number, line.strip()
 
 
 def node_line(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:

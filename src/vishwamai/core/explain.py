@@ -85,8 +85,8 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     Args:
       function: any traceable function, jitted or not, gradients included.
       *args: arrays or `jax.ShapeDtypeStruct`s.
-      target: device to explain for: a TPU ("v5e"), a GPU ("h100", "sm_90") or a CPU ("cpu:avx2"); None means the ambient
-        target, else the default backend.
+      target: device to explain for: a TPU ("v5e"), a GPU ("h100", "sm_90") or a CPU ("cpu:avx2"); None means the
+        ambient target, else the default backend.
 
     >>> import jax, jax.numpy as jnp, vishwamai
     >>> x = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)

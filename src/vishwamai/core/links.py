@@ -267,8 +267,8 @@ def estimate_collective(
 
     Args:
       kind: which collective.
-      bytes: size of the gathered result ("all_gather"), of one device's operand ("reduce_scatter", "all_reduce", "permute"),
-        or of all operands of the axis together ("all_to_all").
+      bytes: size of the gathered result ("all_gather"), of one device's operand ("reduce_scatter", "all_reduce",
+        "permute"), or of all operands of the axis together ("all_to_all").
       axis: the links, of `axis_links`.
 
     Raises:

@@ -218,7 +218,7 @@ class Optimization:
         Args:
           devices: how many there are.
           mesh: devices of the mesh that the user gave; 1 for none.
-          name: that mesh's name, for the error.
+          name: text of the error for that mesh.
 
         Raises:
           ConfigError: the mesh contradicts `use_pjit`; the text names both.

@@ -25,7 +25,7 @@ class Roles:
       call: its operands and options.
       tensors: dims of the tensor arguments, which come first.
       results: dims of the results; None for an empty one.
-      like: for each result of a backward pass, the number of the argument whose gradient it is.
+      like: number, for each result of a backward pass, of the argument whose gradient it is.
     """
 
     call: Any
