@@ -63,8 +63,8 @@ class LogSums(NamedTuple):
     coarse: jax.Array
     fine: jax.Array
 
-    def minus(self, other: LogSums) -> jax.Array:
-        return (self.coarse - other.coarse) + (self.fine - other.fine)
+    def minus(self, subtrahend: LogSums) -> jax.Array:
+        return (self.coarse - subtrahend.coarse) + (self.fine - subtrahend.fine)
 
     def __getitem__(self, index: Any) -> LogSums:  # type: ignore[override]
         return LogSums(self.coarse[index], self.fine[index])
