@@ -169,7 +169,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_goes_on(small_norm, monkeypatc
     assert main(command) == 130
     assert "interrupted after 1 of 3 cases; the same command with --resume goes on" in capsys.readouterr().err
     saved = json.loads((tmp_path / "r.json").read_text())
-    assert saved["done"] == [["norm", "one", False]] and saved["wanted"] == 3 and saved["measurements"]
+    assert saved["done"] == [["norm", "one", False]] and saved["planned"] == 3 and saved["measurements"]
     assert "1 of 3 cases were run" in (tmp_path / "r.html").read_text()
     assert main([*command, "--resume"]) == 0
     assert called == [("one", False), ("one", True), ("one", True), ("two", False)]
@@ -235,7 +235,7 @@ def test_a_run_keeps_to_five_minutes(small_norm, clock, monkeypatch, tmp_path, s
     assert main(["bench", "--target", "v5e", *where]) == 0
     saved = json.loads((tmp_path / "r.json").read_text())
     assert clock[0] - start <= 285.0 and (saved["model"] is not None) == model_runs
-    assert len(saved["done"]) == cases and saved["wanted"] == 41 and 0 < len(saved["targets"]) < 40
+    assert len(saved["done"]) == cases and saved["planned"] == 41 and 0 < len(saved["targets"]) < 40
     notes = "\n".join(saved["notes"])
     assert (f"{41 - cases} of 41 cases were not begun: " in notes) == (cases < 41)
     assert f"{40 - len(saved['targets'])} of 40 programs" in notes
