@@ -13,6 +13,7 @@ import contract
 import draws
 from vishwamai import ShapeError, explain, gated_delta_rule, linear_attention, state_space
 from vishwamai.ops.catalogue import operations
+from vishwamai.ops.delta.tpu import DeltaConfig
 
 IMPLEMENTATIONS = {impl.name: impl for impl in operations()["gated_delta_rule"].op.implementations}
 
@@ -109,10 +110,25 @@ def test_channels_of_one_decay_are_the_decay_of_a_head():
 
 
 def test_which_form_runs():
-    """Few tokens run one by one, many by chunks, on every platform; `explain` says why."""
-    for seq, name in ((1, "xla"), (64, "xla_chunked")):
-        (call,) = explain(gated_delta_rule, *arrays(seq), target="v5e").calls
+    """Few tokens run one by one, many by chunks; `explain` says why there is no kernel."""
+    for target, seq, name in (("v5e", 1, "xla"), ("v5e", 64, "pallas_tpu"), ("cpu", 64, "xla_chunked")):
+        (call,) = explain(gated_delta_rule, *arrays(seq), target=target).calls
         assert call.runs == name
+    query, key, value, decay, beta = arrays(64)
+    report = explain(gated_delta_rule, query, key, value, decay[..., None] * key**2, beta, target="v5e")
+    assert report.calls[0].runs == "xla_chunked" and "each channel has a decay of its own" in str(report)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("heads", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3, 4))])
+def test_heads_that_share_keys_on_tpu(heads):
+    """Steps of fewer heads than share a key, of as many, and of more, give the same as the definition."""
+    case = operations()["gated_delta_rule"].tagged("contract")[2]
+    assert case.name == "two heads to a key"
+    expected, _ = contract.by_reference(case)
+    with contract.simulated_tpu():
+        got = jax.jit(lambda a: case.run(a, implementation="pallas_tpu", config=DeltaConfig(16, heads)))(case.make())
+    contract.close(got, expected)
 
 
 def test_errors_name_the_argument():

@@ -59,7 +59,8 @@ def compile_and_check(operation, case, target):
             "XLA's own" in note
             for note in operation.reference.notes(contract.case_spec(case), Target("tpu", TPUS[target]))
         )
-    reasons = [contract.declines(impl, case, Target("tpu", TPUS[target])) for impl in kernels]
+    chip, spec = Target("tpu", TPUS[target]), contract.case_spec(case)
+    reasons = [contract.declines(impl, case, chip) or impl.why_not_default(spec, chip) for impl in kernels]
     cotangents = contract.cotangents_for(case, contract.output_shapes(case))
     run = contract.value_and_gradients(case)
     with contract.x64(case), warnings.catch_warnings():

@@ -14,12 +14,13 @@ from vishwamai.core.spec import as_array
 from vishwamai.ops.delta.chunked import XLA_CHUNKED
 from vishwamai.ops.delta.reference import XLA
 from vishwamai.ops.delta.spec import SIGNATURE, DeltaSpec, Operands, check_rank, check_state_space, describe
+from vishwamai.ops.delta.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-DELTA: Op[DeltaSpec] = Op("gated_delta_rule", (XLA_CHUNKED, XLA), split="batch heads")
+DELTA: Op[DeltaSpec] = Op("gated_delta_rule", (PALLAS_TPU, XLA_CHUNKED, XLA), split="batch heads")
 
 
 @checked

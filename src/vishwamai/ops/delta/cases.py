@@ -178,6 +178,18 @@ FACTS = Facts(
     ),
     batched=("query", "key", "value", "decay", "beta", "initial_state", "segment_ids"),
     poison=Poison("delta float32", "value"),
-    # A log-decay's gradient is a difference of sums over a chunk, and a rate's the sum of those of all tokens.
-    coarser={"state space": {"xla_chunked": 2.0**-21}},
+    declines={
+        "pallas_tpu": {
+            **dict.fromkeys((case.name for case in CASES if "channels" in case.name), "each channel has a decay"),
+            "float16": "`value` is float16",
+            "float64": "`value` is float64",
+            "no tokens": "an axis is empty",
+        }
+    },
+    coarser={
+        # A log-decay's gradient is a difference of sums over a chunk, and a rate's the sum of those of all tokens.
+        "state space": {"xla_chunked": 2.0**-21, "pallas_tpu": 2.0**-21},
+        # A state in float32, of one pass of bfloat16 products.
+        "one token": {"pallas_tpu": 2.0**-8},
+    },
 )

@@ -12,7 +12,6 @@ from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation
 from vishwamai.core.segments import segment_numbers
 from vishwamai.core.sharding import match_varying
-from vishwamai.core.target import Target
 from vishwamai.ops.delta.spec import DeltaSpec, Operands, Outputs
 
 
@@ -65,9 +64,4 @@ def forward(spec: DeltaSpec, config: None, operands: Operands, residuals: bool) 
     return Outputs(y, state if spec.return_state else None), None
 
 
-def notes(spec: DeltaSpec, target: Target) -> tuple[str, ...]:
-    """What `explain` adds on a TPU, where there is no kernel yet."""
-    return ("XLA's own products serve it, by chunks beyond a few tokens",) if target.platform == "tpu" else ()
-
-
-XLA = Implementation("xla", None, forward, autodiff_backward(forward), notes=notes, autodiff=True)
+XLA = Implementation("xla", None, forward, autodiff_backward(forward), autodiff=True)
