@@ -28,7 +28,7 @@ EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install 
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench demo clients test test-gpu test-on-gpu world triton-newest test-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose names examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
+.PHONY: help bench demo clients test test-gpu test-on-gpu world triton-newest test-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose names audit examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -137,6 +137,9 @@ prose: $(VENV)/.build ## the pages: short sentences, and the words of CONTRIBUTI
 
 names: $(VENV)/.build ## names and Args of the code: the names of CONTRIBUTING.md, and the ceilings of tools/ceilings.toml
 	$(PY) tools/names.py
+
+audit: $(VENV)/.dev ## known vulnerabilities of the installed packages, by pip-audit; says so where no database can be reached
+	$(PY) tools/audit.py
 
 examples: $(VENV)/.dev ## doctests of src, and the code blocks of every Markdown page
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --doctest-modules src capibara docs $(wildcard *.md)

@@ -5,6 +5,7 @@ Loopback only; each load is bounded.
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -15,11 +16,14 @@ import uvicorn
 
 from serving import free_port, serving, write_model
 from vishwamai.cli import serve
+from vishwamai.core.errors import ShapeError
 from vishwamai.inference import plan_load
 from vishwamai.inference.server import compilation
 from vishwamai.inference.server.app import make_app
 from vishwamai.inference.server.connections import LimitedProtocol
+from vishwamai.inference.server.errors import HttpError
 from vishwamai.inference.server.guards import LOOPBACK, hosts_of
+from vishwamai.inference.server.jobs import declined
 from vishwamai.inference.server.settings import Settings
 
 SETTINGS = Settings(
@@ -267,3 +271,37 @@ def test_a_priority_is_bounded(engine, address, monkeypatch):
     for priority in (50, -5):
         assert post(address, ASK | {"priority": priority}).status_code == 200
     assert priorities == [0.0, -5.0]
+
+
+def test_a_client_that_leaves_writes_no_trace(address, caplog, monkeypatch):
+    host, port = address.removeprefix("http://").split(":")
+    for name in ("vishwamai", "uvicorn"):  # `serve` turns it off
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    with caplog.at_level("INFO", logger="vishwamai.server.requests"):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall((HEAD + "Content-Length: 100\r\nX-Request-Id: leaver\r\n\r\n{").encode())
+        end = time.monotonic() + 20
+        while not any("leaver" in record.getMessage() for record in caplog.records):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert [record.getMessage() for record in caplog.records if record.exc_info or record.levelname == "ERROR"] == []
+
+
+def test_errors_have_no_paths_of_the_server():
+    with pytest.raises(HttpError) as caught, declined("messages"):
+        raise ShapeError("/srv/models/qwen/chat_template.jinja: line 3; /srv/models/qwen/config.json: `a` is 5.")
+    assert caught.value.message == "chat_template.jinja: line 3; config.json: `a` is 5."
+
+
+def test_a_long_enum_is_answered(address):
+    values = [f"value {i} of many" for i in range(5000)]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": values}}}
+    answer = post(address, ASK | {"max_tokens": 40, "temperature": 0, "response_format": form})
+    assert answer.status_code == 200 and json.loads(answer.json()["choices"][0]["text"]) in values, answer.text[:500]
+
+
+def test_values_for_a_template_replace_no_argument(address):
+    for name in ("messages", "self", "tools", "conversation", "template", "chat_template"):
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "chat_template_kwargs": {name: 5}}
+        answer = httpx.post(f"{address}/v1/chat/completions", json=chat, timeout=60)
+        assert answer.status_code in (200, 400), (name, answer.text)

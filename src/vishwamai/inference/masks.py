@@ -87,5 +87,5 @@ def _follow(matcher: Any, tokens: Sequence[int], goes_on: bool) -> tuple[np.ndar
     reason = matcher.advance(tokens) if tokens else None
     if reason is not None:
         raise ShapeError(reason)
-    ended = matcher.ended
+    ended = bool(tokens) and matcher.ended  # an answer does not end before its first token
     return (matcher.mask() if goes_on and not ended else None), ended

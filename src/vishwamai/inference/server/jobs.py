@@ -392,10 +392,10 @@ class Jobs:
 
 def _characters(value: Any) -> int:
     """Characters of all texts of messages; what a template writes of them may be less than their names and ids."""
-    texts = (message.get("content") or "" for message in value)
-    return sum(
-        len(text) if isinstance(text, str) else sum(len(part.get("text") or "") for part in text) for text in texts
-    )
+    contents = (message.get("content") or () for message in value)
+    parts = (part for content in contents for part in ([content] if isinstance(content, str) else content))
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _current(message: dict[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _pair_rules(i: int, form: Form, schema: Mapping[str, Any], added: Mapping[st
         before = pairs.written.replace("{key}", key).replace("{string}", "true" if texts else "false")
         parts.append(f"pair{i}_{j}" + ("" if key in required else "?"))
         end = pairs.pad + pairs.end
-        if texts and "enum" in value:
+        if texts and isinstance(value.get("enum"), list):
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value["enum"])
             rule = f"({choices}) {_literal(end, added)}"
         elif texts and pairs.end in added:
