@@ -43,8 +43,8 @@ def open_parquet(path: Path, columns: list[str], most: int) -> Any:
     """A file of Parquet whose texts come as dictionaries.
 
     Args:
-      path: of the file.
-      columns: that will be read.
+      path: file of Parquet.
+      columns: names of the columns to read.
       most: bytes that a column of a group of rows may take before its dictionary is applied.
 
     Raises:

@@ -102,12 +102,12 @@ def set_damaged_aside(folder: Path) -> None:
     """Moves the checkpoints of a directory that are damaged, and newer than the newest whole one, out of the way, each
     with a warning; of the older ones, those whose metadata are damaged. One process calls it.
     """
-    whole = False
+    restorable = False
     for path in _steps(folder):
-        reason = damage(path, only=_METADATA if whole else None)
+        reason = damage(path, only=_METADATA if restorable else None)
         if reason is not None:
             _set_aside(path, reason)
-        whole |= reason is None
+        restorable |= reason is None
 
 
 def _set_aside(path: Path, reason: str) -> None:

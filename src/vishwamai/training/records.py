@@ -28,11 +28,11 @@ class Record:
       tokens: tokens of all batches so far, padding included.
       tokens_per_second: since the record before, of the time in steps.
       gradient_norm: global norm before clipping.
-      learning_rate: of the step.
+      learning_rate: rate of the step.
       skipped: steps skipped so far for their gradients.
       memory: peak bytes: the fullest device's, or on the CPU the process's; the largest of all processes so far.
-      seconds: of wall time since the run (or its resumption) began. step_seconds: those spent in steps.
-      evaluation_loss: on the held-out documents, at the steps that compute it.
+      seconds: wall time since the run (or its resumption) began. step_seconds: those spent in steps.
+      evaluation_loss: loss on the held-out documents, at the steps that compute it.
       load_balance: the experts' load-balancing loss, 1 where all are equally used.
       overload: tokens of the fullest expert of any layer, relative to the mean.
       mfu: share of the devices' peak that `flops.flops_per_token` of the tokens reach; None where it is not known.
@@ -143,7 +143,7 @@ class StepMeter:
 
     Args:
       at: the step from which the run goes on.
-      tokens: of a step.
+      tokens: count in a step.
       flops_per_token: operations of a step for each. peak_flops: FLOP/s of all devices; None where it is not known.
       compute_dtype: dtype of activations and products.
 
@@ -173,7 +173,7 @@ class StepMeter:
 
         Args:
           shown: what the step showed, on the host: by the names of `Record`'s attributes, and others.
-          learning_rate, evaluation_loss: of the step.
+          learning_rate, evaluation_loss: values of the step.
         """
         rate = (self.at - self.recorded) * self.tokens / (self.seconds - self.recorded_seconds)
         self.recorded, self.recorded_seconds = self.at, self.seconds

@@ -93,7 +93,7 @@ def files(source: SourceSection) -> list[Path]:
     Raises:
       ConfigError: a path matches no file.
     """
-    found: dict[Path, Path | None] = {}  # a file, and the directory that the source names; None: Python's own
+    roots: dict[Path, Path | None] = {}  # a file, and the directory that the source names; None: Python's own
     named: set[Path] = set()  # by itself, not by its directory
     for pattern in source.paths:
         path = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
@@ -101,22 +101,22 @@ def files(source: SourceSection) -> list[Path]:
         inside = [f for m in matches for f in ([m] if m.is_file() else m.rglob("*")) if f.is_file() and _is_data(f, m)]
         if not inside:
             raise ConfigError(f"config: data.sources.paths has {pattern!r}, which matches no file; check the path.")
-        found |= dict.fromkeys(inside, _root(path) if path == pattern else None)
+        roots |= dict.fromkeys(inside, _root(path) if path == pattern else None)
         named.update(m for m in matches if m.is_file())
-    kept = [f for f in found if not any(fnmatch.fnmatch(str(f), pattern) for pattern in source.exclude)]
-    if not kept:
-        raise ConfigError(f"config: data.sources.exclude {list(source.exclude)} leaves none of {len(found)} files.")
-    for file in kept if not source.follow_links else ():
-        root = found[file]
+    chosen = [f for f in roots if not any(fnmatch.fnmatch(str(f), pattern) for pattern in source.exclude)]
+    if not chosen:
+        raise ConfigError(f"config: data.sources.exclude {list(source.exclude)} leaves none of {len(roots)} files.")
+    for file in chosen if not source.follow_links else ():
+        root = roots[file]
         if root not in (None, file) and not file.resolve().is_relative_to(root.resolve()):
             raise ConfigError(
                 f"config: {file} is a link to {file.resolve()}, outside of {root}, which data.sources.paths names; "
                 "exclude it, name the file itself, or set data.sources.follow_links=true."
             )
-    unread = [f for f in named.intersection(kept) if source.format == "auto" and _format(f) is None]
+    unread = [f for f in named.intersection(chosen) if source.format == "auto" and _format(f) is None]
     if unread:
         raise ConfigError(f"config: data.sources.paths has {min(unread)}, {_not_read(min(unread))}.")
-    return sorted(kept)
+    return sorted(chosen)
 
 
 def _root(pattern: str) -> Path:
