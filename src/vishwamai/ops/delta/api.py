@@ -45,8 +45,9 @@ def gated_delta_rule(
     sequences are computed by chunks, as products. Decoding is a call with `seq` = 1 that passes the state on.
 
     Args:
-      query, key: `[batch, key_heads, seq, key_dim]`; key_heads divides heads, and head h reads key head
-        h // (heads // key_heads). Keys of length 1 and betas up to 2 keep the state bounded; nothing is normalized.
+      query: `[batch, key_heads, seq, key_dim]`; key_heads divides heads, and head h reads key head
+        h // (heads // key_heads).
+      key: as `query`. Keys of length 1 and betas up to 2 keep the state bounded; nothing is normalized.
       value: `[batch, heads, seq, value_dim]`. One dtype for the three: bfloat16, float16, float32 or float64. States
         and sums are float32 (float64 for float64).
       decay: natural logarithm of the factor of the state, at most 0: `[batch, heads, seq]`, or `[batch, heads, seq,
@@ -134,7 +135,8 @@ def state_space(
       x: `[batch, heads, seq, head_dim]`, bfloat16, float16, float32 or float64.
       dt: steps, `[batch, heads, seq]`, after their bias and softplus.
       A: `[heads]`, negative.
-      B, C: `[batch, groups, seq, state_dim]` in the dtype of `x`; groups divides heads.
+      B: `[batch, groups, seq, state_dim]` in the dtype of `x`; groups divides heads.
+      C: as `B`.
       D: `[heads]`, or None for 0.
       initial_state: `[batch, heads, state_dim, head_dim]`; None for zeros. transformers swaps the last two axes.
 
