@@ -47,7 +47,8 @@ def gated_delta_rule(
     Args:
       query: `[batch, key_heads, seq, key_dim]`; key_heads divides heads, and head h reads key head
         h // (heads // key_heads).
-      key: as `query`. Keys of length 1 and betas up to 2 keep the state bounded; nothing is normalized.
+      key: `[batch, key_heads, seq, key_dim]`. Keys of length 1 and betas up to 2 keep the state bounded; nothing is
+        normalized.
       value: `[batch, heads, seq, value_dim]`. One dtype for the three: bfloat16, float16, float32 or float64. States
         and sums are float32 (float64 for float64).
       decay: natural logarithm of the factor of the state, at most 0: `[batch, heads, seq]`, or `[batch, heads, seq,
@@ -136,7 +137,7 @@ def state_space(
       dt: steps, `[batch, heads, seq]`, after their bias and softplus.
       A: `[heads]`, negative.
       B: `[batch, groups, seq, state_dim]` in the dtype of `x`; groups divides heads.
-      C: as `B`.
+      C: `[batch, groups, seq, state_dim]`.
       D: `[heads]`, or None for 0.
       initial_state: `[batch, heads, state_dim, head_dim]`; None for zeros. transformers swaps the last two axes.
 

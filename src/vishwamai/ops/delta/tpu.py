@@ -41,7 +41,7 @@ class DeltaConfig(VmemTiles):
     Attributes:
       chunk: tokens that become one set of products; a multiple of 16.
       heads: heads of the state in a grid step.
-      vmem_bytes: what a step plans to use of VMEM.
+      vmem_bytes: bytes of VMEM that a step plans to use.
     """
 
     chunk: int = size("tokens", 64, least=16, most=256, block_size=lambda tiles, n: round_up(n, 16))
@@ -94,17 +94,17 @@ def _step_heads(spec: DeltaSpec, most: int) -> int:
     return next(n for n in range(most, 0, -1) if spec.heads % n == 0 and (n % group == 0 or group % n == 0))
 
 
-def _inverses(each: list[jax.Array], row: jax.Array, column: jax.Array, product: Product) -> list[jax.Array]:
+def _inverses(matrices: list[jax.Array], row: jax.Array, column: jax.Array, product: Product) -> list[jax.Array]:
     """`chunked.unit_lower_inverse` of several matrices, level by level, so that the products of one hide the wait for
     those of another; of blocks of whole tiles the rows that are not zero alone.
     """
     count = row.shape[0]
-    inverses = [jnp.where(row == column, 1.0, 0.0)] * len(each)
+    inverses = [jnp.where(row == column, 1.0, 0.0)] * len(matrices)
     block = 1
     while block < count:
         bits = block.bit_length() - 1  # not `//`, which Mosaic cannot lower without a TPU
         below = (row >> bits + 1 == column >> bits + 1) & (row >> bits > column >> bits)
-        offs = [jnp.where(below, a, 0.0) for a in each]
+        offs = [jnp.where(below, a, 0.0) for a in matrices]
         by_pairs = block % _ROWS == 0 and count % (2 * block) == 0
         lower = [_odd(x, block) if by_pairs else x for x in inverses]
         if block > 1:
@@ -188,7 +188,7 @@ def _kernel(
     def product(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
         return dot(a.astype(dtype), b.astype(dtype), axes, precision=precision)
 
-    def within(x: jax.Array) -> jax.Array:
+    def masked(x: jax.Array) -> jax.Array:
         """0 past the end of the sequence, where memory holds anything."""
         if not ragged:
             return x
@@ -197,12 +197,12 @@ def _kernel(
 
     # Each line does its part for all heads, which wait for nothing of one another.
     heads = range(value_ref.shape[0])
-    keys = [within(key_ref[i]) for i in range(key_ref.shape[0])]
-    both = [jnp.concatenate([within(query_ref[i]), key], axis=0) for i, key in enumerate(keys)]  # [2 chunk, key_dim]
-    scores = [dot(x, key, (1, 1), precision=precision) for x, key in zip(both, keys, strict=True)]
-    of_state = [product(both[h // group], state_ref[h], (1, 0)) for h in heads]  # [2 chunk, value_dim]
+    keys = [masked(key_ref[i]) for i in range(key_ref.shape[0])]
+    pairs = [jnp.concatenate([masked(query_ref[i]), key], axis=0) for i, key in enumerate(keys)]  # [2 chunk, key_dim]
+    scores = [dot(x, key, (1, 1), precision=precision) for x, key in zip(pairs, keys, strict=True)]
+    of_state = [product(pairs[h // group], state_ref[h], (1, 0)) for h in heads]  # [2 chunk, value_dim]
     rows = [_read_rows(spec, rows_ref[h], row, column) for h in heads]
-    values = [within(value_ref[h]).astype(jnp.float32) for h in heads]
+    values = [masked(value_ref[h]).astype(jnp.float32) for h in heads]
     updates = values
     if spec.correction:
         updates = [v - r.enters * x[chunk:] for v, r, x in zip(updates, rows, of_state, strict=True)]
