@@ -177,4 +177,16 @@ TINY: dict[str, Peer] = {
             "topk_group": 2,
         },
     ),
+    "gpt_neox": Peer("GPTNeoX"),
+    "ernie4_5_moe": Peer(
+        "Ernie4_5_Moe",
+        {
+            "head_dim": 24,
+            "moe_intermediate_size": 40,
+            "moe_k": 2,
+            "moe_layer_interval": 2,
+            "moe_num_experts": 6,
+            "num_hidden_layers": 4,
+        },
+    ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ import models_peer
 import rotation
 from models_families import TINY
 from vishwamai.inference import Engine, Limits, Sampling
-from vishwamai.models import from_pretrained, read_config, save_pretrained
+from vishwamai.models import ModelConfig, from_pretrained, read_config, save_pretrained
 from vishwamai.models.families import FAMILIES
 from vishwamai.models.text_part import WRAPPERS
 
@@ -65,3 +66,14 @@ def test_the_engine_gives_the_tokens_of_transformers(name: str, tmp_path: Path) 
     for _ in range(2):
         answers = engine.generate(prompts, Sampling(max_new_tokens=12, ignore_eos=True))
         assert [list(answer.token_ids) for answer in answers] == expected
+
+
+def test_a_file_of_pythia_gives_the_rotation_of_transformers() -> None:
+    """Its keys have names of their own, and `rope_theta` is not among them."""
+    import transformers
+
+    values = {**TINY["gpt_neox"].config().to_dict(), "rotary_pct": 0.5, "rotary_emb_base": 500, "rope_theta": 7.0}
+    del values["rope_parameters"]
+    peer = transformers.GPTNeoXConfig(**values).rope_parameters
+    mixer: Any = ModelConfig.from_dict(values).layers[0].mixer
+    assert (mixer.rope.theta, mixer.rope.partial) == (peer["rope_theta"], peer["partial_rotary_factor"])

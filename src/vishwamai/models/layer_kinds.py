@@ -22,12 +22,15 @@ _KINDS: Mapping[str, tuple[type, float | None]] = {
     "no_rope_layer_interval": (int, None),
     "rotary_dim": (int, None),
     "max_window_layers": (int, 0),
+    "moe_layer_end_index": (int, -1),
+    "moe_layer_interval": (int, None),
     "original_max_position_embeddings": (int, None),
     "partial_rotary_factor": (float, None),
     "rope_local_base_freq": (float, None),
     "rope_parameters": (dict, None),
     "rope_scaling": (dict, None),
     "rope_theta": (float, None),
+    "rotary_emb_base": (float, None),
     "sliding_window": (int, None),
     "sliding_window_pattern": (int, None),
     "use_sliding_window": (bool, None),
@@ -107,7 +110,7 @@ def _ropes(family: Family, values: Mapping[str, Any], source: str) -> dict[str, 
     """The rotation of each type of layer, from either form of the file."""
     new = values.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
     old = values.get("rope_scaling") or {}
-    theta = values.get("rope_theta") or family.theta
+    theta = values.get(family.theta_key) or family.theta
     if old and family.local_theta is not None and "rope_type" not in old:  # transformers leaves its `type` out
         raise UnsupportedError(f"{source}: `rope_scaling` is {old!r}; expected a `rope_type` in it.")
     if new and family.local_theta is not None and not any(isinstance(value, Mapping) for value in new.values()):
@@ -226,8 +229,11 @@ def _mixtures(family: Family, values: Mapping[str, Any], count: int, dense: int,
     skipped = [] if skipped is None else skipped
     if not isinstance(skipped, list) or not all(isinstance(i, int) for i in skipped):
         raise ShapeError(f"{source}: `mlp_only_layers` is {skipped!r}; expected a list of the numbers of layers.")
-    step = (values.get("decoder_sparse_step") or 1) if "decoder_sparse_step" in reads else 1
-    return [i >= dense and i not in skipped and (i + 1) % step == 0 for i in range(count)]
+    steps = [values.get(key) for key in ("decoder_sparse_step", "moe_layer_interval") if key in reads]
+    step = next((value for value in steps if value), 1)
+    last = values.get("moe_layer_end_index") if "moe_layer_end_index" in reads else None
+    end = count if last in (None, -1) else last + 1
+    return [dense <= i < end and i not in skipped and (i + 1) % step == 0 for i in range(count)]
 
 
 def _rope_to_dict(rope: Rope) -> dict[str, Any]:
@@ -270,6 +276,10 @@ def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
         values["no_rope_layers"] = [int(mixer.rope.partial > 0) for mixer in mixers]
     if "mlp_layer_types" in reads:
         values["mlp_layer_types"] = ["sparse" if kind.experts else "dense" for kind in layers]
+    if "moe_layer_interval" in reads:
+        mixtures = [i for i, kind in enumerate(layers) if kind.experts]
+        values["moe_layer_interval"] = mixtures[1] - mixtures[0] if len(mixtures) > 1 else 1
+        values["moe_layer_end_index"] = mixtures[-1] if mixtures else -1
     if "mlp_only_layers" in reads:
         values["mlp_only_layers"] = [i for i, kind in enumerate(layers) if not kind.experts]
     return values

@@ -48,11 +48,13 @@ class Tensor:
       transpose: the tensor is stored `[out, in]`, the parameter `[in, out]`.
       part: the part of a tensor that several parameters share ("query", "gate", "even", ...; see `tensors.py`); None
         for the whole tensor.
+      row: the tensor has an axis of 1 before those of the parameter.
     """
 
     name: str
     transpose: bool = False
     part: str | None = None
+    row: bool = False
 
 
 PREFIX = "model.layers.{layer}."

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import numpy as np
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.models.config import ModelConfig
@@ -19,7 +22,9 @@ class Piece:
       stacked: whether it stacks them.
       transpose: the tensor has the parameter's last two axes the other way round.
       axis: the tensor's axis that several parameters share; None where the parameter is the whole tensor.
-      start, step: the parameter's part of that axis; `total` is the axis's length.
+      start, step, block: the parameter's part of that axis, so many entries every `step` ones; `total` is the axis's
+        length.
+      row: the tensor has an axis of 1 before the parameter's.
     """
 
     tensors: tuple[str, ...]
@@ -29,17 +34,19 @@ class Piece:
     start: int = 0
     step: int = 1
     total: int = 0
+    block: int = 1
+    row: bool = False
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor, of the parameter's."""
         shape = shape[1:] if self.stacked else shape
         stored = (*shape[:-2], shape[-1], shape[-2]) if self.transpose else shape
         if self.axis is None:
-            return stored
+            return (1, *stored) if self.row else stored
         return tuple(self.total if i == self.axis else n for i, n in enumerate(stored))
 
-    def index(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Where a part of the parameter lies in the tensor.
+    def index(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """The index in NumPy's sense: where a part of the parameter lies in the tensor.
 
         Args:
           slices: a slice for each axis of the parameter, whose shape is `shape`; without the axis of stacked tensors.
@@ -48,8 +55,13 @@ class Piece:
         bounds = [slice.indices(n)[:2] for slice, n in zip(slices, shape)]
         if self.transpose:
             bounds = [*bounds[:-2], bounds[-1], bounds[-2]]
-        selection = [slice(low, high) for low, high in bounds]
-        if self.axis is not None:
+        selection: list[Any] = [slice(low, high) for low, high in bounds]
+        if self.row:
+            return (0, *selection)
+        if self.axis is not None and self.block > 1:
+            place = np.arange(*bounds[self.axis])
+            selection[self.axis] = self.start + place // self.block * self.step + place % self.block
+        elif self.axis is not None:
             low, high = bounds[self.axis]
             end = self.start + (high - 1) * self.step + 1 if high > low else self.start
             selection[self.axis] = slice(self.start + low * self.step, end, self.step)
@@ -73,11 +85,19 @@ def piece(config: ModelConfig, name: str, parameter: Parameter, layer: int | Non
     stacked = "{expert}" in name
     names = tuple(name.replace("{expert}", str(i)) for i in range(parameter.shape[0])) if stacked else (name,)
     if entry.part is None:
-        return Piece(names, entry.transpose, stacked)
+        return Piece(names, entry.transpose, stacked, row=entry.row)
     rank = len(parameter.shape)
     axis = rank - 2 if entry.transpose else rank - 1
+    dim = config.head_dim
+    if entry.part in _BY_HEAD:
+        start, total = _BY_HEAD.index(entry.part) * dim, 3 * config.num_heads * dim
+        return Piece(names, entry.transpose, stacked, axis, start, 3 * dim, total, block=dim)
     start, step, total = _parts(config, parameter.shape[-1])[entry.part]
     return Piece(names, entry.transpose, stacked, axis, start, step, total)
+
+
+_BY_HEAD = ("head_query", "head_key", "head_value")
+"""Parts of a tensor that holds the query, the key and the value of one head after the other."""
 
 
 def _parts(config: ModelConfig, size: int) -> dict[str, tuple[int, int, int]]:

@@ -37,7 +37,8 @@ class Family:
         (the same in a family without windows).
       layer_keys: further keys that say what the layers are: `use_sliding_window`, `mlp_only_layers` and the like.
       window_period: without `layer_types`, every so many layers one attends to everything.
-      theta: base of the rotations where the file gives none.
+      theta: base of the rotations where the file gives none. theta_key: the key that gives it, besides
+        `rope_parameters`.
       partial: share of a head's features that rotate where the file gives none; None: the family has no such key.
       local_theta: base of layers with a window where they have a rotation of their own; None where they share it.
       global_rope: layers without a window rotate; False: only in a model without windows; None: never.
@@ -60,6 +61,7 @@ class Family:
     layer_keys: tuple[str, ...] = ()
     window_period: int | None = None
     theta: float = 10000.0
+    theta_key: str = "rope_theta"
     partial: float | None = None
     local_theta: float | None = None
     global_rope: bool | None = True
@@ -74,7 +76,7 @@ class Family:
         windows = {"none": (), "all": ("sliding_window",), "list": ("sliding_window", "layer_types")}
         windows = {**windows, "types": ("layer_types",)}[self.layer_types]
         partial = () if self.partial is None else ("partial_rotary_factor",)
-        return frozenset((*_ROTATION, *windows, *partial, *self.layer_keys))
+        return frozenset((*_ROTATION, self.theta_key, *windows, *partial, *self.layer_keys))
 
 
 _ROTATION = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")

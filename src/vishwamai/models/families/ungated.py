@@ -9,6 +9,26 @@ from vishwamai.models.layers.feed_forward import XIELU, Ungated
 from vishwamai.models.parameters import PREFIX, Tensor
 
 _COMMON = {key: field for key, field in COMMON.items() if field != "norm_eps"}
+_NEOX = "gpt_neox.layers.{layer}."
+_NEOX_TENSORS = {
+    "embed": Tensor("gpt_neox.embed_in.weight"),
+    "head": Tensor("embed_out.weight"),
+    **{
+        f"{name}{suffix}": Tensor(f"{module}.{kind}", kind == "weight" and "norm" not in module, part)
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+        for name, module, part in (
+            ("query", f"{_NEOX}attention.query_key_value", "head_query"),
+            ("key", f"{_NEOX}attention.query_key_value", "head_key"),
+            ("value", f"{_NEOX}attention.query_key_value", "head_value"),
+            ("output", f"{_NEOX}attention.dense", None),
+            ("up", f"{_NEOX}mlp.dense_h_to_4h", None),
+            ("down", f"{_NEOX}mlp.dense_4h_to_h", None),
+            ("attention_norm", f"{_NEOX}input_layernorm", None),
+            ("mlp_norm", f"{_NEOX}post_attention_layernorm", None),
+            ("norm", "gpt_neox.final_layer_norm", None),
+        )
+    },
+}
 
 UNGATED: Mapping[str, Family] = {
     "arcee": Family(
@@ -88,5 +108,29 @@ UNGATED: Mapping[str, Family] = {
         },
         partial=0.5,
         feed_forward=Ungated(),
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        {
+            **{key: field for key, field in _COMMON.items() if field != "num_kv_heads"},
+            **SILU,
+            **BIASES,
+            "layer_norm_eps": "norm_eps",
+        },
+        choices={"use_parallel_residual": ("norms", {True: "parallel", False: "pre"})},
+        fields={"layer_norm": True, "norm_bias": True, "mlp_bias": True},
+        defaults={
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "use_parallel_residual": True,
+            "attention_bias": True,
+            **tokens(0, 2),
+        },
+        ignored=("classifier_dropout", "head_dim", "num_key_value_heads"),
+        aliases={"rotary_pct": "partial_rotary_factor"},
+        theta_key="rotary_emb_base",
+        partial=0.25,
+        feed_forward=Ungated(),
+        tensors=_NEOX_TENSORS,
     ),
 }

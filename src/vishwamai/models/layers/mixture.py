@@ -36,7 +36,8 @@ class Experts:
       shared_size: width of that network where it is stated; None for `shared` times the width of one expert.
       shared_gate: the output of that network is multiplied by the sigmoid of a product of its input (Qwen2-MoE).
       method: "greedy" (the best scores by softmax), "group_limited_greedy" (in the best groups, by their best expert;
-        DeepSeek V2), or "noaux_tc" (by sigmoid and correction, in the best groups by two; DeepSeek V3).
+        DeepSeek V2), "noaux_tc" (by sigmoid and correction, in the best groups by two; DeepSeek V3), or "corrected" (by
+        softmax and correction; ERNIE 4.5).
       normalize: a token's weights add up to 1.
       scale: factor of the weights after that.
       num_groups, top_groups: number of groups of experts, and of those that a token may reach.
@@ -75,7 +76,7 @@ class Mixture(FeedForward):
         experts = _sizes(config)
         hidden, count, inner = config.hidden_size, experts.count, experts.inner_size or config.intermediate_size
         table = {"router": Parameter((hidden, count), ("embed", None))}
-        if experts.method == "noaux_tc":
+        if experts.method in ("noaux_tc", "corrected"):
             table["router_correction"] = Parameter((count,), (None,), "zeros", float32=True)
         for name in ("gate", "up"):
             table[f"expert_{name}"] = Parameter((count, hidden, inner), ("experts", "embed", "mlp"), matrix=True)
@@ -185,6 +186,8 @@ def _routing(experts: Experts, arrays: Mapping[str, Any]) -> dict[str, Any]:
     options["logit_bias"] = arrays.get("router_bias")
     if experts.method == "greedy":
         return options
+    if experts.method == "corrected":
+        return {**options, "bias": arrays["router_correction"]}
     options |= {"num_groups": experts.num_groups or 1, "top_groups": experts.top_groups}
     if experts.method == "group_limited_greedy":
         return {**options, "group_score": "max"}
